@@ -1,0 +1,67 @@
+"""`GradGuardConfig`: training arguments with a defence."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers import TrainingArguments
+
+from .defenses import make_defense
+
+
+@dataclass
+class GradGuardConfig(TrainingArguments):
+    """`TrainingArguments` and what concerns protection. All of the former keep their meaning.
+
+    Args:
+        defense: A name of `DEFENSES`. Has to be given here or to the Trainer; no protection is spelt `"none"`.
+        defense_kwargs: The defence's settings; JSON on the command line.
+        share_input_embeddings: Share the token embeddings' gradient, which names the batch's tokens.
+        clients_per_process: Cut each rank's batch into that many clients, each protected by itself.
+        noise_seed: Makes all noise reproducible, by anybody. For tests only.
+        leakage_logging_steps: Not supported yet; must be 0.
+        model_name_or_path: What `GradGuardTrainer(args)` loads when it is given no model.
+
+    Raises:
+        ValueError: For an unknown defence, or a value out of range.
+    """
+
+    _VALID_DICT_FIELDS = [*TrainingArguments._VALID_DICT_FIELDS, "defense_kwargs"]
+
+    defense: str | None = field(
+        default=None, metadata={"help": "The defence, by name. Required here or in the Trainer; 'none' must be said."}
+    )
+    defense_kwargs: dict[str, Any] | str | None = field(
+        default=None, metadata={"help": """Settings of the defence, as JSON: '{"relative_scale": 0.5}'."""}
+    )
+    share_input_embeddings: bool = field(
+        default=False, metadata={"help": "Share the token embeddings' gradient too. It names the batch's tokens."}
+    )
+    clients_per_process: int = field(
+        default=1, metadata={"help": "Cut each rank's batch into that many clients, each protected by itself."}
+    )
+    noise_seed: int | None = field(
+        default=None, metadata={"help": "Unsafe, for tests: makes the noise reproducible by anybody who knows it."}
+    )
+    leakage_logging_steps: int = field(
+        default=0, metadata={"help": "Log leakage estimates every so many steps. Not supported yet: must be 0."}
+    )
+    model_name_or_path: str | None = field(
+        default=None, metadata={"help": "Model to load when the Trainer is given none: a folder or a Hub name."}
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not isinstance(self.defense_kwargs, dict | None):
+            raise ValueError(f"defense_kwargs must be a dict, or JSON that starts with '{{', but is {self.defense_kwargs!r}.")
+        if self.clients_per_process < 1:
+            raise ValueError(f"clients_per_process must be at least 1, but is {self.clients_per_process}.")
+        if self.noise_seed is not None and self.noise_seed < 0:
+            raise ValueError(f"noise_seed must be at least 0, but is {self.noise_seed}.")
+        if self.leakage_logging_steps:
+            raise ValueError(
+                "leakage_logging_steps is not supported yet: this version has no leakage estimators. Leave it at 0."
+            )
+        if self.defense is not None:
+            make_defense(self.defense, **(self.defense_kwargs or {}))

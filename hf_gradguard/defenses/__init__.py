@@ -1,0 +1,115 @@
+"""Defences: from a gradient map to what is shared.
+
+    defense = make_defense("optimal_noise", scale=1e-3)
+    shared = defense(GradientMap(model, batch))
+"""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar
+
+import torch
+
+from ..gradient_map import GradientMap, Tensors
+from .base import Defense, SensitivityDefense, cast_like, true_gradient
+from .noise import DPSGD, GaussianNoise, LaplaceNoise, OptimalDPSGD, OptimalNoise
+from .pruning import OptimalPruning, Pruning
+from .quantization import Quantization
+
+__all__ = ["DEFENSES", "Chain", "Defense", "SensitivityDefense", "chain", "make_defense"]
+
+
+@dataclass
+class NoDefense(Defense):
+    """Shares the true gradient. Has to be asked for by name."""
+
+    name: ClassVar[str] = "none"
+
+    def protect(self, gmap: GradientMap, generator: torch.Generator) -> Tensors:
+        return cast_like(true_gradient(gmap), gmap)
+
+
+@dataclass
+class Chain(Defense):
+    """Applies `second` to what `first` would share."""
+
+    name: ClassVar[str] = "chain"
+    first: Defense
+    second: Defense
+
+    def protect(self, gmap: GradientMap, generator: torch.Generator) -> Tensors:
+        return self.second(gmap.after(self.first(gmap, generator)), generator)
+
+    @property
+    def needs_jacobian(self) -> bool:
+        return self.first.needs_jacobian or self.second.needs_jacobian
+
+    def state_dict(self) -> Tensors:
+        return {f"{part}.{k}": v for part in ("first", "second") for k, v in getattr(self, part).state_dict().items()}
+
+    def load_state_dict(self, state: Tensors) -> None:
+        for part in ("first", "second"):
+            prefix = f"{part}."
+            own = {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)}
+            getattr(self, part).load_state_dict(own)
+
+
+DEFENSES: dict[str, type[Defense]] = {
+    defense.name: defense
+    for defense in (
+        NoDefense,
+        GaussianNoise,
+        LaplaceNoise,
+        OptimalNoise,
+        DPSGD,
+        OptimalDPSGD,
+        Pruning,
+        OptimalPruning,
+        Quantization,
+    )
+}
+
+
+def make_defense(name: str, **settings: Any) -> Defense:
+    """The defence of that name.
+
+    Args:
+        name: One of `DEFENSES`.
+        **settings: The defence's own; see its class.
+
+    Raises:
+        ValueError: For an unknown name, listing the right ones, or a value out of range, saying the range.
+        TypeError: For a setting that the defence does not have, listing those it has.
+
+    Example:
+        >>> make_defense("optimal_pruning", ratio=0.8, refresh_every=10)
+    """
+    if name not in DEFENSES:
+        near = difflib.get_close_matches(str(name), DEFENSES, 1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"There is no defence {name!r}.{hint} The names are: {', '.join(DEFENSES)}.")
+    known = [field.name for field in fields(DEFENSES[name])]  # type: ignore[arg-type]
+    unknown = sorted(settings.keys() - set(known))
+    if unknown:
+        has = f"It has: {', '.join(known)}." if known else "It has none."
+        raise TypeError(f"{name} has no setting {', '.join(unknown)}. {has}")
+    return DEFENSES[name](**settings)
+
+
+def chain(*defenses: Defense) -> Defense:
+    """One defence after the other, each applied to what the ones before it would share.
+
+    Noise after pruning falls only on the coordinates that pruning left.
+
+    Raises:
+        ValueError: If no defence is given.
+
+    Example:
+        >>> chain(make_defense("optimal_pruning", ratio=0.8), make_defense("optimal_noise", relative_scale=0.5))
+    """
+    if not defenses:
+        raise ValueError("chain needs at least one defence.")
+    *head, last = defenses
+    return Chain(chain(*head), last) if head else last

@@ -1,0 +1,151 @@
+"""What a defence is: a function from a gradient map to what is shared."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from ..gradient_map import GradientMap, Tensors
+from ..randomness import private_generator
+
+Granularity = Literal["parameter", "layer"]
+
+
+class Defense:
+    """Base of all defences. A subclass is a dataclass of its settings with one method, `protect`.
+
+    A defence is pure: it touches neither the model nor `.grad`, and all its randomness comes from `generator`.
+    """
+
+    name: ClassVar[str]
+
+    def __call__(self, gmap: GradientMap, generator: torch.Generator | None = None) -> Tensors:
+        """What a client shares in place of its gradient.
+
+        Args:
+            gmap: The client's gradient map.
+            generator: Source of all randomness, on the input's device. Default: a fresh one from the system's entropy.
+
+        Returns:
+            One finite tensor a shared parameter, in the parameters' shapes and types.
+
+        Raises:
+            FloatingPointError: If a true or a protected gradient is not finite. Names the parameter.
+        """
+        generator = generator or private_generator(gmap.input.device)
+        shared = self.protect(gmap, generator)
+        check_finite(shared, f"{self.name} made the gradient of {{}} not finite. Weaken its settings: {self}.")
+        return shared
+
+    def protect(self, gmap: GradientMap, generator: torch.Generator) -> Tensors:
+        """The defence itself. Implemented by subclasses."""
+        raise NotImplementedError
+
+    @property
+    def needs_jacobian(self) -> bool:
+        """Whether the next call differentiates twice, so that its map needs `second_order=True`."""
+        return False
+
+    def state_dict(self) -> Tensors:
+        """What the defence remembers between calls. Private to the client: it depends on its data."""
+        return {}
+
+    def load_state_dict(self, state: Tensors) -> None:
+        """Restore what `state_dict` returned."""
+        if state:
+            raise ValueError(f"{self.name} keeps no state, but got {sorted(state)[:3]}.")
+
+    def settings(self) -> dict[str, Any]:
+        """The settings that differ from unset, for cards and logs."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) is not None}  # type: ignore[arg-type]
+
+
+@dataclass
+class SensitivityDefense(Defense):
+    """A defence that weighs every parameter by its sensitivity s_i = ‖∂g_i/∂x‖.
+
+    Args:
+        num_probes: Random directions to estimate s_i² from; relative variance 2/num_probes.
+        granularity: `"parameter"`, or `"layer"`: one s and one |g| a tensor, their norms over it.
+        refresh_every: Estimate anew at every n-th call and reuse in between. The reused values belong to an earlier
+            batch: protection is then optimal for that one, and cheaper by nearly n.
+        probe_chunk: Probes that run at once; bounds memory, see `GradientMap.squared_sensitivity`.
+    """
+
+    num_probes: int = 10
+    granularity: Granularity = "parameter"
+    refresh_every: int = 1
+    probe_chunk: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("num_probes", "refresh_every", "probe_chunk"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"{name} must be a whole number of at least 1, but is {value!r}.")
+        if self.granularity not in ("parameter", "layer"):
+            raise ValueError(f"granularity must be 'parameter' or 'layer', but is {self.granularity!r}.")
+        self._squares: Tensors = {}
+        self._calls_left = 0
+
+    @property
+    def needs_jacobian(self) -> bool:
+        return self._calls_left == 0
+
+    def sensitivity(self, gmap: GradientMap, generator: torch.Generator) -> Tensors:
+        """s_i for every shared parameter, estimated now or at most `refresh_every - 1` calls ago."""
+        if self._calls_left == 0 or self._squares.keys() != gmap.parameters.keys():
+            self._squares = gmap.squared_sensitivity(self.num_probes, generator, self.probe_chunk)
+            self._calls_left = self.refresh_every
+        self._calls_left -= 1
+        squares = gmap.restrict(self._squares)
+        if not self._calls_left:
+            self._squares = {}
+        check_finite(squares, "The sensitivity of {} is not finite: the loss has no second derivative there.")
+        return {name: tensor.sqrt() for name, tensor in squares.items()}
+
+    def at_granularity(self, tensors: Tensors) -> Tensors:
+        """Magnitudes entry by entry, or with granularity "layer" each tensor's norm in all its entries."""
+        if self.granularity == "layer":
+            return {name: tensor.norm().expand_as(tensor) for name, tensor in tensors.items()}
+        return {name: tensor.abs() for name, tensor in tensors.items()}
+
+    def state_dict(self) -> Tensors:
+        if not self._squares:
+            return {}
+        return {"calls_left": torch.tensor(self._calls_left)} | {f"squares.{n}": t for n, t in self._squares.items()}
+
+    def load_state_dict(self, state: Tensors) -> None:
+        state = dict(state)
+        self._calls_left = int(state.pop("calls_left", torch.tensor(0)))
+        self._squares = {name.removeprefix("squares."): tensor for name, tensor in state.items()}
+
+
+def true_gradient(gmap: GradientMap) -> Tensors:
+    """g, checked to be finite and in at least float32."""
+    gradient = gmap.gradient()
+    check_finite(
+        gradient,
+        "The gradient of {} is not finite, so nothing was shared. Look for labels out of range, an overflow in the loss "
+        "(in half precision use bf16), or a learning rate that made the weights diverge.",
+    )
+    return {name: t.to(torch.promote_types(t.dtype, torch.float32)) for name, t in gradient.items()}
+
+
+def check_finite(tensors: Tensors, message: str) -> None:
+    """Raise `FloatingPointError(message)` with the first name whose tensor holds NaN or infinity."""
+    for name, tensor in tensors.items():
+        if not torch.isfinite(tensor).all():
+            raise FloatingPointError(message.format(name))
+
+
+def cast_like(shared: Tensors, gmap: GradientMap) -> Tensors:
+    """`shared` in the types of the gradient that it stands for."""
+    return {name: tensor.to(gmap.gradient()[name].dtype) for name, tensor in shared.items()}
+
+
+def total(tensors: Tensors) -> Tensor:
+    """The sum over all entries of all tensors, in float64."""
+    return torch.stack([tensor.sum(dtype=torch.float64) for tensor in tensors.values()]).sum()

@@ -1,0 +1,202 @@
+"""Noise: share y = g + N(0, Σ) with diagonal Σ.
+
+With Fisher information J_F = J Σ⁻¹ Jᵀ about the input, Tr J_F = Σ_i s_i²/Σ_ii bounds every attacker, and
+U₂ = -Σ_i g_i² Σ_ii is the second-order utility. Least Tr J_F at fixed U₂ (Cauchy-Schwarz):
+
+    Σ_ii = λ s_i / |g_i|
+
+Reference: Chen, Gürsoy, Lei, "Optimal Defenses Against Data Reconstruction Attacks" (2024, 2025). Their Algorithm 1
+prints s_i squared; their theorem, its proof and this module have it plain.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+from transformers.utils import logging
+
+from ..gradient_map import GradientMap, Tensors
+from .base import Defense, SensitivityDefense, cast_like, total, true_gradient
+
+logger = logging.get_logger(__name__)
+
+SMALLEST_GRADIENT = 1e-8
+LARGEST_RATIO = 1e6
+
+
+@dataclass
+class NoiseDefense(Defense):
+    """Noise of a given strength. At most one of the three; none of them means `relative_scale=1`.
+
+    Args:
+        scale: Root mean square of the noise's standard deviation over all shared parameters, in the gradient's unit.
+            Defences of equal `scale` add equal noise power Tr Σ/d = scale².
+        relative_scale: `scale` as a multiple of the root mean square of the gradient that the noise is added to.
+        utility_budget: C ≥ 0 with U₂ = -C: the variance of ⟨g, y⟩ that the noise may cause.
+    """
+
+    scale: float | None = None
+    relative_scale: float | None = None
+    utility_budget: float | None = None
+
+    def __post_init__(self) -> None:
+        given = {f.name: getattr(self, f.name) for f in fields(NoiseDefense) if getattr(self, f.name) is not None}
+        if len(given) > 1:
+            raise ValueError(f"Give one of scale, relative_scale and utility_budget, not {' and '.join(given)}.")
+        for name, value in given.items():
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+                raise ValueError(f"{name} must be a finite number of at least 0, but is {value!r}.")
+        if not given:
+            self.relative_scale = 1.0
+
+    def clipped(self, gradient: Tensors) -> Tensors:
+        """The gradient that noise is added to."""
+        return gradient
+
+    def shape(self, gmap: GradientMap, gradient: Tensors, generator: torch.Generator) -> Tensors:
+        """Variances up to a common factor. Here: the same everywhere that an earlier defence left something."""
+        return gmap.restrict({name: torch.ones_like(g) for name, g in gradient.items()})
+
+    def variance(self, gradient: Tensors, shape: Tensors) -> Tensors:
+        """The diagonal of Σ: `shape` times the factor λ that gives the strength asked for."""
+        if self.utility_budget is not None:
+            power = total({name: g.square() * shape[name] for name, g in gradient.items()})
+            wanted = self.utility_budget
+        else:
+            size = sum(g.numel() for g in gradient.values())
+            power = total(shape) / size
+            wanted = self.scale**2 if self.scale is not None else self._relative_variance(gradient, size)
+        if not wanted:
+            return {name: torch.zeros_like(g) for name, g in gradient.items()}
+        if not power:
+            logger.warning_once(
+                f"{self.name} added no noise: the gradient or all its sensitivities are zero, so to first order there is "
+                "nothing about the input in it."
+            )
+            return {name: torch.zeros_like(g) for name, g in gradient.items()}
+        factor = float(wanted / power)
+        return {name: tensor * factor for name, tensor in shape.items()}
+
+    def _relative_variance(self, gradient: Tensors, size: int) -> float:
+        assert self.relative_scale is not None  # __post_init__ leaves exactly one of the three set
+        return self.relative_scale**2 * float(total({name: g.square() for name, g in gradient.items()})) / size
+
+    def protect(self, gmap: GradientMap, generator: torch.Generator) -> Tensors:
+        gradient = self.clipped(true_gradient(gmap))
+        variance = self.variance(gradient, self.shape(gmap, gradient, generator))
+        return cast_like(
+            {name: g + variance[name].sqrt() * self.draw(g, generator) for name, g in gradient.items()}, gmap
+        )
+
+    def draw(self, like: Tensor, generator: torch.Generator) -> Tensor:
+        """Noise of unit variance in the shape of `like`."""
+        return torch.randn(like.shape, generator=generator, device=like.device, dtype=like.dtype)
+
+
+@dataclass
+class GaussianNoise(NoiseDefense):
+    """The same Gaussian noise on every parameter: Σ = scale² I."""
+
+    name: ClassVar[str] = "gaussian_noise"
+
+
+@dataclass
+class LaplaceNoise(NoiseDefense):
+    """The same Laplace noise on every parameter, of the same variance as the Gaussian's: b = scale/√2."""
+
+    name: ClassVar[str] = "laplace_noise"
+
+    def draw(self, like: Tensor, generator: torch.Generator) -> Tensor:
+        # The difference of two unit exponentials is Laplace(0, 1), of variance 2.
+        one, two = (torch.empty_like(like).exponential_(generator=generator) for _ in range(2))
+        return (one - two) / math.sqrt(2)
+
+
+@dataclass
+class OptimalNoise(SensitivityDefense, NoiseDefense):
+    """Noise shaped by sensitivity, Σ_ii = λ s_i / |g_i|: the least information about the input at a given utility.
+
+    Parameters with s_i = 0 say nothing about the input to first order and get no noise.
+    """
+
+    name: ClassVar[str] = "optimal_noise"
+
+    def __post_init__(self) -> None:
+        NoiseDefense.__post_init__(self)
+        SensitivityDefense.__post_init__(self)
+
+    def shape(self, gmap: GradientMap, gradient: Tensors, generator: torch.Generator) -> Tensors:
+        return self.ratio(self.sensitivity(gmap, generator), gradient)
+
+    def ratio(self, sensitivity: Tensors, gradient: Tensors) -> Tensors:
+        """s_i/|g_i| with |g_i| held above 1e-8 and the ratio below 1e6, so that no vanishing g_i takes all the noise."""
+        magnitude = self.at_granularity(gradient)
+        return {
+            name: (s / magnitude[name].clamp(min=SMALLEST_GRADIENT)).clamp(max=LARGEST_RATIO)
+            for name, s in self.at_granularity(sensitivity).items()
+        }
+
+
+def _check_clip(clip: float) -> None:
+    if isinstance(clip, bool) or not isinstance(clip, int | float) or not 0 < clip < math.inf:
+        raise ValueError(f"clip must be a finite number above 0, but is {clip!r}.")
+
+
+@dataclass
+class DPSGD(NoiseDefense):
+    """Clip, then add the same Gaussian noise everywhere.
+
+    This clips the client's batch-mean gradient, not each sample's, so it gives no (ε, δ) guarantee by itself.
+
+    Args:
+        clip: The bound C.
+        clip_by: `"norm"` scales the whole gradient down to norm C; `"coordinate"` clips every coordinate to ±C, the
+            plain counterpart of `optimal_dp_sgd`.
+    """
+
+    name: ClassVar[str] = "dp_sgd"
+    clip: float = 1.0
+    clip_by: Literal["norm", "coordinate"] = "norm"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_clip(self.clip)
+        if self.clip_by not in ("norm", "coordinate"):
+            raise ValueError(f"clip_by must be 'norm' or 'coordinate', but is {self.clip_by!r}.")
+
+    def clipped(self, gradient: Tensors) -> Tensors:
+        if self.clip_by == "coordinate":
+            return {name: g.clamp(-self.clip, self.clip) for name, g in gradient.items()}
+        norm = float(total({name: g.square() for name, g in gradient.items()}).sqrt())
+        return gradient if norm <= self.clip else {name: g * (self.clip / norm) for name, g in gradient.items()}
+
+
+@dataclass
+class OptimalDPSGD(OptimalNoise):
+    """Clip every coordinate to ±clip, then optimal noise on those within the bound and none on the clipped ones.
+
+    A clipped coordinate does not change with the input, so it needs no noise. (Theorem 3 of the paper's first version.)
+
+    Args:
+        clip: The bound P of every coordinate.
+    """
+
+    name: ClassVar[str] = "optimal_dp_sgd"
+    clip: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_clip(self.clip)
+
+    def clipped(self, gradient: Tensors) -> Tensors:
+        return {name: g.clamp(-self.clip, self.clip) for name, g in gradient.items()}
+
+    def shape(self, gmap: GradientMap, gradient: Tensors, generator: torch.Generator) -> Tensors:
+        within = {name: g.abs() < self.clip for name, g in gradient.items()}
+        sensitivity = {name: s * within[name] for name, s in self.sensitivity(gmap, generator).items()}
+        magnitude = {name: g * within[name] for name, g in gradient.items()}
+        return {name: r * within[name] for name, r in self.ratio(sensitivity, magnitude).items()}

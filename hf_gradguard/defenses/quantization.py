@@ -1,0 +1,57 @@
+"""Quantization: share every tensor on a few levels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from ..gradient_map import GradientMap, Tensors
+from .base import Defense, cast_like, true_gradient
+
+
+@dataclass
+class Quantization(Defense):
+    """Rounds every tensor to 2^bits uniform levels between its smallest and largest entry.
+
+    Args:
+        bits: 1 to 32. Default 4.
+        stochastic: Round up or down at random so that the mean is kept, instead of to the nearest level.
+        sign_only: Share only signs, times the tensor's mean |g| so that its size stays usable. Excludes `bits`.
+    """
+
+    name: ClassVar[str] = "quantization"
+    bits: int | None = None
+    stochastic: bool = False
+    sign_only: bool = False
+
+    def __post_init__(self) -> None:
+        if self.sign_only and (self.bits is not None or self.stochastic):
+            raise ValueError("sign_only has no levels to choose: leave out bits and stochastic.")
+        if self.bits is None and not self.sign_only:
+            self.bits = 4
+        if not self.sign_only and (isinstance(self.bits, bool) or self.bits not in range(1, 33)):
+            raise ValueError(f"bits must be a whole number from 1 to 32, but is {self.bits!r}.")
+
+    def protect(self, gmap: GradientMap, generator: torch.Generator) -> Tensors:
+        quantize = self._sign if self.sign_only else self._round
+        return cast_like({name: quantize(g, generator) for name, g in true_gradient(gmap).items()}, gmap)
+
+    def _sign(self, gradient: Tensor, _generator: torch.Generator) -> Tensor:
+        return gradient.sign() * gradient.abs().mean()
+
+    def _round(self, gradient: Tensor, generator: torch.Generator) -> Tensor:
+        assert self.bits is not None
+        low, high = gradient.min().double(), gradient.max().double()
+        if low == high:
+            return gradient
+        step = (high - low) / (2**self.bits - 1)
+        levels = (gradient.double() - low) / step
+        if self.stochastic:
+            offset = torch.rand(levels.shape, generator=generator, device=levels.device, dtype=levels.dtype)
+            levels = (levels + offset).floor().clamp(max=2**self.bits - 1)
+        else:
+            levels = levels.round()
+        return (low + levels * step).to(gradient.dtype)

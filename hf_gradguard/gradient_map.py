@@ -1,0 +1,310 @@
+"""The one function the library is about: from a client's continuous input to the gradient it would share.
+
+    g(x) = ∇_θ L(f_θ(x), y) ∈ R^d,    J[a, i] = ∂g_i/∂x_a ∈ R^{m×d}
+
+No other module differentiates a client's loss, or knows about attention kernels, dropout masks and embedding hooks.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers import PreTrainedModel
+
+from .inputs import Batch, LossFunction, find_input, shared_parameters
+from .randomness import private_generator
+
+Tensors = dict[str, Tensor]
+"""One tensor a shared parameter, by name and in its shape."""
+
+
+class GradientMap:
+    """The map x ↦ g(x) of one batch, with products with its Jacobian.
+
+    Constructing it runs one forward pass in the model's present mode, with all that a forward pass does: dropout draws
+    from the global generator, batch statistics are updated. Everything after that belongs to the *same* function: later
+    evaluations replay this pass's random draws and leave generators, buffers, `.grad` and the model as they found them.
+
+    Args:
+        model: Any Hugging Face model that takes `input_ids` or `pixel_values` and returns a loss, or a module alike.
+            Not a distributed wrapper: pass the module inside it.
+        batch: What a collator returns, labels included, on the model's device.
+        loss_fn: `(model, batch) -> scalar`, the batch-mean loss. Default: the loss that the model returns.
+        share_input_embeddings: Count the token embeddings' gradient among what is shared (see `shared_parameters`).
+        second_order: `False` leaves the model's own attention kernels in use and refuses what differentiates twice.
+            By default attention runs in plain mathematics, the only form with second derivatives, while this object
+            computes; the model's setting stands again after every call.
+
+    Raises:
+        ValueError: If batch and model have no usable continuous input, nothing to share, or no loss.
+
+    Example:
+        >>> gmap = GradientMap(model, batch)
+        >>> gmap.input.shape                      # (B, T, H) token embeddings or (B, C, H, W) pixels
+        >>> gmap.vjp(gmap.gradient())             # J g, in the input's shape
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        batch: Batch,
+        *,
+        loss_fn: LossFunction | None = None,
+        share_input_embeddings: bool = False,
+        second_order: bool = True,
+    ) -> None:
+        self._model, self._batch, self._second_order = model, batch, second_order
+        self._loss_fn = loss_fn or model_loss
+        self._source = find_input(model, batch)
+        self._parameters = shared_parameters(model, share_input_embeddings)
+        self._devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
+        self._random_state = _random_state(self._devices)
+        with torch.enable_grad(), self._kernels():
+            self._x, self._loss = self._source.evaluate(self._loss_fn, model, batch)
+        if self._loss.dim() or not self._loss.requires_grad:
+            raise ValueError(
+                f"The loss must be a differentiable scalar, but has shape {tuple(self._loss.shape)} and "
+                f"requires_grad={self._loss.requires_grad}. Return the batch mean, computed from the model's output."
+            )
+        self._gradient: Tensors | None = None
+        self._input_gradient: Tensor | None = None
+        self._differentiable_gradient: Tensors | None = None
+        self._transmitted: Tensors | None = None
+
+    @property
+    def input(self) -> Tensor:
+        """The continuous input x: `(B, T, H)` token embeddings or `(B, C, H, W)` pixels, detached."""
+        return self._x.detach()
+
+    @property
+    def loss(self) -> Tensor:
+        """The batch-mean loss L(f_θ(x), y), a detached scalar."""
+        return self._loss.detach()
+
+    @property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """The parameters whose gradient is shared, by name."""
+        return dict(self._parameters)
+
+    def gradient(self) -> Tensors:
+        """g(x): the gradient of the batch-mean loss. Parameters that the loss does not use have zeros.
+
+        Computed once; the tensors are the object's own, so do not write to them.
+        """
+        if self._gradient is None:
+            with self._kernels():
+                self._gradient = self._differentiate(self._loss, retain_graph=self._second_order)
+        return self._gradient
+
+    def gradient_at(self, x: Tensor, create_graph: bool = False) -> Tensors:
+        """g at another input, with this batch's labels, masks and random draws.
+
+        Args:
+            x: Input of the same shape as `input`.
+            create_graph: Keep the graph, to differentiate the result with respect to `x`.
+
+        Raises:
+            ValueError: If the shape differs.
+            RuntimeError: If `create_graph` on a map made with `second_order=False`.
+        """
+        if x.shape != self._x.shape:
+            raise ValueError(f"x has shape {tuple(x.shape)}, but this batch's input has {tuple(self._x.shape)}.")
+        if create_graph:
+            self._require_second_order("gradient_at(create_graph=True)")
+        with torch.enable_grad(), self._replay(), self._kernels():
+            x = x if x.requires_grad else x.detach().requires_grad_()
+            _, loss = self._source.evaluate(self._loss_fn, self._model, self._batch, value=x)
+            return self._differentiate(loss, create_graph=create_graph)
+
+    def vjp(self, delta: Tensors) -> Tensor:
+        """J δ = ∇_x ⟨g(x), δ⟩.
+
+        Args:
+            delta: One tensor for every shared parameter, or for some of them; the missing ones count as zero.
+
+        Returns:
+            A tensor in the shape of `input`.
+
+        Raises:
+            ValueError: If a name or a shape is not one of the shared gradient's.
+        """
+        self._require_second_order("vjp")
+        for name, tensor in delta.items():
+            if name not in self._parameters:
+                raise ValueError(f"{name!r} is no shared parameter of this map. They are: {', '.join(self._parameters)}.")
+            if tensor.shape != self._parameters[name].shape:
+                raise ValueError(
+                    f"delta[{name!r}] has shape {tuple(tensor.shape)}, the parameter {tuple(self._parameters[name].shape)}."
+                )
+        with torch.enable_grad(), self._kernels():
+            if self._differentiable_gradient is None:
+                self._differentiable_gradient = self._differentiate(self._loss, create_graph=True)
+            # A gradient that does not depend on x has no graph: its rows of δ contribute nothing.
+            names = [name for name in delta if self._differentiable_gradient[name].requires_grad]
+            if not names:
+                return torch.zeros_like(self._x)
+            (product,) = torch.autograd.grad(
+                [self._differentiable_gradient[name] for name in names],
+                self._x,
+                grad_outputs=[delta[name].to(self._differentiable_gradient[name].dtype) for name in names],
+                retain_graph=True,
+                allow_unused=True,
+            )
+        return torch.zeros_like(self._x) if product is None else product
+
+    def jvp(self, v: Tensor) -> Tensors:
+        """Jᵀ v = ∇_θ ⟨∇_x L, v⟩, which is d/dα g(x + αv) at α = 0.
+
+        Args:
+            v: A tensor in the shape of `input`.
+        """
+        if v.shape != self._x.shape:
+            raise ValueError(f"v has shape {tuple(v.shape)}, but this batch's input has {tuple(self._x.shape)}.")
+        return {name: tensor[0] for name, tensor in zip(self._parameters, self._jvps(v[None]), strict=True)}
+
+    def squared_sensitivity(
+        self, num_probes: int = 10, generator: torch.Generator | None = None, probe_chunk: int = 1
+    ) -> Tensors:
+        """Estimate s_i² = Σ_a J[a, i]² for every shared parameter: (1/k) Σ_j (Jᵀv_j)_i², v_j ~ N(0, I).
+
+        Unbiased, with relative variance 2/k per parameter. Costs one graph of ∇_x L, then per probe one pass backward
+        through that graph and through the forward pass: four matrix products for every one of the forward pass.
+
+        Args:
+            num_probes: k ≥ 1.
+            generator: Source of the probes, on the input's device. Default: a fresh one from the system's entropy.
+            probe_chunk: How many probes run at once. Peak memory beyond the graph is `probe_chunk` gradients and their
+                intermediate results; larger chunks help where small tensors leave a device idle.
+
+        Returns:
+            Non-negative tensors in the parameters' shapes, at least in float32.
+        """
+        if num_probes < 1 or probe_chunk < 1:
+            raise ValueError(f"num_probes and probe_chunk must be at least 1, but are {num_probes} and {probe_chunk}.")
+        generator = generator or private_generator(self._x.device)
+        total = [
+            torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32), requires_grad=False)
+            for p in self._parameters.values()
+        ]
+        for start in range(0, num_probes, probe_chunk):
+            shape = (min(probe_chunk, num_probes - start), *self._x.shape)
+            probes = torch.randn(shape, generator=generator, device=self._x.device, dtype=total[0].dtype)
+            for squares, products in zip(total, self._jvps(probes.to(self._x.dtype)), strict=True):
+                for product in products:
+                    squares.addcmul_(product, product, value=1 / num_probes)
+        return dict(zip(self._parameters, total, strict=True))
+
+    def after(self, shared: Tensors) -> GradientMap:
+        """This map as the next defence of a chain sees it: `gradient()` is what the one before would share.
+
+        The Jacobian stays that of the undefended gradient, but coordinates that the defence zeroed carry nothing any
+        more: `restrict` drops them.
+        """
+        before = self.gradient()
+        view = copy.copy(self)
+        view._gradient = shared
+        view._transmitted = self.restrict({name: (shared[name] != 0) | (before[name] == 0) for name in before})
+        return view
+
+    def restrict(self, tensors: Tensors) -> Tensors:
+        """`tensors` with zeros (or False) at the coordinates that an earlier defence of the chain withheld."""
+        if self._transmitted is None:
+            return tensors
+        return {name: tensor * self._transmitted[name] for name, tensor in tensors.items()}
+
+    def _jvps(self, directions: Tensor) -> Sequence[Tensor]:
+        """Jᵀ v for a stack of directions (k, *input.shape): one tensor (k, *parameter.shape) a parameter."""
+        self._require_second_order("jvp and squared_sensitivity")
+        parameters = list(self._parameters.values())
+        with torch.enable_grad(), self._kernels():
+            if self._input_gradient is None:
+                (self._input_gradient,) = torch.autograd.grad(
+                    self._loss, self._x, create_graph=True, allow_unused=True, materialize_grads=True
+                )
+            if not self._input_gradient.requires_grad:  # L is linear in x, or does not depend on it: J is zero
+                return [p.new_zeros((len(directions), *p.shape)) for p in parameters]
+            batched = len(directions) > 1
+            products = torch.autograd.grad(
+                self._input_gradient,
+                parameters,
+                grad_outputs=directions if batched else directions[0],
+                retain_graph=True,
+                allow_unused=True,
+                is_grads_batched=batched,
+            )
+        return [
+            p.new_zeros((len(directions), *p.shape)) if product is None else product if batched else product[None]
+            for p, product in zip(parameters, products, strict=True)
+        ]
+
+    def _differentiate(self, loss: Tensor, **kwargs: bool) -> Tensors:
+        gradients = torch.autograd.grad(loss, list(self._parameters.values()), allow_unused=True, **kwargs)
+        return {
+            name: torch.zeros_like(p, requires_grad=False) if gradient is None else gradient
+            for (name, p), gradient in zip(self._parameters.items(), gradients, strict=True)
+        }
+
+    def _require_second_order(self, what: str) -> None:
+        if not self._second_order:
+            raise RuntimeError(f"{what} differentiates twice; this GradientMap was made with second_order=False.")
+
+    @contextmanager
+    def _kernels(self) -> Iterator[None]:
+        """Plain-mathematics attention: fused kernels have no derivative of their backward pass."""
+        if not self._second_order:
+            yield
+            return
+        configs = {id(m.config): m.config for m in self._model.modules() if isinstance(m, PreTrainedModel)}
+        fused = [c for c in configs.values() if getattr(c, "_attn_implementation", None) not in (None, "eager", "sdpa")]
+        settings = [config._attn_implementation for config in fused]
+        try:
+            for config in fused:
+                config._attn_implementation_internal = "eager"
+            with sdpa_kernel(SDPBackend.MATH):
+                yield
+        finally:
+            for config, setting in zip(fused, settings, strict=True):
+                config._attn_implementation_internal = setting
+
+    @contextmanager
+    def _replay(self) -> Iterator[None]:
+        """The random draws of the first evaluation again; generators and batch statistics are left as they were."""
+        statistics = [
+            (buffer, buffer.clone())
+            for module in self._model.modules()
+            if isinstance(module, nn.modules.batchnorm._NormBase) and module.training
+            for buffer in module.buffers(recurse=False)
+        ]
+        with torch.random.fork_rng(devices=self._devices):
+            cpu, cuda = self._random_state
+            torch.set_rng_state(cpu)
+            for device, state in zip(self._devices, cuda, strict=True):
+                torch.cuda.set_rng_state(state, device)
+            try:
+                yield
+            finally:
+                with torch.no_grad():
+                    for buffer, before in statistics:
+                        buffer.copy_(before)
+
+
+def model_loss(model: nn.Module, batch: dict[str, Any]) -> Tensor:
+    """The loss that a Hugging Face model returns when the batch holds labels."""
+    outputs = model(**batch)
+    loss = outputs.get("loss") if isinstance(outputs, dict) else outputs[0]
+    if loss is None:
+        raise ValueError(
+            f"{type(model).__name__} returned no loss on a batch of {sorted(batch)}. Add `labels` to the batch, use a "
+            "model with a task head, or pass loss_fn."
+        )
+    return loss
+
+
+def _random_state(devices: Sequence[int]) -> tuple[Tensor, list[Tensor]]:
+    return torch.get_rng_state(), [torch.cuda.get_rng_state(device) for device in devices]

@@ -1,0 +1,335 @@
+"""`GradGuardTrainer`: the Trainer, sharing only protected gradients.
+
+The stock Trainer's backward pass averages gradients over ranks as it goes. Here every rank differentiates its own loss
+on the bare module, where nothing is exchanged, protects the result, and averages what is protected by hand.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import transformers
+from accelerate.utils.memory import clear_device_cache
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, Trainer, TrainingArguments
+from transformers.utils import logging
+
+from .card import add_privacy_section
+from .checks import check_accelerator, check_arguments, check_model
+from .config import GradGuardConfig
+from .defenses import DEFENSES, Defense, make_defense
+from .gradient_map import GradientMap, Tensors
+from .inputs import shared_parameters
+from .randomness import private_generator, seeded_generator
+
+logger = logging.get_logger(__name__)
+
+
+class GradGuardTrainer(Trainer):
+    """Drop-in `Trainer` in which each rank's local gradient is replaced by a protected one before anything is exchanged.
+
+    Args:
+        model: As for `Trainer`. May be left out, also by passing `args` first: then `args.model_name_or_path` is loaded.
+        args: `GradGuardConfig` or plain `TrainingArguments`.
+        defense: A name of `DEFENSES` (its settings come from `args.defense_kwargs`) or a `Defense`. Required here or in
+            `args`.
+        **kwargs: All other arguments of `Trainer`.
+
+    Logs `defense/relative_error` (‖shared - g‖/‖g‖), `defense/cosine` and `defense/seconds` (per message, on top of the
+    plain gradient) beside the loss. They are rank 0's own, means over its messages since the last log.
+
+    Each client's micro-batch is one message, protected by itself; accumulation, averaging over ranks, clipping and the
+    optimizer only process messages that are protected. Noise is added to the gradient of the client's *mean* loss.
+
+    Raises:
+        ValueError: If no defence is named, or one is named twice.
+        NotImplementedError: For set-ups that cannot be protected; see `checks.py`.
+
+    Example:
+        >>> trainer = GradGuardTrainer(model, GradGuardConfig(output_dir="out"), defense="optimal_noise", train_dataset=data)
+        >>> trainer.train()
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel | nn.Module | TrainingArguments | None = None,
+        args: TrainingArguments | None = None,
+        *positional: Any,
+        defense: str | Defense | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if isinstance(model, TrainingArguments):
+            model, args = args, model  # type: ignore[assignment]
+        args = args or GradGuardConfig(output_dir="tmp_trainer")
+        check_arguments(args)
+        self.defense = _resolve_defense(defense, args)
+        if model is None and kwargs.get("model_init") is None:
+            model = _load_model(args)
+            if kwargs.get("processing_class") is None and len(positional) < 4:
+                kwargs["processing_class"] = _load_tokenizer(args)
+        super().__init__(model, args, *positional, **kwargs)
+        check_model(self.model)
+        check_accelerator(self.accelerator, self.train_dataset)
+        self._share_input_embeddings = getattr(args, "share_input_embeddings", False)
+        self.shared_names = list(shared_parameters(self.model, self._share_input_embeddings))
+        self._clients = [copy.deepcopy(self.defense) for _ in range(getattr(args, "clients_per_process", 1))]
+        self._noise_seed: int | None = getattr(args, "noise_seed", None)
+        if self._noise_seed is None:
+            self._generator = private_generator(args.device)
+        else:
+            logger.warning(
+                f"UNSAFE: noise_seed={self._noise_seed} makes all noise reproducible by anybody who knows it. Leave it "
+                "out wherever the data matters."
+            )
+        self._messages = (-1, 0)  # the optimizer step, and how many messages of it were drawn for
+        self._divides_by_items: bool | None = None
+        self._defense_metrics: dict[str, list[float]] = defaultdict(list)
+
+    def training_step(
+        self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None
+    ) -> Tensor:
+        """One micro-batch: differentiate, protect and accumulate locally; average over ranks when a step is due."""
+        model.train()
+        if callable(getattr(self.optimizer, "train", None)):
+            self.optimizer.train()
+        module = self.accelerator.unwrap_model(model)
+        batches = _split(self._prepare_inputs(inputs), len(self._clients))
+        weights = self._weights(module, batches, num_items_in_batch)
+        losses = [
+            weight * self._share(module, defense, batch, weight, num_items_in_batch is not None)
+            for defense, batch, weight in zip(self._clients, batches, weights, strict=True)
+            if weight
+        ]
+        steps = self.args.torch_empty_cache_steps
+        if steps is not None and self.state.global_step % steps == 0:
+            clear_device_cache()
+        if self.accelerator.sync_gradients:
+            self._average_over_ranks(module)
+        return torch.stack(losses).sum() if losses else torch.zeros((), device=self.args.device)
+
+    def _share(
+        self, module: nn.Module, defense: Defense, batch: dict[str, Any], weight: float, counts_items: bool
+    ) -> Tensor:
+        """Add one client's protected gradient, times its weight, to `.grad`. Returns its mean loss."""
+        gmap = GradientMap(
+            module,
+            batch,
+            loss_fn=lambda module, batch: self._mean_loss(module, batch, counts_items),
+            share_input_embeddings=self._share_input_embeddings,
+            second_order=defense.needs_jacobian,
+        )
+        norm = _norm(gmap.gradient())  # also waits for the device, so that what follows times the defence alone
+        start = time.perf_counter()
+        shared = defense(gmap, self._message_generator())
+        self._record(gmap.gradient(), shared, norm, start)
+        with torch.no_grad():
+            for name, parameter in gmap.parameters.items():
+                message = shared[name].to(parameter.dtype) * weight
+                parameter.grad = message if parameter.grad is None else parameter.grad.add_(message)
+        return gmap.loss
+
+    def _average_over_ranks(self, module: nn.Module) -> None:
+        """Replace the shared parameters' `.grad` by the mean over ranks: the only exchange of gradients there is."""
+        parameters = shared_parameters(module, self._share_input_embeddings).values()
+        for parameter in parameters:  # every rank reduces the same tensors in the same order, also those it never used
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        if self.accelerator.num_processes == 1:
+            return
+        for bucket in _buckets([p.grad for p in parameters if p.grad is not None]):
+            mean = self.accelerator.reduce(torch.cat([grad.flatten() for grad in bucket]), reduction="mean")
+            for grad, part in zip(bucket, mean.split([grad.numel() for grad in bucket]), strict=True):
+                grad.copy_(part.view_as(grad))
+
+    # What the Trainer would have weighed the loss with. Noise scales and bounds speak of the gradient of a client's mean
+    # loss, so the weight is taken out before protection and applied after.
+
+    def _mean_loss(self, module: nn.Module, batch: dict[str, Any], counts_items: bool) -> Tensor:
+        """The client's mean loss: the Trainer's own, normalised by the client's items."""
+        items = torch.tensor(self._count_items(batch), device=self.args.device) if counts_items else None
+        with self.compute_loss_context_manager():
+            loss = self.compute_loss(module, dict(batch), num_items_in_batch=items)
+        return loss / self._rank_factor(counts_items)
+
+    def _weights(
+        self, module: nn.Module, batches: list[dict[str, Any]], num_items_in_batch: Tensor | int | None
+    ) -> list[float]:
+        """The factor that the stock Trainer would have given each client's mean loss."""
+        if num_items_in_batch is None:
+            sizes = [len(_main_input(batch)) for batch in batches]
+        else:
+            sizes = [self._count_items(batch) for batch in batches]
+        whole = float(sum(sizes))
+        if num_items_in_batch is not None and whole and self._loss_divides_by_items(module, batches[0]):
+            whole = float(num_items_in_batch)
+        factor = self._rank_factor(num_items_in_batch is not None)
+        scaled = self.loss_is_scaled_for_ga
+        if scaled is None:
+            accepts = self.model_accepts_loss_kwargs and num_items_in_batch is not None
+            scaled = accepts or self.compute_loss_func is not None
+        if not scaled:
+            factor /= self.current_gradient_accumulation_steps
+        return [size * factor / whole if size else 0.0 for size in sizes]
+
+    def _rank_factor(self, counts_items: bool) -> float:
+        """`compute_loss` multiplies a loss that is normalised over all ranks, since ranks are averaged later."""
+        applies = counts_items and (self.model_accepts_loss_kwargs or self.compute_loss_func is not None)
+        return float(self.accelerator.num_processes) if applies and self.args.average_tokens_across_devices else 1.0
+
+    def _count_items(self, batch: dict[str, Any]) -> int:
+        """Labels that count towards the loss, as the Trainer counts them."""
+        labels = batch.get("shift_labels")
+        if labels is None:
+            labels = batch["labels"][..., 1:] if self._loss_shifts_labels else batch["labels"]
+        return int(labels.ne(-100).sum())
+
+    def _loss_divides_by_items(self, module: nn.Module, batch: dict[str, Any]) -> bool:
+        """Whether the loss is a sum over `num_items_in_batch`. Some models accept that argument and take their own mean."""
+        if self._divides_by_items is None:
+            module.eval()  # no dropout and no batch statistics: the global generator and the buffers stay as they are
+            with torch.no_grad():
+                one, two = (
+                    float(self.compute_loss(module, dict(batch), num_items_in_batch=torch.tensor(n, device=self.args.device)))
+                    for n in (1, 2)
+                )
+            module.train()
+            if not one or not abs(one) < float("inf"):
+                return False  # a vanishing loss cannot tell, and one that is not finite is refused later
+            if min(abs(one / two - 1), abs(one / two - 2)) > 1e-3:
+                raise NotImplementedError(
+                    f"The loss changes by a factor of {two / one:g} when num_items_in_batch doubles. It has to halve (a sum "
+                    "divided by it) or to stay (a mean that ignores it): change compute_loss_func or compute_loss."
+                )
+            self._divides_by_items = abs(one / two - 2) <= 1e-3
+        return self._divides_by_items
+
+    def _message_generator(self) -> torch.Generator:
+        if self._noise_seed is None:
+            return self._generator
+        step, count = self._messages
+        count = count + 1 if step == self.state.global_step else 0
+        self._messages = (self.state.global_step, count)
+        rank = self.accelerator.process_index
+        return seeded_generator(self.args.device, self._noise_seed, rank, self.state.global_step, count)
+
+    def _record(self, gradient: Tensors, shared: Tensors, norm: float, start: float) -> None:
+        shared_norm = _norm(shared)
+        self._defense_metrics["defense/seconds"].append(time.perf_counter() - start)
+        if norm:
+            error = _norm({name: shared[name] - gradient[name] for name in gradient})
+            self._defense_metrics["defense/relative_error"].append(error / norm)
+            if shared_norm:
+                inner = sum(float((gradient[name].double() * shared[name].double()).sum()) for name in gradient)
+                self._defense_metrics["defense/cosine"].append(inner / (norm * shared_norm))
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """As in `Trainer`, with the defence's figures beside the training loss."""
+        if "loss" in logs:
+            logs.update({name: sum(values) / len(values) for name, values in self._defense_metrics.items()})
+            self._defense_metrics.clear()
+        super().log(logs, *args, **kwargs)
+
+    # What a defence remembers belongs in a checkpoint: a run that is killed and resumed goes on as if it had not been.
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        super()._save_rng_state(output_dir)
+        state = {
+            f"{index}/{key}": tensor.contiguous()
+            for index, defense in enumerate(self._clients)
+            for key, tensor in defense.state_dict().items()
+        }
+        save_file(state, self._state_file(output_dir))
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        super()._load_rng_state(checkpoint)
+        if checkpoint is None:
+            return
+        if not os.path.isfile(self._state_file(checkpoint)):
+            logger.warning(f"{checkpoint} holds no defence state of this rank. Sensitivities are estimated anew.")
+            return
+        state = load_file(self._state_file(checkpoint), device=str(self.args.device))
+        for index, defense in enumerate(self._clients):
+            prefix = f"{index}/"
+            own = {key.removeprefix(prefix): tensor for key, tensor in state.items() if key.startswith(prefix)}
+            defense.load_state_dict(own)
+
+    def _state_file(self, folder: str) -> str:
+        return os.path.join(folder, f"gradguard_private_rank{self.accelerator.process_index}.safetensors")
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """As in `Trainer`, with a section on what was protected and what was not."""
+        super().create_model_card(*args, **kwargs)
+        if self.is_world_process_zero():
+            add_privacy_section(self)
+
+
+def _resolve_defense(defense: str | Defense | None, args: TrainingArguments) -> Defense:
+    named, settings = getattr(args, "defense", None), getattr(args, "defense_kwargs", None) or {}
+    if defense is not None and named is not None and defense != named:
+        raise ValueError(f"Two defences are named: {defense!r} to the Trainer and {named!r} in its arguments. Give one.")
+    if isinstance(defense, Defense):
+        if settings:
+            raise ValueError("A Defense object brings its own settings: leave defense_kwargs empty, or pass the name.")
+        return defense
+    name = defense if defense is not None else named
+    if name is None:
+        raise ValueError(
+            f"No defence is named. Pass defense=, one of: {', '.join(DEFENSES)}. To train unprotected, say 'none'."
+        )
+    return make_defense(name, **settings)
+
+
+def _load_model(args: TrainingArguments) -> PreTrainedModel:
+    path = getattr(args, "model_name_or_path", None)
+    if path is None:
+        raise ValueError("There is no model: pass model=, model_init=, or model_name_or_path in GradGuardConfig.")
+    architectures = AutoConfig.from_pretrained(path).architectures or ["none"]
+    return getattr(transformers, architectures[0]).from_pretrained(path)
+
+
+def _load_tokenizer(args: TrainingArguments) -> Any:
+    try:
+        return AutoTokenizer.from_pretrained(args.model_name_or_path)  # type: ignore[attr-defined]
+    except (OSError, ValueError, KeyError):
+        return None  # vision models, and folders that hold a model alone: as if none had been passed
+
+
+def _main_input(batch: dict[str, Any]) -> Tensor:
+    return batch["input_ids"] if "input_ids" in batch else batch["pixel_values"]
+
+
+def _split(batch: dict[str, Any], parts: int) -> list[dict[str, Any]]:
+    """Cut a batch by rows into `parts` clients, the first ones larger by one row where it does not divide."""
+    if parts == 1:
+        return [dict(batch)]
+    rows = len(_main_input(batch))
+    return [
+        {
+            key: value[index] if isinstance(value, Tensor) and value.dim() and len(value) == rows else value
+            for key, value in batch.items()
+        }
+        for index in torch.arange(rows, device=_main_input(batch).device).tensor_split(parts)
+    ]
+
+
+def _buckets(grads: list[Tensor], entries: int = 2**23) -> Iterator[list[Tensor]]:
+    """Runs of tensors of one type with about `entries` entries: few, large collectives in bounded memory."""
+    bucket: list[Tensor] = []
+    for grad in grads:
+        if bucket and (grad.dtype != bucket[0].dtype or sum(g.numel() for g in bucket) + grad.numel() > entries):
+            yield bucket
+            bucket = []
+        bucket.append(grad)
+    if bucket:
+        yield bucket
+
+
+def _norm(tensors: Tensors) -> float:
+    return float(torch.stack([tensor.double().square().sum() for tensor in tensors.values()]).sum().sqrt())
