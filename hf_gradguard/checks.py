@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import nn
@@ -80,7 +79,10 @@ def _argument_refusals(args: TrainingArguments) -> Iterator[str]:
             "reentrant activation checkpointing: it cannot run under torch.autograd.grad. Set "
             "activation_checkpointing_kwargs={'use_reentrant': False}."
         )
-    if args.push_to_hub and str(getattr(args.hub_strategy, "value", args.hub_strategy)) in ("checkpoint", "all_checkpoints"):
+    if args.push_to_hub and str(getattr(args.hub_strategy, "value", args.hub_strategy)) in (
+        "checkpoint",
+        "all_checkpoints",
+    ):
         yield (
             f"hub_strategy='{getattr(args.hub_strategy, 'value', args.hub_strategy)}': a checkpoint holds the defence's "
             "private state, and pushing it publishes that. Use 'end' or 'every_save'."
@@ -108,7 +110,10 @@ def _model_refusals(model: nn.Module) -> Iterator[str]:
             "models sharded at load time (tp_plan, distributed_config): no rank holds a whole local gradient. Load the "
             "whole model on every rank."
         )
-    if len({p.device for p in model.parameters()}) > 1 or len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1:
+    if (
+        len({p.device for p in model.parameters()}) > 1
+        or len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1
+    ):
         yield "a model spread over several devices. Load it whole on one: from_pretrained without device_map='auto'."
 
 
@@ -150,14 +155,14 @@ def _is_iterable(dataset: Any) -> bool:
     return isinstance(dataset, IterableDataset | datasets.IterableDataset)
 
 
-_DEEPSPEED = "DeepSpeed: its engine owns the backward pass and reduces inside it. Use DDP (accelerate launch --multi_gpu)."
+_DEEPSPEED = (
+    "DeepSpeed: its engine owns the backward pass and reduces inside it. Use DDP (accelerate launch --multi_gpu)."
+)
 _FSDP = (
     "FSDP: local gradients are reduced and sharded before they can be seen. Use DDP, with LoRA or activation "
     "checkpointing if the model does not fit."
 )
-_FP16 = (
-    "fp16 or fp8: the loss scaler multiplies gradients by a factor that noise and clipping would not know. Use bf16=True."
-)
+_FP16 = "fp16 or fp8: the loss scaler multiplies gradients by a factor that noise and clipping would not know. Use bf16=True."
 _COMPILE = (
     "torch.compile: second derivatives of a compiled model silently come back as None. Leave torch_compile off and pass "
     "the model as it was before compiling."

@@ -54,7 +54,9 @@ class GradGuardConfig(TrainingArguments):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not isinstance(self.defense_kwargs, dict | None):
-            raise ValueError(f"defense_kwargs must be a dict, or JSON that starts with '{{', but is {self.defense_kwargs!r}.")
+            raise ValueError(
+                f"defense_kwargs must be a dict, or JSON that starts with '{{', but is {self.defense_kwargs!r}."
+            )
         if self.clients_per_process < 1:
             raise ValueError(f"clients_per_process must be at least 1, but is {self.clients_per_process}.")
         if self.noise_seed is not None and self.noise_seed < 0:

@@ -137,7 +137,9 @@ class GradientMap:
         self._require_second_order("vjp")
         for name, tensor in delta.items():
             if name not in self._parameters:
-                raise ValueError(f"{name!r} is no shared parameter of this map. They are: {', '.join(self._parameters)}.")
+                raise ValueError(
+                    f"{name!r} is no shared parameter of this map. They are: {', '.join(self._parameters)}."
+                )
             if tensor.shape != self._parameters[name].shape:
                 raise ValueError(
                     f"delta[{name!r}] has shape {tuple(tensor.shape)}, the parameter {tuple(self._parameters[name].shape)}."
@@ -243,8 +245,14 @@ class GradientMap:
             for p, product in zip(parameters, products, strict=True)
         ]
 
-    def _differentiate(self, loss: Tensor, **kwargs: bool) -> Tensors:
-        gradients = torch.autograd.grad(loss, list(self._parameters.values()), allow_unused=True, **kwargs)
+    def _differentiate(self, loss: Tensor, retain_graph: bool = False, create_graph: bool = False) -> Tensors:
+        gradients = torch.autograd.grad(
+            loss,
+            list(self._parameters.values()),
+            retain_graph=retain_graph or create_graph,
+            create_graph=create_graph,
+            allow_unused=True,
+        )
         return {
             name: torch.zeros_like(p, requires_grad=False) if gradient is None else gradient
             for (name, p), gradient in zip(self._parameters.items(), gradients, strict=True)

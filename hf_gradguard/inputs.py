@@ -141,7 +141,10 @@ def withheld_parameters(model: nn.Module) -> dict[str, list[str]]:
 
 
 def _is_first_rank() -> bool:
-    return not (torch.distributed.is_available() and torch.distributed.is_initialized()) or not torch.distributed.get_rank()
+    return (
+        not (torch.distributed.is_available() and torch.distributed.is_initialized())
+        or not torch.distributed.get_rank()
+    )
 
 
 def _leaf(tensor: Tensor) -> Tensor:

@@ -66,7 +66,7 @@ class GradGuardTrainer(Trainer):
         **kwargs: Any,
     ) -> None:
         if isinstance(model, TrainingArguments):
-            model, args = args, model  # type: ignore[assignment]
+            model, args = args, model
         args = args or GradGuardConfig(output_dir="tmp_trainer")
         check_arguments(args)
         self.defense = _resolve_defense(defense, args)
@@ -196,7 +196,11 @@ class GradGuardTrainer(Trainer):
             module.eval()  # no dropout and no batch statistics: the global generator and the buffers stay as they are
             with torch.no_grad():
                 one, two = (
-                    float(self.compute_loss(module, dict(batch), num_items_in_batch=torch.tensor(n, device=self.args.device)))
+                    float(
+                        self.compute_loss(
+                            module, dict(batch), num_items_in_batch=torch.tensor(n, device=self.args.device)
+                        )
+                    )
                     for n in (1, 2)
                 )
             module.train()
@@ -273,7 +277,9 @@ class GradGuardTrainer(Trainer):
 def _resolve_defense(defense: str | Defense | None, args: TrainingArguments) -> Defense:
     named, settings = getattr(args, "defense", None), getattr(args, "defense_kwargs", None) or {}
     if defense is not None and named is not None and defense != named:
-        raise ValueError(f"Two defences are named: {defense!r} to the Trainer and {named!r} in its arguments. Give one.")
+        raise ValueError(
+            f"Two defences are named: {defense!r} to the Trainer and {named!r} in its arguments. Give one."
+        )
     if isinstance(defense, Defense):
         if settings:
             raise ValueError("A Defense object brings its own settings: leave defense_kwargs empty, or pass the name.")
@@ -296,7 +302,7 @@ def _load_model(args: TrainingArguments) -> PreTrainedModel:
 
 def _load_tokenizer(args: TrainingArguments) -> Any:
     try:
-        return AutoTokenizer.from_pretrained(args.model_name_or_path)  # type: ignore[attr-defined]
+        return AutoTokenizer.from_pretrained(args.model_name_or_path)
     except (OSError, ValueError, KeyError):
         return None  # vision models, and folders that hold a model alone: as if none had been passed
 

@@ -1,7 +1,7 @@
 """Defences: from a gradient map to what is shared.
 
-    defense = make_defense("optimal_noise", scale=1e-3)
-    shared = defense(GradientMap(model, batch))
+defense = make_defense("optimal_noise", scale=1e-3)
+shared = defense(GradientMap(model, batch))
 """
 
 from __future__ import annotations
