@@ -1,11 +1,13 @@
-"""`GradGuardConfig`: training arguments with a defence."""
+"""`GradGuardConfig`: training arguments with a defence, and the command line that fills them."""
 
 from __future__ import annotations
 
+import argparse
 from dataclasses import dataclass, field
 from typing import Any
 
-from transformers import TrainingArguments
+import yaml
+from transformers import HfArgumentParser, TrainingArguments
 
 from .defenses import make_defense
 
@@ -67,3 +69,30 @@ class GradGuardConfig(TrainingArguments):
             )
         if self.defense is not None:
             make_defense(self.defense, **(self.defense_kwargs or {}))
+
+
+def parse_arguments(*dataclass_types: Any, argv: list[str] | None = None) -> tuple[Any, ...]:
+    """Command-line flags over a YAML file's values over the defaults.
+
+    Args:
+        *dataclass_types: What the flags fill, as for `HfArgumentParser`.
+        argv: The command line. Default: the program's. `--config FILE.yaml` names the file; its keys are flags' names.
+
+    Returns:
+        One object a dataclass.
+
+    Raises:
+        ValueError: If the file holds a key that is no flag.
+    """
+    parser = HfArgumentParser(dataclass_types)
+    finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    finder.add_argument("--config")
+    found, rest = finder.parse_known_args(argv)
+    if found.config is not None:
+        with open(found.config, encoding="utf-8") as file:
+            values = yaml.safe_load(file) or {}
+        unknown = sorted(set(values) - {action.dest for action in parser._actions})
+        if unknown:
+            raise ValueError(f"{found.config} holds {', '.join(unknown)}, which no flag is called. See --help.")
+        parser.set_defaults(**values)
+    return parser.parse_args_into_dataclasses(args=rest)

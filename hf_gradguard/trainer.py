@@ -1,12 +1,14 @@
 """`GradGuardTrainer`: the Trainer, sharing only protected gradients.
 
-The stock Trainer's backward pass averages gradients over ranks as it goes. Here every rank differentiates its own loss
-on the bare module, where nothing is exchanged, protects the result, and averages what is protected by hand.
+The stock Trainer wraps the model in DDP, whose backward pass averages gradients over ranks as it goes. Here the model is
+never wrapped, so nothing in the process exchanges gradients by itself: every rank differentiates its own loss, protects
+the result, and averages what is protected by hand.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
 import os
 import time
 from collections import defaultdict
@@ -15,10 +17,11 @@ from typing import Any
 
 import torch
 import transformers
+from accelerate.utils import broadcast
 from accelerate.utils.memory import clear_device_cache
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, Trainer, TrainingArguments
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 from transformers.utils import logging
 
 from .card import add_privacy_section
@@ -77,6 +80,9 @@ class GradGuardTrainer(Trainer):
         super().__init__(model, args, *positional, **kwargs)
         check_model(self.model)
         check_accelerator(self.accelerator, self.train_dataset)
+        # "Evaluation mode" is Accelerate's word for preparing a model (device, autocast) without wrapping it in DDP.
+        self.accelerator.prepare_model = functools.partial(self.accelerator.prepare_model, evaluation_mode=True)
+        self.add_callback(_StartAlike())
         self._share_input_embeddings = getattr(args, "share_input_embeddings", False)
         self.shared_names = list(shared_parameters(self.model, self._share_input_embeddings))
         self._clients = [copy.deepcopy(self.defense) for _ in range(getattr(args, "clients_per_process", 1))]
@@ -272,6 +278,15 @@ class GradGuardTrainer(Trainer):
         super().create_model_card(*args, **kwargs)
         if self.is_world_process_zero():
             add_privacy_section(self)
+
+
+class _StartAlike(TrainerCallback):
+    """What wrapping in DDP would have done: every rank starts from rank 0's parameters and buffers."""
+
+    def on_train_begin(self, args: TrainingArguments, *_: Any, model: nn.Module, **kwargs: Any) -> None:
+        if args.world_size > 1:
+            with torch.no_grad():
+                broadcast([tensor.detach() for tensor in (*model.parameters(), *model.buffers())])
 
 
 def _resolve_defense(defense: str | Defense | None, args: TrainingArguments) -> Defense:

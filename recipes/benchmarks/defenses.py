@@ -1,0 +1,162 @@
+"""What protection costs, in units of one plain gradient of the same batch, measured in one run.
+
+    python recipes/benchmarks/defenses.py --model PATH_OR_NAME --batch_size 16 --length 16
+
+Machines are noisy, so each figure is a ratio: the thing measured and plain gradients take turns, and the median of the
+ratios over the rounds is reported with their range. The floor of a probe is 4/3: a plain gradient takes three matrix
+products a weight (forward, and two backward), a probe four (two through the graph of ∇_x L, two through the forward
+pass), so k probes cost at least 4k/3, plus 4/3 for the forward pass, the gradient and ∇_x L they start from.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+from transformers import AutoModelForSequenceClassification
+from transformers.utils import logging
+
+from hf_gradguard import GradientMap, make_defense
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--batch_size", type=int, default=16)
+    parser.add_argument("--length", type=int, default=16)
+    parser.add_argument("--num_probes", type=int, default=10)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--output", help="JSON file to write")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    torch.manual_seed(0)
+    logging.set_verbosity_error()
+
+    model = AutoModelForSequenceClassification.from_pretrained(args.model, num_labels=2).to(args.device).train()
+    size = (args.batch_size, args.length)
+    batch = {
+        "input_ids": torch.randint(1000, model.config.vocab_size, size, device=args.device),
+        "attention_mask": torch.ones(size, dtype=torch.long, device=args.device),
+        "labels": torch.randint(0, 2, (args.batch_size,), device=args.device),
+    }
+    k = args.num_probes
+
+    def plain() -> None:
+        GradientMap(model, batch, second_order=False).gradient()
+
+    def sensitivities(chunk: int) -> Callable[[], object]:
+        return lambda: GradientMap(model, batch).squared_sensitivity(k, probe_chunk=chunk)
+
+    def jvp_loop() -> None:
+        for _ in range(k):
+            functional_jvp(model, batch)
+
+    cases: dict[str, tuple[Callable[[], object], int]] = {
+        f"squared_sensitivity, k={k}, one probe at a time": (sensitivities(1), args.rounds),
+        f"squared_sensitivity, k={k}, all probes at once": (sensitivities(k), max(args.rounds // 2, 1)),
+        f"loop over torch.autograd.functional.jvp, k={k}": (jvp_loop, max(args.rounds // 3, 1)),
+    }
+    for name, settings in (
+        ("none", {}),
+        ("gaussian_noise", {}),
+        ("optimal_noise", {"num_probes": k}),
+        ("optimal_noise", {"num_probes": k, "refresh_every": 10}),
+        ("pruning", {}),
+        ("optimal_pruning", {"num_probes": k}),
+        ("optimal_pruning", {"num_probes": k, "refresh_every": 10}),
+        ("quantization", {}),
+    ):
+        steps = settings.get("refresh_every", 1)
+        label = f"step with {name}" + (f", refresh_every={steps}" if steps > 1 else "")
+        cases[label] = (protected_steps(model, batch, name, settings, steps), max(args.rounds // steps, 1))
+
+    results = {}
+    print(f"{sum(p.numel() for p in GradientMap(model, batch).parameters.values()):,} shared parameters, batch {size}")
+    for label, (case, rounds) in cases.items():
+        per = 10 if "refresh_every" in label else 1
+        ratios = [ratio / per for ratio in alternate(case, plain, rounds)]
+        results[label] = {"median": statistics.median(ratios), "min": min(ratios), "max": max(ratios)}
+        row = results[label]
+        print(f"{label:60} {row['median']:7.2f}  ({row['min']:.2f} to {row['max']:.2f})")
+    results["memory"] = memory(model, batch, k)
+    print(json.dumps(results["memory"]))
+    if args.output:
+        with open(args.output, "w", encoding="utf-8") as file:
+            json.dump({"arguments": vars(args), "torch": torch.__version__, "plain gradients": results}, file, indent=2)
+
+
+def protected_steps(model: torch.nn.Module, batch: dict, name: str, settings: dict, steps: int) -> Callable[[], object]:
+    generator = torch.Generator(device=batch["labels"].device).manual_seed(0)
+
+    def run() -> None:
+        defense = make_defense(name, **settings)
+        for _ in range(steps):
+            defense(GradientMap(model, batch, second_order=defense.needs_jacobian), generator)
+
+    return run
+
+
+def functional_jvp(model: torch.nn.Module, batch: dict) -> None:
+    """One Jᵀv in the plainest way: the double-backward jvp of a function that returns all gradients."""
+    parameters = [p for n, p in model.named_parameters() if p is not model.get_input_embeddings().weight]
+    embeddings = model.get_input_embeddings()(batch["input_ids"]).detach()
+    rest = {key: value for key, value in batch.items() if key != "input_ids"}
+
+    def gradient(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+            return torch.autograd.grad(model(inputs_embeds=x, **rest).loss, parameters, create_graph=True)
+
+    torch.autograd.functional.jvp(gradient, embeddings, torch.randn_like(embeddings))
+
+
+def alternate(case: Callable[[], object], unit: Callable[[], object], rounds: int) -> list[float]:
+    """`case` over `unit`, round by round, each against units run just before and just after it."""
+    case(), unit()
+    ratios = []
+    for _ in range(rounds):
+        before, own, after = clock(unit, 4), clock(case, 1), clock(unit, 4)
+        ratios.append(own / ((before + after) / 2))
+    return ratios
+
+
+def clock(function: Callable[[], object], times: int) -> float:
+    start = time.perf_counter()
+    for _ in range(times):
+        function()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return (time.perf_counter() - start) / times
+
+
+def memory(model: torch.nn.Module, batch: dict, k: int) -> dict[str, float]:
+    """Bytes that tensors allocate at the peak of `squared_sensitivity`, over the gradient's own size, by probe chunk."""
+    from torch.profiler import ProfilerActivity, profile
+
+    unit = sum(p.numel() * p.element_size() for p in GradientMap(model, batch).parameters.values())
+    peaks = {}
+    for chunk in (1, 2, 5):
+        gmap = GradientMap(model, batch)
+        gmap.jvp(torch.ones_like(gmap.input))  # the graph of ∇_x L stands; what follows is the probes' own
+        if batch["labels"].is_cuda:
+            torch.cuda.reset_peak_memory_stats()
+            start = torch.cuda.memory_allocated()
+            gmap.squared_sensitivity(k, probe_chunk=chunk)
+            peak = torch.cuda.max_memory_allocated() - start
+        else:
+            with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
+                gmap.squared_sensitivity(k, probe_chunk=chunk)
+            level = peak = 0
+            for event in trace.profiler.kineto_results.events():
+                if event.name() == "[memory]":
+                    level += event.nbytes()
+                    peak = max(peak, level)
+        peaks[f"gradients held at the peak, probe_chunk={chunk}"] = round(peak / unit, 2)
+    return peaks
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,38 @@
+"""Put the metrics.json files of several runs into one table.
+
+python recipes/compare.py runs/demo/*/metrics.json
+"""
+
+import json
+import math
+import sys
+
+HEADER = ("defence", "settings", "accuracy", "± 95 %", "relative error", "cosine", "s/step")
+
+
+def main(paths: list[str]) -> None:
+    if not paths:
+        sys.exit(__doc__)
+    rows = []
+    for path in paths:
+        with open(path, encoding="utf-8") as file:
+            run = json.load(file)
+        p, n = run["accuracy"], run["eval_sentences"]
+        rows.append(
+            (
+                run["defense"],
+                ", ".join(f"{key}={value}" for key, value in run["settings"].items()) or "-",
+                f"{p:.3f}",
+                f"{1.96 * math.sqrt(p * (1 - p) / n):.3f}",
+                f"{run['defense_relative_error']:.3f}",
+                f"{run['defense_cosine']:.3f}",
+                f"{run['seconds_per_step']:.2f}",
+            )
+        )
+    widths = [max(map(len, column)) for column in zip(HEADER, *rows, strict=True)]
+    for row in (HEADER, ["-" * width for width in widths], *rows):
+        print("| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,161 @@
+"""Fine-tune a text classifier on SST-2 so that ranks share only protected gradients.
+
+    accelerate launch recipes/sst2.py --defense optimal_noise
+    accelerate launch --multi_gpu --num_processes 2 recipes/sst2.py --num_ranks 2 --defense optimal_pruning \
+        --defense_kwargs '{"ratio": 0.9, "refresh_every": 10}' --model_name_or_path FacebookAI/roberta-base
+    accelerate launch recipes/sst2.py --config recipes/configs/demo.yaml --defense gaussian_noise
+
+Two ranks on a machine without GPUs: the same, with `--mixed_precision no --dynamo_backend no` before the script and
+`--use_cpu` after it. (`--cpu --num_processes 2` silently starts one rank.)
+"""
+
+import json
+import os
+import sys
+import time
+from dataclasses import dataclass, field
+
+import torch
+from accelerate import PartialState
+from datasets import DatasetDict, load_dataset
+from tokenizers import BertWordPieceTokenizer
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    BertConfig,
+    BertForSequenceClassification,
+    BertTokenizerFast,
+    set_seed,
+)
+
+from hf_gradguard import GradGuardConfig, GradGuardTrainer
+from hf_gradguard.config import parse_arguments
+
+
+@dataclass
+class RecipeArguments:
+    data_dir: str | None = field(
+        default=None,
+        metadata={"help": "Folder with train.tsv and dev.tsv (sentence<TAB>label). Default: GLUE, from the Hub."},
+    )
+    max_length: int = field(default=64, metadata={"help": "Tokens a sentence; longer ones are cut."})
+    from_scratch: bool = field(
+        default=False, metadata={"help": "Train a small BERT and its tokenizer on the training sentences alone."}
+    )
+    num_ranks: int | None = field(default=None, metadata={"help": "Stop unless exactly so many ranks were started."})
+
+
+@dataclass
+class Arguments(GradGuardConfig):
+    output_dir: str = field(default="runs/sst2", metadata={"help": "Where the model, its card and metrics.json go."})
+    model_name_or_path: str | None = field(default="google-bert/bert-base-uncased", metadata={"help": "Any encoder."})
+    per_device_train_batch_size: int = field(default=16, metadata={"help": "Sentences a rank and message."})
+    num_train_epochs: float = field(default=1.0, metadata={"help": "Passes over the data."})
+    learning_rate: float = field(default=2e-5, metadata={"help": "Peak learning rate."})
+    save_strategy: str = field(default="no", metadata={"help": "Checkpoints on the way: no, steps or epoch."})
+
+
+def main() -> None:
+    recipe, args = parse_arguments(RecipeArguments, Arguments)
+    state = PartialState(cpu=args.use_cpu)
+    state.print(f"ranks: {state.num_processes}")
+    if recipe.num_ranks is not None and state.num_processes != recipe.num_ranks:
+        sys.exit(
+            f"{recipe.num_ranks} ranks were asked for, but {state.num_processes} started. See the head of this file."
+        )
+
+    # Data: the Hub's GLUE, or a folder.
+    with state.main_process_first():
+        if recipe.data_dir is None:
+            data = load_dataset("nyu-mll/glue", "sst2")
+        else:
+            files = {split: os.path.join(recipe.data_dir, f"{name}.tsv") for split, name in _SPLITS.items()}
+            data = load_dataset("csv", data_files=files, delimiter="\t", quoting=3)
+
+    # Model: any encoder, or a small one of our own. Its tokenizer is trained by rank 0 and read by the others.
+    set_seed(args.seed)
+    if recipe.from_scratch:
+        folder = os.path.join(args.output_dir, "tokenizer")
+        with state.main_process_first():
+            if state.is_main_process:
+                train_tokenizer(data, folder)
+            tokenizer = BertTokenizerFast.from_pretrained(folder)
+        model = BertForSequenceClassification(
+            BertConfig(
+                vocab_size=len(tokenizer),
+                hidden_size=128,
+                num_hidden_layers=2,
+                num_attention_heads=4,
+                intermediate_size=256,
+                max_position_embeddings=recipe.max_length,
+            )
+        )
+    else:
+        tokenizer = AutoTokenizer.from_pretrained(args.model_name_or_path)
+        model = AutoModelForSequenceClassification.from_pretrained(args.model_name_or_path, num_labels=2)
+
+    def tokenize(rows: dict) -> dict:
+        return tokenizer(rows["sentence"], truncation=True, max_length=recipe.max_length)
+
+    with state.main_process_first():
+        data = data.map(tokenize, batched=True, remove_columns=["sentence"])
+
+    # Training: the stock Trainer's arguments, and a defence.
+    trainer = GradGuardTrainer(
+        model=model,
+        args=args,
+        train_dataset=data["train"],
+        eval_dataset=data["validation"],
+        processing_class=tokenizer,
+        compute_metrics=lambda p: {"accuracy": float((p.predictions.argmax(-1) == p.label_ids).mean())},
+    )
+    start = time.time()
+    trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+    seconds = time.time() - start
+    metrics = trainer.evaluate()
+
+    trainer.save_model()
+    trainer.create_model_card(
+        tasks="text-classification", dataset="SST-2" if recipe.data_dir is None else recipe.data_dir
+    )
+    if trainer.is_world_process_zero():
+        write_metrics(trainer, metrics, seconds)
+    trainer.accelerator.end_training()
+
+
+def train_tokenizer(data: DatasetDict, folder: str) -> None:
+    trained = BertWordPieceTokenizer()
+    trained.train_from_iterator(data["train"]["sentence"], vocab_size=2000, min_frequency=2, show_progress=False)
+    BertTokenizerFast(tokenizer_object=trained._tokenizer).save_pretrained(folder)
+
+
+def write_metrics(trainer: GradGuardTrainer, metrics: dict[str, float], seconds: float) -> None:
+    logged = [row for row in trainer.state.log_history if "defense/seconds" in row]
+    report = {
+        "defense": trainer.defense.name,
+        "settings": trainer.defense.settings(),
+        "accuracy": metrics["eval_accuracy"],
+        "eval_loss": metrics["eval_loss"],
+        "eval_sentences": len(trainer.eval_dataset),
+        "ranks": trainer.accelerator.num_processes,
+        "steps": trainer.state.global_step,
+        "seconds_per_step": seconds / max(trainer.state.global_step, 1),
+        "seed": trainer.args.seed,
+        "command": " ".join(sys.argv),
+        "torch": torch.__version__,
+    }
+    for name in ("relative_error", "cosine", "seconds"):
+        values = [row[f"defense/{name}"] for row in logged if f"defense/{name}" in row]
+        report[f"defense_{name}"] = sum(values) / len(values) if values else None
+    path = os.path.join(trainer.args.output_dir, "metrics.json")
+    with open(path, "w", encoding="utf-8") as file:
+        json.dump(report, file, indent=2)
+    print(
+        f"{report['defense']}: accuracy {report['accuracy']:.3f}, {report['seconds_per_step']:.2f} s a step -> {path}"
+    )
+
+
+_SPLITS = {"train": "train", "validation": "dev"}
+
+if __name__ == "__main__":
+    main()

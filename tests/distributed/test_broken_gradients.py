@@ -1,0 +1,29 @@
+"""A gradient that is not finite on one rank stops all of them before anything of that step is exchanged."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from cases import make_model
+from launcher import run
+
+pytestmark = pytest.mark.distributed
+
+
+def test_nan_on_one_rank_stops_all_ranks(tmp_path: Path) -> None:
+    done = run("broken_worker.py", tmp_path, "gaussian_noise", limit=60)
+
+    assert done.returncode != 0
+    assert not list(tmp_path.glob("report*.json"))  # neither rank reached the end
+    found = re.search(r"FloatingPointError: The gradient of (\S+) is not finite, so nothing was shared", done.stdout)
+    assert found, done.stdout[-3000:]
+    model = make_model("vit")
+    assert found[1] in dict(model.named_parameters())
+
+    healthy, broken = ((tmp_path / f"journal{rank}").read_text().splitlines() for rank in range(2))
+    entries = sum(p.numel() for p in model.parameters())
+    reduction = f"starts allreduce {entries}"
+    assert broken.count(reduction) == 1  # the first step's; in the second nothing left the rank
+    assert healthy.count("ends allreduce") == 1  # nor did the other rank receive anything

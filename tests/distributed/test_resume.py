@@ -1,0 +1,90 @@
+"""A run that is killed and resumed goes on as if it had not been."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from launcher import command, environment, kill, launch
+from resume_worker import SAVED, STEPS, train
+from safetensors.torch import load_file
+
+pytestmark = pytest.mark.distributed
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The checkpoint of a two-rank run that was killed in the middle of a later step."""
+    folder = tmp_path_factory.mktemp("killed")
+    checkpoint = folder / "killed" / f"checkpoint-{SAVED}"
+    wanted = [
+        checkpoint / "trainer_state.json",
+        *[checkpoint / f"gradguard_private_rank{rank}.safetensors" for rank in range(2)],
+        *[folder / f"step{SAVED + 1}.rank{rank}" for rank in range(2)],
+    ]
+    with (folder / "output").open("w") as output:
+        process = subprocess.Popen(
+            command("resume_worker.py", folder), env=environment(), stdout=output, stderr=output, text=True,
+            start_new_session=True,
+        )  # fmt: skip
+        try:
+            deadline = time.monotonic() + 90
+            while not all(path.exists() for path in wanted):
+                assert process.poll() is None, (folder / "output").read_text()[-3000:]
+                assert time.monotonic() < deadline, f"no {[path for path in wanted if not path.exists()]}"
+                time.sleep(0.05)
+        finally:
+            kill(process, folder)
+            process.wait()
+    assert not list(folder.glob("report*.json"))
+    assert not list(folder.glob(f"step{STEPS}.*"))
+    return checkpoint
+
+
+@pytest.fixture(scope="module")
+def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of the same run on one rank."""
+    folder = tmp_path_factory.mktemp("one_rank")
+    train(folder)
+    return folder / f"checkpoint-{SAVED}"
+
+
+@pytest.fixture(scope="module")
+def reports(killed: Path, one_rank: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return launch("resume_worker.py", tmp_path_factory.mktemp("resumed"), str(killed), str(one_rank))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_checkpoint_holds_every_clients_state(killed: Path, rank: int) -> None:
+    state = load_file(killed / f"gradguard_private_rank{rank}.safetensors")
+    assert {name.split("/")[0] for name in state} == {"0", "1"}
+    for client in ("0", "1"):
+        assert int(state[f"{client}/calls_left"]) == 2  # six calls, estimated at the first and the fifth
+        assert any(name.startswith(f"{client}/squares.") for name in state)
+
+
+def test_resumed_weights_equal_those_of_a_run_left_alone(reports: list[dict[str, Any]]) -> None:
+    for report in reports:
+        assert report["moved"] > 20
+        assert report["resumed"] == []  # not one bit
+
+
+def test_defence_state_is_needed_for_that(reports: list[dict[str, Any]]) -> None:
+    for report in reports:
+        assert len(report["forgot"]) > 20
+
+
+def test_more_ranks_resume_with_a_warning(reports: list[dict[str, Any]]) -> None:
+    one, two = reports
+    assert not any("no defence state of this rank" in message for message in one["warnings"])
+    assert any("no defence state of this rank" in message for message in two["warnings"])
+    assert one["grown"] == two["grown"]
+
+
+def test_fewer_ranks_resume(killed: Path, tmp_path: Path) -> None:
+    weights = train(tmp_path, killed)
+    assert all(torch.isfinite(weight).all() for weight in weights.values())

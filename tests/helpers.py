@@ -1,0 +1,345 @@
+"""Tiny models with a batch each, built from configurations: nothing is downloaded.
+
+    model, batch = make_task("bert")                           # float64, eval mode, no dropout, the same every time
+    model, batch = make_task("gpt2_lm", dtype=torch.float32, dropout=0.1)
+
+`TASKS` has the names. Other code that runs in its own process can import this module too: it needs no pytest.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    BertForSequenceClassification,
+    ConvNextConfig,
+    ConvNextForImageClassification,
+    DistilBertConfig,
+    DistilBertForSequenceClassification,
+    ElectraConfig,
+    ElectraForSequenceClassification,
+    GPT2Config,
+    GPT2ForSequenceClassification,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForSequenceClassification,
+    T5Config,
+    T5ForConditionalGeneration,
+    ViTConfig,
+    ViTForImageClassification,
+)
+
+from hf_gradguard import GradientMap
+from hf_gradguard.defenses.noise import NoiseDefense
+
+VOCABULARY = 24
+PAD = 0
+LABELS = 3
+WIDTH = 8
+
+
+def token_batch(batch_size: int = 2, length: int = 5, labels: str = "class") -> dict[str, Tensor]:
+    """Random token ids, the last sample padded by one token, with `labels` "class" or "token"."""
+    generator = torch.Generator().manual_seed(11)
+    ids = torch.randint(1, VOCABULARY, (batch_size, length), generator=generator)
+    mask = torch.ones_like(ids)
+    if batch_size > 1:
+        ids[-1, -1], mask[-1, -1] = PAD, 0
+    if labels == "class":
+        targets = torch.randint(LABELS, (batch_size,), generator=generator)
+    else:
+        targets = torch.randint(1, VOCABULARY, (batch_size, length), generator=generator).where(mask.bool(), -100)
+    return {"input_ids": ids, "attention_mask": mask, "labels": targets}
+
+
+def image_batch(batch_size: int = 2, size: int = 8) -> dict[str, Tensor]:
+    """Random pixels in float64 with class labels."""
+    generator = torch.Generator().manual_seed(12)
+    pixels = torch.rand((batch_size, 3, size, size), generator=generator, dtype=torch.float64)
+    return {"pixel_values": pixels, "labels": torch.randint(LABELS, (batch_size,), generator=generator)}
+
+
+def _encoder_settings(dropout: float, settings: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "vocab_size": VOCABULARY,
+        "hidden_size": WIDTH,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 12,
+        "max_position_embeddings": 8,
+        "pad_token_id": PAD,
+        "num_labels": LABELS,
+        "hidden_dropout_prob": dropout,
+        "attention_probs_dropout_prob": dropout,
+        **settings,
+    }
+
+
+def _gpt2_config(dropout: float, **settings: Any) -> GPT2Config:
+    return GPT2Config(
+        vocab_size=VOCABULARY, n_positions=8, n_embd=WIDTH, n_layer=2, n_head=2, n_inner=12, pad_token_id=PAD,
+        bos_token_id=1, eos_token_id=1, num_labels=LABELS, resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout,
+        **settings,
+    )  # fmt: skip
+
+
+def _bert(dropout: float, **settings: Any) -> nn.Module:
+    return BertForSequenceClassification(BertConfig(**_encoder_settings(dropout, settings)))
+
+
+def _bert_mlm(dropout: float, **settings: Any) -> nn.Module:
+    return BertForMaskedLM(BertConfig(**_encoder_settings(dropout, settings)))
+
+
+def _bert_lora(dropout: float, **settings: Any) -> nn.Module:
+    lora = LoraConfig(
+        task_type="SEQ_CLS", r=2, lora_alpha=4, lora_dropout=dropout, target_modules=["query", "value"]
+    )  # fmt: skip
+    return get_peft_model(_bert(dropout, **settings), lora)
+
+
+def _distilbert(dropout: float, **settings: Any) -> nn.Module:
+    return DistilBertForSequenceClassification(
+        DistilBertConfig(
+            vocab_size=VOCABULARY, dim=WIDTH, n_layers=2, n_heads=2, hidden_dim=12, max_position_embeddings=8,
+            pad_token_id=PAD, num_labels=LABELS, dropout=dropout, attention_dropout=dropout,
+            seq_classif_dropout=dropout, **settings,
+        )
+    )  # fmt: skip
+
+
+def _electra(dropout: float, **settings: Any) -> nn.Module:
+    return ElectraForSequenceClassification(
+        ElectraConfig(embedding_size=6, **_encoder_settings(dropout, settings))  # its embeddings are projected
+    )
+
+
+def _gpt2(dropout: float, **settings: Any) -> nn.Module:
+    return GPT2ForSequenceClassification(_gpt2_config(dropout, **settings))
+
+
+def _gpt2_lm(dropout: float, **settings: Any) -> nn.Module:
+    return GPT2LMHeadModel(_gpt2_config(dropout, **settings))
+
+
+def _llama(dropout: float, **settings: Any) -> nn.Module:
+    return LlamaForSequenceClassification(
+        LlamaConfig(
+            vocab_size=VOCABULARY, hidden_size=WIDTH, num_hidden_layers=2, num_attention_heads=2,
+            num_key_value_heads=1, intermediate_size=12, max_position_embeddings=8, pad_token_id=PAD,
+            num_labels=LABELS, attention_dropout=dropout, **settings,
+        )
+    )  # fmt: skip
+
+
+def _vit(dropout: float, **settings: Any) -> nn.Module:
+    return ViTForImageClassification(
+        ViTConfig(
+            image_size=8, patch_size=4, hidden_size=WIDTH, num_hidden_layers=2, num_attention_heads=2,
+            intermediate_size=12, num_labels=LABELS, hidden_dropout_prob=dropout,
+            attention_probs_dropout_prob=dropout, **settings,
+        )
+    )  # fmt: skip
+
+
+def _convnext(dropout: float, **settings: Any) -> nn.Module:
+    return ConvNextForImageClassification(
+        ConvNextConfig(
+            image_size=8, patch_size=2, num_stages=2, hidden_sizes=[4, 8], depths=[1, 1], num_labels=LABELS,
+            drop_path_rate=dropout, **settings,
+        )
+    )  # fmt: skip
+
+
+def _t5(dropout: float, **settings: Any) -> nn.Module:
+    return T5ForConditionalGeneration(
+        T5Config(
+            vocab_size=VOCABULARY, d_model=WIDTH, d_kv=4, d_ff=12, num_layers=2, num_heads=2, pad_token_id=PAD,
+            decoder_start_token_id=PAD, feed_forward_proj="gated-gelu", dropout_rate=dropout, **settings,
+        )
+    )  # fmt: skip
+
+
+TASKS: dict[str, tuple[Callable[..., nn.Module], Callable[..., dict[str, Tensor]]]] = {
+    "bert": (_bert, token_batch),
+    "bert_mlm": (_bert_mlm, lambda batch_size: token_batch(batch_size, labels="token")),
+    "bert_lora": (_bert_lora, token_batch),
+    "distilbert": (_distilbert, token_batch),
+    "electra": (_electra, token_batch),
+    "gpt2": (_gpt2, token_batch),
+    "gpt2_lm": (_gpt2_lm, lambda batch_size: token_batch(batch_size, labels="token")),
+    "llama": (_llama, token_batch),
+    "vit": (_vit, image_batch),
+    "convnext": (_convnext, image_batch),
+    "t5": (_t5, lambda batch_size: token_batch(batch_size, labels="token")),
+}
+"""Builder and batch by name. The language models' heads are tied to their embeddings; T5's two stacks share theirs."""
+
+
+def randomize(model: nn.Module, seed: int = 1) -> nn.Module:
+    """Add N(0, 0.3²) to all weights, so that none is special: no zero biases, no zero LoRA products."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.3 * torch.randn(parameter.shape, generator=generator)
+    return model
+
+
+def make_task(
+    name: str, *, dtype: torch.dtype = torch.float64, dropout: float = 0.0, batch_size: int = 2, **settings: Any
+) -> tuple[nn.Module, dict[str, Tensor]]:
+    """A tiny model in eval mode with a batch, the same on every call.
+
+    Args:
+        name: One of `TASKS`.
+        dtype: Of the weights, and of pixels.
+        dropout: Every dropout probability of the model.
+        batch_size: Samples in the batch.
+        settings: More entries of the model's configuration, for example `attn_implementation="eager"`.
+    """
+    build, batch_of = TASKS[name]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = randomize(build(dropout, **settings)).to(dtype).eval()
+    batch = batch_of(batch_size)
+    if "pixel_values" in batch:
+        batch["pixel_values"] = batch["pixel_values"].to(dtype)
+    return model, batch
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A reference that shares no code with the package: the model is fed its continuous input through `inputs_embeds` or
+# `pixel_values`, with eager attention, and everything is differentiated densely.
+
+WITHHELD = {
+    "bert": {"bert.embeddings.word_embeddings.weight"},
+    "bert_mlm": {"bert.embeddings.word_embeddings.weight"},  # and the tied head, the same tensor
+    "bert_lora": set(),  # frozen
+    "distilbert": {"distilbert.embeddings.word_embeddings.weight"},
+    "electra": {"electra.embeddings.word_embeddings.weight"},
+    "gpt2": {"transformer.wte.weight"},
+    "gpt2_lm": {"transformer.wte.weight"},
+    "llama": {"model.embed_tokens.weight"},
+    "vit": set(),
+    "convnext": set(),
+    "t5": {"shared.weight"},
+}
+"""The token embeddings of each task, as `named_parameters` calls them."""
+
+_EMBEDDINGS = {
+    "bert_lora": "base_model.model.bert.embeddings.word_embeddings.weight",
+    **{name: next(iter(names)) for name, names in WITHHELD.items() if names},
+}
+
+
+def flat(tensors: dict[str, Tensor]) -> Tensor:
+    """All entries of all tensors in one vector."""
+    return torch.cat([tensor.reshape(-1) for tensor in tensors.values()])
+
+
+def reference_input(name: str, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """The rows of the embedding matrix that the batch's token ids select, or the pixels."""
+    if "pixel_values" in batch:
+        return batch["pixel_values"].clone()
+    return dict(model.named_parameters())[_EMBEDDINGS[name]].detach()[batch["input_ids"]]
+
+
+def reference_loss(name: str, model: nn.Module, batch: dict[str, Tensor], x: Tensor) -> Tensor:
+    """The batch-mean loss at the continuous input x."""
+    if "pixel_values" in batch:
+        return model(pixel_values=x, labels=batch["labels"]).loss
+    mask = batch["attention_mask"]
+    if name in ("gpt2", "llama"):  # without token ids these cannot tell where a sample's padding begins
+        decoder = model.transformer if name == "gpt2" else model.model
+        logits = model.score(decoder(inputs_embeds=x, attention_mask=mask).last_hidden_state)
+        last = mask.sum(1) - 1
+        return nn.functional.cross_entropy(logits[torch.arange(len(last)), last], batch["labels"])
+    return model(inputs_embeds=x, attention_mask=mask, labels=batch["labels"]).loss
+
+
+def reference_gradient(
+    name: str, model: nn.Module, batch: dict[str, Tensor], x: Tensor, create_graph: bool = False
+) -> dict[str, Tensor]:
+    """g(x) without the token embeddings."""
+    shared = {n: p for n, p in model.named_parameters() if p.requires_grad and n not in WITHHELD[name]}
+    loss = reference_loss(name, model, batch, x)
+    gradients = torch.autograd.grad(loss, list(shared.values()), create_graph=create_graph, materialize_grads=True)
+    return dict(zip(shared, gradients, strict=True))
+
+
+@functools.cache
+def dense_reference(name: str) -> tuple[dict[str, Tensor], Tensor]:
+    """g(x) and the dense Jacobian J[a, i] = ∂g_i/∂x_a of `make_task(name)`, one row of Jᵀ for each parameter."""
+    model, batch = make_task(name, attn_implementation="eager")
+    x = reference_input(name, model, batch)
+    transposed = torch.autograd.functional.jacobian(
+        lambda x: flat(reference_gradient(name, model, batch, x, create_graph=True)), x, vectorize=True
+    )
+    return reference_gradient(name, model, batch, x), transposed.reshape(len(transposed), -1).T.contiguous()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Small things that several files need.
+
+
+class Convolution(nn.Module):
+    """A convolution, optionally with batch statistics, and a head. One parameter is not used by the loss."""
+
+    def __init__(self, batch_norm: bool = False) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(3, 2, 3, stride=2)
+        self.norm = nn.BatchNorm2d(2) if batch_norm else nn.Identity()
+        self.unused = nn.Parameter(torch.ones(3))
+        self.head = nn.Linear(18, 3)
+
+    def forward(self, pixel_values: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        hidden = torch.tanh(self.norm(self.convolution(pixel_values))).flatten(1)
+        return {"loss": nn.functional.cross_entropy(self.head(hidden), labels)}
+
+
+def small_convolution(
+    batch_size: int = 2, dtype: torch.dtype = torch.float64, **settings: Any
+) -> tuple[nn.Module, dict[str, Tensor]]:
+    """A `Convolution` in train mode with a batch: 98 parameters, a hundred times faster than the models above."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        model = Convolution(**settings).to(dtype)
+    batch = image_batch(batch_size)
+    batch["pixel_values"] = batch["pixel_values"].to(dtype)
+    return model, batch
+
+
+def rng(seed: int = 5) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def split_like(vector: Tensor, like: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The inverse of `flat`."""
+    parts = vector.split([tensor.numel() for tensor in like.values()])
+    return {name: part.view_as(tensor) for (name, tensor), part in zip(like.items(), parts, strict=True)}
+
+
+def exact_map(name: str) -> GradientMap:
+    """The map of `make_task(name)` with its squared sensitivities from the dense Jacobian in place of estimates."""
+    gradient, jacobian = dense_reference(name)
+    squares = split_like(jacobian.square().sum(0), gradient)
+    gmap = GradientMap(*make_task(name))
+    gmap.squared_sensitivity = lambda *_args, **_kwargs: squares  # type: ignore[method-assign]
+    return gmap
+
+
+def standard_deviations(defense: NoiseDefense, gmap: GradientMap) -> dict[str, Tensor]:
+    """std of the noise on every coordinate: half the difference of what is shared with a draw of 1 and of -1."""
+    shared = []
+    for value in (1.0, -1.0):
+        defense.draw = lambda like, _generator, value=value: torch.full_like(like, value)  # type: ignore[method-assign]
+        shared.append(defense(gmap, rng()))
+    del defense.draw
+    return {name: (plus - shared[1][name]) / 2 for name, plus in shared[0].items()}
