@@ -197,12 +197,14 @@ class GradientMap:
         for start in range(0, num_probes, probe_chunk):
             shape = (min(probe_chunk, num_probes - start), *self._x.shape)
             probes = torch.randn(shape, generator=generator, device=self._x.device, dtype=total[0].dtype)
-            for squares, products in zip(total, self._jvps(probes.to(self._x.dtype)), strict=True):
-                for product in products:
-                    squares.addcmul_(product, product, value=1 / num_probes)
+            # Checkpointed layers run again in the backward pass, and vmap refuses their dropout: one probe at a time.
+            for chunk in probes.split(1 if self._recomputes() else len(probes)):
+                for squares, products in zip(total, self._jvps(chunk.to(self._x.dtype)), strict=True):
+                    for product in products:
+                        squares.addcmul_(product, product, value=1 / num_probes)
         return dict(zip(self._parameters, total, strict=True))
 
-    def after(self, shared: Tensors) -> GradientMap:
+    def after(self, shared: Tensors, withheld: Tensors | None = None) -> GradientMap:
         """This map as the next defence of a chain sees it: `gradient()` is what the one before would share.
 
         The Jacobian stays that of the undefended gradient, but coordinates that the defence zeroed carry nothing any
@@ -211,7 +213,11 @@ class GradientMap:
         before = self.gradient()
         view = copy.copy(self)
         view._gradient = shared
-        view._transmitted = self.restrict({name: (shared[name] != 0) | (before[name] == 0) for name in before})
+        view._transmitted = self.restrict(
+            {name: (shared[name] != 0) | (before[name] == 0) for name in before}
+            if withheld is None
+            else {name: ~mask for name, mask in withheld.items()}
+        )
         return view
 
     def restrict(self, tensors: Tensors) -> Tensors:
@@ -258,6 +264,9 @@ class GradientMap:
             for (name, p), gradient in zip(self._parameters.items(), gradients, strict=True)
         }
 
+    def _recomputes(self) -> bool:
+        return any(getattr(m, "gradient_checkpointing", False) and m.training for m in self._model.modules())
+
     def _require_second_order(self, what: str) -> None:
         if not self._second_order:
             raise RuntimeError(f"{what} differentiates twice; this GradientMap was made with second_order=False.")
@@ -283,11 +292,11 @@ class GradientMap:
     @contextmanager
     def _replay(self) -> Iterator[None]:
         """The random draws of the first evaluation again; generators and batch statistics are left as they were."""
+        # Copies take the updates: writing a value back would count as an in-place change to what autograd saved.
         statistics = [
-            (buffer, buffer.clone())
+            (module, dict(module._buffers))
             for module in self._model.modules()
             if isinstance(module, nn.modules.batchnorm._NormBase) and module.training
-            for buffer in module.buffers(recurse=False)
         ]
         with torch.random.fork_rng(devices=self._devices):
             cpu, cuda = self._random_state
@@ -295,11 +304,12 @@ class GradientMap:
             for device, state in zip(self._devices, cuda, strict=True):
                 torch.cuda.set_rng_state(state, device)
             try:
+                for module, buffers in statistics:
+                    module._buffers.update({n: b if b is None else b.clone() for n, b in buffers.items()})
                 yield
             finally:
-                with torch.no_grad():
-                    for buffer, before in statistics:
-                        buffer.copy_(before)
+                for module, buffers in statistics:
+                    module._buffers.update(buffers)
 
 
 def model_loss(model: nn.Module, batch: dict[str, Any]) -> Tensor:

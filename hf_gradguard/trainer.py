@@ -173,8 +173,10 @@ class GradGuardTrainer(Trainer):
         else:
             sizes = [self._count_items(batch) for batch in batches]
         whole = float(sum(sizes))
-        if num_items_in_batch is not None and whole and self._loss_divides_by_items(module, batches[0]):
-            whole = float(num_items_in_batch)
+        if num_items_in_batch is not None and whole:
+            fullest = batches[max(range(len(sizes)), key=sizes.__getitem__)]
+            if self._loss_divides_by_items(module, fullest):
+                whole = float(num_items_in_batch)
         factor = self._rank_factor(num_items_in_batch is not None)
         scaled = self.loss_is_scaled_for_ga
         if scaled is None:
@@ -236,7 +238,7 @@ class GradGuardTrainer(Trainer):
             error = _norm({name: shared[name] - gradient[name] for name in gradient})
             self._defense_metrics["defense/relative_error"].append(error / norm)
             if shared_norm:
-                inner = sum(float((gradient[name].double() * shared[name].double()).sum()) for name in gradient)
+                inner = sum(float(torch.dot(gradient[name].flatten(), shared[name].flatten())) for name in gradient)
                 self._defense_metrics["defense/cosine"].append(inner / (norm * shared_norm))
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
@@ -311,8 +313,14 @@ def _load_model(args: TrainingArguments) -> PreTrainedModel:
     path = getattr(args, "model_name_or_path", None)
     if path is None:
         raise ValueError("There is no model: pass model=, model_init=, or model_name_or_path in GradGuardConfig.")
-    architectures = AutoConfig.from_pretrained(path).architectures or ["none"]
-    return getattr(transformers, architectures[0]).from_pretrained(path)
+    architectures = AutoConfig.from_pretrained(path).architectures or ["(none)"]
+    model_class = getattr(transformers, architectures[0], None)
+    if model_class is None:
+        raise ValueError(
+            f"The configuration in {path} names the architecture {architectures[0]}, which Transformers does not have. "
+            "Load the model yourself and pass it as model=."
+        )
+    return model_class.from_pretrained(path)
 
 
 def _load_tokenizer(args: TrainingArguments) -> Any:
@@ -353,4 +361,4 @@ def _buckets(grads: list[Tensor], entries: int = 2**23) -> Iterator[list[Tensor]
 
 
 def _norm(tensors: Tensors) -> float:
-    return float(torch.stack([tensor.double().square().sum() for tensor in tensors.values()]).sum().sqrt())
+    return float(torch.nn.utils.get_total_norm(list(tensors.values())))

@@ -24,8 +24,8 @@ def main(paths: list[str]) -> None:
                 ", ".join(f"{key}={value}" for key, value in run["settings"].items()) or "-",
                 f"{p:.3f}",
                 f"{1.96 * math.sqrt(p * (1 - p) / n):.3f}",
-                f"{run['defense_relative_error']:.3f}",
-                f"{run['defense_cosine']:.3f}",
+                f"{run['defense/relative_error']:.3f}",
+                f"{run['defense/cosine']:.3f}",
                 f"{run['seconds_per_step']:.2f}",
             )
         )

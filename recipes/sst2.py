@@ -3,19 +3,19 @@
     accelerate launch recipes/sst2.py --defense optimal_noise
     accelerate launch --multi_gpu --num_processes 2 recipes/sst2.py --num_ranks 2 --defense optimal_pruning \
         --defense_kwargs '{"ratio": 0.9, "refresh_every": 10}' --model_name_or_path FacebookAI/roberta-base
-    accelerate launch recipes/sst2.py --config recipes/configs/demo.yaml --defense gaussian_noise
 
-Two ranks on a machine without GPUs: the same, with `--mixed_precision no --dynamo_backend no` before the script and
-`--use_cpu` after it. (`--cpu --num_processes 2` silently starts one rank.)
+Two ranks without GPUs: add `--mixed_precision no --dynamo_backend no` before the script and `--use_cpu` after it.
+(`--cpu --num_processes 2` silently starts one rank.) `--config FILE.yaml` holds flags; flags override it.
 """
 
 import json
 import os
+import shlex
 import sys
-import time
 from dataclasses import dataclass, field
 
 import torch
+import transformers
 from accelerate import PartialState
 from datasets import DatasetDict, load_dataset
 from tokenizers import BertWordPieceTokenizer
@@ -35,13 +35,10 @@ from hf_gradguard.config import parse_arguments
 @dataclass
 class RecipeArguments:
     data_dir: str | None = field(
-        default=None,
-        metadata={"help": "Folder with train.tsv and dev.tsv (sentence<TAB>label). Default: GLUE, from the Hub."},
+        default=None, metadata={"help": "Folder with train.tsv and dev.tsv. Default: GLUE, from the Hub."}
     )
     max_length: int = field(default=64, metadata={"help": "Tokens a sentence; longer ones are cut."})
-    from_scratch: bool = field(
-        default=False, metadata={"help": "Train a small BERT and its tokenizer on the training sentences alone."}
-    )
+    from_scratch: bool = field(default=False, metadata={"help": "Train a small BERT and its tokenizer from nothing."})
     num_ranks: int | None = field(default=None, metadata={"help": "Stop unless exactly so many ranks were started."})
 
 
@@ -69,7 +66,7 @@ def main() -> None:
         if recipe.data_dir is None:
             data = load_dataset("nyu-mll/glue", "sst2")
         else:
-            files = {split: os.path.join(recipe.data_dir, f"{name}.tsv") for split, name in _SPLITS.items()}
+            files = {s: f"{recipe.data_dir}/{n}.tsv" for s, n in (("train", "train"), ("validation", "dev"))}
             data = load_dataset("csv", data_files=files, delimiter="\t", quoting=3)
 
     # Model: any encoder, or a small one of our own. Its tokenizer is trained by rank 0 and read by the others.
@@ -80,15 +77,9 @@ def main() -> None:
             if state.is_main_process:
                 train_tokenizer(data, folder)
             tokenizer = BertTokenizerFast.from_pretrained(folder)
+        sizes = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 256}
         model = BertForSequenceClassification(
-            BertConfig(
-                vocab_size=len(tokenizer),
-                hidden_size=128,
-                num_hidden_layers=2,
-                num_attention_heads=4,
-                intermediate_size=256,
-                max_position_embeddings=recipe.max_length,
-            )
+            BertConfig(vocab_size=len(tokenizer), max_position_embeddings=recipe.max_length, **sizes)
         )
     else:
         tokenizer = AutoTokenizer.from_pretrained(args.model_name_or_path)
@@ -109,17 +100,13 @@ def main() -> None:
         processing_class=tokenizer,
         compute_metrics=lambda p: {"accuracy": float((p.predictions.argmax(-1) == p.label_ids).mean())},
     )
-    start = time.time()
-    trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
-    seconds = time.time() - start
-    metrics = trainer.evaluate()
+    trained = trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+    metrics = {**trained.metrics, **trainer.evaluate()}
 
     trainer.save_model()
-    trainer.create_model_card(
-        tasks="text-classification", dataset="SST-2" if recipe.data_dir is None else recipe.data_dir
-    )
+    trainer.create_model_card(tasks="text-classification", dataset=os.path.basename(recipe.data_dir or "SST-2"))
     if trainer.is_world_process_zero():
-        write_metrics(trainer, metrics, seconds)
+        write_metrics(trainer, metrics)
     trainer.accelerator.end_training()
 
 
@@ -129,24 +116,22 @@ def train_tokenizer(data: DatasetDict, folder: str) -> None:
     BertTokenizerFast(tokenizer_object=trained._tokenizer).save_pretrained(folder)
 
 
-def write_metrics(trainer: GradGuardTrainer, metrics: dict[str, float], seconds: float) -> None:
-    logged = [row for row in trainer.state.log_history if "defense/seconds" in row]
+def write_metrics(trainer: GradGuardTrainer, metrics: dict[str, float]) -> None:
     report = {
         "defense": trainer.defense.name,
         "settings": trainer.defense.settings(),
         "accuracy": metrics["eval_accuracy"],
-        "eval_loss": metrics["eval_loss"],
         "eval_sentences": len(trainer.eval_dataset),
         "ranks": trainer.accelerator.num_processes,
         "steps": trainer.state.global_step,
-        "seconds_per_step": seconds / max(trainer.state.global_step, 1),
+        "seconds_per_step": 1 / metrics["train_steps_per_second"],
         "seed": trainer.args.seed,
-        "command": " ".join(sys.argv),
-        "torch": torch.__version__,
+        "command": shlex.join(sys.argv),
+        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
     }
-    for name in ("relative_error", "cosine", "seconds"):
-        values = [row[f"defense/{name}"] for row in logged if f"defense/{name}" in row]
-        report[f"defense_{name}"] = sum(values) / len(values) if values else None
+    for name in ("defense/relative_error", "defense/cosine", "defense/seconds"):
+        values = [row[name] for row in trainer.state.log_history if name in row]
+        report[name] = sum(values) / len(values) if values else None
     path = os.path.join(trainer.args.output_dir, "metrics.json")
     with open(path, "w", encoding="utf-8") as file:
         json.dump(report, file, indent=2)
@@ -154,8 +139,6 @@ def write_metrics(trainer: GradGuardTrainer, metrics: dict[str, float], seconds:
         f"{report['defense']}: accuracy {report['accuracy']:.3f}, {report['seconds_per_step']:.2f} s a step -> {path}"
     )
 
-
-_SPLITS = {"train": "train", "validation": "dev"}
 
 if __name__ == "__main__":
     main()

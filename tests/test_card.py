@@ -54,7 +54,9 @@ def test_card_names_what_was_withheld(tmp_path: Path, task: str, names: list[str
     assert "neither shared nor trained" in text
 
 
-@pytest.mark.parametrize(("task", "settings"), [("vit", {}), ("bert_lora", {}), ("bert", {"share_input_embeddings": True})])
+@pytest.mark.parametrize(
+    ("task", "settings"), [("vit", {}), ("bert_lora", {}), ("bert", {"share_input_embeddings": True})]
+)
 def test_card_says_when_nothing_was_withheld(tmp_path: Path, task: str, settings: dict[str, Any]) -> None:
     assert "No parameter was withheld." in card_of(tmp_path, task, defense="gaussian_noise", **settings)
 
@@ -72,7 +74,9 @@ def test_card_of_a_run_with_a_noise_seed_is_loud(tmp_path: Path) -> None:
 
 
 def test_card_of_a_chain_names_its_parts(tmp_path: Path) -> None:
-    text = card_of(tmp_path, defense=chain(make_defense("pruning", ratio=0.5), make_defense("gaussian_noise", scale=2.0)))
+    text = card_of(
+        tmp_path, defense=chain(make_defense("pruning", ratio=0.5), make_defense("gaussian_noise", scale=2.0))
+    )
     assert "`chain`" in text
     assert "Pruning(ratio=0.5" in text
     assert "GaussianNoise(scale=2.0" in text

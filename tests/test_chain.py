@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import exact_map, flat, make_task, rng
+from helpers import exact_map, flat, make_task, rng, small_convolution
 from torch import Tensor
 
 from hf_gradguard import GradientMap, chain, make_defense
@@ -16,7 +16,13 @@ from hf_gradguard.defenses import Chain
 
 @pytest.fixture
 def gmap() -> GradientMap:
-    return GradientMap(*make_task("bert"))
+    """Of a batch as long as the model's positions, and without key biases (the softmax cancels them): no g_i is 0."""
+    model, batch = make_task("bert", max_position_embeddings=5, type_vocab_size=1)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("key.bias" not in name)
+    gmap = GradientMap(model, batch)
+    assert flat(gmap.gradient()).all()
+    return gmap
 
 
 def test_one_defense_is_its_own_chain() -> None:
@@ -90,6 +96,31 @@ def test_noise_after_pruning_falls_on_what_pruning_left(
 
 
 @pytest.mark.parametrize(("noise", "settings"), NOISES)
+def test_pruned_zeros_get_no_noise_either(noise: str, settings: dict[str, Any]) -> None:
+    """Zeros of the gradient (positions beyond the batch's length) are pruned first, so they are not shared either."""
+    gmap = GradientMap(*make_task("bert"))
+    zeros = flat(gmap.gradient()) == 0
+    assert 20 < zeros.sum() < 0.05 * len(zeros)
+    shared = flat(chain(make_defense("pruning", ratio=0.7), make_defense(noise, scale=0.1, **settings))(gmap, rng()))
+    assert not shared[zeros].any()
+
+
+def test_layer_noise_after_pruning_weighs_by_what_pruning_left() -> None:
+    """A tensor's norms of s and g are those of its transmitted coordinates: the others leak nothing any more."""
+    gmap = exact_map("bert")
+    pruning, noise = make_defense("pruning", ratio=0.7), make_defense("optimal_noise", scale=1, granularity="layer")
+    shared, squares = pruning(gmap, rng()), gmap.squared_sensitivity()
+    variance = {}
+    for name, y in shared.items():
+        left = y != 0
+        variance[name] = squares[name][left].sum().sqrt() / y.norm().clamp(min=1e-8) * left
+    power = flat(variance).mean()
+    noise.draw = lambda like, _generator: torch.ones_like(like)
+    std = flat(chain(pruning, noise)(gmap, rng())) - flat(shared)
+    torch.testing.assert_close(std.square(), flat(variance) / power, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize(("noise", "settings"), NOISES)
 def test_scale_in_a_chain_still_counts_all_parameters(noise: str, settings: dict[str, Any]) -> None:
     """Equal `scale` is equal noise power over all shared parameters: on fewer coordinates it is more on each."""
     gmap = exact_map("bert")
@@ -103,13 +134,14 @@ def test_scale_in_a_chain_still_counts_all_parameters(noise: str, settings: dict
 
 def test_kept_sensitivities_follow_what_each_step_transmits() -> None:
     """With refresh_every the estimate is of an earlier call, in which other coordinates were pruned."""
-    model, batch = make_task("bert")
+    model, batch = small_convolution()
     defense = chain(make_defense("pruning", ratio=0.7), make_defense("optimal_noise", scale=0.1, refresh_every=3))
     sets = []
     for label in (0, 1, 2):
         batch["labels"].fill_(label)
         gmap = GradientMap(model, batch, second_order=defense.needs_jacobian)
         left = flat(make_defense("pruning", ratio=0.7)(gmap, rng())) != 0
+        assert left.sum() == 116 - 81
         shared = flat(defense(gmap, rng()))
         assert not shared[~left].any()
         assert (shared[left] != flat(gmap.gradient())[left]).all()
@@ -145,9 +177,9 @@ def test_needs_jacobian() -> None:
 
 def make_stateful() -> Chain:
     return chain(
-        make_defense("optimal_pruning", ratio=0.5, refresh_every=3),
+        make_defense("optimal_pruning", ratio=0.5, refresh_every=3, num_probes=2),
         make_defense("quantization"),
-        make_defense("optimal_noise", relative_scale=0.1, refresh_every=2),
+        make_defense("optimal_noise", relative_scale=0.1, refresh_every=2, num_probes=2),
     )
 
 

@@ -88,7 +88,9 @@ def test_all_fields_have_flags() -> None:
 def test_round_trip_through_a_dict() -> None:
     config = make(defense="quantization", defense_kwargs={"bits": 2}, clients_per_process=2, noise_seed=0)
     values = json.loads(config.to_json_string())
-    again = GradGuardConfig(**{k: v for k, v in values.items() if k in {f.name for f in dataclasses.fields(config) if f.init}})
+    again = GradGuardConfig(
+        **{k: v for k, v in values.items() if k in {f.name for f in dataclasses.fields(config) if f.init}}
+    )
     assert again.to_dict() == config.to_dict()
     assert again.defense_kwargs == {"bits": 2}
 
@@ -96,7 +98,11 @@ def test_round_trip_through_a_dict() -> None:
 def test_replace_keeps_the_rest_and_validates() -> None:
     config = make(defense="quantization", defense_kwargs={"bits": 2})
     replaced = dataclasses.replace(config, defense_kwargs={"bits": 3})
-    assert (replaced.defense, replaced.defense_kwargs, config.defense_kwargs) == ("quantization", {"bits": 3}, {"bits": 2})
+    assert (replaced.defense, replaced.defense_kwargs, config.defense_kwargs) == (
+        "quantization",
+        {"bits": 3},
+        {"bits": 2},
+    )
     with pytest.raises(ValueError, match="bits must be a whole number from 1 to 32"):
         dataclasses.replace(config, defense_kwargs={"bits": 99})
 
@@ -106,7 +112,9 @@ def test_replace_keeps_the_rest_and_validates() -> None:
 
 def test_flags_win_over_the_file(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
-    file.write_text("output_dir: out\nuse_cpu: true\ndefense: dp_sgd\ndefense_kwargs: {clip: 0.5}\nlearning_rate: 1e-3\n")
+    file.write_text(
+        "output_dir: out\nuse_cpu: true\ndefense: dp_sgd\ndefense_kwargs: {clip: 0.5}\nlearning_rate: 1e-3\n"
+    )
     (config,) = parse_arguments(GradGuardConfig, argv=["--config", str(file), "--clients_per_process", "2"])
     assert (config.defense, config.defense_kwargs, config.learning_rate) == ("dp_sgd", {"clip": 0.5}, 1e-3)
     assert config.clients_per_process == 2

@@ -17,16 +17,16 @@ from hf_gradguard.defenses import Defense
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gaussian_noise": ("gaussian_noise", {"relative_scale": 0.1}),
     "laplace_noise": ("laplace_noise", {"relative_scale": 0.1}),
-    "optimal_noise": ("optimal_noise", {"relative_scale": 0.1}),
-    "optimal_noise_layer": ("optimal_noise", {"relative_scale": 0.1, "granularity": "layer"}),
+    "optimal_noise": ("optimal_noise", {"relative_scale": 0.1, "num_probes": 2}),
+    "optimal_noise_layer": ("optimal_noise", {"relative_scale": 0.1, "granularity": "layer", "num_probes": 2}),
     "dp_sgd_norm": ("dp_sgd", {"clip": 0.5, "relative_scale": 0.1}),
     "dp_sgd_coordinate": ("dp_sgd", {"clip": 0.01, "clip_by": "coordinate", "relative_scale": 0.1}),
-    "optimal_dp_sgd": ("optimal_dp_sgd", {"clip": 0.01, "relative_scale": 0.1}),
+    "optimal_dp_sgd": ("optimal_dp_sgd", {"clip": 0.01, "relative_scale": 0.1, "num_probes": 2}),
     "pruning": ("pruning", {"ratio": 0.5}),
     "pruning_utility": ("pruning", {"utility": 0.9}),
-    "optimal_pruning": ("optimal_pruning", {"ratio": 0.5}),
-    "optimal_pruning_layer": ("optimal_pruning", {"ratio": 0.5, "granularity": "layer"}),
-    "optimal_pruning_utility": ("optimal_pruning", {"utility": 0.9}),
+    "optimal_pruning": ("optimal_pruning", {"ratio": 0.5, "num_probes": 2}),
+    "optimal_pruning_layer": ("optimal_pruning", {"ratio": 0.5, "granularity": "layer", "num_probes": 2}),
+    "optimal_pruning_utility": ("optimal_pruning", {"utility": 0.9, "num_probes": 2}),
     "quantization": ("quantization", {"bits": 4}),
     "quantization_stochastic": ("quantization", {"bits": 4, "stochastic": True}),
     "quantization_sign": ("quantization", {"sign_only": True}),
@@ -116,7 +116,7 @@ def test_an_unknown_name_lists_the_names_and_suggests_one(wrong: str, meant: str
     assert ", ".join(DEFENSES) in str(error.value)
 
 
-@pytest.mark.parametrize("wrong", ["xyzzy", "", None])
+@pytest.mark.parametrize("wrong", ["xyzzy", "", 3])
 def test_a_name_like_no_other_gets_no_suggestion(wrong: Any) -> None:
     with pytest.raises(ValueError, match=", ".join(DEFENSES)) as error:
         make_defense(wrong)
@@ -380,6 +380,18 @@ def test_sensitivities_that_are_not_finite(name: str) -> None:
         make_defense(name)(gmap, rng())
 
 
+def test_an_estimate_that_is_not_finite_is_not_kept() -> None:
+    """One bad batch must not stop the `refresh_every` steps after it."""
+    gmap, defense = exact_map("bert"), make_defense("optimal_noise", refresh_every=5)
+    exact = gmap.squared_sensitivity
+    gmap.squared_sensitivity = lambda *_: {n: s * math.nan for n, s in exact().items()}
+    with pytest.raises(FloatingPointError):
+        defense(gmap, rng())
+    assert defense.needs_jacobian
+    gmap.squared_sensitivity = exact
+    assert torch.isfinite(flat(defense(gmap, rng()))).all()
+
+
 @pytest.mark.parametrize("name", ["gaussian_noise", "laplace_noise", "optimal_noise", "dp_sgd"])
 def test_noise_that_overflows_is_not_shared(name: str) -> None:
     gmap = bert_map(dtype=torch.float32)
@@ -397,7 +409,7 @@ SENSITIVE = ("optimal_noise", "optimal_dp_sgd", "optimal_pruning")
 def test_refresh_every(name: str, refresh_every: int) -> None:
     """One estimate in n calls, and `needs_jacobian` says before which; in between first-order maps do."""
     model, batch = make_task("bert")
-    defense = make_defense(name, refresh_every=refresh_every)
+    defense = make_defense(name, refresh_every=refresh_every, num_probes=2)
     estimates, told = [], []
     for _ in range(2 * refresh_every + 1):
         gmap = GradientMap(model, batch, second_order=defense.needs_jacobian)
@@ -449,7 +461,7 @@ def test_the_others_need_no_jacobian_and_keep_nothing(name: str) -> None:
 def test_state_dict_round_trip(name: str, calls_before: int, tmp_path: Any) -> None:
     model, batch = make_task("bert")
     gmap, generator = GradientMap(model, batch), rng()
-    defense, restored = (make_defense(name, refresh_every=3) for _ in range(2))
+    defense, restored = (make_defense(name, refresh_every=3, num_probes=2) for _ in range(2))
     for _ in range(calls_before):
         defense(gmap, generator)
     torch.save(defense.state_dict(), tmp_path / "state.pt")

@@ -244,18 +244,25 @@ def test_squared_sensitivity_is_unbiased(name: str, probe_chunk: int) -> None:
 
 @pytest.mark.parametrize("probe_chunk", [1, 3])
 def test_squared_sensitivity_has_relative_variance_two_over_k(probe_chunk: int) -> None:
-    """From n = 800 estimates with k = 4, of one parameter in each of three tensors.
+    """From n = 800 estimates with k = 4, of one parameter in each of three tensors; s² from a dense Jacobian.
 
-    k·estimate/s² is χ²_k, with kurtosis 3 + 12/k, so the sample variance has relative standard error
-    sqrt((2 + 12/k)/n) = 0.08. Within 5 of them.
+    k·estimate/s² is χ²_k, with mean k and kurtosis 3 + 12/k. So the mean of the estimates has relative standard error
+    sqrt(2/(kn)) = 0.025 and their variance sqrt((2 + 12/k)/n) = 0.08. Within 5 of them.
     """
     model, batch = small_convolution()
     gmap, generator, k, n = GradientMap(model, batch), rng(), 4, 800
     draws = [gmap.squared_sensitivity(k, generator, probe_chunk) for _ in range(n)]
-    for parameter in ("convolution.weight", "head.weight", "head.bias"):
-        values = torch.stack([draw[parameter].flatten()[0] for draw in draws])
-        relative_variance = values.var() / values.mean() ** 2
-        assert abs(relative_variance / (2 / k) - 1) < 5 * ((2 + 12 / k) / n) ** 0.5
+    for name in ("convolution.weight", "head.weight", "head.bias"):
+        parameter = dict(model.named_parameters())[name]
+
+        def first(x: Tensor, parameter: Tensor = parameter) -> Tensor:
+            loss = model(x, batch["labels"])["loss"]
+            return torch.autograd.grad(loss, parameter, create_graph=True)[0].flatten()[0]
+
+        exact = torch.autograd.functional.jacobian(first, batch["pixel_values"]).square().sum()
+        ratio = torch.stack([draw[name].flatten()[0] for draw in draws]) / exact
+        assert abs(ratio.mean() - 1) < 5 * (2 / (k * n)) ** 0.5
+        assert abs(ratio.var() / (2 / k) - 1) < 5 * ((2 + 12 / k) / n) ** 0.5
 
 
 def test_squared_sensitivity_takes_its_randomness_from_the_generator() -> None:

@@ -18,7 +18,7 @@ NAMES = ("pruning", "optimal_pruning")
 
 
 def map_with(gradient: Tensor, sensitivity: Tensor | None = None) -> GradientMap:
-    """A map of one's own choice: the first coordinates of BERT's gradient are replaced, the others dropped."""
+    """A map with a gradient and sensitivities of one's own choice, in two tensors."""
     gmap = exact_map("bert")
     like = {"first": torch.zeros(3, 2), "second": torch.zeros(len(gradient) - 6)}
     gmap._parameters = {n: torch.nn.Parameter(t) for n, t in like.items()}
@@ -32,6 +32,12 @@ def pruned(name: str, gmap: GradientMap, **settings: Any) -> Tensor:
     return flat(make_defense(name, **settings)(gmap, rng()))
 
 
+def ratios(gmap: GradientMap) -> Tensor:
+    """s_i/|g_i|, infinite where g_i = 0."""
+    s, g = flat(gmap.squared_sensitivity()).sqrt(), flat(gmap.gradient()).abs()
+    return torch.where(g > 0, s / g, torch.inf)
+
+
 # ---------------------------------------------------------------------------------------------------- ratio
 
 
@@ -41,10 +47,11 @@ def pruned(name: str, gmap: GradientMap, **settings: Any) -> Tensor:
 def test_exactly_the_share_is_zeroed(name: str, model: str, ratio: float) -> None:
     gmap = exact_map(model)
     gradient = flat(gmap.gradient())
-    assert gradient.all()
+    zeros = int((gradient == 0).sum())  # position embeddings beyond the batch's length
+    assert zeros < 0.05 * len(gradient)
     shared = pruned(name, gmap, ratio=ratio)
     kept = shared != 0
-    assert (~kept).sum() == int(Decimal(str(ratio)) * len(gradient))
+    assert (~kept).sum() == max(int(Decimal(str(ratio)) * len(gradient)), zeros)
     assert torch.equal(shared[kept], gradient[kept])
 
 
@@ -108,7 +115,7 @@ def test_pruning_keeps_the_largest() -> None:
 
 def test_optimal_pruning_prunes_the_largest_ratio() -> None:
     gmap = exact_map("bert")
-    k = flat(gmap.squared_sensitivity()).sqrt() / flat(gmap.gradient()).abs()
+    k = ratios(gmap)
     kept = pruned("optimal_pruning", gmap, ratio=0.7) != 0
     assert k[kept].max() < k[~kept].min()
 
@@ -120,7 +127,7 @@ def test_layers_go_as_a_whole() -> None:
     shared = make_defense("optimal_pruning", ratio=0.7, granularity="layer")(gmap, rng())
     k = {n: float(squares[n].sum().sqrt() / gradient[n].norm()) for n in gradient}
     whole = {n for n, t in shared.items() if not t.any()}
-    kept = {n for n, t in shared.items() if t.all()}
+    kept = {n for n, t in shared.items() if torch.equal(t, gradient[n])}
     partial = set(shared) - whole - kept
     assert len(partial) <= 1
     assert len(whole) > 3
@@ -128,6 +135,7 @@ def test_layers_go_as_a_whole() -> None:
     assert min(k[n] for n in whole) > max(k[n] for n in kept)
     for n in partial:
         count = int((shared[n] == 0).sum())
+        assert gradient[n].all()
         assert not shared[n].flatten()[:count].any()
     assert (flat(shared) == 0).sum() == int(Decimal("0.7") * len(flat(gradient)))
 
@@ -140,8 +148,8 @@ def test_layers_go_as_a_whole() -> None:
 @pytest.mark.parametrize("utility", [1e-6, 0.1, 0.5, 0.9, 0.999])
 def test_utility_is_reached_by_the_shortest_prefix(name: str, model: str, utility: float) -> None:
     gmap = exact_map(model)
-    gradient, s = flat(gmap.gradient()), flat(gmap.squared_sensitivity()).sqrt()
-    rank = -gradient.abs() if name == "pruning" else s / gradient.abs()
+    gradient = flat(gmap.gradient())
+    rank = -gradient.abs() if name == "pruning" else ratios(gmap)
     shared = pruned(name, gmap, utility=utility)
     kept = shared != 0
     assert torch.equal(shared[kept], gradient[kept])
@@ -158,7 +166,7 @@ def test_utility_of_one_keeps_the_norm(name: str) -> None:
     gradient = flat(gmap.gradient())
     shared = pruned(name, gmap, utility=1)
     torch.testing.assert_close(shared, gradient, rtol=0, atol=1e-8 * float(gradient.norm()))
-    assert (shared != 0).double().mean() > 0.9
+    assert (shared != 0).double().mean() > 0.9  # all but zeros up to rounding
 
 
 # ---------------------------------------------------------------------------------------------- the theorem
@@ -175,7 +183,7 @@ def test_no_set_of_equal_utility_leaks_less(model: str, settings: dict[str, floa
     g, s = flat(gmap.gradient()).double(), flat(gmap.squared_sensitivity()).sqrt()
     kept = pruned("optimal_pruning", gmap, **settings) != 0
     utility, leakage = g[kept].square().sum(), s[kept].square().sum()
-    order_of = (s / g.abs()).log()
+    order_of = ratios(gmap).log()
     for disturbance in (0.01, 0.1, 0.5, 2.0, 1e6):
         noise = torch.randn(200, len(g), generator=rng(), dtype=g.dtype)
         order = (order_of + disturbance * noise).argsort(1)

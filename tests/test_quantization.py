@@ -34,7 +34,8 @@ def test_levels(gmap: GradientMap, bits: int, stochastic: bool) -> None:
         torch.testing.assert_close(levels, levels.round(), rtol=0, atol=1e-9)
         error = (y - g).abs().max()
         assert error <= step * (1 + 1e-9) if stochastic else error <= step / 2 * (1 + 1e-9)
-    assert any(len(y.unique()) == 2**bits for y in shared.values())
+    most = max(len(y.unique()) for y in shared.values())
+    assert most == 2**bits if bits < 8 else most > 50  # no tensor here has 256 entries
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

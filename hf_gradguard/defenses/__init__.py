@@ -40,7 +40,13 @@ class Chain(Defense):
     second: Defense
 
     def protect(self, gmap: GradientMap, generator: torch.Generator) -> Tensors:
-        return self.second(gmap.after(self.first(gmap, generator)), generator)
+        shared = self.first(gmap, generator)
+        withheld = {name: tensor == 0 for name, tensor in shared.items()} if self.first.withholds else None
+        return self.second(gmap.after(shared, withheld), generator)
+
+    @property
+    def withholds(self) -> bool:  # type: ignore[override]
+        return self.first.withholds or self.second.withholds
 
     @property
     def needs_jacobian(self) -> bool:

@@ -21,6 +21,7 @@ class Defense:
     """
 
     name: ClassVar[str]
+    withholds: ClassVar[bool] = False
 
     def __call__(self, gmap: GradientMap, generator: torch.Generator | None = None) -> Tensors:
         """What a client shares in place of its gradient.
@@ -97,13 +98,14 @@ class SensitivityDefense(Defense):
     def sensitivity(self, gmap: GradientMap, generator: torch.Generator) -> Tensors:
         """s_i for every shared parameter, estimated now or at most `refresh_every - 1` calls ago."""
         if self._calls_left == 0 or self._squares.keys() != gmap.parameters.keys():
-            self._squares = gmap.squared_sensitivity(self.num_probes, generator, self.probe_chunk)
-            self._calls_left = self.refresh_every
+            self._calls_left = 0
+            squares = gmap.squared_sensitivity(self.num_probes, generator, self.probe_chunk)
+            check_finite(squares, "The sensitivity of {} is not finite: the loss has no second derivative there.")
+            self._squares, self._calls_left = squares, self.refresh_every
         self._calls_left -= 1
         squares = gmap.restrict(self._squares)
         if not self._calls_left:
             self._squares = {}
-        check_finite(squares, "The sensitivity of {} is not finite: the loss has no second derivative there.")
         return {name: tensor.sqrt() for name, tensor in squares.items()}
 
     def at_granularity(self, tensors: Tensors) -> Tensors:

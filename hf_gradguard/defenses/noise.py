@@ -130,7 +130,7 @@ class OptimalNoise(SensitivityDefense, NoiseDefense):
         SensitivityDefense.__post_init__(self)
 
     def shape(self, gmap: GradientMap, gradient: Tensors, generator: torch.Generator) -> Tensors:
-        return self.ratio(self.sensitivity(gmap, generator), gradient)
+        return gmap.restrict(self.ratio(self.sensitivity(gmap, generator), gradient))
 
     def ratio(self, sensitivity: Tensors, gradient: Tensors) -> Tensors:
         """s_i/|g_i| with |g_i| held above 1e-8 and the ratio below 1e6, so that no vanishing g_i takes all the noise."""
@@ -199,4 +199,4 @@ class OptimalDPSGD(OptimalNoise):
         within = {name: g.abs() < self.clip for name, g in gradient.items()}
         sensitivity = {name: s * within[name] for name, s in self.sensitivity(gmap, generator).items()}
         magnitude = {name: g * within[name] for name, g in gradient.items()}
-        return {name: r * within[name] for name, r in self.ratio(sensitivity, magnitude).items()}
+        return gmap.restrict({name: r * within[name] for name, r in self.ratio(sensitivity, magnitude).items()})

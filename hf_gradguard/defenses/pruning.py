@@ -29,6 +29,7 @@ class PruningDefense(Defense):
         utility: u in (0, 1]: coordinates are kept in order of rank until Σ g_i² ≥ u‖g‖².
     """
 
+    withholds: ClassVar[bool] = True
     ratio: float | None = None
     utility: float | None = None
 
@@ -37,9 +38,9 @@ class PruningDefense(Defense):
             raise ValueError("Give ratio or utility, not both.")
         if self.utility is None and self.ratio is None:
             self.ratio = 0.9
-        if self.ratio is not None and not 0 <= self.ratio < 1:
+        if self.ratio is not None and not (_is_number(self.ratio) and 0 <= self.ratio < 1):
             raise ValueError(f"ratio must be at least 0 and below 1 (1 would share nothing), but is {self.ratio!r}.")
-        if self.utility is not None and not 0 < self.utility <= 1:
+        if self.utility is not None and not (_is_number(self.utility) and 0 < self.utility <= 1):
             raise ValueError(f"utility must be above 0 and at most 1, but is {self.utility!r}.")
 
     def priority(self, gmap: GradientMap, gradient: Tensors, generator: torch.Generator) -> Tensors:
@@ -96,6 +97,10 @@ class OptimalPruning(SensitivityDefense, PruningDefense):
         return {
             name: (s / magnitude[name]).masked_fill(gradient[name] == 0, torch.inf) for name, s in sensitivity.items()
         }
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _flatten(tensors: Tensors) -> Tensor:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from helpers import LABELS, PAD, VOCABULARY, TASKS, WIDTH, make_task
+from helpers import LABELS, PAD, TASKS, VOCABULARY, WIDTH, make_task
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 

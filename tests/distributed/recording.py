@@ -30,7 +30,9 @@ class Recorder(dist.ProcessGroup):
         self.gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
         self.sent: list[tuple[str, Tensor]] = []
         self.on = False
-        self.journal: Path | None = None  # where it also writes when each collective starts and ends, for ranks that die
+        self.journal: Path | None = (
+            None  # where it also writes when each collective starts and ends, for ranks that die
+        )
 
     def getBackendName(self) -> str:
         return "recorder"

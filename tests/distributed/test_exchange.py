@@ -137,7 +137,9 @@ def _cosines(one: Tensor, two: Tensor) -> Tensor:
 
 def _stream(generator: torch.Generator, shapes: list[tuple[int, ...]], messages: int) -> Tensor:
     """What a peer who knows the generator's state draws for `messages` messages, in the way of a defence."""
-    draws = [torch.cat([torch.randn(shape, generator=generator).flatten() for shape in shapes]) for _ in range(messages)]
+    draws = [
+        torch.cat([torch.randn(shape, generator=generator).flatten() for shape in shapes]) for _ in range(messages)
+    ]
     return torch.stack(draws)
 
 
