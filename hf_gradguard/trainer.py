@@ -22,6 +22,7 @@ from accelerate.utils.memory import clear_device_cache
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
+from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 from transformers.utils import logging
 
 from .card import add_privacy_section
@@ -266,7 +267,7 @@ class GradGuardTrainer(Trainer):
         if not os.path.isfile(self._state_file(checkpoint)):
             logger.warning(f"{checkpoint} holds no defence state of this rank. Sensitivities are estimated anew.")
             return
-        state = load_file(self._state_file(checkpoint), device=str(self.args.device))
+        state = {key: tensor.to(self.args.device) for key, tensor in load_file(self._state_file(checkpoint)).items()}
         for index, defense in enumerate(self._clients):
             prefix = f"{index}/"
             own = {key.removeprefix(prefix): tensor for key, tensor in state.items() if key.startswith(prefix)}
@@ -313,12 +314,17 @@ def _load_model(args: TrainingArguments) -> PreTrainedModel:
     path = getattr(args, "model_name_or_path", None)
     if path is None:
         raise ValueError("There is no model: pass model=, model_init=, or model_name_or_path in GradGuardConfig.")
-    architectures = AutoConfig.from_pretrained(path).architectures or ["(none)"]
-    model_class = getattr(transformers, architectures[0], None)
+    named = AutoConfig.from_pretrained(path).architectures or []
+    model_class = getattr(transformers, named[0], None) if named else None
     if model_class is None:
         raise ValueError(
-            f"The configuration in {path} names the architecture {architectures[0]}, which Transformers does not have. "
-            "Load the model yourself and pass it as model=."
+            f"The `architectures` in {path}/config.json are {named}, which name no model class of Transformers. Load the "
+            "model yourself and pass it as model=."
+        )
+    if model_class.__name__ in MODEL_MAPPING_NAMES.values():
+        raise ValueError(
+            f"{path} holds a {model_class.__name__}, which has no loss: choose a model with a head. To put a new head on "
+            "it, load it with an AutoModelFor... class and pass it as model=."
         )
     return model_class.from_pretrained(path)
 

@@ -72,7 +72,7 @@ def test_defence_settings_are_json_on_the_command_line() -> None:
 
 
 def test_defence_settings_that_are_no_json_are_refused() -> None:
-    with pytest.raises(ValueError, match="defense_kwargs must be a dict, or JSON that starts with '{'"):
+    with pytest.raises(ValueError, match=r"defense_kwargs must be a dict, or JSON that starts with '\{'"):
         parse("--defense", "dp_sgd", "--defense_kwargs", "clip=0.5")
 
 

@@ -20,7 +20,6 @@ from torch.utils.data import IterableDataset
 from transformers import (
     BertConfig,
     BertForQuestionAnswering,
-    BertModel,
     EarlyStoppingCallback,
     PreTrainedTokenizerFast,
     Trainer,
@@ -173,16 +172,9 @@ def test_folder_of_a_model_without_a_head_is_refused(tmp_path: Path, settings: S
 
 
 def test_folder_that_names_no_model_class_is_refused(tmp_path: Path, settings: Settings) -> None:
-    make_task("bert")[0].config.save_pretrained(
-        tmp_path / "model"
-    )  # a configuration made by hand has no `architectures`
+    make_task("bert")[0].config.save_pretrained(tmp_path / "model")  # made by hand, so it has no `architectures`
     with pytest.raises(ValueError, match="architectures"):
         GradGuardTrainer(GradGuardConfig(**settings(model_name_or_path=str(tmp_path / "model"))), defense="none")
-
-
-def test_model_without_a_head_is_refused(settings: Settings) -> None:
-    with pytest.raises(ValueError, match="choose a model with a head"):
-        GradGuardTrainer(BertModel(make_task("bert")[0].config), GradGuardConfig(**settings()), defense="none")
 
 
 def test_no_model_is_refused(settings: Settings) -> None:
@@ -284,6 +276,7 @@ def question_answering() -> tuple[nn.Module, list[Row]]:
     config = BertConfig(
         vocab_size=VOCABULARY, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=12
     )
+    torch.manual_seed(0)
     batch = token_batch(22)
     del batch["labels"]
     batch["start_positions"], batch["end_positions"] = torch.arange(22) % 5, torch.arange(22) % 3
@@ -300,7 +293,7 @@ IDENTITY: dict[str, tuple[str, dict[str, Any], float]] = {
     "noisy embeddings": ("bert", {"neftune_noise_alpha": 5.0}, 0.0),
     "causal lm": ("gpt2_lm", {**SGD, "gradient_accumulation_steps": 3}, 1e-6),
     "causal lm, label smoothing": ("gpt2_lm", {**SGD, "label_smoothing_factor": 0.1}, 1e-6),
-    "vision": ("vit", {"gradient_accumulation_steps": 2}, 0.0),
+    "vision": ("vit", {**SGD, "gradient_accumulation_steps": 2}, 1e-6),
     "no loss arguments": ("convnext", {**SGD, "gradient_accumulation_steps": 2}, 1e-6),
     "no labels": ("question answering", {**SGD, "gradient_accumulation_steps": 3}, 1e-6),
 }
@@ -388,19 +381,17 @@ def test_own_loss_equals_the_stock_trainers(loss: Any, settings: Settings) -> No
     torch.testing.assert_close(trained[1], trained[0], rtol=1e-6, atol=1e-6)  # float32 rounding, as above
 
 
-@pytest.mark.parametrize(("power", "factor"), [(2, "4"), (0.5, "1.41"), (-1, "0.5")])
+@pytest.mark.parametrize(("power", "factor"), [(2, "0.25"), (0.5, "0.707107"), (-1.0, "2")])
 def test_loss_that_depends_oddly_on_the_count_is_refused(make_trainer: MakeTrainer, power: float, factor: str) -> None:
     def odd(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
         return cross_entropy(outputs["logits"], labels, reduction="sum") / num_items_in_batch**power
 
     trainer = make_trainer(defense="none", options={"compute_loss_func": odd})
     before = weights(trainer.model)
-    with pytest.raises(
-        NotImplementedError, match=r"when num_items_in_batch doubles.*change compute_loss_func"
-    ) as error:
+    message = rf"factor of {factor} when num_items_in_batch doubles.*change compute_loss_func"
+    with pytest.raises(NotImplementedError, match=message):
         trainer.train()
     assert all(torch.equal(p, before[name]) for name, p in trainer.model.named_parameters())
-    assert factor in str(error.value) or str(1 / float(factor))[:4] in str(error.value)
 
 
 # Messages
@@ -534,7 +525,6 @@ def test_buckets_keep_order_types_and_bounds() -> None:
     grads += [torch.zeros(2, dtype=torch.bfloat16), torch.zeros(1, dtype=torch.float32), torch.zeros(7)]
     buckets = list(_buckets(grads, entries=8))
     assert [[g.numel() for g in bucket] for bucket in buckets] == [[3, 4], [9], [2], [1, 7]]
-    assert [g for bucket in buckets for g in bucket] != grads
     assert all(a is b for a, b in zip((g for bucket in buckets for g in bucket), grads, strict=True))
     assert list(_buckets([])) == []
 
@@ -580,7 +570,7 @@ def test_figures_of_an_unprotected_run(make_trainer: MakeTrainer) -> None:
     trainer.train()
     for entry in trainer.state.log_history[:-1]:
         assert entry["defense/relative_error"] == 0
-        assert entry["defense/cosine"] == pytest.approx(1, abs=1e-12)
+        assert entry["defense/cosine"] == pytest.approx(1, abs=1e-6)  # sums in float32
 
 
 # What a Trainer does otherwise

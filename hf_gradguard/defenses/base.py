@@ -106,7 +106,7 @@ class SensitivityDefense(Defense):
         squares = gmap.restrict(self._squares)
         if not self._calls_left:
             self._squares = {}
-        return {name: tensor.sqrt() for name, tensor in squares.items()}
+        return {name: squares[name].sqrt() for name in gmap.parameters}  # a loaded state has an order of its own
 
     def at_granularity(self, tensors: Tensors) -> Tensors:
         """Magnitudes entry by entry, or with granularity "layer" each tensor's norm in all its entries."""

@@ -73,12 +73,12 @@ class WatchedGuard(Watch, GradGuardTrainer):
 
 
 class Switch(TrainerCallback):
-    """Records between the beginning and the end of training: not the weights that DDP sends when it starts."""
+    """Records while there are steps: not the weights that rank 0 sends before the first one."""
 
     def __init__(self, group: recording.Recorder) -> None:
         self.group = group
 
-    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+    def on_epoch_begin(self, *args: Any, **kwargs: Any) -> None:
         self.group.on = True
 
     def on_train_end(self, *args: Any, **kwargs: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import gc
 import json
@@ -63,10 +64,8 @@ def kill(process: subprocess.Popen[str], folder: Path) -> None:
     """SIGKILL torchrun and every rank at once. Ranks live in process groups of their own, which they wrote down."""
     groups = [int(path.read_text()) for path in folder.glob("rank*.pid")]
     for group in [process.pid, *groups]:
-        try:
+        with contextlib.suppress(ProcessLookupError):  # it ended by itself
             os.killpg(group, signal.SIGKILL)
-        except ProcessLookupError:
-            pass  # it ended by itself
 
 
 # For the workers
