@@ -12,6 +12,7 @@ from helpers import exact_map, flat, rng, split_like
 from torch import Tensor
 
 from hf_gradguard import GradientMap, make_defense
+from hf_gradguard.defenses.pruning import largest
 
 MODELS = ("bert", "gpt2", "vit")
 NAMES = ("pruning", "optimal_pruning")
@@ -138,6 +139,34 @@ def test_layers_go_as_a_whole() -> None:
         assert gradient[n].all()
         assert not shared[n].flatten()[:count].any()
     assert (flat(shared) == 0).sum() == int(Decimal("0.7") * len(flat(gradient)))
+
+
+# --------------------------------------------------------------------------------- the selection, against a sort
+
+
+def selected(worth: Tensor, wanted: float, weight: Tensor) -> Tensor:
+    """What `largest` returns, from a stable sort: the last ones first among equals."""
+    order = worth.flip(0).argsort(descending=True, stable=True)
+    before = weight.flip(0)[order].cumsum(0) - weight.flip(0)[order]
+    mask = torch.zeros(len(worth), dtype=torch.bool)
+    mask[(len(worth) - 1 - order)[before < wanted]] = True
+    return mask
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("kind", ["spread", "close", "ties", "zeros and infinities"])
+def test_selection_equals_a_sorts(dtype: torch.dtype, kind: str) -> None:
+    worth = {
+        "spread": torch.randn(5000, generator=rng(), dtype=dtype).mul(20).exp(),
+        "close": 1 + 1e-6 * torch.rand(5000, generator=rng(), dtype=dtype),
+        "ties": torch.randint(0, 7, (5000,), generator=rng()).to(dtype),
+        "zeros and infinities": torch.randint(-1, 4, (5000,), generator=rng()).to(dtype).clamp(min=0).reciprocal(),
+    }[kind]
+    weight = torch.randint(0, 9, (5000,), generator=rng(6)).double()  # whole numbers, so that sums are exact
+    for amount in (1, 2, 17, 2500, 4999, 5000):
+        assert torch.equal(largest(worth, amount), selected(worth, amount, torch.ones(5000)))
+        share = amount / 5000
+        assert torch.equal(largest(worth, share, weight), selected(worth, share * float(weight.sum()), weight))
 
 
 # -------------------------------------------------------------------------------------------------- utility

@@ -89,7 +89,8 @@ class NoiseDefense(Defense):
         gradient = self.clipped(true_gradient(gmap))
         variance = self.variance(gradient, self.shape(gmap, gradient, generator))
         return cast_like(
-            {name: g + variance[name].sqrt() * self.draw(g, generator) for name, g in gradient.items()}, gmap
+            {name: torch.addcmul(g, variance[name].sqrt(), self.draw(g, generator)) for name, g in gradient.items()},
+            gmap,
         )
 
     def draw(self, like: Tensor, generator: torch.Generator) -> Tensor:
@@ -111,8 +112,11 @@ class LaplaceNoise(NoiseDefense):
     name: ClassVar[str] = "laplace_noise"
 
     def draw(self, like: Tensor, generator: torch.Generator) -> Tensor:
-        # The difference of two unit exponentials is Laplace(0, 1), of variance 2.
-        one, two = (torch.empty_like(like).exponential_(generator=generator) for _ in range(2))
+        # The difference of two unit exponentials -ln(1 - u) is Laplace(0, 1), of variance 2.
+        one, two = (
+            torch.rand(like.shape, generator=generator, device=like.device, dtype=like.dtype).neg_().log1p_()
+            for _ in range(2)
+        )
         return (one - two) / math.sqrt(2)
 
 
@@ -136,7 +140,7 @@ class OptimalNoise(SensitivityDefense, NoiseDefense):
         """s_i/|g_i| with |g_i| held above 1e-8 and the ratio below 1e6, so that no vanishing g_i takes all the noise."""
         magnitude = self.at_granularity(gradient)
         return {
-            name: (s / magnitude[name].clamp(min=SMALLEST_GRADIENT)).clamp(max=LARGEST_RATIO)
+            name: (s / magnitude[name].clamp(min=SMALLEST_GRADIENT)).clamp_(max=LARGEST_RATIO)
             for name, s in self.at_granularity(sensitivity).items()
         }
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from decimal import Decimal
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -43,20 +43,19 @@ class PruningDefense(Defense):
         if self.utility is not None and not (_is_number(self.utility) and 0 < self.utility <= 1):
             raise ValueError(f"utility must be above 0 and at most 1, but is {self.utility!r}.")
 
-    def priority(self, gmap: GradientMap, gradient: Tensors, generator: torch.Generator) -> Tensors:
-        """What is pruned first: the largest values."""
+    def worth(self, gmap: GradientMap, gradient: Tensors, generator: torch.Generator) -> Tensors:
+        """Non-negative ranks: the smallest are pruned first."""
         raise NotImplementedError
 
     def protect(self, gmap: GradientMap, generator: torch.Generator) -> Tensors:
         gradient = true_gradient(gmap)
-        priority = _flatten(self.priority(gmap, gradient, generator))
-        flat = _flatten(gradient)
+        worth = _flatten(self.worth(gmap, gradient, generator))
         if self.utility is not None:
-            pruned = _pruned_at_utility(priority, flat, self.utility)
+            pruned = ~largest(worth, self.utility, _flatten(gradient).double().square())
         else:
             assert self.ratio is not None  # __post_init__ leaves exactly one of the two set
             # Through the decimal that was written: 0.29 * 100 is 28.999… in binary.
-            pruned = _largest(priority, int(Decimal(str(self.ratio)) * len(flat)))
+            pruned = ~largest(worth, len(worth) - int(Decimal(str(self.ratio)) * len(worth)))
         masks = pruned.split([g.numel() for g in gradient.values()])
         return cast_like(
             {
@@ -73,8 +72,8 @@ class Pruning(PruningDefense):
 
     name: ClassVar[str] = "pruning"
 
-    def priority(self, gmap: GradientMap, gradient: Tensors, generator: torch.Generator) -> Tensors:
-        return {name: -g.abs() for name, g in gradient.items()}
+    def worth(self, gmap: GradientMap, gradient: Tensors, generator: torch.Generator) -> Tensors:
+        return {name: g.abs() for name, g in gradient.items()}
 
 
 @dataclass
@@ -91,12 +90,47 @@ class OptimalPruning(SensitivityDefense, PruningDefense):
         PruningDefense.__post_init__(self)
         SensitivityDefense.__post_init__(self)
 
-    def priority(self, gmap: GradientMap, gradient: Tensors, generator: torch.Generator) -> Tensors:
+    def worth(self, gmap: GradientMap, gradient: Tensors, generator: torch.Generator) -> Tensors:
         magnitude = self.at_granularity(gradient)
         sensitivity = self.at_granularity(self.sensitivity(gmap, generator))
+        # s_i above 1e-30: coordinates that leak nothing are worth the more the larger they are, and more than all others.
         return {
-            name: (s / magnitude[name]).masked_fill(gradient[name] == 0, torch.inf) for name, s in sensitivity.items()
+            name: (magnitude[name] / s.clamp(min=1e-30)).mul_(gradient[name] != 0) for name, s in sensitivity.items()
         }
+
+
+def largest(worth: Tensor, amount: float, weight: Tensor | None = None) -> Tensor:
+    """Mask of the largest entries of a non-negative tensor: the fewest whose weights add up to a given amount.
+
+    A radix select on the bits, which are in the numbers' order: linear time, and nothing is sorted.
+
+    Args:
+        worth: `(d,)`, not negative. Among equals the last ones are taken first.
+        amount: How many entries; with `weight`, the share of Σ weight, in (0, 1].
+        weight: `(d,)`, not negative.
+    """
+    digits = worth.view(torch.int16).view(len(worth), -1)  # four or two a number, 16 bits each, the lowest first
+    keys = worth.view(torch.int32 if worth.element_size() == 4 else torch.int64)
+    position: Any = slice(None)
+    threshold, wanted = 0, amount
+    for place in reversed(range(digits.shape[1])):
+        digit = digits[position, place]
+        if place < digits.shape[1] - 1:
+            digit = digit.int() & 0xFFFF  # only the highest digit cannot be negative
+        reached = torch.bincount(digit, weight, minlength=2**16).flip(0).cumsum(0)  # by entries of this digit or above
+        if weight is not None and place == digits.shape[1] - 1:
+            wanted = amount * float(reached[-1])
+        above = min(int((reached < wanted).sum()), 0xFFFF)
+        wanted -= reached[above - 1].item() if above else 0
+        threshold |= (0xFFFF - above) << 16 * place
+        tied = (digit == 0xFFFF - above).nonzero().flatten()
+        position = tied if isinstance(position, slice) else position[tied]
+        weight = None if weight is None else weight[tied]
+    chosen = keys > threshold
+    share = torch.ones_like(position) if weight is None else weight
+    before = share.flip(0).cumsum(0).flip(0) - share
+    chosen[position[before < wanted]] = True
+    return chosen
 
 
 def _is_number(value: object) -> bool:
@@ -105,23 +139,3 @@ def _is_number(value: object) -> bool:
 
 def _flatten(tensors: Tensors) -> Tensor:
     return torch.cat([tensor.flatten() for tensor in tensors.values()])
-
-
-def _largest(priority: Tensor, count: int) -> Tensor:
-    """Mask of the `count` largest entries; among equals the first ones. Linear time, unlike a sort."""
-    if count == 0:
-        return torch.zeros_like(priority, dtype=torch.bool)
-    threshold = priority.kthvalue(len(priority) - count + 1).values
-    pruned = priority > threshold
-    pruned[(priority == threshold).nonzero().flatten()[: count - int(pruned.sum())]] = True
-    return pruned
-
-
-def _pruned_at_utility(priority: Tensor, gradient: Tensor, utility: float) -> Tensor:
-    """Mask of what is left after keeping, smallest priority first, until the kept Σ g² reaches the share `utility`."""
-    order = priority.argsort(stable=True)
-    squares = gradient[order].double().square()
-    before = squares.cumsum(0) - squares
-    pruned = torch.empty_like(priority, dtype=torch.bool)
-    pruned[order] = (before >= utility * squares.sum()) | (squares == 0)
-    return pruned
