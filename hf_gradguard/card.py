@@ -44,7 +44,7 @@ def privacy_section(trainer: GradGuardTrainer) -> str:
 
 {summary}
 
-- Defence: `{defense.name}`, with [hf-gradguard](https://pypi.org/project/hf-gradguard/)
+- Defence: `{defense.name}`, with hf-gradguard
 - Clients: {ranks} rank(s) with {clients} client(s) each; every micro-batch is a message protected by itself
 - {embeddings}
 - {seed}

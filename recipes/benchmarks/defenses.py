@@ -21,18 +21,12 @@ from transformers.utils import logging
 
 from hf_gradguard import GradientMap, make_defense
 
-DEFENSES: list[tuple[str, dict]] = [
-    ("none", {}),
-    ("gaussian_noise", {}),
-    ("laplace_noise", {}),
-    ("optimal_noise", {}),
-    ("optimal_noise", {"refresh_every": 10}),
-    ("pruning", {}),
-    ("pruning", {"utility": 0.9}),
-    ("optimal_pruning", {}),
-    ("optimal_pruning", {"refresh_every": 10}),
+EVERY_TENTH = {"refresh_every": 10}
+DEFENSES = [
+    ("none", {}), ("gaussian_noise", {}), ("laplace_noise", {}), ("optimal_noise", {}), ("optimal_noise", EVERY_TENTH),
+    ("pruning", {}), ("pruning", {"utility": 0.9}), ("optimal_pruning", {}), ("optimal_pruning", EVERY_TENTH),
     ("quantization", {}),
-]
+]  # fmt: skip
 
 
 def main() -> None:
@@ -85,35 +79,20 @@ def main() -> None:
         cases[label] = (case, steps, unit, max(args.rounds // 2, 3) if steps > 1 else args.rounds)
 
     results = {}
-    print(f"{sum(p.numel() for p in GradientMap(model, batch).parameters.values()):,} shared parameters, batch {size}")
+    parameters = sum(p.numel() for p in GradientMap(model, batch).parameters.values())
+    print(f"{parameters:,} shared parameters, batch {size}")
     for label, (case, steps, unit, rounds) in cases.items():
         ratios = [ratio / steps for ratio in alternate(case, unit, rounds)]
-        results[label] = {"median": statistics.median(ratios), "min": min(ratios), "max": max(ratios)}
-        row = results[label]
+        row = {"median": statistics.median(ratios), "min": min(ratios), "max": max(ratios)}
+        results[label] = {name: round(ratio, 2) for name, ratio in row.items()}
         print(f"{label:60} {row['median']:7.2f}  ({row['min']:.2f} to {row['max']:.2f})")
-    results["memory"] = memory(model, batch, k)
-    print(json.dumps(results["memory"]))
     if args.output:
-        with open(args.output, "w", encoding="utf-8") as file:
-            json.dump(
-                {
-                    "arguments": vars(args) | {"model": Path(args.model).name},
-                    "torch": torch.__version__,
-                    "ratios": results,
-                },
-                file,
-                indent=2,
-            )
+        del args.model
+        report = {"arguments": vars(args), "parameters": parameters, "torch": torch.__version__, "ratios": results}
+        Path(args.output).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
 
 
-def training_steps(
-    model: torch.nn.Module,
-    batch: dict,
-    optimizer: torch.optim.Optimizer,
-    steps: int,
-    name: str = "",
-    **settings: object,
-) -> Callable[[], object]:
+def training_steps(model, batch, optimizer, steps: int, name: str = "", **settings) -> Callable[[], object]:
     """Training steps with a defence; without a name, the stock forward and backward pass. AdamW updates in both."""
     generator = torch.Generator(device=batch["labels"].device).manual_seed(0)
 
@@ -162,32 +141,6 @@ def clock(function: Callable[[], object], times: int) -> float:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return (time.perf_counter() - start) / times
-
-
-def memory(model: torch.nn.Module, batch: dict, k: int) -> dict[str, float]:
-    """Bytes that tensors allocate at the peak of `squared_sensitivity`, over the gradient's own size, by probe chunk."""
-    from torch.profiler import ProfilerActivity, profile
-
-    unit = sum(p.numel() * p.element_size() for p in GradientMap(model, batch).parameters.values())
-    peaks = {}
-    for chunk in (1, 2, 5):
-        gmap = GradientMap(model, batch)
-        gmap.jvp(torch.ones_like(gmap.input))  # the graph of ∇_x L stands; what follows is the probes' own
-        if batch["labels"].is_cuda:
-            torch.cuda.reset_peak_memory_stats()
-            start = torch.cuda.memory_allocated()
-            gmap.squared_sensitivity(k, probe_chunk=chunk)
-            peak = torch.cuda.max_memory_allocated() - start
-        else:
-            with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
-                gmap.squared_sensitivity(k, probe_chunk=chunk)
-            level = peak = 0
-            for event in trace.profiler.kineto_results.events():
-                if event.name() == "[memory]":
-                    level += event.nbytes()
-                    peak = max(peak, level)
-        peaks[f"gradients held at the peak, probe_chunk={chunk}"] = round(peak / unit, 2)
-    return peaks
 
 
 if __name__ == "__main__":

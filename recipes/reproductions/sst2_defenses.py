@@ -52,7 +52,15 @@ def run(args: argparse.Namespace, row: str, seed: int) -> dict:
     name, settings = ROWS[row]
     flags = ["--defense", name, "--defense_kwargs", json.dumps(settings), "--seed", str(seed)]
     flags += ["--max_steps", str(5 if args.quick else args.steps), "--learning_rate", "5e-5", "--warmup_steps", "0.1"]
-    flags += ["--per_device_train_batch_size", "16", "--num_ranks", "2", "--use_cpu", "--logging_steps", "50"]
+    flags += [
+        "--per_device_train_batch_size",
+        "16",
+        "--num_ranks",
+        "2",
+        "--use_cpu",
+        "--logging_steps",
+        "5" if args.quick else "50",
+    ]
     launch = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1"]
     launch += ["--mixed_precision", "no", "--dynamo_backend", "no", "--num_cpu_threads_per_process", "1"]
     with tempfile.TemporaryDirectory() as folder:

@@ -1,0 +1,93 @@
+"""`recipes/sst2.py` as a user runs it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from launcher import environment
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, BertConfig, BertForSequenceClassification
+
+ROOT = Path(__file__).resolve().parents[2]
+DEMO = ["--config", "recipes/configs/demo.yaml"]
+pytestmark = pytest.mark.distributed
+
+
+def recipe(*flags: str, ranks: int = 2) -> subprocess.CompletedProcess[str]:
+    launch = ["-m", "accelerate.commands.launch", "--num_processes", str(ranks), "--num_machines", "1"]
+    launch += ["--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]
+    launch += ["--multi_gpu"] if ranks > 1 else ["--cpu"]
+    return subprocess.run(
+        [sys.executable, *launch, "recipes/sst2.py", *flags],
+        cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=240, check=False,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One epoch of the demo on two ranks."""
+    folder = tmp_path_factory.mktemp("demo")
+    settings = '{"relative_scale": 0.5, "refresh_every": 7}'
+    flags = ["--defense", "optimal_noise", "--defense_kwargs", settings, "--num_train_epochs", "1"]
+    done = recipe(*DEMO, *flags, "--output_dir", str(folder))
+    assert done.returncode == 0, done.stdout[-4000:]
+    assert "ranks: 2\n" in done.stdout
+    return folder
+
+
+def test_metrics(demo: Path) -> None:
+    metrics = json.loads((demo / "metrics.json").read_text())
+    assert (metrics["defense"], metrics["ranks"], metrics["steps"]) == (
+        "optimal_noise",
+        2,
+        14,
+    )  # 440 / 2 / 16, rounded up
+    assert metrics["settings"]["relative_scale"] == 0.5
+    assert metrics["settings"]["refresh_every"] == 7
+    assert metrics["eval_sentences"] == 120
+    assert 0.3 < metrics["accuracy"] < 1
+    assert metrics["defense/relative_error"] == pytest.approx(0.5, rel=0.05)  # of some 10⁵ draws a message
+    assert metrics["seconds_per_step"] > metrics["defense/seconds"] > 0
+
+
+def test_model_and_tokenizer_load(demo: Path) -> None:
+    model, tokenizer = AutoModelForSequenceClassification.from_pretrained(demo), AutoTokenizer.from_pretrained(demo)
+    logits = model(**tokenizer(["a fine book", "the food was cold"], padding=True, return_tensors="pt")).logits
+    assert logits.shape == (2, 2)
+    assert torch.isfinite(logits).all()
+
+
+def test_card_has_a_privacy_section(demo: Path) -> None:
+    card = (demo / "README.md").read_text()
+    assert "## Privacy" in card
+    assert "Defence: `optimal_noise`" in card
+    assert "2 rank(s) with 1 client(s) each" in card
+
+
+def test_wrong_number_of_ranks_stops(tmp_path: Path) -> None:
+    done = recipe(*DEMO, "--defense", "none", "--output_dir", str(tmp_path / "out"), ranks=1)
+    assert done.returncode != 0
+    assert "ranks: 1\n" in done.stdout
+    assert "2 ranks were asked for, but 1 started" in done.stdout
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.needs_data
+def test_real_sentences_and_a_model_of_ones_own(demo: Path, data_dir: Path, tmp_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(demo)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    model = BertForSequenceClassification(BertConfig(vocab_size=len(tokenizer), **sizes))
+    for part in (model, tokenizer):
+        part.save_pretrained(tmp_path / "model")
+    done = recipe(
+        "--model_name_or_path", str(tmp_path / "model"), "--data_dir", str(data_dir / "sst2"), "--output_dir",
+        str(tmp_path / "out"), "--defense", "optimal_pruning", "--max_steps", "2", "--use_cpu", "--logging_steps", "1",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-4000:]
+    metrics = json.loads((tmp_path / "out" / "metrics.json").read_text())
+    assert (metrics["eval_sentences"], metrics["ranks"], metrics["steps"]) == (872, 2, 2)
+    assert metrics["settings"]["ratio"] == 0.9
