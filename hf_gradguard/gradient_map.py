@@ -83,6 +83,16 @@ class GradientMap:
         return self._x.detach()
 
     @property
+    def batch(self) -> Batch:
+        """The batch as it was given."""
+        return self._batch
+
+    @property
+    def embedding(self) -> nn.Module | None:
+        """The module whose output is the continuous input; `None` if that is pixels."""
+        return self._source.embedding
+
+    @property
     def loss(self) -> Tensor:
         """The batch-mean loss L(f_θ(x), y), a detached scalar."""
         return self._loss.detach()
@@ -121,6 +131,16 @@ class GradientMap:
             x = x if x.requires_grad else x.detach().requires_grad_()
             _, loss = self._source.evaluate(self._loss_fn, self._model, self._batch, value=x)
             return self._differentiate(loss, create_graph=create_graph)
+
+    def input_gradient(self, value: Tensor, x: Tensor) -> Tensor:
+        """∇_x of a scalar that was computed from `gradient_at(x, create_graph=True)`, in the shape of `input`.
+
+        Layers under activation checkpointing run again in this pass, with the same random draws as before.
+        """
+        self._require_second_order("input_gradient")
+        with self._replay(), self._kernels():
+            (gradient,) = torch.autograd.grad(value, x)
+        return gradient
 
     def vjp(self, delta: Tensors) -> Tensor:
         """J δ = ∇_x ⟨g(x), δ⟩.

@@ -11,12 +11,14 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 import torch
+from torch import nn
 
 from ..gradient_map import GradientMap, Tensors
 from .base import Defense, SensitivityDefense, cast_like, true_gradient
 from .noise import DPSGD, GaussianNoise, LaplaceNoise, OptimalDPSGD, OptimalNoise
 from .pruning import OptimalPruning, Pruning
 from .quantization import Quantization
+from .refiner import Refiner
 
 __all__ = ["DEFENSES", "Chain", "Defense", "SensitivityDefense", "chain", "make_defense"]
 
@@ -43,6 +45,10 @@ class Chain(Defense):
         shared = self.first(gmap, generator)
         withheld = {name: tensor == 0 for name, tensor in shared.items()} if self.first.withholds else None
         return self.second(gmap.after(shared, withheld), generator)
+
+    def prepare(self, model: nn.Module, processing_class: Any = None) -> None:
+        for part in (self.first, self.second):
+            part.prepare(model, processing_class)
 
     @property
     def withholds(self) -> bool:  # type: ignore[override]
@@ -74,6 +80,7 @@ DEFENSES: dict[str, type[Defense]] = {
         Pruning,
         OptimalPruning,
         Quantization,
+        Refiner,
     )
 }
 

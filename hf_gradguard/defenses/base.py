@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..gradient_map import GradientMap, Tensors
 from ..randomness import private_generator
@@ -44,6 +44,9 @@ class Defense:
     def protect(self, gmap: GradientMap, generator: torch.Generator) -> Tensors:
         """The defence itself. Implemented by subclasses."""
         raise NotImplementedError
+
+    def prepare(self, model: nn.Module, processing_class: Any = None) -> None:
+        """Load or make what the defence needs for this model and its tokenizer or image processor. Called once."""
 
     @property
     def needs_jacobian(self) -> bool:

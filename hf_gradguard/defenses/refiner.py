@@ -1,0 +1,235 @@
+"""Refiner: share the gradient of robust data, which looks like noise and teaches nearly the same.
+
+    x* = argmin UM(x*) - β D(x*)
+    UM(x*) = Σ_l ‖w_l ⊙ (g_l(x*) - g_l(x))‖²,   w_l = |g_l(x) ⊙ θ_l| τ^l
+
+UM, the utility metric, is small where the gradient stays what it was; l = 1 is the layer nearest the input. D in [0, 1] is
+an evaluation network's prediction of how much of its input is noise.
+
+Reference: "Refiner" (2025), Eq. 2 to 5 and Appendices F and J. As printed, UM holds |g θ|² and is many orders of magnitude
+below β D, so β = 1 would ignore it; by default it is divided by Σ_l ‖w_l ⊙ g_l(x)‖², which makes it a relative error.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from ..gradient_map import GradientMap, Tensors
+from ..layers import layer_numbers
+from .base import Defense, cast_like, total, true_gradient
+from .robust_input import Pixels, Words
+
+
+@dataclass
+class RobustData:
+    """What refining a batch found.
+
+    Args:
+        input: x*, in the shape of the map's input.
+        gradient: g(x*).
+        utility_metric: UM at the start and after every iteration.
+        noise_ratio: D likewise, averaged over the batch.
+    """
+
+    input: Tensor
+    gradient: Tensors
+    utility_metric: list[float]
+    noise_ratio: list[float]
+
+
+@dataclass
+class Refiner(Defense):
+    """Gradient of robust data: found by Adam on the continuous input from a start that is blended with noise.
+
+    Of a text, only words move: padding and special tokens keep their embeddings. An image stays in its pixel range. All
+    samples of a batch are refined together, since they share one gradient.
+
+    Args:
+        evaluation_network: A network of `hf_gradguard.networks`, or where to load it from. Left out, the Trainer finds
+            one that fits the model.
+        alpha: Share of noise in the start (1-α) x + α v. v is uniform over the pixel range, or embeddings of random
+            tokens.
+        beta: Weight of D against UM.
+        tau: Weight of a layer relative to the one before it.
+        iterations: Steps of Adam. Each costs 7/3 plain gradients and one pass of the evaluation network.
+        learning_rate: Of Adam, in the input's unit.
+        normalize: Divide UM by Σ ‖w ⊙ g‖². `False` is the formula as printed.
+        element_wise: `False` leaves |g ⊙ θ| out of w, for ablation.
+        epsilon: Share g + ε (g(x*) - g)/‖g(x*) - g‖ where g(x*) is farther than ε from g. **With ε far below ‖g‖ this is
+            the true gradient but for ε, and leaks like it.**
+        relative_epsilon: ε in units of ‖g‖.
+        warm_start: How many examples' robust data to remember and start from at their next visit, with half the
+            iterations. An example is known by its content.
+        image_mean: Per channel, what was subtracted from pixels in [0, 1]. The Trainer asks the image processor.
+        image_std: Per channel, what they were divided by afterwards.
+    """
+
+    name: ClassVar[str] = "refiner"
+    evaluation_network: Any = None
+    alpha: float = 0.5
+    beta: float = 1.0
+    tau: float = 0.95
+    iterations: int = 10
+    learning_rate: float = 0.01
+    normalize: bool = True
+    element_wise: bool = True
+    epsilon: float | None = None
+    relative_epsilon: float | None = None
+    warm_start: int = 0
+    image_mean: list[float] | None = None
+    image_std: list[float] | None = None
+
+    def __post_init__(self) -> None:
+        _check_range("alpha", self.alpha, 0, 1)
+        _check_range("beta", self.beta, 0, math.inf)
+        _check_range("tau", self.tau, 0, math.inf, above=True)
+        _check_range("learning_rate", self.learning_rate, 0, math.inf, above=True)
+        for name, least in (("iterations", 1), ("warm_start", 0)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise ValueError(f"{name} must be a whole number of at least {least}, but is {value!r}.")
+        if self.epsilon is not None and self.relative_epsilon is not None:
+            raise ValueError("Give epsilon or relative_epsilon, not both.")
+        for name in ("epsilon", "relative_epsilon"):
+            if getattr(self, name) is not None:
+                _check_range(name, getattr(self, name), 0, math.inf, above=True)  # at 0 it would share the true gradient
+        if (self.image_mean is None) != (self.image_std is None):
+            raise ValueError("Give image_mean and image_std together, or neither.")
+        if isinstance(self.evaluation_network, str):
+            from ..networks import load_network
+
+            self.evaluation_network = load_network(self.evaluation_network)
+        self._remembered: OrderedDict[str, Tensor] = OrderedDict()
+
+    @property
+    def needs_jacobian(self) -> bool:
+        return True
+
+    def prepare(self, model: nn.Module, processing_class: Any = None) -> None:
+        """Find an evaluation network if none was given, and the image processor's normalisation."""
+        from ..networks import network_for
+
+        if self.image_mean is None and getattr(processing_class, "do_normalize", False):
+            self.image_mean, self.image_std = list(processing_class.image_mean), list(processing_class.image_std)
+        if self.evaluation_network is None:
+            self.evaluation_network = network_for(model, processing_class)
+
+    def protect(self, gmap: GradientMap, generator: torch.Generator) -> Tensors:
+        gradient = true_gradient(gmap)
+        shared = self.refine(gmap, generator).gradient
+        bound = self.epsilon
+        if self.relative_epsilon is not None:
+            bound = self.relative_epsilon * _norm(gradient)
+        if bound is not None:
+            distance = _norm({name: shared[name] - g for name, g in gradient.items()})
+            if distance > bound:
+                shared = {name: g + (shared[name] - g) * (bound / distance) for name, g in gradient.items()}
+        return cast_like(shared, gmap)
+
+    def refine(self, gmap: GradientMap, generator: torch.Generator) -> RobustData:
+        """Robust data for the map's batch, with the course of UM and D.
+
+        Raises:
+            ValueError: If there is no evaluation network, if it is one for another kind of input, or if the batch holds
+                nothing that could be refined.
+        """
+        network = self._network(gmap)
+        inputs = Words(gmap, network) if gmap.embedding is not None else Pixels(gmap, self.image_mean, self.image_std)
+        gradient = true_gradient(gmap)
+        weights = self._weights(gmap, gradient)
+        x, iterations = self._start(gmap.input, inputs, generator)
+        optimizer = torch.optim.Adam([x.requires_grad_()], lr=self.learning_rate)
+        metrics, ratios = [], []
+        for _ in range(iterations):
+            metric = _weighted_distance(gmap.gradient_at(x, create_graph=True), gradient, weights)
+            ratio = inputs.noise_ratio(network, x)
+            x.grad = gmap.input_gradient(metric - self.beta * ratio, x) * inputs.free
+            metrics.append(float(metric.detach()))
+            ratios.append(float(ratio.detach()))
+            with torch.no_grad():
+                optimizer.step()
+                inputs.project_(x)
+        x = x.detach()
+        there = gmap.gradient_at(x)
+        with torch.no_grad():
+            metrics.append(float(_weighted_distance(there, gradient, weights)))
+            ratios.append(float(inputs.noise_ratio(network, x)))
+        self._remember(x, inputs)
+        return RobustData(x, there, metrics, ratios)
+
+    def _network(self, gmap: GradientMap) -> Any:
+        """The evaluation network, on the input's device and never trained."""
+        kind = "text" if gmap.embedding is not None else "image"
+        if self.evaluation_network is None:
+            raise ValueError(
+                "refiner needs an evaluation network: give evaluation_network, a network of hf_gradguard.networks or where "
+                "to load it from. (GradGuardTrainer finds one by itself.)"
+            )
+        if self.evaluation_network.config.model_type != f"gradguard_{kind}_evaluation_network":
+            raise ValueError(
+                f"The model takes {kind} input, but the evaluation network is a "
+                f"{type(self.evaluation_network).__name__}. Give one for {kind} input."
+            )
+        return self.evaluation_network.to(gmap.input.device).eval().requires_grad_(False)
+
+    def _weights(self, gmap: GradientMap, gradient: Tensors) -> Tensors:
+        """w, divided by ‖w ⊙ g‖ if UM is to be relative."""
+        layers = layer_numbers(gmap.parameters)
+        weights = {}
+        for name, g in gradient.items():
+            weight = (g * gmap.parameters[name].detach()).abs() if self.element_wise else torch.ones_like(g)
+            weights[name] = weight * self.tau ** layers[name]
+        size = _norm({name: weights[name] * g for name, g in gradient.items()}) if self.normalize else 1.0
+        return {name: weight / (size or 1.0) for name, weight in weights.items()}
+
+    def _start(self, x: Tensor, inputs: Words | Pixels, generator: torch.Generator) -> tuple[Tensor, int]:
+        """(1-α) x + α v, or what was found at the examples' last visit; and how many iterations to go from there."""
+        start = torch.where(inputs.free, (1 - self.alpha) * x + self.alpha * inputs.noise(x, generator), x)
+        remembered = [self._remembered.get(key) for key in inputs.digests()] if self.warm_start else []
+        for row, last in enumerate(remembered):
+            if last is not None:
+                inputs.recall_(start, row, last)
+        known = bool(remembered) and all(last is not None for last in remembered)
+        return start, math.ceil(self.iterations / 2) if known else self.iterations
+
+    def _remember(self, x: Tensor, inputs: Words | Pixels) -> None:
+        for row, key in enumerate(inputs.digests() if self.warm_start else []):
+            self._remembered[key] = inputs.memory(x, row).cpu().clone()
+            self._remembered.move_to_end(key)
+        while len(self._remembered) > self.warm_start:
+            self._remembered.popitem(last=False)
+
+    def state_dict(self) -> Tensors:
+        return {f"robust.{index}.{key}": data for index, (key, data) in enumerate(self._remembered.items())}
+
+    def load_state_dict(self, state: Tensors) -> None:
+        ordered = sorted(state.items(), key=lambda item: int(item[0].split(".")[1]))
+        self._remembered = OrderedDict((name.split(".")[2], data.cpu()) for name, data in ordered)
+
+    def settings(self) -> dict[str, Any]:
+        settings = super().settings()
+        network = settings.pop("evaluation_network", None)
+        return settings | ({"evaluation_network": network.name_or_path or "unnamed"} if network is not None else {})
+
+
+def _weighted_distance(there: Tensors, here: Tensors, weights: Tensors) -> Tensor:
+    """UM = Σ_l ‖w_l ⊙ (g_l(x*) - g_l(x))‖²."""
+    return torch.stack([(weights[name] * (there[name] - g)).square().sum() for name, g in here.items()]).sum()
+
+
+def _norm(tensors: Tensors) -> float:
+    return float(total({name: tensor.square() for name, tensor in tensors.items()}).sqrt())
+
+
+def _check_range(name: str, value: object, low: float, high: float, above: bool = False) -> None:
+    number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if not number or not low <= value <= high or (above and value == low):  # type: ignore[operator]
+        least = f"above {low}" if above else f"at least {low}"
+        most = f" and at most {high}" if high < math.inf else ""
+        raise ValueError(f"{name} must be a finite number {least}{most}, but is {value!r}.")
