@@ -66,6 +66,8 @@ class Refiner(Defense):
         relative_epsilon: ε in units of ‖g‖.
         warm_start: How many examples' robust data to remember and start from at their next visit, with half the
             iterations. An example is known by its content.
+        public_text: Text that an evaluation network may be trained on when none fits: a file, or a Hub name. Default:
+            WikiText-2.
         image_mean: Per channel, what was subtracted from pixels in [0, 1]. The Trainer asks the image processor.
         image_std: Per channel, what they were divided by afterwards.
     """
@@ -82,6 +84,7 @@ class Refiner(Defense):
     epsilon: float | None = None
     relative_epsilon: float | None = None
     warm_start: int = 0
+    public_text: str | None = None
     image_mean: list[float] | None = None
     image_std: list[float] | None = None
 
@@ -106,6 +109,7 @@ class Refiner(Defense):
 
             self.evaluation_network = load_network(self.evaluation_network)
         self._remembered: OrderedDict[str, Tensor] = OrderedDict()
+        self._checked: tuple[int, int] | None = None
 
     @property
     def needs_jacobian(self) -> bool:
@@ -118,7 +122,7 @@ class Refiner(Defense):
         if self.image_mean is None and getattr(processing_class, "do_normalize", False):
             self.image_mean, self.image_std = list(processing_class.image_mean), list(processing_class.image_std)
         if self.evaluation_network is None:
-            self.evaluation_network = network_for(model, processing_class)
+            self.evaluation_network = network_for(model, processing_class, self.public_text)
 
     def protect(self, gmap: GradientMap, generator: torch.Generator) -> Tensors:
         gradient = true_gradient(gmap)
@@ -176,6 +180,11 @@ class Refiner(Defense):
                 f"The model takes {kind} input, but the evaluation network is a "
                 f"{type(self.evaluation_network).__name__}. Give one for {kind} input."
             )
+        if gmap.embedding is not None:
+            weight: Tensor = gmap.embedding.weight  # type: ignore[assignment]
+            if self._checked != (weight.data_ptr(), weight._version):  # hashing the matrix takes longer than a step
+                self.evaluation_network.check_embedding(weight)
+                self._checked = (weight.data_ptr(), weight._version)
         return self.evaluation_network.to(gmap.input.device).eval().requires_grad_(False)
 
     def _weights(self, gmap: GradientMap, gradient: Tensors) -> Tensors:

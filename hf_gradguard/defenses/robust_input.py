@@ -21,7 +21,6 @@ class Words:
     def __init__(self, gmap: GradientMap, network: Any) -> None:
         assert gmap.embedding is not None
         self.embedding, self.ids = gmap.embedding, gmap.batch["input_ids"]
-        network.check_embedding(self.embedding.weight)
         self.mask = gmap.batch.get("attention_mask")
         self.special = sorted(set(network.config.special_token_ids))
         present = torch.ones_like(self.ids, dtype=torch.bool) if self.mask is None else self.mask.bool()
