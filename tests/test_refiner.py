@@ -22,7 +22,7 @@ class SmallNetwork(nn.Module):
     def __init__(self, kind: str, width: int, seed: int = 0) -> None:
         super().__init__()
         self.config = SimpleNamespace(
-            model_type=f"gradguard_{kind}_evaluation_network", special_token_ids=SPECIAL, num_channels=width
+            model_type=f"gradguard_{kind}_evaluation", special_token_ids=SPECIAL, num_channels=width
         )
         self.name_or_path = f"small-{kind}"
         generator = torch.Generator().manual_seed(seed)

@@ -101,7 +101,9 @@ class Refiner(Defense):
             raise ValueError("Give epsilon or relative_epsilon, not both.")
         for name in ("epsilon", "relative_epsilon"):
             if getattr(self, name) is not None:
-                _check_range(name, getattr(self, name), 0, math.inf, above=True)  # at 0 it would share the true gradient
+                _check_range(
+                    name, getattr(self, name), 0, math.inf, above=True
+                )  # at 0 it would share the true gradient
         if (self.image_mean is None) != (self.image_std is None):
             raise ValueError("Give image_mean and image_std together, or neither.")
         if isinstance(self.evaluation_network, str):
@@ -175,7 +177,7 @@ class Refiner(Defense):
                 "refiner needs an evaluation network: give evaluation_network, a network of hf_gradguard.networks or where "
                 "to load it from. (GradGuardTrainer finds one by itself.)"
             )
-        if self.evaluation_network.config.model_type != f"gradguard_{kind}_evaluation_network":
+        if self.evaluation_network.config.model_type != f"gradguard_{kind}_evaluation":
             raise ValueError(
                 f"The model takes {kind} input, but the evaluation network is a "
                 f"{type(self.evaluation_network).__name__}. Give one for {kind} input."
