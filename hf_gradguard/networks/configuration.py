@@ -1,0 +1,75 @@
+"""Configurations of the evaluation networks, as the Hub keeps them."""
+
+from __future__ import annotations
+
+from huggingface_hub.dataclasses import strict
+from transformers import PreTrainedConfig
+
+
+@strict
+class ImageEvaluationNetworkConfig(PreTrainedConfig):
+    """Which pixels an image network judges, and how wide it is.
+
+    Args:
+        num_channels: C of the images, 1 for grey and 3 for colour.
+        image_size: H and W in pixels; a number stands for both.
+        filters: Output channels of the convolutions, each of which halves the image.
+    """
+
+    model_type = "gradguard_image_evaluation"
+
+    num_channels: int = 3
+    image_size: int | list[int] | tuple[int, int] = 32
+    filters: list[int] | tuple[int, ...] = (128, 256, 512)
+
+    def validate_architecture(self) -> None:
+        """Raises ValueError if a size is not positive. Called by the base class."""
+        if self.num_channels < 1 or not self.filters or min(*self.size, *self.filters) < 1:
+            raise ValueError(
+                "num_channels, image_size and every entry of filters must be at least 1, but are "
+                f"{self.num_channels}, {self.image_size} and {self.filters}."
+            )
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Height and width in pixels."""
+        if isinstance(self.image_size, int):
+            return self.image_size, self.image_size
+        height, width = self.image_size
+        return height, width
+
+
+@strict
+class TextEvaluationNetworkConfig(PreTrainedConfig):
+    """Which embeddings a text network judges, and how wide it is.
+
+    Args:
+        embedding_size: H, the length of a token embedding.
+        embedding_fingerprint: `embedding_fingerprint` of the matrix the network was trained on. Another matrix gives the
+            same word other coordinates, so the network would judge it at random.
+        base_model: The Hub name of the model the matrix is from, for people; empty if it has none.
+        special_token_ids: Tokens that are neither replaced nor counted: [CLS], [SEP], padding and so on.
+        width: Channels between input and output.
+        num_layers: Residual convolutions over the tokens.
+        kernel_size: Tokens that one convolution sees; odd.
+    """
+
+    model_type = "gradguard_text_evaluation"
+
+    embedding_size: int = 768
+    embedding_fingerprint: str = ""
+    base_model: str = ""
+    special_token_ids: list[int] | tuple[int, ...] = ()
+    width: int = 192
+    num_layers: int = 3
+    kernel_size: int = 5
+
+    def validate_architecture(self) -> None:
+        """Raises ValueError if a size cannot be. Called by the base class."""
+        if min(self.embedding_size, self.width) < 1 or self.num_layers < 0:
+            raise ValueError(
+                "embedding_size and width must be at least 1 and num_layers at least 0, but are "
+                f"{self.embedding_size}, {self.width} and {self.num_layers}."
+            )
+        if self.kernel_size < 1 or self.kernel_size % 2 == 0:
+            raise ValueError(f"kernel_size must be odd, so that a token is in its middle, but is {self.kernel_size}.")
