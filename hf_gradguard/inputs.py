@@ -94,7 +94,7 @@ def find_input(model: nn.Module, batch: Batch) -> ContinuousInput:
             )
         return ContinuousInput("pixel_values")
     if tokens:
-        return ContinuousInput("input_ids", _input_embedding(model))
+        return ContinuousInput("input_ids", input_embedding(model))
     raise ValueError(
         f"The batch holds {sorted(batch)}: neither `input_ids` nor `pixel_values`, so there is no continuous input to "
         "protect. Return one of them from the collator (precomputed `inputs_embeds` are not supported: pass the ids)."
@@ -151,7 +151,12 @@ def _leaf(tensor: Tensor) -> Tensor:
     return tensor.detach().clone().requires_grad_()
 
 
-def _input_embedding(model: nn.Module) -> nn.Module:
+def input_embedding(model: nn.Module) -> nn.Module:
+    """The module that embeds a model's `input_ids`, in an encoder-decoder that of the encoder.
+
+    Raises:
+        ValueError: If the model names none.
+    """
     # An encoder-decoder embeds its source in a module of the encoder's own: a hook on the shared one never fires.
     config = getattr(model, "config", None)
     owner = model.get_encoder() if getattr(config, "is_encoder_decoder", False) else model  # type: ignore[operator]

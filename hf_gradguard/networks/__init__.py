@@ -3,6 +3,7 @@
 from .cache import cache_folder, cached_text_network
 from .configuration import ImageEvaluationNetworkConfig, TextEvaluationNetworkConfig
 from .evaluation import NetworkFigures, evaluate_image_network, evaluate_text_network
+from .fitting import network_for
 from .loading import load_network, packaged_image_network, packaged_networks, packaged_text_network, save_network
 from .modeling import ImageEvaluationNetwork, TextEvaluationNetwork, adapt_images, embedding_fingerprint
 from .training import blend_images, replace_tokens, train_image_network, train_text_network
@@ -21,6 +22,7 @@ __all__ = [
     "evaluate_image_network",
     "evaluate_text_network",
     "load_network",
+    "network_for",
     "packaged_image_network",
     "packaged_networks",
     "packaged_text_network",

@@ -83,7 +83,9 @@ def _train_into(
         save_network(network, unfinished)
         os.replace(unfinished, folder)
     except OSError:
-        if not folder.is_dir():  # on file systems without locks another process may have come first, with the same network
+        if (
+            not folder.is_dir()
+        ):  # on file systems without locks another process may have come first, with the same network
             raise
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)

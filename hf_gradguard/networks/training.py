@@ -291,7 +291,9 @@ def _augmented_mix(images: Tensor, ratio: Tensor, generator: torch.Generator) ->
     inside = torch.minimum(torch.minimum(rows, height - 1 - rows), torch.minimum(columns, width - 1 - columns))
     frame = (draw(n) * (height // 8 + 1)).floor()[:, None, None, None]
     mixed = torch.where((inside < frame) & chosen(0.25), 0.0, mixed)
-    stretched = F.interpolate(mixed[..., : height - height // 8, : width - width // 8], size=(height, width), mode="bilinear")
+    stretched = F.interpolate(
+        mixed[..., : height - height // 8, : width - width // 8], size=(height, width), mode="bilinear"
+    )
     return torch.where(chosen(0.05), stretched, mixed)
 
 
