@@ -13,7 +13,9 @@ _IMAGE_COLUMNS = ("image", "img", "x_train", "x", "images")
 _FORMATS = {".csv": "csv", ".tsv": "csv", ".parquet": "parquet", ".txt": "text", ".json": "json", ".jsonl": "json"}
 
 
-def load_texts(dataset: str, *, column: str | None = None, split: str = "train", config: str | None = None) -> list[str]:
+def load_texts(
+    dataset: str, *, column: str | None = None, split: str = "train", config: str | None = None
+) -> list[str]:
     """Texts of a Hub data set or of a txt (one a line), tsv, csv, json or parquet file.
 
     Args:

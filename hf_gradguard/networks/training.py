@@ -57,7 +57,7 @@ def train_image_network(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         network = ImageEvaluationNetwork(ImageEvaluationNetworkConfig(num_channels=channels, image_size=size, **config))
-    network.to(device=torch.device(device), memory_format=torch.channels_last)  # type: ignore[call-overload]
+    network.to(device=torch.device(device), memory_format=torch.channels_last)
     generator = torch.Generator().manual_seed(seed)
     steps = max(1, math.ceil(epochs * len(pixels) / batch_size))
     order = _shuffled(len(pixels), generator)
@@ -83,6 +83,7 @@ def train_text_network(
     learning_rate: float = 2e-3,
     max_length: int = 64,
     blended: float = 0.25,
+    jitter: float = 0.3,
     seed: int = 0,
     progress: bool = True,
     **config: Any,
@@ -129,7 +130,7 @@ def train_text_network(
                 **config,
             )
         )
-    network.to(weight.device)  # type: ignore[arg-type]
+    network.to(weight.device)
     network.set_embedding_statistics(weight)
     generator = torch.Generator().manual_seed(seed)
 
@@ -148,6 +149,7 @@ def train_text_network(
                 pair = embedding(torch.stack([ids[:rows], other]).to(weight.device)).float()
                 x[:rows] = torch.lerp(pair[0], pair[1], share[..., None].to(weight.device))
                 labels[:rows] = share
+            x = x + jitter * network.embedding_std * torch.randn(x.shape, generator=generator).to(x)
         return network(x, mask.to(weight.device), labels=labels.to(weight.device)).loss
 
     _optimise(network, loss, steps, learning_rate, progress)
@@ -291,7 +293,9 @@ def _augmented_mix(images: Tensor, ratio: Tensor, generator: torch.Generator) ->
     inside = torch.minimum(torch.minimum(rows, height - 1 - rows), torch.minimum(columns, width - 1 - columns))
     frame = (draw(n) * (height // 8 + 1)).floor()[:, None, None, None]
     mixed = torch.where((inside < frame) & chosen(0.25), 0.0, mixed)
-    stretched = F.interpolate(mixed[..., : height - height // 8, : width - width // 8], size=(height, width), mode="bilinear")
+    stretched = F.interpolate(
+        mixed[..., : height - height // 8, : width - width // 8], size=(height, width), mode="bilinear"
+    )
     return torch.where(chosen(0.05), stretched, mixed)
 
 
