@@ -19,7 +19,7 @@ from hf_gradguard.networks import save_network, train_image_network, train_text_
 from hf_gradguard.networks.data import load_images, load_texts
 
 IMAGE = {"epochs": 20, "batch_size": 128, "learning_rate": 5e-4}
-TEXT = {"steps": 2000, "batch_size": 128, "learning_rate": 2e-3, "max_length": 64, "blended": 0.25}
+TEXT = {"steps": 5000, "batch_size": 64, "learning_rate": 2e-3, "max_length": 48, "blended": 0.25, "jitter": 0.2}
 BASE_MODEL = "sentence-transformers/all-MiniLM-L6-v2"
 CARDS = Path(__file__).resolve().parents[1] / "model_cards"
 

@@ -42,6 +42,10 @@ class FakeHub:
         self.server.server_close()
         self.thread.join()
 
+    def add(self, name: str, files: dict[str, bytes]) -> None:
+        """A public repository that somebody else filled."""
+        self.repositories[name], self.private[name] = dict(files), False
+
     def environment(self, home: Path, token: str = TOKEN) -> dict[str, str]:
         """Settings for a subprocess that talks to this Hub alone, with a Hugging Face home of its own."""
         return {

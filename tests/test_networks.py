@@ -50,7 +50,7 @@ from hf_gradguard.networks.evaluation import spearman
 from hf_gradguard.networks.training import as_pixels
 
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
-WORDS = [f"w{i}" for i in range(200)]
+WORDS = [f"w{i}" for i in range(400)]
 SMALL = {"width": 16, "num_layers": 2}
 
 
@@ -98,7 +98,9 @@ def image_network(channels: int = 3, size: Any = 8, **config: Any) -> ImageEvalu
 @pytest.fixture(scope="module")
 def trained() -> tuple[TextEvaluationNetwork, nn.Embedding, Any]:
     embedding, tokenizer = make_embedding(), make_tokenizer()
-    network = train_text_network(embedding, tokenizer, make_texts(), steps=150, max_length=20, progress=False, **SMALL)
+    network = train_text_network(
+        embedding, tokenizer, make_texts(), steps=300, learning_rate=5e-3, max_length=20, progress=False, **SMALL
+    )
     return network, embedding, tokenizer
 
 

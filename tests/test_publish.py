@@ -1,21 +1,65 @@
-"""Pushing evaluation networks and loading them back, against a Hub on the loopback interface."""
+"""Pushing evaluation networks and loading them back, against a Hub on the loopback interface.
+
+`huggingface_hub` reads its settings when it is imported, so everything runs in another process with HF_ENDPOINT set. One
+process takes all steps: starting one costs seconds.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hub import USER, FakeHub
 
-from hf_gradguard.networks import ImageEvaluationNetwork, ImageEvaluationNetworkConfig, save_network
+from hf_gradguard.networks import ImageEvaluationNetwork, ImageEvaluationNetworkConfig, load_network, save_network
 from hf_gradguard.networks.publish import network_card
 
 ROOT = Path(__file__).resolve().parents[1]
+FILES = ["README.md", "config.json", "model.safetensors"]
+
+# Runs [["recipe" | "cli" | "load" | "token", *arguments], ...] and prints what each printed, returned or raised.
+STEPS = """
+import contextlib, io, json, os, runpy, sys, torch
+from hf_gradguard.cli import main
+from hf_gradguard.networks import load_network
+
+def load(name):
+    return float(load_network(name).noise_ratio(torch.full((1, 1, 8, 8), 0.3)))
+
+def recipe(*arguments):
+    sys.argv = ["publish_evalnets.py", *arguments]
+    runpy.run_path("recipes/publish_evalnets.py", run_name="__main__")
+
+def token(value):
+    os.environ["HF_TOKEN"] = value
+
+actions = {"load": load, "recipe": recipe, "token": token, "cli": lambda *arguments: main(list(arguments))}
+results = []
+for action, *arguments in json.loads(sys.argv[1]):
+    text = io.StringIO()
+    with contextlib.redirect_stdout(text), contextlib.redirect_stderr(text):
+        try:
+            value = actions[action](*arguments)
+        except BaseException as error:
+            value = f"{type(error).__name__}: {error}"
+    results.append([value, text.getvalue()])
+print("RESULTS" + json.dumps(results))
+"""
+
+
+def run(hub: FakeHub, home: Path, *steps: list[str], **environment: str) -> list[Any]:
+    settings = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **hub.environment(home), **environment}
+    command = [sys.executable, "-c", STEPS, json.dumps(steps)]
+    done = subprocess.run(command, cwd=ROOT, env=settings, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.split("RESULTS")[1])
 
 
 @pytest.fixture
@@ -24,90 +68,60 @@ def hub() -> Iterator[FakeHub]:
         yield hub
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def make_folder(path: Path) -> Path:
     torch.manual_seed(0)
-    config = ImageEvaluationNetworkConfig(num_channels=1, image_size=8, filters=[4, 4])
-    network = ImageEvaluationNetwork(config)
-    path = tmp_path / "digits-network"
+    network = ImageEvaluationNetwork(ImageEvaluationNetworkConfig(num_channels=1, image_size=8, filters=[4, 4]))
     save_network(network, path)
     network_card(network, "digits").save(path / "README.md")
     return path
 
 
-def run(hub: FakeHub, home: Path, *command: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    settings = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **hub.environment(home), **environment}
-    return subprocess.run([sys.executable, *command], env=settings, capture_output=True, text=True, timeout=120)
-
-
-LOAD = """
-import sys, torch
-from hf_gradguard.networks import load_network
-network = load_network(sys.argv[1])
-print(type(network).__name__, float(network.noise_ratio(torch.full((1, 1, 8, 8), 0.3))))
-"""
-
-
-def test_pushed_by_the_recipe_and_loaded_back(hub: FakeHub, folder: Path, tmp_path: Path) -> None:
+def test_push_and_load_back(hub: FakeHub, tmp_path: Path) -> None:
+    folder, home = make_folder(tmp_path / "digits-network"), tmp_path / "home"
+    junk = make_folder(tmp_path / "junk")
+    (junk / "model.safetensors").write_bytes(b"junk")
     (folder / "optimizer.pt").write_bytes(b"not to be pushed")
-    pushed = run(hub, tmp_path / "home", "recipes/publish_evalnets.py", "lab", str(folder))
-    assert pushed.returncode == 0, pushed.stderr
-    assert f"{hub.endpoint}/lab/digits-network/commit/" in pushed.stdout
-    assert hub.commits == [["README.md", "config.json", "model.safetensors"]]
-    for name, content in hub.repositories["lab/digits-network"].items():
-        assert content == (folder / name).read_bytes()
-    assert any(r.startswith("PUT /lfs/objects/") for r in hub.requests)  # the weights went as a large file
+    content = {name: (folder / name).read_bytes() for name in FILES}
+    # Repositories that others filled: one with more than is needed, one with pickled weights alone.
+    hub.add("lab/mixed", {**content, "pytorch_model.bin": b"\x80", "code.py": b"1"})
+    hub.add("lab/pickled", {"config.json": content["config.json"], "pytorch_model.bin": b"\x80"})
 
-    here = run(hub, tmp_path / "other", "-c", LOAD, str(folder))
-    there = run(hub, tmp_path / "home", "-c", LOAD, "lab/digits-network")
-    assert there.returncode == 0, there.stderr
-    assert there.stdout == here.stdout
-    offline = run(hub, tmp_path / "home", "-c", LOAD, "lab/digits-network", HF_HUB_OFFLINE="1")
-    assert offline.stdout == here.stdout  # from the cache
-
-
-def test_pushed_by_the_command_line(hub: FakeHub, folder: Path, tmp_path: Path) -> None:
-    command = ("-m", "hf_gradguard.cli", "evalnet", "push", str(folder), "digits", "--private")
-    code = "import sys; from hf_gradguard.cli import main; sys.exit(main(sys.argv[1:]))"
-    pushed = run(hub, tmp_path, "-c", code, *command[2:])
-    assert pushed.returncode == 0, pushed.stderr
-    assert hub.private == {f"{USER}/digits": True}
-    again = run(hub, tmp_path, "-c", code, *command[2:])  # the repository is there already
-    assert again.returncode == 0, again.stderr
-
-
-def test_what_cannot_be_loaded_is_not_pushed(hub: FakeHub, folder: Path, tmp_path: Path) -> None:
-    (folder / "model.safetensors").write_bytes(b"junk")
-    pushed = run(hub, tmp_path, "recipes/publish_evalnets.py", "lab", str(folder))
-    assert pushed.returncode != 0
-    assert "corrupted" in pushed.stderr
-    assert hub.requests == []
-
-
-def test_wrong_token_and_missing_repository(hub: FakeHub, folder: Path, tmp_path: Path) -> None:
-    code = "import sys; from hf_gradguard.cli import main; sys.exit(main(sys.argv[1:]))"
-    pushed = run(hub, tmp_path, "-c", code, "evalnet", "push", str(folder), "digits", HF_TOKEN="hf_wrong")
-    assert pushed.returncode == 1
-    assert "gradguard evalnet push:" in pushed.stderr
-    assert "Traceback" not in pushed.stderr
-    assert hub.repositories == {}
-    loaded = run(hub, tmp_path, "-c", LOAD, "lab/nothing")
-    assert loaded.returncode != 0
-    assert "There is no evaluation network 'lab/nothing'" in loaded.stderr
-
-
-def test_only_configuration_and_weights_are_fetched(hub: FakeHub, folder: Path, tmp_path: Path) -> None:
-    files = {path.name: path.read_bytes() for path in folder.iterdir()}
-    hub.repositories["lab/mixed"], hub.private["lab/mixed"] = (
-        {**files, "pytorch_model.bin": b"\x80", "code.py": b"1"},
-        False,
+    push = ["cli", "evalnet", "push", str(folder), "digits", "--private"]
+    recipe, loaded, mixed, pickled, missing, first, again, refused, _, denied = run(
+        hub,
+        home,
+        ["recipe", "lab", str(folder)],
+        ["load", "lab/digits-network"],
+        ["load", "lab/mixed"],
+        ["load", "lab/pickled"],
+        ["load", "lab/nothing"],
+        push,
+        push,
+        ["cli", "evalnet", "push", str(junk), "lab/junk"],
+        ["token", "hf_wrong"],
+        ["cli", "evalnet", "push", str(folder), "lab/denied"],
     )
-    loaded = run(hub, tmp_path, "-c", LOAD, "lab/mixed")
-    assert loaded.returncode == 0, loaded.stderr
+    assert f"{hub.endpoint}/lab/digits-network/commit/" in recipe[1]
+    assert hub.commits[0] == FILES
+    assert hub.repositories["lab/digits-network"] == content
+    assert any(request.startswith("PUT /lfs/objects/") for request in hub.requests)  # the weights went as a large file
+
+    here = float(load_network(folder).noise_ratio(torch.full((1, 1, 8, 8), 0.3)))
+    assert loaded[0] == mixed[0] == pytest.approx(here, abs=1e-6)
     fetched = {request.split("/")[-1] for request in hub.requests if "/resolve/" in request}
     assert fetched == {"config.json", "model.safetensors"}
+    assert "no model.safetensors" in pickled[0]
+    assert "There is no evaluation network 'lab/nothing'" in missing[0]
 
-    del hub.repositories["lab/mixed"]["model.safetensors"]
-    loaded = run(hub, tmp_path / "fresh", "-c", LOAD, "lab/mixed")
-    assert loaded.returncode != 0
-    assert "no model.safetensors" in loaded.stderr
+    assert first[0] == again[0] == 0
+    assert hub.private[f"{USER}/digits"]
+    assert not hub.private["lab/digits-network"]
+    assert "corrupted" in refused[1]
+    assert "lab/junk" not in hub.repositories
+    assert denied[0] == "SystemExit: 1"
+    assert "gradguard evalnet push:" in denied[1]
+    assert "lab/denied" not in hub.repositories
+
+    offline, unknown = run(hub, home, ["load", "lab/digits-network"], ["load", "lab/other"], HF_HUB_OFFLINE="1")
+    assert offline[0] == loaded[0]  # from the cache
+    assert "There is no evaluation network 'lab/other'" in unknown[0]

@@ -308,7 +308,7 @@ def special_token_ids(tokenizer: Any) -> list[int]:
     return sorted(set(ids))
 
 
-_RATIO_WEIGHT = 30.0
+_RATIO_WEIGHT = 10.0
 
 
 def _masked_mean(values: Tensor, counted: Tensor) -> Tensor:

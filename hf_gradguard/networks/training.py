@@ -78,12 +78,12 @@ def train_text_network(
     texts: Iterable[str],
     *,
     base_model: str = "",
-    steps: int = 2000,
-    batch_size: int = 128,
+    steps: int = 5000,
+    batch_size: int = 64,
     learning_rate: float = 2e-3,
-    max_length: int = 64,
+    max_length: int = 48,
     blended: float = 0.25,
-    jitter: float = 0.3,
+    jitter: float = 0.2,
     seed: int = 0,
     progress: bool = True,
     **config: Any,
@@ -106,6 +106,8 @@ def train_text_network(
         learning_rate: Peak rate of Adam; it falls to 0 along a half cosine.
         max_length: Longest passage, in tokens.
         blended: Share of passages mixed in embedding space, 0 to 1.
+        jitter: Gaussian noise on the embeddings, in their own standard deviations, so that the network learns directions
+            rather than single words and does not change abruptly between them.
         seed: Same seed, same machine: same network. The global random state is left alone.
         progress: Show a bar.
         **config: Further entries of `TextEvaluationNetworkConfig`, such as `width`.
