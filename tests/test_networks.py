@@ -605,6 +605,7 @@ def test_packaged_networks_are_listed_small_and_loadable() -> None:
         files = {p.name: p.stat().st_size for p in (cards / name).iterdir()}
         assert set(files) == {"README.md", "config.json", "model.safetensors"}
         assert sum(files.values()) <= 4e6
+        assert "<!-- figures -->\n| data |" in (cards / name / "README.md").read_text()
         assert "/" not in json.loads((cards / name / "config.json").read_text()).get("_name_or_path", "")
 
 
