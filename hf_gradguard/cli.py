@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import os
 from dataclasses import MISSING, Field, fields
+from typing import Any
 
 from . import __version__
 from .defenses import DEFENSES
@@ -15,9 +17,15 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     commands.add_parser("defenses", help="list the defences with their settings and defaults")
+    _add_evalnet(commands)
     arguments = parser.parse_args(argv)
     if arguments.command == "defenses":
         print(describe_defenses())
+    elif arguments.command == "evalnet":
+        try:
+            (_train_evalnet if arguments.action == "train" else _push_evalnet)(arguments)
+        except (ValueError, OSError) as error:  # said for people already; a traceback would hide it
+            parser.exit(1, f"gradguard evalnet {arguments.action}: {error}\n")
     return 0
 
 
@@ -33,3 +41,73 @@ def describe_defenses() -> str:
 
 def _setting(field: Field[object]) -> str:
     return field.name if field.default in (None, MISSING) else f"{field.name}={field.default!r}"
+
+
+def _add_evalnet(commands: Any) -> None:
+    evalnet = commands.add_parser("evalnet", help="train or publish an evaluation network (for the refiner defence)")
+    actions = evalnet.add_subparsers(dest="action", required=True, metavar="ACTION")
+    train = actions.add_parser("train", help="train on public text (with --model) or public images (without)")
+    train.add_argument("--model", help="text: Hub name or folder of the model whose token embeddings are judged")
+    train.add_argument(
+        "--base_model", help="name of the model kept in the config. Default: --model, if it is a Hub name"
+    )
+    train.add_argument(
+        "--dataset", required=True, help="Hub name, or a txt, tsv, csv, json, parquet or npz (images) file"
+    )
+    train.add_argument("--dataset_config", help="of a Hub data set with several")
+    train.add_argument("--split", default="train", help="of a Hub data set (default: %(default)s)")
+    train.add_argument("--column", help="column or array to read. Default: the usual ones")
+    train.add_argument("--output", required=True, help="folder to write the network to")
+    train.add_argument("--steps", type=int, help="text: optimiser steps")
+    train.add_argument("--epochs", type=float, help="images: passes over the data")
+    train.add_argument("--batch_size", type=int)
+    train.add_argument("--learning_rate", type=float)
+    train.add_argument("--max_length", type=int, help="text: longest passage in tokens")
+    train.add_argument("--num_channels", type=int, choices=(1, 3), help="images: grey or colour")
+    train.add_argument("--image_size", type=int, help="images: resize to so many pixels square")
+    train.add_argument("--seed", type=int, default=0)
+    push = actions.add_parser("push", help="push a network's folder to the Hub")
+    push.add_argument("folder")
+    push.add_argument("repo", help="name or organisation/name on the Hub")
+    push.add_argument("--private", action="store_true", help="if the repository is created now")
+
+
+def _train_evalnet(args: argparse.Namespace) -> None:
+    from .networks import save_network, train_image_network, train_text_network
+    from .networks.data import load_images, load_texts
+    from .networks.publish import network_card
+
+    names = ("steps", "max_length") if args.model else ("epochs",)
+    foreign = ("epochs", "num_channels", "image_size") if args.model else ("steps", "max_length", "base_model")
+    for name in foreign:
+        if getattr(args, name) is not None:
+            kind = "images: leave out --model" if args.model else "text: give --model"
+            raise ValueError(f"--{name} is for {kind}, or leave it out.")
+    settings = {name: getattr(args, name) for name in (*names, "batch_size", "learning_rate", "seed")}
+    settings = {name: value for name, value in settings.items() if value is not None}
+    source = {"column": args.column, "split": args.split, "config": args.dataset_config}
+    network: Any
+    if args.model:
+        import torch
+        from transformers import AutoModel, AutoTokenizer
+
+        texts = load_texts(args.dataset, **source)
+        tokenizer = AutoTokenizer.from_pretrained(args.model)
+        embedding = AutoModel.from_pretrained(args.model, dtype=torch.float32).get_input_embeddings()
+        # A folder's path means nothing to whoever loads the network elsewhere.
+        base_model = args.base_model or ("" if os.path.isdir(args.model) else args.model)
+        network = train_text_network(embedding, tokenizer, texts, base_model=base_model, **settings)
+    else:
+        sizes = {"num_channels": args.num_channels, "image_size": args.image_size}
+        network = train_image_network(load_images(args.dataset, **source, **sizes), **settings)
+    save_network(network, args.output)
+    network_card(network, os.path.basename(args.dataset) if os.path.exists(args.dataset) else args.dataset).save(
+        os.path.join(args.output, "README.md")
+    )
+    print(f"{sum(p.numel() for p in network.parameters()):,} parameters -> {args.output}")
+
+
+def _push_evalnet(args: argparse.Namespace) -> None:
+    from .networks.publish import push_network
+
+    print(push_network(args.folder, args.repo, private=args.private))

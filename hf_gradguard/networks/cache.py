@@ -56,7 +56,7 @@ def cached_text_network(
     fingerprint = embedding_fingerprint(weight)
     packaged = packaged_text_network(fingerprint)
     if packaged is not None:
-        return _text(load_network(packaged)).to(weight.device)  # type: ignore[arg-type]
+        return _text(load_network(packaged)).to(weight.device)
     root = Path(cache) if cache is not None else cache_folder()
     folder = root / fingerprint
     if not folder.is_dir():
@@ -64,7 +64,7 @@ def cached_text_network(
         with WeakFileLock(root / f"{fingerprint}.lock"):
             if not folder.is_dir():  # another rank may have trained it while this one waited
                 _train_into(folder, embedding, tokenizer, texts, base_model, training)
-    return _text(load_network(folder)).to(weight.device)  # type: ignore[arg-type]
+    return _text(load_network(folder)).to(weight.device)
 
 
 def _train_into(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
@@ -14,6 +16,9 @@ class ImageEvaluationNetworkConfig(PreTrainedConfig):
         num_channels: C of the images, 1 for grey and 3 for colour.
         image_size: H and W in pixels; a number stands for both.
         filters: Output channels of the convolutions, each of which halves the image.
+
+    Raises:
+        ValueError: If a size is below 1.
     """
 
     model_type = "gradguard_image_evaluation"
@@ -22,13 +27,14 @@ class ImageEvaluationNetworkConfig(PreTrainedConfig):
     image_size: int | list[int] | tuple[int, int] = 32
     filters: list[int] | tuple[int, ...] = (128, 256, 512)
 
-    def validate_architecture(self) -> None:
-        """Raises ValueError if a size is not positive. Called by the base class."""
+    def __post_init__(self, **kwargs: Any) -> None:
+        # Here and not in a validator of the base class: those wrap the ValueError in an error of their own.
         if self.num_channels < 1 or not self.filters or min(*self.size, *self.filters) < 1:
             raise ValueError(
                 "num_channels, image_size and every entry of filters must be at least 1, but are "
                 f"{self.num_channels}, {self.image_size} and {self.filters}."
             )
+        super().__post_init__(**kwargs)
 
     @property
     def size(self) -> tuple[int, int]:
@@ -52,6 +58,9 @@ class TextEvaluationNetworkConfig(PreTrainedConfig):
         width: Channels between input and output.
         num_layers: Residual convolutions over the tokens.
         kernel_size: Tokens that one convolution sees; odd.
+
+    Raises:
+        ValueError: If a size is below 1, or kernel_size even.
     """
 
     model_type = "gradguard_text_evaluation"
@@ -64,8 +73,7 @@ class TextEvaluationNetworkConfig(PreTrainedConfig):
     num_layers: int = 3
     kernel_size: int = 5
 
-    def validate_architecture(self) -> None:
-        """Raises ValueError if a size cannot be. Called by the base class."""
+    def __post_init__(self, **kwargs: Any) -> None:
         if min(self.embedding_size, self.width) < 1 or self.num_layers < 0:
             raise ValueError(
                 "embedding_size and width must be at least 1 and num_layers at least 0, but are "
@@ -73,3 +81,4 @@ class TextEvaluationNetworkConfig(PreTrainedConfig):
             )
         if self.kernel_size < 1 or self.kernel_size % 2 == 0:
             raise ValueError(f"kernel_size must be odd, so that a token is in its middle, but is {self.kernel_size}.")
+        super().__post_init__(**kwargs)

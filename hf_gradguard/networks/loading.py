@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HFValidationError, HfHubHTTPError, LocalEntryNotFoundError
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel
@@ -49,12 +49,16 @@ def load_network(name_or_path: str | Path, *, revision: str | None = None) -> Ev
         )
     except RuntimeError as error:  # sizes that differ
         raise ValueError(f"The weights of {name_or_path} do not fit its config.json: {error}") from error
-    wrong = {kind: sorted(report[kind]) for kind in ("missing_keys", "unexpected_keys", "mismatched_keys") if report[kind]}
+    wrong = {
+        kind: sorted(report[kind]) for kind in ("missing_keys", "unexpected_keys", "mismatched_keys") if report[kind]
+    }
     if wrong:
         raise ValueError(f"The weights of {name_or_path} do not fit its config.json: {wrong}.")
     for name, tensor in network.state_dict().items():
         if not bool(tensor.isfinite().all()):
-            raise ValueError(f"{name} of {name_or_path} holds NaN or infinity. Get the file again, or train the network.")
+            raise ValueError(
+                f"{name} of {name_or_path} holds NaN or infinity. Get the file again, or train the network."
+            )
     return network.eval().requires_grad_(False)
 
 
@@ -112,7 +116,7 @@ def _find(name_or_path: str | Path, revision: str | None) -> Path:
     try:
         # Two kinds of file only: nothing that could run code is ever fetched.
         return Path(snapshot_download(name, revision=revision, allow_patterns=["config.json", "*.safetensors"]))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, StrictDataclassError, OSError) as error:
         raise OSError(
             f"There is no evaluation network {name!r}: no packaged one (they are: {packaged}), no folder, and the Hub gave "
             f"none: {str(error).splitlines()[0]}"
@@ -124,7 +128,7 @@ def _read_config(folder: Path, name: str | Path) -> EvaluationNetworkConfig:
         raise ValueError(f"{name} has no config.json, so it is no evaluation network.")
     try:
         config = AutoConfig.from_pretrained(folder)
-    except (ValueError, OSError, KeyError) as error:
+    except (ValueError, OSError, KeyError, TypeError, StrictDataclassError) as error:
         raise ValueError(f"{name} is no evaluation network: {error}") from error
     if not isinstance(config, ImageEvaluationNetworkConfig | TextEvaluationNetworkConfig):
         raise ValueError(
@@ -149,4 +153,6 @@ def _check_weights(folder: Path, name: str | Path) -> None:
                 tensor: Tensor = file.get_tensor(key)
                 del tensor
     except (SafetensorError, OSError) as error:
-        raise OSError(f"{path} is corrupted: {error}. Get it again, or train with `gradguard evalnet train`.") from error
+        raise OSError(
+            f"{path} is corrupted: {error}. Get it again, or train with `gradguard evalnet train`."
+        ) from error

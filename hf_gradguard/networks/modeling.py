@@ -8,6 +8,7 @@ statistics).
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -67,7 +68,7 @@ class ImageEvaluationNetwork(_EvaluationNetwork):
         channels = [config.num_channels, *config.filters]
         self.convolutions = nn.ModuleList(
             nn.Conv2d(before, after, kernel_size=3, stride=2, padding=1)
-            for before, after in zip(channels, channels[1:], strict=False)
+            for before, after in itertools.pairwise(channels)
         )
         height, width = config.size
         for _ in config.filters:
@@ -151,7 +152,9 @@ class TextEvaluationNetwork(_EvaluationNetwork):
             nn.Conv1d(width, width, config.kernel_size, padding=config.kernel_size // 2)
             for _ in range(config.num_layers)
         )
-        self.context = nn.Linear(width, width)
+        self.contexts = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Linear(width, width)) for _ in range(config.num_layers)
+        )
         self.head = nn.Linear(width, 1)
         self.post_init()
 
@@ -241,19 +244,21 @@ class TextEvaluationNetwork(_EvaluationNetwork):
         keep = counted.bool().unsqueeze(-1)
         x = x.where(keep, self.embedding_mean.to(x.dtype))
         hidden = self.project(self.norm((x - self.embedding_mean) / self.embedding_std))
-        for norm, convolution in zip(self.norms, self.convolutions, strict=True):
+        for norm, convolution, context in zip(self.norms, self.convolutions, self.contexts, strict=True):
             mixed = convolution((norm(hidden) * counted.unsqueeze(-1)).transpose(1, 2)).transpose(1, 2)
             hidden = hidden + F.gelu(mixed)
-        hidden = hidden + self.context(_masked_mean(hidden, counted)).unsqueeze(1)
+            # A rare word is likely noise in a text of noise, and likely a word in a text of words.
+            hidden = hidden + context(_masked_mean(hidden, counted)).unsqueeze(1)
         return self.head(F.gelu(hidden)).squeeze(-1), counted
 
     def _ordinary(self, x: Tensor) -> Tensor:
         """`(B, T)`: whether each embedding is none of the special tokens'. Within 1 %: their copies are kept in half
         precision, and no two tokens of a trained model are that close."""
-        special = self.special_embeddings.to(x.dtype)
+        special = self.special_embeddings.float()
         if special.shape[0] == 0:
             return torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)
-        distance = torch.stack([(x - row).norm(dim=-1) for row in special], dim=-1)
+        # Not through a matrix product: on accelerators that rounds to fewer digits than 1 % of a distance needs.
+        distance = torch.cdist(x.float(), special, compute_mode="donot_use_mm_for_euclid_dist")
         return (distance > 0.01 * special.norm(dim=-1)).all(-1)
 
 
@@ -304,7 +309,7 @@ def special_token_ids(tokenizer: Any) -> list[int]:
     return sorted(set(ids))
 
 
-_RATIO_WEIGHT = 5.0
+_RATIO_WEIGHT = 10.0
 
 
 def _masked_mean(values: Tensor, counted: Tensor) -> Tensor:

@@ -57,7 +57,7 @@ def train_image_network(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         network = ImageEvaluationNetwork(ImageEvaluationNetworkConfig(num_channels=channels, image_size=size, **config))
-    network.to(device=torch.device(device), memory_format=torch.channels_last)  # type: ignore[call-overload]
+    network.to(device=torch.device(device), memory_format=torch.channels_last)
     generator = torch.Generator().manual_seed(seed)
     steps = max(1, math.ceil(epochs * len(pixels) / batch_size))
     order = _shuffled(len(pixels), generator)
@@ -78,11 +78,12 @@ def train_text_network(
     texts: Iterable[str],
     *,
     base_model: str = "",
-    steps: int = 2000,
-    batch_size: int = 128,
+    steps: int = 5000,
+    batch_size: int = 64,
     learning_rate: float = 2e-3,
-    max_length: int = 64,
+    max_length: int = 48,
     blended: float = 0.25,
+    jitter: float = 0.2,
     seed: int = 0,
     progress: bool = True,
     **config: Any,
@@ -105,6 +106,8 @@ def train_text_network(
         learning_rate: Peak rate of Adam; it falls to 0 along a half cosine.
         max_length: Longest passage, in tokens.
         blended: Share of passages mixed in embedding space, 0 to 1.
+        jitter: Gaussian noise on the embeddings, in their own standard deviations, so that the network learns directions
+            rather than single words and does not change abruptly between them.
         seed: Same seed, same machine: same network. The global random state is left alone.
         progress: Show a bar.
         **config: Further entries of `TextEvaluationNetworkConfig`, such as `width`.
@@ -129,7 +132,7 @@ def train_text_network(
                 **config,
             )
         )
-    network.to(weight.device)  # type: ignore[arg-type]
+    network.to(weight.device)
     network.set_embedding_statistics(weight)
     generator = torch.Generator().manual_seed(seed)
 
@@ -148,6 +151,7 @@ def train_text_network(
                 pair = embedding(torch.stack([ids[:rows], other]).to(weight.device)).float()
                 x[:rows] = torch.lerp(pair[0], pair[1], share[..., None].to(weight.device))
                 labels[:rows] = share
+            x = x + jitter * network.embedding_std * torch.randn(x.shape, generator=generator).to(x)
         return network(x, mask.to(weight.device), labels=labels.to(weight.device)).loss
 
     _optimise(network, loss, steps, learning_rate, progress)
