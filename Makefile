@@ -7,8 +7,12 @@ PYTHON ?= python3
 BIN := .venv/bin
 RANKS := --multi_gpu --num_processes 2 --num_machines 1 --mixed_precision no --dynamo_backend no
 DEMO := none optimal_noise optimal_pruning
+none_SETTINGS := {}
+optimal_noise_SETTINGS := {"refresh_every": 10}
+optimal_pruning_SETTINGS := {"refresh_every": 10}
 OFFLINE := HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=1
 
+.NOTPARALLEL:
 .PHONY: install demo test lint slow clean
 
 install: .venv/installed
@@ -19,12 +23,12 @@ install: .venv/installed
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
-demo: install
-	@for defense in $(DEMO); do \
-		$(OFFLINE) $(BIN)/accelerate launch $(RANKS) recipes/sst2.py --config recipes/configs/demo.yaml \
-			--defense $$defense --output_dir runs/demo/$$defense || exit 1; \
-	done
+demo: $(DEMO:%=demo-%)
 	@$(BIN)/python recipes/compare.py $(DEMO:%=runs/demo/%/metrics.json)
+
+demo-%: install
+	@$(OFFLINE) $(BIN)/accelerate launch $(RANKS) recipes/sst2.py --config recipes/configs/demo.yaml \
+		--defense $* --defense_kwargs '$($*_SETTINGS)' --output_dir runs/demo/$*
 
 test: install lint
 	$(OFFLINE) $(BIN)/python -m pytest -m "not slow"

@@ -242,7 +242,8 @@ class GradGuardTrainer(Trainer):
             self._defense_metrics["defense/relative_error"].append(error / norm)
             if shared_norm:
                 inner = sum(float(torch.dot(gradient[name].flatten(), shared[name].flatten())) for name in gradient)
-                self._defense_metrics["defense/cosine"].append(inner / (norm * shared_norm))
+                cosine = max(-1.0, min(1.0, inner / (norm * shared_norm)))  # sums in float32 can end just outside
+                self._defense_metrics["defense/cosine"].append(cosine)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """As in `Trainer`, with the defence's figures beside the training loss."""

@@ -78,9 +78,9 @@ def main() -> None:
                 train_tokenizer(data, folder)
             tokenizer = BertTokenizerFast.from_pretrained(folder)
         sizes = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 256}
-        model = BertForSequenceClassification(
-            BertConfig(vocab_size=len(tokenizer), max_position_embeddings=recipe.max_length, **sizes)
-        )
+        sizes |= {"vocab_size": len(tokenizer), "max_position_embeddings": recipe.max_length}
+        # Withheld embeddings stay as random as they start: a wider start tells tokens apart better.
+        model = BertForSequenceClassification(BertConfig(**sizes, initializer_range=0.05))
     else:
         tokenizer = AutoTokenizer.from_pretrained(args.model_name_or_path)
         model = AutoModelForSequenceClassification.from_pretrained(args.model_name_or_path, num_labels=2)

@@ -316,6 +316,27 @@ def small_convolution(
     return model, batch
 
 
+def ragged_rows(count: int) -> list[dict[str, Tensor]]:
+    """Language-model samples of 3 to 8 tokens, where a prompt of 1 to 2 tokens has no labels."""
+    generator = torch.Generator().manual_seed(5)
+    samples = []
+    for index in range(count):
+        ids = torch.randint(1, VOCABULARY, (3 + 5 * index % 6,), generator=generator)
+        labels = ids.clone()
+        labels[: 1 + index % 2] = -100
+        samples.append({"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels})
+    return samples
+
+
+def pad(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Collate to the longest sample of the batch."""
+    fill = {"input_ids": PAD, "attention_mask": 0, "labels": -100}
+    return {
+        key: torch.nn.utils.rnn.pad_sequence([s[key] for s in samples], batch_first=True, padding_value=fill[key])
+        for key in samples[0]
+    }
+
+
 def rng(seed: int = 5) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from helpers import PAD, VOCABULARY, make_task, randomize, token_batch
+from helpers import PAD, VOCABULARY, make_task, pad, ragged_rows, randomize, token_batch
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -39,26 +39,6 @@ def rows(task: str = "bert", count: int = 22) -> list[Row]:
     """Samples of a task of `helpers`, all of one length. 22 of them are five batches of 4 and one of 2."""
     batch = make_task(task, dtype=torch.float32, batch_size=count)[1]
     return [{key: value[index] for key, value in batch.items()} for index in range(count)]
-
-
-def ragged_rows(count: int = 22) -> list[Row]:
-    """Language-model samples of 3 to 8 tokens with one or two tokens that have no label."""
-    generator = torch.Generator().manual_seed(5)
-    samples = []
-    for index in range(count):
-        ids = torch.randint(1, VOCABULARY, (3 + 5 * index % 6,), generator=generator)
-        labels = ids.clone()
-        labels[: 1 + index % 2] = -100
-        samples.append({"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels})
-    return samples
-
-
-def pad(samples: list[Row]) -> dict[str, Tensor]:
-    fill = {"input_ids": PAD, "attention_mask": 0, "labels": -100}
-    return {
-        key: torch.nn.utils.rnn.pad_sequence([s[key] for s in samples], batch_first=True, padding_value=fill[key])
-        for key in samples[0]
-    }
 
 
 def stack(samples: list[Row]) -> dict[str, Tensor]:
@@ -309,7 +289,7 @@ def test_unprotected_weights_equal_the_stock_trainers(
             model, data = question_answering()
         else:
             model = make_task(task, dtype=torch.float32, dropout=0.1)[0]
-            data = ragged_rows() if task == "gpt2_lm" else rows(task)
+            data = ragged_rows(22) if task == "gpt2_lm" else rows(task)
         options = {"train_dataset": data, "data_collator": pad if task == "gpt2_lm" else None}
         before = weights(model)
         if guarded:
@@ -328,7 +308,7 @@ def test_clients_gradients_sum_to_the_batchs(make_trainer: MakeTrainer, task: st
     seen = []
     for count in (1, clients):
         gradients = Gradients()
-        data = ragged_rows() if task == "gpt2_lm" else rows(task)
+        data = ragged_rows(22) if task == "gpt2_lm" else rows(task)
         options = {"callbacks": [gradients], "data_collator": pad if task == "gpt2_lm" else None}
         make_trainer(
             task, "none", data, options=options, clients_per_process=count, gradient_accumulation_steps=2, max_steps=1,
@@ -342,7 +322,7 @@ def test_client_without_labels_does_not_change_the_others_weights(make_trainer: 
     """The very first client has nothing to predict; the others' losses are sums over the whole step all the same."""
     seen = []
     for count in (1, 4):
-        data = ragged_rows()
+        data = ragged_rows(22)
         data[0]["labels"] = torch.full_like(data[0]["labels"], -100)
         gradients = Gradients()
         make_trainer(
@@ -426,7 +406,7 @@ def test_accumulation_adds_up_separately_protected_messages(make_trainer: MakeTr
 
 def test_noise_is_added_to_the_mean_loss_and_weighted_afterwards(make_trainer: MakeTrainer) -> None:
     """The Trainer divides a language model's loss by the tokens of the whole step; the noise scale does not see that."""
-    sigma, gradients, data = 0.5, Gradients(), ragged_rows()
+    sigma, gradients, data = 0.5, Gradients(), ragged_rows(22)
     trainer = make_trainer(
         "gpt2_lm", WatchedNoise(scale=sigma), data, options={"callbacks": [gradients], "data_collator": pad},
         gradient_accumulation_steps=3, max_steps=1, max_grad_norm=0.0, train_sampling_strategy="sequential",

@@ -5,7 +5,7 @@
 Machines are noisy, so each figure is a ratio: the thing measured and plain gradients take turns, and the median of the
 ratios over the rounds is reported with their range. The floor of a probe is 4/3: a plain gradient takes three matrix
 products a weight (forward, and two backward), a probe four (two through the graph of ∇_x L, two through the forward
-pass), so k probes cost at least 4k/3, plus 4/3 for the forward pass, the gradient and ∇_x L they start from.
+pass), so k probes cost at least 4k/3, plus 2/3 for the forward pass and ∇_x L that they start from.
 """
 
 import argparse

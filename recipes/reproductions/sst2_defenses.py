@@ -3,7 +3,7 @@
     python recipes/reproductions/sst2_defenses.py --model MODEL --data_dir SST2 --output docs/results/sst2
 
 Runs recipes/sst2.py once a row and seed, keeps each run's metrics as OUTPUT/NAME.json (runs whose file exists are not run
-again), and prints the table. `--quick` runs five steps of each, to see that everything works.
+again), and prints the table. For seconds a step, run it with `--steps 20` on a machine that does nothing else.
 """
 
 import argparse
@@ -37,7 +37,6 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--rows", nargs="+", default=list(ROWS), choices=ROWS)
-    parser.add_argument("--quick", action="store_true")
     args = parser.parse_args()
     args.output.mkdir(parents=True, exist_ok=True)
     for seed in args.seeds:
@@ -51,7 +50,7 @@ def main() -> None:
 def run(args: argparse.Namespace, row: str, seed: int) -> dict:
     name, settings = ROWS[row]
     flags = ["--defense", name, "--defense_kwargs", json.dumps(settings), "--seed", str(seed)]
-    flags += ["--max_steps", str(5 if args.quick else args.steps), "--learning_rate", "5e-5", "--warmup_steps", "0.1"]
+    flags += ["--max_steps", str(args.steps), "--learning_rate", "5e-5", "--warmup_steps", "0.1"]
     flags += [
         "--per_device_train_batch_size",
         "16",
@@ -59,7 +58,7 @@ def run(args: argparse.Namespace, row: str, seed: int) -> dict:
         "2",
         "--use_cpu",
         "--logging_steps",
-        "5" if args.quick else "50",
+        str(min(50, args.steps)),
     ]
     launch = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1"]
     launch += ["--mixed_precision", "no", "--dynamo_backend", "no", "--num_cpu_threads_per_process", "1"]
@@ -91,12 +90,16 @@ def table(folder: Path) -> str:
             f"{accuracy:.3f} ± {1.96 * math.sqrt(accuracy * (1 - accuracy) / n):.3f}",
             f"{min(r['accuracy'] for r in runs):.3f} to {max(r['accuracy'] for r in runs):.3f} ({len(runs)})",
             *(
-                f"{statistics.mean(r[key] for r in runs):.3f}"
+                _mean([r[key] for r in runs])
                 for key in ("defense/relative_error", "defense/cosine", "seconds_per_step", "defense/seconds")
             ),
         ]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
+
+
+def _mean(values: list) -> str:
+    return "-" if None in values else f"{statistics.mean(values):.3f}"
 
 
 if __name__ == "__main__":

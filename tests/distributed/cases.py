@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from helpers import LABELS, PAD, TASKS, VOCABULARY, WIDTH, make_task
+from helpers import LABELS, TASKS, VOCABULARY, WIDTH, make_task, ragged_rows
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -22,18 +22,6 @@ def rows(task: str, count: int = SAMPLES) -> list[Row]:
     return [{key: value[index] for key, value in batch.items()} for index in range(count)]
 
 
-def ragged_rows(count: int = SAMPLES) -> list[Row]:
-    """Language-model samples of 3 to 8 tokens, where a prompt of 1 to 2 tokens has no labels."""
-    generator = torch.Generator().manual_seed(5)
-    samples = []
-    for index in range(count):
-        ids = torch.randint(1, VOCABULARY, (3 + 5 * index % 6,), generator=generator)
-        labels = ids.clone()
-        labels[: 1 + index % 2] = -100
-        samples.append({"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels})
-    return samples
-
-
 def marked_rows(count: int = SAMPLES) -> list[Row]:
     """Samples for `Branching`: the first token of batches of 4 alternates, so two ranks never take the same branch."""
     samples = rows("bert", count)
@@ -41,15 +29,6 @@ def marked_rows(count: int = SAMPLES) -> list[Row]:
         sample["input_ids"] = sample["input_ids"].clone()
         sample["input_ids"][0] = 1 + (index // 4) % 2
     return samples
-
-
-def pad(samples: list[Row]) -> dict[str, Tensor]:
-    """Collate to the longest sample of the batch."""
-    fill = {"input_ids": PAD, "attention_mask": 0, "labels": -100}
-    return {
-        key: torch.nn.utils.rnn.pad_sequence([s[key] for s in samples], batch_first=True, padding_value=fill[key])
-        for key in samples[0]
-    }
 
 
 class Plain(nn.Module):
@@ -113,7 +92,7 @@ class Case:
     def rows(self) -> list[Row]:
         if self.data == "task":
             return rows(self.model if self.model in TASKS else "bert")
-        return ragged_rows() if self.data == "ragged" else marked_rows()
+        return ragged_rows(SAMPLES) if self.data == "ragged" else marked_rows()
 
 
 WITHHELD = {"guarded": {}, "freeze": True}

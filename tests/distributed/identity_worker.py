@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from cases import IDENTITY, Case, make_model, pad
+from cases import IDENTITY, Case, make_model
+from helpers import pad
 from launcher import begin, finish
 from transformers import Trainer, TrainingArguments
 
