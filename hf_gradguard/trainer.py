@@ -81,8 +81,7 @@ class GradGuardTrainer(Trainer):
         super().__init__(model, args, *positional, **kwargs)
         check_model(self.model)
         check_accelerator(self.accelerator, self.train_dataset)
-        with self.accelerator.main_process_first():  # what it loads or makes is then there for the other ranks
-            self.defense.prepare(self.model, self.processing_class)
+        self.defense.prepare(self.model, self.processing_class)
         # "Evaluation mode" is Accelerate's word for preparing a model (device, autocast) without wrapping it in DDP.
         self.accelerator.prepare_model = functools.partial(self.accelerator.prepare_model, evaluation_mode=True)
         self.add_callback(_StartAlike())

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import torch
 from peft import LoraConfig, get_peft_model
@@ -314,6 +315,31 @@ def small_convolution(
     batch = image_batch(batch_size)
     batch["pixel_values"] = batch["pixel_values"].to(dtype)
     return model, batch
+
+
+class SmallNetwork(nn.Module):
+    """What Refiner asks of an evaluation network: a ratio a sample, from the mean over a sample's tokens or pixels."""
+
+    special_token_ids: ClassVar[list[int]] = [PAD, 1, 2]
+
+    def __init__(self, kind: str, width: int, seed: int = 0) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(
+            model_type=f"gradguard_{kind}_evaluation", special_token_ids=self.special_token_ids, num_channels=width
+        )
+        self.name_or_path = f"small-{kind}"
+        generator = torch.Generator().manual_seed(seed)
+        self.weight = nn.Parameter(torch.randn(width, generator=generator))
+
+    def check_embedding(self, weight: Tensor) -> None:
+        if weight.shape[1] != len(self.weight):
+            raise ValueError("another embedding space")
+
+    def noise_ratio(self, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        if x.dim() == 4:
+            return torch.sigmoid((x.mean((2, 3)) * self.weight.to(x)).sum(1))
+        mask = torch.ones_like(x[..., 0]) if attention_mask is None else attention_mask.to(x)
+        return torch.sigmoid((((x * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)) * self.weight.to(x)).sum(1))
 
 
 def ragged_rows(count: int) -> list[dict[str, Tensor]]:

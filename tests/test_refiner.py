@@ -2,41 +2,17 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from helpers import PAD, flat, make_task, reference_gradient, reference_input, rng
+from helpers import PAD, SmallNetwork, flat, make_task, reference_gradient, reference_input, rng
 from torch import Tensor, nn
 
 from hf_gradguard import GradientMap, chain, make_defense
 from hf_gradguard.layers import layer_numbers
 
-SPECIAL = [PAD, 1, 2]
-
-
-class SmallNetwork(nn.Module):
-    """What Refiner asks of an evaluation network: a ratio a sample, from the mean over a sample's tokens or pixels."""
-
-    def __init__(self, kind: str, width: int, seed: int = 0) -> None:
-        super().__init__()
-        self.config = SimpleNamespace(
-            model_type=f"gradguard_{kind}_evaluation", special_token_ids=SPECIAL, num_channels=width
-        )
-        self.name_or_path = f"small-{kind}"
-        generator = torch.Generator().manual_seed(seed)
-        self.weight = nn.Parameter(torch.randn(width, generator=generator))
-
-    def check_embedding(self, weight: Tensor) -> None:
-        if weight.shape[1] != len(self.weight):
-            raise ValueError("another embedding space")
-
-    def noise_ratio(self, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        if x.dim() == 4:
-            return torch.sigmoid((x.mean((2, 3)) * self.weight.to(x)).sum(1))
-        mask = torch.ones_like(x[..., 0]) if attention_mask is None else attention_mask.to(x)
-        return torch.sigmoid((((x * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)) * self.weight.to(x)).sum(1))
+SPECIAL = SmallNetwork.special_token_ids
 
 
 def network_for(task: str) -> SmallNetwork:

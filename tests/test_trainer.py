@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from helpers import PAD, VOCABULARY, make_task, pad, ragged_rows, randomize, token_batch
+from helpers import PAD, VOCABULARY, SmallNetwork, make_task, pad, ragged_rows, randomize, token_batch
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -479,7 +479,8 @@ def test_shared_embeddings_move(make_trainer: MakeTrainer) -> None:
 @pytest.mark.parametrize("name", [name for name in DEFENSES if name != "none"])
 def test_every_defence_trains_and_changes_the_weights(make_trainer: MakeTrainer, name: str) -> None:
     trained = []
-    for defense in ("none", name):
+    settings = {"evaluation_network": SmallNetwork("text", 8)} if name == "refiner" else {}
+    for defense in (make_defense("none"), make_defense(name, **settings)):
         trainer = make_trainer(defense=defense)
         trainer.train()
         assert all(torch.isfinite(p).all() for p in trainer.model.parameters())

@@ -74,7 +74,7 @@ class Refiner(Defense):
 
     name: ClassVar[str] = "refiner"
     evaluation_network: Any = None
-    alpha: float = 0.5
+    alpha: float = 0.6
     beta: float = 1.0
     tau: float = 0.95
     iterations: int = 10
@@ -184,6 +184,11 @@ class Refiner(Defense):
             )
         if gmap.embedding is not None:
             weight: Tensor = gmap.embedding.weight  # type: ignore[assignment]
+            if any(parameter is weight for parameter in gmap.parameters.values()):
+                raise ValueError(
+                    "refiner never shares the token embeddings: their gradient names the words, and training them changes "
+                    "the space that the evaluation network knows. Leave share_input_embeddings at False."
+                )
             if self._checked != (weight.data_ptr(), weight._version):  # hashing the matrix takes longer than a step
                 self.evaluation_network.check_embedding(weight)
                 self._checked = (weight.data_ptr(), weight._version)
