@@ -10,11 +10,12 @@ from typing import Any, ClassVar
 import recording
 import torch
 from cases import IN_ORDER, make_model, marked_rows, rows
+from helpers import WIDTH, SmallNetwork
 from launcher import begin, finish
 from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from hf_gradguard import GradGuardConfig, GradGuardTrainer
+from hf_gradguard import GradGuardConfig, GradGuardTrainer, make_defense
 from hf_gradguard.defenses.noise import GaussianNoise
 
 STEPS = 3
@@ -29,6 +30,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "optimal_noise": {"defense": "optimal_noise", "defense_kwargs": STRONGER},
     "dp_sgd": {"defense": "dp_sgd", "defense_kwargs": {"clip": 0.1, **STRONG}},
     "2 clients": {"defense": "dp_sgd", "defense_kwargs": STRONG, "clients_per_process": 2},
+    "refiner": {},  # by its object, see `exchanged`
     "pruning": {"defense": "pruning", "defense_kwargs": {"ratio": 0.9}, "gradient_accumulation_steps": 1},
 }
 NOISE_RUNS: dict[str, dict[str, Any]] = {
@@ -85,13 +87,15 @@ class Switch(TrainerCallback):
         self.group.on = False
 
 
-def exchanged(group: recording.Recorder, folder: Path, chosen: dict[str, Any]) -> dict[str, Any]:
+def exchanged(group: recording.Recorder, folder: Path, name: str) -> dict[str, Any]:
     """One run: the tensors that left this rank, and the true gradients of its micro-batches and steps."""
     group.sent = []
     model = make_model("bert", dropout=0.0)
-    if chosen:
-        args = GradGuardConfig(**settings(folder, **chosen))
-        trainer: Any = WatchedGuard(model, args, train_dataset=rows("bert"), callbacks=[Switch(group)])
+    if name != "stock":
+        refiner = make_defense("refiner", evaluation_network=SmallNetwork("text", WIDTH)) if name == "refiner" else None
+        args = GradGuardConfig(**settings(folder, **RUNS[name]))
+        options = {"train_dataset": rows("bert"), "callbacks": [Switch(group)]}
+        trainer: Any = WatchedGuard(model, args, defense=refiner, **options)
         shared = trainer.shared_names
     else:
         args = TrainingArguments(**settings(folder))
@@ -146,7 +150,7 @@ def branches(folder: Path) -> list[float]:
 def main() -> None:
     folder, _ = begin()
     group = recording.initialize()
-    runs = {name: exchanged(group, folder, chosen) for name, chosen in RUNS.items()}
+    runs = {name: exchanged(group, folder, name) for name in RUNS}
     noise = {name: noises(folder, chosen) for name, chosen in NOISE_RUNS.items()}
     torch.save({"runs": runs, "noise": noise}, folder / f"tensors{group.rank()}.pt")
     finish(folder, {"branching": branches(folder)})
