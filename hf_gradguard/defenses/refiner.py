@@ -54,7 +54,7 @@ class Refiner(Defense):
         evaluation_network: A network of `hf_gradguard.networks`, or where to load it from. Left out, the Trainer finds
             one that fits the model.
         alpha: Share of noise in the start (1-α) x + α v. v is uniform over the pixel range, or embeddings of random
-            tokens.
+            tokens. (The paper has 0.5, at which a third of a text's words stay where they are.)
         beta: Weight of D against UM.
         tau: Weight of a layer relative to the one before it.
         iterations: Steps of Adam. Each costs 7/3 plain gradients and one pass of the evaluation network.

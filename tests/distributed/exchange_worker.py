@@ -30,7 +30,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "optimal_noise": {"defense": "optimal_noise", "defense_kwargs": STRONGER},
     "dp_sgd": {"defense": "dp_sgd", "defense_kwargs": {"clip": 0.1, **STRONG}},
     "2 clients": {"defense": "dp_sgd", "defense_kwargs": STRONG, "clients_per_process": 2},
-    "refiner": {},  # by its object, see `exchanged`
+    "refiner": {"noise_seed": 3},  # the defence by its object, see `exchanged`
     "pruning": {"defense": "pruning", "defense_kwargs": {"ratio": 0.9}, "gradient_accumulation_steps": 1},
 }
 NOISE_RUNS: dict[str, dict[str, Any]] = {
