@@ -147,13 +147,24 @@ def branches(folder: Path) -> list[float]:
     return torch.cat([p.detach().flatten() for p in model.parameters()]).tolist()
 
 
+def started_apart(folder: Path) -> list[float]:
+    """Final weights of a model whose first weights differ between ranks by 1."""
+    model = make_model("plain")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += torch.distributed.get_rank()
+    args = GradGuardConfig(**settings(folder))
+    GradGuardTrainer(model, args, defense="gaussian_noise", train_dataset=rows("bert")).train()
+    return torch.cat([p.detach().flatten() for p in model.parameters()]).tolist()
+
+
 def main() -> None:
     folder, _ = begin()
     group = recording.initialize()
     runs = {name: exchanged(group, folder, name) for name in RUNS}
     noise = {name: noises(folder, chosen) for name, chosen in NOISE_RUNS.items()}
     torch.save({"runs": runs, "noise": noise}, folder / f"tensors{group.rank()}.pt")
-    finish(folder, {"branching": branches(folder)})
+    finish(folder, {"branching": branches(folder), "started apart": started_apart(folder)})
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import make_model
 from exchange_worker import NOISE_RUNS, STEPS
 from launcher import launch
 from torch import Tensor
@@ -134,6 +135,14 @@ def test_branch_that_one_rank_does_not_use_does_not_hang_with_noise(ranks: list[
     one, two = (torch.tensor(rank["branching"]) for rank in ranks)
     assert torch.isfinite(one).all()
     assert torch.equal(one, two)
+
+
+def test_ranks_that_start_apart_train_rank_0s_weights(ranks: list[dict[str, Any]]) -> None:
+    one, two = (torch.tensor(rank["started apart"]) for rank in ranks)
+    assert torch.isfinite(one).all()
+    assert torch.equal(one, two)
+    first = torch.cat([p.detach().flatten() for p in make_model("plain").parameters()])
+    assert float((one - first).abs().mean()) < 0.5  # rank 1's are 1 away
 
 
 # Noise
