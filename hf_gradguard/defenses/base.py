@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal
 
@@ -86,9 +87,7 @@ class SensitivityDefense(Defense):
 
     def __post_init__(self) -> None:
         for name in ("num_probes", "refresh_every", "probe_chunk"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"{name} must be a whole number of at least 1, but is {value!r}.")
+            check_whole(name, getattr(self, name), 1)
         if self.granularity not in ("parameter", "layer"):
             raise ValueError(f"granularity must be 'parameter' or 'layer', but is {self.granularity!r}.")
         self._squares: Tensors = {}
@@ -158,3 +157,19 @@ def cast_like(shared: Tensors, gmap: GradientMap) -> Tensors:
 def total(tensors: Tensors) -> Tensor:
     """The sum over all entries of all tensors, tensors added up in float64."""
     return torch.stack([tensor.sum().double() for tensor in tensors.values()]).sum()
+
+
+def norm(tensors: Tensors) -> float:
+    """The Euclidean norm over all entries of all tensors."""
+    return float(total({name: tensor.square() for name, tensor in tensors.items()}).sqrt())
+
+
+def is_number(value: object) -> bool:
+    """Whether a setting is a finite int or float, and no bool."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def check_whole(name: str, value: object, least: int) -> None:
+    """Raise `ValueError` unless a setting is a whole number of at least `least`."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ValueError(f"{name} must be a whole number of at least {least}, but is {value!r}.")

@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers.utils import logging
 
 from ..gradient_map import GradientMap, Tensors
-from .base import Defense, SensitivityDefense, cast_like, total, true_gradient
+from .base import Defense, SensitivityDefense, cast_like, is_number, norm, total, true_gradient
 
 logger = logging.get_logger(__name__)
 
@@ -48,7 +48,7 @@ class NoiseDefense(Defense):
         if len(given) > 1:
             raise ValueError(f"Give one of scale, relative_scale and utility_budget, not {' and '.join(given)}.")
         for name, value in given.items():
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+            if not (is_number(value) and value >= 0):
                 raise ValueError(f"{name} must be a finite number of at least 0, but is {value!r}.")
         if not given:
             self.relative_scale = 1.0
@@ -146,7 +146,7 @@ class OptimalNoise(SensitivityDefense, NoiseDefense):
 
 
 def _check_clip(clip: float) -> None:
-    if isinstance(clip, bool) or not isinstance(clip, int | float) or not 0 < clip < math.inf:
+    if not (is_number(clip) and clip > 0):
         raise ValueError(f"clip must be a finite number above 0, but is {clip!r}.")
 
 
@@ -175,8 +175,8 @@ class DPSGD(NoiseDefense):
     def clipped(self, gradient: Tensors) -> Tensors:
         if self.clip_by == "coordinate":
             return {name: g.clamp(-self.clip, self.clip) for name, g in gradient.items()}
-        norm = float(total({name: g.square() for name, g in gradient.items()}).sqrt())
-        return gradient if norm <= self.clip else {name: g * (self.clip / norm) for name, g in gradient.items()}
+        size = norm(gradient)
+        return gradient if size <= self.clip else {name: g * (self.clip / size) for name, g in gradient.items()}
 
 
 @dataclass

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..gradient_map import GradientMap, Tensors
-from .base import Defense, SensitivityDefense, cast_like, true_gradient
+from .base import Defense, SensitivityDefense, cast_like, is_number, true_gradient
 
 
 @dataclass
@@ -38,9 +38,9 @@ class PruningDefense(Defense):
             raise ValueError("Give ratio or utility, not both.")
         if self.utility is None and self.ratio is None:
             self.ratio = 0.9
-        if self.ratio is not None and not (_is_number(self.ratio) and 0 <= self.ratio < 1):
+        if self.ratio is not None and not (is_number(self.ratio) and 0 <= self.ratio < 1):
             raise ValueError(f"ratio must be at least 0 and below 1 (1 would share nothing), but is {self.ratio!r}.")
-        if self.utility is not None and not (_is_number(self.utility) and 0 < self.utility <= 1):
+        if self.utility is not None and not (is_number(self.utility) and 0 < self.utility <= 1):
             raise ValueError(f"utility must be above 0 and at most 1, but is {self.utility!r}.")
 
     def worth(self, gmap: GradientMap, gradient: Tensors, generator: torch.Generator) -> Tensors:
@@ -131,10 +131,6 @@ def largest(worth: Tensor, amount: float, weight: Tensor | None = None) -> Tenso
     before = share.flip(0).cumsum(0).flip(0) - share
     chosen[position[before < wanted]] = True
     return chosen
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _flatten(tensors: Tensors) -> Tensor:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from ..gradient_map import GradientMap, Tensors
 from ..layers import layer_numbers
-from .base import Defense, cast_like, total, true_gradient
+from .base import Defense, cast_like, check_whole, is_number, norm, true_gradient
 from .robust_input import Pixels, Words
 
 
@@ -94,9 +94,7 @@ class Refiner(Defense):
         _check_range("tau", self.tau, 0, math.inf, above=True)
         _check_range("learning_rate", self.learning_rate, 0, math.inf, above=True)
         for name, least in (("iterations", 1), ("warm_start", 0)):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise ValueError(f"{name} must be a whole number of at least {least}, but is {value!r}.")
+            check_whole(name, getattr(self, name), least)
         if self.epsilon is not None and self.relative_epsilon is not None:
             raise ValueError("Give epsilon or relative_epsilon, not both.")
         for name in ("epsilon", "relative_epsilon"):
@@ -131,9 +129,9 @@ class Refiner(Defense):
         shared = self.refine(gmap, generator).gradient
         bound = self.epsilon
         if self.relative_epsilon is not None:
-            bound = self.relative_epsilon * _norm(gradient)
+            bound = self.relative_epsilon * norm(gradient)
         if bound is not None:
-            distance = _norm({name: shared[name] - g for name, g in gradient.items()})
+            distance = norm({name: shared[name] - g for name, g in gradient.items()})
             if distance > bound:
                 shared = {name: g + (shared[name] - g) * (bound / distance) for name, g in gradient.items()}
         return cast_like(shared, gmap)
@@ -149,7 +147,8 @@ class Refiner(Defense):
         inputs = Words(gmap, network) if gmap.embedding is not None else Pixels(gmap, self.image_mean, self.image_std)
         gradient = true_gradient(gmap)
         weights = self._weights(gmap, gradient)
-        x, iterations = self._start(gmap.input, inputs, generator)
+        digests = inputs.digests() if self.warm_start else []
+        x, iterations = self._start(gmap.input, inputs, digests, generator)
         optimizer = torch.optim.Adam([x.requires_grad_()], lr=self.learning_rate)
         metrics, ratios = [], []
         for _ in range(iterations):
@@ -166,7 +165,7 @@ class Refiner(Defense):
         with torch.no_grad():
             metrics.append(float(_weighted_distance(there, gradient, weights)))
             ratios.append(float(inputs.noise_ratio(network, x)))
-        self._remember(x, inputs)
+        self._remember(x, inputs, digests)
         return RobustData(x, there, metrics, ratios)
 
     def _network(self, gmap: GradientMap) -> Any:
@@ -201,21 +200,23 @@ class Refiner(Defense):
         for name, g in gradient.items():
             weight = (g * gmap.parameters[name].detach()).abs() if self.element_wise else torch.ones_like(g)
             weights[name] = weight * self.tau ** layers[name]
-        size = _norm({name: weights[name] * g for name, g in gradient.items()}) if self.normalize else 1.0
+        size = norm({name: weights[name] * g for name, g in gradient.items()}) if self.normalize else 1.0
         return {name: weight / (size or 1.0) for name, weight in weights.items()}
 
-    def _start(self, x: Tensor, inputs: Words | Pixels, generator: torch.Generator) -> tuple[Tensor, int]:
+    def _start(
+        self, x: Tensor, inputs: Words | Pixels, digests: list[str], generator: torch.Generator
+    ) -> tuple[Tensor, int]:
         """(1-α) x + α v, or what was found at the examples' last visit; and how many iterations to go from there."""
         start = torch.where(inputs.free, (1 - self.alpha) * x + self.alpha * inputs.noise(x, generator), x)
-        remembered = [self._remembered.get(key) for key in inputs.digests()] if self.warm_start else []
+        remembered = [self._remembered.get(key) for key in digests]
         for row, last in enumerate(remembered):
             if last is not None:
                 inputs.recall_(start, row, last)
         known = bool(remembered) and all(last is not None for last in remembered)
         return start, math.ceil(self.iterations / 2) if known else self.iterations
 
-    def _remember(self, x: Tensor, inputs: Words | Pixels) -> None:
-        for row, key in enumerate(inputs.digests() if self.warm_start else []):
+    def _remember(self, x: Tensor, inputs: Words | Pixels, digests: list[str]) -> None:
+        for row, key in enumerate(digests):
             self._remembered[key] = inputs.memory(x, row).cpu().clone()
             self._remembered.move_to_end(key)
         while len(self._remembered) > self.warm_start:
@@ -239,13 +240,8 @@ def _weighted_distance(there: Tensors, here: Tensors, weights: Tensors) -> Tenso
     return torch.stack([(weights[name] * (there[name] - g)).square().sum() for name, g in here.items()]).sum()
 
 
-def _norm(tensors: Tensors) -> float:
-    return float(total({name: tensor.square() for name, tensor in tensors.items()}).sqrt())
-
-
 def _check_range(name: str, value: object, low: float, high: float, above: bool = False) -> None:
-    number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    if not number or not low <= value <= high or (above and value == low):  # type: ignore[operator]
+    if not is_number(value) or not low <= value <= high or (above and value == low):  # type: ignore[operator]
         least = f"above {low}" if above else f"at least {low}"
         most = f" and at most {high}" if high < math.inf else ""
         raise ValueError(f"{name} must be a finite number {least}{most}, but is {value!r}.")
