@@ -15,6 +15,10 @@ from typing import Any, ClassVar
 
 import torch
 from peft import LoraConfig, get_peft_model
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from tokenizers.processors import TemplateProcessing
 from torch import Tensor, nn
 from transformers import (
     BertConfig,
@@ -31,6 +35,7 @@ from transformers import (
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForSequenceClassification,
+    PreTrainedTokenizerFast,
     T5Config,
     T5ForConditionalGeneration,
     ViTConfig,
@@ -340,6 +345,19 @@ class SmallNetwork(nn.Module):
             return torch.sigmoid((x.mean((2, 3)) * self.weight.to(x)).sum(1))
         mask = torch.ones_like(x[..., 0]) if attention_mask is None else attention_mask.to(x)
         return torch.sigmoid((((x * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)) * self.weight.to(x)).sum(1))
+
+
+SPECIAL_TOKENS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
+
+
+def word_tokenizer(words: list[str]) -> PreTrainedTokenizerFast:
+    """Whole words, split at blanks, between [CLS] and [SEP]; the special tokens have the ids 0 to 3."""
+    vocabulary = {token: index for index, token in enumerate(SPECIAL_TOKENS + words)}
+    tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = Whitespace()
+    tokenizer.post_processor = TemplateProcessing(single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)])
+    names = dict(zip(("pad_token", "unk_token", "cls_token", "sep_token"), SPECIAL_TOKENS, strict=True))
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names)
 
 
 def ragged_rows(count: int) -> list[dict[str, Tensor]]:

@@ -15,12 +15,10 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
+from helpers import SPECIAL_TOKENS as SPECIAL
+from helpers import word_tokenizer
 from PIL import Image
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import Whitespace
-from tokenizers.processors import TemplateProcessing
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoTokenizer, BertConfig, BertModel, PreTrainedTokenizerFast
 from transformers.utils import logging as hf_logging
@@ -49,18 +47,12 @@ from hf_gradguard.networks.data import load_images, load_texts
 from hf_gradguard.networks.evaluation import spearman
 from hf_gradguard.networks.training import as_pixels
 
-SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
 WORDS = [f"w{i}" for i in range(400)]
 SMALL = {"width": 16, "num_layers": 2}
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    vocabulary = {token: i for i, token in enumerate(SPECIAL + WORDS)}
-    tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="[UNK]"))
-    tokenizer.pre_tokenizer = Whitespace()
-    tokenizer.post_processor = TemplateProcessing(single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)])
-    names = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names)
+    return word_tokenizer(WORDS)
 
 
 def make_embedding(seed: int = 0, scale: float = 0.05) -> nn.Embedding:

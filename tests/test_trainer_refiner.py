@@ -9,11 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import SmallNetwork, flat, make_task, rng, token_batch
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import Whitespace
-from tokenizers.processors import TemplateProcessing
+from helpers import SmallNetwork, flat, make_task, rng, token_batch, word_tokenizer
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
@@ -25,17 +21,12 @@ from transformers import (
 from hf_gradguard import GradGuardConfig, GradGuardTrainer, GradientMap, make_defense
 from hf_gradguard.networks import cached_text_network, embedding_fingerprint, fitting
 
-SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
 WORDS = [f"w{index}" for index in range(60)]
 
 
 @pytest.fixture
 def tokenizer() -> PreTrainedTokenizerFast:
-    made = Tokenizer(WordLevel({word: index for index, word in enumerate(SPECIAL + WORDS)}, unk_token="[UNK]"))
-    made.pre_tokenizer = Whitespace()
-    made.post_processor = TemplateProcessing(single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)])
-    names = dict(zip(("pad_token", "unk_token", "cls_token", "sep_token"), SPECIAL, strict=True))
-    return PreTrainedTokenizerFast(tokenizer_object=made, **names)
+    return word_tokenizer(WORDS)
 
 
 @pytest.fixture
