@@ -26,6 +26,7 @@ ROWS = {
     "optimal_pruning-0.9": ("optimal_pruning", {"ratio": 0.9, **OPTIMAL}),
     "pruning-0.99": ("pruning", {"ratio": 0.99}),
     "optimal_pruning-0.99": ("optimal_pruning", {"ratio": 0.99, **OPTIMAL}),
+    "refiner": ("refiner", {"evaluation_network": "text-evaluation-network-minilm-l6"}),
 }
 
 
