@@ -6,7 +6,54 @@ result = make_attack("tag", steps=1500)(seen)
 
 from __future__ import annotations
 
-from .base import Attack, Reconstruction
-from .observation import Observation, average
+import difflib
+from dataclasses import fields
+from typing import Any
 
-__all__ = ["Attack", "Observation", "Reconstruction", "average"]
+from .base import Attack, Reconstruction
+from .images import DLG, IDLG, GradInversion, InvertingGradients
+from .labels import recover_labels
+from .matching import GradientMatching
+from .observation import Observation, average
+from .text import Lamp, Tag
+
+__all__ = [
+    "ATTACKS",
+    "Attack",
+    "GradientMatching",
+    "Observation",
+    "Reconstruction",
+    "average",
+    "make_attack",
+    "recover_labels",
+]
+
+ATTACKS: dict[str, type[Attack]] = {
+    attack.name: attack for attack in (DLG, IDLG, InvertingGradients, GradInversion, Tag, Lamp)
+}
+
+
+def make_attack(name: str, **settings: Any) -> Attack:
+    """The attack of that name.
+
+    Args:
+        name: One of `ATTACKS`.
+        **settings: The attack's own; see its class.
+
+    Raises:
+        ValueError: For an unknown name, listing the right ones, or a value out of range, saying the range.
+        TypeError: For a setting that the attack does not have, listing those it has.
+
+    Example:
+        >>> make_attack("inverting_gradients", steps=1000, restarts=4)
+    """
+    if name not in ATTACKS:
+        near = difflib.get_close_matches(str(name), ATTACKS, 1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"There is no attack {name!r}.{hint} The names are: {', '.join(ATTACKS)}.")
+    known = [field.name for field in fields(ATTACKS[name]) if field.init]  # type: ignore[arg-type]
+    unknown = sorted(settings.keys() - set(known))
+    if unknown:
+        has = f"It has: {', '.join(known)}." if known else "It has none."
+        raise TypeError(f"{name} has no setting {', '.join(unknown)}. {has}")
+    return ATTACKS[name](**settings)

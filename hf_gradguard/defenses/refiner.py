@@ -154,7 +154,8 @@ class Refiner(Defense):
         for _ in range(iterations):
             metric = _weighted_distance(gmap.gradient_at(x, create_graph=True), gradient, weights)
             ratio = inputs.noise_ratio(network, x)
-            x.grad = gmap.input_gradient(metric - self.beta * ratio, x) * inputs.free
+            (slope,) = gmap.input_gradient(metric - self.beta * ratio, x)
+            x.grad = slope * inputs.free
             metrics.append(float(metric.detach()))
             ratios.append(float(ratio.detach()))
             with torch.no_grad():

@@ -1,0 +1,358 @@
+"""Gradient matching: find the input whose gradient is the one that was shared.
+
+    x̂ = argmin dist(g(x̂), shared) + priors(x̂)
+
+One loop for all of it. What differs between the published attacks (distance, priors, optimizer, schedule) is in the settings
+of their classes in `images.py` and `text.py`.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.utils import logging
+
+from ..gradient_map import GradientMap, Tensors
+from ..randomness import private_generator
+from .base import Attack, Reconstruction, texts
+from .decoding import Vocabulary
+from .labels import recover_labels
+from .objectives import Objective
+from .observation import Observation, without_dropout
+from .priors import squared_norm, total_variation
+
+
+@dataclass
+class GradientMatching(Attack):
+    """Base of the attacks that descend on the distance between gradients. Subclasses say which distance and priors.
+
+    Args:
+        steps: Iterations. One costs a plain gradient, and its derivative by the input: 7/3 plain gradients in matrix
+            products.
+        learning_rate: Peak rate of the optimizer, in the input's unit.
+        optimizer: `"adam"`, `"adamw"` or `"lbfgs"`. L-BFGS takes up to 20 evaluations a step.
+        schedule: `"constant"`, `"linear"` (down to 0, after `warmup` steps up), or `"steps"` (a tenth at 3/8, 5/8 and 7/8).
+        warmup: Steps over which a linear schedule rises.
+        signed: Follow the sign of the input's gradient.
+        start: `"normal"`, `"uniform"` (images), `"tokens"` (embeddings of random tokens), or a tensor in the input's shape:
+            an attacker's own guess, such as robust data.
+        restarts: Starts from which to descend; the best match is returned. They run in one vectorised pass.
+        total_variation: Weight of that prior on images.
+        squared_norm: Weight of that prior.
+        match_nonzero: Match only where the shared gradient is not zero: against pruning.
+        leave_out: Parts of parameter names to leave out of the matching: against defences of single layers.
+        tolerance: Stop when the objective falls to it.
+        patience: Stop after so many steps without a new best.
+        time_budget: Stop after so many seconds.
+        progress: Show a bar.
+    """
+
+    steps: int = 1000
+    learning_rate: float = 0.1
+    optimizer: str = "adam"
+    schedule: str = "constant"
+    warmup: int = 0
+    signed: bool = False
+    start: Any = "normal"
+    restarts: int = 1
+    total_variation: float = 0.0
+    squared_norm: float = 0.0
+    match_nonzero: bool = False
+    leave_out: Sequence[str] = ()
+    tolerance: float = 0.0
+    patience: int | None = None
+    time_budget: float | None = None
+    progress: bool = False
+
+    def __post_init__(self) -> None:
+        for name, known in (("optimizer", _OPTIMIZERS), ("schedule", _SCHEDULES)):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name} must be one of {', '.join(known)}, but is {getattr(self, name)!r}.")
+        if not isinstance(self.start, Tensor) and self.start not in _STARTS:
+            raise ValueError(f"start must be one of {', '.join(_STARTS)} or a tensor, but is {self.start!r}.")
+        if min(self.steps, self.restarts) < 1:
+            raise ValueError(f"steps and restarts must be at least 1, but are {self.steps} and {self.restarts}.")
+        if self.learning_rate <= 0:
+            raise ValueError(f"learning_rate must be above 0, but is {self.learning_rate}.")
+        if isinstance(self.leave_out, str):
+            raise ValueError("leave_out is a list of parts of names, not one string.")
+
+    def objective(self) -> Objective:
+        """The distance between gradients. Implemented by subclasses."""
+        raise NotImplementedError
+
+    def penalty(self, problem: Problem, x: Tensor) -> Tensor | float:
+        """The priors' penalty of candidates `(K, B, ...)`: `(K,)`."""
+        value: Tensor | float = 0.0
+        if self.total_variation and not problem.vocabulary:
+            value = value + self.total_variation * total_variation(x)
+        if self.squared_norm:
+            value = value + self.squared_norm * squared_norm(x)
+        return value
+
+    def between_steps(self, problem: Problem, step: int, x: Tensor, generator: torch.Generator) -> None:
+        """What happens to the candidates after a step, in place. Called without gradient."""
+
+    def reconstruct(self, seen: Observation, generator: torch.Generator) -> Reconstruction:
+        return self.together([seen], generator)[0]
+
+    def together(
+        self, observations: Sequence[Observation], generator: torch.Generator | None = None
+    ) -> list[Reconstruction]:
+        """Attack several observations at once, each by itself: faster than one after the other.
+
+        Args:
+            observations: All of one model, one input shape and one attention mask, with gradients of the same parameters.
+            generator: Source of all randomness.
+
+        Raises:
+            ValueError: If they differ in those, or this attack cannot work on them.
+        """
+        generator = generator or private_generator(observations[0].device)
+        started = time.perf_counter()
+        with without_dropout(observations[0].model):
+            problem = Problem(observations, self)
+            x = problem.start(self.start, generator)
+            stacks = [slice(k, k + 1) for k in range(len(x))] if self.optimizer == "lbfgs" else [slice(None)]
+            runs = [self._descend(problem, x[rows], rows, generator, started) for rows in stacks]
+        best_x, best_value, best_labels = (torch.cat(parts) for parts in zip(*(run[:3] for run in runs), strict=True))
+        seconds = time.perf_counter() - started
+        results = []
+        for number, seen in enumerate(observations):
+            at = number * self.restarts + int(best_value[number * self.restarts :][: self.restarts].argmin())
+            found, labels = best_x[at], best_labels[at]
+            ids = problem.decode(found)
+            results.append(
+                Reconstruction(
+                    input=found,
+                    token_ids=ids,
+                    text=None if ids is None else texts(ids, seen.tokenizer),
+                    labels=labels.argmax(-1) if problem.soft else labels,
+                    objective=float(best_value[at]),
+                    seconds=seconds,
+                    history=runs[0 if len(runs) == 1 else at][3][0 if len(runs) > 1 else at].tolist(),
+                )
+            )
+        return results
+
+    def _descend(
+        self, problem: Problem, x: Tensor, rows: slice, generator: torch.Generator, started: float
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The best candidates `(K, ...)`, their objectives `(K,)`, their labels, and the objectives on the way `(K, steps)`."""
+        x = x.clone().requires_grad_()
+        labels = problem.labels[rows].clone().requires_grad_(problem.soft)
+        leaves = [x, labels] if problem.soft else [x]
+        optimizer = _OPTIMIZERS[self.optimizer](leaves, self.learning_rate)
+        rate = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _SCHEDULES[self.schedule](self, step))
+        best = [
+            x.detach().clone(),
+            torch.full((len(x),), math.inf, device=x.device, dtype=x.dtype),
+            labels.detach().clone(),
+        ]
+        history: list[Tensor] = []
+
+        def evaluate() -> float:
+            values = problem.distance(x, labels, rows) + self.penalty(problem, x)
+            slopes = problem.gmap.input_gradient(values.sum(), *leaves)
+            with torch.no_grad():
+                better = values < best[1]
+                for kept, new in zip(best, (x, values, labels), strict=True):
+                    kept.copy_(torch.where(better.view(-1, *[1] * (kept.dim() - 1)), new, kept))
+                x.grad = (slopes[0].sign() if self.signed else slopes[0]) * problem.free
+                if problem.soft:
+                    labels.grad = slopes[1]
+            history.append(values.detach())
+            return float(values.detach().sum())
+
+        least, since = math.inf, 0
+        bar = logging.tqdm(range(self.steps), desc=self.name, disable=not self.progress)
+        for step in bar:
+            optimizer.step(evaluate)
+            rate.step()
+            with torch.no_grad():
+                problem.project_(x)
+                self.between_steps(problem, step, x, generator)
+            if step % 20 == 0:
+                bar.set_postfix(objective=f"{float(best[1].min()):.4g}")
+            now = float(best[1].sum())
+            least, since = (now, 0) if now < least else (least, since + 1)
+            if float(best[1].max()) <= self.tolerance or not torch.isfinite(x).all():
+                break
+            if self.patience is not None and since >= self.patience:
+                break
+            if self.time_budget is not None and time.perf_counter() - started > self.time_budget:
+                break
+        bar.close()
+        return best[0], best[1], best[2], torch.stack(history, 1)
+
+
+class Problem:
+    """Observations to be matched, with the map that evaluates candidates for them: K = observations × restarts.
+
+    Raises:
+        ValueError: If the observations do not belong together, or the attack cannot work on them.
+    """
+
+    def __init__(self, observations: Sequence[Observation], attack: GradientMatching) -> None:
+        first = observations[0]
+        self.seen, self.restarts = first, attack.restarts
+        for other in observations[1:]:
+            if (
+                other.model is not first.model
+                or other.input_shape != first.input_shape
+                or not torch.equal(other.tokens, first.tokens)
+                or other.gradient.keys() != first.gradient.keys()
+            ):
+                raise ValueError(
+                    "Observations that are attacked together must be of one model, input shape and attention mask, with "
+                    "gradients of the same parameters. Attack the others by themselves."
+                )
+        # Labels that are neither known nor read off the gradient are optimised as logits, as DLG does.
+        self.soft = first.labels is None and getattr(attack, "optimize_labels", False)
+        each = [self._labels(seen) for seen in observations]
+        self.labels = torch.stack(each).repeat_interleave(attack.restarts, 0)
+        self.gmap: GradientMap = first.gradient_map(self.labels[0], loss_fn=soft_label_loss if self.soft else None)
+        names = [
+            name
+            for name in self.gmap.parameters
+            if name in first.gradient and not any(part in name for part in attack.leave_out)
+        ]
+        if not names:
+            raise ValueError(
+                "No gradient is left to match: what was shared is the token embeddings' alone (embedding_rows reads those), "
+                "or leave_out names all of it."
+            )
+        self.shared: Tensors = {
+            name: torch.stack([seen.gradient[name] for seen in observations]).repeat_interleave(attack.restarts, 0)
+            for name in names
+        }
+        self.objective = attack.objective()
+        self.weights = self._weights(attack, observations, names)
+        if self.weights:
+            self.shared = {name: tensor * self.weights[name] for name, tensor in self.shared.items()}
+        self.vocabulary = Vocabulary(first) if first.is_text else None
+        if self.vocabulary is None:
+            self.free = torch.ones((), dtype=torch.bool, device=first.device)
+            mean = torch.tensor(list(first.image_mean or [0.0]), device=first.device).view(1, -1, 1, 1)
+            std = torch.tensor(list(first.image_std or [1.0]), device=first.device).view(1, -1, 1, 1)
+            self.low, self.high = (0 - mean) / std, (1 - mean) / std
+        else:
+            self.free = (self.vocabulary.known < 0)[..., None]
+            if not self.free.any():
+                raise ValueError("Every token of this shape is special or padding: there is nothing to reconstruct.")
+
+    def distance(self, x: Tensor, labels: Tensor, rows: slice) -> Tensor:
+        """dist(g(x̂), shared) of candidates, `(K,)`, with a graph if `x` requires a gradient."""
+        candidates = self.gmap.gradients_at(x, create_graph=x.requires_grad, labels=labels)
+        if self.weights:
+            candidates = {name: candidates[name] * self.weights[name][rows] for name in self.shared}
+        return self.objective(candidates, {name: tensor[rows] for name, tensor in self.shared.items()})
+
+    def start(self, start: Any, generator: torch.Generator) -> Tensor:
+        """The first candidates, `(K, *input.shape)`."""
+        shape = (len(self.labels), *self.gmap.input.shape)
+        like = self.gmap.input
+        if isinstance(start, Tensor):
+            if start.shape != like.shape:
+                raise ValueError(f"start has shape {tuple(start.shape)}, the input {tuple(like.shape)}.")
+            x = start.to(like).expand(shape).clone()
+        elif self.vocabulary is not None:
+            if start == "uniform":
+                raise ValueError("A text has no range to start uniformly in. Take start='normal' or 'tokens'.")
+            if start == "tokens":
+                x = self.vocabulary.embed(self.vocabulary.random(shape[:-1], generator)).to(like)
+            else:
+                scale = self.vocabulary.matrix[self.vocabulary.candidates].std()
+                x = torch.randn(shape, generator=generator, device=like.device, dtype=like.dtype) * scale
+        elif start == "tokens":
+            raise ValueError("Images have no tokens. Take start='normal' or 'uniform'.")
+        elif start == "uniform":
+            x = torch.rand(shape, generator=generator, device=like.device, dtype=like.dtype)
+            x = self.low + x * (self.high - self.low)
+        else:
+            x = torch.randn(shape, generator=generator, device=like.device, dtype=like.dtype)
+        if self.vocabulary is not None:  # the placeholder has the known tokens in their places
+            x = torch.where(self.free, x, like)
+        return x
+
+    def project_(self, x: Tensor) -> None:
+        """Back into the pixel range."""
+        if self.vocabulary is None:
+            torch.minimum(torch.maximum(x, self.low.to(x.dtype)), self.high.to(x.dtype), out=x)
+
+    def decode(self, x: Tensor) -> list[list[int]] | None:
+        """Of a text, the ids at the positions that hold tokens."""
+        if self.vocabulary is None:
+            return None
+        return [
+            ids[present].tolist() for ids, present in zip(self.vocabulary.nearest(x), self.seen.tokens, strict=True)
+        ]
+
+    def _labels(self, seen: Observation) -> Tensor:
+        if seen.labels is not None:
+            return seen.labels.to(seen.device)
+        if not self.soft:
+            return recover_labels(seen)
+        classes = seen.model.config.num_labels  # type: ignore[union-attr]
+        return torch.zeros(seen.batch_size, classes, device=seen.device)  # type: ignore[arg-type]
+
+    def _weights(
+        self, attack: GradientMatching, observations: Sequence[Observation], names: list[str]
+    ) -> Tensors | None:
+        """What an adaptive attacker multiplies gradients by, `{name: (K, *shape)}`; `None` for all ones.
+
+        Zeros leave out what a pruning took. Against Gaussian noise of known variance Σ, Σ^-½ (times a constant) makes the
+        squared distance its negative log-likelihood; the smallest variances count as 1e-4 of their mean.
+        """
+        each = []
+        for seen in observations:
+            weights = {name: torch.ones_like(seen.gradient[name]) for name in names}
+            if isinstance(seen.noise_variance, Mapping):
+                mean = sum(float(seen.noise_variance[name].sum()) for name in names) / sum(
+                    seen.noise_variance[name].numel() for name in names
+                )
+                for name in names:
+                    weights[name] *= (mean / seen.noise_variance[name].clamp_min(1e-4 * mean)).sqrt()
+            if attack.match_nonzero:
+                for name in names:
+                    weights[name] *= seen.gradient[name] != 0
+            each.append(weights)
+        if not attack.match_nonzero and not any(isinstance(seen.noise_variance, Mapping) for seen in observations):
+            return None
+        return {n: torch.stack([w[n] for w in each]).repeat_interleave(attack.restarts, 0) for n in names}
+
+
+def soft_label_loss(model: nn.Module, batch: dict[str, Any]) -> Tensor:
+    """Cross-entropy with `labels` as logits `(B, C)` of soft labels."""
+    batch = dict(batch)
+    labels = batch.pop("labels").softmax(-1)
+    return -(labels * model(**batch).logits.log_softmax(-1)).sum(-1).mean()
+
+
+def _linear(attack: GradientMatching, step: int) -> float:
+    if step < attack.warmup:
+        return (step + 1) / (attack.warmup + 1)
+    return max(0.0, (attack.steps - step) / max(1, attack.steps - attack.warmup))
+
+
+def _in_steps(attack: GradientMatching, step: int) -> float:
+    return 0.1 ** sum(step >= attack.steps * eighths / 8 for eighths in (3, 5, 7))
+
+
+_SCHEDULES: dict[str, Callable[[GradientMatching, int], float]] = {
+    "constant": lambda attack, step: 1.0,
+    "linear": _linear,
+    "steps": _in_steps,
+}
+_OPTIMIZERS: dict[str, Callable[[list[Tensor], float], torch.optim.Optimizer]] = {
+    "adam": lambda leaves, rate: torch.optim.Adam(leaves, lr=rate),
+    "adamw": lambda leaves, rate: torch.optim.AdamW(leaves, lr=rate),
+    "lbfgs": lambda leaves, rate: torch.optim.LBFGS(leaves, lr=rate, history_size=100, line_search_fn="strong_wolfe"),
+}
+_STARTS = ("normal", "uniform", "tokens")

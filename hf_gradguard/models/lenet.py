@@ -1,0 +1,104 @@
+"""The LeNet of the gradient-leakage papers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import (
+    AutoConfig,
+    AutoModelForImageClassification,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.modeling_outputs import ImageClassifierOutputWithNoAttention
+
+
+class LeakageLeNetConfig(PreTrainedConfig):
+    """Configuration of `LeakageLeNetForImageClassification`.
+
+    Args:
+        num_channels: Of the images.
+        image_size: Pixels along each side.
+        hidden_channels: Of every convolution.
+        strides: One a convolution.
+        initializer_range: Weights and biases start uniform between minus this and this; `None` takes PyTorch's own start.
+            The papers attack at 0.5.
+    """
+
+    model_type = "gradguard_leakage_lenet"
+
+    def __init__(
+        self,
+        num_channels: int = 3,
+        image_size: int = 32,
+        hidden_channels: int = 12,
+        strides: list[int] | None = None,
+        initializer_range: float | None = 0.5,
+        **kwargs: Any,
+    ) -> None:
+        self.num_channels = num_channels
+        self.image_size = image_size
+        self.hidden_channels = hidden_channels
+        self.strides = strides or [2, 2, 1, 1]
+        self.initializer_range = initializer_range
+        kwargs.setdefault("num_labels", 10)
+        super().__init__(**kwargs)
+
+
+class LeakageLeNetForImageClassification(PreTrainedModel):
+    """Four 5 × 5 convolutions of 12 channels, strides 2, 2, 1 and 1, each with a sigmoid, and one dense layer.
+
+    Smooth everywhere, so that its gradient has useful second derivatives: the network on which gradient inversion was
+    introduced (Zhu, Liu and Han, "Deep Leakage from Gradients", 2019) and on which most of its papers report.
+
+    Example:
+        >>> model = LeakageLeNetForImageClassification(LeakageLeNetConfig(num_channels=1, image_size=28))
+        >>> model(pixel_values=torch.rand(2, 1, 28, 28), labels=torch.tensor([3, 7])).loss
+    """
+
+    config_class = LeakageLeNetConfig
+    base_model_prefix = "lenet"
+    main_input_name = "pixel_values"
+
+    def __init__(self, config: LeakageLeNetConfig) -> None:
+        super().__init__(config)
+        channels, side, convolutions = config.num_channels, config.image_size, []
+        for stride in config.strides:
+            convolutions.append(nn.Conv2d(channels, config.hidden_channels, 5, stride=stride, padding=2))
+            channels, side = config.hidden_channels, (side - 1) // stride + 1
+        self.convolutions = nn.ModuleList(convolutions)
+        self.classifier = nn.Linear(channels * side * side, config.num_labels)
+        self.post_init()
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if not isinstance(module, nn.Conv2d | nn.Linear):
+            return
+        bound = self.config.initializer_range
+        if bound is None:
+            module.reset_parameters()
+            return
+        for parameter in module.parameters():
+            nn.init.uniform_(parameter, -bound, bound)
+
+    def forward(
+        self, pixel_values: Tensor, labels: Tensor | None = None, **kwargs: Any
+    ) -> ImageClassifierOutputWithNoAttention:
+        """Classify images.
+
+        Args:
+            pixel_values: `(B, C, H, W)`.
+            labels: `(B,)` class ids; with them the output has the mean cross-entropy as `loss`.
+        """
+        hidden = pixel_values
+        for convolution in self.convolutions:
+            hidden = torch.sigmoid(convolution(hidden))
+        logits = self.classifier(hidden.flatten(1))
+        loss = None if labels is None else F.cross_entropy(logits, labels)
+        return ImageClassifierOutputWithNoAttention(loss=loss, logits=logits)
+
+
+AutoConfig.register(LeakageLeNetConfig.model_type, LeakageLeNetConfig)
+AutoModelForImageClassification.register(LeakageLeNetConfig, LeakageLeNetForImageClassification)
