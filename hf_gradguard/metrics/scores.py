@@ -1,0 +1,103 @@
+"""What both kinds of scores share: the result, who is compared with whom, and how sure a mean is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from scipy import stats
+from scipy.optimize import linear_sum_assignment
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Scores of reconstructions. `dataclasses.asdict` gives what `json` takes.
+
+    Args:
+        per_sample: For each score one number a reference, in the order of the references, batch after batch.
+        mean: For each score the plain mean over all references.
+        interval: For each score the bootstrap interval (low, high) of its mean; (nan, nan) with a single sample.
+            Empty if no resamples were asked for.
+        matched: For each reference the index of its prediction within the batch; None if there were too few.
+    """
+
+    per_sample: dict[str, list[float]]
+    mean: dict[str, float]
+    interval: dict[str, tuple[float, float]]
+    matched: list[int | None]
+
+
+def summarize(
+    rows: Sequence[dict[str, float]],
+    matched: list[int | None],
+    batch_sizes: Sequence[int],
+    *,
+    bootstrap: int,
+    confidence: float,
+    seed: int,
+) -> Scores:
+    """The `Scores` of samples: `rows` one a reference, `batch_sizes` how many consecutive rows were shared together."""
+    per_sample = {name: [row[name] for row in rows] for name in rows[0]}
+    mean = {name: float(np.mean(values)) for name, values in per_sample.items()}
+    interval = bootstrap_intervals(per_sample, batch_sizes, bootstrap=bootstrap, confidence=confidence, seed=seed)
+    return Scores(per_sample, mean, interval, matched)
+
+
+def bootstrap_intervals(
+    per_sample: dict[str, list[float]], batch_sizes: Sequence[int], *, bootstrap: int, confidence: float, seed: int
+) -> dict[str, tuple[float, float]]:
+    """Percentile bootstrap intervals of the means.
+
+    Whole batches are drawn: samples that were shared in one gradient succeed and fail together, so drawing them one by
+    one would promise too much. With a single batch its samples are drawn, and the interval speaks of that batch only.
+
+    The percentiles are widened for small n (batches drawn) as if the scores were normal, from Φ(z) to
+    Φ(sqrt(n/(n-1)) t) with Student's t of n-1 degrees of freedom: Hesterberg, "What Teachers Should Know About the
+    Bootstrap" (2015), Section 4.1. Plain percentiles of 10 normal samples cover 90 % where they say 95 %.
+    """
+    if bootstrap == 0:
+        return {}
+    sizes = np.ones(batch_sizes[0]) if len(batch_sizes) == 1 else np.asarray(batch_sizes, dtype=float)
+    n = len(sizes)
+    if n < 2:
+        return dict.fromkeys(per_sample, (float("nan"), float("nan")))
+    starts = (np.cumsum(sizes) - sizes).astype(int)
+    sums = np.add.reduceat(np.array(list(per_sample.values()), dtype=float), starts, axis=1)
+    tail = stats.norm.cdf(-np.sqrt(n / (n - 1)) * stats.t.ppf((1 + confidence) / 2, n - 1))
+    result = stats.bootstrap(
+        (sums, np.broadcast_to(sizes, sums.shape)),
+        lambda total, count, axis: total.sum(axis) / count.sum(axis),
+        paired=True,
+        vectorized=True,
+        axis=-1,
+        n_resamples=bootstrap,
+        batch=max(1, int(1e6) // sums.size),  # resamples held in memory at once
+        confidence_level=1 - 2 * tail,
+        method="percentile",
+        rng=np.random.default_rng(seed),
+    )
+    limits = zip(result.confidence_interval.low.tolist(), result.confidence_interval.high.tolist(), strict=True)
+    return dict(zip(per_sample, limits, strict=True))
+
+
+def match(similarity: np.ndarray) -> list[int | None]:
+    """For each reference its prediction: one to one, with the largest sum of similarities.
+
+    Args:
+        similarity: `(references, predictions)`, with no more predictions than references.
+    """
+    matched: list[int | None] = [None] * len(similarity)
+    for reference, prediction in zip(*linear_sum_assignment(similarity, maximize=True), strict=True):
+        matched[reference] = int(prediction)
+    return matched
+
+
+def check_bootstrap(bootstrap: int, confidence: float) -> None:
+    """Raise ValueError unless there are no or enough resamples for a confidence in (0, 1)."""
+    if bootstrap != 0 and bootstrap < 100:
+        raise ValueError(
+            f"bootstrap is a number of resamples: 0 for no intervals, or at least 100, but is {bootstrap}."
+        )
+    if not 0 < confidence < 1:
+        raise ValueError(f"confidence must be between 0 and 1, but is {confidence}.")
