@@ -21,7 +21,7 @@ class Influence(float):
         error: For I itself, the predicted error of the input, in its shape. `None` for a lower bound.
         iterations: Products with J Jᵀ that it took.
         residual: For I, ‖b - Ax‖/‖b‖ of the system that was solved; for a lower bound, that of its eigenvalue.
-        relative_error: For I, an estimate of its own relative error.
+        relative_error: For I, a bound on its own relative error, from the residual; an estimate where damping is 0.
     """
 
     num_coordinates: int

@@ -50,7 +50,8 @@ def inversion_influence(
         damping: ε ≥ 0, in the unit of J Jᵀ. A usual choice is 1e-3 * `largest_eigenvalue(gmap)`.
         sample: Count only this sample's coordinates as unknown: the influence on an attacker who knows all the others.
             By default all are unknown at once.
-        tolerance: Relative error of I at which to stop. Each iteration is one pass for Jᵀv and one for Jδ.
+        tolerance: Relative error of I at which to stop, guaranteed by ‖r‖ ≤ tolerance · ε · ‖x‖. At ε = 0 it goes on
+            until nothing of Jδ is left but rounding. Each iteration is one pass for Jᵀv and one for Jδ.
         max_iterations: Also bounds memory: as many vectors of the input's size are kept.
 
     Returns:
@@ -68,9 +69,7 @@ def inversion_influence(
     """
     _check_iteration(damping, tolerance, max_iterations)
     unknowns = Unknowns(gmap, sample)
-    solution = solve(
-        lambda v: unknowns.gram(v) + damping * v, unknowns.vjp(delta), tolerance, min(max_iterations, unknowns.size + 2)
-    )
+    solution = solve(unknowns.gram, unknowns.vjp(delta), damping, tolerance, max_iterations)
     error = unknowns.unpack(solution.x)
     influence = Influence(solution.x.norm())
     influence.num_coordinates, influence.error = unknowns.size, error

@@ -70,28 +70,30 @@ def largest_eigenpair(operator: Operator, start: Tensor, tolerance: float, max_i
     )
 
 
-def solve(operator: Operator, b: Tensor, tolerance: float, max_iterations: int) -> Solution:
-    """Conjugate gradients from zero, until ‖r‖/(θ‖x‖) ≤ tolerance, θ the smallest Ritz value so far.
+def solve(operator: Operator, b: Tensor, damping: float, tolerance: float, max_iterations: int) -> Solution:
+    """x with (A + damping) x = b, by conjugate gradients from zero with full orthogonalisation of the residuals.
 
-    That ratio bounds the relative error of x once θ has come down to the smallest eigenvalue that b has a part in. From
-    zero, all iterates lie in the span of b, Ab, A²b…, so a singular A with b in its range gives the shortest solution.
+    With damping > 0 it stops when ‖r‖ ≤ tolerance · damping · ‖x‖, which bounds the relative error of x. Otherwise, and
+    in any case, it stops when nothing of b is left but rounding. From zero, all iterates lie in the span of b, Ab, A²b…,
+    so a singular A with b in its range gives the shortest solution. Every part of b above rounding has been looked at
+    then, so a nearly singular A shows as a small Ritz value and is refused.
 
     Raises:
         FloatingPointError: If a product is not finite.
-        ArithmeticError: If A is singular to working precision on the span, or the tolerance is not reached.
+        ArithmeticError: If the system is singular to working precision, or too many iterations would be needed.
     """
     size = _finite(b.norm())
     if not size:
         return Solution(torch.zeros_like(b), 0.0, 0.0, 0)
+    eps = torch.finfo(b.dtype).eps
     x, r, p = torch.zeros_like(b), b, b
     basis = _Basis(b)
-    squared, smallest, ratio = size**2, math.inf, 0.0
+    squared, ratio = size**2, 0.0
     diagonal: list[float] = []  # of the Lanczos matrix that the coefficients of conjugate gradients spell out
     off_diagonal: list[float] = []
-    negligible = math.sqrt(len(b)) * torch.finfo(b.dtype).eps
 
     for iteration in range(1, max_iterations + 1):
-        product = operator(p)
+        product = operator(p) + damping * p
         curvature = _finite(p @ product)
         if curvature <= 0:
             raise _singular(b)
@@ -100,20 +102,25 @@ def solve(operator: Operator, b: Tensor, tolerance: float, max_iterations: int) 
         x = x + step * p
         r, length = basis.orthogonalize(r - step * product)
         ratio = (length**2 / squared) / step
-        if length <= tolerance * min(smallest, diagonal[-1]) * float(x.norm()):
+        reached = length <= tolerance * damping * float(x.norm())
+        # Rounding leaves about eps √κ ‖b‖. Below √eps ‖b‖ it is worth knowing κ.
+        if reached or length <= math.sqrt(eps) * size:
             ritz = np.linalg.eigvalsh(_tridiagonal(diagonal, off_diagonal))
-            smallest = float(ritz[0])
-            if smallest <= negligible * ritz[-1]:
+            if ritz[0] <= math.sqrt(len(b)) * eps * ritz[-1]:
                 raise _singular(b)
-            if length <= tolerance * smallest * float(x.norm()):
-                return _verified(operator, b, Solution(x, 0.0, 0.0, iteration), smallest, max(tolerance, WORST_ERROR))
+            if reached or length <= 10 * eps * math.sqrt(ritz[-1] / ritz[0]) * size:
+                residual = _finite((b - operator(x) - damping * x).norm())  # the recursion's falls below the real one
+                error = residual / (max(damping, ritz[0]) * float(x.norm()))
+                if error > max(tolerance, WORST_ERROR):
+                    raise _singular(b)
+                return Solution(x, residual / size, float(error), iteration)
         off_diagonal.append(length / math.sqrt(squared) / step)
         p = r + (length**2 / squared) * p
         squared = length**2
         basis.append(r / length)
     raise ArithmeticError(
         f"Conjugate gradients did not reach a relative error of {tolerance:g} in {max_iterations} iterations: some "
-        "directions of the input are nearly invisible in the gradient. Give damping > 0, such as "
+        "directions of the input are nearly invisible in the gradient. Give a larger damping, such as "
         "1e-3 * largest_eigenvalue(gmap), a larger tolerance, or more max_iterations."
     )
 
@@ -122,19 +129,10 @@ WORST_ERROR = 0.01
 """The relative error that rounding may leave in a solution, if `tolerance` is not larger."""
 
 
-def _verified(operator: Operator, b: Tensor, solution: Solution, smallest: float, allowed: float) -> Solution:
-    """The solution with the residual that it really has: the recursion's goes on falling where rounding ends."""
-    residual = _finite((b - operator(solution.x)).norm())
-    error = residual / (smallest * float(solution.x.norm()))
-    if error > allowed:
-        raise _singular(b)
-    return Solution(solution.x, residual / float(b.norm()), error, solution.iterations)
-
-
 def _singular(b: Tensor) -> ArithmeticError:
     return ArithmeticError(
         f"J Jᵀ + damping is singular to working precision ({b.dtype}): directions of the input that are nearly invisible "
-        "in the gradient would decide the result, and rounding decides them. Give damping > 0, such as "
+        "in the gradient would decide the result, and rounding decides them. Give a larger damping, such as "
         "1e-3 * largest_eigenvalue(gmap), or compute in float64 (model.double())."
     )
 
