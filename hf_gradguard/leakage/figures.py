@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Self
 
+import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
@@ -74,7 +75,30 @@ class Estimate(float):
         return estimate
 
     @classmethod
-    def mean(cls, draws: Tensor) -> Self:
-        estimate = cls(draws.mean())
-        estimate.standard_error = float(draws.std()) / math.sqrt(len(draws)) if len(draws) > 1 else math.inf
+    def mean(cls, gram: Tensor) -> Self:
+        value, error = mean_square_norm(gram)
+        estimate = cls(value)
+        estimate.standard_error = float(error)
         return estimate
+
+
+def mean_square_norm(gram: Tensor) -> tuple[Tensor, Tensor]:
+    """E‖y‖² of a Gaussian vector y = Mz and its standard error, from the inner products of k independent draws.
+
+    The variance of one ‖y‖² is 2‖MMᵀ‖_F², and (y_aᵀy_b)² of two different draws is an unbiased estimate of ‖MMᵀ‖_F².
+    There are k(k-1)/2 pairs of draws, so this error is far steadier than the spread of k squares; it matters where M has
+    few large singular values and the squares are skewed.
+
+    Args:
+        gram: Inner products y_aᵀy_b, `(..., k, k)`.
+
+    Returns:
+        The mean and its standard error, `(...)`; infinite for k = 1.
+    """
+    k = gram.shape[-1]
+    squares = gram.diagonal(dim1=-2, dim2=-1)
+    value = squares.mean(-1)
+    if k == 1:
+        return value, torch.full_like(value, math.inf)
+    norm = (gram.square().sum((-2, -1)) - squares.square().sum(-1)).clamp(min=0) / (k * (k - 1))
+    return value, (2 * norm / k).sqrt()

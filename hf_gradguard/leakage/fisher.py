@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ..gradient_map import GradientMap, Tensors
 from ..randomness import private_generator
-from .figures import Eigenvalue, Estimate
+from .figures import Eigenvalue, Estimate, mean_square_norm
 from .influence import check_probes, gaussian
 from .krylov import largest_eigenpair
 from .unknowns import NoiseVariance, Unknowns, variances
@@ -63,15 +63,14 @@ def dfil(
         >>> leakage, standard_error = dfil(GradientMap(model, batch), noise_variance=1e-6)
         >>> mse_bound_from_dfil(leakage)
     """
-    draws, exposed = _traces(gmap, noise_variance, num_probes, generator)
-    coordinates = Unknowns(gmap).per_sample.to(draws.dtype)
+    unknowns, variance = Unknowns(gmap), variances(gmap, noise_variance)
     if num_probes is None:
-        error = torch.zeros_like(coordinates)
-    elif num_probes == 1:
-        error = torch.full_like(coordinates, math.inf)
+        value = _exact_traces(unknowns, variance)
+        error = torch.zeros_like(value)
     else:
-        error = draws.std(0) / math.sqrt(num_probes) / coordinates
-    value = draws.mean(0) / coordinates
+        value, error = mean_square_norm(_gram(gmap, unknowns, variance, num_probes, generator))
+    exposed = unknowns.unpack(_unprotected(gmap, unknowns, variance)).flatten(1).any(1)
+    value, error = (figure / unknowns.per_sample for figure in (value, error))
     return DFIL(value.masked_fill(exposed, math.inf), error.masked_fill(exposed, 0.0))
 
 
@@ -92,11 +91,12 @@ def fisher_trace(
     Returns:
         A float with its `standard_error`. Infinite if a coordinate without noise depends on the input.
     """
-    draws, exposed = _traces(gmap, noise_variance, num_probes, generator)
-    if exposed.any():
-        return Estimate.exact(math.inf)
-    totals = draws.sum(1)
-    return Estimate.exact(totals[0]) if num_probes is None else Estimate.mean(totals)
+    unknowns, variance = Unknowns(gmap), variances(gmap, noise_variance)
+    if num_probes is not None:
+        figure = Estimate.mean(_gram(gmap, unknowns, variance, num_probes, generator).sum(0))
+    else:
+        figure = Estimate.exact(_exact_traces(unknowns, variance).sum())
+    return Estimate.exact(math.inf) if _unprotected(gmap, unknowns, variance).any() else figure
 
 
 def fisher_trace_from_sensitivity(
@@ -154,7 +154,7 @@ def fisher_norm(
     """
     unknowns = Unknowns(gmap, sample)
     variance = variances(gmap, noise_variance)
-    if unknowns.unpack(_unprotected(gmap, unknowns, variance)).any():
+    if _unprotected(gmap, unknowns, variance).any():
         eigenvalue = Eigenvalue(math.inf)
         eigenvalue.vector, eigenvalue.residual, eigenvalue.iterations = torch.zeros_like(gmap.input), 0.0, 0
         return eigenvalue
@@ -163,32 +163,31 @@ def fisher_norm(
     return Eigenvalue.of(pair, unknowns)
 
 
-def _traces(
-    gmap: GradientMap, noise_variance: NoiseVariance, num_probes: int | None, generator: torch.Generator | None
-) -> tuple[Tensor, Tensor]:
-    """Draws of Tr FIM_j, `(k, B)` in float64 (k = 1 if exact), and which samples have unprotected coordinates, `(B,)`."""
-    if num_probes is not None:
-        check_probes(num_probes)
-    unknowns = Unknowns(gmap)
-    variance = variances(gmap, noise_variance)
-    exposed = unknowns.unpack(_unprotected(gmap, unknowns, variance)).flatten(1).any(1)
-    if num_probes is None:
-        precision = {name: _precision(v) for name, v in variance.items()}
-        squares = torch.stack(
-            [
-                torch.stack([(t.square() * precision[name]).sum() for name, t in unknowns.jvp(unit).items()]).sum()
-                for unit in unknowns.units()
-            ]
-        )
-        return _by_sample(unknowns, squares)[None], exposed
+def _exact_traces(unknowns: Unknowns, variance: Tensors) -> Tensor:
+    """Tr FIM_j of every sample, `(B,)`, by a pass for every coordinate."""
+    precision = {name: _precision(v) for name, v in variance.items()}
+    squares = [
+        torch.stack([(t.square() * precision[name]).sum() for name, t in unknowns.jvp(unit).items()]).sum()
+        for unit in unknowns.units()
+    ]
+    parts = torch.stack(squares).split(unknowns.per_sample.tolist())
+    return torch.stack([part.sum(dtype=torch.float64) for part in parts])
+
+
+def _gram(
+    gmap: GradientMap, unknowns: Unknowns, variance: Tensors, num_probes: int, generator: torch.Generator | None
+) -> Tensor:
+    """Inner products of the (Jw)_j of k independent w ~ N(0, Σ⁻¹), `(B, k, k)`. Keeps k vectors of the input's size."""
+    check_probes(num_probes)
     generator = generator or private_generator(gmap.input.device)
     deviation = {name: _precision(v).sqrt() for name, v in variance.items()}
-    draws = [unknowns.vjp(gaussian(gmap, deviation, generator)).square() for _ in range(num_probes)]
-    return torch.stack([_by_sample(unknowns, draw) for draw in draws]), exposed
-
-
-def _by_sample(unknowns: Unknowns, values: Tensor) -> Tensor:
-    return torch.stack([part.sum(dtype=torch.float64) for part in values.split(unknowns.per_sample.tolist())])
+    draws = torch.stack([unknowns.vjp(gaussian(gmap, deviation, generator)) for _ in range(num_probes)])
+    if not torch.isfinite(draws).all():
+        raise FloatingPointError(
+            "A product with the Jacobian is not finite: the loss has no second derivative here, or it overflows."
+        )
+    parts = draws.split(unknowns.per_sample.tolist(), dim=1)
+    return torch.stack([(part @ part.T).double() for part in parts])
 
 
 def _unprotected(gmap: GradientMap, unknowns: Unknowns, variance: Tensors) -> Tensor:

@@ -210,11 +210,15 @@ def expected_squared_influence(
         return Estimate.exact((inverse.square() * spread.diagonal()).sum())
     check_probes(num_probes)
     generator = generator or private_generator(gmap.input.device)
-    squares = []
+    deviation = {name: v.sqrt() for name, v in variance.items()}
+    errors = []
     for _ in range(num_probes):
-        delta = gaussian(gmap, {name: v.sqrt() for name, v in variance.items()}, generator)
-        squares.append(inversion_influence(gmap, delta, damping, sample=sample, tolerance=tolerance) ** 2)
-    return Estimate.mean(torch.tensor(squares, dtype=torch.float64))
+        delta = gaussian(gmap, deviation, generator)
+        influence = inversion_influence(gmap, delta, damping, sample=sample, tolerance=tolerance)
+        assert influence.error is not None  # a lower bound has none
+        errors.append(influence.error.flatten().double())
+    vectors = torch.stack(errors)
+    return Estimate.mean(vectors @ vectors.T)
 
 
 def gaussian(gmap: GradientMap, deviation: Tensors, generator: torch.Generator) -> Tensors:
