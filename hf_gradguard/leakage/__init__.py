@@ -1,0 +1,53 @@
+"""How much could leak, without attacking: figures from derivatives of the gradient map.
+
+gmap = GradientMap(model, batch)
+inversion_influence_lower_bound(gmap, delta)       # how far the perturbation δ moves a reconstruction
+dfil(gmap, noise_variance=1e-6)                    # Fisher information per coordinate, of every sample
+"""
+
+from .accountant import FisherAccountant, example_keys, subsampling_factor
+from .bounds import (
+    mse_bound_from_dfil,
+    mse_bound_from_norm,
+    mse_bound_from_rdp,
+    mse_bound_with_prior,
+    rdp_of_order_two,
+)
+from .clipping import smooth_clip, smoothly_clipped
+from .figures import Eigenvalue, Estimate, Influence
+from .fisher import DFIL, dfil, fisher_norm, fisher_trace, fisher_trace_from_sensitivity
+from .influence import (
+    Directions,
+    expected_squared_influence,
+    inversion_influence,
+    inversion_influence_lower_bound,
+    largest_eigenvalue,
+    smallest_directions,
+)
+
+__all__ = [
+    "DFIL",
+    "Directions",
+    "Eigenvalue",
+    "Estimate",
+    "FisherAccountant",
+    "Influence",
+    "dfil",
+    "example_keys",
+    "expected_squared_influence",
+    "fisher_norm",
+    "fisher_trace",
+    "fisher_trace_from_sensitivity",
+    "inversion_influence",
+    "inversion_influence_lower_bound",
+    "largest_eigenvalue",
+    "mse_bound_from_dfil",
+    "mse_bound_from_norm",
+    "mse_bound_from_rdp",
+    "mse_bound_with_prior",
+    "rdp_of_order_two",
+    "smallest_directions",
+    "smooth_clip",
+    "smoothly_clipped",
+    "subsampling_factor",
+]

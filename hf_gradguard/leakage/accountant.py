@@ -1,0 +1,168 @@
+"""How much a whole training run has leaked about each example, so far.
+
+    FIM(z) ≼ Σ_t κ FIM_t(z),    κ = q/(q + (1-q) e^{-ε}),    ε = 1.115 · 2 √(2 ln(1.25/δ)) / σ
+
+The sum over steps holds for any schedule. The factor κ < 1 is for batches drawn at random and kept secret, with
+Gaussian noise on smoothly clipped gradients, and fails with probability δ a step.
+
+Reference: Guo et al. (2022), Theorems 3 and 4, Eq. 4 and Algorithm 1.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from ..gradient_map import GradientMap, Tensors
+from .bounds import mse_bound_from_dfil
+from .clipping import SMOOTH_CLIP_NORM
+
+Key = int | str
+
+
+def subsampling_factor(sampling_rate: float, noise_multiplier: float, delta: float) -> float:
+    """κ: what a step's information is multiplied by because nobody knows who was in the batch.
+
+    Args:
+        sampling_rate: q = B/n, with batches drawn uniformly without replacement, afresh at each step. An epoch's shuffle
+            is no such draw.
+        noise_multiplier: σ of the noise σC on the sum of smoothly clipped gradients.
+        delta: The probability that the bound fails at this step, between 0 and 1.
+
+    Raises:
+        ValueError: If an argument is out of range.
+    """
+    if not 0 < sampling_rate <= 1:
+        raise ValueError(f"sampling_rate must be above 0 and at most 1, but is {sampling_rate}.")
+    if not noise_multiplier > 0:
+        raise ValueError(f"noise_multiplier must be above 0, but is {noise_multiplier}.")
+    if not 0 < delta < 1:
+        raise ValueError(f"delta must be between 0 and 1, but is {delta}.")
+    epsilon = SMOOTH_CLIP_NORM * 2 * math.sqrt(2 * math.log(1.25 / delta)) / noise_multiplier
+    return sampling_rate / (sampling_rate + (1 - sampling_rate) * math.exp(-epsilon))
+
+
+class FisherAccountant:
+    """dFIL of each example, added up over the steps that it took part in. Private to the client, like the examples.
+
+    Args:
+        sampling_rate: q; with `noise_multiplier` and `delta` each step is multiplied by κ (`subsampling_factor`). Leave
+            all three out where batches are not drawn afresh at random: κ = 1.
+        noise_multiplier: σ.
+        delta: Failure probability of κ at each step.
+
+    Example:
+        >>> accountant = FisherAccountant()
+        >>> accountant.step(example_keys(gmap), *dfil(gmap, noise_variance))
+        >>> accountant.dfil(key), accountant.mse_bound(key)
+    """
+
+    def __init__(
+        self, sampling_rate: float | None = None, noise_multiplier: float | None = None, delta: float | None = None
+    ) -> None:
+        if sampling_rate is None and noise_multiplier is None and delta is None:
+            self.factor, self._delta = 1.0, 0.0
+        elif sampling_rate is None or noise_multiplier is None or delta is None:
+            raise ValueError("Give sampling_rate, noise_multiplier and delta together, or none of them.")
+        else:
+            self.factor, self._delta = subsampling_factor(sampling_rate, noise_multiplier, delta), delta
+        self._rows: dict[Key, int] = {}
+        self._totals: list[float] = []
+        self._variances: list[float] = []
+        self.steps = 0
+        self.failure_probability = 0.0
+
+    def step(self, keys: Sequence[Key], dfil: Tensor, standard_error: Tensor | None = None) -> None:
+        """Add one release.
+
+        An example that is n times in the batch counts n times the sum of its rows: its Jacobian is the sum of theirs,
+        and ‖a_1 + … + a_n‖² ≤ n Σ ‖a_i‖².
+
+        Args:
+            keys: Which example each row of the batch is: its index, or its content (`example_keys`).
+            dfil: η̄² of each row, `(B,)`.
+            standard_error: Of `dfil`, if it is an estimate; taken as independent between steps.
+
+        Raises:
+            ValueError: If lengths differ, or a value is negative or NaN. Nothing is added then.
+        """
+        values = dfil.tolist()
+        errors = [0.0] * len(values) if standard_error is None else standard_error.tolist()
+        if not len(keys) == len(values) == len(errors):
+            raise ValueError(f"{len(keys)} keys, {len(values)} values and {len(errors)} errors do not go together.")
+        if not all(value >= 0 for value in values + errors):
+            raise ValueError("dFIL and its standard error must be at least 0, but one is smaller or NaN.")
+        copies = Counter(keys)
+        for key, value, error in zip(keys, values, errors, strict=True):
+            row = self._rows.setdefault(key, len(self._rows))
+            if row == len(self._totals):
+                self._totals.append(0.0)
+                self._variances.append(0.0)
+            weight = self.factor * copies[key]
+            self._totals[row] += weight * value
+            self._variances[row] += (weight * error) ** 2
+        self.steps += 1
+        self.failure_probability = min(self.failure_probability + self._delta, 1.0)
+
+    def dfil(self, key: Key) -> float:
+        """η̄² of an example over all steps so far; 0 for one that has not taken part."""
+        return self._totals[self._rows[key]] if key in self._rows else 0.0
+
+    def standard_error(self, key: Key) -> float:
+        """Standard error of `dfil(key)`."""
+        return math.sqrt(self._variances[self._rows[key]]) if key in self._rows else 0.0
+
+    def mse_bound(self, key: Key) -> float:
+        """Least mean squared error per coordinate of an unbiased attacker on this example, after all steps."""
+        return mse_bound_from_dfil(self.dfil(key))
+
+    def worst(self) -> tuple[Key, float]:
+        """The example that has leaked most, and its η̄².
+
+        Raises:
+            ValueError: Before the first step.
+        """
+        if not self._rows:
+            raise ValueError("Nothing has been accounted yet.")
+        return max(zip(self._rows, self._totals, strict=True), key=lambda item: item[1])
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __iter__(self) -> Iterator[Key]:
+        return iter(self._rows)
+
+    def state_dict(self) -> Tensors:
+        """All of it, as tensors. Private to the client."""
+        return {
+            "keys": torch.tensor(list(json.dumps(list(self._rows)).encode()), dtype=torch.uint8),
+            "totals": torch.tensor(self._totals, dtype=torch.float64),
+            "variances": torch.tensor(self._variances, dtype=torch.float64),
+            "steps": torch.tensor(self.steps),
+            "failure_probability": torch.tensor(self.failure_probability, dtype=torch.float64),
+        }
+
+    def load_state_dict(self, state: Tensors) -> None:
+        """Restore what `state_dict` returned, exactly. Later steps use this object's κ, whatever the earlier ones used."""
+        keys: list[Key] = json.loads(bytes(state["keys"].tolist()))
+        self._rows = {key: row for row, key in enumerate(keys)}
+        self._totals, self._variances = state["totals"].tolist(), state["variances"].tolist()
+        self.steps, self.failure_probability = int(state["steps"]), float(state["failure_probability"])
+
+
+def example_keys(gmap: GradientMap) -> list[str]:
+    """One key a sample of the batch, from its content: its real tokens or its pixels. Not reversible, but guessable."""
+    batch, text = gmap.batch, gmap.embedding is not None
+    rows = batch["input_ids"] if text else batch["pixel_values"]
+    mask = batch.get("attention_mask") if text else None
+    keys = []
+    for index, row in enumerate(rows):
+        content = row if mask is None else row[mask[index].bool()]
+        keys.append(hashlib.sha256(content.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest())
+    return keys

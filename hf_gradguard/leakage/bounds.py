@@ -1,0 +1,130 @@
+"""From leakage to the least error of an attacker, per coordinate and squared: functions of numbers, nothing else.
+
+One ladder for uniform noise, from loose and cheap to tight and dear:
+
+    1/‖FIM‖₂  ≤  m/Tr FIM  ≤  Tr(FIM⁻¹)/m = E[I²]/m
+
+All hold for *unbiased* attackers, but for `mse_bound_with_prior`. An attacker who knows what inputs look like is biased,
+and may do better than any of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+FloatOrTensor = TypeVar("FloatOrTensor", float, Tensor)
+
+
+def mse_bound_from_dfil(dfil: FloatOrTensor) -> FloatOrTensor:
+    """MSE ≥ 1/η̄² (Guo et al., Theorem 2). Infinite where nothing leaks, 0 where all does.
+
+    Args:
+        dfil: η̄² = Tr FIM/m; a number, or one a sample.
+    """
+    return _inverse(dfil, "dfil")
+
+
+def mse_bound_from_norm(norm: FloatOrTensor) -> FloatOrTensor:
+    """MSE ≥ 1/η² with η² = ‖FIM‖₂ (Guo et al., Theorem 2): never above the bound from dFIL.
+
+    Args:
+        norm: η², from `fisher_norm`.
+    """
+    return _inverse(norm, "norm")
+
+
+def mse_bound_with_prior(trace: float, prior_norm: float, num_coordinates: int) -> float:
+    """MSE ≥ m / (E Tr J_F + m λ_max(J_P)): the Bayesian Cramér-Rao bound, which holds for biased attackers too.
+
+    (Chen et al. write d for m, their number of input coordinates.)
+
+    Args:
+        trace: Tr J_F averaged over inputs drawn from the prior.
+        prior_norm: λ_max of J_P = E ∇log p(x) ∇log p(x)ᵀ, which must exist: p has to be smooth and vanish at its
+            boundary. For N(μ, τ²I) it is 1/τ².
+        num_coordinates: m.
+    """
+    if num_coordinates < 1:
+        raise ValueError(f"num_coordinates must be at least 1, but is {num_coordinates}.")
+    for name, value in (("trace", trace), ("prior_norm", prior_norm)):
+        if not value >= 0:
+            raise ValueError(f"{name} must be at least 0, but is {value}.")
+    return _inverse(float(trace) / num_coordinates + float(prior_norm), "information")
+
+
+def mse_bound_from_rdp(epsilon: float, diameters: float | Sequence[float] | Tensor = 1.0) -> float:
+    """MSE ≥ Σ_i diam_i² / (4m (e^ε₂ - 1)) for a mechanism of (2, ε₂)-Rényi differential privacy (Guo et al., Theorem 1).
+
+    Args:
+        epsilon: ε₂ ≥ 0, for neighbours that differ in one record's *content* (see `rdp_of_order_two`).
+        diameters: The range of each coordinate: one number for all, or m of them. 1 for pixels in [0, 1].
+    """
+    if not epsilon >= 0:
+        raise ValueError(f"epsilon must be at least 0, but is {epsilon}.")
+    ranges = torch.as_tensor(diameters, dtype=torch.float64)
+    if not (ranges >= 0).all() or not ranges.numel():
+        raise ValueError("diameters must be at least 0.")
+    if epsilon == 0:
+        return math.inf
+    if epsilon > 700:  # e^ε overflows; the bound is 0 to double precision
+        return 0.0
+    return float(ranges.square().mean()) / (4 * math.expm1(epsilon))
+
+
+def rdp_of_order_two(noise_multiplier: float, *, steps: int = 1, batch_size: int = 1, dataset_size: int = 1) -> float:
+    """ε₂ of Gaussian noise on a sum over records, by `dp-accounting`, for neighbours that differ in one record's content.
+
+    Reconstruction needs that relation: the attacker asks which of two contents a record has. Replacing a record moves a
+    sum of gradients of norm C by up to 2C.
+
+    Args:
+        noise_multiplier: Standard deviation of the noise, divided by the largest change that replacing one record makes.
+            For noise σC on a sum of gradients clipped to C: σ/2.
+        steps: How often.
+        batch_size: Records in a step, drawn afresh without replacement; equal to `dataset_size` for all of them.
+        dataset_size: Records that there are.
+
+    Raises:
+        ImportError: Without `dp-accounting`, which the extra `accounting` brings.
+
+    Example:
+        >>> n, regularization, std = 12_665, 1e-2, 1e-2
+        >>> sensitivity = 2 / (n * regularization)  # of the minimiser of a regularised logistic loss
+        >>> round(rdp_of_order_two(std / sensitivity), 3)
+        2.494
+    """
+    if not noise_multiplier > 0:
+        raise ValueError(f"noise_multiplier must be above 0, but is {noise_multiplier}.")
+    if steps < 1 or not 1 <= batch_size <= dataset_size:
+        raise ValueError(
+            f"steps must be at least 1 and batch_size from 1 to dataset_size, but they are {steps}, {batch_size}, "
+            f"{dataset_size}."
+        )
+    try:
+        import dp_accounting
+        from dp_accounting.rdp import RdpAccountant
+    except ImportError as error:
+        raise ImportError(
+            "RDP accounting uses the package dp-accounting. Install it with: pip install 'hf-gradguard[accounting]'"
+        ) from error
+    accountant = RdpAccountant([2.0], dp_accounting.NeighboringRelation.REPLACE_ONE)
+    event: dp_accounting.DpEvent = dp_accounting.GaussianDpEvent(noise_multiplier)
+    if batch_size < dataset_size:
+        event = dp_accounting.SampledWithoutReplacementDpEvent(dataset_size, batch_size, event)
+    accountant.compose(event, steps)
+    return float(accountant.rdp[0])
+
+
+def _inverse(value: FloatOrTensor, name: str) -> FloatOrTensor:
+    if isinstance(value, Tensor):
+        if not (value >= 0).all():
+            raise ValueError(f"{name} must be at least 0, but has a smaller value or NaN.")
+        return 1 / value
+    if not value >= 0:
+        raise ValueError(f"{name} must be at least 0, but is {value}.")
+    return 1 / value if value else math.inf

@@ -1,0 +1,247 @@
+"""Inversion influence (I²F): how far a perturbation δ of the shared gradient moves what an attacker reconstructs.
+
+    I(δ)    = ‖(J Jᵀ + εI)⁻¹ J δ‖
+    I_lb(δ) = ‖J δ‖ / (λ_max(J Jᵀ) + ε)  ≤  I(δ)
+
+The unit is that of the input: the norm of its error over all coordinates; divided by √m, its root mean square. It is a
+first-order figure for an attacker who inverts g exactly. Use it to rank perturbations and samples, not to predict an
+attack's error.
+
+Everything happens in input space, by products J(Jᵀv): never a vector of parameters but the one in hand.
+
+Reference: Zhang et al., "Understanding Deep Gradient Leakage via Inversion Influence Functions" (2023), Eq. 4 to 6. They
+have ε only in I, so that their lower bound can exceed it.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..gradient_map import GradientMap, Tensors
+from ..randomness import private_generator
+from .figures import Eigenvalue, Estimate, Influence
+from .krylov import largest_eigenpair, solve
+from .unknowns import NoiseVariance, Unknowns, variances
+
+
+def inversion_influence(
+    gmap: GradientMap,
+    delta: Tensors,
+    damping: float = 0.0,
+    *,
+    sample: int | None = None,
+    tolerance: float = 1e-5,
+    max_iterations: int = 1000,
+) -> Influence:
+    """I(δ) = ‖(J Jᵀ + εI)⁻¹ J δ‖, by conjugate gradients on v ↦ J(Jᵀv) + εv.
+
+    At ε = 0 on a singular J Jᵀ this is the pseudo-inverse: a direction of the input that the gradient says nothing about
+    counts as no error. So I is what δ adds to the error, not what an attacker cannot see anyway, and it is 0 where J
+    is. Directions that the gradient says *nearly* nothing about make the problem singular to working precision; that is
+    an error and never a silent cut-off.
+
+    Args:
+        gmap: The client's gradient map.
+        delta: What is shared minus the true gradient. Missing parameters count as unperturbed.
+        damping: ε ≥ 0, in the unit of J Jᵀ. A usual choice is 1e-3 * `largest_eigenvalue(gmap)`.
+        sample: Count only this sample's coordinates as unknown: the influence on an attacker who knows all the others.
+            By default all are unknown at once.
+        tolerance: Relative error of I at which to stop, guaranteed by ‖r‖ ≤ tolerance · ε · ‖x‖. At ε = 0 it goes on
+            until nothing of Jδ is left but rounding. Each iteration is one pass for Jᵀv and one for Jδ.
+        max_iterations: Also bounds memory: as many vectors of the input's size are kept.
+
+    Returns:
+        A float that also has `rmse`, `error`, `per_sample`, `iterations`, `residual` and `relative_error`.
+
+    Raises:
+        ValueError: If an argument is out of range.
+        ArithmeticError: If the problem is singular to working precision, or the tolerance is not reached.
+
+    Example:
+        >>> gmap = GradientMap(model, batch)
+        >>> shared = make_defense("gaussian_noise")(gmap)
+        >>> delta = {name: shared[name] - g for name, g in gmap.gradient().items()}
+        >>> inversion_influence(gmap, delta, damping=1e-3 * largest_eigenvalue(gmap)).rmse
+    """
+    _check_iteration(damping, tolerance, max_iterations)
+    unknowns = Unknowns(gmap, sample)
+    solution = solve(unknowns.gram, unknowns.vjp(delta), damping, tolerance, max_iterations)
+    error = unknowns.unpack(solution.x)
+    influence = Influence(solution.x.norm())
+    influence.num_coordinates, influence.error = unknowns.size, error
+    influence.per_sample = error.flatten(1).norm(dim=1)
+    influence.iterations, influence.residual = solution.iterations, solution.residual
+    influence.relative_error = solution.relative_error
+    return influence
+
+
+def inversion_influence_lower_bound(
+    gmap: GradientMap,
+    delta: Tensors,
+    damping: float = 0.0,
+    *,
+    sample: int | None = None,
+    eigenvalue: Eigenvalue | None = None,
+) -> Influence:
+    """I_lb(δ) = ‖J δ‖ / (λ_max(J Jᵀ) + ε), at most I(δ) at the same ε; needs no solving.
+
+    `per_sample` has ‖(Jδ)_j‖ in the numerator: a lower bound of `inversion_influence(gmap, delta, damping, sample=j)`,
+    since no block of J Jᵀ has a larger eigenvalue than the whole.
+
+    Args:
+        gmap: The client's gradient map.
+        delta: What is shared minus the true gradient.
+        damping: ε ≥ 0, in the unit of J Jᵀ.
+        sample: Count only this sample's coordinates as unknown.
+        eigenvalue: What `largest_eigenvalue(gmap)` returned, if it is known already: it does not depend on δ.
+
+    Returns:
+        A float that also has `rmse`, `per_sample`, `iterations` and `residual`. 0 where J is.
+
+    Example:
+        >>> top = largest_eigenvalue(gmap)
+        >>> [inversion_influence_lower_bound(gmap, delta, eigenvalue=top) for delta in perturbations]
+    """
+    _check_damping(damping)
+    unknowns = Unknowns(gmap, sample)
+    if eigenvalue is None:
+        eigenvalue = largest_eigenvalue(gmap, sample=sample)
+    product = unknowns.vjp(delta)
+    # Lanczos approaches λ_max from below; with its residual added this stays a lower bound.
+    divisor = float(eigenvalue) + eigenvalue.residual + damping
+    scale = 1 / divisor if divisor else 0.0
+    bound = Influence(float(product.norm()) * scale)
+    bound.num_coordinates = unknowns.size
+    bound.per_sample = unknowns.unpack(product).flatten(1).norm(dim=1) * scale
+    bound.iterations, bound.residual = eigenvalue.iterations, eigenvalue.residual
+    return bound
+
+
+def largest_eigenvalue(
+    gmap: GradientMap, *, sample: int | None = None, tolerance: float = 1e-4, max_iterations: int = 300
+) -> Eigenvalue:
+    """λ_max(J Jᵀ), by Lanczos in input space. It is also that of JᵀJ, at a small part of the memory.
+
+    Args:
+        gmap: The client's gradient map.
+        sample: Count only this sample's coordinates.
+        tolerance: Bound on ‖J Jᵀv - λv‖/λ. λ is at most that far from an eigenvalue, and usually its square.
+        max_iterations: Each is one pass for Jᵀv and one for Jδ, and keeps one vector of the input's size.
+
+    Returns:
+        A float that also has `vector` (unit norm, the input's shape), `residual` and `iterations`.
+
+    Raises:
+        ArithmeticError: If the tolerance is not reached.
+    """
+    _check_iteration(0.0, tolerance, max_iterations)
+    unknowns = Unknowns(gmap, sample)
+    return Eigenvalue.of(
+        largest_eigenpair(unknowns.gram, unknowns.random_vector(), tolerance, max_iterations), unknowns
+    )
+
+
+class Directions(NamedTuple):
+    """Eigenvalues of J Jᵀ, ascending, `(count,)`, and unit eigenvectors, `(count, *input.shape)`."""
+
+    eigenvalues: Tensor
+    vectors: Tensor
+
+
+def smallest_directions(gmap: GradientMap, count: int = 1, *, sample: int | None = None) -> Directions:
+    """The directions of the input that the gradient says least about, by a dense J Jᵀ.
+
+    A perturbation of norm 1 along such a direction u, δ = Jᵀu/√λ, has I(δ) = 1/√λ. With `count` the number of
+    coordinates m this is the whole spectrum.
+
+    Args:
+        gmap: The client's gradient map.
+        count: From 1 to m.
+        sample: Count only this sample's coordinates.
+
+    Raises:
+        ValueError: If `count` is out of range, or m above 8192: the cost is 2m passes and m² numbers.
+    """
+    unknowns = Unknowns(gmap, sample)
+    if not 1 <= count <= unknowns.size:
+        raise ValueError(f"count must be from 1 to {unknowns.size}, but is {count}.")
+    values, vectors = torch.linalg.eigh(unknowns.dense_gram())
+    return Directions(values[:count], torch.stack([unknowns.unpack(v) for v in vectors.T[:count]]))
+
+
+def expected_squared_influence(
+    gmap: GradientMap,
+    noise_variance: NoiseVariance,
+    damping: float = 0.0,
+    *,
+    num_probes: int | None = None,
+    generator: torch.Generator | None = None,
+    sample: int | None = None,
+    tolerance: float = 1e-3,
+) -> Estimate:
+    """E I(δ)² over δ ~ N(0, Σ): at ε = 0 and Σ = σ²I it is σ² Tr((J Jᵀ)⁻¹).
+
+    Args:
+        gmap: The client's gradient map.
+        noise_variance: Diagonal Σ: one number, or one tensor a shared parameter.
+        damping: ε ≥ 0, in the unit of J Jᵀ.
+        num_probes: How many δ to draw and solve for. `None` computes it exactly from a dense J Jᵀ, where at ε = 0
+            eigenvalues below m · eps · λ_max count as directions that the gradient says nothing about, as in a
+            pseudo-inverse.
+        generator: Source of the draws, on the input's device. Default: a fresh one from the system's entropy.
+        sample: Count only this sample's coordinates as unknown.
+        tolerance: Relative error at which to stop solving, in I.
+
+    Returns:
+        A float with its `standard_error`: 0 if exact, infinite for one draw.
+    """
+    _check_damping(damping)
+    variance = variances(gmap, noise_variance)
+    if num_probes is None:
+        unknowns = Unknowns(gmap, sample)
+        values, vectors = torch.linalg.eigh(unknowns.dense_gram())
+        spread = vectors.T @ unknowns.dense_gram(variance) @ vectors  # J Σ Jᵀ in the eigenvectors of J Jᵀ
+        cutoff = 0.0 if damping else len(values) * torch.finfo(values.dtype).eps * float(values[-1])
+        inverse = torch.where(values > cutoff, 1 / (values + damping), 0.0)
+        return Estimate.exact((inverse.square() * spread.diagonal()).sum())
+    check_probes(num_probes)
+    generator = generator or private_generator(gmap.input.device)
+    deviation = {name: v.sqrt() for name, v in variance.items()}
+    errors = []
+    for _ in range(num_probes):
+        delta = gaussian(gmap, deviation, generator)
+        influence = inversion_influence(gmap, delta, damping, sample=sample, tolerance=tolerance)
+        assert influence.error is not None  # a lower bound has none
+        errors.append(influence.error.flatten().double())
+    vectors = torch.stack(errors)
+    return Estimate.mean(vectors @ vectors.T)
+
+
+def gaussian(gmap: GradientMap, deviation: Tensors, generator: torch.Generator) -> Tensors:
+    """Independent normal numbers of the given standard deviations, in the shared parameters' shapes."""
+    return {
+        name: deviation[name] * torch.randn(p.shape, generator=generator, device=p.device, dtype=p.dtype)
+        for name, p in gmap.parameters.items()
+    }
+
+
+def check_probes(num_probes: int) -> None:
+    if not isinstance(num_probes, int) or num_probes < 1:
+        raise ValueError(f"num_probes must be a whole number of at least 1, but is {num_probes!r}.")
+
+
+def _check_damping(damping: float) -> None:
+    if not 0 <= damping < math.inf:
+        raise ValueError(f"damping must be a finite number of at least 0, but is {damping!r}.")
+
+
+def _check_iteration(damping: float, tolerance: float, max_iterations: int) -> None:
+    _check_damping(damping)
+    if not 0 < tolerance < 1:
+        raise ValueError(f"tolerance must be between 0 and 1, but is {tolerance!r}.")
+    if max_iterations < 1:
+        raise ValueError(f"max_iterations must be at least 1, but is {max_iterations!r}.")
