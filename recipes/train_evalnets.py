@@ -29,6 +29,7 @@ def main() -> None:
     parser.add_argument("kind", choices=("image", "text"))
     parser.add_argument("--data", required=True, help="the file to train on")
     parser.add_argument("--model", default=BASE_MODEL, help="text: the model whose token embeddings are judged")
+    parser.add_argument("--filters", type=int, nargs="+", help="image: of each convolution, instead of 128 256 512")
     parser.add_argument("--output", type=Path, help="default: the network's folder in model_cards/")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=1, help="the weights depend on it, in the last digits")
@@ -37,7 +38,8 @@ def main() -> None:
 
     started = time.perf_counter()
     if args.kind == "image":
-        network = train_image_network(load_images(args.data), seed=args.seed, **IMAGE)
+        filters = {"filters": args.filters} if args.filters else {}
+        network = train_image_network(load_images(args.data), seed=args.seed, **IMAGE, **filters)
         output = args.output or CARDS / "image-evaluation-network-32"
     else:
         tokenizer = AutoTokenizer.from_pretrained(args.model)

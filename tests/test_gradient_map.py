@@ -847,3 +847,60 @@ def test_embedding_that_runs_once() -> None:
 def test_loss_must_be_a_differentiable_scalar(loss_fn: Callable[..., Tensor]) -> None:
     with pytest.raises(ValueError, match="must be a differentiable scalar"):
         GradientMap(*make_task("bert"), loss_fn=loss_fn)
+
+
+def sum_of_squares(gradient: dict[str, Tensor], extras: dict[str, Tensor]) -> Tensor:
+    return torch.stack([(t - extras[name]).square().sum() for name, t in gradient.items()]).sum()
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_several_inputs_at_once_are_as_one_by_one(task: str) -> None:
+    model, batch = make_task(task, dropout=0.2)
+    model.train()
+    gmap = GradientMap(model, batch)
+    xs = gmap.input + 0.1 * torch.randn(3, *gmap.input.shape, generator=rng(), dtype=torch.float64)
+    labels = torch.stack([batch["labels"], batch["labels"].flip(0), batch["labels"].roll(1, 0)])
+    extras = {
+        name: torch.randn(3, *p.shape, generator=rng(), dtype=torch.float64) for name, p in gmap.parameters.items()
+    }
+    values, slopes, _ = gmap.slopes_at(sum_of_squares, xs, extras, labels=labels)
+    for k in range(3):
+        x = xs[k].clone().requires_grad_()
+        own = {name: tensor[k] for name, tensor in extras.items()}
+        value = sum_of_squares(gmap.gradient_at(x, create_graph=True, labels=labels[k]), own)
+        torch.testing.assert_close(values[k], value.detach())
+        torch.testing.assert_close(slopes[k], gmap.input_gradient(value, x)[0])
+
+
+def test_slopes_are_finite_differences() -> None:
+    gmap = GradientMap(*make_task("bert"))
+    extras = {name: torch.zeros(2, *p.shape, dtype=torch.float64) for name, p in gmap.parameters.items()}
+    step = 1e-5 * torch.randn(gmap.input.shape, generator=rng(), dtype=torch.float64)
+    values, slopes, _ = gmap.slopes_at(sum_of_squares, torch.stack([gmap.input + step, gmap.input - step]), extras)
+    torch.testing.assert_close(values[0] - values[1], ((slopes[0] + slopes[1]) * step).sum(), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_slopes_by_soft_labels(count: int) -> None:
+    model, batch = make_task("bert")
+
+    def soft(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        batch = dict(batch)
+        return -(batch.pop("labels") * model(**batch).logits.log_softmax(-1)).sum(-1).mean()
+
+    labels = torch.rand(count, 2, 3, generator=rng(), dtype=torch.float64)
+    gmap = GradientMap(model, {**batch, "labels": labels[0]}, loss_fn=soft)
+    xs = gmap.input + 0.1 * torch.randn(count, *gmap.input.shape, generator=rng(), dtype=torch.float64)
+    extras = {name: torch.zeros(count, *p.shape, dtype=torch.float64) for name, p in gmap.parameters.items()}
+    _, slopes, others = gmap.slopes_at(sum_of_squares, xs, extras, labels=labels)
+    for k in range(count):
+        x, own = xs[k].clone().requires_grad_(), labels[k].clone().requires_grad_()
+        value = sum(t.square().sum() for t in gmap.gradient_at(x, create_graph=True, labels=own).values())
+        for found, expected in zip((slopes[k], others["labels"][k]), gmap.input_gradient(value, x, own), strict=True):
+            torch.testing.assert_close(found, expected)
+
+
+def test_several_inputs_of_another_shape_are_refused() -> None:
+    gmap = GradientMap(*make_task("bert"))
+    with pytest.raises(ValueError, match=r"\(K, 2, 5, 8\)"):
+        gmap.slopes_at(sum_of_squares, torch.zeros(2, 5, 8), {})

@@ -80,6 +80,8 @@ class GradientMatching(Attack):
             raise ValueError(f"steps and restarts must be at least 1, but are {self.steps} and {self.restarts}.")
         if self.learning_rate <= 0:
             raise ValueError(f"learning_rate must be above 0, but is {self.learning_rate}.")
+        if self.signed and self.optimizer == "lbfgs":
+            raise ValueError("L-BFGS needs the gradient and not its sign: set signed=False.")
         if isinstance(self.leave_out, str):
             raise ValueError("leave_out is a list of parts of names, not one string.")
 
@@ -97,7 +99,7 @@ class GradientMatching(Attack):
         return value
 
     def between_steps(self, problem: Problem, step: int, x: Tensor, generator: torch.Generator) -> None:
-        """What happens to the candidates after a step, in place. Called without gradient."""
+        """What happens to the candidates after a step, in place."""
 
     def reconstruct(self, seen: Observation, generator: torch.Generator) -> Reconstruction:
         return self.together([seen], generator)[0]
@@ -145,39 +147,35 @@ class GradientMatching(Attack):
         self, problem: Problem, x: Tensor, rows: slice, generator: torch.Generator, started: float
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """The best candidates `(K, ...)`, their objectives `(K,)`, their labels, and the objectives on the way `(K, steps)`."""
-        x = x.clone().requires_grad_()
-        labels = problem.labels[rows].clone().requires_grad_(problem.soft)
+        x, labels = x.clone(), problem.labels[rows].clone()
         leaves = [x, labels] if problem.soft else [x]
         optimizer = _OPTIMIZERS[self.optimizer](leaves, self.learning_rate)
         rate = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _SCHEDULES[self.schedule](self, step))
-        best = [
-            x.detach().clone(),
-            torch.full((len(x),), math.inf, device=x.device, dtype=x.dtype),
-            labels.detach().clone(),
-        ]
+        best = [x.clone(), torch.full((len(x),), math.inf, device=x.device, dtype=x.dtype), labels.clone()]
         history: list[Tensor] = []
 
         def evaluate() -> float:
-            values = problem.distance(x, labels, rows) + self.penalty(problem, x)
-            slopes = problem.gmap.input_gradient(values.sum(), *leaves)
-            with torch.no_grad():
-                better = values < best[1]
-                for kept, new in zip(best, (x, values, labels), strict=True):
-                    kept.copy_(torch.where(better.view(-1, *[1] * (kept.dim() - 1)), new, kept))
-                x.grad = (slopes[0].sign() if self.signed else slopes[0]) * problem.free
-                if problem.soft:
-                    labels.grad = slopes[1]
-            history.append(values.detach())
-            return float(values.detach().sum())
+            values, slopes, others = problem.slopes(x, labels, rows)
+            penalty = self.penalty(problem, at := x.detach().requires_grad_())
+            if isinstance(penalty, Tensor):
+                values = values + penalty.detach()
+                slopes = slopes + torch.autograd.grad(penalty.sum(), at)[0]
+            better = values < best[1]
+            for kept, new in zip(best, (x, values, labels), strict=True):
+                kept.copy_(torch.where(better.view(-1, *[1] * (kept.dim() - 1)), new, kept))
+            x.grad = (slopes.sign() if self.signed else slopes) * problem.free
+            if problem.soft:
+                labels.grad = others["labels"]
+            history.append(values)
+            return float(values.sum())
 
         least, since = math.inf, 0
         bar = logging.tqdm(range(self.steps), desc=self.name, disable=not self.progress)
         for step in bar:
             optimizer.step(evaluate)
             rate.step()
-            with torch.no_grad():
-                problem.project_(x)
-                self.between_steps(problem, step, x, generator)
+            problem.project_(x)
+            self.between_steps(problem, step, x, generator)
             if step % 20 == 0:
                 bar.set_postfix(objective=f"{float(best[1].min()):.4g}")
             now = float(best[1].sum())
@@ -201,7 +199,7 @@ class Problem:
 
     def __init__(self, observations: Sequence[Observation], attack: GradientMatching) -> None:
         first = observations[0]
-        self.seen, self.restarts = first, attack.restarts
+        self.seen = first
         for other in observations[1:]:
             if (
                 other.model is not first.model
@@ -215,27 +213,34 @@ class Problem:
                 )
         # Labels that are neither known nor read off the gradient are optimised as logits, as DLG does.
         self.soft = first.labels is None and getattr(attack, "optimize_labels", False)
-        each = [self._labels(seen) for seen in observations]
-        self.labels = torch.stack(each).repeat_interleave(attack.restarts, 0)
+        labels = [self._labels(seen) for seen in observations]
+        self.labels = torch.stack(labels).repeat_interleave(attack.restarts, 0)
         self.gmap: GradientMap = first.gradient_map(self.labels[0], loss_fn=soft_label_loss if self.soft else None)
-        names = [
+        self.objective = attack.objective()
+        self.names = [
             name
             for name in self.gmap.parameters
             if name in first.gradient and not any(part in name for part in attack.leave_out)
         ]
-        if not names:
+        if not self.names:
             raise ValueError(
                 "No gradient is left to match: what was shared is the token embeddings' alone (embedding_rows reads those), "
                 "or leave_out names all of it."
             )
-        self.shared: Tensors = {
-            name: torch.stack([seen.gradient[name] for seen in observations]).repeat_interleave(attack.restarts, 0)
-            for name in names
+        weights = [_weights(attack, seen, self.names) for seen in observations]
+        self.weighted = any(own is not None for own in weights)
+        each = []
+        for seen, own in zip(observations, weights, strict=True):
+            shared = {name: seen.gradient[name] for name in self.names}
+            if self.weighted:
+                own = own or {name: torch.ones_like(tensor) for name, tensor in shared.items()}
+                shared = {name: tensor * own[name] for name, tensor in shared.items()}
+                shared |= {f"weight {name}": tensor for name, tensor in own.items()}
+            each.append(shared)
+        self.extras: Tensors = {
+            name: torch.stack([shared[name] for shared in each]).repeat_interleave(attack.restarts, 0)
+            for name in each[0]
         }
-        self.objective = attack.objective()
-        self.weights = self._weights(attack, observations, names)
-        if self.weights:
-            self.shared = {name: tensor * self.weights[name] for name, tensor in self.shared.items()}
         self.vocabulary = Vocabulary(first) if first.is_text else None
         if self.vocabulary is None:
             self.free = torch.ones((), dtype=torch.bool, device=first.device)
@@ -247,12 +252,20 @@ class Problem:
             if not self.free.any():
                 raise ValueError("Every token of this shape is special or padding: there is nothing to reconstruct.")
 
-    def distance(self, x: Tensor, labels: Tensor, rows: slice) -> Tensor:
-        """dist(g(x̂), shared) of candidates, `(K,)`, with a graph if `x` requires a gradient."""
-        candidates = self.gmap.gradients_at(x, create_graph=x.requires_grad, labels=labels)
-        if self.weights:
-            candidates = {name: candidates[name] * self.weights[name][rows] for name in self.shared}
-        return self.objective(candidates, {name: tensor[rows] for name, tensor in self.shared.items()})
+    def slopes(self, x: Tensor, labels: Tensor, rows: slice) -> tuple[Tensor, Tensor, Tensors]:
+        """dist(g(x̂), shared) of the candidates `rows`, `(K,)`, and its derivatives by `x` and by soft labels."""
+        extras = {name: tensor[rows] for name, tensor in self.extras.items()}
+        return self.gmap.slopes_at(self._distance, x, extras, labels=labels)
+
+    def distance(self, x: Tensor, candidate: int) -> Tensor:
+        """dist(g(x̂), shared) of one x̂ `(B, ...)` for the candidate of that number."""
+        gradient = self.gmap.gradient_at(x, labels=self.labels[candidate])
+        return self._distance(gradient, {name: tensor[candidate] for name, tensor in self.extras.items()})
+
+    def _distance(self, gradient: Tensors, extras: Tensors) -> Tensor:
+        if self.weighted:
+            gradient = {name: gradient[name] * extras[f"weight {name}"] for name in self.names}
+        return self.objective(gradient, {name: extras[name] for name in self.names})
 
     def start(self, start: Any, generator: torch.Generator) -> Tensor:
         """The first candidates, `(K, *input.shape)`."""
@@ -300,32 +313,24 @@ class Problem:
         if not self.soft:
             return recover_labels(seen)
         classes = seen.model.config.num_labels  # type: ignore[union-attr]
-        return torch.zeros(seen.batch_size, classes, device=seen.device)  # type: ignore[arg-type]
+        return torch.zeros(seen.batch_size, classes, device=seen.device, dtype=next(iter(seen.gradient.values())).dtype)  # type: ignore[arg-type]
 
-    def _weights(
-        self, attack: GradientMatching, observations: Sequence[Observation], names: list[str]
-    ) -> Tensors | None:
-        """What an adaptive attacker multiplies gradients by, `{name: (K, *shape)}`; `None` for all ones.
 
-        Zeros leave out what a pruning took. Against Gaussian noise of known variance Σ, Σ^-½ (times a constant) makes the
-        squared distance its negative log-likelihood; the smallest variances count as 1e-4 of their mean.
-        """
-        each = []
-        for seen in observations:
-            weights = {name: torch.ones_like(seen.gradient[name]) for name in names}
-            if isinstance(seen.noise_variance, Mapping):
-                mean = sum(float(seen.noise_variance[name].sum()) for name in names) / sum(
-                    seen.noise_variance[name].numel() for name in names
-                )
-                for name in names:
-                    weights[name] *= (mean / seen.noise_variance[name].clamp_min(1e-4 * mean)).sqrt()
-            if attack.match_nonzero:
-                for name in names:
-                    weights[name] *= seen.gradient[name] != 0
-            each.append(weights)
-        if not attack.match_nonzero and not any(isinstance(seen.noise_variance, Mapping) for seen in observations):
-            return None
-        return {n: torch.stack([w[n] for w in each]).repeat_interleave(attack.restarts, 0) for n in names}
+def _weights(attack: GradientMatching, seen: Observation, names: list[str]) -> Tensors | None:
+    """What an adaptive attacker multiplies gradients by; `None` for all ones.
+
+    Zeros leave out what a pruning took. Against Gaussian noise of known variance Σ, Σ^-½ (times a constant) makes the squared
+    distance its negative log-likelihood; the smallest variances count as 1e-4 of their mean.
+    """
+    weights: Tensors | None = None
+    if isinstance(seen.noise_variance, Mapping):
+        variance = {name: seen.noise_variance[name] for name in names}
+        mean = sum(float(v.sum()) for v in variance.values()) / sum(v.numel() for v in variance.values())
+        weights = {name: (mean / v.clamp_min(1e-4 * mean)).sqrt() for name, v in variance.items()}
+    if attack.match_nonzero:
+        kept = {name: (seen.gradient[name] != 0).to(seen.gradient[name].dtype) for name in names}
+        weights = kept if weights is None else {name: weights[name] * kept[name] for name in names}
+    return weights
 
 
 def soft_label_loss(model: nn.Module, batch: dict[str, Any]) -> Tensor:

@@ -92,20 +92,18 @@ class Lamp(GradientMatching):
             return
         for k in range(len(x)):
             moved = torch.stack([x[k], *(self._rearranged(problem, x[k], generator) for _ in range(self.moves))])
-            scores = torch.cat([self._score(problem, one[None], k) for one in moved])
+            scores = torch.stack([self._score(problem, one, k) for one in moved])
             x[k] = moved[scores.argmin()]
 
-    def _score(self, problem: Problem, x: Tensor, k: int) -> Tensor:
-        rows = slice(k, k + 1)
-        value = problem.distance(x.detach(), problem.labels[rows], rows)
+    def _score(self, problem: Problem, x: Tensor, candidate: int) -> Tensor:
+        value = problem.distance(x, candidate)
         if self._language is not None:
             assert problem.vocabulary is not None
-            ids = problem.vocabulary.nearest(x[0])
-            labels = ids.masked_fill(~problem.seen.tokens, -100)
-            mask = problem.seen.tokens.long()
-            value = (
-                value + self.language_weight * self._language(input_ids=ids, attention_mask=mask, labels=labels).loss
-            )
+            ids = problem.vocabulary.nearest(x)
+            labels, mask = ids.masked_fill(~problem.seen.tokens, -100), problem.seen.tokens.long()
+            with torch.no_grad():
+                loss = self._language(input_ids=ids, attention_mask=mask, labels=labels).loss
+            value = value + self.language_weight * loss
         return value
 
     def _rearranged(self, problem: Problem, x: Tensor, generator: torch.Generator) -> Tensor:

@@ -8,7 +8,7 @@ Reference: Guo et al. (2022), Algorithm 1 and Section 6.2.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -71,8 +71,16 @@ class _ClippedMap(GradientMap):
     def gradient(self) -> Tensors:
         return self._clipped
 
-    def gradient_at(self, x: Tensor, create_graph: bool = False) -> Tensors:
-        return smooth_clip(self._raw.gradient_at(x, create_graph), self._clip)
+    def gradient_at(self, x: Tensor, create_graph: bool = False, **entries: Tensor) -> Tensors:
+        return smooth_clip(self._raw.gradient_at(x, create_graph, **entries), self._clip)
+
+    def slopes_at(
+        self, function: Callable[[Tensors, Tensors], Tensor], xs: Tensor, extras: Tensors, **entries: Tensor
+    ) -> tuple[Tensor, Tensor, Tensors]:
+        def clipped(gradient: Tensors, extras: Tensors) -> Tensor:
+            return function(smooth_clip(gradient, self._clip), extras)
+
+        return self._raw.slopes_at(clipped, xs, extras, **entries)
 
     def vjp(self, delta: Tensors) -> Tensor:
         gradient = self._raw.gradient()
