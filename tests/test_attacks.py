@@ -40,7 +40,7 @@ def small_lenet(**settings: Any) -> LeakageLeNetForImageClassification:
 def text_task(words: int = 5) -> tuple[torch.nn.Module, dict[str, Tensor], Any]:
     """A tiny BERT whose tokenizer frames texts by [CLS] and [SEP], with one sample."""
     tokenizer = word_tokenizer([f"w{i}" for i in range(20)])
-    model, _ = make_task("bert", batch_size=1)
+    model, _ = make_task("bert", batch_size=1, num_hidden_layers=1)
     batch = dict(tokenizer(" ".join(f"w{3 * i % 20}" for i in range(words)), return_tensors="pt"))
     return model, {**batch, "labels": torch.tensor([1])}, tokenizer
 
@@ -281,7 +281,7 @@ def test_dlg_recovers_pixels_and_the_label() -> None:
         ("idlg", {"steps": 60, "start": "uniform"}),
         ("inverting_gradients", {"steps": 60, "optimizer": "lbfgs", "signed": False, "learning_rate": 1.0,
                                  "schedule": "constant", "start": "uniform", "total_variation": 0.0}),
-        ("grad_inversion", {"steps": 1500, "start": "uniform", "total_variation": 0.0, "squared_norm": 0.0}),
+        ("grad_inversion", {"steps": 60, "optimizer": "lbfgs", "learning_rate": 1.0, "schedule": "constant", "start": "uniform", "total_variation": 0.0, "squared_norm": 0.0}),
     ],
 )  # fmt: skip
 def test_image_attacks_recover_pixels(name: str, settings: dict[str, Any]) -> None:
@@ -292,18 +292,24 @@ def test_image_attacks_recover_pixels(name: str, settings: dict[str, Any]) -> No
     assert psnr(found.input, batch["pixel_values"]) > 30
 
 
-@pytest.mark.parametrize("name", ["tag", "lamp", "inverting_gradients"])
+@pytest.mark.parametrize("name", ["inverting_gradients", "lamp"])
 def test_text_attacks_recover_words(name: str) -> None:
     model, batch, tokenizer = text_task()
-    settings = {"tag": {"learning_rate": 0.1}, "lamp": {"learning_rate": 0.1}, "inverting_gradients": {}}[name]
-    steps = 400
-    attack = make_attack(name, steps=steps, restarts=4, **settings)
-    found = attack(observe(model, batch, labels=batch["labels"], tokenizer=tokenizer), rng())
-    words = set(batch["input_ids"][0, 1:-1].tolist())
-    assert found.token_ids is not None
-    assert len(words & set(found.token_ids[0])) >= len(words) - 1
-    assert found.text is not None
-    assert found.text[0].split() == [tokenizer.convert_ids_to_tokens(i) for i in found.token_ids[0][1:-1]]
+    settings = {"inverting_gradients": {"signed": False}, "lamp": {"every": 5, "moves": 5}}[name]
+    attack = make_attack(name, steps=15, optimizer="lbfgs", learning_rate=1.0, schedule="constant", **settings)
+    found = attack(observe(model, batch, labels=batch["labels"], tokenizer=tokenizer), rng(1))
+    assert found.token_ids == batch["input_ids"].tolist()
+    assert found.text == [" ".join(f"w{3 * i % 20}" for i in range(5))]
+
+
+def test_tag_leads_a_blurred_text_back() -> None:
+    model, batch, tokenizer = text_task()
+    true = GradientMap(model, batch).input
+    blurred = true + true.std() * torch.randn(true.shape, generator=rng(), dtype=true.dtype)
+    seen = observe(model, batch, labels=batch["labels"], tokenizer=tokenizer)
+    assert Vocabulary(seen).nearest(blurred).tolist() != batch["input_ids"].tolist()
+    found = make_attack("tag", steps=150, start=blurred)(seen, rng())
+    assert found.token_ids == batch["input_ids"].tolist()
 
 
 def test_the_true_input_is_a_fixed_point() -> None:

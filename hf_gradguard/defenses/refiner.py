@@ -125,16 +125,15 @@ class Refiner(Defense):
             self.evaluation_network = network_for(model, processing_class, self.public_text)
 
     def protect(self, gmap: GradientMap, generator: torch.Generator) -> Tensors:
-        gradient = true_gradient(gmap)
-        shared = self.refine(gmap, generator).gradient
-        bound = self.epsilon
-        if self.relative_epsilon is not None:
-            bound = self.relative_epsilon * norm(gradient)
-        if bound is not None:
-            distance = norm({name: shared[name] - g for name, g in gradient.items()})
-            if distance > bound:
-                shared = {name: g + (shared[name] - g) * (bound / distance) for name, g in gradient.items()}
-        return cast_like(shared, gmap)
+        return cast_like(self.project(true_gradient(gmap), self.refine(gmap, generator).gradient), gmap)
+
+    def project(self, gradient: Tensors, shared: Tensors) -> Tensors:
+        """g + ε (g(x*) - g)/‖g(x*) - g‖ where `shared`, g(x*), is farther than ε from `gradient`, g. (Appendix J.)"""
+        bound = self.epsilon if self.relative_epsilon is None else self.relative_epsilon * norm(gradient)
+        distance = norm({name: shared[name] - g for name, g in gradient.items()})
+        if bound is None or distance <= bound:
+            return shared
+        return {name: g + (shared[name] - g) * (bound / distance) for name, g in gradient.items()}
 
     def refine(self, gmap: GradientMap, generator: torch.Generator) -> RobustData:
         """Robust data for the map's batch, with the course of UM and D.

@@ -54,7 +54,9 @@ def main() -> None:
         print(json.dumps(result))
         return result
 
-    report = {"defaults": measure(args.sentences), "curve": []}
+    report = {"defaults": measure(args.sentences), "projection": [], "curve": []}
+    for bound in ({"epsilon": 0.05}, {"relative_epsilon": 0.05}, {"relative_epsilon": 0.5}):
+        report["projection"].append(measure(args.curve_sentences, **bound))
     for alpha in args.alphas:
         for rate in args.learning_rates:
             report["curve"].append(measure(args.curve_sentences, alpha=alpha, learning_rate=rate))
@@ -64,7 +66,8 @@ def main() -> None:
 def one(model: torch.nn.Module, defense, sample: dict, generator: torch.Generator) -> dict:
     gmap = GradientMap(model, sample)
     found = defense.refine(gmap, generator)
-    true, shared = (torch.cat([t.flatten() for t in g.values()]) for g in (gmap.gradient(), found.gradient))
+    sent = defense.project(gmap.gradient(), found.gradient)
+    true, shared = (torch.cat([t.flatten() for t in g.values()]) for g in (gmap.gradient(), sent))
     words = ~torch.isin(sample["input_ids"][0], torch.tensor(defense.evaluation_network.config.special_token_ids))
     matrix = torch.nn.functional.normalize(model.get_input_embeddings().weight.detach(), dim=1)
     nearest = (torch.nn.functional.normalize(found.input[0, words], dim=1) @ matrix.T).argmax(1)
@@ -76,6 +79,8 @@ def one(model: torch.nn.Module, defense, sample: dict, generator: torch.Generato
         "ratio_start": found.noise_ratio[0],
         "ratio_end": found.noise_ratio[-1],
         "cosine": float(torch.nn.functional.cosine_similarity(true, shared, dim=0)),
+        "distance": float((true - shared).norm()),
+        "norm": float(true.norm()),
         "same_tokens": float((nearest == sample["input_ids"][0, words]).float().mean()),
     }
 
