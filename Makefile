@@ -6,10 +6,11 @@
 PYTHON ?= python3
 BIN := .venv/bin
 RANKS := --multi_gpu --num_processes 2 --num_machines 1 --mixed_precision no --dynamo_backend no
-DEMO := none optimal_noise optimal_pruning
+DEMO := none optimal_noise optimal_pruning refiner
 none_SETTINGS := {}
 optimal_noise_SETTINGS := {"refresh_every": 10}
 optimal_pruning_SETTINGS := {"refresh_every": 10}
+refiner_SETTINGS := {"evaluation_network": "runs/demo/network", "iterations": 4, "warm_start": 500}
 OFFLINE := HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=1
 
 .NOTPARALLEL:
@@ -29,6 +30,13 @@ demo: $(DEMO:%=demo-%)
 demo-%: install
 	@$(OFFLINE) $(BIN)/accelerate launch $(RANKS) recipes/sst2.py --config recipes/configs/demo.yaml \
 		--defense $* --defense_kwargs '$($*_SETTINGS)' --output_dir runs/demo/$*
+
+# Refiner's evaluation network. Withheld embeddings stay as they start, so the first run's are every run's.
+demo-network: demo-none
+	@$(OFFLINE) $(BIN)/gradguard evalnet train --model runs/demo/none --dataset hf_gradguard/data/sentiment/dev.tsv \
+		--steps 300 --max_length 16 --output runs/demo/network
+
+demo-refiner: demo-network
 
 test: install lint
 	$(OFFLINE) $(BIN)/python -m pytest -m "not slow"

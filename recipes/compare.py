@@ -6,8 +6,11 @@ python recipes/compare.py runs/demo/*/metrics.json
 import json
 import math
 import sys
+from dataclasses import fields
 
-HEADER = ("defence", "settings", "accuracy", "± 95 %", "relative error", "cosine", "s/step")
+from hf_gradguard import DEFENSES
+
+HEADER = ("defence", "not at their defaults", "accuracy", "± 95 %", "relative error", "cosine", "s/step")
 
 
 def main(paths: list[str]) -> None:
@@ -18,10 +21,12 @@ def main(paths: list[str]) -> None:
         with open(path, encoding="utf-8") as file:
             run = json.load(file)
         p, n = run["accuracy"], run["eval_sentences"]
+        defaults = {field.name: field.default for field in fields(DEFENSES[run["defense"]])}
+        changed = {key: value for key, value in run["settings"].items() if value != defaults[key]}
         rows.append(
             (
                 run["defense"],
-                ", ".join(f"{key}={value}" for key, value in run["settings"].items()) or "-",
+                ", ".join(f"{key}={value}" for key, value in changed.items()) or "-",
                 f"{p:.3f}",
                 f"{1.96 * math.sqrt(p * (1 - p) / n):.3f}",
                 f"{run['defense/relative_error']:.3f}",

@@ -60,7 +60,7 @@ def main() -> None:
     for alpha in args.alphas:
         for rate in args.learning_rates:
             report["curve"].append(measure(args.curve_sentences, alpha=alpha, learning_rate=rate))
-            args.output.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    args.output.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
 
 
 def one(model: torch.nn.Module, defense, sample: dict, generator: torch.Generator) -> dict:
