@@ -64,9 +64,10 @@ class _Distance(torch.autograd.Function):
     @staticmethod
     def forward(candidate: Tensor, shared: Tensor, square: float, absolute: float) -> tuple[Tensor, Tensor]:
         difference = candidate - shared
-        value = square * difference.square().sum()
+        flat = difference.flatten()
+        value = square * torch.linalg.vecdot(flat, flat)
         if absolute:
-            value = value + absolute * difference.abs().sum()
+            value = value + absolute * torch.linalg.vector_norm(flat, ord=1)
         return value, difference
 
     @staticmethod
@@ -78,10 +79,10 @@ class _Distance(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, upstream: Tensor, _: Tensor) -> tuple[Tensor, None, None, None]:
         (difference,) = ctx.saved_tensors
-        slope = 2 * ctx.square * difference
+        slope = difference * (2 * ctx.square * upstream)
         if ctx.absolute:
-            slope = slope + ctx.absolute * difference.sign()
-        return slope * upstream, None, None, None
+            slope = torch.addcmul(slope, difference.sign(), ctx.absolute * upstream)
+        return slope, None, None, None
 
 
 def _distance(candidate: Tensor, shared: Tensor, square: float, absolute: float) -> Tensor:
