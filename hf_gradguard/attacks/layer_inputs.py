@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.pytorch_utils import Conv1D
 
 from ..inputs import input_embedding
@@ -41,6 +42,11 @@ class Readers:
     def like_rows(self, index: int, tensor: Tensor) -> Tensor:
         """A tensor in the shape of a layer's weight as `(out, in)`: GPT-2's Conv1D has it the other way round."""
         return tensor.T if isinstance(self.modules[index], Conv1D) else tensor
+
+    @property
+    def rows(self) -> int:
+        """How many rows their gradients have together."""
+        return sum(len(self.like_rows(i, m.weight)) for i, m in enumerate(self.modules))  # type: ignore[arg-type,misc]
 
     def like(self, other: Readers) -> bool:
         """Whether these are the same layers of another block."""
@@ -97,7 +103,7 @@ def layer_inputs(seen: Observation, readers: Readers, ids: Tensor, mask: Tensor 
 
     handle = readers.modules[0].register_forward_pre_hook(stop)
     try:
-        _run(seen, ids, mask)
+        run(seen, ids, mask)
     except _Stop:
         pass
     finally:
@@ -105,11 +111,18 @@ def layer_inputs(seen: Observation, readers: Readers, ids: Tensor, mask: Tensor 
     return caught[0]
 
 
+def is_causal_lm(model: nn.Module) -> bool:
+    """Whether the loss is over next tokens, so that it does not depend on a text's last one."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
+    return type(base).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+
+
 class _Stop(Exception):
     """Ends a forward pass whose rest is not needed."""
 
 
-def _run(seen: Observation, ids: Tensor, mask: Tensor | None = None) -> None:
+def run(seen: Observation, ids: Tensor, mask: Tensor | None = None) -> None:
+    """A forward pass of the model on candidates, without dropout, for what hooks see of it."""
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids) if mask is None else mask.long()}
     if getattr(getattr(seen.model, "config", None), "is_encoder_decoder", False):
         batch["decoder_input_ids"] = torch.full_like(ids[:, :1], ordinary_id(seen.model, seen.tokenizer))
@@ -120,7 +133,7 @@ def _run(seen: Observation, ids: Tensor, mask: Tensor | None = None) -> None:
 def _all_inputs(seen: Observation, modules: list[nn.Module], ids: list[int]) -> dict[nn.Module, list[Tensor]]:
     inputs: dict[nn.Module, list[Tensor]] = {}
     with _watching(modules, inputs):
-        _run(seen, torch.tensor([ids], device=seen.device))
+        run(seen, torch.tensor([ids], device=seen.device))
     return inputs
 
 

@@ -19,23 +19,28 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from ..inputs import input_embedding
 from .base import Attack, Reconstruction, texts
 from .completion import complete
-from .layer_inputs import Readers, find_readers, layer_inputs
+from .layer_inputs import Readers, find_readers, is_causal_lm, layer_inputs
 from .observation import Observation
 from .ordering import extend, group
 from .subspace import RowSpace, distances, row_space, select
 
 CHUNK = 2**24  # entries of layer inputs at once: 64 MiB in float32
+# Word and position embeddings add up, so LN(w + p) of a token seen elsewhere, at a position where another was seen, can lie
+# in the span too: what is nearly as near as the nearest goes on to where the attention has mixed them.
+TIE, ALTERNATIVES = 1e4, 64
 
 
 @dataclass
 class Span(Attack):
     """Rank every vocabulary token at every position by its distance from the span of the first layer's gradients.
 
-    Encoders give each position's tokens; a batch's are put into sentences by the next block's gradients, as far as those
-    decide it. Decoders give whole sentences, extended token by token: what the next block reads for the last token of a
-    right prefix lies in the span of its gradients. Models without absolute positions give, if encoders, only the set.
+    Encoders give each position's tokens; a batch's are put into sentences by the gradients behind the attention, as far as
+    those decide it. Decoders give whole sentences, extended token by token: what the layers behind the attention read for
+    the last token of a right prefix lies in the span of their gradients. Encoders without absolute positions give a bag of
+    tokens, the surest first.
 
     The attack needs fewer tokens in the batch than the layer is wide, or than LoRA matrices of the block have rows. The last
     token of a causal language model's text is not in any gradient but the output head's: it is left at -1.
@@ -54,7 +59,7 @@ class Span(Attack):
     name: ClassVar[str] = "span"
     threshold: float | None = None
     shortlist: int = 128
-    beams: int = 4
+    beams: int = 2
     complete: bool = False
 
     def __post_init__(self) -> None:
@@ -70,7 +75,7 @@ class Span(Attack):
             raise ValueError("span looks for vocabulary tokens, but the input is pixels. Use inverting_gradients.")
         groups = find_readers(seen)
         first = _first(groups)
-        second = next((g for g in groups[groups.index(first) + 1 :] if g.mixing != "none" and g.like(first)), None)
+        second = _second(groups, first)
         heard = _heard(seen)
         known = seen.known_ids().masked_fill(~heard, -1)
         wanted = heard & (known < 0)
@@ -129,18 +134,19 @@ class Span(Attack):
         )
         chosen = select(space, given, vectors, capacity)
         found = {}
-        for i, p in enumerate(places.tolist()):
-            # What was not chosen follows, nearest first: a decoder's next layer may know better.
-            found[p] = [int(ids[i, k]) for k in chosen[i]]
-            found[p] += [token for token in ids[i].tolist() if token not in found[p]]
+        for i, place in enumerate(places.tolist()):
+            best = [int(ids[i, k]) for k in chosen[i]]
+            near = ids[i, scores[i] <= TIE * scores[i, : int(capacity[i])].max().clamp(min=0)].tolist()
+            found[place] = best + [token for token in near if token not in best][:ALTERNATIVES]
         return found
 
     def _rank(
         self, seen: Observation, readers: Readers, space: RowSpace, places: Tensor, directions: Tensor, trust: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Squared distances and ids `(P, K)` of the nearest tokens at every place, nearest first."""
-        size = seen.model.config.vocab_size  # type: ignore[union-attr]
-        padding = getattr(seen.model.config, "pad_token_id", None)  # type: ignore[union-attr]
+        weight: Tensor = input_embedding(seen.model).weight  # type: ignore[assignment]
+        size = len(weight)
+        padding = getattr(getattr(seen.model, "config", None), "pad_token_id", None)
         length = int(places.max()) + 1
         chunk = max(1, CHUNK // (length * len(space.columns)))
         best, kept = torch.empty(len(places), 0), torch.empty(len(places), 0, dtype=torch.long)
@@ -170,13 +176,24 @@ def _first(groups: list[Readers]) -> Readers:
             "No gradient was shared of a linear layer that reads tokens before attention mixes them (in most models the first "
             "block's query, key and value), or it is zero: span has nothing to search. Attack by gradient matching, e.g. tag."
         )
-    return max(unmixed, key=lambda g: sum(m.weight.numel() for m in g.modules))  # type: ignore[operator,misc]
+    return max(unmixed, key=lambda g: g.rows)
+
+
+def _second(groups: list[Readers], first: Readers) -> Readers | None:
+    """The readers of mixed inputs with the most rows of gradient, from after the first to its like in the next block."""
+    mixed = []
+    for readers in groups[groups.index(first) + 1 :]:
+        if readers.mixing != "none":
+            mixed.append(readers)
+            if readers.like(first):
+                break
+    return max(mixed, key=lambda g: g.rows, default=None)
 
 
 def _heard(seen: Observation) -> Tensor:
     """Positions whose inputs the loss depends on: all tokens but, in a causal language model, each text's last."""
     heard = seen.tokens.clone()
-    if getattr(seen.model, "loss_type", None) == "ForCausalLM":
+    if is_causal_lm(seen.model):
         for row in heard:
             row[row.nonzero()[-1:]] = False
     if not heard.any():

@@ -69,13 +69,15 @@ def row_space(blocks: list[Tensor], variances: list[Tensor] | None, rank: int) -
         rows, columns = _equalize(variance.clamp(min=float(variance.mean()) * 1e-6))
         factor = _factor(stack * rows[:, None] * columns)
         return RowSpace(factor, len(stack), 1.0, columns)
-    factor = _factor(torch.cat([matrix / _floor(matrix, rank, epsilon) for matrix in matrices]))
-    count = sum(map(len, matrices))
+    stack = torch.cat([matrix / (float(matrix.norm()) or 1.0) for matrix in matrices])
+    count = len(stack)
+    rows, columns = _scales(stack, rank)
+    factor = _factor(stack * rows[:, None] * columns)
     values = torch.linalg.svdvals(factor)
     # The edge of the noise's spectrum lies at noise (√M + √H); the first value that cannot be signal is at most there.
-    floor = float(values[rank]) if rank < len(values) else 0.0
-    noise = max(floor, epsilon * float(values[0])) / (math.sqrt(count) + math.sqrt(width))
-    return RowSpace(factor, count, noise, torch.ones(width, dtype=factor.dtype, device=factor.device))
+    edge = float(values[rank]) if rank < len(values) else epsilon * float(values[0])
+    noise = max(edge, 1e-16 * float(values[0])) / (math.sqrt(count) + math.sqrt(width))
+    return RowSpace(factor, count, noise, columns)
 
 
 def distances(vectors: Tensor, directions: Tensor, trust: Tensor) -> Tensor:
@@ -85,19 +87,17 @@ def distances(vectors: Tensor, directions: Tensor, trust: Tensor) -> Tensor:
     return torch.where(squares > 0, 1 - inside / squares.clamp(min=torch.finfo(squares.dtype).tiny), 2.0)
 
 
-def select(space: RowSpace, known: Tensor, candidates: Tensor, capacity: Tensor, sweeps: int = 3) -> list[list[int]]:
+def select(space: RowSpace, known: Tensor, candidates: Tensor, capacity: Tensor) -> list[list[int]]:
     """Choose candidates that together span the row space.
 
-    First greedily: some of the nearest at a time, after which they are projected out of the matrix and of the candidates,
-    so that what they share with the rest no longer counts. Then one by one: each is taken back, and replaced where another
-    one explains more of the matrix.
+    A few of the nearest at a time, after which they are projected out of the matrix and of the candidates, so that what
+    they share with the rest no longer counts.
 
     Args:
         space: The row space.
         known: `(k, H)` vectors that are in the span.
         candidates: `(P, K, H)`: K candidates for each of P places.
         capacity: `(P,)`: how many to choose at most at each.
-        sweeps: How often to go through the choice again.
 
     Returns:
         For each place the indices of its candidates, the best first.
@@ -109,13 +109,15 @@ def select(space: RowSpace, known: Tensor, candidates: Tensor, capacity: Tensor,
     taken = rest.square().sum(-1) <= 1e-20 * size  # in the span of what is known, or zero
     chosen: list[list[int]] = [[] for _ in capacity]
     room = capacity.clone()
+    outside = (
+        size  # the least that was ever seen of a candidate outside the span of what was chosen and what stands out
+    )
     while bool(room.any()) and len(basis) < candidates.shape[-1]:
         directions, trust = left.directions(free=candidates.shape[-1] - len(basis))
-        scores = distances(rest, directions, trust)
-        if not len(directions):  # nothing stands out of the noise any more: take what explains most
-            scores = -left.energy(rest)
-        scores = scores.masked_fill(taken | (room == 0)[:, None], math.inf)
-        best, places = scores.flatten().topk(min(max(1, int(room.sum()) // 8), scores.numel()), largest=False)
+        squares = rest.square().sum(-1)
+        outside = torch.minimum(outside, distances(rest, directions, trust) * squares)
+        scores = (outside / squares).masked_fill(taken | (room == 0)[:, None], math.inf)
+        best, places = scores.flatten().topk(min(max(1, int(room.sum()) // 32), scores.numel()), largest=False)
         if not math.isfinite(float(best[0])):
             break
         new = []
@@ -129,33 +131,7 @@ def select(space: RowSpace, known: Tensor, candidates: Tensor, capacity: Tensor,
         step = _orthonormal(torch.stack(new))
         basis = torch.cat([basis, step])
         left, rest = left.without(step), rest - (rest @ step.T) @ step
-    for _ in range(sweeps):
-        if not _exchange(space, known, candidates, chosen):
-            break
     return chosen
-
-
-def _exchange(space: RowSpace, known: Tensor, candidates: Tensor, chosen: list[list[int]]) -> bool:
-    """One sweep of replacing each chosen candidate by the one that explains most of what the others leave."""
-    changed = False
-    slots = [(p, i) for p, ks in enumerate(chosen) for i in range(len(ks))]
-    vectors = torch.cat([known, *(candidates[p, ks] for p, ks in enumerate(chosen))])
-    if len(vectors) > candidates.shape[-1]:
-        return False
-    for slot, (p, i) in enumerate(slots):
-        others = torch.ones(len(vectors), dtype=torch.bool, device=vectors.device)
-        others[len(known) + slot] = False
-        basis = _orthonormal(vectors[others])
-        rest = candidates[p] - (candidates[p] @ basis.T) @ basis
-        gain = space.without(basis).energy(rest)
-        gain[rest.square().sum(-1) <= 1e-20 * candidates[p].square().sum(-1)] = -1
-        gain[[k for k in chosen[p] if k != chosen[p][i]]] = -1
-        best = int(gain.argmax())
-        if best != chosen[p][i] and gain[best] > gain[chosen[p][i]]:
-            chosen[p][i] = best
-            vectors[len(known) + slot] = candidates[p, best]
-            changed = True
-    return changed
 
 
 def _orthonormal(rows: Tensor) -> Tensor:
@@ -172,12 +148,18 @@ def _factor(matrix: Tensor) -> Tensor:
     return cast(Tensor, torch.linalg.qr(matrix, mode="r").R)
 
 
-def _floor(matrix: Tensor, rank: int, epsilon: float) -> float:
-    """The size of a block's noise, by its first singular value that cannot be signal; its norm if there is none."""
-    if rank >= min(matrix.shape):
-        return float(matrix.norm()) or 1.0
-    values = torch.linalg.svdvals(_factor(matrix))
-    return max(float(values[rank]), epsilon * float(values[0])) or 1.0
+def _scales(stack: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """Factors of rows and columns that make the noise even, judged by what no matrix of that rank explains.
+
+    Rounding errors grow with a row's and a column's entries, and so may a defence's noise. 1 where nothing is left over.
+    """
+    ones = torch.ones_like(stack[:, 0]), torch.ones_like(stack[0])
+    if rank >= min(stack.shape):
+        return ones
+    _, _, right = torch.linalg.svd(_factor(stack), full_matrices=False)
+    squares = (stack - (stack @ right[:rank].T) @ right[:rank]).square()
+    mean = float(squares.mean())
+    return _equalize((squares / mean).clamp(min=1e-6)) if mean > 0 else ones
 
 
 def _equalize(variance: Tensor, steps: int = 20) -> tuple[Tensor, Tensor]:
