@@ -58,7 +58,7 @@ def test_a_tied_heads_part_is_told_apart() -> None:
 
 def test_a_tied_head_with_too_many_directions_is_refused() -> None:
     with pytest.raises(ValueError, match=r"tied.*Use span"):
-        EmbeddingRows()(share_all("gpt2_lm", sentences(4, (9, 9, 9, 9))))
+        EmbeddingRows()(share_all("gpt2_lm", sentences(4, (12, 12, 12, 12))))
 
 
 def test_rows_stand_out_of_noise() -> None:

@@ -103,9 +103,9 @@ def _outside_head(gradient: Tensor, most: int) -> Tensor:
     if not len(unused):
         return _standing_out(norms, most)
     unused = unused / unused.norm(dim=1, keepdim=True)
-    directions, trust = row_space([unused.to(torch.float32)], None, most).directions()
-    outside = distances(gradient, directions, trust).clamp(min=1e-30)
-    outside[norms == 0] = 1e-30
+    space = row_space([unused], None, most)
+    outside = distances(gradient * space.columns, *space.directions()).clamp(min=1e-15)
+    outside[norms == 0] = 1e-15
     values, order = outside.sort(descending=True)
     # Rows without input are outside by rounding errors only: cut at the widest gap.
     ratios = values[:most] / values[1 : most + 1]

@@ -44,9 +44,11 @@ class Readers:
         return tensor.T if isinstance(self.modules[index], Conv1D) else tensor
 
     @property
-    def rows(self) -> int:
-        """How many rows their gradients have together."""
-        return sum(len(self.like_rows(i, m.weight)) for i, m in enumerate(self.modules))  # type: ignore[arg-type,misc]
+    def size(self) -> tuple[int, int]:
+        """How many tokens their gradients can tell apart, the smaller of rows and columns; and the rows."""
+        shapes = [self.like_rows(i, m.weight).shape for i, m in enumerate(self.modules)]  # type: ignore[arg-type]
+        rows = sum(shape[0] for shape in shapes)
+        return min(rows, shapes[0][1]), rows
 
     def like(self, other: Readers) -> bool:
         """Whether these are the same layers of another block."""

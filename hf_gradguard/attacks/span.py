@@ -120,9 +120,7 @@ class Span(Attack):
         scores, ids = self._rank(seen, readers, space, places, directions, trust)
         if self.threshold is not None:
             near = scores.clamp(min=0).sqrt() <= self.threshold
-            return {
-                int(p): ids[i, near[i]][: int(capacity[i])].tolist() for i, p in enumerate(places)
-            }  # fmt: skip
+            return {int(p): ids[i, near[i]][: int(capacity[i])].tolist() for i, p in enumerate(places)}
         vectors = _vectors(seen, readers, ids, places)
         frame = known >= 0
         certain = torch.stack([frame.nonzero()[:, 1], known[frame]], 1).unique(dim=0)
@@ -135,9 +133,9 @@ class Span(Attack):
         chosen = select(space, given, vectors, capacity)
         found = {}
         for i, place in enumerate(places.tolist()):
-            best = [int(ids[i, k]) for k in chosen[i]]
-            near = ids[i, scores[i] <= TIE * scores[i, : int(capacity[i])].max().clamp(min=0)].tolist()
-            found[place] = best + [token for token in near if token not in best][:ALTERNATIVES]
+            best: list[int] = [int(ids[i, k]) for k in chosen[i]]
+            close: list[int] = ids[i, scores[i] <= TIE * scores[i, : int(capacity[i])].max().clamp(min=0)].tolist()
+            found[place] = best + [token for token in close if token not in best][:ALTERNATIVES]
         return found
 
     def _rank(
@@ -169,25 +167,25 @@ class Span(Attack):
 
 
 def _first(groups: list[Readers]) -> Readers:
-    """The readers of unmixed inputs with the most rows of gradient: the first block's query, key and value."""
+    """The readers of unmixed inputs with the largest gradient: the first block's query, key and value."""
     unmixed = [g for g in groups if g.mixing == "none"]
     if not unmixed:
         raise ValueError(
             "No gradient was shared of a linear layer that reads tokens before attention mixes them (in most models the first "
             "block's query, key and value), or it is zero: span has nothing to search. Attack by gradient matching, e.g. tag."
         )
-    return max(unmixed, key=lambda g: g.rows)
+    return max(unmixed, key=lambda g: g.size)
 
 
 def _second(groups: list[Readers], first: Readers) -> Readers | None:
-    """The readers of mixed inputs with the most rows of gradient, from after the first to its like in the next block."""
+    """The readers of mixed inputs with the largest gradient, from after the first to its like in the next block."""
     mixed = []
     for readers in groups[groups.index(first) + 1 :]:
         if readers.mixing != "none":
             mixed.append(readers)
             if readers.like(first):
                 break
-    return max(mixed, key=lambda g: g.rows, default=None)
+    return max(mixed, key=lambda g: g.size, default=None)
 
 
 def _heard(seen: Observation) -> Tensor:
