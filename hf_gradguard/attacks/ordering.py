@@ -68,15 +68,19 @@ def extend(
 
 
 def group(
-    seen: Observation, readers: Readers, space: RowSpace, heard: Tensor, wanted: Tensor, rows: Tensor, sweeps: int = 8
+    seen: Observation,
+    views: list[tuple[Readers, RowSpace]],
+    heard: Tensor,
+    wanted: Tensor,
+    rows: Tensor,
+    sweeps: int = 8,
 ) -> Tensor:
     """An encoder's sentences: swap tokens at a position between them while the next readers' inputs get nearer their span.
 
     Finds a local optimum: two sentences usually come out whole, of more it leaves parts mixed up.
 
     Args:
-        readers: The next layers, whose input depends on the whole sentence.
-        space: The row space of their gradients.
+        views: Layers whose input depends on the whole sentence, each with the row space of their gradients.
         heard: `(B, T)`, true at tokens.
         wanted: `(B, T)`, true where ids are not known beforehand.
         rows: `(B, T)` ids to start from.
@@ -84,13 +88,16 @@ def group(
     Returns:
         `(B, T)` ids.
     """
-    directions, trust = space.directions()
     rows = rows.clone()
+    trusted = [(readers, space.columns, *space.directions()) for readers, space in views]
 
     def score(candidates: Tensor, masks: Tensor) -> Tensor:
         filled = torch.where(candidates >= 0, candidates, ordinary_id(seen.model, seen.tokenizer))
-        x = layer_inputs(seen, readers, filled, masks).double() * space.columns
-        return (distances(x, directions, trust).clamp(min=0) * masks).sum(1)
+        total = torch.zeros(len(filled), dtype=torch.float64, device=filled.device)
+        for readers, columns, directions, trust in trusted:
+            x = layer_inputs(seen, readers, filled, masks).double() * columns
+            total += (distances(x, directions, trust).clamp(min=0) * masks).sum(1)
+        return total
 
     current = score(rows, heard)
     for _ in range(sweeps):

@@ -75,20 +75,21 @@ class Span(Attack):
             raise ValueError("span looks for vocabulary tokens, but the input is pixels. Use inverting_gradients.")
         groups = find_readers(seen)
         first = _first(groups)
-        second = _second(groups, first)
+        behind = _behind(groups, first)
         heard = _heard(seen)
         known = seen.known_ids().masked_fill(~heard, -1)
         wanted = heard & (known < 0)
         space = self._space(seen, first, _rank(known, wanted, first.positional))
         places, capacity = _places(wanted, first.positional)
         found = self._find(seen, first, space, places, capacity, known)
-        if second is not None and second.mixing == "causal":
-            whole = self._space(seen, second, int(heard.sum()))
-            rows = extend(seen, second, whole, heard, known, found, self.beams)
+        if behind and behind[0].mixing == "causal":
+            mixed = self._space(seen, behind[0], int(heard.sum()))
+            rows = extend(seen, behind[0], mixed, heard, known, found, self.beams)
         else:
             rows = _fill(wanted, known, found, places, first.positional)
-            if second is not None and first.positional and seen.batch_size > 1:
-                rows = group(seen, second, self._space(seen, second, int(heard.sum())), heard, wanted, rows)
+            if first.positional and seen.batch_size > 1:
+                spaces = [(readers, self._space(seen, readers, int(heard.sum()))) for readers in behind]
+                rows = group(seen, spaces, heard, wanted, rows)
         ids = [row[present].tolist() for row, present in zip(rows, seen.tokens, strict=True)]
         return Reconstruction(
             token_ids=ids,
@@ -177,15 +178,15 @@ def _first(groups: list[Readers]) -> Readers:
     return max(unmixed, key=lambda g: g.size)
 
 
-def _second(groups: list[Readers], first: Readers) -> Readers | None:
-    """The readers of mixed inputs with the largest gradient, from after the first to its like in the next block."""
+def _behind(groups: list[Readers], first: Readers) -> list[Readers]:
+    """The readers of mixed inputs from after the first to its like in the next block, the largest gradient first."""
     mixed = []
     for readers in groups[groups.index(first) + 1 :]:
         if readers.mixing != "none":
             mixed.append(readers)
             if readers.like(first):
                 break
-    return max(mixed, key=lambda g: g.size, default=None)
+    return sorted(mixed, key=lambda g: g.size, reverse=True)
 
 
 def _heard(seen: Observation) -> Tensor:
