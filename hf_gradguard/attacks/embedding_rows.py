@@ -1,0 +1,112 @@
+"""Token embeddings that are shared name their tokens: only the rows that a batch looked up have a gradient."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from ..inputs import input_embedding
+from .base import Attack, Reconstruction, texts
+from .observation import Observation
+from .subspace import distances, row_space
+
+
+@dataclass
+class EmbeddingRows(Attack):
+    """The set of a batch's tokens, from the rows of the token embeddings' gradient.
+
+    Without noise the rows that are not zero are exactly the tokens whose input reaches the loss (padding has none, nor the
+    last token of a causal language model's text). With noise, rows are ranked by their norm, and those kept that stand out.
+    If the output head is the same tensor, every row has a gradient: Σ_n p_n(v) h_n from the head. Those lie in the span of the
+    head's inputs h, which tokens that nobody looked up give away; the input's rows stand out of it.
+
+    It finds neither the order nor how often a token occurs, as a row's norm tells nothing of counts; and of a batch not whose
+    token it is: every sample gets the whole set, the largest row first.
+
+    Example:
+        >>> EmbeddingRows()(Observation(model=model, gradient=shared, input_shape=(1, 12), tokenizer=tokenizer)).text
+    """
+
+    name: ClassVar[str] = "embedding_rows"
+
+    def reconstruct(self, seen: Observation, generator: torch.Generator) -> Reconstruction:
+        start = time.perf_counter()
+        gradient, tied = _gradient(seen)
+        most = int(seen.tokens.sum())
+        norms = gradient.norm(dim=1)
+        if tied:
+            tokens = _outside_head(gradient, most)
+            tokens = tokens[norms[tokens].argsort(descending=True)]
+        else:
+            tokens = _standing_out(norms, most)
+        ids = [tokens.tolist() for _ in range(seen.batch_size)]
+        return Reconstruction(
+            token_ids=ids,
+            text=texts(ids, seen.tokenizer),
+            labels=seen.labels,
+            objective=1 - float(norms[tokens].square().sum() / norms.square().sum()),
+            seconds=time.perf_counter() - start,
+        )
+
+
+def _gradient(seen: Observation) -> tuple[Tensor, bool]:
+    """The token embeddings' gradient in float64, and whether the output head is the same tensor.
+
+    Raises:
+        ValueError: If it was not shared, or says nothing.
+    """
+    if not seen.is_text:
+        raise ValueError("embedding_rows looks for vocabulary tokens, but the input is pixels.")
+    weight = input_embedding(seen.model).weight
+    names = [name for name, p in seen.model.named_parameters(remove_duplicate=False) if p is weight]
+    shared = [name for name in names if name in seen.gradient]
+    if not shared:
+        raise ValueError(
+            f"The gradient of the token embeddings ({names[0]}) was not shared, which is the library's default "
+            "(share_input_embeddings=False). Use span or tag."
+        )
+    gradient = seen.gradient[shared[0]].double()
+    if not gradient.any():
+        raise ValueError(f"The gradient of {shared[0]} is zero in every entry: it names no token.")
+    head = seen.model.get_output_embeddings() if hasattr(seen.model, "get_output_embeddings") else None  # type: ignore[operator]
+    return gradient, head is not None and getattr(head, "weight", None) is weight
+
+
+def _standing_out(norms: Tensor, most: int) -> Tensor:
+    """Rows that are not zero, largest first; of a noisy gradient at most `most`, and only what is not like the bulk."""
+    order = norms.argsort(descending=True)
+    count = int((norms > 0).sum())
+    if count > most:
+        middle = norms.median()
+        spread = (norms - middle).abs().median()
+        # Noise on a whole vocabulary stays within some five of its deviations, each 1.5 medians of |norm - median|.
+        count = max(1, min(most, int((norms > middle + 8 * spread).sum())))
+    return order[:count]
+
+
+def _outside_head(gradient: Tensor, most: int) -> Tensor:
+    """Rows of a tied gradient that do not lie in the span of the head's inputs."""
+    width = gradient.shape[1]
+    if most >= min(width, len(gradient) // 2):
+        raise ValueError(
+            f"The output head is tied to the token embeddings, and its part of the gradient has up to {most} directions, one a "
+            f"token, in {width} dimensions: too many to tell the input's part from it. Use span."
+        )
+    norms = gradient.norm(dim=1)
+    # Rows that were looked up, or are labels, are among the large ones: the smallest are the head's alone.
+    unused = gradient[norms.argsort()[: max(2 * most, len(gradient) // 8)]]
+    unused = unused[unused.norm(dim=1) > 0]
+    if not len(unused):
+        return _standing_out(norms, most)
+    unused = unused / unused.norm(dim=1, keepdim=True)
+    space = row_space([unused], None, most)
+    outside = distances(gradient * space.columns, *space.directions()).clamp(min=1e-15)
+    outside[norms == 0] = 1e-15
+    values, order = outside.sort(descending=True)
+    # Rows without input are outside by rounding errors only: cut at the widest gap.
+    ratios = values[:most] / values[1 : most + 1]
+    return order[: int(ratios.argmax()) + 1]

@@ -1,0 +1,65 @@
+"""How long the longest text was, from the gradient of learned position embeddings."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from ..inputs import input_embedding
+from .layer_inputs import is_causal_lm, run
+from .observation import Observation, ordinary_id
+
+
+def observed_length(seen: Observation) -> int | None:
+    """Tokens in the batch's longest text, special tokens included.
+
+    Only positions at which some text has a token have a gradient; padding has none. Under noise, the rows of positions that
+    cannot have been used (from T on) tell its size.
+
+    Args:
+        seen: What the server saw; only its T must be at least the length.
+
+    Returns:
+        The length; `None` if the model learns no position embeddings, their gradient was not shared, or noise covers it.
+    """
+    if not seen.is_text:
+        return None
+    found = _positions(seen)
+    if found is None:
+        return None
+    gradient, offset = found
+    norms = gradient.norm(dim=1)[offset:]
+    size = seen.input_shape[1]
+    floor = 1.5 * float(norms[size:].max()) if len(norms) > size else 0.0
+    used = (norms[:size] > floor).nonzero()
+    if not len(used):
+        return None
+    return int(used.max()) + 1 + int(is_causal_lm(seen.model))
+
+
+def _positions(seen: Observation) -> tuple[Tensor, int] | None:
+    """The gradient of the embedding that is read at consecutive rows, and the row of the first position."""
+    names = {id(p): name for name, p in seen.model.named_parameters() if name in seen.gradient}
+    caught: dict[nn.Module, Tensor] = {}
+    modules = [
+        m
+        for m in seen.model.modules()
+        if isinstance(m, nn.Embedding) and m is not input_embedding(seen.model) and id(m.weight) in names
+    ]
+
+    def catch(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        if args:
+            caught[module] = args[0]
+
+    handles = [module.register_forward_pre_hook(catch) for module in modules]
+    try:
+        token = ordinary_id(seen.model, seen.tokenizer)
+        run(seen, torch.full((1, 3), token, device=seen.device))
+    finally:
+        for handle in handles:
+            handle.remove()
+    for module, read in caught.items():
+        rows = read.flatten().tolist()
+        if len(rows) == 3 and rows == list(range(rows[0], rows[0] + 3)):
+            return seen.gradient[names[id(module.weight)]], int(rows[0])
+    return None
