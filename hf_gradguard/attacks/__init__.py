@@ -11,10 +11,13 @@ from dataclasses import fields
 from typing import Any
 
 from .base import Attack, Reconstruction
+from .embedding_rows import EmbeddingRows
 from .images import DLG, IDLG, GradInversion, InvertingGradients
 from .labels import recover_labels
+from .length import observed_length
 from .matching import GradientMatching
 from .observation import Observation, average
+from .span import Span
 from .text import Lamp, Tag
 
 __all__ = [
@@ -25,11 +28,12 @@ __all__ = [
     "Reconstruction",
     "average",
     "make_attack",
+    "observed_length",
     "recover_labels",
 ]
 
 ATTACKS: dict[str, type[Attack]] = {
-    attack.name: attack for attack in (DLG, IDLG, InvertingGradients, GradInversion, Tag, Lamp)
+    attack.name: attack for attack in (DLG, IDLG, InvertingGradients, GradInversion, Tag, Lamp, Span, EmbeddingRows)
 }
 
 
