@@ -85,8 +85,8 @@ def _feed(state: Any, value: Any) -> None:
     elif isinstance(value, nn.Module):
         trained = [name for name, parameter in value.named_parameters() if parameter.requires_grad]
         modes = [module.training for module in value.modules()]
-        config = getattr(value, "config", None)
-        config = config.to_dict() if hasattr(config, "to_dict") else vars(config) if config is not None else {}
+        own: Any = getattr(value, "config", None)
+        config = own.to_dict() if hasattr(own, "to_dict") else vars(own) if own is not None else {}
         config = {k: v for k, v in config.items() if k not in ("_name_or_path", "transformers_version")}
         _feed(state, [str(value), repr(sorted(config.items(), key=str)), value.state_dict(), trained, modes])
     elif is_dataclass(value) and not isinstance(value, type):

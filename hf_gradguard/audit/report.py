@@ -12,7 +12,7 @@ from jinja2 import Environment, PackageLoader
 
 from .cells import write_text
 from .run import Audit
-from .table import Estimate, Row, chance_row, markdown_table, rows, shared_mean, show, verdicts
+from .table import Estimate, Row, chance_row, markdown_table, rows, shared_mean, short_labels, show, verdicts
 
 STANDINGS = {"open": "Leaks", "reduced": "Leaks less", "chance": "At chance", "unknown": "Unknown"}
 
@@ -144,12 +144,13 @@ def chart(result: Audit, table: list[Row]) -> dict[str, Any]:
     def x(value: float) -> float:
         return round(left + width * min(max(value, 0.0), top) / top, 1)
 
+    names = short_labels(list(result.attacks))
     groups, y = [], 44
     for defense in result.defenses:
         bars = []
         for row in (row for row in table if row.defense == defense):
             y += line
-            bars.append({"y": y, "attack": row.attack, **_bar(row.scores.get(score), x)})
+            bars.append({"y": y, "attack": names[row.attack], **_bar(row.scores.get(score), x)})
         groups.append({"y": y - line * len(bars), "defense": defense, "bars": bars})
         y += line + 8
     ticks = [top * k / 4 for k in range(5)] if score == "token_f1" else [float(t) for t in range(0, int(top) + 1, 10)]
@@ -174,7 +175,8 @@ def _bar(value: Estimate | None, x: Any) -> dict[str, Any]:
 def _samples(result: Audit) -> list[dict[str, Any]]:
     """One entry a sample: its original, and for every defence and attack the first repeat's reconstruction."""
     found = {(c["message"], c["defense"], c["attack"]): c for c in result.cells if c["repeat"] == 0}
-    score, samples = result.settings["main_score"], []
+    score = result.settings["main_score"]
+    samples: list[dict[str, Any]] = []
     for number, message in enumerate(result.messages):
         for place, label in enumerate(message["labels"]):
             entries = []

@@ -250,9 +250,9 @@ class _Upload:
             return {"reason": str(error)}
         seconds = time.perf_counter() - started
         size, shared_size = (math.sqrt(_inner(tensors, tensors)) for tensors in (gradient, shared))
-        error = math.sqrt(_inner(*[{name: shared[name] - g for name, g in gradient.items()}] * 2))
+        change = {name: shared[name] - g for name, g in gradient.items()}
         return {
-            "relative_error": error / size if size else None,
+            "relative_error": math.sqrt(_inner(change, change)) / size if size else None,
             "cosine": _inner(gradient, shared) / (size * shared_size) if size * shared_size else None,
             "seconds": seconds,
             "figures": {},

@@ -111,8 +111,8 @@ def _verdict(defense: str, own: Sequence[Row], reference: Sequence[Row], say: _W
     if not own:
         return Verdict(defense, "unknown", "No attack was applicable, so nothing is known.")
     best = max(own, key=say.main)
-    what = f"{best.attack} {say.verb} {say.amount(best.scores[say.score])}"
-    others = [f"{row.attack} {say.short(row.scores[say.score])}" for row in own if row is not best]
+    what = f"{say.attacks[best.attack]} {say.verb} {say.amount(best.scores[say.score])}"
+    others = [f"{say.attacks[row.attack]} {say.short(row.scores[say.score])}" for row in own if row is not best]
     what += f" ({', '.join(others)})" if others else ""
     chance = f"chance is {say.short(say.chance)}"
     if best.over_chance is None or best.over_chance.low is None:
@@ -134,10 +134,12 @@ def _verdict(defense: str, own: Sequence[Row], reference: Sequence[Row], say: _W
         return Verdict(defense, "unknown", f"{what}; {chance}. Better than chance. Undefended was not tried.")
     if not _above_zero(best.under_reference):
         return Verdict(
-            defense, "open", f"{what}; {chance}. Against {best.attack}, not distinguishable from no defence."
+            defense,
+            "open",
+            f"{what}; {chance}. Against {say.attacks[best.attack]}, not distinguishable from no defence.",
         )
     strongest = max(reference, key=say.main)
-    text = f"{what}, where undefended {strongest.attack} {say.verb} {say.short(strongest.scores[say.score])}; {chance}. Better than chance: it still leaks."
+    text = f"{what}, where undefended {say.attacks[strongest.attack]} {say.verb} {say.short(strongest.scores[say.score])}; {chance}. Better than chance: it still leaks."
     return Verdict(defense, "reduced", text)
 
 
@@ -147,6 +149,7 @@ class _Wording:
     def __init__(self, result: Audit) -> None:
         settings = result.settings
         self.text = settings["kind"] == "text"
+        self.attacks = short_labels(list(result.attacks))
         self.score: str = settings["main_score"]
         self.verb = "recovers" if self.text else "reaches"
         self.chance = chance_row(result).scores[self.score]
@@ -166,6 +169,12 @@ class _Wording:
         low, high = (100 * value.low, 100 * value.high) if self.text else (value.low, value.high)
         places = 0 if self.text else 1
         return f"{said} [{low:.{places}f} to {high:.{places}f}]"
+
+
+def short_labels(labels: Sequence[str]) -> dict[str, str]:
+    """Labels without their settings, where that leaves them apart."""
+    names = [label.split(":")[0] for label in labels]
+    return {label: name if names.count(name) == 1 else label for label, name in zip(labels, names, strict=True)}
 
 
 def markdown_table(result: Audit) -> str:
