@@ -11,6 +11,7 @@ import torch
 import yaml
 from transformers import set_seed
 
+from .cells import Cells
 from .report import write_report
 from .run import audit
 from .samples import load_classifier, load_samples
@@ -56,6 +57,7 @@ def run_audit(given: Mapping[str, Any]) -> None:
     missing = [name for name in ("model", "dataset", "attack", "output") if settings[name] is None]
     if missing:
         raise ValueError(f"{', '.join(f'--{name}' for name in missing)} must be given.")
+    Cells(os.path.join(settings["output"], "cells"))  # an output that cannot be written to is said before a download
     set_seed(settings["seed"])  # a model without a trained head gets one at random, the same when the audit goes on
     model, processing_class = load_classifier(settings["model"])
     samples = load_samples(

@@ -194,8 +194,10 @@ class Images:
         """
         if found.input is None:
             raise ValueError("The attack gave no image.")
-        # An attack that diverged knows no more than one that says grey.
-        images = torch.nan_to_num(self._plain({"pixel_values": found.input}), nan=0.5, posinf=1.0, neginf=0.0)
+        # Anybody can clip to the range of pixels, and an attack that diverged knows no more than one that says grey.
+        images = torch.nan_to_num(self._plain({"pixel_values": found.input}), nan=0.5, posinf=1.0, neginf=0.0).clamp(
+            0, 1
+        )
         scores = score_images(images, self._plain(batch), bootstrap=0)
         ordered = [images[at] for at in scores.matched if at is not None]
         return {"scores": scores.per_sample, "images": [_png(image) for image in ordered]}

@@ -12,7 +12,7 @@ from jinja2 import Environment, PackageLoader
 
 from .cells import write_text
 from .run import Audit
-from .table import Estimate, Row, chance_row, markdown_table, rows, shared_mean, short_labels, show, verdicts
+from .table import Estimate, Row, chance_row, markdown_table, refusals, rows, shared_mean, short_labels, show, verdicts
 
 STANDINGS = {"open": "Leaks", "reduced": "Leaks less", "chance": "At chance", "unknown": "Unknown"}
 
@@ -58,6 +58,8 @@ def html_report(result: Audit) -> str:
         lines=[(defense, attack) for defense in result.defenses for attack in result.attacks],
         defenses=result.defenses,
         attacks=result.attacks,
+        names=short_labels(list(result.attacks)),
+        refusals=refusals(result),
     )
     return text
 
@@ -150,7 +152,7 @@ def chart(result: Audit, table: list[Row]) -> dict[str, Any]:
         bars = []
         for row in (row for row in table if row.defense == defense):
             y += line
-            bars.append({"y": y, "attack": names[row.attack], **_bar(row.scores.get(score), x)})
+            bars.append({"y": y, "attack": names[row.attack], **_bar(row.scores.get(score), score, x)})
         groups.append({"y": y - line * len(bars), "defense": defense, "bars": bars})
         y += line + 8
     ticks = [top * k / 4 for k in range(5)] if score == "token_f1" else [float(t) for t in range(0, int(top) + 1, 10)]
@@ -159,17 +161,24 @@ def chart(result: Audit, table: list[Row]) -> dict[str, Any]:
         "height": y,
         "bottom": y - line,
         "chance": x(guess),
-        "chance_label": show(Estimate(guess)),
+        "chance_label": _percent(Estimate(guess), score),
         "groups": groups,
         "ticks": [(x(tick), f"{100 * tick:.0f} %" if score == "token_f1" else f"{tick:.0f} dB") for tick in ticks],
     }
 
 
-def _bar(value: Estimate | None, x: Any) -> dict[str, Any]:
+def _bar(value: Estimate | None, score: str, x: Any) -> dict[str, Any]:
     if value is None:
         return {"label": "not applicable"}
-    bar = {"end": x(value.mean), "label": show(value)}
+    bar = {"end": x(value.mean), "label": _percent(value, score)}
     return bar if value.low is None else bar | {"low": x(value.low), "high": x(value.high)}
+
+
+def _percent(value: Estimate, score: str) -> str:
+    if score != "token_f1":
+        return f"{show(value)} dB"
+    interval = "" if value.low is None or value.high is None else f" [{100 * value.low:.0f}, {100 * value.high:.0f}]"
+    return f"{100 * value.mean:.0f} %{interval}"
 
 
 def _samples(result: Audit) -> list[dict[str, Any]]:
@@ -203,9 +212,13 @@ def _shown(result: Audit, message: dict[str, Any], cell: dict[str, Any], place: 
 
 
 def _words(pieces: list[str], kinds: list[str]) -> list[tuple[str, str, str]]:
-    """`(blank before it, text, mark)` a token."""
-    return [
-        (piece[: len(piece) - len(piece.lstrip())], piece.lstrip(), kind)
-        for piece, kind in zip(pieces, kinds, strict=True)
-        if piece
-    ]
+    """`(blank before it, text, mark)` a token; the parts of a word that are marked alike are one."""
+    words: list[tuple[str, str, str]] = []
+    for piece, kind in zip(pieces, kinds, strict=True):
+        text = piece.lstrip()
+        if words and piece == text and words[-1][2] == kind:
+            blank, before, _ = words[-1]
+            words[-1] = (blank, before + text, kind)
+        elif text:
+            words.append((piece[: len(piece) - len(text)], text, kind))
+    return words

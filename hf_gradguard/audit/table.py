@@ -202,10 +202,22 @@ def markdown_table(result: Audit) -> str:
         f"{result.settings['batch_size']}. Chance: {result.settings['chance']}. Relative error and cosine: of what was shared, "
         "to the true gradient.",
     ]
-    reasons = [f"- `{row.attack}` under `{row.defense}`: {reason}" for row in table for reason in row.reasons]
-    if reasons:
-        lines += ["", "Not applicable:", "", *reasons]
+    if refused := refusals(result):
+        lines += ["", "Not applicable:", "", *(f"- {refusal}" for refusal in refused)]
     return "\n".join(lines) + "\n"
+
+
+def refusals(result: Audit) -> list[str]:
+    """Which attacks were not applicable under which defences, with the reason."""
+    under: dict[tuple[str, str], list[str]] = {}
+    for row in rows(result):
+        for reason in row.reasons:
+            under.setdefault((row.attack, reason), []).append(row.defense)
+    said = []
+    for (attack, reason), defenses in under.items():
+        where = "" if len(defenses) == len(result.defenses) else f" under {', '.join(defenses)}"
+        said.append(f"{attack}{where}: {reason}")
+    return said
 
 
 def show(value: Estimate) -> str:
