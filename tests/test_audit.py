@@ -38,7 +38,7 @@ def text_model(**settings: Any) -> tuple[nn.Module, Any]:
 
 
 def image_model() -> tuple[nn.Module, Any]:
-    model, _ = make_task("vit", dtype=torch.float32, num_hidden_layers=1)
+    model, _ = make_task("vit", dtype=torch.float32)
     return model, ViTImageProcessorPil(size={"height": 8, "width": 8})
 
 
@@ -108,7 +108,7 @@ def test_wrong_names_and_settings(tmp_path: Path) -> None:
         ("none", "tag:step=3", TypeError, "tag has no setting step"),
         ("pruning:ratio=2", "tag", ValueError, "ratio must be"),
         ("none", "tag+lamp", ValueError, "cannot be chained"),
-        ("none", [], ValueError, "at least one attack"),
+        ("none", [], ValueError, "one defence and one attack"),
     ]:
         with pytest.raises(error, match=message):
             audit(model, tokenizer, TEXTS, defenses, attacks, output=tmp_path / "out")
@@ -211,7 +211,7 @@ def test_digest_tells_apart() -> None:
 
 def test_an_output_that_cannot_be_written_to(tmp_path: Path, spy: type[Spy]) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(OSError, match="Cannot write to .*nothing was attacked"):
+    with pytest.raises(OSError, match=r"Cannot write to .*nothing was attacked"):
         audit(*text_model(), TEXTS, "none", "spy", output=tmp_path / "file" / "out")
     assert not spy.seen
 
@@ -479,7 +479,7 @@ HIGH, MIDDLE, LOW = [0.9, 1.0, 0.95, 0.85], [0.5, 0.6, 0.45, 0.55], [0.1, 0.3, 0
         ({"d/tag": HIGH}, ["unknown"], "Undefended was not tried"),
         ({"none/tag": [0.9]}, ["unknown"], "no interval, so this is an anecdote"),
         # The strongest attack counts, whichever it is.
-        ({"none/tag": HIGH, "none/span": HIGH, "d/tag": LOW, "d/span": MIDDLE}, ["open", "reduced"], "span recovers 52 % of the words [43 to 61] (tag 20 %)"),
+        ({"none/tag": HIGH, "none/span": HIGH, "d/tag": LOW, "d/span": MIDDLE}, ["open", "reduced"], " (tag 20 %), where undefended tag recovers 92 %"),
     ],
 )  # fmt: skip
 def test_verdicts(scores: dict[str, list[float]], standings: list[str], words: str) -> None:
@@ -519,7 +519,7 @@ def test_marks_agree_with_the_scores() -> None:
 class Page(HTMLParser):
     """Tags, attributes that load something, and whether all that opens also closes."""
 
-    VOID: ClassVar[set[str]] = {"meta", "img", "br", "line", "rect"}
+    VOID: ClassVar[set[str]] = {"meta", "img", "br", "wbr", "line", "rect"}
 
     def __init__(self, text: str) -> None:
         super().__init__()

@@ -87,7 +87,8 @@ def _feed(state: Any, value: Any) -> None:
         modes = [module.training for module in value.modules()]
         own: Any = getattr(value, "config", None)
         config = own.to_dict() if hasattr(own, "to_dict") else vars(own) if own is not None else {}
-        config = {k: v for k, v in config.items() if k not in ("_name_or_path", "transformers_version")}
+        # Classifiers fill in `problem_type` at their first loss, by the labels.
+        config = {k: v for k, v in config.items() if k not in ("_name_or_path", "transformers_version", "problem_type")}
         _feed(state, [str(value), repr(sorted(config.items(), key=str)), value.state_dict(), trained, modes])
     elif is_dataclass(value) and not isinstance(value, type):
         _feed(state, {field.name: getattr(value, field.name) for field in fields(value) if field.init})
