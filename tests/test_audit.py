@@ -489,6 +489,18 @@ def test_verdicts(scores: dict[str, list[float]], standings: list[str], words: s
     assert not any("safe" in verdict.text for verdict in found)
 
 
+def test_few_words_in_their_places_are_a_leak() -> None:
+    """The words of other texts give as many, but not where they belong."""
+    result = made({"none/tag": HIGH, "d/tag": LOW})
+    for cell in result.cells:
+        cell["scores"]["position_accuracy"] = [0.9 if cell["defense"] == "none" else 0.1 + 0.01 * cell["message"]]
+    for guess in result.chance:
+        guess["position_accuracy"] = [0.02]
+    verdict = verdicts(result)[1]
+    assert verdict.standing == "reduced"
+    assert verdict.text.endswith("In position_accuracy tag is better than chance (0.12 against 0.02): it still leaks.")
+
+
 def test_repeats_are_no_new_samples() -> None:
     once, often = rows(made({"none/tag": LOW})), rows(made({"none/tag": LOW}, repeats=5))
     assert once == often

@@ -39,6 +39,7 @@ def html_report(result: Audit) -> str:
         loader=PackageLoader("hf_gradguard", "audit"), autoescape=True, trim_blocks=True, lstrip_blocks=True
     )
     table = rows(result)
+    lines = [(row.defense, row.attack) for row in table if row.scores]
     text: str = environment.get_template("report.html.jinja").render(
         settings=result.settings,
         plural="texts" if result.settings["kind"] == "text" else "images",
@@ -54,8 +55,8 @@ def html_report(result: Audit) -> str:
             (label, *(shared_mean(result, label, figure) for figure in ("relative_error", "cosine")))
             for label in result.defenses
         ],
-        samples=_samples(result),
-        lines=[(defense, attack) for defense in result.defenses for attack in result.attacks],
+        samples=_samples(result, lines),
+        lines=lines,
         defenses=result.defenses,
         attacks=result.attacks,
         names=short_labels(list(result.attacks)),
@@ -181,24 +182,28 @@ def _percent(value: Estimate, score: str) -> str:
     return f"{100 * value.mean:.0f} %{interval}"
 
 
-def _samples(result: Audit) -> list[dict[str, Any]]:
-    """One entry a sample: its original, and for every defence and attack the first repeat's reconstruction."""
+def _samples(result: Audit, lines: list[tuple[str, str]]) -> list[dict[str, Any]]:
+    """One entry a sample: its original, and for every `(defence, attack)` the first repeat's reconstruction."""
     found = {(c["message"], c["defense"], c["attack"]): c for c in result.cells if c["repeat"] == 0}
     score = result.settings["main_score"]
     samples: list[dict[str, Any]] = []
     for number, message in enumerate(result.messages):
         for place, label in enumerate(message["labels"]):
             entries = []
-            for defense in result.defenses:
-                for attack in result.attacks:
-                    cell = found[number, defense, attack]
-                    entry: dict[str, Any] = {"defense": defense, "attack": attack, "reason": cell.get("reason")}
-                    if "scores" in cell:
-                        entry |= {"score": cell["scores"][score][place], **_shown(result, message, cell, place)}
-                    entries.append(entry)
+            for defense, attack in lines:
+                cell = found[number, defense, attack]
+                entry: dict[str, Any] = {"defense": defense, "attack": attack, "reason": cell.get("reason")}
+                if "scores" in cell:
+                    entry |= {"score": cell["scores"][score][place], **_shown(result, message, cell, place)}
+                entries.append(entry)
             title = f"Sample {len(samples) + 1}" + (f" (message {number + 1})" if len(message["labels"]) > 1 else "")
             samples.append(
-                {"title": title, "label": label, "entries": entries, "image": message.get("images", [None] * 99)[place]}
+                {
+                    "title": title,
+                    "label": label,
+                    "entries": entries,
+                    "image": message["images"][place] if "images" in message else None,
+                }
             )
     return samples
 

@@ -337,9 +337,9 @@ def _json(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def _model_name(model: nn.Module) -> str:
-    """As on the Hub, or a folder's last part: the rest of a path is nobody's business."""
+    """As on the Hub, or a folder; of an absolute path the last part: the rest is nobody's business."""
     name = str(getattr(model, "name_or_path", "") or type(model).__name__)
-    return os.path.basename(os.path.normpath(name)) if os.path.isabs(name) or os.path.isdir(name) else name
+    return os.path.basename(os.path.normpath(name)) if os.path.isabs(name) else name
 
 
 def _versions() -> dict[str, str]:

@@ -31,6 +31,7 @@ class Row:
         scores: Estimates by score; empty if the attack was not applicable to any message.
         messages: Messages that the estimates are of.
         over_chance: Main score minus that of a guess, message by message.
+        beats_chance: Which of `TELLING` scores are above a guess's, by intervals of the difference.
         under_reference: Main score of the same attack on the undefended gradient minus this one, message by message.
         labels: Share of labels read off the gradient correctly, where they were not granted.
         reasons: Why the attack was not applicable to the other messages.
@@ -41,9 +42,14 @@ class Row:
     scores: dict[str, Estimate]
     messages: int
     over_chance: Estimate | None = None
+    beats_chance: tuple[str, ...] = ()
     under_reference: Estimate | None = None
     labels: float | None = None
     reasons: list[str] = field(default_factory=list)
+
+
+TELLING = ("token_f1", "position_accuracy", "psnr", "ssim")
+"""Scores that show a leak if they beat a guess. Few words, but each in its place, are no chance; nor is noise with a face in it."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +76,7 @@ def rows(result: Audit) -> list[Row]:
     """One row for every defence and attack, in the audit's order."""
     main = result.settings["main_score"]
     guesses = dict(enumerate(result.chance))
+    scores = list(result.chance[0])
     table = []
     for defense in result.defenses:
         for attack in result.attacks:
@@ -83,6 +90,11 @@ def rows(result: Audit) -> list[Row]:
                     scores=_estimates(values),
                     messages=len(values),
                     over_chance=_difference(values, guesses, main),
+                    beats_chance=tuple(
+                        score
+                        for score in scores
+                        if score in TELLING and _above_zero(_difference(values, guesses, score))
+                    ),
                     under_reference=None if defense == "none" else _difference(undefended, values, main),
                     labels=_labels_right(cells, result),
                     reasons=sorted({c["reason"] for c in cells if "reason" in c}),
@@ -117,21 +129,22 @@ def _verdict(defense: str, own: Sequence[Row], reference: Sequence[Row], say: _W
     chance = f"chance is {say.short(say.chance)}"
     if best.over_chance is None or best.over_chance.low is None:
         return Verdict(defense, "unknown", f"{what}; {chance}. One message gives no interval, so this is an anecdote.")
-    above = any(_above_zero(row.over_chance) for row in own)
+    above = any(row.beats_chance for row in own)
     if defense == "none":
         if above:
-            return Verdict(defense, "open", f"{what}; {chance}.")
+            more = "" if any(say.score in row.beats_chance for row in own) else f" {say.leak(own)}"
+            return Verdict(defense, "open", f"{what}; {chance}.{more}")
         text = f"{what}; {chance}. These attacks fail even undefended: the audit says nothing about any defence. Give them more steps, or try others."
         return Verdict(defense, "unknown", text)
     if not above:
-        if not any(_above_zero(row.over_chance) for row in reference):
+        if not any(row.beats_chance for row in reference):
             why = "fail undefended as well" if reference else "may fail undefended as well, which was not tried"
             return Verdict(defense, "unknown", f"{what}; {chance}. These attacks {why}, so this says nothing.")
         below = best.over_chance.high is not None and best.over_chance.high < 0
         standing = "No better than chance" if below else "Not distinguishable from chance"
         return Verdict(defense, "chance", f"{what}; {chance}. {standing} under these attacks on {say.data}.")
     if best.under_reference is None:
-        return Verdict(defense, "unknown", f"{what}; {chance}. Better than chance. Undefended was not tried.")
+        return Verdict(defense, "unknown", f"{what}; {chance}. {say.leak(own)} Undefended was not tried.")
     if not _above_zero(best.under_reference):
         return Verdict(
             defense,
@@ -139,7 +152,7 @@ def _verdict(defense: str, own: Sequence[Row], reference: Sequence[Row], say: _W
             f"{what}; {chance}. Against {say.attacks[best.attack]}, not distinguishable from no defence.",
         )
     strongest = max(reference, key=say.main)
-    text = f"{what}, where undefended {say.attacks[strongest.attack]} {say.verb} {say.short(strongest.scores[say.score])}; {chance}. Better than chance: it still leaks."
+    text = f"{what}, where undefended {say.attacks[strongest.attack]} {say.verb} {say.short(strongest.scores[say.score])}; {chance}. {say.leak(own)}"
     return Verdict(defense, "reduced", text)
 
 
@@ -152,12 +165,22 @@ class _Wording:
         self.attacks = short_labels(list(result.attacks))
         self.score: str = settings["main_score"]
         self.verb = "recovers" if self.text else "reaches"
-        self.chance = chance_row(result).scores[self.score]
+        self.guess = chance_row(result).scores
+        self.chance = self.guess[self.score]
         kind = "text" if self.text else "image"
         self.data = f"{'this' if settings['samples'] == 1 else 'these'} {settings['samples']} {kind}{'s' * (settings['samples'] > 1)}"
 
     def main(self, row: Row) -> float:
         return row.scores[self.score].mean
+
+    def leak(self, own: Sequence[Row]) -> str:
+        """In which score some attack is better than chance."""
+        if any(self.score in row.beats_chance for row in own):
+            return "Better than chance: it still leaks."
+        row = next(row for row in own if row.beats_chance)
+        score = row.beats_chance[0]
+        figures = f"{row.scores[score].mean:.2f} against {self.guess[score].mean:.2f}"
+        return f"In {score} {self.attacks[row.attack]} is better than chance ({figures}): it still leaks."
 
     def short(self, value: Estimate) -> str:
         return f"{100 * value.mean:.0f} %" if self.text else f"{value.mean:.1f} dB"
