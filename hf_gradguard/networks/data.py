@@ -27,8 +27,8 @@ def load_texts(
     Raises:
         ValueError: If there is no such column, or it holds no text.
     """
-    rows = _load(dataset, split, config)
-    texts = list(rows[_pick(rows.column_names, column, _TEXT_COLUMNS, dataset)])
+    rows = load_rows(dataset, split, config)
+    texts = list(rows[pick_column(rows.column_names, column, _TEXT_COLUMNS, dataset)])
     if not any(isinstance(text, str) for text in texts):
         raise ValueError(f"Column {column!r} of {dataset} holds no text. Its columns: {', '.join(rows.column_names)}.")
     return [text for text in texts if isinstance(text, str)]
@@ -58,15 +58,16 @@ def load_images(
     """
     if dataset.endswith(".npz"):
         with np.load(dataset, allow_pickle=False) as arrays:
-            return arrays[_pick(list(arrays), column, _IMAGE_COLUMNS, dataset)]
-    rows = _load(dataset, split, config)
-    name = _pick(rows.column_names, column, _IMAGE_COLUMNS, dataset)
+            return arrays[pick_column(list(arrays), column, _IMAGE_COLUMNS, dataset)]
+    rows = load_rows(dataset, split, config)
+    name = pick_column(rows.column_names, column, _IMAGE_COLUMNS, dataset)
     rows = rows.cast_column(name, Image(mode="L" if num_channels == 1 else "RGB"))
     images = rows[name]
     return [np.asarray(image.resize((image_size, image_size)) if image_size else image) for image in images]
 
 
-def _load(dataset: str, split: str, config: str | None) -> Dataset:
+def load_rows(dataset: str, split: str, config: str | None) -> Dataset:
+    """A Hub data set's split, a folder that `datasets` can read, or a local file."""
     path = Path(dataset)
     if path.is_file():
         if path.suffix not in _FORMATS:
@@ -77,9 +78,16 @@ def _load(dataset: str, split: str, config: str | None) -> Dataset:
     return load_dataset(dataset, config, split=split)
 
 
-def _pick(names: list[str], column: str | None, usual: tuple[str, ...], dataset: str) -> str:
+def pick_column(
+    names: list[str], column: str | None, usual: tuple[str, ...], dataset: str, flag: str = "--column"
+) -> str:
+    """The column asked for, or the first of the usual ones that there is.
+
+    Raises:
+        ValueError: If there is none, naming those there are.
+    """
     wanted = usual if column is None else (column,)
     for name in wanted:
         if name in names:
             return name
-    raise ValueError(f"{dataset} has no {' or '.join(wanted)}. It has: {', '.join(names)}. Choose with --column.")
+    raise ValueError(f"{dataset} has no {' or '.join(wanted)}. It has: {', '.join(names)}. Choose with {flag}.")

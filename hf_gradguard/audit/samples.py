@@ -1,0 +1,119 @@
+"""Labelled samples from local files or the Hub, and the classifier they are for."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from datasets import Image
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoImageProcessor,
+    AutoModelForImageClassification,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+)
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+)
+
+from ..models import LeakageLeNetConfig
+from ..networks.data import load_rows, pick_column
+from .modality import Sample
+
+_TEXT_COLUMNS = ("text", "sentence", "content")
+_IMAGE_COLUMNS = ("image", "img", "x_train", "x", "images")
+_LABEL_COLUMNS = ("label", "labels", "y_train", "y")
+
+
+def load_classifier(name: str) -> tuple[nn.Module, Any]:
+    """A text or image classifier in eval mode, with its tokenizer or image processor.
+
+    Args:
+        name: A folder or a Hub name.
+
+    Returns:
+        The model, and its tokenizer, image processor, or `None` for an image model that comes without one.
+
+    Raises:
+        ValueError: If it is neither kind of classifier.
+    """
+    config = AutoConfig.from_pretrained(name)
+    architecture = (getattr(config, "architectures", None) or [""])[0]
+    images = {*MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES, LeakageLeNetConfig.model_type}
+    if "ForImageClassification" in architecture or (
+        config.model_type in images and "ForSequenceClassification" not in architecture
+    ):
+        model = AutoModelForImageClassification.from_pretrained(name)
+        has_processor = not os.path.isdir(name) or os.path.exists(os.path.join(name, "preprocessor_config.json"))
+        return model, AutoImageProcessor.from_pretrained(name) if has_processor else None
+    if config.model_type in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES:
+        return AutoModelForSequenceClassification.from_pretrained(name), AutoTokenizer.from_pretrained(name)
+    raise ValueError(f"{name} ({config.model_type}) is no model for text or image classification.")
+
+
+def load_samples(
+    dataset: str,
+    *,
+    kind: str,
+    count: int,
+    seed: int = 0,
+    classes: Mapping[str, int] | None = None,
+    column: str | None = None,
+    label_column: str | None = None,
+    split: str = "train",
+    config: str | None = None,
+) -> list[Sample]:
+    """Samples drawn at random, without replacement.
+
+    Args:
+        dataset: A tsv, csv, json or parquet file, a folder of images (one subfolder a class), an npz file of images and
+            labels, or a Hub name.
+        kind: `"text"` or `"image"`.
+        count: How many.
+        seed: Of the draw.
+        classes: The model's `label2id`, for labels that are names.
+        column: Of texts or images. Default: the first usual name that there is.
+        label_column: Of labels. Default: the same.
+        split: Of a Hub data set or a folder.
+        config: Of a Hub data set with several.
+
+    Raises:
+        ValueError: If there are fewer, there is no such column, or a label is no class of the model.
+    """
+    usual = _TEXT_COLUMNS if kind == "text" else _IMAGE_COLUMNS
+    if dataset.endswith(".npz"):
+        with np.load(dataset, allow_pickle=False) as arrays:
+            names = list(arrays)
+            inputs: Any = arrays[pick_column(names, column, usual, dataset)]
+            labels: Any = arrays[pick_column(names, label_column, _LABEL_COLUMNS, dataset, "--label_column")]
+        chosen = _draw(len(inputs), count, seed, dataset)
+        return [(inputs[i], _class_id(labels[i].item(), classes)) for i in chosen]
+    rows = load_rows(dataset, split, config)
+    name = pick_column(rows.column_names, column, usual, dataset)
+    label_name = pick_column(rows.column_names, label_column, _LABEL_COLUMNS, dataset, "--label_column")
+    rows = rows.select(_draw(len(rows), count, seed, dataset))
+    if kind == "image":
+        rows = rows.cast_column(name, Image())
+    return [(row[name], _class_id(row[label_name], classes)) for row in rows]
+
+
+def _draw(available: int, count: int, seed: int, dataset: str) -> list[int]:
+    if not 1 <= count <= available:
+        raise ValueError(f"samples must be from 1 to the {available} that {dataset} has, but is {count}.")
+    drawn: list[int] = np.random.default_rng(seed).permutation(available)[:count].tolist()
+    return drawn
+
+
+def _class_id(label: Any, classes: Mapping[str, int] | None) -> int:
+    if isinstance(label, int):
+        return label
+    if classes and label in classes:
+        return classes[label]
+    raise ValueError(
+        f"{label!r} is no class of the model. Its classes are: {', '.join(map(str, classes or ['unnamed']))}."
+    )
