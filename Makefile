@@ -1,5 +1,5 @@
 # make install   the environment, in .venv
-# make demo      train on two ranks with and without protection, and compare (under three minutes, no downloads)
+# make demo      train on two ranks with and without protection, compare, and attack what was shared (a few minutes, no downloads)
 # make test      the test suite
 # make lint      what CI checks before the tests
 
@@ -26,6 +26,10 @@ install: .venv/installed
 
 demo: $(DEMO:%=demo-%)
 	@$(BIN)/python recipes/compare.py $(DEMO:%=runs/demo/%/metrics.json)
+	@$(OFFLINE) $(BIN)/gradguard audit --model runs/demo/none --dataset hf_gradguard/data/sentiment/train.tsv \
+		--defense optimal_noise --defense optimal_pruning \
+		--defense refiner:evaluation_network=runs/demo/network,iterations=4 \
+		--attack span --samples 8 --output runs/demo/audit
 
 demo-%: install
 	@$(OFFLINE) $(BIN)/accelerate launch $(RANKS) recipes/sst2.py --config recipes/configs/demo.yaml \
