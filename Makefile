@@ -10,7 +10,7 @@ DEMO := none optimal_noise optimal_pruning refiner
 none_SETTINGS := {}
 optimal_noise_SETTINGS := {"refresh_every": 10}
 optimal_pruning_SETTINGS := {"refresh_every": 10}
-refiner_SETTINGS := {"evaluation_network": "runs/demo/network", "iterations": 4, "warm_start": 500}
+refiner_SETTINGS := {"evaluation_network": "runs/demo/network", "iterations": 2, "warm_start": 500}
 OFFLINE := HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=1
 
 .NOTPARALLEL:
@@ -28,7 +28,7 @@ demo: $(DEMO:%=demo-%)
 	@$(BIN)/python recipes/compare.py $(DEMO:%=runs/demo/%/metrics.json)
 	@$(OFFLINE) $(BIN)/gradguard audit --model runs/demo/none --dataset hf_gradguard/data/sentiment/train.tsv \
 		--defense optimal_noise --defense optimal_pruning \
-		--defense refiner:evaluation_network=runs/demo/network,iterations=4 \
+		--defense refiner:evaluation_network=runs/demo/network \
 		--attack span --samples 8 --output runs/demo/audit
 
 demo-%: install
@@ -38,7 +38,7 @@ demo-%: install
 # Refiner's evaluation network. Withheld embeddings stay as they start, so the first run's are every run's.
 demo-network: demo-none
 	@$(OFFLINE) $(BIN)/gradguard evalnet train --model runs/demo/none --dataset hf_gradguard/data/sentiment/dev.tsv \
-		--steps 300 --max_length 16 --output runs/demo/network
+		--steps 150 --max_length 16 --output runs/demo/network
 
 demo-refiner: demo-network
 
