@@ -208,6 +208,25 @@ def test_known_noise_is_weighed() -> None:
     assert far["aware"] < 1e-6 < 1e-2 < far["plain"]
 
 
+@pytest.mark.parametrize("name", ["bert", "gpt2"])
+def test_an_attacker_who_knows_the_noise(name: str) -> None:
+    """Half of each matrix's columns are drowned; told which, by variances in the weights' own layout, it reads the rest."""
+    texts, model = sentences(1, (6,)), build(name)
+    clean = observe(model, texts)
+    generator, gradient, variance = rng(8), {}, {}
+    for key, g in clean.gradient.items():
+        deviation = torch.full_like(g, 1e-7 * float(g.square().mean().sqrt()))
+        if g.dim() == 2 and "c_attn" in key:
+            deviation[::2] = 3 * g.square().mean().sqrt()  # Conv1D: (in, out)
+        elif g.dim() == 2 and any(part in key for part in ("query", "key", "value")):
+            deviation[:, ::2] = 3 * g.square().mean().sqrt()
+        variance[key] = deviation.square()
+        gradient[key] = g + deviation * torch.randn(g.shape, generator=generator, dtype=g.dtype)
+    seen = {"gradient": gradient, "input_shape": clean.input_shape, "tokenizer": TOKENIZER}
+    assert Span()(Observation(model=model, **seen)).token_ids != texts
+    assert Span()(Observation(model=model, noise_variance=variance, **seen)).token_ids == texts
+
+
 def test_trust_is_the_cosine_between_noisy_and_true_directions() -> None:
     """One direction of strength 3 in unit noise of 400 x 100, over 40 draws: mean squared cosine within 0.02 of the formula."""
     generator = rng(2)
