@@ -193,6 +193,11 @@ def test_ranking_survives_noise_at_which_a_threshold_finds_nothing() -> None:
     assert Span(threshold=1e-3)(observe(build("bert"), texts)).token_ids == texts
 
 
+def test_a_decoders_text_ends_where_a_threshold_finds_nothing() -> None:
+    found = Span(threshold=1e-3)(observe(build("gpt2"), sentences(1, (7,)), noise=0.02))
+    assert found.token_ids == [[2, -1, -1, -1, -1, -1, -1]]
+
+
 def test_known_noise_is_weighed() -> None:
     """Noise on one half of the columns only: rows and columns are scaled to equal noise, and the clean half decides."""
     generator = rng(3)
@@ -314,6 +319,8 @@ def test_refusals() -> None:
     for gradient in (without, zero):
         with pytest.raises(ValueError, match=r"before attention mixes them.*tag"):
             Span()(Observation(model=seen.model, gradient=gradient, input_shape=seen.input_shape))
+    with pytest.raises(ValueError, match="span all 40 dimensions"):
+        Span()(observe(build("bert"), sentences(4, (12, 12, 12, 12))))
     model, batch = make_task("vit")
     pixels = Observation(
         model=model, gradient=GradientMap(model, batch).gradient(), input_shape=batch["pixel_values"].shape
