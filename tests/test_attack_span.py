@@ -10,15 +10,23 @@ from helpers import SPECIAL_TOKENS, make_task, randomize, rng, word_tokenizer
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import (
+    AlbertConfig,
+    AlbertForSequenceClassification,
     BertConfig,
     BertForSequenceClassification,
     DistilBertConfig,
     DistilBertForSequenceClassification,
+    ElectraConfig,
+    ElectraForSequenceClassification,
     GPT2Config,
     GPT2ForSequenceClassification,
     GPT2LMHeadModel,
+    GPTNeoXConfig,
+    GPTNeoXForSequenceClassification,
     LlamaConfig,
     LlamaForSequenceClassification,
+    ModernBertConfig,
+    ModernBertForSequenceClassification,
     RobertaConfig,
     RobertaForSequenceClassification,
 )
@@ -134,6 +142,34 @@ def test_an_encoders_two_sentences_are_told_apart() -> None:
     texts = sentences(2, (8, 8))
     found = Span()(observe(build("bert"), texts))
     assert sorted(found.token_ids) == sorted(texts)
+
+
+OTHERS = {
+    "electra": lambda: ElectraForSequenceClassification(ElectraConfig(**ENCODER, embedding_size=24)),
+    "albert": lambda: AlbertForSequenceClassification(
+        AlbertConfig(**ENCODER, embedding_size=24)
+    ),  # blocks share weights
+    "gpt_neox": lambda: GPTNeoXForSequenceClassification(GPTNeoXConfig(**ENCODER)),  # one fused projection
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_families(name: str) -> None:
+    torch.manual_seed(0)
+    texts = sentences(2, (7, 7))
+    found = Span()(observe(randomize(OTHERS[name]()).double().eval(), texts))
+    assert sorted(found.token_ids) == sorted(texts)
+
+
+def test_an_encoder_without_positions_gives_the_tokens_in_no_order() -> None:
+    torch.manual_seed(0)
+    model = ModernBertForSequenceClassification(
+        ModernBertConfig(**ENCODER, bos_token_id=2, eos_token_id=3, cls_token_id=2, sep_token_id=3)
+    )
+    texts = sentences(1, (8,))
+    found = Span()(observe(randomize(model).double().eval(), texts))
+    assert found.token_ids != texts
+    assert sorted(found.token_ids[0]) == sorted(texts[0])
 
 
 def test_sentences_that_start_alike_and_a_word_twice() -> None:
