@@ -10,15 +10,23 @@ from helpers import SPECIAL_TOKENS, make_task, randomize, rng, word_tokenizer
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import (
+    AlbertConfig,
+    AlbertForSequenceClassification,
     BertConfig,
     BertForSequenceClassification,
     DistilBertConfig,
     DistilBertForSequenceClassification,
+    ElectraConfig,
+    ElectraForSequenceClassification,
     GPT2Config,
     GPT2ForSequenceClassification,
     GPT2LMHeadModel,
+    GPTNeoXConfig,
+    GPTNeoXForSequenceClassification,
     LlamaConfig,
     LlamaForSequenceClassification,
+    ModernBertConfig,
+    ModernBertForSequenceClassification,
     RobertaConfig,
     RobertaForSequenceClassification,
 )
@@ -136,6 +144,34 @@ def test_an_encoders_two_sentences_are_told_apart() -> None:
     assert sorted(found.token_ids) == sorted(texts)
 
 
+OTHERS = {
+    "electra": lambda: ElectraForSequenceClassification(ElectraConfig(**ENCODER, embedding_size=24)),
+    "albert": lambda: AlbertForSequenceClassification(
+        AlbertConfig(**ENCODER, embedding_size=24)
+    ),  # blocks share weights
+    "gpt_neox": lambda: GPTNeoXForSequenceClassification(GPTNeoXConfig(**ENCODER)),  # one fused projection
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_families(name: str) -> None:
+    torch.manual_seed(0)
+    texts = sentences(2, (7, 7))
+    found = Span()(observe(randomize(OTHERS[name]()).double().eval(), texts))
+    assert sorted(found.token_ids) == sorted(texts)
+
+
+def test_an_encoder_without_positions_gives_the_tokens_in_no_order() -> None:
+    torch.manual_seed(0)
+    model = ModernBertForSequenceClassification(
+        ModernBertConfig(**ENCODER, bos_token_id=2, eos_token_id=3, cls_token_id=2, sep_token_id=3)
+    )
+    texts = sentences(1, (8,))
+    found = Span()(observe(randomize(model).double().eval(), texts))
+    assert found.token_ids != texts
+    assert sorted(found.token_ids[0]) == sorted(texts[0])
+
+
 def test_sentences_that_start_alike_and_a_word_twice() -> None:
     texts = [[2, 10, 11, 12, 13, 3], [2, 10, 11, 20, 10, 3]]
     assert sorted(Span()(observe(build("gpt2"), texts)).token_ids) == texts
@@ -193,6 +229,11 @@ def test_ranking_survives_noise_at_which_a_threshold_finds_nothing() -> None:
     assert Span(threshold=1e-3)(observe(build("bert"), texts)).token_ids == texts
 
 
+def test_a_decoders_text_ends_where_a_threshold_finds_nothing() -> None:
+    found = Span(threshold=1e-3)(observe(build("gpt2"), sentences(1, (7,)), noise=0.02))
+    assert found.token_ids == [[2, -1, -1, -1, -1, -1, -1]]
+
+
 def test_known_noise_is_weighed() -> None:
     """Noise on one half of the columns only: rows and columns are scaled to equal noise, and the clean half decides."""
     generator = rng(3)
@@ -206,6 +247,25 @@ def test_known_noise_is_weighed() -> None:
         for key, space in (("aware", aware), ("plain", plain))
     }
     assert far["aware"] < 1e-6 < 1e-2 < far["plain"]
+
+
+@pytest.mark.parametrize("name", ["bert", "gpt2"])
+def test_an_attacker_who_knows_the_noise(name: str) -> None:
+    """Half of each matrix's columns are drowned; told which, by variances in the weights' own layout, it reads the rest."""
+    texts, model = sentences(1, (6,)), build(name)
+    clean = observe(model, texts)
+    generator, gradient, variance = rng(8), {}, {}
+    for key, g in clean.gradient.items():
+        deviation = torch.full_like(g, 1e-7 * float(g.square().mean().sqrt()))
+        if g.dim() == 2 and "c_attn" in key:
+            deviation[::2] = 3 * g.square().mean().sqrt()  # Conv1D: (in, out)
+        elif g.dim() == 2 and any(part in key for part in ("query", "key", "value")):
+            deviation[:, ::2] = 3 * g.square().mean().sqrt()
+        variance[key] = deviation.square()
+        gradient[key] = g + deviation * torch.randn(g.shape, generator=generator, dtype=g.dtype)
+    seen = {"gradient": gradient, "input_shape": clean.input_shape, "tokenizer": TOKENIZER}
+    assert Span()(Observation(model=model, **seen)).token_ids != texts
+    assert Span()(Observation(model=model, noise_variance=variance, **seen)).token_ids == texts
 
 
 def test_trust_is_the_cosine_between_noisy_and_true_directions() -> None:
@@ -295,6 +355,8 @@ def test_refusals() -> None:
     for gradient in (without, zero):
         with pytest.raises(ValueError, match=r"before attention mixes them.*tag"):
             Span()(Observation(model=seen.model, gradient=gradient, input_shape=seen.input_shape))
+    with pytest.raises(ValueError, match="span all 40 dimensions"):
+        Span()(observe(build("bert"), sentences(4, (12, 12, 12, 12))))
     model, batch = make_task("vit")
     pixels = Observation(
         model=model, gradient=GradientMap(model, batch).gradient(), input_shape=batch["pixel_values"].shape

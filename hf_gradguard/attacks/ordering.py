@@ -44,7 +44,7 @@ def extend(
     for place in range(max(lengths)):
         going = sum(length > place for length in lengths)
         unknown = int(((known[:, place] < 0) & heard[:, place]).sum())
-        tokens = found.get(place, found.get(0, []) if list(found) == [0] else [])
+        tokens = found.get(0 if list(found) == [0] else place, [])
         certain = known[heard[:, place], place]
         tokens = sorted({*certain[certain >= 0].tolist(), *(tokens if unknown else [])})
         longer = [(*prefix, token) for prefix in levels[-1] for token in tokens]
@@ -55,6 +55,8 @@ def extend(
     taken: list[tuple[int, ...]] = []
     for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         length = lengths[index]
+        while not levels[length]:  # candidates ran out: as far as they went
+            length -= 1
         wanted = known[index, :length].tolist()
         fitting = [
             p for p in levels[length] if all(k in (-1, token) for k, token in zip(wanted, p, strict=True))

@@ -47,7 +47,7 @@ class Span(Attack):
 
     Args:
         threshold: Take candidates of at most this relative distance from the span, as published, and not the nearest ones.
-        shortlist: Candidates a position that are looked at closely.
+        shortlist: Candidates a position that are looked at closely; at least two for every token to be found there.
         beams: Prefixes of a decoder's text to keep, for every sentence of the batch.
         complete: Where a pruning left zeros, fill in what the gradient's low rank says, and do not take them for zeros.
 
@@ -118,7 +118,13 @@ class Span(Attack):
         if not len(places):
             return {}
         directions, trust = space.directions()
-        scores, ids = self._rank(seen, readers, space, places, directions, trust)
+        if len(directions) >= len(space.columns):
+            raise ValueError(
+                f"The gradients of {', '.join(readers.names)} span all {len(space.columns)} dimensions of their inputs, so that "
+                "every token lies in the span. span needs fewer tokens in a batch than the layer is wide (if there are: give "
+                "attention_mask, or the true T). Attack by gradient matching, e.g. tag."
+            )
+        scores, ids = self._rank(seen, readers, space, places, capacity, directions, trust)
         if self.threshold is not None:
             near = scores.clamp(min=0).sqrt() <= self.threshold
             return {int(p): ids[i, near[i]][: int(capacity[i])].tolist() for i, p in enumerate(places)}
@@ -140,13 +146,21 @@ class Span(Attack):
         return found
 
     def _rank(
-        self, seen: Observation, readers: Readers, space: RowSpace, places: Tensor, directions: Tensor, trust: Tensor
+        self,
+        seen: Observation,
+        readers: Readers,
+        space: RowSpace,
+        places: Tensor,
+        capacity: Tensor,
+        directions: Tensor,
+        trust: Tensor,
     ) -> tuple[Tensor, Tensor]:
         """Squared distances and ids `(P, K)` of the nearest tokens at every place, nearest first."""
         weight: Tensor = input_embedding(seen.model).weight  # type: ignore[assignment]
         size = len(weight)
         padding = getattr(getattr(seen.model, "config", None), "pad_token_id", None)
         length = int(places.max()) + 1
+        most = max(self.shortlist, 2 * int(capacity.max()))
         chunk = max(1, CHUNK // (length * len(space.columns)))
         best, kept = torch.empty(len(places), 0), torch.empty(len(places), 0, dtype=torch.long)
         best, kept = best.to(seen.device), kept.to(seen.device)
@@ -159,7 +173,7 @@ class Span(Attack):
                 scores[:, ids == padding] = 2.0
             best = torch.cat([best, scores], 1)
             kept = torch.cat([kept, ids.expand(len(places), -1)], 1)
-            best, order = best.topk(min(self.shortlist, best.shape[1]), largest=False)
+            best, order = best.topk(min(most, best.shape[1]), largest=False)
             kept = kept.gather(1, order)
         # Differences of squares near 1 lose half of float32's digits: once more, exactly.
         x = _vectors(seen, readers, kept, places) * space.columns

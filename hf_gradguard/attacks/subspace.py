@@ -128,17 +128,19 @@ def select(space: RowSpace, known: Tensor, candidates: Tensor, capacity: Tensor)
                 taken[p, k] = True
                 room[p] -= 1
                 new.append(rest[p, k])
-        step = _orthonormal(torch.stack(new))
+        step = _orthonormal(torch.stack(new), basis)
         basis = torch.cat([basis, step])
         left, rest = left.without(step), rest - (rest @ step.T) @ step
     return chosen
 
 
-def _orthonormal(rows: Tensor) -> Tensor:
-    """An orthonormal basis of the rows' span, `(rank, H)`."""
+def _orthonormal(rows: Tensor, basis: Tensor | None = None) -> Tensor:
+    """An orthonormal basis `(rank, H)` of the rows' span, without what an orthonormal `basis` has of it already."""
     if not len(rows):
         return rows
     rows = rows / rows.norm(dim=1, keepdim=True).clamp(min=torch.finfo(rows.dtype).tiny)
+    if basis is not None:  # a small rest is orthogonal to it only up to the rounding of what was large before
+        rows = rows - (rows @ basis.T) @ basis
     q, r = torch.linalg.qr(rows.T)
     return q.T[r.diagonal().abs() > 1e-12]
 

@@ -18,13 +18,8 @@ from pathlib import Path
 
 import torch
 from datasets import load_dataset
-from transformers import (
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-    GPT2Config,
-    GPT2ForSequenceClassification,
-    set_seed,
-)
+from transformers import AutoModelForSequenceClassification as Classifier
+from transformers import AutoTokenizer, GPT2Config, GPT2ForSequenceClassification, set_seed
 
 from hf_gradguard import GradientMap, make_defense
 from hf_gradguard.attacks import Observation
@@ -45,14 +40,17 @@ def main() -> None:
     parser.add_argument("--model", required=True)
     parser.add_argument("--data_dir", required=True, help="folder with dev.tsv")
     parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--batches", type=int, default=20, help="of one sentence, in every row of the tables")
+    parser.add_argument("--batches", type=int, default=20, help="of one sentence, undefended")
+    parser.add_argument(
+        "--curve_batches", type=int, default=10, help="of one sentence, in the rows on noise and defences"
+    )
     parser.add_argument("--large_batches", type=int, default=5, help="of two and more sentences")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
 
     set_seed(args.seed)
     tokenizer = AutoTokenizer.from_pretrained(args.model)
-    bert = AutoModelForSequenceClassification.from_pretrained(args.model, num_labels=2).eval()
+    bert = Classifier.from_pretrained(args.model, num_labels=2).eval()
     gpt2 = GPT2ForSequenceClassification(  # width 768
         GPT2Config(n_layer=2, vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id, num_labels=2)
     ).eval()
@@ -71,36 +69,41 @@ def main() -> None:
             gmap = GradientMap(model, batch | {"labels": torch.tensor([row["label"] for row in part])})
             seen = Observation(
                 model=model,
-                gradient=share(gmap, torch.Generator().manual_seed(args.seed * 1000 + index)),
+                gradient=share(gmap, torch.Generator().manual_seed(1000 * args.seed + index)),
                 input_shape=tuple(batch["input_ids"].shape),
                 attention_mask=batch["attention_mask"],
                 tokenizer=tokenizer,
             )
             start = time.process_time()
             result = Span(**settings)(seen)
-            found.append(
-                score(result.token_ids, batch) | {"seconds": result.seconds, "cpu": time.process_time() - start}
-            )
+            times = {"seconds": result.seconds, "cpu": time.process_time() - start}
+            found.append(score(result.token_ids, batch) | times)
         report[name] = summary(found, args.seed)
         args.output.write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-        print_row(name, report[name])
+        r = report[name]
+        print(
+            f"| {name} | {r['batches']} | {r['hits']} of {r['distinct']} | {r['share']:.3f} {r['interval']} | "
+            f"{r['together'] / r['tokens']:.3f} | {r['exact']} of {r['texts']} | {r['seconds']} | {r['cpu']} |", flush=True
+        )  # fmt: skip
 
     print("| | batches | found | share [95 %] | in its sentence | exact | seconds | CPU seconds |\n|" + "---|" * 8)
     for size in (1, 2, 4, 8):
         measure(f"MiniLM, batch {size}", bert, size, args.batches if size == 1 else args.large_batches)
     measure("GPT-2 of 2 layers, batch 4", gpt2, 4, args.large_batches)
-    for reference in ("each matrix's own RMS", "the whole gradient's RMS"):
-        for level in NOISE[1:] if reference.startswith("the") else NOISE:
-            for way, settings in (("ranking", {}), ("threshold 0.01", {"threshold": 0.01})):
-                share = functools.partial(noise, level, reference.startswith("each"))
-                measure(f"{level:.1%} of {reference}, {way}", bert, 1, args.batches, share, **settings)
+    for level in NOISE:
+        own, whole = functools.partial(noise, level, True), functools.partial(noise, level, False)
+        measure(f"{level:.1%} of each matrix's own RMS", bert, 1, args.curve_batches, own)
+        measure(
+            f"{level:.1%} of each matrix's own RMS, threshold 0.01", bert, 1, args.curve_batches, own, threshold=0.01
+        )
+        measure(f"{level:.1%} of the whole gradient's RMS", bert, 1, args.curve_batches, whole)
     for name, strengths in DEFENSES.items():
         for strength in strengths:
             defense = make_defense(name, **strength)
             label = f"{name} {next(iter(strength))}={next(iter(strength.values()))}"
-            measure(label, bert, 1, args.batches, defense)
+            measure(label, bert, 1, args.curve_batches, defense)
             if name.endswith("pruning"):
-                measure(f"{label}, completed", bert, 1, args.batches, defense, complete=True)
+                measure(f"{label}, completed", bert, 1, args.curve_batches, defense, complete=True)
 
 
 def noise(level: float, own: bool, gmap: GradientMap, generator: torch.Generator) -> dict[str, torch.Tensor]:
@@ -135,19 +138,11 @@ def summary(rows: list[dict], seed: int) -> dict:
         sum(row["hits"] for row in sample) / sum(row["distinct"] for row in sample)
         for sample in (draws.choices(rows, k=len(rows)) for _ in range(1000))
     )
-    interval = [round(shares[25], 4), round(shares[974], 4)]
-    slowest = {"seconds": max(row["seconds"] for row in rows), "cpu": max(row["cpu"] for row in rows)}
-    return total | {key: math.ceil(10 * value) / 10 for key, value in slowest.items()} | {
-        "batches": len(rows), "share": round(total["hits"] / total["distinct"], 4), "interval": interval,
+    slowest = {key: math.ceil(10 * max(row[key] for row in rows)) / 10 for key in ("seconds", "cpu")}
+    return total | slowest | {
+        "interval": [round(shares[25], 4), round(shares[974], 4)],
+        "batches": len(rows), "share": round(total["hits"] / total["distinct"], 4),
     }  # fmt: skip
-
-
-def print_row(name: str, r: dict) -> None:
-    low, high = r["interval"]
-    print(
-        f"| {name} | {r['batches']} | {r['hits']} of {r['distinct']} | {r['share']:.3f} [{low:.3f}, {high:.3f}] | "
-        f"{r['together'] / r['tokens']:.3f} | {r['exact']} of {r['texts']} | {r['seconds']} | {r['cpu']} |", flush=True
-    )  # fmt: skip
 
 
 if __name__ == "__main__":
