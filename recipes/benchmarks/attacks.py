@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AutoModelForSequenceClassification
 from transformers.utils import logging
 
@@ -85,8 +86,8 @@ def plain_tag(model: torch.nn.Module, seen: Observation, start: torch.Tensor, st
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: (step + 1) / 51)
     history = []
     for _ in range(steps):
-        loss = model(inputs_embeds=x, attention_mask=mask, labels=seen.labels).loss
-        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        with sdpa_kernel(SDPBackend.MATH):  # no fused kernel has second derivatives
+            loss = model(inputs_embeds=x, attention_mask=mask, labels=seen.labels).loss
             gradients = torch.autograd.grad(loss, list(named.values()), create_graph=True, materialize_grads=True)
         value = torch.zeros(())
         for (name, layer), gradient in zip(layers.items(), gradients, strict=True):
