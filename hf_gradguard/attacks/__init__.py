@@ -6,10 +6,9 @@ result = make_attack("tag", steps=1500)(seen)
 
 from __future__ import annotations
 
-import difflib
-from dataclasses import fields
 from typing import Any
 
+from ..naming import make
 from .base import Attack, Reconstruction
 from .embedding_rows import EmbeddingRows
 from .images import DLG, IDLG, GradInversion, InvertingGradients
@@ -51,13 +50,4 @@ def make_attack(name: str, **settings: Any) -> Attack:
     Example:
         >>> make_attack("inverting_gradients", steps=1000, restarts=4)
     """
-    if name not in ATTACKS:
-        near = difflib.get_close_matches(str(name), ATTACKS, 1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"There is no attack {name!r}.{hint} The names are: {', '.join(ATTACKS)}.")
-    known = [field.name for field in fields(ATTACKS[name]) if field.init]  # type: ignore[arg-type]
-    unknown = sorted(settings.keys() - set(known))
-    if unknown:
-        has = f"It has: {', '.join(known)}." if known else "It has none."
-        raise TypeError(f"{name} has no setting {', '.join(unknown)}. {has}")
-    return ATTACKS[name](**settings)
+    return make(ATTACKS, "attack", name, settings)

@@ -6,14 +6,14 @@ shared = defense(GradientMap(model, batch))
 
 from __future__ import annotations
 
-import difflib
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
 from ..gradient_map import GradientMap, Tensors
+from ..naming import make
 from .base import Defense, SensitivityDefense, cast_like, true_gradient
 from .noise import DPSGD, GaussianNoise, LaplaceNoise, OptimalDPSGD, OptimalNoise
 from .pruning import OptimalPruning, Pruning
@@ -99,16 +99,7 @@ def make_defense(name: str, **settings: Any) -> Defense:
     Example:
         >>> make_defense("optimal_pruning", ratio=0.8, refresh_every=10)
     """
-    if name not in DEFENSES:
-        near = difflib.get_close_matches(str(name), DEFENSES, 1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"There is no defence {name!r}.{hint} The names are: {', '.join(DEFENSES)}.")
-    known = [field.name for field in fields(DEFENSES[name])]  # type: ignore[arg-type]
-    unknown = sorted(settings.keys() - set(known))
-    if unknown:
-        has = f"It has: {', '.join(known)}." if known else "It has none."
-        raise TypeError(f"{name} has no setting {', '.join(unknown)}. {has}")
-    return DEFENSES[name](**settings)
+    return make(DEFENSES, "defence", name, settings)
 
 
 def chain(*defenses: Defense) -> Defense:
