@@ -8,7 +8,7 @@ No other module differentiates a client's loss, or knows about attention kernels
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import PreTrainedModel
 
+from .factors import Factors, LinearCalls, linear_layers
 from .inputs import Batch, LossFunction, find_input, shared_parameters
 from .randomness import private_generator
 
@@ -60,6 +61,7 @@ class GradientMap:
         second_order: bool = True,
     ) -> None:
         self._model, self._batch, self._second_order = model, batch, second_order
+        self._modules = list(model.modules())
         self._loss_fn = loss_fn or model_loss
         self._source = find_input(model, batch)
         self._parameters = shared_parameters(model, share_input_embeddings)
@@ -73,6 +75,7 @@ class GradientMap:
                 f"requires_grad={self._loss.requires_grad}. Return the batch mean, computed from the model's output."
             )
         self._gradient: Tensors | None = None
+        self._calls: tuple[Tensors, dict[str, nn.Module]] | None = None
         self._input_gradient: Tensor | None = None
         self._differentiable_gradient: Tensors | None = None
         self._transmitted: Tensors | None = None
@@ -134,7 +137,13 @@ class GradientMap:
             return self._differentiate(loss, create_graph=create_graph)
 
     def slopes_at(
-        self, function: Callable[[Tensors, Tensors], Tensor], xs: Tensor, extras: Tensors, **entries: Tensor
+        self,
+        function: Callable[[Mapping[str, Tensor | Factors], Tensors], Tensor],
+        xs: Tensor,
+        extras: Tensors,
+        *,
+        factored: bool = False,
+        **entries: Tensor,
     ) -> tuple[Tensor, Tensor, Tensors]:
         """Values of a scalar function of g at K inputs, and their derivatives by the inputs: one vectorised pass.
 
@@ -144,6 +153,7 @@ class GradientMap:
             function: `(g(x), extras) -> scalar`, of one candidate's tensors.
             xs: `(K, *input.shape)`.
             extras: What else the function needs, each tensor with a first dimension of K.
+            factored: Give the function the gradients of linear layers' weights as `Factors`.
             **entries: Entries of the batch to put in the place of its own, with a first dimension of K.
 
         Returns:
@@ -161,29 +171,45 @@ class GradientMap:
         self._require_second_order("slopes_at")
         free = {key: value.detach() for key, value in entries.items() if value.is_floating_point()}
         fixed = {key: value for key, value in entries.items() if key not in free}
+        offsets, layers = self._linear_calls() if factored else ({}, {})
+        dense = {name: p for name, p in self._parameters.items() if name not in layers}
         if len(xs) == 1:
             x = xs[0].detach().requires_grad_()
             leaves = {key: value[0].clone().requires_grad_() for key, value in free.items()}
-            gradient = self.gradient_at(x, True, **leaves, **{key: value[0] for key, value in fixed.items()})
-            with torch.enable_grad():
+            own = {**leaves, **{key: value[0] for key, value in fixed.items()}}
+            calls = LinearCalls(layers, {call: zeros.clone().requires_grad_() for call, zeros in offsets.items()})
+            with torch.enable_grad(), self._replay(), self._kernels():
+                with calls.watching():
+                    _, loss = self._source.evaluate(self._loss_fn, self._model, {**self._batch, **own}, value=x)
+                derivatives = self._differentiate(loss, create_graph=True, leaves=dense | calls.offsets)
+                gradient = {name: derivatives[name] for name in dense} | calls.factors(derivatives)
                 single = function(gradient, {name: tensor[0] for name, tensor in extras.items()})
             slope, *others = self.input_gradient(single, x, *leaves.values())
             return single.detach()[None], slope[None], {k: o[None] for k, o in zip(free, others, strict=True)}
         held = _Held(self._model)
-        parameters = {f"model.{name}": p.detach() for name, p in self._parameters.items()}
+        parameters = {f"model.{name}": p.detach() for name, p in dense.items()}
+        constants = {f"model.{name}": self._parameters[name].detach() for name in layers}
 
-        def loss(parameters: Tensors, x: Tensor, own: Tensors) -> Tensor:
+        def loss_and_inputs(
+            parameters: Tensors, offsets: Tensors, x: Tensor, own: Tensors
+        ) -> tuple[Tensor, dict[str, list[Tensor]]]:
+            calls = LinearCalls(layers, offsets)
+
             def run() -> Tensor:
-                return self._source.evaluate(self._loss_fn, self._model, {**self._batch, **own}, value=x)[1]
+                with calls.watching():
+                    return self._source.evaluate(self._loss_fn, self._model, {**self._batch, **own}, value=x)[1]
 
-            value: Tensor = torch.func.functional_call(held, parameters, (run,))
-            return value
+            value: Tensor = torch.func.functional_call(held, {**constants, **parameters}, (run,))
+            return value, calls.inputs
 
         # Both derivatives are taken inside the vectorisation: differentiating vmap(grad(loss)) from outside gives wrong
         # second derivatives of layer normalisation (torch 2.13).
         def value(x: Tensor, free: Tensors, fixed: Tensors, extra: Tensors) -> tuple[Tensor, Tensor]:
-            gradient = torch.func.grad(loss)(parameters, x, {**free, **fixed})
-            result = function({name.removeprefix("model."): tensor for name, tensor in gradient.items()}, extra)
+            differentiate = torch.func.grad(loss_and_inputs, argnums=(0, 1), has_aux=True)
+            (written, deltas), inputs = differentiate(parameters, offsets, x, {**free, **fixed})
+            calls = LinearCalls(layers, inputs=inputs)
+            gradient = {name.removeprefix("model."): tensor for name, tensor in written.items()} | calls.factors(deltas)
+            result = function(gradient, extra)
             return result, result
 
         each = torch.func.vmap(torch.func.grad(value, argnums=(0, 1), has_aux=True), randomness="same")
@@ -329,21 +355,40 @@ class GradientMap:
             for p, product in zip(parameters, products, strict=True)
         ]
 
-    def _differentiate(self, loss: Tensor, retain_graph: bool = False, create_graph: bool = False) -> Tensors:
+    def _linear_calls(self) -> tuple[Tensors, dict[str, nn.Module]]:
+        """Zeros in the shape of what comes out of each call of a linear layer, and the layers that run."""
+        if self._calls is None:
+            calls = LinearCalls(linear_layers(self._model, self._parameters))
+            # Layers that run again in the backward pass would be heard twice.
+            if not self._recomputes():
+                with torch.no_grad(), self._replay(), self._kernels(), calls.watching():
+                    self._source.evaluate(self._loss_fn, self._model, self._batch, value=self._x.detach())
+            zeros = {call: self._x.detach().new_zeros(shape) for call, shape in calls.outputs.items()}
+            self._calls = zeros, {name: layer for name, layer in calls.layers.items() if name in calls.inputs}
+        return self._calls
+
+    def _differentiate(
+        self,
+        loss: Tensor,
+        retain_graph: bool = False,
+        create_graph: bool = False,
+        leaves: Mapping[str, Tensor] | None = None,
+    ) -> Tensors:
+        leaves = self._parameters if leaves is None else leaves
         gradients = torch.autograd.grad(
             loss,
-            list(self._parameters.values()),
+            list(leaves.values()),
             retain_graph=retain_graph or create_graph,
             create_graph=create_graph,
             allow_unused=True,
         )
         return {
-            name: torch.zeros_like(p, requires_grad=False) if gradient is None else gradient
-            for (name, p), gradient in zip(self._parameters.items(), gradients, strict=True)
+            name: torch.zeros_like(leaf, requires_grad=False) if gradient is None else gradient
+            for (name, leaf), gradient in zip(leaves.items(), gradients, strict=True)
         }
 
     def _recomputes(self) -> bool:
-        return any(getattr(m, "gradient_checkpointing", False) and m.training for m in self._model.modules())
+        return any(getattr(m, "gradient_checkpointing", False) and m.training for m in self._modules)
 
     def _require_second_order(self, what: str) -> None:
         if not self._second_order:
@@ -355,7 +400,7 @@ class GradientMap:
         if not self._second_order:
             yield
             return
-        configs = {id(m.config): m.config for m in self._model.modules() if isinstance(m, PreTrainedModel)}
+        configs = {id(m.config): m.config for m in self._modules if isinstance(m, PreTrainedModel)}
         fused = [c for c in configs.values() if getattr(c, "_attn_implementation", None) not in (None, "eager", "sdpa")]
         settings = [config._attn_implementation for config in fused]
         try:
@@ -373,7 +418,7 @@ class GradientMap:
         # Copies take the updates: writing a value back would count as an in-place change to what autograd saved.
         statistics = [
             (module, dict(module._buffers))
-            for module in self._model.modules()
+            for module in self._modules
             if isinstance(module, nn.modules.batchnorm._NormBase) and module.training
         ]
         with torch.random.fork_rng(devices=self._devices):

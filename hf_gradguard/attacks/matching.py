@@ -23,7 +23,7 @@ from ..randomness import private_generator
 from .base import Attack, Reconstruction, texts
 from .decoding import Vocabulary
 from .labels import recover_labels
-from .objectives import Objective
+from .objectives import Candidate, Objective
 from .observation import Observation, without_dropout
 from .priors import squared_norm, total_variation
 
@@ -255,15 +255,15 @@ class Problem:
     def slopes(self, x: Tensor, labels: Tensor, rows: slice) -> tuple[Tensor, Tensor, Tensors]:
         """dist(g(x̂), shared) of the candidates `rows`, `(K,)`, and its derivatives by `x` and by soft labels."""
         extras = {name: tensor[rows] for name, tensor in self.extras.items()}
-        return self.gmap.slopes_at(self._distance, x, extras, labels=labels)
+        return self.gmap.slopes_at(self._distance, x, extras, factored=not self.weighted, labels=labels)
 
     def distance(self, x: Tensor, candidate: int) -> Tensor:
         """dist(g(x̂), shared) of one x̂ `(B, ...)` for the candidate of that number."""
         gradient = self.gmap.gradient_at(x, labels=self.labels[candidate])
         return self._distance(gradient, {name: tensor[candidate] for name, tensor in self.extras.items()})
 
-    def _distance(self, gradient: Tensors, extras: Tensors) -> Tensor:
-        if self.weighted:
+    def _distance(self, gradient: Candidate, extras: Tensors) -> Tensor:
+        if self.weighted:  # never in factors
             gradient = {name: gradient[name] * extras[f"weight {name}"] for name in self.names}
         return self.objective(gradient, {name: extras[name] for name in self.names})
 

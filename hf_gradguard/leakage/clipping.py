@@ -8,11 +8,13 @@ Reference: Guo et al. (2022), Algorithm 1 and Section 6.2.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..factors import Factors
 from ..gradient_map import GradientMap, Tensors
 
 SMOOTH_CLIP_NORM = 1.115
@@ -75,12 +77,18 @@ class _ClippedMap(GradientMap):
         return smooth_clip(self._raw.gradient_at(x, create_graph, **entries), self._clip)
 
     def slopes_at(
-        self, function: Callable[[Tensors, Tensors], Tensor], xs: Tensor, extras: Tensors, **entries: Tensor
+        self,
+        function: Callable[[Mapping[str, Tensor | Factors], Tensors], Tensor],
+        xs: Tensor,
+        extras: Tensors,
+        *,
+        factored: bool = False,
+        **entries: Tensor,
     ) -> tuple[Tensor, Tensor, Tensors]:
-        def clipped(gradient: Tensors, extras: Tensors) -> Tensor:
+        def clipped(gradient: Any, extras: Tensors) -> Tensor:  # never in factors: all of it is scaled by its norm
             return function(smooth_clip(gradient, self._clip), extras)
 
-        return self._raw.slopes_at(clipped, xs, extras, **entries)
+        return self._raw.slopes_at(clipped, xs, extras, factored=False, **entries)
 
     def vjp(self, delta: Tensors) -> Tensor:
         gradient = self._raw.gradient()

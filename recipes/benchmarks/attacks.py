@@ -28,7 +28,9 @@ def main() -> None:
     parser.add_argument("--model", required=True)
     parser.add_argument("--length", type=int, default=16)
     parser.add_argument("--sentences", type=int, default=8)
-    parser.add_argument("--steps", type=int, default=5, help="of an attack, each time")
+    parser.add_argument(
+        "--steps", type=int, default=25, help="of an attack, each time; setting up and decoding count too"
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--output", type=Path)
@@ -97,7 +99,7 @@ def plain_tag(model: torch.nn.Module, seen: Observation, start: torch.Tensor, st
         (x.grad,) = torch.autograd.grad(value, x)
         optimizer.step()
         schedule.step()
-        history.append(float(value))
+        history.append(float(value.detach()))
     return history
 
 
