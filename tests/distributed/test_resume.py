@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import time
 from pathlib import Path
@@ -61,7 +62,8 @@ def reports(killed: Path, one_rank: Path, tmp_path_factory: pytest.TempPathFacto
 @pytest.mark.parametrize("rank", [0, 1])
 def test_checkpoint_holds_every_clients_state(killed: Path, rank: int) -> None:
     state = load_file(killed / f"gradguard_private_rank{rank}.safetensors")
-    assert {name.split("/")[0] for name in state} == {"0", "1"}
+    assert {name.split("/")[0] for name in state} == {"0", "1", "accountant"}
+    assert int(state["accountant/steps"]) == SAVED * 2 * 2  # two micro-batches of two clients a step
     for client in ("0", "1"):
         assert int(state[f"{client}/calls_left"]) == 2  # six calls, estimated at the first and the fifth
         assert any(name.startswith(f"{client}/squares.") for name in state)
@@ -71,6 +73,15 @@ def test_resumed_weights_equal_those_of_a_run_left_alone(reports: list[dict[str,
     for report in reports:
         assert report["moved"] > 20
         assert report["resumed"] == []  # not one bit
+
+
+def test_resumed_accounts_equal_those_of_a_run_left_alone(reports: list[dict[str, Any]]) -> None:
+    for report in reports:
+        examples, messages, worst = report["accounted"]
+        assert (messages, examples) == (STEPS * 2 * 2, 39)  # all of the rank's half, some of them twice
+        assert 0 < worst < math.inf
+        assert report["accounts"] == []  # not one bit
+        assert "holds no accountant's state of this rank" in report["unaccounted"]
 
 
 def test_defence_state_is_needed_for_that(reports: list[dict[str, Any]]) -> None:
