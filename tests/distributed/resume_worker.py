@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import shutil
 import time
 from collections.abc import Callable
@@ -94,7 +95,7 @@ def main() -> None:
     results = {
         "moved": len(differing(left_alone, dict(make_model("bert").named_parameters()))),
         "resumed": differing(resumed, left_alone),
-        "accounted": [len(whole), whole.steps, whole.worst()[1]],
+        "accounted": [len(whole), whole.steps, sum(0 < whole.dfil(key) < math.inf for key in whole)],
         "accounts": differing(continued.state_dict(), whole.state_dict()),
         "forgot": differing(forgot, left_alone),
         "unaccounted": _refusal(lambda: train(folder / "unaccounted", forgetful, accountant=FisherAccountant())),

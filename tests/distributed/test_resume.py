@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import subprocess
 import time
 from pathlib import Path
@@ -77,9 +76,11 @@ def test_resumed_weights_equal_those_of_a_run_left_alone(reports: list[dict[str,
 
 def test_resumed_accounts_equal_those_of_a_run_left_alone(reports: list[dict[str, Any]]) -> None:
     for report in reports:
-        examples, messages, worst = report["accounted"]
-        assert (messages, examples) == (STEPS * 2 * 2, 39)  # all of the rank's half, some of them twice
-        assert 0 < worst < math.inf
+        examples, messages, finite = report["accounted"]
+        assert messages == STEPS * 2 * 2
+        assert examples > 39  # its half of the first epoch, and others in the second
+        # Infinite for those on whose batch another dropout mask left a coordinate bare that reused sensitivities spare.
+        assert finite > 10
         assert report["accounts"] == []  # not one bit
         assert "holds no accountant's state of this rank" in report["unaccounted"]
 
