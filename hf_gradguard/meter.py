@@ -55,7 +55,7 @@ def message_dfil(
     """
     unknowns = Unknowns(gmap)
     if num_probes is None and noise.squares is not None and noise.num_probes >= 2:
-        trace = fisher_trace_from_sensitivity(noise.squares, noise.variance, shaping_probes=noise.num_probes)
+        trace = fisher_trace_from_sensitivity(noise.squares, noise.variance, shaping_probes=noise.shaping_probes)
         ceilings = trace / unknowns.per_sample.double()
         errors = (ceilings * math.sqrt(2 / noise.num_probes)).masked_fill(ceilings.isinf(), 0.0)
         return MessageDFIL(DFIL(ceilings, errors), trace / unknowns.size)

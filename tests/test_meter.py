@@ -149,13 +149,14 @@ def test_dfil_from_sensitivities_in_closed_form(name: str) -> None:
     torch.testing.assert_close(found.samples.standard_error, found.samples.value / 2)  # √(2/8) of it
 
 
-def test_dfil_from_sensitivities_on_average_over_draws() -> None:
+@pytest.mark.parametrize("granularity", ["parameter", "layer"])
+def test_dfil_from_sensitivities_on_average_over_draws(granularity: str) -> None:
     """200 draws of 10 probes, each against the trace that its own Σ has by the dense Jacobian."""
     gmap, jacobian = GradientMap(*small_convolution()), dense_convolution()
     squares = jacobian.square().sum(0)
     ratios, exceeded = [], 0
     for seed in range(200):
-        noise = noise_of(make_defense("optimal_noise", scale=0.25), gmap, seed)
+        noise = noise_of(make_defense("optimal_noise", scale=0.25, granularity=granularity), gmap, seed)
         variance = flat(noise.variance)
         exact = torch.where(squares > 0, squares / variance, 0.0)
         found = message_dfil(gmap, noise)
@@ -166,8 +167,8 @@ def test_dfil_from_sensitivities_on_average_over_draws() -> None:
         ]
         exceeded += int((found.samples.value * 1.5 < torch.stack(by_sample)).any())
     mean, spread = torch.tensor(ratios).mean(), torch.tensor(ratios).std()
-    # The correction is exact for independent estimates and λ held; here both have a few per cent to say.
-    assert float(mean) == pytest.approx(1, abs=0.1 + 4 * float(spread) / math.sqrt(200))
+    # Exact for estimates that err independently; a per cent for those here, which share their probes.
+    assert float(mean) == pytest.approx(1, abs=0.01 + 4 * float(spread) / math.sqrt(200))
     assert exceeded == 0  # ceilings are ceilings
 
 

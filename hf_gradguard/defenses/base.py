@@ -22,11 +22,14 @@ class Noise(NamedTuple):
         variance: Diagonal Σ; infinite where the coordinate was not shared, or was clipped to a constant.
         squares: Estimates of s_i² on this very batch that Σ was shaped by, if there are any.
         num_probes: How many probes `squares` come from.
+        shaping_probes: The same, if Σ follows them entry by entry, and their sum is too small for that (see
+            `fisher_trace_from_sensitivity`).
     """
 
     variance: Tensors
     squares: Tensors | None = None
     num_probes: int = 0
+    shaping_probes: int | None = None
 
 
 class Defense:

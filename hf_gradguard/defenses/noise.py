@@ -155,7 +155,10 @@ class OptimalNoise(SensitivityDefense, NoiseDefense):
         return gmap.restrict(self.ratio(self.sensitivity(gmap, generator), gradient))
 
     def _as_noise(self, gmap: GradientMap, variance: Tensors) -> Noise:
-        return super()._as_noise(gmap, variance)._replace(squares=self._fresh, num_probes=self.num_probes)
+        # A norm over a tensor averages the probes' errors out: Σ does not follow them.
+        shaping = self.num_probes if self.granularity == "parameter" else None
+        noise = super()._as_noise(gmap, variance)
+        return noise._replace(squares=self._fresh, num_probes=self.num_probes, shaping_probes=shaping)
 
     def ratio(self, sensitivity: Tensors, gradient: Tensors) -> Tensors:
         """s_i/|g_i| with |g_i| held above 1e-8 and the ratio below 1e6, so that no vanishing g_i takes all the noise."""
