@@ -7,13 +7,19 @@ outside. Better no training than training that only looks protected.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import nn
 from torch.utils.data import IterableDataset
 from transformers import TrainingArguments
+
+from .defenses import Defense
+from .defenses.noise import DPSGD
+
+if TYPE_CHECKING:
+    from .leakage import FisherAccountant
 
 _REPLICATED = {
     DistributedType.NO,
@@ -49,6 +55,24 @@ def check_accelerator(accelerator: Accelerator, train_dataset: Any = None) -> No
         NotImplementedError: With the reason and what to use instead.
     """
     _raise_first(_accelerator_refusals(accelerator, train_dataset))
+
+
+def check_leakage(
+    args: TrainingArguments, defense: Defense, accountant: FisherAccountant | None, own_batches: bool
+) -> None:
+    """Refuse limits and accounts that nothing could keep.
+
+    Args:
+        args: Training arguments, whose `leakage_limit` counts.
+        defense: What protects the messages.
+        accountant: Of the Trainer's messages, if there is one.
+        own_batches: Whether the Trainer's class draws its batches in a way of its own.
+
+    Raises:
+        NotImplementedError: With the reason and what to use instead.
+    """
+    limit = getattr(args, "leakage_limit", None)
+    _raise_first(_leakage_refusals(limit is not None, defense, accountant, own_batches))
 
 
 def _raise_first(refusals: Iterator[str]) -> None:
@@ -147,6 +171,37 @@ def _accelerator_refusals(accelerator: Accelerator, train_dataset: Any) -> Itera
                 "dispatched batches: rank 0 would read everybody's data and send it, unprotected, to the other ranks. "
                 "Set accelerator_config={'dispatch_batches': False} (it is on by default for iterable data sets)."
             )
+
+
+def _leakage_refusals(
+    limited: bool, defense: Defense, accountant: FisherAccountant | None, own_batches: bool
+) -> Iterator[str]:
+    if (limited or accountant is not None) and not defense.adds_gaussian_noise:
+        yield (
+            f"{'leakage_limit' if limited else 'an accountant'} with {defense.name}: it adds no Gaussian noise of known "
+            "covariance to the true gradient, so there is no Fisher information to bound or to add up. Use gaussian_noise, "
+            "optimal_noise, dp_sgd or optimal_dp_sgd, alone, first in a chain, or after pruning. leakage_logging_steps logs "
+            "leakage/i2f_lower_bound for every defence."
+        )
+    if accountant is None or accountant.noise_multiplier is None:
+        return
+    if not own_batches:
+        yield (
+            "an accountant with a sampling rate: its factor κ is for batches that are drawn afresh at every step, and the "
+            "Trainer shuffles epochs. Leave sampling_rate, noise_multiplier and delta out, or override "
+            "get_train_dataloader with one that draws afresh."
+        )
+    multiplier = defense.scale / defense.clip if _clips_by_norm(defense) else 0.0  # type: ignore[attr-defined]
+    if accountant.noise_multiplier > multiplier * (1 + 1e-9):
+        yield (
+            f"an accountant with noise_multiplier={accountant.noise_multiplier:g}: its factor κ needs a message that one "
+            f"example cannot move by more than a multiple of the noise, and here that gives at most {multiplier:g}. Use dp_sgd "
+            "with clip_by='norm' and scale=noise_multiplier*clip, or leave the three arguments out."
+        )
+
+
+def _clips_by_norm(defense: Defense) -> bool:
+    return isinstance(defense, DPSGD) and defense.clip_by == "norm" and defense.scale is not None
 
 
 def _is_iterable(dataset: Any) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +23,12 @@ class GradGuardConfig(TrainingArguments):
         share_input_embeddings: Share the token embeddings' gradient, which names the batch's tokens.
         clients_per_process: Cut each rank's batch into that many clients, each protected by itself.
         noise_seed: Makes all noise reproducible, by anybody. For tests only.
-        leakage_logging_steps: Not supported yet; must be 0.
+        leakage_logging_steps: Log leakage figures of what is about to be shared at every so many optimizer steps; 0 never.
+        leakage_num_probes: Probes for dFIL. By default the sensitivities that noise was shaped by, at no pass more, or 10
+            probes where there are none.
+        leakage_limit: Do not share a message whose bound on the MSE of an unbiased attacker (per coordinate, in the input's
+            unit squared) is lower for any of its samples. Measures every message.
+        leakage_action: `"skip"` shares zeros in its place and goes on; `"stop"` ends training on all ranks as well.
         model_name_or_path: What `GradGuardTrainer(args)` loads when it is given no model.
 
     Raises:
@@ -47,7 +53,19 @@ class GradGuardConfig(TrainingArguments):
         default=None, metadata={"help": "Unsafe, for tests: makes the noise reproducible by anybody who knows it."}
     )
     leakage_logging_steps: int = field(
-        default=0, metadata={"help": "Log leakage estimates every so many steps. Not supported yet: must be 0."}
+        default=0, metadata={"help": "Log leakage figures of what is about to be shared every so many steps; 0 never."}
+    )
+    leakage_num_probes: int | None = field(
+        default=None,
+        metadata={"help": "Probes for dFIL. Default: the sensitivities that noise was shaped by, or 10 probes."},
+    )
+    leakage_limit: float | None = field(
+        default=None,
+        metadata={"help": "Do not share a message whose bound on an unbiased attacker's MSE is below this."},
+    )
+    leakage_action: str = field(
+        default="skip",
+        metadata={"help": "What to do below leakage_limit.", "choices": ["skip", "stop"]},
     )
     model_name_or_path: str | None = field(
         default=None, metadata={"help": "Model to load when the Trainer is given none: a folder or a Hub name."}
@@ -63,10 +81,14 @@ class GradGuardConfig(TrainingArguments):
             raise ValueError(f"clients_per_process must be at least 1, but is {self.clients_per_process}.")
         if self.noise_seed is not None and self.noise_seed < 0:
             raise ValueError(f"noise_seed must be at least 0, but is {self.noise_seed}.")
-        if self.leakage_logging_steps:
-            raise ValueError(
-                "leakage_logging_steps is not supported yet: this version has no leakage estimators. Leave it at 0."
-            )
+        if self.leakage_logging_steps < 0:
+            raise ValueError(f"leakage_logging_steps must be at least 0, but is {self.leakage_logging_steps}.")
+        if self.leakage_num_probes is not None and self.leakage_num_probes < 1:
+            raise ValueError(f"leakage_num_probes must be at least 1, but is {self.leakage_num_probes}.")
+        if self.leakage_limit is not None and not 0 < self.leakage_limit < math.inf:
+            raise ValueError(f"leakage_limit must be a finite number above 0, but is {self.leakage_limit}.")
+        if self.leakage_action not in ("skip", "stop"):
+            raise ValueError(f"leakage_action must be 'skip' or 'stop', but is {self.leakage_action!r}.")
         if self.defense is not None:
             make_defense(self.defense, **(self.defense_kwargs or {}))
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 import os
 import time
 from collections import defaultdict
@@ -26,11 +27,13 @@ from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 from transformers.utils import logging
 
 from .card import add_privacy_section
-from .checks import check_accelerator, check_arguments, check_model
+from .checks import check_accelerator, check_arguments, check_leakage, check_model
 from .config import GradGuardConfig
 from .defenses import DEFENSES, Defense, make_defense
 from .gradient_map import GradientMap, Tensors
 from .inputs import shared_parameters
+from .leakage import FisherAccountant
+from .meter import LeakageMeter
 from .randomness import private_generator, seeded_generator
 
 logger = logging.get_logger(__name__)
@@ -44,10 +47,15 @@ class GradGuardTrainer(Trainer):
         args: `GradGuardConfig` or plain `TrainingArguments`.
         defense: A name of `DEFENSES` (its settings come from `args.defense_kwargs`) or a `Defense`. Required here or in
             `args`.
+        accountant: Gets the dFIL of every example that this rank shares something about, and is checkpointed with it.
         **kwargs: All other arguments of `Trainer`.
 
     Logs `defense/relative_error` (‖shared - g‖/‖g‖), `defense/cosine` and `defense/seconds` (per message, on top of the
     plain gradient) beside the loss. They are rank 0's own, means over its messages since the last log.
+
+    With `leakage_logging_steps=n` every n-th step also logs `leakage/dfil_mean`, `leakage/dfil_max`, `leakage/mse_bound`
+    (of the sample that leaks most) and `leakage/i2f_lower_bound` of what is about to be shared. Every rank keeps its own
+    in its `state.log_history`; what is reported or saved is rank 0's. See `docs/estimators.md`.
 
     Each client's micro-batch is one message, protected by itself; accumulation, averaging over ranks, clipping and the
     optimizer only process messages that are protected. Noise is added to the gradient of the client's *mean* loss.
@@ -67,6 +75,7 @@ class GradGuardTrainer(Trainer):
         args: TrainingArguments | None = None,
         *positional: Any,
         defense: str | Defense | None = None,
+        accountant: FisherAccountant | None = None,
         **kwargs: Any,
     ) -> None:
         if isinstance(model, TrainingArguments):
@@ -81,6 +90,8 @@ class GradGuardTrainer(Trainer):
         super().__init__(model, args, *positional, **kwargs)
         check_model(self.model)
         check_accelerator(self.accelerator, self.train_dataset)
+        own_batches = type(self).get_train_dataloader is not Trainer.get_train_dataloader
+        check_leakage(args, self.defense, accountant, own_batches)
         self.defense.prepare(self.model, self.processing_class)
         # "Evaluation mode" is Accelerate's word for preparing a model (device, autocast) without wrapping it in DDP.
         self.accelerator.prepare_model = functools.partial(self.accelerator.prepare_model, evaluation_mode=True)
@@ -90,7 +101,7 @@ class GradGuardTrainer(Trainer):
         self._clients = [copy.deepcopy(self.defense) for _ in range(getattr(args, "clients_per_process", 1))]
         self._noise_seed: int | None = getattr(args, "noise_seed", None)
         if self._noise_seed is None:
-            self._generator = private_generator(args.device)
+            self._generator, self._probes = private_generator(args.device), private_generator(args.device)
         else:
             logger.warning(
                 f"UNSAFE: noise_seed={self._noise_seed} makes all noise reproducible by anybody who knows it. Leave it "
@@ -98,6 +109,7 @@ class GradGuardTrainer(Trainer):
             )
         self._messages = (-1, 0)  # the optimizer step, and how many messages of it were drawn for
         self._divides_by_items: bool | None = None
+        self._meter = LeakageMeter(args, self.defense, accountant)
         self._defense_metrics: dict[str, list[float]] = defaultdict(list)
 
     def training_step(
@@ -120,23 +132,34 @@ class GradGuardTrainer(Trainer):
             clear_device_cache()
         if self.accelerator.sync_gradients:
             self._average_over_ranks(module)
+            if self._meter.stops:
+                self._stop_together()
         return torch.stack(losses).sum() if losses else torch.zeros((), device=self.args.device)
 
     def _share(
         self, module: nn.Module, defense: Defense, batch: dict[str, Any], weight: float, counts_items: bool
     ) -> Tensor:
         """Add one client's protected gradient, times its weight, to `.grad`. Returns its mean loss."""
+        step = self.state.global_step
+        measured = self._meter.measures(step)
         gmap = GradientMap(
             module,
             batch,
             loss_fn=lambda module, batch: self._mean_loss(module, batch, counts_items),
             share_input_embeddings=self._share_input_embeddings,
-            second_order=defense.needs_jacobian,
+            second_order=defense.needs_jacobian or measured,
         )
         norm = _norm(gmap.gradient())  # also waits for the device, so that what follows times the defence alone
+        defense.record_noise(measured)
+        generator, probes = self._message_generators()
         start = time.perf_counter()
-        shared = defense(gmap, self._message_generator())
+        shared = defense(gmap, generator)
         self._record(gmap.gradient(), shared, norm, start)
+        if measured:
+            noise = defense.noise
+            defense.record_noise(False)
+            if not self._meter.admits(gmap, shared, noise, step, probes):
+                return gmap.loss  # nothing is added: to the other ranks this message is a gradient of zeros
         with torch.no_grad():
             for name, parameter in gmap.parameters.items():
                 message = shared[name].to(parameter.dtype) * weight
@@ -155,6 +178,12 @@ class GradGuardTrainer(Trainer):
             mean = self.accelerator.reduce(torch.cat([grad.flatten() for grad in bucket]), reduction="mean")
             for grad, part in zip(bucket, mean.split([grad.numel() for grad in bucket]), strict=True):
                 grad.copy_(part.view_as(grad))
+
+    def _stop_together(self) -> None:
+        """End training on every rank if any has to: a rank that left alone would leave the others waiting for it."""
+        due = torch.tensor(float(self._meter.stop_due), device=self.args.device)
+        if float(self.accelerator.reduce(due, reduction="sum")):
+            self.control.should_training_stop = True
 
     # What the Trainer would have weighed the loss with. Noise scales and bounds speak of the gradient of a client's mean
     # loss, so the weight is taken out before protection and applied after.
@@ -224,14 +253,16 @@ class GradGuardTrainer(Trainer):
             self._divides_by_items = abs(one / two - 2) <= 1e-3
         return self._divides_by_items
 
-    def _message_generator(self) -> torch.Generator:
+    def _message_generators(self) -> tuple[torch.Generator, torch.Generator]:
+        """Of the noise, and of the leakage meter's probes: measuring a message must not change its noise."""
         if self._noise_seed is None:
-            return self._generator
+            return self._generator, self._probes
         step, count = self._messages
         count = count + 1 if step == self.state.global_step else 0
         self._messages = (self.state.global_step, count)
         rank = self.accelerator.process_index
-        return seeded_generator(self.args.device, self._noise_seed, rank, self.state.global_step, count)
+        seeds = (self._noise_seed, rank, self.state.global_step, count)
+        return seeded_generator(self.args.device, *seeds), seeded_generator(self.args.device, *seeds, 1)
 
     def _record(self, gradient: Tensors, shared: Tensors, norm: float, start: float) -> None:
         shared_norm = _norm(shared)
@@ -249,7 +280,38 @@ class GradGuardTrainer(Trainer):
         if "loss" in logs:
             logs.update({name: sum(values) / len(values) for name, values in self._defense_metrics.items()})
             self._defense_metrics.clear()
+            logs.update(self._meter.take() | self._meter.take_skipped())
         super().log(logs, *args, **kwargs)
+
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        # Before a checkpoint of the same step, so that it holds them; where the loss is logged they stand beside it.
+        if not self.control.should_log and (figures := self._meter.take()):
+            self.log(figures)
+        super()._maybe_log_save_evaluate(*args, **kwargs)
+
+    @property
+    def accountant(self) -> FisherAccountant | None:
+        """What this rank has shared about each of its examples. Private to the rank."""
+        return self._meter.accountant
+
+    def mean_leakage(self) -> dict[str, float]:
+        """Means over ranks of the `leakage/dfil_mean` and `leakage/i2f_lower_bound` that each logged last.
+
+        Every rank has to call it, and by that sends its figures out: nothing else does. The sum is taken by the ranks
+        themselves, so a peer that carries messages sees some of its parts.
+
+        Raises:
+            NotImplementedError: On two ranks, where each would learn the other's figures from the mean and its own.
+        """
+        if self.accelerator.num_processes == 2:
+            raise NotImplementedError(
+                "On two ranks the mean and a rank's own figures give away the other's. Ask each client for what it wants "
+                "to tell, or aggregate over three and more."
+            )
+        names = ("leakage/dfil_mean", "leakage/i2f_lower_bound")
+        own = torch.tensor([self._meter.last.get(name, math.nan) for name in names], device=self.args.device)
+        means = self.accelerator.reduce(own, reduction="mean").tolist()
+        return {name: mean for name, mean in zip(names, means, strict=True) if not math.isnan(mean)}
 
     # What a defence remembers belongs in a checkpoint: a run that is killed and resumed goes on as if it had not been.
 
@@ -260,16 +322,30 @@ class GradGuardTrainer(Trainer):
             for index, defense in enumerate(self._clients)
             for key, tensor in defense.state_dict().items()
         }
+        if self.accountant is not None:
+            state |= {f"{_ACCOUNT}{key}": tensor for key, tensor in self.accountant.state_dict().items()}
         save_file(state, self._state_file(output_dir))
 
-    def _load_rng_state(self, checkpoint: str | None) -> None:
-        super()._load_rng_state(checkpoint)
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:  # the random state may be left behind
+        super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is None:
             return
         if not os.path.isfile(self._state_file(checkpoint)):
+            if self.accountant is not None:
+                raise ValueError(_NO_ACCOUNT.format(checkpoint))
             logger.warning(f"{checkpoint} holds no defence state of this rank. Sensitivities are estimated anew.")
             return
-        state = {key: tensor.to(self.args.device) for key, tensor in load_file(self._state_file(checkpoint)).items()}
+        saved = load_file(self._state_file(checkpoint))
+        account = {key.removeprefix(_ACCOUNT): saved.pop(key) for key in list(saved) if key.startswith(_ACCOUNT)}
+        if self.accountant is not None:
+            if not account:
+                raise ValueError(_NO_ACCOUNT.format(checkpoint))
+            self.accountant.load_state_dict(account)
+        elif account:
+            logger.warning(
+                f"{checkpoint} holds an accountant's state, which this run leaves behind: it has no accountant."
+            )
+        state = {key: tensor.to(self.args.device) for key, tensor in saved.items()}
         for index, defense in enumerate(self._clients):
             prefix = f"{index}/"
             own = {key.removeprefix(prefix): tensor for key, tensor in state.items() if key.startswith(prefix)}
@@ -283,6 +359,13 @@ class GradGuardTrainer(Trainer):
         super().create_model_card(*args, **kwargs)
         if self.is_world_process_zero():
             add_privacy_section(self)
+
+
+_ACCOUNT = "accountant/"
+_NO_ACCOUNT = (
+    "{} holds no accountant's state of this rank, so what was shared until then would not be counted. Resume with as many "
+    "ranks as were saved, from a run that had an accountant, or without one."
+)
 
 
 class _StartAlike(TrainerCallback):

@@ -58,7 +58,11 @@ def test_every_defence_is_accepted_by_name(name: str) -> None:
         ({"defense_kwargs": [1]}, ValueError, r"defense_kwargs must be a dict, or JSON.*\[1\]"),
         ({"clients_per_process": 0}, ValueError, r"clients_per_process must be at least 1, but is 0"),
         ({"noise_seed": -1}, ValueError, r"noise_seed must be at least 0, but is -1"),
-        ({"leakage_logging_steps": 5}, ValueError, r"leakage_logging_steps is not supported yet.*Leave it at 0"),
+        ({"leakage_logging_steps": -1}, ValueError, r"leakage_logging_steps must be at least 0, but is -1"),
+        ({"leakage_num_probes": 0}, ValueError, r"leakage_num_probes must be at least 1, but is 0"),
+        ({"leakage_limit": 0.0}, ValueError, r"leakage_limit must be a finite number above 0, but is 0"),
+        ({"leakage_limit": float("nan")}, ValueError, r"leakage_limit must be a finite number above 0, but is nan"),
+        ({"leakage_action": "warn"}, ValueError, r"leakage_action must be 'skip' or 'stop', but is 'warn'"),
     ],
 )
 def test_bad_values_are_refused_with_the_way_out(settings: dict[str, Any], error: type, message: str) -> None:

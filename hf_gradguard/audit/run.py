@@ -21,15 +21,17 @@ from transformers.utils import logging
 from .. import __version__
 from ..attacks import Attack, Observation, make_attack
 from ..defenses import Chain, Defense
-from ..defenses.base import true_gradient
+from ..defenses.base import Noise, true_gradient
 from ..defenses.noise import NoiseDefense
 from ..gradient_map import GradientMap, Tensors
+from ..leakage import Eigenvalue, largest_eigenvalue
 from ..randomness import seeded_generator
 from .cells import Cells, digest, write_json
+from .estimators import figures
 from .modality import Images, Sample, Texts
 from .specs import Spec, make_defenses, parse_specs
 
-_DROPOUT, _DEFENSE, _ATTACK, _GUESS = range(4)  # streams of random numbers
+_DROPOUT, _DEFENSE, _ATTACK, _GUESS, _PROBES = range(5)  # streams of random numbers
 
 
 @dataclass
@@ -43,7 +45,8 @@ class Audit:
         messages: The originals, one entry a message. Private data.
         chance: Scores of guesses without a gradient: for each message `{score: one number a sample}`.
         shared: One entry a message, repeat and defence: `relative_error` ‖shared - g‖/‖g‖ and `cosine` of what was shared,
-            and `figures`, where estimators put theirs by name; or `reason`, if the defence refused.
+            and `figures`, those of `estimators.figures` or the `reason` why there are none; or `reason`, if the defence
+            refused.
         cells: One entry a message, repeat, defence and attack: `scores` and the reconstruction; or `reason`, if the
             attack is not applicable.
     """
@@ -170,6 +173,9 @@ def audit(
                 upload = _Upload(message, defense, noise_known)
                 key = digest(message_key, defense_keys[defense_label])
                 row = cells.get(key) or cells.put(key, upload.describe())
+                if "reason" not in row:
+                    figures_key = digest(key, "figures")
+                    row["figures"] = cells.get(figures_key) or cells.put(figures_key, upload.figures())
                 shared_rows.append({**place, **row})
                 for (
                     attack_label,
@@ -225,6 +231,11 @@ class _Message:
                 self._gmap = GradientMap(self.model, self.batch, share_input_embeddings=self.share_embeddings)
         return self._gmap
 
+    @cached_property
+    def eigenvalue(self) -> Eigenvalue:
+        """λ_max(J Jᵀ), which no defence changes."""
+        return largest_eigenvalue(self.gmap)
+
 
 class _Upload:
     """What one defence shares of one message, computed when it is first needed."""
@@ -232,13 +243,25 @@ class _Upload:
     def __init__(self, message: _Message, defense: Defense, noise_known: bool) -> None:
         self.message, self.defense, self.noise_known = message, defense, noise_known
         self._shared: Tensors | None = None
+        self._noise: Noise | None = None
 
     @property
     def shared(self) -> Tensors:
         if self._shared is None:
             self.defense.load_state_dict({})  # every message is a first one: nothing is kept from those before
+            self.defense.record_noise(True)
             self._shared = self.defense(self.message.gmap, self.message.generator(_DEFENSE))
+            self._noise = self.defense.noise
+            self.defense.record_noise(False)
         return self._shared
+
+    def figures(self) -> dict[str, Any]:
+        """What estimators say of it, or why they say nothing."""
+        message, shared = self.message, self.shared
+        try:
+            return figures(message.gmap, shared, self._noise, message.eigenvalue, message.generator(_PROBES))
+        except (ValueError, ArithmeticError) as error:
+            return {"reason": str(error)}
 
     def describe(self) -> dict[str, Any]:
         """How far what is shared is from the gradient, or why nothing is."""
@@ -255,7 +278,6 @@ class _Upload:
             "relative_error": math.sqrt(_inner(change, change)) / size if size else None,
             "cosine": _inner(gradient, shared) / (size * shared_size) if size * shared_size else None,
             "seconds": seconds,
-            "figures": {},
         }
 
     @cached_property

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from scipy.stats import spearmanr
 
 from ..metrics.scores import bootstrap_intervals
+from .estimators import FIGURES
 from .run import Audit
 
 
@@ -204,7 +207,7 @@ def markdown_table(result: Audit) -> str:
     """Defences down, attacks across; the main score with its interval. Verdicts above, legend below."""
     score, table = result.settings["main_score"], rows(result)
     lines = [f"- **{v.defense}**: {v.text}" for v in verdicts(result)]
-    header = ["defence", *result.attacks, "relative error", "cosine"]
+    header = ["defence", *result.attacks, "relative error", "cosine", *FIGURES.values()]
     lines += ["", _line(header), _line(["---"] * len(header))]
     for defense in result.defenses:
         own = [row for row in table if row.defense == defense]
@@ -215,19 +218,104 @@ def markdown_table(result: Audit) -> str:
         ]
         error = shared_mean(result, defense, "relative_error")
         cosine = shared_mean(result, defense, "cosine")
-        lines.append(_line([f"`{defense}`", *entries, error, cosine]))
+        estimates = [figure_mean(result, defense, figure) for figure in FIGURES]
+        lines.append(_line([f"`{defense}`", *entries, error, cosine, *estimates]))
     guess = show(chance_row(result).scores[score])
-    lines.append(_line(["chance", *[guess] * len(result.attacks), "", ""]))
+    lines.append(_line(["chance", *[guess] * len(result.attacks), *[""] * (2 + len(FIGURES))]))
     unit = "token F1, from 0 to 1" if score == "token_f1" else "PSNR in dB"
     lines += [
         "",
         f"{unit}: mean over {result.settings['samples']} samples, with 95 % bootstrap intervals over messages of "
         f"{result.settings['batch_size']}. Chance: {result.settings['chance']}. Relative error and cosine: of what was shared, "
-        "to the true gradient.",
+        "to the true gradient. I²F lower bound, dFIL bound: errors of the input that estimators predict, as RMSE per coordinate, "
+        "means over samples.",
     ]
+    if found := correlations(result):
+        scores = list(found[0].coefficients)
+        lines += ["", _line(["Spearman's correlation with", *scores, "points"]), _line(["---"] * (len(scores) + 2))]
+        lines += [
+            _line(
+                [
+                    f"{FIGURES[c.figure]}, {c.attack}",
+                    *(show_coefficient(c.coefficients[s]) for s in scores),
+                    str(c.points),
+                ]
+            )
+            for c in found
+        ]
+    if silent := estimator_refusals(result):
+        lines += ["", "No estimates:", "", *(f"- {reason}" for reason in silent)]
     if refused := refusals(result):
         lines += ["", "Not applicable:", "", *(f"- {refusal}" for refusal in refused)]
     return "\n".join(lines) + "\n"
+
+
+@dataclass(frozen=True)
+class Correlation:
+    """Spearman's rank correlation of an estimator's figure with each score of an attack, over defences and samples.
+
+    Args:
+        figure: One of `FIGURES`.
+        attack: Label of the attack.
+        coefficients: `{score: coefficient}`; `None` where fewer than three points, or equal ones, say nothing.
+        points: How many there are: one a sample, repeat and defence. Those of one sample are not independent.
+    """
+
+    figure: str
+    attack: str
+    coefficients: dict[str, float | None]
+    points: int
+
+
+@dataclass(frozen=True)
+class Point:
+    """One sample of one message under one defence: an estimator's figure and an attack's scores."""
+
+    defense: str
+    figure: float
+    scores: dict[str, float]
+
+
+def points(result: Audit, figure: str, attack: str) -> list[Point]:
+    """Where both the figure and the attack's scores are there and finite."""
+    found = {(s["message"], s["repeat"], s["defense"]): s.get("figures", {}).get(figure) for s in result.shared}
+    return [
+        Point(cell["defense"], value, {name: scores[place] for name, scores in cell["scores"].items()})
+        for cell in result.cells
+        if cell["attack"] == attack and "scores" in cell
+        for place, value in enumerate(found.get((cell["message"], cell["repeat"], cell["defense"])) or [])
+        if value is not None
+    ]
+
+
+def correlations(result: Audit) -> list[Correlation]:
+    """One for every figure and attack that have points in common."""
+    rows = []
+    for figure in FIGURES:
+        for attack in result.attacks:
+            common = points(result, figure, attack)
+            if not common:
+                continue
+            x = [point.figure for point in common]
+            coefficients: dict[str, float | None] = {}
+            for score in common[0].scores:
+                y = [point.scores[score] for point in common]
+                telling = len(common) >= 3 and len(set(x)) > 1 and len(set(y)) > 1
+                coefficients[score] = float(spearmanr(x, y).statistic) if telling else None
+            rows.append(Correlation(figure, attack, coefficients, len(common)))
+    return rows
+
+
+def figure_mean(result: Audit, defense: str, figure: str) -> str:
+    """Mean of an estimator's figure over samples, to three digits; "" where no message has one."""
+    found = [s["figures"][figure] for s in result.shared if s["defense"] == defense and figure in s.get("figures", {})]
+    values = [math.inf if value is None else value for sample in found for value in sample]
+    return f"{np.mean(values):.3g}".replace("inf", "∞") if values else ""
+
+
+def estimator_refusals(result: Audit) -> list[str]:
+    """Why estimators say nothing of some messages."""
+    return sorted({s["figures"]["reason"] for s in result.shared if "reason" in s.get("figures", {})})
 
 
 def refusals(result: Audit) -> list[str]:
@@ -248,6 +336,11 @@ def show(value: Estimate) -> str:
     digits = 2 if abs(value.mean) < 10 else 1
     interval = "" if value.low is None else f" [{value.low:.{digits}f}, {value.high:.{digits}f}]"
     return f"{value.mean:.{digits}f}{interval}"
+
+
+def show_coefficient(value: float | None) -> str:
+    """A correlation to two digits."""
+    return "–" if value is None else f"{value:+.2f}"
 
 
 def shared_mean(result: Audit, defense: str, figure: str) -> str:

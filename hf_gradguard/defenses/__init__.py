@@ -14,7 +14,7 @@ from torch import nn
 
 from ..gradient_map import GradientMap, Tensors
 from ..naming import make
-from .base import Defense, SensitivityDefense, cast_like, true_gradient
+from .base import Defense, Noise, SensitivityDefense, cast_like, true_gradient
 from .noise import DPSGD, GaussianNoise, LaplaceNoise, OptimalDPSGD, OptimalNoise
 from .pruning import OptimalPruning, Pruning
 from .quantization import Quantization
@@ -28,6 +28,7 @@ class NoDefense(Defense):
     """Shares the true gradient. Has to be asked for by name."""
 
     name: ClassVar[str] = "none"
+    keeps_values: ClassVar[bool] = True
 
     def protect(self, gmap: GradientMap, generator: torch.Generator) -> Tensors:
         return cast_like(true_gradient(gmap), gmap)
@@ -53,6 +54,23 @@ class Chain(Defense):
     @property
     def withholds(self) -> bool:  # type: ignore[override]
         return self.first.withholds or self.second.withholds
+
+    @property
+    def keeps_values(self) -> bool:  # type: ignore[override]
+        return self.first.keeps_values and self.second.keeps_values
+
+    @property
+    def adds_gaussian_noise(self) -> bool:
+        return self.first.adds_gaussian_noise or (self.first.keeps_values and self.second.adds_gaussian_noise)
+
+    def record_noise(self, on: bool) -> None:
+        for part in (self.first, self.second):
+            part.record_noise(on)
+
+    @property
+    def noise(self) -> Noise | None:  # type: ignore[override]
+        """Of the first part that adds any: what comes after only processes what that one released."""
+        return self.second.noise if self.first.keeps_values else self.first.noise
 
     @property
     def needs_jacobian(self) -> bool:

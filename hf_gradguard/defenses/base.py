@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,23 @@ from ..randomness import private_generator
 Granularity = Literal["parameter", "layer"]
 
 
+class Noise(NamedTuple):
+    """Gaussian noise that a call of a defence added, as seen from the undefended gradient.
+
+    Args:
+        variance: Diagonal Σ; infinite where the coordinate was not shared, or was clipped to a constant.
+        squares: Estimates of s_i² on this very batch that Σ was shaped by, if there are any.
+        num_probes: How many probes `squares` come from.
+        shaping_probes: The same, if Σ follows them entry by entry, and their sum is too small for that (see
+            `fisher_trace_from_sensitivity`).
+    """
+
+    variance: Tensors
+    squares: Tensors | None = None
+    num_probes: int = 0
+    shaping_probes: int | None = None
+
+
 class Defense:
     """Base of all defences. A subclass is a dataclass of its settings with one method, `protect`.
 
@@ -23,6 +40,9 @@ class Defense:
 
     name: ClassVar[str]
     withholds: ClassVar[bool] = False
+    keeps_values: ClassVar[bool] = False  # whether what it shares is the true gradient wherever it is not withheld
+    noise: Noise | None = None
+    _records = False
 
     def __call__(self, gmap: GradientMap, generator: torch.Generator | None = None) -> Tensors:
         """What a client shares in place of its gradient.
@@ -48,6 +68,15 @@ class Defense:
 
     def prepare(self, model: nn.Module, processing_class: Any = None) -> None:
         """Load or make what the defence needs for this model and its tokenizer or image processor. Called once."""
+
+    @property
+    def adds_gaussian_noise(self) -> bool:
+        """Whether what is shared has a Fisher information: Gaussian noise of known covariance on the true gradient."""
+        return False
+
+    def record_noise(self, on: bool) -> None:
+        """Whether calls from now on leave the Gaussian noise that they add in `noise`: two gradients' worth of memory."""
+        self._records, self.noise = on, None
 
     @property
     def needs_jacobian(self) -> bool:
@@ -92,6 +121,7 @@ class SensitivityDefense(Defense):
             raise ValueError(f"granularity must be 'parameter' or 'layer', but is {self.granularity!r}.")
         self._squares: Tensors = {}
         self._calls_left = 0
+        self._fresh: Tensors | None = None  # while noise is recorded: estimates that were made for this very batch
 
     @property
     def needs_jacobian(self) -> bool:
@@ -104,11 +134,17 @@ class SensitivityDefense(Defense):
             squares = gmap.squared_sensitivity(self.num_probes, generator, self.probe_chunk)
             check_finite(squares, "The sensitivity of {} is not finite: the loss has no second derivative there.")
             self._squares, self._calls_left = squares, self.refresh_every
+        fresh = self._calls_left == self.refresh_every
         self._calls_left -= 1
         squares = gmap.restrict(self._squares)
+        self._fresh = squares if fresh and self._records else None
         if not self._calls_left:
             self._squares = {}
         return {name: squares[name].sqrt() for name in gmap.parameters}  # a loaded state has an order of its own
+
+    def record_noise(self, on: bool) -> None:
+        super().record_noise(on)
+        self._fresh = None
 
     def at_granularity(self, tensors: Tensors) -> Tensors:
         """Magnitudes entry by entry, or with granularity "layer" each tensor's norm in all its entries."""

@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers.utils import logging
 
 from ..gradient_map import GradientMap, Tensors
-from .base import Defense, SensitivityDefense, cast_like, is_number, norm, total, true_gradient
+from .base import Defense, Noise, SensitivityDefense, cast_like, is_number, norm, total, true_gradient
 
 logger = logging.get_logger(__name__)
 
@@ -54,8 +54,15 @@ class NoiseDefense(Defense):
             self.relative_scale = 1.0
 
     def clipped(self, gradient: Tensors) -> Tensors:
-        """The gradient that noise is added to."""
+        """The gradient that noise is added to. Whoever overrides it overrides `referred` as well."""
         return gradient
+
+    def referred(self, gradient: Tensors, variance: Tensors) -> Tensors:
+        """The variance that noise would have to have on the gradient itself to hide its input as well, or less well.
+
+        With J̃ the Jacobian of `clipped`, any Σ' with J̃ Σ⁻¹ J̃ᵀ ≼ J Σ'⁻¹ Jᵀ, so that figures err towards more leakage.
+        """
+        return variance
 
     def shape(self, gmap: GradientMap, gradient: Tensors, generator: torch.Generator) -> Tensors:
         """Variances up to a common factor. Here: the same everywhere that an earlier defence left something."""
@@ -86,12 +93,23 @@ class NoiseDefense(Defense):
         return self.relative_scale**2 * float(total({name: g.square() for name, g in gradient.items()})) / size
 
     def protect(self, gmap: GradientMap, generator: torch.Generator) -> Tensors:
-        gradient = self.clipped(true_gradient(gmap))
+        true = true_gradient(gmap)
+        gradient = self.clipped(true)
         variance = self.variance(gradient, self.shape(gmap, gradient, generator))
+        if self._records and self.adds_gaussian_noise:
+            self.noise = self._as_noise(gmap, self.referred(true, variance))
         return cast_like(
             {name: torch.addcmul(g, variance[name].sqrt(), self.draw(g, generator)) for name, g in gradient.items()},
             gmap,
         )
+
+    @property
+    def adds_gaussian_noise(self) -> bool:
+        return type(self).draw is NoiseDefense.draw
+
+    def _as_noise(self, gmap: GradientMap, variance: Tensors) -> Noise:
+        sent = gmap.restrict({name: torch.ones_like(v) for name, v in variance.items()})
+        return Noise({name: v.masked_fill(sent[name] == 0, math.inf) for name, v in variance.items()})
 
     def draw(self, like: Tensor, generator: torch.Generator) -> Tensor:
         """Noise of unit variance in the shape of `like`."""
@@ -136,6 +154,12 @@ class OptimalNoise(SensitivityDefense, NoiseDefense):
     def shape(self, gmap: GradientMap, gradient: Tensors, generator: torch.Generator) -> Tensors:
         return gmap.restrict(self.ratio(self.sensitivity(gmap, generator), gradient))
 
+    def _as_noise(self, gmap: GradientMap, variance: Tensors) -> Noise:
+        # A norm over a tensor averages the probes' errors out: Σ does not follow them.
+        shaping = self.num_probes if self.granularity == "parameter" else None
+        noise = super()._as_noise(gmap, variance)
+        return noise._replace(squares=self._fresh, num_probes=self.num_probes, shaping_probes=shaping)
+
     def ratio(self, sensitivity: Tensors, gradient: Tensors) -> Tensors:
         """s_i/|g_i| with |g_i| held above 1e-8 and the ratio below 1e6, so that no vanishing g_i takes all the noise."""
         magnitude = self.at_granularity(gradient)
@@ -143,6 +167,11 @@ class OptimalNoise(SensitivityDefense, NoiseDefense):
             name: (s / magnitude[name].clamp(min=SMALLEST_GRADIENT)).clamp_(max=LARGEST_RATIO)
             for name, s in self.at_granularity(sensitivity).items()
         }
+
+
+def _infinite_where_clipped(gradient: Tensors, variance: Tensors, clip: float) -> Tensors:
+    """A clipped coordinate does not change with the input: it says as little as one that is not shared."""
+    return {name: v.masked_fill(gradient[name].abs() >= clip, math.inf) for name, v in variance.items()}
 
 
 def _check_clip(clip: float) -> None:
@@ -178,6 +207,13 @@ class DPSGD(NoiseDefense):
         size = norm(gradient)
         return gradient if size <= self.clip else {name: g * (self.clip / size) for name, g in gradient.items()}
 
+    def referred(self, gradient: Tensors, variance: Tensors) -> Tensors:
+        if self.clip_by == "coordinate":
+            return _infinite_where_clipped(gradient, variance, self.clip)
+        # J̃ = (C/‖g‖) J (I - ĝĝᵀ), and a projection only takes information away from uniform noise.
+        grown = max(norm(gradient) / self.clip, 1.0) ** 2
+        return {name: v * grown for name, v in variance.items()}
+
 
 @dataclass
 class OptimalDPSGD(OptimalNoise):
@@ -198,6 +234,9 @@ class OptimalDPSGD(OptimalNoise):
 
     def clipped(self, gradient: Tensors) -> Tensors:
         return {name: g.clamp(-self.clip, self.clip) for name, g in gradient.items()}
+
+    def referred(self, gradient: Tensors, variance: Tensors) -> Tensors:
+        return _infinite_where_clipped(gradient, variance, self.clip)
 
     def shape(self, gmap: GradientMap, gradient: Tensors, generator: torch.Generator) -> Tensors:
         within = {name: g.abs() < self.clip for name, g in gradient.items()}

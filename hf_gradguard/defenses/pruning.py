@@ -30,6 +30,7 @@ class PruningDefense(Defense):
     """
 
     withholds: ClassVar[bool] = True
+    keeps_values: ClassVar[bool] = True
     ratio: float | None = None
     utility: float | None = None
 

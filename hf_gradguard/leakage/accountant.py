@@ -72,6 +72,7 @@ class FisherAccountant:
             raise ValueError("Give sampling_rate, noise_multiplier and delta together, or none of them.")
         else:
             self.factor, self._delta = subsampling_factor(sampling_rate, noise_multiplier, delta), delta
+        self.noise_multiplier = noise_multiplier
         self._rows: dict[Key, int] = {}
         self._totals: list[float] = []
         self._variances: list[float] = []

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import math
 import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from torch import Tensor
 from transformers import TrainerCallback
 
 from hf_gradguard import GradGuardConfig, GradGuardTrainer
+from hf_gradguard.leakage import FisherAccountant
 
 SAVED, STEPS = 3, 7  # 5 steps an epoch: the checkpoint is within the first, the run ends within the second
 
@@ -31,7 +34,9 @@ class Slow(TrainerCallback):
             time.sleep(5)
 
 
-def train(folder: Path, checkpoint: Path | None = None, callbacks: Any = None) -> dict[str, Tensor]:
+def train(
+    folder: Path, checkpoint: Path | None = None, callbacks: Any = None, accountant: FisherAccountant | None = None
+) -> dict[str, Tensor]:
     """The final weights. Sensitivities last four micro-batches, and the checkpoint comes after six."""
     args = GradGuardConfig(
         output_dir=str(folder), max_steps=STEPS, save_steps=SAVED, per_device_train_batch_size=4, learning_rate=1e-2,
@@ -40,7 +45,7 @@ def train(folder: Path, checkpoint: Path | None = None, callbacks: Any = None) -
         noise_seed=3,
     )  # fmt: skip
     model = make_model("bert", dropout=0.1)
-    trainer = GradGuardTrainer(model, args, train_dataset=rows("bert"), callbacks=callbacks)
+    trainer = GradGuardTrainer(model, args, train_dataset=rows("bert"), callbacks=callbacks, accountant=accountant)
     trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     assert trainer.state.global_step == STEPS
     return {name: p.detach() for name, p in model.named_parameters()}
@@ -48,6 +53,14 @@ def train(folder: Path, checkpoint: Path | None = None, callbacks: Any = None) -
 
 def differing(one: dict[str, Tensor], two: dict[str, Tensor]) -> list[str]:
     return [name for name in one if not torch.equal(one[name], two[name])]
+
+
+def _refusal(run: Callable[[], Any]) -> str:
+    try:
+        run()
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 class Warnings(logging.Handler):
@@ -65,12 +78,13 @@ class Warnings(logging.Handler):
 def main() -> None:
     folder, arguments = begin()
     if not arguments:
-        train(folder / "killed", callbacks=[Slow(folder)])
+        train(folder / "killed", callbacks=[Slow(folder)], accountant=FisherAccountant())
         finish(folder, {})
         return
     checkpoint, of_one_rank = map(Path, arguments)
-    left_alone = train(folder / "left_alone")
-    resumed = train(folder / "resumed", checkpoint)
+    whole, continued = FisherAccountant(), FisherAccountant()
+    left_alone = train(folder / "left_alone", accountant=whole)
+    resumed = train(folder / "resumed", checkpoint, accountant=continued)
     # Without what the defences remember, as a control: they estimate anew, and the noise has another shape.
     forgetful = Path(shutil.copytree(checkpoint, folder / f"forgetful{torch.distributed.get_rank()}" / checkpoint.name))
     for file in forgetful.glob("gradguard_private_*"):
@@ -81,7 +95,10 @@ def main() -> None:
     results = {
         "moved": len(differing(left_alone, dict(make_model("bert").named_parameters()))),
         "resumed": differing(resumed, left_alone),
+        "accounted": [len(whole), whole.steps, sum(0 < whole.dfil(key) < math.inf for key in whole)],
+        "accounts": differing(continued.state_dict(), whole.state_dict()),
         "forgot": differing(forgot, left_alone),
+        "unaccounted": _refusal(lambda: train(folder / "unaccounted", forgetful, accountant=FisherAccountant())),
         "grown": [float(weight.double().sum()) for weight in grown.values()],
         "warnings": warnings.messages,
     }

@@ -61,7 +61,8 @@ def reports(killed: Path, one_rank: Path, tmp_path_factory: pytest.TempPathFacto
 @pytest.mark.parametrize("rank", [0, 1])
 def test_checkpoint_holds_every_clients_state(killed: Path, rank: int) -> None:
     state = load_file(killed / f"gradguard_private_rank{rank}.safetensors")
-    assert {name.split("/")[0] for name in state} == {"0", "1"}
+    assert {name.split("/")[0] for name in state} == {"0", "1", "accountant"}
+    assert int(state["accountant/steps"]) == SAVED * 2 * 2  # two micro-batches of two clients a step
     for client in ("0", "1"):
         assert int(state[f"{client}/calls_left"]) == 2  # six calls, estimated at the first and the fifth
         assert any(name.startswith(f"{client}/squares.") for name in state)
@@ -71,6 +72,17 @@ def test_resumed_weights_equal_those_of_a_run_left_alone(reports: list[dict[str,
     for report in reports:
         assert report["moved"] > 20
         assert report["resumed"] == []  # not one bit
+
+
+def test_resumed_accounts_equal_those_of_a_run_left_alone(reports: list[dict[str, Any]]) -> None:
+    for report in reports:
+        examples, messages, finite = report["accounted"]
+        assert messages == STEPS * 2 * 2
+        assert examples > 39  # its half of the first epoch, and others in the second
+        # Infinite for those on whose batch another dropout mask left a coordinate bare that reused sensitivities spare.
+        assert finite > 10
+        assert report["accounts"] == []  # not one bit
+        assert "holds no accountant's state of this rank" in report["unaccounted"]
 
 
 def test_defence_state_is_needed_for_that(reports: list[dict[str, Any]]) -> None:

@@ -1,0 +1,45 @@
+"""What estimators say of a message that was shared, to stand beside what attacks found in it."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from ..defenses.base import Noise
+from ..gradient_map import GradientMap, Tensors
+from ..leakage import Eigenvalue, dfil, inversion_influence_lower_bound, mse_bound_from_dfil
+from ..leakage.unknowns import Unknowns
+
+FIGURES = {"i2f_lower_bound": "I²F lower bound", "dfil_bound": "dFIL bound"}
+"""Names of the figures, as they are stored and as they are shown. Both are RMSEs per coordinate: higher leaks less."""
+
+PROBES = 50
+
+
+def figures(
+    gmap: GradientMap, shared: Tensors, noise: Noise | None, eigenvalue: Eigenvalue, generator: torch.Generator
+) -> dict[str, Any]:
+    """One number a sample for each figure that exists.
+
+    Args:
+        gmap: The message's gradient map.
+        shared: What the defence made of its gradient.
+        noise: The Gaussian noise in it, if that is all that hides the gradient.
+        eigenvalue: λ_max(J Jᵀ) of the map.
+        generator: Of the probes for dFIL.
+
+    Returns:
+        `i2f_lower_bound`: I_lb of each sample, divided by √m. `dfil_bound`, under Gaussian noise: the least RMSE of an
+        unbiased attacker, 1/√dFIL; `None` where it is infinite.
+    """
+    sizes = Unknowns(gmap).per_sample
+    delta = {name: shared[name] - g for name, g in gmap.gradient().items()}
+    bound = inversion_influence_lower_bound(gmap, delta, eigenvalue=eigenvalue)
+    found: dict[str, Any] = {"i2f_lower_bound": (bound.per_sample / sizes.sqrt()).tolist()}
+    if noise is not None:
+        leakage = dfil(gmap, noise.variance, PROBES, generator).value
+        bounds = mse_bound_from_dfil(leakage).sqrt().tolist()
+        found["dfil_bound"] = [value if math.isfinite(value) else None for value in bounds]
+    return found
