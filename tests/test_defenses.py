@@ -13,6 +13,7 @@ from torch import Tensor
 
 from hf_gradguard import DEFENSES, GradientMap, chain, make_defense
 from hf_gradguard.defenses import Defense
+from hf_gradguard.defenses.base import _filled
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gaussian_noise": ("gaussian_noise", {"relative_scale": 0.1}),
@@ -496,3 +497,37 @@ def test_a_changed_set_of_parameters_is_estimated_anew() -> None:
 def test_split_like_undoes_flat() -> None:
     gradient = bert_map().gradient()
     assert_same(split_like(flat(gradient), gradient), gradient)
+
+
+@pytest.mark.parametrize("name", ["optimal_noise", "optimal_pruning"])
+def test_reused_sensitivities_leave_nothing_bare(name: str) -> None:
+    """Positions that the batch before did not reach are shared as if they were as sensitive as the others."""
+    model, batch = make_task("bert")
+    short = {key: value[:, :3] if value.dim() > 1 else value for key, value in batch.items()}
+    settings = {"relative_scale": 1.0} if name == "optimal_noise" else {"ratio": 0.5}
+    defense = make_defense(name, refresh_every=2, **settings)
+    defense(GradientMap(model, short), rng())
+    gmap = GradientMap(model, batch)
+    sensitivity = defense.sensitivity(gmap, rng())
+    position = next(n for n in gmap.parameters if "position_embeddings" in n)
+    unseen = gmap.gradient()[position][3:5]
+    assert (unseen != 0).any()
+    before = sensitivity[position][:3]
+    expected = (before.square().sum() / sensitivity[position].numel()).sqrt()
+    torch.testing.assert_close(sensitivity[position][3:5], expected.expand(2, 8).where(unseen != 0, 0.0))
+    assert all((sensitivity[n] > 0)[g != 0].all() for n, g in gmap.gradient().items())
+
+
+def test_sensitivities_that_underflow_are_not_zero() -> None:
+    squares = {"a": torch.tensor([0.0, 4.0, 0.0]), "b": torch.zeros(2), "c": torch.tensor([1.0])}
+    gradient = {"a": torch.tensor([1e-30, 1.0, 0.0]), "b": torch.tensor([1.0, 0.0]), "c": torch.tensor([0.0])}
+    tiny = torch.finfo(torch.float32).tiny
+    now, later = (_filled(squares, gradient, fresh) for fresh in (True, False))
+    assert torch.equal(now["a"], torch.tensor([tiny, 4.0, 0.0]))
+    assert torch.equal(now["b"], torch.tensor([tiny, 0.0]))
+    # Reused: the tensor's mean square, 4/3, or that of all, 5/6.
+    torch.testing.assert_close(later["a"], torch.tensor([4 / 3, 4.0, 0.0]))
+    torch.testing.assert_close(later["b"], torch.tensor([5 / 6, 0.0]))
+    assert torch.equal(later["c"], squares["c"])
+    nothing = {name: torch.zeros_like(square) for name, square in squares.items()}
+    assert _filled(nothing, gradient, False) is nothing  # a loss without second derivatives needs no noise

@@ -128,7 +128,12 @@ class SensitivityDefense(Defense):
         return self._calls_left == 0
 
     def sensitivity(self, gmap: GradientMap, generator: torch.Generator) -> Tensors:
-        """s_i for every shared parameter, estimated now or at most `refresh_every - 1` calls ago."""
+        """s_i for every shared parameter, estimated now or at most `refresh_every - 1` calls ago.
+
+        Coordinates of the gradient that are not zero never count as insensitive by accident: where an estimate on this
+        very batch underflowed they have the smallest s there is, and where an earlier batch did not reach them (other
+        positions, another dropout mask) the root mean square of their tensor's, or of all.
+        """
         if self._calls_left == 0 or self._squares.keys() != gmap.parameters.keys():
             self._calls_left = 0
             squares = gmap.squared_sensitivity(self.num_probes, generator, self.probe_chunk)
@@ -140,7 +145,8 @@ class SensitivityDefense(Defense):
         self._fresh = squares if fresh and self._records else None
         if not self._calls_left:
             self._squares = {}
-        return {name: squares[name].sqrt() for name in gmap.parameters}  # a loaded state has an order of its own
+        squares = {name: squares[name] for name in gmap.parameters}  # a loaded state has an order of its own
+        return {name: square.sqrt() for name, square in _filled(squares, gmap.gradient(), fresh).items()}
 
     def record_noise(self, on: bool) -> None:
         super().record_noise(on)
@@ -161,6 +167,17 @@ class SensitivityDefense(Defense):
         state = dict(state)
         self._calls_left = int(state.pop("calls_left", torch.tensor(0)))
         self._squares = {name.removeprefix("squares."): tensor for name, tensor in state.items()}
+
+
+def _filled(squares: Tensors, gradient: Tensors, fresh: bool) -> Tensors:
+    overall = total(squares) / sum(square.numel() for square in squares.values())
+    if not overall:
+        return squares
+    filled = {}
+    for name, square in squares.items():
+        least = torch.finfo(square.dtype).tiny if fresh else square.mean() if square.any() else overall.to(square.dtype)
+        filled[name] = torch.where((square == 0) & (gradient[name] != 0), least, square)
+    return filled
 
 
 def true_gradient(gmap: GradientMap) -> Tensors:
