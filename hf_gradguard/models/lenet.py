@@ -5,15 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import (
-    AutoConfig,
-    AutoModelForImageClassification,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
-from transformers.modeling_outputs import ImageClassifierOutputWithNoAttention
+from transformers import AutoConfig, AutoModelForImageClassification, PreTrainedConfig
+
+from .classifier import SmallImageClassifier
 
 
 class LeakageLeNetConfig(PreTrainedConfig):
@@ -48,7 +43,7 @@ class LeakageLeNetConfig(PreTrainedConfig):
         super().__init__(**kwargs)
 
 
-class LeakageLeNetForImageClassification(PreTrainedModel):
+class LeakageLeNetForImageClassification(SmallImageClassifier):
     """Four 5 × 5 convolutions of 12 channels, strides 2, 2, 1 and 1, each with a sigmoid, and one dense layer.
 
     Smooth everywhere, so that its gradient has useful second derivatives: the network on which gradient inversion was
@@ -61,7 +56,6 @@ class LeakageLeNetForImageClassification(PreTrainedModel):
 
     config_class = LeakageLeNetConfig
     base_model_prefix = "lenet"
-    main_input_name = "pixel_values"
 
     def __init__(self, config: LeakageLeNetConfig) -> None:
         super().__init__(config)
@@ -83,21 +77,12 @@ class LeakageLeNetForImageClassification(PreTrainedModel):
         for parameter in module.parameters():
             nn.init.uniform_(parameter, -bound, bound)
 
-    def forward(
-        self, pixel_values: Tensor, labels: Tensor | None = None, **kwargs: Any
-    ) -> ImageClassifierOutputWithNoAttention:
-        """Classify images.
-
-        Args:
-            pixel_values: `(B, C, H, W)`.
-            labels: `(B,)` class ids; with them the output has the mean cross-entropy as `loss`.
-        """
+    def logits(self, pixel_values: Tensor) -> Tensor:
         hidden = pixel_values
         for convolution in self.convolutions:
             hidden = torch.sigmoid(convolution(hidden))
-        logits = self.classifier(hidden.flatten(1))
-        loss = None if labels is None else F.cross_entropy(logits, labels)
-        return ImageClassifierOutputWithNoAttention(loss=loss, logits=logits)
+        logits: Tensor = self.classifier(hidden.flatten(1))
+        return logits
 
 
 AutoConfig.register(LeakageLeNetConfig.model_type, LeakageLeNetConfig)
