@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from itertools import pairwise
 from pathlib import Path
 
@@ -136,6 +137,19 @@ def test_loss_is_the_mean_cross_entropy_and_the_gradient_map_takes_it(name: str)
     assert model(pixel_values=batch["pixel_values"]).loss is None
     gmap = GradientMap(model, batch)
     assert gmap.vjp(gmap.gradient()).any()
+
+
+@pytest.mark.parametrize("model_type", MODELS)
+def test_named_classes(
+    model_type: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    AutoConfig.for_model(model_type, id2label={0: "cat", 1: "dog", 2: "owl"}).save_pretrained(tmp_path)
+    config = AutoConfig.from_pretrained(tmp_path)
+    assert (config.num_labels, config.id2label[2]) == (3, "owl")
+    assert "num_labels" not in caplog.text
+    AutoConfig.for_model(model_type, id2label={0: "cat"}, num_labels=7)
+    assert "num_labels" in caplog.text  # the control
 
 
 @pytest.mark.parametrize("name", CONFIGS)

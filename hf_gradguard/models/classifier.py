@@ -6,8 +6,25 @@ from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import ImageClassifierOutputWithNoAttention
+
+
+class SmallImageClassifierConfig(PreTrainedConfig):
+    """What the papers' networks have in common.
+
+    Args:
+        num_channels: Of the images.
+        image_size: Pixels along each side.
+        **kwargs: Classes among them: `num_labels` (10), or `id2label`.
+    """
+
+    def __init__(self, num_channels: int = 3, image_size: int = 32, **kwargs: Any) -> None:
+        self.num_channels = num_channels
+        self.image_size = image_size
+        if "id2label" not in kwargs:
+            kwargs.setdefault("num_labels", 10)
+        super().__init__(**kwargs)
 
 
 class SmallImageClassifier(PreTrainedModel):

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForImageClassification, PreTrainedConfig
+from transformers import AutoConfig, AutoModelForImageClassification
 
-from .classifier import SmallImageClassifier
+from .classifier import SmallImageClassifier, SmallImageClassifierConfig
 
 
-class LeakyConvNetConfig(PreTrainedConfig):
+class LeakyConvNetConfig(SmallImageClassifierConfig):
     """Configuration of `LeakyConvNetForImageClassification`. Defaults: MNIST, as in the paper.
 
     Args:
@@ -30,12 +30,9 @@ class LeakyConvNetConfig(PreTrainedConfig):
         hidden_size: int = 32,
         **kwargs: Any,
     ) -> None:
-        self.num_channels = num_channels
-        self.image_size = image_size
         self.channels = channels or [32, 64]
         self.hidden_size = hidden_size
-        kwargs.setdefault("num_labels", 10)
-        super().__init__(**kwargs)
+        super().__init__(num_channels, image_size, **kwargs)
 
 
 class LeakyConvNetForImageClassification(SmallImageClassifier):
@@ -74,7 +71,7 @@ class LeakyConvNetForImageClassification(SmallImageClassifier):
         return logits
 
 
-class DeepConvNetConfig(PreTrainedConfig):
+class DeepConvNetConfig(SmallImageClassifierConfig):
     """Configuration of `DeepConvNetForImageClassification`. Defaults: CIFAR-10.
 
     Args:
@@ -96,13 +93,10 @@ class DeepConvNetConfig(PreTrainedConfig):
         negative_slope: float = 0.01,
         **kwargs: Any,
     ) -> None:
-        self.num_channels = num_channels
-        self.image_size = image_size
         self.width = width
         self.batch_norm = batch_norm
         self.negative_slope = negative_slope
-        kwargs.setdefault("num_labels", 10)
-        super().__init__(**kwargs)
+        super().__init__(num_channels, image_size, **kwargs)
 
 
 class DeepConvNetForImageClassification(SmallImageClassifier):
@@ -144,7 +138,7 @@ class DeepConvNetForImageClassification(SmallImageClassifier):
         return logits
 
 
-class TanhConvNetConfig(PreTrainedConfig):
+class TanhConvNetConfig(SmallImageClassifierConfig):
     """Configuration of `TanhConvNetForImageClassification`. Defaults: MNIST; `cifar10()` has the other one.
 
     Args:
@@ -166,13 +160,10 @@ class TanhConvNetConfig(PreTrainedConfig):
         hidden_size: int = 32,
         **kwargs: Any,
     ) -> None:
-        self.num_channels = num_channels
-        self.image_size = image_size
         self.convolutions = convolutions or [[16, 8, 2, 2], [32, 4, 2, 0]]
         self.pooling = pooling or [[1, 1], [2, 1]]
         self.hidden_size = hidden_size
-        kwargs.setdefault("num_labels", 10)
-        super().__init__(**kwargs)
+        super().__init__(num_channels, image_size, **kwargs)
 
     @classmethod
     def cifar10(cls, **kwargs: Any) -> TanhConvNetConfig:

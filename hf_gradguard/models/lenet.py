@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForImageClassification, PreTrainedConfig
+from transformers import AutoConfig, AutoModelForImageClassification
 
-from .classifier import SmallImageClassifier
+from .classifier import SmallImageClassifier, SmallImageClassifierConfig
 
 
-class LeakageLeNetConfig(PreTrainedConfig):
+class LeakageLeNetConfig(SmallImageClassifierConfig):
     """Configuration of `LeakageLeNetForImageClassification`.
 
     Args:
@@ -34,13 +34,10 @@ class LeakageLeNetConfig(PreTrainedConfig):
         initializer_range: float | None = 0.5,
         **kwargs: Any,
     ) -> None:
-        self.num_channels = num_channels
-        self.image_size = image_size
         self.hidden_channels = hidden_channels
         self.strides = strides or [2, 2, 1, 1]
         self.initializer_range = initializer_range
-        kwargs.setdefault("num_labels", 10)
-        super().__init__(**kwargs)
+        super().__init__(num_channels, image_size, **kwargs)
 
 
 class LeakageLeNetForImageClassification(SmallImageClassifier):
