@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from huggingface_hub import ModelCard
 
+from .batch_statistics import tracking_layers
 from .inputs import withheld_parameters
 
 if TYPE_CHECKING:
@@ -32,6 +33,16 @@ def privacy_section(trainer: GradGuardTrainer) -> str:
         if withheld
         else "No parameter was withheld."
     )
+    statistics = ""
+    if tracking_layers(trainer.model):
+        statistics = (
+            "\n- Batch statistics "
+            + {
+                "local": "stayed on their ranks; those in this model are rank 0's, of its own data.",
+                "shared": "were averaged over ranks unprotected; those in this model are of all ranks' data.",
+                "frozen": "are those that the model started with.",
+            }[getattr(args, "batch_statistics", "local")]
+        )
     seed = "The noise was drawn from the operating system's entropy."
     if getattr(args, "noise_seed", None) is not None:
         seed = "**The noise was drawn from a fixed seed, so it hides nothing from whoever knows the seed.**"
@@ -46,7 +57,7 @@ def privacy_section(trainer: GradGuardTrainer) -> str:
 
 - Defence: `{defense.name}`, with hf-gradguard
 - Clients: {ranks} rank(s) with {clients} client(s) each; every micro-batch is a message protected by itself
-- {embeddings}
+- {embeddings}{statistics}
 - {seed}
 
 ```json

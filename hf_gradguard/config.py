@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 from transformers import HfArgumentParser, TrainingArguments
 
+from .batch_statistics import CHOICES
 from .defenses import make_defense
 
 
@@ -20,6 +21,9 @@ class GradGuardConfig(TrainingArguments):
         defense: A name of `DEFENSES`. Has to be given here or to the Trainer; no protection is spelt `"none"`.
         defense_kwargs: The defence's settings; JSON on the command line.
         share_input_embeddings: Share the token embeddings' gradient, which names the batch's tokens.
+        batch_statistics: Running statistics of batch normalisation: `"local"`, each rank its own, of which rank 0's are
+            saved; `"shared"`, averaged over ranks at every optimizer step, unprotected; `"frozen"`, those that the model
+            came with.
         clients_per_process: Cut each rank's batch into that many clients, each protected by itself.
         noise_seed: Makes all noise reproducible, by anybody. For tests only.
         leakage_logging_steps: Not supported yet; must be 0.
@@ -40,6 +44,10 @@ class GradGuardConfig(TrainingArguments):
     share_input_embeddings: bool = field(
         default=False, metadata={"help": "Share the token embeddings' gradient too. It names the batch's tokens."}
     )
+    batch_statistics: str = field(
+        default="local",
+        metadata={"help": "Of batch norm: local (each rank's own), shared (averaged, unprotected) or frozen."},
+    )
     clients_per_process: int = field(
         default=1, metadata={"help": "Cut each rank's batch into that many clients, each protected by itself."}
     )
@@ -59,6 +67,8 @@ class GradGuardConfig(TrainingArguments):
             raise ValueError(
                 f"defense_kwargs must be a dict, or JSON that starts with '{{', but is {self.defense_kwargs!r}."
             )
+        if self.batch_statistics not in CHOICES:
+            raise ValueError(f"batch_statistics must be one of {', '.join(CHOICES)}, but is {self.batch_statistics!r}.")
         if self.clients_per_process < 1:
             raise ValueError(f"clients_per_process must be at least 1, but is {self.clients_per_process}.")
         if self.noise_seed is not None and self.noise_seed < 0:

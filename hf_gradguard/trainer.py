@@ -25,6 +25,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, Trainer, Tr
 from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 from transformers.utils import logging
 
+from .batch_statistics import average_statistics, freeze_statistics, warn_of_statistics
 from .card import add_privacy_section
 from .checks import check_accelerator, check_arguments, check_model
 from .config import GradGuardConfig
@@ -86,6 +87,9 @@ class GradGuardTrainer(Trainer):
         self.accelerator.prepare_model = functools.partial(self.accelerator.prepare_model, evaluation_mode=True)
         self.add_callback(_StartAlike())
         self._share_input_embeddings = getattr(args, "share_input_embeddings", False)
+        self._batch_statistics: str = getattr(args, "batch_statistics", "local")
+        if self.is_world_process_zero():
+            warn_of_statistics(self.model, self._batch_statistics)
         self.shared_names = list(shared_parameters(self.model, self._share_input_embeddings))
         self._clients = [copy.deepcopy(self.defense) for _ in range(getattr(args, "clients_per_process", 1))]
         self._noise_seed: int | None = getattr(args, "noise_seed", None)
@@ -104,7 +108,7 @@ class GradGuardTrainer(Trainer):
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None
     ) -> Tensor:
         """One micro-batch: differentiate, protect and accumulate locally; average over ranks when a step is due."""
-        model.train()
+        self._train_mode(model)
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()
         module = self.accelerator.unwrap_model(model)
@@ -120,7 +124,14 @@ class GradGuardTrainer(Trainer):
             clear_device_cache()
         if self.accelerator.sync_gradients:
             self._average_over_ranks(module)
+            if self._batch_statistics == "shared":
+                average_statistics(module, self.accelerator)
         return torch.stack(losses).sum() if losses else torch.zeros((), device=self.args.device)
+
+    def _train_mode(self, model: nn.Module) -> None:
+        model.train()
+        if self._batch_statistics == "frozen":
+            freeze_statistics(model)
 
     def _share(
         self, module: nn.Module, defense: Defense, batch: dict[str, Any], weight: float, counts_items: bool
@@ -213,7 +224,7 @@ class GradGuardTrainer(Trainer):
                     )
                     for n in (1, 2)
                 )
-            module.train()
+            self._train_mode(module)
             if not one or not abs(one) < float("inf"):
                 return False  # a vanishing loss cannot tell, and one that is not finite is refused later
             if min(abs(one / two - 1), abs(one / two - 2)) > 1e-3:
@@ -288,10 +299,15 @@ class GradGuardTrainer(Trainer):
 class _StartAlike(TrainerCallback):
     """What wrapping in DDP would have done: every rank starts from rank 0's parameters and buffers."""
 
+    def __init__(self) -> None:
+        self._started = False
+
     def on_train_begin(self, args: TrainingArguments, *_: Any, model: nn.Module, **kwargs: Any) -> None:
         if args.world_size > 1:
+            buffers = [] if self._started else list(model.buffers())  # later on they hold statistics of rank 0's data
             with torch.no_grad():
-                broadcast([tensor.detach() for tensor in (*model.parameters(), *model.buffers())])
+                broadcast([tensor.detach() for tensor in (*model.parameters(), *buffers)])
+        self._started = True
 
 
 def _resolve_defense(defense: str | Defense | None, args: TrainingArguments) -> Defense:
