@@ -27,6 +27,10 @@ def privacy_section(trainer: GradGuardTrainer) -> str:
     """Markdown that names the defence, its settings, what was withheld, and what is not protected."""
     defense, args = trainer.defense, trainer.args
     ranks, clients = trainer.accelerator.num_processes, getattr(args, "clients_per_process", 1)
+    who = f"{ranks} rank(s) with {clients} client(s) each"
+    if getattr(args, "num_clients", None):
+        how = f"dirichlet({args.dirichlet_alpha})" if args.partition == "dirichlet" else args.partition
+        who = f"{args.num_clients} simulated on {ranks} rank(s), {clients} of each rank drawn a step, data partition {how}"
     withheld = [] if getattr(args, "share_input_embeddings", False) else list(withheld_parameters(trainer.model))
     embeddings = (
         f"Input embeddings ({', '.join(f'`{name}`' for name in withheld)}) were withheld: neither shared nor trained."
@@ -56,7 +60,7 @@ def privacy_section(trainer: GradGuardTrainer) -> str:
 {summary}
 
 - Defence: `{defense.name}`, with hf-gradguard
-- Clients: {ranks} rank(s) with {clients} client(s) each; every micro-batch is a message protected by itself
+- Clients: {who}; every micro-batch is a message protected by itself
 - {embeddings}{statistics}
 - {seed}
 

@@ -15,12 +15,14 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
 from accelerate.utils import broadcast
 from accelerate.utils.memory import clear_device_cache
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 from transformers.utils import logging
@@ -28,6 +30,7 @@ from transformers.utils import logging
 from .batch_statistics import average_statistics, freeze_statistics, warn_of_statistics
 from .card import add_privacy_section
 from .checks import check_accelerator, check_arguments, check_model
+from .clients import CLIENT, SHARE, ClientCollator, ClientRows, ClientSampler, make_partition
 from .config import GradGuardConfig
 from .defenses import DEFENSES, Defense, make_defense
 from .gradient_map import GradientMap, Tensors
@@ -91,7 +94,9 @@ class GradGuardTrainer(Trainer):
         if self.is_world_process_zero():
             warn_of_statistics(self.model, self._batch_statistics)
         self.shared_names = list(shared_parameters(self.model, self._share_input_embeddings))
-        self._clients = [copy.deepcopy(self.defense) for _ in range(getattr(args, "clients_per_process", 1))]
+        self._parts = self._partition()
+        hosted = len(self._parts) // self.accelerator.num_processes or getattr(args, "clients_per_process", 1)
+        self._clients = [copy.deepcopy(self.defense) for _ in range(hosted)]
         self._noise_seed: int | None = getattr(args, "noise_seed", None)
         if self._noise_seed is None:
             self._generator = private_generator(args.device)
@@ -112,11 +117,15 @@ class GradGuardTrainer(Trainer):
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()
         module = self.accelerator.unwrap_model(model)
-        batches = _split(self._prepare_inputs(inputs), len(self._clients))
-        weights = self._weights(module, batches, num_items_in_batch)
+        inputs = dict(self._prepare_inputs(inputs))
+        if CLIENT in inputs:
+            clients, batches, weights = self._drawn_clients(inputs)
+        else:
+            clients, batches = self._clients, _split(inputs, len(self._clients))
+            weights = self._weights(module, batches, num_items_in_batch)
         losses = [
             weight * self._share(module, defense, batch, weight, num_items_in_batch is not None)
-            for defense, batch, weight in zip(self._clients, batches, weights, strict=True)
+            for defense, batch, weight in zip(clients, batches, weights, strict=True)
             if weight
         ]
         steps = self.args.torch_empty_cache_steps
@@ -166,6 +175,53 @@ class GradGuardTrainer(Trainer):
             mean = self.accelerator.reduce(torch.cat([grad.flatten() for grad in bucket]), reduction="mean")
             for grad, part in zip(bucket, mean.split([grad.numel() for grad in bucket]), strict=True):
                 grad.copy_(part.view_as(grad))
+
+    # A federation in simulation: `num_clients` clients, of which every step draws some.
+
+    def _partition(self) -> list[np.ndarray]:
+        """The rows of each client, nothing without `num_clients`."""
+        args, ranks = self.args, self.accelerator.num_processes
+        count = getattr(args, "num_clients", None)
+        if count is None or self.train_dataset is None:
+            return []
+        if count % ranks or count // ranks < args.clients_per_process:
+            raise ValueError(
+                f"num_clients={count} must be a multiple of the {ranks} ranks they live on, and at least "
+                f"clients_per_process={args.clients_per_process} of them on each."
+            )
+        return make_partition(self.train_dataset, count, args.partition, args.dirichlet_alpha, self._data_seed())
+
+    def _data_seed(self) -> int:
+        return self.args.seed if self.args.data_seed is None else self.args.data_seed
+
+    def get_train_dataloader(self) -> DataLoader:
+        """As in `Trainer`; with `num_clients`, of the clients that each step draws."""
+        if not self._parts:
+            return super().get_train_dataloader()
+        args, ranks = self.args, self.accelerator.num_processes
+        own = args.per_device_train_batch_size // args.clients_per_process
+        return self._get_dataloader(
+            dataset=ClientRows(self.train_dataset),
+            description="Training",
+            batch_size=args.per_device_train_batch_size,
+            sampler_fn=lambda _: ClientSampler(self._parts, args.clients_per_process, own, ranks, self._data_seed()),
+            is_training=True,
+        )
+
+    def _get_collator_with_removed_columns(self, data_collator: Any, description: str | None = None) -> Any:
+        collate = super()._get_collator_with_removed_columns(data_collator, description)
+        return ClientCollator(collate) if self._parts and description == "Training" else collate
+
+    def _drawn_clients(self, inputs: dict[str, Any]) -> tuple[list[Defense], list[dict[str, Any]], list[float]]:
+        """The clients of a batch, what is theirs of it, and the factors of their mean losses: n_k/Σn over all ranks."""
+        clients, shares = inputs.pop(CLIENT), inputs.pop(SHARE)
+        ranks = self.accelerator.num_processes  # ranks are averaged and accumulated steps added up later
+        indices = [(clients == client).nonzero().flatten() for client in clients.unique()]
+        return (
+            [self._clients[int(clients[index[0]]) // ranks] for index in indices],
+            [_take(inputs, index, len(clients)) for index in indices],
+            [float(shares[index[0]]) * ranks / self.current_gradient_accumulation_steps for index in indices],
+        )
 
     # What the Trainer would have weighed the loss with. Noise scales and bounds speak of the gradient of a client's mean
     # loss, so the weight is taken out before protection and applied after.
@@ -363,13 +419,16 @@ def _split(batch: dict[str, Any], parts: int) -> list[dict[str, Any]]:
     if parts == 1:
         return [dict(batch)]
     rows = len(_main_input(batch))
-    return [
-        {
-            key: value[index] if isinstance(value, Tensor) and value.dim() and len(value) == rows else value
-            for key, value in batch.items()
-        }
-        for index in torch.arange(rows, device=_main_input(batch).device).tensor_split(parts)
-    ]
+    parts_of = torch.arange(rows, device=_main_input(batch).device).tensor_split(parts)
+    return [_take(batch, index, rows) for index in parts_of]
+
+
+def _take(batch: dict[str, Any], index: Tensor, rows: int) -> dict[str, Any]:
+    """Some rows of a batch; what is not of one entry a row stays whole."""
+    return {
+        key: value[index] if isinstance(value, Tensor) and value.dim() and len(value) == rows else value
+        for key, value in batch.items()
+    }
 
 
 def _buckets(grads: list[Tensor], entries: int = 2**23) -> Iterator[list[Tensor]]:

@@ -66,10 +66,11 @@ def main() -> None:
         splits = load_dataset(recipe.dataset, recipe.dataset_config)
         if not {"validation", "test"} & set(splits):
             splits = splits["train"].train_test_split(0.1, seed=args.seed)
+    image_column = recipe.image_column or only_column(splits["train"], Image)
+    label_column = recipe.label_column or only_column(splits["train"], ClassLabel)
+    splits = splits.select_columns([image_column, label_column]).rename_columns({label_column: "labels"})
     train, held_out = splits["train"], splits["validation" if "validation" in splits else "test"]
-    image_column = recipe.image_column or only_column(train, Image)
-    label_column = recipe.label_column or only_column(train, ClassLabel)
-    classes = train.features[label_column].names
+    classes = train.features["labels"].names
 
     # Model: a pretrained one with a new head, or one from its configuration, for images in [-1, 1].
     set_seed(args.seed)
@@ -91,14 +92,14 @@ def main() -> None:
 
     def to_pixels(rows: dict[str, list]) -> dict[str, Any]:
         pixels = processor([image.convert(mode) for image in rows[image_column]], return_tensors="pt")["pixel_values"]
-        return {"pixel_values": list(pixels), "labels": rows[label_column]}
+        return {"pixel_values": list(pixels), "labels": rows["labels"]}
 
     # Training: the stock Trainer's arguments, and a defence.
     trainer = GradGuardTrainer(
         model=model,
         args=args,
-        train_dataset=train.select_columns([image_column, label_column]).with_transform(to_pixels),
-        eval_dataset=held_out.select_columns([image_column, label_column]).with_transform(to_pixels),
+        train_dataset=train.with_transform(to_pixels),
+        eval_dataset=held_out.with_transform(to_pixels),
         processing_class=processor,
         compute_metrics=lambda p: {"accuracy": float((p.predictions.argmax(-1) == p.label_ids).mean())},
     )
@@ -115,9 +116,9 @@ def main() -> None:
 def only_column(data: Dataset, kind: type) -> str:
     found = [name for name, feature in data.features.items() if isinstance(feature, kind)]
     if len(found) != 1:
+        flag = "--image_column" if kind is Image else "--label_column"
         sys.exit(
-            f"The data has {len(found)} columns of type {kind.__name__} {found} among {data.column_names}. "
-            f"Say which with --{'image' if kind is Image else 'label'}_column (classes must be a ClassLabel)."
+            f"{len(found)} columns are of type {kind.__name__}: {found} of {data.column_names}. Choose with {flag}."
         )
     return found[0]
 
@@ -141,9 +142,7 @@ def write_metrics(trainer: GradGuardTrainer, metrics: dict[str, float]) -> None:
     path = os.path.join(trainer.args.output_dir, "metrics.json")
     with open(path, "w", encoding="utf-8") as file:
         json.dump(report, file, indent=2)
-    print(
-        f"{report['defense']}: accuracy {report['accuracy']:.3f}, {report['seconds_per_step']:.2f} s a step -> {path}"
-    )
+    print(f"{report['defense']}: accuracy {report['accuracy']:.3f}, {report['seconds_per_step']:.2f} s/step -> {path}")
 
 
 if __name__ == "__main__":
