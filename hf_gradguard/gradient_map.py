@@ -336,19 +336,20 @@ class GradientMap:
         if not r.requires_grad:
             return torch.zeros_like(r[0])
         signs = torch.randint(2, (len(r),), generator=generator, device=r.device).to(r.dtype) * 2 - 1
-        directions = signs.view(-1, 1, 1) * torch.eye(r.shape[1], dtype=r.dtype, device=r.device)  # (B, n, n)
-        norms = []
+        chunk, norms = 1 if self._recomputes() else chunk, []
         with self._replay(), self._kernels():  # layers under activation checkpointing run again
-            for part in directions.split(1 if self._recomputes() else chunk, dim=1):
-                batched = part.shape[1] > 1
+            for neurons in torch.arange(r.shape[1], device=r.device).split(chunk):
+                count = len(neurons)
+                directions = r.new_zeros(count, *r.shape)  # one neuron in each, with a sign a sample
+                directions[neurons - neurons[0], :, neurons] = signs
                 (slopes,) = torch.autograd.grad(
                     r,
                     x,
-                    grad_outputs=part.transpose(0, 1) if batched else part[:, 0],
+                    grad_outputs=directions if count > 1 else directions[0],
                     retain_graph=True,
-                    is_grads_batched=batched,
+                    is_grads_batched=count > 1,
                 )
-                norms.append(slopes.reshape(part.shape[1], -1).norm(dim=1))
+                norms.append(slopes.reshape(count, -1).norm(dim=1))
         return torch.cat(norms)
 
     def after(self, shared: Tensors, withheld: Tensors | None = None) -> GradientMap:

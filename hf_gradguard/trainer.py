@@ -342,6 +342,37 @@ class GradGuardTrainer(Trainer):
             own = {key.removeprefix(prefix): tensor for key, tensor in state.items() if key.startswith(prefix)}
             defense.load_state_dict(own)
 
+    # Transformers 5.23 saves some models (ViT) under older names, which its own Trainer then does not find when it resumes: it
+    # warns and leaves the weights as they start (its issue 43701). `from_pretrained` knows both names.
+
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        self._renamed = bool(load_result.missing_keys and load_result.unexpected_keys)
+        if not self._renamed:
+            super()._issue_warnings_after_load(load_result)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        self._renamed = False
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        self._load_renamed(resume_from_checkpoint, self.model if model is None else model)
+
+    def _load_best_model(self) -> None:
+        self._renamed = False
+        super()._load_best_model()
+        self._load_renamed(str(self.state.best_model_checkpoint), self.model)
+
+    def _load_renamed(self, folder: str, model: nn.Module) -> None:
+        if not self._renamed:
+            return
+        if not isinstance(model, PreTrainedModel):
+            raise RuntimeError(f"{folder} holds other weights than {type(model).__name__} has: it is of another model.")
+        loaded, found = type(model).from_pretrained(folder, output_loading_info=True)
+        if found["missing_keys"] or found["unexpected_keys"]:
+            raise RuntimeError(
+                f"{folder} holds other weights than {type(model).__name__} has. Missing: {sorted(found['missing_keys'])[:5]}, "
+                f"unexpected: {sorted(found['unexpected_keys'])[:5]}. It is of another model, or another version of it."
+            )
+        model.load_state_dict(loaded.state_dict())
+
     def _state_file(self, folder: str) -> str:
         return os.path.join(folder, f"gradguard_private_rank{self.accelerator.process_index}.safetensors")
 
