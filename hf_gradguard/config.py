@@ -26,8 +26,8 @@ class GradGuardConfig(TrainingArguments):
         batch_statistics: Running statistics of batch normalisation: `"local"`, each rank its own, of which rank 0's are
             saved; `"shared"`, averaged over ranks at every optimizer step, unprotected; `"frozen"`, those that the model
             came with.
-        clients_per_process: Cut each rank's batch into that many clients, each protected by itself.
-            With `num_clients`: so many of a rank's clients are drawn each step.
+        clients_per_process: Cut each rank's batch into that many clients, each protected by itself; with `num_clients`,
+            draw that many each step of those that live on the rank.
         num_clients: Divide the training data among so many clients, which live on the ranks in turn: a federation in
             simulation. Each step draws some of them, and weighs them by their numbers of rows.
         partition: Of the data among `num_clients`: `"iid"`, or `"dirichlet"` by class.

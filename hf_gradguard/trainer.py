@@ -119,7 +119,7 @@ class GradGuardTrainer(Trainer):
         module = self.accelerator.unwrap_model(model)
         inputs = dict(self._prepare_inputs(inputs))
         if CLIENT in inputs:
-            clients, batches, weights = self._drawn_clients(inputs)
+            clients, batches, weights = self._drawn_clients(inputs, num_items_in_batch is not None)
         else:
             clients, batches = self._clients, _split(inputs, len(self._clients))
             weights = self._weights(module, batches, num_items_in_batch)
@@ -212,16 +212,21 @@ class GradGuardTrainer(Trainer):
         collate = super()._get_collator_with_removed_columns(data_collator, description)
         return ClientCollator(collate) if self._parts and description == "Training" else collate
 
-    def _drawn_clients(self, inputs: dict[str, Any]) -> tuple[list[Defense], list[dict[str, Any]], list[float]]:
+    def _drawn_clients(
+        self, inputs: dict[str, Any], counts_items: bool
+    ) -> tuple[list[Defense], list[dict[str, Any]], list[float]]:
         """The clients of a batch, what is theirs of it, and the factors of their mean losses: n_k/Σn over all ranks."""
-        clients, shares = inputs.pop(CLIENT), inputs.pop(SHARE)
-        ranks = self.accelerator.num_processes  # ranks are averaged and accumulated steps added up later
-        indices = [(clients == client).nonzero().flatten() for client in clients.unique()]
-        return (
-            [self._clients[int(clients[index[0]]) // ranks] for index in indices],
-            [_take(inputs, index, len(clients)) for index in indices],
-            [float(shares[index[0]]) * ranks / self.current_gradient_accumulation_steps for index in indices],
-        )
+        numbers, shares = inputs.pop(CLIENT), inputs.pop(SHARE)
+        ranks = self.accelerator.num_processes  # ranks are averaged, and accumulated steps added up, later
+        clients, batches, weights = [], [], []
+        for number in numbers.unique():
+            index = (numbers == number).nonzero().flatten()
+            batch = _take(inputs, index, len(numbers))
+            clients.append(self._clients[int(number) // ranks])
+            batches.append(batch)
+            share = 0.0 if counts_items and not self._count_items(batch) else float(shares[index[0]])
+            weights.append(share * ranks / self.current_gradient_accumulation_steps)
+        return clients, batches, weights
 
     # What the Trainer would have weighed the loss with. Noise scales and bounds speak of the gradient of a client's mean
     # loss, so the weight is taken out before protection and applied after.

@@ -12,7 +12,7 @@ import datasets
 import numpy as np
 import pytest
 import torch
-from helpers import LABELS, SmallNetwork, image_batch, make_task
+from helpers import LABELS, SmallNetwork, image_batch, make_task, pad, ragged_rows
 from torch import Tensor
 from transformers import TrainerCallback
 
@@ -289,13 +289,42 @@ def test_data_sets_with_transforms_and_other_columns(tmp_path: Path) -> None:
     def read(batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
         return {"pixel_values": [rows[i]["pixel_values"] for i in batch["row"]], "labels": batch["label"]}
 
+    columns = {key: [row[key].tolist() for row in rows] for key in rows[0]}
+    noted = datasets.Dataset.from_dict({**columns, "note": ["what no model takes"] * 20})
     settings = {"num_clients": 4, "partition": "dirichlet", "dirichlet_alpha": 3.0, "max_steps": 1, "seed": 5}
     found = []
-    for given in (data.with_transform(read), rows):
-        trainer = make_trainer(tmp_path, given, remove_unused_columns=given is rows, **settings)
+    for given, removed in ((rows, True), (data.with_transform(read), False), (noted, True)):
+        trainer = make_trainer(tmp_path, given, remove_unused_columns=removed, **settings)
         trainer.train()
         found.append(gradients_of(trainer)[0])
-    torch.testing.assert_close(found[0], found[1])
+    torch.testing.assert_close(found[1], found[0])
+    torch.testing.assert_close(found[2], found[0])
+
+
+def test_language_models_and_a_client_without_labels(tmp_path: Path) -> None:
+    """A client's mean is over its tokens; its weight is its rows. One that has nothing to predict sends nothing."""
+    data = ragged_rows(12)
+    for row in data[:6]:
+        row["labels"] = torch.full_like(row["labels"], -100)
+    args = GradGuardConfig(
+        output_dir=str(tmp_path), use_cpu=True, report_to="none", disable_tqdm=True, save_strategy="no", max_steps=1,
+        learning_rate=0.0, max_grad_norm=0.0, per_device_train_batch_size=6, num_clients=6, clients_per_process=6,
+    )  # fmt: skip
+    model, _ = make_task("gpt2_lm", dtype=torch.float32)
+    trainer = GradGuardTrainer(
+        model, args, defense="none", train_dataset=data, data_collator=pad, callbacks=[Gradients()]
+    )
+    trainer.train()
+    picks = list(ClientSampler(trainer._parts, 6, 1, seed=args.seed))[:6]
+    speaking = [pick.row for pick in picks if pick.row is not None and pick.row >= 6]
+    assert 0 < len(speaking) < 6
+    expected: dict[str, Tensor] = {}
+    for row in speaking:
+        batch = {key: value[None] for key, value in data[row].items()}
+        for name, gradient in GradientMap(model, batch).gradient().items():
+            expected[name] = expected.get(name, 0) + gradient / 6
+    found = {name: gradients_of(trainer)[0][name] for name in expected}
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
 
 
 def test_a_resumed_run_draws_the_same_clients(tmp_path: Path) -> None:
