@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from huggingface_hub import ModelCard
 
+from .batch_statistics import tracking_layers
 from .inputs import withheld_parameters
 
 if TYPE_CHECKING:
@@ -26,12 +27,26 @@ def privacy_section(trainer: GradGuardTrainer) -> str:
     """Markdown that names the defence, its settings, what was withheld, and what is not protected."""
     defense, args = trainer.defense, trainer.args
     ranks, clients = trainer.accelerator.num_processes, getattr(args, "clients_per_process", 1)
+    who = f"{ranks} rank(s) with {clients} client(s) each"
+    if getattr(args, "num_clients", None):
+        how = f"dirichlet({args.dirichlet_alpha})" if args.partition == "dirichlet" else args.partition
+        who = f"{args.num_clients} simulated on {ranks} rank(s), {clients} of each rank drawn a step, data partition {how}"
     withheld = [] if getattr(args, "share_input_embeddings", False) else list(withheld_parameters(trainer.model))
     embeddings = (
         f"Input embeddings ({', '.join(f'`{name}`' for name in withheld)}) were withheld: neither shared nor trained."
         if withheld
         else "No parameter was withheld."
     )
+    statistics = ""
+    if tracking_layers(trainer.model):
+        statistics = (
+            "\n- Batch statistics "
+            + {
+                "local": "stayed on their ranks; those in this model are rank 0's, of its own data.",
+                "shared": "were averaged over ranks unprotected; those in this model are of all ranks' data.",
+                "frozen": "are those that the model started with.",
+            }[getattr(args, "batch_statistics", "local")]
+        )
     seed = "The noise was drawn from the operating system's entropy."
     if getattr(args, "noise_seed", None) is not None:
         seed = "**The noise was drawn from a fixed seed, so it hides nothing from whoever knows the seed.**"
@@ -45,8 +60,8 @@ def privacy_section(trainer: GradGuardTrainer) -> str:
 {summary}
 
 - Defence: `{defense.name}`, with hf-gradguard
-- Clients: {ranks} rank(s) with {clients} client(s) each; every micro-batch is a message protected by itself
-- {embeddings}
+- Clients: {who}; every micro-batch is a message protected by itself
+- {embeddings}{statistics}
 - {seed}
 
 ```json

@@ -127,6 +127,11 @@ def _model_refusals(model: nn.Module) -> Iterator[str]:
         yield "a model wrapped in DistributedDataParallel. Pass the module inside it; the Trainer wraps it."
     if any(getattr(m, "_orig_mod", None) is not None or m._compiled_call_impl is not None for m in model.modules()):
         yield _COMPILE
+    if any(isinstance(m, nn.SyncBatchNorm) for m in model.modules()):
+        yield (
+            "SyncBatchNorm: it exchanges the statistics of every batch, and gradients of them, unprotected within each pass. "
+            "Use plain batch normalisation (see batch_statistics) or group normalisation."
+        )
     if getattr(model, "is_distributed_loading_by_transformers", False) or any(
         isinstance(p, DTensor) for p in model.parameters()
     ):

@@ -10,6 +10,8 @@ from typing import Any
 import yaml
 from transformers import HfArgumentParser, TrainingArguments
 
+from .batch_statistics import CHOICES
+from .clients import PARTITIONS
 from .defenses import make_defense
 
 
@@ -21,7 +23,15 @@ class GradGuardConfig(TrainingArguments):
         defense: A name of `DEFENSES`. Has to be given here or to the Trainer; no protection is spelt `"none"`.
         defense_kwargs: The defence's settings; JSON on the command line.
         share_input_embeddings: Share the token embeddings' gradient, which names the batch's tokens.
-        clients_per_process: Cut each rank's batch into that many clients, each protected by itself.
+        batch_statistics: Running statistics of batch normalisation: `"local"`, each rank its own, of which rank 0's are
+            saved; `"shared"`, averaged over ranks at every optimizer step, unprotected; `"frozen"`, those that the model
+            came with.
+        clients_per_process: Cut each rank's batch into that many clients, each protected by itself; with `num_clients`,
+            draw that many each step of those that live on the rank.
+        num_clients: Divide the training data among so many clients, which live on the ranks in turn: a federation in
+            simulation. Each step draws some of them, and weighs them by their numbers of rows.
+        partition: Of the data among `num_clients`: `"iid"`, or `"dirichlet"` by class.
+        dirichlet_alpha: Of that partition: the smaller, the less alike are clients.
         noise_seed: Makes all noise reproducible, by anybody. For tests only.
         leakage_logging_steps: Log leakage figures of what is about to be shared at every so many optimizer steps; 0 never.
         leakage_num_probes: Probes for dFIL. By default the sensitivities that noise was shaped by, at no pass more, or 10
@@ -46,9 +56,20 @@ class GradGuardConfig(TrainingArguments):
     share_input_embeddings: bool = field(
         default=False, metadata={"help": "Share the token embeddings' gradient too. It names the batch's tokens."}
     )
+    batch_statistics: str = field(
+        default="local",
+        metadata={"help": "Of batch norm: local (each rank's own), shared (averaged, unprotected) or frozen."},
+    )
     clients_per_process: int = field(
         default=1, metadata={"help": "Cut each rank's batch into that many clients, each protected by itself."}
     )
+    num_clients: int | None = field(
+        default=None, metadata={"help": "Divide the data among so many clients; some are drawn each step."}
+    )
+    partition: str = field(
+        default="iid", metadata={"help": "Of the data among num_clients: iid, or dirichlet by class."}
+    )
+    dirichlet_alpha: float = field(default=1.0, metadata={"help": "The smaller, the less alike are clients."})
     noise_seed: int | None = field(
         default=None, metadata={"help": "Unsafe, for tests: makes the noise reproducible by anybody who knows it."}
     )
@@ -77,8 +98,18 @@ class GradGuardConfig(TrainingArguments):
             raise ValueError(
                 f"defense_kwargs must be a dict, or JSON that starts with '{{', but is {self.defense_kwargs!r}."
             )
+        if self.batch_statistics not in CHOICES:
+            raise ValueError(f"batch_statistics must be one of {', '.join(CHOICES)}, but is {self.batch_statistics!r}.")
         if self.clients_per_process < 1:
             raise ValueError(f"clients_per_process must be at least 1, but is {self.clients_per_process}.")
+        if self.partition not in PARTITIONS:
+            raise ValueError(f"partition must be one of {', '.join(PARTITIONS)}, but is {self.partition!r}.")
+        if not 0 < self.dirichlet_alpha < math.inf:
+            raise ValueError(f"dirichlet_alpha must be a finite number above 0, but is {self.dirichlet_alpha!r}.")
+        if self.num_clients is None and self.partition != "iid":
+            raise ValueError(f"partition={self.partition!r} divides the data among num_clients: set that too.")
+        if self.num_clients is not None:
+            self._check_clients(self.num_clients)
         if self.noise_seed is not None and self.noise_seed < 0:
             raise ValueError(f"noise_seed must be at least 0, but is {self.noise_seed}.")
         if self.leakage_logging_steps < 0:
@@ -91,6 +122,22 @@ class GradGuardConfig(TrainingArguments):
             raise ValueError(f"leakage_action must be 'skip' or 'stop', but is {self.leakage_action!r}.")
         if self.defense is not None:
             make_defense(self.defense, **(self.defense_kwargs or {}))
+
+    def _check_clients(self, num_clients: int) -> None:
+        if num_clients < self.clients_per_process:
+            raise ValueError(
+                f"num_clients is {num_clients}, fewer than clients_per_process={self.clients_per_process} to draw each step."
+            )
+        if self.per_device_train_batch_size % self.clients_per_process:
+            raise ValueError(
+                f"per_device_train_batch_size={self.per_device_train_batch_size} rows cannot be shared equally by "
+                f"clients_per_process={self.clients_per_process} clients. Take a multiple."
+            )
+        if self.train_sampling_strategy != "random" or self.accelerator_config.split_batches:
+            raise ValueError(
+                "num_clients draws clients, and clients draw their rows, at random and per rank: leave "
+                "train_sampling_strategy and split_batches at their defaults."
+            )
 
 
 def parse_arguments(*dataclass_types: Any, argv: list[str] | None = None) -> tuple[Any, ...]:

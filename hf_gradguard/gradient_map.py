@@ -308,6 +308,76 @@ class GradientMap:
                         squares.addcmul_(product, product, value=1 / num_probes)
         return dict(zip(self._parameters, total, strict=True))
 
+    def representation(
+        self, generator: torch.Generator | None = None, neuron_chunk: int = 1
+    ) -> tuple[str, Tensor, Tensor]:
+        """What enters the model's last dense layer, and how strongly each of its neurons depends on the input.
+
+        Costs one forward pass, and per neuron one pass backward through what lies before that layer.
+
+        Args:
+            generator: Source of one random sign a sample, on the input's device. Default: a fresh one from the system's
+                entropy. Without batch statistics the signs cancel; with them the squares of the result are unbiased.
+            neuron_chunk: How many neurons run at once. Bounds memory.
+
+        Returns:
+            The name of the layer's weight; the representation r, `(B, n)`; and ‖∂r_j/∂x‖ over the batch, `(n,)`.
+
+        Raises:
+            ValueError: If the last layer with parameters is no `nn.Linear`, runs several times, reads something else than
+                one vector a sample, or shares no weight gradient.
+        """
+        ran: list[tuple[nn.Module, Tensor]] = []
+
+        def note(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+            ran.append((module, args[0] if args else torch.empty(0)))
+
+        handles = [
+            m.register_forward_pre_hook(note) for m in self._model.modules() if any(True for _ in m.parameters(False))
+        ]
+        try:
+            with torch.enable_grad(), self._replay(), self._kernels():
+                x = self.input.clone().requires_grad_()
+                self._source.evaluate(self._loss_fn, self._model, self._batch, value=x)
+        finally:
+            for handle in handles:
+                handle.remove()
+        layer, r = ran[-1]
+        name = next((name for name, p in self._parameters.items() if p is getattr(layer, "weight", None)), None)
+        if not isinstance(layer, nn.Linear) or sum(module is layer for module, _ in ran) > 1:
+            reason = f"its last layer with parameters is a {type(layer).__name__}, and not a dense layer that runs once"
+        elif r.dim() != 2 or len(r) != len(x):
+            reason = f"its last dense layer reads {tuple(r.shape)}, and not one vector for each of {len(x)} samples"
+        elif name is None:
+            reason = "the weight of its last dense layer is not trained"
+        else:
+            return name, r.detach(), self._norms(r, x, generator or private_generator(x.device), neuron_chunk)
+        raise ValueError(
+            f"{type(self._model).__name__} has no representation to weigh: {reason}. Take a defence that works on every "
+            "layer, such as optimal_pruning."
+        )
+
+    def _norms(self, r: Tensor, x: Tensor, generator: torch.Generator, chunk: int) -> Tensor:
+        """‖∂r_j/∂x‖ of every column of `r`, `(n,)`."""
+        if not r.requires_grad:
+            return torch.zeros_like(r[0])
+        signs = torch.randint(2, (len(r),), generator=generator, device=r.device).to(r.dtype) * 2 - 1
+        chunk, norms = 1 if self._recomputes() else chunk, []
+        with self._replay(), self._kernels():  # layers under activation checkpointing run again
+            for neurons in torch.arange(r.shape[1], device=r.device).split(chunk):
+                count = len(neurons)
+                directions = r.new_zeros(count, *r.shape)  # one neuron in each, with a sign a sample
+                directions[neurons - neurons[0], :, neurons] = signs
+                (slopes,) = torch.autograd.grad(
+                    r,
+                    x,
+                    grad_outputs=directions if count > 1 else directions[0],
+                    retain_graph=True,
+                    is_grads_batched=count > 1,
+                )
+                norms.append(slopes.reshape(count, -1).norm(dim=1))
+        return torch.cat(norms)
+
     def after(self, shared: Tensors, withheld: Tensors | None = None) -> GradientMap:
         """This map as the next defence of a chain sees it: `gradient()` is what the one before would share.
 

@@ -16,18 +16,22 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
 from accelerate.utils import broadcast
 from accelerate.utils.memory import clear_device_cache
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 from transformers.utils import logging
 
+from .batch_statistics import average_statistics, freeze_statistics, warn_of_statistics
 from .card import add_privacy_section
 from .checks import check_accelerator, check_arguments, check_leakage, check_model
+from .clients import CLIENT, SHARE, ClientCollator, ClientRows, ClientSampler, make_partition
 from .config import GradGuardConfig
 from .defenses import DEFENSES, Defense, make_defense
 from .gradient_map import GradientMap, Tensors
@@ -90,15 +94,20 @@ class GradGuardTrainer(Trainer):
         super().__init__(model, args, *positional, **kwargs)
         check_model(self.model)
         check_accelerator(self.accelerator, self.train_dataset)
-        own_batches = type(self).get_train_dataloader is not Trainer.get_train_dataloader
+        own_batches = type(self).get_train_dataloader is not GradGuardTrainer.get_train_dataloader
         check_leakage(args, self.defense, accountant, own_batches)
         self.defense.prepare(self.model, self.processing_class)
         # "Evaluation mode" is Accelerate's word for preparing a model (device, autocast) without wrapping it in DDP.
         self.accelerator.prepare_model = functools.partial(self.accelerator.prepare_model, evaluation_mode=True)
         self.add_callback(_StartAlike())
         self._share_input_embeddings = getattr(args, "share_input_embeddings", False)
+        self._batch_statistics: str = getattr(args, "batch_statistics", "local")
+        if self.is_world_process_zero():
+            warn_of_statistics(self.model, self._batch_statistics)
         self.shared_names = list(shared_parameters(self.model, self._share_input_embeddings))
-        self._clients = [copy.deepcopy(self.defense) for _ in range(getattr(args, "clients_per_process", 1))]
+        self._parts = self._partition()
+        hosted = len(self._parts) // self.accelerator.num_processes or getattr(args, "clients_per_process", 1)
+        self._clients = [copy.deepcopy(self.defense) for _ in range(hosted)]
         self._noise_seed: int | None = getattr(args, "noise_seed", None)
         if self._noise_seed is None:
             self._generator, self._probes = private_generator(args.device), private_generator(args.device)
@@ -116,15 +125,19 @@ class GradGuardTrainer(Trainer):
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None
     ) -> Tensor:
         """One micro-batch: differentiate, protect and accumulate locally; average over ranks when a step is due."""
-        model.train()
+        self._train_mode(model)
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()
         module = self.accelerator.unwrap_model(model)
-        batches = _split(self._prepare_inputs(inputs), len(self._clients))
-        weights = self._weights(module, batches, num_items_in_batch)
+        inputs = dict(self._prepare_inputs(inputs))
+        if CLIENT in inputs:
+            clients, batches, weights = self._drawn_clients(inputs, num_items_in_batch is not None)
+        else:
+            clients, batches = self._clients, _split(inputs, len(self._clients))
+            weights = self._weights(module, batches, num_items_in_batch)
         losses = [
             weight * self._share(module, defense, batch, weight, num_items_in_batch is not None)
-            for defense, batch, weight in zip(self._clients, batches, weights, strict=True)
+            for defense, batch, weight in zip(clients, batches, weights, strict=True)
             if weight
         ]
         steps = self.args.torch_empty_cache_steps
@@ -134,7 +147,14 @@ class GradGuardTrainer(Trainer):
             self._average_over_ranks(module)
             if self._meter.stops:
                 self._stop_together()
+            if self._batch_statistics == "shared":
+                average_statistics(module, self.accelerator)
         return torch.stack(losses).sum() if losses else torch.zeros((), device=self.args.device)
+
+    def _train_mode(self, model: nn.Module) -> None:
+        model.train()
+        if self._batch_statistics == "frozen":
+            freeze_statistics(model)
 
     def _share(
         self, module: nn.Module, defense: Defense, batch: dict[str, Any], weight: float, counts_items: bool
@@ -184,6 +204,58 @@ class GradGuardTrainer(Trainer):
         due = torch.tensor(float(self._meter.stop_due), device=self.args.device)
         if float(self.accelerator.reduce(due, reduction="sum")):
             self.control.should_training_stop = True
+
+    # A federation in simulation: `num_clients` clients, of which every step draws some.
+
+    def _partition(self) -> list[np.ndarray]:
+        """The rows of each client, nothing without `num_clients`."""
+        args, ranks = self.args, self.accelerator.num_processes
+        count = getattr(args, "num_clients", None)
+        if count is None or self.train_dataset is None:
+            return []
+        if count % ranks or count // ranks < args.clients_per_process:
+            raise ValueError(
+                f"num_clients={count} must be a multiple of the {ranks} ranks they live on, and at least "
+                f"clients_per_process={args.clients_per_process} of them on each."
+            )
+        return make_partition(self.train_dataset, count, args.partition, args.dirichlet_alpha, self._data_seed())
+
+    def _data_seed(self) -> int:
+        return self.args.seed if self.args.data_seed is None else self.args.data_seed
+
+    def get_train_dataloader(self) -> DataLoader:
+        """As in `Trainer`; with `num_clients`, of the clients that each step draws."""
+        if not self._parts:
+            return super().get_train_dataloader()
+        args, ranks = self.args, self.accelerator.num_processes
+        own = args.per_device_train_batch_size // args.clients_per_process
+        return self._get_dataloader(
+            dataset=ClientRows(self.train_dataset),
+            description="Training",
+            batch_size=args.per_device_train_batch_size,
+            sampler_fn=lambda _: ClientSampler(self._parts, args.clients_per_process, own, ranks, self._data_seed()),
+            is_training=True,
+        )
+
+    def _get_collator_with_removed_columns(self, data_collator: Any, description: str | None = None) -> Any:
+        collate = super()._get_collator_with_removed_columns(data_collator, description)
+        return ClientCollator(collate) if self._parts and description == "Training" else collate
+
+    def _drawn_clients(
+        self, inputs: dict[str, Any], counts_items: bool
+    ) -> tuple[list[Defense], list[dict[str, Any]], list[float]]:
+        """The clients of a batch, what is theirs of it, and the factors of their mean losses: n_k/Σn over all ranks."""
+        numbers, shares = inputs.pop(CLIENT), inputs.pop(SHARE)
+        ranks = self.accelerator.num_processes  # ranks are averaged, and accumulated steps added up, later
+        clients, batches, weights = [], [], []
+        for number in numbers.unique():
+            index = (numbers == number).nonzero().flatten()
+            batch = _take(inputs, index, len(numbers))
+            clients.append(self._clients[int(number) // ranks])
+            batches.append(batch)
+            share = 0.0 if counts_items and not self._count_items(batch) else float(shares[index[0]])
+            weights.append(share * ranks / self.current_gradient_accumulation_steps)
+        return clients, batches, weights
 
     # What the Trainer would have weighed the loss with. Noise scales and bounds speak of the gradient of a client's mean
     # loss, so the weight is taken out before protection and applied after.
@@ -242,7 +314,7 @@ class GradGuardTrainer(Trainer):
                     )
                     for n in (1, 2)
                 )
-            module.train()
+            self._train_mode(module)
             if not one or not abs(one) < float("inf"):
                 return False  # a vanishing loss cannot tell, and one that is not finite is refused later
             if min(abs(one / two - 1), abs(one / two - 2)) > 1e-3:
@@ -351,6 +423,37 @@ class GradGuardTrainer(Trainer):
             own = {key.removeprefix(prefix): tensor for key, tensor in state.items() if key.startswith(prefix)}
             defense.load_state_dict(own)
 
+    # Transformers 5.23 saves some models (ViT) under older names, which its own Trainer then does not find when it resumes: it
+    # warns and leaves the weights as they start (its issue 43701). `from_pretrained` knows both names.
+
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        self._renamed = bool(load_result.missing_keys and load_result.unexpected_keys)
+        if not self._renamed:
+            super()._issue_warnings_after_load(load_result)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        self._renamed = False
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        self._load_renamed(resume_from_checkpoint, self.model if model is None else model)
+
+    def _load_best_model(self) -> None:
+        self._renamed = False
+        super()._load_best_model()
+        self._load_renamed(str(self.state.best_model_checkpoint), self.model)
+
+    def _load_renamed(self, folder: str, model: nn.Module) -> None:
+        if not self._renamed:
+            return
+        if not isinstance(model, PreTrainedModel):
+            raise RuntimeError(f"{folder} holds other weights than {type(model).__name__} has: it is of another model.")
+        loaded, found = type(model).from_pretrained(folder, output_loading_info=True)
+        if found["missing_keys"] or found["unexpected_keys"]:
+            raise RuntimeError(
+                f"{folder} holds other weights than {type(model).__name__} has. Missing: {sorted(found['missing_keys'])[:5]}, "
+                f"unexpected: {sorted(found['unexpected_keys'])[:5]}. It is of another model, or another version of it."
+            )
+        model.load_state_dict(loaded.state_dict())
+
     def _state_file(self, folder: str) -> str:
         return os.path.join(folder, f"gradguard_private_rank{self.accelerator.process_index}.safetensors")
 
@@ -371,10 +474,15 @@ _NO_ACCOUNT = (
 class _StartAlike(TrainerCallback):
     """What wrapping in DDP would have done: every rank starts from rank 0's parameters and buffers."""
 
+    def __init__(self) -> None:
+        self._started = False
+
     def on_train_begin(self, args: TrainingArguments, *_: Any, model: nn.Module, **kwargs: Any) -> None:
         if args.world_size > 1:
+            buffers = [] if self._started else list(model.buffers())  # later on they hold statistics of rank 0's data
             with torch.no_grad():
-                broadcast([tensor.detach() for tensor in (*model.parameters(), *model.buffers())])
+                broadcast([tensor.detach() for tensor in (*model.parameters(), *buffers)])
+        self._started = True
 
 
 def _resolve_defense(defense: str | Defense | None, args: TrainingArguments) -> Defense:
@@ -430,13 +538,16 @@ def _split(batch: dict[str, Any], parts: int) -> list[dict[str, Any]]:
     if parts == 1:
         return [dict(batch)]
     rows = len(_main_input(batch))
-    return [
-        {
-            key: value[index] if isinstance(value, Tensor) and value.dim() and len(value) == rows else value
-            for key, value in batch.items()
-        }
-        for index in torch.arange(rows, device=_main_input(batch).device).tensor_split(parts)
-    ]
+    parts_of = torch.arange(rows, device=_main_input(batch).device).tensor_split(parts)
+    return [_take(batch, index, rows) for index in parts_of]
+
+
+def _take(batch: dict[str, Any], index: Tensor, rows: int) -> dict[str, Any]:
+    """Some rows of a batch; what is not of one entry a row stays whole."""
+    return {
+        key: value[index] if isinstance(value, Tensor) and value.dim() and len(value) == rows else value
+        for key, value in batch.items()
+    }
 
 
 def _buckets(grads: list[Tensor], entries: int = 2**23) -> Iterator[list[Tensor]]:

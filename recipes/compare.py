@@ -20,7 +20,7 @@ def main(paths: list[str]) -> None:
     for path in paths:
         with open(path, encoding="utf-8") as file:
             run = json.load(file)
-        p, n = run["accuracy"], run["eval_sentences"]
+        p, n = run["accuracy"], run.get("eval_sentences") or run["eval_images"]
         defaults = {field.name: field.default for field in fields(DEFENSES[run["defense"]])}
         changed = {key: value for key, value in run["settings"].items() if value != defaults[key]}
         rows.append(

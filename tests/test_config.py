@@ -56,6 +56,7 @@ def test_every_defence_is_accepted_by_name(name: str) -> None:
         ({"defense": "dp_sgd", "defense_kwargs": {"clip": -1.0}}, ValueError, r"clip must be .* above 0, but is -1"),
         ({"defense": "dp_sgd", "defense_kwargs": {"norm": 1.0}}, TypeError, r"dp_sgd has no setting norm.*clip"),
         ({"defense_kwargs": [1]}, ValueError, r"defense_kwargs must be a dict, or JSON.*\[1\]"),
+        ({"batch_statistics": "none"}, ValueError, r"one of local, shared, frozen, but is 'none'"),
         ({"clients_per_process": 0}, ValueError, r"clients_per_process must be at least 1, but is 0"),
         ({"noise_seed": -1}, ValueError, r"noise_seed must be at least 0, but is -1"),
         ({"leakage_logging_steps": -1}, ValueError, r"leakage_logging_steps must be at least 0, but is -1"),

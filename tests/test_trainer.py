@@ -620,6 +620,36 @@ def test_resumed_run_equals_one_left_alone(
     assert all(torch.equal(alone[name], resumed[name]) for name in alone)
 
 
+def test_a_model_that_is_saved_under_other_names_resumes(make_trainer: MakeTrainer, tmp_path: Path) -> None:
+    """Transformers saves ViT under the names of its older versions."""
+
+    def run(folder: str, checkpoint: str | None = None, **more: Any) -> GradGuardTrainer:
+        trainer = make_trainer(
+            "vit", "pruning", rows("vit"), output_dir=str(tmp_path / folder), save_strategy="steps", save_steps=2,
+            max_steps=4, **more,
+        )  # fmt: skip
+        trainer.train(resume_from_checkpoint=checkpoint)
+        return trainer
+
+    alone, checkpoint = run("alone"), tmp_path / "alone" / "checkpoint-2"
+    assert load_file(checkpoint / "model.safetensors").keys() != alone.model.state_dict().keys()
+    resumed = run("resumed", str(checkpoint))
+    for name, tensor in weights(alone.model).items():
+        assert torch.equal(tensor, weights(resumed.model)[name])
+
+    alone.state.best_model_checkpoint = str(checkpoint)
+    alone._load_best_model()
+    saved = type(alone.model).from_pretrained(checkpoint).state_dict()
+    assert all(torch.equal(tensor, saved[name]) for name, tensor in alone.model.state_dict().items())
+
+
+def test_a_checkpoint_of_another_model_is_refused(make_trainer: MakeTrainer, tmp_path: Path) -> None:
+    make_trainer("bert", "pruning", save_strategy="steps", save_steps=2).train()
+    other = make_trainer("distilbert", "pruning", rows("distilbert"))
+    with pytest.raises(RuntimeError, match=r"other weights than DistilBert.*another model"):
+        other.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-2"))
+
+
 def test_private_state_is_safetensors(make_trainer: MakeTrainer, tmp_path: Path) -> None:
     trainer = make_trainer(
         defense="optimal_noise", defense_kwargs={"num_probes": 1, "refresh_every": 4}, save_strategy="steps", save_steps=3,

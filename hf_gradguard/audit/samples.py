@@ -21,7 +21,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
 )
 
-from ..models import LeakageLeNetConfig
+from ..models import MODELS
 from ..networks.data import load_rows, pick_column
 from .modality import Sample
 
@@ -44,7 +44,7 @@ def load_classifier(name: str) -> tuple[nn.Module, Any]:
     """
     config = AutoConfig.from_pretrained(name)
     architecture = (getattr(config, "architectures", None) or [""])[0]
-    images = {*MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES, LeakageLeNetConfig.model_type}
+    images = {*MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES, *MODELS}
     if "ForImageClassification" in architecture or (
         config.model_type in images and "ForSequenceClassification" not in architecture
     ):

@@ -19,6 +19,7 @@ from .noise import DPSGD, GaussianNoise, LaplaceNoise, OptimalDPSGD, OptimalNois
 from .pruning import OptimalPruning, Pruning
 from .quantization import Quantization
 from .refiner import Refiner
+from .soteria import Soteria
 
 __all__ = ["DEFENSES", "Chain", "Defense", "SensitivityDefense", "chain", "make_defense"]
 
@@ -98,6 +99,7 @@ DEFENSES: dict[str, type[Defense]] = {
         Pruning,
         OptimalPruning,
         Quantization,
+        Soteria,
         Refiner,
     )
 }

@@ -12,6 +12,7 @@ below β D, so β = 1 would ignore it; by default it is divided by Σ_l ‖w_l �
 
 from __future__ import annotations
 
+import copy
 import math
 from collections import OrderedDict
 from dataclasses import dataclass
@@ -167,6 +168,13 @@ class Refiner(Defense):
             ratios.append(float(inputs.noise_ratio(network, x)))
         self._remember(x, inputs, digests)
         return RobustData(x, there, metrics, ratios)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Refiner:
+        """A client's own: what it remembers is copied, the network, which never changes, is not."""
+        memo[id(self.evaluation_network)] = self.evaluation_network
+        copied = copy.copy(self)
+        copied.__dict__ = copy.deepcopy(self.__dict__, memo)
+        return copied
 
     def _network(self, gmap: GradientMap) -> Any:
         """The evaluation network, on the input's device and never trained."""

@@ -2,6 +2,35 @@
 
 from __future__ import annotations
 
+from .convnets import (
+    DeepConvNetConfig,
+    DeepConvNetForImageClassification,
+    LeakyConvNetConfig,
+    LeakyConvNetForImageClassification,
+    TanhConvNetConfig,
+    TanhConvNetForImageClassification,
+)
 from .lenet import LeakageLeNetConfig, LeakageLeNetForImageClassification
 
-__all__ = ["LeakageLeNetConfig", "LeakageLeNetForImageClassification"]
+__all__ = [
+    "MODELS",
+    "DeepConvNetConfig",
+    "DeepConvNetForImageClassification",
+    "LeakageLeNetConfig",
+    "LeakageLeNetForImageClassification",
+    "LeakyConvNetConfig",
+    "LeakyConvNetForImageClassification",
+    "TanhConvNetConfig",
+    "TanhConvNetForImageClassification",
+]
+
+MODELS = {
+    model.config_class.model_type: model
+    for model in (
+        LeakageLeNetForImageClassification,
+        LeakyConvNetForImageClassification,
+        DeepConvNetForImageClassification,
+        TanhConvNetForImageClassification,
+    )
+}
+"""The networks by model type, which is what `AutoConfig.for_model` takes."""

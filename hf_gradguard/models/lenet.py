@@ -5,18 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import (
-    AutoConfig,
-    AutoModelForImageClassification,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
-from transformers.modeling_outputs import ImageClassifierOutputWithNoAttention
+from transformers import AutoConfig, AutoModelForImageClassification
+
+from .classifier import SmallImageClassifier, SmallImageClassifierConfig
 
 
-class LeakageLeNetConfig(PreTrainedConfig):
+class LeakageLeNetConfig(SmallImageClassifierConfig):
     """Configuration of `LeakageLeNetForImageClassification`.
 
     Args:
@@ -39,16 +34,13 @@ class LeakageLeNetConfig(PreTrainedConfig):
         initializer_range: float | None = 0.5,
         **kwargs: Any,
     ) -> None:
-        self.num_channels = num_channels
-        self.image_size = image_size
         self.hidden_channels = hidden_channels
         self.strides = strides or [2, 2, 1, 1]
         self.initializer_range = initializer_range
-        kwargs.setdefault("num_labels", 10)
-        super().__init__(**kwargs)
+        super().__init__(num_channels, image_size, **kwargs)
 
 
-class LeakageLeNetForImageClassification(PreTrainedModel):
+class LeakageLeNetForImageClassification(SmallImageClassifier):
     """Four 5 × 5 convolutions of 12 channels, strides 2, 2, 1 and 1, each with a sigmoid, and one dense layer.
 
     Smooth everywhere, so that its gradient has useful second derivatives: the network on which gradient inversion was
@@ -61,7 +53,6 @@ class LeakageLeNetForImageClassification(PreTrainedModel):
 
     config_class = LeakageLeNetConfig
     base_model_prefix = "lenet"
-    main_input_name = "pixel_values"
 
     def __init__(self, config: LeakageLeNetConfig) -> None:
         super().__init__(config)
@@ -83,21 +74,12 @@ class LeakageLeNetForImageClassification(PreTrainedModel):
         for parameter in module.parameters():
             nn.init.uniform_(parameter, -bound, bound)
 
-    def forward(
-        self, pixel_values: Tensor, labels: Tensor | None = None, **kwargs: Any
-    ) -> ImageClassifierOutputWithNoAttention:
-        """Classify images.
-
-        Args:
-            pixel_values: `(B, C, H, W)`.
-            labels: `(B,)` class ids; with them the output has the mean cross-entropy as `loss`.
-        """
+    def logits(self, pixel_values: Tensor) -> Tensor:
         hidden = pixel_values
         for convolution in self.convolutions:
             hidden = torch.sigmoid(convolution(hidden))
-        logits = self.classifier(hidden.flatten(1))
-        loss = None if labels is None else F.cross_entropy(logits, labels)
-        return ImageClassifierOutputWithNoAttention(loss=loss, logits=logits)
+        logits: Tensor = self.classifier(hidden.flatten(1))
+        return logits
 
 
 AutoConfig.register(LeakageLeNetConfig.model_type, LeakageLeNetConfig)

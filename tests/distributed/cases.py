@@ -9,6 +9,7 @@ import torch
 from helpers import LABELS, TASKS, VOCABULARY, WIDTH, make_task, ragged_rows
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from transformers import ResNetConfig, ResNetForImageClassification
 
 SAMPLES = 78  # on two ranks with batches of 4: 10 batches a rank, the last ones of 4 and 2 samples
 Row = dict[str, Any]
@@ -61,6 +62,17 @@ class Branching(Plain):
 
 def make_model(name: str, dropout: float = 0.1) -> nn.Module:
     """A small float32 model, the same on every call and every rank."""
+    if name == "resnet":
+        config = {
+            "embedding_size": 4,
+            "hidden_sizes": [4, 8],
+            "depths": [1, 1],
+            "layer_type": "basic",
+            "num_labels": LABELS,
+        }
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            return ResNetForImageClassification(ResNetConfig(**config))
     if name in ("plain", "branching"):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
@@ -77,7 +89,7 @@ class Case:
         args: Training arguments of both.
         guarded: More of `GradGuardConfig`.
         freeze: Compare with a stock Trainer whose input embeddings are frozen, which is what withholding means.
-        data: `"task"`, `"ragged"` or `"marked"`.
+        data: `"task"`, `"images"`, `"ragged"` or `"marked"`.
         atol: Allowed difference in a weight beside the relative 1e-6; 0 where both do the same arithmetic.
     """
 
@@ -92,6 +104,8 @@ class Case:
     def rows(self) -> list[Row]:
         if self.data == "task":
             return rows(self.model if self.model in TASKS else "bert")
+        if self.data == "images":
+            return rows("vit")
         return ragged_rows(SAMPLES) if self.data == "ragged" else marked_rows()
 
 
@@ -143,6 +157,11 @@ IDENTITY: dict[str, Case] = {
     "sequence to sequence": Case(model="t5", args=SGD, dropout=0.0, atol=ROUNDED),
     "llama": Case(model="llama", args=SGD, atol=ROUNDED),
     "vision": Case(model="vit"),
+    "vision, accumulation 3": Case(model="vit", args={**SGD, **UNEVEN, "gradient_accumulation_steps": 3}, atol=ROUNDED),
+    "batch norm": Case(model="resnet", data="images"),
+    "batch norm, accumulation 3": Case(
+        model="resnet", data="images", args={**SGD, **UNEVEN, "gradient_accumulation_steps": 3}, atol=ROUNDED
+    ),
     "no loss arguments": Case(model="convnext", args={**SGD, "gradient_accumulation_steps": 3}, atol=ROUNDED),
     "plain module": Case(model="plain", args={**SGD, "gradient_accumulation_steps": 3, **UNEVEN}, atol=ROUNDED),
     "unused on one rank": Case(model="branching", data="marked", args=IN_ORDER),

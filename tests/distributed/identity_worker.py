@@ -47,6 +47,10 @@ def compare(case: Case, folder: Path) -> dict[str, Any]:
         torch.testing.assert_close(guarded, stock, rtol=1e-6, atol=case.atol)
     except AssertionError as error:
         mismatch = str(error)
+    statistics, stock_statistics = (
+        {name: b for name, b in t.accelerator.unwrap_model(t.model).named_buffers() if "running" in name}
+        for t in (trainer, stock_trainer)
+    )
     losses, stock_losses = (
         [(entry["loss"], entry["grad_norm"]) for entry in t.state.log_history if "loss" in entry]
         for t in (trainer, stock_trainer)
@@ -58,6 +62,8 @@ def compare(case: Case, folder: Path) -> dict[str, Any]:
         "still": [n for n in stock if torch.equal(stock[n], before[n])],
         "guarded_still": [n for n in stock if torch.equal(guarded[n], before[n])],
         "checksum": [float(guarded[n].double().sum()) for n in stock],
+        "statistics": {name: tensor.tolist() for name, tensor in statistics.items()},
+        "stock_statistics": {name: tensor.tolist() for name, tensor in stock_statistics.items()},
         "losses": losses,
         "stock_losses": stock_losses,
         "ranks": trainer.accelerator.num_processes,

@@ -53,3 +53,13 @@ def test_log_equals_the_stock_trainers(case: tuple[Case, list[Any]]) -> None:
 def test_withheld_embeddings_alone_stand_still(reports: Reports) -> None:
     assert reports[0]["withheld"]["guarded_still"] == ["bert.embeddings.word_embeddings.weight"]
     assert reports[0]["accumulation 1"]["guarded_still"] == []
+
+
+@pytest.mark.parametrize("name", ["batch norm", "batch norm, accumulation 3"])
+def test_rank_0s_batch_statistics_equal_the_stock_trainers(reports: Reports, name: str) -> None:
+    """DDP sends rank 0's to the others, so the stock Trainer too saves the statistics of rank 0's data. Ours stay."""
+    one, two = (report[name] for report in reports)
+    assert len(one["statistics"]) == 12  # means and variances of six layers
+    for key, values in one["statistics"].items():
+        assert values == pytest.approx(one["stock_statistics"][key], rel=1e-5, abs=1e-6)
+        assert values != two["statistics"][key]

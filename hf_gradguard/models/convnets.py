@@ -1,0 +1,230 @@
+"""The ConvNets of the optimal-defences paper (MNIST, CIFAR-10) and of the Fisher-information-leakage paper."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForImageClassification
+
+from .classifier import SmallImageClassifier, SmallImageClassifierConfig
+
+
+class LeakyConvNetConfig(SmallImageClassifierConfig):
+    """Configuration of `LeakyConvNetForImageClassification`. Defaults: MNIST, as in the paper.
+
+    Args:
+        num_channels: Of the images.
+        image_size: Pixels along each side.
+        channels: Of every convolution.
+        hidden_size: Of the dense layer before the last one.
+    """
+
+    model_type = "gradguard_leaky_convnet"
+
+    def __init__(
+        self,
+        num_channels: int = 1,
+        image_size: int = 28,
+        channels: list[int] | None = None,
+        hidden_size: int = 32,
+        **kwargs: Any,
+    ) -> None:
+        self.channels = channels or [32, 64]
+        self.hidden_size = hidden_size
+        super().__init__(num_channels, image_size, **kwargs)
+
+
+class LeakyConvNetForImageClassification(SmallImageClassifier):
+    """3 × 3 convolutions of 32 and 64 channels, each with leaky ReLU and 2 × 2 max pooling, and two dense layers.
+
+    The network of 119,530 parameters on which Chen, Gürsoy and Lei, "Optimal Defenses Against Data Reconstruction Attacks"
+    (2024), report MNIST, with their names of its layers (their Table 1).
+
+    Example:
+        >>> model = LeakyConvNetForImageClassification(LeakyConvNetConfig())
+        >>> model(pixel_values=torch.rand(2, 1, 28, 28), labels=torch.tensor([3, 7])).loss
+    """
+
+    config_class = LeakyConvNetConfig
+
+    def __init__(self, config: LeakyConvNetConfig) -> None:
+        super().__init__(config)
+        inputs, side, layers = config.num_channels, config.image_size, list[nn.Module]()
+        for outputs in config.channels:
+            layers += [nn.Conv2d(inputs, outputs, 3, padding=1), nn.LeakyReLU(), nn.MaxPool2d(2)]
+            inputs, side = outputs, side // 2
+        self.conv_layers = nn.Sequential(*layers)
+        self.fc_layers = nn.Sequential(
+            nn.Flatten(),
+            nn.Linear(inputs * side * side, config.hidden_size),
+            nn.LeakyReLU(),
+            nn.Linear(config.hidden_size, config.num_labels),
+        )
+        self.post_init()
+
+    def _init_weights(self, module: nn.Module) -> None:
+        _start_as_pytorch(module)
+
+    def logits(self, pixel_values: Tensor) -> Tensor:
+        logits: Tensor = self.fc_layers(self.conv_layers(pixel_values))
+        return logits
+
+
+class DeepConvNetConfig(SmallImageClassifierConfig):
+    """Configuration of `DeepConvNetForImageClassification`. Defaults: CIFAR-10.
+
+    Args:
+        num_channels: Of the images.
+        image_size: Pixels along each side.
+        width: Channels of the first convolution; the others have 2 and 4 times as many.
+        batch_norm: Normalise after each convolution. What that shares is in `docs/threat_model.md`.
+        negative_slope: Of the leaky ReLU; 0 is the plain one.
+    """
+
+    model_type = "gradguard_deep_convnet"
+
+    def __init__(
+        self,
+        num_channels: int = 3,
+        image_size: int = 32,
+        width: int = 64,
+        batch_norm: bool = True,
+        negative_slope: float = 0.01,
+        **kwargs: Any,
+    ) -> None:
+        self.width = width
+        self.batch_norm = batch_norm
+        self.negative_slope = negative_slope
+        super().__init__(num_channels, image_size, **kwargs)
+
+
+class DeepConvNetForImageClassification(SmallImageClassifier):
+    """Eight 3 × 3 convolutions with batch normalisation and leaky ReLU, 3 × 3 max pooling after six and eight, one dense layer.
+
+    The optimal-defences paper reports CIFAR-10 on "a 2.9M parameter ConvNet" whose layers it does not list. This is the
+    ConvNet of the attack that it uses (Geiping et al., "Inverting Gradients", 2020), which has 2,904,970 parameters, with
+    leaky ReLU as that paper says.
+
+    Example:
+        >>> model = DeepConvNetForImageClassification(DeepConvNetConfig())
+        >>> model(pixel_values=torch.rand(2, 3, 32, 32), labels=torch.tensor([3, 7])).loss
+    """
+
+    config_class = DeepConvNetConfig
+
+    def __init__(self, config: DeepConvNetConfig) -> None:
+        super().__init__(config)
+        inputs, layers = config.num_channels, list[nn.Module]()
+        for number, factor in enumerate((1, 2, 2, 4, 4, 4, 4, 4)):
+            outputs = factor * config.width
+            layers.append(nn.Conv2d(inputs, outputs, 3, padding=1))
+            if config.batch_norm:
+                layers.append(nn.BatchNorm2d(outputs))
+            layers.append(nn.LeakyReLU(config.negative_slope))
+            if number in (5, 7):
+                layers.append(nn.MaxPool2d(3))
+            inputs = outputs
+        side = config.image_size // 3 // 3
+        self.features = nn.Sequential(*layers, nn.Flatten())
+        self.classifier = nn.Linear(inputs * side * side, config.num_labels)
+        self.post_init()
+
+    def _init_weights(self, module: nn.Module) -> None:
+        _start_as_pytorch(module)
+
+    def logits(self, pixel_values: Tensor) -> Tensor:
+        logits: Tensor = self.classifier(self.features(pixel_values))
+        return logits
+
+
+class TanhConvNetConfig(SmallImageClassifierConfig):
+    """Configuration of `TanhConvNetForImageClassification`. Defaults: MNIST; `cifar10()` has the other one.
+
+    Args:
+        num_channels: Of the images.
+        image_size: Pixels along each side.
+        convolutions: One list `[channels, kernel, stride, padding]` a convolution.
+        pooling: `[after, stride]` of every 2 × 2 average pooling: after how many convolutions it comes, and its stride.
+        hidden_size: Of the dense layer before the last one.
+    """
+
+    model_type = "gradguard_tanh_convnet"
+
+    def __init__(
+        self,
+        num_channels: int = 1,
+        image_size: int = 28,
+        convolutions: list[list[int]] | None = None,
+        pooling: list[list[int]] | None = None,
+        hidden_size: int = 32,
+        **kwargs: Any,
+    ) -> None:
+        self.convolutions = convolutions or [[16, 8, 2, 2], [32, 4, 2, 0]]
+        self.pooling = pooling or [[1, 1], [2, 1]]
+        self.hidden_size = hidden_size
+        super().__init__(num_channels, image_size, **kwargs)
+
+    @classmethod
+    def cifar10(cls, **kwargs: Any) -> TanhConvNetConfig:
+        """The paper's network for CIFAR-10: 3 × 3 convolutions, twice 32, 64 and 128 channels, and 128 hidden units."""
+        settings = {
+            "num_channels": 3,
+            "image_size": 32,
+            "convolutions": [[channels, 3, 1, 1] for channels in (32, 32, 64, 64, 128, 128)],
+            "pooling": [[2, 2], [4, 2], [6, 2]],
+            "hidden_size": 128,
+        }
+        return cls(**{**settings, **kwargs})
+
+
+class TanhConvNetForImageClassification(SmallImageClassifier):
+    """Convolutions with tanh and average pooling, and two dense layers: a smooth function of the input.
+
+    The networks of 26,010 (MNIST) and 550,570 parameters (CIFAR-10) in Guo et al., "Bounding Training Data Reconstruction
+    in Private (Deep) Learning" (2022), Appendix C. Its tables print a tanh after the last layer too; the authors' code has
+    none, and neither has this.
+
+    Example:
+        >>> model = TanhConvNetForImageClassification(TanhConvNetConfig.cifar10())
+        >>> model(pixel_values=torch.rand(2, 3, 32, 32), labels=torch.tensor([3, 7])).loss
+    """
+
+    config_class = TanhConvNetConfig
+
+    def __init__(self, config: TanhConvNetConfig) -> None:
+        super().__init__(config)
+        inputs, side, layers = config.num_channels, config.image_size, list[nn.Module]()
+        pooling = {pool[0]: pool[1] for pool in config.pooling}
+        for number, (outputs, kernel, stride, padding) in enumerate(config.convolutions, 1):
+            layers += [nn.Conv2d(inputs, outputs, kernel, stride=stride, padding=padding), nn.Tanh()]
+            inputs, side = outputs, (side + 2 * padding - kernel) // stride + 1
+            if number in pooling:
+                layers.append(nn.AvgPool2d(2, stride=pooling[number]))
+                side = (side - 2) // pooling[number] + 1
+        self.features = nn.Sequential(*layers, nn.Flatten())
+        self.hidden = nn.Linear(inputs * side * side, config.hidden_size)
+        self.classifier = nn.Linear(config.hidden_size, config.num_labels)
+        self.post_init()
+
+    def _init_weights(self, module: nn.Module) -> None:
+        _start_as_pytorch(module)
+
+    def logits(self, pixel_values: Tensor) -> Tensor:
+        logits: Tensor = self.classifier(self.hidden(self.features(pixel_values)).tanh())
+        return logits
+
+
+def _start_as_pytorch(module: nn.Module) -> None:
+    # PreTrainedModel's own start is normal with deviation 0.02, which is far too small for networks of this depth.
+    if isinstance(module, nn.Conv2d | nn.Linear | nn.BatchNorm2d):
+        module.reset_parameters()
+
+
+for _config, _model in (
+    (LeakyConvNetConfig, LeakyConvNetForImageClassification),
+    (DeepConvNetConfig, DeepConvNetForImageClassification),
+    (TanhConvNetConfig, TanhConvNetForImageClassification),
+):
+    AutoConfig.register(_config.model_type, _config)
+    AutoModelForImageClassification.register(_config, _model)

@@ -1,0 +1,117 @@
+"""`recipes/image_classification.py` as a user runs it, on a folder of images."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from launcher import environment
+from PIL import Image
+from transformers import AutoImageProcessor, AutoModelForImageClassification
+
+import hf_gradguard.models  # noqa: F401
+
+ROOT = Path(__file__).resolve().parents[2]
+COLOURS = {"blue": (40, 40, 210), "green": (40, 210, 40), "red": (210, 40, 40)}
+pytestmark = pytest.mark.distributed
+
+VIT = {"patch_size": 4, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+RESNET = {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "layer_type": "basic"}
+CONVNEXT = {"patch_size": 2, "num_stages": 2, "hidden_sizes": [4, 8], "depths": [1, 1]}
+
+
+def recipe(data: Path, out: Path, *flags: str, ranks: int = 2) -> dict[str, object]:
+    launch = ["-m", "accelerate.commands.launch", "--num_processes", str(ranks), "--num_machines", "1"]
+    launch += ["--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]
+    launch += ["--multi_gpu"] if ranks > 1 else ["--cpu"]
+    script = ["recipes/image_classification.py", "--use_cpu", "--dataset", str(data), "--output_dir", str(out)]
+    done = subprocess.run(
+        [sys.executable, *launch, *script, "--num_ranks", str(ranks), "--per_device_train_batch_size", "6", *flags],
+        cwd=ROOT, env={**environment(), "HF_DATASETS_CACHE": str(data.parent / "cache")}, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, text=True, timeout=240, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-4000:]
+    assert f"ranks: {ranks}\n" in done.stdout
+    metrics = json.loads((out / "metrics.json").read_text())
+    assert metrics["ranks"] == ranks
+    return metrics
+
+
+def write_images(folder: Path, count: int, mode: str = "RGB") -> Path:
+    """`count` noisy images of 12 × 10 pixels a class, each class of one colour, in one subfolder each."""
+    draw = np.random.default_rng(count)
+    for name, colour in COLOURS.items():
+        (folder / name).mkdir(parents=True)
+        for number in range(count):
+            pixels = np.clip(np.array(colour) + draw.normal(0, 30, (10, 12, 3)), 0, 255).astype(np.uint8)
+            Image.fromarray(pixels).convert(mode).save(folder / name / f"{number}.png")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("data") / "colours"
+    write_images(folder / "train", 20)
+    write_images(folder / "test", 7)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("kind", "config", "defense", "settings", "rate"),
+    [
+        ("vit", VIT, "optimal_noise", {"relative_scale": 0.3, "num_probes": 2}, "1e-2"),
+        ("resnet", RESNET, "gaussian_noise", {"relative_scale": 0.3}, "1e-2"),
+    ],
+)
+def test_two_ranks_learn_and_the_model_loads(
+    images: Path, tmp_path: Path, kind: str, config: dict, defense: str, settings: dict, rate: str
+) -> None:
+    metrics = recipe(
+        images, tmp_path, "--from_scratch", kind, "--model_config", json.dumps(config), "--learning_rate", rate,
+        "--defense", defense, "--defense_kwargs", json.dumps(settings), "--num_train_epochs", "6",
+        "--logging_steps", "5", "--lr_scheduler_type", "constant",
+    )  # fmt: skip
+    assert (metrics["defense"], metrics["steps"], metrics["eval_images"]) == (defense, 30, 21)
+    assert metrics["accuracy"] > 0.6  # chance is a third
+    assert metrics["defense/relative_error"] == pytest.approx(0.3, rel=0.1)
+    model = AutoModelForImageClassification.from_pretrained(tmp_path).eval()
+    assert model.config.id2label == {0: "blue", 1: "green", 2: "red"}
+    processor = AutoImageProcessor.from_pretrained(tmp_path)
+    with Image.open(images / "test" / "red" / "0.png") as image:
+        pixels = processor(image, return_tensors="pt")["pixel_values"]
+    assert pixels.shape == (1, 3, 12, 12)
+    assert -1 <= pixels.min() < pixels.max() <= 1
+    assert torch.isfinite(model(pixel_values=pixels).logits).all()
+    assert "image-classification" in (tmp_path / "README.md").read_text()
+
+
+def test_a_trained_model_is_taken_up_again_with_another_head(images: Path, tmp_path: Path) -> None:
+    first, second, other = tmp_path / "first", tmp_path / "second", tmp_path / "grey"
+    scratch = ["--from_scratch", "convnext", "--model_config", json.dumps(CONVNEXT)]
+    recipe(images, first, *scratch, "--defense", "none", "--max_steps", "1", ranks=1)
+    write_images(other, 10, mode="L")  # no test split: a tenth is held out
+    (other / "red").rename(other / "crimson")
+    (other / "violet").mkdir()
+    for number in range(10):
+        Image.new("L", (9, 9), 9 * number).save(other / "violet" / f"{number}.png")
+    flags = ["--model_name_or_path", str(first), "--defense", "soteria", "--max_steps", "1"]
+    metrics = recipe(other, second, *flags, ranks=1)
+    assert (metrics["steps"], metrics["eval_images"]) == (1, 4)
+    model = AutoModelForImageClassification.from_pretrained(second)
+    assert list(model.config.label2id) == ["blue", "crimson", "green", "violet"]
+    assert (model.config.num_channels, model.config.model_type) == (3, "convnext")
+
+
+def test_a_papers_network_on_grey_images(tmp_path: Path) -> None:
+    model_type = "gradguard_leaky_convnet"
+    images = write_images(tmp_path / "grey", 8, mode="L")
+    out = tmp_path / "out"
+    recipe(images, out, "--from_scratch", model_type, "--defense", "optimal_pruning", "--max_steps", "2", ranks=1)
+    model = AutoModelForImageClassification.from_pretrained(out)
+    config = model.config
+    assert (config.model_type, config.num_channels, config.image_size, config.num_labels) == (model_type, 1, 12, 3)
