@@ -113,24 +113,24 @@ def run_text(args: argparse.Namespace) -> None:
     model = AutoModelForSequenceClassification.from_pretrained(args.model, num_labels=2).eval()
     data = load_dataset("csv", data_files={"dev": f"{args.data_dir}/dev.tsv"}, delimiter="\t", quoting=3)["dev"]
     data = data.filter(lambda row: 8 <= len(row["sentence"].split()) <= 20).select(range(args.samples or 20))
+    observed = []
+    for sample in data:
+        batch, labels = dict(tokenizer(sample["sentence"], return_tensors="pt")), torch.tensor([sample["label"]])
+        gradient = GradientMap(model, batch | {"labels": labels}).gradient()
+        shape = tuple(batch["input_ids"].shape)
+        observed.append(Observation(model, gradient, input_shape=shape, labels=labels, tokenizer=tokenizer))
     for row, settings in TEXT.items():
 
         def run(row: str = row, settings: dict = settings) -> dict:
-            attack = make_attack(row, **settings)
-            found, texts = [], []
-            for number, sample in enumerate(logging.tqdm(data, desc=row)):
-                batch = dict(tokenizer(sample["sentence"], return_tensors="pt"))
-                labels = torch.tensor([sample["label"]])
-                gradient = GradientMap(model, batch | {"labels": labels}).gradient()
-                shape = tuple(batch["input_ids"].shape)
-                seen = Observation(model, gradient, input_shape=shape, labels=labels, tokenizer=tokenizer)
-                result = attack(seen, torch.Generator().manual_seed(args.seed + number))
-                found.append(result.token_ids)
-                texts.append({"true": sample["sentence"], "found": result.text[0], "objective": result.objective})
+            attack, found = make_attack(row, **settings), {}
+            for length in logging.tqdm(sorted({seen.input_shape[1] for seen in observed}), desc=row):
+                alike = [number for number, seen in enumerate(observed) if seen.input_shape[1] == length]
+                results = attack.together([observed[n] for n in alike], torch.Generator().manual_seed(args.seed))
+                found |= dict(zip(alike, results, strict=True))
             ids = [[list(tokenizer(sample["sentence"])["input_ids"])] for sample in data]
-            scores = score_text(found, ids, tokenizer=tokenizer)
+            scores = score_text([found[number].token_ids for number in range(len(data))], ids, tokenizer=tokenizer)
             names = ("token_f1", "position_accuracy", "rougeL", "exact_match")
-            return {"settings": settings, "scores": summary(scores, names), "texts": texts}
+            return {"settings": settings, "scores": summary(scores, names), "token_f1": scores.per_sample["token_f1"]}
 
         keep(args, f"sst2 {row}", run)
 
