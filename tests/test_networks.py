@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoTokenizer, BertConfig, BertModel, PreTrainedTokenizerFast
 from transformers.utils import logging as hf_logging
 
+from hf_gradguard import make_defense
 from hf_gradguard.networks import (
     ImageEvaluationNetwork,
     ImageEvaluationNetworkConfig,
@@ -652,3 +653,8 @@ def test_packaged_text_network_on_data_it_never_saw(file: str, data_dir: Path) -
     assert figures.strictly_increasing
     assert figures.spearman_of_means >= 0.97
     assert figures.mean_absolute_error <= 0.10
+
+
+def test_a_loaded_network_goes_by_the_name_it_was_asked_for() -> None:
+    defense = make_defense("refiner", evaluation_network="image-evaluation-network-32")
+    assert defense.settings()["evaluation_network"] == "image-evaluation-network-32"

@@ -59,6 +59,9 @@ def load_network(name_or_path: str | Path, *, revision: str | None = None) -> Ev
             raise ValueError(
                 f"{name} of {name_or_path} holds NaN or infinity. Get the file again, or train the network."
             )
+    network.name_or_path = str(
+        name_or_path
+    )  # as it was asked for: cards and logs say it, and a cache's path is nobody's business
     return network.eval().requires_grad_(False)
 
 
