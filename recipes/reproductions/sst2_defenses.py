@@ -16,6 +16,7 @@ import tempfile
 from pathlib import Path
 
 OPTIMAL = {"num_probes": 10, "refresh_every": 10}
+NETWORK = {"evaluation_network": "text-evaluation-network-minilm-l6"}
 ROWS = {
     "none": ("none", {}),
     "gaussian_noise-1": ("gaussian_noise", {"relative_scale": 1.0}),
@@ -26,7 +27,8 @@ ROWS = {
     "optimal_pruning-0.9": ("optimal_pruning", {"ratio": 0.9, **OPTIMAL}),
     "pruning-0.99": ("pruning", {"ratio": 0.99}),
     "optimal_pruning-0.99": ("optimal_pruning", {"ratio": 0.99, **OPTIMAL}),
-    "refiner": ("refiner", {"evaluation_network": "text-evaluation-network-minilm-l6"}),
+    "refiner": ("refiner", NETWORK),
+    "refiner-slow": ("refiner", {"learning_rate": 0.001, "iterations": 4, **NETWORK}),
 }
 
 
@@ -82,7 +84,11 @@ def table(folder: Path) -> str:
         runs = [json.loads(path.read_text()) for path in sorted(folder.glob(f"{row}-seed*.json"))]
         if not runs:
             continue
-        shown = {k: v for k, v in ROWS[row][1].items() if k in ("relative_scale", "ratio", "utility")}
+        shown = {
+            k: v
+            for k, v in ROWS[row][1].items()
+            if k in ("relative_scale", "ratio", "utility", "learning_rate", "iterations")
+        }
         accuracy = statistics.mean(run["accuracy"] for run in runs)
         n = sum(run["eval_sentences"] for run in runs) / len(runs)
         cells = [
