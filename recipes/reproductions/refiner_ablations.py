@@ -16,6 +16,7 @@ import argparse
 import json
 import math
 import statistics
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -64,9 +65,12 @@ def main() -> None:
         for row in args.rows:
             path = args.output / f"{row}-seed{seed}.json"
             if not path.exists():
-                report = {"accuracy": accuracy(args, row, seed, train, test), "rounds": args.rounds}
+                defense, draw = defense_of(args, row), torch.Generator().manual_seed(seed)
+                parts = torch.randperm(len(train[0]), generator=draw).chunk(CLIENTS)
+                reached = accuracy(defense, seed, train, test, parts, draw, args.rounds)
+                report = {"accuracy": reached, "rounds": args.rounds}
                 if seed == args.seeds[0]:
-                    report |= attack(args, row, seed, images, labels)
+                    report |= attack(defense, seed, images, labels, args.attack_steps)
                 path.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     print(table(args.output))
 
@@ -88,16 +92,17 @@ def defense_of(args: argparse.Namespace, row: str):
     return make_defense("refiner", **{"evaluation_network": args.evaluation_network} | ROWS[row])
 
 
-def accuracy(args: argparse.Namespace, row: str, seed: int, train: tuple, test: tuple) -> float:
-    model, defense = lenet(seed), defense_of(args, row)
-    draw, noise = torch.Generator().manual_seed(seed), torch.Generator().manual_seed(seed + 1000)
-    shares = torch.randperm(len(train[0]), generator=draw).chunk(CLIENTS)
+def accuracy(
+    defense, seed: int, train: tuple, test: tuple, parts: Sequence, draw: torch.Generator, rounds: int
+) -> float:
+    """Test accuracy after so many rounds, in each of which some clients answer; `parts` are the clients' rows."""
+    model, noise = lenet(seed), torch.Generator().manual_seed(seed + 1000)
     optimizer = torch.optim.Adam(model.parameters(), lr=LEARNING_RATE)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / args.rounds)
-    for _ in logging.tqdm(range(args.rounds), desc=f"{row}, seed {seed}"):
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / rounds)
+    for _ in logging.tqdm(range(rounds), desc=f"{defense.name}, seed {seed}"):
         optimizer.zero_grad()
         for client in torch.randperm(CLIENTS, generator=draw)[:DRAWN]:
-            rows = shares[client][torch.randint(len(shares[client]), (BATCH,), generator=draw)]
+            rows = parts[client][torch.randint(len(parts[client]), (BATCH,), generator=draw)]
             batch = {"pixel_values": train[0][rows].float() / 255, "labels": train[1][rows]}
             shared = defense(GradientMap(model, batch, second_order=defense.needs_jacobian), generator=noise)
             for name, parameter in model.named_parameters():
@@ -112,11 +117,11 @@ def accuracy(args: argparse.Namespace, row: str, seed: int, train: tuple, test: 
     return float(torch.cat(right).float().mean())
 
 
-def attack(args: argparse.Namespace, row: str, seed: int, images: Tensor, labels: Tensor) -> dict:
+def attack(defense, seed: int, images: Tensor, labels: Tensor, steps: int) -> dict:
     """Scores of the reconstructions, and what the defence did to the gradients that they are from."""
-    model, defense = lenet(seed), defense_of(args, row)
+    model = lenet(seed)
     settings = {"optimizer": "lbfgs", "learning_rate": 1.0, "schedule": "constant", "signed": False, "start": "uniform"}
-    inverting = make_attack("inverting_gradients", total_variation=1e-5, steps=args.attack_steps, **settings)
+    inverting = make_attack("inverting_gradients", total_variation=1e-5, steps=steps, **settings)
     found, cosines, distances, norms = [], [], [], []
     for number, (image, label) in enumerate(zip(images.split(1), labels.split(1), strict=True)):
         gmap = GradientMap(model, {"pixel_values": image, "labels": label})
