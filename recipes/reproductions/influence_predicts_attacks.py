@@ -33,7 +33,6 @@ from hf_gradguard.models import LeakageLeNetConfig, LeakageLeNetForImageClassifi
 matplotlib.use("agg")
 from matplotlib import pyplot as plt
 
-RATIOS = (0.3, 0.5, 0.7, 0.9)
 IMAGE_NOISE = (1e-4, 1e-3, 1e-2, 1e-1, 1.0)  # the gradient's RMS is about 0.2
 TEXT_NOISE = (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2)  # about 0.01
 LBFGS = {"optimizer": "lbfgs", "learning_rate": 1.0, "schedule": "constant", "signed": False}
@@ -64,10 +63,8 @@ def main() -> None:
     report, frame = {}, pandas.DataFrame(points)
     for data, score in (("mnist", "rmse"), ("cifar10", "rmse"), ("sst2", "rougeL"), ("sst2", "google_bleu")):
         report[f"{data} {score}"] = summary(frame[frame["data"] == data], score)
-    print(json.dumps(report, indent=2))
-    args.output.with_suffix(".json").write_text(
-        json.dumps(report, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
-    )
+    print(text := json.dumps(report, indent=2, ensure_ascii=False))
+    args.output.with_suffix(".json").write_text(text + "\n", encoding="utf-8")
     plot(args, frame, report)
 
 
@@ -99,7 +96,7 @@ def attacked(sample: int, model, batch: dict[str, Tensor], tokenizer) -> list[di
     shape = tuple(batch["input_ids" if tokenizer else "pixel_values"].shape)
     points, seen = [], []
     settings = [("gaussian_noise", "scale", s) for s in (TEXT_NOISE if tokenizer else IMAGE_NOISE)]
-    settings += [("pruning", "ratio", r) for r in RATIOS]
+    settings += [("pruning", "ratio", r) for r in (0.3, 0.5, 0.7, 0.9)]
     for number, (name, argument, strength) in enumerate(settings):
         generator = torch.Generator().manual_seed(100 * sample + number)
         shared = make_defense(name, **{argument: strength})(gmap, generator=generator)
