@@ -37,6 +37,9 @@ def main() -> None:
     parser.add_argument("--variance", type=float, default=1e-3, help="of the noise")
     parser.add_argument("--training_steps", type=int, default=5000, help="of Adam, 64 images each")
     parser.add_argument("--steps", type=int, default=60, help="steps of L-BFGS")
+    parser.add_argument(
+        "--pictures", help="PNG of the best and worst reconstructions to write; holds images of the data set"
+    )
     parser.add_argument("--output", default="docs/results/influence_unfairness")
     args = parser.parse_args()
     with np.load(args.mnist) as file:
@@ -59,12 +62,17 @@ def main() -> None:
     guesses = torch.cat(found)
     mse = (guesses - images).square().flatten(1).mean(1).double()
     expected = args.variance * (1 / spectrum.clamp_min(1e-6 * spectrum[:, -1:])).sum(1)
-    report = {"arguments": {k: v for k, v in vars(args).items() if k not in ("mnist", "output")}, "accuracy": accuracy}
+    report = {
+        "arguments": {k: v for k, v in vars(args).items() if k not in ("mnist", "output", "pictures")},
+        "accuracy": accuracy,
+    }
     report |= summary(mse, labels, expected, spectrum[:, -1]) | {"mse": [round(float(v), 4) for v in mse]}
     print(json.dumps(report, indent=2))
     Path(args.output).parent.mkdir(parents=True, exist_ok=True)
     Path(f"{args.output}.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    plot(args, mse, labels, images, guesses)
+    plot(args, mse, labels)
+    if args.pictures:
+        pictures(args.pictures, mse, images, guesses)
 
 
 def trained(args: argparse.Namespace, x: Tensor, y: Tensor, x_test: Tensor, y_test: Tensor) -> tuple:
@@ -102,26 +110,28 @@ def summary(mse: Tensor, labels: Tensor, expected: Tensor, largest: Tensor) -> d
     return {key: np.vectorize(lambda v: float(f"{float(v):.3g}"))(value).tolist() for key, value in rounded.items()}
 
 
-def plot(args: argparse.Namespace, mse: Tensor, labels: Tensor, images: Tensor, guesses: Tensor) -> None:
-    figure = plt.figure(figsize=(11, 4), layout="constrained")
-    grid = figure.add_gridspec(2, 10, width_ratios=[4, 4] + [1] * 8)
-    figure.suptitle(f"noise of variance {args.variance:g}; true and reconstructed: the four best, the four worst")
-    left, middle = figure.add_subplot(grid[:, 0]), figure.add_subplot(grid[:, 1])
+def plot(args: argparse.Namespace, mse: Tensor, labels: Tensor) -> None:
+    figure, (left, right) = plt.subplots(1, 2, figsize=(8, 3.5), layout="constrained")
+    figure.suptitle(f"noise of variance {args.variance:g}")
     left.hist(mse, bins=20)
     left.axvline(mse.mean(), color="purple")
     left.set(xlabel="MSE", ylabel="samples")
-    middle.boxplot([mse[labels == c] for c in range(10)], tick_labels=range(10))
-    middle.axhline(mse.mean(), color="purple")
-    middle.set(xlabel="class", ylabel="MSE")
+    right.boxplot([mse[labels == c] for c in range(10)], tick_labels=range(10))
+    right.axhline(mse.mean(), color="purple")
+    right.set(xlabel="class", ylabel="MSE")
+    figure.savefig(f"{args.output}.png", dpi=80)
+
+
+def pictures(path: str, mse: Tensor, images: Tensor, guesses: Tensor) -> None:
+    """Originals over reconstructions, the four best and the four worst. Holds images of the data set."""
+    figure, axes = plt.subplots(2, 8, figsize=(8, 2.2), layout="constrained")
     order = mse.argsort()
     for column, at in enumerate(torch.cat([order[:4], order[-4:]])):
-        for row, picture in enumerate((images[at], guesses[at])):
-            axis = figure.add_subplot(grid[row, 2 + column])
+        for axis, picture in zip(axes[:, column], (images[at], guesses[at]), strict=True):
             axis.imshow(picture[0], cmap="gray", vmin=0, vmax=1)
             axis.axis("off")
-            if row:
-                axis.set_title(f"{mse[at]:.2g}", fontsize=8)
-    figure.savefig(f"{args.output}.png", dpi=80)
+        axes[1, column].set_title(f"{mse[at]:.2g}", fontsize=8)
+    figure.savefig(path, dpi=80)
 
 
 if __name__ == "__main__":
