@@ -32,6 +32,7 @@ def main() -> None:
     parser.add_argument("--attacked_std", type=float, default=1e-5, help="σ of the model that is attacked")
     parser.add_argument("--trials", type=int, default=1000, help="noise draws of the attack")
     parser.add_argument("--targets", type=int, default=400, help="samples attacked, evenly over the ranks of dFIL")
+    parser.add_argument("--pictures", help="PNG of Figure 4 to write; holds images of the data set")
     parser.add_argument("--output", default="docs/results/fil_logistic_mnist")
     args = parser.parse_args()
     generator = torch.Generator().manual_seed(0)
@@ -86,10 +87,12 @@ def main() -> None:
         "mse_of_8_lowest_dfil": realised[8:16].tolist(),
     }
     print(json.dumps(report, indent=2))
-    arguments = {name: value for name, value in vars(args).items() if name not in ("data", "output")}
+    arguments = {name: value for name, value in vars(args).items() if name not in ("data", "output", "pictures")}
     Path(args.output).parent.mkdir(parents=True, exist_ok=True)
     Path(f"{args.output}.json").write_text(json.dumps({"arguments": arguments} | report, indent=2) + "\n")
-    plot(args, bounds, report, attacked, realised, x[ends], pictures)
+    plot(args, bounds, report, attacked, realised)
+    if args.pictures:
+        show(args.pictures, x[ends], pictures)
 
 
 def zeros_and_ones(images: np.ndarray, labels: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
@@ -149,10 +152,8 @@ def spearman(a: torch.Tensor, b: torch.Tensor) -> float:
     return float(torch.corrcoef(ranks)[0, 1])
 
 
-def plot(args, bounds, report, attacked, realised, true, found) -> None:
-    figure = plt.figure(figsize=(11, 8), layout="constrained")
-    grid = figure.add_gridspec(3, 16, height_ratios=[6, 1, 1])
-    left, right = figure.add_subplot(grid[0, :8]), figure.add_subplot(grid[0, 8:])
+def plot(args, bounds, report, attacked, realised) -> None:
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 5.5), layout="constrained")
     left.hist(bounds, bins=np.geomspace(float(bounds.min()), float(bounds.max()), 60), color="tab:blue")
     left.axvline(report["rdp_bound"], color="tab:red", label=f"RDP bound {report['rdp_bound']:.4f} (norm 1)")
     left.axvline(1, color="black", linestyle="--", label="perfect privacy")
@@ -170,13 +171,16 @@ def plot(args, bounds, report, attacked, realised, true, found) -> None:
     right.set(xscale="log", yscale="log", xlabel="lower bound on MSE from dFIL", ylabel="MSE of the GLM attack")
     right.set_title(f"σ = {args.attacked_std:g} (Figure 3); red: below the bound")
     right.legend()
-    for row, images in ((1, true), (2, found)):
-        for column, image in enumerate(images):
-            axis = figure.add_subplot(grid[row, column])
-            axis.imshow(image.view(28, 28), cmap="gray", vmin=0, vmax=1)
-            axis.axis("off")
-    figure.text(0.02, 0.005, "Figure 4: samples (top) and reconstructions (bottom): 8 of highest, 8 of lowest dFIL")
     figure.savefig(f"{args.output}.png", dpi=110)
+
+
+def show(path: str, true: torch.Tensor, found: torch.Tensor) -> None:
+    """Figure 4: samples over reconstructions, 8 of highest and 8 of lowest dFIL. Holds images of the data set."""
+    figure, axes = plt.subplots(2, len(true), figsize=(11, 1.6), layout="constrained")
+    for axis, image in zip(axes.flat, torch.cat([true, found]), strict=True):
+        axis.imshow(image.view(28, 28), cmap="gray", vmin=0, vmax=1)
+        axis.axis("off")
+    figure.savefig(path, dpi=110)
 
 
 if __name__ == "__main__":
