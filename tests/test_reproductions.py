@@ -1,0 +1,100 @@
+"""The reproductions' scripts, in quick mode on generated data of the same file formats."""
+
+from __future__ import annotations
+
+import json
+import math
+import runpy
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+SCRIPTS = Path(__file__).resolve().parents[1] / "recipes" / "reproductions"
+
+
+@pytest.fixture(scope="module")
+def mnist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    draw, path = np.random.default_rng(0), tmp_path_factory.mktemp("data") / "mnist.npz"
+    images = {
+        f"x_{split}": draw.integers(0, 256, (n, 28, 28), dtype=np.uint8) for split, n in (("train", 96), ("test", 9))
+    }
+    labels = {f"y_{split}": draw.integers(0, 10, n, dtype=np.uint8) for split, n in (("train", 96), ("test", 9))}
+    np.savez(path, **images, **labels)
+    return path
+
+
+@pytest.fixture(scope="module")
+def cifar10(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    draw, path = np.random.default_rng(0), tmp_path_factory.mktemp("data") / "cifar10.npz"
+    np.savez(path, x=draw.integers(0, 256, (24, 32, 32, 3), dtype=np.uint8), y=draw.integers(0, 10, 24))
+    return path
+
+
+def run(monkeypatch: pytest.MonkeyPatch, script: str, *arguments: object) -> None:
+    monkeypatch.setattr(sys, "argv", [script, *map(str, arguments), "--quick"])
+    runpy.run_path(str(SCRIPTS / script), run_name="__main__")
+
+
+def is_png(path: Path) -> bool:
+    return path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_training_with_optimal_defenses(mnist, tmp_path, monkeypatch, capsys):
+    script, output = "optimal_defenses_training.py", tmp_path / "training"
+    run(monkeypatch, script, "--data", mnist, "--output", output)
+    report = json.loads(Path(f"{output}.json").read_text())
+    for part in ("noise", "pruning"):
+        for row, runs in report[part].items():
+            assert list(runs) == ["0", "1"], row
+            assert all(0 <= one["accuracy"] <= 1 and math.isfinite(one["loss"]) for one in runs.values()), row
+    # Before the first step every row has the same weights and the same batch.
+    assert len({runs["0"]["losses"][0] for part in ("noise", "pruning") for runs in report[part].values()}) == 1
+    # Uniform noise is the same in every layer, optimal noise is not.
+    stds = {row: report["noise"][row]["0"]["stds"] for row in ("dp_sgd", "optimal_dp_sgd")}
+    plain, optimal = ([layer[0] for layer in layers.values()] for layers in stds.values())
+    assert plain == pytest.approx([0.1] * len(plain), rel=1e-5)
+    assert max(optimal) > 5 * min(optimal)
+    assert is_png(Path(f"{output}.png"))
+
+    # It goes on: a run that is there stays as it is, a missing one is made.
+    kept = report["noise"]["none"]["0"]["accuracy"] = 0.125
+    lost = report["pruning"]["pruning 0.9"].pop("1")
+    Path(f"{output}.json").write_text(json.dumps(report))
+    capsys.readouterr()
+    run(monkeypatch, script, "--data", mnist, "--output", output)
+    again = json.loads(Path(f"{output}.json").read_text())
+    assert again["noise"]["none"]["0"]["accuracy"] == kept
+    assert again["pruning"]["pruning 0.9"]["1"] == lost
+    assert "| noise: optimal_dp_sgd | " in capsys.readouterr().out
+
+    # Quick results are never continued in full.
+    monkeypatch.setattr(sys, "argv", [script, "--data", str(mnist), "--output", str(output)])
+    with pytest.raises(SystemExit):
+        runpy.run_path(str(SCRIPTS / script), run_name="__main__")
+
+
+@pytest.mark.parametrize("data", ["mnist", "cifar10"])
+def test_attacks_on_optimal_defenses(data, tmp_path, monkeypatch, request):
+    output = tmp_path / data
+    run(monkeypatch, "optimal_defenses_attacked.py", "--data", request.getfixturevalue(data), "--output", output)
+    points = json.loads(Path(f"{output}.json").read_text())["points"]
+    assert ("dp_sgd 0.1" in points) == (data == "mnist")
+    for row, runs in points.items():
+        for one in runs.values():
+            assert all(math.isfinite(score) for score in one.values()), row
+            if row == "none":
+                assert (one["leakage"], one["cost"]) == (1, 0)
+            elif row.startswith("dp_sgd"):
+                assert (one["leakage"], one["cost"]) == pytest.approx((1, 1))
+            elif row.startswith("optimal_dp_sgd"):  # the theorem: less leaks where the loss is disturbed as much
+                assert one["leakage"] * one["cost"] < 1
+    for seed in ("0", "1"):
+        costs = [points[f"pruning {ratio}"][seed]["cost"] for ratio in (0.5, 0.7, 0.8, 0.9, 0.99)]
+        assert costs == sorted(costs)
+        plain, optimal = points["pruning 0.9"][seed], points["optimal_pruning 0.9"][seed]
+        # At an equal count the smallest entries cost least, and those of the largest ratio cost more but hide more.
+        assert plain["cost"] < optimal["cost"]
+        assert plain["leakage"] > optimal["leakage"]
+    assert is_png(Path(f"{output}.png"))
