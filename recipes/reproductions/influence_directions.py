@@ -38,11 +38,11 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=3, help="images of each data set")
     parser.add_argument("--size", type=float, default=0.3, help="norm of δ; the gradient's is about 30")
     parser.add_argument("--steps", type=int, default=60, help="steps of L-BFGS")
+    parser.add_argument("--pictures", help="start of the names of two PNGs to write; they hold images of the data sets")
     parser.add_argument("--output", default="docs/results/influence_directions")
     args = parser.parse_args()
     report: dict = {"arguments": {name: getattr(args, name) for name in ("samples", "size", "steps")}}
-    figure = plt.figure(figsize=(11, 5.5), layout="constrained")
-    grid = figure.add_gridspec(2, 10, height_ratios=[4, 1])
+    figure, axes = plt.subplots(1, 2, figsize=(11, 4.3), layout="constrained")
     for number, (data, path, names) in enumerate(
         (("mnist", args.mnist, ("x_train", "y_train")), ("cifar10", args.cifar10, ("x", "y")))
     ):
@@ -59,12 +59,9 @@ def main() -> None:
             if sample == 0:
                 pictures += [picture for _, picture in found]
         report[data] = summary(points) | {"points": points}
-        plot(figure.add_subplot(grid[0, 5 * number : 5 * number + 5]), data, points)
-        for column, picture in enumerate(pictures):
-            axis = figure.add_subplot(grid[1, 5 * number + column])
-            axis.imshow(picture.permute(1, 2, 0), cmap="gray", vmin=0, vmax=1)
-            axis.set_title("true" if column == 0 else f"λ = {points[column - 1]['eigenvalue']:.2g}", fontsize=8)
-            axis.axis("off")
+        plot(axes[number], data, points)
+        if args.pictures:
+            show(f"{args.pictures}_{data}.png", pictures, points)
     print(json.dumps({data: report[data] | {"points": "..."} for data in ("mnist", "cifar10")}, indent=2))
     Path(args.output).parent.mkdir(parents=True, exist_ok=True)
     Path(f"{args.output}.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
@@ -95,6 +92,17 @@ def attack(
         point |= {"mse": mse, "clipped": clipped}
         results.append(({k: float(f"{float(v):.4g}") for k, v in point.items()}, found.clamp(0, 1)[0]))
     return results
+
+
+def show(path: str, pictures: list[torch.Tensor], points: list[dict]) -> None:
+    """The first image, and what is made of it for each direction of δ."""
+    figure, axes = plt.subplots(1, len(pictures), figsize=(1.2 * len(pictures), 1.5), layout="constrained")
+    titles = ["true", *(f"λ = {point['eigenvalue']:.2g}" for point in points)]
+    for axis, picture, title in zip(axes, pictures, titles, strict=False):
+        axis.imshow(picture.permute(1, 2, 0), cmap="gray", vmin=0, vmax=1)
+        axis.set_title(title, fontsize=8)
+        axis.axis("off")
+    figure.savefig(path, dpi=80)
 
 
 def summary(points: list[dict]) -> dict:
