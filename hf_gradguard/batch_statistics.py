@@ -6,10 +6,11 @@ protects them, and an attacker uses them (GradInversion matches them).
 
 from __future__ import annotations
 
-import torch
 from accelerate import Accelerator
 from torch import nn
 from transformers.utils import logging
+
+from .exchange import average
 
 logger = logging.get_logger(__name__)
 
@@ -46,8 +47,5 @@ def average_statistics(model: nn.Module, accelerator: Accelerator) -> None:
     """Replace running means and variances by their means over ranks, as federated averaging does. Unprotected."""
     layers = tracking_layers(model).values()
     buffers = [buffer for layer in layers for buffer in (layer.running_mean, layer.running_var) if buffer is not None]
-    if not buffers or accelerator.num_processes == 1:
-        return
-    mean = accelerator.reduce(torch.cat(buffers), reduction="mean")
-    for buffer, part in zip(buffers, mean.split([len(buffer) for buffer in buffers]), strict=True):
-        buffer.copy_(part)
+    if accelerator.num_processes > 1:
+        average(buffers, accelerator)

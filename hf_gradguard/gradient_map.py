@@ -332,9 +332,7 @@ class GradientMap:
         def note(module: nn.Module, args: tuple[Tensor, ...]) -> None:
             ran.append((module, args[0] if args else torch.empty(0)))
 
-        handles = [
-            m.register_forward_pre_hook(note) for m in self._model.modules() if any(True for _ in m.parameters(False))
-        ]
+        handles = [m.register_forward_pre_hook(note) for m in self._modules if any(True for _ in m.parameters(False))]
         try:
             with torch.enable_grad(), self._replay(), self._kernels():
                 x = self.input.clone().requires_grad_()

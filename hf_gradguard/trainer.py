@@ -13,7 +13,6 @@ import math
 import os
 import time
 from collections import defaultdict
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -34,6 +33,7 @@ from .checks import check_accelerator, check_arguments, check_leakage, check_mod
 from .clients import CLIENT, SHARE, ClientCollator, ClientRows, ClientSampler, make_partition
 from .config import GradGuardConfig
 from .defenses import DEFENSES, Defense, make_defense
+from .exchange import average
 from .gradient_map import GradientMap, Tensors
 from .inputs import shared_parameters
 from .leakage import FisherAccountant
@@ -194,10 +194,7 @@ class GradGuardTrainer(Trainer):
                 parameter.grad = torch.zeros_like(parameter)
         if self.accelerator.num_processes == 1:
             return
-        for bucket in _buckets([p.grad for p in parameters if p.grad is not None]):
-            mean = self.accelerator.reduce(torch.cat([grad.flatten() for grad in bucket]), reduction="mean")
-            for grad, part in zip(bucket, mean.split([grad.numel() for grad in bucket]), strict=True):
-                grad.copy_(part.view_as(grad))
+        average([p.grad for p in parameters if p.grad is not None], self.accelerator)
 
     def _stop_together(self) -> None:
         """End training on every rank if any has to: a rank that left alone would leave the others waiting for it."""
@@ -548,18 +545,6 @@ def _take(batch: dict[str, Any], index: Tensor, rows: int) -> dict[str, Any]:
         key: value[index] if isinstance(value, Tensor) and value.dim() and len(value) == rows else value
         for key, value in batch.items()
     }
-
-
-def _buckets(grads: list[Tensor], entries: int = 2**23) -> Iterator[list[Tensor]]:
-    """Runs of tensors of one type with about `entries` entries: few, large collectives in bounded memory."""
-    bucket: list[Tensor] = []
-    for grad in grads:
-        if bucket and (grad.dtype != bucket[0].dtype or sum(g.numel() for g in bucket) + grad.numel() > entries):
-            yield bucket
-            bucket = []
-        bucket.append(grad)
-    if bucket:
-        yield bucket
 
 
 def _norm(tensors: Tensors) -> float:

@@ -29,8 +29,8 @@ from transformers import (
 
 from hf_gradguard import DEFENSES, GradGuardConfig, GradGuardTrainer, GradientMap, chain, make_defense
 from hf_gradguard.defenses.noise import GaussianNoise
+from hf_gradguard.exchange import buckets
 from hf_gradguard.randomness import seeded_generator
-from hf_gradguard.trainer import _buckets
 
 Row = dict[str, Any]
 
@@ -504,10 +504,10 @@ def test_gradient_that_is_not_finite_stops_before_anything_is_applied(make_train
 def test_buckets_keep_order_types_and_bounds() -> None:
     grads = [torch.zeros(n, dtype=dtype) for n, dtype in [(3, torch.float32), (4, torch.float32), (9, torch.float32)]]
     grads += [torch.zeros(2, dtype=torch.bfloat16), torch.zeros(1, dtype=torch.float32), torch.zeros(7)]
-    buckets = list(_buckets(grads, entries=8))
-    assert [[g.numel() for g in bucket] for bucket in buckets] == [[3, 4], [9], [2], [1, 7]]
-    assert all(a is b for a, b in zip((g for bucket in buckets for g in bucket), grads, strict=True))
-    assert list(_buckets([])) == []
+    found = list(buckets(grads, entries=8))
+    assert [[g.numel() for g in bucket] for bucket in found] == [[3, 4], [9], [2], [1, 7]]
+    assert all(a is b for a, b in zip((g for bucket in found for g in bucket), grads, strict=True))
+    assert list(buckets([])) == []
 
 
 # Logs

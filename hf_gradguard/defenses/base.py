@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
+from decimal import Decimal
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
@@ -189,6 +190,11 @@ def true_gradient(gmap: GradientMap) -> Tensors:
         "(in half precision use bf16), or a learning rate that made the weights diverge.",
     )
     return {name: t.to(torch.promote_types(t.dtype, torch.float32)) for name, t in gradient.items()}
+
+
+def floor_share(ratio: float, count: int) -> int:
+    """floor(ratio · count), through the decimal that was written: 0.29 * 100 is 28.999… in binary."""
+    return int(Decimal(str(ratio)) * count)
 
 
 def check_finite(tensors: Tensors, message: str) -> None:

@@ -10,14 +10,13 @@ says "smallest"; the second, its Eq. 13 and the proof say largest.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from decimal import Decimal
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from ..gradient_map import GradientMap, Tensors
-from .base import Defense, SensitivityDefense, cast_like, is_number, true_gradient
+from .base import Defense, SensitivityDefense, cast_like, floor_share, is_number, true_gradient
 
 
 @dataclass
@@ -55,8 +54,7 @@ class PruningDefense(Defense):
             pruned = ~largest(worth, self.utility, _flatten(gradient).double().square())
         else:
             assert self.ratio is not None  # __post_init__ leaves exactly one of the two set
-            # Through the decimal that was written: 0.29 * 100 is 28.999… in binary.
-            pruned = ~largest(worth, len(worth) - int(Decimal(str(self.ratio)) * len(worth)))
+            pruned = ~largest(worth, len(worth) - floor_share(self.ratio, len(worth)))
         masks = pruned.split([g.numel() for g in gradient.values()])
         return cast_like(
             {

@@ -10,13 +10,12 @@ Representation Perspective" (CVPR 2021).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from decimal import Decimal
 from typing import ClassVar
 
 import torch
 
 from ..gradient_map import GradientMap, Tensors
-from .base import Defense, cast_like, check_whole, is_number, true_gradient
+from .base import Defense, cast_like, check_whole, floor_share, is_number, true_gradient
 
 
 @dataclass
@@ -47,7 +46,5 @@ class Soteria(Defense):
         name, representation, sensitivity = gmap.representation(generator, self.neuron_chunk)
         size = representation.norm(dim=0)
         score = torch.where(size > 0, size / sensitivity, 0.0)  # a neuron that is off shares nothing: it stays
-        # Through the decimal that was written: 0.29 * 100 is 28.999… in binary.
-        count = int(Decimal(str(self.ratio)) * len(score))
-        zeroed = score.argsort(descending=True, stable=True)[:count]
+        zeroed = score.argsort(descending=True, stable=True)[: floor_share(self.ratio, len(score))]
         return cast_like(gradient | {name: gradient[name].index_fill(1, zeroed, 0.0)}, gmap)
