@@ -6,8 +6,7 @@ Three ratios, from rounds in which both sides take turns; the median is reported
 
 1. λ_max(J Jᵀ) by Lanczos in input space, against the same eigenvalue of JᵀJ in parameter space by
    `scipy.sparse.linalg.eigsh`, whose workspace holds 20 vectors of all parameters (relative tolerance 1e-4 for both).
-2. I_lb of one sentence, against 1,500 steps of TAG: AdamW on the gradient of its matching distance. A few
-   steps are timed and scaled up.
+2. I_lb of one sentence, against 1,500 steps of TAG. A few steps are timed, setting up included, and scaled up.
 3. dFIL of every sample of a batch, in plain gradients of that batch.
 """
 
@@ -26,6 +25,7 @@ from transformers import AutoModelForSequenceClassification
 from transformers.utils import logging
 
 from hf_gradguard import GradientMap
+from hf_gradguard.attacks import Observation, make_attack
 from hf_gradguard.leakage import dfil, inversion_influence_lower_bound, largest_eigenvalue
 
 TOLERANCE, ATTACK_STEPS = 1e-4, 1500
@@ -79,9 +79,10 @@ def main() -> None:
     def bound() -> None:
         inversion_influence_lower_bound(GradientMap(model, one), delta)
 
-    attack = tag_steps(GradientMap(model, one), gradient, args.timed_attack_steps, generator)
+    seen = Observation(model, gradient, input_shape=(1, args.length), labels=one["labels"])
+    attack = make_attack("tag", steps=args.timed_attack_steps)
     factor = ATTACK_STEPS / args.timed_attack_steps
-    ratios = [factor * ratio for ratio in alternate(attack, bound, args.rounds)]
+    ratios = [factor * ratio for ratio in alternate(lambda: attack(seen), bound, args.rounds)]
     show(report, f"{ATTACK_STEPS} steps of TAG / I_lb of one sentence", ratios)
 
     # 3. dFIL of every sample.
@@ -126,23 +127,6 @@ def eigsh_eigenvalue(gmap: GradientMap) -> tuple[float, int]:
     operator = LinearOperator((sum(sizes), sum(sizes)), matvec=product, dtype=np.float32)
     (value,) = eigsh(operator, k=1, which="LM", tol=TOLERANCE, return_eigenvectors=False)
     return float(value), count
-
-
-def tag_steps(gmap: GradientMap, gradient: dict, steps: int, generator: torch.Generator) -> Callable[[], None]:
-    """Steps of TAG: AdamW on ½‖Δ_l‖² + a w_l ‖Δ_l‖₁ over layers, w_l falling linearly."""
-    weights = torch.linspace(1, 0, len(gradient)).tolist()
-    x = torch.randn(gmap.input.shape, generator=generator, device=gmap.input.device).requires_grad_()
-    optimizer = torch.optim.AdamW([x], lr=0.05)
-
-    def run() -> None:
-        for _ in range(steps):
-            found = gmap.gradient_at(x, create_graph=True)
-            differences = [found[name] - g for name, g in gradient.items()]
-            parts = [d.square().sum() / 2 + 0.1 * w * d.abs().sum() for d, w in zip(differences, weights, strict=True)]
-            x.grad = gmap.input_gradient(torch.stack(parts).sum(), x)
-            optimizer.step()
-
-    return run
 
 
 def alternate(case: Callable[[], object], unit: Callable[[], object], rounds: int) -> list[float]:
