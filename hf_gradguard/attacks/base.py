@@ -17,12 +17,13 @@ class Reconstruction:
     """What an attack recovered from one observation.
 
     Args:
-        input: The continuous input that it found, `(B, T, H)` or `(B, C, H, W)`; `None` if it finds none.
+        input: The continuous input that it found, `(B, T, H)` or `(B, C, H, W)`; `None` if it finds none. Images
+            lie within the range of pixels.
         token_ids: Of a text, one list of ids a sample, special tokens included where their place is known. -1 marks a
             position for which nothing was found.
         text: The same as strings without special tokens, if the observation has a tokenizer.
         labels: `(B,)`: those of the observation, or as recovered; `None` if the attack neither needs nor finds any.
-        objective: Value of what the attack minimises at what it returns; lower is a better match.
+        objective: Value of what the attack minimises at what it returns, before pixels were clipped; lower is a better match.
         seconds: Time taken.
         history: The objective on the way, if the attack iterates.
     """

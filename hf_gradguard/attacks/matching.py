@@ -124,6 +124,7 @@ class GradientMatching(Attack):
             stacks = [slice(k, k + 1) for k in range(len(x))] if self.optimizer == "lbfgs" else [slice(None)]
             runs = [self._descend(problem, x[rows], rows, generator, started) for rows in stacks]
         best_x, best_value, best_labels = (torch.cat(parts) for parts in zip(*(run[:3] for run in runs), strict=True))
+        problem.project_(best_x)
         seconds = time.perf_counter() - started
         results = []
         for number, seen in enumerate(observations):
