@@ -292,6 +292,18 @@ def test_image_attacks_recover_pixels(name: str, settings: dict[str, Any]) -> No
     assert psnr(found.input, batch["pixel_values"]) > 30
 
 
+def test_recovered_pixels_are_in_range() -> None:
+    model = small_lenet()
+    batch = {"pixel_values": image_batch(1)["pixel_values"].round(), "labels": torch.tensor([2])}  # at the range's ends
+    shared = make_defense("gaussian_noise", relative_scale=0.1)(GradientMap(model, batch), generator=rng())
+    attack = make_attack(
+        "inverting_gradients", steps=1, optimizer="lbfgs", signed=False, learning_rate=1.0, start="uniform"
+    )
+    found = attack(observe(model, batch, shared), rng()).input  # many evaluations, and no step after them
+    assert found is not None
+    assert (float(found.min()), float(found.max())) == (0.0, 1.0)
+
+
 @pytest.mark.parametrize("name", ["inverting_gradients", "lamp"])
 def test_text_attacks_recover_words(name: str) -> None:
     model, batch, tokenizer = text_task()

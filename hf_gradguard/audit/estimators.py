@@ -10,10 +10,9 @@ import torch
 from ..defenses.base import Noise
 from ..gradient_map import GradientMap, Tensors
 from ..leakage import Eigenvalue, dfil, inversion_influence_lower_bound, mse_bound_from_dfil
-from ..leakage.unknowns import Unknowns
 
 FIGURES = {"i2f_lower_bound": "I²F lower bound", "dfil_bound": "dFIL bound"}
-"""Names of the figures, as they are stored and as they are shown. Both are RMSEs per coordinate: higher leaks less."""
+"""Names of the figures, as they are stored and as they are shown. Both are errors of the input: higher leaks less."""
 
 PROBES = 50
 
@@ -31,13 +30,13 @@ def figures(
         generator: Of the probes for dFIL.
 
     Returns:
-        `i2f_lower_bound`: I_lb of each sample, divided by √m. `dfil_bound`, under Gaussian noise: the least RMSE of an
+        `i2f_lower_bound`: I_lb of each sample, a norm; divided by √m it would put short texts, which are found more easily,
+        above long ones. `dfil_bound`, under Gaussian noise: the least RMSE of an
         unbiased attacker, 1/√dFIL; `None` where it is infinite.
     """
-    sizes = Unknowns(gmap).per_sample
     delta = {name: shared[name] - g for name, g in gmap.gradient().items()}
     bound = inversion_influence_lower_bound(gmap, delta, eigenvalue=eigenvalue)
-    found: dict[str, Any] = {"i2f_lower_bound": (bound.per_sample / sizes.sqrt()).tolist()}
+    found: dict[str, Any] = {"i2f_lower_bound": bound.per_sample.tolist()}
     if noise is not None:
         leakage = dfil(gmap, noise.variance, PROBES, generator).value
         bounds = mse_bound_from_dfil(leakage).sqrt().tolist()

@@ -227,8 +227,8 @@ def markdown_table(result: Audit) -> str:
         "",
         f"{unit}: mean over {result.settings['samples']} samples, with 95 % bootstrap intervals over messages of "
         f"{result.settings['batch_size']}. Chance: {result.settings['chance']}. Relative error and cosine: of what was shared, "
-        "to the true gradient. I²F lower bound, dFIL bound: errors of the input that estimators predict, as RMSE per coordinate, "
-        "means over samples.",
+        "to the true gradient. I²F lower bound, dFIL bound: errors of the input that estimators predict, the former as a norm, "
+        "the latter as an RMSE per coordinate; means over samples.",
     ]
     if found := correlations(result):
         scores = list(found[0].coefficients)
