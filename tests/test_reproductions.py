@@ -34,6 +34,7 @@ def cifar10(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(monkeypatch: pytest.MonkeyPatch, script: str, *arguments: object) -> None:
     monkeypatch.setattr(sys, "argv", [script, *map(str, arguments), "--quick"])
+    monkeypatch.syspath_prepend(SCRIPTS)
     runpy.run_path(str(SCRIPTS / script), run_name="__main__")
 
 
@@ -44,7 +45,7 @@ def is_png(path: Path) -> bool:
 def test_training_with_optimal_defenses(mnist, tmp_path, monkeypatch, capsys):
     script, output = "optimal_defenses_training.py", tmp_path / "training"
     run(monkeypatch, script, "--data", mnist, "--output", output)
-    report = json.loads(Path(f"{output}.json").read_text())
+    report = json.loads(Path(f"{output}.json").read_text())["figures"]
     for part in ("noise", "pruning"):
         for row, runs in report[part].items():
             assert list(runs) == ["0", "1"], row
@@ -61,17 +62,19 @@ def test_training_with_optimal_defenses(mnist, tmp_path, monkeypatch, capsys):
     # It goes on: a run that is there stays as it is, a missing one is made.
     kept = report["noise"]["none"]["0"]["accuracy"] = 0.125
     lost = report["pruning"]["pruning 0.9"].pop("1")
-    Path(f"{output}.json").write_text(json.dumps(report))
+    stored = json.loads(Path(f"{output}.json").read_text())
+    Path(f"{output}.json").write_text(json.dumps(stored | {"figures": report}))
     capsys.readouterr()
     run(monkeypatch, script, "--data", mnist, "--output", output)
-    again = json.loads(Path(f"{output}.json").read_text())
+    again = json.loads(Path(f"{output}.json").read_text())["figures"]
     assert again["noise"]["none"]["0"]["accuracy"] == kept
     assert again["pruning"]["pruning 0.9"]["1"] == lost
-    assert "| noise: optimal_dp_sgd | " in capsys.readouterr().out
+    assert "| noise: optimal_dp_sgd | " in (shown := capsys.readouterr().out)
+    assert Path(f"{output}.md").read_text() in shown
 
     # Quick results are never continued in full.
     monkeypatch.setattr(sys, "argv", [script, "--data", str(mnist), "--output", str(output)])
-    with pytest.raises(SystemExit):
+    with pytest.raises(SystemExit, match="other settings"):
         runpy.run_path(str(SCRIPTS / script), run_name="__main__")
 
 

@@ -9,18 +9,14 @@ clients with 1,024 images each, whose gradients of 16 images are defended one by
 standard deviation over all parameters, so rows of equal scale add equal noise power. The paper does not say for how long it
 trains. Here 8 epochs with noise, after which the plain row's first seed came near the paper's 0.886 (the other rows had not been
 run), and 3 with pruning. A seed is a start, a choice of images, their order and the draws of noise.
-
-Writes OUTPUT.json, where it goes on when run again, and OUTPUT.png. `--quick` takes seconds and shows only that it runs.
 """
 
-import argparse
-import json
 from pathlib import Path
 
 import matplotlib
 import numpy as np
-import scipy.stats
 import torch
+from reporting import Results, interval, named, parser_of, write_table
 from transformers import set_seed
 from transformers.utils import logging
 
@@ -42,10 +38,8 @@ AGAINST = {"optimal_dp_sgd": ["dp_sgd"], "optimal_pruning 0.8": ["pruning 0.8", 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--data", required=True, help="npz with x_train, y_train, x_test, y_test in uint8")
-    parser.add_argument("--output", required=True, help="without its ending")
-    parser.add_argument("--quick", action="store_true")
     args = parser.parse_args()
     torch.set_num_threads(1)
     with np.load(args.data) as file:
@@ -53,21 +47,14 @@ def main() -> None:
         labels = (torch.from_numpy(file[name]).long() for name in ("y_train", "y_test"))
         data, test = zip(pixels, labels, strict=True)
     plan = {part: settings | ({"steps": 1, "seeds": 2} if args.quick else {}) for part, settings in PARTS.items()}
-    path = Path(f"{args.output}.json")
-    report = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"plan": plan}
-    if report["plan"] != plan:
-        parser.error(f"{path} was made with other settings: choose another --output, or remove it.")
-    path.parent.mkdir(parents=True, exist_ok=True)
+    results = Results(args.output, plan)
     for part, settings in plan.items():
         for seed in range(settings["seeds"]):
             for row, strength in settings["rows"].items():
-                runs = report.setdefault(part, {}).setdefault(row, {})
-                if str(seed) not in runs:
-                    defense = make_defense(row.split()[0], **strength)
-                    runs[str(seed)] = train(defense, seed, data, test, settings, f"{part}: {row}, seed {seed}")
-                    path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    print(table(report))
-    plot(report, f"{args.output}.png")
+                defense, title = make_defense(row.split()[0], **strength), f"{part}: {row}, seed {seed}"
+                results.get((part, row, str(seed)), train, defense, seed, data, test, settings, title)
+    write_table(args.output, ["", "test accuracy", "training loss, last epoch"], table(results.figures))
+    plot(results.figures, named(args.output, ".png"))
 
 
 def train(defense, seed: int, data: tuple, test: tuple, settings: dict, title: str) -> dict:
@@ -104,27 +91,23 @@ def smooth(values: list[float]) -> list[float]:
     return [round(float(np.mean(values[i : i + WINDOW])), 6) for i in range(0, len(values), WINDOW)]
 
 
-def table(report: dict) -> str:
-    lines = ["| | test accuracy | training loss, last epoch |", "|---|---|---|"]
+def table(figures: dict) -> list[list[str]]:
+    rows = []
     for part in PARTS:
         scores = {
-            row: np.array([[r["accuracy"], r["loss"]] for r in runs.values()]) for row, runs in report[part].items()
+            row: np.array([[run["accuracy"], run["loss"]] for run in runs.values()])
+            for row, runs in figures[part].items()
         }
         for row, mine in scores.items():
-            lines.append(f"| {part}: {row} | {cells(mine)} |")
-            lines += [
-                f"| {row} less {other}, same seeds | {cells(mine - scores[other])} |" for other in AGAINST.get(row, ())
+            rows.append([f"{part}: {row}", *map(interval, mine.T)])
+            rows += [
+                [f"{row} less {other}, same seeds", *map(interval, (mine - scores[other]).T)]
+                for other in AGAINST.get(row, ())
             ]
-    return "\n".join(lines)
+    return rows
 
 
-def cells(seeds: np.ndarray) -> str:
-    """Means over seeds and their 95 % intervals (Student's t)."""
-    half = scipy.stats.t.ppf(0.975, len(seeds) - 1) * scipy.stats.sem(seeds)
-    return " | ".join(f"{mean:.3f} ± {width:.3f}" for mean, width in zip(seeds.mean(0), half, strict=True))
-
-
-def plot(report: dict, path: str) -> None:
+def plot(figures: dict, path: Path) -> None:
     figure, axes = plt.subplots(1, 3, figsize=(15, 4.2), layout="constrained")
 
     def draw(axis, curves: list[list[float]], label: str) -> None:
@@ -132,10 +115,10 @@ def plot(report: dict, path: str) -> None:
         axis.plot(WINDOW * np.arange(1, len(mean) + 1), mean, "--" if "bias" in label else "-", marker=".", label=label)
 
     for axis, part in zip(axes, PARTS, strict=False):
-        for row, runs in report[part].items():
+        for row, runs in figures[part].items():
             draw(axis, [run["losses"] for run in runs.values()], row)
         axis.set(title=f"{part}, mean over seeds", ylabel=f"training loss, mean of {WINDOW} steps")
-    runs = report["noise"]["optimal_dp_sgd"].values()
+    runs = figures["noise"]["optimal_dp_sgd"].values()
     for name in next(iter(runs))["stds"]:
         draw(axes[2], [run["stds"][name] for run in runs], name)
     axes[2].set(title="optimal noise by layer", yscale="log", ylabel="standard deviation, mean over the layer")
