@@ -23,8 +23,9 @@ def _fresh_process_state() -> None:
 @pytest.fixture(scope="session")
 def data_dir() -> Path:
     """The folder of real data sets. Mark tests that use it `@pytest.mark.needs_data`."""
-    default = Path(__file__).resolve().parents[2] / "shared" / "data"
-    folder = Path(os.environ.get("GRADGUARD_DATA", default))
+    if "GRADGUARD_DATA" not in os.environ:
+        pytest.skip("no real data sets: set GRADGUARD_DATA to the folder that holds them")
+    folder = Path(os.environ["GRADGUARD_DATA"])
     if not folder.is_dir():
-        pytest.skip(f"no real data sets at {folder}: set GRADGUARD_DATA to the folder that holds them")
+        raise FileNotFoundError(f"GRADGUARD_DATA names no folder: {folder}")
     return folder

@@ -1,50 +1,21 @@
-"""The reproductions' scripts, in quick mode on generated data of the same file formats."""
+"""Scripts on the optimal defences, in quick mode on generated images."""
 
 from __future__ import annotations
 
 import json
 import math
-import runpy
-import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
-
-SCRIPTS = Path(__file__).resolve().parents[1] / "recipes" / "reproductions"
-
-
-@pytest.fixture(scope="module")
-def mnist(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    draw, path = np.random.default_rng(0), tmp_path_factory.mktemp("data") / "mnist.npz"
-    images = {
-        f"x_{split}": draw.integers(0, 256, (n, 28, 28), dtype=np.uint8) for split, n in (("train", 96), ("test", 9))
-    }
-    labels = {f"y_{split}": draw.integers(0, 10, n, dtype=np.uint8) for split, n in (("train", 96), ("test", 9))}
-    np.savez(path, **images, **labels)
-    return path
-
-
-@pytest.fixture(scope="module")
-def cifar10(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    draw, path = np.random.default_rng(0), tmp_path_factory.mktemp("data") / "cifar10.npz"
-    np.savez(path, x=draw.integers(0, 256, (24, 32, 32, 3), dtype=np.uint8), y=draw.integers(0, 10, 24))
-    return path
-
-
-def run(monkeypatch: pytest.MonkeyPatch, script: str, *arguments: object) -> None:
-    monkeypatch.setattr(sys, "argv", [script, *map(str, arguments), "--quick"])
-    monkeypatch.syspath_prepend(SCRIPTS)
-    runpy.run_path(str(SCRIPTS / script), run_name="__main__")
 
 
 def is_png(path: Path) -> bool:
     return path.read_bytes().startswith(b"\x89PNG")
 
 
-def test_training_with_optimal_defenses(mnist, tmp_path, monkeypatch, capsys):
+def test_training_with_optimal_defenses(mnist, quick, tmp_path, capsys):
     script, output = "optimal_defenses_training.py", tmp_path / "training"
-    run(monkeypatch, script, "--data", mnist, "--output", output)
+    quick(script, "--data", mnist, "--output", output)
     report = json.loads(Path(f"{output}.json").read_text())["figures"]
     for part in ("noise", "pruning"):
         for row, runs in report[part].items():
@@ -65,7 +36,7 @@ def test_training_with_optimal_defenses(mnist, tmp_path, monkeypatch, capsys):
     stored = json.loads(Path(f"{output}.json").read_text())
     Path(f"{output}.json").write_text(json.dumps(stored | {"figures": report}))
     capsys.readouterr()
-    run(monkeypatch, script, "--data", mnist, "--output", output)
+    quick(script, "--data", mnist, "--output", output)
     again = json.loads(Path(f"{output}.json").read_text())["figures"]
     assert again["noise"]["none"]["0"]["accuracy"] == kept
     assert again["pruning"]["pruning 0.9"]["1"] == lost
@@ -73,15 +44,14 @@ def test_training_with_optimal_defenses(mnist, tmp_path, monkeypatch, capsys):
     assert Path(f"{output}.md").read_text() in shown
 
     # Quick results are never continued in full.
-    monkeypatch.setattr(sys, "argv", [script, "--data", str(mnist), "--output", str(output)])
     with pytest.raises(SystemExit, match="other settings"):
-        runpy.run_path(str(SCRIPTS / script), run_name="__main__")
+        quick(script, "--data", mnist, "--output", output, full=True)
 
 
 @pytest.mark.parametrize("data", ["mnist", "cifar10"])
-def test_attacks_on_optimal_defenses(data, tmp_path, monkeypatch, request):
+def test_attacks_on_optimal_defenses(data, quick, tmp_path, request):
     output = tmp_path / data
-    run(monkeypatch, "optimal_defenses_attacked.py", "--data", request.getfixturevalue(data), "--output", output)
+    quick("optimal_defenses_attacked.py", "--data", request.getfixturevalue(data), "--output", output)
     points = json.loads(Path(f"{output}.json").read_text())["points"]
     assert ("dp_sgd 0.1" in points) == (data == "mnist")
     for row, runs in points.items():

@@ -1,0 +1,69 @@
+"""Generated data in the formats that the reproductions' scripts read, and a way to run one in quick mode."""
+
+from __future__ import annotations
+
+import runpy
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from helpers import word_tokenizer
+from transformers import BertConfig, BertForSequenceClassification
+
+import hf_gradguard
+
+SCRIPTS = Path(__file__).resolve().parents[2] / "recipes" / "reproductions"
+SENTIMENT = Path(hf_gradguard.__file__).parent / "data" / "sentiment"
+
+
+@pytest.fixture(scope="session")
+def mnist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    draw, path = np.random.default_rng(0), tmp_path_factory.mktemp("data") / "mnist.npz"
+    images = {
+        f"x_{split}": draw.integers(0, 256, (n, 28, 28), dtype=np.uint8) for split, n in (("train", 96), ("test", 9))
+    }
+    labels = {f"y_{split}": draw.integers(0, 10, n, dtype=np.uint8) for split, n in (("train", 96), ("test", 9))}
+    np.savez(path, **images, **labels)
+    return path
+
+
+@pytest.fixture(scope="session")
+def cifar10(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    draw, path = np.random.default_rng(0), tmp_path_factory.mktemp("data") / "cifar10.npz"
+    np.savez(path, x=draw.integers(0, 256, (24, 32, 32, 3), dtype=np.uint8), y=draw.integers(0, 10, 24))
+    return path
+
+
+@pytest.fixture(scope="session")
+def sst2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with train.tsv and dev.tsv."""
+    return Path(shutil.copytree(SENTIMENT, tmp_path_factory.mktemp("data") / "sst2"))
+
+
+@pytest.fixture(scope="session")
+def encoder(tmp_path_factory: pytest.TempPathFactory, sst2: Path) -> Path:
+    """A folder with a random BERT of two layers and a tokenizer that knows the words of `sst2`."""
+    words = sorted({word for split in ("train", "dev") for word in (sst2 / f"{split}.tsv").read_text().split()})
+    folder, tokenizer = tmp_path_factory.mktemp("data") / "encoder", word_tokenizer(words)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
+    torch.manual_seed(0)
+    config = BertConfig(vocab_size=len(tokenizer), max_position_embeddings=64, pad_token_id=0, **sizes)
+    BertForSequenceClassification(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Runs a script of the reproductions in quick mode, or with `full=True` in full."""
+
+    def run(script: str, *arguments: object, full: bool = False) -> None:
+        monkeypatch.setattr(sys, "argv", [script, *map(str, arguments), *([] if full else ["--quick"])])
+        monkeypatch.syspath_prepend(SCRIPTS)
+        runpy.run_path(str(SCRIPTS / script), run_name="__main__")
+
+    return run
