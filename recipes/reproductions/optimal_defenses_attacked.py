@@ -13,17 +13,14 @@ updates showed nothing. CIFAR-10's batch normalisation is in training mode. Clip
 `scale` is the root mean square of the noise's standard deviation: rows of equal scale add equal noise power. A seed is a start,
 a batch, the attack's start and a draw of noise. Leakage and cost are the two sides of the paper's theorems. With noise: Σ s²/Σ_ii
 and Σ g²Σ_ii, as multiples of those of uniform noise. With pruning: the shares of Σ s² that is sent and of Σ g² that is not.
-Writes OUTPUT.json, where it goes on when run again, and OUTPUT.png. `--quick` takes seconds and shows only that it runs.
 """
 
-import argparse
-import json
 from pathlib import Path
 
 import matplotlib
 import numpy as np
-import scipy.stats
 import torch
+from reporting import Results, interval, named, parser_of, write_table
 from transformers import set_seed
 from transformers.utils import logging
 
@@ -48,10 +45,8 @@ CLIENTS, CLIP, SCORES = 4, {"dp_sgd": {"clip_by": "coordinate"}}, ("mse", "psnr"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--data", required=True, help="npz: x_train (N, 28, 28) and y_train, or x (N, 32, 32, 3) and y")
-    parser.add_argument("--output", required=True, help="without its ending")
-    parser.add_argument("--quick", action="store_true")
     args = parser.parse_args()
     torch.set_num_threads(1)
     with np.load(args.data) as file:
@@ -62,19 +57,13 @@ def main() -> None:
     if args.quick:
         plan["rows"] = {row: s | ({"num_probes": 3} if "optimal" in row else {}) for row, s in plan["rows"].items()}
         plan["network"] = plan["network"] if mnist else ["gradguard_deep_convnet", {"width": 4}]
-    path = Path(f"{args.output}.json")
-    report = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"plan": plan, "points": {}}
-    if report["plan"] != plan:
-        parser.error(f"{path} was made with other settings: choose another --output, or remove it.")
-    path.parent.mkdir(parents=True, exist_ok=True)
+    results = Results(args.output, plan)
     for seed in range(plan["seeds"]):
         for row in logging.tqdm(plan["rows"], desc=f"seed {seed}"):
-            runs = report["points"].setdefault(row, {})
-            if str(seed) not in runs:
-                runs[str(seed)] = point(plan, row, seed, images, labels)
-                path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    print(table(report["points"]))
-    plot(report["points"], f"{args.output}.png")
+            results.get((row, str(seed)), point, plan, row, seed, images, labels)
+    header = ["", "MSE", "PSNR", "loss after five steps", "leakage", "cost"]
+    write_table(args.output, header, table(results.figures))
+    plot(results.figures, named(args.output, ".png"))
 
 
 def point(plan: dict, row: str, seed: int, images: torch.Tensor, labels: torch.Tensor) -> dict[str, float]:
@@ -121,23 +110,21 @@ def both_sides(gmap: GradientMap, defense, shared: dict, probes: torch.Generator
     return {"leakage": (s2 / v).nansum() / s2.sum(), "cost": (g.square() * v).nansum() / g.square().sum()}
 
 
-def table(points: dict) -> str:
-    lines = ["| | MSE | PSNR | loss after five steps | leakage | cost |", "|---" * 6 + "|"]
+def table(points: dict) -> list[list[str]]:
+    rows = []
     scores = {row: np.array([[run[key] for key in SCORES] for run in runs.values()]) for row, runs in points.items()}
     for row, mine in scores.items():
-        lines.append(f"| {row} | {cells(mine)} |")
+        rows.append([row, *cells(mine)])
         for other in AGAINST.get(row, ()):
-            lines.append(f"| {row} less {other} | {cells((mine - scores[other])[:, :3])} | | |")
-    return "\n".join(lines)
+            rows.append([f"{row} less {other}", *cells((mine - scores[other])[:, :3]), "", ""])
+    return rows
 
 
-def cells(seeds: np.ndarray) -> str:
-    """Means over seeds and their 95 % intervals (Student's t)."""
-    half = scipy.stats.t.ppf(0.975, len(seeds) - 1) * scipy.stats.sem(seeds)
-    return " | ".join(f"{mean:.3g} ± {width:.2g}" for mean, width in zip(seeds.mean(0), half, strict=True))
+def cells(seeds: np.ndarray) -> list[str]:
+    return [interval(values, digits) for values, digits in zip(seeds.T, (3, 1, 3, 3, 3), strict=False)]
 
 
-def plot(points: dict, path: str) -> None:
+def plot(points: dict, path: Path) -> None:
     families = [family for family in ("dp_sgd", "pruning") if any(row.startswith(family) for row in points)]
     figure, axes = plt.subplots(1, len(families), figsize=(6.5 * len(families), 5), layout="constrained", squeeze=False)
     for axis, family in zip(axes[0], families, strict=True):

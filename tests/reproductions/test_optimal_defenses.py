@@ -52,7 +52,7 @@ def test_training_with_optimal_defenses(mnist, quick, tmp_path, capsys):
 def test_attacks_on_optimal_defenses(data, quick, tmp_path, request):
     output = tmp_path / data
     quick("optimal_defenses_attacked.py", "--data", request.getfixturevalue(data), "--output", output)
-    points = json.loads(Path(f"{output}.json").read_text())["points"]
+    points = json.loads(Path(f"{output}.json").read_text())["figures"]
     assert ("dp_sgd 0.1" in points) == (data == "mnist")
     for row, runs in points.items():
         for one in runs.values():
