@@ -8,20 +8,16 @@ After Tables 7, 8 and 10 and Appendix J of the Refiner paper (2025). Ten clients
 drawn at random, answer each round with a protected gradient of 16 images; the server averages and takes a step of Adam. PMM is
 the accuracy relative to that without a defence, same seed. PSNR is what Inverting Gradients (cosine, total variation, L-BFGS)
 makes of single lossless images' protected gradients at the initial weights; the label is read off the gradient.
-
-Keeps each run as OUTPUT/ROW-seedN.json (those that exist are not run again) and prints the table.
 """
 
 import argparse
-import json
-import math
 import statistics
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 import torch
 from datasets import load_dataset
+from reporting import Results, interval, parser_of, write_table
 from torch import Tensor
 from transformers import set_seed
 from transformers.utils import logging
@@ -39,40 +35,53 @@ ROWS: dict[str, dict] = {
     **{f"tau={t}": BASE | {"tau": t} for t in (0.91, 0.93, 0.97, 1.0)},
     "element_wise=False": BASE | {"element_wise": False},
     **{f"epsilon={e}": BASE | {"epsilon": e} for e in (0.05, 0.1, 1.0)},
-    "packaged network": BASE | {"evaluation_network": "image-evaluation-network-32"},
 }
+PAPER = {  # PMM and PSNR of Tables 7, 8 and 10
+    "none": (100, ""), "alpha=0.0": (98.52, 21.24), "alpha=0.1": (95.45, 16.52), "alpha=0.3": (92.61, 14.99),
+    "alpha=0.5": (90.69, 13.20), "alpha=0.7": (90.08, 12.53), "alpha=0.9": (89.34, 10.52), "tau=0.91": (90.98, 12.93),
+    "tau=0.93": (90.82, 13.05), "tau=0.97": (90.46, 13.25), "tau=1.0": (89.28, 15.44), "element_wise=False": (85.32, 13.15),
+}  # fmt: skip
+FULL = {"seeds": 3, "rounds": 500, "attacked": 16, "attack_steps": 60}
+QUICK = {"seeds": 2, "rounds": 1, "attacked": 2, "attack_steps": 1}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = federation_parser(__doc__)
+    args = parser.parse_args()
+    rows = dict(list(ROWS.items())[::6]) if args.quick else ROWS
+    plan = {"rows": rows} | (QUICK if args.quick else FULL)
+    train, test, images, labels = federation_data(args, plan)
+    results = Results(args.output, plan)
+    for seed in range(plan["seeds"]):
+        for row, settings in rows.items():
+            network = {} if row == "none" else {"evaluation_network": args.evaluation_network}
+            defense = make_defense("none" if row == "none" else "refiner", **settings, **network)
+            draw = torch.Generator().manual_seed(seed)
+            parts = torch.randperm(len(train[0]), generator=draw).chunk(CLIENTS)
+            results.get((row, "accuracy", str(seed)), accuracy, defense, seed, train, test, parts, draw, plan["rounds"])
+            if seed == 0:
+                results.get((row, "attack"), attack, defense, images, labels, plan["attack_steps"])
+    header = ["", "PMM", "accuracy", "PSNR", "cosine", "distance to the true gradient", "paper: PMM", "paper: PSNR"]
+    write_table(
+        args.output, header, [[row, *cells, *PAPER.get(row, ("", ""))] for row, cells in scores(results.figures)]
+    )
+
+
+def federation_parser(description: str | None) -> argparse.ArgumentParser:
+    parser = parser_of(description)
     parser.add_argument("--train", required=True, help="parquet with img and label, to train on")
     parser.add_argument("--test", required=True, help="the same, for the accuracy")
     parser.add_argument("--images", required=True, help="npz with x (N, 32, 32, 3) and y: images to attack")
     parser.add_argument("--evaluation_network", required=True, help="a smaller one trains faster; see docs/results.md")
-    parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--rows", nargs="+", default=list(ROWS), choices=ROWS)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--rounds", type=int, default=500)
-    parser.add_argument("--attacked", type=int, default=16, help="images to attack")
-    parser.add_argument("--attack_steps", type=int, default=60, help="steps of L-BFGS")
-    args = parser.parse_args()
-    args.output.mkdir(parents=True, exist_ok=True)
-    train, test = as_tensors(args.train), as_tensors(args.test)
+    return parser
+
+
+def federation_data(args: argparse.Namespace, plan: dict) -> tuple[tuple, tuple, Tensor, Tensor]:
+    """What is trained on, what is tested on, images to attack and their labels."""
     with np.load(args.images) as file:
-        images = torch.from_numpy(file["x"][: args.attacked]).permute(0, 3, 1, 2).float() / 255
-        labels = torch.from_numpy(file["y"][: args.attacked]).long()
-    for seed in args.seeds:
-        for row in args.rows:
-            path = args.output / f"{row}-seed{seed}.json"
-            if not path.exists():
-                defense, draw = defense_of(args, row), torch.Generator().manual_seed(seed)
-                parts = torch.randperm(len(train[0]), generator=draw).chunk(CLIENTS)
-                reached = accuracy(defense, seed, train, test, parts, draw, args.rounds)
-                report = {"accuracy": reached, "rounds": args.rounds}
-                if seed == args.seeds[0]:
-                    report |= attack(defense, seed, images, labels, args.attack_steps)
-                path.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    print(table(args.output))
+        images = torch.from_numpy(file["x"][: plan["attacked"]]).permute(0, 3, 1, 2).float() / 255
+        labels = torch.from_numpy(file["y"][: plan["attacked"]]).long()
+    return as_tensors(args.train), as_tensors(args.test), images, labels
 
 
 def as_tensors(path: str) -> tuple[Tensor, Tensor]:
@@ -84,12 +93,6 @@ def as_tensors(path: str) -> tuple[Tensor, Tensor]:
 def lenet(seed: int) -> LeakageLeNetForImageClassification:
     set_seed(seed)
     return LeakageLeNetForImageClassification(LeakageLeNetConfig()).eval()
-
-
-def defense_of(args: argparse.Namespace, row: str):
-    if row == "none":
-        return make_defense("none")
-    return make_defense("refiner", **{"evaluation_network": args.evaluation_network} | ROWS[row])
 
 
 def accuracy(
@@ -117,9 +120,9 @@ def accuracy(
     return float(torch.cat(right).float().mean())
 
 
-def attack(defense, seed: int, images: Tensor, labels: Tensor, steps: int) -> dict:
+def attack(defense, images: Tensor, labels: Tensor, steps: int) -> dict:
     """Scores of the reconstructions, and what the defence did to the gradients that they are from."""
-    model = lenet(seed)
+    model = lenet(seed=0)
     settings = {"optimizer": "lbfgs", "learning_rate": 1.0, "schedule": "constant", "signed": False, "start": "uniform"}
     inverting = make_attack("inverting_gradients", total_variation=1e-5, steps=steps, **settings)
     found, cosines, distances, norms = [], [], [], []
@@ -138,25 +141,16 @@ def attack(defense, seed: int, images: Tensor, labels: Tensor, steps: int) -> di
     return {"psnr": psnr, **{name: statistics.mean(values) for name, values in means.items()}}
 
 
-def table(folder: Path) -> str:
-    runs = {row: [json.loads(p.read_text()) for p in sorted(folder.glob(f"{row}-seed*.json"))] for row in ROWS}
-    lines = ["| | PMM | accuracy | PSNR | cosine | distance |", "|---|---|---|---|---|---|"]
-    for row, mine in runs.items():
-        if not mine:
-            continue
-        pmm = [100 * one["accuracy"] / plain["accuracy"] for one, plain in zip(mine, runs["none"], strict=False)]
-        cells = [interval(pmm), interval([100 * one["accuracy"] for one in mine]), interval(mine[0]["psnr"])]
-        cells += [f"{mine[0]['cosine']:.3f}", f"{mine[0]['distance']:.2f} of {mine[0]['norm']:.2f}"]
-        lines.append(f"| {row} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
-
-
-def interval(values: list[float]) -> str:
-    """Mean and 95 % interval (Student's t for few seeds)."""
-    if len(values) < 2:
-        return f"{values[0]:.1f}"
-    t = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78}.get(len(values), 2.0)
-    return f"{statistics.mean(values):.1f} ± {t * statistics.stdev(values) / math.sqrt(len(values)):.1f}"
+def scores(figures: dict) -> list[tuple[str, list[str]]]:
+    """Cells of PMM, accuracy, PSNR, cosine and distance for every row."""
+    rows = []
+    for row, found in figures.items():
+        mine, plain = (list(runs["accuracy"].values()) for runs in (found, figures["none"]))
+        pmm = [100 * one / other for one, other in zip(mine, plain, strict=False)]
+        cells = [interval(pmm, 0), interval([100 * one for one in mine], 1), interval(found["attack"]["psnr"], 1)]
+        cells += [f"{found['attack']['cosine']:.3f}", f"{found['attack']['distance']:.2f}"]
+        rows.append((row, cells))
+    return rows
 
 
 if __name__ == "__main__":

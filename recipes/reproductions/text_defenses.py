@@ -67,8 +67,9 @@ def main() -> None:
 
     def reconstruct(attack: str, settings: dict, seen: list[Observation]) -> dict:
         made, generator = make_attack(attack, **settings), torch.Generator().manual_seed(args.seed)
-        found = [made(one) for one in seen] if attack == "span" else made.together(seen, generator)
-        return summary([one.token_ids for one in found])
+        if attack == "span":
+            return summary([spanned(made, one) for one in seen])
+        return summary([one.token_ids for one in made.together(seen, generator)])
 
     def summary(ids: list) -> dict:
         scores = score_text(ids, texts, tokenizer=tokenizer)
@@ -79,6 +80,16 @@ def main() -> None:
     report["chance"] = {"tag": summary(texts[1:] + texts[:1])}  # the next sentence, said of each
     fill(args, DEFENSES, ATTACKS, report, observe, reconstruct, again={"start": "tokens", "restarts": 4})
     print(table(report, ATTACKS, "token_f1", digits=2))
+
+
+def spanned(span, seen: Observation) -> list[list[int]]:
+    """The tokens that span finds; none where a pruning left nothing of the layers that it reads."""
+    try:
+        return span(seen).token_ids
+    except ValueError as error:
+        if "nothing to search" not in str(error):
+            raise
+        return [[-1] * LENGTH]
 
 
 if __name__ == "__main__":

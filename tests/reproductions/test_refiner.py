@@ -1,0 +1,71 @@
+"""Scripts on Refiner's price and worth, in quick mode on generated images."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset
+from PIL import Image
+
+from hf_gradguard.networks import ImageEvaluationNetwork, ImageEvaluationNetworkConfig
+
+
+@pytest.fixture(scope="module")
+def federation(tmp_path_factory: pytest.TempPathFactory, cifar10: Path) -> list[object]:
+    """The scripts' arguments: images to train and test on, images to attack, a small random network."""
+    folder, draw = tmp_path_factory.mktemp("federation"), np.random.default_rng(0)
+    for split, count in (("train", 400), ("test", 50)):
+        images = [Image.fromarray(x) for x in draw.integers(0, 256, (count, 32, 32, 3), dtype=np.uint8)]
+        labels = draw.integers(0, 10, count).tolist()
+        Dataset.from_dict({"img": images, "label": labels}).to_parquet(folder / f"{split}.parquet")
+    torch.manual_seed(0)
+    ImageEvaluationNetwork(ImageEvaluationNetworkConfig(filters=[4, 4, 4])).save_pretrained(folder / "network")
+    data = ["--train", folder / "train.parquet", "--test", folder / "test.parquet", "--images", cifar10]
+    return [*data, "--evaluation_network", folder / "network"]
+
+
+def figures_of(output: Path) -> dict:
+    return json.loads(Path(f"{output}.json").read_text())["figures"]
+
+
+def test_ablations(federation, quick, tmp_path, capsys):
+    script, output = "refiner_ablations.py", tmp_path / "ablations"
+    quick(script, *federation, "--output", output)
+    figures = figures_of(output)
+    assert list(figures) == ["none", "alpha=0.9", "epsilon=0.05"]
+    assert figures["none"]["attack"]["distance"] == 0
+    assert figures["epsilon=0.05"]["attack"]["distance"] <= 0.05 * (1 + 1e-5)
+    assert figures["alpha=0.9"]["attack"]["distance"] > 0.05
+    for row in figures.values():
+        assert all(0 <= accuracy <= 1 for accuracy in row["accuracy"].values())
+        assert len(row["attack"]["psnr"]) == 2
+
+    # Run again, nothing is computed: what is there is shown.
+    for row in figures.values():
+        row["accuracy"] = {"0": 0.5, "1": 0.5}
+    figures["alpha=0.9"]["accuracy"] = {"0": 0.25, "1": 0.375}
+    stored = json.loads(Path(f"{output}.json").read_text())
+    Path(f"{output}.json").write_text(json.dumps(stored | {"figures": figures}))
+    capsys.readouterr()
+    quick(script, *federation, "--output", output)
+    # Student's t for two seeds: 12.706 · |75 - 50|/2 and a half of it.
+    assert "| alpha=0.9 | 62 ± 159 | 31.2 ± 79.4 | " in capsys.readouterr().out
+    assert figures_of(output) == figures
+
+
+@pytest.mark.parametrize("partition", ["iid", "dirichlet"])
+def test_frontier(partition, federation, quick, tmp_path):
+    output = tmp_path / partition
+    quick("refiner_frontier.py", *federation, "--partition", partition, "--output", output)
+    figures = figures_of(output)
+    assert figures["none"]["attack"]["cosine"] == pytest.approx(1)
+    for name, size in (("gaussian_noise relative_scale=0.01", 0.01), ("optimal_noise relative_scale=0.03", 0.03)):
+        found = figures[name]["attack"]
+        assert found["distance"] == pytest.approx(size * found["norm"], rel=0.1), name
+    assert Path(f"{output}.png").read_bytes().startswith(b"\x89PNG")
+    table = Path(f"{output}.md").read_text().splitlines()
+    assert [line.split(" | ")[0].removeprefix("| ") for line in table[2:]] == list(figures)
