@@ -3,12 +3,10 @@
 Nothing to run by itself.
 """
 
-import argparse
-import json
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
+from reporting import Results
 from transformers.utils import logging
 
 from hf_gradguard import GradientMap
@@ -35,44 +33,30 @@ def strengths(relative_scales: tuple, alphas: tuple) -> dict[str, list[dict]]:
     }
 
 
-def parser_of(description: str | None, defenses: dict, attacks: dict) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--defenses", nargs="+", default=list(defenses), choices=defenses)
-    parser.add_argument("--attacks", nargs="+", default=list(attacks), choices=attacks)
-    parser.add_argument("--adaptive", nargs="+", type=int, default=[0, 1], choices=[0, 1])
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--output", type=Path, required=True)
-    return parser
+def quickly(plan: dict) -> dict:
+    """Two samples, one strength of one defence of each kind that attackers know, a step of each attack."""
+    attacks = {name: s | ({"steps": 1} if "steps" in s else {}) for name, s in plan["attacks"].items()}
+    kinds = ("none", "optimal_noise", "pruning", "quantization", "soteria", "refiner")
+    return plan | {"samples": 2, "attacks": attacks, "defenses": {kind: plan["defenses"][kind][:1] for kind in kinds}}
 
 
-def fill(
-    args: argparse.Namespace,
-    defenses: dict,
-    attacks: dict,
-    report: dict,
-    observe: Callable[..., list[Observation]],
-    reconstruct: Callable[..., dict],
-    again: dict,
-) -> None:
-    """Every cell that `args.output` does not have yet.
+def fill(results: Results, scores: Callable[..., dict], again: dict) -> None:
+    """Every cell that is not there yet: first all attackers who do not know the defence, then those who do.
 
     Args:
-        defenses: Strengths of each defence.
-        attacks: Settings of each attack.
-        report: `{defence and strength: {attack: scores}}`, so far.
-        observe: `(defence, strength, what the attacker has seen more)` to what is seen of each message.
-        reconstruct: `(attack, settings, observations)` to scores.
+        results: Its plan has `defenses`, with strengths, and `attacks`, with settings. Filled with
+            `{defence and strength: {attack: scores}}`.
+        scores: Of `(defence, strength, what else the attacker has seen, attack, settings)`.
         again: How an attacker who knows Refiner starts.
     """
-    cells = [(a, b, c, d) for a in args.adaptive for b in args.attacks for c in args.defenses for d in defenses[c]]
+    defenses, attacks = results.plan["defenses"], results.plan["attacks"]
+    cells = [(a, b, c, d) for a in (0, 1) for b in attacks for c in defenses for d in defenses[c]]
     for adaptive, attack, defense, strength in logging.tqdm(cells):
-        row, column = " ".join([defense, *map("{0[0]}={0[1]}".format, strength.items())]), column_of(attack, adaptive)
         what_else = knowledge(defense, attack, again) if adaptive else ({}, {})
-        if column in report.get(row, {}) or what_else is None:
-            continue
-        seen = observe(defense, strength, **what_else[0])
-        report.setdefault(row, {})[column] = reconstruct(attack, attacks[attack] | what_else[1], seen)
-        args.output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        if what_else is not None:
+            row = " ".join([defense, *map("{0[0]}={0[1]}".format, strength.items())])
+            arguments = (defense, strength, what_else[0], attack, attacks[attack] | what_else[1])
+            results.get((row, column_of(attack, adaptive)), scores, *arguments)
 
 
 def share(
@@ -102,14 +86,14 @@ def column_of(attack: str, adaptive: int) -> str:
     return attack + ", adaptive" * adaptive
 
 
-def table(report: dict, attacks: dict, score: str, digits: int) -> str:
-    columns = [column_of(attack, adaptive) for attack in attacks for adaptive in (0, 1)]
-    lines = ["| | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
-    for row, cells in report.items():
-        shown = [cells[column][score] if column in cells else None for column in columns]
-        lines.append(
-            f"| {row} | "
-            + " | ".join("{0:.{3}f} [{1:.{3}f}, {2:.{3}f}]".format(*v, digits) if v else "" for v in shown)
-            + " |"
-        )
-    return "\n".join(lines)
+def table(results: Results, chance: list[float], score: str, digits: int) -> tuple[list[str], list[list[str]]]:
+    """Header and rows: mean and bootstrap interval of each cell."""
+    columns = [column_of(attack, adaptive) for attack in results.plan["attacks"] for adaptive in (0, 1)]
+    rows = [["chance", shown(chance, digits), *[""] * (len(columns) - 1)]]
+    for row, cells in results.figures.items():
+        rows.append([row, *(shown(cells[column][score], digits) if column in cells else "" for column in columns)])
+    return ["", *columns], rows
+
+
+def shown(values: list[float], digits: int) -> str:
+    return "{0:.{3}f} [{1:.{3}f}, {2:.{3}f}]".format(*values, digits)

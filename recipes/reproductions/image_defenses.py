@@ -2,25 +2,24 @@
 
     python recipes/train_evalnets.py image --data tinyimagenet32_10k_2k.npz --filters 32 64 128 --output NETWORK
     python recipes/reproductions/image_defenses.py --images LOSSLESS.npz --evaluation_network NETWORK \
-        --output docs/results/image_defenses.json
+        --output docs/results/image_defenses
 
 The first 16 images of the file, one a message, on the leakage papers' LeNet at its initial weights; labels read off the
 gradient. Budgets are such that undefended gradients give the image away, and the same for every defence. The adaptive attacker
 takes the mean of eight uploads of the batch where there is fresh noise, and weighs coordinates by its covariance where that is
 not the same everywhere; matches only what a pruning left; leaves out soteria's layer; starts four times over against refiner.
 
-PSNR with 95 % bootstrap intervals. Run again, it goes on with what is missing, then prints the table.
+PSNR with 95 % bootstrap intervals.
 """
-
-import json
 
 import numpy as np
 import torch
-from every_defense import fill, parser_of, share, strengths, table
+from every_defense import fill, quickly, share, strengths, table
+from reporting import Results, parser_of, write_table
 from transformers import set_seed
 
 from hf_gradguard import GradientMap, make_defense
-from hf_gradguard.attacks import Observation, make_attack
+from hf_gradguard.attacks import make_attack
 from hf_gradguard.metrics import score_images
 from hf_gradguard.models import LeakageLeNetConfig, LeakageLeNetForImageClassification
 
@@ -33,36 +32,35 @@ ATTACKS = {
 
 
 def main() -> None:
-    parser = parser_of(__doc__, DEFENSES, ATTACKS)
+    parser = parser_of(__doc__)
     parser.add_argument("--images", required=True, help="npz with x (N, 32, 32, 3) and y")
     parser.add_argument("--evaluation_network", required=True, help="refiner's")
-    parser.add_argument("--samples", type=int, default=16)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    set_seed(args.seed)
+    set_seed(0)
+    plan = {"defenses": DEFENSES, "attacks": ATTACKS, "samples": 16, "seed": 0}
+    plan = quickly(plan) if args.quick else plan
+    results = Results(args.output, plan)
     model = LeakageLeNetForImageClassification(LeakageLeNetConfig()).eval()
     with np.load(args.images) as file:
-        images = (torch.from_numpy(file["x"][: args.samples]).permute(0, 3, 1, 2).float() / 255).split(1)
-        labels = torch.from_numpy(file["y"][: args.samples]).long().split(1)
+        images = (torch.from_numpy(file["x"][: plan["samples"]]).permute(0, 3, 1, 2).float() / 255).split(1)
+        labels = torch.from_numpy(file["y"][: plan["samples"]]).long().split(1)
     maps = [GradientMap(model, {"pixel_values": x, "labels": y}) for x, y in zip(images, labels, strict=True)]
 
-    def observe(defense: str, strength: dict, **more) -> list[Observation]:
+    def scores(defense: str, strength: dict, else_seen: dict, attack: str, settings: dict) -> dict:
         network = {"evaluation_network": args.evaluation_network} if defense == "refiner" else {}
         made, grants = make_defense(defense, **strength, **network), {"input_shape": tuple(images[0].shape)}
-        return [share(model, gmap, made, number, grants, **more) for number, gmap in enumerate(maps)]
+        seen = [share(model, gmap, made, number, grants, **else_seen) for number, gmap in enumerate(maps)]
+        attacker, generator = make_attack(attack, **settings), torch.Generator().manual_seed(0)
+        return summary([attacker(one, generator).input.nan_to_num(0.5) for one in seen])
 
-    def reconstruct(attack: str, settings: dict, seen: list[Observation]) -> dict:
-        made, generator = make_attack(attack, **settings), torch.Generator().manual_seed(args.seed)
-        return summary([made(one, generator).input for one in seen])
+    def summary(guesses: list) -> dict:
+        found = score_images(guesses, list(images))
+        return {name: [round(v, 4) for v in (found.mean[name], *found.interval[name])] for name in ("psnr", "ssim")}
 
-    def summary(found: list) -> dict:
-        scores = score_images([image.nan_to_num(0.5).clamp(0, 1) for image in found], list(images))
-        return {name: [round(v, 4) for v in (scores.mean[name], *scores.interval[name])] for name in ("psnr", "ssim")}
-
-    report = json.loads(args.output.read_text(encoding="utf-8")) if args.output.exists() else {}
-    report["chance"] = {"inverting_gradients": summary([torch.full_like(image, 0.5) for image in images])}  # grey
-    fill(args, DEFENSES, ATTACKS, report, observe, reconstruct, again={"restarts": 4})
-    print(table(report, ATTACKS, "psnr", digits=1))
+    fill(results, scores, again={"restarts": 4})
+    chance = summary([torch.full_like(image, 0.5) for image in images])["psnr"]  # grey
+    write_table(args.output, *table(results, chance, "psnr", digits=1))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ refiner_ablations.py: 500 rounds instead of 8,000, two of ten clients a round, 1
 1. PMM is the accuracy relative to that without a defence, same seed and partition; PSNR is at the initial weights.
 """
 
-
 import matplotlib
 import numpy as np
 import torch
