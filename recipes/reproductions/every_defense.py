@@ -4,13 +4,19 @@ Nothing to run by itself.
 """
 
 from collections.abc import Callable
+from pathlib import Path
 
+import matplotlib
+import numpy as np
 import torch
-from reporting import Results
+from reporting import Results, named, write_table
 from transformers.utils import logging
 
 from hf_gradguard import GradientMap
 from hf_gradguard.attacks import Observation, average
+
+matplotlib.use("agg")
+from matplotlib import pyplot as plt
 
 NOISE, UPLOADS = ("gaussian_noise", "laplace_noise", "optimal_noise", "dp_sgd", "optimal_dp_sgd"), 8
 
@@ -86,14 +92,28 @@ def column_of(attack: str, adaptive: int) -> str:
     return attack + ", adaptive" * adaptive
 
 
-def table(results: Results, chance: list[float], score: str, digits: int) -> tuple[list[str], list[list[str]]]:
-    """Header and rows: mean and bootstrap interval of each cell."""
+def present(output: Path, results: Results, chance: list[float], score: str, digits: int) -> None:
+    """The table, with bootstrap intervals, and the same as a picture: red is what leaks, chance is white."""
     columns = [column_of(attack, adaptive) for attack in results.plan["attacks"] for adaptive in (0, 1)]
-    rows = [["chance", shown(chance, digits), *[""] * (len(columns) - 1)]]
-    for row, cells in results.figures.items():
-        rows.append([row, *(shown(cells[column][score], digits) if column in cells else "" for column in columns)])
-    return ["", *columns], rows
+    found = {row: [cells.get(column, {}).get(score) for column in columns] for row, cells in results.figures.items()}
 
+    def shown(values: list[float] | None) -> str:
+        return "{0:.{3}f} [{1:.{3}f}, {2:.{3}f}]".format(*values, digits) if values else ""
 
-def shown(values: list[float], digits: int) -> str:
-    return "{0:.{3}f} [{1:.{3}f}, {2:.{3}f}]".format(*values, digits)
+    rows = [["chance", shown(chance), *[""] * (len(columns) - 1)]]
+    write_table(output, ["", *columns], rows + [[row, *map(shown, cells)] for row, cells in found.items()])
+    means = np.array([[cell[0] if cell else np.nan for cell in cells] for cells in found.values()])
+    figure, axes = plt.subplots(figsize=(3 + len(columns), 1.5 + 0.28 * len(found)), layout="constrained")
+    axes.imshow(means, cmap="Reds", vmin=chance[0], vmax=np.nanmax(means), aspect="auto")
+    middle = (chance[0] + np.nanmax(means)) / 2
+    for (row, column), mean in np.ndenumerate(means):
+        if not np.isnan(mean):
+            color = "white" if mean > middle else "black"
+            axes.text(column, row, f"{mean:.{digits}f}", ha="center", va="center", fontsize=8, color=color)
+    axes.set_xticks(
+        range(len(columns)), [column.replace(", ", "\n").replace("_", "\n") for column in columns], fontsize=8
+    )
+    axes.set_yticks(range(len(found)), list(found), fontsize=8)
+    axes.xaxis.tick_top()
+    axes.set_title(f"{score}; chance {chance[0]:.{digits}f}", fontsize=10)
+    figure.savefig(named(output, ".png"), dpi=100)

@@ -14,8 +14,8 @@ PSNR with 95 % bootstrap intervals.
 
 import numpy as np
 import torch
-from every_defense import fill, quickly, share, strengths, table
-from reporting import Results, parser_of, write_table
+from every_defense import fill, present, quickly, share, strengths
+from reporting import Results, parser_of
 from transformers import set_seed
 
 from hf_gradguard import GradientMap, make_defense
@@ -60,7 +60,7 @@ def main() -> None:
 
     fill(results, scores, again={"restarts": 4})
     chance = summary([torch.full_like(image, 0.5) for image in images])["psnr"]  # grey
-    write_table(args.output, *table(results, chance, "psnr", digits=1))
+    present(args.output, results, chance, "psnr", digits=1)
 
 
 if __name__ == "__main__":

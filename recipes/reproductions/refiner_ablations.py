@@ -113,6 +113,11 @@ def accuracy(
                 parameter.grad = mine if parameter.grad is None else parameter.grad + mine
         optimizer.step()
         schedule.step()
+    return tested(model, test)
+
+
+def tested(model, test: tuple) -> float:
+    """Accuracy on test images."""
     with torch.no_grad():
         right = [
             model(x.float() / 255).logits.argmax(1) == y for x, y in zip(*(t.split(500) for t in test), strict=True)

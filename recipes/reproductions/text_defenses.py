@@ -15,8 +15,8 @@ import functools
 
 import torch
 from datasets import load_dataset
-from every_defense import fill, quickly, share, strengths, table
-from reporting import Results, parser_of, write_table
+from every_defense import fill, present, quickly, share, strengths
+from reporting import Results, parser_of
 from transformers import AutoTokenizer, BertConfig, BertForSequenceClassification, set_seed
 
 from hf_gradguard import GradientMap, make_defense
@@ -78,7 +78,7 @@ def main() -> None:
 
     fill(results, scores, again={"start": "tokens", "restarts": 4})
     chance = summary(texts[1:] + texts[:1])["token_f1"]  # the next sentence, said of each
-    write_table(args.output, *table(results, chance, "token_f1", digits=2))
+    present(args.output, results, chance, "token_f1", digits=2)
 
 
 def spanned(span, seen: Observation) -> list[list[int]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from pathlib import Path
 
@@ -12,6 +13,8 @@ from datasets import Dataset
 from PIL import Image
 
 from hf_gradguard.networks import ImageEvaluationNetwork, ImageEvaluationNetworkConfig
+
+SCRIPTS = Path(__file__).resolve().parents[2] / "recipes" / "reproductions"
 
 
 @pytest.fixture(scope="module")
@@ -69,3 +72,22 @@ def test_frontier(partition, federation, quick, tmp_path):
     assert Path(f"{output}.png").read_bytes().startswith(b"\x89PNG")
     table = Path(f"{output}.md").read_text().splitlines()
     assert [line.split(" | ")[0].removeprefix("| ") for line in table[2:]] == list(figures)
+
+
+def test_pruning_by_three_scores(federation, quick, tmp_path, monkeypatch):
+    output = tmp_path / "pruning"
+    quick("refiner_pruning.py", *federation[:4], "--output", output)
+    figures = figures_of(output)
+    # Without any entry nothing is learnt: the accuracies are those of the initial weights, whatever the score.
+    assert figures["|θ|"]["1.0"] == figures["|g|"]["1.0"] == figures["|g θ|"]["1.0"]
+    assert len(Path(f"{output}.md").read_text().splitlines()) == 2 + 1 + 3 * 2
+
+
+def test_pruned_entries_by_hand(monkeypatch):
+    monkeypatch.syspath_prepend(SCRIPTS)
+    pruned = importlib.import_module("refiner_pruning").pruned
+    gradient = {"a": torch.tensor([4.0, -1.0]), "b": torch.tensor([[3.0], [2.0]])}
+    weights = {"a": torch.tensor([0.1, -5.0]), "b": torch.tensor([[1.0], [-2.0]])}
+    kept = {name: torch.cat([t.flatten() for t in pruned(gradient, weights, name, 0.5).values()]).tolist() for name in
+            ("|θ|", "|g|", "|g θ|")}  # fmt: skip
+    assert kept == {"|θ|": [0, -1, 0, 2], "|g|": [4, 0, 3, 0], "|g θ|": [0, -1, 0, 2]}
