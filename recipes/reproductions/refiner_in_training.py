@@ -36,7 +36,9 @@ def main() -> None:
     parser.add_argument("--data_dir", required=True, help="folder with train.tsv")
     parser.add_argument("--evaluation_network", default="text-evaluation-network-minilm-l6", help="of --model")
     args = parser.parse_args()
-    plan = {"rows": ROWS, "steps": 2 if args.quick else 80, "batches": 2 if args.quick else 4}
+    plan = {"rows": ROWS, "steps": 80, "batches": 4}
+    if args.quick:
+        plan = {"rows": {row: {"iterations": 2} | settings for row, settings in ROWS.items()}, "steps": 2, "batches": 2}
     results = Results(args.output, plan)
     for when, steps in (("before", 0), ("after", plan["steps"])):
         results.get((when,), measure, args, steps, plan)
@@ -68,7 +70,7 @@ def measure(args, steps: int, plan: dict) -> dict:
     maps = [GradientMap(model, batch(32 * plan["steps"] + 16 * i, 16)) for i in range(plan["batches"])]
     true = [flat(gmap.gradient()) for gmap in maps]
     figures = {"loss": statistics.mean(float(gmap.loss) for gmap in maps)}
-    for row, settings in logging.tqdm(ROWS.items(), desc=f"after {steps} steps"):
+    for row, settings in logging.tqdm(plan["rows"].items(), desc=f"after {steps} steps"):
         refiner = make_defense("refiner", evaluation_network=args.evaluation_network, **settings)
         found = [refiner.refine(gmap, torch.Generator().manual_seed(i)) for i, gmap in enumerate(maps)]
         shared = [flat(robust.gradient) for robust in found]
