@@ -53,9 +53,7 @@ def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--model", required=True)
     parser.add_argument("--data_dir", required=True, help="folder with dev.tsv")
-    parser.add_argument(
-        "--evaluation_network", default="text-evaluation-network-minilm-l6", help="of --model; Refiner's"
-    )
+    parser.add_argument("--evaluation_network", default="text-evaluation-network-minilm-l6", help="Refiner's")
     args = parser.parse_args()
     plan = {name: row | ({"batches": 1} if args.quick else {}) for name, row in ROWS.items()}
     if args.quick:
@@ -73,15 +71,14 @@ def main() -> None:
     for name, row in logging.tqdm(plan.items()):
         kind, strength = row["defense"]
         network = {"evaluation_network": args.evaluation_network} if kind == "refiner" else {}
-        results.get(
-            (name,), measure, row, models[row["model"]], make_defense(kind, **strength, **network), tokenizer, texts
-        )
+        defense = make_defense(kind, **strength, **network)
+        results.get((name,), measure, row, models[row["model"]], defense, tokenizer, texts)
     tables(args.output, results.figures)
 
 
 def measure(row: dict, model, defense, tokenizer, texts: list[dict]) -> dict:
     """Sums over batches, the slowest batch's seconds, and the share found with a bootstrap interval over batches."""
-    found, slowest = [], {"seconds": 0.0, "cpu": 0.0}
+    found, seconds = [], []
     for index in range(row["batches"]):
         part = texts[index * row["size"] : (index + 1) * row["size"]]
         batch = dict(tokenizer([text["sentence"] for text in part], padding=True, return_tensors="pt"))
@@ -95,17 +92,16 @@ def measure(row: dict, model, defense, tokenizer, texts: list[dict]) -> dict:
             attention_mask=batch["attention_mask"],
             tokenizer=tokenizer,
         )
-        wall, cpu = time.perf_counter(), time.process_time()
+        start = time.perf_counter()
         ids = attacked(seen, row["attack"])
-        times = {"seconds": time.perf_counter() - wall, "cpu": time.process_time() - cpu}
-        slowest = {key: max(slowest[key], math.ceil(10 * value) / 10) for key, value in times.items()}
+        seconds.append(math.ceil(10 * (time.perf_counter() - start)) / 10)
         found.append(score(ids, batch))
     total = {key: sum(one[key] for one in found) for key in found[0]}
     draws = random.Random(0)
     samples = (draws.choices(found, k=len(found)) for _ in range(1000))
     shares = sorted(sum(one["hits"] for one in some) / sum(one["distinct"] for one in some) for some in samples)
-    interval = [round(shares[25], 4), round(shares[974], 4)]
-    return total | slowest | {"interval": interval, "share": round(total["hits"] / total["distinct"], 4)}
+    share, low, high = (round(value, 4) for value in (total["hits"] / total["distinct"], shares[25], shares[974]))
+    return total | {"seconds": max(seconds), "interval": [low, high], "share": share}
 
 
 def attacked(seen: Observation, settings: dict) -> list[list[int]]:
@@ -120,11 +116,8 @@ def attacked(seen: Observation, settings: dict) -> list[list[int]]:
 
 def noisy(gradient: dict, level: float, unit: str, generator: torch.Generator) -> dict[str, torch.Tensor]:
     whole = torch.cat([g.flatten() for g in gradient.values()]).square().mean().sqrt()
-    return {
-        name: g
-        + level * (g.square().mean().sqrt() if unit == OWN else whole) * torch.randn(g.shape, generator=generator)
-        for name, g in gradient.items()
-    }
+    scale = {name: level * (g.square().mean().sqrt() if unit == OWN else whole) for name, g in gradient.items()}
+    return {name: g + scale[name] * torch.randn(g.shape, generator=generator) for name, g in gradient.items()}
 
 
 def score(found: list[list[int]], batch: dict) -> dict[str, int]:
@@ -156,24 +149,21 @@ def tables(output: Path, figures: dict) -> None:
     def exact(row: str) -> str:
         return f"{figures[row]['exact']} of {figures[row]['texts']}" if row in figures else "–"
 
-    undefended = [row for row in figures if "batch" in row]
     rows = [
-        (row, f"{share(row)} of {figures[row]['tokens']}", exact(row), figures[row]["seconds"]) for row in undefended
+        (row, f"{share(row)} of {one['tokens']}", exact(row), one["seconds"])
+        for row, one in figures.items()
+        if "batch" in row
     ]
     write_table(output, ["undefended", "tokens found", "sentences exact", "seconds, slowest batch"], rows)
     columns = [f"of {OWN}", f"of {OWN}, threshold 0.01", f"of {WHOLE}"]
     rows = [(f"{100 * level:g} %", *(share(f"{level:.1%} {column}") for column in columns)) for level in NOISE]
     header = ["noise", f"share {columns[0]}", "the same, fixed threshold 0.01", f"share {columns[2]}"]
     write_table(output.with_name(f"{output.name}_noise"), header, rows)
-    rows = [
-        (
-            *(f"`{word}`" for word in row.split()),
-            share(row),
-            exact(row),
-            share(f"{row}, completed") if "pruning" in row else "",
-        )
-        for row in DEFENSES
-    ]
+    rows = []
+    for row in DEFENSES:
+        name, strength = row.split()
+        completed = share(f"{row}, completed") if "pruning" in name else ""
+        rows.append((f"`{name}`", f"`{strength}`", share(row), exact(row), completed))
     header = ["defence", "strength", "tokens found", "sentences exact", "tokens found, pruned entries filled in"]
     write_table(output.with_name(f"{output.name}_defenses"), header, rows)
 
