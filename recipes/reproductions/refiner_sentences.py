@@ -1,76 +1,87 @@
-"""Does Refiner do what its equation says, sentence by sentence? And what do alpha and the learning rate trade?
+"""Does Refiner do what its equation says, sentence by sentence? What do α and the learning rate trade, and what does ε do?
 
-    python recipes/reproductions/refiner_sentences.py --model MODEL --evaluation_network NETWORK --data_dir SST2 \
-        --output docs/results/refiner_sentences.json
+    python recipes/reproductions/refiner_sentences.py --model MODEL --data_dir SST2 --output docs/results/refiner_sentences
 
-Refines each of the first sentences of SST-2's dev set by itself, with the model as it is before fine-tuning (a new
-classification head, no dropout), and reports: how often the utility metric fell and the noise ratio rose, the cosine of
-the shared with the true gradient, and the share of words whose nearest token embedding is still their own.
+Refines each of the first sentences of SST-2's dev set by itself, with the model as it is before fine-tuning (a new head, no
+dropout): how often the utility metric UM fell and the noise ratio D rose, the cosine of the shared with the true gradient, and
+the share of words whose nearest token embedding is still their own. Writes OUTPUT.md and OUTPUT_projection.md.
 """
 
-import argparse
-import json
 import math
 import statistics
 from pathlib import Path
 
 import torch
 from datasets import load_dataset
+from reporting import Results, parser_of, write_table
+from torch.nn.functional import cosine_similarity, normalize
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, set_seed
 from transformers.utils import logging
 
 from hf_gradguard import GradientMap, make_defense
 
-logger = logging.get_logger(__name__)
+CURVE = {
+    f"alpha={alpha}, learning_rate={rate}": {"alpha": alpha, "learning_rate": rate}
+    for alpha in (0.0, 0.1, 0.3, 0.5, 0.7, 0.9)
+    for rate in (0.003, 0.01, 0.03)
+}
+PROJECTION = {
+    "no projection (our default)": {},
+    "`epsilon=0.05`": {"epsilon": 0.05},
+    "`relative_epsilon=0.05`": {"relative_epsilon": 0.05},
+    "`relative_epsilon=0.5`": {"relative_epsilon": 0.5},
+}
+ROWS = {"defaults": {}} | CURVE | PROJECTION
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--model", required=True)
-    parser.add_argument("--evaluation_network", required=True)
     parser.add_argument("--data_dir", required=True, help="folder with dev.tsv")
-    parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--sentences", type=int, default=200)
-    parser.add_argument("--curve_sentences", type=int, default=40, help="sentences for each point of the trade-off")
-    parser.add_argument("--alphas", type=float, nargs="*", default=[0.0, 0.1, 0.3, 0.5, 0.7, 0.9])
-    parser.add_argument("--learning_rates", type=float, nargs="*", default=[0.003, 0.01, 0.03])
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--evaluation_network", default="text-evaluation-network-minilm-l6", help="of --model")
     args = parser.parse_args()
+    many, few, fast = (3, 2, {"iterations": 5}) if args.quick else (200, 20, {})
+    plan = {row: {"sentences": many if row == "defaults" else few, "settings": s | fast} for row, s in ROWS.items()}
+    results = Results(args.output, {"rows": plan})
 
-    set_seed(args.seed)
+    set_seed(0)
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     model = AutoModelForSequenceClassification.from_pretrained(args.model, num_labels=2).eval()
     data = load_dataset("csv", data_files={"dev": f"{args.data_dir}/dev.tsv"}, delimiter="\t", quoting=3)["dev"]
     samples = []
-    for row in data.select(range(args.sentences)):
+    for row in data.select(range(many)):
         batch = dict(tokenizer(row["sentence"], truncation=True, max_length=64, return_tensors="pt"))
         samples.append(batch | {"labels": torch.tensor([row["label"]])})
 
-    def measure(count: int, **settings: float) -> dict:
-        defense = make_defense("refiner", evaluation_network=args.evaluation_network, **settings)
-        generator = torch.Generator().manual_seed(args.seed)
-        rows = [one(model, defense, sample, generator) for sample in logging.tqdm(samples[:count], desc=str(settings))]
-        result = {"settings": settings, "sentences": count, **summary(rows)}
-        print(json.dumps(result))
-        return result
-
-    report = {"defaults": measure(args.sentences), "projection": [], "curve": []}
-    for bound in ({"epsilon": 0.05}, {"relative_epsilon": 0.05}, {"relative_epsilon": 0.5}):
-        report["projection"].append(measure(args.curve_sentences, **bound))
-    for alpha in args.alphas:
-        for rate in args.learning_rates:
-            report["curve"].append(measure(args.curve_sentences, alpha=alpha, learning_rate=rate))
-    args.output.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    for row, one in plan.items():
+        defense = make_defense("refiner", evaluation_network=args.evaluation_network, **one["settings"])
+        results.get((row,), measure, model, defense, samples[: one["sentences"]], row)
+    tables(args.output, results.figures)
 
 
-def one(model: torch.nn.Module, defense, sample: dict, generator: torch.Generator) -> dict:
+def measure(model: torch.nn.Module, defense, samples: list[dict], title: str) -> dict:
+    """Means with 95 % intervals over the sentences; medians where values spread over decades."""
+    generator = torch.Generator().manual_seed(0)
+    found = [refined(model, defense, sample, generator) for sample in logging.tqdm(samples, desc=title)]
+    result: dict = {"sentences": len(samples)}
+    result["fell and rose"] = round(statistics.mean(float(one["fell"] and one["rose"]) for one in found), 4)
+    for name in found[0]:
+        values = [float(one[name]) for one in found]
+        half = 1.96 * statistics.stdev(values) / math.sqrt(len(values))
+        result[name] = {"mean": round(statistics.mean(values), 4), "±": round(half, 4)}
+        if name.startswith("metric"):
+            result[name]["median"] = round(statistics.median(values), 6)
+    return result
+
+
+def refined(model: torch.nn.Module, defense, sample: dict, generator: torch.Generator) -> dict[str, float]:
     gmap = GradientMap(model, sample)
     found = defense.refine(gmap, generator)
     sent = defense.project(gmap.gradient(), found.gradient)
     true, shared = (torch.cat([t.flatten() for t in g.values()]) for g in (gmap.gradient(), sent))
     words = ~torch.isin(sample["input_ids"][0], torch.tensor(defense.evaluation_network.config.special_token_ids))
-    matrix = torch.nn.functional.normalize(model.get_input_embeddings().weight.detach(), dim=1)
-    nearest = (torch.nn.functional.normalize(found.input[0, words], dim=1) @ matrix.T).argmax(1)
+    matrix = normalize(model.get_input_embeddings().weight.detach(), dim=1)
+    nearest = (normalize(found.input[0, words], dim=1) @ matrix.T).argmax(1)
     return {
         "fell": found.utility_metric[-1] < found.utility_metric[0],
         "rose": found.noise_ratio[-1] > found.noise_ratio[0],
@@ -78,24 +89,33 @@ def one(model: torch.nn.Module, defense, sample: dict, generator: torch.Generato
         "metric_end": found.utility_metric[-1],
         "ratio_start": found.noise_ratio[0],
         "ratio_end": found.noise_ratio[-1],
-        "cosine": float(torch.nn.functional.cosine_similarity(true, shared, dim=0)),
+        "cosine": float(cosine_similarity(true, shared, dim=0)),
         "distance": float((true - shared).norm()),
         "norm": float(true.norm()),
         "same_tokens": float((nearest == sample["input_ids"][0, words]).float().mean()),
     }
 
 
-def summary(rows: list[dict]) -> dict:
-    """Means with 95 % intervals over the sentences; medians where values spread over decades."""
-    result = {}
-    for name in rows[0]:
-        values = [float(row[name]) for row in rows]
-        half = 1.96 * statistics.stdev(values) / math.sqrt(len(values))
-        result[name] = {"mean": round(statistics.mean(values), 4), "±": round(half, 4)}
-        if name.startswith("metric"):
-            result[name]["median"] = round(statistics.median(values), 6)
-    result["fell and rose"] = round(statistics.mean(row["fell"] and row["rose"] for row in rows), 4)
-    return result
+def tables(output: Path, figures: dict) -> None:
+    def shown(row: str, name: str, digits: int, unit: float = 1) -> str:
+        value = figures[row][name]
+        return f"{unit * value['mean']:.{digits}f} ± {unit * value['±']:.{digits}f}"
+
+    last = {"alpha": 0.6, "learning_rate": f"0.01 (defaults, {figures['defaults']['sentences']} sentences)"}
+    rows = [
+        (
+            *settings.values(),
+            shown(row, "cosine", 3),
+            f"{shown(row, 'same_tokens', 0, 100)} %",
+            f"{figures[row]['metric_end']['mean']:.4f}",
+            f"{100 * figures[row]['fell']['mean']:.0f} %",
+        )
+        for row, settings in (CURVE | {"defaults": last}).items()
+    ]
+    header = ["α", "learning rate", "cosine", "words still nearest", "UM at the end", "UM fell"]
+    write_table(output, header, rows)
+    rows = [(row, shown(row, "cosine", 4), shown(row, "distance", 3)) for row in PROJECTION]
+    write_table(output.with_name(f"{output.name}_projection"), ["", "cosine", "distance to the true gradient"], rows)
 
 
 if __name__ == "__main__":

@@ -1,16 +1,13 @@
 """What the span attack reads from MiniLM's and GPT-2's gradients: undefended, under noise, and behind defences.
 
-    python recipes/reproductions/span_attack.py --model MODEL --data_dir SST2 --output docs/results/span_attack.json
+    python recipes/reproductions/span_attack.py --model MODEL --data_dir SST2 --output docs/results/span_attack
 
 Sentences of 8 to 20 words of SST-2's dev set, the model as it is before fine-tuning (new head, no dropout), token embeddings
 withheld, lengths known. A token counts as found if it is among those recovered at its position, special tokens included;
-"in its sentence" also asks for the right sentence, matched by assignment. Run again, it goes on with what is missing.
+"together" also asks for the right sentence, matched by assignment.
 """
 
-import argparse
-import functools
 import itertools
-import json
 import math
 import random
 import time
@@ -18,131 +15,157 @@ from pathlib import Path
 
 import torch
 from datasets import load_dataset
+from reporting import Results, parser_of, write_table
 from transformers import AutoModelForSequenceClassification as Classifier
 from transformers import AutoTokenizer, GPT2Config, GPT2ForSequenceClassification, set_seed
+from transformers.utils import logging
 
 from hf_gradguard import GradientMap, make_defense
 from hf_gradguard.attacks import Observation
 from hf_gradguard.attacks.span import Span
 
-NOISE = [0.0, 0.015, 0.05, 0.15, 0.5, 1.5]
-DEFENSES = {
-    "gaussian_noise": [{"relative_scale": s} for s in (0.01, 0.1, 1.0)],
-    "optimal_noise": [{"relative_scale": s} for s in (0.01, 0.1, 1.0)],
-    "pruning": [{"ratio": r} for r in (0.5, 0.9, 0.99)],
-    "optimal_pruning": [{"ratio": r} for r in (0.5, 0.9, 0.99)],
-    "refiner": [{"iterations": n, "evaluation_network": "text-evaluation-network-minilm-l6"} for n in (1, 10, 30)],
+NOISE, OWN, WHOLE = [0.0, 0.015, 0.05, 0.15, 0.5, 1.5], "each matrix's own RMS", "the whole gradient's RMS"
+STRENGTHS = {
+    "gaussian_noise": ("relative_scale", [0.01, 0.1, 1.0]),
+    "optimal_noise": ("relative_scale", [0.01, 0.1, 1.0]),
+    "pruning": ("ratio", [0.5, 0.9, 0.99]),
+    "optimal_pruning": ("ratio", [0.5, 0.9, 0.99]),
+    "refiner": ("iterations", [1, 10, 30]),
+}
+DEFENSES = {f"{name} {key}={v}": [name, {key: v}] for name, (key, values) in STRENGTHS.items() for v in values}
+ONE = {"model": "MiniLM", "size": 1, "batches": 10, "noise": None, "defense": ["none", {}], "attack": {}}
+ROWS = {
+    "MiniLM, batch 1": ONE | {"batches": 20},
+    **{f"MiniLM, batch {size}": ONE | {"size": size, "batches": 5} for size in (2, 4, 8)},
+    "GPT-2 of 2 layers, batch 4": ONE | {"model": "GPT-2", "size": 4, "batches": 5},
+    **{f"{v:.1%} of {unit}": ONE | {"noise": [v, unit]} for v in NOISE for unit in (OWN, WHOLE)},
+    **{f"{v:.1%} of {OWN}, threshold 0.01": ONE | {"noise": [v, OWN], "attack": {"threshold": 0.01}} for v in NOISE},
+    **{label: ONE | {"defense": defense} for label, defense in DEFENSES.items()},
+    **{
+        f"{label}, completed": ONE | {"defense": defense, "attack": {"complete": True}}
+        for label, defense in DEFENSES.items()
+        if "pruning" in label
+    },
 }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--model", required=True)
     parser.add_argument("--data_dir", required=True, help="folder with dev.tsv")
-    parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--batches", type=int, default=20, help="of one sentence, undefended")
-    parser.add_argument(
-        "--curve_batches", type=int, default=10, help="of one sentence, in the rows on noise and defences"
-    )
-    parser.add_argument("--large_batches", type=int, default=5, help="of two and more sentences")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--evaluation_network", default="text-evaluation-network-minilm-l6", help="Refiner's")
     args = parser.parse_args()
+    plan = {name: row | ({"batches": 1} if args.quick else {}) for name, row in ROWS.items()}
+    if args.quick:
+        del plan["MiniLM, batch 8"]
+    results = Results(args.output, {"rows": plan})
 
-    set_seed(args.seed)
+    set_seed(0)
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     bert = Classifier.from_pretrained(args.model, num_labels=2).eval()
-    gpt2 = GPT2ForSequenceClassification(  # width 768
-        GPT2Config(n_layer=2, vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id, num_labels=2)
-    ).eval()
+    small = {"n_layer": 2, "n_embd": 96 if args.quick else 768, "vocab_size": len(tokenizer)}
+    config = GPT2Config(**small, pad_token_id=tokenizer.pad_token_id, num_labels=2)
+    models = {"MiniLM": bert, "GPT-2": GPT2ForSequenceClassification(config).eval()}
     data = load_dataset("csv", data_files={"dev": f"{args.data_dir}/dev.tsv"}, delimiter="\t", quoting=3)["dev"]
-    rows = [row for row in data if 8 <= len(row["sentence"].split()) <= 20]
-    report = json.loads(args.output.read_text(encoding="utf-8")) if args.output.exists() else {}
+    texts = [row for row in data if 8 <= len(row["sentence"].split()) <= 20]
+    for name, row in logging.tqdm(plan.items()):
+        kind, strength = row["defense"]
+        network = {"evaluation_network": args.evaluation_network} if kind == "refiner" else {}
+        defense = make_defense(kind, **strength, **network)
+        results.get((name,), measure, row, models[row["model"]], defense, tokenizer, texts)
+    tables(args.output, results.figures)
 
-    def measure(name: str, model, size: int, count: int, share=lambda gmap, _: gmap.gradient(), **settings) -> None:
-        if name in report:
-            return
-        found = []
-        for index in range(count):
-            part = rows[index * size : (index + 1) * size]
-            batch = dict(tokenizer([row["sentence"] for row in part], padding=True, return_tensors="pt"))
-            batch.pop("token_type_ids", None)
-            gmap = GradientMap(model, batch | {"labels": torch.tensor([row["label"] for row in part])})
-            seen = Observation(
-                model=model,
-                gradient=share(gmap, torch.Generator().manual_seed(1000 * args.seed + index)),
-                input_shape=tuple(batch["input_ids"].shape),
-                attention_mask=batch["attention_mask"],
-                tokenizer=tokenizer,
-            )
-            start = time.process_time()
-            result = Span(**settings)(seen)
-            times = {"seconds": result.seconds, "cpu": time.process_time() - start}
-            found.append(score(result.token_ids, batch) | times)
-        report[name] = summary(found, args.seed)
-        args.output.write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-        r = report[name]
-        print(
-            f"| {name} | {r['batches']} | {r['hits']} of {r['distinct']} | {r['share']:.3f} {r['interval']} | "
-            f"{r['together'] / r['tokens']:.3f} | {r['exact']} of {r['texts']} | {r['seconds']} | {r['cpu']} |", flush=True
-        )  # fmt: skip
 
-    print("| | batches | found | share [95 %] | in its sentence | exact | seconds | CPU seconds |\n|" + "---|" * 8)
-    for size in (1, 2, 4, 8):
-        measure(f"MiniLM, batch {size}", bert, size, args.batches if size == 1 else args.large_batches)
-    measure("GPT-2 of 2 layers, batch 4", gpt2, 4, args.large_batches)
-    for level in NOISE:
-        own, whole = functools.partial(noise, level, True), functools.partial(noise, level, False)
-        measure(f"{level:.1%} of each matrix's own RMS", bert, 1, args.curve_batches, own)
-        measure(
-            f"{level:.1%} of each matrix's own RMS, threshold 0.01", bert, 1, args.curve_batches, own, threshold=0.01
+def measure(row: dict, model, defense, tokenizer, texts: list[dict]) -> dict:
+    """Sums over batches, the slowest batch's seconds, and the share found with a bootstrap interval over batches."""
+    found, seconds = [], []
+    for index in range(row["batches"]):
+        part = texts[index * row["size"] : (index + 1) * row["size"]]
+        batch = dict(tokenizer([text["sentence"] for text in part], padding=True, return_tensors="pt"))
+        batch.pop("token_type_ids", None)
+        gmap = GradientMap(model, batch | {"labels": torch.tensor([text["label"] for text in part])})
+        generator = torch.Generator().manual_seed(index)
+        seen = Observation(
+            model=model,
+            gradient=noisy(gmap.gradient(), *row["noise"], generator) if row["noise"] else defense(gmap, generator),
+            input_shape=tuple(batch["input_ids"].shape),
+            attention_mask=batch["attention_mask"],
+            tokenizer=tokenizer,
         )
-        measure(f"{level:.1%} of the whole gradient's RMS", bert, 1, args.curve_batches, whole)
-    for name, strengths in DEFENSES.items():
-        for strength in strengths:
-            defense = make_defense(name, **strength)
-            label = f"{name} {next(iter(strength))}={next(iter(strength.values()))}"
-            measure(label, bert, 1, args.curve_batches, defense)
-            if name.endswith("pruning"):
-                measure(f"{label}, completed", bert, 1, args.curve_batches, defense, complete=True)
+        start = time.perf_counter()
+        ids = attacked(seen, row["attack"])
+        seconds.append(math.ceil(10 * (time.perf_counter() - start)) / 10)
+        found.append(score(ids, batch))
+    total = {key: sum(one[key] for one in found) for key in found[0]}
+    draws = random.Random(0)
+    samples = (draws.choices(found, k=len(found)) for _ in range(1000))
+    shares = sorted(sum(one["hits"] for one in some) / sum(one["distinct"] for one in some) for some in samples)
+    share, low, high = (round(value, 4) for value in (total["hits"] / total["distinct"], shares[25], shares[974]))
+    return total | {"seconds": max(seconds), "interval": [low, high], "share": share}
 
 
-def noise(level: float, own: bool, gmap: GradientMap, generator: torch.Generator) -> dict[str, torch.Tensor]:
-    """Gaussian noise on every tensor, relative to its own RMS or to the whole gradient's."""
-    gradient = gmap.gradient()
+def attacked(seen: Observation, settings: dict) -> list[list[int]]:
+    """Token ids; only those that an attacker knows beforehand where pruning left nothing to attack."""
+    try:
+        return Span(**settings)(seen).token_ids
+    except ValueError as error:
+        if "nothing to search" not in str(error):
+            raise
+        return [ids[present].tolist() for ids, present in zip(seen.known_ids(), seen.tokens, strict=True)]
+
+
+def noisy(gradient: dict, level: float, unit: str, generator: torch.Generator) -> dict[str, torch.Tensor]:
     whole = torch.cat([g.flatten() for g in gradient.values()]).square().mean().sqrt()
-    return {
-        name: g + level * (g.square().mean().sqrt() if own else whole) * torch.randn(g.shape, generator=generator)
-        for name, g in gradient.items()
-    }
+    scale = {name: level * (g.square().mean().sqrt() if unit == OWN else whole) for name, g in gradient.items()}
+    return {name: g + scale[name] * torch.randn(g.shape, generator=generator) for name, g in gradient.items()}
 
 
-def score(found: list[list[int]], batch: dict) -> dict[str, float]:
+def score(found: list[list[int]], batch: dict) -> dict[str, int]:
     """Distinct tokens found at their position, and tokens in their sentence and position."""
     truth = [ids[mask.bool()].tolist() for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True)]
     places = [{text[t] for text in truth if len(text) > t} for t in range(max(map(len, truth)))]
     hits = [len(place & {ids[t] for ids in found if len(ids) > t}) for t, place in enumerate(places)]
     same = [[sum(a == b for a, b in zip(ids, text, strict=False)) for text in truth] for ids in found]
     order = max(itertools.permutations(range(len(truth))), key=lambda js: sum(same[i][j] for i, j in enumerate(js)))
-    together = [same[i][j] for i, j in enumerate(order)]
-    exact = sum(found[i] == truth[j] for i, j in enumerate(order))
-    tokens = sum(map(len, truth))
-    return {"hits": sum(hits), "distinct": sum(map(len, places)), "together": sum(together), "tokens": tokens,
-            "exact": exact, "texts": len(truth)}  # fmt: skip
+    return {
+        "hits": sum(hits),
+        "distinct": sum(map(len, places)),
+        "together": sum(same[i][j] for i, j in enumerate(order)),
+        "tokens": sum(map(len, truth)),
+        "exact": sum(found[i] == truth[j] for i, j in enumerate(order)),
+        "texts": len(truth),
+    }
 
 
-def summary(rows: list[dict], seed: int) -> dict:
-    """Sums over batches, with a bootstrap interval over batches for the share found."""
-    total = {key: sum(row[key] for row in rows) for key in rows[0]}
-    draws = random.Random(seed)
-    shares = sorted(
-        sum(row["hits"] for row in sample) / sum(row["distinct"] for row in sample)
-        for sample in (draws.choices(rows, k=len(rows)) for _ in range(1000))
-    )
-    slowest = {key: math.ceil(10 * max(row[key] for row in rows)) / 10 for key in ("seconds", "cpu")}
-    return total | slowest | {
-        "interval": [round(shares[25], 4), round(shares[974], 4)],
-        "batches": len(rows), "share": round(total["hits"] / total["distinct"], 4),
-    }  # fmt: skip
+def tables(output: Path, figures: dict) -> None:
+    """OUTPUT.md, OUTPUT_noise.md and OUTPUT_defenses.md; a dash where a row is missing."""
+
+    def share(row: str) -> str:
+        if row not in figures:
+            return "–"
+        low, high = figures[row]["interval"]
+        return f"{100 * figures[row]['share']:.0f} % [{100 * low:.0f}, {100 * high:.0f}]"
+
+    def exact(row: str) -> str:
+        return f"{figures[row]['exact']} of {figures[row]['texts']}" if row in figures else "–"
+
+    rows = [
+        (row, f"{share(row)} of {one['tokens']}", exact(row), one["seconds"])
+        for row, one in figures.items()
+        if "batch" in row
+    ]
+    write_table(output, ["undefended", "tokens found", "sentences exact", "seconds, slowest batch"], rows)
+    columns = [f"of {OWN}", f"of {OWN}, threshold 0.01", f"of {WHOLE}"]
+    rows = [(f"{100 * level:g} %", *(share(f"{level:.1%} {column}") for column in columns)) for level in NOISE]
+    header = ["noise", f"share {columns[0]}", "the same, fixed threshold 0.01", f"share {columns[2]}"]
+    write_table(output.with_name(f"{output.name}_noise"), header, rows)
+    rows = []
+    for row in DEFENSES:
+        name, strength = row.split()
+        completed = share(f"{row}, completed") if "pruning" in name else ""
+        rows.append((f"`{name}`", f"`{strength}`", share(row), exact(row), completed))
+    header = ["defence", "strength", "tokens found", "sentences exact", "tokens found, pruned entries filled in"]
+    write_table(output.with_name(f"{output.name}_defenses"), header, rows)
 
 
 if __name__ == "__main__":

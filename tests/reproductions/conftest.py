@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 import torch
 from helpers import word_tokenizer
-from transformers import BertConfig, BertForSequenceClassification
+from transformers import AutoModelForSequenceClassification, BertConfig, BertForSequenceClassification
 
 import hf_gradguard
+from hf_gradguard.networks import TextEvaluationNetwork, TextEvaluationNetworkConfig, embedding_fingerprint
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "recipes" / "reproductions"
 SENTIMENT = Path(hf_gradguard.__file__).parent / "data" / "sentiment"
@@ -58,12 +59,31 @@ def encoder(tmp_path_factory: pytest.TempPathFactory, sst2: Path) -> Path:
 
 
 @pytest.fixture
+def network(tmp_path: Path, encoder: Path) -> Path:
+    """A folder with a random evaluation network for the embeddings of `encoder`."""
+    embedding = AutoModelForSequenceClassification.from_pretrained(encoder).get_input_embeddings().weight
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+    config = TextEvaluationNetworkConfig(
+        embedding_size=embedding.shape[1],
+        embedding_fingerprint=embedding_fingerprint(embedding),
+        special_token_ids=[0, 1, 2, 3],
+        **sizes,
+    )
+    torch.manual_seed(0)
+    made = TextEvaluationNetwork(config)
+    made.set_embedding_statistics(embedding)
+    made.save_pretrained(tmp_path / "network")
+    return tmp_path / "network"
+
+
+@pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Runs a script of the reproductions in quick mode, or with `full=True` in full."""
 
     def run(script: str, *arguments: object, full: bool = False) -> None:
         monkeypatch.setattr(sys, "argv", [script, *map(str, arguments), *([] if full else ["--quick"])])
-        monkeypatch.syspath_prepend(SCRIPTS)
-        runpy.run_path(str(SCRIPTS / script), run_name="__main__")
+        path = (SCRIPTS / script).resolve()
+        monkeypatch.syspath_prepend(path.parent)
+        runpy.run_path(str(path), run_name="__main__")
 
     return run

@@ -1,0 +1,102 @@
+"""What the benchmarks share. Nothing to run by itself.
+
+Machines are noisy, so each figure is a ratio: what is measured and its unit take turns, and the median of the ratios over the
+rounds stands with their range. Every benchmark takes `--model MODEL --output OUTPUT`, measures anew, and writes OUTPUT.json and
+OUTPUT.md; `--quick` takes seconds, and its figures mean nothing.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+from transformers import AutoModelForSequenceClassification, PreTrainedModel
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "reproductions"))
+from reporting import named, parser_of, write_table
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+RATIO = ("median", "range")  # what `cells` holds
+
+
+def parser_with_model(description: str | None) -> argparse.ArgumentParser:
+    parser = parser_of(description)
+    parser.add_argument("--model", required=True, help="a text encoder")
+    return parser
+
+
+def classifier(name: str) -> PreTrainedModel:
+    """A text classifier in training mode. Embeddings are withheld by every defence, so left out of plain gradients too."""
+    torch.manual_seed(0)
+    model = AutoModelForSequenceClassification.from_pretrained(name, num_labels=2).to(DEVICE).train()
+    model.get_input_embeddings().requires_grad_(False)
+    return model
+
+
+def random_batch(model: PreTrainedModel, size: int, length: int) -> dict[str, torch.Tensor]:
+    words = model.config.vocab_size
+    return {
+        "input_ids": torch.randint(words // 2, words, (size, length), device=DEVICE),
+        "attention_mask": torch.ones(size, length, dtype=torch.long, device=DEVICE),
+        "labels": torch.randint(0, 2, (size,), device=DEVICE),
+    }
+
+
+def alternate(case: Callable[[], object], unit: Callable[[], object], rounds: int, factor: float = 1) -> dict:
+    """`factor` times `case` over `unit`, round by round, each against units run just before and just after it."""
+    case(), unit()
+    ratios = []
+    for _ in range(rounds):
+        before, own, after = clock(unit, 3), clock(case), clock(unit, 3)
+        ratios.append(factor * own / ((before + after) / 2))
+    return spread(ratios)
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    found = {"median": statistics.median(values), "min": min(values), "max": max(values)}
+    return {name: round(value, 2) for name, value in found.items()}
+
+
+def clock(function: Callable[[], object], times: int = 1) -> float:
+    """Seconds."""
+    start = time.perf_counter()
+    for _ in range(times):
+        function()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return (time.perf_counter() - start) / times
+
+
+def peak(function: Callable[[], object]) -> int:
+    """Bytes that `function` holds at its peak, beyond what was there before. On a CPU, the profiler's record added up."""
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+        start = torch.cuda.memory_allocated()
+        function()
+        return torch.cuda.max_memory_allocated() - start
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
+        function()
+    level = highest = 0
+    for event in trace.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            level += event.nbytes()
+            highest = max(highest, level)
+    return highest
+
+
+def cells(ratio: dict[str, float], digits: int = 2) -> list[str]:
+    median, least, most = (f"{ratio[name]:.{digits}f}" for name in ("median", "min", "max"))
+    return [median, f"{least} to {most}"]
+
+
+def write(output: Path, report: dict, header: Sequence[str], rows: list) -> None:
+    """OUTPUT.json and OUTPUT.md."""
+    output.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(report | {"torch": torch.__version__}, indent=1, ensure_ascii=False) + "\n"
+    named(output, ".json").write_text(text, encoding="utf-8")
+    write_table(output, header, rows)
