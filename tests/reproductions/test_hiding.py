@@ -1,0 +1,26 @@
+"""The picture of what is hidden and what is learnt, from figures written by hand."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+
+def test_figures_of_two_scripts_side_by_side(quick, tmp_path):
+    tokens = {
+        "MiniLM, batch 1": {"share": 1.0, "interval": [1.0, 1.0]},
+        "pruning ratio=0.9": {"share": 0.5, "interval": [0.4, 0.6]},
+        "pruning ratio=0.9, completed": {"share": 0.75, "interval": [0.7, 0.8]},
+        "refiner iterations=10": {"share": 0.25, "interval": [0.2, 0.3]},  # its accuracy is missing
+    }
+    accuracies = {name: {"accuracy": 0.8, "eval_sentences": 100} for name in ("none", "pruning-0.9", "pruning-0.99")}
+    for name, figures in (("tokens", tokens), ("accuracies", accuracies)):
+        (tmp_path / f"{name}.json").write_text(json.dumps({"plan": {}, "figures": figures}))
+    output = tmp_path / "picture"
+    data = ["--tokens", tmp_path / "tokens.json", "--accuracies", tmp_path / "accuracies.json"]
+    quick("hiding_and_learning.py", *data, "--output", output)
+    assert Path(f"{output}.md").read_text().splitlines()[2:] == [
+        "| `none` | 100% [100%, 100%] | 0.800 ± 0.078 |",
+        "| `pruning ratio=0.9` | 75% [70%, 80%] | 0.800 ± 0.078 |",
+    ]
+    assert Path(f"{output}.png").read_bytes().startswith(b"\x89PNG")
