@@ -64,7 +64,7 @@ def report(figures: dict, output: Path, cards: Path | None) -> None:
             rising = "yes" if f["strictly_increasing"] else "no"
             scores = [f"{f[key]:.3f}" for key in ("spearman", "spearman_of_means", "mean_absolute_error")]
             whole.append([data, f"{f['samples']:,}", means, rising, *scores])
-            rows.append([network, data, rising, scores[0], scores[2]])
+            rows.append(["" if whole[1:] else network, data, rising, scores[0], scores[2]])
         header = ["data", "samples", "mean prediction at r = 0, 0.1, ..., 1", "rising"]
         table = output.with_name(f"{output.name}_{network}")
         write_table(table, [*header, "Spearman, samples", "Spearman, means", "MAE"], whole)

@@ -102,7 +102,13 @@ def table(figures: dict) -> list[list[str]]:
         spread = [f"{one.mean():.3f} ({one.min():.3f} to {one.max():.3f})" for one in mse]
         rows.append([f"{data}, MSE: mean, range", *spread, below])
         for key in ("median λ_max", "median norm of the gradient"):
-            rows.append([f"{data}, {key}", *(f"{row[key]:,.3g}" for row in found.values()), ""])
+            rows.append(
+                [
+                    f"{data}, {key}",
+                    *(f"{row[key]:,.0f}" if row[key] >= 100 else f"{row[key]:.2g}" for row in found.values()),
+                    "",
+                ]
+            )
     return rows
 
 

@@ -136,7 +136,7 @@ def ranks(frame: pandas.DataFrame, score: str) -> list[str]:
     settings = [part for _, part in frame.groupby(["defense", "strength"]) if part[score].nunique() > 1]
     alike = float(np.mean([rank(part, score) for part in settings])) if settings else float("nan")
     others = [noise, pruning, alike, rank(frame, score, "influence"), rank(frame, score, "size")]
-    return [f"**{rank(frame, score):.2f}** [{low:.2f}, {high:.2f}]", *(f"{other:.2f}" for other in others)]
+    return [f"**{rank(frame, score):.2f}** [{low:.2f}, {high:.2f}]", *(f"{other:z.2f}" for other in others)]
 
 
 def plot(axis, frame: pandas.DataFrame, score: str) -> None:
