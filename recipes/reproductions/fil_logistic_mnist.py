@@ -171,9 +171,9 @@ def plot(figures: dict, plan: dict, path: Path) -> None:
     right.axvline(1, color="black", linestyle="--")
     right.set(xscale="log", yscale="log", ylabel="MSE of the GLM attack")
     right.set_title(f"σ = {plan['attacked_std']:g} (Figure 3); red: below the bound")
-    for axis in (left, right):
+    for axis, place in ((left, "upper right"), (right, "upper left")):
         axis.set_xlabel("lower bound on MSE from dFIL")
-        axis.legend()
+        axis.legend(loc=place)
     figure.savefig(path, dpi=110)
 
 

@@ -27,7 +27,7 @@ matplotlib.use("agg")
 from matplotlib import pyplot as plt
 
 PLAN = {"samples": 3, "side": 32, "size": 0.3, "steps": 60}  # the gradient's norm is about 30
-QUICK = {"samples": 2, "side": 8, "size": 0.3, "steps": 3}
+QUICK = {"samples": 2, "side": 6, "size": 0.3, "steps": 1}
 
 
 def main() -> None:

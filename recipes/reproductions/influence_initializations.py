@@ -28,7 +28,7 @@ matplotlib.use("agg")
 from matplotlib import pyplot as plt
 
 PLAN = {"samples": 6, "side": 32, "variance": 1e-4, "steps": 60}
-QUICK = {"samples": 2, "side": 8, "variance": 1e-4, "steps": 3}
+QUICK = {"samples": 2, "side": 6, "variance": 1e-4, "steps": 1}
 INITIALIZATIONS = {
     "uniform ±0.5": lambda p: nn.init.uniform_(p, -0.5, 0.5),
     "normal, variance 0.5": lambda p: nn.init.normal_(p, 0, 0.5**0.5),
@@ -87,7 +87,8 @@ def spectrum(name: str, batch: dict[str, Tensor]) -> dict[int, float]:
     """Eigenvalues of J Jᵀ by their rank."""
     m = batch["pixel_values"].numel()
     values = smallest_directions(GradientMap(started(name, 0, batch), batch), m).eigenvalues.flip(0).clamp_min(1e-12)
-    return {int(at) + 1: rounded(values[at]) for at in np.unique(np.linspace(0, m - 1, SPECTRUM).round())}
+    ranks = np.unique(np.linspace(0, m - 1, SPECTRUM).round().astype(int))
+    return {int(at) + 1: rounded(values[at]) for at in ranks}
 
 
 def rounded(value: float | Tensor) -> float:

@@ -19,6 +19,7 @@ import torch
 from datasets import load_dataset
 from lenet import lenet_for, single_images
 from reporting import Results, named, parser_of, write_table
+from scipy.stats import rankdata
 from torch import Tensor
 from transformers import AutoTokenizer, BertConfig, BertForSequenceClassification, set_seed
 
@@ -113,9 +114,10 @@ def report(figures: dict, output: Path) -> None:
     rows, picture, panels = [], *plt.subplots(2, 2, figsize=(10, 8), layout="constrained")
     kinds = [(data, score) for data, scores in SCORES.items() for score in scores]
     for (data, score), axis in zip(kinds, panels.flat, strict=True):
-        frame = pandas.DataFrame([p | {"sample": int(s)} for s, points in figures[data].items() for p in points])
+        samples = sorted(figures[data].items(), key=lambda item: int(item[0]))
+        frame = pandas.DataFrame([point for _, points in samples for point in points])
         below = frame["bound"] / frame["coordinates"] ** 0.5 <= frame["rmse"]
-        rows.append([f"{data}, {TITLES[score]}", *ranks(frame, score), f"{below.sum()} of {len(frame)}"])
+        rows.append([f"{data}, {TITLES[score]}", *ranks(frame, score, len(samples)), f"{below.sum()} of {len(frame)}"])
         plot(axis, frame, score)
         axis.set(xscale="log", xlabel="I_lb", ylabel=TITLES[score], title=f"{data}: Spearman {rank(frame, score):.2f}")
     write_table(output, ["", *columns, "I_lb/√m ≤ RMSE"], rows)
@@ -126,12 +128,12 @@ def rank(frame: pandas.DataFrame, score: str, figure: str = "bound") -> float:
     return float(frame[figure].corr(frame[score], method="spearman"))
 
 
-def ranks(frame: pandas.DataFrame, score: str) -> list[str]:
+def ranks(frame: pandas.DataFrame, score: str, samples: int) -> list[str]:
     """Spearman of I_lb and the score, with a 95 % bootstrap interval over samples; in parts; of other figures."""
-    places = [part.index for _, part in frame.groupby("sample")]
-    draws = np.random.default_rng(0).integers(len(places), size=(1000, len(places)))
-    spread = [rank(frame.loc[np.concatenate([places[sample] for sample in draw])], score) for draw in draws]
-    low, high = np.quantile(spread, (0.025, 0.975))
+    draws = np.random.default_rng(0).integers(samples, size=(1000, samples))
+    drawn = np.arange(len(frame)).reshape(samples, -1)[draws].reshape(1000, -1)
+    pairs = (rankdata(frame[figure].to_numpy()[drawn], axis=1) for figure in ("bound", score))
+    low, high = np.quantile([np.corrcoef(pair)[0, 1] for pair in zip(*pairs, strict=True)], (0.025, 0.975))
     noise, pruning = (rank(part, score) for _, part in frame.groupby("defense"))
     settings = [part for _, part in frame.groupby(["defense", "strength"]) if part[score].nunique() > 1]
     alike = float(np.mean([rank(part, score) for part in settings])) if settings else float("nan")

@@ -95,7 +95,7 @@ def test_directions(mnist, cifar10, quick, tmp_path) -> None:
     figures = stored(output)["figures"]
     for data, path in (("MNIST", mnist), ("CIFAR-10", cifar10)):
         eigenvalues = [point["eigenvalue"] for point in figures[data]["0"]]
-        found = spectrum_before_training(first_image(path, 8))
+        found = spectrum_before_training(first_image(path, 6))
         assert eigenvalues[0] == pytest.approx(float(found[-1]), rel=1e-3)
         for points in figures[data].values():
             assert [point["eigenvalue"] for point in points] == sorted((p["eigenvalue"] for p in points), reverse=True)
