@@ -39,8 +39,8 @@ PLAN = {
     "side": 32,
     "steps": {"lbfgs": 60, "tag": 300},
 }
-FEW = {"gaussian_noise": [1e-3, 1e-2], "pruning": [0.3, 0.9]}
-QUICK = {"images": FEW, "sentences": FEW, "samples": 2, "side": 12, "steps": {"lbfgs": 2, "tag": 2}}
+FEW = {"gaussian_noise": [1e-3, 1e-2], "pruning": [0.5, 0.9]}
+QUICK = {"images": FEW, "sentences": FEW, "samples": 2, "side": 8, "steps": {"lbfgs": 1, "tag": 2}}
 LBFGS = {"optimizer": "lbfgs", "learning_rate": 1.0, "schedule": "constant", "signed": False, "patience": 5}
 SCORES = {"MNIST": ("rmse",), "CIFAR-10": ("rmse",), "SST-2": ("rougeL", "google_bleu")}
 TITLES = {"rmse": "RMSE", "rougeL": "ROUGE-L", "google_bleu": "Google BLEU"}

@@ -48,7 +48,7 @@ def main() -> None:
     results.get(("accuracy",), lambda: accuracy(model(), tests))
     for number, batch in enumerate(batches):
         results.get(("attacked", str(number)), lambda n, b: score(b, attacked(plan, model(), n, b)), number, batch)
-    mse = np.array([point["mse"] for point in results.figures["attacked"].values()])
+    mse = np.array([results.figures["attacked"][str(number)]["mse"] for number in range(len(batches))])
 
     def correlations() -> dict[str, float]:
         spectra = [results.get(("spectra", str(n)), spectrum, plan, model(), batch) for n, batch in enumerate(batches)]
