@@ -165,6 +165,7 @@ def plot(figures: dict, plan: dict, path: Path) -> None:
     left.axvline(bound, color="tab:red", label=f"RDP bound {bound:.4f} (norm 1)")
     left.axvline(1, color="black", linestyle="--", label="perfect privacy")
     left.set(xscale="log", ylabel="training samples", title=f"σ = {plan['std']:g} (Figure 2)")
+    left.margins(y=0.2)  # room for the legend
     bounds, mse = map(np.array, figures["attacked"].values())
     right.scatter(bounds, mse, s=8, c=np.where(mse < bounds, "tab:red", "tab:blue"))
     right.plot([bounds.min(), 1], [bounds.min(), 1], color="black", label="MSE = bound")

@@ -120,7 +120,9 @@ def plot(figures: dict, plan: dict, path: Path) -> None:
             left.plot([int(at) for at in values], list(values.values()), label=name)
         left.set(yscale="log", xlabel="rank", ylabel="eigenvalue of J Jᵀ", title=f"{data}: the first image")
         left.legend()
-        right.boxplot([row["mse"] for row in found.values()], tick_labels=list(found))
+        right.boxplot(
+            [row["mse"] for row in found.values()], tick_labels=[name.split()[0].strip(",") for name in found]
+        )
         right.set(yscale="log", ylabel="MSE of DLG", title=f"{data}: noise of variance {plan['variance']:g}")
     figure.savefig(path, dpi=80)
 
