@@ -1,25 +1,24 @@
 """How well the packaged evaluation networks do on data sets they never saw.
 
-    python recipes/reproductions/evalnet_figures.py --data DATA --model MODEL
+    python recipes/reproductions/evalnet_figures.py --data DATA --model MODEL --cards model_cards \
+        --output docs/results/evalnets
 
 DATA: a folder with sst2/dev.tsv, wikitext2/test.txt, cifar10/cifar10_lossless_train4k.npz (`x`) and mnist/mnist.npz
-(`x_test`). MODEL: sentence-transformers/all-MiniLM-L6-v2, or a folder with it. Writes docs/results/evalnets.json and the
-tables between the `figures` marks of the networks' cards. A minute or two on one thread.
+(`x_test`). MODEL: sentence-transformers/all-MiniLM-L6-v2, or a folder with it. The first 2,000 images or texts of each. Beside
+the other files, OUTPUT_NETWORK.md is all of one network's figures, which `--cards` puts between the `figures` marks of its card.
+Blended texts have every token's embedding mixed with a random token's, where the others have tokens replaced.
 """
 
-import argparse
-import json
 import re
 from pathlib import Path
 
 import torch
-import transformers
+from reporting import Results, named, parser_of, write_table
 from transformers import AutoModel, AutoTokenizer
 
-from hf_gradguard.networks import NetworkFigures, evaluate_image_network, evaluate_text_network, load_network
+from hf_gradguard.networks import evaluate_image_network, evaluate_text_network, load_network
 from hf_gradguard.networks.data import load_images, load_texts
 
-ROOT = Path(__file__).resolve().parents[2]
 IMAGE, TEXT = "image-evaluation-network-32", "text-evaluation-network-minilm-l6"
 IMAGES = {
     "CIFAR-10 (lossless)": ("cifar10/cifar10_lossless_train4k.npz", "x"),
@@ -29,58 +28,57 @@ TEXTS = {"SST-2 dev": "sst2/dev.tsv", "WikiText-2 test": "wikitext2/test.txt"}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--model", default="sentence-transformers/all-MiniLM-L6-v2")
-    parser.add_argument("--output", type=Path, default=ROOT / "docs/results/evalnets.json")
-    parser.add_argument("--limit", type=int, default=2000, help="images or texts a data set, the first ones")
-    parser.add_argument("--seed", type=int, default=0)
+    parser = parser_of(__doc__)
+    parser.add_argument("--data", type=Path, required=True, help="folder with the four data sets")
+    parser.add_argument("--model", required=True, help="folder or name")
+    parser.add_argument("--cards", type=Path, help="folder of model cards to fill in")
     args = parser.parse_args()
     torch.set_num_threads(1)
+    plan = {"samples": 6 if args.quick else 2000, "seed": 0}
+    results = Results(args.output, plan)
 
-    figures: dict[str, dict[str, NetworkFigures]] = {IMAGE: {}, TEXT: {}}
-    network = load_network(IMAGE)
+    def images(file: str, array: str) -> dict:
+        pixels = load_images(str(args.data / file), column=array)[: plan["samples"]]
+        return evaluate_image_network(load_network(IMAGE), pixels, seed=plan["seed"]).to_dict()
+
+    def texts(file: str, blend: bool) -> dict:
+        found = [text for text in load_texts(str(args.data / file)) if text.strip()][: plan["samples"]]
+        embedding = AutoModel.from_pretrained(args.model, dtype=torch.float32).get_input_embeddings()
+        tokenizer, seed = AutoTokenizer.from_pretrained(args.model), plan["seed"]
+        return evaluate_text_network(load_network(TEXT), embedding, tokenizer, found, seed=seed, blend=blend).to_dict()
+
     for name, (file, array) in IMAGES.items():
-        images = load_images(str(args.data / file), column=array)[: args.limit]
-        figures[IMAGE][name] = evaluate_image_network(network, images, seed=args.seed)
-
-    network, tokenizer = load_network(TEXT), AutoTokenizer.from_pretrained(args.model)
-    embedding = AutoModel.from_pretrained(args.model, dtype=torch.float32).get_input_embeddings()
+        results.get((IMAGE, name), images, file, array)
     for name, file in TEXTS.items():
-        texts = [text for text in load_texts(str(args.data / file)) if text.strip()][: args.limit]
         for blend in (False, True):
-            row = f"{name}, blended" if blend else name
-            figures[TEXT][row] = evaluate_text_network(
-                network, embedding, tokenizer, texts, seed=args.seed, blend=blend
-            )
-
-    report = {
-        "command": "python recipes/reproductions/evalnet_figures.py --data $DATA --model $MODEL",
-        "seed": args.seed,
-        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
-        "networks": {name: {data: f.to_dict() for data, f in rows.items()} for name, rows in figures.items()},
-    }
-    args.output.write_text(json.dumps(report, indent=2) + "\n")
-    for name, rows in figures.items():
-        print(f"{name}\n{table(rows)}\n")
-        card = ROOT / "model_cards" / name / "README.md"
-        filled = f"<!-- figures -->\n{table(rows)}\n<!-- /figures -->"
-        card.write_text(
-            re.sub(r"<!-- figures -->.*<!-- /figures -->", lambda _, t=filled: t, card.read_text(), flags=re.S)
-        )
+            results.get((TEXT, f"{name}, blended" if blend else name), texts, file, blend)
+    report(results.figures, args.output, args.cards)
 
 
-def table(rows: dict[str, NetworkFigures]) -> str:
-    lines = [
-        "| data | samples | mean prediction at r = 0, 0.1, ..., 1 | rising | Spearman, samples | Spearman, means | MAE |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for name, f in rows.items():
-        means = " ".join(f"{mean:.2f}" for mean in f.mean_predictions)
-        rising = "yes" if f.strictly_increasing else "no"
-        scores = f"{f.spearman:.3f} | {f.spearman_of_means:.3f} | {f.mean_absolute_error:.3f}"
-        lines.append(f"| {name} | {f.samples:,} | {means} | {rising} | {scores} |")
-    return "\n".join(lines)
+def report(figures: dict, output: Path, cards: Path | None) -> None:
+    rows = []
+    for network, found in figures.items():
+        whole = []
+        for data, f in found.items():
+            means = " ".join(f"{mean:.2f}" for mean in f["mean_predictions"])
+            rising = "yes" if f["strictly_increasing"] else "no"
+            scores = [f"{f[key]:.3f}" for key in ("spearman", "spearman_of_means", "mean_absolute_error")]
+            whole.append([data, f"{f['samples']:,}", means, rising, *scores])
+            rows.append(["" if whole[1:] else network, data, rising, scores[0], scores[2]])
+        header = ["data", "samples", "mean prediction at r = 0, 0.1, ..., 1", "rising"]
+        table = output.with_name(f"{output.name}_{network}")
+        write_table(table, [*header, "Spearman, samples", "Spearman, means", "MAE"], whole)
+        if cards:
+            fill(cards / network / "README.md", named(table, ".md").read_text(encoding="utf-8"))
+    write_table(output, ["network", "data", "means rise", "Spearman", "mean absolute error"], rows)
+
+
+def fill(card: Path, table: str) -> None:
+    filled = f"<!-- figures -->\n{table}<!-- /figures -->"
+    text = re.sub(
+        r"<!-- figures -->.*<!-- /figures -->", lambda _: filled, card.read_text(encoding="utf-8"), flags=re.S
+    )
+    card.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

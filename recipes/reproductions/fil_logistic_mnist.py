@@ -5,115 +5,106 @@
 Output perturbation: the minimiser w* of the mean logistic loss + λ/2 ‖w‖² is released with noise N(0, σ²I). By the
 implicit function theorem ∂w*/∂x_j = -H⁻¹B_j/n with B_j = (p-y)I + p(1-p) x wᵀ, so that FIM_j = B_jᵀH⁻²B_j/(σn)² in closed
 form. The attack is Balle et al.'s on generalised linear models, with the label given as well: whoever knows all other
-records reads c·x off the stationarity of w*, with c = p - y.
-
-`--data` is an .npz with x_train, y_train, x_test, y_test in uint8. Writes OUTPUT.json and OUTPUT.png.
+records reads c·x off the stationarity of w*, with c = p - y. It is run on the 8 records of highest and of lowest dFIL and on
+`targets` evenly over its ranks.
 """
 
-import argparse
-import json
+import functools
 from pathlib import Path
 
 import matplotlib
 import numpy as np
 import torch
+from reporting import Results, named, parser_of, write_table
+from scipy.stats import spearmanr
+from torch import Tensor
 
 from hf_gradguard.leakage import mse_bound_from_dfil, mse_bound_from_rdp, rdp_of_order_two
 
 matplotlib.use("agg")
 from matplotlib import pyplot as plt
 
+PLAN = {"regularization": 1e-2, "std": 1e-2, "attacked_std": 1e-5, "trials": 1000, "targets": 400, "records": 60000}
+QUICK = PLAN | {"trials": 3, "targets": 8, "records": 400}
+
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", required=True)
-    parser.add_argument("--regularization", type=float, default=1e-2, help="λ")
-    parser.add_argument("--std", type=float, default=1e-2, help="σ of the private model")
-    parser.add_argument("--attacked_std", type=float, default=1e-5, help="σ of the model that is attacked")
-    parser.add_argument("--trials", type=int, default=1000, help="noise draws of the attack")
-    parser.add_argument("--targets", type=int, default=400, help="samples attacked, evenly over the ranks of dFIL")
+    parser = parser_of(__doc__)
+    parser.add_argument("--data", required=True, help="npz with x_train, y_train, x_test, y_test in uint8")
     parser.add_argument("--pictures", help="PNG of Figure 4 to write; holds images of the data set")
-    parser.add_argument("--output", default="docs/results/fil_logistic_mnist")
     args = parser.parse_args()
-    generator = torch.Generator().manual_seed(0)
-
-    data = np.load(args.data)
-    x, y = zeros_and_ones(data["x_train"], data["y_train"])
-    x_test, y_test = zeros_and_ones(data["x_test"], data["y_test"])
-    n, m = x.shape
-    w, hessian = fit(x, y, args.regularization)
-
-    # Figure 2: the private model and its two bounds.
-    leakage = dfil(x, y, w, hessian, args.std)
-    bounds = mse_bound_from_dfil(leakage)
-    draws = w + args.std * torch.randn(10, m, generator=generator, dtype=w.dtype)
-    accuracy = (((x_test @ draws.T) > 0) == y_test[:, None].bool()).double().mean()
-    # Replacing a record moves w* by up to 2 max‖x‖/(nλ). The paper's figure takes max‖x‖ = 1, which raw pixels exceed.
-    largest = float(x.norm(dim=1).max())
-    epsilon, honest = (rdp_of_order_two(args.std * n * args.regularization / (2 * norm)) for norm in (1.0, largest))
-    report = {
-        "n": n,
-        "test_accuracy": float(accuracy),
-        "epsilon_2": epsilon,
-        "rdp_bound": mse_bound_from_rdp(epsilon),
-        "largest_record_norm": largest,
-        "epsilon_2_at_that_norm": honest,
-        "rdp_bound_at_that_norm": mse_bound_from_rdp(honest),
-        "dfil_bound_min": float(bounds.min()),
-        "dfil_bound_median": float(bounds.median()),
-        "share_of_dfil_bounds_above_1": float((bounds > 1).double().mean()),
-    }
-
-    # Figures 3 and 4: the attack on a model with hardly any noise.
-    order = dfil(x, y, w, hessian, args.attacked_std).argsort(descending=True)
-    ends = torch.cat([order[:8], order[-8:]])
-    chosen = torch.cat([ends, order[torch.linspace(0, n - 1, args.targets).long()]])
-    attacked = mse_bound_from_dfil(dfil(x, y, w, hessian, args.attacked_std)[chosen])
-    realised = torch.zeros(len(chosen), dtype=torch.float64)
-    for trial in range(args.trials):
-        released = w + args.attacked_std * torch.randn(m, generator=generator, dtype=w.dtype)
-        found = glm_attack(released, x, y, chosen, args.regularization)
-        realised += (found - x[chosen]).square().mean(1) / args.trials
-        if trial == 0:
-            pictures = found[: len(ends)]
-    low = attacked <= 1
-    report |= {
-        "trials": args.trials,
-        "spearman_bound_and_mse": spearman(attacked, realised),
-        "targets_with_bound_below_1": int(low.sum()),
-        "share_of_those_at_or_above_the_bound": float((realised[low] >= attacked[low]).double().mean()),
-        "least_mse_over_bound_of_those": float((realised[low] / attacked[low]).min()),
-        "mse_of_8_highest_dfil": realised[:8].tolist(),
-        "mse_of_8_lowest_dfil": realised[8:16].tolist(),
-    }
-    print(json.dumps(report, indent=2))
-    arguments = {name: value for name, value in vars(args).items() if name not in ("data", "output", "pictures")}
-    Path(args.output).parent.mkdir(parents=True, exist_ok=True)
-    Path(f"{args.output}.json").write_text(json.dumps({"arguments": arguments} | report, indent=2) + "\n")
-    plot(args, bounds, report, attacked, realised)
+    plan = QUICK if args.quick else PLAN
+    results = Results(args.output, plan)
+    fitted = functools.cache(lambda: fit(*zeros_and_ones(args.data, "train", plan["records"]), plan["regularization"]))
+    figures = results.get(("regression",), lambda: measured(plan, fitted(), zeros_and_ones(args.data, "test")))
+    write_table(args.output, ["", "here", "paper"], table(figures))
+    plot(figures, plan, named(args.output, ".png"))
     if args.pictures:
-        show(args.pictures, x[ends], pictures)
+        show(args.pictures, plan, *fitted())
 
 
-def zeros_and_ones(images: np.ndarray, labels: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-    """Pixels in [0, 1], flat, in float64."""
+def measured(plan: dict, regression: tuple[Tensor, ...], test: tuple[Tensor, Tensor]) -> dict:
+    x, y, w, hessian = regression
+    (n, m), generator = x.shape, torch.Generator().manual_seed(0)
+    # Figure 2: the private model and its two bounds.
+    bounds = mse_bound_from_dfil(dfil(x, y, w, hessian, plan["std"]))
+    draws = w + plan["std"] * torch.randn(10, m, generator=generator, dtype=w.dtype)
+    accuracy = (((test[0] @ draws.T) > 0) == test[1][:, None].bool()).double().mean()
+    # Replacing a record moves w* by up to 2 max‖x‖/(nλ). The paper's figure takes max‖x‖ = 1, which raw pixels exceed.
+    norms = {"1": 1.0, "largest": float(x.norm(dim=1).max())}
+    epsilons = {k: rdp_of_order_two(plan["std"] * n * plan["regularization"] / (2 * v)) for k, v in norms.items()}
+    edges = np.geomspace(float(bounds.min()), float(bounds.max()), 60)
+    edges[[0, -1]] = float(bounds.min()), float(bounds.max())
+    # Figures 3 and 4: the attack on a model with hardly any noise.
+    leakage = dfil(x, y, w, hessian, plan["attacked_std"])
+    order = leakage.argsort(descending=True)
+    evenly = torch.linspace(0, n - 1, plan["targets"]).long()
+    chosen = order[torch.cat([torch.arange(8), torch.arange(n - 8, n), evenly])]
+    realised = torch.zeros(len(chosen), dtype=torch.float64)
+    for _ in range(plan["trials"]):
+        released = w + plan["attacked_std"] * torch.randn(m, generator=generator, dtype=w.dtype)
+        found = glm_attack(released, x, y, chosen, plan["regularization"])
+        realised += (found - x[chosen]).square().mean(1) / plan["trials"]
+    return {
+        "accuracy": float(accuracy),
+        "norms": rounded(norms.values()),
+        "epsilons": rounded(epsilons.values()),
+        "rdp_bounds": rounded(map(mse_bound_from_rdp, epsilons.values())),
+        "dfil_bounds": {
+            "count": n,
+            "above 1": int((bounds > 1).sum()),
+            "least, median": rounded([bounds.min(), bounds.median()]),
+        },
+        "histogram": {"edges": rounded(edges), "counts": np.histogram(bounds, edges)[0].tolist()},
+        "attacked": {"bound": rounded(mse_bound_from_dfil(leakage[chosen])), "mse": rounded(realised)},
+    }
+
+
+def rounded(values) -> list[float]:
+    return [float(f"{float(value):.5g}") for value in values]
+
+
+def zeros_and_ones(path: str, split: str, records: int | None = None) -> tuple[Tensor, Tensor]:
+    """Pixels in [0, 1], flat, in float64, of the first records."""
+    with np.load(path) as file:
+        images, labels = (file[f"{name}_{split}"][:records] for name in "xy")
     kept = labels < 2
     return torch.tensor(images[kept] / 255.0).flatten(1), torch.tensor(labels[kept].astype(float))
 
 
-def fit(x: torch.Tensor, y: torch.Tensor, regularization: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """w* and the Hessian there, by Newton's method to machine precision."""
+def fit(x: Tensor, y: Tensor, regularization: float) -> tuple[Tensor, ...]:
+    """The data, w* and the Hessian there, by Newton's method to machine precision."""
     w = torch.zeros(x.shape[1], dtype=x.dtype)
     while True:
         p = torch.sigmoid(x @ w)
         gradient = x.T @ (p - y) / len(x) + regularization * w
         hessian = (x.T * (p * (1 - p))) @ x / len(x) + regularization * torch.eye(len(w))
         if gradient.norm() < 1e-13:
-            return w, hessian
+            return x, y, w, hessian
         w = w - torch.linalg.solve(hessian, gradient)
 
 
-def dfil(x: torch.Tensor, y: torch.Tensor, w: torch.Tensor, hessian: torch.Tensor, std: float) -> torch.Tensor:
+def dfil(x: Tensor, y: Tensor, w: Tensor, hessian: Tensor, std: float) -> Tensor:
     """Tr FIM_j / m = ‖H⁻¹B_j‖_F² / (m σ²n²) for every record."""
     inverse, p = torch.linalg.inv(hessian), torch.sigmoid(x @ w)
     error, curvature, moved = p - y, p * (1 - p), x @ inverse
@@ -122,7 +113,7 @@ def dfil(x: torch.Tensor, y: torch.Tensor, w: torch.Tensor, hessian: torch.Tenso
     return squares / (x.shape[1] * (std * len(x)) ** 2)
 
 
-def glm_attack(w: torch.Tensor, x: torch.Tensor, y: torch.Tensor, targets: torch.Tensor, regularization: float):
+def glm_attack(w: Tensor, x: Tensor, y: Tensor, targets: Tensor, regularization: float):
     """Each target from the released w, all other records and its label: (targets, m)."""
     residual = torch.sigmoid(x @ w) - y
     others = x.T @ residual - (residual[:, None] * x)[targets]  # what the records but the target contribute
@@ -147,37 +138,54 @@ def glm_attack(w: torch.Tensor, x: torch.Tensor, y: torch.Tensor, targets: torch
     return best
 
 
-def spearman(a: torch.Tensor, b: torch.Tensor) -> float:
-    ranks = torch.stack([t.argsort().argsort().double() for t in (a, b)])
-    return float(torch.corrcoef(ranks)[0, 1])
+def table(figures: dict) -> list[list[str]]:
+    """The paper's figures: Sections 7.1 and 7.2."""
+    dfil_bounds, (bound, mse) = figures["dfil_bounds"], map(np.array, figures["attacked"].values())
+    below, (norm_bound, honest) = bound < 1, figures["rdp_bounds"]
+    least, median = dfil_bounds["least, median"]
+    return [
+        ["test accuracy", f"{figures['accuracy']:.2%}", "99.95%"],
+        ["ε₂, norms at most 1", f"{figures['epsilons'][0]:.3f}", "2.49"],
+        ["RDP bound on the MSE, norms at most 1", f"{norm_bound:.4f}", "≈ 0.02"],
+        [f"ε₂, norms at most {figures['norms'][1]:.1f}", f"{figures['epsilons'][1]:.0f}", ""],
+        [f"RDP bound, norms at most {figures['norms'][1]:.1f}", f"{honest:.2g}", ""],
+        ["records with a dFIL bound above 1", f"{dfil_bounds['above 1']:,} of {dfil_bounds['count']:,}", "all"],
+        ["dFIL bounds: least, median", f"{least:.2f}, {median:,.0f}", ""],
+        ["attacked", f"{len(mse)}", "all"],
+        ["of these with a bound below 1: MSE above it", f"{(mse >= bound)[below].sum()} of {below.sum()}", "all"],
+        ["their least MSE over bound", f"{(mse / bound)[below].min(initial=np.inf):.2f}", ""],
+        ["Spearman of bound and MSE", f"{spearmanr(bound, mse).statistic:.3f}", ""],
+    ]
 
 
-def plot(args, bounds, report, attacked, realised) -> None:
+def plot(figures: dict, plan: dict, path: Path) -> None:
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 5.5), layout="constrained")
-    left.hist(bounds, bins=np.geomspace(float(bounds.min()), float(bounds.max()), 60), color="tab:blue")
-    left.axvline(report["rdp_bound"], color="tab:red", label=f"RDP bound {report['rdp_bound']:.4f} (norm 1)")
+    left.stairs(figures["histogram"]["counts"], figures["histogram"]["edges"], fill=True)
+    bound = figures["rdp_bounds"][0]
+    left.axvline(bound, color="tab:red", label=f"RDP bound {bound:.4f} (norm 1)")
     left.axvline(1, color="black", linestyle="--", label="perfect privacy")
-    left.set(
-        xscale="log",
-        xlabel="lower bound on MSE from dFIL",
-        ylabel="training samples",
-        title=f"σ = {args.std:g} (Figure 2)",
-    )
-    left.legend()
-    right.scatter(attacked, realised, s=8, c=np.where(realised < attacked, "tab:red", "tab:blue"))
-    span = [float(attacked.min()), 1.0]
-    right.plot(span, span, color="black", label="MSE = bound")
+    left.set(xscale="log", ylabel="training samples", title=f"σ = {plan['std']:g} (Figure 2)")
+    left.margins(y=0.2)  # room for the legend
+    bounds, mse = map(np.array, figures["attacked"].values())
+    right.scatter(bounds, mse, s=8, c=np.where(mse < bounds, "tab:red", "tab:blue"))
+    right.plot([bounds.min(), 1], [bounds.min(), 1], color="black", label="MSE = bound")
     right.axvline(1, color="black", linestyle="--")
-    right.set(xscale="log", yscale="log", xlabel="lower bound on MSE from dFIL", ylabel="MSE of the GLM attack")
-    right.set_title(f"σ = {args.attacked_std:g} (Figure 3); red: below the bound")
-    right.legend()
-    figure.savefig(f"{args.output}.png", dpi=110)
+    right.set(xscale="log", yscale="log", ylabel="MSE of the GLM attack")
+    right.set_title(f"σ = {plan['attacked_std']:g} (Figure 3); red: below the bound")
+    for axis, place in ((left, "upper right"), (right, "upper left")):
+        axis.set_xlabel("lower bound on MSE from dFIL")
+        axis.legend(loc=place)
+    figure.savefig(path, dpi=110)
 
 
-def show(path: str, true: torch.Tensor, found: torch.Tensor) -> None:
-    """Figure 4: samples over reconstructions, 8 of highest and 8 of lowest dFIL. Holds images of the data set."""
-    figure, axes = plt.subplots(2, len(true), figsize=(11, 1.6), layout="constrained")
-    for axis, image in zip(axes.flat, torch.cat([true, found]), strict=True):
+def show(path: str, plan: dict, x: Tensor, y: Tensor, w: Tensor, hessian: Tensor) -> None:
+    """Figure 4: the 8 samples of highest and of lowest dFIL over their reconstructions from one noisy model."""
+    order = dfil(x, y, w, hessian, plan["attacked_std"]).argsort(descending=True)
+    ends, generator = torch.cat([order[:8], order[-8:]]), torch.Generator().manual_seed(0)
+    released = w + plan["attacked_std"] * torch.randn(len(w), generator=generator, dtype=w.dtype)
+    found = glm_attack(released, x, y, ends, plan["regularization"])
+    figure, axes = plt.subplots(2, len(ends), figsize=(11, 1.6), layout="constrained")
+    for axis, image in zip(axes.flat, torch.cat([x[ends], found]), strict=True):
         axis.imshow(image.view(28, 28), cmap="gray", vmin=0, vmax=1)
         axis.axis("off")
     figure.savefig(path, dpi=110)

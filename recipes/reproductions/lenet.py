@@ -1,0 +1,22 @@
+"""What scripts that attack the leakage papers' LeNet share. Nothing to run by itself."""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hf_gradguard.models import LeakageLeNetConfig, LeakageLeNetForImageClassification
+
+
+def single_images(path: str, samples: int | None, side: int, split: str = "train") -> list[dict[str, Tensor]]:
+    """Batches of one: the first images of an npz with x and y, or x_train and the like; larger ones are cut to `side`."""
+    with np.load(path) as file:
+        names = (f"x_{split}", f"y_{split}") if f"x_{split}" in file else ("x", "y")
+        pixels, labels = (torch.from_numpy(file[name][:samples]) for name in names)
+    pixels = (pixels[:, None] if pixels.dim() == 3 else pixels.permute(0, 3, 1, 2))[..., :side, :side].float() / 255
+    return [{"pixel_values": x, "labels": y} for x, y in zip(pixels.split(1), labels.long().split(1), strict=True)]
+
+
+def lenet_for(batch: dict[str, Tensor]) -> LeakageLeNetForImageClassification:
+    """Before training: weights from the global generator."""
+    _, channels, side, _ = batch["pixel_values"].shape
+    return LeakageLeNetForImageClassification(LeakageLeNetConfig(num_channels=channels, image_size=side)).eval()
