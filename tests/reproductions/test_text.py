@@ -160,3 +160,18 @@ def test_defenses_on_sst2(encoder, sst2, quick, tmp_path, monkeypatch):
     assert [row[2:] for row in table(tmp_path / "seconds")] == [
         [f"{step:.2f}", f"{step / steps[0]:.2f}"] for step in steps
     ]
+
+
+def test_attacks_on_refiner(encoder, network, sst2, quick, tmp_path):
+    accuracies = tmp_path / "sst2.json"
+    accuracies.write_text(json.dumps({"figures": {"none": {"accuracy": 0.75}}}))
+    output = tmp_path / "refiner_text"
+    data = ["--model", encoder, "--data_dir", sst2, "--evaluation_network", network, "--accuracies", accuracies]
+    quick("refiner_text.py", *data, "--output", output)
+    found = figures(output)
+    assert set(found) == {row[0] for row in table(output)}
+    for row in found.values():
+        assert all(low <= mean <= high for scores in row.values() for mean, low, high in scores.values())
+    overwrite(output, found | {"none": {attack: {"token_f1": [0.5, 0.25, 0.75]} for attack in found["none"]}})
+    quick("refiner_text.py", *data, "--output", output)
+    assert table(output)[0] == ["none", "0.750", *["0.50 [0.25, 0.75]"] * 2, ""]
