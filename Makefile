@@ -2,6 +2,7 @@
 # make demo      train on two ranks with and without protection, compare, and attack what was shared (a few minutes, no downloads)
 # make test      the test suite
 # make lint      what CI checks before the tests
+# make results   docs/results.md anew; only commands that mention X with ONLY=X (data sets: see the head of that page)
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -14,7 +15,7 @@ refiner_SETTINGS := {"evaluation_network": "runs/demo/network", "iterations": 2,
 OFFLINE := HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=1
 
 .NOTPARALLEL:
-.PHONY: install demo test lint slow clean
+.PHONY: install demo test lint slow results clean
 
 install: .venv/installed
 
@@ -52,6 +53,9 @@ lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+results: install
+	@PATH="$(CURDIR)/$(BIN):$$PATH" python recipes/results.py $(ONLY)
 
 clean:
 	rm -rf .venv runs .pytest_cache .mypy_cache .ruff_cache

@@ -49,10 +49,13 @@ def main() -> None:
 def attacked(plan: dict, model, batch: dict[str, torch.Tensor]) -> list[dict]:
     """One image, its gradient perturbed in four directions."""
     image, gmap = batch["pixel_values"], GradientMap(model, batch)
-    gradient, dlg = gmap.gradient(), make_attack("dlg", steps=plan["steps"], start="uniform")
+    gradient, start = gmap.gradient(), torch.rand(image.shape, generator=torch.Generator().manual_seed(0))
+    dlg = make_attack("dlg", steps=plan["steps"], start=start)
 
     def found(shared: dict[str, torch.Tensor]) -> torch.Tensor:
-        seen = Observation(model, shared, tuple(image.shape), labels=batch["labels"])
+        # As if pixels came from -50 to 50: this attacker does not know their range.
+        unbounded = {"image_mean": [0.5], "image_std": [0.01]}
+        seen = Observation(model, shared, tuple(image.shape), labels=batch["labels"], **unbounded)
         return dlg(seen, torch.Generator().manual_seed(0)).input
 
     spectrum = smallest_directions(gmap, image.numel())
