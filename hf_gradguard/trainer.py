@@ -10,21 +10,17 @@ from __future__ import annotations
 import copy
 import functools
 import math
-import os
 import time
 from collections import defaultdict
 from typing import Any
 
 import numpy as np
 import torch
-import transformers
 from accelerate.utils import broadcast
 from accelerate.utils.memory import clear_device_cache
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
-from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
+from transformers import PreTrainedModel, TrainerCallback, TrainingArguments
 from transformers.utils import logging
 
 from .batch_statistics import average_statistics, freeze_statistics, warn_of_statistics
@@ -37,13 +33,15 @@ from .exchange import average
 from .gradient_map import GradientMap, Tensors
 from .inputs import shared_parameters
 from .leakage import FisherAccountant
+from .loading import RenamedWeightsTrainer, load_model, load_tokenizer
 from .meter import LeakageMeter
+from .private_state import load_private_state, save_private_state
 from .randomness import private_generator, seeded_generator
 
 logger = logging.get_logger(__name__)
 
 
-class GradGuardTrainer(Trainer):
+class GradGuardTrainer(RenamedWeightsTrainer):
     """Drop-in `Trainer` in which each rank's local gradient is replaced by a protected one before anything is exchanged.
 
     Args:
@@ -88,9 +86,9 @@ class GradGuardTrainer(Trainer):
         check_arguments(args)
         self.defense = _resolve_defense(defense, args)
         if model is None and kwargs.get("model_init") is None:
-            model = _load_model(args)
+            model = load_model(args)
             if kwargs.get("processing_class") is None and len(positional) < 4:
-                kwargs["processing_class"] = _load_tokenizer(args)
+                kwargs["processing_class"] = load_tokenizer(args)
         super().__init__(model, args, *positional, **kwargs)
         check_model(self.model)
         check_accelerator(self.accelerator, self.train_dataset)
@@ -386,86 +384,19 @@ class GradGuardTrainer(Trainer):
 
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)
-        state = {
-            f"{index}/{key}": tensor.contiguous()
-            for index, defense in enumerate(self._clients)
-            for key, tensor in defense.state_dict().items()
-        }
-        if self.accountant is not None:
-            state |= {f"{_ACCOUNT}{key}": tensor for key, tensor in self.accountant.state_dict().items()}
-        save_file(state, self._state_file(output_dir))
+        save_private_state(output_dir, self.accelerator.process_index, self._clients, self.accountant)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:  # the random state may be left behind
         super()._load_optimizer_and_scheduler(checkpoint)
-        if checkpoint is None:
-            return
-        if not os.path.isfile(self._state_file(checkpoint)):
-            if self.accountant is not None:
-                raise ValueError(_NO_ACCOUNT.format(checkpoint))
-            logger.warning(f"{checkpoint} holds no defence state of this rank. Sensitivities are estimated anew.")
-            return
-        saved = load_file(self._state_file(checkpoint))
-        account = {key.removeprefix(_ACCOUNT): saved.pop(key) for key in list(saved) if key.startswith(_ACCOUNT)}
-        if self.accountant is not None:
-            if not account:
-                raise ValueError(_NO_ACCOUNT.format(checkpoint))
-            self.accountant.load_state_dict(account)
-        elif account:
-            logger.warning(
-                f"{checkpoint} holds an accountant's state, which this run leaves behind: it has no accountant."
-            )
-        state = {key: tensor.to(self.args.device) for key, tensor in saved.items()}
-        for index, defense in enumerate(self._clients):
-            prefix = f"{index}/"
-            own = {key.removeprefix(prefix): tensor for key, tensor in state.items() if key.startswith(prefix)}
-            defense.load_state_dict(own)
-
-    # Transformers 5.23 saves some models (ViT) under older names, which its own Trainer then does not find when it resumes: it
-    # warns and leaves the weights as they start (its issue 43701). `from_pretrained` knows both names.
-
-    def _issue_warnings_after_load(self, load_result: Any) -> None:
-        self._renamed = bool(load_result.missing_keys and load_result.unexpected_keys)
-        if not self._renamed:
-            super()._issue_warnings_after_load(load_result)
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        self._renamed = False
-        super()._load_from_checkpoint(resume_from_checkpoint, model)
-        self._load_renamed(resume_from_checkpoint, self.model if model is None else model)
-
-    def _load_best_model(self) -> None:
-        self._renamed = False
-        super()._load_best_model()
-        self._load_renamed(str(self.state.best_model_checkpoint), self.model)
-
-    def _load_renamed(self, folder: str, model: nn.Module) -> None:
-        if not self._renamed:
-            return
-        if not isinstance(model, PreTrainedModel):
-            raise RuntimeError(f"{folder} holds other weights than {type(model).__name__} has: it is of another model.")
-        loaded, found = type(model).from_pretrained(folder, output_loading_info=True)
-        if found["missing_keys"] or found["unexpected_keys"]:
-            raise RuntimeError(
-                f"{folder} holds other weights than {type(model).__name__} has. Missing: {sorted(found['missing_keys'])[:5]}, "
-                f"unexpected: {sorted(found['unexpected_keys'])[:5]}. It is of another model, or another version of it."
-            )
-        model.load_state_dict(loaded.state_dict())
-
-    def _state_file(self, folder: str) -> str:
-        return os.path.join(folder, f"gradguard_private_rank{self.accelerator.process_index}.safetensors")
+        if checkpoint is not None:
+            rank, device = self.accelerator.process_index, self.args.device
+            load_private_state(checkpoint, rank, self._clients, self.accountant, device)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """As in `Trainer`, with a section on what was protected and what was not."""
         super().create_model_card(*args, **kwargs)
         if self.is_world_process_zero():
             add_privacy_section(self)
-
-
-_ACCOUNT = "accountant/"
-_NO_ACCOUNT = (
-    "{} holds no accountant's state of this rank, so what was shared until then would not be counted. Resume with as many "
-    "ranks as were saved, from a run that had an accountant, or without one."
-)
 
 
 class _StartAlike(TrainerCallback):
@@ -498,32 +429,6 @@ def _resolve_defense(defense: str | Defense | None, args: TrainingArguments) -> 
             f"No defence is named. Pass defense=, one of: {', '.join(DEFENSES)}. To train unprotected, say 'none'."
         )
     return make_defense(name, **settings)
-
-
-def _load_model(args: TrainingArguments) -> PreTrainedModel:
-    path = getattr(args, "model_name_or_path", None)
-    if path is None:
-        raise ValueError("There is no model: pass model=, model_init=, or model_name_or_path in GradGuardConfig.")
-    named = AutoConfig.from_pretrained(path).architectures or []
-    model_class = getattr(transformers, named[0], None) if named else None
-    if model_class is None:
-        raise ValueError(
-            f"The `architectures` in {path}/config.json are {named}, which name no model class of Transformers. Load the "
-            "model yourself and pass it as model=."
-        )
-    if model_class.__name__ in MODEL_MAPPING_NAMES.values():
-        raise ValueError(
-            f"{path} holds a {model_class.__name__}, which has no loss: choose a model with a head. To put a new head on "
-            "it, load it with an AutoModelFor... class and pass it as model=."
-        )
-    return model_class.from_pretrained(path)
-
-
-def _load_tokenizer(args: TrainingArguments) -> Any:
-    try:
-        return AutoTokenizer.from_pretrained(args.model_name_or_path)
-    except (OSError, ValueError, KeyError):
-        return None  # vision models, and folders that hold a model alone: as if none had been passed
 
 
 def _main_input(batch: dict[str, Any]) -> Tensor:
