@@ -27,7 +27,7 @@ from .observation import Observation
 from .ordering import extend, group
 from .subspace import RowSpace, distances, row_space, select
 
-CHUNK = 2**24  # entries of layer inputs at once: 64 MiB in float32
+CHUNK = 2**20  # entries of layer inputs at once: 4 MiB in float32. Much larger ones cost as much again in page faults
 # Word and position embeddings add up, so LN(w + p) of a token seen elsewhere, at a position where another was seen, can lie
 # in the span too: what is nearly as near as the nearest goes on to where the attention has mixed them.
 TIE, ALTERNATIVES = 1e4, 64
