@@ -292,6 +292,21 @@ def test_image_attacks_recover_pixels(name: str, settings: dict[str, Any]) -> No
     assert psnr(found.input, batch["pixel_values"]) > 30
 
 
+def test_lbfgs_of_several_candidates_is_that_of_each() -> None:
+    """Evaluated together, each goes its own way: as many evaluations, the same values, the same end."""
+    model = small_lenet()
+    start = torch.rand(1, 3, 8, 8, generator=rng(), dtype=torch.float64)
+    settings = {"optimizer": "lbfgs", "learning_rate": 1.0, "schedule": "constant", "signed": False, "tolerance": 1e-7}
+    attack = make_attack("inverting_gradients", steps=12, start=start, **settings)
+    pixels = image_batch(3)["pixel_values"].split(1)
+    seen = [observe(model, {"pixel_values": x, "labels": torch.tensor([k])}) for k, x in enumerate(pixels)]
+    alone = [attack(one, rng()) for one in seen]
+    assert len({len(one.history) for one in alone}) > 1  # they do not end at once
+    for one, other in zip(alone, attack.together(seen, rng()), strict=True):
+        assert other.history == pytest.approx(one.history, rel=1e-6, abs=1e-12)
+        torch.testing.assert_close(other.input, one.input, rtol=1e-5, atol=1e-7)
+
+
 def test_recovered_pixels_are_in_range() -> None:
     model = small_lenet()
     batch = {"pixel_values": image_batch(1)["pixel_values"].round(), "labels": torch.tensor([2])}  # at the range's ends

@@ -8,6 +8,7 @@ of their classes in `images.py` and `text.py`.
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -23,9 +24,15 @@ from ..randomness import private_generator
 from .base import Attack, Reconstruction, texts
 from .decoding import Vocabulary
 from .labels import recover_labels
+from .lockstep import in_lockstep
 from .objectives import Candidate, Objective
 from .observation import Observation, without_dropout
 from .priors import squared_norm, total_variation
+
+Slopes = tuple[Tensor, Tensor, Tensors]
+"""Distances of candidates `(K,)`, their derivatives by the candidates, and by their labels."""
+Descent = tuple[Tensor, Tensor, Tensor, Tensor]
+"""The best candidates `(K, ...)`, their objectives `(K,)`, their labels, and the objectives on the way `(K, steps)`."""
 
 
 @dataclass
@@ -42,7 +49,7 @@ class GradientMatching(Attack):
         signed: Follow the sign of the input's gradient.
         start: `"normal"`, `"uniform"` (images), `"tokens"` (embeddings of random tokens), or a tensor in the input's shape:
             an attacker's own guess, such as robust data.
-        restarts: Starts from which to descend; the best match is returned. They run in one vectorised pass.
+        restarts: Starts from which to descend; the best match is returned. They are evaluated in one vectorised pass.
         total_variation: Weight of that prior on images.
         squared_norm: Weight of that prior.
         match_nonzero: Match only where the shared gradient is not zero: against pruning.
@@ -121,8 +128,11 @@ class GradientMatching(Attack):
         with without_dropout(observations[0].model):
             problem = Problem(observations, self)
             x = problem.start(self.start, generator)
-            stacks = [slice(k, k + 1) for k in range(len(x))] if self.optimizer == "lbfgs" else [slice(None)]
-            runs = [self._descend(problem, x[rows], rows, generator, started) for rows in stacks]
+            if self.optimizer == "lbfgs":  # whose line search is each candidate's own
+                runs = self._descend_apart(problem, x, generator, started)
+            else:
+                slopes = functools.partial(problem.slopes, rows=slice(None))
+                runs = [self._descend(problem, slopes, x, problem.labels, generator, started, self.progress)]
         best_x, best_value, best_labels = (torch.cat(parts) for parts in zip(*(run[:3] for run in runs), strict=True))
         problem.project_(best_x)
         seconds = time.perf_counter() - started
@@ -144,11 +154,41 @@ class GradientMatching(Attack):
             )
         return results
 
+    def _descend_apart(self, problem: Problem, x: Tensor, generator: torch.Generator, started: float) -> list[Descent]:
+        """Each candidate by an optimizer of its own, all of them evaluated together."""
+
+        def run(k: int, own: torch.Generator, ask: Callable[[tuple[Tensor, Tensor]], Slopes]) -> Descent:
+            def slopes(x: Tensor, labels: Tensor) -> Slopes:
+                return ask((x.detach(), labels.detach()))
+
+            bar = self.progress and k == 0
+            return self._descend(problem, slopes, x[k : k + 1], problem.labels[k : k + 1], own, started, bar)
+
+        def evaluate(numbers: list[int], asked: list[tuple[Tensor, Tensor]]) -> list[Slopes]:
+            rows = slice(None) if len(numbers) == len(x) else torch.tensor(numbers, device=x.device)
+            xs, labels = (torch.cat(parts) for parts in zip(*asked, strict=True))
+            values, slopes, others = problem.slopes(xs, labels, rows)
+            return [
+                (values[i : i + 1], slopes[i : i + 1], {name: other[i : i + 1] for name, other in others.items()})
+                for i in range(len(numbers))
+            ]
+
+        seeds = torch.randint(2**62, (len(x),), generator=generator, device=generator.device).tolist()
+        owns = [torch.Generator(device=generator.device).manual_seed(seed) for seed in seeds]
+        return in_lockstep([functools.partial(run, k, own) for k, own in enumerate(owns)], evaluate)
+
     def _descend(
-        self, problem: Problem, x: Tensor, rows: slice, generator: torch.Generator, started: float
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The best candidates `(K, ...)`, their objectives `(K,)`, their labels, and the objectives on the way `(K, steps)`."""
-        x, labels = x.clone(), problem.labels[rows].clone()
+        self,
+        problem: Problem,
+        slopes_at: Callable[[Tensor, Tensor], Slopes],
+        x: Tensor,
+        labels: Tensor,
+        generator: torch.Generator,
+        started: float,
+        progress: bool,
+    ) -> Descent:
+        """From candidates `x` with their labels, following `slopes_at`."""
+        x, labels = x.clone(), labels.clone()
         leaves = [x, labels] if problem.soft else [x]
         optimizer = _OPTIMIZERS[self.optimizer](leaves, self.learning_rate)
         rate = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _SCHEDULES[self.schedule](self, step))
@@ -156,7 +196,7 @@ class GradientMatching(Attack):
         history: list[Tensor] = []
 
         def evaluate() -> float:
-            values, slopes, others = problem.slopes(x, labels, rows)
+            values, slopes, others = slopes_at(x, labels)
             penalty = self.penalty(problem, at := x.detach().requires_grad_())
             if isinstance(penalty, Tensor):
                 values = values + penalty.detach()
@@ -171,7 +211,7 @@ class GradientMatching(Attack):
             return float(values.sum())
 
         least, since = math.inf, 0
-        bar = logging.tqdm(range(self.steps), desc=self.name, disable=not self.progress)
+        bar = logging.tqdm(range(self.steps), desc=self.name, disable=not progress)
         for step in bar:
             optimizer.step(evaluate)
             rate.step()
@@ -253,7 +293,7 @@ class Problem:
             if not self.free.any():
                 raise ValueError("Every token of this shape is special or padding: there is nothing to reconstruct.")
 
-    def slopes(self, x: Tensor, labels: Tensor, rows: slice) -> tuple[Tensor, Tensor, Tensors]:
+    def slopes(self, x: Tensor, labels: Tensor, rows: slice | Tensor) -> Slopes:
         """dist(g(x̂), shared) of the candidates `rows`, `(K,)`, and its derivatives by `x` and by soft labels."""
         extras = {name: tensor[rows] for name, tensor in self.extras.items()}
         return self.gmap.slopes_at(self._distance, x, extras, factored=not self.weighted, labels=labels)

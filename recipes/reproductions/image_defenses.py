@@ -52,8 +52,8 @@ def main() -> None:
         network = {"evaluation_network": args.evaluation_network} if defense == "refiner" else {}
         made, grants = make_defense(defense, **strength, **network), {"input_shape": tuple(images[0].shape)}
         seen = [share(model, gmap, made, number, grants, **else_seen) for number, gmap in enumerate(maps)]
-        attacker, generator = make_attack(attack, **settings), torch.Generator().manual_seed(0)
-        return summary([attacker(one, generator).input.nan_to_num(0.5) for one in seen])
+        found = make_attack(attack, **settings).together(seen, torch.Generator().manual_seed(0))
+        return summary([one.input.nan_to_num(0.5) for one in found])
 
     def summary(guesses: list) -> dict:
         found = score_images(guesses, list(images))
