@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -358,6 +359,18 @@ def word_tokenizer(words: list[str]) -> PreTrainedTokenizerFast:
     tokenizer.post_processor = TemplateProcessing(single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)])
     names = dict(zip(("pad_token", "unk_token", "cls_token", "sep_token"), SPECIAL_TOKENS, strict=True))
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names)
+
+
+def save_encoder(folder: Path, tokenizer: PreTrainedTokenizerFast, hidden_size: int) -> Path:
+    """Saves a random BERT classifier of two layers with that tokenizer."""
+    sizes = {"hidden_size": hidden_size, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = BertConfig(
+        vocab_size=len(tokenizer), max_position_embeddings=64, intermediate_size=24, pad_token_id=0, **sizes
+    )
+    torch.manual_seed(0)
+    BertForSequenceClassification(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
 
 
 def ragged_rows(count: int) -> list[dict[str, Tensor]]:

@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import word_tokenizer
-from transformers import AutoModelForSequenceClassification, BertConfig, BertForSequenceClassification
+from helpers import save_encoder, word_tokenizer
+from transformers import AutoModelForSequenceClassification
 
 import hf_gradguard
 from hf_gradguard.networks import TextEvaluationNetwork, TextEvaluationNetworkConfig, embedding_fingerprint
@@ -49,13 +49,7 @@ def sst2(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def encoder(tmp_path_factory: pytest.TempPathFactory, sst2: Path) -> Path:
     """A folder with a random BERT of two layers and a tokenizer that knows the words of `sst2`."""
     words = sorted({word for split in ("train", "dev") for word in (sst2 / f"{split}.tsv").read_text().split()})
-    folder, tokenizer = tmp_path_factory.mktemp("data") / "encoder", word_tokenizer(words)
-    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
-    torch.manual_seed(0)
-    config = BertConfig(vocab_size=len(tokenizer), max_position_embeddings=64, pad_token_id=0, **sizes)
-    BertForSequenceClassification(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
+    return save_encoder(tmp_path_factory.mktemp("data") / "encoder", word_tokenizer(words), hidden_size=16)
 
 
 @pytest.fixture

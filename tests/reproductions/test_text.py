@@ -7,20 +7,15 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
-from transformers import AutoTokenizer, BertConfig, BertForSequenceClassification
+from helpers import save_encoder
+from transformers import AutoTokenizer
 
 
 @pytest.fixture(scope="module")
 def encoder(tmp_path_factory: pytest.TempPathFactory, encoder: Path) -> Path:
     """As the common one, but wider than a batch has tokens, which the span attack asks for."""
-    folder, tokenizer = tmp_path_factory.mktemp("data") / "encoder", AutoTokenizer.from_pretrained(encoder)
-    sizes = {"hidden_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 96}
-    torch.manual_seed(0)
-    config = BertConfig(vocab_size=len(tokenizer), max_position_embeddings=64, pad_token_id=0, **sizes)
-    BertForSequenceClassification(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
+    tokenizer = AutoTokenizer.from_pretrained(encoder)
+    return save_encoder(tmp_path_factory.mktemp("data") / "encoder", tokenizer, hidden_size=96)
 
 
 def figures(output: Path) -> dict:
