@@ -22,7 +22,12 @@ from hf_gradguard.attacks.objectives import (
     squared_distance,
 )
 from hf_gradguard.attacks.priors import batch_norm_distance, embedding_length, total_variation
-from hf_gradguard.models import LeakageLeNetConfig, LeakageLeNetForImageClassification
+from hf_gradguard.models import (
+    DeepConvNetConfig,
+    DeepConvNetForImageClassification,
+    LeakageLeNetConfig,
+    LeakageLeNetForImageClassification,
+)
 
 
 def observe(model: torch.nn.Module, batch: dict[str, Tensor], gradient: Any = None, **grants: Any) -> Observation:
@@ -305,6 +310,56 @@ def test_lbfgs_of_several_candidates_is_that_of_each() -> None:
     for one, other in zip(alone, attack.together(seen, rng()), strict=True):
         assert other.history == pytest.approx(one.history, rel=1e-6, abs=1e-12)
         torch.testing.assert_close(other.input, one.input, rtol=1e-5, atol=1e-7)
+
+
+def test_lbfgs_together_weighs_each_by_its_own_gradient() -> None:
+    """Coordinates that a pruning left differ between messages."""
+    model, pixels = small_lenet(), image_batch(2)["pixel_values"].split(1)
+    maps = [GradientMap(model, {"pixel_values": x, "labels": torch.tensor([k])}) for k, x in enumerate(pixels)]
+    seen = [observe(model, gmap.batch, make_defense("pruning", ratio=0.2)(gmap)) for gmap in maps]
+    start = torch.rand(1, 3, 8, 8, generator=rng(), dtype=torch.float64)
+    settings = {"optimizer": "lbfgs", "learning_rate": 1.0, "schedule": "constant", "signed": False, "steps": 4}
+    attack = make_attack("inverting_gradients", start=start, match_nonzero=True, **settings)
+    for one, other in zip([attack(one, rng()) for one in seen], attack.together(seen, rng()), strict=True):
+        assert other.history == pytest.approx(one.history, rel=1e-6, abs=1e-12)
+
+
+def test_dlg_finds_the_labels_of_several_restarts_too() -> None:
+    model, batch = small_lenet(), {"pixel_values": image_batch(1)["pixel_values"], "labels": torch.tensor([2])}
+    found = make_attack("dlg", steps=60, start="uniform", restarts=3)(observe(model, batch), rng())
+    assert found.labels is not None
+    assert found.labels.tolist() == [2]
+    assert found.input is not None
+    assert psnr(found.input, batch["pixel_values"]) > 30
+
+
+def test_lbfgs_on_a_model_that_cannot_run_vectorised() -> None:
+    """Candidates are then evaluated one by one: batch normalisation in training mode."""
+    torch.manual_seed(0)
+    model = DeepConvNetForImageClassification(DeepConvNetConfig(width=4)).train()
+    batch = {"pixel_values": torch.rand(2, 3, 32, 32), "labels": torch.tensor([0, 1])}
+    seen = observe(model, batch, labels=batch["labels"])
+    settings = {"optimizer": "lbfgs", "learning_rate": 1.0, "schedule": "constant", "signed": False, "steps": 2}
+    with pytest.raises(RuntimeError):
+        make_attack("inverting_gradients", restarts=2, steps=1)(seen, rng())
+    found = make_attack("inverting_gradients", restarts=2, **settings)(seen, rng())
+    assert found.objective < found.history[0]
+
+
+def test_lamp_by_lbfgs_scores_each_candidate_by_its_own_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, batch, tokenizer = text_task()
+    other = {**batch, "input_ids": batch["input_ids"].flip(1)}
+    seen = [observe(model, one, labels=one["labels"], tokenizer=tokenizer) for one in (batch, other)]
+    distance, asked = Problem.distance, []
+
+    def spy(problem: Problem, x: Tensor, candidate: int) -> Tensor:
+        asked.append(candidate)
+        return distance(problem, x, candidate)
+
+    monkeypatch.setattr(Problem, "distance", spy)
+    settings = {"optimizer": "lbfgs", "learning_rate": 1.0, "schedule": "constant", "every": 1, "moves": 1}
+    make_attack("lamp", steps=1, **settings).together(seen, rng())
+    assert sorted(asked) == [0, 0, 1, 1]
 
 
 def test_recovered_pixels_are_in_range() -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
@@ -77,6 +80,51 @@ def test_an_error_ends_all_runs() -> None:
     with pytest.raises(KeyError, match="mine"):
         in_lockstep([goes_on, fails, goes_on], doubling([]))
     assert ends == ["ended"] * 2
+
+
+def test_an_interrupt_ends_all_runs() -> None:
+    ends = []
+
+    def goes_on(ask: Callable[[int], int]) -> None:
+        try:
+            while True:
+                ask(1)
+        finally:
+            ends.append("ended")
+
+    def evaluate(numbers: list[int], questions: list[int]) -> list[int]:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        in_lockstep([goes_on] * 3, evaluate)
+    assert ends == ["ended"] * 3
+
+
+def test_a_thread_that_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    submit = ThreadPoolExecutor.submit
+    left = [2]
+
+    def few(pool: ThreadPoolExecutor, *arguments: Any) -> Any:
+        if not left[0]:
+            raise RuntimeError("can't start new thread")
+        left[0] -= 1
+        return submit(pool, *arguments)
+
+    monkeypatch.setattr(ThreadPoolExecutor, "submit", few)
+    with pytest.raises(RuntimeError, match="can't start"):
+        in_lockstep([asker(2, 0)] * 3, doubling([]))
+
+
+def test_evaluations_run_in_the_callers_thread() -> None:
+    where = set()
+
+    def evaluate(numbers: list[int], questions: list[int]) -> list[int]:
+        where.add((threading.get_ident(), torch.is_grad_enabled()))
+        return questions
+
+    with torch.no_grad():
+        in_lockstep([asker(2, 0), asker(1, 0)], evaluate)
+    assert where == {(threading.get_ident(), False)}
 
 
 @pytest.mark.parametrize("first", [0, 1])

@@ -84,6 +84,14 @@ class GradInversion(GradientMatching):
     def objective(self) -> Objective:
         return squared_distance
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.optimizer == "lbfgs" and self.restarts > 1 and self.group_consistency:
+            raise ValueError(
+                "With L-BFGS each restart descends by itself, so that they cannot be held together: set group_consistency=0, or "
+                "take another optimizer."
+            )
+
     def penalty(self, problem: Problem, x: Tensor) -> Tensor | float:
         value = super().penalty(problem, x)
         if self.batch_norm and not problem.seen.is_text and _has_batch_norm(problem.seen.model):

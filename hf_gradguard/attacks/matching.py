@@ -105,8 +105,8 @@ class GradientMatching(Attack):
             value = value + self.squared_norm * squared_norm(x)
         return value
 
-    def between_steps(self, problem: Problem, step: int, x: Tensor, generator: torch.Generator) -> None:
-        """What happens to the candidates after a step, in place."""
+    def between_steps(self, problem: Problem, step: int, x: Tensor, first: int, generator: torch.Generator) -> None:
+        """What happens to candidates after a step, in place: to those from number `first` on."""
 
     def reconstruct(self, seen: Observation, generator: torch.Generator) -> Reconstruction:
         return self.together([seen], generator)[0]
@@ -131,8 +131,7 @@ class GradientMatching(Attack):
             if self.optimizer == "lbfgs":  # whose line search is each candidate's own
                 runs = self._descend_apart(problem, x, generator, started)
             else:
-                slopes = functools.partial(problem.slopes, rows=slice(None))
-                runs = [self._descend(problem, slopes, x, problem.labels, generator, started, self.progress)]
+                runs = [self._descend(problem, problem.slopes, x, slice(None), generator, started)]
         best_x, best_value, best_labels = (torch.cat(parts) for parts in zip(*(run[:3] for run in runs), strict=True))
         problem.project_(best_x)
         seconds = time.perf_counter() - started
@@ -156,22 +155,26 @@ class GradientMatching(Attack):
 
     def _descend_apart(self, problem: Problem, x: Tensor, generator: torch.Generator, started: float) -> list[Descent]:
         """Each candidate by an optimizer of its own, all of them evaluated together."""
+        vectorised = True
 
         def run(k: int, own: torch.Generator, ask: Callable[[tuple[Tensor, Tensor]], Slopes]) -> Descent:
-            def slopes(x: Tensor, labels: Tensor) -> Slopes:
+            def slopes_at(x: Tensor, labels: Tensor, rows: slice) -> Slopes:
                 return ask((x.detach(), labels.detach()))
 
-            bar = self.progress and k == 0
-            return self._descend(problem, slopes, x[k : k + 1], problem.labels[k : k + 1], own, started, bar)
+            return self._descend(problem, slopes_at, x, slice(k, k + 1), own, started)
 
         def evaluate(numbers: list[int], asked: list[tuple[Tensor, Tensor]]) -> list[Slopes]:
-            rows = slice(None) if len(numbers) == len(x) else torch.tensor(numbers, device=x.device)
-            xs, labels = (torch.cat(parts) for parts in zip(*asked, strict=True))
-            values, slopes, others = problem.slopes(xs, labels, rows)
-            return [
-                (values[i : i + 1], slopes[i : i + 1], {name: other[i : i + 1] for name, other in others.items()})
-                for i in range(len(numbers))
-            ]
+            nonlocal vectorised
+            if vectorised and len(numbers) > 1:
+                rows = slice(None) if len(numbers) == len(x) else torch.tensor(numbers, device=x.device)
+                try:
+                    xs, labels = (torch.cat(parts) for parts in zip(*asked, strict=True))
+                    found = problem.slopes(xs, labels, rows)
+                except RuntimeError:  # a model that cannot run so, or no memory for it: the same numbers, in more time
+                    vectorised = False
+                else:
+                    return [_row(found, i) for i in range(len(numbers))]
+            return [problem.slopes(*one, slice(k, k + 1)) for k, one in zip(numbers, asked, strict=True)]
 
         seeds = torch.randint(2**62, (len(x),), generator=generator, device=generator.device).tolist()
         owns = [torch.Generator(device=generator.device).manual_seed(seed) for seed in seeds]
@@ -180,15 +183,15 @@ class GradientMatching(Attack):
     def _descend(
         self,
         problem: Problem,
-        slopes_at: Callable[[Tensor, Tensor], Slopes],
+        slopes_at: Callable[[Tensor, Tensor, slice], Slopes],
         x: Tensor,
-        labels: Tensor,
+        rows: slice,
         generator: torch.Generator,
         started: float,
-        progress: bool,
     ) -> Descent:
-        """From candidates `x` with their labels, following `slopes_at`."""
-        x, labels = x.clone(), labels.clone()
+        """From the candidates `rows` of `x` on, following `slopes_at`."""
+        first = rows.start or 0
+        x, labels = x[rows].clone(), problem.labels[rows].clone()
         leaves = [x, labels] if problem.soft else [x]
         optimizer = _OPTIMIZERS[self.optimizer](leaves, self.learning_rate)
         rate = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _SCHEDULES[self.schedule](self, step))
@@ -196,7 +199,7 @@ class GradientMatching(Attack):
         history: list[Tensor] = []
 
         def evaluate() -> float:
-            values, slopes, others = slopes_at(x, labels)
+            values, slopes, others = slopes_at(x, labels, rows)
             penalty = self.penalty(problem, at := x.detach().requires_grad_())
             if isinstance(penalty, Tensor):
                 values = values + penalty.detach()
@@ -211,12 +214,12 @@ class GradientMatching(Attack):
             return float(values.sum())
 
         least, since = math.inf, 0
-        bar = logging.tqdm(range(self.steps), desc=self.name, disable=not progress)
+        bar = logging.tqdm(range(self.steps), desc=self.name, disable=not self.progress or first > 0)
         for step in bar:
             optimizer.step(evaluate)
             rate.step()
             problem.project_(x)
-            self.between_steps(problem, step, x, generator)
+            self.between_steps(problem, step, x, first, generator)
             if step % 20 == 0:
                 bar.set_postfix(objective=f"{float(best[1].min()):.4g}")
             now = float(best[1].sum())
@@ -229,6 +232,11 @@ class GradientMatching(Attack):
                 break
         bar.close()
         return best[0], best[1], best[2], torch.stack(history, 1)
+
+
+def _row(found: Slopes, i: int) -> Slopes:
+    values, slopes, others = found
+    return values[i : i + 1], slopes[i : i + 1], {name: other[i : i + 1] for name, other in others.items()}
 
 
 class Problem:

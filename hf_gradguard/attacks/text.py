@@ -87,12 +87,12 @@ class Lamp(GradientMatching):
             value = value + self.length_weight * embedding_length(x, mean)
         return value
 
-    def between_steps(self, problem: Problem, step: int, x: Tensor, generator: torch.Generator) -> None:
+    def between_steps(self, problem: Problem, step: int, x: Tensor, first: int, generator: torch.Generator) -> None:
         if (step + 1) % self.every:
             return
         for k in range(len(x)):
             moved = torch.stack([x[k], *(self._rearranged(problem, x[k], generator) for _ in range(self.moves))])
-            scores = torch.stack([self._score(problem, one, k) for one in moved])
+            scores = torch.stack([self._score(problem, one, first + k) for one in moved])
             x[k] = moved[scores.argmin()]
 
     def _score(self, problem: Problem, x: Tensor, candidate: int) -> Tensor:

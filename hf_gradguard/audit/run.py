@@ -174,7 +174,7 @@ def audit(
                 key = digest(message_key, defense_keys[defense_label])
                 row = cells.get(key) or cells.put(key, upload.describe())
                 if "reason" not in row:
-                    figures_key = digest(key, "figures")
+                    figures_key = digest(key, "figures, I_lb as a norm")
                     row["figures"] = cells.get(figures_key) or cells.put(figures_key, upload.figures())
                 shared_rows.append({**place, **row})
                 for (
