@@ -24,13 +24,13 @@ def main() -> None:
     parser.add_argument("--tables", action="store_true", help="run no command")
     parser.add_argument("--page", type=Path, default=PAGE)
     args = parser.parse_args()
-    for command in [] if args.tables else commands(args.page.read_text(encoding="utf-8")):
-        if not args.only or any(part in command for part in args.only):
-            missing = [name for name in re.findall(r"\$(\w+)", command) if name not in os.environ]
-            if missing:
-                sys.exit(f"Set {', '.join(missing)} in the environment for\n\n{command}\nThe page says what they are.")
-            print(f"\n{command}")
-            subprocess.run(["bash", "-ec", command], cwd=args.page.parents[1], check=True)
+    known = [] if args.tables else commands(args.page.read_text(encoding="utf-8"))
+    chosen = [command for command in known if not args.only or any(part in command for part in args.only)]
+    if missing := sorted({name for name in re.findall(r"\$(\w+)", " ".join(chosen)) if name not in os.environ}):
+        sys.exit(f"Set {', '.join(missing)} in the environment: {args.page} says what they are.")
+    for command in chosen:
+        print(f"\n{command}")
+        subprocess.run(["bash", "-ec", command], cwd=args.page.parents[1], check=True)
     args.page.write_text(filled(args.page), encoding="utf-8")
 
 

@@ -1,11 +1,11 @@
-"""What each defence hides from the strongest attack on text, and what it costs in accuracy: one picture.
+"""What each defence hides from the span attack, and what it costs in accuracy: one picture.
 
     python recipes/reproductions/hiding_and_learning.py --tokens docs/results/span_attack.json \
         --accuracies docs/results/sst2.json --output docs/results/hiding_and_learning
 
 Puts figures of span_attack.py (single sentences, before fine-tuning) beside those of sst2_defenses.py (300 steps on messages of 16
-sentences) where both have the same defence at the same strength. Messages of 16 hide more than single sentences do, so this is the
-worst that the span attack does to a client who shares one sentence.
+sentences) where both have the same defence at the same strength. Messages of 16 hide more than single sentences do. Other attacks
+read other things: see text_defenses.py.
 """
 
 import json
@@ -63,7 +63,8 @@ def main() -> None:
         )
     write_table(args.output, ["defence", "tokens that span finds in a sentence", "accuracy on SST-2"], rows)
     axes.set(
-        xlabel="tokens found in a single sentence, in % (left: hidden)", ylabel="accuracy on SST-2 in % (up: learnt)"
+        xlabel="tokens that span finds in a single sentence, in % (left: hidden)",
+        ylabel="accuracy on SST-2 in % (up: learnt)",
     )
     axes.set(xlim=(-3, 103))
     axes.legend(fontsize=8)

@@ -4,7 +4,7 @@
         --sst2 SST2 --tokenizer MODEL --output docs/results/influence_predicts_attacks
 
 One sample a gradient, Gaussian noise at five strengths and pruning at four ratios, label known. Images: the leakage papers'
-LeNet before training, Inverting Gradients by L-BFGS (as published it reaches 11 dB undefended, so 32), pixels clipped to their
+LeNet before training, Inverting Gradients by L-BFGS (as published it reaches 13 dB undefended, so 32), pixels clipped to their
 range. Sentences of 8 to 20 words: a random BERT of 2 layers, token embeddings withheld, TAG with 300 steps, which find all of an
 undefended sentence. Influences are norms, rmse is a coordinate's; I itself takes the damping 1e-3 λ_max.
 """

@@ -11,6 +11,7 @@ makes of single lossless images' protected gradients at the initial weights; the
 """
 
 import argparse
+import copy
 import statistics
 from collections.abc import Sequence
 
@@ -54,6 +55,8 @@ def main() -> None:
     results = Results(args.output, plan)
     for seed in range(plan["seeds"]):
         for row, settings in rows.items():
+            if "epsilon" in row and seed:  # one seed: what these rows show is their PSNR
+                continue
             network = {} if row == "none" else {"evaluation_network": args.evaluation_network}
             defense = make_defense("none" if row == "none" else "refiner", **settings, **network)
             draw = torch.Generator().manual_seed(seed)
@@ -100,6 +103,7 @@ def accuracy(
 ) -> float:
     """Test accuracy after so many rounds, in each of which some clients answer; `parts` are the clients' rows."""
     model, noise = lenet(seed), torch.Generator().manual_seed(seed + 1000)
+    defenses = [copy.deepcopy(defense) for _ in parts]  # what one remembers is of its client's batches
     optimizer = torch.optim.Adam(model.parameters(), lr=LEARNING_RATE)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / rounds)
     for _ in logging.tqdm(range(rounds), desc=f"{defense.name}, seed {seed}"):
@@ -107,7 +111,8 @@ def accuracy(
         for client in torch.randperm(CLIENTS, generator=draw)[:DRAWN]:
             rows = parts[client][torch.randint(len(parts[client]), (BATCH,), generator=draw)]
             batch = {"pixel_values": train[0][rows].float() / 255, "labels": train[1][rows]}
-            shared = defense(GradientMap(model, batch, second_order=defense.needs_jacobian), generator=noise)
+            gmap = GradientMap(model, batch, second_order=defense.needs_jacobian)
+            shared = defenses[client](gmap, generator=noise)
             for name, parameter in model.named_parameters():
                 mine = shared[name] / DRAWN
                 parameter.grad = mine if parameter.grad is None else parameter.grad + mine
@@ -134,7 +139,7 @@ def attack(defense, images: Tensor, labels: Tensor, steps: int) -> dict:
     for number, (image, label) in enumerate(zip(images.split(1), labels.split(1), strict=True)):
         gmap = GradientMap(model, {"pixel_values": image, "labels": label})
         generator = torch.Generator().manual_seed(number)
-        shared = defense(gmap, generator=generator)
+        shared = copy.deepcopy(defense)(gmap, generator=generator)
         true, sent = (torch.cat([t.flatten() for t in g.values()]) for g in (gmap.gradient(), shared))
         cosines.append(float(torch.nn.functional.cosine_similarity(true, sent, dim=0)))
         distances.append(float((true - sent).norm()))
@@ -146,13 +151,18 @@ def attack(defense, images: Tensor, labels: Tensor, steps: int) -> dict:
     return {"psnr": psnr, **{name: statistics.mean(values) for name, values in means.items()}}
 
 
+def pmm(figures: dict, row: str) -> list[float]:
+    """Accuracies relative to those without a defence, in %, seed by seed."""
+    plain = figures["none"]["accuracy"]
+    return [100 * one / plain[seed] for seed, one in figures[row]["accuracy"].items()]
+
+
 def scores(figures: dict) -> list[tuple[str, list[str]]]:
     """Cells of PMM, accuracy, PSNR, cosine and distance for every row."""
     rows = []
     for row, found in figures.items():
-        mine, plain = (list(runs["accuracy"].values()) for runs in (found, figures["none"]))
-        pmm = [100 * one / other for one, other in zip(mine, plain, strict=False)]
-        cells = [interval(pmm, 0), interval([100 * one for one in mine], 1), interval(found["attack"]["psnr"], 1)]
+        cells = [interval(pmm(figures, row), 0), interval([100 * one for one in found["accuracy"].values()], 1)]
+        cells.append(interval(found["attack"]["psnr"], 1))
         cells += [f"{found['attack']['cosine']:.3f}", f"{found['attack']['distance']:.2f}"]
         rows.append((row, cells))
     return rows

@@ -13,7 +13,7 @@ takes a second and a half a message, has one seed.
 import matplotlib
 import numpy as np
 import torch
-from refiner_ablations import CLIENTS, FULL, QUICK, accuracy, attack, federation_data, federation_parser, scores
+from refiner_ablations import CLIENTS, FULL, QUICK, accuracy, attack, federation_data, federation_parser, pmm, scores
 from reporting import Results, named, write_table
 
 from hf_gradguard import make_defense
@@ -69,10 +69,10 @@ def label(name: str, strength: dict) -> str:
 
 def plot(figures: dict, rows: dict, args) -> None:
     """PMM over PSNR."""
-    plain, curves = figures["none"]["accuracy"], {}
+    curves: dict[str, list] = {}
     for row, (name, _) in rows.items():
-        pmm = np.mean([100 * one / plain[seed] for seed, one in figures[row]["accuracy"].items()])
-        curves.setdefault(name, []).append((np.mean(figures[row]["attack"]["psnr"]), pmm))
+        mean = np.mean(pmm(figures, row))
+        curves.setdefault(name, []).append((np.mean(figures[row]["attack"]["psnr"]), mean))
     figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
     for name, points in curves.items():
         axes.plot(*zip(*sorted(points), strict=True), marker="o", label=name)

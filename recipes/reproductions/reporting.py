@@ -7,6 +7,7 @@ seconds and shows only that it runs.
 
 import argparse
 import json
+import os
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,8 @@ class Results:
 
     Args:
         output: Path without an ending.
-        plan: All settings that the figures depend on, as JSON has them. A file that was made with others is refused.
+        plan: The settings that the figures depend on. A file that was made with others is refused. Data and networks that the
+            command names are not compared: keep to one OUTPUT for each.
     """
 
     def __init__(self, output: Path, plan: dict) -> None:
@@ -35,7 +37,7 @@ class Results:
         self.figures: dict = {}
         if self.path.exists():
             stored = json.loads(self.path.read_text(encoding="utf-8"))
-            if stored["plan"] != plan:
+            if stored.get("plan") != plan:
                 raise SystemExit(f"{self.path} was made with other settings: choose another --output, or remove it.")
             self.figures = stored["figures"]
         self.plan = plan
@@ -49,7 +51,9 @@ class Results:
         if place[-1] not in part:
             part[place[-1]] = json.loads(json.dumps(compute(*arguments)))
             stored = {"plan": self.plan, "figures": self.figures}
-            self.path.write_text(json.dumps(stored, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+            aside = self.path.with_name(self.path.name + ".new")  # an interrupt here must not cost what is there
+            aside.write_text(json.dumps(stored, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+            os.replace(aside, self.path)
         return part[place[-1]]
 
 

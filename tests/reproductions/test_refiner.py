@@ -11,7 +11,9 @@ import pytest
 import torch
 from datasets import Dataset
 from PIL import Image
+from transformers import set_seed
 
+from hf_gradguard.models import LeakageLeNetConfig, LeakageLeNetForImageClassification
 from hf_gradguard.networks import ImageEvaluationNetwork, ImageEvaluationNetworkConfig
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "recipes" / "reproductions"
@@ -74,12 +76,19 @@ def test_frontier(partition, federation, quick, tmp_path):
     assert [line.split(" | ")[0].removeprefix("| ") for line in table[2:]] == list(figures)
 
 
-def test_pruning_by_three_scores(federation, quick, tmp_path, monkeypatch):
+def test_pruning_by_three_scores(federation, quick, tmp_path):
     output = tmp_path / "pruning"
     quick("refiner_pruning.py", *federation[:4], "--output", output)
     figures = figures_of(output)
     # Without any entry nothing is learnt: the accuracies are those of the initial weights, whatever the score.
-    assert figures["|θ|"]["1.0"] == figures["|g|"]["1.0"] == figures["|g θ|"]["1.0"]
+    test = Dataset.from_parquet(str(federation[3]))
+    pixels = torch.from_numpy(np.stack([np.asarray(image) for image in test["img"]])).permute(0, 3, 1, 2).float() / 255
+    for seed in ("0", "1"):
+        set_seed(int(seed))
+        with torch.no_grad():
+            found = LeakageLeNetForImageClassification(LeakageLeNetConfig())(pixels).logits.argmax(1)
+        right = float((found == torch.tensor(test["label"])).float().mean())
+        assert [figures[name]["1.0"][seed] for name in ("|θ|", "|g|", "|g θ|")] == pytest.approx([right] * 3)
     assert len(Path(f"{output}.md").read_text().splitlines()) == 2 + 1 + 3 * 2
 
 

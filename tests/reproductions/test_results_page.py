@@ -19,7 +19,7 @@ def results(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> None:
     runpy.run_path(str(ROOT / "recipes" / "results.py"), run_name="__main__")
 
 
-def test_tables_are_those_of_the_files(tmp_path):
+def test_tables_are_those_of_the_files():
     filled = runpy.run_path(str(ROOT / "recipes" / "results.py"))["filled"]
     page = PAGE.read_text(encoding="utf-8")
     assert filled(PAGE) == page

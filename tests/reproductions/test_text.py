@@ -65,7 +65,7 @@ def test_span_attack(encoder, network, sst2, quick, tmp_path):
     assert len(table(tmp_path / "span_attack_noise")) == 6
 
 
-def test_span_attack_shows_what_is_there(quick, tmp_path, monkeypatch):
+def test_span_attack_shows_what_is_there(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(Path(__file__).parents[2] / "recipes" / "reproductions")
     import span_attack
 
