@@ -103,9 +103,10 @@ def present(output: Path, results: Results, chance: list[float], score: str, dig
     rows = [["chance", shown(chance), *[""] * (len(columns) - 1)]]
     write_table(output, ["", *columns], rows + [[row, *map(shown, cells)] for row, cells in found.items()])
     means = np.array([[cell[0] if cell else np.nan for cell in cells] for cells in found.values()])
+    most = max(chance[0], np.nanmax(means))
     figure, axes = plt.subplots(figsize=(3 + len(columns), 1.5 + 0.28 * len(found)), layout="constrained")
-    axes.imshow(means, cmap="Reds", vmin=chance[0], vmax=np.nanmax(means), aspect="auto")
-    middle = (chance[0] + np.nanmax(means)) / 2
+    axes.imshow(means, cmap="Reds", vmin=chance[0], vmax=most, aspect="auto")
+    middle = (chance[0] + most) / 2
     for (row, column), mean in np.ndenumerate(means):
         if not np.isnan(mean):
             color = "white" if mean > middle else "black"
