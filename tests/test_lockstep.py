@@ -33,6 +33,19 @@ def asker(times: int, start: int) -> Callable[[Callable[[int], int]], int]:
     return run
 
 
+def forever(ends: list[str]) -> Callable[[Callable[[int], int]], None]:
+    """Asks until it is ended, and notes that it was."""
+
+    def run(ask: Callable[[int], int]) -> None:
+        try:
+            while True:
+                ask(1)
+        finally:
+            ends.append("ended")
+
+    return run
+
+
 def test_all_who_still_run_are_answered_together() -> None:
     asked: list[list[int]] = []
     found = in_lockstep([asker(3, 1), asker(1, 5), asker(0, 7), asker(2, -1)], doubling(asked))
@@ -64,39 +77,25 @@ def test_only_one_computes_at_a_time() -> None:
 
 
 def test_an_error_ends_all_runs() -> None:
-    ends = []
+    ends: list[str] = []
 
     def fails(ask: Callable[[int], int]) -> None:
         ask(1)
         raise KeyError("mine")
 
-    def goes_on(ask: Callable[[int], int]) -> None:
-        try:
-            while True:
-                ask(1)
-        finally:
-            ends.append("ended")
-
     with pytest.raises(KeyError, match="mine"):
-        in_lockstep([goes_on, fails, goes_on], doubling([]))
+        in_lockstep([forever(ends), fails, forever(ends)], doubling([]))
     assert ends == ["ended"] * 2
 
 
 def test_an_interrupt_ends_all_runs() -> None:
-    ends = []
-
-    def goes_on(ask: Callable[[int], int]) -> None:
-        try:
-            while True:
-                ask(1)
-        finally:
-            ends.append("ended")
+    ends: list[str] = []
 
     def evaluate(numbers: list[int], questions: list[int]) -> list[int]:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        in_lockstep([goes_on] * 3, evaluate)
+        in_lockstep([forever(ends)] * 3, evaluate)
     assert ends == ["ended"] * 3
 
 
