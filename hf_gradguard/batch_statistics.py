@@ -47,5 +47,4 @@ def average_statistics(model: nn.Module, accelerator: Accelerator) -> None:
     """Replace running means and variances by their means over ranks, as federated averaging does. Unprotected."""
     layers = tracking_layers(model).values()
     buffers = [buffer for layer in layers for buffer in (layer.running_mean, layer.running_var) if buffer is not None]
-    if accelerator.num_processes > 1:
-        average(buffers, accelerator)
+    average(buffers, accelerator)

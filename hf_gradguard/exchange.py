@@ -11,6 +11,8 @@ from torch import Tensor
 
 def average(tensors: Sequence[Tensor], accelerator: Accelerator) -> None:
     """Replace tensors by their means over ranks, in place. All ranks must give the same ones in the same order."""
+    if accelerator.num_processes == 1:
+        return
     for bucket in buckets(tensors):
         mean = accelerator.reduce(torch.cat([tensor.flatten() for tensor in bucket]), reduction="mean")
         for tensor, part in zip(bucket, mean.split([tensor.numel() for tensor in bucket]), strict=True):

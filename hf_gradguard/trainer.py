@@ -190,8 +190,6 @@ class GradGuardTrainer(RenamedWeightsTrainer):
         for parameter in parameters:  # every rank reduces the same tensors in the same order, also those it never used
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-        if self.accelerator.num_processes == 1:
-            return
         average([p.grad for p in parameters if p.grad is not None], self.accelerator)
 
     def _stop_together(self) -> None:

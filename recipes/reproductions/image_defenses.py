@@ -7,22 +7,21 @@
 The first 16 images of the file, one a message, on the leakage papers' LeNet at its initial weights; labels read off the
 gradient. Budgets are such that undefended gradients give the image away, and the same for every defence. The adaptive attacker
 takes the mean of eight uploads of the batch where there is fresh noise, and weighs coordinates by its covariance where that is
-not the same everywhere; matches only what a pruning left; leaves out soteria's layer; starts four times over against refiner. Both attacks stop
-after five steps of L-BFGS (100 evaluations) without a better match: under noise, going on fits the noise.
+not the same everywhere; matches only what a pruning left; leaves out soteria's layer; starts four times over against refiner.
+Both attacks stop after five steps of L-BFGS (100 evaluations) without a better match: under noise, going on fits the noise.
 
 PSNR with 95 % bootstrap intervals.
 """
 
-import numpy as np
 import torch
 from every_defense import fill, present, quickly, share, strengths
-from reporting import Results, parser_of
+from lenet import lenet_for, single_images
+from reporting import Results, parser_of, summary
 from transformers import set_seed
 
 from hf_gradguard import GradientMap, make_defense
 from hf_gradguard.attacks import make_attack
 from hf_gradguard.metrics import score_images
-from hf_gradguard.models import LeakageLeNetConfig, LeakageLeNetForImageClassification
 
 DEFENSES = strengths((0.01, 0.1, 1.0), alphas=(0.1, 0.5, 0.9))
 LBFGS = {"optimizer": "lbfgs", "learning_rate": 1.0, "schedule": "constant", "start": "uniform"}
@@ -42,25 +41,22 @@ def main() -> None:
     plan = {"defenses": DEFENSES, "attacks": ATTACKS, "samples": 16, "seed": 0}
     plan = quickly(plan) if args.quick else plan
     results = Results(args.output, plan)
-    model = LeakageLeNetForImageClassification(LeakageLeNetConfig()).eval()
-    with np.load(args.images) as file:
-        images = (torch.from_numpy(file["x"][: plan["samples"]]).permute(0, 3, 1, 2).float() / 255).split(1)
-        labels = torch.from_numpy(file["y"][: plan["samples"]]).long().split(1)
-    maps = [GradientMap(model, {"pixel_values": x, "labels": y}) for x, y in zip(images, labels, strict=True)]
+    batches = single_images(args.images, plan["samples"])
+    model, images = lenet_for(batches[0]), [batch["pixel_values"] for batch in batches]
+    maps = [GradientMap(model, batch) for batch in batches]
 
     def scores(defense: str, strength: dict, else_seen: dict, attack: str, settings: dict) -> dict:
         network = {"evaluation_network": args.evaluation_network} if defense == "refiner" else {}
         made, grants = make_defense(defense, **strength, **network), {"input_shape": tuple(images[0].shape)}
         seen = [share(model, gmap, made, number, grants, **else_seen) for number, gmap in enumerate(maps)]
         found = make_attack(attack, **settings).together(seen, torch.Generator().manual_seed(0))
-        return summary([one.input.nan_to_num(0.5) for one in found])
+        return scored([one.input.nan_to_num(0.5) for one in found])
 
-    def summary(guesses: list) -> dict:
-        found = score_images(guesses, list(images))
-        return {name: [round(v, 4) for v in (found.mean[name], *found.interval[name])] for name in ("psnr", "ssim")}
+    def scored(guesses: list) -> dict:
+        return summary(score_images(guesses, images), ("psnr", "ssim"))
 
     fill(results, scores, again={"restarts": 4})
-    chance = summary([torch.full_like(image, 0.5) for image in images])["psnr"]  # grey
+    chance = scored([torch.full_like(image, 0.5) for image in images])["psnr"]  # grey
     present(args.output, results, chance, "psnr", digits=1)
 
 

@@ -14,8 +14,8 @@ from pathlib import Path
 import matplotlib
 import numpy as np
 import torch
-from lenet import lenet_for, single_images
-from reporting import Results, named, parser_of, write_table
+from lenet import lenet_for, parser_of_images, single_images
+from reporting import Results, named, write_table
 from scipy.stats import wilcoxon
 from torch import Tensor, nn
 from transformers import set_seed
@@ -39,10 +39,7 @@ SPECTRUM = 100  # eigenvalues kept to be drawn
 
 
 def main() -> None:
-    parser = parser_of(__doc__)
-    parser.add_argument("--mnist", required=True, help="npz with x_train and y_train")
-    parser.add_argument("--cifar10", required=True, help="npz with x and y")
-    args = parser.parse_args()
+    args = parser_of_images(__doc__).parse_args()
     plan = QUICK if args.quick else PLAN
     results = Results(args.output, plan)
     for data, path in (("MNIST", args.mnist), ("CIFAR-10", args.cifar10)):

@@ -16,10 +16,10 @@ import matplotlib
 import numpy as np
 import pandas
 import torch
-from datasets import load_dataset
 from lenet import lenet_for, single_images
 from reporting import Results, named, parser_of, write_table
 from scipy.stats import rankdata
+from sentences import of_usual_length, sst2
 from torch import Tensor
 from transformers import AutoTokenizer, BertConfig, BertForSequenceClassification, set_seed
 
@@ -70,8 +70,7 @@ def sentences(args: argparse.Namespace, plan: dict) -> tuple:
     tokenizer = AutoTokenizer.from_pretrained(args.tokenizer)
     sizes = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 256}
     sizes |= {"vocab_size": len(tokenizer), "max_position_embeddings": 64, "initializer_range": 0.05}
-    rows = load_dataset("csv", data_files={"dev": f"{args.sst2}/dev.tsv"}, delimiter="\t", quoting=3)["dev"]
-    rows = [row for row in rows if 8 <= len(row["sentence"].split()) <= 20][: plan["samples"]]
+    rows = of_usual_length(sst2(args.sst2))[: plan["samples"]]
     encoded = [dict(tokenizer(row["sentence"], return_tensors="pt")) for row in rows]
     batches = [batch | {"labels": torch.tensor([row["label"]])} for batch, row in zip(encoded, rows, strict=True)]
     return BertForSequenceClassification(BertConfig(**sizes)).eval(), batches, tokenizer

@@ -1,13 +1,25 @@
 """What scripts that attack the leakage papers' LeNet share. Nothing to run by itself."""
 
+import argparse
+
 import numpy as np
 import torch
+from reporting import parser_of
 from torch import Tensor
 
 from hf_gradguard.models import LeakageLeNetConfig, LeakageLeNetForImageClassification
 
 
-def single_images(path: str, samples: int | None, side: int, split: str = "train") -> list[dict[str, Tensor]]:
+def parser_of_images(description: str | None) -> argparse.ArgumentParser:
+    parser = parser_of(description)
+    parser.add_argument("--mnist", required=True, help="npz with x_train and y_train")
+    parser.add_argument("--cifar10", required=True, help="npz with x and y")
+    return parser
+
+
+def single_images(
+    path: str, samples: int | None, side: int | None = None, split: str = "train"
+) -> list[dict[str, Tensor]]:
     """Batches of one: the first images of an npz with x and y, or x_train and the like; larger ones are cut to `side`."""
     with np.load(path) as file:
         names = (f"x_{split}", f"y_{split}") if f"x_{split}" in file else ("x", "y")

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 from datasets import load_dataset
+from lenet import single_images
 from reporting import Results, interval, parser_of, write_table
 from torch import Tensor
 from transformers import set_seed
@@ -51,7 +52,7 @@ def main() -> None:
     args = parser.parse_args()
     rows = dict(list(ROWS.items())[::6]) if args.quick else ROWS
     plan = {"rows": rows} | (QUICK if args.quick else FULL)
-    train, test, images, labels = federation_data(args, plan)
+    train, test, attacked = federation_data(args, plan)
     results = Results(args.output, plan)
     for seed in range(plan["seeds"]):
         for row, settings in rows.items():
@@ -63,7 +64,7 @@ def main() -> None:
             parts = torch.randperm(len(train[0]), generator=draw).chunk(CLIENTS)
             results.get((row, "accuracy", str(seed)), accuracy, defense, seed, train, test, parts, draw, plan["rounds"])
             if seed == 0:
-                results.get((row, "attack"), attack, defense, images, labels, plan["attack_steps"])
+                results.get((row, "attack"), attack, defense, attacked, plan["attack_steps"])
     header = ["", "PMM", "accuracy", "PSNR", "cosine", "distance to the true gradient", "paper: PMM", "paper: PSNR"]
     write_table(
         args.output, header, [[row, *cells, *PAPER.get(row, ("", ""))] for row, cells in scores(results.figures)]
@@ -79,12 +80,9 @@ def federation_parser(description: str | None) -> argparse.ArgumentParser:
     return parser
 
 
-def federation_data(args: argparse.Namespace, plan: dict) -> tuple[tuple, tuple, Tensor, Tensor]:
-    """What is trained on, what is tested on, images to attack and their labels."""
-    with np.load(args.images) as file:
-        images = torch.from_numpy(file["x"][: plan["attacked"]]).permute(0, 3, 1, 2).float() / 255
-        labels = torch.from_numpy(file["y"][: plan["attacked"]]).long()
-    return as_tensors(args.train), as_tensors(args.test), images, labels
+def federation_data(args: argparse.Namespace, plan: dict) -> tuple[tuple, tuple, list[dict[str, Tensor]]]:
+    """What is trained on, what is tested on, and what is attacked."""
+    return as_tensors(args.train), as_tensors(args.test), single_images(args.images, plan["attacked"])
 
 
 def as_tensors(path: str) -> tuple[Tensor, Tensor]:
@@ -130,23 +128,24 @@ def tested(model, test: tuple) -> float:
     return float(torch.cat(right).float().mean())
 
 
-def attack(defense, images: Tensor, labels: Tensor, steps: int) -> dict:
+def attack(defense, batches: list[dict[str, Tensor]], steps: int) -> dict:
     """Scores of the reconstructions, and what the defence did to the gradients that they are from."""
     model = lenet(seed=0)
     settings = {"optimizer": "lbfgs", "learning_rate": 1.0, "schedule": "constant", "signed": False, "start": "uniform"}
     inverting = make_attack("inverting_gradients", total_variation=1e-5, steps=steps, **settings)
     found, cosines, distances, norms = [], [], [], []
-    for number, (image, label) in enumerate(zip(images.split(1), labels.split(1), strict=True)):
-        gmap = GradientMap(model, {"pixel_values": image, "labels": label})
+    images = [batch["pixel_values"] for batch in batches]
+    for number, batch in enumerate(batches):
+        gmap = GradientMap(model, batch)
         generator = torch.Generator().manual_seed(number)
         shared = copy.deepcopy(defense)(gmap, generator=generator)
         true, sent = (torch.cat([t.flatten() for t in g.values()]) for g in (gmap.gradient(), shared))
         cosines.append(float(torch.nn.functional.cosine_similarity(true, sent, dim=0)))
         distances.append(float((true - sent).norm()))
         norms.append(float(true.norm()))
-        seen = Observation(model=model, gradient=shared, input_shape=(1, *images.shape[1:]))
+        seen = Observation(model=model, gradient=shared, input_shape=tuple(images[0].shape))
         found.append(inverting(seen, generator=generator).input)
-    psnr = score_images(found, list(images.split(1))).per_sample["psnr"]
+    psnr = score_images(found, images).per_sample["psnr"]
     means = {"cosine": cosines, "distance": distances, "norm": norms}
     return {"psnr": psnr, **{name: statistics.mean(values) for name, values in means.items()}}
 

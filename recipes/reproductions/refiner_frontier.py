@@ -41,7 +41,7 @@ def main() -> None:
     for name, strengths in STRENGTHS.items():
         rows |= {label(name, strength): (name, strength) for strength in strengths[: 1 if args.quick else None]}
     plan = {"rows": rows, "partition": args.partition} | (QUICK if args.quick else FULL)
-    train, test, images, labels = federation_data(args, plan)
+    train, test, attacked = federation_data(args, plan)
     results = Results(args.output, plan)
     for seed in range(plan["seeds"]):
         draw = torch.Generator().manual_seed(seed)
@@ -57,7 +57,7 @@ def main() -> None:
             draw.manual_seed(seed + 2000)  # the same clients and images for every row
             results.get((row, "accuracy", str(seed)), accuracy, defense, seed, train, test, parts, draw, plan["rounds"])
             if seed == 0:
-                results.get((row, "attack"), attack, defense, images, labels, plan["attack_steps"])
+                results.get((row, "attack"), attack, defense, attacked, plan["attack_steps"])
     header = ["", "PMM", "accuracy", "PSNR", "cosine", "distance to the true gradient"]
     write_table(args.output, header, [[row, *cells] for row, cells in scores(results.figures)])
     plot(results.figures, rows, args)

@@ -10,8 +10,8 @@ an optimizer that averages over steps gets to see.
 import statistics
 
 import torch
-from datasets import load_dataset
 from reporting import Results, parser_of, write_table
+from sentences import sst2
 from torch.nn.functional import cosine_similarity
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, set_seed
 from transformers.utils import logging
@@ -51,8 +51,7 @@ def measure(args, steps: int, plan: dict) -> dict:
     set_seed(0)
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     model = AutoModelForSequenceClassification.from_pretrained(args.model, num_labels=2).train()
-    data = load_dataset("csv", data_files={"train": f"{args.data_dir}/train.tsv"}, delimiter="\t", quoting=3)["train"]
-    data = data.shuffle(seed=0)
+    data = sst2(args.data_dir, "train").shuffle(seed=0)
 
     def batch(start: int, size: int) -> dict[str, torch.Tensor]:
         rows = data[start : start + size]

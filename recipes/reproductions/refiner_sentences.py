@@ -12,8 +12,8 @@ import statistics
 from pathlib import Path
 
 import torch
-from datasets import load_dataset
 from reporting import Results, parser_of, write_table
+from sentences import sst2
 from torch.nn.functional import cosine_similarity, normalize
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, set_seed
 from transformers.utils import logging
@@ -47,7 +47,7 @@ def main() -> None:
     set_seed(0)
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     model = AutoModelForSequenceClassification.from_pretrained(args.model, num_labels=2).eval()
-    data = load_dataset("csv", data_files={"dev": f"{args.data_dir}/dev.tsv"}, delimiter="\t", quoting=3)["dev"]
+    data = sst2(args.data_dir)
     samples = []
     for row in data.select(range(many)):
         batch = dict(tokenizer(row["sentence"], truncation=True, max_length=64, return_tensors="pt"))

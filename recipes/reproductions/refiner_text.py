@@ -12,8 +12,8 @@ import json
 from pathlib import Path
 
 import torch
-from datasets import load_dataset
-from reporting import Results, parser_of, write_table
+from reporting import Results, parser_of, summary, write_table
+from sentences import sst2
 from sst2_defenses import ROWS
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, set_seed
 from transformers.utils import logging
@@ -22,10 +22,8 @@ from hf_gradguard import GradientMap, make_defense
 from hf_gradguard.attacks import Observation, make_attack
 from hf_gradguard.metrics import score_text
 
-LENGTH, CHOSEN = (
-    14,
-    ("none", "pruning-0.9", "pruning-0.99", "gaussian_noise-1", "gaussian_noise-5", "refiner", "refiner-slow"),
-)
+LENGTH = 14
+CHOSEN = ("none", "pruning-0.9", "pruning-0.99", "gaussian_noise-1", "gaussian_noise-5", "refiner", "refiner-slow")
 ATTACKS = {
     "tag": {"steps": 500},
     "inverting_gradients": {"steps": 500, "learning_rate": 0.01, "signed": False, "schedule": "linear", "warmup": 50},
@@ -52,7 +50,7 @@ def main() -> None:
     set_seed(0)
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     model = AutoModelForSequenceClassification.from_pretrained(args.model, num_labels=2).eval()
-    data = load_dataset("csv", data_files={"dev": f"{args.data_dir}/dev.tsv"}, delimiter="\t", quoting=3)["dev"]
+    data = sst2(args.data_dir)
     encoded = [(dict(tokenizer(row["sentence"], return_tensors="pt")), torch.tensor([row["label"]])) for row in data]
     fitting = [pair for pair in encoded if pair[0]["input_ids"].shape[1] == LENGTH][: results.plan["samples"]]
     texts = [batch["input_ids"].tolist() for batch, _ in fitting]
@@ -66,8 +64,7 @@ def main() -> None:
             seen.append(Observation(model, shared, input_shape=(1, LENGTH), labels=labels, tokenizer=tokenizer))
         found = make_attack(attack, **attacks[attack]).together(seen, torch.Generator().manual_seed(0))
         scores = score_text([one.token_ids for one in found], texts, tokenizer=tokenizer)
-        names = ("token_f1", "position_accuracy")
-        return {name: [round(float(v), 4) for v in (scores.mean[name], *scores.interval[name])] for name in names}
+        return summary(scores, ("token_f1", "position_accuracy"))
 
     table = []
     for row in logging.tqdm(rows):

@@ -70,6 +70,11 @@ def named(output: Path, ending: str) -> Path:
     return output.with_name(output.name + ending)
 
 
+def summary(scores, names: Sequence[str]) -> dict[str, list[float]]:
+    """Mean of each score with the ends of its 95 % bootstrap interval, of `score_text` or `score_images`."""
+    return {name: [round(float(v), 4) for v in (scores.mean[name], *scores.interval[name])] for name in names}
+
+
 def interval(values: Sequence[float], digits: int = 3) -> str:
     """Mean and 95 % interval of it (Student's t) over seeds or samples; of one value, that."""
     if len(values) < 2:

@@ -14,8 +14,8 @@ import time
 from pathlib import Path
 
 import torch
-from datasets import load_dataset
 from reporting import Results, parser_of, write_table
+from sentences import of_usual_length, sst2
 from transformers import AutoModelForSequenceClassification as Classifier
 from transformers import AutoTokenizer, GPT2Config, GPT2ForSequenceClassification, set_seed
 from transformers.utils import logging
@@ -66,8 +66,7 @@ def main() -> None:
     small = {"n_layer": 2, "n_embd": 96 if args.quick else 768, "vocab_size": len(tokenizer)}
     config = GPT2Config(**small, pad_token_id=tokenizer.pad_token_id, num_labels=2)
     models = {"MiniLM": bert, "GPT-2": GPT2ForSequenceClassification(config).eval()}
-    data = load_dataset("csv", data_files={"dev": f"{args.data_dir}/dev.tsv"}, delimiter="\t", quoting=3)["dev"]
-    texts = [row for row in data if 8 <= len(row["sentence"].split()) <= 20]
+    texts = of_usual_length(sst2(args.data_dir))
     for name, row in logging.tqdm(plan.items()):
         kind, strength = row["defense"]
         network = {"evaluation_network": args.evaluation_network} if kind == "refiner" else {}

@@ -14,9 +14,9 @@ Token F1 with 95 % bootstrap intervals.
 import functools
 
 import torch
-from datasets import load_dataset
 from every_defense import fill, present, quickly, share, strengths
-from reporting import Results, parser_of
+from reporting import Results, parser_of, summary
+from sentences import sst2
 from transformers import AutoTokenizer, BertConfig, BertForSequenceClassification, set_seed
 
 from hf_gradguard import GradientMap, make_defense
@@ -47,16 +47,14 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(args.tokenizer)
     config = BertConfig(vocab_size=len(tokenizer), max_position_embeddings=64, initializer_range=0.05, **SIZES)
     model = BertForSequenceClassification(config).eval()
-    files = {split: f"{args.data_dir}/{split}.tsv" for split in ("train", "dev")}
-    data = load_dataset("csv", data_files=files, delimiter="\t", quoting=3)
-    encoded = [(dict(tokenizer(row["sentence"], return_tensors="pt")), row["label"]) for row in data["dev"]]
+    encoded = [(dict(tokenizer(row["sentence"], return_tensors="pt")), row["label"]) for row in sst2(args.data_dir)]
     fitting = [pair for pair in encoded if pair[0]["input_ids"].shape[1] == LENGTH][: plan["samples"]]
     maps = [GradientMap(model, ids | {"labels": torch.tensor([label])}) for ids, label in fitting]
     texts = [ids["input_ids"].tolist() for ids, _ in fitting]
 
     @functools.cache
     def network():
-        embedding, public = model.get_input_embeddings(), data["train"]["sentence"][:20_000]
+        embedding, public = model.get_input_embeddings(), sst2(args.data_dir, "train")["sentence"][:20_000]
         return train_text_network(embedding, tokenizer, public, steps=plan["network_steps"], seed=0)
 
     def scores(defense: str, strength: dict, else_seen: dict, attack: str, settings: dict) -> dict:
@@ -68,16 +66,15 @@ def main() -> None:
         ]
         attacker = make_attack(attack, **settings)
         if attack == "span":
-            return summary([spanned(attacker, one) for one in seen])
-        return summary([one.token_ids for one in attacker.together(seen, torch.Generator().manual_seed(0))])
+            return scored([spanned(attacker, one) for one in seen])
+        return scored([one.token_ids for one in attacker.together(seen, torch.Generator().manual_seed(0))])
 
-    def summary(ids: list) -> dict:
-        found = score_text(ids, texts, tokenizer=tokenizer)
+    def scored(ids: list) -> dict:
         names = ("token_f1", "position_accuracy", "rougeL", "exact_match")
-        return {name: [round(v, 4) for v in (found.mean[name], *found.interval[name])] for name in names}
+        return summary(score_text(ids, texts, tokenizer=tokenizer), names)
 
     fill(results, scores, again={"start": "tokens", "restarts": 4})
-    chance = summary(texts[1:] + texts[:1])["token_f1"]  # the next sentence, said of each
+    chance = scored(texts[1:] + texts[:1])["token_f1"]  # the next sentence, said of each
     present(args.output, results, chance, "token_f1", digits=2)
 
 

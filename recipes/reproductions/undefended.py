@@ -11,17 +11,16 @@ known. Means with 95 % bootstrap intervals.
 
 import argparse
 
-import numpy as np
 import torch
-from datasets import load_dataset
-from reporting import Results, parser_of, write_table
+from lenet import lenet_for, single_images
+from reporting import Results, parser_of, summary, write_table
+from sentences import of_usual_length, sst2
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, set_seed
 from transformers.utils import logging
 
 from hf_gradguard import GradientMap
 from hf_gradguard.attacks import Observation, make_attack, recover_labels
 from hf_gradguard.metrics import score_images, score_text
-from hf_gradguard.models import LeakageLeNetConfig, LeakageLeNetForImageClassification
 
 LBFGS = {"optimizer": "lbfgs", "learning_rate": 1.0, "schedule": "constant"}
 IMAGES = {
@@ -31,7 +30,6 @@ IMAGES = {
     "inverting_gradients, as published": {"steps": 4800},
 }
 TEXT = {"tag": {"steps": 1500}}
-QUICK = {"samples": 2, "steps": 1}
 
 
 def main() -> None:
@@ -44,10 +42,7 @@ def main() -> None:
     args = parser.parse_args()
     plan = {"attacks": IMAGES, "samples": 16} if args.part == "images" else {"attacks": TEXT, "samples": 20}
     if args.quick:
-        plan = {
-            "attacks": {a: s | {"steps": QUICK["steps"]} for a, s in plan["attacks"].items()},
-            "samples": QUICK["samples"],
-        }
+        plan = {"attacks": {name: s | {"steps": 1} for name, s in plan["attacks"].items()}, "samples": 2}
     results = Results(args.output, plan | {"seed": 0})
     images(args, results) if args.part == "images" else text(args, results)
     scores = ("psnr", "ssim") if args.part == "images" else ("token_f1", "position_accuracy", "rougeL", "exact_match")
@@ -59,28 +54,21 @@ def main() -> None:
 
 
 def images(args: argparse.Namespace, results: Results) -> None:
-    for data, path, names in (("cifar10", args.cifar10, ("x", "y")), ("mnist", args.mnist, ("x_train", "y_train"))):
-        with np.load(path) as file:
-            pixels, labels = (torch.from_numpy(file[name][: results.plan["samples"]]) for name in names)
-        pixels = (pixels[:, None] if pixels.dim() == 3 else pixels.permute(0, 3, 1, 2)).float() / 255
+    for data, path in (("cifar10", args.cifar10), ("mnist", args.mnist)):
+        batches = single_images(path, results.plan["samples"])
         set_seed(0)
-        config = LeakageLeNetConfig(num_channels=pixels.shape[1], image_size=pixels.shape[2])
-        model = LeakageLeNetForImageClassification(config).eval()
-        seen = []
-        for image, label in zip(pixels.split(1), labels.long().split(1), strict=True):
-            gradient = GradientMap(model, {"pixel_values": image, "labels": label}).gradient()
-            seen.append(Observation(model, gradient, input_shape=tuple(image.shape)))
+        model = lenet_for(batches[0])
+        shape = tuple(batches[0]["pixel_values"].shape)
+        seen = [Observation(model, GradientMap(model, batch).gradient(), input_shape=shape) for batch in batches]
         for row, settings in results.plan["attacks"].items():
-            results.get((f"{data}, {row}",), attack_images, row, settings, seen, pixels, labels)
+            results.get((f"{data}, {row}",), attack_images, row, settings, seen, batches)
 
 
-def attack_images(
-    row: str, settings: dict, seen: list[Observation], pixels: torch.Tensor, labels: torch.Tensor
-) -> dict:
+def attack_images(row: str, settings: dict, seen: list[Observation], batches: list[dict]) -> dict:
     attack, generator = make_attack(row.split(",")[0], **settings), torch.Generator().manual_seed(0)
     found = attack.together(seen, generator)
-    right = [bool((recover_labels(one) == label).all()) for one, label in zip(seen, labels, strict=True)]
-    scores = score_images([one.input for one in found], list(pixels.split(1)))
+    right = [bool((recover_labels(one) == batch["labels"]).all()) for one, batch in zip(seen, batches, strict=True)]
+    scores = score_images([one.input for one in found], [batch["pixel_values"] for batch in batches])
     figures = summary(scores, ("psnr", "ssim")) | {"labels right": sum(right) / len(right)}
     return figures | {"psnr of each": [round(value, 2) for value in scores.per_sample["psnr"]]}
 
@@ -89,8 +77,7 @@ def text(args: argparse.Namespace, results: Results) -> None:
     set_seed(0)
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     model = AutoModelForSequenceClassification.from_pretrained(args.model, num_labels=2).eval()
-    data = load_dataset("csv", data_files={"dev": f"{args.data_dir}/dev.tsv"}, delimiter="\t", quoting=3)["dev"]
-    data = [row for row in data if 8 <= len(row["sentence"].split()) <= 20][: results.plan["samples"]]
+    data = of_usual_length(sst2(args.data_dir))[: results.plan["samples"]]
     seen, ids, right = [], [], []
     for sample in data:
         batch, labels = dict(tokenizer(sample["sentence"], return_tensors="pt")), torch.tensor([sample["label"]])
@@ -113,11 +100,6 @@ def attack_text(row: str, settings: dict, seen: list[Observation], ids: list, to
     scores = score_text([found[number].token_ids for number in range(len(seen))], ids, tokenizer=tokenizer)
     figures = summary(scores, ("token_f1", "position_accuracy", "rougeL", "exact_match"))
     return figures | {"labels right": sum(right) / len(right), "token_f1 of each": scores.per_sample["token_f1"]}
-
-
-def summary(scores, names: tuple[str, ...]) -> dict:
-    """Mean and 95 % bootstrap interval over the samples."""
-    return {name: [round(float(v), 4) for v in (scores.mean[name], *scores.interval[name])] for name in names}
 
 
 if __name__ == "__main__":
