@@ -497,6 +497,43 @@ def test_layers_can_be_left_out() -> None:
         make_attack("tag", leave_out=["bert", "classifier"])(seen, rng())
 
 
+@pytest.mark.parametrize("attack", ["tag", "idlg", "inverting_gradients"])
+def test_candidates_are_clipped_by_norm_as_the_defence_does(attack: str) -> None:
+    model, batch, tokenizer = text_task()
+    gmap = GradientMap(model, batch)
+    size = torch.cat([g.flatten() for g in gmap.gradient().values()]).norm()
+    clip = float(size) / 3
+    clipped = {n: g / 3 for n, g in gmap.gradient().items()}
+    seen = observe(model, batch, clipped, labels=batch["labels"], tokenizer=tokenizer)
+    assert make_attack(attack, steps=1, start=gmap.input, clip_norm=clip)(seen, rng()).objective < 1e-12
+    whole = observe(model, batch, gmap.gradient(), labels=batch["labels"], tokenizer=tokenizer)
+    assert make_attack(attack, steps=1, start=gmap.input, clip_norm=4 * clip)(whole, rng()).objective < 1e-12
+    without = {"leave_out": ["classifier"], "clip_norm": clip}  # the norm is that of all that was shared
+    assert make_attack(attack, steps=1, start=gmap.input, **without)(seen, rng()).objective < 1e-12
+    if attack != "inverting_gradients":  # which compares directions
+        assert make_attack(attack, steps=1, start=gmap.input)(seen, rng()).objective > 1e-6
+
+
+def test_coordinates_at_the_bound_match_whatever_lies_beyond() -> None:
+    model = small_lenet()
+    batch = {"pixel_values": image_batch(1)["pixel_values"], "labels": torch.tensor([2])}
+    gmap = GradientMap(model, batch)
+    clip = float(torch.cat([g.flatten() for g in gmap.gradient().values()]).abs().quantile(0.8))
+    clipped = {n: g.clamp(-clip, clip) for n, g in gmap.gradient().items()}
+    seen = observe(model, batch, clipped, labels=batch["labels"])
+    assert make_attack("idlg", steps=1, start=gmap.input)(seen, rng()).history[0] > 1e-6
+    assert make_attack("idlg", steps=1, start=gmap.input, clip_coordinate=clip)(seen, rng()).history[0] < 1e-12
+
+    elsewhere = torch.rand(gmap.input.shape, generator=rng(), dtype=gmap.input.dtype)
+    pairs = zip(gmap.gradient_at(elsewhere).values(), clipped.values(), strict=True)
+    by_hand = 0.0  # one-sided at either bound
+    for ours, theirs in pairs:
+        missing = torch.where(theirs >= clip, (clip - ours).clamp(min=0), ours - theirs)
+        by_hand += float(torch.where(theirs <= -clip, (ours + clip).clamp(min=0), missing).square().sum())
+    found = make_attack("idlg", steps=1, start=elsewhere, clip_coordinate=clip)(seen, rng())
+    assert found.history[0] == pytest.approx(by_hand)
+
+
 # --- lamp's moves
 
 
@@ -553,6 +590,8 @@ def test_a_language_model_tells_orders_apart() -> None:
         ({"learning_rate": 0}, "above 0"),
         ({"signed": True, "optimizer": "lbfgs"}, "signed=False"),
         ({"leave_out": "classifier"}, "list"),
+        ({"clip_norm": 0.0}, "clip_norm must be above 0"),
+        ({"clip_coordinate": -1.0}, "clip_coordinate must be above 0"),
     ],
 )
 def test_settings_out_of_range_are_refused(settings: dict[str, Any], words: str) -> None:

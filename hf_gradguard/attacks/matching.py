@@ -25,7 +25,7 @@ from .base import Attack, Reconstruction, texts
 from .decoding import Vocabulary
 from .labels import recover_labels
 from .lockstep import in_lockstep
-from .objectives import Candidate, Objective
+from .objectives import Candidate, Objective, inverse_norm
 from .observation import Observation, without_dropout
 from .priors import squared_norm, total_variation
 
@@ -54,6 +54,9 @@ class GradientMatching(Attack):
         squared_norm: Weight of that prior.
         match_nonzero: Match only where the shared gradient is not zero: against pruning.
         leave_out: Parts of parameter names to leave out of the matching: against defences of single layers.
+        clip_norm: Clip candidates' gradients to this norm, as the defence does: against clipping by norm.
+        clip_coordinate: Coordinates that were shared at ± this bound match whatever lies beyond it: against clipping of
+            coordinates that get no noise.
         tolerance: Stop when the objective falls to it.
         patience: Stop after so many steps without a new best.
         time_budget: Stop after so many seconds.
@@ -72,6 +75,8 @@ class GradientMatching(Attack):
     squared_norm: float = 0.0
     match_nonzero: bool = False
     leave_out: Sequence[str] = ()
+    clip_norm: float | None = None
+    clip_coordinate: float | None = None
     tolerance: float = 0.0
     patience: int | None = None
     time_budget: float | None = None
@@ -87,6 +92,9 @@ class GradientMatching(Attack):
             raise ValueError(f"steps and restarts must be at least 1, but are {self.steps} and {self.restarts}.")
         if self.learning_rate <= 0:
             raise ValueError(f"learning_rate must be above 0, but is {self.learning_rate}.")
+        for name in ("clip_norm", "clip_coordinate"):
+            if (bound := getattr(self, name)) is not None and bound <= 0:
+                raise ValueError(f"{name} must be above 0, but is {bound}.")
         if self.signed and self.optimizer == "lbfgs":
             raise ValueError("L-BFGS needs the gradient and not its sign: set signed=False.")
         if isinstance(self.leave_out, str):
@@ -266,11 +274,9 @@ class Problem:
         self.labels = torch.stack(labels).repeat_interleave(attack.restarts, 0)
         self.gmap: GradientMap = first.gradient_map(self.labels[0], loss_fn=soft_label_loss if self.soft else None)
         self.objective = attack.objective()
-        self.names = [
-            name
-            for name in self.gmap.parameters
-            if name in first.gradient and not any(part in name for part in attack.leave_out)
-        ]
+        self.clip_norm, self.clip_coordinate = attack.clip_norm, attack.clip_coordinate
+        self.shared = [name for name in self.gmap.parameters if name in first.gradient]
+        self.names = [name for name in self.shared if not any(part in name for part in attack.leave_out)]
         if not self.names:
             raise ValueError(
                 "No gradient is left to match: what was shared is the token embeddings' alone (embedding_rows reads those), "
@@ -312,9 +318,16 @@ class Problem:
         return self._distance(gradient, {name: tensor[candidate] for name, tensor in self.extras.items()})
 
     def _distance(self, gradient: Candidate, extras: Tensors) -> Tensor:
+        shared = {name: extras[name] for name in self.names}
+        if self.clip_norm is not None:
+            scale = (self.clip_norm * inverse_norm(gradient[name] for name in self.shared)).clamp(max=1.0)
+            gradient = {name: gradient[name] * scale for name in self.names}
         if self.weighted:  # never in factors
             gradient = {name: gradient[name] * extras[f"weight {name}"] for name in self.names}
-        return self.objective(gradient, {name: extras[name] for name in self.names})
+        if self.clip_coordinate is not None:
+            bounds = {name: self.clip_coordinate * extras[f"weight {name}"] for name in self.names}
+            gradient = {name: _up_to(gradient[name], shared[name], bounds[name]) for name in self.names}  # type: ignore[arg-type]
+        return self.objective(gradient, shared)
 
     def start(self, start: Any, generator: torch.Generator) -> Tensor:
         """The first candidates, `(K, *input.shape)`."""
@@ -372,6 +385,8 @@ def _weights(attack: GradientMatching, seen: Observation, names: list[str]) -> T
     distance its negative log-likelihood; the smallest variances count as 1e-4 of their mean.
     """
     weights: Tensors | None = None
+    if attack.clip_coordinate is not None:
+        weights = {name: torch.ones_like(seen.gradient[name]) for name in names}
     if isinstance(seen.noise_variance, Mapping):
         variance = {name: seen.noise_variance[name] for name in names}
         mean = sum(float(v.sum()) for v in variance.values()) / sum(v.numel() for v in variance.values())
@@ -380,6 +395,14 @@ def _weights(attack: GradientMatching, seen: Observation, names: list[str]) -> T
         kept = {name: (seen.gradient[name] != 0).to(seen.gradient[name].dtype) for name in names}
         weights = kept if weights is None else {name: weights[name] * kept[name] for name in names}
     return weights
+
+
+def _up_to(candidate: Tensor, shared: Tensor, bound: Tensor) -> Tensor:
+    """The candidate, but no further than the bound where the shared one is at it: what is beyond was clipped away."""
+    sign = shared.sign()
+    return torch.where(
+        (shared.abs() - bound).abs() <= 1e-5 * bound, torch.minimum(candidate * sign, bound) * sign, candidate
+    )
 
 
 def soft_label_loss(model: nn.Module, batch: dict[str, Any]) -> Tensor:

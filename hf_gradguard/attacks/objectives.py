@@ -32,15 +32,15 @@ def cosine_distance(candidate: Candidate, shared: Tensors) -> Tensor:
 
     Computed as ½ ‖ĝ/‖ĝ‖ - g/‖g‖‖²: one minus a cosine near one is nothing but rounding error in float32.
     """
-    there = _inverse_norm(candidate[name] for name in shared)
-    here = _inverse_norm(shared.values())
+    there = inverse_norm(candidate[name] for name in shared)
+    here = inverse_norm(shared.values())
     return _distance({n: candidate[n] * there for n in shared}, {n: g * here for n, g in shared.items()}, 0.5)
 
 
 def layerwise_cosine_distance(candidate: Candidate, shared: Tensors) -> Tensor:
     """Σ over tensors of 1 - cosine: every tensor counts alike, however small its gradient."""
-    there = {name: _inverse_norm([candidate[name]]) for name in shared}
-    here = {name: _inverse_norm([g]) for name, g in shared.items()}
+    there = {name: inverse_norm([candidate[name]]) for name in shared}
+    here = {name: inverse_norm([g]) for name, g in shared.items()}
     return _distance({n: candidate[n] * there[n] for n in shared}, {n: g * here[n] for n, g in shared.items()}, 0.5)
 
 
@@ -61,7 +61,8 @@ class TagDistance:
         return _distance(candidate, shared, 0.5, weights)
 
 
-def _inverse_norm(tensors: Iterable[Tensor | Factors]) -> Tensor:
+def inverse_norm(tensors: Iterable[Tensor | Factors]) -> Tensor:
+    """1 / ‖g‖ over all tensors together."""
     squares = [t.squared_norm() if isinstance(t, Factors) else t.square().sum() for t in tensors]
     return torch.stack(squares).sum().clamp_min(_TINY).rsqrt()
 

@@ -19,6 +19,7 @@ matplotlib.use("agg")
 from matplotlib import pyplot as plt
 
 NOISE, UPLOADS = ("gaussian_noise", "laplace_noise", "optimal_noise", "dp_sgd", "optimal_dp_sgd"), 8
+CLIPS = {"dp_sgd": "clip_norm", "optimal_dp_sgd": "clip_coordinate"}
 
 
 def strengths(relative_scales: tuple, alphas: tuple) -> dict[str, list[dict]]:
@@ -58,7 +59,7 @@ def fill(results: Results, scores: Callable[..., dict], again: dict) -> None:
     defenses, attacks = results.plan["defenses"], results.plan["attacks"]
     cells = [(a, b, c, d) for a in (0, 1) for b in attacks for c in defenses for d in defenses[c]]
     for adaptive, attack, defense, strength in logging.tqdm(cells):
-        what_else = knowledge(defense, attack, again) if adaptive else ({}, {})
+        what_else = knowledge(defense, strength, attack, again) if adaptive else ({}, {})
         if what_else is not None:
             row = " ".join([defense, *map("{0[0]}={0[1]}".format, strength.items())])
             arguments = (defense, strength, what_else[0], attack, attacks[attack] | what_else[1])
@@ -76,11 +77,12 @@ def share(
     return average([Observation(model, made(gmap, generator=generator), **grants) for _ in range(uploads)])
 
 
-def knowledge(defense: str, attack: str, again: dict) -> tuple[dict, dict] | None:
+def knowledge(defense: str, strength: dict, attack: str, again: dict) -> tuple[dict, dict] | None:
     """What an attacker who knows the defence has seen, and how its attack is set; `None` if all is as before."""
     spans = attack == "span"
     if defense in NOISE:
-        return {"uploads": UPLOADS, "covariance": defense.startswith("optimal") and not spans}, {}
+        clip = {CLIPS[defense]: strength["clip"]} if defense in CLIPS and not spans else {}
+        return {"uploads": UPLOADS, "covariance": defense.startswith("optimal") and not spans}, clip
     if "pruning" in defense:
         return {}, ({"complete": True} if spans else {"match_nonzero": True})
     if spans:
