@@ -1,23 +1,21 @@
 """Refiner against the other defences on CIFAR-10: what each strength costs in accuracy, and what it hides.
 
     python recipes/reproductions/refiner_frontier.py --train TRAIN.parquet --test TEST.parquet --images LOSSLESS.npz \
-        --evaluation_network NETWORK --partition iid --output docs/results/refiner_frontier_iid
-    (the same with --partition dirichlet and refiner_frontier_dirichlet)
+        --evaluation_network NETWORK --output docs/results/refiner_frontier
 
-After Tables 5 and 6 and the PMM-PSNR curves of the Refiner paper (2025), with the federation, the attack and the cuts of
-refiner_ablations.py: 500 rounds instead of 8,000, two of ten clients a round, 16 images each. Partition "dirichlet" has parameter
-1. PMM is the accuracy relative to that without a defence, same seed and partition; PSNR is at the initial weights. Soteria, which
-takes a second and a half a message, has one seed.
+After the PMM-PSNR curves of the Refiner paper (2025), Figures 6 and 12, in the federation of federation.py: clients with equal shares
+of the images, and with labels drawn from a Dirichlet distribution of parameter 1. PSNR is at the initial weights and does not depend
+on the partition. Soteria, which takes a second and more a message, has one seed, and equal shares only.
 """
+
+from pathlib import Path
 
 import matplotlib
 import numpy as np
-import torch
-from refiner_ablations import CLIENTS, FULL, QUICK, accuracy, attack, federation_data, federation_parser, pmm, scores
-from reporting import Results, named, write_table
+from federation import FULL, PARTITIONS, QUICK, Federation, federation_parser, pmm
+from reporting import Results, interval, named, write_table
 
 from hf_gradguard import make_defense
-from hf_gradguard.clients import partition_dirichlet
 
 matplotlib.use("agg")
 from matplotlib import pyplot as plt
@@ -34,52 +32,55 @@ STRENGTHS = {
 
 
 def main() -> None:
-    parser = federation_parser(__doc__)
-    parser.add_argument("--partition", choices=("iid", "dirichlet"), default="iid")
-    args = parser.parse_args()
+    args = federation_parser(__doc__).parse_args()
     rows = {"none": ("none", {})}
     for name, strengths in STRENGTHS.items():
         rows |= {label(name, strength): (name, strength) for strength in strengths[: 1 if args.quick else None]}
-    plan = {"rows": rows, "partition": args.partition} | (QUICK if args.quick else FULL)
-    train, test, attacked = federation_data(args, plan)
-    results = Results(args.output, plan)
-    for seed in range(plan["seeds"]):
-        draw = torch.Generator().manual_seed(seed)
-        parts = torch.randperm(len(train[0]), generator=draw).chunk(CLIENTS)
-        if args.partition == "dirichlet":
-            generator = np.random.default_rng(seed)
-            parts = [torch.from_numpy(p) for p in partition_dirichlet(train[1].numpy(), CLIENTS, 1.0, generator)]
-        for row, (name, strength) in rows.items():
-            if name == "soteria" and seed:
-                continue
-            network = {"evaluation_network": args.evaluation_network} if name == "refiner" else {}
-            defense = make_defense(name, **strength, **network)
-            draw.manual_seed(seed + 2000)  # the same clients and images for every row
-            results.get((row, "accuracy", str(seed)), accuracy, defense, seed, train, test, parts, draw, plan["rounds"])
-            if seed == 0:
-                results.get((row, "attack"), attack, defense, attacked, plan["attack_steps"])
-    header = ["", "PMM", "accuracy", "PSNR", "cosine", "distance to the true gradient"]
-    write_table(args.output, header, [[row, *cells] for row, cells in scores(results.figures)])
-    plot(results.figures, rows, args)
+    plan = {"rows": rows, "partitions": PARTITIONS} | (QUICK if args.quick else FULL)
+    results, federation = Results(args.output, plan), Federation(args, plan)
+    for row, (name, strength) in rows.items():
+        defense = make_defense(name, **strength, **(federation.network if name == "refiner" else {}))
+        results.get((row, "attack"), federation.attack, defense)
+        for partition in PARTITIONS[: 1 if name == "soteria" else None]:
+            for seed in range(1 if name == "soteria" else plan["seeds"]):
+                results.get((row, partition, str(seed)), federation.accuracy, defense, seed, partition)
+    header = ["", "PSNR", "cosine", *(f"{what}, {p}" for p in PARTITIONS for what in ("PMM", "accuracy"))]
+    write_table(args.output, header, [[row, *cells(results.figures, row)] for row in rows])
+    plot(results.figures, rows, named(args.output, ".png"))
 
 
 def label(name: str, strength: dict) -> str:
     return " ".join([name, *(f"{key}={value}" for key, value in strength.items() if key != "refresh_every")])
 
 
-def plot(figures: dict, rows: dict, args) -> None:
-    """PMM over PSNR."""
-    curves: dict[str, list] = {}
-    for row, (name, _) in rows.items():
-        mean = np.mean(pmm(figures, row))
-        curves.setdefault(name, []).append((np.mean(figures[row]["attack"]["psnr"]), mean))
-    figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
-    for name, points in curves.items():
-        axes.plot(*zip(*sorted(points), strict=True), marker="o", label=name)
-    axes.set(xlabel="PSNR of Inverting Gradients in dB (left: hidden)", ylabel="PMM in % (up: useful)")
-    axes.set_title(args.partition)
-    axes.legend(fontsize=8)
-    figure.savefig(named(args.output, ".png"), dpi=110)
+def cells(figures: dict, row: str) -> list[str]:
+    found = figures[row]
+    shown = [interval(found["attack"]["psnr"], 1), f"{found['attack']['cosine']:.3f}"]
+    for partition in PARTITIONS:
+        learnt = found.get(partition, {})
+        relative = pmm(learnt, figures["none"][partition])
+        shown += [interval(relative, 0), interval([100 * one for one in learnt.values()], 1)] if learnt else ["", ""]
+    return shown
+
+
+def plot(figures: dict, rows: dict, path: Path) -> None:
+    """PMM over PSNR, with standard errors."""
+    figure, panels = plt.subplots(1, len(PARTITIONS), figsize=(13, 4.8), layout="constrained", sharey=True)
+    for axes, partition in zip(panels, PARTITIONS, strict=True):
+        curves: dict[str, list] = {}
+        for row, (name, _) in rows.items():
+            if partition in figures[row]:
+                relative = pmm(figures[row][partition], figures["none"][partition])
+                error = np.std(relative, ddof=1) / len(relative) ** 0.5 if len(relative) > 1 else 0.0
+                point = (np.mean(figures[row]["attack"]["psnr"]), np.mean(relative), error)
+                curves.setdefault(name, []).append(point)
+        for name, points in curves.items():
+            x, y, errors = zip(*sorted(points), strict=True)
+            axes.errorbar(x, y, errors, marker="o", capsize=2, label=name)
+        axes.set(title=partition, xlabel="PSNR of Inverting Gradients in dB (left: hidden)")
+    panels[0].set(ylabel="PMM in % (up: useful)")
+    panels[0].legend(fontsize=8)
+    figure.savefig(path, dpi=110)
 
 
 if __name__ == "__main__":

@@ -4,11 +4,11 @@
 
 The leakage papers' LeNet on CIFAR-10, one client, 128 images a step. Of each gradient the given share of entries is zeroed, over
 all layers together. The paper trains for 20 epochs at a learning rate of 0.01 and names no optimizer; here 5 epochs of Adam from
-0.005 down to 0, as in refiner_ablations.py. Test accuracy in %, with its 95 % t-interval over seeds.
+0.005 down to 0, as in federation.py. Test accuracy in %, with its 95 % t-interval over seeds.
 """
 
 import torch
-from refiner_ablations import LEARNING_RATE, as_tensors, lenet, tested
+from federation import LEARNING_RATE, as_tensors, lenet, tested
 from reporting import Results, interval, parser_of, write_table
 from torch import Tensor
 from transformers.utils import logging
