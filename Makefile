@@ -44,7 +44,7 @@ demo-network: demo-none
 demo-refiner: demo-network
 
 test: install lint
-	$(OFFLINE) $(BIN)/python -m pytest -m "not slow"
+	$(OFFLINE) $(BIN)/python -m pytest -m "not slow" --numprocesses auto --maxprocesses 4 --dist worksteal
 
 slow: install
 	$(OFFLINE) $(BIN)/python -m pytest -m slow

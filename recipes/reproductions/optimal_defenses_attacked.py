@@ -33,14 +33,18 @@ matplotlib.use("agg")
 from matplotlib import pyplot as plt
 
 PRUNINGS = {f"{name} {r}": {"ratio": r} for r in (0.5, 0.7, 0.8, 0.9, 0.99) for name in ("pruning", "optimal_pruning")}
+FEWER = {row: strength for row, strength in PRUNINGS.items() if strength["ratio"] in (0.5, 0.7, 0.9)}
 NOISES = {f"{name} {std}": {"scale": std} for std in (0.001, 0.01, 0.1) for name in ("dp_sgd", "optimal_dp_sgd")}
 MNIST = {"rows": {"none": {}, **PRUNINGS, **NOISES}, "network": ["gradguard_leaky_convnet", {}], "seeds": 8}
 MNIST |= {"learning_rate": 1e-3, "steps": 5, "client_batch": 16, "attacked": 4, "updates": 400}
-CIFAR10 = {"rows": {"none": {}, **PRUNINGS}, "network": ["gradguard_deep_convnet", {"width": 64}], "seeds": 8}
+CIFAR10 = {"rows": {"none": {}, **FEWER}, "network": ["gradguard_deep_convnet", {"width": 64}], "seeds": 5}
 CIFAR10 |= {"learning_rate": 5e-5, "steps": 5, "client_batch": 2, "attacked": 2, "updates": 100}
 QUICK = {"seeds": 2, "steps": 1, "client_batch": 2, "attacked": 2, "updates": 1}
 AGAINST = {row: [row.removeprefix("optimal_")] for row in NOISES if row.startswith("optimal_")}
-AGAINST |= {"optimal_pruning 0.7": ["pruning 0.9"], "optimal_pruning 0.8": ["pruning 0.8", "pruning 0.9"]}
+AGAINST |= {
+    "optimal_pruning 0.7": ["pruning 0.7", "pruning 0.9"],
+    "optimal_pruning 0.8": ["pruning 0.8", "pruning 0.9"],
+}
 CLIENTS, CLIP, SCORES = 4, {"dp_sgd": {"clip_by": "coordinate"}}, ("mse", "psnr", "loss", "leakage", "cost")
 
 
