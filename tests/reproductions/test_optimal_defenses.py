@@ -64,8 +64,8 @@ def test_attacks_on_optimal_defenses(data, quick, tmp_path, request):
             elif row.startswith("optimal_dp_sgd"):  # the theorem: less leaks where the loss is disturbed as much
                 assert one["leakage"] * one["cost"] < 1
     for seed in ("0", "1"):
-        costs = [points[f"pruning {ratio}"][seed]["cost"] for ratio in (0.5, 0.7, 0.8, 0.9, 0.99)]
-        assert costs == sorted(costs)
+        costs = [runs[seed]["cost"] for row, runs in points.items() if row.startswith("pruning")]
+        assert costs == sorted(costs)  # ratios rise
         plain, optimal = points["pruning 0.9"][seed], points["optimal_pruning 0.9"][seed]
         # At an equal count the smallest entries cost least, and those of the largest ratio cost more but hide more.
         assert plain["cost"] < optimal["cost"]
