@@ -34,6 +34,7 @@ PARTS = {
     "noise": {"rows": NOISES, "learning_rate": 1e-3, "steps": 8 * EPOCH, "seeds": 5},
     "pruning": {"rows": {"none": {}, **RATIOS}, "learning_rate": 5e-4, "steps": 3 * EPOCH, "seeds": 5},
 }
+PAPER = {"noise: dp_sgd": 0.886, "noise: optimal_dp_sgd": 0.910}  # Appendix D.2: test accuracies
 AGAINST = {"optimal_dp_sgd": ["dp_sgd"], "optimal_pruning 0.8": ["pruning 0.8", "pruning 0.9"]}
 
 
@@ -53,7 +54,9 @@ def main() -> None:
             for row, strength in settings["rows"].items():
                 defense, title = make_defense(row.split()[0], **strength), f"{part}: {row}, seed {seed}"
                 results.get((part, row, str(seed)), train, defense, seed, data, test, settings, title)
-    write_table(args.output, ["", "test accuracy", "training loss, last epoch"], table(results.figures))
+    write_table(
+        args.output, ["", "test accuracy", "training loss, last epoch", "paper: test accuracy"], table(results.figures)
+    )
     plot(results.figures, named(args.output, ".png"))
 
 
@@ -91,7 +94,7 @@ def smooth(values: list[float]) -> list[float]:
     return [round(float(np.mean(values[i : i + WINDOW])), 6) for i in range(0, len(values), WINDOW)]
 
 
-def table(figures: dict) -> list[list[str]]:
+def table(figures: dict) -> list[list[object]]:
     rows = []
     for part in PARTS:
         scores = {
@@ -99,9 +102,10 @@ def table(figures: dict) -> list[list[str]]:
             for row, runs in figures[part].items()
         }
         for row, mine in scores.items():
-            rows.append([f"{part}: {row}", *map(interval, mine.T)])
+            title = f"{part}: {row}"
+            rows.append([title, *map(interval, mine.T), PAPER.get(title, "")])
             rows += [
-                [f"{row} less {other}, same seeds", *map(interval, (mine - scores[other]).T)]
+                [f"{row} less {other}, same seeds", *map(interval, (mine - scores[other]).T), ""]
                 for other in AGAINST.get(row, ())
             ]
     return rows
