@@ -8,13 +8,16 @@ of Adam on it (MNIST: 64 images, learning rate 1e-3; CIFAR-10: 8 images, 5e-5), 
 and Inverting Gradients on a gradient at the same initial weights, the same for every row, labels known. Here with 4 images a
 message and 400 updates (MNIST; paper: 16 and 2,000), 2 and 100 (CIFAR-10; paper: 2 and 1,000) and total variation 1e-2. That was
 chosen on undefended MNIST at seed 0's start, after seven tries with 1, 4 and 16 images, signed Adam and L-BFGS: of 16 images 400
-updates showed nothing. CIFAR-10's batch normalisation is in training mode. Clipping: every coordinate to ±1.
+updates showed nothing. CIFAR-10's batch normalisation is in training mode. Clipping: every coordinate to ±1. "Known" is the same
+attack by one who knows the defence, and matches only what a pruning left, or weighs coordinates by optimal noise's covariance.
 
 `scale` is the root mean square of the noise's standard deviation: rows of equal scale add equal noise power. A seed is a start,
 a batch, the attack's start and a draw of noise. Leakage and cost are the two sides of the paper's theorems. With noise: Σ s²/Σ_ii
 and Σ g²Σ_ii, as multiples of those of uniform noise. With pruning: the shares of Σ s² that is sent and of Σ g² that is not.
 """
 
+from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import matplotlib
@@ -35,17 +38,25 @@ from matplotlib import pyplot as plt
 PRUNINGS = {f"{name} {r}": {"ratio": r} for r in (0.5, 0.7, 0.8, 0.9, 0.99) for name in ("pruning", "optimal_pruning")}
 FEWER = {row: strength for row, strength in PRUNINGS.items() if strength["ratio"] in (0.5, 0.7, 0.9)}
 NOISES = {f"{name} {std}": {"scale": std} for std in (0.001, 0.01, 0.1) for name in ("dp_sgd", "optimal_dp_sgd")}
-MNIST = {"rows": {"none": {}, **PRUNINGS, **NOISES}, "network": ["gradguard_leaky_convnet", {}], "seeds": 8}
+MNIST = {"rows": {"none": {}, **PRUNINGS, **NOISES}, "network": ["gradguard_leaky_convnet", {}], "seeds": 16}
 MNIST |= {"learning_rate": 1e-3, "steps": 5, "client_batch": 16, "attacked": 4, "updates": 400}
 CIFAR10 = {"rows": {"none": {}, **FEWER}, "network": ["gradguard_deep_convnet", {"width": 64}], "seeds": 5}
 CIFAR10 |= {"learning_rate": 5e-5, "steps": 5, "client_batch": 2, "attacked": 2, "updates": 100}
-QUICK = {"seeds": 2, "steps": 1, "client_batch": 2, "attacked": 2, "updates": 1}
+QUICK = {"seeds": 2, "steps": 1, "client_batch": 2, "attacked": 2, "updates": 3}
 AGAINST = {row: [row.removeprefix("optimal_")] for row in NOISES if row.startswith("optimal_")}
 AGAINST |= {
     "optimal_pruning 0.7": ["pruning 0.7", "pruning 0.9"],
     "optimal_pruning 0.8": ["pruning 0.8", "pruning 0.9"],
 }
-CLIENTS, CLIP, SCORES = 4, {"dp_sgd": {"clip_by": "coordinate"}}, ("mse", "psnr", "loss", "leakage", "cost")
+CLIENTS, CLIP = 4, {"dp_sgd": {"clip_by": "coordinate"}}
+SCORES = {
+    "loss": "loss after five steps",
+    "mse": "MSE",
+    "psnr": "PSNR",
+    "mse known": "MSE, known",
+    "psnr known": "PSNR, known",
+}
+SIDES = ("leakage", "cost")
 
 
 def main() -> None:
@@ -65,8 +76,7 @@ def main() -> None:
     for seed in range(plan["seeds"]):
         for row in logging.tqdm(plan["rows"], desc=f"seed {seed}"):
             results.get((row, str(seed)), point, plan, row, seed, images, labels)
-    header = ["", "MSE", "PSNR", "loss after five steps", "leakage", "cost"]
-    write_table(args.output, header, table(results.figures))
+    write_table(args.output, ["", *SCORES.values(), *SIDES], table(results.figures))
     plot(results.figures, named(args.output, ".png"))
 
 
@@ -75,7 +85,7 @@ def point(plan: dict, row: str, seed: int, images: torch.Tensor, labels: torch.T
     network, shape = plan["network"]
     model = MODELS[network](MODELS[network].config_class(**shape)).train()
     defense = make_defense(row.split()[0], **plan["rows"][row], **CLIP.get(row.split()[0], {}))
-    draw, noise, probes, attacker = (torch.Generator().manual_seed(seed + 1000 * k) for k in range(4))
+    draw, noise, probes = (torch.Generator().manual_seed(seed + 1000 * k) for k in range(3))
     rows = torch.randperm(len(images), generator=draw)[: CLIENTS * plan["client_batch"]]
     clients = [{"pixel_values": images[mine], "labels": labels[mine]} for mine in rows.chunk(CLIENTS)]
 
@@ -85,9 +95,13 @@ def point(plan: dict, row: str, seed: int, images: torch.Tensor, labels: torch.T
     shared = defense(gmap, generator=noise)
     scores = both_sides(gmap, defense, shared, probes)
     seen = Observation(model, shared, input_shape=tuple(batch["pixel_values"].shape), labels=batch["labels"])
-    attack = make_attack("inverting_gradients", steps=plan["updates"], total_variation=1e-2)
-    found = attack(seen, generator=attacker).input.clamp(0, 1)
-    scores |= score_images([found], [batch["pixel_values"]], bootstrap=0).mean
+    scores |= (found := attacked(plan, seed, batch, seen))
+    if row.startswith("optimal_dp_sgd"):  # variance is infinite in reports where clipping left no noise
+        variance = {name: v.where(v.isfinite(), 0.0) for name, v in defense.noise.variance.items()}
+        found = attacked(plan, seed, batch, replace(seen, noise_variance=variance))
+    elif "pruning" in row:
+        found = attacked(plan, seed, batch, seen, match_nonzero=True)
+    scores |= {f"{name} known": score for name, score in found.items()}
 
     optimizer = torch.optim.Adam(model.parameters(), lr=plan["learning_rate"])
     for _ in range(plan["steps"]):
@@ -98,7 +112,14 @@ def point(plan: dict, row: str, seed: int, images: torch.Tensor, labels: torch.T
         optimizer.step()
     with torch.no_grad():
         scores["loss"] = np.mean([float(model(**mine).loss) for mine in clients])
-    return {name: round(float(scores[name]), 6) for name in SCORES}
+    return {name: round(float(score), 6) for name, score in scores.items()}
+
+
+def attacked(plan: dict, seed: int, batch: dict, seen: Observation, **knowledge) -> dict[str, torch.Tensor]:
+    attack = make_attack("inverting_gradients", steps=plan["updates"], total_variation=1e-2, **knowledge)
+    found = attack(seen, generator=torch.Generator().manual_seed(seed + 3000)).input.clamp(0, 1)
+    scores = score_images([found], [batch["pixel_values"]], bootstrap=0).mean
+    return {"mse": scores["mse"], "psnr": scores["psnr"]}
 
 
 def both_sides(gmap: GradientMap, defense, shared: dict, probes: torch.Generator) -> dict[str, torch.Tensor]:
@@ -116,16 +137,19 @@ def both_sides(gmap: GradientMap, defense, shared: dict, probes: torch.Generator
 
 def table(points: dict) -> list[list[str]]:
     rows = []
-    scores = {row: np.array([[run[key] for key in SCORES] for run in runs.values()]) for row, runs in points.items()}
+    scores = {row: of(runs, SCORES) for row, runs in points.items()}
     for row, mine in scores.items():
-        rows.append([row, *cells(mine)])
-        for other in AGAINST.get(row, ()):
-            rows.append([f"{row} less {other}", *cells((mine - scores[other])[:, :3]), "", ""])
+        rows.append([row, *cells(mine), *(interval(side) for side in of(points[row], SIDES).T)])
+        rows += [[f"{row} less {o}", *cells(mine - scores[o]), *[""] * len(SIDES)] for o in AGAINST.get(row, ())]
     return rows
 
 
+def of(runs: dict, names: Iterable[str]) -> np.ndarray:
+    return np.array([[run[name] for name in names] for run in runs.values()])
+
+
 def cells(seeds: np.ndarray) -> list[str]:
-    return [interval(values, digits) for values, digits in zip(seeds.T, (3, 1, 3, 3, 3), strict=False)]
+    return [interval(values, 1 if "psnr" in name else 3) for name, values in zip(SCORES, seeds.T, strict=True)]
 
 
 def plot(points: dict, path: Path) -> None:
@@ -133,11 +157,14 @@ def plot(points: dict, path: Path) -> None:
     figure, axes = plt.subplots(1, len(families), figsize=(6.5 * len(families), 5), layout="constrained", squeeze=False)
     for axis, family in zip(axes[0], families, strict=True):
         for name, color in ((family, "tab:blue"), (f"optimal_{family}", "tab:orange"), ("none", "black")):
-            mine = {row: runs.values() for row, runs in points.items() if row.split()[0] == name}
-            x, y = ([np.mean([run[key] for run in runs]) for runs in mine.values()] for key in ("mse", "loss"))
+            mine = {row: runs for row, runs in points.items() if row.split()[0] == name}
+            x, theirs, y = np.array([of(runs, ("mse", "mse known", "loss")).mean(0) for runs in mine.values()]).T
             axis.plot(x, y, "o-", color=color, label=name)
+            if name.startswith(("optimal", "pruning")):
+                axis.plot(theirs, y, "x--", color=color, label=f"{name}, known")
             for row, *place in zip(mine, x, y, strict=True):
                 axis.annotate(row.split()[-1], place, textcoords="offset points", xytext=(5, 5), color=color)
+        axis.set_xscale("log")
         axis.set(xlabel="reconstruction MSE (right: hides more)", ylabel="training loss (down: learns more)")
         axis.legend()
     figure.savefig(path, dpi=110)

@@ -57,12 +57,17 @@ def test_attacks_on_optimal_defenses(data, quick, tmp_path, request):
     for row, runs in points.items():
         for one in runs.values():
             assert all(math.isfinite(score) for score in one.values()), row
+            if row.startswith(("none", "dp_sgd")):  # there is nothing to know
+                assert one["mse known"] == one["mse"]
             if row == "none":
                 assert (one["leakage"], one["cost"]) == (1, 0)
             elif row.startswith("dp_sgd"):
                 assert (one["leakage"], one["cost"]) == pytest.approx((1, 1))
             elif row.startswith("optimal_dp_sgd"):  # the theorem: less leaks where the loss is disturbed as much
                 assert one["leakage"] * one["cost"] < 1
+    for name in ("pruning", "optimal_pruning", *(["optimal_dp_sgd"] if data == "mnist" else [])):
+        runs = [one for row, runs in points.items() if row.split()[0] == name for one in runs.values()]
+        assert any(one["mse known"] != one["mse"] for one in runs), name
     for seed in ("0", "1"):
         costs = [runs[seed]["cost"] for row, runs in points.items() if row.startswith("pruning")]
         assert costs == sorted(costs)  # ratios rise
