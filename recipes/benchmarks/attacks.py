@@ -16,7 +16,7 @@ from hf_gradguard import GradientMap
 from hf_gradguard.attacks import Observation, make_attack
 from hf_gradguard.layers import layer_numbers
 
-LENGTH, STEPS, ROUNDS = 16, 25, 3  # steps of an attack, each time; setting up and decoding count too
+LENGTH, STEPS, ROUNDS = 16, 100, 3  # steps of an attack, each time; setting up and decoding count too
 
 
 def main() -> None:
