@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "results.md"
-SHARED = {"every_defense.py", "lenet.py", "measuring.py", "reporting.py", "sentences.py"}
+SHARED = {"every_defense.py", "federation.py", "lenet.py", "measuring.py", "reporting.py", "sentences.py"}
 
 
 def results(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> None:
