@@ -15,12 +15,12 @@ from transformers.utils import logging
 
 from hf_gradguard import GradientMap
 
-SCORES = {"|θ|": lambda g, w: w.abs(), "|g|": lambda g, w: g.abs(), "|g θ|": lambda g, w: (g * w).abs()}
+SCORES = {"weight": lambda g, w: w.abs(), "gradient": lambda g, w: g.abs(), "product": lambda g, w: (g * w).abs()}
 FULL, QUICK = {"seeds": 3, "epochs": 5, "ratios": [0.2, 0.4, 0.6, 0.8]}, {"seeds": 2, "epochs": 1, "ratios": [0.2, 1.0]}
 PAPER = {
-    "|θ|": {0.2: 51.35, 0.4: 48.61, 0.6: 46.80, 0.8: 42.72},
-    "|g|": {0.2: 51.67, 0.4: 50.90, 0.6: 49.14, 0.8: 47.35},
-    "|g θ|": {0.2: 52.88, 0.4: 51.45, 0.6: 50.96, 0.8: 49.54},
+    "weight": {0.2: 51.35, 0.4: 48.61, 0.6: 46.80, 0.8: 42.72},
+    "gradient": {0.2: 51.67, 0.4: 50.90, 0.6: 49.14, 0.8: 47.35},
+    "product": {0.2: 52.88, 0.4: 51.45, 0.6: 50.96, 0.8: 49.54},
 }
 
 
@@ -41,6 +41,11 @@ def main() -> None:
         less = [100 * (mine[seed] - one) for seed, one in results.figures["none"]["0.0"].items()]
         found = interval([100 * one for one in mine.values()], 1)
         rows.append([name, f"{ratio:.0%}", found, interval(less, 1), PAPER.get(name, {}).get(ratio, "")])
+    for ratio in plan["ratios"]:
+        pairs = zip(*(results.figures[name][str(ratio)].values() for name in ("product", "gradient")), strict=True)
+        paper = PAPER["product"].get(ratio, 0) - PAPER["gradient"].get(ratio, 0)
+        less = interval([100 * (a - b) for a, b in pairs], 1)
+        rows.append(["product less gradient, same seeds", f"{ratio:.0%}", less, "", f"{paper:.2f}" if paper else ""])
     header = ["left out by small", "share left out", "accuracy", "less than without, same seeds", "paper: accuracy"]
     write_table(args.output, header, rows)
 

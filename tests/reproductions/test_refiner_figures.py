@@ -92,8 +92,8 @@ def test_pruning_by_three_scores(federation, quick, tmp_path):
         with torch.no_grad():
             found = LeakageLeNetForImageClassification(LeakageLeNetConfig())(pixels).logits.argmax(1)
         right = float((found == torch.tensor(test["label"])).float().mean())
-        assert [figures[name]["1.0"][seed] for name in ("|θ|", "|g|", "|g θ|")] == pytest.approx([right] * 3)
-    assert len(Path(f"{output}.md").read_text().splitlines()) == 2 + 1 + 3 * 2
+        assert [figures[name]["1.0"][seed] for name in ("weight", "gradient", "product")] == pytest.approx([right] * 3)
+    assert len(Path(f"{output}.md").read_text().splitlines()) == 2 + 1 + 3 * 2 + 2
 
 
 def test_pruned_entries_by_hand(monkeypatch):
@@ -102,5 +102,5 @@ def test_pruned_entries_by_hand(monkeypatch):
     gradient = {"a": torch.tensor([4.0, -1.0]), "b": torch.tensor([[3.0], [2.0]])}
     weights = {"a": torch.tensor([0.1, -5.0]), "b": torch.tensor([[1.0], [-2.0]])}
     kept = {name: torch.cat([t.flatten() for t in pruned(gradient, weights, name, 0.5).values()]).tolist() for name in
-            ("|θ|", "|g|", "|g θ|")}  # fmt: skip
-    assert kept == {"|θ|": [0, -1, 0, 2], "|g|": [4, 0, 3, 0], "|g θ|": [0, -1, 0, 2]}
+            ("weight", "gradient", "product")}  # fmt: skip
+    assert kept == {"weight": [0, -1, 0, 2], "gradient": [4, 0, 3, 0], "product": [0, -1, 0, 2]}
