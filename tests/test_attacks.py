@@ -87,7 +87,9 @@ def test_objectives_are_their_formulas() -> None:
 
 
 @pytest.mark.parametrize(
-    "objective", [squared_distance, cosine_distance, layerwise_cosine_distance, TagDistance(0.1)], ids=str
+    "objective",
+    [squared_distance, cosine_distance, layerwise_cosine_distance, TagDistance(0.1)],
+    ids=["squared", "cosine", "layerwise cosine", "tag"],
 )
 def test_objectives_have_their_derivatives(objective: Any) -> None:
     candidate, shared = some_gradients()
