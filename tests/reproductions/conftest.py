@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 import torch
@@ -79,5 +80,6 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         path = (SCRIPTS / script).resolve()
         monkeypatch.syspath_prepend(path.parent)
         runpy.run_path(str(path), run_name="__main__")
+        plt.close("all")  # a script ends with its process, a test does not
 
     return run
