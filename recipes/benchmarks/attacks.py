@@ -60,8 +60,9 @@ def plain_tag(model: torch.nn.Module, seen: Observation, start: torch.Tensor, st
     x = start.clone().requires_grad_()
     mask = torch.ones(x.shape[:2], dtype=torch.long, device=x.device)
     optimizer = torch.optim.AdamW([x], lr=0.05)
-    rate = lambda step: (step + 1) / 51 if step < 50 else (steps - step) / (steps - 50)  # noqa: E731
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: (step + 1) / 51 if step < 50 else (steps - step) / (steps - 50)
+    )
     history = []
     for _ in range(steps):
         with sdpa_kernel(SDPBackend.MATH):  # no fused kernel has second derivatives

@@ -13,7 +13,7 @@ import statistics
 import numpy as np
 import torch
 from datasets import load_dataset
-from lenet import single_images
+from lenet import INVERTING, single_images
 from reporting import parser_of
 from torch import Tensor
 from transformers import set_seed
@@ -82,14 +82,7 @@ class Federation:
     def attack(self, defense) -> dict:
         """Scores of the reconstructions, and what the defence did to the gradients that they are from."""
         model = lenet(seed=0)
-        lbfgs = {
-            "optimizer": "lbfgs",
-            "learning_rate": 1.0,
-            "schedule": "constant",
-            "signed": False,
-            "start": "uniform",
-        }
-        attack = make_attack("inverting_gradients", total_variation=1e-5, steps=self.plan["attack_steps"], **lbfgs)
+        attack = make_attack("inverting_gradients", steps=self.plan["attack_steps"], **INVERTING)
         seen, cosines, distances, norms = [], [], [], []
         images = [batch["pixel_values"] for batch in self.attacked]
         for number, batch in enumerate(self.attacked):

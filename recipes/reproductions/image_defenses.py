@@ -15,7 +15,7 @@ PSNR with 95 % bootstrap intervals.
 
 import torch
 from every_defense import fill, present, quickly, share, strengths
-from lenet import lenet_for, single_images
+from lenet import INVERTING, lenet_for, single_images
 from reporting import Results, parser_of, summary
 from transformers import set_seed
 
@@ -24,9 +24,8 @@ from hf_gradguard.attacks import make_attack
 from hf_gradguard.metrics import score_images
 
 DEFENSES = strengths((0.01, 0.1, 1.0), alphas=(0.1, 0.5, 0.9))
-LBFGS = {"optimizer": "lbfgs", "learning_rate": 1.0, "schedule": "constant", "start": "uniform"}
 ATTACKS = {
-    "inverting_gradients": {"steps": 60, "patience": 5, "signed": False, "total_variation": 1e-5, **LBFGS},
+    "inverting_gradients": {"steps": 60, "patience": 5, **INVERTING},
     "idlg": {"steps": 100, "patience": 15, "start": "uniform"},
 }
 

@@ -16,7 +16,7 @@ import matplotlib
 import numpy as np
 import pandas
 import torch
-from lenet import lenet_for, single_images
+from lenet import INVERTING, lenet_for, single_images
 from reporting import Results, named, parser_of, write_table
 from scipy.stats import rankdata
 from sentences import of_usual_length, sst2
@@ -41,7 +41,6 @@ PLAN = {
 }
 FEW = {"gaussian_noise": [1e-3, 1e-2], "pruning": [0.5, 0.9]}
 QUICK = {"images": FEW, "sentences": FEW, "samples": 2, "side": 8, "steps": {"lbfgs": 1, "tag": 2}}
-LBFGS = {"optimizer": "lbfgs", "learning_rate": 1.0, "schedule": "constant", "signed": False, "patience": 5}
 SCORES = {"MNIST": ("rmse",), "CIFAR-10": ("rmse",), "SST-2": ("rougeL", "google_bleu")}
 TITLES = {"rmse": "RMSE", "rougeL": "ROUGE-L", "google_bleu": "Google BLEU"}
 
@@ -96,8 +95,7 @@ def attacked(plan: dict, sample: int, model, batch: dict[str, Tensor], tokenizer
         seen.append(Observation(model, shared, shape, labels=batch["labels"], tokenizer=tokenizer))
     attack = make_attack("tag", steps=plan["steps"]["tag"])
     if tokenizer is None:
-        lbfgs = LBFGS | {"start": "uniform", "total_variation": 1e-5, "steps": plan["steps"]["lbfgs"]}
-        attack = make_attack("inverting_gradients", **lbfgs)
+        attack = make_attack("inverting_gradients", steps=plan["steps"]["lbfgs"], patience=5, **INVERTING)
     for point, found in zip(points, attack.together(seen, torch.Generator().manual_seed(sample)), strict=True):
         guess = found.input if tokenizer else found.input.clamp(0, 1)
         point["rmse"] = (guess - gmap.input).square().mean().sqrt()

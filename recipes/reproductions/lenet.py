@@ -9,6 +9,10 @@ from torch import Tensor
 
 from hf_gradguard.models import LeakageLeNetConfig, LeakageLeNetForImageClassification
 
+# Inverting Gradients as it is strongest on these small smooth networks
+INVERTING = {"optimizer": "lbfgs", "learning_rate": 1.0, "schedule": "constant", "signed": False}
+INVERTING |= {"start": "uniform", "total_variation": 1e-5}
+
 
 def parser_of_images(description: str | None) -> argparse.ArgumentParser:
     parser = parser_of(description)

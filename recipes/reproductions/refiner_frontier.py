@@ -41,8 +41,9 @@ def main() -> None:
     for row, (name, strength) in rows.items():
         defense = make_defense(name, **strength, **(federation.network if name == "refiner" else {}))
         results.get((row, "attack"), federation.attack, defense)
-        for partition in PARTITIONS[: 1 if name == "soteria" else None]:
-            for seed in range(1 if name == "soteria" else plan["seeds"]):
+        partitions, seeds = (PARTITIONS[:1], 1) if name == "soteria" else (PARTITIONS, plan["seeds"])
+        for partition in partitions:
+            for seed in range(seeds):
                 results.get((row, partition, str(seed)), federation.accuracy, defense, seed, partition)
     header = ["", "PSNR", "cosine", *(f"{what}, {p}" for p in PARTITIONS for what in ("PMM", "accuracy"))]
     write_table(args.output, header, [[row, *cells(results.figures, row)] for row in rows])

@@ -12,7 +12,7 @@ known. Means with 95 % bootstrap intervals.
 import argparse
 
 import torch
-from lenet import lenet_for, single_images
+from lenet import INVERTING, lenet_for, single_images
 from reporting import Results, parser_of, summary, write_table
 from sentences import of_usual_length, sst2
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, set_seed
@@ -22,11 +22,10 @@ from hf_gradguard import GradientMap
 from hf_gradguard.attacks import Observation, make_attack, recover_labels
 from hf_gradguard.metrics import score_images, score_text
 
-LBFGS = {"optimizer": "lbfgs", "learning_rate": 1.0, "schedule": "constant"}
 IMAGES = {
     "dlg": {"steps": 100, "start": "uniform"},
     "idlg": {"steps": 100, "start": "uniform"},
-    "inverting_gradients": {"steps": 100, "start": "uniform", "signed": False, "total_variation": 1e-5, **LBFGS},
+    "inverting_gradients": {"steps": 100, **INVERTING},
     "inverting_gradients, as published": {"steps": 4800},
 }
 TEXT = {"tag": {"steps": 1500}}
