@@ -53,7 +53,8 @@ class GradGuardTrainer(RenamedWeightsTrainer):
         **kwargs: All other arguments of `Trainer`.
 
     Logs `defense/relative_error` (‖shared - g‖/‖g‖), `defense/cosine` and `defense/seconds` (per message, on top of the
-    plain gradient) beside the loss. They are rank 0's own, means over its messages since the last log.
+    plain gradient) beside the loss, and beside the summary of a training that ends before the next log. They are rank 0's
+    own, means over its messages since the last log.
 
     With `leakage_logging_steps=n` every n-th step also logs `leakage/dfil_mean`, `leakage/dfil_max`, `leakage/mse_bound`
     (of the sample that leaks most) and `leakage/i2f_lower_bound` of what is about to be shared. Every rank keeps its own
@@ -341,8 +342,8 @@ class GradGuardTrainer(RenamedWeightsTrainer):
                 self._defense_metrics["defense/cosine"].append(cosine)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """As in `Trainer`, with the defence's figures beside the training loss."""
-        if "loss" in logs:
+        """As in `Trainer`, with the defence's figures beside the training loss, and the last ones beside the summary."""
+        if "loss" in logs or "train_loss" in logs:
             logs.update({name: sum(values) / len(values) for name, values in self._defense_metrics.items()})
             self._defense_metrics.clear()
             logs.update(self._meter.take() | self._meter.take_skipped())

@@ -529,6 +529,17 @@ def test_figures_stand_beside_the_loss_and_not_in_evaluation(make_trainer: MakeT
     assert all(entry["defense/seconds"] > 0 for entry in with_loss)
 
 
+def test_what_was_not_logged_by_the_end_stands_beside_the_summary(make_trainer: MakeTrainer) -> None:
+    trainer = make_trainer(defense=WatchedNoise(relative_scale=0.5), max_steps=3, logging_steps=2)
+    trainer.train()
+    assert len(WatchedNoise.log) == 3
+    given, shared = (torch.cat([t.flatten() for t in tensors.values()]) for tensors in WatchedNoise.log[-1])
+    summary = trainer.state.log_history[-1]
+    assert "train_loss" in summary
+    assert summary["defense/relative_error"] == pytest.approx(float((shared - given).norm() / given.norm()), rel=1e-4)
+    assert summary["defense/seconds"] > 0
+
+
 def test_figures_are_means_over_messages(make_trainer: MakeTrainer) -> None:
     trainer = make_trainer(
         defense=WatchedNoise(relative_scale=0.5), clients_per_process=2, gradient_accumulation_steps=2, max_steps=2,
