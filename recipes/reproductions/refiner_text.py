@@ -3,9 +3,11 @@
     python recipes/reproductions/refiner_text.py --model MODEL --data_dir SST2 --accuracies docs/results/sst2.json \
         --output docs/results/refiner_text
 
-The first 10 sentences of SST-2's dev set that have 14 tokens, one a message, the model as it is before fine-tuning (new head, no
-dropout), labels and lengths known, token embeddings withheld; 500 updates of each attack. Token F1 with 95 % bootstrap intervals.
-Accuracies are those of sst2_defenses.py at the same settings. The paper names neither its model nor its strengths.
+The first 10 sentences of SST-2's dev set that have 14 tokens, one a message, the model as it is before fine-tuning (new head,
+no dropout), labels and lengths known, token embeddings withheld. Both attacks get 500 evaluations: TAG 500 updates, Inverting
+Gradients 25 steps of L-BFGS with up to 20, its best of seven settings on three other, undefended sentences: Adam, signed or
+not, stays far behind. Token F1 with 95 % bootstrap intervals. Accuracies are those of sst2_defenses.py at the same settings. The
+paper names neither its model nor its strengths.
 """
 
 import json
@@ -26,7 +28,13 @@ LENGTH = 14
 CHOSEN = ("none", "pruning-0.9", "pruning-0.99", "gaussian_noise-1", "gaussian_noise-5", "refiner", "refiner-slow")
 ATTACKS = {
     "tag": {"steps": 500},
-    "inverting_gradients": {"steps": 500, "learning_rate": 0.01, "signed": False, "schedule": "linear", "warmup": 50},
+    "inverting_gradients": {
+        "steps": 25,
+        "optimizer": "lbfgs",
+        "learning_rate": 1.0,
+        "schedule": "constant",
+        "signed": False,
+    },
 }
 PAPER = {  # accuracy and F1 in %, against TAG and against Inverting Gradients
     "pruning": "90.7, 32.28; 90.8, 50.09",
