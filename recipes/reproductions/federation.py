@@ -79,10 +79,15 @@ class Federation:
             schedule.step()
         return tested(model, self.test)
 
-    def attack(self, defense) -> dict:
-        """Scores of the reconstructions, and what the defence did to the gradients that they are from."""
+    def attack(self, defense, knowledge: dict | None = None) -> dict:
+        """Scores of the reconstructions, and what the defence did to the gradients that they are from.
+
+        Args:
+            defense: Copied for each message.
+            knowledge: Further settings of Inverting Gradients, of an attacker who knows the defence.
+        """
         model = lenet(seed=0)
-        attack = make_attack("inverting_gradients", steps=self.plan["attack_steps"], **INVERTING)
+        attack = make_attack("inverting_gradients", steps=self.plan["attack_steps"], **INVERTING, **(knowledge or {}))
         seen, cosines, distances, norms = [], [], [], []
         images = [batch["pixel_values"] for batch in self.attacked]
         for number, batch in enumerate(self.attacked):

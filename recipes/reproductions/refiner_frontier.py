@@ -5,7 +5,8 @@
 
 After the PMM-PSNR curves of the Refiner paper (2025), Figures 6 and 12, in the federation of federation.py: clients with equal shares
 of the images, and with labels drawn from a Dirichlet distribution of parameter 1. PSNR is at the initial weights and does not depend
-on the partition. Soteria, which takes a second and more a message, has one seed, and equal shares only.
+on the partition; "known" is that of an attacker who matches only what a pruning left, or leaves out Soteria's layer. Soteria, which
+takes a second and more a message, has one seed, and equal shares only.
 """
 
 from pathlib import Path
@@ -29,6 +30,7 @@ STRENGTHS = {
     "quantization": [{"bits": b} for b in (8, 4, 2)],
     "soteria": [{"ratio": r} for r in (0.3, 0.5, 0.8)],
 }
+KNOWN: dict[str, dict] = {"pruning": {"match_nonzero": True}, "soteria": {"leave_out": ["classifier"]}}
 
 
 def main() -> None:
@@ -36,17 +38,20 @@ def main() -> None:
     rows = {"none": ("none", {})}
     for name, strengths in STRENGTHS.items():
         rows |= {label(name, strength): (name, strength) for strength in strengths[: 1 if args.quick else None]}
-    plan = {"rows": rows, "partitions": PARTITIONS} | (QUICK if args.quick else FULL)
+    plan = {"rows": rows, "partitions": PARTITIONS, "known": KNOWN} | (QUICK if args.quick else FULL)
     results, federation = Results(args.output, plan), Federation(args, plan)
     for row, (name, strength) in rows.items():
         defense = make_defense(name, **strength, **(federation.network if name == "refiner" else {}))
         results.get((row, "attack"), federation.attack, defense)
+        if name in KNOWN:
+            results.get((row, "known"), federation.attack, defense, KNOWN[name])
         partitions, seeds = (PARTITIONS[:1], 1) if name == "soteria" else (PARTITIONS, plan["seeds"])
         for partition in partitions:
             for seed in range(seeds):
                 results.get((row, partition, str(seed)), federation.accuracy, defense, seed, partition)
-    header = ["", "PSNR", "cosine", *(f"{what}, {p}" for p in PARTITIONS for what in ("PMM", "accuracy"))]
-    write_table(args.output, header, [[row, *cells(results.figures, row)] for row in rows])
+    learnt = [f"{what}, {partition}" for partition in PARTITIONS for what in ("PMM", "accuracy")]
+    table = [[row, *cells(results.figures, row)] for row in rows]
+    write_table(args.output, ["", "PSNR", "PSNR, known", "cosine", *learnt], table)
     plot(results.figures, rows, named(args.output, ".png"))
 
 
@@ -56,7 +61,8 @@ def label(name: str, strength: dict) -> str:
 
 def cells(figures: dict, row: str) -> list[str]:
     found = figures[row]
-    shown = [interval(found["attack"]["psnr"], 1), f"{found['attack']['cosine']:.3f}"]
+    shown = [interval(found[who]["psnr"], 1) if who in found else "" for who in ("attack", "known")]
+    shown += [f"{found['attack']['cosine']:.3f}"]
     for partition in PARTITIONS:
         learnt = found.get(partition, {})
         relative = pmm(learnt, figures["none"][partition])
@@ -68,16 +74,19 @@ def plot(figures: dict, rows: dict, path: Path) -> None:
     """PMM over PSNR, with standard errors."""
     figure, panels = plt.subplots(1, len(PARTITIONS), figsize=(13, 4.8), layout="constrained", sharey=True)
     for axes, partition in zip(panels, PARTITIONS, strict=True):
-        curves: dict[str, list] = {}
+        curves: dict[tuple[str, str], list] = {}
         for row, (name, _) in rows.items():
             if partition in figures[row]:
                 relative = pmm(figures[row][partition], figures["none"][partition])
                 error = np.std(relative, ddof=1) / len(relative) ** 0.5 if len(relative) > 1 else 0.0
-                point = (np.mean(figures[row]["attack"]["psnr"]), np.mean(relative), error)
-                curves.setdefault(name, []).append(point)
-        for name, points in curves.items():
-            x, y, errors = zip(*sorted(points), strict=True)
-            axes.errorbar(x, y, errors, marker="o", capsize=2, label=name)
+                for who in {"attack", "known"} & figures[row].keys():
+                    point = (np.mean(figures[row][who]["psnr"]), np.mean(relative), error)
+                    curves.setdefault((name, who), []).append(point)
+        for color, name in enumerate(dict.fromkeys(name for name, _ in rows.values())):
+            for who, label, style in (("attack", name, "o-"), ("known", f"{name}, known", "x--")):
+                if points := curves.get((name, who)):
+                    x, y, errors = zip(*sorted(points), strict=True)
+                    axes.errorbar(x, y, errors, fmt=style, color=f"C{color}", capsize=2, label=label)
         axes.set(title=partition, xlabel="PSNR of Inverting Gradients in dB (left: hidden)")
     panels[0].set(ylabel="PMM in % (up: useful)")
     panels[0].legend(fontsize=8)

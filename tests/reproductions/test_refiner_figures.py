@@ -71,8 +71,9 @@ def test_frontier(federation, quick, tmp_path):
         found = figures[name]["attack"]
         assert found["distance"] == pytest.approx(size * found["norm"], rel=0.1), name
     for row, found in figures.items():
-        soteria = row.startswith("soteria")
-        assert set(found) == {"attack", "iid"} | (set() if soteria else {"dirichlet"})
+        soteria, known = row.startswith("soteria"), {"known"} if row.startswith(("soteria", "pruning")) else set()
+        assert set(found) == {"attack", "iid"} | known | (set() if soteria else {"dirichlet"})
+        assert all(found["known"]["psnr"] != found["attack"]["psnr"] for _ in known)
         assert list(found["iid"]) == (["0"] if soteria else ["0", "1"])
     assert Path(f"{output}.png").read_bytes().startswith(b"\x89PNG")
     table = Path(f"{output}.md").read_text().splitlines()
