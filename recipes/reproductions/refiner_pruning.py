@@ -41,12 +41,13 @@ def main() -> None:
         less = [100 * (mine[seed] - one) for seed, one in results.figures["none"]["0.0"].items()]
         found = interval([100 * one for one in mine.values()], 1)
         rows.append([name, f"{ratio:.0%}", found, interval(less, 1), PAPER.get(name, {}).get(ratio, "")])
-    for ratio in plan["ratios"]:
-        pairs = zip(*(results.figures[name][str(ratio)].values() for name in ("product", "gradient")), strict=True)
-        paper = PAPER["product"].get(ratio, 0) - PAPER["gradient"].get(ratio, 0)
-        less = interval([100 * (a - b) for a, b in pairs], 1)
-        rows.append(["product less gradient, same seeds", f"{ratio:.0%}", less, "", f"{paper:.2f}" if paper else ""])
-    header = ["left out by small", "share left out", "accuracy", "less than without, same seeds", "paper: accuracy"]
+    for other in ("gradient", "weight"):
+        for ratio in plan["ratios"]:
+            pairs = zip(*(results.figures[name][str(ratio)].values() for name in ("product", other)), strict=True)
+            paper = PAPER["product"].get(ratio, 0) - PAPER[other].get(ratio, 0)
+            less = interval([100 * (a - b) for a, b in pairs], 1)
+            rows.append([f"product less {other}", f"{ratio:.0%}", "", less, f"{paper:.2f}" if paper else ""])
+    header = ["left out by small", "share left out", "accuracy", "less none, same seeds", "paper: accuracy"]
     write_table(args.output, header, rows)
 
 

@@ -30,7 +30,7 @@ PAPERS = {
     "paper: gaussian_noise": ("gaussian_noise", {"scale": 0.001}),
     "paper: refiner": ("refiner", {"epsilon": 0.05, **NETWORK}),
 }
-CHOSEN = {"none": ROWS["none"], **PAPERS} | {row: ROWS[row] for row in ("pruning-0.9", "gaussian_noise-1", "refiner")}
+CHOSEN = {"none": ROWS["none"], **PAPERS} | {row: ROWS[row] for row in ("gaussian_noise-1", "refiner")}
 ATTACKS = {
     "tag": {"steps": 500},
     "inverting_gradients": {

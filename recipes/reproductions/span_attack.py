@@ -148,12 +148,19 @@ def tables(output: Path, figures: dict) -> None:
     def exact(row: str) -> str:
         return f"{figures[row]['exact']} of {figures[row]['texts']}" if row in figures else "–"
 
-    rows = [
-        (row, f"{share(row)} of {one['tokens']}", exact(row), one["seconds"])
-        for row, one in figures.items()
-        if "batch" in row
+    rows = []
+    for row, one in figures.items():
+        if "batch" in row:
+            sentence = f"{100 * one['together'] / one['tokens']:.0f} % of {one['tokens']}"
+            rows.append((row, f"{share(row)} of {one['distinct']}", sentence, exact(row), one["seconds"]))
+    header = [
+        "undefended",
+        "distinct tokens found",
+        "tokens in their sentence",
+        "sentences exact",
+        "seconds, slowest batch",
     ]
-    write_table(output, ["undefended", "tokens found", "sentences exact", "seconds, slowest batch"], rows)
+    write_table(output, header, rows)
     columns = [f"of {OWN}", f"of {OWN}, threshold 0.01", f"of {WHOLE}"]
     rows = [(f"{100 * level:g} %", *(share(f"{level:.1%} {column}") for column in columns)) for level in NOISE]
     header = ["noise", f"share {columns[0]}", "the same, fixed threshold 0.01", f"share {columns[2]}"]

@@ -94,7 +94,7 @@ def test_pruning_by_three_scores(federation, quick, tmp_path):
             found = LeakageLeNetForImageClassification(LeakageLeNetConfig())(pixels).logits.argmax(1)
         right = float((found == torch.tensor(test["label"])).float().mean())
         assert [figures[name]["1.0"][seed] for name in ("weight", "gradient", "product")] == pytest.approx([right] * 3)
-    assert len(Path(f"{output}.md").read_text().splitlines()) == 2 + 1 + 3 * 2 + 2
+    assert len(Path(f"{output}.md").read_text().splitlines()) == 2 + 1 + 3 * 2 + 2 * 2
 
 
 def test_pruned_entries_by_hand(monkeypatch):
