@@ -87,7 +87,7 @@ class Federation:
             knowledge: Further settings of Inverting Gradients, of an attacker who knows the defence.
         """
         model = lenet(seed=0)
-        attack = make_attack("inverting_gradients", steps=self.plan["attack_steps"], **INVERTING, **(knowledge or {}))
+        attack = make_attack("inverting_gradients", steps=self.plan["attack_steps"], **INVERTING | (knowledge or {}))
         seen, cosines, distances, norms = [], [], [], []
         images = [batch["pixel_values"] for batch in self.attacked]
         for number, batch in enumerate(self.attacked):

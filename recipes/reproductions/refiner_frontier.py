@@ -5,8 +5,9 @@
 
 After the PMM-PSNR curves of the Refiner paper (2025), Figures 6 and 12, in the federation of federation.py: clients with equal shares
 of the images, and with labels drawn from a Dirichlet distribution of parameter 1. PSNR is at the initial weights and does not depend
-on the partition; "known" is that of an attacker who matches only what a pruning left, or leaves out Soteria's layer. For time, Soteria
-has one ratio and one seed, with equal shares only, and Refiner two seeds with uneven ones.
+on the partition; "known" is that of an attacker who expects the gradient to be changed, and weighs total variation a thousand times as
+much, matches only what a pruning left, or leaves out Soteria's layer. For time, Soteria has one ratio and one seed, with equal
+shares only, and Refiner one seed with uneven ones.
 """
 
 from pathlib import Path
@@ -30,8 +31,10 @@ STRENGTHS = {
     "quantization": [{"bits": b} for b in (8, 4, 2)],
     "soteria": [{"ratio": 0.5}],
 }
-KNOWN: dict[str, dict] = {"pruning": {"match_nonzero": True}, "soteria": {"leave_out": ["classifier"]}}
-SEEDS = {("soteria", "iid"): 1, ("soteria", "dirichlet"): 0, ("refiner", "dirichlet"): 2}  # fewer
+SMOOTH = {"total_variation": 1e-2, "patience": 5}
+KNOWN: dict[str, dict] = dict.fromkeys(STRENGTHS, SMOOTH) | {"pruning": SMOOTH | {"match_nonzero": True}}
+KNOWN |= {"soteria": {"leave_out": ["classifier"]}}
+SEEDS = {("soteria", "iid"): 1, ("soteria", "dirichlet"): 0, ("refiner", "dirichlet"): 1}  # fewer
 
 
 def main() -> None:
