@@ -344,9 +344,11 @@ class GradGuardTrainer(RenamedWeightsTrainer):
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """As in `Trainer`, with the defence's figures beside the training loss, and the last ones beside the summary."""
         if "loss" in logs or "train_loss" in logs:
-            logs.update({name: sum(values) / len(values) for name, values in self._defense_metrics.items()})
+            figures = {name: sum(values) / len(values) for name, values in self._defense_metrics.items()}
             self._defense_metrics.clear()
-            logs.update(self._meter.take() | self._meter.take_skipped())
+            figures |= self._meter.take() | self._meter.take_skipped()
+            if "loss" in logs or any(figures.values()):  # beside the summary only if something came since the last log
+                logs.update(figures)
         super().log(logs, *args, **kwargs)
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
