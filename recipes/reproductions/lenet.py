@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hf_gradguard.models import LeakageLeNetConfig, LeakageLeNetForImageClassification
 
-# Inverting Gradients as it is strongest on these small smooth networks
+# Inverting Gradients as it is strongest on undefended gradients of these small smooth networks; behind noise it has to smooth more
 INVERTING = {"optimizer": "lbfgs", "learning_rate": 1.0, "schedule": "constant", "signed": False}
 INVERTING |= {"start": "uniform", "total_variation": 1e-5}
 

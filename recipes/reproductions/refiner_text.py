@@ -56,8 +56,7 @@ def main() -> None:
     parser.add_argument("--accuracies", type=Path, required=True, help="of sst2_defenses.py")
     args = parser.parse_args()
     attacks = {name: settings | ({"steps": 1} if args.quick else {}) for name, settings in ATTACKS.items()}
-    rows = CHOSEN
-    results = Results(args.output, {"rows": rows, "attacks": attacks, "samples": 2 if args.quick else 10, "seed": 0})
+    results = Results(args.output, {"rows": CHOSEN, "attacks": attacks, "samples": 2 if args.quick else 10, "seed": 0})
     accuracies = json.loads(args.accuracies.read_text(encoding="utf-8"))["figures"]
 
     set_seed(0)
@@ -69,7 +68,7 @@ def main() -> None:
     texts = [batch["input_ids"].tolist() for batch, _ in fitting]
 
     def score(row: str, attack: str) -> dict:
-        kind, settings = rows[row]
+        kind, settings = CHOSEN[row]
         network = {"evaluation_network": args.evaluation_network} if kind == "refiner" else {}
         defense, seen = make_defense(kind, **settings | network), []
         for number, (batch, labels) in enumerate(fitting):
@@ -80,7 +79,7 @@ def main() -> None:
         return summary(scores, ("token_f1", "position_accuracy"))
 
     table = []
-    for row in logging.tqdm(rows):
+    for row in logging.tqdm(CHOSEN):
         found = [results.get((row, attack), score, row, attack)["token_f1"] for attack in attacks]
         cells = ["{:.2f} [{:.2f}, {:.2f}]".format(*one) for one in found]
         accuracy = f"{accuracies[row]['accuracy']:.3f}" if row in accuracies else ""
