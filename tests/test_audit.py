@@ -91,6 +91,10 @@ def test_specs_in_all_ways() -> None:
         "pruning:ratio=0.9+gaussian_noise:scale=1000": [("pruning", {"ratio": 0.9}), ("gaussian_noise", {"scale": 1e3})]
     }
     strengths = {"pruning": [{"ratio": 0.5}, {"ratio": 0.9}], "none": None}
+    # A file's 1e-2 is a word to YAML 1.1.
+    assert parse_specs({"dlg": [{"learning_rate": "1e-2"}]}) == {
+        "dlg:learning_rate=0.01": [("dlg", {"learning_rate": 0.01})]
+    }
     assert list(parse_specs([strengths, "pruning:ratio=0.90"])) == ["pruning:ratio=0.5", "pruning:ratio=0.9", "none"]
 
 

@@ -43,7 +43,7 @@ def parse_specs(specs: Spec | Sequence[Spec]) -> dict[str, list[tuple[str, dict[
                 for one in settings if isinstance(settings, list) else [settings]:
                     if one is not None and not isinstance(one, Mapping):
                         raise ValueError(f"The settings of {name} must be a mapping, but are {one!r}.")
-                    parsed.append([(str(name), dict(one or {}))])
+                    parsed.append([(str(name), {key: _number(value) for key, value in (one or {}).items()})])
         else:
             raise ValueError(f"{spec!r} is neither a name nor a mapping of names to settings.")
     return {"+".join(map(_label, links)): links for links in parsed}
@@ -75,14 +75,13 @@ def _link(text: str) -> tuple[str, dict[str, Any]]:
         key, equals, value = (side.strip() for side in part.partition("="))
         if not (key and equals and value):
             raise ValueError(f"{text!r} cannot be read. Settings are written name:key=value,key=value.")
-        settings[key] = _value(value)
+        settings[key] = _number(yaml.safe_load(value))
     if not name or (colon and not settings):
         raise ValueError(f"{text!r} cannot be read. Write a name, or name:key=value,key=value.")
     return name, settings
 
 
-def _value(text: str) -> Any:
-    value = yaml.safe_load(text)
+def _number(value: Any) -> Any:
     if isinstance(value, str):
         with suppress(ValueError):
             return float(value)  # YAML 1.1 takes 1e-3 for a word

@@ -47,7 +47,7 @@ def quickly(plan: dict) -> dict:
     return plan | {"samples": 2, "attacks": attacks, "defenses": {kind: plan["defenses"][kind][:1] for kind in kinds}}
 
 
-def fill(results: Results, scores: Callable[..., dict], again: dict) -> None:
+def fill(results: Results, scores: Callable[..., dict], again: dict, chosen: dict | None = None) -> None:
     """Every cell that is not there yet: first all attackers who do not know the defence, then those who do.
 
     Args:
@@ -55,11 +55,12 @@ def fill(results: Results, scores: Callable[..., dict], again: dict) -> None:
             `{defence and strength: {attack: scores}}`.
         scores: Of `(defence, strength, what else the attacker has seen, attack, settings)`.
         again: How an attacker who knows Refiner starts.
+        chosen: `{attack: settings}` of who chooses them by what he sees.
     """
     defenses, attacks = results.plan["defenses"], results.plan["attacks"]
     cells = [(a, b, c, d) for a in (0, 1) for b in attacks for c in defenses for d in defenses[c]]
     for adaptive, attack, defense, strength in logging.tqdm(cells):
-        what_else = knowledge(defense, strength, attack, again) if adaptive else ({}, {})
+        what_else = knowledge(defense, strength, attack, again, chosen or {}) if adaptive else ({}, {})
         if what_else is not None:
             row = " ".join([defense, *map("{0[0]}={0[1]}".format, strength.items())])
             arguments = (defense, strength, what_else[0], attack, attacks[attack] | what_else[1])
@@ -77,17 +78,16 @@ def share(
     return average([Observation(model, made(gmap, generator=generator), **grants) for _ in range(uploads)])
 
 
-def knowledge(defense: str, strength: dict, attack: str, again: dict) -> tuple[dict, dict] | None:
+def knowledge(defense: str, strength: dict, attack: str, again: dict, chosen: dict) -> tuple[dict, dict] | None:
     """What an attacker who knows the defence has seen, and how its attack is set; `None` if all is as before."""
-    spans = attack == "span"
+    spans, settings = attack == "span", chosen.get(attack, {})
     if defense in NOISE:
         clip = {CLIPS[defense]: strength["clip"]} if defense in CLIPS and not spans else {}
-        return {"uploads": UPLOADS, "covariance": defense.startswith("optimal") and not spans}, clip
+        return {"uploads": UPLOADS, "covariance": defense.startswith("optimal") and not spans}, clip | settings
     if "pruning" in defense:
-        return {}, ({"complete": True} if spans else {"match_nonzero": True})
-    if spans:
-        return None
-    return {"soteria": ({}, {"leave_out": ["classifier"]}), "refiner": ({}, again)}.get(defense)
+        return {}, ({"complete": True} if spans else {"match_nonzero": True} | settings)
+    known = {"soteria": {"leave_out": ["classifier"]}, "refiner": again}.get(defense, {}) | settings
+    return ({}, known) if known and not spans else None
 
 
 def column_of(attack: str, adaptive: int) -> str:

@@ -13,7 +13,7 @@ import statistics
 import numpy as np
 import torch
 from datasets import load_dataset
-from lenet import INVERTING, single_images
+from lenet import INVERTING, single_images, smoothed
 from reporting import parser_of
 from torch import Tensor
 from transformers import set_seed
@@ -26,8 +26,8 @@ from hf_gradguard.metrics import score_images
 from hf_gradguard.models import LeakageLeNetConfig, LeakageLeNetForImageClassification
 
 CLIENTS, DRAWN, BATCH, LEARNING_RATE = 10, 2, 16, 5e-3
-FULL = {"seeds": 3, "rounds": 500, "attacked": 16, "attack_steps": 60}
-QUICK = {"seeds": 2, "rounds": 1, "attacked": 2, "attack_steps": 1}
+FULL = {"seeds": 3, "rounds": 500, "attacked": 16, "own": 4, "attack_steps": 60}
+QUICK = {"seeds": 2, "rounds": 1, "attacked": 2, "own": 1, "attack_steps": 1}
 PARTITIONS = ("iid", "dirichlet")
 
 
@@ -45,13 +45,13 @@ class Federation:
 
     Args:
         args: Of `federation_parser`.
-        plan: With `rounds`, `attacked` (how many images) and `attack_steps`.
+        plan: With `rounds`, `attacked` and `own` (how many images, and how many of the attacker's own) and `attack_steps`.
     """
 
     def __init__(self, args: argparse.Namespace, plan: dict) -> None:
         self.plan, self.network = plan, {"evaluation_network": args.evaluation_network}
         self.train, self.test = as_tensors(args.train), as_tensors(args.test)
-        self.attacked = single_images(args.images, plan["attacked"])
+        self.images = single_images(args.images, plan["attacked"] + plan["own"])
 
     def accuracy(self, defense, seed: int, partition: str = "iid") -> float:
         """Test accuracy after training on clients with equal shares, or of labels drawn from a Dirichlet distribution."""
@@ -84,13 +84,13 @@ class Federation:
 
         Args:
             defense: Copied for each message.
-            knowledge: Further settings of Inverting Gradients, of an attacker who knows the defence.
+            knowledge: Further settings of Inverting Gradients, of an attacker who knows the defence; of several values of
+                `total_variation`, the one that is best on images of the attacker's own.
         """
-        model = lenet(seed=0)
-        attack = make_attack("inverting_gradients", steps=self.plan["attack_steps"], **INVERTING | (knowledge or {}))
+        model, attacked = lenet(seed=0), self.plan["attacked"]
         seen, cosines, distances, norms = [], [], [], []
-        images = [batch["pixel_values"] for batch in self.attacked]
-        for number, batch in enumerate(self.attacked):
+        images = [batch["pixel_values"] for batch in self.images]
+        for number, batch in enumerate(self.images):
             gmap = GradientMap(model, batch)
             shared = copy.deepcopy(defense)(gmap, generator=torch.Generator().manual_seed(number))
             true, sent = (torch.cat([t.flatten() for t in g.values()]) for g in (gmap.gradient(), shared))
@@ -98,10 +98,14 @@ class Federation:
             distances.append(float((true - sent).norm()))
             norms.append(float(true.norm()))
             seen.append(Observation(model=model, gradient=shared, input_shape=tuple(images[0].shape)))
-        found = [one.input for one in attack.together(seen, torch.Generator().manual_seed(0))]
-        psnr = score_images(found, images).per_sample["psnr"]
+        settings = INVERTING | {"steps": self.plan["attack_steps"]} | (knowledge or {})
+        settings = smoothed(settings, seen[attacked:], images[attacked:])
+        attack = make_attack("inverting_gradients", **settings)
+        found = [one.input for one in attack.together(seen[:attacked], torch.Generator().manual_seed(0))]
+        psnr = score_images(found, images[:attacked]).per_sample["psnr"]
         means = {"cosine": cosines, "distance": distances, "norm": norms}
-        return {"psnr": psnr, **{name: statistics.mean(values) for name, values in means.items()}}
+        means = {name: statistics.mean(values[:attacked]) for name, values in means.items()}
+        return {"psnr": psnr, "total_variation": settings["total_variation"], **means}
 
 
 def as_tensors(path: str) -> tuple[Tensor, Tensor]:

@@ -1,17 +1,23 @@
 """What scripts that attack the leakage papers' LeNet share. Nothing to run by itself."""
 
 import argparse
+import math
+import statistics
 
 import numpy as np
 import torch
 from reporting import parser_of
 from torch import Tensor
 
+from hf_gradguard.attacks import Observation, make_attack
+from hf_gradguard.metrics import score_images
 from hf_gradguard.models import LeakageLeNetConfig, LeakageLeNetForImageClassification
 
-# Inverting Gradients as it is strongest on undefended gradients of these small smooth networks; behind noise it has to smooth more
+# Inverting Gradients as it is strongest on undefended gradients of these small smooth networks
 INVERTING = {"optimizer": "lbfgs", "learning_rate": 1.0, "schedule": "constant", "signed": False}
 INVERTING |= {"start": "uniform", "total_variation": 1e-5}
+# behind a changed gradient it has to smooth more, by how much differs; it stops when 5 steps brought no better match
+SMOOTHING = {"total_variation": [1e-5, 1e-4, 1e-3, 1e-2, 3e-2, 1e-1], "patience": 5}
 
 
 def parser_of_images(description: str | None) -> argparse.ArgumentParser:
@@ -36,3 +42,23 @@ def lenet_for(batch: dict[str, Tensor]) -> LeakageLeNetForImageClassification:
     """Before training: weights from the global generator."""
     _, channels, side, _ = batch["pixel_values"].shape
     return LeakageLeNetForImageClassification(LeakageLeNetConfig(num_channels=channels, image_size=side)).eval()
+
+
+def smoothed(settings: dict, own: list[Observation], images: list[Tensor]) -> dict:
+    """Inverting Gradients with the one of several `total_variation` that shows most of images of the attacker's own.
+
+    Args:
+        settings: Of the attack, which tries with one start and a third of the steps. Returned as they are if there are not several.
+        own: What the defence makes of these images' gradients.
+        images: `(1, C, H, W)` each.
+    """
+    if not isinstance(tried := settings.get("total_variation"), list):
+        return settings
+
+    def shown(total_variation: float) -> float:
+        shorter = {"total_variation": total_variation, "restarts": 1, "steps": math.ceil(settings["steps"] / 3)}
+        attack = make_attack("inverting_gradients", **settings | shorter)
+        found = attack.together(own, torch.Generator().manual_seed(0))
+        return statistics.mean(score_images([one.input.nan_to_num(0.5) for one in found], images).per_sample["psnr"])
+
+    return settings | {"total_variation": max(tried, key=shown)}

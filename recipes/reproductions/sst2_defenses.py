@@ -31,6 +31,8 @@ ROWS = {
     "optimal_pruning-0.99": ("optimal_pruning", {"ratio": 0.99, **OPTIMAL}),
     "refiner": ("refiner", NETWORK),
     "refiner-slow": ("refiner", {"learning_rate": 0.001, "iterations": 4, **NETWORK}),
+    "paper: pruning": ("pruning", {"ratio": 0.2}),  # Refiner paper, Table 13
+    "paper: gaussian_noise": ("gaussian_noise", {"scale": 0.001}),
 }
 
 
@@ -40,7 +42,7 @@ def main() -> None:
     parser.add_argument("--data_dir", required=True, help="folder with train.tsv and dev.tsv")
     parser.add_argument("--seconds", action="store_true", help="20 steps a row, for their time")
     args = parser.parse_args()
-    rows = {row: one for row, one in ROWS.items() if not (args.seconds and one[0] == "refiner")}
+    rows = {row: one for row, one in ROWS.items() if not (args.seconds and row.startswith(("refiner", "paper")))}
     plan = {"rows": rows, "steps": 20 if args.seconds else 300, "seed": 0}
     if args.quick:
         plan |= {"rows": {row: ROWS[row] for row in ("none", "pruning-0.9")}, "steps": 2}
