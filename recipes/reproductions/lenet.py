@@ -1,7 +1,6 @@
 """What scripts that attack the leakage papers' LeNet share. Nothing to run by itself."""
 
 import argparse
-import math
 import statistics
 
 import numpy as np
@@ -48,7 +47,7 @@ def smoothed(settings: dict, own: list[Observation], images: list[Tensor]) -> di
     """Inverting Gradients with the one of several `total_variation` that shows most of images of the attacker's own.
 
     Args:
-        settings: Of the attack, which tries with one start and a third of the steps. Returned as they are if there are not several.
+        settings: Of the attack, which tries with one start each. Returned as they are if there are not several.
         own: What the defence makes of these images' gradients.
         images: `(1, C, H, W)` each.
     """
@@ -56,8 +55,7 @@ def smoothed(settings: dict, own: list[Observation], images: list[Tensor]) -> di
         return settings
 
     def shown(total_variation: float) -> float:
-        shorter = {"total_variation": total_variation, "restarts": 1, "steps": math.ceil(settings["steps"] / 3)}
-        attack = make_attack("inverting_gradients", **settings | shorter)
+        attack = make_attack("inverting_gradients", **settings | {"total_variation": total_variation, "restarts": 1})
         found = attack.together(own, torch.Generator().manual_seed(0))
         return statistics.mean(score_images([one.input.nan_to_num(0.5) for one in found], images).per_sample["psnr"])
 

@@ -41,9 +41,8 @@ def main() -> None:
     rows = {"none": ("none", {})}
     for name, strengths in STRENGTHS.items():
         rows |= {label(name, strength): (name, strength) for strength in strengths[: 1 if args.quick else None]}
-    plan = {"rows": rows, "partitions": PARTITIONS, "known": KNOWN, "smoothing": SMOOTHING} | (
-        QUICK if args.quick else FULL
-    )
+    plan = {"rows": rows, "partitions": PARTITIONS, "known": KNOWN, "smoothing": SMOOTHING}
+    plan |= QUICK if args.quick else FULL
     results, federation = Results(args.output, plan), Federation(args, plan)
     for row, (name, strength) in rows.items():
         defense = make_defense(name, **strength, **(federation.network if name == "refiner" else {}))
