@@ -85,13 +85,14 @@ def plot(figures: dict, rows: dict, path: Path) -> None:
                     point = (np.mean(figures[row][who]["psnr"]), np.mean(relative), error)
                     curves.setdefault((name, who), []).append(point)
         for color, name in enumerate(dict.fromkeys(name for name, _ in rows.values())):
-            for who, label, style in (("attack", name, "o-"), ("known", f"{name}, known", "x--")):
+            for who, label, style in (("attack", name, "o-"), ("known", None, "x--")):
                 if points := curves.get((name, who)):
                     x, y, errors = zip(*sorted(points), strict=True)
                     axes.errorbar(x, y, errors, fmt=style, color=f"C{color}", capsize=2, label=label)
         axes.set(title=partition, xlabel="PSNR of Inverting Gradients in dB (left: hidden)")
     panels[0].set(ylabel="PMM in % (up: useful)")
-    panels[0].legend(fontsize=8)
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside right upper", title="dashed: known")
     figure.savefig(path, dpi=110)
 
 
