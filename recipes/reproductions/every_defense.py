@@ -47,20 +47,19 @@ def quickly(plan: dict) -> dict:
     return plan | {"samples": 2, "attacks": attacks, "defenses": {kind: plan["defenses"][kind][:1] for kind in kinds}}
 
 
-def fill(results: Results, scores: Callable[..., dict], again: dict, chosen: dict | None = None) -> None:
+def fill(results: Results, scores: Callable[..., dict], again: dict) -> None:
     """Every cell that is not there yet: first all attackers who do not know the defence, then those who do.
 
     Args:
-        results: Its plan has `defenses`, with strengths, and `attacks`, with settings. Filled with
-            `{defence and strength: {attack: scores}}`.
+        results: Its plan has `defenses`, with strengths, `attacks`, with settings, and perhaps `chosen`, those that who knows
+            the defence chooses by what he sees. Filled with `{defence and strength: {attack: scores}}`.
         scores: Of `(defence, strength, what else the attacker has seen, attack, settings)`.
         again: How an attacker who knows Refiner starts.
-        chosen: `{attack: settings}` of who chooses them by what he sees.
     """
-    defenses, attacks = results.plan["defenses"], results.plan["attacks"]
+    defenses, attacks, chosen = results.plan["defenses"], results.plan["attacks"], results.plan.get("chosen", {})
     cells = [(a, b, c, d) for a in (0, 1) for b in attacks for c in defenses for d in defenses[c]]
     for adaptive, attack, defense, strength in logging.tqdm(cells):
-        what_else = knowledge(defense, strength, attack, again, chosen or {}) if adaptive else ({}, {})
+        what_else = knowledge(defense, strength, attack, again, chosen) if adaptive else ({}, {})
         if what_else is not None:
             row = " ".join([defense, *map("{0[0]}={0[1]}".format, strength.items())])
             arguments = (defense, strength, what_else[0], attack, attacks[attack] | what_else[1])

@@ -26,8 +26,8 @@ from hf_gradguard.metrics import score_images
 from hf_gradguard.models import LeakageLeNetConfig, LeakageLeNetForImageClassification
 
 CLIENTS, DRAWN, BATCH, LEARNING_RATE = 10, 2, 16, 5e-3
-FULL = {"seeds": 3, "rounds": 500, "attacked": 16, "own": 4, "attack_steps": 60}
-QUICK = {"seeds": 2, "rounds": 1, "attacked": 2, "own": 1, "attack_steps": 1}
+FULL = {"seeds": 3, "rounds": 500, "attacked": 16, "attack_steps": 60}
+QUICK = {"seeds": 2, "rounds": 1, "attacked": 2, "attack_steps": 1}
 PARTITIONS = ("iid", "dirichlet")
 
 
@@ -45,13 +45,14 @@ class Federation:
 
     Args:
         args: Of `federation_parser`.
-        plan: With `rounds`, `attacked` and `own` (how many images, and how many of the attacker's own) and `attack_steps`.
+        plan: With `rounds`, `attacked` (how many images) and `attack_steps`; and `own` (how many of the attacker's own) if
+            one who knows the defence is to choose by them.
     """
 
     def __init__(self, args: argparse.Namespace, plan: dict) -> None:
         self.plan, self.network = plan, {"evaluation_network": args.evaluation_network}
         self.train, self.test = as_tensors(args.train), as_tensors(args.test)
-        self.images = single_images(args.images, plan["attacked"] + plan["own"])
+        self.images = single_images(args.images, plan["attacked"] + plan.get("own", 0))
 
     def accuracy(self, defense, seed: int, partition: str = "iid") -> float:
         """Test accuracy after training on clients with equal shares, or of labels drawn from a Dirichlet distribution."""

@@ -66,7 +66,7 @@ def main() -> None:
     def scored(guesses: list) -> dict:
         return summary(score_images(guesses, images[attacked]), ("psnr", "ssim"))
 
-    fill(results, scores, again={"restarts": 4}, chosen=plan["chosen"])
+    fill(results, scores, again={"restarts": 4})
     chance = scored([torch.full_like(image, 0.5) for image in images[attacked]])["psnr"]  # grey
     present(args.output, results, chance, "psnr", digits=1)
 

@@ -12,10 +12,10 @@ from hf_gradguard.attacks import Observation, make_attack
 from hf_gradguard.metrics import score_images
 from hf_gradguard.models import LeakageLeNetConfig, LeakageLeNetForImageClassification
 
-# Inverting Gradients as it is strongest on undefended gradients of these small smooth networks
+# Inverting Gradients by L-BFGS, far stronger than as published on these small smooth networks
 INVERTING = {"optimizer": "lbfgs", "learning_rate": 1.0, "schedule": "constant", "signed": False}
 INVERTING |= {"start": "uniform", "total_variation": 1e-5}
-# behind a changed gradient it has to smooth more, by how much differs; it stops when 5 steps brought no better match
+# it has to smooth more, by how much depends on the defence; it stops when 5 steps brought no better match
 SMOOTHING = {"total_variation": [1e-5, 1e-4, 1e-3, 1e-2, 3e-2, 1e-1], "patience": 5}
 
 

@@ -42,7 +42,7 @@ def main() -> None:
     for name, strengths in STRENGTHS.items():
         rows |= {label(name, strength): (name, strength) for strength in strengths[: 1 if args.quick else None]}
     plan = {"rows": rows, "partitions": PARTITIONS, "known": KNOWN, "smoothing": SMOOTHING}
-    plan |= QUICK if args.quick else FULL
+    plan |= QUICK | {"own": 1} if args.quick else FULL | {"own": 4}
     results, federation = Results(args.output, plan), Federation(args, plan)
     for row, (name, strength) in rows.items():
         defense = make_defense(name, **strength, **(federation.network if name == "refiner" else {}))
