@@ -1,9 +1,43 @@
 """Share gradients, not the data in them: protected training for the Hugging Face Trainer."""
 
-from .config import GradGuardConfig
-from .defenses import DEFENSES, chain, make_defense
-from .gradient_map import GradientMap
-from .trainer import GradGuardTrainer
+from __future__ import annotations
 
-__all__ = ["DEFENSES", "GradGuardConfig", "GradGuardTrainer", "GradientMap", "chain", "make_defense"]
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .defenses import chain, make_defense
+    from .gradient_map import GradientMap
+    from .registry import DEFENSES
+    from .training.config import GradGuardConfig
+    from .training.trainer import GradGuardTrainer
+
+__all__ = [
+    "DEFENSES",
+    "GradGuardConfig",
+    "GradGuardTrainer",
+    "GradientMap",
+    "chain",
+    "make_defense",
+]
 __version__ = "0.1.0"
+
+_WHERE = {
+    "DEFENSES": "registry",
+    "GradGuardConfig": "training.config",
+    "GradGuardTrainer": "training.trainer",
+    "GradientMap": "gradient_map",
+    "chain": "defenses",
+    "make_defense": "defenses",
+}
+
+
+def __getattr__(name: str) -> Any:
+    # Imported when first asked for, so that the command line answers without importing torch.
+    if name not in _WHERE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f".{_WHERE[name]}", __name__), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

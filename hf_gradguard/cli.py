@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import argparse
 import os
-from dataclasses import MISSING, Field, fields
 from typing import Any
 
 from . import __version__
-from .defenses import DEFENSES
+from .registry import ATTACKS, DEFENSES, Registry
 
 
 def main(argv: list[str] | None = None) -> int:
     """Entry point of `gradguard`. Returns the exit status."""
-    parser = argparse.ArgumentParser(prog="gradguard", description="Protected training for the Hugging Face Trainer.")
+    parser = argparse.ArgumentParser(
+        prog="gradguard", description="Protected training for the Hugging Face Trainer."
+    )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    commands.add_parser("defenses", help="list the defences with their settings and defaults")
+    commands.add_parser("defenses", help="list the defenses with their settings and defaults")
+    commands.add_parser("attacks", help="list the attacks with their settings and defaults")
     _add_evalnet(commands)
     _add_audit(commands)
     arguments = parser.parse_args(argv)
-    if arguments.command == "defenses":
-        print(describe_defenses())
+    if arguments.command in ("defenses", "attacks"):
+        print(describe(DEFENSES if arguments.command == "defenses" else ATTACKS))
     elif arguments.command == "evalnet":
         try:
             (_train_evalnet if arguments.action == "train" else _push_evalnet)(arguments)
@@ -35,65 +37,85 @@ def main(argv: list[str] | None = None) -> int:
         except (ValueError, TypeError, OSError, FloatingPointError) as error:
             parser.exit(1, f"gradguard audit: {error}\n")
         except KeyboardInterrupt:
-            parser.exit(130, "gradguard audit: interrupted. The same command goes on where it stopped.\n")
+            parser.exit(
+                130, "gradguard audit: interrupted. The same command goes on where it stopped.\n"
+            )
     return 0
 
 
-def describe_defenses() -> str:
-    """One paragraph a defence: its name, what it does, and its settings."""
+def describe(registry: Registry[Any]) -> str:
+    """One paragraph for each name: what it does, its settings, and the package that brings it."""
     paragraphs = []
-    for name, defense in DEFENSES.items():
-        summary = (defense.__doc__ or "").strip().splitlines()[0]
-        settings = ", ".join(_setting(field) for field in fields(defense))  # type: ignore[arg-type]
-        paragraphs.append(f"{name}\n  {summary}\n  settings: {settings or 'none'}")
+    for name in registry:
+        package = registry.package(name)
+        heading = f"{name} (of {package})" if package else name
+        found = registry.describe(name)
+        settings = [
+            setting if default in (None, "None") else f"{setting}={default}"
+            for setting, default in found.settings.items()
+        ]
+        paragraphs.append(
+            f"{heading}\n  {found.summary}\n  settings: {', '.join(settings) or 'none'}"
+        )
     return "\n\n".join(paragraphs)
 
 
-def _setting(field: Field[object]) -> str:
-    return field.name if field.default in (None, MISSING) else f"{field.name}={field.default!r}"
-
-
 def _add_evalnet(commands: Any) -> None:
-    evalnet = commands.add_parser("evalnet", help="train or publish an evaluation network (for the refiner defence)")
+    evalnet = commands.add_parser(
+        "evalnet", help="train or publish an evaluation network (for the refiner defense)"
+    )
     actions = evalnet.add_subparsers(dest="action", required=True, metavar="ACTION")
-    train = actions.add_parser("train", help="train on public text (with --model) or public images (without)")
-    train.add_argument("--model", help="text: Hub name or folder of the model whose token embeddings are judged")
-    train.add_argument(
-        "--base_model", help="name of the model kept in the config. Default: --model, if it is a Hub name"
+    train = actions.add_parser(
+        "train", help="train on public text (with --model) or public images (without)"
     )
     train.add_argument(
-        "--dataset", required=True, help="Hub name, or a txt, tsv, csv, json, parquet or npz (images) file"
+        "--model", help="text: Hub name or folder of the model whose token embeddings are judged"
+    )
+    train.add_argument(
+        "--base_model",
+        help="name of the model kept in the config. Default: --model, if it is a Hub name",
+    )
+    train.add_argument(
+        "--dataset",
+        required=True,
+        help="Hub name, or a txt, tsv, csv, json, parquet or npz (images) file",
     )
     train.add_argument("--dataset_config", help="of a Hub data set with several")
     train.add_argument("--split", default="train", help="of a Hub data set (default: %(default)s)")
     train.add_argument("--column", help="column or array to read. Default: the usual ones")
     train.add_argument("--output", required=True, help="folder to write the network to")
-    train.add_argument("--steps", type=int, help="text: optimiser steps")
+    train.add_argument("--steps", type=int, help="text: optimizer steps")
     train.add_argument("--epochs", type=float, help="images: passes over the data")
     train.add_argument("--batch_size", type=int)
     train.add_argument("--learning_rate", type=float)
     train.add_argument("--max_length", type=int, help="text: longest passage in tokens")
-    train.add_argument("--num_channels", type=int, choices=(1, 3), help="images: grey or colour")
+    train.add_argument("--num_channels", type=int, choices=(1, 3), help="images: gray or color")
     train.add_argument("--image_size", type=int, help="images: resize to so many pixels square")
     train.add_argument("--seed", type=int, default=0)
     push = actions.add_parser("push", help="push a network's folder to the Hub")
     push.add_argument("folder")
-    push.add_argument("repo", help="name or organisation/name on the Hub")
+    push.add_argument("repo", help="name or organization/name on the Hub")
     push.add_argument("--private", action="store_true", help="if the repository is created now")
 
 
 def _train_evalnet(args: argparse.Namespace) -> None:
+    from .data.files import load_images, load_texts
     from .networks import save_network, train_image_network, train_text_network
-    from .networks.data import load_images, load_texts
     from .networks.publish import network_card
 
     names = ("steps", "max_length") if args.model else ("epochs",)
-    foreign = ("epochs", "num_channels", "image_size") if args.model else ("steps", "max_length", "base_model")
+    foreign = (
+        ("epochs", "num_channels", "image_size")
+        if args.model
+        else ("steps", "max_length", "base_model")
+    )
     for name in foreign:
         if getattr(args, name) is not None:
             kind = "images: leave out --model" if args.model else "text: give --model"
             raise ValueError(f"--{name} is for {kind}, or leave it out.")
-    settings = {name: getattr(args, name) for name in (*names, "batch_size", "learning_rate", "seed")}
+    settings = {
+        name: getattr(args, name) for name in (*names, "batch_size", "learning_rate", "seed")
+    }
     settings = {name: value for name, value in settings.items() if value is not None}
     source = {"column": args.column, "split": args.split, "config": args.dataset_config}
     network: Any
@@ -103,7 +125,9 @@ def _train_evalnet(args: argparse.Namespace) -> None:
 
         texts = load_texts(args.dataset, **source)
         tokenizer = AutoTokenizer.from_pretrained(args.model)
-        embedding = AutoModel.from_pretrained(args.model, dtype=torch.float32).get_input_embeddings()
+        embedding = AutoModel.from_pretrained(
+            args.model, dtype=torch.float32
+        ).get_input_embeddings()
         # A folder's path means nothing to whoever loads the network elsewhere.
         base_model = args.base_model or ("" if os.path.isdir(args.model) else args.model)
         network = train_text_network(embedding, tokenizer, texts, base_model=base_model, **settings)
@@ -111,9 +135,9 @@ def _train_evalnet(args: argparse.Namespace) -> None:
         sizes = {"num_channels": args.num_channels, "image_size": args.image_size}
         network = train_image_network(load_images(args.dataset, **source, **sizes), **settings)
     save_network(network, args.output)
-    network_card(network, os.path.basename(args.dataset) if os.path.exists(args.dataset) else args.dataset).save(
-        os.path.join(args.output, "README.md")
-    )
+    network_card(
+        network, os.path.basename(args.dataset) if os.path.exists(args.dataset) else args.dataset
+    ).save(os.path.join(args.output, "README.md"))
     print(f"{sum(p.numel() for p in network.parameters()):,} parameters -> {args.output}")
 
 
@@ -126,30 +150,50 @@ def _push_evalnet(args: argparse.Namespace) -> None:
 def _add_audit(commands: Any) -> None:
     audit = commands.add_parser(
         "audit",
-        help="attack a model's shared gradients under chosen defences; table, JSON, HTML",
-        argument_default=argparse.SUPPRESS,  # flags over the file over the defaults, all three in `run_audit`
+        help="attack a model's shared gradients under chosen defenses; table, JSON, HTML",
+        # flags over the file over the defaults, all three in `run_audit`
+        argument_default=argparse.SUPPRESS,
     )
     flag = audit.add_argument
     flag("--config", help="YAML or JSON file of settings, called like the flags; flags override it")
     flag("--model", help="text or image classifier: a folder or a Hub name")
-    flag("--dataset", help="tsv, csv, json, parquet or npz (images) file, a folder of images, or a Hub name")
+    flag(
+        "--dataset",
+        help="tsv, csv, json, parquet or npz (images) file, a folder of images, or a Hub name",
+    )
     flag("--dataset_config", help="of a Hub data set with several")
     flag("--split", help="of a Hub data set or a folder (default: train)")
     flag("--column", help="of texts or images. Default: the usual ones")
     flag("--label_column", help="of class ids or names. Default: the usual ones")
     settings = "NAME or NAME:key=value,key=value; repeat for more"
-    flag("--defense", action="append", help=f"{settings} rows, A+B to chain. See `gradguard defenses`")
+    flag(
+        "--defense",
+        action="append",
+        help=f"{settings} rows, A+B to chain. See `gradguard defenses`",
+    )
     flag("--attack", action="append", help=f"{settings}, or several at once: tag:steps=500,span")
     flag("--output", help="folder to write to; an interrupted audit in it goes on")
     flag("--samples", type=int, help="drawn at random from the data (default: 8)")
     flag("--batch_size", type=int, help="samples a message (default: 1)")
     flag("--repeats", type=int, help="times each message is protected and attacked (default: 1)")
-    flag("--seed", type=int, help="of the draw, the defences and the attacks (default: 0)")
+    flag("--seed", type=int, help="of the draw, the defenses and the attacks (default: 0)")
     flag("--max_length", type=int, help="tokens; longer texts are cut (default: 64)")
     switch = argparse.BooleanOptionalAction
     flag("--labels_known", action=switch, help="the attacker knows the labels (default: yes)")
-    flag("--lengths_known", action=switch, help="the attacker knows the texts' lengths (default: yes)")
-    flag("--noise_known", action=switch, help="the attacker knows the noise's covariance (default: no)")
-    flag("--share_input_embeddings", action=switch, help="share the token embeddings' gradient (default: no)")
-    flag("--reference", action=switch, help="the row without a defence (default: yes)")
+    flag(
+        "--lengths_known",
+        action=switch,
+        help="the attacker knows the texts' lengths (default: yes)",
+    )
+    flag(
+        "--noise_known",
+        action=switch,
+        help="the attacker knows the noise's covariance (default: no)",
+    )
+    flag(
+        "--share_input_embeddings",
+        action=switch,
+        help="share the token embeddings' gradient (default: no)",
+    )
+    flag("--reference", action=switch, help="the row without a defense (default: yes)")
     flag("--device", help="default: cuda if there is one")

@@ -10,7 +10,15 @@ from dataclasses import fields
 
 from hf_gradguard import DEFENSES
 
-HEADER = ("defence", "not at their defaults", "accuracy", "± 95 %", "relative error", "cosine", "s/step")
+HEADER = (
+    "defense",
+    "not at their defaults",
+    "accuracy",
+    "± 95 %",
+    "relative error",
+    "cosine",
+    "s/step",
+)
 
 
 def main(paths: list[str]) -> None:
@@ -36,7 +44,11 @@ def main(paths: list[str]) -> None:
         )
     widths = [max(map(len, column)) for column in zip(HEADER, *rows, strict=True)]
     for row in (HEADER, ["-" * width for width in widths], *rows):
-        print("| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |")
+        print(
+            "| "
+            + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+            + " |"
+        )
 
 
 if __name__ == "__main__":

@@ -1,13 +1,17 @@
 """Train an image classifier so that ranks share only protected gradients.
 
-    accelerate launch recipes/image_classification.py --dataset uoft-cs/cifar10 --defense optimal_noise
-    accelerate launch recipes/image_classification.py --dataset ylecun/mnist --from_scratch gradguard_leaky_convnet \
-        --num_clients 10 --clients_per_process 4 --partition dirichlet --defense optimal_pruning
-    accelerate launch --multi_gpu --num_processes 2 recipes/image_classification.py --num_ranks 2 --dataset my/images \
-        --from_scratch resnet --model_config '{"depths": [1, 1, 1, 1], "layer_type": "basic"}' --defense gaussian_noise
+    accelerate launch recipes/image_classification.py --dataset uoft-cs/cifar10 \
+        --defense optimal_noise
+    accelerate launch recipes/image_classification.py --dataset ylecun/mnist \
+        --from_scratch gradguard_leaky_convnet --num_clients 10 --clients_per_process 4 \
+        --partition dirichlet --defense optimal_pruning
+    accelerate launch --multi_gpu --num_processes 2 recipes/image_classification.py --num_ranks 2 \
+        --dataset my/images --from_scratch resnet \
+        --model_config '{"depths": [1, 1, 1, 1], "layer_type": "basic"}' --defense gaussian_noise
 
-Two ranks without GPUs: add `--mixed_precision no --dynamo_backend no` before the script and `--use_cpu` after it.
-(`--cpu --num_processes 2` silently starts one rank.) `--config FILE.yaml` holds flags; flags override it.
+Two ranks without GPUs: add `--mixed_precision no --dynamo_backend no` before the script and
+`--use_cpu` after it. (`--cpu --num_processes 2` silently starts one rank.) `--config FILE.yaml`
+holds flags; flags override it.
 """
 
 import json
@@ -21,11 +25,17 @@ import torch
 import transformers
 from accelerate import PartialState
 from datasets import ClassLabel, Dataset, Image, load_dataset
-from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageClassification, ViTImageProcessor, set_seed
+from transformers import (
+    AutoConfig,
+    AutoImageProcessor,
+    AutoModelForImageClassification,
+    ViTImageProcessor,
+    set_seed,
+)
 
 from hf_gradguard import GradGuardConfig, GradGuardTrainer
-from hf_gradguard.config import parse_arguments
 from hf_gradguard.models import MODELS
+from hf_gradguard.training.config import parse_arguments
 
 
 @dataclass
@@ -35,22 +45,39 @@ class RecipeArguments:
         metadata={"help": "Hub name (ylecun/mnist, ...), or a folder of folders, one a class."},
     )
     dataset_config: str | None = field(default=None, metadata={"help": "For SVHN: cropped_digits."})
-    image_column: str | None = field(default=None, metadata={"help": "Default: the only one that holds images."})
-    label_column: str | None = field(default=None, metadata={"help": "Default: the only one that holds classes."})
-    from_scratch: str | None = field(
-        default=None, metadata={"help": f"Train from nothing: vit, resnet, convnext, {', '.join(MODELS)}, ..."}
+    image_column: str | None = field(
+        default=None, metadata={"help": "Default: the only one that holds images."}
     )
-    model_config: str = field(default="{}", metadata={"help": "For --from_scratch: its config, as JSON."})
-    num_ranks: int | None = field(default=None, metadata={"help": "Stop unless exactly so many ranks were started."})
+    label_column: str | None = field(
+        default=None, metadata={"help": "Default: the only one that holds classes."}
+    )
+    from_scratch: str | None = field(
+        default=None,
+        metadata={"help": f"Train from nothing: vit, resnet, convnext, {', '.join(MODELS)}, ..."},
+    )
+    model_config: str = field(
+        default="{}", metadata={"help": "For --from_scratch: its config, as JSON."}
+    )
+    num_ranks: int | None = field(
+        default=None, metadata={"help": "Stop unless exactly so many ranks were started."}
+    )
 
 
 @dataclass
 class Arguments(GradGuardConfig):
-    output_dir: str = field(default="runs/images", metadata={"help": "Where the model, its card and metrics.json go."})
-    model_name_or_path: str | None = field(default="google/vit-base-patch16-224", metadata={"help": "Any classifier."})
-    per_device_train_batch_size: int = field(default=16, metadata={"help": "Images a rank and step."})
+    output_dir: str = field(
+        default="runs/images", metadata={"help": "Where the model, its card and metrics.json go."}
+    )
+    model_name_or_path: str | None = field(
+        default="google/vit-base-patch16-224", metadata={"help": "Any classifier."}
+    )
+    per_device_train_batch_size: int = field(
+        default=16, metadata={"help": "Images a rank and step."}
+    )
     num_train_epochs: float = field(default=1.0, metadata={"help": "Passes over the data."})
-    save_strategy: str = field(default="no", metadata={"help": "Checkpoints on the way: no, steps or epoch."})
+    save_strategy: str = field(
+        default="no", metadata={"help": "Checkpoints on the way: no, steps or epoch."}
+    )
 
 
 def main() -> None:
@@ -59,22 +86,31 @@ def main() -> None:
     state = PartialState(cpu=args.use_cpu)
     state.print(f"ranks: {state.num_processes}")
     if recipe.num_ranks is not None and state.num_processes != recipe.num_ranks:
-        sys.exit(f"{recipe.num_ranks} ranks were asked for, but {state.num_processes} started. See this file's head.")
+        sys.exit(
+            f"{recipe.num_ranks} ranks were asked for, but {state.num_processes} started. See this "
+            "file's head."
+        )
 
-    # Data: the Hub's, or a folder's. Without a validation or test split a tenth of the training images is held out.
+    # Data: the Hub's, or a folder's. Without a validation or test split a tenth of the training
+    # images is held out.
     with state.main_process_first():
         splits = load_dataset(recipe.dataset, recipe.dataset_config)
         if not {"validation", "test"} & set(splits):
             splits = splits["train"].train_test_split(0.1, seed=args.seed)
     image_column = recipe.image_column or only_column(splits["train"], Image)
     label_column = recipe.label_column or only_column(splits["train"], ClassLabel)
-    splits = splits.select_columns([image_column, label_column]).rename_columns({label_column: "labels"})
+    splits = splits.select_columns([image_column, label_column]).rename_columns(
+        {label_column: "labels"}
+    )
     train, held_out = splits["train"], splits["validation" if "validation" in splits else "test"]
     classes = train.features["labels"].names
 
     # Model: a pretrained one with a new head, or one from its configuration, for images in [-1, 1].
     set_seed(args.seed)
-    labels = {"id2label": dict(enumerate(classes)), "label2id": {name: i for i, name in enumerate(classes)}}
+    labels = {
+        "id2label": dict(enumerate(classes)),
+        "label2id": {name: i for i, name in enumerate(classes)},
+    }
     if recipe.from_scratch:
         first = train[0][image_column]
         sizes = {"num_channels": 1 if first.mode == "L" else 3, "image_size": max(first.size)}
@@ -91,23 +127,29 @@ def main() -> None:
     mode = "L" if getattr(model.config, "num_channels", 3) == 1 else "RGB"
 
     def to_pixels(rows: dict[str, list]) -> dict[str, Any]:
-        pixels = processor([image.convert(mode) for image in rows[image_column]], return_tensors="pt")["pixel_values"]
+        pixels = processor(
+            [image.convert(mode) for image in rows[image_column]], return_tensors="pt"
+        )["pixel_values"]
         return {"pixel_values": list(pixels), "labels": rows["labels"]}
 
-    # Training: the stock Trainer's arguments, and a defence.
+    # Training: the stock Trainer's arguments, and a defense.
     trainer = GradGuardTrainer(
         model=model,
         args=args,
         train_dataset=train.with_transform(to_pixels),
         eval_dataset=held_out.with_transform(to_pixels),
         processing_class=processor,
-        compute_metrics=lambda p: {"accuracy": float((p.predictions.argmax(-1) == p.label_ids).mean())},
+        compute_metrics=lambda p: {
+            "accuracy": float((p.predictions.argmax(-1) == p.label_ids).mean())
+        },
     )
     trained = trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     metrics = {**trained.metrics, **trainer.evaluate()}
 
     trainer.save_model()
-    trainer.create_model_card(tasks="image-classification", dataset=os.path.basename(recipe.dataset.rstrip("/")))
+    trainer.create_model_card(
+        tasks="image-classification", dataset=os.path.basename(recipe.dataset.rstrip("/"))
+    )
     if trainer.is_world_process_zero():
         write_metrics(trainer, metrics)
     trainer.accelerator.end_training()
@@ -118,7 +160,8 @@ def only_column(data: Dataset, kind: type) -> str:
     if len(found) != 1:
         flag = "--image_column" if kind is Image else "--label_column"
         sys.exit(
-            f"{len(found)} columns are of type {kind.__name__}: {found} of {data.column_names}. Choose with {flag}."
+            f"{len(found)} columns are of type {kind.__name__}: {found} of {data.column_names}. "
+            f"Choose with {flag}."
         )
     return found[0]
 
@@ -142,7 +185,10 @@ def write_metrics(trainer: GradGuardTrainer, metrics: dict[str, float]) -> None:
     path = os.path.join(trainer.args.output_dir, "metrics.json")
     with open(path, "w", encoding="utf-8") as file:
         json.dump(report, file, indent=2)
-    print(f"{report['defense']}: accuracy {report['accuracy']:.3f}, {report['seconds_per_step']:.2f} s/step -> {path}")
+    print(
+        f"{report['defense']}: accuracy {report['accuracy']:.3f}, {report['seconds_per_step']:.2f} "
+        f"s/step -> {path}"
+    )
 
 
 if __name__ == "__main__":

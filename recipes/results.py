@@ -1,11 +1,15 @@
-"""Makes docs/results.md anew: runs its commands, which go on with what is missing, and puts their tables in place.
+"""Makes docs/results.md anew: runs its commands, which go on with what is missing, and puts their
+tables in place.
 
-    MODEL=... SST2=... MNIST=... python recipes/results.py              run all, hours where nothing is there yet
-    MODEL=... SST2=... MNIST=... python recipes/results.py span_attack  only commands that mention this
+    MODEL=... SST2=... MNIST=... python recipes/results.py              run all, hours where \
+        nothing is there yet
+    MODEL=... SST2=... MNIST=... python recipes/results.py span_attack  only commands that mention \
+        this
     python recipes/results.py --tables                                  no command, only tables
 
-The page is the list of commands: each block marked `bash` is one. Variables on it ($MODEL, ...) are read from the environment. A
-table stands between `<!-- results/NAME.md -->` and `<!-- / -->`, and is that file.
+The page is the list of commands: each block marked `bash` is one. Variables on it ($MODEL, ...) are
+read from the environment. A table stands between `<!-- results/NAME.md -->` and `<!-- / -->`, and
+is that file.
 """
 
 import argparse
@@ -19,14 +23,20 @@ PAGE = Path(__file__).resolve().parents[1] / "docs" / "results.md"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("only", nargs="*", help="parts of the commands to run")
     parser.add_argument("--tables", action="store_true", help="run no command")
     parser.add_argument("--page", type=Path, default=PAGE)
     args = parser.parse_args()
     known = [] if args.tables else commands(args.page.read_text(encoding="utf-8"))
-    chosen = [command for command in known if not args.only or any(part in command for part in args.only)]
-    if missing := sorted({name for name in re.findall(r"\$(\w+)", " ".join(chosen)) if name not in os.environ}):
+    chosen = [
+        command for command in known if not args.only or any(part in command for part in args.only)
+    ]
+    if missing := sorted(
+        {name for name in re.findall(r"\$(\w+)", " ".join(chosen)) if name not in os.environ}
+    ):
         sys.exit(f"Set {', '.join(missing)} in the environment: {args.page} says what they are.")
     for command in chosen:
         print(f"\n{command}")
@@ -42,9 +52,16 @@ def filled(page: Path) -> str:
     """The page with its tables as their files are."""
 
     def table(found: re.Match) -> str:
-        return f"<!-- {found[1]} -->\n{(page.parent / found[1]).read_text(encoding='utf-8')}<!-- / -->"
+        return (
+            f"<!-- {found[1]} -->\n{(page.parent / found[1]).read_text(encoding='utf-8')}<!-- / -->"
+        )
 
-    return re.sub(r"<!-- (\S+\.md) -->\n.*?<!-- / -->", table, page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    return re.sub(
+        r"<!-- (\S+\.md) -->\n.*?<!-- / -->",
+        table,
+        page.read_text(encoding="utf-8"),
+        flags=re.DOTALL,
+    )
 
 
 if __name__ == "__main__":

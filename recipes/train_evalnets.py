@@ -3,9 +3,10 @@
     python recipes/train_evalnets.py text --model MODEL --data wikitext2/train.txt
     python recipes/train_evalnets.py image --data tinyimagenet32_10k_2k.npz
 
-MODEL: sentence-transformers/all-MiniLM-L6-v2, or a folder with it. The data: WikiText-2's raw training text, a paragraph
-a line, and an npz with `x_train`, uint8 (N, 32, 32, 3), Tiny ImageNet at 32x32. One thread, a quarter of an hour each.
-The cards beside the weights are written by hand; recipes/reproductions/evalnet_figures.py fills in their figures.
+MODEL: sentence-transformers/all-MiniLM-L6-v2, or a folder with it. The data: WikiText-2's raw
+training text, a paragraph a line, and an npz with `x_train`, uint8 (N, 32, 32, 3), Tiny ImageNet at
+32x32. One thread, a quarter of an hour each. The cards beside the weights are written by hand;
+recipes/reproductions/evalnet_figures.py fills in their figures.
 """
 
 import argparse
@@ -15,24 +16,39 @@ from pathlib import Path
 import torch
 from transformers import AutoModel, AutoTokenizer
 
+from hf_gradguard.data.files import load_images, load_texts
 from hf_gradguard.networks import save_network, train_image_network, train_text_network
-from hf_gradguard.networks.data import load_images, load_texts
 
 IMAGE = {"epochs": 20, "batch_size": 128, "learning_rate": 5e-4}
-TEXT = {"steps": 5000, "batch_size": 64, "learning_rate": 2e-3, "max_length": 48, "blended": 0.25, "jitter": 0.2}
+TEXT = {
+    "steps": 5000,
+    "batch_size": 64,
+    "learning_rate": 2e-3,
+    "max_length": 48,
+    "blended": 0.25,
+    "jitter": 0.2,
+}
 BASE_MODEL = "sentence-transformers/all-MiniLM-L6-v2"
 CARDS = Path(__file__).resolve().parents[1] / "model_cards"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("kind", choices=("image", "text"))
     parser.add_argument("--data", required=True, help="the file to train on")
-    parser.add_argument("--model", default=BASE_MODEL, help="text: the model whose token embeddings are judged")
-    parser.add_argument("--filters", type=int, nargs="+", help="image: of each convolution, instead of 128 256 512")
+    parser.add_argument(
+        "--model", default=BASE_MODEL, help="text: the model whose token embeddings are judged"
+    )
+    parser.add_argument(
+        "--filters", type=int, nargs="+", help="image: of each convolution, instead of 128 256 512"
+    )
     parser.add_argument("--output", type=Path, help="default: the network's folder in model_cards/")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--threads", type=int, default=1, help="the weights depend on it, in the last digits")
+    parser.add_argument(
+        "--threads", type=int, default=1, help="the weights depend on it, in the last digits"
+    )
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
 
@@ -43,9 +59,16 @@ def main() -> None:
         output = args.output or CARDS / "image-evaluation-network-32"
     else:
         tokenizer = AutoTokenizer.from_pretrained(args.model)
-        embedding = AutoModel.from_pretrained(args.model, dtype=torch.float32).get_input_embeddings()
+        embedding = AutoModel.from_pretrained(
+            args.model, dtype=torch.float32
+        ).get_input_embeddings()
         network = train_text_network(
-            embedding, tokenizer, load_texts(args.data), base_model=BASE_MODEL, seed=args.seed, **TEXT
+            embedding,
+            tokenizer,
+            load_texts(args.data),
+            base_model=BASE_MODEL,
+            seed=args.seed,
+            **TEXT,
         )
         output = args.output or CARDS / "text-evaluation-network-minilm-l6"
     save_network(network, output)

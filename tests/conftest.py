@@ -1,4 +1,6 @@
-"""What all tests share. Tiny models and batches are in `helpers.py`: `from helpers import make_task`."""
+"""What all tests share. Tiny models and batches are in `helpers.py`:
+`from helpers import make_task`.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,9 @@ import os
 from pathlib import Path
 
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
-os.environ["HF_HUB_OFFLINE"] = "1"  # before anything imports huggingface_hub: no test may reach a network
+os.environ["HF_HUB_OFFLINE"] = (
+    "1"  # before anything imports huggingface_hub: no test may reach a network
+)
 
 import pytest
 import torch
@@ -15,7 +19,9 @@ from transformers.utils import logging
 
 @pytest.fixture(autouse=True)
 def _fresh_process_state() -> None:
-    """Every test starts from the same global random state, and warnings given once are given again."""
+    """Every test starts from the same global random state, and warnings given once are given
+    again.
+    """
     torch.manual_seed(0)
     logging.warning_once.cache_clear()
 

@@ -1,9 +1,10 @@
 """Tiny models with a batch each, built from configurations: nothing is downloaded.
 
-    model, batch = make_task("bert")                           # float64, eval mode, no dropout, the same every time
-    model, batch = make_task("gpt2_lm", dtype=torch.float32, dropout=0.1)
+    model, batch = make_task("bert")                           # float64, eval mode, no dropout, the
+    same every time model, batch = make_task("gpt2_lm", dtype=torch.float32, dropout=0.1)
 
-`TASKS` has the names. Other code that runs in its own process can import this module too: it needs no pytest.
+`TASKS` has the names. Other code that runs in its own process can import this module too: it needs
+no pytest.
 """
 
 from __future__ import annotations
@@ -62,7 +63,9 @@ def token_batch(batch_size: int = 2, length: int = 5, labels: str = "class") -> 
     if labels == "class":
         targets = torch.randint(LABELS, (batch_size,), generator=generator)
     else:
-        targets = torch.randint(1, VOCABULARY, (batch_size, length), generator=generator).where(mask.bool(), -100)
+        targets = torch.randint(1, VOCABULARY, (batch_size, length), generator=generator).where(
+            mask.bool(), -100
+        )
     return {"input_ids": ids, "attention_mask": mask, "labels": targets}
 
 
@@ -70,7 +73,10 @@ def image_batch(batch_size: int = 2, size: int = 8) -> dict[str, Tensor]:
     """Random pixels in float64 with class labels."""
     generator = torch.Generator().manual_seed(12)
     pixels = torch.rand((batch_size, 3, size, size), generator=generator, dtype=torch.float64)
-    return {"pixel_values": pixels, "labels": torch.randint(LABELS, (batch_size,), generator=generator)}
+    return {
+        "pixel_values": pixels,
+        "labels": torch.randint(LABELS, (batch_size,), generator=generator),
+    }
 
 
 def _encoder_settings(dropout: float, settings: dict[str, Any]) -> dict[str, Any]:
@@ -124,7 +130,9 @@ def _distilbert(dropout: float, **settings: Any) -> nn.Module:
 
 def _electra(dropout: float, **settings: Any) -> nn.Module:
     return ElectraForSequenceClassification(
-        ElectraConfig(embedding_size=6, **_encoder_settings(dropout, settings))  # its embeddings are projected
+        ElectraConfig(
+            embedding_size=6, **_encoder_settings(dropout, settings)
+        )  # its embeddings are projected
     )
 
 
@@ -187,11 +195,15 @@ TASKS: dict[str, tuple[Callable[..., nn.Module], Callable[..., dict[str, Tensor]
     "convnext": (_convnext, image_batch),
     "t5": (_t5, lambda batch_size: token_batch(batch_size, labels="token")),
 }
-"""Builder and batch by name. The language models' heads are tied to their embeddings; T5's two stacks share theirs."""
+"""Builder and batch by name. The language models' heads are tied to their embeddings; T5's two
+stacks share theirs.
+"""
 
 
 def randomize(model: nn.Module, seed: int = 1) -> nn.Module:
-    """Add N(0, 0.3²) to all weights, so that none is special: no zero biases, no zero LoRA products."""
+    """Add N(0, 0.3²) to all weights, so that none is special: no zero biases, no zero LoRA
+    products.
+    """
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -200,7 +212,12 @@ def randomize(model: nn.Module, seed: int = 1) -> nn.Module:
 
 
 def make_task(
-    name: str, *, dtype: torch.dtype = torch.float64, dropout: float = 0.0, batch_size: int = 2, **settings: Any
+    name: str,
+    *,
+    dtype: torch.dtype = torch.float64,
+    dropout: float = 0.0,
+    batch_size: int = 2,
+    **settings: Any,
 ) -> tuple[nn.Module, dict[str, Tensor]]:
     """A tiny model in eval mode with a batch, the same on every call.
 
@@ -209,7 +226,8 @@ def make_task(
         dtype: Of the weights, and of pixels.
         dropout: Every dropout probability of the model.
         batch_size: Samples in the batch.
-        settings: More entries of the model's configuration, for example `attn_implementation="eager"`.
+        settings: More entries of the model's configuration, for example
+            `attn_implementation="eager"`.
     """
     build, batch_of = TASKS[name]
     with torch.random.fork_rng(devices=[]):
@@ -222,8 +240,8 @@ def make_task(
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# A reference that shares no code with the package: the model is fed its continuous input through `inputs_embeds` or
-# `pixel_values`, with eager attention, and everything is differentiated densely.
+# A reference that shares no code with the package: the model is fed its continuous input through
+# `inputs_embeds` or `pixel_values`, with eager attention, and everything is differentiated densely.
 
 WITHHELD = {
     "bert": {"bert.embeddings.word_embeddings.weight"},
@@ -263,7 +281,10 @@ def reference_loss(name: str, model: nn.Module, batch: dict[str, Tensor], x: Ten
     if "pixel_values" in batch:
         return model(pixel_values=x, labels=batch["labels"]).loss
     mask = batch["attention_mask"]
-    if name in ("gpt2", "llama"):  # without token ids these cannot tell where a sample's padding begins
+    if name in (
+        "gpt2",
+        "llama",
+    ):  # without token ids these cannot tell where a sample's padding begins
         decoder = model.transformer if name == "gpt2" else model.model
         logits = model.score(decoder(inputs_embeds=x, attention_mask=mask).last_hidden_state)
         last = mask.sum(1) - 1
@@ -275,21 +296,31 @@ def reference_gradient(
     name: str, model: nn.Module, batch: dict[str, Tensor], x: Tensor, create_graph: bool = False
 ) -> dict[str, Tensor]:
     """g(x) without the token embeddings."""
-    shared = {n: p for n, p in model.named_parameters() if p.requires_grad and n not in WITHHELD[name]}
+    shared = {
+        n: p for n, p in model.named_parameters() if p.requires_grad and n not in WITHHELD[name]
+    }
     loss = reference_loss(name, model, batch, x)
-    gradients = torch.autograd.grad(loss, list(shared.values()), create_graph=create_graph, materialize_grads=True)
+    gradients = torch.autograd.grad(
+        loss, list(shared.values()), create_graph=create_graph, materialize_grads=True
+    )
     return dict(zip(shared, gradients, strict=True))
 
 
 @functools.cache
 def dense_reference(name: str) -> tuple[dict[str, Tensor], Tensor]:
-    """g(x) and the dense Jacobian J[a, i] = ∂g_i/∂x_a of `make_task(name)`, one row of Jᵀ for each parameter."""
+    """g(x) and the dense Jacobian J[a, i] = ∂g_i/∂x_a of `make_task(name)`, one row of Jᵀ for each
+    parameter.
+    """
     model, batch = make_task(name, attn_implementation="eager")
     x = reference_input(name, model, batch)
     transposed = torch.autograd.functional.jacobian(
-        lambda x: flat(reference_gradient(name, model, batch, x, create_graph=True)), x, vectorize=True
+        lambda x: flat(reference_gradient(name, model, batch, x, create_graph=True)),
+        x,
+        vectorize=True,
     )
-    return reference_gradient(name, model, batch, x), transposed.reshape(len(transposed), -1).T.contiguous()
+    return reference_gradient(name, model, batch, x), transposed.reshape(
+        len(transposed), -1
+    ).T.contiguous()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -297,7 +328,9 @@ def dense_reference(name: str) -> tuple[dict[str, Tensor], Tensor]:
 
 
 class Convolution(nn.Module):
-    """A convolution, optionally with batch statistics, and a head. One parameter is not used by the loss."""
+    """A convolution, optionally with batch statistics, and a head. One parameter is not used by the
+    loss.
+    """
 
     def __init__(self, batch_norm: bool = False) -> None:
         super().__init__()
@@ -314,7 +347,9 @@ class Convolution(nn.Module):
 def small_convolution(
     batch_size: int = 2, dtype: torch.dtype = torch.float64, **settings: Any
 ) -> tuple[nn.Module, dict[str, Tensor]]:
-    """A `Convolution` in train mode with a batch: 116 parameters, a hundred times faster than the models above."""
+    """A `Convolution` in train mode with a batch: 116 parameters, a hundred times faster than the
+    models above.
+    """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
         model = Convolution(**settings).to(dtype)
@@ -324,14 +359,18 @@ def small_convolution(
 
 
 class SmallNetwork(nn.Module):
-    """What Refiner asks of an evaluation network: a ratio a sample, from the mean over a sample's tokens or pixels."""
+    """What Refiner asks of an evaluation network: a ratio a sample, from the mean over a sample's
+    tokens or pixels.
+    """
 
     special_token_ids: ClassVar[list[int]] = [PAD, 1, 2]
 
     def __init__(self, kind: str, width: int, seed: int = 0) -> None:
         super().__init__()
         self.config = SimpleNamespace(
-            model_type=f"gradguard_{kind}_evaluation", special_token_ids=self.special_token_ids, num_channels=width
+            model_type=f"gradguard_{kind}_evaluation",
+            special_token_ids=self.special_token_ids,
+            num_channels=width,
         )
         self.name_or_path = f"small-{kind}"
         generator = torch.Generator().manual_seed(seed)
@@ -345,19 +384,27 @@ class SmallNetwork(nn.Module):
         if x.dim() == 4:
             return torch.sigmoid((x.mean((2, 3)) * self.weight.to(x)).sum(1))
         mask = torch.ones_like(x[..., 0]) if attention_mask is None else attention_mask.to(x)
-        return torch.sigmoid((((x * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)) * self.weight.to(x)).sum(1))
+        return torch.sigmoid(
+            (((x * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)) * self.weight.to(x)).sum(1)
+        )
 
 
 SPECIAL_TOKENS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
 
 
 def word_tokenizer(words: list[str]) -> PreTrainedTokenizerFast:
-    """Whole words, split at blanks, between [CLS] and [SEP]; the special tokens have the ids 0 to 3."""
+    """Whole words, split at blanks, between [CLS] and [SEP]; the special tokens have the ids 0 to
+    3.
+    """
     vocabulary = {token: index for index, token in enumerate(SPECIAL_TOKENS + words)}
     tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = Whitespace()
-    tokenizer.post_processor = TemplateProcessing(single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)])
-    names = dict(zip(("pad_token", "unk_token", "cls_token", "sep_token"), SPECIAL_TOKENS, strict=True))
+    tokenizer.post_processor = TemplateProcessing(
+        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+    )
+    names = dict(
+        zip(("pad_token", "unk_token", "cls_token", "sep_token"), SPECIAL_TOKENS, strict=True)
+    )
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names)
 
 
@@ -365,7 +412,11 @@ def save_encoder(folder: Path, tokenizer: PreTrainedTokenizerFast, hidden_size: 
     """Saves a random BERT classifier of two layers with that tokenizer."""
     sizes = {"hidden_size": hidden_size, "num_hidden_layers": 2, "num_attention_heads": 2}
     config = BertConfig(
-        vocab_size=len(tokenizer), max_position_embeddings=64, intermediate_size=24, pad_token_id=0, **sizes
+        vocab_size=len(tokenizer),
+        max_position_embeddings=64,
+        intermediate_size=24,
+        pad_token_id=0,
+        **sizes,
     )
     torch.manual_seed(0)
     BertForSequenceClassification(config).save_pretrained(folder)
@@ -389,7 +440,9 @@ def pad(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     """Collate to the longest sample of the batch."""
     fill = {"input_ids": PAD, "attention_mask": 0, "labels": -100}
     return {
-        key: torch.nn.utils.rnn.pad_sequence([s[key] for s in samples], batch_first=True, padding_value=fill[key])
+        key: torch.nn.utils.rnn.pad_sequence(
+            [s[key] for s in samples], batch_first=True, padding_value=fill[key]
+        )
         for key in samples[0]
     }
 
@@ -401,11 +454,15 @@ def rng(seed: int = 5) -> torch.Generator:
 def split_like(vector: Tensor, like: dict[str, Tensor]) -> dict[str, Tensor]:
     """The inverse of `flat`."""
     parts = vector.split([tensor.numel() for tensor in like.values()])
-    return {name: part.view_as(tensor) for (name, tensor), part in zip(like.items(), parts, strict=True)}
+    return {
+        name: part.view_as(tensor) for (name, tensor), part in zip(like.items(), parts, strict=True)
+    }
 
 
 def exact_map(name: str) -> GradientMap:
-    """The map of `make_task(name)` with its squared sensitivities from the dense Jacobian in place of estimates."""
+    """The map of `make_task(name)` with its squared sensitivities from the dense Jacobian in place
+    of estimates.
+    """
     gradient, jacobian = dense_reference(name)
     squares = split_like(jacobian.square().sum(0), gradient)
     gmap = GradientMap(*make_task(name))
@@ -414,7 +471,9 @@ def exact_map(name: str) -> GradientMap:
 
 
 def standard_deviations(defense: NoiseDefense, gmap: GradientMap) -> dict[str, Tensor]:
-    """std of the noise on every coordinate: half the difference of what is shared with a draw of 1 and of -1."""
+    """std of the noise on every coordinate: half the difference of what is shared with a draw of 1
+    and of -1.
+    """
     shared = []
     for value in (1.0, -1.0):
         defense.draw = lambda like, _generator, value=value: torch.full_like(like, value)  # type: ignore[method-assign]

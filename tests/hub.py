@@ -1,5 +1,6 @@
-"""A small Hub on the loopback interface, for tests: the endpoints `huggingface_hub` calls to create a repository, upload to
-it and download from it. Small files go inside the commit, safetensors by LFS, as on the real one; Xet is not spoken.
+"""A small Hub on the loopback interface, for tests: the endpoints `huggingface_hub` calls to create
+a repository, upload to it and download from it. Small files go inside the commit, safetensors by
+LFS, as on the real one; Xet is not spoken.
 
     with FakeHub() as hub:
         subprocess.run(..., env={**os.environ, **hub.environment(tmp_path)})
@@ -29,7 +30,9 @@ class FakeHub:
         self.objects: dict[str, bytes] = {}  # LFS, by SHA-256
         self.commits: list[list[str]] = []  # the files of each
         self.requests: list[str] = []
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": self}))
+        self.server = ThreadingHTTPServer(
+            ("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": self})
+        )
         self.endpoint = f"http://127.0.0.1:{self.server.server_address[1]}"
 
     def __enter__(self) -> FakeHub:
@@ -47,7 +50,9 @@ class FakeHub:
         self.repositories[name], self.private[name] = dict(files), False
 
     def environment(self, home: Path, token: str = TOKEN) -> dict[str, str]:
-        """Settings for a subprocess that talks to this Hub alone, with a Hugging Face home of its own."""
+        """Settings for a subprocess that talks to this Hub alone, with a Hugging Face home of its
+        own.
+        """
         return {
             "HF_ENDPOINT": self.endpoint,
             "HF_HOME": str(home),
@@ -119,7 +124,9 @@ class _Handler(BaseHTTPRequestHandler):
             self._json({**url, "error": "You already created this model repo"}, 409)
         else:
             self.hub.repositories[name] = {}
-            self.hub.private[name] = wanted.get("visibility") == "private" or wanted.get("private", False)
+            self.hub.private[name] = wanted.get("visibility") == "private" or wanted.get(
+                "private", False
+            )
             self._json(url)
 
     def _preupload(self, name: str, wanted: dict[str, Any]) -> None:
@@ -142,7 +149,10 @@ class _Handler(BaseHTTPRequestHandler):
             answer = {"oid": item["oid"], "size": item["size"]}
             if item["oid"] not in self.hub.objects:
                 upload = {"href": f"{self.hub.endpoint}/lfs/objects/{item['oid']}"}
-                answer["actions"] = {"upload": upload, "verify": {"href": f"{self.hub.endpoint}/lfs/verify"}}
+                answer["actions"] = {
+                    "upload": upload,
+                    "verify": {"href": f"{self.hub.endpoint}/lfs/verify"},
+                }
             answers.append(answer)
         self._json({"transfer": "basic", "objects": answers})
 
@@ -150,7 +160,11 @@ class _Handler(BaseHTTPRequestHandler):
         changed = []
         for line in lines[1:]:  # the first is the message
             value = line["value"]
-            content = base64.b64decode(value["content"]) if line["key"] == "file" else self.hub.objects[value["oid"]]
+            content = (
+                base64.b64decode(value["content"])
+                if line["key"] == "file"
+                else self.hub.objects[value["oid"]]
+            )
             self.hub.repositories[name][value["path"]] = content
             changed.append(value["path"])
         self.hub.commits.append(sorted(changed))
@@ -169,7 +183,13 @@ class _Handler(BaseHTTPRequestHandler):
             return
         siblings = [{"rfilename": file} for file in sorted(self.hub.repositories[name])]
         self._json(
-            {"id": name, "modelId": name, "sha": COMMIT, "private": self.hub.private[name], "siblings": siblings}
+            {
+                "id": name,
+                "modelId": name,
+                "sha": COMMIT,
+                "private": self.hub.private[name],
+                "siblings": siblings,
+            }
         )
 
     def _tree(self, name: str) -> None:
@@ -178,7 +198,12 @@ class _Handler(BaseHTTPRequestHandler):
             return
         rows: list[dict[str, Any]] = []
         for file, content in sorted(self.hub.repositories[name].items()):
-            row: dict[str, Any] = {"type": "file", "path": file, "size": len(content), "oid": _git_oid(content)}
+            row: dict[str, Any] = {
+                "type": "file",
+                "path": file,
+                "size": len(content),
+                "oid": _git_oid(content),
+            }
             if file.endswith(".safetensors"):
                 oid = hashlib.sha256(content).hexdigest()
                 row["lfs"] = {"oid": oid, "size": len(content), "pointerSize": 134}
@@ -187,12 +212,20 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _resolve(self, name: str, file: str) -> None:
         if file not in self.hub.repositories.get(name, {}):
-            self._json({"error": "Entry not found"}, 404, {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": COMMIT})
+            self._json(
+                {"error": "Entry not found"},
+                404,
+                {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": COMMIT},
+            )
             return
         content = self.hub.repositories[name][file]
         lfs = file.endswith(".safetensors")
         etag = hashlib.sha256(content).hexdigest() if lfs else _git_oid(content)
-        self._send(200, content, {"X-Repo-Commit": COMMIT, "ETag": f'"{etag}"', "X-Linked-Size": str(len(content))})
+        self._send(
+            200,
+            content,
+            {"X-Repo-Commit": COMMIT, "ETag": f'"{etag}"', "X-Linked-Size": str(len(content))},
+        )
 
     def _missing(self) -> None:
         self._json({"error": "Repository not found"}, 404, {"X-Error-Code": "RepoNotFound"})
@@ -210,7 +243,11 @@ class _Handler(BaseHTTPRequestHandler):
         return path, self.rfile.read(int(self.headers.get("Content-Length") or 0))
 
     def _json(self, value: Any, status: int = 200, headers: dict[str, str] | None = None) -> None:
-        self._send(status, json.dumps(value).encode(), {"Content-Type": "application/json", **(headers or {})})
+        self._send(
+            status,
+            json.dumps(value).encode(),
+            {"Content-Type": "application/json", **(headers or {})},
+        )
 
     def _send(self, status: int, content: bytes, headers: dict[str, str] | None = None) -> None:
         self.send_response(status)

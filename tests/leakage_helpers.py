@@ -23,7 +23,9 @@ def dense_convolution(batch_size: int = 2, clip: float | None = None) -> Tensor:
         loss = model(x, batch["labels"])["loss"]
         g = torch.autograd.grad(loss, parameters, create_graph=True, materialize_grads=True)
         vector = torch.cat([tensor.reshape(-1) for tensor in g])
-        return vector if clip is None else vector / (nn.functional.gelu(vector.norm() / clip - 1) + 1)
+        return (
+            vector if clip is None else vector / (nn.functional.gelu(vector.norm() / clip - 1) + 1)
+        )
 
     jacobian = torch.autograd.functional.jacobian(gradient, batch["pixel_values"], vectorize=True)
     return jacobian.reshape(len(jacobian), -1).T.contiguous()
@@ -66,7 +68,9 @@ class Linear(nn.Module):
 
 
 def linear_map(jacobian: Tensor, batch_size: int = 1) -> GradientMap:
-    """A map with this Jacobian, `(m, d)`, whose coordinates are shared out evenly among the samples."""
+    """A map with this Jacobian, `(m, d)`, whose coordinates are shared out evenly among the
+    samples.
+    """
     pixels = torch.ones(batch_size, 1, 1, len(jacobian) // batch_size, dtype=jacobian.dtype)
     return GradientMap(Linear(jacobian), {"pixel_values": pixels})
 

@@ -10,7 +10,7 @@ from hf_gradguard import DEFENSES, __version__
 from hf_gradguard.cli import main
 
 
-def test_every_defence_is_listed_with_its_settings(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_defense_is_listed_with_its_settings(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["defenses"]) == 0
     paragraphs = capsys.readouterr().out.strip().split("\n\n")
     assert [paragraph.split("\n")[0] for paragraph in paragraphs] == list(DEFENSES)
@@ -27,8 +27,10 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.strip() == f"gradguard {__version__}"
 
 
-@pytest.mark.parametrize("argv", [[], ["defences"]])
-def test_wrong_command_says_which_there_are(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("argv", [[], ["defenze"]])
+def test_wrong_command_says_which_there_are(
+    argv: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as done:
         main(argv)
     assert done.value.code == 2

@@ -1,4 +1,6 @@
-"""The same results on a GPU as on a CPU, and nothing that wanders back to the CPU. Skipped without one."""
+"""The same results on a GPU as on a CPU, and nothing that wanders back to the CPU. Skipped without
+one.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,10 @@ from hf_gradguard.attacks import Observation, make_attack
 from hf_gradguard.leakage import dfil, inversion_influence_lower_bound, largest_eigenvalue
 
 DEVICE = "cuda"
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "none": {},
@@ -43,8 +48,12 @@ def test_jacobian_products_are_those_of_the_cpu(task: str) -> None:
     delta = {name: torch.ones_like(p) for name, p in here.parameters.items()}
     v = torch.ones_like(here.input)
     torch.testing.assert_close(flat(there.gradient()).cpu(), flat(here.gradient()))
-    torch.testing.assert_close(there.jvp(v.to(DEVICE))[task_name(there)].cpu(), here.jvp(v)[task_name(here)])
-    torch.testing.assert_close(there.vjp({n: d.to(DEVICE) for n, d in delta.items()}).cpu(), here.vjp(delta))
+    torch.testing.assert_close(
+        there.jvp(v.to(DEVICE))[task_name(there)].cpu(), here.jvp(v)[task_name(here)]
+    )
+    torch.testing.assert_close(
+        there.vjp({n: d.to(DEVICE) for n, d in delta.items()}).cpu(), here.vjp(delta)
+    )
 
 
 def task_name(gmap: GradientMap) -> str:
@@ -54,7 +63,7 @@ def task_name(gmap: GradientMap) -> str:
 @pytest.mark.parametrize("factored", [False, True])
 @pytest.mark.parametrize("count", [1, 3])
 def test_several_inputs_at_once(count: int, factored: bool) -> None:
-    from hf_gradguard.attacks.objectives import TagDistance
+    from hf_gradguard.attacks.matching.objectives import TagDistance
 
     found = []
     for gmap in (GradientMap(*make_task("bert")), GradientMap(*on_device(*make_task("bert")))):
@@ -84,7 +93,9 @@ def test_estimators_are_those_of_the_cpu() -> None:
         noise = {name: torch.ones_like(g) for name, g in gmap.gradient().items()}
         generator = torch.Generator(gmap.input.device).manual_seed(0)
         assert dfil(gmap, 1.0, num_probes=4, generator=generator).value.device == gmap.input.device
-        found.append([float(largest_eigenvalue(gmap)), float(inversion_influence_lower_bound(gmap, noise))])
+        found.append(
+            [float(largest_eigenvalue(gmap)), float(inversion_influence_lower_bound(gmap, noise))]
+        )
     assert found[0] == pytest.approx(found[1], rel=1e-4)
 
 
@@ -93,7 +104,9 @@ def test_attacks_run_there(attack: str) -> None:
     model, batch = on_device(*make_task("bert", dtype=torch.float32))
     batch = {key: tensor[:1] for key, tensor in batch.items()}
     gmap = GradientMap(model, batch)
-    seen = Observation(model, gmap.gradient(), input_shape=tuple(batch["input_ids"].shape), labels=batch["labels"])
+    seen = Observation(
+        model, gmap.gradient(), input_shape=tuple(batch["input_ids"].shape), labels=batch["labels"]
+    )
     result = make_attack(attack, steps=3)(seen, torch.Generator(DEVICE).manual_seed(0))
     assert result.input is not None
     assert result.input.device.type == DEVICE
@@ -103,11 +116,15 @@ def test_attacks_run_there(attack: str) -> None:
 def test_trainer_takes_steps(name: str, tmp_path: Path) -> None:
     model, batch = make_task("bert", dtype=torch.float32)
     rows = [{key: tensor[row] for key, tensor in batch.items()} for row in (0, 1, 0, 1)]
-    settings = SETTINGS[name] | ({"evaluation_network": SmallNetwork("text", 8)} if name == "refiner" else {})
+    settings = SETTINGS[name] | (
+        {"evaluation_network": SmallNetwork("text", 8)} if name == "refiner" else {}
+    )
     before = flat({n: p.detach().clone() for n, p in model.named_parameters()})
     trainer = GradGuardTrainer(
         model,
-        GradGuardConfig(output_dir=str(tmp_path), max_steps=2, per_device_train_batch_size=2, report_to=[]),
+        GradGuardConfig(
+            output_dir=str(tmp_path), max_steps=2, per_device_train_batch_size=2, report_to=[]
+        ),
         defense=make_defense(name, **settings),
         train_dataset=rows,
     )

@@ -19,13 +19,17 @@ def words_of(generator: torch.Generator) -> np.ndarray:
 
 
 def draws(generator: torch.Generator, count: int = 1500) -> Tensor:
-    """Raw output, 31 bits a number. More numbers than words, so that the state is mixed at least twice."""
+    """Raw output, 31 bits a number. More numbers than words, so that the state is mixed at least
+    twice.
+    """
     return torch.empty(count, dtype=torch.int32).random_(generator=generator)
 
 
 @pytest.mark.parametrize("seed", [0, 1, 12345, 2**32 - 1])
 def test_layout_of_torchs_state(seed: int) -> None:
-    """NumPy's RandomState is the same Mersenne Twister, seeded in the same way: words and output must be equal."""
+    """NumPy's RandomState is the same Mersenne Twister, seeded in the same way: words and output
+    must be equal.
+    """
     generator, reference = torch.Generator().manual_seed(seed), np.random.RandomState(seed)
     words = reference.get_state()[1]
     assert np.array_equal(words_of(generator), words)
@@ -35,7 +39,9 @@ def test_layout_of_torchs_state(seed: int) -> None:
 
 
 def test_private_words_are_the_state(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is drawn from the system is what the Twister runs on: NumPy's from the same words gives the same output."""
+    """What is drawn from the system is what the Twister runs on: NumPy's from the same words gives
+    the same output.
+    """
     entropy = np.random.default_rng(0).bytes(4 * WORDS)
     monkeypatch.setattr(secrets, "token_bytes", lambda size: entropy[:size])
     reference = np.random.RandomState()
@@ -67,7 +73,9 @@ def test_private_state_is_more_than_a_seed(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_private_state_is_no_seeds_expansion() -> None:
-    """`manual_seed` computes each word from the one before it; here hardly any follows from its predecessor."""
+    """`manual_seed` computes each word from the one before it; here hardly any follows from its
+    predecessor.
+    """
 
     def following(words: np.ndarray) -> int:
         words = words.astype(np.uint64)
@@ -90,15 +98,21 @@ def test_every_word_counts(word: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_seeded_generators_are_reproducible() -> None:
-    assert torch.equal(draws(seeded_generator("cpu", 1, 2, 3)), draws(seeded_generator("cpu", 1, 2, 3)))
+    assert torch.equal(
+        draws(seeded_generator("cpu", 1, 2, 3)), draws(seeded_generator("cpu", 1, 2, 3))
+    )
     state = torch.get_rng_state()
     seeded_generator("cpu", 1)
     assert torch.equal(torch.get_rng_state(), state)
 
 
-@pytest.mark.parametrize("other", [(2, 2, 3), (1, 3, 3), (1, 2, 4), (2, 1, 3), (1, 2), (1,), (1, 2, 3 + 2**32)])
+@pytest.mark.parametrize(
+    "other", [(2, 2, 3), (1, 3, 3), (1, 2, 4), (2, 1, 3), (1, 2), (1,), (1, 2, 3 + 2**32)]
+)
 def test_seeded_generators_differ_by_each_seed(other: tuple[int, ...]) -> None:
-    assert (draws(seeded_generator("cpu", 1, 2, 3)) == draws(seeded_generator("cpu", *other))).sum() < 10
+    assert (
+        draws(seeded_generator("cpu", 1, 2, 3)) == draws(seeded_generator("cpu", *other))
+    ).sum() < 10
 
 
 def test_seeded_generators_have_more_than_a_seed() -> None:
@@ -115,7 +129,9 @@ def test_seeds_must_not_be_negative() -> None:
 
 @pytest.mark.parametrize("kind", ["private", "seeded"])
 def test_normals(kind: str) -> None:
-    """Moments within 6 standard errors of n = 10⁶ draws: a private stream fails once in 10⁸ runs."""
+    """Moments within 6 standard errors of n = 10⁶ draws: a private stream fails once in 10⁸
+    runs.
+    """
     generator = private_generator() if kind == "private" else seeded_generator("cpu", 1, 2)
     n = 10**6
     x = torch.randn(n, generator=generator, dtype=torch.float64)

@@ -1,6 +1,6 @@
 """Attacks: from what the server sees to a reconstruction.
 
-seen = Observation(model=model, gradient=shared, input_shape=(1, 12), labels=labels, tokenizer=tokenizer)
+seen = Observation(model=model, gradient=shared, input_shape=(1, 12), tokenizer=tokenizer)
 result = make_attack("tag", steps=1500)(seen)
 """
 
@@ -8,16 +8,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..naming import make
+from ..registry import ATTACKS, make
 from .base import Attack, Reconstruction
-from .embedding_rows import EmbeddingRows
-from .images import DLG, IDLG, GradInversion, InvertingGradients
 from .labels import recover_labels
 from .length import observed_length
-from .matching import GradientMatching
+from .matching.descent import GradientMatching
 from .observation import Observation, average
-from .span import Span
-from .text import Lamp, Tag
 
 __all__ = [
     "ATTACKS",
@@ -31,10 +27,6 @@ __all__ = [
     "recover_labels",
 ]
 
-ATTACKS: dict[str, type[Attack]] = {
-    attack.name: attack for attack in (DLG, IDLG, InvertingGradients, GradInversion, Tag, Lamp, Span, EmbeddingRows)
-}
-
 
 def make_attack(name: str, **settings: Any) -> Attack:
     """The attack of that name.
@@ -44,10 +36,13 @@ def make_attack(name: str, **settings: Any) -> Attack:
         **settings: The attack's own; see its class.
 
     Raises:
-        ValueError: For an unknown name, listing the right ones, or a value out of range, saying the range.
+        ValueError: For an unknown name, listing the right ones, or a value out of range, saying the
+            range.
         TypeError: For a setting that the attack does not have, listing those it has.
 
     Example:
-        >>> make_attack("inverting_gradients", steps=1000, restarts=4)
+        >>> make_attack("inverting_gradients", steps=1000, restarts=4).steps
+        1000
     """
-    return make(ATTACKS, "attack", name, settings)
+    attack: Attack = make(ATTACKS, name, settings)
+    return attack

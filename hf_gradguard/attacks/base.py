@@ -17,13 +17,15 @@ class Reconstruction:
     """What an attack recovered from one observation.
 
     Args:
-        input: The continuous input that it found, `(B, T, H)` or `(B, C, H, W)`; `None` if it finds none. Images
-            lie within the range of pixels.
-        token_ids: Of a text, one list of ids a sample, special tokens included where their place is known. -1 marks a
-            position for which nothing was found.
+        input: The continuous input that it found, `(B, T, H)` or `(B, C, H, W)`; `None` if it finds
+            none. Images lie within the range of pixels.
+        token_ids: Of a text, one list of ids a sample, special tokens included where their place is
+            known. -1 marks a position for which nothing was found.
         text: The same as strings without special tokens, if the observation has a tokenizer.
-        labels: `(B,)`: those of the observation, or as recovered; `None` if the attack neither needs nor finds any.
-        objective: Value of what the attack minimises at what it returns, before pixels were clipped; lower is a better match.
+        labels: `(B,)`: those of the observation, or as recovered; `None` if the attack neither
+            needs nor finds any.
+        objective: Value of what the attack minimizes at what it returns, before pixels were
+            clipped; lower is a better match.
         seconds: Time taken.
         history: The objective on the way, if the attack iterates.
     """
@@ -38,14 +40,17 @@ class Reconstruction:
 
 
 class Attack:
-    """Base of all attacks. A subclass is a dataclass of its settings with one method, `reconstruct`.
+    """Base of all attacks. A subclass is a dataclass of its settings with one method,
+    `reconstruct`.
 
     An attack reads the observation and nothing else, and leaves the model as it found it.
     """
 
     name: ClassVar[str]
 
-    def __call__(self, seen: Observation, generator: torch.Generator | None = None) -> Reconstruction:
+    def __call__(
+        self, seen: Observation, generator: torch.Generator | None = None
+    ) -> Reconstruction:
         """Reconstruct the batch behind an observation.
 
         Args:
@@ -63,7 +68,9 @@ class Attack:
 
 
 def texts(token_ids: list[list[int]], tokenizer: object) -> list[str] | None:
-    """Ids as strings, without special tokens and positions where nothing was found; `None` without a tokenizer."""
+    """Ids as strings, without special tokens and positions where nothing was found; `None` without
+    a tokenizer.
+    """
     if tokenizer is None:
         return None
     return [

@@ -1,31 +1,35 @@
-"""Token embeddings that are shared name their tokens: only the rows that a batch looked up have a gradient."""
+"""Token embeddings that are shared name their tokens: only the rows that a batch looked up have a
+gradient.
+"""
 
 from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from ..inputs import input_embedding
+from ..gradient_map.domain import TEXT
 from .base import Attack, Reconstruction, texts
 from .observation import Observation
-from .subspace import distances, row_space
+from .span.subspace import distances, row_space
 
 
 @dataclass
 class EmbeddingRows(Attack):
     """The set of a batch's tokens, from the rows of the token embeddings' gradient.
 
-    Without noise the rows that are not zero are exactly the tokens whose input reaches the loss (padding has none, nor the
-    last token of a causal language model's text). With noise, rows are ranked by their norm, and those kept that stand out.
-    If the output head is the same tensor, every row has a gradient: Σ_n p_n(v) h_n from the head. Those lie in the span of the
-    head's inputs h, which tokens that nobody looked up give away; the input's rows stand out of it.
+    Without noise the rows that are not zero are exactly the tokens whose input reaches the loss
+    (padding has none, nor the last token of a causal language model's text). With noise, rows are
+    ranked by their norm, and those kept that stand out. If the output head is the same tensor,
+    every row has a gradient: Σ_n p_n(v) h_n from the head. Those lie in the span of the head's
+    inputs h, which tokens that nobody looked up give away; the input's rows stand out of it.
 
-    It finds neither the order nor how often a token occurs, as a row's norm tells nothing of counts; and of a batch not whose
-    token it is: every sample gets the whole set, the largest row first.
+    It finds neither the order nor how often a token occurs, as a row's norm tells nothing of
+    counts; and of a batch not whose token it is: every sample gets the whole set, the largest row
+    first.
 
     Example:
         >>> EmbeddingRows()(Observation(model=model, gradient=shared, input_shape=(1, 12), tokenizer=tokenizer)).text
@@ -61,29 +65,33 @@ def _gradient(seen: Observation) -> tuple[Tensor, bool]:
     """
     if not seen.is_text:
         raise ValueError("embedding_rows looks for vocabulary tokens, but the input is pixels.")
-    weight = input_embedding(seen.model).weight
+    weight = TEXT.embedding(seen.model).weight
     names = [name for name, p in seen.model.named_parameters(remove_duplicate=False) if p is weight]
     shared = [name for name in names if name in seen.gradient]
     if not shared:
         raise ValueError(
-            f"The gradient of the token embeddings ({names[0]}) was not shared, which is the library's default "
-            "(share_input_embeddings=False). Use span or tag."
+            f"The gradient of the token embeddings ({names[0]}) was not shared, which is the "
+            "library's default (share_input_embeddings=False). Use span or tag."
         )
     gradient = seen.gradient[shared[0]].double()
     if not gradient.any():
         raise ValueError(f"The gradient of {shared[0]} is zero in every entry: it names no token.")
-    head = seen.model.get_output_embeddings() if hasattr(seen.model, "get_output_embeddings") else None  # type: ignore[operator]
+    find_head: Any = getattr(seen.model, "get_output_embeddings", lambda: None)
+    head = find_head()
     return gradient, head is not None and getattr(head, "weight", None) is weight
 
 
 def _standing_out(norms: Tensor, most: int) -> Tensor:
-    """Rows that are not zero, largest first; of a noisy gradient at most `most`, and only what is not like the bulk."""
+    """Rows that are not zero, largest first; of a noisy gradient at most `most`, and only what is
+    not like the bulk.
+    """
     order = norms.argsort(descending=True)
     count = int((norms > 0).sum())
     if count > most:
         middle = norms.median()
         spread = (norms - middle).abs().median()
-        # Noise on a whole vocabulary stays within some five of its deviations, each 1.5 medians of |norm - median|.
+        # Noise on a whole vocabulary stays within some five of its deviations, each 1.5 medians of
+        # |norm - median|.
         count = max(1, min(most, int((norms > middle + 8 * spread).sum())))
     return order[:count]
 
@@ -93,11 +101,13 @@ def _outside_head(gradient: Tensor, most: int) -> Tensor:
     width = gradient.shape[1]
     if most >= min(width, len(gradient) // 2):
         raise ValueError(
-            f"The output head is tied to the token embeddings, and its part of the gradient has up to {most} directions, one a "
-            f"token, in {width} dimensions: too many to tell the input's part from it. Use span."
+            "The output head is tied to the token embeddings, and its part of the gradient has up "
+            f"to {most} directions, one a token, in {width} dimensions: too many to tell the "
+            "input's part from it. Use span."
         )
     norms = gradient.norm(dim=1)
-    # Rows that were looked up, or are labels, are among the large ones: the smallest are the head's alone.
+    # Rows that were looked up, or are labels, are among the large ones: the smallest are the head's
+    # alone.
     unused = gradient[norms.argsort()[: max(2 * most, len(gradient) // 8)]]
     unused = unused[unused.norm(dim=1) > 0]
     if not len(unused):

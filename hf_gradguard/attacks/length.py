@@ -5,22 +5,23 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ..inputs import input_embedding
-from .layer_inputs import is_causal_lm, run
+from ..gradient_map.domain import TEXT
 from .observation import Observation, ordinary_id
+from .span.layer_inputs import is_causal_lm, run
 
 
 def observed_length(seen: Observation) -> int | None:
     """Tokens in the batch's longest text, special tokens included.
 
-    Only positions at which some text has a token have a gradient; padding has none. Under noise, the rows of positions that
-    cannot have been used (from T on) tell its size.
+    Only positions at which some text has a token have a gradient; padding has none. Under noise,
+    the rows of positions that cannot have been used (from T on) tell its size.
 
     Args:
         seen: What the server saw; only its T must be at least the length.
 
     Returns:
-        The length; `None` if the model learns no position embeddings, their gradient was not shared, or noise covers it.
+        The length; `None` if the model learns no position embeddings, their gradient was not
+        shared, or noise covers it.
     """
     if not seen.is_text:
         return None
@@ -38,13 +39,17 @@ def observed_length(seen: Observation) -> int | None:
 
 
 def _positions(seen: Observation) -> tuple[Tensor, int] | None:
-    """The gradient of the embedding that is read at consecutive rows, and the row of the first position."""
+    """The gradient of the embedding that is read at consecutive rows, and the row of the first
+    position.
+    """
     names = {id(p): name for name, p in seen.model.named_parameters() if name in seen.gradient}
     caught: dict[nn.Module, Tensor] = {}
     modules = [
         m
         for m in seen.model.modules()
-        if isinstance(m, nn.Embedding) and m is not input_embedding(seen.model) and id(m.weight) in names
+        if isinstance(m, nn.Embedding)
+        and m is not TEXT.embedding(seen.model)
+        and id(m.weight) in names
     ]
 
     def catch(module: nn.Module, args: tuple[Tensor, ...]) -> None:

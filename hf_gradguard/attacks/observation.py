@@ -11,29 +11,35 @@ import torch
 from torch import Tensor, nn
 
 from ..gradient_map import GradientMap, Tensors
-from ..inputs import LossFunction
+from ..gradient_map.inputs import LossFunction
 
 
 @dataclass(frozen=True)
 class Observation:
-    """All that an attack may use: the model, the shared gradient, the input's shape, and what the threat model grants.
+    """All that an attack may use: the model, the shared gradient, the input's shape, and what the
+    threat model grants.
 
-    Nothing here comes from the private batch unless the caller puts it in. Labels, mask and noise variance are grants: leave
-    out what the server of your threat model does not know.
+    Nothing here comes from the private batch unless the caller puts it in. Labels, mask and noise
+    variance are grants: leave out what the server of your threat model does not know.
 
     Args:
         model: The model at which the gradient was taken, in the mode in which the client ran it.
         gradient: `{name: tensor}`, what was shared: for some or all trainable parameters.
         input_shape: `(B, T)` of token ids or `(B, C, H, W)` of pixels.
         labels: `(B,)` if the server knows them.
-        attention_mask: `(B, T)` if the server knows the lengths. `None` counts every position as a token.
-        tokenizer: The model's tokenizer, which is public: tells special tokens, and turns ids into text.
-        noise_variance: Variance of the defence's Gaussian noise, one for all or `{name: tensor}`, if the server knows it.
-        image_mean: Per channel, what was subtracted from pixels in [0, 1]. Public, as part of the image processor.
+        attention_mask: `(B, T)` if the server knows the lengths. `None` counts every position as a
+            token.
+        tokenizer: The model's tokenizer, which is public: tells special tokens, and turns ids into
+            text.
+        noise_variance: Variance of the defense's Gaussian noise, one for all or `{name: tensor}`,
+            if the server knows it.
+        image_mean: Per channel, what was subtracted from pixels in [0, 1]. Public, as part of the
+            image processor.
         image_std: Per channel, what they were divided by afterwards.
 
     Raises:
-        ValueError: If a name or a shape is not the model's, nothing but zeros was shared, or labels are out of range.
+        ValueError: If a name or a shape is not the model's, nothing but zeros was shared, or labels
+            are out of range.
         FloatingPointError: If a gradient holds NaN or infinity.
 
     Example:
@@ -55,29 +61,42 @@ class Observation:
         parameters = dict(self.model.named_parameters())
         for name, tensor in self.gradient.items():
             if name not in parameters:
-                raise ValueError(f"The gradient names {name!r}, which is no parameter of {type(self.model).__name__}.")
+                raise ValueError(
+                    f"The gradient names {name!r}, which is no parameter of "
+                    f"{type(self.model).__name__}."
+                )
             if tensor.shape != parameters[name].shape:
                 raise ValueError(
                     f"The gradient of {name!r} has shape {tuple(tensor.shape)}, the parameter "
                     f"{tuple(parameters[name].shape)}."
                 )
             if not torch.isfinite(tensor).all():
-                raise FloatingPointError(f"The gradient of {name!r} is not finite: there is nothing to match.")
+                raise FloatingPointError(
+                    f"The gradient of {name!r} is not finite: there is nothing to match."
+                )
         if not any(tensor.any() for tensor in self.gradient.values()):
-            raise ValueError("Every entry of the shared gradient is zero: it says nothing about the batch.")
+            raise ValueError(
+                "Every entry of the shared gradient is zero: it says nothing about the batch."
+            )
         if len(self.input_shape) not in (2, 4) or min(self.input_shape) < 1:
             raise ValueError(
-                f"input_shape must be (B, T) for token ids or (B, C, H, W) for pixels, but is {self.input_shape}."
+                "input_shape must be (B, T) for token ids or (B, C, H, W) for pixels, but is "
+                f"{self.input_shape}."
             )
-        if self.attention_mask is not None and tuple(self.attention_mask.shape) != tuple(self.input_shape):
+        if self.attention_mask is not None and tuple(self.attention_mask.shape) != tuple(
+            self.input_shape
+        ):
             raise ValueError(
-                f"attention_mask has shape {tuple(self.attention_mask.shape)}, the input {tuple(self.input_shape)}."
+                f"attention_mask has shape {tuple(self.attention_mask.shape)}, the input "
+                f"{tuple(self.input_shape)}."
             )
         if self.labels is not None:
             self._check_labels(self.labels)
         if (self.image_mean is None) != (self.image_std is None):
             raise ValueError("Give image_mean and image_std together, or neither.")
-        object.__setattr__(self, "gradient", {name: tensor.detach() for name, tensor in self.gradient.items()})
+        object.__setattr__(
+            self, "gradient", {name: tensor.detach() for name, tensor in self.gradient.items()}
+        )
 
     @property
     def is_text(self) -> bool:
@@ -96,15 +115,19 @@ class Observation:
 
     @property
     def tokens(self) -> Tensor:
-        """`(B, T)`, true where the attack looks for a token; all of them unless the mask is known."""
+        """`(B, T)`, true where the attack looks for a token; all of them unless the mask is
+        known.
+        """
         if self.attention_mask is None:
             return torch.ones(self.input_shape, dtype=torch.bool, device=self.device)
         return self.attention_mask.bool().to(self.device)
 
     def known_ids(self) -> Tensor:
-        """`(B, T)` ids of the special tokens that the tokenizer puts around every text, padding included; -1 elsewhere.
+        """`(B, T)` ids of the special tokens that the tokenizer puts around every text, padding
+        included; -1 elsewhere.
 
-        Where a tokenizer puts [CLS], [SEP] and padding is public. Read off its encoding of a single word.
+        Where a tokenizer puts [CLS], [SEP] and padding is public. Read off its encoding of a single
+        word.
         """
         ids = torch.full(self.input_shape, -1, dtype=torch.long, device=self.device)
         if self.tokenizer is None:
@@ -112,20 +135,29 @@ class Observation:
         before, after = special_frame(self.tokenizer)
         for row, present in zip(ids, self.tokens, strict=True):
             places = present.nonzero().flatten()
-            row[~present] = self.tokenizer.pad_token_id if self.tokenizer.pad_token_id is not None else -1
+            row[~present] = (
+                self.tokenizer.pad_token_id if self.tokenizer.pad_token_id is not None else -1
+            )
             if len(places) > len(before) + len(after):
-                row[places[: len(before)]] = torch.tensor(before, dtype=torch.long, device=self.device)
-                row[places[len(places) - len(after) :]] = torch.tensor(after, dtype=torch.long, device=self.device)
+                row[places[: len(before)]] = torch.tensor(
+                    before, dtype=torch.long, device=self.device
+                )
+                row[places[len(places) - len(after) :]] = torch.tensor(
+                    after, dtype=torch.long, device=self.device
+                )
         return ids
 
     def placeholder(self) -> dict[str, Tensor]:
-        """A batch of the right shapes that holds nothing private: to run the model on candidates of the attacker."""
+        """A batch of the right shapes that holds nothing private: to run the model on candidates of
+        the attacker.
+        """
         if not self.is_text:
             dtype = next(p.dtype for p in self.model.parameters() if torch.is_floating_point(p))
             return {"pixel_values": torch.zeros(self.input_shape, dtype=dtype, device=self.device)}
         ids = self.known_ids()
         ids = torch.where(ids >= 0, ids, ordinary_id(self.model, self.tokenizer))
-        # Without the mask every position is taken for a token; models that derive one from padding ids need to be told.
+        # Without the mask every position is taken for a token; models that derive one from padding
+        # ids need to be told.
         return {"input_ids": ids, "attention_mask": self.tokens.long()}
 
     def gradient_map(self, labels: Tensor, loss_fn: LossFunction | None = None) -> GradientMap:
@@ -143,7 +175,9 @@ class Observation:
             raise ValueError(f"There are {len(labels)} labels for {self.batch_size} samples.")
         is_class = labels.dim() == 1 and not torch.is_floating_point(labels)
         if is_class and classes is not None and (labels.min() < 0 or labels.max() >= classes):
-            raise ValueError(f"Labels must be class ids from 0 to {classes - 1}, but are {labels.tolist()}.")
+            raise ValueError(
+                f"Labels must be class ids from 0 to {classes - 1}, but are {labels.tolist()}."
+            )
 
 
 def average(observations: Sequence[Observation]) -> Observation:
@@ -152,10 +186,17 @@ def average(observations: Sequence[Observation]) -> Observation:
     Raises:
         ValueError: If there are none, or they name different parameters.
     """
-    if not observations or any(seen.gradient.keys() != observations[0].gradient.keys() for seen in observations):
-        raise ValueError("average needs at least one observation, all with gradients of the same parameters.")
+    if not observations or any(
+        seen.gradient.keys() != observations[0].gradient.keys() for seen in observations
+    ):
+        raise ValueError(
+            "average needs at least one observation, all with gradients of the same parameters."
+        )
     first, count = observations[0], len(observations)
-    mean = {name: torch.stack([seen.gradient[name] for seen in observations]).mean(0) for name in first.gradient}
+    mean = {
+        name: torch.stack([seen.gradient[name] for seen in observations]).mean(0)
+        for name in first.gradient
+    }
     variance = first.noise_variance
     if isinstance(variance, Mapping):
         variance = {name: tensor / count for name, tensor in variance.items()}
@@ -176,7 +217,9 @@ def special_frame(tokenizer: Any) -> tuple[list[int], list[int]]:
 
 
 def ordinary_id(model: nn.Module, tokenizer: Any) -> int:
-    """A token id that is not special: some models derive masks and positions from the padding id."""
+    """A token id that is not special: some models derive masks and positions from the padding
+    id.
+    """
     special = set(tokenizer.all_special_ids) if tokenizer is not None else set()
     padding = getattr(getattr(model, "config", None), "pad_token_id", None)
     size = getattr(getattr(model, "config", None), "vocab_size", 0) or len(tokenizer or ())
@@ -185,7 +228,9 @@ def ordinary_id(model: nn.Module, tokenizer: Any) -> int:
 
 @contextmanager
 def without_dropout(model: nn.Module) -> Iterator[None]:
-    """Eval mode, but for batch normalisation, which stays as the client ran it. The attacker cannot know dropout's draws."""
+    """Eval mode, but for batch normalization, which stays as the client ran it. The attacker cannot
+    know dropout's draws.
+    """
     modes = {module: module.training for module in model.modules()}
     try:
         for module in modes:

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 
 class Cells:
-    """One JSON file a cell, named by a hash of all that determines it. Other settings make other cells.
+    """One JSON file a cell, named by a hash of all that determines it. Other settings make other
+    cells.
 
     Args:
         folder: Where they lie. Made if it is not there.
@@ -34,7 +35,8 @@ class Cells:
                 pass
         except OSError as error:
             raise OSError(
-                f"Cannot write to {self.folder} ({error.strerror or error}), so nothing was attacked. Choose another output."
+                f"Cannot write to {self.folder} ({error.strerror or error}), so nothing was "
+                "attacked. Choose another output."
             ) from error
 
     def get(self, key: str) -> dict[str, Any] | None:
@@ -69,7 +71,9 @@ def write_text(path: Path, text: str) -> None:
 
 
 def digest(*parts: Any) -> str:
-    """A hash of values: tensors by their entries, modules by weights and modes, dataclasses by their fields."""
+    """A hash of values: tensors by their entries, modules by weights and modes, dataclasses by
+    their fields.
+    """
     state = hashlib.sha256()
     _feed(state, parts)
     return state.hexdigest()[:24]
@@ -79,7 +83,9 @@ def _feed(state: Any, value: Any) -> None:
     state.update(f"<{type(value).__name__}".encode())
     if isinstance(value, Tensor):
         state.update(f"{value.dtype}{tuple(value.shape)}".encode())
-        state.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+        state.update(
+            value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+        )
     elif isinstance(value, np.ndarray):
         state.update(f"{value.dtype}{value.shape}".encode() + np.ascontiguousarray(value).tobytes())
     elif isinstance(value, nn.Module):
@@ -88,10 +94,19 @@ def _feed(state: Any, value: Any) -> None:
         own: Any = getattr(value, "config", None)
         config = own.to_dict() if hasattr(own, "to_dict") else vars(own) if own is not None else {}
         # Classifiers fill in `problem_type` at their first loss, by the labels.
-        config = {k: v for k, v in config.items() if k not in ("_name_or_path", "transformers_version", "problem_type")}
-        _feed(state, [str(value), repr(sorted(config.items(), key=str)), value.state_dict(), trained, modes])
+        config = {
+            k: v
+            for k, v in config.items()
+            if k not in ("_name_or_path", "transformers_version", "problem_type")
+        }
+        _feed(
+            state,
+            [str(value), repr(sorted(config.items(), key=str)), value.state_dict(), trained, modes],
+        )
     elif is_dataclass(value) and not isinstance(value, type):
-        _feed(state, {field.name: getattr(value, field.name) for field in fields(value) if field.init})
+        _feed(
+            state, {field.name: getattr(value, field.name) for field in fields(value) if field.init}
+        )
     elif isinstance(value, Mapping):
         for key in sorted(value, key=str):
             _feed(state, (str(key), value[key]))

@@ -11,10 +11,11 @@ import torch
 import yaml
 from transformers import set_seed
 
+from ..data.samples import load_samples
+from ..models.loading import load_classifier
 from .cells import Cells
 from .report import write_report
 from .run import audit
-from .samples import load_classifier, load_samples
 from .table import markdown_table
 
 SETTINGS: dict[str, Any] = {
@@ -57,8 +58,12 @@ def run_audit(given: Mapping[str, Any]) -> None:
     missing = [name for name in ("model", "dataset", "attack", "output") if settings[name] is None]
     if missing:
         raise ValueError(f"{', '.join(f'--{name}' for name in missing)} must be given.")
-    Cells(os.path.join(settings["output"], "cells"))  # an output that cannot be written to is said before a download
-    set_seed(settings["seed"])  # a model without a trained head gets one at random, the same when the audit goes on
+    Cells(
+        os.path.join(settings["output"], "cells")
+    )  # an output that cannot be written to is said before a download
+    set_seed(
+        settings["seed"]
+    )  # a model without a trained head gets one at random, the same when the audit goes on
     model, processing_class = load_classifier(settings["model"])
     samples = load_samples(
         settings["dataset"],
@@ -72,7 +77,16 @@ def run_audit(given: Mapping[str, Any]) -> None:
         config=settings["dataset_config"],
     )
     device = settings["device"] or ("cuda" if torch.cuda.is_available() else "cpu")
-    passed = ("output", "batch_size", "repeats", "seed", "max_length", "labels_known", "lengths_known", "noise_known")
+    passed = (
+        "output",
+        "batch_size",
+        "repeats",
+        "seed",
+        "max_length",
+        "labels_known",
+        "lengths_known",
+        "noise_known",
+    )
     result = audit(
         model.to(device),
         processing_class,

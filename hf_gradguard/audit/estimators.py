@@ -12,27 +12,33 @@ from ..gradient_map import GradientMap, Tensors
 from ..leakage import Eigenvalue, dfil, inversion_influence_lower_bound, mse_bound_from_dfil
 
 FIGURES = {"i2f_lower_bound": "I²F lower bound", "dfil_bound": "dFIL bound"}
-"""Names of the figures, as they are stored and as they are shown. Both are errors of the input: higher leaks less."""
+"""Names of the figures, as they are stored and as they are shown. Both are errors of the input:
+higher leaks less.
+"""
 
 PROBES = 50
 
 
 def figures(
-    gmap: GradientMap, shared: Tensors, noise: Noise | None, eigenvalue: Eigenvalue, generator: torch.Generator
+    gmap: GradientMap,
+    shared: Tensors,
+    noise: Noise | None,
+    eigenvalue: Eigenvalue,
+    generator: torch.Generator,
 ) -> dict[str, Any]:
     """One number a sample for each figure that exists.
 
     Args:
         gmap: The message's gradient map.
-        shared: What the defence made of its gradient.
+        shared: What the defense made of its gradient.
         noise: The Gaussian noise in it, if that is all that hides the gradient.
         eigenvalue: λ_max(J Jᵀ) of the map.
         generator: Of the probes for dFIL.
 
     Returns:
-        `i2f_lower_bound`: I_lb of each sample, a norm; divided by √m it would put short texts, which are found more easily,
-        above long ones. `dfil_bound`, under Gaussian noise: the least RMSE of an
-        unbiased attacker, 1/√dFIL; `None` where it is infinite.
+        `i2f_lower_bound`: I_lb of each sample, a norm; divided by √m it would put short texts,
+        which are found more easily, above long ones. `dfil_bound`, under Gaussian noise: the least
+        RMSE of an unbiased attacker, 1/√dFIL; `None` where it is infinite.
     """
     delta = {name: shared[name] - g for name, g in gmap.gradient().items()}
     bound = inversion_influence_lower_bound(gmap, delta, eigenvalue=eigenvalue)

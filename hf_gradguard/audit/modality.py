@@ -1,4 +1,6 @@
-"""What texts and images do differently in an audit: becoming a batch, being scored, being guessed, being shown."""
+"""What texts and images do differently in an audit: becoming a batch, being scored, being guessed,
+being shown.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +15,9 @@ from PIL import Image
 from torch import Tensor, nn
 
 from ..attacks import Reconstruction
+from ..data.samples import Sample
 from ..metrics import Scores, score_images, score_text
 from ..randomness import seeded_generator
-
-Sample = tuple[Any, int]
-"""A text or an image, with its class id."""
 
 
 class Texts:
@@ -27,13 +27,18 @@ class Texts:
         model: The model, with a class for each label.
         tokenizer: Its tokenizer.
         max_length: Longer texts are cut to so many tokens.
-        lengths_known: Without it every text is padded to `max_length`, so that the shape says nothing of its length.
+        lengths_known: Without it every text is padded to `max_length`, so that the shape says
+            nothing of its length.
     """
 
     main_score = "token_f1"
 
-    def __init__(self, model: nn.Module, tokenizer: Any, max_length: int, lengths_known: bool) -> None:
-        longest = getattr(getattr(model, "config", None), "max_position_embeddings", None) or max_length
+    def __init__(
+        self, model: nn.Module, tokenizer: Any, max_length: int, lengths_known: bool
+    ) -> None:
+        longest = (
+            getattr(getattr(model, "config", None), "max_position_embeddings", None) or max_length
+        )
         self.max_length = min(max_length, longest, tokenizer.model_max_length)
         self.model, self.tokenizer, self.lengths_known = model, tokenizer, lengths_known
         self.special_ids = sorted(set(tokenizer.all_special_ids))
@@ -50,7 +55,9 @@ class Texts:
         )
         for (text, _), ids in zip(samples, encoded["input_ids"].tolist(), strict=True):
             if set(ids) <= set(self.special_ids):
-                raise ValueError(f"The text {text[:60]!r} holds no tokens but special ones: leave it out.")
+                raise ValueError(
+                    f"The text {text[:60]!r} holds no tokens but special ones: leave it out."
+                )
         return {**encoded, "labels": _labels(self.model, samples)}
 
     def observed(self, batch: dict[str, Tensor]) -> dict[str, Any]:
@@ -65,16 +72,22 @@ class Texts:
     def references(self, batch: dict[str, Tensor]) -> list[list[int]]:
         """One list of ids a sample, special tokens included, padding left out."""
         return [
-            ids[mask.bool()].tolist() for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True)
+            ids[mask.bool()].tolist()
+            for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True)
         ]
 
     def show(self, batch: dict[str, Tensor]) -> dict[str, Any]:
         """The originals, for the report."""
         ids = self.references(batch)
-        return {"ids": ids, "pieces": [self._pieces(row) for row in ids], "labels": batch["labels"].tolist()}
+        return {
+            "ids": ids,
+            "pieces": [self._pieces(row) for row in ids],
+            "labels": batch["labels"].tolist(),
+        }
 
     def score(self, found: Reconstruction, batch: dict[str, Tensor]) -> dict[str, Any]:
-        """Scores of a reconstruction, one number a sample, and the reconstruction in the samples' order.
+        """Scores of a reconstruction, one number a sample, and the reconstruction in the samples'
+        order.
 
         Raises:
             ValueError: If the attack gave no text.
@@ -84,10 +97,17 @@ class Texts:
             raise ValueError("The attack gave no text.")
         scores = self._score(ids, batch)
         ordered = [[] if at is None else ids[at] for at in scores.matched]
-        return {"scores": scores.per_sample, "ids": ordered, "pieces": [self._pieces(row) for row in ordered]}
+        return {
+            "scores": scores.per_sample,
+            "ids": ordered,
+            "pieces": [self._pieces(row) for row in ordered],
+        }
 
-    def chance(self, batches: Sequence[dict[str, Tensor]], index: int, seed: int) -> dict[str, list[float]]:
-        """Scores of guesses made without a gradient: the texts of (up to 8) other messages, averaged.
+    def chance(
+        self, batches: Sequence[dict[str, Tensor]], index: int, seed: int
+    ) -> dict[str, list[float]]:
+        """Scores of guesses made without a gradient: the texts of (up to 8) other messages,
+        averaged.
 
         A single message has no others: random words of the same length take their place.
         """
@@ -102,7 +122,9 @@ class Texts:
 
     def describe_chance(self, messages: int) -> str:
         """What `chance` guesses, in words."""
-        return "the texts of other messages" if messages > 1 else "random words, as many as there are"
+        return (
+            "the texts of other messages" if messages > 1 else "random words, as many as there are"
+        )
 
     def settings(self) -> dict[str, Any]:
         """What the report has to know of all texts."""
@@ -120,25 +142,35 @@ class Texts:
         words = sorted(set(self.tokenizer.get_vocab().values()) - set(self.special_ids))
         return [
             [
-                i if i in self.special_ids else words[int(torch.randint(len(words), (), generator=generator))]
+                i
+                if i in self.special_ids
+                else words[int(torch.randint(len(words), (), generator=generator))]
                 for i in ids
             ]
             for ids in self.references(batch)
         ]
 
     def _pieces(self, ids: list[int]) -> list[str]:
-        """The text that each token adds to those before it, blank included; nothing for the frame of special tokens."""
+        """The text that each token adds to those before it, blank included; nothing for the frame
+        of special tokens.
+        """
         pieces, plain, before = [], list[int](), ""
         for token in ids:
             if token < 0:
                 pieces.append(" …")  # nothing was found there
             elif token in self.special_ids:
-                pieces.append(f" {self.tokenizer.unk_token}" if token == self.tokenizer.unk_token_id else "")
+                pieces.append(
+                    f" {self.tokenizer.unk_token}" if token == self.tokenizer.unk_token_id else ""
+                )
             else:
                 plain.append(token)
                 text = self.tokenizer.decode(plain, clean_up_tokenization_spaces=False)
-                grown = text.startswith(before)  # not where a character's bytes are spread over tokens
-                pieces.append(text[len(before) :] if grown else f" {self.tokenizer.decode([token])}")
+                grown = text.startswith(
+                    before
+                )  # not where a character's bytes are spread over tokens
+                pieces.append(
+                    text[len(before) :] if grown else f" {self.tokenizer.decode([token])}"
+                )
                 before = text
         return pieces
 
@@ -148,8 +180,8 @@ class Images:
 
     Args:
         model: The model, with a class for each label.
-        processor: Its image processor; `None` for a model that takes pixels in [0, 1] of its configuration's `image_size`
-            and `num_channels`.
+        processor: Its image processor; `None` for a model that takes pixels in [0, 1] of its
+            configuration's `image_size` and `num_channels`.
     """
 
     main_score = "psnr"
@@ -168,7 +200,9 @@ class Images:
         if self.processor is not None:
             pixels = self.processor(images, return_tensors="pt")["pixel_values"]
         else:
-            arrays = [np.asarray(image.resize((config.image_size, config.image_size))) for image in images]
+            arrays = [
+                np.asarray(image.resize((config.image_size, config.image_size))) for image in images
+            ]
             stacked = torch.from_numpy(np.stack(arrays)).float() / 255
             pixels = stacked[:, None] if mode == "L" else stacked.permute(0, 3, 1, 2).contiguous()
         dtype = next(p.dtype for p in self.model.parameters() if torch.is_floating_point(p))
@@ -184,32 +218,39 @@ class Images:
 
     def show(self, batch: dict[str, Tensor]) -> dict[str, Any]:
         """The originals, for the report."""
-        return {"images": [_png(image) for image in self._plain(batch)], "labels": batch["labels"].tolist()}
+        return {
+            "images": [_png(image) for image in self._plain(batch)],
+            "labels": batch["labels"].tolist(),
+        }
 
     def score(self, found: Reconstruction, batch: dict[str, Tensor]) -> dict[str, Any]:
-        """Scores of a reconstruction, one number a sample, and the reconstruction in the samples' order.
+        """Scores of a reconstruction, one number a sample, and the reconstruction in the samples'
+        order.
 
         Raises:
             ValueError: If the attack gave no image.
         """
         if found.input is None:
             raise ValueError("The attack gave no image.")
-        # Anybody can clip to the range of pixels, and an attack that diverged knows no more than one that says grey.
-        images = torch.nan_to_num(self._plain({"pixel_values": found.input}), nan=0.5, posinf=1.0, neginf=0.0).clamp(
-            0, 1
-        )
+        # Anybody can clip to the range of pixels, and an attack that diverged knows no more than
+        # one that says gray.
+        images = torch.nan_to_num(
+            self._plain({"pixel_values": found.input}), nan=0.5, posinf=1.0, neginf=0.0
+        ).clamp(0, 1)
         scores = score_images(images, self._plain(batch), bootstrap=0)
         ordered = [images[at] for at in scores.matched if at is not None]
         return {"scores": scores.per_sample, "images": [_png(image) for image in ordered]}
 
-    def chance(self, batches: Sequence[dict[str, Tensor]], index: int, seed: int) -> dict[str, list[float]]:
-        """Scores of a guess made without a gradient: a uniform grey image."""
+    def chance(
+        self, batches: Sequence[dict[str, Tensor]], index: int, seed: int
+    ) -> dict[str, list[float]]:
+        """Scores of a guess made without a gradient: a uniform gray image."""
         plain = self._plain(batches[index])
         return score_images(torch.full_like(plain, 0.5), plain, bootstrap=0).per_sample
 
     def describe_chance(self, messages: int) -> str:
         """What `chance` guesses, in words."""
-        return "a uniform grey image"
+        return "a uniform gray image"
 
     def settings(self) -> dict[str, Any]:
         """What the report has to know of all images."""
@@ -236,7 +277,8 @@ def _labels(model: nn.Module, samples: Sequence[Sample]) -> Tensor:
             raise ValueError(f"A label must be a class id, but is {label!r}.")
         if label < 0 or (classes is not None and label >= classes):
             raise ValueError(
-                f"Labels must be class ids from 0 to {classes - 1 if classes else 'up'}, but one is {label}."
+                f"Labels must be class ids from 0 to {classes - 1 if classes else 'up'}, but one "
+                f"is {label}."
             )
     return torch.tensor(labels, dtype=torch.long)
 
@@ -247,8 +289,8 @@ def _to_pil(image: Any, mode: str) -> Image.Image:
         array = np.asarray(image)
         if array.dtype != np.uint8 or array.ndim not in (2, 3):
             raise ValueError(
-                f"An image must be a PIL image or bytes of shape (H, W) or (H, W, C), but is {array.dtype} of shape "
-                f"{array.shape}."
+                "An image must be a PIL image or bytes of shape (H, W) or (H, W, C), but is "
+                f"{array.dtype} of shape {array.shape}."
             )
         image = Image.fromarray(array[..., 0] if array.ndim == 3 and array.shape[2] == 1 else array)
     converted: Image.Image = image.convert(mode)
@@ -259,5 +301,7 @@ def _png(image: Tensor) -> str:
     """`(C, H, W)` pixels in [0, 1] as a PNG in base64."""
     array = (image.clamp(0, 1) * 255).round().to(torch.uint8).permute(1, 2, 0).numpy()
     file = io.BytesIO()
-    Image.fromarray(array[..., 0] if array.shape[2] == 1 else array[..., :3]).save(file, format="PNG")
+    Image.fromarray(array[..., 0] if array.shape[2] == 1 else array[..., :3]).save(
+        file, format="PNG"
+    )
     return base64.b64encode(file.getvalue()).decode()

@@ -1,4 +1,4 @@
-"""Defences × attacks on data: protect each message, attack what was shared, score what came out."""
+"""Defenses × attacks on data: protect each message, attack what was shared, score what came out."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from transformers.utils import logging
 
 from .. import __version__
 from ..attacks import Attack, Observation, make_attack
+from ..data.samples import Sample
 from ..defenses import Chain, Defense
 from ..defenses.base import Noise, true_gradient
 from ..defenses.noise import NoiseDefense
@@ -28,7 +29,7 @@ from ..leakage import Eigenvalue, largest_eigenvalue
 from ..randomness import seeded_generator
 from .cells import Cells, digest, write_json
 from .estimators import figures
-from .modality import Images, Sample, Texts
+from .modality import Images, Texts
 from .specs import Spec, make_defenses, parse_specs
 
 _DROPOUT, _DEFENSE, _ATTACK, _GUESS, _PROBES = range(5)  # streams of random numbers
@@ -43,12 +44,13 @@ class Audit:
         defenses: `{label: settings}`.
         attacks: `{label: settings}`.
         messages: The originals, one entry a message. Private data.
-        chance: Scores of guesses without a gradient: for each message `{score: one number a sample}`.
-        shared: One entry a message, repeat and defence: `relative_error` ‖shared - g‖/‖g‖ and `cosine` of what was shared,
-            and `figures`, those of `estimators.figures` or the `reason` why there are none; or `reason`, if the defence
-            refused.
-        cells: One entry a message, repeat, defence and attack: `scores` and the reconstruction; or `reason`, if the
-            attack is not applicable.
+        chance: Scores of guesses without a gradient: for each message
+            `{score: one number a sample}`.
+        shared: One entry a message, repeat and defense: `relative_error` ‖shared - g‖/‖g‖ and
+            `cosine` of what was shared, and `figures`, those of `estimators.figures` or the
+            `reason` why there are none; or `reason`, if the defense refused.
+        cells: One entry a message, repeat, defense and attack: `scores` and the reconstruction; or
+            `reason`, if the attack is not applicable.
     """
 
     settings: dict[str, Any]
@@ -78,17 +80,21 @@ def audit(
     share_input_embeddings: bool = False,
     reference: bool = True,
 ) -> Audit:
-    """Attack a model's shared gradients under each defence, on the same samples with the same seeds and attack budgets.
+    """Attack a model's shared gradients under each defense, on the same samples with the same seeds
+    and attack budgets.
 
-    A client's message is the gradient of one batch, protected by itself, in the mode in which the model is (`eval()` is
-    without dropout: the attacker's best case). Every finished cell is kept in `output/cells`, so an interrupted audit goes
-    on where it stopped; other settings make new cells. The whole is written to `output/audit.json`.
+    A client's message is the gradient of one batch, protected by itself, in the mode in which the
+    model is (`eval()` is without dropout: the attacker's best case). Every finished cell is kept in
+    `output/cells`, so an interrupted audit goes on where it stopped; other settings make new cells.
+    The whole is written to `output/audit.json`.
 
     Args:
         model: A text or image classifier. Left as it was.
-        processing_class: Its tokenizer or image processor; `None` for an image model that takes pixels in [0, 1].
+        processing_class: Its tokenizer or image processor; `None` for an image model that takes
+            pixels in [0, 1].
         samples: `(text or image, class id)` each; images as PIL or bytes `(H, W)` or `(H, W, C)`.
-        defenses: Names with settings, see `parse_specs`. Several strengths of one defence are several rows.
+        defenses: Names with settings, see `parse_specs`. Several strengths of one defense are
+            several rows.
         attacks: Names with settings.
         output: Folder to write to. Holds private data afterwards.
         batch_size: Samples a message.
@@ -96,13 +102,16 @@ def audit(
         seed: Of all randomness. An audit is no place to hide anything: its noise is reproducible.
         max_length: Longer texts are cut to so many tokens.
         labels_known: Grant the labels to the attacker.
-        lengths_known: Grant the texts' lengths. Without it texts are padded to `max_length` and the mask is withheld.
-        noise_known: Grant the covariance of a defence's noise.
+        lengths_known: Grant the texts' lengths. Without it texts are padded to `max_length` and the
+            mask is withheld.
+        noise_known: Grant the covariance of a defense's noise.
         share_input_embeddings: Share the token embeddings' gradient, which names the words.
-        reference: Add the row `none`, without which nobody can tell whether the attacks work at all.
+        reference: Add the row `none`, without which nobody can tell whether the attacks work at
+            all.
 
     Raises:
-        ValueError: For unknown names, samples that do not fill the batches, labels out of range, or texts without words.
+        ValueError: For unknown names, samples that do not fill the batches, labels out of range, or
+            texts without words.
         OSError: If `output` cannot be written to. Said before any work.
 
     Example:
@@ -118,24 +127,37 @@ def audit(
         if _single(links)
     }
     if not made_defenses or not made_attacks:
-        raise ValueError("An audit needs at least one defence and one attack.")
+        raise ValueError("An audit needs at least one defense and one attack.")
     if min(batch_size, repeats) < 1 or seed < 0:
         raise ValueError(
-            f"batch_size and repeats must be at least 1, seed at least 0, but are {batch_size}, {repeats} and {seed}."
+            f"batch_size and repeats must be at least 1, seed at least 0, but are {batch_size}, "
+            f"{repeats} and {seed}."
         )
     if not samples or len(samples) % batch_size:
         raise ValueError(f"{len(samples)} samples do not fill messages of {batch_size}.")
     if noise_known and any(isinstance(defense, Chain) for defense in made_defenses.values()):
-        raise ValueError("The covariance of a chain's noise is not known here: audit chains without noise_known.")
+        raise ValueError(
+            "The covariance of a chain's noise is not known here: audit chains without noise_known."
+        )
     cells = Cells(Path(output) / "cells")
 
     is_text = getattr(model, "main_input_name", "input_ids") != "pixel_values"
     if is_text and not hasattr(processing_class, "all_special_ids"):
-        raise ValueError(f"{type(model).__name__} takes text, so it needs a tokenizer, but got {processing_class!r}.")
-    modality = Texts(model, processing_class, max_length, lengths_known) if is_text else Images(model, processing_class)
+        raise ValueError(
+            f"{type(model).__name__} takes text, so it needs a tokenizer, but got "
+            f"{processing_class!r}."
+        )
+    modality = (
+        Texts(model, processing_class, max_length, lengths_known)
+        if is_text
+        else Images(model, processing_class)
+    )
     device = next(model.parameters()).device
     batches = [
-        {key: tensor.to(device) for key, tensor in modality.batch(samples[start : start + batch_size]).items()}
+        {
+            key: tensor.to(device)
+            for key, tensor in modality.batch(samples[start : start + batch_size]).items()
+        }
         for start in range(0, len(samples), batch_size)
     ]
     for defense in made_defenses.values():
@@ -163,7 +185,9 @@ def audit(
     defense_keys = {label: digest(defense) for label, defense in made_defenses.items()}
     attack_keys = {label: digest(attack) for label, attack in made_attacks.items()}
     shared_rows, rows = [], []
-    bar = logging.tqdm(total=len(batches) * repeats * len(made_defenses) * len(made_attacks), desc="audit")
+    bar = logging.tqdm(
+        total=len(batches) * repeats * len(made_defenses) * len(made_attacks), desc="audit"
+    )
     for repeat in range(repeats):
         for index, batch in enumerate(batches):
             message = _Message(model, batch, share_input_embeddings, (seed, index, repeat))
@@ -175,19 +199,27 @@ def audit(
                 row = cells.get(key) or cells.put(key, upload.describe())
                 if "reason" not in row:
                     figures_key = digest(key, "figures, I_lb as a norm")
-                    row["figures"] = cells.get(figures_key) or cells.put(figures_key, upload.figures())
+                    row["figures"] = cells.get(figures_key) or cells.put(
+                        figures_key, upload.figures()
+                    )
                 shared_rows.append({**place, **row})
                 for (
                     attack_label,
                     attack,
-                ) in made_attacks.items():  # one seed for all: they differ in nothing but themselves
+                ) in (
+                    made_attacks.items()
+                ):  # one seed for all: they differ in nothing but themselves
                     bar.set_postfix_str(f"{defense_label}, {attack_label}")
-                    key = digest(message_key, defense_keys[defense_label], attack_keys[attack_label])
+                    key = digest(
+                        message_key, defense_keys[defense_label], attack_keys[attack_label]
+                    )
                     cell = cells.get(key)
                     if cell is None and "reason" in row:
                         cell = {"reason": row["reason"]}
                     elif cell is None:
-                        given: dict[str, Any] = {"labels": batch["labels"].clone()} if labels_known else {}
+                        given: dict[str, Any] = (
+                            {"labels": batch["labels"].clone()} if labels_known else {}
+                        )
                         given |= modality.observed(batch)
                         cell = cells.put(key, _attack(attack, upload, given, modality))
                     rows.append({**place, "attack": attack_label, **cell})
@@ -208,12 +240,23 @@ def audit(
 
 
 class _Message:
-    """One client's batch, with its gradient map, made when it is first needed and the same for every defence."""
+    """One client's batch, with its gradient map, made when it is first needed and the same for
+    every defense.
+    """
 
     def __init__(
-        self, model: nn.Module, batch: dict[str, Tensor], share_embeddings: bool, seeds: tuple[int, ...]
+        self,
+        model: nn.Module,
+        batch: dict[str, Tensor],
+        share_embeddings: bool,
+        seeds: tuple[int, ...],
     ) -> None:
-        self.model, self.batch, self.share_embeddings, self.seeds = model, batch, share_embeddings, seeds
+        self.model, self.batch, self.share_embeddings, self.seeds = (
+            model,
+            batch,
+            share_embeddings,
+            seeds,
+        )
         self._gmap: GradientMap | None = None
 
     @property
@@ -221,24 +264,26 @@ class _Message:
         return self.batch["labels"].device
 
     def generator(self, stream: int) -> torch.Generator:
-        """The same for every defence and every attack."""
+        """The same for every defense and every attack."""
         return seeded_generator(self.device, *self.seeds, stream)
 
     @property
     def gmap(self) -> GradientMap:
         if self._gmap is None:
             with _reproducible(self.model, self.generator(_DROPOUT)):
-                self._gmap = GradientMap(self.model, self.batch, share_input_embeddings=self.share_embeddings)
+                self._gmap = GradientMap(
+                    self.model, self.batch, share_input_embeddings=self.share_embeddings
+                )
         return self._gmap
 
     @cached_property
     def eigenvalue(self) -> Eigenvalue:
-        """λ_max(J Jᵀ), which no defence changes."""
+        """λ_max(J Jᵀ), which no defense changes."""
         return largest_eigenvalue(self.gmap)
 
 
 class _Upload:
-    """What one defence shares of one message, computed when it is first needed."""
+    """What one defense shares of one message, computed when it is first needed."""
 
     def __init__(self, message: _Message, defense: Defense, noise_known: bool) -> None:
         self.message, self.defense, self.noise_known = message, defense, noise_known
@@ -248,7 +293,9 @@ class _Upload:
     @property
     def shared(self) -> Tensors:
         if self._shared is None:
-            self.defense.load_state_dict({})  # every message is a first one: nothing is kept from those before
+            self.defense.load_state_dict(
+                {}
+            )  # every message is a first one: nothing is kept from those before
             self.defense.record_noise(True)
             self._shared = self.defense(self.message.gmap, self.message.generator(_DEFENSE))
             self._noise = self.defense.noise
@@ -259,7 +306,9 @@ class _Upload:
         """What estimators say of it, or why they say nothing."""
         message, shared = self.message, self.shared
         try:
-            return figures(message.gmap, shared, self._noise, message.eigenvalue, message.generator(_PROBES))
+            return figures(
+                message.gmap, shared, self._noise, message.eigenvalue, message.generator(_PROBES)
+            )
         except (ValueError, ArithmeticError) as error:
             return {"reason": str(error)}
 
@@ -276,7 +325,9 @@ class _Upload:
         change = {name: shared[name] - g for name, g in gradient.items()}
         return {
             "relative_error": math.sqrt(_inner(change, change)) / size if size else None,
-            "cosine": _inner(gradient, shared) / (size * shared_size) if size * shared_size else None,
+            "cosine": _inner(gradient, shared) / (size * shared_size)
+            if size * shared_size
+            else None,
             "seconds": seconds,
         }
 
@@ -289,15 +340,24 @@ class _Upload:
         defense.load_state_dict({})
         gradient = defense.clipped(true_gradient(gmap))
         # The same generator draws the same sensitivities as when the gradient was protected.
-        variance = defense.variance(gradient, defense.shape(gmap, gradient, self.message.generator(_DEFENSE)))
+        variance = defense.variance(
+            gradient, defense.shape(gmap, gradient, self.message.generator(_DEFENSE))
+        )
         return variance if any(bool(tensor.any()) for tensor in variance.values()) else None
 
 
-def _attack(attack: Attack, upload: _Upload, given: dict[str, Any], modality: Texts | Images) -> dict[str, Any]:
+def _attack(
+    attack: Attack, upload: _Upload, given: dict[str, Any], modality: Texts | Images
+) -> dict[str, Any]:
     """One cell: scores and reconstruction, or why the attack is not applicable."""
     message = upload.message
     try:
-        seen = Observation(model=message.model, gradient=upload.shared, noise_variance=upload.noise_variance, **given)
+        seen = Observation(
+            model=message.model,
+            gradient=upload.shared,
+            noise_variance=upload.noise_variance,
+            **given,
+        )
         found = attack(seen, message.generator(_ATTACK))
     except (ValueError, FloatingPointError) as error:
         return {"reason": str(error)}
@@ -306,21 +366,32 @@ def _attack(attack: Attack, upload: _Upload, given: dict[str, Any], modality: Te
     except ValueError as error:
         return {"reason": f"What the attack returned cannot be scored. {error}"}
     labels = None if found.labels is None or "labels" in given else found.labels.tolist()
-    return {**scored, "labels": labels, "objective": _finite(found.objective), "seconds": _finite(found.seconds)}
+    return {
+        **scored,
+        "labels": labels,
+        "objective": _finite(found.objective),
+        "seconds": _finite(found.seconds),
+    }
 
 
 @contextmanager
 def _reproducible(model: nn.Module, generator: torch.Generator) -> Iterator[None]:
-    """Draws of dropout that the generator determines, and buffers (batch statistics) put back afterwards."""
+    """Draws of dropout that the generator determines, and buffers (batch statistics) put back
+    afterwards.
+    """
     buffers = {name: tensor.clone() for name, tensor in model.named_buffers()}
     devices = {p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"}
     with torch.random.fork_rng(devices=sorted(devices)):
-        torch.manual_seed(int(torch.randint(2**62, (), generator=generator, device=generator.device)))
+        torch.manual_seed(
+            int(torch.randint(2**62, (), generator=generator, device=generator.device))
+        )
         try:
             yield
         finally:
             for name, tensor in model.named_buffers():
-                tensor.data.copy_(buffers[name])  # .data: to the graph of the pass just made, nothing has changed
+                tensor.data.copy_(
+                    buffers[name]
+                )  # .data: to the graph of the pass just made, nothing has changed
 
 
 def _inner(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
@@ -359,7 +430,9 @@ def _json(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def _model_name(model: nn.Module) -> str:
-    """As on the Hub, or a folder; of an absolute path the last part: the rest is nobody's business."""
+    """As on the Hub, or a folder; of an absolute path the last part: the rest is nobody's
+    business.
+    """
     name = str(getattr(model, "name_or_path", "") or type(model).__name__)
     return os.path.basename(os.path.normpath(name)) if os.path.isabs(name) else name
 

@@ -1,4 +1,4 @@
-"""An audit's scores as rows, as a verdict in words for each defence, and as a Markdown table."""
+"""An audit's scores as rows, as a verdict in words for each defense, and as a Markdown table."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ from .run import Audit
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean over samples with its 95 % bootstrap interval; `None` where a single message gives no interval."""
+    """A mean over samples with its 95 % bootstrap interval; `None` where a single message gives no
+    interval.
+    """
 
     mean: float
     low: float | None = None
@@ -26,16 +28,17 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Row:
-    """One attack under one defence.
+    """One attack under one defense.
 
     Args:
-        defense: Label of the defence.
+        defense: Label of the defense.
         attack: Label of the attack.
         scores: Estimates by score; empty if the attack was not applicable to any message.
         messages: Messages that the estimates are of.
         over_chance: Main score minus that of a guess, message by message.
         beats_chance: Which of `TELLING` scores are above a guess's, by intervals of the difference.
-        under_reference: Main score of the same attack on the undefended gradient minus this one, message by message.
+        under_reference: Main score of the same attack on the undefended gradient minus this one,
+            message by message.
         labels: Share of labels read off the gradient correctly, where they were not granted.
         reasons: Why the attack was not applicable to the other messages.
     """
@@ -52,17 +55,19 @@ class Row:
 
 
 TELLING = ("token_f1", "position_accuracy", "psnr", "ssim")
-"""Scores that show a leak if they beat a guess. Few words, but each in its place, are no chance; nor is noise with a face in it."""
+"""Scores that show a leak if they beat a guess. Few words, but each in its place, are no chance;
+nor is noise with a face in it.
+"""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the audit says of a defence.
+    """What the audit says of a defense.
 
     Args:
         defense: Its label.
-        standing: `"open"` (no different from sharing everything), `"reduced"`, `"chance"` (attacks do no better than
-            guessing), or `"unknown"`.
+        standing: `"open"` (no different from sharing everything), `"reduced"`, `"chance"` (attacks
+            do no better than guessing), or `"unknown"`.
         text: The same in a sentence or two.
     """
 
@@ -76,7 +81,7 @@ Values = dict[int, dict[str, list[float]]]
 
 
 def rows(result: Audit) -> list[Row]:
-    """One row for every defence and attack, in the audit's order."""
+    """One row for every defense and attack, in the audit's order."""
     main = result.settings["main_score"]
     guesses = dict(enumerate(result.chance))
     scores = list(result.chance[0])
@@ -85,7 +90,9 @@ def rows(result: Audit) -> list[Row]:
         for attack in result.attacks:
             cells = [c for c in result.cells if (c["defense"], c["attack"]) == (defense, attack)]
             values = _values(cells)
-            undefended = _values([c for c in result.cells if (c["defense"], c["attack"]) == ("none", attack)])
+            undefended = _values(
+                [c for c in result.cells if (c["defense"], c["attack"]) == ("none", attack)]
+            )
             table.append(
                 Row(
                     defense=defense,
@@ -98,7 +105,9 @@ def rows(result: Audit) -> list[Row]:
                         for score in scores
                         if score in TELLING and _above_zero(_difference(values, guesses, score))
                     ),
-                    under_reference=None if defense == "none" else _difference(undefended, values, main),
+                    under_reference=None
+                    if defense == "none"
+                    else _difference(undefended, values, main),
                     labels=_labels_right(cells, result),
                     reasons=sorted({c["reason"] for c in cells if "reason" in c}),
                 )
@@ -113,7 +122,9 @@ def chance_row(result: Audit) -> Row:
 
 
 def verdicts(result: Audit) -> list[Verdict]:
-    """One verdict a defence, drawn from intervals. Attacks that fail prove nothing, and the words say no more than that."""
+    """One verdict a defense, drawn from intervals. Attacks that fail prove nothing, and the words
+    say no more than that.
+    """
     table, say = rows(result), _Wording(result)
     reference = [row for row in table if row.defense == "none" and row.scores]
     return [
@@ -127,32 +138,51 @@ def _verdict(defense: str, own: Sequence[Row], reference: Sequence[Row], say: _W
         return Verdict(defense, "unknown", "No attack was applicable, so nothing is known.")
     best = max(own, key=say.main)
     what = f"{say.attacks[best.attack]} {say.verb} {say.amount(best.scores[say.score])}"
-    others = [f"{say.attacks[row.attack]} {say.short(row.scores[say.score])}" for row in own if row is not best]
+    others = [
+        f"{say.attacks[row.attack]} {say.short(row.scores[say.score])}"
+        for row in own
+        if row is not best
+    ]
     what += f" ({', '.join(others)})" if others else ""
     chance = f"chance is {say.short(say.chance)}"
     if best.over_chance is None or best.over_chance.low is None:
-        return Verdict(defense, "unknown", f"{what}; {chance}. One message gives no interval, so this is an anecdote.")
+        return Verdict(
+            defense,
+            "unknown",
+            f"{what}; {chance}. One message gives no interval, so this is an anecdote.",
+        )
     above = any(row.beats_chance for row in own)
     if defense == "none":
         if above:
             more = "" if any(say.score in row.beats_chance for row in own) else f" {say.leak(own)}"
             return Verdict(defense, "open", f"{what}; {chance}.{more}")
-        text = f"{what}; {chance}. These attacks fail even undefended: the audit says nothing about any defence. Give them more steps, or try others."
+        text = f"{what}; {chance}. These attacks fail even undefended: the audit says nothing about any defense. Give them more steps, or try others."
         return Verdict(defense, "unknown", text)
     if not above:
         if not any(row.beats_chance for row in reference):
-            why = "fail undefended as well" if reference else "may fail undefended as well, which was not tried"
-            return Verdict(defense, "unknown", f"{what}; {chance}. These attacks {why}, so this says nothing.")
+            why = (
+                "fail undefended as well"
+                if reference
+                else "may fail undefended as well, which was not tried"
+            )
+            return Verdict(
+                defense, "unknown", f"{what}; {chance}. These attacks {why}, so this says nothing."
+            )
         below = best.over_chance.high is not None and best.over_chance.high < 0
         standing = "No better than chance" if below else "Not distinguishable from chance"
-        return Verdict(defense, "chance", f"{what}; {chance}. {standing} under these attacks on {say.data}.")
+        return Verdict(
+            defense, "chance", f"{what}; {chance}. {standing} under these attacks on {say.data}."
+        )
     if best.under_reference is None:
-        return Verdict(defense, "unknown", f"{what}; {chance}. {say.leak(own)} Undefended was not tried.")
+        return Verdict(
+            defense, "unknown", f"{what}; {chance}. {say.leak(own)} Undefended was not tried."
+        )
     if not _above_zero(best.under_reference):
         return Verdict(
             defense,
             "open",
-            f"{what}; {chance}. Against {say.attacks[best.attack]}, not distinguishable from no defence.",
+            f"{what}; {chance}. Against {say.attacks[best.attack]}, not distinguishable from no "
+            "defense.",
         )
     strongest = max(reference, key=say.main)
     text = f"{what}, where undefended {say.attacks[strongest.attack]} {say.verb} {say.short(strongest.scores[say.score])}; {chance}. {say.leak(own)}"
@@ -200,20 +230,27 @@ class _Wording:
 def short_labels(labels: Sequence[str]) -> dict[str, str]:
     """Labels without their settings, where that leaves them apart."""
     names = [label.split(":")[0] for label in labels]
-    return {label: name if names.count(name) == 1 else label for label, name in zip(labels, names, strict=True)}
+    return {
+        label: name if names.count(name) == 1 else label
+        for label, name in zip(labels, names, strict=True)
+    }
 
 
 def markdown_table(result: Audit) -> str:
-    """Defences down, attacks across; the main score with its interval. Verdicts above, legend below."""
+    """Defenses down, attacks across; the main score with its interval. Verdicts above, legend
+    below.
+    """
     score, table = result.settings["main_score"], rows(result)
     lines = [f"- **{v.defense}**: {v.text}" for v in verdicts(result)]
-    header = ["defence", *result.attacks, "relative error", "cosine", *FIGURES.values()]
+    header = ["defense", *result.attacks, "relative error", "cosine", *FIGURES.values()]
     lines += ["", _line(header), _line(["---"] * len(header))]
     for defense in result.defenses:
         own = [row for row in table if row.defense == defense]
         entries = [show(row.scores[score]) if row.scores else "not applicable" for row in own]
         entries = [
-            f"{entry} ({row.messages} of {len(result.messages)})" if 0 < row.messages < len(result.messages) else entry
+            f"{entry} ({row.messages} of {len(result.messages)})"
+            if 0 < row.messages < len(result.messages)
+            else entry
             for entry, row in zip(entries, own, strict=True)
         ]
         error = shared_mean(result, defense, "relative_error")
@@ -225,14 +262,19 @@ def markdown_table(result: Audit) -> str:
     unit = "token F1, from 0 to 1" if score == "token_f1" else "PSNR in dB"
     lines += [
         "",
-        f"{unit}: mean over {result.settings['samples']} samples, with 95 % bootstrap intervals over messages of "
-        f"{result.settings['batch_size']}. Chance: {result.settings['chance']}. Relative error and cosine: of what was shared, "
-        "to the true gradient. I²F lower bound, dFIL bound: errors of the input that estimators predict, the former as a norm, "
-        "the latter as an RMSE per coordinate; means over samples.",
+        f"{unit}: mean over {result.settings['samples']} samples, with 95 % bootstrap intervals "
+        f"over messages of {result.settings['batch_size']}. Chance: {result.settings['chance']}. "
+        "Relative error and cosine: of what was shared, to the true gradient. I²F lower bound, "
+        "dFIL bound: errors of the input that estimators predict, the former as a norm, the latter "
+        "as an RMSE per coordinate; means over samples.",
     ]
     if found := correlations(result):
         scores = list(found[0].coefficients)
-        lines += ["", _line(["Spearman's correlation with", *scores, "points"]), _line(["---"] * (len(scores) + 2))]
+        lines += [
+            "",
+            _line(["Spearman's correlation with", *scores, "points"]),
+            _line(["---"] * (len(scores) + 2)),
+        ]
         lines += [
             _line(
                 [
@@ -252,13 +294,16 @@ def markdown_table(result: Audit) -> str:
 
 @dataclass(frozen=True)
 class Correlation:
-    """Spearman's rank correlation of an estimator's figure with each score of an attack, over defences and samples.
+    """Spearman's rank correlation of an estimator's figure with each score of an attack, over
+    defenses and samples.
 
     Args:
         figure: One of `FIGURES`.
         attack: Label of the attack.
-        coefficients: `{score: coefficient}`; `None` where fewer than three points, or equal ones, say nothing.
-        points: How many there are: one a sample, repeat and defence. Those of one sample are not independent.
+        coefficients: `{score: coefficient}`; `None` where fewer than three points, or equal ones,
+            say nothing.
+        points: How many there are: one a sample, repeat and defense. Those of one sample are not
+            independent.
     """
 
     figure: str
@@ -269,7 +314,7 @@ class Correlation:
 
 @dataclass(frozen=True)
 class Point:
-    """One sample of one message under one defence: an estimator's figure and an attack's scores."""
+    """One sample of one message under one defense: an estimator's figure and an attack's scores."""
 
     defense: str
     figure: float
@@ -278,12 +323,19 @@ class Point:
 
 def points(result: Audit, figure: str, attack: str) -> list[Point]:
     """Where both the figure and the attack's scores are there and finite."""
-    found = {(s["message"], s["repeat"], s["defense"]): s.get("figures", {}).get(figure) for s in result.shared}
+    found = {
+        (s["message"], s["repeat"], s["defense"]): s.get("figures", {}).get(figure)
+        for s in result.shared
+    }
     return [
-        Point(cell["defense"], value, {name: scores[place] for name, scores in cell["scores"].items()})
+        Point(
+            cell["defense"], value, {name: scores[place] for name, scores in cell["scores"].items()}
+        )
         for cell in result.cells
         if cell["attack"] == attack and "scores" in cell
-        for place, value in enumerate(found.get((cell["message"], cell["repeat"], cell["defense"])) or [])
+        for place, value in enumerate(
+            found.get((cell["message"], cell["repeat"], cell["defense"])) or []
+        )
         if value is not None
     ]
 
@@ -308,18 +360,24 @@ def correlations(result: Audit) -> list[Correlation]:
 
 def figure_mean(result: Audit, defense: str, figure: str) -> str:
     """Mean of an estimator's figure over samples, to three digits; "" where no message has one."""
-    found = [s["figures"][figure] for s in result.shared if s["defense"] == defense and figure in s.get("figures", {})]
+    found = [
+        s["figures"][figure]
+        for s in result.shared
+        if s["defense"] == defense and figure in s.get("figures", {})
+    ]
     values = [math.inf if value is None else value for sample in found for value in sample]
     return f"{np.mean(values):.3g}".replace("inf", "∞") if values else ""
 
 
 def estimator_refusals(result: Audit) -> list[str]:
     """Why estimators say nothing of some messages."""
-    return sorted({s["figures"]["reason"] for s in result.shared if "reason" in s.get("figures", {})})
+    return sorted(
+        {s["figures"]["reason"] for s in result.shared if "reason" in s.get("figures", {})}
+    )
 
 
 def refusals(result: Audit) -> list[str]:
-    """Which attacks were not applicable under which defences, with the reason."""
+    """Which attacks were not applicable under which defenses, with the reason."""
     under: dict[tuple[str, str], list[str]] = {}
     for row in rows(result):
         for reason in row.reasons:
@@ -344,8 +402,10 @@ def show_coefficient(value: float | None) -> str:
 
 
 def shared_mean(result: Audit, defense: str, figure: str) -> str:
-    """Mean of a figure of what a defence shared, to three digits."""
-    found = [s[figure] for s in result.shared if s["defense"] == defense and s.get(figure) is not None]
+    """Mean of a figure of what a defense shared, to three digits."""
+    found = [
+        s[figure] for s in result.shared if s["defense"] == defense and s.get(figure) is not None
+    ]
     return f"{np.mean(found):.3g}" if found else ""
 
 
@@ -361,7 +421,10 @@ def _values(cells: Sequence[Mapping[str, Any]]) -> Values:
         if "scores" in cell:
             collected.setdefault(cell["message"], []).append(cell["scores"])
     return {
-        message: {name: np.mean([scores[name] for scores in several], axis=0).tolist() for name in several[0]}
+        message: {
+            name: np.mean([scores[name] for scores in several], axis=0).tolist()
+            for name in several[0]
+        }
         for message, several in sorted(collected.items())
     }
 
@@ -374,7 +437,9 @@ def _estimates(values: Values) -> dict[str, Estimate]:
     sizes = [len(next(iter(message.values()))) for message in messages]
     intervals = bootstrap_intervals(per_sample, sizes, bootstrap=2000, confidence=0.95, seed=0)
     return {
-        name: Estimate(float(np.mean(x)), *(None if np.isnan(limit) else limit for limit in intervals[name]))
+        name: Estimate(
+            float(np.mean(x)), *(None if np.isnan(limit) else limit for limit in intervals[name])
+        )
         for name, x in per_sample.items()
     }
 
@@ -383,7 +448,10 @@ def _difference(ours: Values, theirs: Values, score: str) -> Estimate | None:
     """Mean and interval of ours minus theirs, over the messages that both have."""
     common = [message for message in ours if message in theirs]
     return _estimates(
-        {m: {score: (np.array(ours[m][score]) - np.array(theirs[m][score])).tolist()} for m in common}
+        {
+            m: {score: (np.array(ours[m][score]) - np.array(theirs[m][score])).tolist()}
+            for m in common
+        }
     ).get(score)
 
 

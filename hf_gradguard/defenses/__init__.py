@@ -1,4 +1,4 @@
-"""Defences: from a gradient map to what is shared.
+"""Defenses: from a gradient map to what is shared.
 
 defense = make_defense("optimal_noise", scale=1e-3)
 shared = defense(GradientMap(model, batch))
@@ -6,134 +6,30 @@ shared = defense(GradientMap(model, batch))
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
-import torch
-from torch import nn
-
-from ..gradient_map import GradientMap, Tensors
-from ..naming import make
-from .base import Defense, Noise, SensitivityDefense, cast_like, true_gradient
-from .noise import DPSGD, GaussianNoise, LaplaceNoise, OptimalDPSGD, OptimalNoise
-from .pruning import OptimalPruning, Pruning
-from .quantization import Quantization
-from .refiner import Refiner
-from .soteria import Soteria
+from ..registry import DEFENSES, make
+from .base import Defense, SensitivityDefense
+from .chain import Chain, chain
 
 __all__ = ["DEFENSES", "Chain", "Defense", "SensitivityDefense", "chain", "make_defense"]
 
 
-@dataclass
-class NoDefense(Defense):
-    """Shares the true gradient. Has to be asked for by name."""
-
-    name: ClassVar[str] = "none"
-    keeps_values: ClassVar[bool] = True
-
-    def protect(self, gmap: GradientMap, generator: torch.Generator) -> Tensors:
-        return cast_like(true_gradient(gmap), gmap)
-
-
-@dataclass
-class Chain(Defense):
-    """Applies `second` to what `first` would share."""
-
-    name: ClassVar[str] = "chain"
-    first: Defense
-    second: Defense
-
-    def protect(self, gmap: GradientMap, generator: torch.Generator) -> Tensors:
-        shared = self.first(gmap, generator)
-        withheld = {name: tensor == 0 for name, tensor in shared.items()} if self.first.withholds else None
-        return self.second(gmap.after(shared, withheld), generator)
-
-    def prepare(self, model: nn.Module, processing_class: Any = None) -> None:
-        for part in (self.first, self.second):
-            part.prepare(model, processing_class)
-
-    @property
-    def withholds(self) -> bool:  # type: ignore[override]
-        return self.first.withholds or self.second.withholds
-
-    @property
-    def keeps_values(self) -> bool:  # type: ignore[override]
-        return self.first.keeps_values and self.second.keeps_values
-
-    @property
-    def adds_gaussian_noise(self) -> bool:
-        return self.first.adds_gaussian_noise or (self.first.keeps_values and self.second.adds_gaussian_noise)
-
-    def record_noise(self, on: bool) -> None:
-        for part in (self.first, self.second):
-            part.record_noise(on)
-
-    @property
-    def noise(self) -> Noise | None:  # type: ignore[override]
-        """Of the first part that adds any: what comes after only processes what that one released."""
-        return self.second.noise if self.first.keeps_values else self.first.noise
-
-    @property
-    def needs_jacobian(self) -> bool:
-        return self.first.needs_jacobian or self.second.needs_jacobian
-
-    def state_dict(self) -> Tensors:
-        return {f"{part}.{k}": v for part in ("first", "second") for k, v in getattr(self, part).state_dict().items()}
-
-    def load_state_dict(self, state: Tensors) -> None:
-        for part in ("first", "second"):
-            prefix = f"{part}."
-            own = {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)}
-            getattr(self, part).load_state_dict(own)
-
-
-DEFENSES: dict[str, type[Defense]] = {
-    defense.name: defense
-    for defense in (
-        NoDefense,
-        GaussianNoise,
-        LaplaceNoise,
-        OptimalNoise,
-        DPSGD,
-        OptimalDPSGD,
-        Pruning,
-        OptimalPruning,
-        Quantization,
-        Soteria,
-        Refiner,
-    )
-}
-
-
 def make_defense(name: str, **settings: Any) -> Defense:
-    """The defence of that name.
+    """The defense of that name.
 
     Args:
         name: One of `DEFENSES`.
-        **settings: The defence's own; see its class.
+        **settings: The defense's own; see its class.
 
     Raises:
-        ValueError: For an unknown name, listing the right ones, or a value out of range, saying the range.
-        TypeError: For a setting that the defence does not have, listing those it has.
+        ValueError: For an unknown name, listing the right ones, or a value out of range, saying the
+            range.
+        TypeError: For a setting that the defense does not have, listing those it has.
 
     Example:
-        >>> make_defense("optimal_pruning", ratio=0.8, refresh_every=10)
+        >>> make_defense("optimal_pruning", ratio=0.8, refresh_every=10).ratio
+        0.8
     """
-    return make(DEFENSES, "defence", name, settings)
-
-
-def chain(*defenses: Defense) -> Defense:
-    """One defence after the other, each applied to what the ones before it would share.
-
-    Noise after pruning falls only on the coordinates that pruning left.
-
-    Raises:
-        ValueError: If no defence is given.
-
-    Example:
-        >>> chain(make_defense("optimal_pruning", ratio=0.8), make_defense("optimal_noise", relative_scale=0.5))
-    """
-    if not defenses:
-        raise ValueError("chain needs at least one defence.")
-    *head, last = defenses
-    return Chain(chain(*head), last) if head else last
+    defense: Defense = make(DEFENSES, name, settings)
+    return defense

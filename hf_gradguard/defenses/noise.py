@@ -1,12 +1,13 @@
 """Noise: share y = g + N(0, Σ) with diagonal Σ.
 
-With Fisher information J_F = J Σ⁻¹ Jᵀ about the input, Tr J_F = Σ_i s_i²/Σ_ii bounds every attacker, and
-U₂ = -Σ_i g_i² Σ_ii is the second-order utility. Least Tr J_F at fixed U₂ (Cauchy-Schwarz):
+With Fisher information J_F = J Σ⁻¹ Jᵀ about the input, Tr J_F = Σ_i s_i²/Σ_ii bounds every
+attacker, and U₂ = -Σ_i g_i² Σ_ii is the second-order utility. Least Tr J_F at fixed U₂
+(Cauchy-Schwarz):
 
     Σ_ii = λ s_i / |g_i|
 
-Reference: Chen, Gürsoy, Lei, "Optimal Defenses Against Data Reconstruction Attacks" (2024, 2025). Their Algorithm 1
-prints s_i squared; their theorem, its proof and this module have it plain.
+Reference: Chen, Gürsoy, Lei, "Optimal Defenses Against Data Reconstruction Attacks" (2024, 2025).
+Their Algorithm 1 prints s_i squared; their theorem, its proof and this module have it plain.
 """
 
 from __future__ import annotations
@@ -20,7 +21,16 @@ from torch import Tensor
 from transformers.utils import logging
 
 from ..gradient_map import GradientMap, Tensors
-from .base import Defense, Noise, SensitivityDefense, cast_like, is_number, norm, total, true_gradient
+from .base import (
+    Defense,
+    Noise,
+    SensitivityDefense,
+    cast_like,
+    is_number,
+    norm,
+    total,
+    true_gradient,
+)
 
 logger = logging.get_logger(__name__)
 
@@ -33,9 +43,10 @@ class NoiseDefense(Defense):
     """Noise of a given strength. At most one of the three; none of them means `relative_scale=1`.
 
     Args:
-        scale: Root mean square of the noise's standard deviation over all shared parameters, in the gradient's unit.
-            Defences of equal `scale` add equal noise power Tr Σ/d = scale².
-        relative_scale: `scale` as a multiple of the root mean square of the gradient that the noise is added to.
+        scale: Root mean square of the noise's standard deviation over all shared parameters, in the
+            gradient's unit. Defenses of equal `scale` add equal noise power Tr Σ/d = scale².
+        relative_scale: `scale` as a multiple of the root mean square of the gradient that the noise
+            is added to.
         utility_budget: C ≥ 0 with U₂ = -C: the variance of ⟨g, y⟩ that the noise may cause.
     """
 
@@ -44,9 +55,15 @@ class NoiseDefense(Defense):
     utility_budget: float | None = None
 
     def __post_init__(self) -> None:
-        given = {f.name: getattr(self, f.name) for f in fields(NoiseDefense) if getattr(self, f.name) is not None}
+        given = {
+            f.name: getattr(self, f.name)
+            for f in fields(NoiseDefense)
+            if getattr(self, f.name) is not None
+        }
         if len(given) > 1:
-            raise ValueError(f"Give one of scale, relative_scale and utility_budget, not {' and '.join(given)}.")
+            raise ValueError(
+                f"Give one of scale, relative_scale and utility_budget, not {' and '.join(given)}."
+            )
         for name, value in given.items():
             if not (is_number(value) and value >= 0):
                 raise ValueError(f"{name} must be a finite number of at least 0, but is {value!r}.")
@@ -54,18 +71,24 @@ class NoiseDefense(Defense):
             self.relative_scale = 1.0
 
     def clipped(self, gradient: Tensors) -> Tensors:
-        """The gradient that noise is added to. Whoever overrides it overrides `referred` as well."""
+        """The gradient that noise is added to. Whoever overrides it overrides `referred` as
+        well.
+        """
         return gradient
 
     def referred(self, gradient: Tensors, variance: Tensors) -> Tensors:
-        """The variance that noise would have to have on the gradient itself to hide its input as well, or less well.
+        """The variance that noise would have to have on the gradient itself to hide its input as
+        well, or less well.
 
-        With J̃ the Jacobian of `clipped`, any Σ' with J̃ Σ⁻¹ J̃ᵀ ≼ J Σ'⁻¹ Jᵀ, so that figures err towards more leakage.
+        With J̃ the Jacobian of `clipped`, any Σ' with J̃ Σ⁻¹ J̃ᵀ ≼ J Σ'⁻¹ Jᵀ, so that figures err
+        toward more leakage.
         """
         return variance
 
     def shape(self, gmap: GradientMap, gradient: Tensors, generator: torch.Generator) -> Tensors:
-        """Variances up to a common factor. Here: the same everywhere that an earlier defence left something."""
+        """Variances up to a common factor. Here: the same everywhere that an earlier defense left
+        something.
+        """
         return gmap.restrict({name: torch.ones_like(g) for name, g in gradient.items()})
 
     def variance(self, gradient: Tensors, shape: Tensors) -> Tensors:
@@ -76,13 +99,15 @@ class NoiseDefense(Defense):
         else:
             size = sum(g.numel() for g in gradient.values())
             power = total(shape) / size
-            wanted = self.scale**2 if self.scale is not None else self._relative_variance(gradient, size)
+            wanted = (
+                self.scale**2 if self.scale is not None else self._relative_variance(gradient, size)
+            )
         if not wanted:
             return {name: torch.zeros_like(g) for name, g in gradient.items()}
         if not power:
             logger.warning_once(
-                f"{self.name} added no noise: the gradient or all its sensitivities are zero, so to first order there is "
-                "nothing about the input in it."
+                f"{self.name} added no noise: the gradient or all its sensitivities are zero, so "
+                "to first order there is nothing about the input in it."
             )
             return {name: torch.zeros_like(g) for name, g in gradient.items()}
         factor = float(wanted / power)
@@ -90,7 +115,11 @@ class NoiseDefense(Defense):
 
     def _relative_variance(self, gradient: Tensors, size: int) -> float:
         assert self.relative_scale is not None  # __post_init__ leaves exactly one of the three set
-        return self.relative_scale**2 * float(total({name: g.square() for name, g in gradient.items()})) / size
+        return (
+            self.relative_scale**2
+            * float(total({name: g.square() for name, g in gradient.items()}))
+            / size
+        )
 
     def protect(self, gmap: GradientMap, generator: torch.Generator) -> Tensors:
         true = true_gradient(gmap)
@@ -99,7 +128,10 @@ class NoiseDefense(Defense):
         if self._records and self.adds_gaussian_noise:
             self.noise = self._as_noise(gmap, self.referred(true, variance))
         return cast_like(
-            {name: torch.addcmul(g, variance[name].sqrt(), self.draw(g, generator)) for name, g in gradient.items()},
+            {
+                name: torch.addcmul(g, variance[name].sqrt(), self.draw(g, generator))
+                for name, g in gradient.items()
+            },
             gmap,
         )
 
@@ -109,7 +141,9 @@ class NoiseDefense(Defense):
 
     def _as_noise(self, gmap: GradientMap, variance: Tensors) -> Noise:
         sent = gmap.restrict({name: torch.ones_like(v) for name, v in variance.items()})
-        return Noise({name: v.masked_fill(sent[name] == 0, math.inf) for name, v in variance.items()})
+        return Noise(
+            {name: v.masked_fill(sent[name] == 0, math.inf) for name, v in variance.items()}
+        )
 
     def draw(self, like: Tensor, generator: torch.Generator) -> Tensor:
         """Noise of unit variance in the shape of `like`."""
@@ -125,14 +159,18 @@ class GaussianNoise(NoiseDefense):
 
 @dataclass
 class LaplaceNoise(NoiseDefense):
-    """The same Laplace noise on every parameter, of the same variance as the Gaussian's: b = scale/√2."""
+    """The same Laplace noise on every parameter, of the same variance as the Gaussian's: b =
+    scale/√2.
+    """
 
     name: ClassVar[str] = "laplace_noise"
 
     def draw(self, like: Tensor, generator: torch.Generator) -> Tensor:
         # The difference of two unit exponentials -ln(1 - u) is Laplace(0, 1), of variance 2.
         one, two = (
-            torch.rand(like.shape, generator=generator, device=like.device, dtype=like.dtype).neg_().log1p_()
+            torch.rand(like.shape, generator=generator, device=like.device, dtype=like.dtype)
+            .neg_()
+            .log1p_()
             for _ in range(2)
         )
         return (one - two) / math.sqrt(2)
@@ -140,7 +178,8 @@ class LaplaceNoise(NoiseDefense):
 
 @dataclass
 class OptimalNoise(SensitivityDefense, NoiseDefense):
-    """Noise shaped by sensitivity, Σ_ii = λ s_i / |g_i|: the least information about the input at a given utility.
+    """Noise shaped by sensitivity, Σ_ii = λ s_i / |g_i|: the least information about the input at a
+    given utility.
 
     Parameters with s_i = 0 say nothing about the input to first order and get no noise.
     """
@@ -158,10 +197,14 @@ class OptimalNoise(SensitivityDefense, NoiseDefense):
         # A norm over a tensor averages the probes' errors out: Σ does not follow them.
         shaping = self.num_probes if self.granularity == "parameter" else None
         noise = super()._as_noise(gmap, variance)
-        return noise._replace(squares=self._fresh, num_probes=self.num_probes, shaping_probes=shaping)
+        return noise._replace(
+            squares=self._fresh, num_probes=self.num_probes, shaping_probes=shaping
+        )
 
     def ratio(self, sensitivity: Tensors, gradient: Tensors) -> Tensors:
-        """s_i/|g_i| with |g_i| held above 1e-8 and the ratio below 1e6, so that no vanishing g_i takes all the noise."""
+        """s_i/|g_i| with |g_i| held above 1e-8 and the ratio below 1e6, so that no vanishing g_i
+        takes all the noise.
+        """
         magnitude = self.at_granularity(gradient)
         return {
             name: (s / magnitude[name].clamp(min=SMALLEST_GRADIENT)).clamp_(max=LARGEST_RATIO)
@@ -170,8 +213,12 @@ class OptimalNoise(SensitivityDefense, NoiseDefense):
 
 
 def _infinite_where_clipped(gradient: Tensors, variance: Tensors, clip: float) -> Tensors:
-    """A clipped coordinate does not change with the input: it says as little as one that is not shared."""
-    return {name: v.masked_fill(gradient[name].abs() >= clip, math.inf) for name, v in variance.items()}
+    """A clipped coordinate does not change with the input: it says as little as one that is not
+    shared.
+    """
+    return {
+        name: v.masked_fill(gradient[name].abs() >= clip, math.inf) for name, v in variance.items()
+    }
 
 
 def _check_clip(clip: float) -> None:
@@ -183,12 +230,13 @@ def _check_clip(clip: float) -> None:
 class DPSGD(NoiseDefense):
     """Clip, then add the same Gaussian noise everywhere.
 
-    This clips the client's batch-mean gradient, not each sample's, so it gives no (ε, δ) guarantee by itself.
+    This clips the client's batch-mean gradient, not each sample's, so it gives no (ε, δ) guarantee
+    by itself.
 
     Args:
         clip: The bound C.
-        clip_by: `"norm"` scales the whole gradient down to norm C; `"coordinate"` clips every coordinate to ±C, the
-            plain counterpart of `optimal_dp_sgd`.
+        clip_by: `"norm"` scales the whole gradient down to norm C; `"coordinate"` clips every
+            coordinate to ±C, the plain counterpart of `optimal_dp_sgd`.
     """
 
     name: ClassVar[str] = "dp_sgd"
@@ -205,7 +253,11 @@ class DPSGD(NoiseDefense):
         if self.clip_by == "coordinate":
             return {name: g.clamp(-self.clip, self.clip) for name, g in gradient.items()}
         size = norm(gradient)
-        return gradient if size <= self.clip else {name: g * (self.clip / size) for name, g in gradient.items()}
+        return (
+            gradient
+            if size <= self.clip
+            else {name: g * (self.clip / size) for name, g in gradient.items()}
+        )
 
     def referred(self, gradient: Tensors, variance: Tensors) -> Tensors:
         if self.clip_by == "coordinate":
@@ -217,9 +269,11 @@ class DPSGD(NoiseDefense):
 
 @dataclass
 class OptimalDPSGD(OptimalNoise):
-    """Clip every coordinate to ±clip, then optimal noise on those within the bound and none on the clipped ones.
+    """Clip every coordinate to ±clip, then optimal noise on those within the bound and none on the
+    clipped ones.
 
-    A clipped coordinate does not change with the input, so it needs no noise. (Theorem 3 of the paper's first version.)
+    A clipped coordinate does not change with the input, so it needs no noise. (Theorem 3 of the
+    paper's first version.)
 
     Args:
         clip: The bound P of every coordinate.
@@ -240,6 +294,10 @@ class OptimalDPSGD(OptimalNoise):
 
     def shape(self, gmap: GradientMap, gradient: Tensors, generator: torch.Generator) -> Tensors:
         within = {name: g.abs() < self.clip for name, g in gradient.items()}
-        sensitivity = {name: s * within[name] for name, s in self.sensitivity(gmap, generator).items()}
+        sensitivity = {
+            name: s * within[name] for name, s in self.sensitivity(gmap, generator).items()
+        }
         magnitude = {name: g * within[name] for name, g in gradient.items()}
-        return gmap.restrict({name: r * within[name] for name, r in self.ratio(sensitivity, magnitude).items()})
+        return gmap.restrict(
+            {name: r * within[name] for name, r in self.ratio(sensitivity, magnitude).items()}
+        )

@@ -1,10 +1,10 @@
 """Pruning: share g with a set A of coordinates zeroed.
 
-U₁ = Σ_{i∉A} g_i² is the first-order utility and Σ_{i∉A} s_i² what leaks. At fixed U₁ the least leaks when the largest
-k_i = s_i/|g_i| are pruned.
+U₁ = Σ_{i∉A} g_i² is the first-order utility and Σ_{i∉A} s_i² what leaks. At fixed U₁ the least
+leaks when the largest k_i = s_i/|g_i| are pruned.
 
-Reference: Chen, Gürsoy, Lei, "Optimal Defenses Against Data Reconstruction Attacks" (2024, 2025). Their first version
-says "smallest"; the second, its Eq. 13 and the proof say largest.
+Reference: Chen, Gürsoy, Lei, "Optimal Defenses Against Data Reconstruction Attacks" (2024, 2025).
+Their first version says "smallest"; the second, its Eq. 13 and the proof say largest.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ class PruningDefense(Defense):
     """Zeroes a share of all coordinates, ranked over all tensors together. At most one of the two.
 
     Args:
-        ratio: p in [0, 1): exactly floor(p·d) coordinates are zeroed, ties broken by position. Default 0.9.
+        ratio: p in [0, 1): exactly floor(p·d) coordinates are zeroed, ties broken by position.
+            Default 0.9.
         utility: u in (0, 1]: coordinates are kept in order of rank until Σ g_i² ≥ u‖g‖².
     """
 
@@ -39,7 +40,10 @@ class PruningDefense(Defense):
         if self.utility is None and self.ratio is None:
             self.ratio = 0.9
         if self.ratio is not None and not (is_number(self.ratio) and 0 <= self.ratio < 1):
-            raise ValueError(f"ratio must be at least 0 and below 1 (1 would share nothing), but is {self.ratio!r}.")
+            raise ValueError(
+                "ratio must be at least 0 and below 1 (1 would share nothing), but is "
+                f"{self.ratio!r}."
+            )
         if self.utility is not None and not (is_number(self.utility) and 0 < self.utility <= 1):
             raise ValueError(f"utility must be above 0 and at most 1, but is {self.utility!r}.")
 
@@ -77,10 +81,11 @@ class Pruning(PruningDefense):
 
 @dataclass
 class OptimalPruning(SensitivityDefense, PruningDefense):
-    """The largest s_i/|g_i| over all tensors together are zeroed: the least leakage at a given utility.
+    """The largest s_i/|g_i| over all tensors together are zeroed: the least leakage at a given
+    utility.
 
-    Coordinates with g_i = 0 go first, because pruning them changes nothing. With granularity "layer" all coordinates of
-    a tensor rank alike, and go by position within it.
+    Coordinates with g_i = 0 go first, because pruning them changes nothing. With granularity
+    "layer" all coordinates of a tensor rank alike, and go by position within it.
     """
 
     name: ClassVar[str] = "optimal_pruning"
@@ -92,14 +97,17 @@ class OptimalPruning(SensitivityDefense, PruningDefense):
     def worth(self, gmap: GradientMap, gradient: Tensors, generator: torch.Generator) -> Tensors:
         magnitude = self.at_granularity(gradient)
         sensitivity = self.at_granularity(self.sensitivity(gmap, generator))
-        # s_i above 1e-30: coordinates that leak nothing are worth the more the larger they are, and more than all others.
+        # s_i above 1e-30: coordinates that leak nothing are worth the more the larger they are, and
+        # more than all others.
         return {
-            name: (magnitude[name] / s.clamp(min=1e-30)).mul_(gradient[name] != 0) for name, s in sensitivity.items()
+            name: (magnitude[name] / s.clamp(min=1e-30)).mul_(gradient[name] != 0)
+            for name, s in sensitivity.items()
         }
 
 
 def largest(worth: Tensor, amount: float, weight: Tensor | None = None) -> Tensor:
-    """Mask of the largest entries of a non-negative tensor: the fewest whose weights add up to a given amount.
+    """Mask of the largest entries of a non-negative tensor: the fewest whose weights add up to a
+    given amount.
 
     A radix select on the bits, which are in the numbers' order: linear time, and nothing is sorted.
 
@@ -108,7 +116,9 @@ def largest(worth: Tensor, amount: float, weight: Tensor | None = None) -> Tenso
         amount: How many entries; with `weight`, the share of Σ weight, in (0, 1].
         weight: `(d,)`, not negative.
     """
-    digits = worth.view(torch.int16).view(len(worth), -1)  # four or two a number, 16 bits each, the lowest first
+    digits = worth.view(torch.int16).view(
+        len(worth), -1
+    )  # four or two a number, 16 bits each, the lowest first
     keys = worth.view(torch.int32 if worth.element_size() == 4 else torch.int64)
     position: Any = slice(None)
     threshold, wanted = 0, amount
@@ -116,7 +126,9 @@ def largest(worth: Tensor, amount: float, weight: Tensor | None = None) -> Tenso
         digit = digits[position, place]
         if place < digits.shape[1] - 1:
             digit = digit.int() & 0xFFFF  # only the highest digit cannot be negative
-        reached = torch.bincount(digit, weight, minlength=2**16).flip(0).cumsum(0)  # by entries of this digit or above
+        reached = (
+            torch.bincount(digit, weight, minlength=2**16).flip(0).cumsum(0)
+        )  # by entries of this digit or above
         if weight is not None and place == digits.shape[1] - 1:
             wanted = amount * float(reached[-1])
         above = min(int((reached < wanted).sum()), 0xFFFF)

@@ -18,8 +18,10 @@ class Quantization(Defense):
 
     Args:
         bits: 1 to 32. Default 4.
-        stochastic: Round up or down at random so that the mean is kept, instead of to the nearest level.
-        sign_only: Share only signs, times the tensor's mean |g| so that its size stays usable. Excludes `bits`.
+        stochastic: Round up or down at random so that the mean is kept, instead of to the nearest
+            level.
+        sign_only: Share only signs, times the tensor's mean |g| so that its size stays usable.
+            Excludes `bits`.
     """
 
     name: ClassVar[str] = "quantization"
@@ -37,7 +39,9 @@ class Quantization(Defense):
 
     def protect(self, gmap: GradientMap, generator: torch.Generator) -> Tensors:
         quantize = self._sign if self.sign_only else self._round
-        return cast_like({name: quantize(g, generator) for name, g in true_gradient(gmap).items()}, gmap)
+        return cast_like(
+            {name: quantize(g, generator) for name, g in true_gradient(gmap).items()}, gmap
+        )
 
     def _sign(self, gradient: Tensor, _generator: torch.Generator) -> Tensor:
         return gradient.sign() * gradient.abs().mean()
@@ -50,7 +54,9 @@ class Quantization(Defense):
         step = (high - low) / (2**self.bits - 1)
         levels = (gradient.double() - low) / step
         if self.stochastic:
-            offset = torch.rand(levels.shape, generator=generator, device=levels.device, dtype=levels.dtype)
+            offset = torch.rand(
+                levels.shape, generator=generator, device=levels.device, dtype=levels.dtype
+            )
             levels = (levels + offset).floor().clamp(max=2**self.bits - 1)
         else:
             levels = levels.round()

@@ -3,11 +3,12 @@
     x* = argmin UM(x*) - β D(x*)
     UM(x*) = Σ_l ‖w_l ⊙ (g_l(x*) - g_l(x))‖²,   w_l = |g_l(x) ⊙ θ_l| τ^l
 
-UM, the utility metric, is small where the gradient stays what it was; l = 1 is the layer nearest the input. D in [0, 1] is
-an evaluation network's prediction of how much of its input is noise.
+UM, the utility metric, is small where the gradient stays what it was; l = 1 is the layer nearest
+the input. D in [0, 1] is an evaluation network's prediction of how much of its input is noise.
 
-Reference: "Refiner" (2025), Eq. 2 to 5 and Appendices F and J. As printed, UM holds |g θ|² and is many orders of magnitude
-below β D, so β = 1 would ignore it; by default it is divided by Σ_l ‖w_l ⊙ g_l(x)‖², which makes it a relative error.
+Reference: "Refiner" (2025), Eq. 2 to 5 and Appendices F and J. As printed, UM holds |g θ|² and is
+many orders of magnitude below β D, so β = 1 would ignore it; by default it is divided by Σ_l ‖w_l ⊙
+g_l(x)‖², which makes it a relative error.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from ..gradient_map import GradientMap, Tensors
-from ..layers import layer_numbers
+from ..gradient_map.layers import layer_numbers
 from .base import Defense, cast_like, check_whole, is_number, norm, true_gradient
 from .robust_input import Pixels, Words
 
@@ -46,30 +47,35 @@ class RobustData:
 
 @dataclass
 class Refiner(Defense):
-    """Gradient of robust data: found by Adam on the continuous input from a start that is blended with noise.
+    """Gradient of robust data: found by Adam on the continuous input from a start that is blended
+    with noise.
 
-    Of a text, only words move: padding and special tokens keep their embeddings. An image stays in its pixel range. All
-    samples of a batch are refined together, since they share one gradient.
+    Of a text, only words move: padding and special tokens keep their embeddings. An image stays in
+    its pixel range. All samples of a batch are refined together, since they share one gradient.
 
     Args:
-        evaluation_network: A network of `hf_gradguard.networks`, or where to load it from. Left out, the Trainer finds
-            one that fits the model.
-        alpha: Share of noise in the start (1-α) x + α v. v is uniform over the pixel range, or embeddings of random
-            tokens. (The paper has 0.5, at which a third of a text's words stay where they are.)
+        evaluation_network: A network of `hf_gradguard.networks`, or where to load it from. Left
+            out, the Trainer finds one that fits the model.
+        alpha: Share of noise in the start (1-α) x + α v. v is uniform over the pixel range, or
+            embeddings of random tokens. (The paper has 0.5, at which a third of a text's words stay
+            where they are.)
         beta: Weight of D against UM.
         tau: Weight of a layer relative to the one before it.
-        iterations: Steps of Adam. Each costs 7/3 plain gradients and one pass of the evaluation network.
-        learning_rate: Of Adam, in the input's unit. Text models learn more with 0.001, and hide less.
+        iterations: Steps of Adam. Each costs 7/3 plain gradients and one pass of the evaluation
+            network.
+        learning_rate: Of Adam, in the input's unit. Text models learn more with 0.001, and hide
+            less.
         normalize: Divide UM by Σ ‖w ⊙ g‖². `False` is the formula as printed.
         element_wise: `False` leaves |g ⊙ θ| out of w, for ablation.
-        epsilon: Share g + ε (g(x*) - g)/‖g(x*) - g‖ where g(x*) is farther than ε from g. **With ε far below ‖g‖ this is
-            the true gradient but for ε, and leaks like it.**
+        epsilon: Share g + ε (g(x*) - g)/‖g(x*) - g‖ where g(x*) is farther than ε from g. **With ε
+            far below ‖g‖ this is the true gradient but for ε, and leaks like it.**
         relative_epsilon: ε in units of ‖g‖.
-        warm_start: How many examples' robust data to remember and start from at their next visit, with half the
-            iterations. An example is known by its content.
-        public_text: Text that an evaluation network may be trained on when none fits: a file, or a Hub name. Default:
-            WikiText-2.
-        image_mean: Per channel, what was subtracted from pixels in [0, 1]. The Trainer asks the image processor.
+        warm_start: How many examples' robust data to remember and start from at their next visit,
+            with half the iterations. An example is known by its content.
+        public_text: Text that an evaluation network may be trained on when none fits: a file, or a
+            Hub name. Default: WikiText-2.
+        image_mean: Per channel, what was subtracted from pixels in [0, 1]. The Trainer asks the
+            image processor.
         image_std: Per channel, what they were divided by afterwards.
     """
 
@@ -117,20 +123,31 @@ class Refiner(Defense):
         return True
 
     def prepare(self, model: nn.Module, processing_class: Any = None) -> None:
-        """Find an evaluation network if none was given, and the image processor's normalisation."""
+        """Find an evaluation network if none was given, and the image processor's normalization."""
         from ..networks import network_for
 
         if self.image_mean is None and getattr(processing_class, "do_normalize", False):
-            self.image_mean, self.image_std = list(processing_class.image_mean), list(processing_class.image_std)
+            self.image_mean, self.image_std = (
+                list(processing_class.image_mean),
+                list(processing_class.image_std),
+            )
         if self.evaluation_network is None:
             self.evaluation_network = network_for(model, processing_class, self.public_text)
 
     def protect(self, gmap: GradientMap, generator: torch.Generator) -> Tensors:
-        return cast_like(self.project(true_gradient(gmap), self.refine(gmap, generator).gradient), gmap)
+        return cast_like(
+            self.project(true_gradient(gmap), self.refine(gmap, generator).gradient), gmap
+        )
 
     def project(self, gradient: Tensors, shared: Tensors) -> Tensors:
-        """g + ε (g(x*) - g)/‖g(x*) - g‖ where `shared`, g(x*), is farther than ε from `gradient`, g. (Appendix J.)"""
-        bound = self.epsilon if self.relative_epsilon is None else self.relative_epsilon * norm(gradient)
+        """g + ε (g(x*) - g)/‖g(x*) - g‖ where `shared`, g(x*), is farther than ε from `gradient`,
+        g. (Appendix J.)
+        """
+        bound = (
+            self.epsilon
+            if self.relative_epsilon is None
+            else self.relative_epsilon * norm(gradient)
+        )
         distance = norm({name: shared[name] - g for name, g in gradient.items()})
         if bound is None or distance <= bound:
             return shared
@@ -140,11 +157,15 @@ class Refiner(Defense):
         """Robust data for the map's batch, with the course of UM and D.
 
         Raises:
-            ValueError: If there is no evaluation network, if it is one for another kind of input, or if the batch holds
-                nothing that could be refined.
+            ValueError: If there is no evaluation network, if it is one for another kind of input,
+                or if the batch holds nothing that could be refined.
         """
         network = self._network(gmap)
-        inputs = Words(gmap, network) if gmap.embedding is not None else Pixels(gmap, self.image_mean, self.image_std)
+        inputs = (
+            Words(gmap, network)
+            if gmap.embedding is not None
+            else Pixels(gmap, self.image_mean, self.image_std)
+        )
         gradient = true_gradient(gmap)
         weights = self._weights(gmap, gradient)
         digests = inputs.digests() if self.warm_start else []
@@ -181,8 +202,9 @@ class Refiner(Defense):
         kind = "text" if gmap.embedding is not None else "image"
         if self.evaluation_network is None:
             raise ValueError(
-                "refiner needs an evaluation network: give evaluation_network, a network of hf_gradguard.networks or where "
-                "to load it from. (GradGuardTrainer finds one by itself.)"
+                "refiner needs an evaluation network: give evaluation_network, a network of "
+                "hf_gradguard.networks or where to load it from. (GradGuardTrainer finds one by "
+                "itself.)"
             )
         if self.evaluation_network.config.model_type != f"gradguard_{kind}_evaluation":
             raise ValueError(
@@ -193,10 +215,14 @@ class Refiner(Defense):
             weight: Tensor = gmap.embedding.weight  # type: ignore[assignment]
             if any(parameter is weight for parameter in gmap.parameters.values()):
                 raise ValueError(
-                    "refiner never shares the token embeddings: their gradient names the words, and training them changes "
-                    "the space that the evaluation network knows. Leave share_input_embeddings at False."
+                    "refiner never shares the token embeddings: their gradient names the words, "
+                    "and training them changes the space that the evaluation network knows. Leave "
+                    "share_input_embeddings at False."
                 )
-            if self._checked != (weight.data_ptr(), weight._version):  # hashing the matrix takes longer than a step
+            if self._checked != (
+                weight.data_ptr(),
+                weight._version,
+            ):  # hashing the matrix takes longer than a step
                 self.evaluation_network.check_embedding(weight)
                 self._checked = (weight.data_ptr(), weight._version)
         return self.evaluation_network.to(gmap.input.device).eval().requires_grad_(False)
@@ -206,16 +232,28 @@ class Refiner(Defense):
         layers = layer_numbers(gmap.parameters)
         weights = {}
         for name, g in gradient.items():
-            weight = (g * gmap.parameters[name].detach()).abs() if self.element_wise else torch.ones_like(g)
+            weight = (
+                (g * gmap.parameters[name].detach()).abs()
+                if self.element_wise
+                else torch.ones_like(g)
+            )
             weights[name] = weight * self.tau ** layers[name]
-        size = norm({name: weights[name] * g for name, g in gradient.items()}) if self.normalize else 1.0
+        size = (
+            norm({name: weights[name] * g for name, g in gradient.items()})
+            if self.normalize
+            else 1.0
+        )
         return {name: weight / (size or 1.0) for name, weight in weights.items()}
 
     def _start(
         self, x: Tensor, inputs: Words | Pixels, digests: list[str], generator: torch.Generator
     ) -> tuple[Tensor, int]:
-        """(1-α) x + α v, or what was found at the examples' last visit; and how many iterations to go from there."""
-        start = torch.where(inputs.free, (1 - self.alpha) * x + self.alpha * inputs.noise(x, generator), x)
+        """(1-α) x + α v, or what was found at the examples' last visit; and how many iterations to
+        go from there.
+        """
+        start = torch.where(
+            inputs.free, (1 - self.alpha) * x + self.alpha * inputs.noise(x, generator), x
+        )
         remembered = [self._remembered.get(key) for key in digests]
         for row, last in enumerate(remembered):
             if last is not None:
@@ -231,7 +269,10 @@ class Refiner(Defense):
             self._remembered.popitem(last=False)
 
     def state_dict(self) -> Tensors:
-        return {f"robust.{index}.{key}": data for index, (key, data) in enumerate(self._remembered.items())}
+        return {
+            f"robust.{index}.{key}": data
+            for index, (key, data) in enumerate(self._remembered.items())
+        }
 
     def load_state_dict(self, state: Tensors) -> None:
         ordered = sorted(state.items(), key=lambda item: int(item[0].split(".")[1]))
@@ -240,12 +281,16 @@ class Refiner(Defense):
     def settings(self) -> dict[str, Any]:
         settings = super().settings()
         network = settings.pop("evaluation_network", None)
-        return settings | ({"evaluation_network": network.name_or_path or "unnamed"} if network is not None else {})
+        return settings | (
+            {"evaluation_network": network.name_or_path or "unnamed"} if network is not None else {}
+        )
 
 
 def _weighted_distance(there: Tensors, here: Tensors, weights: Tensors) -> Tensor:
     """UM = Σ_l ‖w_l ⊙ (g_l(x*) - g_l(x))‖²."""
-    return torch.stack([(weights[name] * (there[name] - g)).square().sum() for name, g in here.items()]).sum()
+    return torch.stack(
+        [(weights[name] * (there[name] - g)).square().sum() for name, g in here.items()]
+    ).sum()
 
 
 def _check_range(name: str, value: object, low: float, high: float, above: bool = False) -> None:

@@ -1,4 +1,6 @@
-"""What Refiner may do to a batch's continuous input: which entries move, where noise comes from, and what stays."""
+"""What Refiner may do to a batch's continuous input: which entries move, where noise comes from,
+and what stays.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,8 @@ from ..gradient_map import GradientMap
 
 
 class Words:
-    """Token embeddings `(B, T, H)`. Padding and special tokens keep theirs; noise is embeddings of random tokens.
+    """Token embeddings `(B, T, H)`. Padding and special tokens keep theirs; noise is embeddings of
+    random tokens.
 
     Raises:
         ValueError: If every token of the batch is padding or special.
@@ -23,13 +26,16 @@ class Words:
         self.embedding, self.ids = gmap.embedding, gmap.batch["input_ids"]
         self.mask = gmap.batch.get("attention_mask")
         self.special = sorted(set(network.config.special_token_ids))
-        present = torch.ones_like(self.ids, dtype=torch.bool) if self.mask is None else self.mask.bool()
+        present = (
+            torch.ones_like(self.ids, dtype=torch.bool) if self.mask is None else self.mask.bool()
+        )
         self.present = present
         words = present & ~torch.isin(self.ids, torch.tensor(self.special, device=self.ids.device))
         if not words.any():
             raise ValueError(
-                "The batch holds no word: every token is padding or special, so there is nothing to refine, and its true "
-                "gradient would be shared. Leave empty texts out of the data set."
+                "The batch holds no word: every token is padding or special, so there is nothing "
+                "to refine, and its true gradient would be shared. Leave empty texts out of the "
+                "data set."
             )
         self.free = words[..., None]
 
@@ -38,8 +44,12 @@ class Words:
         ordinary = torch.ones(len(self.embedding.weight), device=like.device)  # type: ignore[arg-type]
         ordinary[[index for index in self.special if index < len(ordinary)]] = 0
         drawn = torch.multinomial(ordinary, self.ids.numel(), replacement=True, generator=generator)
-        with torch.no_grad():  # the class's own method: hooks (NEFTune's, say) are for the model's passes
-            return type(self.embedding).forward(self.embedding, drawn.view_as(self.ids)).to(like.dtype)
+        with (
+            torch.no_grad()
+        ):  # the class's own method: hooks (NEFTune's, say) are for the model's passes
+            return (
+                type(self.embedding).forward(self.embedding, drawn.view_as(self.ids)).to(like.dtype)
+            )
 
     def project_(self, x: Tensor) -> None:
         """Embeddings have no range to stay in."""
@@ -59,13 +69,16 @@ class Words:
 
 
 class Pixels:
-    """Images `(B, C, H, W)` whose pixels were in [0, 1] before mean and deviation were taken out. Noise is uniform.
+    """Images `(B, C, H, W)` whose pixels were in [0, 1] before mean and deviation were taken out.
+    Noise is uniform.
 
     Raises:
         ValueError: If pixels are outside that range.
     """
 
-    def __init__(self, gmap: GradientMap, mean: list[float] | None, std: list[float] | None) -> None:
+    def __init__(
+        self, gmap: GradientMap, mean: list[float] | None, std: list[float] | None
+    ) -> None:
         x = gmap.input
         self.images = x
         self.mean = torch.tensor(mean or [0.0], device=x.device, dtype=x.dtype).view(1, -1, 1, 1)
@@ -74,9 +87,9 @@ class Pixels:
         pixels = x * self.std + self.mean
         if pixels.min() < -1e-3 or pixels.max() > 1 + 1e-3:
             raise ValueError(
-                f"Pixels range from {float(pixels.min()):.3g} to {float(pixels.max()):.3g}, where [0, 1] is expected. Give "
-                "refiner the image processor's image_mean and image_std, or pass the processor to the Trainer as "
-                "processing_class."
+                f"Pixels range from {float(pixels.min()):.3g} to {float(pixels.max()):.3g}, where "
+                "[0, 1] is expected. Give refiner the image processor's image_mean and image_std, "
+                "or pass the processor to the Trainer as processing_class."
             )
         self.free = torch.ones_like(x[:, :1], dtype=torch.bool)
 
@@ -103,4 +116,6 @@ class Pixels:
 
 
 def _digest(content: Tensor) -> str:
-    return hashlib.blake2b(content.detach().cpu().contiguous().numpy().tobytes(), digest_size=16).hexdigest()
+    return hashlib.blake2b(
+        content.detach().cpu().contiguous().numpy().tobytes(), digest_size=16
+    ).hexdigest()

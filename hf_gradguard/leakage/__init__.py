@@ -1,8 +1,8 @@
 """How much could leak, without attacking: figures from derivatives of the gradient map.
 
 gmap = GradientMap(model, batch)
-inversion_influence_lower_bound(gmap, delta)       # how far the perturbation δ moves a reconstruction
-dfil(gmap, noise_variance=1e-6)                    # Fisher information per coordinate, of every sample
+inversion_influence_lower_bound(gmap, delta)  # how far a perturbation moves a reconstruction
+dfil(gmap, noise_variance=1e-6)  # Fisher information per coordinate, of every sample
 """
 
 from .accountant import FisherAccountant, example_keys, subsampling_factor

@@ -2,8 +2,8 @@
 
     FIM(z) ≼ Σ_t κ FIM_t(z),    κ = q/(q + (1-q) e^{-ε}),    ε = 1.115 · 2 √(2 ln(1.25/δ)) / σ
 
-The sum over steps holds for any schedule. The factor κ < 1 is for batches drawn at random and kept secret, with
-Gaussian noise on smoothly clipped gradients, and fails with probability δ a step.
+The sum over steps holds for any schedule. The factor κ < 1 is for batches drawn at random and kept
+secret, with Gaussian noise on smoothly clipped gradients, and fails with probability δ a step.
 
 Reference: Guo et al. (2022), Theorems 3 and 4, Eq. 4 and Algorithm 1.
 """
@@ -30,8 +30,8 @@ def subsampling_factor(sampling_rate: float, noise_multiplier: float, delta: flo
     """κ: what a step's information is multiplied by because nobody knows who was in the batch.
 
     Args:
-        sampling_rate: q = B/n, with batches drawn uniformly without replacement, afresh at each step. An epoch's shuffle
-            is no such draw.
+        sampling_rate: q = B/n, with batches drawn uniformly without replacement, afresh at each
+            step. An epoch's shuffle is no such draw.
         noise_multiplier: σ of the noise σC on the sum of smoothly clipped gradients.
         delta: The probability that the bound fails at this step, between 0 and 1.
 
@@ -49,11 +49,13 @@ def subsampling_factor(sampling_rate: float, noise_multiplier: float, delta: flo
 
 
 class FisherAccountant:
-    """dFIL of each example, added up over the steps that it took part in. Private to the client, like the examples.
+    """dFIL of each example, added up over the steps that it took part in. Private to the client,
+    like the examples.
 
     Args:
-        sampling_rate: q; with `noise_multiplier` and `delta` each step is multiplied by κ (`subsampling_factor`). Leave
-            all three out where batches are not drawn afresh at random: κ = 1.
+        sampling_rate: q; with `noise_multiplier` and `delta` each step is multiplied by κ
+            (`subsampling_factor`). Leave all three out where batches are not drawn afresh at
+                random: κ = 1.
         noise_multiplier: σ.
         delta: Failure probability of κ at each step.
 
@@ -64,14 +66,22 @@ class FisherAccountant:
     """
 
     def __init__(
-        self, sampling_rate: float | None = None, noise_multiplier: float | None = None, delta: float | None = None
+        self,
+        sampling_rate: float | None = None,
+        noise_multiplier: float | None = None,
+        delta: float | None = None,
     ) -> None:
         if sampling_rate is None and noise_multiplier is None and delta is None:
             self.factor, self._delta = 1.0, 0.0
         elif sampling_rate is None or noise_multiplier is None or delta is None:
-            raise ValueError("Give sampling_rate, noise_multiplier and delta together, or none of them.")
+            raise ValueError(
+                "Give sampling_rate, noise_multiplier and delta together, or none of them."
+            )
         else:
-            self.factor, self._delta = subsampling_factor(sampling_rate, noise_multiplier, delta), delta
+            self.factor, self._delta = (
+                subsampling_factor(sampling_rate, noise_multiplier, delta),
+                delta,
+            )
         self.noise_multiplier = noise_multiplier
         self._rows: dict[Key, int] = {}
         self._totals: list[float] = []
@@ -82,11 +92,12 @@ class FisherAccountant:
     def step(self, keys: Sequence[Key], dfil: Tensor, standard_error: Tensor | None = None) -> None:
         """Add one release.
 
-        An example that is n times in the batch counts n times the sum of its rows: its Jacobian is the sum of theirs,
-        and ‖a_1 + … + a_n‖² ≤ n Σ ‖a_i‖².
+        An example that is n times in the batch counts n times the sum of its rows: its Jacobian is
+        the sum of theirs, and ‖a_1 + … + a_n‖² ≤ n Σ ‖a_i‖².
 
         Args:
-            keys: Which example each row of the batch is: its index, or its content (`example_keys`).
+            keys: Which example each row of the batch is: its index, or its content
+                (`example_keys`).
             dfil: η̄² of each row, `(B,)`.
             standard_error: Of `dfil`, if it is an estimate; taken as independent between steps.
 
@@ -96,9 +107,14 @@ class FisherAccountant:
         values = dfil.tolist()
         errors = [0.0] * len(values) if standard_error is None else standard_error.tolist()
         if not len(keys) == len(values) == len(errors):
-            raise ValueError(f"{len(keys)} keys, {len(values)} values and {len(errors)} errors do not go together.")
+            raise ValueError(
+                f"{len(keys)} keys, {len(values)} values and {len(errors)} errors do not go "
+                "together."
+            )
         if not all(value >= 0 for value in values + errors):
-            raise ValueError("dFIL and its standard error must be at least 0, but one is smaller or NaN.")
+            raise ValueError(
+                "dFIL and its standard error must be at least 0, but one is smaller or NaN."
+            )
         copies = Counter(keys)
         for key, value, error in zip(keys, values, errors, strict=True):
             row = self._rows.setdefault(key, len(self._rows))
@@ -120,7 +136,9 @@ class FisherAccountant:
         return math.sqrt(self._variances[self._rows[key]]) if key in self._rows else 0.0
 
     def mse_bound(self, key: Key) -> float:
-        """Least mean squared error per coordinate of an unbiased attacker on this example, after all steps."""
+        """Least mean squared error per coordinate of an unbiased attacker on this example, after
+        all steps.
+        """
         return mse_bound_from_dfil(self.dfil(key))
 
     def worst(self) -> tuple[Key, float]:
@@ -150,20 +168,31 @@ class FisherAccountant:
         }
 
     def load_state_dict(self, state: Tensors) -> None:
-        """Restore what `state_dict` returned, exactly. Later steps use this object's κ, whatever the earlier ones used."""
+        """Restore what `state_dict` returned, exactly. Later steps use this object's κ, whatever
+        the earlier ones used.
+        """
         keys: list[Key] = json.loads(bytes(state["keys"].tolist()))
         self._rows = {key: row for row, key in enumerate(keys)}
         self._totals, self._variances = state["totals"].tolist(), state["variances"].tolist()
-        self.steps, self.failure_probability = int(state["steps"]), float(state["failure_probability"])
+        self.steps, self.failure_probability = (
+            int(state["steps"]),
+            float(state["failure_probability"]),
+        )
 
 
 def example_keys(gmap: GradientMap) -> list[str]:
-    """One key a sample of the batch, from its content: its real tokens or its pixels. Not reversible, but guessable."""
+    """One key a sample of the batch, from its content: its real tokens or its pixels. Not
+    reversible, but guessable.
+    """
     batch, text = gmap.batch, gmap.embedding is not None
     rows = batch["input_ids"] if text else batch["pixel_values"]
     mask = batch.get("attention_mask") if text else None
     keys = []
     for index, row in enumerate(rows):
         content = row if mask is None else row[mask[index].bool()]
-        keys.append(hashlib.sha256(content.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest())
+        keys.append(
+            hashlib.sha256(
+                content.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
+            ).hexdigest()
+        )
     return keys

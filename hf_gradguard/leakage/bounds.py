@@ -1,11 +1,12 @@
-"""From leakage to the least error of an attacker, per coordinate and squared: functions of numbers, nothing else.
+"""From leakage to the least error of an attacker, per coordinate and squared: functions of numbers,
+nothing else.
 
 One ladder for uniform noise, from loose and cheap to tight and dear:
 
     1/‖FIM‖₂  ≤  m/Tr FIM  ≤  Tr(FIM⁻¹)/m = E[I²]/m
 
-All hold for *unbiased* attackers, but for `mse_bound_with_prior`. An attacker who knows what inputs look like is biased,
-and may do better than any of them.
+All hold for *unbiased* attackers, but for `mse_bound_with_prior`. An attacker who knows what inputs
+look like is biased, and may do better than any of them.
 """
 
 from __future__ import annotations
@@ -39,14 +40,15 @@ def mse_bound_from_norm(norm: FloatOrTensor) -> FloatOrTensor:
 
 
 def mse_bound_with_prior(trace: float, prior_norm: float, num_coordinates: int) -> float:
-    """MSE ≥ m / (E Tr J_F + m λ_max(J_P)): the Bayesian Cramér-Rao bound, which holds for biased attackers too.
+    """MSE ≥ m / (E Tr J_F + m λ_max(J_P)): the Bayesian Cramér-Rao bound, which holds for biased
+    attackers too.
 
     (Chen et al. write d for m, their number of input coordinates.)
 
     Args:
         trace: Tr J_F averaged over inputs drawn from the prior.
-        prior_norm: λ_max of J_P = E ∇log p(x) ∇log p(x)ᵀ, which must exist: p has to be smooth and vanish at its
-            boundary. For N(μ, τ²I) it is 1/τ².
+        prior_norm: λ_max of J_P = E ∇log p(x) ∇log p(x)ᵀ, which must exist: p has to be smooth and
+            vanish at its boundary. For N(μ, τ²I) it is 1/τ².
         num_coordinates: m.
     """
     if num_coordinates < 1:
@@ -58,11 +60,14 @@ def mse_bound_with_prior(trace: float, prior_norm: float, num_coordinates: int) 
 
 
 def mse_bound_from_rdp(epsilon: float, diameters: float | Sequence[float] | Tensor = 1.0) -> float:
-    """MSE ≥ Σ_i diam_i² / (4m (e^ε₂ - 1)) for a mechanism of (2, ε₂)-Rényi differential privacy (Guo et al., Theorem 1).
+    """MSE ≥ Σ_i diam_i² / (4m (e^ε₂ - 1)) for a mechanism of (2, ε₂)-Rényi differential privacy
+    (Guo et al., Theorem 1).
 
     Args:
-        epsilon: ε₂ ≥ 0, for neighbours that differ in one record's *content* (see `rdp_of_order_two`).
-        diameters: The range of each coordinate: one number for all, or m of them. 1 for pixels in [0, 1].
+        epsilon: ε₂ ≥ 0, for neighbors that differ in one record's *content* (see
+            `rdp_of_order_two`).
+        diameters: The range of each coordinate: one number for all, or m of them. 1 for pixels in
+            [0, 1].
     """
     if not epsilon >= 0:
         raise ValueError(f"epsilon must be at least 0, but is {epsilon}.")
@@ -76,17 +81,21 @@ def mse_bound_from_rdp(epsilon: float, diameters: float | Sequence[float] | Tens
     return float(ranges.square().mean()) / (4 * math.expm1(epsilon))
 
 
-def rdp_of_order_two(noise_multiplier: float, *, steps: int = 1, batch_size: int = 1, dataset_size: int = 1) -> float:
-    """ε₂ of Gaussian noise on a sum over records, by `dp-accounting`, for neighbours that differ in one record's content.
+def rdp_of_order_two(
+    noise_multiplier: float, *, steps: int = 1, batch_size: int = 1, dataset_size: int = 1
+) -> float:
+    """ε₂ of Gaussian noise on a sum over records, by `dp-accounting`, for neighbors that differ in
+    one record's content.
 
-    Reconstruction needs that relation: the attacker asks which of two contents a record has. Replacing a record moves a
-    sum of gradients of norm C by up to 2C.
+    Reconstruction needs that relation: the attacker asks which of two contents a record has.
+    Replacing a record moves a sum of gradients of norm C by up to 2C.
 
     Args:
-        noise_multiplier: Standard deviation of the noise, divided by the largest change that replacing one record makes.
-            For noise σC on a sum of gradients clipped to C: σ/2.
+        noise_multiplier: Standard deviation of the noise, divided by the largest change that
+            replacing one record makes. For noise σC on a sum of gradients clipped to C: σ/2.
         steps: How often.
-        batch_size: Records in a step, drawn afresh without replacement; equal to `dataset_size` for all of them.
+        batch_size: Records in a step, drawn afresh without replacement; equal to `dataset_size` for
+            all of them.
         dataset_size: Records that there are.
 
     Raises:
@@ -94,7 +103,7 @@ def rdp_of_order_two(noise_multiplier: float, *, steps: int = 1, batch_size: int
 
     Example:
         >>> n, regularization, std = 12_665, 1e-2, 1e-2
-        >>> sensitivity = 2 / (n * regularization)  # of the minimiser of a regularised logistic loss
+        >>> sensitivity = 2 / (n * regularization)  # of the minimizer of a regularized logistic loss
         >>> round(rdp_of_order_two(std / sensitivity), 3)
         2.494
     """
@@ -102,15 +111,16 @@ def rdp_of_order_two(noise_multiplier: float, *, steps: int = 1, batch_size: int
         raise ValueError(f"noise_multiplier must be above 0, but is {noise_multiplier}.")
     if steps < 1 or not 1 <= batch_size <= dataset_size:
         raise ValueError(
-            f"steps must be at least 1 and batch_size from 1 to dataset_size, but they are {steps}, {batch_size}, "
-            f"{dataset_size}."
+            "steps must be at least 1 and batch_size from 1 to dataset_size, but they are "
+            f"{steps}, {batch_size}, {dataset_size}."
         )
     try:
         import dp_accounting
         from dp_accounting.rdp import RdpAccountant
     except ImportError as error:
         raise ImportError(
-            "RDP accounting uses the package dp-accounting. Install it with: pip install 'hf-gradguard[accounting]'"
+            "RDP accounting uses the package dp-accounting. Install it with: pip install "
+            "'hf-gradguard[accounting]'"
         ) from error
     accountant = RdpAccountant([2.0], dp_accounting.NeighboringRelation.REPLACE_ONE)
     event: dp_accounting.DpEvent = dp_accounting.GaussianDpEvent(noise_multiplier)

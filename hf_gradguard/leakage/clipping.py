@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..factors import Factors
 from ..gradient_map import GradientMap, Tensors
+from ..gradient_map.factors import Factors
 
 SMOOTH_CLIP_NORM = 1.115
 """The largest norm that a smoothly clipped gradient can have, in units of C."""
@@ -36,10 +36,12 @@ def smooth_clip(gradient: Tensors, clip: float) -> Tensors:
 
 
 def smoothly_clipped(gmap: GradientMap, clip: float) -> GradientMap:
-    """The map x ↦ g̃(x), for every estimator: `gradient`, `gradient_at`, `jvp`, `vjp` and sensitivities are those of g̃.
+    """The map x ↦ g̃(x), for every estimator: `gradient`, `gradient_at`, `jvp`, `vjp` and
+    sensitivities are those of g̃.
 
-    Private SGD clips each sample's gradient, so the map must be of one sample. With noise σC on the *sum* of a batch,
-    dFIL of a sample is `dfil(smoothly_clipped(gmap, C), noise_variance=(σ * C) ** 2)`; the paper's Eq. 1 leaves C out.
+    Private SGD clips each sample's gradient, so the map must be of one sample. With noise σC on the
+    *sum* of a batch, dFIL of a sample is
+    `dfil(smoothly_clipped(gmap, C), noise_variance=(σ * C) ** 2)`; the paper's Eq. 1 leaves C out.
 
     Args:
         gmap: A map that differentiates twice, of a batch of one.
@@ -50,7 +52,8 @@ def smoothly_clipped(gmap: GradientMap, clip: float) -> GradientMap:
     """
     if len(gmap.input) != 1:
         raise ValueError(
-            f"Clipping is per sample, but this map's batch holds {len(gmap.input)}. Make one GradientMap a sample."
+            f"Clipping is per sample, but this map's batch holds {len(gmap.input)}. Make one "
+            "GradientMap a sample."
         )
     return _ClippedMap(gmap, _checked(clip))
 
@@ -85,7 +88,9 @@ class _ClippedMap(GradientMap):
         factored: bool = False,
         **entries: Tensor,
     ) -> tuple[Tensor, Tensor, Tensors]:
-        def clipped(gradient: Any, extras: Tensors) -> Tensor:  # never in factors: all of it is scaled by its norm
+        def clipped(
+            gradient: Any, extras: Tensors
+        ) -> Tensor:  # never in factors: all of it is scaled by its norm
             return function(smooth_clip(gradient, self._clip), extras)
 
         return self._raw.slopes_at(clipped, xs, extras, factored=False, **entries)
@@ -95,12 +100,16 @@ class _ClippedMap(GradientMap):
         inner = sum(float((gradient[name] * tensor).sum()) for name, tensor in delta.items())
         # δ may leave parameters out, the part along g may not.
         part: Tensors = {name: self._coupling * inner * g for name, g in gradient.items()}
-        return self._raw.vjp(part | {name: part[name] + self._factor * tensor for name, tensor in delta.items()})
+        return self._raw.vjp(
+            part | {name: part[name] + self._factor * tensor for name, tensor in delta.items()}
+        )
 
     def _jvps(self, directions: Tensor) -> Sequence[Tensor]:
         products = self._raw._jvps(directions)
         gradients = list(self._raw.gradient().values())
-        inner = torch.stack([(p * g).flatten(1).sum(1) for p, g in zip(products, gradients, strict=True)]).sum(0)
+        inner = torch.stack(
+            [(p * g).flatten(1).sum(1) for p, g in zip(products, gradients, strict=True)]
+        ).sum(0)
         return [
             self._factor * p + self._coupling * inner.view(-1, *[1] * g.dim()) * g
             for p, g in zip(products, gradients, strict=True)

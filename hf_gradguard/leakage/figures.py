@@ -1,4 +1,6 @@
-"""What the estimators return: plain floats, for logs and comparisons, that also say how they were found."""
+"""What the estimators return: plain floats, for logs and comparisons, that also say how they were
+found.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +21,13 @@ class Influence(float):
     Attributes:
         num_coordinates: m, the number of unknown coordinates.
         per_sample: The norm of each sample's part, `(B,)`.
-        error: For I itself, the predicted error of the input, in its shape. `None` for a lower bound.
+        error: For I itself, the predicted error of the input, in its shape. `None` for a lower
+            bound.
         iterations: Products with J Jᵀ that it took.
-        residual: For I, ‖b - Ax‖/‖b‖ of the system that was solved; for a lower bound, that of its eigenvalue.
-        relative_error: For I, a bound on its own relative error, from the residual; an estimate where damping is 0.
+        residual: For I, ‖b - Ax‖/‖b‖ of the system that was solved; for a lower bound, that of its
+            eigenvalue.
+        relative_error: For I, a bound on its own relative error, from the residual; an estimate
+            where damping is 0.
     """
 
     num_coordinates: int
@@ -63,7 +68,8 @@ class Estimate(float):
     """A mean over random draws.
 
     Attributes:
-        standard_error: Of the mean. 0 where the figure is exact, infinite where one draw cannot tell.
+        standard_error: Of the mean. 0 where the figure is exact, infinite where one draw cannot
+        tell.
     """
 
     standard_error: float
@@ -83,11 +89,13 @@ class Estimate(float):
 
 
 def mean_square_norm(gram: Tensor) -> tuple[Tensor, Tensor]:
-    """E‖y‖² of a Gaussian vector y = Mz and its standard error, from the inner products of k independent draws.
+    """E‖y‖² of a Gaussian vector y = Mz and its standard error, from the inner products of k
+    independent draws.
 
-    The variance of one ‖y‖² is 2‖MMᵀ‖_F², and (y_aᵀy_b)² of two different draws is an unbiased estimate of ‖MMᵀ‖_F².
-    There are k(k-1)/2 pairs of draws, so this error is far steadier than the spread of k squares; it matters where M has
-    few large singular values and the squares are skewed.
+    The variance of one ‖y‖² is 2‖MMᵀ‖_F², and (y_aᵀy_b)² of two different draws is an unbiased
+    estimate of ‖MMᵀ‖_F². There are k(k-1)/2 pairs of draws, so this error is far steadier than the
+    spread of k squares; it matters where M has few large singular values and the squares are
+    skewed.
 
     Args:
         gram: Inner products y_aᵀy_b, `(..., k, k)`.

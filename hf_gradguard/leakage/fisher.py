@@ -1,16 +1,19 @@
 """Fisher information of what is shared about the input, and dFIL, its average per coordinate.
 
-A client shares y = g(x) + N(0, Σ) with diagonal Σ. About sample j, with J_j the rows of J that belong to it (g is the
-batch mean, so they hold the factor 1/B),
+A client shares y = g(x) + N(0, Σ) with diagonal Σ. About sample j, with J_j the rows of J that
+belong to it (g is the batch mean, so they hold the factor 1/B),
 
     FIM_j = J_j Σ⁻¹ J_jᵀ,    dFIL_j = η̄² = Tr FIM_j / m_j
 
-and no unbiased attacker, even one who knows all other samples, has a mean squared error per coordinate under 1/η̄².
+and no unbiased attacker, even one who knows all other samples, has a mean squared error per
+coordinate under 1/η̄².
 
-Tr FIM_j = E‖J_j w‖² over w ~ N(0, Σ⁻¹): one pass for J w gives one unbiased draw for *every* sample of the batch. Its
-variance 2‖FIM_j‖_F² is that of probing FIM_j itself, which would take a pass a sample.
+Tr FIM_j = E‖J_j w‖² over w ~ N(0, Σ⁻¹): one pass for J w gives one unbiased draw for *every* sample
+of the batch. Its variance 2‖FIM_j‖_F² is that of probing FIM_j itself, which would take a pass a
+sample.
 
-Reference: Guo et al., "Bounding Training Data Reconstruction in Private (Deep) Learning" (2022), Eq. 1 to 5, Theorem 2.
+Reference: Guo et al., "Bounding Training Data Reconstruction in Private (Deep) Learning" (2022),
+Eq. 1 to 5, Theorem 2.
 """
 
 from __future__ import annotations
@@ -46,15 +49,18 @@ def dfil(
 
     Args:
         gmap: The client's gradient map. `smoothly_clipped` makes one of a clipped gradient.
-        noise_variance: Diagonal Σ of the noise on the client's mean gradient: one number, or one tensor a shared
-            parameter. An infinite variance stands for a coordinate that is not shared.
-        num_probes: Independent draws, one pass each for the whole batch. `None` computes it exactly, in m passes.
-        generator: Source of the draws, on the input's device. Default: a fresh one from the system's entropy.
+        noise_variance: Diagonal Σ of the noise on the client's mean gradient: one number, or one
+            tensor a shared parameter. An infinite variance stands for a coordinate that is not
+            shared.
+        num_probes: Independent draws, one pass each for the whole batch. `None` computes it
+            exactly, in m passes.
+        generator: Source of the draws, on the input's device. Default: a fresh one from the
+            system's entropy.
 
     Returns:
-        η̄² and its standard error, one a sample. m_j counts pixels, or real tokens times hidden size. Infinite for a
-        sample that some coordinate without noise depends on. The standard error is 0 where the figure is exact or
-        infinite, and infinite for one probe.
+        η̄² and its standard error, one a sample. m_j counts pixels, or real tokens times hidden
+        size. Infinite for a sample that some coordinate without noise depends on. The standard
+        error is 0 where the figure is exact or infinite, and infinite for one probe.
 
     Raises:
         ValueError: If `num_probes` is below 1, or the variances do not fit.
@@ -86,10 +92,12 @@ def fisher_trace(
         gmap: The client's gradient map.
         noise_variance: Diagonal Σ, as in `dfil`.
         num_probes: Independent draws, one pass each. `None` computes it exactly, in m passes.
-        generator: Source of the draws, on the input's device. Default: a fresh one from the system's entropy.
+        generator: Source of the draws, on the input's device. Default: a fresh one from the
+            system's entropy.
 
     Returns:
-        A float with its `standard_error`. Infinite if a coordinate without noise depends on the input.
+        A float with its `standard_error`. Infinite if a coordinate without noise depends on the
+        input.
     """
     unknowns, variance = Unknowns(gmap), variances(gmap, noise_variance)
     if num_probes is not None:
@@ -102,14 +110,17 @@ def fisher_trace(
 def fisher_trace_from_sensitivity(
     squared_sensitivity: Tensors, noise_variance: Tensors, shaping_probes: int | None = None
 ) -> float:
-    """Tr J_F = Σ_i s_i²/Σ_ii from sensitivities that a defence has estimated already: no pass at all.
+    """Tr J_F = Σ_i s_i²/Σ_ii from sensitivities that a defense has estimated already: no pass at
+    all.
 
     Args:
         squared_sensitivity: Estimates of s_i² for every shared parameter.
-        noise_variance: Σ_ii for the same. An infinite variance stands for a coordinate that is not shared.
-        shaping_probes: If Σ_ii ∝ s_i was made from these very estimates (`optimal_noise`), the probes k that they come
-            from, at least 2. The plain sum is then too small by (k-1)/k in expectation, because a parameter whose s_i
-            came out too small got too little noise as well; this puts it right.
+        noise_variance: Σ_ii for the same. An infinite variance stands for a coordinate that is not
+            shared.
+        shaping_probes: If Σ_ii ∝ s_i was made from these very estimates (`optimal_noise`), the
+            probes k that they come from, at least 2. The plain sum is then too small by (k-1)/k in
+            expectation, because a parameter whose s_i came out too small got too little noise as
+            well; this puts it right.
 
     Returns:
         The trace; divided by m, the batch's dFIL. Infinite if a sensitive coordinate has no noise.
@@ -119,12 +130,17 @@ def fisher_trace_from_sensitivity(
     """
     if squared_sensitivity.keys() != noise_variance.keys():
         wrong = sorted(squared_sensitivity.keys() ^ noise_variance.keys())
-        raise ValueError(f"Sensitivities and variances must be of the same parameters; they differ in {wrong}.")
+        raise ValueError(
+            f"Sensitivities and variances must be of the same parameters; they differ in {wrong}."
+        )
     if shaping_probes is not None and shaping_probes < 2:
         raise ValueError(
-            f"shaping_probes must be at least 2, but is {shaping_probes}: one probe gives no finite figure."
+            f"shaping_probes must be at least 2, but is {shaping_probes}: one probe gives no "
+            "finite figure."
         )
-    parts = [_ratio(squares, noise_variance[name]).sum() for name, squares in squared_sensitivity.items()]
+    parts = [
+        _ratio(squares, noise_variance[name]).sum() for name, squares in squared_sensitivity.items()
+    ]
     correction = 1.0 if shaping_probes is None else shaping_probes / (shaping_probes - 1)
     return float(torch.stack(parts).double().sum()) * correction
 
@@ -149,17 +165,23 @@ def fisher_norm(
         max_iterations: Products with J and Jᵀ.
 
     Returns:
-        A float with its `vector`, `residual` and `iterations`. Infinite if a coordinate without noise depends on the
-        input.
+        A float with its `vector`, `residual` and `iterations`. Infinite if a coordinate without
+        noise depends on the input.
     """
     unknowns = Unknowns(gmap, sample)
     variance = variances(gmap, noise_variance)
     if _unprotected(gmap, unknowns, variance).any():
         eigenvalue = Eigenvalue(math.inf)
-        eigenvalue.vector, eigenvalue.residual, eigenvalue.iterations = torch.zeros_like(gmap.input), 0.0, 0
+        eigenvalue.vector, eigenvalue.residual, eigenvalue.iterations = (
+            torch.zeros_like(gmap.input),
+            0.0,
+            0,
+        )
         return eigenvalue
     precision = {name: _precision(v) for name, v in variance.items()}
-    pair = largest_eigenpair(lambda v: unknowns.gram(v, precision), unknowns.random_vector(), tolerance, max_iterations)
+    pair = largest_eigenpair(
+        lambda v: unknowns.gram(v, precision), unknowns.random_vector(), tolerance, max_iterations
+    )
     return Eigenvalue.of(pair, unknowns)
 
 
@@ -167,7 +189,9 @@ def _exact_traces(unknowns: Unknowns, variance: Tensors) -> Tensor:
     """Tr FIM_j of every sample, `(B,)`, by a pass for every coordinate."""
     precision = {name: _precision(v) for name, v in variance.items()}
     squares = [
-        torch.stack([(t.square() * precision[name]).sum() for name, t in unknowns.jvp(unit).items()]).sum()
+        torch.stack(
+            [(t.square() * precision[name]).sum() for name, t in unknowns.jvp(unit).items()]
+        ).sum()
         for unit in unknowns.units()
     ]
     parts = torch.stack(squares).split(unknowns.per_sample.tolist())
@@ -175,23 +199,34 @@ def _exact_traces(unknowns: Unknowns, variance: Tensors) -> Tensor:
 
 
 def _gram(
-    gmap: GradientMap, unknowns: Unknowns, variance: Tensors, num_probes: int, generator: torch.Generator | None
+    gmap: GradientMap,
+    unknowns: Unknowns,
+    variance: Tensors,
+    num_probes: int,
+    generator: torch.Generator | None,
 ) -> Tensor:
-    """Inner products of the (Jw)_j of k independent w ~ N(0, Σ⁻¹), `(B, k, k)`. Keeps k vectors of the input's size."""
+    """Inner products of the (Jw)_j of k independent w ~ N(0, Σ⁻¹), `(B, k, k)`. Keeps k vectors of
+    the input's size.
+    """
     check_probes(num_probes)
     generator = generator or private_generator(gmap.input.device)
     deviation = {name: _precision(v).sqrt() for name, v in variance.items()}
-    draws = torch.stack([unknowns.vjp(gaussian(gmap, deviation, generator)) for _ in range(num_probes)])
+    draws = torch.stack(
+        [unknowns.vjp(gaussian(gmap, deviation, generator)) for _ in range(num_probes)]
+    )
     if not torch.isfinite(draws).all():
         raise FloatingPointError(
-            "A product with the Jacobian is not finite: the loss has no second derivative here, or it overflows."
+            "A product with the Jacobian is not finite: the loss has no second derivative here, or "
+            "it overflows."
         )
     parts = draws.split(unknowns.per_sample.tolist(), dim=1)
     return torch.stack([(part @ part.T).double() for part in parts])
 
 
 def _unprotected(gmap: GradientMap, unknowns: Unknowns, variance: Tensors) -> Tensor:
-    """J w for a random w on the coordinates without noise: with probability 1 non-zero wherever one of them shows."""
+    """J w for a random w on the coordinates without noise: with probability 1 non-zero wherever one
+    of them shows.
+    """
     bare = {name: v == 0 for name, v in variance.items()}
     if not any(mask.any() for mask in bare.values()):
         return torch.zeros_like(unknowns.random_vector())
@@ -200,7 +235,9 @@ def _unprotected(gmap: GradientMap, unknowns: Unknowns, variance: Tensors) -> Te
 
 
 def _precision(variance: Tensor) -> Tensor:
-    """1/Σ_ii, and 0 where there is no noise: those coordinates are looked after by `_unprotected`."""
+    """1/Σ_ii, and 0 where there is no noise: those coordinates are looked after by
+    `_unprotected`.
+    """
     return torch.where(variance > 0, 1 / variance, 0.0)
 
 

@@ -1,16 +1,18 @@
-"""Inversion influence (I²F): how far a perturbation δ of the shared gradient moves what an attacker reconstructs.
+"""Inversion influence (I²F): how far a perturbation δ of the shared gradient moves what an attacker
+reconstructs.
 
     I(δ)    = ‖(J Jᵀ + εI)⁻¹ J δ‖
     I_lb(δ) = ‖J δ‖ / (λ_max(J Jᵀ) + ε)  ≤  I(δ)
 
-The unit is that of the input: the norm of its error over all coordinates; divided by √m, its root mean square. It is a
-first-order figure for an attacker who inverts g exactly. Use it to rank perturbations and samples, not to predict an
-attack's error.
+The unit is that of the input: the norm of its error over all coordinates; divided by √m, its root
+mean square. It is a first-order figure for an attacker who inverts g exactly. Use it to rank
+perturbations and samples, not to predict an attack's error.
 
-Everything happens in input space, by products J(Jᵀv): never a vector of parameters but the one in hand.
+Everything happens in input space, by products J(Jᵀv): never a vector of parameters but the one in
+hand.
 
-Reference: Zhang et al., "Understanding Deep Gradient Leakage via Inversion Influence Functions" (2023), Eq. 4 to 6. They
-have ε only in I, so that their lower bound can exceed it.
+Reference: Zhang et al., "Understanding Deep Gradient Leakage via Inversion Influence Functions"
+(2023), Eq. 4 to 6. They have ε only in I, so that their lower bound can exceed it.
 """
 
 from __future__ import annotations
@@ -39,27 +41,31 @@ def inversion_influence(
 ) -> Influence:
     """I(δ) = ‖(J Jᵀ + εI)⁻¹ J δ‖, by conjugate gradients on v ↦ J(Jᵀv) + εv.
 
-    At ε = 0 on a singular J Jᵀ this is the pseudo-inverse: a direction of the input that the gradient says nothing about
-    counts as no error. So I is what δ adds to the error, not what an attacker cannot see anyway, and it is 0 where J
-    is. Directions that the gradient says *nearly* nothing about make the problem singular to working precision; that is
-    an error and never a silent cut-off.
+    At ε = 0 on a singular J Jᵀ this is the pseudo-inverse: a direction of the input that the
+    gradient says nothing about counts as no error. So I is what δ adds to the error, not what an
+    attacker cannot see anyway, and it is 0 where J is. Directions that the gradient says *nearly*
+    nothing about make the problem singular to working precision; that is an error and never a
+    silent cut-off.
 
     Args:
         gmap: The client's gradient map.
         delta: What is shared minus the true gradient. Missing parameters count as unperturbed.
         damping: ε ≥ 0, in the unit of J Jᵀ. A usual choice is 1e-3 * `largest_eigenvalue(gmap)`.
-        sample: Count only this sample's coordinates as unknown: the influence on an attacker who knows all the others.
-            By default all are unknown at once.
-        tolerance: Relative error of I at which to stop, guaranteed by ‖r‖ ≤ tolerance · ε · ‖x‖. At ε = 0 it goes on
-            until nothing of Jδ is left but rounding. Each iteration is one pass for Jᵀv and one for Jδ.
+        sample: Count only this sample's coordinates as unknown: the influence on an attacker who
+            knows all the others. By default all are unknown at once.
+        tolerance: Relative error of I at which to stop, guaranteed by ‖r‖ ≤ tolerance · ε · ‖x‖. At
+            ε = 0 it goes on until nothing of Jδ is left but rounding. Each iteration is one pass
+            for Jᵀv and one for Jδ.
         max_iterations: Also bounds memory: as many vectors of the input's size are kept.
 
     Returns:
-        A float that also has `rmse`, `error`, `per_sample`, `iterations`, `residual` and `relative_error`.
+        A float that also has `rmse`, `error`, `per_sample`, `iterations`, `residual` and
+        `relative_error`.
 
     Raises:
         ValueError: If an argument is out of range.
-        ArithmeticError: If the problem is singular to working precision, or the tolerance is not reached.
+        ArithmeticError: If the problem is singular to working precision, or the tolerance is not
+            reached.
 
     Example:
         >>> gmap = GradientMap(model, batch)
@@ -89,15 +95,17 @@ def inversion_influence_lower_bound(
 ) -> Influence:
     """I_lb(δ) = ‖J δ‖ / (λ_max(J Jᵀ) + ε), at most I(δ) at the same ε; needs no solving.
 
-    `per_sample` has ‖(Jδ)_j‖ in the numerator: a lower bound of `inversion_influence(gmap, delta, damping, sample=j)`,
-    since no block of J Jᵀ has a larger eigenvalue than the whole.
+    `per_sample` has ‖(Jδ)_j‖ in the numerator: a lower bound of
+    `inversion_influence(gmap, delta, damping, sample=j)`, since no block of J Jᵀ has a larger
+    eigenvalue than the whole.
 
     Args:
         gmap: The client's gradient map.
         delta: What is shared minus the true gradient.
         damping: ε ≥ 0, in the unit of J Jᵀ.
         sample: Count only this sample's coordinates as unknown.
-        eigenvalue: What `largest_eigenvalue(gmap)` returned, if it is known already: it does not depend on δ.
+        eigenvalue: What `largest_eigenvalue(gmap)` returned, if it is known already: it does not
+            depend on δ.
 
     Returns:
         A float that also has `rmse`, `per_sample`, `iterations` and `residual`. 0 where J is.
@@ -122,15 +130,22 @@ def inversion_influence_lower_bound(
 
 
 def largest_eigenvalue(
-    gmap: GradientMap, *, sample: int | None = None, tolerance: float = 1e-4, max_iterations: int = 300
+    gmap: GradientMap,
+    *,
+    sample: int | None = None,
+    tolerance: float = 1e-4,
+    max_iterations: int = 300,
 ) -> Eigenvalue:
-    """λ_max(J Jᵀ), by Lanczos in input space. It is also that of JᵀJ, at a small part of the memory.
+    """λ_max(J Jᵀ), by Lanczos in input space. It is also that of JᵀJ, at a small part of the
+    memory.
 
     Args:
         gmap: The client's gradient map.
         sample: Count only this sample's coordinates.
-        tolerance: Bound on ‖J Jᵀv - λv‖/λ. λ is at most that far from an eigenvalue, and usually its square.
-        max_iterations: Each is one pass for Jᵀv and one for Jδ, and keeps one vector of the input's size.
+        tolerance: Bound on ‖J Jᵀv - λv‖/λ. λ is at most that far from an eigenvalue, and usually
+            its square.
+        max_iterations: Each is one pass for Jᵀv and one for Jδ, and keeps one vector of the input's
+            size.
 
     Returns:
         A float that also has `vector` (unit norm, the input's shape), `residual` and `iterations`.
@@ -141,22 +156,27 @@ def largest_eigenvalue(
     _check_iteration(0.0, tolerance, max_iterations)
     unknowns = Unknowns(gmap, sample)
     return Eigenvalue.of(
-        largest_eigenpair(unknowns.gram, unknowns.random_vector(), tolerance, max_iterations), unknowns
+        largest_eigenpair(unknowns.gram, unknowns.random_vector(), tolerance, max_iterations),
+        unknowns,
     )
 
 
 class Directions(NamedTuple):
-    """Eigenvalues of J Jᵀ, ascending, `(count,)`, and unit eigenvectors, `(count, *input.shape)`."""
+    """Eigenvalues of J Jᵀ, ascending, `(count,)`, and unit eigenvectors,
+    `(count, *input.shape)`.
+    """
 
     eigenvalues: Tensor
     vectors: Tensor
 
 
-def smallest_directions(gmap: GradientMap, count: int = 1, *, sample: int | None = None) -> Directions:
+def smallest_directions(
+    gmap: GradientMap, count: int = 1, *, sample: int | None = None
+) -> Directions:
     """The directions of the input that the gradient says least about, by a dense J Jᵀ.
 
-    A perturbation of norm 1 along such a direction u, δ = Jᵀu/√λ, has I(δ) = 1/√λ. With `count` the number of
-    coordinates m this is the whole spectrum.
+    A perturbation of norm 1 along such a direction u, δ = Jᵀu/√λ, has I(δ) = 1/√λ. With `count` the
+    number of coordinates m this is the whole spectrum.
 
     Args:
         gmap: The client's gradient map.
@@ -164,7 +184,8 @@ def smallest_directions(gmap: GradientMap, count: int = 1, *, sample: int | None
         sample: Count only this sample's coordinates.
 
     Raises:
-        ValueError: If `count` is out of range, or m above 8192: the cost is 2m passes and m² numbers.
+        ValueError: If `count` is out of range, or m above 8192: the cost is 2m passes and m²
+            numbers.
     """
     unknowns = Unknowns(gmap, sample)
     if not 1 <= count <= unknowns.size:
@@ -189,10 +210,11 @@ def expected_squared_influence(
         gmap: The client's gradient map.
         noise_variance: Diagonal Σ: one number, or one tensor a shared parameter.
         damping: ε ≥ 0, in the unit of J Jᵀ.
-        num_probes: How many δ to draw and solve for. `None` computes it exactly from a dense J Jᵀ, where at ε = 0
-            eigenvalues below m · eps · λ_max count as directions that the gradient says nothing about, as in a
-            pseudo-inverse.
-        generator: Source of the draws, on the input's device. Default: a fresh one from the system's entropy.
+        num_probes: How many δ to draw and solve for. `None` computes it exactly from a dense J Jᵀ,
+            where at ε = 0 eigenvalues below m · eps · λ_max count as directions that the gradient
+            says nothing about, as in a pseudo-inverse.
+        generator: Source of the draws, on the input's device. Default: a fresh one from the
+            system's entropy.
         sample: Count only this sample's coordinates as unknown.
         tolerance: Relative error at which to stop solving, in I.
 
@@ -204,7 +226,9 @@ def expected_squared_influence(
     if num_probes is None:
         unknowns = Unknowns(gmap, sample)
         values, vectors = torch.linalg.eigh(unknowns.dense_gram())
-        spread = vectors.T @ unknowns.dense_gram(variance) @ vectors  # J Σ Jᵀ in the eigenvectors of J Jᵀ
+        spread = (
+            vectors.T @ unknowns.dense_gram(variance) @ vectors
+        )  # J Σ Jᵀ in the eigenvectors of J Jᵀ
         cutoff = 0.0 if damping else len(values) * torch.finfo(values.dtype).eps * float(values[-1])
         inverse = torch.where(values > cutoff, 1 / (values + damping), 0.0)
         return Estimate.exact((inverse.square() * spread.diagonal()).sum())
@@ -222,9 +246,12 @@ def expected_squared_influence(
 
 
 def gaussian(gmap: GradientMap, deviation: Tensors, generator: torch.Generator) -> Tensors:
-    """Independent normal numbers of the given standard deviations, in the shared parameters' shapes."""
+    """Independent normal numbers of the given standard deviations, in the shared parameters'
+    shapes.
+    """
     return {
-        name: deviation[name] * torch.randn(p.shape, generator=generator, device=p.device, dtype=p.dtype)
+        name: deviation[name]
+        * torch.randn(p.shape, generator=generator, device=p.device, dtype=p.dtype)
         for name, p in gmap.parameters.items()
     }
 

@@ -1,8 +1,10 @@
-"""Eigenvalues and linear systems of a symmetric positive semi-definite operator that is only known by its products.
+"""Eigenvalues and linear systems of a symmetric positive semi-definite operator that is only known
+by its products.
 
-Both methods keep all their vectors and orthogonalise against them: an operator here is as long as a client's input, a
-product is a pass through a model, and a few hundred vectors are cheap beside it. Without that, rounding would cost
-passes, and would let directions back in that the gradient says nothing about.
+Both methods keep all their vectors and orthogonalize against them: an operator here is as long as a
+client's input, a product is a pass through a model, and a few hundred vectors are cheap beside it.
+Without that, rounding would cost passes, and would let directions back in that the gradient says
+nothing about.
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ class Eigenpair:
 
 @dataclass
 class Solution:
-    """x with Ax = b, ‖b - Ax‖/‖b‖, an estimate of the relative error of x, and the products it took."""
+    """x with Ax = b, ‖b - Ax‖/‖b‖, an estimate of the relative error of x, and the products it
+    took.
+    """
 
     x: Tensor
     residual: float
@@ -38,13 +42,16 @@ class Solution:
     iterations: int
 
 
-def largest_eigenpair(operator: Operator, start: Tensor, tolerance: float, max_iterations: int) -> Eigenpair:
-    """Lanczos with full orthogonalisation, until ‖Av - λv‖ ≤ tolerance · λ.
+def largest_eigenpair(
+    operator: Operator, start: Tensor, tolerance: float, max_iterations: int
+) -> Eigenpair:
+    """Lanczos with full orthogonalization, until ‖Av - λv‖ ≤ tolerance · λ.
 
     Args:
         operator: v ↦ Av.
         start: A vector that is not orthogonal to the eigenvector, such as a random one.
-        tolerance: Relative to the eigenvalue, whose own error is at most that and usually its square.
+        tolerance: Relative to the eigenvalue, whose own error is at most that and usually its
+            square.
         max_iterations: Products, and vectors kept.
 
     Raises:
@@ -61,26 +68,34 @@ def largest_eigenpair(operator: Operator, start: Tensor, tolerance: float, max_i
         values, vectors = np.linalg.eigh(_tridiagonal(diagonal, off_diagonal))
         residual = length * abs(float(vectors[-1, -1]))
         if residual <= tolerance * values[-1] or iteration == len(start) or not length:
-            return Eigenpair(max(float(values[-1]), 0.0), basis.combine(vectors[:, -1]), residual, iteration)
+            return Eigenpair(
+                max(float(values[-1]), 0.0), basis.combine(vectors[:, -1]), residual, iteration
+            )
         off_diagonal.append(length)
         basis.append(product / length)
     raise ArithmeticError(
-        f"The largest eigenvalue is not known to a relative residual of {tolerance:g} after {max_iterations} iterations "
-        f"({residual / values[-1]:.1g}). Give a larger tolerance or max_iterations."
+        f"The largest eigenvalue is not known to a relative residual of {tolerance:g} after "
+        f"{max_iterations} iterations ({residual / values[-1]:.1g}). Give a larger tolerance or "
+        "max_iterations."
     )
 
 
-def solve(operator: Operator, b: Tensor, damping: float, tolerance: float, max_iterations: int) -> Solution:
-    """x with (A + damping) x = b, by conjugate gradients from zero with full orthogonalisation of the residuals.
+def solve(
+    operator: Operator, b: Tensor, damping: float, tolerance: float, max_iterations: int
+) -> Solution:
+    """x with (A + damping) x = b, by conjugate gradients from zero with full orthogonalization of
+    the residuals.
 
-    With damping > 0 it stops when ‖r‖ ≤ tolerance · damping · ‖x‖, which bounds the relative error of x. Otherwise, and
-    in any case, it stops when nothing of b is left but rounding. From zero, all iterates lie in the span of b, Ab, A²b…,
-    so a singular A with b in its range gives the shortest solution. Every part of b above rounding has been looked at
-    then, so a nearly singular A shows as a small Ritz value and is refused.
+    With damping > 0 it stops when ‖r‖ ≤ tolerance · damping · ‖x‖, which bounds the relative error
+    of x. Otherwise, and in any case, it stops when nothing of b is left but rounding. From zero,
+    all iterates lie in the span of b, Ab, A²b…, so a singular A with b in its range gives the
+    shortest solution. Every part of b above rounding has been looked at then, so a nearly singular
+    A shows as a small Ritz value and is refused.
 
     Raises:
         FloatingPointError: If a product is not finite.
-        ArithmeticError: If the system is singular to working precision, or too many iterations would be needed.
+        ArithmeticError: If the system is singular to working precision, or too many iterations
+            would be needed.
     """
     size = _finite(b.norm())
     if not size:
@@ -89,7 +104,9 @@ def solve(operator: Operator, b: Tensor, damping: float, tolerance: float, max_i
     x, r, p = torch.zeros_like(b), b, b
     basis = _Basis(b)
     squared, ratio = size**2, 0.0
-    diagonal: list[float] = []  # of the Lanczos matrix that the coefficients of conjugate gradients spell out
+    diagonal: list[
+        float
+    ] = []  # of the Lanczos matrix that the coefficients of conjugate gradients spell out
     off_diagonal: list[float] = []
 
     for iteration in range(1, max_iterations + 1):
@@ -109,7 +126,9 @@ def solve(operator: Operator, b: Tensor, damping: float, tolerance: float, max_i
             if ritz[0] <= math.sqrt(len(b)) * eps * ritz[-1]:
                 raise _singular(b)
             if reached or length <= 10 * eps * math.sqrt(ritz[-1] / ritz[0]) * size:
-                residual = _finite((b - operator(x) - damping * x).norm())  # the recursion's falls below the real one
+                residual = _finite(
+                    (b - operator(x) - damping * x).norm()
+                )  # the recursion's falls below the real one
                 error = residual / (max(damping, ritz[0]) * float(x.norm()))
                 if error > max(tolerance, WORST_ERROR):
                     raise _singular(b)
@@ -119,9 +138,10 @@ def solve(operator: Operator, b: Tensor, damping: float, tolerance: float, max_i
         squared = length**2
         basis.append(r / length)
     raise ArithmeticError(
-        f"Conjugate gradients did not reach a relative error of {tolerance:g} in {max_iterations} iterations: some "
-        "directions of the input are nearly invisible in the gradient. Give a larger damping, such as "
-        "1e-3 * largest_eigenvalue(gmap), a larger tolerance, or more max_iterations."
+        f"Conjugate gradients did not reach a relative error of {tolerance:g} in {max_iterations} "
+        "iterations: some directions of the input are nearly invisible in the gradient. Give a "
+        "larger damping, such as 1e-3 * largest_eigenvalue(gmap), a larger tolerance, or more "
+        "max_iterations."
     )
 
 
@@ -131,9 +151,10 @@ WORST_ERROR = 0.01
 
 def _singular(b: Tensor) -> ArithmeticError:
     return ArithmeticError(
-        f"J Jᵀ + damping is singular to working precision ({b.dtype}): directions of the input that are nearly invisible "
-        "in the gradient would decide the result, and rounding decides them. Give a larger damping, such as "
-        "1e-3 * largest_eigenvalue(gmap), or compute in float64 (model.double())."
+        f"J Jᵀ + damping is singular to working precision ({b.dtype}): directions of the input "
+        "that are nearly invisible in the gradient would decide the result, and rounding decides "
+        "them. Give a larger damping, such as 1e-3 * largest_eigenvalue(gmap), or compute in "
+        "float64 (model.double())."
     )
 
 
@@ -162,7 +183,9 @@ class _Basis:
         return vector, _finite(vector.norm())
 
     def combine(self, weights: np.ndarray) -> Tensor:
-        return self._rows[: self._count].T @ torch.as_tensor(weights, dtype=self._rows.dtype, device=self._rows.device)
+        return self._rows[: self._count].T @ torch.as_tensor(
+            weights, dtype=self._rows.dtype, device=self._rows.device
+        )
 
 
 def _tridiagonal(diagonal: list[float], off_diagonal: list[float]) -> np.ndarray:
@@ -173,6 +196,7 @@ def _finite(value: Tensor) -> float:
     number = float(value)
     if not math.isfinite(number):
         raise FloatingPointError(
-            "A product with the Jacobian is not finite: the loss has no second derivative here, or it overflows."
+            "A product with the Jacobian is not finite: the loss has no second derivative here, or "
+            "it overflows."
         )
     return number

@@ -10,20 +10,24 @@ from torch import Tensor
 from ..gradient_map import GradientMap, Tensors
 
 NoiseVariance = float | Mapping[str, Tensor]
-"""Diagonal Σ: one variance for all coordinates, or one tensor a shared parameter, of its shape or broadcast to it."""
+"""Diagonal Σ: one variance for all coordinates, or one tensor a shared parameter, of its shape or
+broadcast to it.
+"""
 
 
 class Unknowns:
     """The m coordinates of a batch, or of one of its samples, that an attacker has to find.
 
-    Padding is none of them: its embedding is public. All pixels are, and all real tokens, special ones included.
+    Padding is none of them: its embedding is public. All pixels are, and all real tokens, special
+    ones included.
 
     Args:
         gmap: The client's gradient map.
         sample: Only this sample's coordinates are unknown; the others' are given.
 
     Raises:
-        ValueError: If there is no such sample, a sample has no coordinates, or the padding cannot be told.
+        ValueError: If there is no such sample, a sample has no coordinates, or the padding cannot
+            be told.
     """
 
     def __init__(self, gmap: GradientMap, sample: int | None = None) -> None:
@@ -33,13 +37,16 @@ class Unknowns:
         if attention is not None:
             if attention.shape != x.shape[:2]:
                 raise ValueError(
-                    f"attention_mask has shape {tuple(attention.shape)}, so it does not say which of the "
-                    f"{tuple(x.shape[:2])} tokens are padding. Give one number a token."
+                    f"attention_mask has shape {tuple(attention.shape)}, so it does not say which "
+                    f"of the {tuple(x.shape[:2])} tokens are padding. Give one number a token."
                 )
             self._mask &= attention.bool()[..., None]
         self.per_sample: Tensor = self._mask.flatten(1).sum(1)
         if not self.per_sample.all():
-            raise ValueError(f"Sample {int((self.per_sample == 0).nonzero()[0])} of the batch is nothing but padding.")
+            raise ValueError(
+                f"Sample {int((self.per_sample == 0).nonzero()[0])} of the batch is nothing but "
+                "padding."
+            )
         if sample is not None:
             if not 0 <= sample < len(x):
                 raise ValueError(f"sample must be from 0 to {len(x) - 1}, but is {sample}.")
@@ -57,7 +64,7 @@ class Unknowns:
         return torch.zeros_like(x).masked_scatter(self._mask, vector.to(x.dtype))
 
     def vjp(self, delta: Tensors) -> Tensor:
-        """J δ. Coordinates that an earlier defence of a chain withheld carry nothing."""
+        """J δ. Coordinates that an earlier defense of a chain withheld carry nothing."""
         return self.pack(self._gmap.vjp(self._gmap.restrict(delta)))
 
     def jvp(self, v: Tensor) -> Tensors:
@@ -79,8 +86,8 @@ class Unknowns:
         """
         if self.size > 8192:
             raise ValueError(
-                f"{self.size} coordinates are too many for a dense (m, m) matrix. Choose one `sample`, a smaller batch, "
-                "or an estimate."
+                f"{self.size} coordinates are too many for a dense (m, m) matrix. Choose one "
+                "`sample`, a smaller batch, or an estimate."
             )
         matrix = torch.stack([self.gram(unit, weights) for unit in self.units()])
         return (matrix + matrix.T) / 2
@@ -93,7 +100,9 @@ class Unknowns:
             yield unit
 
     def random_vector(self) -> Tensor:
-        """A standard normal vector, the same every time: where an iteration starts decides nothing but its length."""
+        """A standard normal vector, the same every time: where an iteration starts decides nothing
+        but its length.
+        """
         generator = torch.Generator().manual_seed(0)
         return torch.randn(self.size, generator=generator).to(self._like)
 
@@ -102,21 +111,24 @@ def variances(gmap: GradientMap, noise_variance: NoiseVariance) -> Tensors:
     """The diagonal of Σ as tensors that broadcast to the shared parameters.
 
     Raises:
-        ValueError: If a name is missing or too many, a shape does not fit, or a variance is negative or NaN.
+        ValueError: If a name is missing or too many, a shape does not fit, or a variance is
+            negative or NaN.
     """
     parameters = gmap.parameters
     if isinstance(noise_variance, Mapping):
         if noise_variance.keys() != parameters.keys():
             wrong = sorted(noise_variance.keys() ^ parameters.keys())
             raise ValueError(
-                f"noise_variance must name every shared parameter and no other; it differs in {', '.join(wrong)}. The "
-                f"shared parameters are: {', '.join(parameters)}."
+                "noise_variance must name every shared parameter and no other; it differs in "
+                f"{', '.join(wrong)}. The shared parameters are: {', '.join(parameters)}."
             )
         result = {name: noise_variance[name] for name in parameters}
     else:
         # A small variance would be zero in half precision.
         result = {
-            name: torch.tensor(noise_variance, dtype=torch.promote_types(p.dtype, torch.float32), device=p.device)
+            name: torch.tensor(
+                noise_variance, dtype=torch.promote_types(p.dtype, torch.float32), device=p.device
+            )
             for name, p in parameters.items()
         }
     for name, variance in result.items():
@@ -128,5 +140,8 @@ def variances(gmap: GradientMap, noise_variance: NoiseVariance) -> Tensors:
                 f"{tuple(parameters[name].shape)}."
             ) from error
         if not (variance >= 0).all():  # also where it is NaN
-            raise ValueError(f"Variances must be at least 0, but noise_variance[{name!r}] has a smaller one or NaN.")
+            raise ValueError(
+                f"Variances must be at least 0, but noise_variance[{name!r}] has a smaller one or "
+                "NaN."
+            )
     return result

@@ -1,4 +1,6 @@
-"""What both kinds of scores share: the result, who is compared with whom, and how sure a mean is."""
+"""What both kinds of scores share: the result, who is compared with whom, and how sure a mean
+is.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +17,13 @@ class Scores:
     """Scores of reconstructions. `dataclasses.asdict` gives what `json` takes.
 
     Args:
-        per_sample: For each score one number a reference, in the order of the references, batch after batch.
+        per_sample: For each score one number a reference, in the order of the references, batch
+            after batch.
         mean: For each score the plain mean over all references.
-        interval: For each score the bootstrap interval (low, high) of its mean; (nan, nan) with a single sample.
-            Empty if no resamples were asked for.
-        matched: For each reference the index of its prediction within the batch; None if there were too few.
+        interval: For each score the bootstrap interval (low, high) of its mean; (nan, nan) with a
+            single sample. Empty if no resamples were asked for.
+        matched: For each reference the index of its prediction within the batch; None if there were
+            too few.
     """
 
     per_sample: dict[str, list[float]]
@@ -37,28 +41,41 @@ def summarize(
     confidence: float,
     seed: int,
 ) -> Scores:
-    """The `Scores` of samples: `rows` one a reference, `batch_sizes` how many consecutive rows were shared together."""
+    """The `Scores` of samples: `rows` one a reference, `batch_sizes` how many consecutive rows were
+    shared together.
+    """
     per_sample = {name: [row[name] for row in rows] for name in rows[0]}
     mean = {name: float(np.mean(values)) for name, values in per_sample.items()}
-    interval = bootstrap_intervals(per_sample, batch_sizes, bootstrap=bootstrap, confidence=confidence, seed=seed)
+    interval = bootstrap_intervals(
+        per_sample, batch_sizes, bootstrap=bootstrap, confidence=confidence, seed=seed
+    )
     return Scores(per_sample, mean, interval, matched)
 
 
 def bootstrap_intervals(
-    per_sample: dict[str, list[float]], batch_sizes: Sequence[int], *, bootstrap: int, confidence: float, seed: int
+    per_sample: dict[str, list[float]],
+    batch_sizes: Sequence[int],
+    *,
+    bootstrap: int,
+    confidence: float,
+    seed: int,
 ) -> dict[str, tuple[float, float]]:
     """Percentile bootstrap intervals of the means.
 
-    Whole batches are drawn: samples that were shared in one gradient succeed and fail together, so drawing them one by
-    one would promise too much. With a single batch its samples are drawn, and the interval speaks of that batch only.
+    Whole batches are drawn: samples that were shared in one gradient succeed and fail together, so
+    drawing them one by one would promise too much. With a single batch its samples are drawn, and
+    the interval speaks of that batch only.
 
-    The percentiles are widened for small n (batches drawn) as if the scores were normal, from Φ(z) to
-    Φ(sqrt(n/(n-1)) t) with Student's t of n-1 degrees of freedom: Hesterberg, "What Teachers Should Know About the
-    Bootstrap" (2015), Section 4.1. Plain percentiles of 10 normal samples cover 90 % where they say 95 %.
+    The percentiles are widened for small n (batches drawn) as if the scores were normal, from Φ(z)
+    to Φ(sqrt(n/(n-1)) t) with Student's t of n-1 degrees of freedom: Hesterberg, "What Teachers
+    Should Know About the Bootstrap" (2015), Section 4.1. Plain percentiles of 10 normal samples
+    cover 90 % where they say 95 %.
     """
     if bootstrap == 0:
         return {}
-    sizes = np.ones(batch_sizes[0]) if len(batch_sizes) == 1 else np.asarray(batch_sizes, dtype=float)
+    sizes = (
+        np.ones(batch_sizes[0]) if len(batch_sizes) == 1 else np.asarray(batch_sizes, dtype=float)
+    )
     n = len(sizes)
     if n < 2:
         return dict.fromkeys(per_sample, (float("nan"), float("nan")))
@@ -77,7 +94,11 @@ def bootstrap_intervals(
         method="percentile",
         rng=np.random.default_rng(seed),
     )
-    limits = zip(result.confidence_interval.low.tolist(), result.confidence_interval.high.tolist(), strict=True)
+    limits = zip(
+        result.confidence_interval.low.tolist(),
+        result.confidence_interval.high.tolist(),
+        strict=True,
+    )
     return dict(zip(per_sample, limits, strict=True))
 
 
@@ -88,7 +109,9 @@ def match(similarity: np.ndarray) -> list[int | None]:
         similarity: `(references, predictions)`, with no more predictions than references.
     """
     matched: list[int | None] = [None] * len(similarity)
-    for reference, prediction in zip(*linear_sum_assignment(similarity, maximize=True), strict=True):
+    for reference, prediction in zip(
+        *linear_sum_assignment(similarity, maximize=True), strict=True
+    ):
         matched[reference] = int(prediction)
     return matched
 
@@ -97,7 +120,8 @@ def check_bootstrap(bootstrap: int, confidence: float) -> None:
     """Raise ValueError unless there are no or enough resamples for a confidence in (0, 1)."""
     if bootstrap != 0 and bootstrap < 100:
         raise ValueError(
-            f"bootstrap is a number of resamples: 0 for no intervals, or at least 100, but is {bootstrap}."
+            "bootstrap is a number of resamples: 0 for no intervals, or at least 100, but is "
+            f"{bootstrap}."
         )
     if not 0 < confidence < 1:
         raise ValueError(f"confidence must be between 0 and 1, but is {confidence}.")

@@ -37,7 +37,9 @@ _WORD = regex.compile(rf"(?V1)[[\p{{L}}\p{{M}}\p{{N}}_]--[{_UNSPACED}]]+|\X")
 
 
 class _Identity:
-    """The tokenizer of texts that are tokens already: rouge-score's own drops all that is not ASCII."""
+    """The tokenizer of texts that are tokens already: rouge-score's own drops all that is not
+    ASCII.
+    """
 
     def tokenize(self, tokens: list[Token]) -> list[Token]:
         return tokens
@@ -58,38 +60,48 @@ def score_text(
 ) -> Scores:
     """How near reconstructed texts are to the true ones.
 
-    A flat list is **one batch**, shared in one gradient. A gradient has no order, so its predictions are matched to
-    its references one to one before anything is scored, by the largest sum of token F1 (Google BLEU decides between
-    equals). Several batches are a list of such lists; nothing is matched across batches. Independent samples are
-    batches of one: `[[text] for text in texts]`.
+    A flat list is **one batch**, shared in one gradient. A gradient has no order, so its
+    predictions are matched to its references one to one before anything is scored, by the largest
+    sum of token F1 (Google BLEU decides between equals). Several batches are a list of such lists;
+    nothing is matched across batches. Independent samples are batches of one:
+    `[[text] for text in texts]`.
 
     All scores are in [0, 1] and take the same tokens:
 
-    - `rouge1`, `rouge2`, `rougeL`: F-measure of common words, word pairs, and the longest common subsequence.
-    - `bleu`: sentence BLEU up to 4-grams, exponential smoothing, effective order; sacrebleu's number over 100.
+    - `rouge1`, `rouge2`, `rougeL`: F-measure of common words, word pairs, and the longest common
+      subsequence.
+    - `bleu`: sentence BLEU up to 4-grams, exponential smoothing, effective order; sacrebleu's
+      number over 100.
     - `google_bleu`: the smaller of precision and recall over all 1- to 4-grams (Wu et al., 2016).
-    - `token_precision`, `token_recall`, `token_f1`: over multisets of tokens, so a word counts as often as it is there.
-    - `position_accuracy`: the share of the reference's tokens that the prediction has at the same position.
+    - `token_precision`, `token_recall`, `token_f1`: over multisets of tokens, so a word counts as
+      often as it is there.
+    - `position_accuracy`: the share of the reference's tokens that the prediction has at the same
+      position.
     - `exact_match`: 1 if all tokens are the same in the same order.
 
     Args:
-        predictions: Texts as strings or lists of token ids, or a `(B, T)` tensor of ids; or a list of such batches. A
-            batch may have fewer than references: the missing ones count as empty, and empty ones score 0.
+        predictions: Texts as strings or lists of token ids, or a `(B, T)` tensor of ids; or a list
+            of such batches. A batch may have fewer than references: the missing ones count as
+                empty, and empty ones score 0.
         references: The true ones, batch by batch as in `predictions`.
-        tokenizer: With it, tokens are its ids, for strings as well, and all its special tokens are left out. A special
-            token inside a prediction that is as long as its reference keeps the position of the others. Without it,
-            tokens are ids as given, or the words of a string: Unicode NFKC, case folded, split at spaces and
-            punctuation; in scripts without spaces each character. Negative ids (the -100 of ignored labels) are no tokens.
-        bootstrap: Resamples for the intervals of the means; 0 for none. Whole batches are resampled.
+        tokenizer: With it, tokens are its ids, for strings as well, and all its special tokens are
+            left out. A special token inside a prediction that is as long as its reference keeps the
+            position of the others. Without it, tokens are ids as given, or the words of a string:
+                Unicode NFKC, case folded, split at spaces and
+            punctuation; in scripts without spaces each character. Negative ids (the -100 of ignored
+            labels) are no tokens.
+        bootstrap: Resamples for the intervals of the means; 0 for none. Whole batches are
+            resampled.
         confidence: Of the intervals.
         seed: Of the resampling.
 
     Returns:
-        Scores a reference, means, intervals, and which prediction was compared with which reference.
+        Scores a reference, means, intervals, and which prediction was compared with which
+        reference.
 
     Raises:
-        ValueError: If a reference holds no tokens, a batch has more predictions than references, strings meet ids
-            without a tokenizer, or the two sides are not nested alike.
+        ValueError: If a reference holds no tokens, a batch has more predictions than references,
+            strings meet ids without a tokenizer, or the two sides are not nested alike.
 
     Example:
         >>> scores = score_text(["a film", "the dog barks"], ["the dog barked", "a film"])
@@ -107,71 +119,86 @@ def score_text(
         for tokens in true:
             if not _words(tokens):
                 raise ValueError(
-                    f"Reference {len(rows) + true.index(tokens)} holds no tokens but special ones, so there is nothing to "
-                    "recover. Leave it out, with its prediction."
+                    f"Reference {len(rows) + true.index(tokens)} holds no tokens but special ones, "
+                    "so there is nothing to recover. Leave it out, with its prediction."
                 )
         order = match(np.array([[_similarity(p, t) for p in predicted] for t in true]))
-        rows += [_score([] if i is None else predicted[i], t) for i, t in zip(order, true, strict=True)]
+        rows += [
+            _score([] if i is None else predicted[i], t) for i, t in zip(order, true, strict=True)
+        ]
         matched += order
     sizes = [len(true) for _, true in pairs]
     return summarize(rows, matched, sizes, bootstrap=bootstrap, confidence=confidence, seed=seed)
 
 
 def as_batches(predictions: Any, references: Any) -> list[tuple[list[Any], list[Any]]]:
-    """Both sides as batches: one pair (predictions, references) of lists of strings or lists of ids for each.
+    """Both sides as batches: one pair (predictions, references) of lists of strings or lists of ids
+    for each.
 
     Raises:
-        ValueError: If they are not nested alike, or a batch has more predictions than references or no references.
+        ValueError: If they are not nested alike, or a batch has more predictions than references or
+            no references.
     """
     predictions, references = _plain(predictions), _plain(references)
     depth = _depth(references)
     if depth not in (1, 2):
         raise ValueError(
-            "references must be a list of strings or of lists of token ids, or a list of such lists, one a batch, and "
-            f"hold at least one token, but is {_shorten(references)}."
+            "references must be a list of strings or of lists of token ids, or a list of such "
+            f"lists, one a batch, and hold at least one token, but is {_shorten(references)}."
         )
     if depth == 1:
         predictions, references = [predictions], [references]
     if not isinstance(predictions, list) or len(predictions) != len(references):
         raise ValueError(
-            f"references holds {len(references)} batches, so predictions must be a list of as many, but is "
-            f"{_shorten(predictions)}."
+            f"references holds {len(references)} batches, so predictions must be a list of as "
+            f"many, but is {_shorten(predictions)}."
         )
     for predicted, true in zip(predictions, references, strict=True):
         for side, batch in (("predictions", predicted), ("references", true)):
             if not isinstance(batch, list) or not all(map(_is_text, batch)):
                 raise ValueError(
-                    f"A batch of {side} must be a list of strings or of lists of token ids, but is {_shorten(batch)}. "
-                    "Nest predictions and references alike: a flat list is one batch, a list of lists several."
+                    f"A batch of {side} must be a list of strings or of lists of token ids, but is "
+                    f"{_shorten(batch)}. Nest predictions and references alike: a flat list is one "
+                    "batch, a list of lists several."
                 )
         if not true:
             raise ValueError("A batch holds no references. Leave it out, with its predictions.")
         if len(predicted) > len(true):
             raise ValueError(
-                f"A batch has {len(predicted)} predictions for {len(true)} references. Taking the best of several guesses "
-                "would flatter the attack: keep as many as the batch has samples."
+                f"A batch has {len(predicted)} predictions for {len(true)} references. Taking the "
+                "best of several guesses would flatter the attack: keep as many as the batch has "
+                "samples."
             )
     return list(zip(predictions, references, strict=True))
 
 
 def words(text: str) -> list[str]:
-    """The words of a string: Unicode NFKC, case folded, split at spaces and punctuation, which count as words too.
+    """The words of a string: Unicode NFKC, case folded, split at spaces and punctuation, which
+    count as words too.
 
-    In scripts without spaces (Chinese, Japanese, Thai, Lao, Khmer, Burmese) every character is a word. So is an emoji.
+    In scripts without spaces (Chinese, Japanese, Thai, Lao, Khmer, Burmese) every character is a
+    word. So is an emoji.
 
     Example:
         >>> words("Naïve, 电影!")
         ['naïve', ',', '电', '影', '!']
     """
-    return [word for part in unicodedata.normalize("NFKC", text).casefold().split() for word in _WORD.findall(part)]
+    return [
+        word
+        for part in unicodedata.normalize("NFKC", text).casefold().split()
+        for word in _WORD.findall(part)
+    ]
 
 
 def _score(predicted: list[Token], true: list[Token]) -> dict[str, float]:
     ours, theirs = _words(predicted), _words(true)
     rouge = _ROUGE.score(theirs, ours)
     common = (Counter(ours) & Counter(theirs)).total()
-    # Of equal length, both are rows of one padded batch: a special token in the middle is then a gap, not a shift.
-    ours_placed, theirs_placed = (predicted, true) if len(predicted) == len(true) else (ours, theirs)
+    # Of equal length, both are rows of one padded batch: a special token in the middle is then a
+    # gap, not a shift.
+    ours_placed, theirs_placed = (
+        (predicted, true) if len(predicted) == len(true) else (ours, theirs)
+    )
     hits = sum(p == t for p, t in zip(ours_placed, theirs_placed, strict=False) if t is not None)
     scores = {name: float(score.fmeasure) for name, score in rouge.items()} | {
         "bleu": _sentence_bleu(ours, theirs),
@@ -203,7 +230,11 @@ def _tokens(text: str | list[int], tokenizer: Any) -> list[Token]:
     if tokenizer is None and isinstance(text, str):
         return [*words(text)]
     special = set() if tokenizer is None else set(tokenizer.all_special_ids)
-    ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] if isinstance(text, str) else text
+    ids = (
+        tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        if isinstance(text, str)
+        else text
+    )
     return [None if i in special or i < 0 else i for i in ids]
 
 
@@ -215,19 +246,31 @@ def _plain(texts: Any) -> Any:
     """Tensors, arrays and tuples as lists, to any depth."""
     if hasattr(texts, "tolist"):
         return texts.tolist()
-    return [_plain(item) for item in texts] if isinstance(texts, Sequence) and not isinstance(texts, str) else texts
+    return (
+        [_plain(item) for item in texts]
+        if isinstance(texts, Sequence) and not isinstance(texts, str)
+        else texts
+    )
 
 
 def _depth(item: Any) -> int | None:
-    """0 for a text, 1 for a list of texts, 2 for a list of batches; None if it holds nothing to tell by."""
+    """0 for a text, 1 for a list of texts, 2 for a list of batches; None if it holds nothing to
+    tell by.
+    """
     if isinstance(item, str) or (isinstance(item, list) and any(isinstance(i, int) for i in item)):
         return 0
-    depths = [depth for depth in map(_depth, item) if depth is not None] if isinstance(item, list) else []
+    depths = (
+        [depth for depth in map(_depth, item) if depth is not None]
+        if isinstance(item, list)
+        else []
+    )
     return 1 + depths[0] if depths else None
 
 
 def _is_text(item: Any) -> bool:
-    return isinstance(item, str) or (isinstance(item, list) and all(isinstance(i, int) for i in item))
+    return isinstance(item, str) or (
+        isinstance(item, list) and all(isinstance(i, int) for i in item)
+    )
 
 
 def _check_one_kind(pairs: Sequence[tuple[list[Any], list[Any]]]) -> None:
@@ -235,8 +278,8 @@ def _check_one_kind(pairs: Sequence[tuple[list[Any], list[Any]]]) -> None:
     kinds = {isinstance(text, str) for pair in pairs for texts in pair for text in texts if text}
     if len(kinds) > 1:
         raise ValueError(
-            "Some texts are strings and some lists of token ids, so they have no tokens in common. Pass tokenizer= to "
-            "compare them by its ids."
+            "Some texts are strings and some lists of token ids, so they have no tokens in common. "
+            "Pass tokenizer= to compare them by its ids."
         )
 
 

@@ -16,10 +16,12 @@ _STRINGS, _IDS = (
 
 
 class TextReconstruction(evaluate.Metric):
-    """The means of `score_text` under the same names, as an `evaluate` metric. Needs neither the Hub nor a network.
+    """The means of `score_text` under the same names, as an `evaluate` metric. Needs neither the
+    Hub nor a network.
 
-    What one `add_batch` is given was shared in one gradient: its predictions are matched to its references. A list of
-    lists is several batches, and `add` takes one batch, or one text as a batch of one.
+    What one `add_batch` is given was shared in one gradient: its predictions are matched to its
+    references. A list of lists is several batches, and `add` takes one batch, or one text as a
+    batch of one.
 
     Example:
         >>> metric = TextReconstruction()
@@ -33,8 +35,8 @@ class TextReconstruction(evaluate.Metric):
             description="How near texts reconstructed from a shared gradient are to the true ones.",
             citation="",
             inputs_description=(
-                "\nPredictions and references are batches: lists of strings or of lists of token ids. `compute` also takes "
-                "`tokenizer`.\n"
+                "\nPredictions and references are batches: lists of strings or of lists of token "
+                "ids. `compute` also takes `tokenizer`.\n"
             ),
             features=[_STRINGS, _IDS],
         )
@@ -49,8 +51,11 @@ class TextReconstruction(evaluate.Metric):
         self.add_batch(predictions=[prediction], references=[reference], **kwargs)
 
     def _infer_feature_from_batch(self, batch: dict[str, Any]) -> Features:
-        # The base class tries one after the other, but "12" can be read as an id, and any id as a string.
+        # The base class tries one after the other, but "12" can be read as an id, and any id as a
+        # string.
         return _STRINGS if isinstance(batch["references"][0][0], str) else _IDS
 
-    def _compute(self, *, predictions: Any = None, references: Any = None, tokenizer: Any = None, **_: Any) -> Any:
+    def _compute(
+        self, *, predictions: Any = None, references: Any = None, tokenizer: Any = None, **_: Any
+    ) -> Any:
         return score_text(predictions, references, tokenizer=tokenizer, bootstrap=0).mean

@@ -1,4 +1,6 @@
-"""The ConvNets of the optimal-defences paper (MNIST, CIFAR-10) and of the Fisher-information-leakage paper."""
+"""The ConvNets of the optimal-defenses paper (MNIST, CIFAR-10) and of the
+Fisher-information-leakage paper.
+"""
 
 from __future__ import annotations
 
@@ -36,10 +38,11 @@ class LeakyConvNetConfig(SmallImageClassifierConfig):
 
 
 class LeakyConvNetForImageClassification(SmallImageClassifier):
-    """3 × 3 convolutions of 32 and 64 channels, each with leaky ReLU and 2 × 2 max pooling, and two dense layers.
+    """3 × 3 convolutions of 32 and 64 channels, each with leaky ReLU and 2 × 2 max pooling, and two
+    dense layers.
 
-    The network of 119,530 parameters on which Chen, Gürsoy and Lei, "Optimal Defenses Against Data Reconstruction Attacks"
-    (2024), report MNIST, with their names of its layers (their Table 1).
+    The network of 119,530 parameters on which Chen, Gürsoy and Lei, "Optimal Defenses Against Data
+    Reconstruction Attacks" (2024), report MNIST, with their names of its layers (their Table 1).
 
     Example:
         >>> model = LeakyConvNetForImageClassification(LeakyConvNetConfig())
@@ -78,7 +81,7 @@ class DeepConvNetConfig(SmallImageClassifierConfig):
         num_channels: Of the images.
         image_size: Pixels along each side.
         width: Channels of the first convolution; the others have 2 and 4 times as many.
-        batch_norm: Normalise after each convolution. What that shares is in `docs/threat_model.md`.
+        batch_norm: Normalize after each convolution. What that shares is in `docs/threat_model.md`.
         negative_slope: Of the leaky ReLU; 0 is the plain one.
     """
 
@@ -100,11 +103,12 @@ class DeepConvNetConfig(SmallImageClassifierConfig):
 
 
 class DeepConvNetForImageClassification(SmallImageClassifier):
-    """Eight 3 × 3 convolutions with batch normalisation and leaky ReLU, 3 × 3 max pooling after six and eight, one dense layer.
+    """Eight 3 × 3 convolutions with batch normalization and leaky ReLU, 3 × 3 max pooling after six
+    and eight, one dense layer.
 
-    The optimal-defences paper reports CIFAR-10 on "a 2.9M parameter ConvNet" whose layers it does not list. This is the
-    ConvNet of the attack that it uses (Geiping et al., "Inverting Gradients", 2020), which has 2,904,970 parameters, with
-    leaky ReLU as that paper says.
+    The optimal-defenses paper reports CIFAR-10 on "a 2.9M parameter ConvNet" whose layers it does
+    not list. This is the ConvNet of the attack that it uses (Geiping et al., "Inverting Gradients",
+    2020), which has 2,904,970 parameters, with leaky ReLU as that paper says.
 
     Example:
         >>> model = DeepConvNetForImageClassification(DeepConvNetConfig())
@@ -139,13 +143,15 @@ class DeepConvNetForImageClassification(SmallImageClassifier):
 
 
 class TanhConvNetConfig(SmallImageClassifierConfig):
-    """Configuration of `TanhConvNetForImageClassification`. Defaults: MNIST; `cifar10()` has the other one.
+    """Configuration of `TanhConvNetForImageClassification`. Defaults: MNIST; `cifar10()` has the
+    other one.
 
     Args:
         num_channels: Of the images.
         image_size: Pixels along each side.
         convolutions: One list `[channels, kernel, stride, padding]` a convolution.
-        pooling: `[after, stride]` of every 2 × 2 average pooling: after how many convolutions it comes, and its stride.
+        pooling: `[after, stride]` of every 2 × 2 average pooling: after how many convolutions it
+            comes, and its stride.
         hidden_size: Of the dense layer before the last one.
     """
 
@@ -167,7 +173,9 @@ class TanhConvNetConfig(SmallImageClassifierConfig):
 
     @classmethod
     def cifar10(cls, **kwargs: Any) -> TanhConvNetConfig:
-        """The paper's network for CIFAR-10: 3 × 3 convolutions, twice 32, 64 and 128 channels, and 128 hidden units."""
+        """The paper's network for CIFAR-10: 3 × 3 convolutions, twice 32, 64 and 128 channels, and
+        128 hidden units.
+        """
         settings = {
             "num_channels": 3,
             "image_size": 32,
@@ -179,11 +187,12 @@ class TanhConvNetConfig(SmallImageClassifierConfig):
 
 
 class TanhConvNetForImageClassification(SmallImageClassifier):
-    """Convolutions with tanh and average pooling, and two dense layers: a smooth function of the input.
+    """Convolutions with tanh and average pooling, and two dense layers: a smooth function of the
+    input.
 
-    The networks of 26,010 (MNIST) and 550,570 parameters (CIFAR-10) in Guo et al., "Bounding Training Data Reconstruction
-    in Private (Deep) Learning" (2022), Appendix C. Its tables print a tanh after the last layer too; the authors' code has
-    none, and neither has this.
+    The networks of 26,010 (MNIST) and 550,570 parameters (CIFAR-10) in Guo et al., "Bounding
+    Training Data Reconstruction in Private (Deep) Learning" (2022), Appendix C. Its tables print a
+    tanh after the last layer too; the authors' code has none, and neither has this.
 
     Example:
         >>> model = TanhConvNetForImageClassification(TanhConvNetConfig.cifar10())
@@ -197,7 +206,10 @@ class TanhConvNetForImageClassification(SmallImageClassifier):
         inputs, side, layers = config.num_channels, config.image_size, list[nn.Module]()
         pooling = {pool[0]: pool[1] for pool in config.pooling}
         for number, (outputs, kernel, stride, padding) in enumerate(config.convolutions, 1):
-            layers += [nn.Conv2d(inputs, outputs, kernel, stride=stride, padding=padding), nn.Tanh()]
+            layers += [
+                nn.Conv2d(inputs, outputs, kernel, stride=stride, padding=padding),
+                nn.Tanh(),
+            ]
             inputs, side = outputs, (side + 2 * padding - kernel) // stride + 1
             if number in pooling:
                 layers.append(nn.AvgPool2d(2, stride=pooling[number]))
@@ -216,7 +228,8 @@ class TanhConvNetForImageClassification(SmallImageClassifier):
 
 
 def _start_as_pytorch(module: nn.Module) -> None:
-    # PreTrainedModel's own start is normal with deviation 0.02, which is far too small for networks of this depth.
+    # PreTrainedModel's own start is normal with deviation 0.02, which is far too small for networks
+    # of this depth.
     if isinstance(module, nn.Conv2d | nn.Linear | nn.BatchNorm2d):
         module.reset_parameters()
 

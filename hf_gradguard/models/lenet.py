@@ -19,8 +19,8 @@ class LeakageLeNetConfig(SmallImageClassifierConfig):
         image_size: Pixels along each side.
         hidden_channels: Of every convolution.
         strides: One a convolution.
-        initializer_range: Weights and biases start uniform between minus this and this; `None` takes PyTorch's own start.
-            The papers attack at 0.5.
+        initializer_range: Weights and biases start uniform between minus this and this; `None`
+            takes PyTorch's own start. The papers attack at 0.5.
     """
 
     model_type = "gradguard_leakage_lenet"
@@ -41,10 +41,12 @@ class LeakageLeNetConfig(SmallImageClassifierConfig):
 
 
 class LeakageLeNetForImageClassification(SmallImageClassifier):
-    """Four 5 × 5 convolutions of 12 channels, strides 2, 2, 1 and 1, each with a sigmoid, and one dense layer.
+    """Four 5 × 5 convolutions of 12 channels, strides 2, 2, 1 and 1, each with a sigmoid, and one
+    dense layer.
 
-    Smooth everywhere, so that its gradient has useful second derivatives: the network on which gradient inversion was
-    introduced (Zhu, Liu and Han, "Deep Leakage from Gradients", 2019) and on which most of its papers report.
+    Smooth everywhere, so that its gradient has useful second derivatives: the network on which
+    gradient inversion was introduced (Zhu, Liu and Han, "Deep Leakage from Gradients", 2019) and on
+    which most of its papers report.
 
     Example:
         >>> model = LeakageLeNetForImageClassification(LeakageLeNetConfig(num_channels=1, image_size=28))
@@ -58,7 +60,9 @@ class LeakageLeNetForImageClassification(SmallImageClassifier):
         super().__init__(config)
         channels, side, convolutions = config.num_channels, config.image_size, []
         for stride in config.strides:
-            convolutions.append(nn.Conv2d(channels, config.hidden_channels, 5, stride=stride, padding=2))
+            convolutions.append(
+                nn.Conv2d(channels, config.hidden_channels, 5, stride=stride, padding=2)
+            )
             channels, side = config.hidden_channels, (side - 1) // stride + 1
         self.convolutions = nn.ModuleList(convolutions)
         self.classifier = nn.Linear(channels * side * side, config.num_labels)

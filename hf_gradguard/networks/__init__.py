@@ -1,11 +1,24 @@
-"""Evaluation networks: how much of an image or a text is noise. The privacy metric of the Refiner defence."""
+"""Evaluation networks: how much of an image or a text is noise. The privacy metric of the Refiner
+defense.
+"""
 
 from .cache import cache_folder, cached_text_network
 from .configuration import ImageEvaluationNetworkConfig, TextEvaluationNetworkConfig
 from .evaluation import NetworkFigures, evaluate_image_network, evaluate_text_network
 from .fitting import network_for
-from .loading import load_network, packaged_image_network, packaged_networks, packaged_text_network, save_network
-from .modeling import ImageEvaluationNetwork, TextEvaluationNetwork, adapt_images, embedding_fingerprint
+from .loading import (
+    load_network,
+    packaged_image_network,
+    packaged_networks,
+    packaged_text_network,
+    save_network,
+)
+from .modeling import (
+    ImageEvaluationNetwork,
+    TextEvaluationNetwork,
+    adapt_images,
+    embedding_fingerprint,
+)
 from .training import blend_images, replace_tokens, train_image_network, train_text_network
 
 __all__ = [

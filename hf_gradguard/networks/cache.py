@@ -1,4 +1,6 @@
-"""The text network for a model's embeddings: packaged, cached, or trained now and cached for the next time."""
+"""The text network for a model's embeddings: packaged, cached, or trained now and cached for the
+next time.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ logger = logging.get_logger(__name__)
 
 
 def cache_folder() -> Path:
-    """Where trained networks are kept: `gradguard/evaluation_networks` in the Hugging Face home (`HF_HOME`)."""
+    """Where trained networks are kept: `gradguard/evaluation_networks` in the Hugging Face home
+    (`HF_HOME`).
+    """
     return Path(constants.HF_HOME) / "gradguard" / "evaluation_networks"
 
 
@@ -38,16 +42,19 @@ def cached_text_network(
 ) -> TextEvaluationNetwork:
     """The evaluation network for a model's embeddings, trained only if there is none yet.
 
-    Looks for a packaged network whose fingerprint fits, then for a cached one, and else trains one, says so and how long
-    it took, and caches it under the fingerprint. Safe to call on all ranks at once: one trains, the others wait.
+    Looks for a packaged network whose fingerprint fits, then for a cached one, and else trains one,
+    says so and how long it took, and caches it under the fingerprint. Safe to call on all ranks at
+    once: one trains, the others wait.
 
     Args:
         embedding: The language model's input-embedding module.
         tokenizer: Its tokenizer.
-        texts: Public text to train on, or a function that loads it; called only if a network must be trained.
+        texts: Public text to train on, or a function that loads it; called only if a network must
+            be trained.
         base_model: The model's Hub name, for the configuration.
         cache: Folder of the cache. Default: `cache_folder()`.
-        **training: Passed to `train_text_network`. They are no part of the key: delete the folder to train anew.
+        **training: Passed to `train_text_network`. They are no part of the key: delete the folder
+            to train anew.
 
     Returns:
         The network on the embedding's device, frozen, in eval mode.
@@ -68,11 +75,16 @@ def cached_text_network(
 
 
 def _train_into(
-    folder: Path, embedding: nn.Module, tokenizer: Any, texts: Any, base_model: str, training: dict[str, Any]
+    folder: Path,
+    embedding: nn.Module,
+    tokenizer: Any,
+    texts: Any,
+    base_model: str,
+    training: dict[str, Any],
 ) -> None:
     logger.warning(
-        f"No evaluation network fits these embeddings yet (fingerprint {folder.name[:12]}). Training one on public text, "
-        "once; this takes minutes."
+        f"No evaluation network fits these embeddings yet (fingerprint {folder.name[:12]}). "
+        "Training one on public text, once; this takes minutes."
     )
     started = time.perf_counter()
     loaded = texts() if callable(texts) else texts
@@ -83,13 +95,15 @@ def _train_into(
         save_network(network, unfinished)
         os.replace(unfinished, folder)
     except OSError:
-        if (
-            not folder.is_dir()
-        ):  # on file systems without locks another process may have come first, with the same network
+        # on file systems without locks another process may have come first, with the same network
+        if not folder.is_dir():
             raise
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
-    logger.warning(f"Trained the evaluation network in {time.perf_counter() - started:.0f} s and kept it in {folder}.")
+    logger.warning(
+        f"Trained the evaluation network in {time.perf_counter() - started:.0f} s and kept it in "
+        f"{folder}."
+    )
 
 
 def _text(network: EvaluationNetwork) -> TextEvaluationNetwork:

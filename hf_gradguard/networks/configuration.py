@@ -13,7 +13,7 @@ class ImageEvaluationNetworkConfig(PreTrainedConfig):
     """Which pixels an image network judges, and how wide it is.
 
     Args:
-        num_channels: C of the images, 1 for grey and 3 for colour.
+        num_channels: C of the images, 1 for gray and 3 for color.
         image_size: H and W in pixels; a number stands for both.
         filters: Output channels of the convolutions, each of which halves the image.
 
@@ -28,7 +28,8 @@ class ImageEvaluationNetworkConfig(PreTrainedConfig):
     filters: list[int] | tuple[int, ...] = (128, 256, 512)
 
     def __post_init__(self, **kwargs: Any) -> None:
-        # Here and not in a validator of the base class: those wrap the ValueError in an error of their own.
+        # Here and not in a validator of the base class: those wrap the ValueError in an error of
+        # their own.
         if self.num_channels < 1 or not self.filters or min(*self.size, *self.filters) < 1:
             raise ValueError(
                 "num_channels, image_size and every entry of filters must be at least 1, but are "
@@ -51,10 +52,12 @@ class TextEvaluationNetworkConfig(PreTrainedConfig):
 
     Args:
         embedding_size: H, the length of a token embedding.
-        embedding_fingerprint: `embedding_fingerprint` of the matrix the network was trained on. Another matrix gives the
-            same word other coordinates, so the network would judge it at random.
+        embedding_fingerprint: `embedding_fingerprint` of the matrix the network was trained on.
+            Another matrix gives the same word other coordinates, so the network would judge it at
+            random.
         base_model: The Hub name of the model the matrix is from, for people; empty if it has none.
-        special_token_ids: Tokens that are neither replaced nor counted: [CLS], [SEP], padding and so on.
+        special_token_ids: Tokens that are neither replaced nor counted: [CLS], [SEP], padding and
+            so on.
         width: Channels between input and output.
         num_layers: Residual convolutions over the tokens.
         kernel_size: Tokens that one convolution sees; odd.
@@ -80,5 +83,8 @@ class TextEvaluationNetworkConfig(PreTrainedConfig):
                 f"{self.embedding_size}, {self.width} and {self.num_layers}."
             )
         if self.kernel_size < 1 or self.kernel_size % 2 == 0:
-            raise ValueError(f"kernel_size must be odd, so that a token is in its middle, but is {self.kernel_size}.")
+            raise ValueError(
+                "kernel_size must be odd, so that a token is in its middle, but is "
+                f"{self.kernel_size}."
+            )
         super().__post_init__(**kwargs)

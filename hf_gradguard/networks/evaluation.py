@@ -24,11 +24,15 @@ class NetworkFigures:
         ratios: The noise ratios asked for.
         mean_predictions: The network's mean at each of them.
         strictly_increasing: Whether those rise from each ratio to the next.
-        spearman_of_means: Rank correlation of the means with the ratios (1 exactly if strictly increasing).
-        spearman: Rank correlation of all single predictions with the noise ratio that each sample really had.
-        spearman_nominal: The same with the ratio asked for. For texts it is lower: of three words, 0.1 replaces none.
+        spearman_of_means: Rank correlation of the means with the ratios (1 exactly if strictly
+            increasing).
+        spearman: Rank correlation of all single predictions with the noise ratio that each sample
+            really had.
+        spearman_nominal: The same with the ratio asked for. For texts it is lower: of three words,
+            0.1 replaces none.
         mean_absolute_error: Of single predictions, from the ratio that each sample really had.
-        worst_mean_error: The largest distance of a mean prediction from the mean ratio it should be.
+        worst_mean_error: The largest distance of a mean prediction from the mean ratio it should
+            be.
     """
 
     samples: int
@@ -50,8 +54,8 @@ def evaluate_image_network(
 ) -> NetworkFigures:
     """Judge images (whatever `as_pixels` takes) blended with uniform noise at every ratio.
 
-    Noise is added at the images' own shape and size, then they pass through `adapt_images`: a client that protects grey
-    digits adds grey noise of their size too.
+    Noise is added at the images' own shape and size, then they pass through `adapt_images`: a
+    client that protects gray digits adds gray noise of their size too.
     """
     pixels = as_pixels(images)
     generator = torch.Generator().manual_seed(seed)
@@ -81,30 +85,45 @@ def evaluate_text_network(
     Args:
         network: The network; `embedding` must be the one it was trained on.
         embedding: The language model's input-embedding module.
-        tokenizer: Its tokenizer. Texts are encoded as for the model, special tokens and padding included.
+        tokenizer: Its tokenizer. Texts are encoded as for the model, special tokens and padding
+            included.
         texts: The texts. Those without an ordinary token are left out.
         seed: Of the noise.
         batch_size: Texts at a time.
         max_length: Longer texts are cut.
-        blend: Mix every token's embedding with a random token's by the ratio, instead of replacing tokens.
+        blend: Mix every token's embedding with a random token's by the ratio, instead of replacing
+            tokens.
     """
     weight = embedding_weight(embedding)
     network.check_embedding(weight)
     candidates = ordinary_token_ids(tokenizer, weight)
     generator = torch.Generator().manual_seed(seed)
-    texts = sorted((text for text in texts if text.strip()), key=len)  # alike in length: little padding
+    texts = sorted(
+        (text for text in texts if text.strip()), key=len
+    )  # alike in length: little padding
     encoded = [
-        tokenizer(texts[i : i + batch_size], truncation=True, max_length=max_length, padding=True, return_tensors="pt")
+        tokenizer(
+            texts[i : i + batch_size],
+            truncation=True,
+            max_length=max_length,
+            padding=True,
+            return_tensors="pt",
+        )
         for i in range(0, len(texts), batch_size)
     ]
-    kept = [torch.isin(batch["input_ids"], candidates) & batch["attention_mask"].bool() for batch in encoded]
+    kept = [
+        torch.isin(batch["input_ids"], candidates) & batch["attention_mask"].bool()
+        for batch in encoded
+    ]
 
     def batches(ratio: float) -> Iterator[tuple[Tensor, Tensor]]:
         for batch, mask in zip(encoded, kept, strict=True):
             ids, asked = batch["input_ids"], torch.full((len(mask),), 1.0 if blend else ratio)
             noisy = replace_tokens(ids, mask, asked, candidates, generator)
             if blend:
-                x = torch.lerp(embedding(ids.to(weight.device)), embedding(noisy.to(weight.device)), ratio)
+                x = torch.lerp(
+                    embedding(ids.to(weight.device)), embedding(noisy.to(weight.device)), ratio
+                )
                 target = torch.full((len(mask),), ratio)
             else:
                 x = embedding(noisy.to(weight.device))

@@ -1,4 +1,6 @@
-"""Loading evaluation networks: packaged ones, folders, and the Hub. Weights are read from safetensors alone."""
+"""Loading evaluation networks: packaged ones, folders, and the Hub. Weights are read from
+safetensors alone.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,12 @@ from pathlib import Path
 
 import torch
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, StrictDataclassError
+from huggingface_hub.errors import (
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    StrictDataclassError,
+)
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel
@@ -31,33 +38,45 @@ def load_network(name_or_path: str | Path, *, revision: str | None = None) -> Ev
     """Load an evaluation network, in float32 and eval mode, frozen.
 
     Args:
-        name_or_path: A packaged network's name (see `packaged_networks`), a local folder, or a Hub name.
+        name_or_path: A packaged network's name (see `packaged_networks`), a local folder, or a Hub
+            name.
         revision: A branch, tag or commit of the Hub repository.
 
     Raises:
-        ValueError: If what is there is no evaluation network, or its weights do not fit its configuration or are not
-            finite.
-        OSError: If there is nothing of that name, or the weights are missing, corrupted or not in safetensors.
+        ValueError: If what is there is no evaluation network, or its weights do not fit its
+            configuration or are not finite.
+        OSError: If there is nothing of that name, or the weights are missing, corrupted or not in
+            safetensors.
     """
     folder = _find(name_or_path, revision)
     config = _read_config(folder, name_or_path)
     _check_weights(folder, name_or_path)
-    # Half-precision files become float32: second derivatives of a half-precision network would be noise.
+    # Half-precision files become float32: second derivatives of a half-precision network would be
+    # noise.
     try:
         network, report = _CLASSES[type(config)].from_pretrained(
-            folder, config=config, dtype=torch.float32, use_safetensors=True, output_loading_info=True
+            folder,
+            config=config,
+            dtype=torch.float32,
+            use_safetensors=True,
+            output_loading_info=True,
         )
     except RuntimeError as error:  # sizes that differ
-        raise ValueError(f"The weights of {name_or_path} do not fit its config.json: {error}") from error
+        raise ValueError(
+            f"The weights of {name_or_path} do not fit its config.json: {error}"
+        ) from error
     wrong = {
-        kind: sorted(report[kind]) for kind in ("missing_keys", "unexpected_keys", "mismatched_keys") if report[kind]
+        kind: sorted(report[kind])
+        for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")
+        if report[kind]
     }
     if wrong:
         raise ValueError(f"The weights of {name_or_path} do not fit its config.json: {wrong}.")
     for name, tensor in network.state_dict().items():
         if not bool(tensor.isfinite().all()):
             raise ValueError(
-                f"{name} of {name_or_path} holds NaN or infinity. Get the file again, or train the network."
+                f"{name} of {name_or_path} holds NaN or infinity. Get the file again, or train the "
+                "network."
             )
     network.name_or_path = str(
         name_or_path
@@ -68,7 +87,9 @@ def load_network(name_or_path: str | Path, *, revision: str | None = None) -> Ev
 def save_network(network: EvaluationNetwork, folder: str | Path) -> None:
     """Save a network with its weights in half precision, to be loaded in float32 again."""
     half = {
-        name: tensor.to(torch.float16 if torch.is_floating_point(tensor) else tensor.dtype).contiguous()
+        name: tensor.to(
+            torch.float16 if torch.is_floating_point(tensor) else tensor.dtype
+        ).contiguous()
         for name, tensor in network.state_dict().items()
     }
     network.save_pretrained(folder, state_dict=half)
@@ -89,7 +110,10 @@ def packaged_networks() -> dict[str, EvaluationNetworkConfig]:
 def packaged_image_network(num_channels: int, image_size: tuple[int, int]) -> str | None:
     """The packaged network that judges such images as they are, or `None`."""
     for name, config in packaged_networks().items():
-        if isinstance(config, ImageEvaluationNetworkConfig) and (config.num_channels, config.size) == (
+        if isinstance(config, ImageEvaluationNetworkConfig) and (
+            config.num_channels,
+            config.size,
+        ) == (
             num_channels,
             tuple(image_size),
         ):
@@ -98,9 +122,14 @@ def packaged_image_network(num_channels: int, image_size: tuple[int, int]) -> st
 
 
 def packaged_text_network(fingerprint: str) -> str | None:
-    """The packaged network for the embedding matrix with this `embedding_fingerprint`, or `None`."""
+    """The packaged network for the embedding matrix with this `embedding_fingerprint`, or
+    `None`.
+    """
     for name, config in packaged_networks().items():
-        if isinstance(config, TextEvaluationNetworkConfig) and config.embedding_fingerprint == fingerprint:
+        if (
+            isinstance(config, TextEvaluationNetworkConfig)
+            and config.embedding_fingerprint == fingerprint
+        ):
             return name
     return None
 
@@ -118,11 +147,21 @@ def _find(name_or_path: str | Path, revision: str | None) -> Path:
         raise OSError(f"{name} is a file. Give the folder that holds config.json and {WEIGHTS}.")
     try:
         # Two kinds of file only: nothing that could run code is ever fetched.
-        return Path(snapshot_download(name, revision=revision, allow_patterns=["config.json", "*.safetensors"]))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, StrictDataclassError, OSError) as error:
+        return Path(
+            snapshot_download(
+                name, revision=revision, allow_patterns=["config.json", "*.safetensors"]
+            )
+        )
+    except (
+        HfHubHTTPError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        StrictDataclassError,
+        OSError,
+    ) as error:
         raise OSError(
-            f"There is no evaluation network {name!r}: no packaged one (they are: {packaged}), no folder, and the Hub gave "
-            f"none: {str(error).splitlines()[0]}"
+            f"There is no evaluation network {name!r}: no packaged one (they are: {packaged}), no "
+            f"folder, and the Hub gave none: {str(error).splitlines()[0]}"
         ) from error
 
 
@@ -135,7 +174,8 @@ def _read_config(folder: Path, name: str | Path) -> EvaluationNetworkConfig:
         raise ValueError(f"{name} is no evaluation network: {error}") from error
     if not isinstance(config, ImageEvaluationNetworkConfig | TextEvaluationNetworkConfig):
         raise ValueError(
-            f"{name} is a {config.model_type!r} model, no evaluation network. Train one with `gradguard evalnet train`."
+            f"{name} is a {config.model_type!r} model, no evaluation network. Train one with "
+            "`gradguard evalnet train`."
         )
     return config
 
@@ -143,13 +183,19 @@ def _read_config(folder: Path, name: str | Path) -> EvaluationNetworkConfig:
 def _check_weights(folder: Path, name: str | Path) -> None:
     path = folder / WEIGHTS
     if not path.is_file():
-        pickled = sorted(p.name for p in folder.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".pkl", ".ckpt"))
+        pickled = sorted(
+            p.name for p in folder.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".pkl", ".ckpt")
+        )
         if pickled:
             raise OSError(
-                f"{name} holds {', '.join(pickled)} but no {WEIGHTS}. Pickled weights can run code when they are read, so "
-                "they are refused. Load them where you trust them and save with `save_pretrained`."
+                f"{name} holds {', '.join(pickled)} but no {WEIGHTS}. Pickled weights can run code "
+                "when they are read, so they are refused. Load them where you trust them and save "
+                "with `save_pretrained`."
             )
-        raise OSError(f"{name} has no {WEIGHTS}. Get the folder again, or train with `gradguard evalnet train`.")
+        raise OSError(
+            f"{name} has no {WEIGHTS}. Get the folder again, or train with `gradguard evalnet "
+            "train`."
+        )
     try:
         with safe_open(path, framework="pt") as file:
             for key in file.keys():  # noqa: SIM118  (safe_open is no dict)

@@ -1,8 +1,8 @@
 """Evaluation networks: how much of an input is noise, as one number in [0, 1] per sample.
 
-They are the privacy metric D of the Refiner defence, which raises it by gradient ascent on the input. So they are
-differentiable twice on every device (no fused attention), and the same in train and eval mode (no dropout, no batch
-statistics).
+They are the privacy metric D of the Refiner defense, which raises it by gradient ascent on the
+input. So they are differentiable twice on every device (no fused attention), and the same in train
+and eval mode (no dropout, no batch statistics).
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ class _EvaluationNetwork(PreTrainedModel):
 class ImageEvaluationNetwork(_EvaluationNetwork):
     """Noise ratio of images: strided 3x3 convolutions with ReLU, a dense layer, a sigmoid.
 
-    Fan, Hao, Zhang et al., "Refiner" (2025), Appendix D: filters 128, 256 and 512, stride 2, padding 1.
+    Fan, Hao, Zhang et al., "Refiner" (2025), Appendix D: filters 128, 256 and 512, stride 2,
+    padding 1.
 
         net = ImageEvaluationNetwork(ImageEvaluationNetworkConfig(num_channels=1, image_size=28))
         net.noise_ratio(torch.rand(4, 1, 28, 28))          # (4,)
@@ -80,8 +81,8 @@ class ImageEvaluationNetwork(_EvaluationNetwork):
         """How much of each image is noise.
 
         Args:
-            x: `(B, C, H, W)` pixels on the scale [0, 1]. Values outside are judged as they are, not clipped, so that
-                their gradient does not vanish.
+            x: `(B, C, H, W)` pixels on the scale [0, 1]. Values outside are judged as they are, not
+                clipped, so that their gradient does not vanish.
             attention_mask: Ignored; there so that both kinds of network are called alike.
 
         Returns:
@@ -97,7 +98,11 @@ class ImageEvaluationNetwork(_EvaluationNetwork):
     ) -> EvaluationNetworkOutput | tuple[Tensor, ...]:
         """`noise_ratio` with an optional loss. `labels`: `(B,)` true ratios."""
         logit = self._logit(pixel_values)
-        loss = None if labels is None else F.binary_cross_entropy_with_logits(logit, labels.to(logit.dtype))
+        loss = (
+            None
+            if labels is None
+            else F.binary_cross_entropy_with_logits(logit, labels.to(logit.dtype))
+        )
         output = EvaluationNetworkOutput(loss=loss, noise_ratio=torch.sigmoid(logit))
         return output if return_dict else output.to_tuple()
 
@@ -105,10 +110,12 @@ class ImageEvaluationNetwork(_EvaluationNetwork):
         expected = (self.config.num_channels, *self.config.size)
         if tuple(x.shape[1:]) != expected or not torch.is_floating_point(x):
             raise ValueError(
-                f"This evaluation network judges floating-point images of shape (B, {', '.join(map(str, expected))}) "
-                f"with pixels in [0, 1], but was given {tuple(x.shape)} of {x.dtype}. Pass smaller or grey images through "
-                "`hf_gradguard.networks.adapt_images(x, network)`, or train a network of their shape with "
-                "`gradguard evalnet train --dataset ... --num_channels ... --image_size ...`."
+                "This evaluation network judges floating-point images of shape (B, "
+                f"{', '.join(map(str, expected))}) with pixels in [0, 1], but was given "
+                f"{tuple(x.shape)} of {x.dtype}. Pass smaller or gray images through "
+                "`hf_gradguard.networks.adapt_images(x, network)`, or train a network of their "
+                "shape with `gradguard evalnet train --dataset ... --num_channels ... --image_size "
+                "...`."
             )
         hidden = x.to(self.dtype)
         for convolution in self.convolutions:
@@ -117,12 +124,13 @@ class ImageEvaluationNetwork(_EvaluationNetwork):
 
 
 class TextEvaluationNetwork(_EvaluationNetwork):
-    """Noise ratio of texts, from their token embeddings: a few residual convolutions over the tokens.
+    """Noise ratio of texts, from their token embeddings: a few residual convolutions over the
+    tokens.
 
-    Every token gets a probability of having been drawn at random from the vocabulary, given its neighbours and the mean
-    of the text; the noise ratio is the mean of these over the ordinary tokens. Special tokens ([CLS], [SEP], padding)
-    are known by their embeddings, kept in the network: they are neither read nor counted, whether the attention mask
-    covers them or not.
+    Every token gets a probability of having been drawn at random from the vocabulary, given its
+    neighbors and the mean of the text; the noise ratio is the mean of these over the ordinary
+    tokens. Special tokens ([CLS], [SEP], padding) are known by their embeddings, kept in the
+    network: they are neither read nor counted, whether the attention mask covers them or not.
 
         embedding = model.get_input_embeddings()
         net = train_text_network(embedding, tokenizer, texts)
@@ -141,7 +149,8 @@ class TextEvaluationNetwork(_EvaluationNetwork):
     def __init__(self, config: TextEvaluationNetworkConfig) -> None:
         super().__init__(config)
         size, width = config.embedding_size, config.width
-        # Embeddings of different models differ in scale by orders: bring them to unit variance before anything else.
+        # Embeddings of different models differ in scale by orders: bring them to unit variance
+        # before anything else.
         self.register_buffer("embedding_mean", torch.zeros(size))
         self.register_buffer("embedding_std", torch.ones(size))
         self.register_buffer("special_embeddings", torch.zeros(len(config.special_token_ids), size))
@@ -153,7 +162,8 @@ class TextEvaluationNetwork(_EvaluationNetwork):
             for _ in range(config.num_layers)
         )
         self.contexts = nn.ModuleList(
-            nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Linear(width, width)) for _ in range(config.num_layers)
+            nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Linear(width, width))
+            for _ in range(config.num_layers)
         )
         self.head = nn.Linear(width, 1)
         self.post_init()
@@ -162,15 +172,18 @@ class TextEvaluationNetwork(_EvaluationNetwork):
         """How much of each text is random words.
 
         Args:
-            x: `(B, T, H)` token embeddings, as the model's input-embedding module returns them (no positions added).
-            attention_mask: `(B, T)`, 1 at real tokens. What it leaves out has no influence. `None`: all are real.
+            x: `(B, T, H)` token embeddings, as the model's input-embedding module returns them (no
+                positions added).
+            attention_mask: `(B, T)`, 1 at real tokens. What it leaves out has no influence. `None`:
+                all are real.
 
         Returns:
-            `(B,)` in [0, 1]. A text without ordinary tokens, all padding or nothing but special tokens, holds no words
-            that could be noise: its ratio is 0, and so is its gradient.
+            `(B,)` in [0, 1]. A text without ordinary tokens, all padding or nothing but special
+            tokens, holds no words that could be noise: its ratio is 0, and so is its gradient.
 
         Raises:
-            ValueError: If the embeddings' length is not the network's, or the mask has another shape.
+            ValueError: If the embeddings' length is not the network's, or the mask has another
+                shape.
         """
         logits, counted = self._token_logits(x, attention_mask)
         return _masked_mean(torch.sigmoid(logits), counted)
@@ -183,7 +196,9 @@ class TextEvaluationNetwork(_EvaluationNetwork):
         return_dict: bool = True,
         **_: Any,
     ) -> EvaluationNetworkOutput | tuple[Tensor, ...]:
-        """`noise_ratio` with an optional loss. `labels`: `(B, T)`, how much of each token is noise, or `(B,)` ratios."""
+        """`noise_ratio` with an optional loss. `labels`: `(B, T)`, how much of each token is noise,
+        or `(B,)` ratios.
+        """
         logits, counted = self._token_logits(inputs_embeds, attention_mask)
         ratio = _masked_mean(torch.sigmoid(logits), counted)
         loss = None
@@ -194,29 +209,36 @@ class TextEvaluationNetwork(_EvaluationNetwork):
                 tokens = F.binary_cross_entropy_with_logits(logits, labels, reduction="none")
                 loss = (tokens * counted).sum() / counted.sum().clamp(min=1)
                 true = _masked_mean(labels, counted)
-            # A text's own ratio, beside its tokens': errors that all tokens of a text share are the ones that count.
+            # A text's own ratio, beside its tokens': errors that all tokens of a text share are the
+            # ones that count.
             error = (ratio - true).square().mean()
             loss = error if loss is None else loss + _RATIO_WEIGHT * error
         output = EvaluationNetworkOutput(loss=loss, noise_ratio=ratio)
         return output if return_dict else output.to_tuple()
 
     def check_embedding(self, weight: Tensor) -> None:
-        """Raise ValueError unless `weight`, `(V, H)`, is the embedding matrix the network was trained on."""
+        """Raise ValueError unless `weight`, `(V, H)`, is the embedding matrix the network was
+        trained on.
+        """
         if embedding_fingerprint(weight) == self.config.embedding_fingerprint:
             return
         made_for = self.config.base_model or "another model"
         raise ValueError(
-            f"This evaluation network was trained on the embedding matrix of {made_for} (fingerprint "
-            f"{self.config.embedding_fingerprint[:12]}), which is not the model's, {tuple(weight.shape)} in {weight.dtype} "
-            f"(fingerprint {embedding_fingerprint(weight)[:12]}). The same word has other coordinates there, so what it "
-            "says would mean nothing. Fine-tuning the matrix, adding tokens or loading it in half precision also "
-            "changes it. Train a network on this one: `cached_text_network(model.get_input_embeddings(), tokenizer, "
-            "texts)` or `gradguard evalnet train --model ... --dataset ...`."
+            f"This evaluation network was trained on the embedding matrix of {made_for} "
+            f"(fingerprint {self.config.embedding_fingerprint[:12]}), which is not the model's, "
+            f"{tuple(weight.shape)} in {weight.dtype} (fingerprint "
+            f"{embedding_fingerprint(weight)[:12]}). The same word has other coordinates there, so "
+            "what it says would mean nothing. Fine-tuning the matrix, adding tokens or loading it "
+            "in half precision also changes it. Train a network on this one: "
+            "`cached_text_network(model.get_input_embeddings(), tokenizer, texts)` or `gradguard "
+            "evalnet train --model ... --dataset ...`."
         )
 
     @torch.no_grad()
     def set_embedding_statistics(self, weight: Tensor) -> None:
-        """Take mean, scale and special tokens from the embedding matrix `(V, H)`. Once, before training."""
+        """Take mean, scale and special tokens from the embedding matrix `(V, H)`. Once, before
+        training.
+        """
         weight = weight.float()
         self.embedding_mean.copy_(weight.mean(0))
         self.embedding_std.copy_(weight.std(0).clamp(min=float(weight.std()) * 1e-3 + 1e-12))
@@ -226,38 +248,44 @@ class TextEvaluationNetwork(_EvaluationNetwork):
         """`(B, T)` logits of a token being noise, and which tokens count, as 0 or 1."""
         if x.ndim != 3 or x.shape[-1] != self.config.embedding_size:
             raise ValueError(
-                f"This evaluation network judges embeddings of shape (B, T, {self.config.embedding_size}), but was given "
-                f"{tuple(x.shape)}. It belongs to {self.config.base_model or 'another model'}: train one on your model's "
+                "This evaluation network judges embeddings of shape (B, T, "
+                f"{self.config.embedding_size}), but was given {tuple(x.shape)}. It belongs to "
+                f"{self.config.base_model or 'another model'}: train one on your model's "
                 "embeddings with `gradguard evalnet train --model ... --dataset ...`."
             )
         if attention_mask is not None and attention_mask.shape != x.shape[:2]:
             raise ValueError(
-                f"attention_mask must be {tuple(x.shape[:2])}, one entry a token, but is {tuple(attention_mask.shape)}. "
-                "Pass the tokenizer's mask, not a prepared 4-D one."
+                f"attention_mask must be {tuple(x.shape[:2])}, one entry a token, but is "
+                f"{tuple(attention_mask.shape)}. Pass the tokenizer's mask, not a prepared 4-D one."
             )
         x = x.to(self.dtype)
         counted = self._ordinary(x.detach()).to(x.dtype)
         if attention_mask is not None:
             counted = counted * attention_mask.bool().to(x.dtype)
-        # What does not count is set to zero before every convolution, as if the text ended there. `where`, not a product:
-        # padding may hold anything, and 0 times infinity is not 0.
+        # What does not count is set to zero before every convolution, as if the text ended there.
+        # `where`, not a product: padding may hold anything, and 0 times infinity is not 0.
         keep = counted.bool().unsqueeze(-1)
         x = x.where(keep, self.embedding_mean.to(x.dtype))
         hidden = self.project(self.norm((x - self.embedding_mean) / self.embedding_std))
-        for norm, convolution, context in zip(self.norms, self.convolutions, self.contexts, strict=True):
-            mixed = convolution((norm(hidden) * counted.unsqueeze(-1)).transpose(1, 2)).transpose(1, 2)
+        for norm, convolution, context in zip(
+            self.norms, self.convolutions, self.contexts, strict=True
+        ):
+            mixed = convolution((norm(hidden) * counted.unsqueeze(-1)).transpose(1, 2)).transpose(
+                1, 2
+            )
             hidden = hidden + F.gelu(mixed)
             # A rare word is likely noise in a text of noise, and likely a word in a text of words.
             hidden = hidden + context(_masked_mean(hidden, counted)).unsqueeze(1)
         return self.head(F.gelu(hidden)).squeeze(-1), counted
 
     def _ordinary(self, x: Tensor) -> Tensor:
-        """`(B, T)`: whether each embedding is none of the special tokens'. Within 1 %: their copies are kept in half
-        precision, and no two tokens of a trained model are that close."""
+        """`(B, T)`: whether each embedding is none of the special tokens'. Within 1 %: their copies
+        are kept in half precision, and no two tokens of a trained model are that close."""
         special = self.special_embeddings.float()
         if special.shape[0] == 0:
             return torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)
-        # Not through a matrix product: on accelerators that rounds to fewer digits than 1 % of a distance needs.
+        # Not through a matrix product: on accelerators that rounds to fewer digits than 1 % of a
+        # distance needs.
         distance = torch.cdist(x.float(), special, compute_mode="donot_use_mm_for_euclid_dist")
         return (distance > 0.01 * special.norm(dim=-1)).all(-1)
 
@@ -265,9 +293,10 @@ class TextEvaluationNetwork(_EvaluationNetwork):
 def embedding_fingerprint(weight: Tensor) -> str:
     """SHA-256 over the shape and the values of an embedding matrix, as 64 hexadecimal digits.
 
-    The values are hashed as little-endian float32, so the device does not matter, nor whether the matrix was saved and
-    loaded again in float32 or wider. A matrix rounded to half precision is another matrix with another fingerprint,
-    even when loaded back as float32: load the model in float32, or train a network for the rounded one.
+    The values are hashed as little-endian float32, so the device does not matter, nor whether the
+    matrix was saved and loaded again in float32 or wider. A matrix rounded to half precision is
+    another matrix with another fingerprint, even when loaded back as float32: load the model in
+    float32, or train a network for the rounded one.
 
     Args:
         weight: `(V, H)`, any device and floating-point type.
@@ -279,24 +308,27 @@ def embedding_fingerprint(weight: Tensor) -> str:
 
 
 def adapt_images(x: Tensor, network: ImageEvaluationNetwork) -> Tensor:
-    """Bring grey or smaller images to a network's shape: repeat the grey channel, pad with black.
+    """Bring gray or smaller images to a network's shape: repeat the gray channel, pad with black.
 
-    MNIST's 28x28 grey digits become 32x32 with three equal channels. Padding, not resizing: resizing mixes neighbouring
-    pixels, and how little neighbours have in common is what tells noise. Differentiable.
+    MNIST's 28x28 gray digits become 32x32 with three equal channels. Padding, not resizing:
+    resizing mixes neighboring pixels, and how little neighbors have in common is what tells noise.
+    Differentiable.
 
     Args:
         x: `(B, C, H, W)` pixels in [0, 1].
         network: The network that is to judge them.
 
     Raises:
-        ValueError: If the images are larger than the network's, or have several channels but not its number.
+        ValueError: If the images are larger than the network's, or have several channels but not
+            its number.
     """
     channels, (height, width) = network.config.num_channels, network.config.size
     if x.ndim != 4 or x.shape[1] not in (1, channels) or x.shape[2] > height or x.shape[3] > width:
         raise ValueError(
-            f"Images of shape {tuple(x.shape)} do not fit a network for (B, {channels}, {height}, {width}): only grey "
-            "ones can be repeated and only smaller ones padded. Shrinking would average the noise away. Train a network "
-            "of their shape with `gradguard evalnet train --dataset ... --num_channels ... --image_size ...`."
+            f"Images of shape {tuple(x.shape)} do not fit a network for (B, {channels}, {height}, "
+            f"{width}): only gray ones can be repeated and only smaller ones padded. Shrinking "
+            "would average the noise away. Train a network of their shape with `gradguard evalnet "
+            "train --dataset ... --num_channels ... --image_size ...`."
         )
     down, right = height - x.shape[2], width - x.shape[3]
     padded = F.pad(x, (right // 2, right - right // 2, down // 2, down - down // 2))
@@ -319,7 +351,11 @@ def _masked_mean(values: Tensor, counted: Tensor) -> Tensor:
     return (values * counted).sum(1) / counted.sum(1).clamp(min=1)
 
 
-AutoConfig.register(ImageEvaluationNetworkConfig.model_type, ImageEvaluationNetworkConfig, exist_ok=True)
-AutoConfig.register(TextEvaluationNetworkConfig.model_type, TextEvaluationNetworkConfig, exist_ok=True)
+AutoConfig.register(
+    ImageEvaluationNetworkConfig.model_type, ImageEvaluationNetworkConfig, exist_ok=True
+)
+AutoConfig.register(
+    TextEvaluationNetworkConfig.model_type, TextEvaluationNetworkConfig, exist_ok=True
+)
 AutoModel.register(ImageEvaluationNetworkConfig, ImageEvaluationNetwork, exist_ok=True)
 AutoModel.register(TextEvaluationNetworkConfig, TextEvaluationNetwork, exist_ok=True)

@@ -12,15 +12,17 @@ from .loading import EvaluationNetwork, load_network
 _FILES = ["config.json", "*.safetensors", "README.md"]
 
 
-def push_network(folder: str | Path, repo_id: str, *, private: bool = False, message: str | None = None) -> str:
+def push_network(
+    folder: str | Path, repo_id: str, *, private: bool = False, message: str | None = None
+) -> str:
     """Create the Hub repository if need be, and push a network's folder to it in one commit.
 
-    The folder is loaded first: what `load_network` refuses is not pushed. Only config.json, README.md and safetensors
-    files go.
+    The folder is loaded first: what `load_network` refuses is not pushed. Only config.json,
+    README.md and safetensors files go.
 
     Args:
         folder: The folder of the network.
-        repo_id: "name" or "organisation/name".
+        repo_id: "name" or "organization/name".
         private: Whether a repository created now is private.
         message: Of the commit.
 
@@ -28,7 +30,8 @@ def push_network(folder: str | Path, repo_id: str, *, private: bool = False, mes
         The address of the commit.
 
     Raises:
-        ValueError, OSError: As `load_network`, and if `folder` is no folder. Hub errors pass through.
+        ValueError, OSError: As `load_network`, and if `folder` is no folder. Hub errors pass
+            through.
     """
     path = Path(folder)
     if not path.is_dir():
@@ -37,12 +40,15 @@ def push_network(folder: str | Path, repo_id: str, *, private: bool = False, mes
     api = HfApi()
     repo = api.create_repo(repo_id, private=private, exist_ok=True)
     message = message or f"Upload evaluation network {path.resolve().name}"
-    commit = api.upload_folder(repo_id=repo.repo_id, folder_path=path, allow_patterns=_FILES, commit_message=message)
+    commit = api.upload_folder(
+        repo_id=repo.repo_id, folder_path=path, allow_patterns=_FILES, commit_message=message
+    )
     return str(commit.commit_url)
 
 
 def network_card(network: EvaluationNetwork, dataset: str) -> ModelCard:
-    """A short model card: what the network predicts, what it was trained on, how to load it. Figures are left to you.
+    """A short model card: what the network predicts, what it was trained on, how to load it.
+    Figures are left to you.
 
     Args:
         network: The network.
@@ -51,15 +57,22 @@ def network_card(network: EvaluationNetwork, dataset: str) -> ModelCard:
     config = network.config
     if isinstance(config, TextEvaluationNetworkConfig):
         judged = (
-            f"token embeddings of {config.base_model or 'one model'}, `(B, T, {config.embedding_size})`, and of no other "
-            f"embedding matrix (fingerprint `{config.embedding_fingerprint[:12]}`)"
+            f"token embeddings of {config.base_model or 'one model'}, `(B, T, "
+            f"{config.embedding_size})`, and of no other embedding matrix (fingerprint "
+            f"`{config.embedding_fingerprint[:12]}`)"
         )
         noise = "random tokens"
     else:
         judged = f"images `(B, {config.num_channels}, {config.size[0]}, {config.size[1]})` with pixels in [0, 1]"
         noise = "uniform noise"
-    base = config.base_model if isinstance(config, TextEvaluationNetworkConfig) and config.base_model else None
-    data = ModelCardData(library_name="hf-gradguard", tags=["gradguard", "evaluation-network"], base_model=base)
+    base = (
+        config.base_model
+        if isinstance(config, TextEvaluationNetworkConfig) and config.base_model
+        else None
+    )
+    data = ModelCardData(
+        library_name="hf-gradguard", tags=["gradguard", "evaluation-network"], base_model=base
+    )
     return ModelCard(
         f"""---
 {data.to_yaml()}
@@ -67,7 +80,7 @@ def network_card(network: EvaluationNetwork, dataset: str) -> ModelCard:
 
 # Evaluation network
 
-Predicts which fraction of an input is {noise}, from 0 (natural) to 1. It is the privacy metric of the Refiner defence of
+Predicts which fraction of an input is {noise}, from 0 (natural) to 1. It is the privacy metric of the Refiner defense of
 hf-gradguard. It judges {judged}.
 
 - Parameters: {sum(p.numel() for p in network.parameters()):,}

@@ -1,4 +1,6 @@
-"""Training evaluation networks: mix natural data with noise, and predict how much of it is noise."""
+"""Training evaluation networks: mix natural data with noise, and predict how much of it is
+noise.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,12 @@ from torch import Tensor, nn
 from transformers.utils import logging
 
 from .configuration import ImageEvaluationNetworkConfig, TextEvaluationNetworkConfig
-from .modeling import ImageEvaluationNetwork, TextEvaluationNetwork, embedding_fingerprint, special_token_ids
+from .modeling import (
+    ImageEvaluationNetwork,
+    TextEvaluationNetwork,
+    embedding_fingerprint,
+    special_token_ids,
+)
 
 logger = logging.get_logger(__name__)
 
@@ -30,21 +37,23 @@ def train_image_network(
     progress: bool = True,
     **config: Any,
 ) -> ImageEvaluationNetwork:
-    """Train an `ImageEvaluationNetwork` to predict r from (1 - r) t1 + r t2: t1 natural, t2 uniform on [0, 1], r ~ U(0, 1).
+    """Train an `ImageEvaluationNetwork` to predict r from (1 - r) t1 + r t2: t1 natural, t2 uniform
+    on [0, 1], r ~ U(0, 1).
 
-    Every image draws a ratio of its own. The paper mixes each batch at all of r = 0, 0.1, ..., 1 before the next one,
-    which costs eleven times as much per image and shows no ratio in between.
+    Every image draws a ratio of its own. The paper mixes each batch at all of r = 0, 0.1, ..., 1
+    before the next one, which costs eleven times as much per image and shows no ratio in between.
 
     Args:
-        images: What `as_pixels` takes: an array or tensor, or a `datasets` column of images, all of one size.
+        images: What `as_pixels` takes: an array or tensor, or a `datasets` column of images, all of
+            one size.
         epochs: Passes over the images.
         batch_size: Images a step.
-        learning_rate: Peak rate of Adam; it falls to 0 along a half cosine. (The paper keeps 1e-4 for eleven times as
-            many steps.)
+        learning_rate: Peak rate of Adam; it falls to 0 along a half cosine. (The paper keeps 1e-4
+            for eleven times as many steps.)
         seed: Same seed, same machine: same network. The global random state is left alone.
         device: Where to train.
-        augment: Flips, grey and high-contrast versions, frames and grey noise, so that data sets unlike the training
-            images are judged well too.
+        augment: Flips, gray and high-contrast versions, frames and gray noise, so that data sets
+            unlike the training images are judged well too.
         progress: Show a bar.
         **config: Further entries of `ImageEvaluationNetworkConfig`, such as `filters`.
 
@@ -56,7 +65,9 @@ def train_image_network(
     size: Any = height if height == width else [height, width]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        network = ImageEvaluationNetwork(ImageEvaluationNetworkConfig(num_channels=channels, image_size=size, **config))
+        network = ImageEvaluationNetwork(
+            ImageEvaluationNetworkConfig(num_channels=channels, image_size=size, **config)
+        )
     network.to(device=torch.device(device), memory_format=torch.channels_last)
     generator = torch.Generator().manual_seed(seed)
     steps = max(1, math.ceil(epochs * len(pixels) / batch_size))
@@ -65,10 +76,14 @@ def train_image_network(
     def loss() -> Tensor:
         natural = pixels[[next(order) for _ in range(min(batch_size, len(pixels)))]].float() / 255
         ratio = torch.rand(len(natural), generator=generator)
-        mixed = _augmented_mix(natural, ratio, generator) if augment else blend_images(natural, ratio, generator)
+        mixed = (
+            _augmented_mix(natural, ratio, generator)
+            if augment
+            else blend_images(natural, ratio, generator)
+        )
         return network(mixed.to(device), labels=ratio.to(device)).loss
 
-    _optimise(network, loss, steps, learning_rate, progress)
+    _optimize(network, loss, steps, learning_rate, progress)
     return network
 
 
@@ -88,26 +103,30 @@ def train_text_network(
     progress: bool = True,
     **config: Any,
 ) -> TextEvaluationNetwork:
-    """Train a `TextEvaluationNetwork` to predict which fraction of a text's tokens was replaced by random ones.
+    """Train a `TextEvaluationNetwork` to predict which fraction of a text's tokens was replaced by
+    random ones.
 
-    Each step cuts passages of one length, drawn from 1 to `max_length` tokens, out of the texts; replaces a fraction
-    r ~ U(0, 1) of each one's tokens, rounded to whole tokens, by tokens uniform over the vocabulary; and learns which
-    they were and how many. Special tokens are left out. A share of the passages is mixed in embedding space instead, each
-    of its tokens being (1 - r) t1 + r t2 with t2 a random token's embedding: that is where the Refiner begins.
+    Each step cuts passages of one length, drawn from 1 to `max_length` tokens, out of the texts;
+    replaces a fraction r ~ U(0, 1) of each one's tokens, rounded to whole tokens, by tokens uniform
+    over the vocabulary; and learns which they were and how many. Special tokens are left out. A
+    share of the passages is mixed in embedding space instead, each of its tokens being (1 - r) t1 +
+    r t2 with t2 a random token's embedding: that is where the Refiner begins.
 
     Args:
-        embedding: The language model's input-embedding module: ids `(B, T)` to `(B, T, H)`, with a `weight` `(V, H)`.
-            The network is trained on its device.
+        embedding: The language model's input-embedding module: ids `(B, T)` to `(B, T, H)`, with a
+            `weight` `(V, H)`. The network is trained on its device.
         tokenizer: The model's tokenizer.
         texts: Public text. Each entry is a passage or longer.
-        base_model: The model's Hub name, kept in the configuration. A local path does not belong here.
-        steps: Optimiser steps.
+        base_model: The model's Hub name, kept in the configuration. A local path does not belong
+            here.
+        steps: Optimizer steps.
         batch_size: Passages a step.
         learning_rate: Peak rate of Adam; it falls to 0 along a half cosine.
         max_length: Longest passage, in tokens.
         blended: Share of passages mixed in embedding space, 0 to 1.
-        jitter: Gaussian noise on the embeddings, in their own standard deviations, so that the network learns directions
-            rather than single words and does not change abruptly between them.
+        jitter: Gaussian noise on the embeddings, in their own standard deviations, so that the
+            network learns directions rather than single words and does not change abruptly between
+            them.
         seed: Same seed, same machine: same network. The global random state is left alone.
         progress: Show a bar.
         **config: Further entries of `TextEvaluationNetworkConfig`, such as `width`.
@@ -116,7 +135,8 @@ def train_text_network(
         The network, in eval mode.
 
     Raises:
-        ValueError: If the texts hold no ordinary token, or the module and the tokenizer do not belong together.
+        ValueError: If the texts hold no ordinary token, or the module and the tokenizer do not
+            belong together.
     """
     weight = embedding_weight(embedding)
     special, candidates = special_token_ids(tokenizer), ordinary_token_ids(tokenizer, weight)
@@ -147,27 +167,36 @@ def train_text_network(
             rows = int(blended * batch_size)
             if rows:
                 share = ratio[:rows, None].expand(rows, length)
-                other = candidates[torch.randint(len(candidates), (rows, length), generator=generator)]
+                other = candidates[
+                    torch.randint(len(candidates), (rows, length), generator=generator)
+                ]
                 pair = embedding(torch.stack([ids[:rows], other]).to(weight.device)).float()
                 x[:rows] = torch.lerp(pair[0], pair[1], share[..., None].to(weight.device))
                 labels[:rows] = share
             x = x + jitter * network.embedding_std * torch.randn(x.shape, generator=generator).to(x)
         return network(x, mask.to(weight.device), labels=labels.to(weight.device)).loss
 
-    _optimise(network, loss, steps, learning_rate, progress)
+    _optimize(network, loss, steps, learning_rate, progress)
     return network
 
 
 def blend_images(images: Tensor, ratio: Tensor, generator: torch.Generator | None = None) -> Tensor:
-    """(1 - r) t1 + r t2 with t2 uniform on [0, 1]: images `(B, C, H, W)`, one ratio each, `(B,)`."""
+    """(1 - r) t1 + r t2 with t2 uniform on [0, 1]: images `(B, C, H, W)`, one ratio each,
+    `(B,)`.
+    """
     noise = torch.rand(images.shape, generator=generator)
     return torch.lerp(images, noise, ratio[:, None, None, None])
 
 
 def replace_tokens(
-    ids: Tensor, mask: Tensor, ratio: Tensor, candidates: Tensor, generator: torch.Generator | None = None
+    ids: Tensor,
+    mask: Tensor,
+    ratio: Tensor,
+    candidates: Tensor,
+    generator: torch.Generator | None = None,
 ) -> Tensor:
-    """Replace a fraction of each text's tokens, rounded to whole tokens, by uniformly drawn `candidates`.
+    """Replace a fraction of each text's tokens, rounded to whole tokens, by uniformly drawn
+    `candidates`.
 
     Args:
         ids: `(B, T)` token ids.
@@ -177,7 +206,8 @@ def replace_tokens(
         generator: Source of randomness.
 
     Returns:
-        `(B, T)` ids. A draw may hit the token that was there: compare to know what was really replaced.
+        `(B, T)` ids. A draw may hit the token that was there: compare to know what was really
+        replaced.
     """
     mask = mask.bool()
     count = (ratio * mask.sum(1)).round()
@@ -190,11 +220,12 @@ def as_pixels(images: Any) -> Tensor:
     """`(N, C, H, W)` uint8 from an array, a tensor or a column of images.
 
     Args:
-        images: `(N, H, W)`, `(N, H, W, C)` or `(N, C, H, W)`, uint8 or floating point in [0, 1]; or a sequence of such
-            images or of PIL images, all of one size.
+        images: `(N, H, W)`, `(N, H, W, C)` or `(N, C, H, W)`, uint8 or floating point in [0, 1]; or
+            a sequence of such images or of PIL images, all of one size.
 
     Raises:
-        ValueError: If there are no images, they differ in size, or their values are neither uint8 nor in [0, 1].
+        ValueError: If there are no images, they differ in size, or their values are neither uint8
+            nor in [0, 1].
     """
     if not isinstance(images, np.ndarray | Tensor):
         arrays = [np.asarray(image) for image in images]
@@ -211,11 +242,16 @@ def as_pixels(images: Any) -> Tensor:
     elif pixels.ndim == 4 and pixels.shape[-1] in (1, 3, 4) and pixels.shape[1] not in (1, 3):
         pixels = pixels.permute(0, 3, 1, 2)
     if pixels.ndim != 4 or pixels.shape[0] == 0:
-        raise ValueError(f"Images must be (N, H, W), (N, H, W, C) or (N, C, H, W), but are {tuple(pixels.shape)}.")
+        raise ValueError(
+            "Images must be (N, H, W), (N, H, W, C) or (N, C, H, W), but are "
+            f"{tuple(pixels.shape)}."
+        )
     if pixels.dtype == torch.uint8:
         return pixels
     if not torch.is_floating_point(pixels) or not bool(((pixels >= 0) & (pixels <= 1)).all()):
-        raise ValueError(f"Pixels must be uint8 or floating point in [0, 1], but are {pixels.dtype} beyond that.")
+        raise ValueError(
+            f"Pixels must be uint8 or floating point in [0, 1], but are {pixels.dtype} beyond that."
+        )
     return (pixels * 255).round().to(torch.uint8)
 
 
@@ -224,8 +260,8 @@ def embedding_weight(embedding: nn.Module) -> Tensor:
     weight = getattr(embedding, "weight", None)
     if not isinstance(weight, Tensor) or weight.ndim != 2:
         raise ValueError(
-            f"{type(embedding).__name__} has no embedding matrix `weight` of shape (V, H). Pass the language model's "
-            "`get_input_embeddings()`."
+            f"{type(embedding).__name__} has no embedding matrix `weight` of shape (V, H). Pass "
+            "the language model's `get_input_embeddings()`."
         )
     return weight.detach()
 
@@ -234,29 +270,38 @@ def ordinary_token_ids(tokenizer: Any, weight: Tensor) -> Tensor:
     """`(K,)` ids of all tokens but the special ones: the noise of text is uniform over them."""
     if len(tokenizer) > weight.shape[0]:
         raise ValueError(
-            f"The tokenizer has {len(tokenizer)} tokens, but the embedding matrix has {weight.shape[0]} rows: they are not "
-            "of the same model. Pass the model's own tokenizer, or resize its embeddings."
+            f"The tokenizer has {len(tokenizer)} tokens, but the embedding matrix has "
+            f"{weight.shape[0]} rows: they are not of the same model. Pass the model's own "
+            "tokenizer, or resize its embeddings."
         )
     special = set(special_token_ids(tokenizer))
     return torch.tensor([i for i in range(len(tokenizer)) if i not in special])
 
 
 class _Passages:
-    """Random passages out of tokenised texts, none across the border of two texts."""
+    """Random passages out of tokenized texts, none across the border of two texts."""
 
     def __init__(self, tokenizer: Any, texts: Iterable[str], special: Sequence[int]) -> None:
         kept, skip = [text for text in texts if text and text.strip()], set(special)
-        encoded = tokenizer(kept, add_special_tokens=False, verbose=False)["input_ids"] if kept else []
+        encoded = (
+            tokenizer(kept, add_special_tokens=False, verbose=False)["input_ids"] if kept else []
+        )
         encoded = [[i for i in ids if i not in skip] for ids in encoded]
         lengths = torch.tensor([len(ids) for ids in encoded if ids], dtype=torch.long)
         if not len(lengths):
-            raise ValueError("The texts hold no ordinary token to train on. Is it the right column?")
+            raise ValueError(
+                "The texts hold no ordinary token to train on. Is it the right column?"
+            )
         self.ids = torch.tensor([i for ids in encoded for i in ids])
-        self.end = torch.repeat_interleave(lengths.cumsum(0), lengths)  # of the text that each token is in
+        self.end = torch.repeat_interleave(
+            lengths.cumsum(0), lengths
+        )  # of the text that each token is in
         self.start = self.end - torch.repeat_interleave(lengths, lengths)
 
     def draw(self, rows: int, length: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """`(rows, length)` ids and mask. Passages of shorter texts are padded with whatever follows, masked."""
+        """`(rows, length)` ids and mask. Passages of shorter texts are padded with whatever
+        follows, masked.
+        """
         at = torch.randint(len(self.ids), (rows,), generator=generator)
         first = torch.maximum(torch.minimum(at, self.end[at] - length), self.start[at])
         position = first[:, None] + torch.arange(length)
@@ -277,8 +322,8 @@ def _augmented_mix(images: Tensor, ratio: Tensor, generator: torch.Generator) ->
         return (low + (high - low) * draw(n))[:, None, None, None]
 
     images = images.where(chosen(0.5), images.flip(-1))
-    grey = chosen(0.3)
-    images = torch.where(grey, images.mean(1, keepdim=True), images)
+    gray = chosen(0.3)
+    images = torch.where(gray, images.mean(1, keepdim=True), images)
     images = torch.where(chosen(0.1), 1 - images, images)
     # Contrast and brightness; then drawings: nearly black and white, mostly black, as digits are.
     toned = scalar(0.0, 1.0) + scalar(0.1, 1.6) * (images - images.mean((1, 2, 3), keepdim=True))
@@ -287,16 +332,20 @@ def _augmented_mix(images: Tensor, ratio: Tensor, generator: torch.Generator) ->
     drawing = ((images - threshold) * scalar(3, 15)).clamp(0, 1)
     images = torch.where(chosen(0.2), drawing, images)
     noise = draw(*shape)
-    noise = torch.where(grey & chosen(0.5), noise[:, :1], noise)
+    noise = torch.where(gray & chosen(0.5), noise[:, :1], noise)
     mixed = torch.lerp(images, noise, ratio[:, None, None, None])
     # Smaller images in a black frame, as `adapt_images` makes them, and a few stretched ones.
     height, width = shape[2:]
     rows, columns = torch.arange(height)[:, None], torch.arange(width)
-    inside = torch.minimum(torch.minimum(rows, height - 1 - rows), torch.minimum(columns, width - 1 - columns))
+    inside = torch.minimum(
+        torch.minimum(rows, height - 1 - rows), torch.minimum(columns, width - 1 - columns)
+    )
     frame = (draw(n) * (height // 8 + 1)).floor()[:, None, None, None]
     mixed = torch.where((inside < frame) & chosen(0.25), 0.0, mixed)
     stretched = F.interpolate(
-        mixed[..., : height - height // 8, : width - width // 8], size=(height, width), mode="bilinear"
+        mixed[..., : height - height // 8, : width - width // 8],
+        size=(height, width),
+        mode="bilinear",
     )
     return torch.where(chosen(0.05), stretched, mixed)
 
@@ -306,9 +355,13 @@ def _shuffled(count: int, generator: torch.Generator) -> Any:
         yield from torch.randperm(count, generator=generator).tolist()
 
 
-def _optimise(network: nn.Module, loss: Callable[[], Tensor], steps: int, learning_rate: float, progress: bool) -> None:
+def _optimize(
+    network: nn.Module, loss: Callable[[], Tensor], steps: int, learning_rate: float, progress: bool
+) -> None:
     optimizer = torch.optim.Adam(network.parameters(), lr=learning_rate)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5 * (1 + math.cos(math.pi * step / steps)))
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: 0.5 * (1 + math.cos(math.pi * step / steps))
+    )
     network.train()
     smooth = None
     bar = logging.tqdm(range(steps), desc="evaluation network", disable=not progress)
@@ -319,6 +372,10 @@ def _optimise(network: nn.Module, loss: Callable[[], Tensor], steps: int, learni
         optimizer.step()
         schedule.step()
         if step % 20 == 0:
-            smooth = float(value.detach()) if smooth is None else 0.9 * smooth + 0.1 * float(value.detach())
+            smooth = (
+                float(value.detach())
+                if smooth is None
+                else 0.9 * smooth + 0.1 * float(value.detach())
+            )
             bar.set_postfix(loss=f"{smooth:.4f}")
     network.eval()

@@ -1,9 +1,11 @@
-"""How fast TAG runs, beside the plainest correct implementation: sentences attacked one by one, and several at once.
+"""How fast TAG runs, beside the plainest correct implementation: sentences attacked one by one, and
+several at once.
 
     python recipes/benchmarks/attacks.py --model MODEL --output docs/results/attack_speed
 
-The plain implementation differentiates the loss by all parameters with `create_graph=True`, writes TAG's distance down as it is
-printed, and differentiates again. Both start at the same input: their objectives are compared before anything is timed.
+The plain implementation differentiates the loss by all parameters with `create_graph=True`, writes
+TAG's distance down as it is printed, and differentiates again. Both start at the same input: their
+objectives are compared before anything is timed.
 """
 
 import statistics
@@ -14,9 +16,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hf_gradguard import GradientMap
 from hf_gradguard.attacks import Observation, make_attack
-from hf_gradguard.layers import layer_numbers
+from hf_gradguard.gradient_map.layers import layer_numbers
 
-LENGTH, STEPS, ROUNDS = 16, 100, 3  # steps of an attack, each time; setting up and decoding count too
+LENGTH, STEPS, ROUNDS = (
+    16,
+    100,
+    3,
+)  # steps of an attack, each time; setting up and decoding count too
 
 
 def main() -> None:
@@ -36,7 +42,9 @@ def main() -> None:
         return plain_tag(model, seen[0], start, steps)
 
     ours, theirs = torch.tensor(attack(seen[0]).history), torch.tensor(plain())
-    torch.testing.assert_close(ours[:25], theirs[:25], rtol=1e-3, atol=0)  # later, rounding grows: Adam follows signs
+    torch.testing.assert_close(
+        ours[:25], theirs[:25], rtol=1e-3, atol=0
+    )  # later, rounding grows: Adam follows signs
     cases = {
         "one sentence": (lambda: attack(seen[0]), 1),
         "eight sentences together": (lambda: attack.together(seen), 8),
@@ -49,11 +57,20 @@ def main() -> None:
             "times as fast as plain": spread([a / b for a, b in zip(slow, fast, strict=True)]),
             "steps a second and sentence": round(steps * count / statistics.median(fast), 2),
         }
-    write(args.output, report, ["", "times as fast", "range", "steps a second and sentence"], table(report))
+    write(
+        args.output,
+        report,
+        ["", "times as fast", "range", "steps a second and sentence"],
+        table(report),
+    )
 
 
-def plain_tag(model: torch.nn.Module, seen: Observation, start: torch.Tensor, steps: int) -> list[float]:
-    """TAG as it is printed, with Transformers' own `inputs_embeds`. Returns the objective at every step."""
+def plain_tag(
+    model: torch.nn.Module, seen: Observation, start: torch.Tensor, steps: int
+) -> list[float]:
+    """TAG as it is printed, with Transformers' own `inputs_embeds`. Returns the objective at every
+    step.
+    """
     embedding = model.get_input_embeddings().weight
     parameters = {name: p for name, p in model.named_parameters() if p is not embedding}
     layers = layer_numbers(parameters)

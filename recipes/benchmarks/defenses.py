@@ -1,10 +1,11 @@
-"""What protection costs: sensitivities in plain gradients of the same batch, steps in plain steps (AdamW included).
+"""What protection costs: sensitivities in plain gradients of the same batch, steps in plain steps
+(AdamW included).
 
     python recipes/benchmarks/defenses.py --model MODEL --output docs/results/speed
 
-The floor of a probe is 4/3: a plain gradient takes three matrix products a weight (forward, and two backward), a probe four (two
-through the graph of ∇_x L, two through the forward pass), so k probes cost at least 4k/3, plus 2/3 for the forward pass and
-∇_x L that they start from.
+The floor of a probe is 4/3: a plain gradient takes three matrix products a weight (forward, and two
+backward), a probe four (two through the graph of ∇_x L, two through the forward pass), so k probes
+cost at least 4k/3, plus 2/3 for the forward pass and ∇_x L that they start from.
 """
 
 from collections.abc import Callable
@@ -41,9 +42,15 @@ def main() -> None:
             functional_jvp(model, batch)
 
     gradients = {
-        f"squared_sensitivity, k={k}, one probe at a time": alternate(sensitivities(1), plain, rounds),
-        f"squared_sensitivity, k={k}, all probes at once": alternate(sensitivities(k), plain, max(rounds // 2, 1)),
-        f"loop over torch.autograd.functional.jvp, k={k}": alternate(jvp_loop, plain, max(rounds // 2, 1)),
+        f"squared_sensitivity, k={k}, one probe at a time": alternate(
+            sensitivities(1), plain, rounds
+        ),
+        f"squared_sensitivity, k={k}, all probes at once": alternate(
+            sensitivities(k), plain, max(rounds // 2, 1)
+        ),
+        f"loop over torch.autograd.functional.jvp, k={k}": alternate(
+            jvp_loop, plain, max(rounds // 2, 1)
+        ),
     }
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.0)
     unit, steps = training_steps(model, batch, optimizer, 1), {}
@@ -51,7 +58,9 @@ def main() -> None:
         count = settings.get("refresh_every", 1)
         label = f"step with {name}" + "".join(f", {key}={value}" for key, value in settings.items())
         case = training_steps(model, batch, optimizer, count, name, **settings)
-        steps[label] = alternate(case, unit, rounds if count == 1 else max(rounds // 2, 1), factor=1 / count)
+        steps[label] = alternate(
+            case, unit, rounds if count == 1 else max(rounds // 2, 1), factor=1 / count
+        )
 
     parameters = sum(p.numel() for p in GradientMap(model, batch).parameters.values())
     report = {"batch": [size, LENGTH], "parameters": parameters, "threads": torch.get_num_threads()}
@@ -59,8 +68,12 @@ def main() -> None:
     write(args.output, report, ["", *RATIO], table(report))
 
 
-def training_steps(model, batch, optimizer, steps: int, name: str = "", **settings) -> Callable[[], object]:
-    """Training steps with a defence; without a name, the stock forward and backward pass. AdamW updates in both."""
+def training_steps(
+    model, batch, optimizer, steps: int, name: str = "", **settings
+) -> Callable[[], object]:
+    """Training steps with a defense; without a name, the stock forward and backward pass. AdamW
+    updates in both.
+    """
     generator = torch.Generator(device=batch["labels"].device).manual_seed(0)
 
     def run() -> None:
@@ -70,7 +83,9 @@ def training_steps(model, batch, optimizer, steps: int, name: str = "", **settin
                 model(**batch).loss.backward()
             else:
                 gmap = GradientMap(model, batch, second_order=defense.needs_jacobian)
-                for parameter, shared in zip(gmap.parameters.values(), defense(gmap, generator).values(), strict=True):
+                for parameter, shared in zip(
+                    gmap.parameters.values(), defense(gmap, generator).values(), strict=True
+                ):
                     parameter.grad = shared
             optimizer.step()
             optimizer.zero_grad()
@@ -79,14 +94,20 @@ def training_steps(model, batch, optimizer, steps: int, name: str = "", **settin
 
 
 def functional_jvp(model: torch.nn.Module, batch: dict) -> None:
-    """One Jᵀv in the plainest way: the double-backward jvp of a function that returns all gradients."""
-    parameters = [p for n, p in model.named_parameters() if p is not model.get_input_embeddings().weight]
+    """One Jᵀv in the plainest way: the double-backward jvp of a function that returns all
+    gradients.
+    """
+    parameters = [
+        p for n, p in model.named_parameters() if p is not model.get_input_embeddings().weight
+    ]
     embeddings = model.get_input_embeddings()(batch["input_ids"]).detach()
     rest = {key: value for key, value in batch.items() if key != "input_ids"}
 
     def gradient(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
-            return torch.autograd.grad(model(inputs_embeds=x, **rest).loss, parameters, create_graph=True)
+            return torch.autograd.grad(
+                model(inputs_embeds=x, **rest).loss, parameters, create_graph=True
+            )
 
     torch.autograd.functional.jvp(gradient, embeddings, torch.randn_like(embeddings))
 

@@ -3,8 +3,10 @@
     python recipes/benchmarks/leakage.py --model MODEL --output docs/results/leakage_speed
 
 1. λ_max(J Jᵀ) by Lanczos in input space, against the same eigenvalue of JᵀJ in parameter space by
-   `scipy.sparse.linalg.eigsh`, whose workspace holds 20 vectors of all parameters (relative tolerance 1e-4 for both).
-2. I_lb of one sentence, against 1,500 steps of TAG. A few steps are timed, setting up included, and scaled up.
+   `scipy.sparse.linalg.eigsh`, whose workspace holds 20 vectors of all parameters (relative
+   tolerance 1e-4 for both).
+2. I_lb of one sentence, against 1,500 steps of TAG. A few steps are timed, setting up included, and
+   scaled up.
 3. dFIL of every sample of a batch, in plain gradients of that batch.
 """
 
@@ -12,7 +14,16 @@ import resource
 
 import numpy as np
 import torch
-from measuring import DEVICE, RATIO, alternate, cells, classifier, parser_with_model, random_batch, write
+from measuring import (
+    DEVICE,
+    RATIO,
+    alternate,
+    cells,
+    classifier,
+    parser_with_model,
+    random_batch,
+    write,
+)
 from scipy.sparse.linalg import LinearOperator, eigsh
 
 from hf_gradguard import GradientMap
@@ -31,13 +42,19 @@ def main() -> None:
     one, many = random_batch(model, 1, LENGTH), random_batch(model, size, LENGTH)
     gradient = GradientMap(model, one).gradient()
     generator = torch.Generator(device=DEVICE).manual_seed(0)
-    delta = {n: 1e-3 * torch.randn(g.shape, generator=generator, device=DEVICE) for n, g in gradient.items()}
+    delta = {
+        n: 1e-3 * torch.randn(g.shape, generator=generator, device=DEVICE)
+        for n, g in gradient.items()
+    }
     seen = Observation(model, gradient, input_shape=(1, LENGTH), labels=one["labels"])
     attack = make_attack("tag", steps=timed)
     found: dict[str, dict[str, float]] = {}
 
     def record(side: str, before: int, value: float, products: int) -> None:
-        found.setdefault(side, {"value": value, "products": products, "peak_memory_growth_mib": high_water() - before})
+        found.setdefault(
+            side,
+            {"value": value, "products": products, "peak_memory_growth_mib": high_water() - before},
+        )
 
     # Both sides build their own graphs.
     def input_space() -> None:
@@ -56,16 +73,24 @@ def main() -> None:
     def plain() -> None:
         GradientMap(model, many, second_order=False).gradient()
 
-    input_space(), parameter_space()  # in this order, so that each side's growth of peak memory shows
-    report = {"threads": 1, "length": LENGTH, "parameters": sum(g.numel() for g in gradient.values())}
+    (
+        input_space(),
+        parameter_space(),
+    )  # in this order, so that each side's growth of peak memory shows
+    report = {
+        "threads": 1,
+        "length": LENGTH,
+        "parameters": sum(g.numel() for g in gradient.values()),
+    }
     report["eigenvalue"] = found
     products = {side: one["products"] for side, one in found.items()}
     report["ratios"] = {
-        f"λ_max: `eigsh` in parameter space ({products['parameter space']} products) / Lanczos in input space "
-        f"({products['input space']} products)": alternate(parameter_space, input_space, rounds),
-        f"{ATTACK_STEPS:,} steps of TAG (scaled up from {timed}, setting up included) / I_lb of one sentence": alternate(
-            lambda: attack(seen), bound, rounds, ATTACK_STEPS / timed
+        f"λ_max: `eigsh` in parameter space ({products['parameter space']} products) / Lanczos in "
+        f"input space ({products['input space']} products)": alternate(
+            parameter_space, input_space, rounds
         ),
+        f"{ATTACK_STEPS:,} steps of TAG (scaled up from {timed}, setting up included) / I_lb of "
+        "one sentence": alternate(lambda: attack(seen), bound, rounds, ATTACK_STEPS / timed),
         f"dFIL of each of {size} samples, {PROBES} probes / plain gradient of the batch": alternate(
             leakage, plain, rounds
         ),
@@ -83,7 +108,10 @@ def eigsh_eigenvalue(gmap: GradientMap) -> tuple[float, int]:
         nonlocal count
         count += 1
         parts = torch.from_numpy(u.reshape(-1)).to(gmap.input).split(sizes)
-        delta = {name: part.view(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}
+        delta = {
+            name: part.view(shape)
+            for (name, shape), part in zip(shapes.items(), parts, strict=True)
+        }
         result = gmap.jvp(gmap.vjp(delta))
         return torch.cat([tensor.flatten() for tensor in result.values()]).cpu().numpy()
 

@@ -1,8 +1,9 @@
 """What the benchmarks share. Nothing to run by itself.
 
-Machines are noisy, so each figure is a ratio: what is measured and its unit take turns, and the median of the ratios over the
-rounds stands with their range. Every benchmark takes `--model MODEL --output OUTPUT`, measures anew, and writes OUTPUT.json and
-OUTPUT.md; `--quick` takes seconds, and its figures mean nothing.
+Machines are noisy, so each figure is a ratio: what is measured and its unit take turns, and the
+median of the ratios over the rounds stands with their range. Every benchmark takes `--model MODEL
+--output OUTPUT`, measures anew, and writes OUTPUT.json and OUTPUT.md; `--quick` takes seconds, and
+its figures mean nothing.
 """
 
 import argparse
@@ -31,9 +32,13 @@ def parser_with_model(description: str | None) -> argparse.ArgumentParser:
 
 
 def classifier(name: str) -> PreTrainedModel:
-    """A text classifier in training mode. Embeddings are withheld by every defence, so left out of plain gradients too."""
+    """A text classifier in training mode. Embeddings are withheld by every defense, so left out of
+    plain gradients too.
+    """
     torch.manual_seed(0)
-    model = AutoModelForSequenceClassification.from_pretrained(name, num_labels=2).to(DEVICE).train()
+    model = (
+        AutoModelForSequenceClassification.from_pretrained(name, num_labels=2).to(DEVICE).train()
+    )
     model.get_input_embeddings().requires_grad_(False)
     return model
 
@@ -47,8 +52,12 @@ def random_batch(model: PreTrainedModel, size: int, length: int) -> dict[str, to
     }
 
 
-def alternate(case: Callable[[], object], unit: Callable[[], object], rounds: int, factor: float = 1) -> dict:
-    """`factor` times `case` over `unit`, round by round, each against units run just before and just after it."""
+def alternate(
+    case: Callable[[], object], unit: Callable[[], object], rounds: int, factor: float = 1
+) -> dict:
+    """`factor` times `case` over `unit`, round by round, each against units run just before and
+    just after it.
+    """
     case(), unit()
     ratios = []
     for _ in range(rounds):
@@ -73,7 +82,9 @@ def clock(function: Callable[[], object], times: int = 1) -> float:
 
 
 def peak(function: Callable[[], object]) -> int:
-    """Bytes that `function` holds at its peak, beyond what was there before. On a CPU, the profiler's record added up."""
+    """Bytes that `function` holds at its peak, beyond what was there before. On a CPU, the
+    profiler's record added up.
+    """
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
         start = torch.cuda.memory_allocated()

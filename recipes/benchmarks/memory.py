@@ -1,4 +1,5 @@
-"""The memory that `squared_sensitivity` takes beyond the graph it starts from, in gradients, by probe chunk.
+"""The memory that `squared_sensitivity` takes beyond the graph it starts from, in gradients, by
+probe chunk.
 
 python recipes/benchmarks/memory.py --model MODEL --output docs/results/memory
 """
@@ -15,14 +16,25 @@ def main() -> None:
     args = parser_with_model(__doc__).parse_args()
     model = classifier(args.model)
     batch = random_batch(model, 2 if args.quick else BATCH, LENGTH)
-    gradient = sum(p.numel() * p.element_size() for p in GradientMap(model, batch).parameters.values())
+    gradient = sum(
+        p.numel() * p.element_size() for p in GradientMap(model, batch).parameters.values()
+    )
     peaks = {}
     for chunk in CHUNKS:
         gmap = GradientMap(model, batch)
-        gmap.jvp(torch.ones_like(gmap.input))  # the graph of ∇_x L stands; what follows is the probes' own
-        used = peak(lambda gmap=gmap, chunk=chunk: gmap.squared_sensitivity(PROBES, probe_chunk=chunk))
+        gmap.jvp(
+            torch.ones_like(gmap.input)
+        )  # the graph of ∇_x L stands; what follows is the probes' own
+        used = peak(
+            lambda gmap=gmap, chunk=chunk: gmap.squared_sensitivity(PROBES, probe_chunk=chunk)
+        )
         peaks[chunk] = round(used / gradient, 2)
-    report = {"batch": list(batch["input_ids"].shape), "probes": PROBES, "gradient_bytes": gradient, "gradients": peaks}
+    report = {
+        "batch": list(batch["input_ids"].shape),
+        "probes": PROBES,
+        "gradient_bytes": gradient,
+        "gradients": peaks,
+    }
     write(args.output, report, *table(report))
 
 

@@ -2,15 +2,26 @@
 
     python recipes/benchmarks/refiner.py --model MODEL --output docs/results/refiner_speed
 
-The floor: an iteration takes seven matrix products a weight (forward, two backward, and four back through both), where a
-plain gradient takes three, so ι iterations cost 7ι/3 plain gradients; the true gradient and that of the robust data are
-two more, and every iteration passes through the evaluation network and back.
+The floor: an iteration takes seven matrix products a weight (forward, two backward, and four back
+through both), where a plain gradient takes three, so ι iterations cost 7ι/3 plain gradients; the
+true gradient and that of the robust data are two more, and every iteration passes through the
+evaluation network and back.
 """
 
 from collections.abc import Callable
 
 import torch
-from measuring import DEVICE, RATIO, alternate, cells, classifier, parser_with_model, peak, random_batch, write
+from measuring import (
+    DEVICE,
+    RATIO,
+    alternate,
+    cells,
+    classifier,
+    parser_with_model,
+    peak,
+    random_batch,
+    write,
+)
 
 from hf_gradguard import GradientMap, make_defense
 
@@ -24,7 +35,9 @@ CASES = {  # settings, and iterations that a visit takes
 
 def main() -> None:
     parser = parser_with_model(__doc__)
-    parser.add_argument("--evaluation_network", default="text-evaluation-network-minilm-l6", help="of --model")
+    parser.add_argument(
+        "--evaluation_network", default="text-evaluation-network-minilm-l6", help="of --model"
+    )
     args = parser.parse_args()
     torch.set_num_threads(1)
     size, rounds = (2, 1) if args.quick else (BATCH, ROUNDS)
@@ -39,10 +52,19 @@ def main() -> None:
         defense = make_defense("refiner", evaluation_network=args.evaluation_network, **settings)
         return lambda: defense(GradientMap(model, batch), generator)
 
-    # `alternate` runs each case once before it times it: the first visit of the warm start is not timed.
-    ratios = {label: alternate(refined(**settings), plain, rounds) for label, (settings, _) in CASES.items()}
-    gradient = sum(p.numel() * p.element_size() for p in GradientMap(model, batch).parameters.values())
-    memory = {"plain": round(peak(plain) / gradient, 2), "refiner": round(peak(refined(iterations=2)) / gradient, 2)}
+    # `alternate` runs each case once before it times it: the first visit of the warm start is not
+    # timed.
+    ratios = {
+        label: alternate(refined(**settings), plain, rounds)
+        for label, (settings, _) in CASES.items()
+    }
+    gradient = sum(
+        p.numel() * p.element_size() for p in GradientMap(model, batch).parameters.values()
+    )
+    memory = {
+        "plain": round(peak(plain) / gradient, 2),
+        "refiner": round(peak(refined(iterations=2)) / gradient, 2),
+    }
     report = {"batch": [size, LENGTH], "gradient_bytes": gradient, "device": DEVICE}
     report |= {"in plain gradients": ratios, "peak memory in gradients": memory}
     write(args.output, report, ["", *RATIO, "floor"], table(report))
@@ -50,7 +72,10 @@ def main() -> None:
 
 def table(report: dict) -> list[list[str]]:
     ratios = report["in plain gradients"]
-    return [[label, *cells(ratios[label], 1), f"{7 * count / 3 + 2:.1f}"] for label, (_, count) in CASES.items()]
+    return [
+        [label, *cells(ratios[label], 1), f"{7 * count / 3 + 2:.1f}"]
+        for label, (_, count) in CASES.items()
+    ]
 
 
 if __name__ == "__main__":

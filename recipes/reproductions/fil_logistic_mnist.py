@@ -1,12 +1,15 @@
-"""Guo et al. (2022), Section 7.1 and 7.2: what a private logistic regression on MNIST 0 against 1 leaks.
+"""Guo et al. (2022), Section 7.1 and 7.2: what a private logistic regression on MNIST 0 against 1
+leaks.
 
-    python recipes/reproductions/fil_logistic_mnist.py --data mnist.npz --output docs/results/fil_logistic_mnist
+    python recipes/reproductions/fil_logistic_mnist.py --data mnist.npz \
+        --output docs/results/fil_logistic_mnist
 
-Output perturbation: the minimiser w* of the mean logistic loss + λ/2 ‖w‖² is released with noise N(0, σ²I). By the
-implicit function theorem ∂w*/∂x_j = -H⁻¹B_j/n with B_j = (p-y)I + p(1-p) x wᵀ, so that FIM_j = B_jᵀH⁻²B_j/(σn)² in closed
-form. The attack is Balle et al.'s on generalised linear models, with the label given as well: whoever knows all other
-records reads c·x off the stationarity of w*, with c = p - y. It is run on the 8 records of highest and of lowest dFIL and on
-`targets` evenly over its ranks.
+Output perturbation: the minimizer w* of the mean logistic loss + λ/2 ‖w‖² is released with noise
+N(0, σ²I). By the implicit function theorem ∂w*/∂x_j = -H⁻¹B_j/n with B_j = (p-y)I + p(1-p) x wᵀ, so
+that FIM_j = B_jᵀH⁻²B_j/(σn)² in closed form. The attack is Balle et al.'s on generalized linear
+models, with the label given as well: whoever knows all other records reads c·x off the stationarity
+of w*, with c = p - y. It is run on the 8 records of highest and of lowest dFIL and on `targets`
+evenly over its ranks.
 """
 
 import functools
@@ -24,19 +27,32 @@ from hf_gradguard.leakage import mse_bound_from_dfil, mse_bound_from_rdp, rdp_of
 matplotlib.use("agg")
 from matplotlib import pyplot as plt
 
-PLAN = {"regularization": 1e-2, "std": 1e-2, "attacked_std": 1e-5, "trials": 1000, "targets": 400, "records": 60000}
+PLAN = {
+    "regularization": 1e-2,
+    "std": 1e-2,
+    "attacked_std": 1e-5,
+    "trials": 1000,
+    "targets": 400,
+    "records": 60000,
+}
 QUICK = PLAN | {"trials": 3, "targets": 8, "records": 400}
 
 
 def main() -> None:
     parser = parser_of(__doc__)
-    parser.add_argument("--data", required=True, help="npz with x_train, y_train, x_test, y_test in uint8")
+    parser.add_argument(
+        "--data", required=True, help="npz with x_train, y_train, x_test, y_test in uint8"
+    )
     parser.add_argument("--pictures", help="PNG of Figure 4 to write; holds images of the data set")
     args = parser.parse_args()
     plan = QUICK if args.quick else PLAN
     results = Results(args.output, plan)
-    fitted = functools.cache(lambda: fit(*zeros_and_ones(args.data, "train", plan["records"]), plan["regularization"]))
-    figures = results.get(("regression",), lambda: measured(plan, fitted(), zeros_and_ones(args.data, "test")))
+    fitted = functools.cache(
+        lambda: fit(*zeros_and_ones(args.data, "train", plan["records"]), plan["regularization"])
+    )
+    figures = results.get(
+        ("regression",), lambda: measured(plan, fitted(), zeros_and_ones(args.data, "test"))
+    )
     write_table(args.output, ["", "here", "paper"], table(figures))
     plot(figures, plan, named(args.output, ".png"))
     if args.pictures:
@@ -50,9 +66,13 @@ def measured(plan: dict, regression: tuple[Tensor, ...], test: tuple[Tensor, Ten
     bounds = mse_bound_from_dfil(dfil(x, y, w, hessian, plan["std"]))
     draws = w + plan["std"] * torch.randn(10, m, generator=generator, dtype=w.dtype)
     accuracy = (((test[0] @ draws.T) > 0) == test[1][:, None].bool()).double().mean()
-    # Replacing a record moves w* by up to 2 max‖x‖/(nλ). The paper's figure takes max‖x‖ = 1, which raw pixels exceed.
+    # Replacing a record moves w* by up to 2 max‖x‖/(nλ). The paper's figure takes max‖x‖ = 1, which
+    # raw pixels exceed.
     norms = {"1": 1.0, "largest": float(x.norm(dim=1).max())}
-    epsilons = {k: rdp_of_order_two(plan["std"] * n * plan["regularization"] / (2 * v)) for k, v in norms.items()}
+    epsilons = {
+        k: rdp_of_order_two(plan["std"] * n * plan["regularization"] / (2 * v))
+        for k, v in norms.items()
+    }
     edges = np.geomspace(float(bounds.min()), float(bounds.max()), 60)
     edges[[0, -1]] = float(bounds.min()), float(bounds.max())
     # Figures 3 and 4: the attack on a model with hardly any noise.
@@ -60,11 +80,11 @@ def measured(plan: dict, regression: tuple[Tensor, ...], test: tuple[Tensor, Ten
     order = leakage.argsort(descending=True)
     evenly = torch.linspace(0, n - 1, plan["targets"]).long()
     chosen = order[torch.cat([torch.arange(8), torch.arange(n - 8, n), evenly])]
-    realised = torch.zeros(len(chosen), dtype=torch.float64)
+    realized = torch.zeros(len(chosen), dtype=torch.float64)
     for _ in range(plan["trials"]):
         released = w + plan["attacked_std"] * torch.randn(m, generator=generator, dtype=w.dtype)
         found = glm_attack(released, x, y, chosen, plan["regularization"])
-        realised += (found - x[chosen]).square().mean(1) / plan["trials"]
+        realized += (found - x[chosen]).square().mean(1) / plan["trials"]
     return {
         "accuracy": float(accuracy),
         "norms": rounded(norms.values()),
@@ -76,7 +96,10 @@ def measured(plan: dict, regression: tuple[Tensor, ...], test: tuple[Tensor, Ten
             "least, median": rounded([bounds.min(), bounds.median()]),
         },
         "histogram": {"edges": rounded(edges), "counts": np.histogram(bounds, edges)[0].tolist()},
-        "attacked": {"bound": rounded(mse_bound_from_dfil(leakage[chosen])), "mse": rounded(realised)},
+        "attacked": {
+            "bound": rounded(mse_bound_from_dfil(leakage[chosen])),
+            "mse": rounded(realized),
+        },
     }
 
 
@@ -108,7 +131,9 @@ def dfil(x: Tensor, y: Tensor, w: Tensor, hessian: Tensor, std: float) -> Tensor
     """Tr FIM_j / m = ‖H⁻¹B_j‖_F² / (m σ²n²) for every record."""
     inverse, p = torch.linalg.inv(hessian), torch.sigmoid(x @ w)
     error, curvature, moved = p - y, p * (1 - p), x @ inverse
-    squares = error.square() * inverse.square().sum() + 2 * error * curvature * (moved @ (inverse @ w))
+    squares = error.square() * inverse.square().sum() + 2 * error * curvature * (
+        moved @ (inverse @ w)
+    )
     squares += curvature.square() * moved.square().sum(1) * w.square().sum()
     return squares / (x.shape[1] * (std * len(x)) ** 2)
 
@@ -116,13 +141,18 @@ def dfil(x: Tensor, y: Tensor, w: Tensor, hessian: Tensor, std: float) -> Tensor
 def glm_attack(w: Tensor, x: Tensor, y: Tensor, targets: Tensor, regularization: float):
     """Each target from the released w, all other records and its label: (targets, m)."""
     residual = torch.sigmoid(x @ w) - y
-    others = x.T @ residual - (residual[:, None] * x)[targets]  # what the records but the target contribute
+    others = (
+        x.T @ residual - (residual[:, None] * x)[targets]
+    )  # what the records but the target contribute
     v = -len(x) * regularization * w - others  # = c x of the target
-    # c = σ(a) - y with c a = w·v. In a' = ±a it reads a'σ(a') = w·v: one root above the minimum, one below if negative.
-    # Of two, take the one whose image is about as bright as the other records of that label.
+    # c = σ(a) - y with c a = w·v. In a' = ±a it reads a'σ(a') = w·v: one root above the minimum,
+    # one below if negative. Of two, take the one whose image is about as bright as the other
+    # records of that label.
     value, sign = v @ w, 1 - 2 * y[targets]
     lowest = -1.2784645427610738
-    usual = torch.stack([x[y == label].norm(dim=1).log().mean() for label in (0, 1)])[y[targets].long()]
+    usual = torch.stack([x[y == label].norm(dim=1).log().mean() for label in (0, 1)])[
+        y[targets].long()
+    ]
     best, least = torch.zeros_like(v), torch.full_like(value, torch.inf)
     for low, high, rising in ((lowest, 1e4, True), (-700.0, lowest, False)):
         a, b = torch.full_like(value, low), torch.full_like(value, high)
@@ -149,10 +179,18 @@ def table(figures: dict) -> list[list[str]]:
         ["RDP bound on the MSE, norms at most 1", f"{norm_bound:.4f}", "≈ 0.02"],
         [f"ε₂, norms at most {figures['norms'][1]:.1f}", f"{figures['epsilons'][1]:.0f}", ""],
         [f"RDP bound, norms at most {figures['norms'][1]:.1f}", f"{honest:.2g}", ""],
-        ["records with a dFIL bound above 1", f"{dfil_bounds['above 1']:,} of {dfil_bounds['count']:,}", "all"],
+        [
+            "records with a dFIL bound above 1",
+            f"{dfil_bounds['above 1']:,} of {dfil_bounds['count']:,}",
+            "all",
+        ],
         ["dFIL bounds: least, median", f"{least:.2f}, {median:,.0f}", ""],
         ["attacked", f"{len(mse)}", "all"],
-        ["of these with a bound below 1: MSE above it", f"{(mse >= bound)[below].sum()} of {below.sum()}", "all"],
+        [
+            "of these with a bound below 1: MSE above it",
+            f"{(mse >= bound)[below].sum()} of {below.sum()}",
+            "all",
+        ],
         ["their least MSE over bound", f"{(mse / bound)[below].min(initial=np.inf):.2f}", ""],
         ["Spearman of bound and MSE", f"{spearmanr(bound, mse).statistic:.3f}", ""],
     ]
@@ -179,7 +217,9 @@ def plot(figures: dict, plan: dict, path: Path) -> None:
 
 
 def show(path: str, plan: dict, x: Tensor, y: Tensor, w: Tensor, hessian: Tensor) -> None:
-    """Figure 4: the 8 samples of highest and of lowest dFIL over their reconstructions from one noisy model."""
+    """Figure 4: the 8 samples of highest and of lowest dFIL over their reconstructions from one
+    noisy model.
+    """
     order = dfil(x, y, w, hessian, plan["attacked_std"]).argsort(descending=True)
     ends, generator = torch.cat([order[:8], order[-8:]]), torch.Generator().manual_seed(0)
     released = w + plan["attacked_std"] * torch.randn(len(w), generator=generator, dtype=w.dtype)

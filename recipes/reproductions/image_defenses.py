@@ -1,16 +1,19 @@
-"""Every defence at three strengths against attacks on images, and against attackers who know the defence.
+"""Every defense at three strengths against attacks on images, and against attackers who know the
+defense.
 
-    python recipes/train_evalnets.py image --data tinyimagenet32_10k_2k.npz --filters 32 64 128 --output NETWORK
-    python recipes/reproductions/image_defenses.py --images LOSSLESS.npz --evaluation_network NETWORK \
-        --output docs/results/image_defenses
+    python recipes/train_evalnets.py image --data tinyimagenet32_10k_2k.npz --filters 32 64 128 \
+        --output NETWORK
+    python recipes/reproductions/image_defenses.py --images LOSSLESS.npz \
+        --evaluation_network NETWORK --output docs/results/image_defenses
 
-The first 16 images of the file, one a message, on the leakage papers' LeNet at its initial weights; labels read off the
-gradient. Budgets are such that undefended gradients give the image away, and the same for every defence. The adaptive attacker
-takes the mean of eight uploads of the batch where there is fresh noise, and weighs coordinates by its covariance where that is
-not the same everywhere; matches only what a pruning left; leaves out soteria's layer; starts four times over against refiner.
-Behind whatever defence, Inverting Gradients then takes the total variation that shows most of images of the attacker's own, the
-next 4 of the file. Both attacks stop when so many steps of L-BFGS (20 evaluations each) brought no better match: under noise,
-going on fits it.
+The first 16 images of the file, one a message, on the leakage papers' LeNet at its initial weights;
+labels read off the gradient. Budgets are such that undefended gradients give the image away, and
+the same for every defense. The adaptive attacker takes the mean of eight uploads of the batch where
+there is fresh noise, and weighs coordinates by its covariance where that is not the same
+everywhere; matches only what a pruning left; leaves out soteria's layer; starts four times over
+against refiner. Behind whatever defense, Inverting Gradients then takes the total variation that
+shows most of images of the attacker's own, the next 4 of the file. Both attacks stop when so many
+steps of L-BFGS (20 evaluations each) brought no better match: under noise, going on fits it.
 
 PSNR with 95 % bootstrap intervals.
 """
@@ -56,10 +59,18 @@ def main() -> None:
 
     def scores(defense: str, strength: dict, else_seen: dict, attack: str, settings: dict) -> dict:
         network = {"evaluation_network": args.evaluation_network} if defense == "refiner" else {}
-        made, grants = make_defense(defense, **strength, **network), {"input_shape": tuple(images[0].shape)}
-        seen = [share(model, gmap, made, number, grants, **else_seen) for number, gmap in enumerate(maps)]
+        made, grants = (
+            make_defense(defense, **strength, **network),
+            {"input_shape": tuple(images[0].shape)},
+        )
+        seen = [
+            share(model, gmap, made, number, grants, **else_seen)
+            for number, gmap in enumerate(maps)
+        ]
         settings = smoothed(settings, seen[own], images[own])
-        found = make_attack(attack, **settings).together(seen[attacked], torch.Generator().manual_seed(0))
+        found = make_attack(attack, **settings).together(
+            seen[attacked], torch.Generator().manual_seed(0)
+        )
         weight = {name: value for name, value in settings.items() if name == "total_variation"}
         return scored([one.input.nan_to_num(0.5) for one in found]) | weight
 
@@ -67,7 +78,7 @@ def main() -> None:
         return summary(score_images(guesses, images[attacked]), ("psnr", "ssim"))
 
     fill(results, scores, again={"restarts": 4})
-    chance = scored([torch.full_like(image, 0.5) for image in images[attacked]])["psnr"]  # grey
+    chance = scored([torch.full_like(image, 0.5) for image in images[attacked]])["psnr"]  # gray
     present(args.output, results, chance, "psnr", digits=1)
 
 

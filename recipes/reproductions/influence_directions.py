@@ -1,12 +1,15 @@
-"""A perturbation of one size along four eigenvectors of J Jᵀ, and what DLG makes of it: Zhang et al. (2023), Figure 6.
+"""A perturbation of one size along four eigenvectors of J Jᵀ, and what DLG makes of it: Zhang et
+al. (2023), Figure 6.
 
     python recipes/reproductions/influence_directions.py --mnist MNIST.npz --cifar10 LOSSLESS.npz \
         --output docs/results/influence_directions
 
-For a unit eigenvector u with eigenvalue λ, δ = size · Jᵀu/√λ has the norm `size` and moves the input by I(δ) = size/√λ along u:
-an MSE of size²/(λm). Eigenvalues are taken at equal ratios from the largest to the smallest. The leakage papers' LeNet before
-training, one image a gradient, label known, DLG by L-BFGS from one random start. The MSE is that of the attack's own input; clipped
-to the pixel range, which first order knows nothing of, it is smaller. Below what is left undefended nothing can be seen.
+For a unit eigenvector u with eigenvalue λ, δ = size · Jᵀu/√λ has the norm `size` and moves the
+input by I(δ) = size/√λ along u: an MSE of size²/(λm). Eigenvalues are taken at equal ratios from
+the largest to the smallest. The leakage papers' LeNet before training, one image a gradient, label
+known, DLG by L-BFGS from one random start. The MSE is that of the attack's own input; clipped to
+the pixel range, which first order knows nothing of, it is smaller. Below what is left undefended
+nothing can be seen.
 """
 
 from pathlib import Path
@@ -46,7 +49,10 @@ def main() -> None:
 def attacked(plan: dict, model, batch: dict[str, torch.Tensor]) -> list[dict]:
     """One image, its gradient perturbed in four directions."""
     image, gmap = batch["pixel_values"], GradientMap(model, batch)
-    gradient, start = gmap.gradient(), torch.rand(image.shape, generator=torch.Generator().manual_seed(0))
+    gradient, start = (
+        gmap.gradient(),
+        torch.rand(image.shape, generator=torch.Generator().manual_seed(0)),
+    )
     dlg = make_attack("dlg", steps=plan["steps"], start=start)
 
     def found(shared: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -61,9 +67,12 @@ def attacked(plan: dict, model, batch: dict[str, torch.Tensor]) -> list[dict]:
     undefended, points = (found(gradient) - image).square().mean(), []
     for at in (logarithms[:, None] - wanted).abs().argmin(0):
         direction = gmap.jvp(spectrum.vectors[at])
-        # The eigenvalue once more, as ‖Jᵀu‖²: the smallest of a large matrix carry the rounding of the largest.
+        # The eigenvalue once more, as ‖Jᵀu‖²: the smallest of a large matrix carry the rounding of
+        # the largest.
         root = torch.cat([d.flatten() for d in direction.values()]).norm()
-        guess = found({name: g + plan["size"] / root * direction[name] for name, g in gradient.items()})
+        guess = found(
+            {name: g + plan["size"] / root * direction[name] for name, g in gradient.items()}
+        )
         mse, clipped = ((x - image).square().mean() for x in (guess, guess.clamp(0, 1)))
         point = {"eigenvalue": root**2, "predicted": plan["size"] ** 2 / root**2 / image.numel()}
         point |= {"undefended": undefended, "mse": mse, "clipped": clipped}
@@ -94,8 +103,17 @@ def plot(axis, data: str, columns: dict[str, np.ndarray]) -> None:
     eigenvalues, order = columns["eigenvalue"], columns["eigenvalue"].argsort()
     axis.plot(eigenvalues[order], columns["predicted"][order], color="black", label="size² / λm")
     axis.scatter(eigenvalues, columns["mse"], s=18, label="DLG")
-    axis.scatter(eigenvalues, columns["clipped"], s=18, facecolors="none", edgecolors="tab:blue", label="clipped")
-    axis.axhline(np.median(columns["undefended"]), color="gray", linestyle="--", label="undefended, median")
+    axis.scatter(
+        eigenvalues,
+        columns["clipped"],
+        s=18,
+        facecolors="none",
+        edgecolors="tab:blue",
+        label="clipped",
+    )
+    axis.axhline(
+        np.median(columns["undefended"]), color="gray", linestyle="--", label="undefended, median"
+    )
     axis.set(xscale="log", yscale="log", xlabel="eigenvalue λ of J Jᵀ", ylabel="MSE", title=data)
     axis.legend()
 

@@ -1,12 +1,13 @@
-"""Four initialisations under the same noise: Zhang et al. (2023), Figures 5 and 8.
+"""Four initializations under the same noise: Zhang et al. (2023), Figures 5 and 8.
 
-    python recipes/reproductions/influence_initializations.py --mnist MNIST.npz --cifar10 LOSSLESS.npz \
-        --output docs/results/influence_initializations
+    python recipes/reproductions/influence_initializations.py --mnist MNIST.npz \
+        --cifar10 LOSSLESS.npz --output docs/results/influence_initializations
 
-The leakage papers' LeNet before training, with weights and biases uniform in ±0.5 or normal of variance 0.5, or weights after
-Kaiming or Xavier (uniform, PyTorch's defaults) and no biases; new weights for every image, one image a gradient, label known,
-Gaussian noise of one variance for all, DLG by L-BFGS, pixels clipped to their range. Beside the MSE: the eigenvalues of J Jᵀ,
-drawn for the first image, and the norm of the gradient, which one noise drowns or does not.
+The leakage papers' LeNet before training, with weights and biases uniform in ±0.5 or normal of
+variance 0.5, or weights after Kaiming or Xavier (uniform, PyTorch's defaults) and no biases; new
+weights for every image, one image a gradient, label known, Gaussian noise of one variance for all,
+DLG by L-BFGS, pixels clipped to their range. Beside the MSE: the eigenvalues of J Jᵀ, drawn for the
+first image, and the norm of the gradient, which one noise drowns or does not.
 """
 
 from pathlib import Path
@@ -47,7 +48,11 @@ def main() -> None:
         for name in INITIALIZATIONS:
             results.get(("attacked", data, name), attacked, plan, name, batches)
             results.get(("spectrum", data, name), spectrum, name, batches[0])
-    write_table(args.output, ["", *INITIALIZATIONS, "uniform below Xavier"], table(results.figures["attacked"]))
+    write_table(
+        args.output,
+        ["", *INITIALIZATIONS, "uniform below Xavier"],
+        table(results.figures["attacked"]),
+    )
     plot(results.figures, plan, named(args.output, ".png"))
 
 
@@ -83,7 +88,11 @@ def attacked(plan: dict, name: str, batches: list[dict[str, Tensor]]) -> dict:
 def spectrum(name: str, batch: dict[str, Tensor]) -> dict[int, float]:
     """Eigenvalues of J Jᵀ by their rank."""
     m = batch["pixel_values"].numel()
-    values = smallest_directions(GradientMap(started(name, 0, batch), batch), m).eigenvalues.flip(0).clamp_min(1e-12)
+    values = (
+        smallest_directions(GradientMap(started(name, 0, batch), batch), m)
+        .eigenvalues.flip(0)
+        .clamp_min(1e-12)
+    )
     ranks = np.unique(np.linspace(0, m - 1, SPECTRUM).round().astype(int))
     return {int(at) + 1: rounded(values[at]) for at in ranks}
 
@@ -96,14 +105,19 @@ def table(figures: dict) -> list[list[str]]:
     rows = []
     for data, found in figures.items():
         mse = [np.array(row["mse"]) for row in found.values()]
-        below = f"{(mse[0] < mse[3]).sum()} of {len(mse[0])}, p = {wilcoxon(mse[0], mse[3]).pvalue:.2f}"
+        below = (
+            f"{(mse[0] < mse[3]).sum()} of {len(mse[0])}, p = {wilcoxon(mse[0], mse[3]).pvalue:.2f}"
+        )
         spread = [f"{one.mean():.3f} ({one.min():.3f} to {one.max():.3f})" for one in mse]
         rows.append([f"{data}, MSE: mean, range", *spread, below])
         for key in ("median λ_max", "median norm of the gradient"):
             rows.append(
                 [
                     f"{data}, {key}",
-                    *(f"{row[key]:,.0f}" if row[key] >= 100 else f"{row[key]:.2g}" for row in found.values()),
+                    *(
+                        f"{row[key]:,.0f}" if row[key] >= 100 else f"{row[key]:.2g}"
+                        for row in found.values()
+                    ),
                     "",
                 ]
             )
@@ -115,12 +129,22 @@ def plot(figures: dict, plan: dict, path: Path) -> None:
     for (data, found), (left, right) in zip(figures["attacked"].items(), axes, strict=True):
         for name, values in figures["spectrum"][data].items():
             left.plot([int(at) for at in values], list(values.values()), label=name)
-        left.set(yscale="log", xlabel="rank", ylabel="eigenvalue of J Jᵀ", title=f"{data}: the first image")
+        left.set(
+            yscale="log",
+            xlabel="rank",
+            ylabel="eigenvalue of J Jᵀ",
+            title=f"{data}: the first image",
+        )
         left.legend()
         right.boxplot(
-            [row["mse"] for row in found.values()], tick_labels=[name.split()[0].strip(",") for name in found]
+            [row["mse"] for row in found.values()],
+            tick_labels=[name.split()[0].strip(",") for name in found],
         )
-        right.set(yscale="log", ylabel="MSE of DLG", title=f"{data}: noise of variance {plan['variance']:g}")
+        right.set(
+            yscale="log",
+            ylabel="MSE of DLG",
+            title=f"{data}: noise of variance {plan['variance']:g}",
+        )
     figure.savefig(path, dpi=80)
 
 

@@ -1,21 +1,27 @@
-"""Optimal noise and optimal pruning against plain ones: what an attack sees of a batch, and how well the batch is learnt.
+"""Optimal noise and optimal pruning against plain ones: what an attack sees of a batch, and how
+well the batch is learned.
 
-    python recipes/reproductions/optimal_defenses_attacked.py --data mnist.npz --output docs/results/optimal_defenses_mnist
+    python recipes/reproductions/optimal_defenses_attacked.py --data mnist.npz \
+        --output docs/results/optimal_defenses_mnist
     (the same with lossless CIFAR-10 and optimal_defenses_cifar10)
 
-The scatter plots of Chen, Gürsoy and Lei (2024, 2025), Section 4 and Appendix C. As there: the loss of a batch after five steps
-of Adam on it (MNIST: 64 images, learning rate 1e-3; CIFAR-10: 8 images), whose gradients four clients defend one by one;
-and Inverting Gradients on a gradient at the same initial weights, the same for every row, labels known. Here with 4 images a
-message and 400 updates (MNIST; paper: 16 and 2,000), 2 and 200 (CIFAR-10; paper: 2 and 1,000) and total variation 1e-2. That was
-chosen on the undefended gradient at seed 0's start, after seven and eleven tries with other batches, optimizers and weights: of
-16 images of MNIST 400 updates showed nothing, and nothing of CIFAR-10 through batch normalisation in training mode. So CIFAR-10's
-network is without it, half as wide (732,000 parameters; paper: 2.9 M), and learns at 5e-4 (paper: 5e-5, at which five steps hardly
-move this one's loss). Clipping: every coordinate to ±1. "Known" is the same attack by one who knows the defence, and matches
-only what a pruning left, or weighs coordinates by optimal noise's covariance.
+The scatter plots of Chen, Gürsoy and Lei (2024, 2025), Section 4 and Appendix C. As there: the loss
+of a batch after five steps of Adam on it (MNIST: 64 images, learning rate 1e-3; CIFAR-10: 8
+images), whose gradients four clients defend one by one; and Inverting Gradients on a gradient at
+the same initial weights, the same for every row, labels known. Here with 4 images a message and 400
+updates (MNIST; paper: 16 and 2,000), 2 and 200 (CIFAR-10; paper: 2 and 1,000) and total variation
+1e-2. That was chosen on the undefended gradient at seed 0's start, after seven and eleven tries
+with other batches, optimizers and weights: of 16 images of MNIST 400 updates showed nothing, and
+nothing of CIFAR-10 through batch normalization in training mode. So CIFAR-10's network is without
+it, half as wide (732,000 parameters; paper: 2.9 M), and learns at 5e-4 (paper: 5e-5, at which five
+steps hardly move this one's loss). Clipping: every coordinate to ±1. "Known" is the same attack by
+one who knows the defense, and matches only what a pruning left, or weighs coordinates by optimal
+noise's covariance.
 
-`scale` is the root mean square of the noise's standard deviation: rows of equal scale add equal noise power. A seed is a start,
-a batch, the attack's start and a draw of noise. Leakage and cost are the two sides of the paper's theorems. With noise: Σ s²/Σ_ii
-and Σ g²Σ_ii, as multiples of those of uniform noise. With pruning: the shares of Σ s² that is sent and of Σ g² that is not.
+`scale` is the root mean square of the noise's standard deviation: rows of equal scale add equal
+noise power. A seed is a start, a batch, the attack's start and a draw of noise. Leakage and cost
+are the two sides of the paper's theorems. With noise: Σ s²/Σ_ii and Σ g²Σ_ii, as multiples of those
+of uniform noise. With pruning: the shares of Σ s² that is sent and of Σ g² that is not.
 """
 
 from collections.abc import Iterable
@@ -37,13 +43,29 @@ from hf_gradguard.models import MODELS
 matplotlib.use("agg")
 from matplotlib import pyplot as plt
 
-PRUNINGS = {f"{name} {r}": {"ratio": r} for r in (0.5, 0.7, 0.8, 0.9, 0.99) for name in ("pruning", "optimal_pruning")}
+PRUNINGS = {
+    f"{name} {r}": {"ratio": r}
+    for r in (0.5, 0.7, 0.8, 0.9, 0.99)
+    for name in ("pruning", "optimal_pruning")
+}
 FEWER = {row: strength for row, strength in PRUNINGS.items() if strength["ratio"] in (0.7, 0.9)}
-NOISES = {f"{name} {std}": {"scale": std} for std in (0.001, 0.01, 0.1) for name in ("dp_sgd", "optimal_dp_sgd")}
-MNIST = {"rows": {"none": {}, **PRUNINGS, **NOISES}, "network": ["gradguard_leaky_convnet", {}], "seeds": 16}
+NOISES = {
+    f"{name} {std}": {"scale": std}
+    for std in (0.001, 0.01, 0.1)
+    for name in ("dp_sgd", "optimal_dp_sgd")
+}
+MNIST = {
+    "rows": {"none": {}, **PRUNINGS, **NOISES},
+    "network": ["gradguard_leaky_convnet", {}],
+    "seeds": 16,
+}
 MNIST |= {"learning_rate": 1e-3, "steps": 5, "client_batch": 16, "attacked": 4, "updates": 400}
 DEEP = "gradguard_deep_convnet"
-CIFAR10 = {"rows": {"none": {}, **FEWER}, "network": [DEEP, {"width": 32, "batch_norm": False}], "seeds": 6}
+CIFAR10 = {
+    "rows": {"none": {}, **FEWER},
+    "network": [DEEP, {"width": 32, "batch_norm": False}],
+    "seeds": 6,
+}
 CIFAR10 |= {"learning_rate": 5e-4, "steps": 5, "client_batch": 2, "attacked": 2, "updates": 200}
 QUICK = {"seeds": 2, "steps": 1, "client_batch": 2, "attacked": 2, "updates": 3}
 AGAINST = {row: [row.removeprefix("optimal_")] for row in NOISES if row.startswith("optimal_")}
@@ -64,16 +86,27 @@ SIDES = ("leakage", "cost")
 
 def main() -> None:
     parser = parser_of(__doc__)
-    parser.add_argument("--data", required=True, help="npz: x_train (N, 28, 28) and y_train, or x (N, 32, 32, 3) and y")
+    parser.add_argument(
+        "--data",
+        required=True,
+        help="npz: x_train (N, 28, 28) and y_train, or x (N, 32, 32, 3) and y",
+    )
     args = parser.parse_args()
     torch.set_num_threads(1)
     with np.load(args.data) as file:
         mnist = "x_train" in file
-        x, y = (file["x_train"][:, None], file["y_train"]) if mnist else (file["x"].transpose(0, 3, 1, 2), file["y"])
+        x, y = (
+            (file["x_train"][:, None], file["y_train"])
+            if mnist
+            else (file["x"].transpose(0, 3, 1, 2), file["y"])
+        )
     images, labels = torch.from_numpy(x).float() / 255, torch.from_numpy(y).long()
     plan = (MNIST if mnist else CIFAR10) | (QUICK if args.quick else {})
     if args.quick:
-        plan["rows"] = {row: s | ({"num_probes": 3} if "optimal" in row else {}) for row, s in plan["rows"].items()}
+        plan["rows"] = {
+            row: s | ({"num_probes": 3} if "optimal" in row else {})
+            for row, s in plan["rows"].items()
+        }
         plan["network"] = plan["network"] if mnist else [DEEP, {"width": 4}]
     results = Results(args.output, plan)
     for seed in range(plan["seeds"]):
@@ -83,23 +116,31 @@ def main() -> None:
     plot(results.figures, named(args.output, ".png"))
 
 
-def point(plan: dict, row: str, seed: int, images: torch.Tensor, labels: torch.Tensor) -> dict[str, float]:
+def point(
+    plan: dict, row: str, seed: int, images: torch.Tensor, labels: torch.Tensor
+) -> dict[str, float]:
     set_seed(seed)
     network, shape = plan["network"]
     model = MODELS[network](MODELS[network].config_class(**shape)).train()
     defense = make_defense(row.split()[0], **plan["rows"][row], **CLIP.get(row.split()[0], {}))
     draw, noise, probes = (torch.Generator().manual_seed(seed + 1000 * k) for k in range(3))
     rows = torch.randperm(len(images), generator=draw)[: CLIENTS * plan["client_batch"]]
-    clients = [{"pixel_values": images[mine], "labels": labels[mine]} for mine in rows.chunk(CLIENTS)]
+    clients = [
+        {"pixel_values": images[mine], "labels": labels[mine]} for mine in rows.chunk(CLIENTS)
+    ]
 
     batch = {name: tensor[: plan["attacked"]] for name, tensor in clients[0].items()}
     gmap = GradientMap(model, batch)
     defense.record_noise(True)
     shared = defense(gmap, generator=noise)
     scores = both_sides(gmap, defense, shared, probes)
-    seen = Observation(model, shared, input_shape=tuple(batch["pixel_values"].shape), labels=batch["labels"])
+    seen = Observation(
+        model, shared, input_shape=tuple(batch["pixel_values"].shape), labels=batch["labels"]
+    )
     scores |= (found := attacked(plan, seed, batch, seen))
-    if row.startswith("optimal_dp_sgd"):  # variance is infinite in reports where clipping left no noise
+    if row.startswith(
+        "optimal_dp_sgd"
+    ):  # variance is infinite in reports where clipping left no noise
         variance = {name: v.where(v.isfinite(), 0.0) for name, v in defense.noise.variance.items()}
         found = attacked(plan, seed, batch, replace(seen, noise_variance=variance))
     elif "pruning" in row:
@@ -118,24 +159,38 @@ def point(plan: dict, row: str, seed: int, images: torch.Tensor, labels: torch.T
     return {name: round(float(score), 6) for name, score in scores.items()}
 
 
-def attacked(plan: dict, seed: int, batch: dict, seen: Observation, **knowledge) -> dict[str, torch.Tensor]:
-    attack = make_attack("inverting_gradients", steps=plan["updates"], total_variation=1e-2, **knowledge)
+def attacked(
+    plan: dict, seed: int, batch: dict, seen: Observation, **knowledge
+) -> dict[str, torch.Tensor]:
+    attack = make_attack(
+        "inverting_gradients", steps=plan["updates"], total_variation=1e-2, **knowledge
+    )
     found = attack(seen, generator=torch.Generator().manual_seed(seed + 3000)).input.clamp(0, 1)
     scores = score_images([found], [batch["pixel_values"]], bootstrap=0).mean
     return {"mse": scores["mse"], "psnr": scores["psnr"]}
 
 
-def both_sides(gmap: GradientMap, defense, shared: dict, probes: torch.Generator) -> dict[str, torch.Tensor]:
-    """What the defence leaks and what it costs, to first order; by probes of its own."""
+def both_sides(
+    gmap: GradientMap, defense, shared: dict, probes: torch.Generator
+) -> dict[str, torch.Tensor]:
+    """What the defense leaks and what it costs, to first order; by probes of its own."""
     variance = defense.noise.variance if defense.noise is not None else {}
     s2, g, sent, v = (
         torch.cat([tensor.flatten().double() for tensor in some.values()] or [torch.empty(0)])
         for some in (gmap.squared_sensitivity(10, probes), gmap.gradient(), shared, variance)
     )
     if not len(v):
-        return {"leakage": s2[sent != 0].sum() / s2.sum(), "cost": g[sent == 0].square().sum() / g.square().sum()}
-    v = torch.where((v > 0) & v.isfinite(), v, torch.nan) / defense.scale**2  # no noise: insensitive, or clipped
-    return {"leakage": (s2 / v).nansum() / s2.sum(), "cost": (g.square() * v).nansum() / g.square().sum()}
+        return {
+            "leakage": s2[sent != 0].sum() / s2.sum(),
+            "cost": g[sent == 0].square().sum() / g.square().sum(),
+        }
+    v = (
+        torch.where((v > 0) & v.isfinite(), v, torch.nan) / defense.scale**2
+    )  # no noise: insensitive, or clipped
+    return {
+        "leakage": (s2 / v).nansum() / s2.sum(),
+        "cost": (g.square() * v).nansum() / g.square().sum(),
+    }
 
 
 def table(points: dict) -> list[list[str]]:
@@ -143,7 +198,10 @@ def table(points: dict) -> list[list[str]]:
     scores = {row: of(runs, SCORES) for row, runs in points.items()}
     for row, mine in scores.items():
         rows.append([row, *cells(mine), *(interval(side) for side in of(points[row], SIDES).T)])
-        rows += [[f"{row} less {o}", *cells(mine - scores[o]), *[""] * len(SIDES)] for o in AGAINST.get(row, ())]
+        rows += [
+            [f"{row} less {o}", *cells(mine - scores[o]), *[""] * len(SIDES)]
+            for o in AGAINST.get(row, ())
+        ]
     return rows
 
 
@@ -152,23 +210,41 @@ def of(runs: dict, names: Iterable[str]) -> np.ndarray:
 
 
 def cells(seeds: np.ndarray) -> list[str]:
-    return [interval(values, 1 if "psnr" in name else 3) for name, values in zip(SCORES, seeds.T, strict=True)]
+    return [
+        interval(values, 1 if "psnr" in name else 3)
+        for name, values in zip(SCORES, seeds.T, strict=True)
+    ]
 
 
 def plot(points: dict, path: Path) -> None:
-    families = [family for family in ("dp_sgd", "pruning") if any(row.startswith(family) for row in points)]
-    figure, axes = plt.subplots(1, len(families), figsize=(6.5 * len(families), 5), layout="constrained", squeeze=False)
+    families = [
+        family for family in ("dp_sgd", "pruning") if any(row.startswith(family) for row in points)
+    ]
+    figure, axes = plt.subplots(
+        1, len(families), figsize=(6.5 * len(families), 5), layout="constrained", squeeze=False
+    )
     for axis, family in zip(axes[0], families, strict=True):
-        for name, color in ((family, "tab:blue"), (f"optimal_{family}", "tab:orange"), ("none", "black")):
+        for name, color in (
+            (family, "tab:blue"),
+            (f"optimal_{family}", "tab:orange"),
+            ("none", "black"),
+        ):
             mine = {row: runs for row, runs in points.items() if row.split()[0] == name}
-            x, theirs, y = np.array([of(runs, ("mse", "mse known", "loss")).mean(0) for runs in mine.values()]).T
+            x, theirs, y = np.array(
+                [of(runs, ("mse", "mse known", "loss")).mean(0) for runs in mine.values()]
+            ).T
             axis.plot(x, y, "o-", color=color, label=name)
             if name.startswith(("optimal", "pruning")):
                 axis.plot(theirs, y, "x--", color=color, label=f"{name}, known")
             for row, *place in zip(mine, x, y, strict=True):
-                axis.annotate(row.split()[-1], place, textcoords="offset points", xytext=(5, 5), color=color)
+                axis.annotate(
+                    row.split()[-1], place, textcoords="offset points", xytext=(5, 5), color=color
+                )
         axis.set_xscale("log")
-        axis.set(xlabel="reconstruction MSE (right: hides more)", ylabel="training loss (down: learns more)")
+        axis.set(
+            xlabel="reconstruction MSE (right: hides more)",
+            ylabel="training loss (down: learns more)",
+        )
         axis.legend()
     figure.savefig(path, dpi=110)
 

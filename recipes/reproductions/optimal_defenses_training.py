@@ -1,14 +1,17 @@
-"""Optimal noise and optimal pruning against plain ones: what a network learns of MNIST, and where the noise goes.
+"""Optimal noise and optimal pruning against plain ones: what a network learns of MNIST, and where
+the noise goes.
 
     python recipes/reproductions/optimal_defenses_training.py --data mnist.npz \
         --output docs/results/optimal_defenses_training
 
-After Chen, Gürsoy and Lei (2024, 2025), Section 4.1, Appendices C.1 and D. As there: the network of 119,530 parameters; four
-clients with 1,024 images each, whose gradients of 16 images are defended one by one and averaged; Adam at 1e-3 for noise and
-5e-4 for pruning; ten probes; every coordinate clipped to ±1 before noise. `scale` is the root mean square of the noise's
-standard deviation over all parameters, so rows of equal scale add equal noise power. The paper does not say for how long it
-trains. Here 8 epochs with noise, after which the plain row's first seed came near the paper's 0.886 (the other rows had not been
-run), and 3 with pruning. A seed is a start, a choice of images, their order and the draws of noise.
+After Chen, Gürsoy and Lei (2024, 2025), Section 4.1, Appendices C.1 and D. As there: the network of
+119,530 parameters; four clients with 1,024 images each, whose gradients of 16 images are defended
+one by one and averaged; Adam at 1e-3 for noise and 5e-4 for pruning; ten probes; every coordinate
+clipped to ±1 before noise. `scale` is the root mean square of the noise's standard deviation over
+all parameters, so rows of equal scale add equal noise power. The paper does not say for how long it
+trains. Here 8 epochs with noise, after which the plain row's first seed came near the paper's 0.886
+(the other rows had not been run), and 3 with pruning. A seed is a start, a choice of images, their
+order and the draws of noise.
 """
 
 from pathlib import Path
@@ -29,10 +32,19 @@ from matplotlib import pyplot as plt
 CLIENTS, TRAINED_ON, BATCH, WINDOW, EPOCH = 4, 4096, 16, 8, 64
 NOISE = {"scale": 0.1, "clip": 1.0}
 NOISES = {"none": {}, "dp_sgd": {**NOISE, "clip_by": "coordinate"}, "optimal_dp_sgd": NOISE}
-RATIOS = {"pruning 0.8": {"ratio": 0.8}, "pruning 0.9": {"ratio": 0.9}, "optimal_pruning 0.8": {"ratio": 0.8}}
+RATIOS = {
+    "pruning 0.8": {"ratio": 0.8},
+    "pruning 0.9": {"ratio": 0.9},
+    "optimal_pruning 0.8": {"ratio": 0.8},
+}
 PARTS = {
     "noise": {"rows": NOISES, "learning_rate": 1e-3, "steps": 8 * EPOCH, "seeds": 5},
-    "pruning": {"rows": {"none": {}, **RATIOS}, "learning_rate": 5e-4, "steps": 3 * EPOCH, "seeds": 5},
+    "pruning": {
+        "rows": {"none": {}, **RATIOS},
+        "learning_rate": 5e-4,
+        "steps": 3 * EPOCH,
+        "seeds": 5,
+    },
 }
 PAPER = {"noise: dp_sgd": 0.886, "noise: optimal_dp_sgd": 0.910}  # Appendix D.2: test accuracies
 AGAINST = {"optimal_dp_sgd": ["dp_sgd"], "optimal_pruning 0.8": ["pruning 0.8", "pruning 0.9"]}
@@ -40,22 +52,36 @@ AGAINST = {"optimal_dp_sgd": ["dp_sgd"], "optimal_pruning 0.8": ["pruning 0.8", 
 
 def main() -> None:
     parser = parser_of(__doc__)
-    parser.add_argument("--data", required=True, help="npz with x_train, y_train, x_test, y_test in uint8")
+    parser.add_argument(
+        "--data", required=True, help="npz with x_train, y_train, x_test, y_test in uint8"
+    )
     args = parser.parse_args()
     torch.set_num_threads(1)
     with np.load(args.data) as file:
-        pixels = (torch.from_numpy(file[name])[:, None].float() / 255 for name in ("x_train", "x_test"))
+        pixels = (
+            torch.from_numpy(file[name])[:, None].float() / 255 for name in ("x_train", "x_test")
+        )
         labels = (torch.from_numpy(file[name]).long() for name in ("y_train", "y_test"))
         data, test = zip(pixels, labels, strict=True)
-    plan = {part: settings | ({"steps": 1, "seeds": 2} if args.quick else {}) for part, settings in PARTS.items()}
+    plan = {
+        part: settings | ({"steps": 1, "seeds": 2} if args.quick else {})
+        for part, settings in PARTS.items()
+    }
     results = Results(args.output, plan)
     for part, settings in plan.items():
         for seed in range(settings["seeds"]):
             for row, strength in settings["rows"].items():
-                defense, title = make_defense(row.split()[0], **strength), f"{part}: {row}, seed {seed}"
-                results.get((part, row, str(seed)), train, defense, seed, data, test, settings, title)
+                defense, title = (
+                    make_defense(row.split()[0], **strength),
+                    f"{part}: {row}, seed {seed}",
+                )
+                results.get(
+                    (part, row, str(seed)), train, defense, seed, data, test, settings, title
+                )
     write_table(
-        args.output, ["", "test accuracy", "training loss, last epoch", "paper: test accuracy"], table(results.figures)
+        args.output,
+        ["", "test accuracy", "training loss, last epoch", "paper: test accuracy"],
+        table(results.figures),
     )
     plot(results.figures, named(args.output, ".png"))
 
@@ -71,7 +97,9 @@ def train(defense, seed: int, data: tuple, test: tuple, settings: dict, title: s
     losses, stds, drawn = [], [], []
     for _ in logging.tqdm(range(settings["steps"]), desc=title):
         if not drawn:  # an epoch is over
-            orders = [share[torch.randperm(len(share), generator=draw)].split(BATCH) for share in shares]
+            orders = [
+                share[torch.randperm(len(share), generator=draw)].split(BATCH) for share in shares
+            ]
             drawn = list(zip(*orders, strict=True))[::-1]
         batches = [{"pixel_values": images[rows], "labels": labels[rows]} for rows in drawn.pop()]
         maps = [GradientMap(model, batch, second_order=defense.needs_jacobian) for batch in batches]
@@ -81,11 +109,21 @@ def train(defense, seed: int, data: tuple, test: tuple, settings: dict, title: s
         optimizer.step()
         losses.append(float(np.mean([float(gmap.loss) for gmap in maps])))
         if defense.noise is not None:  # that of the last client
-            stds.append({name: float(v[v.isfinite()].sqrt().mean()) for name, v in defense.noise.variance.items()})
+            stds.append(
+                {
+                    name: float(v[v.isfinite()].sqrt().mean())
+                    for name, v in defense.noise.variance.items()
+                }
+            )
     layers = {name: smooth([one[name] for one in stds]) for name in (stds[0] if stds else ())}
     with torch.no_grad():
-        found = torch.cat([model(pixel_values=some).logits.argmax(1) for some in test[0].split(500)])
-    scores = {"accuracy": float((found == test[1]).float().mean()), "loss": float(np.mean(losses[-EPOCH:]))}
+        found = torch.cat(
+            [model(pixel_values=some).logits.argmax(1) for some in test[0].split(500)]
+        )
+    scores = {
+        "accuracy": float((found == test[1]).float().mean()),
+        "loss": float(np.mean(losses[-EPOCH:])),
+    }
     return scores | {"losses": smooth(losses), "stds": layers}
 
 
@@ -116,7 +154,13 @@ def plot(figures: dict, path: Path) -> None:
 
     def draw(axis, curves: list[list[float]], label: str) -> None:
         mean = np.mean(curves, axis=0)
-        axis.plot(WINDOW * np.arange(1, len(mean) + 1), mean, "--" if "bias" in label else "-", marker=".", label=label)
+        axis.plot(
+            WINDOW * np.arange(1, len(mean) + 1),
+            mean,
+            "--" if "bias" in label else "-",
+            marker=".",
+            label=label,
+        )
 
     for axis, part in zip(axes, PARTS, strict=False):
         for row, runs in figures[part].items():
@@ -125,7 +169,11 @@ def plot(figures: dict, path: Path) -> None:
     runs = figures["noise"]["optimal_dp_sgd"].values()
     for name in next(iter(runs))["stds"]:
         draw(axes[2], [run["stds"][name] for run in runs], name)
-    axes[2].set(title="optimal noise by layer", yscale="log", ylabel="standard deviation, mean over the layer")
+    axes[2].set(
+        title="optimal noise by layer",
+        yscale="log",
+        ylabel="standard deviation, mean over the layer",
+    )
     for axis in axes:
         axis.set(xlabel="step")
         axis.legend(fontsize=8)

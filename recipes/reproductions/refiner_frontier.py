@@ -1,13 +1,15 @@
-"""Refiner against the other defences on CIFAR-10: what each strength costs in accuracy, and what it hides.
+"""Refiner against the other defenses on CIFAR-10: what each strength costs in accuracy, and what it
+hides.
 
-    python recipes/reproductions/refiner_frontier.py --train TRAIN.parquet --test TEST.parquet --images LOSSLESS.npz \
-        --evaluation_network NETWORK --output docs/results/refiner_frontier
+    python recipes/reproductions/refiner_frontier.py --train TRAIN.parquet --test TEST.parquet \
+        --images LOSSLESS.npz --evaluation_network NETWORK --output docs/results/refiner_frontier
 
-After the PMM-PSNR curves of the Refiner paper (2025), Figures 6 and 12, in the federation of federation.py: clients with equal shares
-of the images, and with labels drawn from a Dirichlet distribution of parameter 1. PSNR is at the initial weights and does not depend
-on the partition; "known" is that of an attacker who knows the defence: he weighs total variation as is best on images of his own
-behind it, matches only what a pruning left, or leaves out Soteria's layer. For time, Soteria has one ratio and one seed, with equal
-shares only.
+After the PMM-PSNR curves of the Refiner paper (2025), Figures 6 and 12, in the federation of
+federation.py: clients with equal shares of the images, and with labels drawn from a Dirichlet
+distribution of parameter 1. PSNR is at the initial weights and does not depend on the partition;
+"known" is that of an attacker who knows the defense: he weighs total variation as is best on images
+of his own behind it, matches only what a pruning left, or leaves out Soteria's layer. For time,
+Soteria has one ratio and one seed, with equal shares only.
 """
 
 from pathlib import Path
@@ -32,7 +34,10 @@ STRENGTHS = {
     "quantization": [{"bits": b} for b in (8, 4, 2)],
     "soteria": [{"ratio": 0.5}],
 }
-KNOWN: dict[str, dict] = {"pruning": {"match_nonzero": True}, "soteria": {"leave_out": ["classifier"]}}
+KNOWN: dict[str, dict] = {
+    "pruning": {"match_nonzero": True},
+    "soteria": {"leave_out": ["classifier"]},
+}
 SEEDS = {("soteria", "iid"): 1, ("soteria", "dirichlet"): 0}  # fewer
 
 
@@ -40,25 +45,34 @@ def main() -> None:
     args = federation_parser(__doc__).parse_args()
     rows = {"none": ("none", {})}
     for name, strengths in STRENGTHS.items():
-        rows |= {label(name, strength): (name, strength) for strength in strengths[: 1 if args.quick else None]}
+        rows |= {
+            label(name, strength): (name, strength)
+            for strength in strengths[: 1 if args.quick else None]
+        }
     plan = {"rows": rows, "partitions": PARTITIONS, "known": KNOWN, "smoothing": SMOOTHING}
     plan |= QUICK | {"own": 1} if args.quick else FULL | {"own": 4}
     results, federation = Results(args.output, plan), Federation(args, plan)
     for row, (name, strength) in rows.items():
-        defense = make_defense(name, **strength, **(federation.network if name == "refiner" else {}))
+        defense = make_defense(
+            name, **strength, **(federation.network if name == "refiner" else {})
+        )
         results.get((row, "attack"), federation.attack, defense)
         results.get((row, "known"), federation.attack, defense, SMOOTHING | KNOWN.get(name, {}))
         for partition in PARTITIONS:
             for seed in range(SEEDS.get((name, partition), plan["seeds"])):
-                results.get((row, partition, str(seed)), federation.accuracy, defense, seed, partition)
-    learnt = [f"{what}, {partition}" for partition in PARTITIONS for what in ("PMM", "accuracy")]
+                results.get(
+                    (row, partition, str(seed)), federation.accuracy, defense, seed, partition
+                )
+    learned = [f"{what}, {partition}" for partition in PARTITIONS for what in ("PMM", "accuracy")]
     table = [[row, *cells(results.figures, row)] for row in rows]
-    write_table(args.output, ["", "PSNR", "PSNR, known", "cosine", *learnt], table)
+    write_table(args.output, ["", "PSNR", "PSNR, known", "cosine", *learned], table)
     plot(results.figures, rows, named(args.output, ".png"))
 
 
 def label(name: str, strength: dict) -> str:
-    return " ".join([name, *(f"{key}={value}" for key, value in strength.items() if key != "refresh_every")])
+    return " ".join(
+        [name, *(f"{key}={value}" for key, value in strength.items() if key != "refresh_every")]
+    )
 
 
 def cells(figures: dict, row: str) -> list[str]:
@@ -66,21 +80,29 @@ def cells(figures: dict, row: str) -> list[str]:
     shown = [interval(found[who]["psnr"], 1) for who in ("attack", "known")]
     shown += [f"{found['attack']['cosine']:.3f}"]
     for partition in PARTITIONS:
-        learnt = found.get(partition, {})
-        relative = pmm(learnt, figures["none"][partition])
-        shown += [interval(relative, 0), interval([100 * one for one in learnt.values()], 1)] if learnt else ["", ""]
+        learned = found.get(partition, {})
+        relative = pmm(learned, figures["none"][partition])
+        shown += (
+            [interval(relative, 0), interval([100 * one for one in learned.values()], 1)]
+            if learned
+            else ["", ""]
+        )
     return shown
 
 
 def plot(figures: dict, rows: dict, path: Path) -> None:
     """PMM over PSNR, with standard errors."""
-    figure, panels = plt.subplots(1, len(PARTITIONS), figsize=(13, 4.8), layout="constrained", sharey=True)
+    figure, panels = plt.subplots(
+        1, len(PARTITIONS), figsize=(13, 4.8), layout="constrained", sharey=True
+    )
     for axes, partition in zip(panels, PARTITIONS, strict=True):
         curves: dict[tuple[str, str], list] = {}
         for row, (name, _) in rows.items():
             if partition in figures[row]:
                 relative = pmm(figures[row][partition], figures["none"][partition])
-                error = np.std(relative, ddof=1) / len(relative) ** 0.5 if len(relative) > 1 else 0.0
+                error = (
+                    np.std(relative, ddof=1) / len(relative) ** 0.5 if len(relative) > 1 else 0.0
+                )
                 for who in ("attack", "known"):
                     point = (np.mean(figures[row][who]["psnr"]), np.mean(relative), error)
                     curves.setdefault((name, who), []).append(point)
@@ -88,7 +110,9 @@ def plot(figures: dict, rows: dict, path: Path) -> None:
             for who, label, style in (("attack", name, "o-"), ("known", None, "x--")):
                 if points := curves.get((name, who)):
                     x, y, errors = zip(*sorted(points), strict=True)
-                    axes.errorbar(x, y, errors, fmt=style, color=f"C{color}", capsize=2, label=label)
+                    axes.errorbar(
+                        x, y, errors, fmt=style, color=f"C{color}", capsize=2, label=label
+                    )
         axes.set(title=partition, xlabel="PSNR of Inverting Gradients in dB (left: hidden)")
     panels[0].set(ylabel="PMM in % (up: useful)")
     handles, labels = panels[0].get_legend_handles_labels()

@@ -1,10 +1,13 @@
-"""Does Refiner's gradient still point the right way once a model has begun to learn, and what does refining add?
+"""Does Refiner's gradient still point the right way once a model has begun to learn, and what does
+refining add?
 
-    python recipes/reproductions/refiner_in_training.py --model MODEL --data_dir SST2 --output docs/results/refiner_in_training
+    python recipes/reproductions/refiner_in_training.py --model MODEL --data_dir SST2 \
+        --output docs/results/refiner_in_training
 
-Before and after fine-tuning undefended on SST-2 (batches of 32, AdamW, 5e-5), compares over batches of 16 the true gradient with
-that of data blended with noise, and refined from there. "Together" is the cosine between the averages over the batches: what
-an optimizer that averages over steps gets to see.
+Before and after fine-tuning undefended on SST-2 (batches of 32, AdamW, 5e-5), compares over batches
+of 16 the true gradient with that of data blended with noise, and refined from there. "Together" is
+the cosine between the averages over the batches: what an optimizer that averages over steps gets to
+see.
 """
 
 import statistics
@@ -34,11 +37,17 @@ def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--model", required=True)
     parser.add_argument("--data_dir", required=True, help="folder with train.tsv")
-    parser.add_argument("--evaluation_network", default="text-evaluation-network-minilm-l6", help="of --model")
+    parser.add_argument(
+        "--evaluation_network", default="text-evaluation-network-minilm-l6", help="of --model"
+    )
     args = parser.parse_args()
     plan = {"rows": ROWS, "steps": 80, "batches": 4}
     if args.quick:
-        plan = {"rows": {row: {"iterations": 2} | settings for row, settings in ROWS.items()}, "steps": 2, "batches": 2}
+        plan = {
+            "rows": {row: {"iterations": 2} | settings for row, settings in ROWS.items()},
+            "steps": 2,
+            "batches": 2,
+        }
     results = Results(args.output, plan)
     for when, steps in (("before", 0), ("after", plan["steps"])):
         results.get((when,), measure, args, steps, plan)
@@ -55,7 +64,9 @@ def measure(args, steps: int, plan: dict) -> dict:
 
     def batch(start: int, size: int) -> dict[str, torch.Tensor]:
         rows = data[start : start + size]
-        encoded = tokenizer(rows["sentence"], padding=True, truncation=True, max_length=64, return_tensors="pt")
+        encoded = tokenizer(
+            rows["sentence"], padding=True, truncation=True, max_length=64, return_tensors="pt"
+        )
         return dict(encoded) | {"labels": torch.tensor(rows["label"])}
 
     embeddings = model.get_input_embeddings().requires_grad_(False)  # withheld, so not trained
@@ -66,12 +77,16 @@ def measure(args, steps: int, plan: dict) -> dict:
         optimizer.step()
     embeddings.requires_grad_(True)
 
-    maps = [GradientMap(model, batch(32 * plan["steps"] + 16 * i, 16)) for i in range(plan["batches"])]
+    maps = [
+        GradientMap(model, batch(32 * plan["steps"] + 16 * i, 16)) for i in range(plan["batches"])
+    ]
     true = [flat(gmap.gradient()) for gmap in maps]
     figures = {"loss": statistics.mean(float(gmap.loss) for gmap in maps)}
     for row, settings in logging.tqdm(plan["rows"].items(), desc=f"after {steps} steps"):
         refiner = make_defense("refiner", evaluation_network=args.evaluation_network, **settings)
-        found = [refiner.refine(gmap, torch.Generator().manual_seed(i)) for i, gmap in enumerate(maps)]
+        found = [
+            refiner.refine(gmap, torch.Generator().manual_seed(i)) for i, gmap in enumerate(maps)
+        ]
         shared = [flat(robust.gradient) for robust in found]
         cosines = [float(cosine_similarity(a, b, dim=0)) for a, b in zip(true, shared, strict=True)]
         figures[row] = {

@@ -1,10 +1,13 @@
-"""Does Refiner do what its equation says, sentence by sentence? What do α and the learning rate trade, and what does ε do?
+"""Does Refiner do what its equation says, sentence by sentence? What do α and the learning rate
+trade, and what does ε do?
 
-    python recipes/reproductions/refiner_sentences.py --model MODEL --data_dir SST2 --output docs/results/refiner_sentences
+    python recipes/reproductions/refiner_sentences.py --model MODEL --data_dir SST2 \
+        --output docs/results/refiner_sentences
 
-Refines each of the first sentences of SST-2's dev set by itself, with the model as it is before fine-tuning (a new head, no
-dropout): how often the utility metric UM fell and the noise ratio D rose, the cosine of the shared with the true gradient, and
-the share of words whose nearest token embedding is still their own. Writes OUTPUT.md and OUTPUT_projection.md.
+Refines each of the first sentences of SST-2's dev set by itself, with the model as it is before
+fine-tuning (a new head, no dropout): how often the utility metric UM fell and the noise ratio D
+rose, the cosine of the shared with the true gradient, and the share of words whose nearest token
+embedding is still their own. Writes OUTPUT.md and OUTPUT_projection.md.
 """
 
 import math
@@ -38,10 +41,15 @@ def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--model", required=True)
     parser.add_argument("--data_dir", required=True, help="folder with dev.tsv")
-    parser.add_argument("--evaluation_network", default="text-evaluation-network-minilm-l6", help="of --model")
+    parser.add_argument(
+        "--evaluation_network", default="text-evaluation-network-minilm-l6", help="of --model"
+    )
     args = parser.parse_args()
     many, few, fast = (3, 2, {"iterations": 5}) if args.quick else (200, 20, {})
-    plan = {row: {"sentences": many if row == "defaults" else few, "settings": s | fast} for row, s in ROWS.items()}
+    plan = {
+        row: {"sentences": many if row == "defaults" else few, "settings": s | fast}
+        for row, s in ROWS.items()
+    }
     results = Results(args.output, {"rows": plan})
 
     set_seed(0)
@@ -50,11 +58,15 @@ def main() -> None:
     data = sst2(args.data_dir)
     samples = []
     for row in data.select(range(many)):
-        batch = dict(tokenizer(row["sentence"], truncation=True, max_length=64, return_tensors="pt"))
+        batch = dict(
+            tokenizer(row["sentence"], truncation=True, max_length=64, return_tensors="pt")
+        )
         samples.append(batch | {"labels": torch.tensor([row["label"]])})
 
     for row, one in plan.items():
-        defense = make_defense("refiner", evaluation_network=args.evaluation_network, **one["settings"])
+        defense = make_defense(
+            "refiner", evaluation_network=args.evaluation_network, **one["settings"]
+        )
         results.get((row,), measure, model, defense, samples[: one["sentences"]], row)
     tables(args.output, results.figures)
 
@@ -62,9 +74,13 @@ def main() -> None:
 def measure(model: torch.nn.Module, defense, samples: list[dict], title: str) -> dict:
     """Means with 95 % intervals over the sentences; medians where values spread over decades."""
     generator = torch.Generator().manual_seed(0)
-    found = [refined(model, defense, sample, generator) for sample in logging.tqdm(samples, desc=title)]
+    found = [
+        refined(model, defense, sample, generator) for sample in logging.tqdm(samples, desc=title)
+    ]
     result: dict = {"sentences": len(samples)}
-    result["fell and rose"] = round(statistics.mean(float(one["fell"] and one["rose"]) for one in found), 4)
+    result["fell and rose"] = round(
+        statistics.mean(float(one["fell"] and one["rose"]) for one in found), 4
+    )
     for name in found[0]:
         values = [float(one[name]) for one in found]
         half = 1.96 * statistics.stdev(values) / math.sqrt(len(values))
@@ -74,12 +90,16 @@ def measure(model: torch.nn.Module, defense, samples: list[dict], title: str) ->
     return result
 
 
-def refined(model: torch.nn.Module, defense, sample: dict, generator: torch.Generator) -> dict[str, float]:
+def refined(
+    model: torch.nn.Module, defense, sample: dict, generator: torch.Generator
+) -> dict[str, float]:
     gmap = GradientMap(model, sample)
     found = defense.refine(gmap, generator)
     sent = defense.project(gmap.gradient(), found.gradient)
     true, shared = (torch.cat([t.flatten() for t in g.values()]) for g in (gmap.gradient(), sent))
-    words = ~torch.isin(sample["input_ids"][0], torch.tensor(defense.evaluation_network.config.special_token_ids))
+    words = ~torch.isin(
+        sample["input_ids"][0], torch.tensor(defense.evaluation_network.config.special_token_ids)
+    )
     matrix = normalize(model.get_input_embeddings().weight.detach(), dim=1)
     nearest = (normalize(found.input[0, words], dim=1) @ matrix.T).argmax(1)
     return {
@@ -101,7 +121,10 @@ def tables(output: Path, figures: dict) -> None:
         value = figures[row][name]
         return f"{unit * value['mean']:.{digits}f} ± {unit * value['±']:.{digits}f}"
 
-    last = {"alpha": 0.6, "learning_rate": f"0.01 (defaults, {figures['defaults']['sentences']} sentences)"}
+    last = {
+        "alpha": 0.6,
+        "learning_rate": f"0.01 (defaults, {figures['defaults']['sentences']} sentences)",
+    }
     rows = [
         (
             *settings.values(),
@@ -115,7 +138,11 @@ def tables(output: Path, figures: dict) -> None:
     header = ["α", "learning rate", "cosine", "words still nearest", "UM at the end", "UM fell"]
     write_table(output, header, rows)
     rows = [(row, shown(row, "cosine", 4), shown(row, "distance", 3)) for row in PROJECTION]
-    write_table(output.with_name(f"{output.name}_projection"), ["", "cosine", "distance to the true gradient"], rows)
+    write_table(
+        output.with_name(f"{output.name}_projection"),
+        ["", "cosine", "distance to the true gradient"],
+        rows,
+    )
 
 
 if __name__ == "__main__":

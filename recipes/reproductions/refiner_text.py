@@ -1,13 +1,16 @@
-"""What TAG and Inverting Gradients read of sentences behind pruning, Gaussian noise and Refiner: Refiner paper (2025), Table 13.
+"""What TAG and Inverting Gradients read of sentences behind pruning, Gaussian noise and Refiner:
+Refiner paper (2025), Table 13.
 
-    python recipes/reproductions/refiner_text.py --model MODEL --data_dir SST2 --accuracies docs/results/sst2.json \
-        --output docs/results/refiner_text
+    python recipes/reproductions/refiner_text.py --model MODEL --data_dir SST2 \
+        --accuracies docs/results/sst2.json --output docs/results/refiner_text
 
-The first 10 sentences of SST-2's dev set that have 14 tokens, one a message, the model as it is before fine-tuning (new head,
-no dropout), labels and lengths known, token embeddings withheld. Both attacks get 500 evaluations: TAG 500 updates, Inverting
-Gradients 25 steps of L-BFGS with up to 20, its best of seven settings on three other, undefended sentences: Adam, signed or
-not, stays far behind. Token F1 with 95 % bootstrap intervals. Rows called "paper" have the paper's strengths (its BERT is fine-tuned,
-its samples 1,000); the others are those whose accuracies sst2_defenses.py has, shown beside them.
+The first 10 sentences of SST-2's dev set that have 14 tokens, one a message, the model as it is
+before fine-tuning (new head, no dropout), labels and lengths known, token embeddings withheld. Both
+attacks get 500 evaluations: TAG 500 updates, Inverting Gradients 25 steps of L-BFGS with up to 20,
+its best of seven settings on three other, undefended sentences: Adam, signed or not, stays far
+behind. Token F1 with 95 % bootstrap intervals. Rows called "paper" have the paper's strengths (its
+BERT is fine-tuned, its samples 1,000); the others are those whose accuracies sst2_defenses.py has,
+shown beside them.
 """
 
 import json
@@ -50,19 +53,31 @@ def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--model", required=True)
     parser.add_argument("--data_dir", required=True, help="folder with dev.tsv")
-    parser.add_argument("--evaluation_network", default="text-evaluation-network-minilm-l6", help="Refiner's")
+    parser.add_argument(
+        "--evaluation_network", default="text-evaluation-network-minilm-l6", help="Refiner's"
+    )
     parser.add_argument("--accuracies", type=Path, required=True, help="of sst2_defenses.py")
     args = parser.parse_args()
-    attacks = {name: settings | ({"steps": 1} if args.quick else {}) for name, settings in ATTACKS.items()}
-    results = Results(args.output, {"rows": CHOSEN, "attacks": attacks, "samples": 2 if args.quick else 10, "seed": 0})
+    attacks = {
+        name: settings | ({"steps": 1} if args.quick else {}) for name, settings in ATTACKS.items()
+    }
+    results = Results(
+        args.output,
+        {"rows": CHOSEN, "attacks": attacks, "samples": 2 if args.quick else 10, "seed": 0},
+    )
     accuracies = json.loads(args.accuracies.read_text(encoding="utf-8"))["figures"]
 
     set_seed(0)
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     model = AutoModelForSequenceClassification.from_pretrained(args.model, num_labels=2).eval()
     data = sst2(args.data_dir)
-    encoded = [(dict(tokenizer(row["sentence"], return_tensors="pt")), torch.tensor([row["label"]])) for row in data]
-    fitting = [pair for pair in encoded if pair[0]["input_ids"].shape[1] == LENGTH][: results.plan["samples"]]
+    encoded = [
+        (dict(tokenizer(row["sentence"], return_tensors="pt")), torch.tensor([row["label"]]))
+        for row in data
+    ]
+    fitting = [pair for pair in encoded if pair[0]["input_ids"].shape[1] == LENGTH][
+        : results.plan["samples"]
+    ]
     texts = [batch["input_ids"].tolist() for batch, _ in fitting]
 
     def score(row: str, attack: str) -> dict:
@@ -70,9 +85,18 @@ def main() -> None:
         network = {"evaluation_network": args.evaluation_network} if kind == "refiner" else {}
         defense, seen = make_defense(kind, **settings | network), []
         for number, (batch, labels) in enumerate(fitting):
-            shared = defense(GradientMap(model, batch | {"labels": labels}), torch.Generator().manual_seed(number))
-            seen.append(Observation(model, shared, input_shape=(1, LENGTH), labels=labels, tokenizer=tokenizer))
-        found = make_attack(attack, **attacks[attack]).together(seen, torch.Generator().manual_seed(0))
+            shared = defense(
+                GradientMap(model, batch | {"labels": labels}),
+                torch.Generator().manual_seed(number),
+            )
+            seen.append(
+                Observation(
+                    model, shared, input_shape=(1, LENGTH), labels=labels, tokenizer=tokenizer
+                )
+            )
+        found = make_attack(attack, **attacks[attack]).together(
+            seen, torch.Generator().manual_seed(0)
+        )
         scores = score_text([one.token_ids for one in found], texts, tokenizer=tokenizer)
         return summary(scores, ("token_f1", "position_accuracy"))
 

@@ -7,7 +7,9 @@ from datasets import Dataset, load_dataset
 
 def sst2(folder: str, split: str = "dev") -> Dataset:
     """`sentence` and `label` of FOLDER/SPLIT.tsv."""
-    return load_dataset("csv", data_files={split: f"{folder}/{split}.tsv"}, delimiter="\t", quoting=3)[split]
+    return load_dataset(
+        "csv", data_files={split: f"{folder}/{split}.tsv"}, delimiter="\t", quoting=3
+    )[split]
 
 
 def of_usual_length(rows: Iterable[dict]) -> list[dict]:

@@ -1,10 +1,13 @@
-"""What the span attack reads from MiniLM's and GPT-2's gradients: undefended, under noise, and behind defences.
+"""What the span attack reads from MiniLM's and GPT-2's gradients: undefended, under noise, and
+behind defenses.
 
-    python recipes/reproductions/span_attack.py --model MODEL --data_dir SST2 --output docs/results/span_attack
+    python recipes/reproductions/span_attack.py --model MODEL --data_dir SST2 \
+        --output docs/results/span_attack
 
-Sentences of 8 to 20 words of SST-2's dev set, the model as it is before fine-tuning (new head, no dropout), token embeddings
-withheld, lengths known. A token counts as found if it is among those recovered at its position, special tokens included;
-"together" also asks for the right sentence, matched by assignment.
+Sentences of 8 to 20 words of SST-2's dev set, the model as it is before fine-tuning (new head, no
+dropout), token embeddings withheld, lengths known. A token counts as found if it is among those
+recovered at its position, special tokens included; "together" also asks for the right sentence,
+matched by assignment.
 """
 
 import itertools
@@ -22,9 +25,13 @@ from transformers.utils import logging
 
 from hf_gradguard import GradientMap, make_defense
 from hf_gradguard.attacks import Observation
-from hf_gradguard.attacks.span import Span
+from hf_gradguard.attacks.span.attack import Span
 
-NOISE, OWN, WHOLE = [0.0, 0.015, 0.05, 0.15, 0.5, 1.5], "each matrix's own RMS", "the whole gradient's RMS"
+NOISE, OWN, WHOLE = (
+    [0.0, 0.015, 0.05, 0.15, 0.5, 1.5],
+    "each matrix's own RMS",
+    "the whole gradient's RMS",
+)
 STRENGTHS = {
     "gaussian_noise": ("relative_scale", [0.01, 0.1, 1.0]),
     "optimal_noise": ("relative_scale", [0.01, 0.1, 1.0]),
@@ -32,14 +39,29 @@ STRENGTHS = {
     "optimal_pruning": ("ratio", [0.5, 0.9, 0.99]),
     "refiner": ("iterations", [1, 10, 30]),
 }
-DEFENSES = {f"{name} {key}={v}": [name, {key: v}] for name, (key, values) in STRENGTHS.items() for v in values}
-ONE = {"model": "MiniLM", "size": 1, "batches": 10, "noise": None, "defense": ["none", {}], "attack": {}}
+DEFENSES = {
+    f"{name} {key}={v}": [name, {key: v}]
+    for name, (key, values) in STRENGTHS.items()
+    for v in values
+}
+ONE = {
+    "model": "MiniLM",
+    "size": 1,
+    "batches": 10,
+    "noise": None,
+    "defense": ["none", {}],
+    "attack": {},
+}
 ROWS = {
     "MiniLM, batch 1": ONE | {"batches": 20},
     **{f"MiniLM, batch {size}": ONE | {"size": size, "batches": 5} for size in (2, 4, 8)},
     "GPT-2 of 2 layers, batch 4": ONE | {"model": "GPT-2", "size": 4, "batches": 5},
     **{f"{v:.1%} of {unit}": ONE | {"noise": [v, unit]} for v in NOISE for unit in (OWN, WHOLE)},
-    **{f"{v:.1%} of {OWN}, threshold 0.01": ONE | {"noise": [v, OWN], "attack": {"threshold": 0.01}} for v in NOISE},
+    **{
+        f"{v:.1%} of {OWN}, threshold 0.01": ONE
+        | {"noise": [v, OWN], "attack": {"threshold": 0.01}}
+        for v in NOISE
+    },
     **{label: ONE | {"defense": defense} for label, defense in DEFENSES.items()},
     **{
         f"{label}, completed": ONE | {"defense": defense, "attack": {"complete": True}}
@@ -53,7 +75,9 @@ def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--model", required=True)
     parser.add_argument("--data_dir", required=True, help="folder with dev.tsv")
-    parser.add_argument("--evaluation_network", default="text-evaluation-network-minilm-l6", help="Refiner's")
+    parser.add_argument(
+        "--evaluation_network", default="text-evaluation-network-minilm-l6", help="Refiner's"
+    )
     args = parser.parse_args()
     plan = {name: row | ({"batches": 1} if args.quick else {}) for name, row in ROWS.items()}
     if args.quick:
@@ -76,17 +100,25 @@ def main() -> None:
 
 
 def measure(row: dict, model, defense, tokenizer, texts: list[dict]) -> dict:
-    """Sums over batches, the slowest batch's seconds, and the share found with a bootstrap interval over batches."""
+    """Sums over batches, the slowest batch's seconds, and the share found with a bootstrap interval
+    over batches.
+    """
     found, seconds = [], []
     for index in range(row["batches"]):
         part = texts[index * row["size"] : (index + 1) * row["size"]]
-        batch = dict(tokenizer([text["sentence"] for text in part], padding=True, return_tensors="pt"))
+        batch = dict(
+            tokenizer([text["sentence"] for text in part], padding=True, return_tensors="pt")
+        )
         batch.pop("token_type_ids", None)
-        gmap = GradientMap(model, batch | {"labels": torch.tensor([text["label"] for text in part])})
+        gmap = GradientMap(
+            model, batch | {"labels": torch.tensor([text["label"] for text in part])}
+        )
         generator = torch.Generator().manual_seed(index)
         seen = Observation(
             model=model,
-            gradient=noisy(gmap.gradient(), *row["noise"], generator) if row["noise"] else defense(gmap, generator),
+            gradient=noisy(gmap.gradient(), *row["noise"], generator)
+            if row["noise"]
+            else defense(gmap, generator),
             input_shape=tuple(batch["input_ids"].shape),
             attention_mask=batch["attention_mask"],
             tokenizer=tokenizer,
@@ -98,34 +130,61 @@ def measure(row: dict, model, defense, tokenizer, texts: list[dict]) -> dict:
     total = {key: sum(one[key] for one in found) for key in found[0]}
     draws = random.Random(0)
     samples = (draws.choices(found, k=len(found)) for _ in range(1000))
-    shares = sorted(sum(one["hits"] for one in some) / sum(one["distinct"] for one in some) for some in samples)
-    share, low, high = (round(value, 4) for value in (total["hits"] / total["distinct"], shares[25], shares[974]))
+    shares = sorted(
+        sum(one["hits"] for one in some) / sum(one["distinct"] for one in some) for some in samples
+    )
+    share, low, high = (
+        round(value, 4) for value in (total["hits"] / total["distinct"], shares[25], shares[974])
+    )
     return total | {"seconds": max(seconds), "interval": [low, high], "share": share}
 
 
 def attacked(seen: Observation, settings: dict) -> list[list[int]]:
-    """Token ids; only those that an attacker knows beforehand where pruning left nothing to attack."""
+    """Token ids; only those that an attacker knows beforehand where pruning left nothing to
+    attack.
+    """
     try:
         return Span(**settings)(seen).token_ids
     except ValueError as error:
         if "nothing to search" not in str(error):
             raise
-        return [ids[present].tolist() for ids, present in zip(seen.known_ids(), seen.tokens, strict=True)]
+        return [
+            ids[present].tolist()
+            for ids, present in zip(seen.known_ids(), seen.tokens, strict=True)
+        ]
 
 
-def noisy(gradient: dict, level: float, unit: str, generator: torch.Generator) -> dict[str, torch.Tensor]:
+def noisy(
+    gradient: dict, level: float, unit: str, generator: torch.Generator
+) -> dict[str, torch.Tensor]:
     whole = torch.cat([g.flatten() for g in gradient.values()]).square().mean().sqrt()
-    scale = {name: level * (g.square().mean().sqrt() if unit == OWN else whole) for name, g in gradient.items()}
-    return {name: g + scale[name] * torch.randn(g.shape, generator=generator) for name, g in gradient.items()}
+    scale = {
+        name: level * (g.square().mean().sqrt() if unit == OWN else whole)
+        for name, g in gradient.items()
+    }
+    return {
+        name: g + scale[name] * torch.randn(g.shape, generator=generator)
+        for name, g in gradient.items()
+    }
 
 
 def score(found: list[list[int]], batch: dict) -> dict[str, int]:
     """Distinct tokens found at their position, and tokens in their sentence and position."""
-    truth = [ids[mask.bool()].tolist() for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True)]
+    truth = [
+        ids[mask.bool()].tolist()
+        for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True)
+    ]
     places = [{text[t] for text in truth if len(text) > t} for t in range(max(map(len, truth)))]
-    hits = [len(place & {ids[t] for ids in found if len(ids) > t}) for t, place in enumerate(places)]
-    same = [[sum(a == b for a, b in zip(ids, text, strict=False)) for text in truth] for ids in found]
-    order = max(itertools.permutations(range(len(truth))), key=lambda js: sum(same[i][j] for i, j in enumerate(js)))
+    hits = [
+        len(place & {ids[t] for ids in found if len(ids) > t}) for t, place in enumerate(places)
+    ]
+    same = [
+        [sum(a == b for a, b in zip(ids, text, strict=False)) for text in truth] for ids in found
+    ]
+    order = max(
+        itertools.permutations(range(len(truth))),
+        key=lambda js: sum(same[i][j] for i, j in enumerate(js)),
+    )
     return {
         "hits": sum(hits),
         "distinct": sum(map(len, places)),
@@ -152,7 +211,9 @@ def tables(output: Path, figures: dict) -> None:
     for row, one in figures.items():
         if "batch" in row:
             sentence = f"{100 * one['together'] / one['tokens']:.0f} % of {one['tokens']}"
-            rows.append((row, f"{share(row)} of {one['distinct']}", sentence, exact(row), one["seconds"]))
+            rows.append(
+                (row, f"{share(row)} of {one['distinct']}", sentence, exact(row), one["seconds"])
+            )
     header = [
         "undefended",
         "distinct tokens found",
@@ -162,15 +223,29 @@ def tables(output: Path, figures: dict) -> None:
     ]
     write_table(output, header, rows)
     columns = [f"of {OWN}", f"of {OWN}, threshold 0.01", f"of {WHOLE}"]
-    rows = [(f"{100 * level:g} %", *(share(f"{level:.1%} {column}") for column in columns)) for level in NOISE]
-    header = ["noise", f"share {columns[0]}", "the same, fixed threshold 0.01", f"share {columns[2]}"]
+    rows = [
+        (f"{100 * level:g} %", *(share(f"{level:.1%} {column}") for column in columns))
+        for level in NOISE
+    ]
+    header = [
+        "noise",
+        f"share {columns[0]}",
+        "the same, fixed threshold 0.01",
+        f"share {columns[2]}",
+    ]
     write_table(output.with_name(f"{output.name}_noise"), header, rows)
     rows = []
     for row in DEFENSES:
         name, strength = row.split()
         completed = share(f"{row}, completed") if "pruning" in name else ""
         rows.append((f"`{name}`", f"`{strength}`", share(row), exact(row), completed))
-    header = ["defence", "strength", "tokens found", "sentences exact", "tokens found, pruned entries filled in"]
+    header = [
+        "defense",
+        "strength",
+        "tokens found",
+        "sentences exact",
+        "tokens found, pruned entries filled in",
+    ]
     write_table(output.with_name(f"{output.name}_defenses"), header, rows)
 
 

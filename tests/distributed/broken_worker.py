@@ -18,10 +18,14 @@ def main() -> None:
     group = recording.initialize()
     group.journal = folder / f"journal{group.rank()}"
     data = rows("vit")
-    data[BROKEN_SAMPLE]["pixel_values"] = torch.full_like(data[BROKEN_SAMPLE]["pixel_values"], torch.nan)
+    data[BROKEN_SAMPLE]["pixel_values"] = torch.full_like(
+        data[BROKEN_SAMPLE]["pixel_values"], torch.nan
+    )
     args = GradGuardConfig(**settings(folder, **IN_ORDER, gradient_accumulation_steps=1))
     model = make_model("vit")
-    GradGuardTrainer(model, args, defense=defense, train_dataset=data, callbacks=[Switch(group)]).train()
+    GradGuardTrainer(
+        model, args, defense=defense, train_dataset=data, callbacks=[Switch(group)]
+    ).train()
     finish(folder, {})
 
 

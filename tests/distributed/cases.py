@@ -1,4 +1,6 @@
-"""Data and models that the two-rank tests share, and the cases in which training unprotected equals the stock Trainer."""
+"""Data and models that the two-rank tests share, and the cases in which training unprotected equals
+the stock Trainer.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ def rows(task: str, count: int = SAMPLES) -> list[Row]:
 
 
 def marked_rows(count: int = SAMPLES) -> list[Row]:
-    """Samples for `Branching`: the first token of batches of 4 alternates, so two ranks never take the same branch."""
+    """Samples for `Branching`: the first token of batches of 4 alternates, so two ranks never take
+    the same branch.
+    """
     samples = rows("bert", count)
     for index, sample in enumerate(samples):
         sample["input_ids"] = sample["input_ids"].clone()
@@ -47,7 +51,9 @@ class Plain(nn.Module):
     def body(self, hidden: Tensor, input_ids: Tensor) -> Tensor:
         return self.second(torch.tanh(self.first(hidden)))
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor) -> dict[str, Tensor]:
+    def forward(
+        self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor
+    ) -> dict[str, Tensor]:
         hidden = self.body(self.embed(input_ids), input_ids).tanh()
         logits = self.head((hidden * attention_mask[..., None]).mean(1))
         return {"loss": cross_entropy(logits, labels), "logits": logits}
@@ -88,9 +94,11 @@ class Case:
         model: A name for `make_model`.
         args: Training arguments of both.
         guarded: More of `GradGuardConfig`.
-        freeze: Compare with a stock Trainer whose input embeddings are frozen, which is what withholding means.
+        freeze: Compare with a stock Trainer whose input embeddings are frozen, which is what
+            withholding means.
         data: `"task"`, `"images"`, `"ragged"` or `"marked"`.
-        atol: Allowed difference in a weight beside the relative 1e-6; 0 where both do the same arithmetic.
+        atol: Allowed difference in a weight beside the relative 1e-6; 0 where both do the same
+            arithmetic.
     """
 
     model: str = "bert"
@@ -110,12 +118,18 @@ class Case:
 
 
 WITHHELD = {"guarded": {}, "freeze": True}
-CHECKPOINTED = {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": False}}
-UNEVEN = {"accelerator_config": {"even_batches": False}}  # 10 batches a rank; the last one has 4 samples or 2
+CHECKPOINTED = {
+    "activation_checkpointing": True,
+    "activation_checkpointing_kwargs": {"use_reentrant": False},
+}
+UNEVEN = {
+    "accelerator_config": {"even_batches": False}
+}  # 10 batches a rank; the last one has 4 samples or 2
 IN_ORDER = {"train_sampling_strategy": "sequential"}
-# Where the loss is divided by a count or by the accumulation steps, and where a batch is cut, the same numbers are added in another order and
-# rounded otherwise, by about 1e-7 of the gradient's size, which is about 1 here. Plain SGD keeps that small in the
-# weights; Adam would divide it by a gradient that can itself be a rounding error.
+# Where the loss is divided by a count or by the accumulation steps, and where a batch is cut, the
+# same numbers are added in another order and rounded otherwise, by about 1e-7 of the gradient's
+# size, which is about 1 here. Plain SGD keeps that small in the weights; Adam would divide it by a
+# gradient that can itself be a rounding error.
 SGD = {"optim": "sgd", "learning_rate": 0.05}
 ROUNDED = 1e-6
 
@@ -129,17 +143,25 @@ IDENTITY: dict[str, Case] = {
     "accumulation 3, uneven tail": Case(args={"gradient_accumulation_steps": 3}),
     "withheld": Case(**WITHHELD),
     "withheld, tied": Case(model="bert_mlm", args=SGD, atol=ROUNDED, **WITHHELD),
-    "lora, accumulation 3": Case(model="bert_lora", args={"gradient_accumulation_steps": 3}, guarded={}),
+    "lora, accumulation 3": Case(
+        model="bert_lora", args={"gradient_accumulation_steps": 3}, guarded={}
+    ),
     "bf16, accumulation 3": Case(args={"bf16": True, "gradient_accumulation_steps": 3}),
     "bf16, checkpointing, withheld": Case(args={"bf16": True, **CHECKPOINTED}, **WITHHELD),
     "weight decay, no clipping": Case(args={"weight_decay": 0.1, "max_grad_norm": 0.0}),
     "uneven last batch": Case(args={"gradient_accumulation_steps": 3, **UNEVEN}),
     "causal lm": Case(model="gpt2_lm", args=SGD, data="ragged", atol=ROUNDED),
     "causal lm, accumulation 3": Case(
-        model="gpt2_lm", args={**SGD, **UNEVEN, "gradient_accumulation_steps": 3}, data="ragged", atol=ROUNDED
+        model="gpt2_lm",
+        args={**SGD, **UNEVEN, "gradient_accumulation_steps": 3},
+        data="ragged",
+        atol=ROUNDED,
     ),
     "causal lm, own average": Case(
-        model="gpt2_lm", args={**SGD, "average_tokens_across_devices": False}, data="ragged", atol=ROUNDED
+        model="gpt2_lm",
+        args={**SGD, "average_tokens_across_devices": False},
+        data="ragged",
+        atol=ROUNDED,
     ),
     "causal lm, own average, accumulation 3": Case(
         model="gpt2_lm",
@@ -157,20 +179,39 @@ IDENTITY: dict[str, Case] = {
     "sequence to sequence": Case(model="t5", args=SGD, dropout=0.0, atol=ROUNDED),
     "llama": Case(model="llama", args=SGD, atol=ROUNDED),
     "vision": Case(model="vit"),
-    "vision, accumulation 3": Case(model="vit", args={**SGD, **UNEVEN, "gradient_accumulation_steps": 3}, atol=ROUNDED),
+    "vision, accumulation 3": Case(
+        model="vit", args={**SGD, **UNEVEN, "gradient_accumulation_steps": 3}, atol=ROUNDED
+    ),
     "batch norm": Case(model="resnet", data="images"),
     "batch norm, accumulation 3": Case(
-        model="resnet", data="images", args={**SGD, **UNEVEN, "gradient_accumulation_steps": 3}, atol=ROUNDED
+        model="resnet",
+        data="images",
+        args={**SGD, **UNEVEN, "gradient_accumulation_steps": 3},
+        atol=ROUNDED,
     ),
-    "no loss arguments": Case(model="convnext", args={**SGD, "gradient_accumulation_steps": 3}, atol=ROUNDED),
-    "plain module": Case(model="plain", args={**SGD, "gradient_accumulation_steps": 3, **UNEVEN}, atol=ROUNDED),
+    "no loss arguments": Case(
+        model="convnext", args={**SGD, "gradient_accumulation_steps": 3}, atol=ROUNDED
+    ),
+    "plain module": Case(
+        model="plain", args={**SGD, "gradient_accumulation_steps": 3, **UNEVEN}, atol=ROUNDED
+    ),
     "unused on one rank": Case(model="branching", data="marked", args=IN_ORDER),
     "unused on one rank, accumulation 3": Case(
-        model="branching", data="marked", args={**SGD, **IN_ORDER, "gradient_accumulation_steps": 3}, atol=ROUNDED
+        model="branching",
+        data="marked",
+        args={**SGD, **IN_ORDER, "gradient_accumulation_steps": 3},
+        atol=ROUNDED,
     ),
     "2 clients": Case(args=SGD, guarded=_clients(2), dropout=0.0, atol=ROUNDED),
-    "3 clients": Case(args={**SGD, "gradient_accumulation_steps": 3}, guarded=_clients(3), dropout=0.0, atol=ROUNDED),
-    "3 clients, uneven last batch": Case(args={**SGD, **UNEVEN}, guarded=_clients(3), dropout=0.0, atol=ROUNDED),
+    "3 clients": Case(
+        args={**SGD, "gradient_accumulation_steps": 3},
+        guarded=_clients(3),
+        dropout=0.0,
+        atol=ROUNDED,
+    ),
+    "3 clients, uneven last batch": Case(
+        args={**SGD, **UNEVEN}, guarded=_clients(3), dropout=0.0, atol=ROUNDED
+    ),
     "2 clients, causal lm": Case(
         model="gpt2_lm",
         args={**SGD, "gradient_accumulation_steps": 2},

@@ -1,4 +1,6 @@
-"""What leaves this rank while it trains, and the noise it draws. Writes tensors; the tests judge them."""
+"""What leaves this rank while it trains, and the noise it draws. Writes tensors; the tests judge
+them.
+"""
 
 from __future__ import annotations
 
@@ -19,19 +21,28 @@ from hf_gradguard import GradGuardConfig, GradGuardTrainer, make_defense
 from hf_gradguard.defenses.noise import GaussianNoise
 
 STEPS = 3
-# Strong noise: a tensor whose gradient is large, or that optimal noise spares, resembles its gradient at scale 1 by right.
-# What leaves a rank unprotected is found whatever the noise elsewhere.
+# Strong noise: a tensor whose gradient is large, or that optimal noise spares, resembles its
+# gradient at scale 1 by right. What leaves a rank unprotected is found whatever the noise
+# elsewhere.
 STRONG, STRONGER = {"relative_scale": 10}, {"relative_scale": 40}
 RUNS: dict[str, dict[str, Any]] = {
     "stock": {},
     "none": {"defense": "none"},
     "gaussian_noise": {"defense": "gaussian_noise", "defense_kwargs": STRONG},
-    "shared embeddings": {"defense": "gaussian_noise", "defense_kwargs": STRONG, "share_input_embeddings": True},
+    "shared embeddings": {
+        "defense": "gaussian_noise",
+        "defense_kwargs": STRONG,
+        "share_input_embeddings": True,
+    },
     "optimal_noise": {"defense": "optimal_noise", "defense_kwargs": STRONGER},
     "dp_sgd": {"defense": "dp_sgd", "defense_kwargs": {"clip": 0.1, **STRONG}},
     "2 clients": {"defense": "dp_sgd", "defense_kwargs": STRONG, "clients_per_process": 2},
-    "refiner": {"noise_seed": 3},  # the defence by its object, see `exchanged`
-    "pruning": {"defense": "pruning", "defense_kwargs": {"ratio": 0.9}, "gradient_accumulation_steps": 1},
+    "refiner": {"noise_seed": 3},  # the defense by its object, see `exchanged`
+    "pruning": {
+        "defense": "pruning",
+        "defense_kwargs": {"ratio": 0.9},
+        "gradient_accumulation_steps": 1,
+    },
 }
 NOISE_RUNS: dict[str, dict[str, Any]] = {
     "private": {}, "private again": {}, "seeded": {"noise_seed": 7}, "seeded again": {"noise_seed": 7},
@@ -47,7 +58,9 @@ def settings(folder: Path, **more: Any) -> dict[str, Any]:
 
 
 class Watch:
-    """Before every training step, works out the true local gradient by itself, on a copy of the model."""
+    """Before every training step, works out the true local gradient by itself, on a copy of the
+    model.
+    """
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], *rest: Any) -> Tensor:
         module = copy.deepcopy(self.accelerator.unwrap_model(model)).train()  # type: ignore[attr-defined]
@@ -61,8 +74,12 @@ class Watch:
 
 
 def _gradient(module: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    names, parameters = zip(*[(n, p) for n, p in module.named_parameters() if p.requires_grad], strict=True)
-    gradients = torch.autograd.grad(module(**batch).loss, parameters, allow_unused=True, materialize_grads=True)
+    names, parameters = zip(
+        *[(n, p) for n, p in module.named_parameters() if p.requires_grad], strict=True
+    )
+    gradients = torch.autograd.grad(
+        module(**batch).loss, parameters, allow_unused=True, materialize_grads=True
+    )
     return dict(zip(names, gradients, strict=True))
 
 
@@ -88,11 +105,17 @@ class Switch(TrainerCallback):
 
 
 def exchanged(group: recording.Recorder, folder: Path, name: str) -> dict[str, Any]:
-    """One run: the tensors that left this rank, and the true gradients of its micro-batches and steps."""
+    """One run: the tensors that left this rank, and the true gradients of its micro-batches and
+    steps.
+    """
     group.sent = []
     model = make_model("bert", dropout=0.0)
     if name != "stock":
-        refiner = make_defense("refiner", evaluation_network=SmallNetwork("text", WIDTH)) if name == "refiner" else None
+        refiner = (
+            make_defense("refiner", evaluation_network=SmallNetwork("text", WIDTH))
+            if name == "refiner"
+            else None
+        )
         args = GradGuardConfig(**settings(folder, **RUNS[name]))
         options = {"train_dataset": rows("bert"), "callbacks": [Switch(group)]}
         trainer: Any = WatchedGuard(model, args, defense=refiner, **options)
@@ -126,22 +149,34 @@ class WatchedNoise(GaussianNoise):
 
 
 def noises(folder: Path, chosen: dict[str, Any]) -> dict[str, Any]:
-    """The noise of every message in order, the shapes it was drawn in, and the global generator's first state."""
+    """The noise of every message in order, the shapes it was drawn in, and the global generator's
+    first state.
+    """
     WatchedNoise.log.clear()
     args = GradGuardConfig(**settings(folder, clients_per_process=2, **chosen))
     trainer = GradGuardTrainer(
-        make_model("bert", dropout=0.1), args, defense=WatchedNoise(scale=100.0), train_dataset=rows("bert")
+        make_model("bert", dropout=0.1),
+        args,
+        defense=WatchedNoise(scale=100.0),
+        train_dataset=rows("bert"),
     )
     parameters = dict(trainer.model.named_parameters())
     state = torch.get_rng_state()
     trainer.train()
     shapes = [tuple(parameters[name].shape) for name in trainer.shared_names]
-    return {"noise": torch.stack(WatchedNoise.log), "shapes": shapes, "global": state, "seed": args.seed}
+    return {
+        "noise": torch.stack(WatchedNoise.log),
+        "shapes": shapes,
+        "global": state,
+        "seed": args.seed,
+    }
 
 
 def branches(folder: Path) -> list[float]:
     """Final weights of a model of which each rank uses another half."""
-    args = GradGuardConfig(**settings(folder, **IN_ORDER, gradient_accumulation_steps=1), noise_seed=1)
+    args = GradGuardConfig(
+        **settings(folder, **IN_ORDER, gradient_accumulation_steps=1), noise_seed=1
+    )
     model = make_model("branching")
     GradGuardTrainer(model, args, defense="gaussian_noise", train_dataset=marked_rows()).train()
     return torch.cat([p.detach().flatten() for p in model.parameters()]).tolist()

@@ -39,7 +39,9 @@ class Gradients(TrainerCallback):
     steps: list[list[float]] = []
 
     def on_pre_optimizer_step(self, *_: Any, model: torch.nn.Module, **__: Any) -> None:
-        self.steps.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]).tolist())
+        self.steps.append(
+            torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]).tolist()
+        )
 
 
 def main() -> None:

@@ -1,4 +1,6 @@
-"""Every case of `IDENTITY` on this rank: the stock Trainer's weights, and those of defense="none"."""
+"""Every case of `IDENTITY` on this rank: the stock Trainer's weights, and those of
+defense="none".
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ from hf_gradguard import GradGuardConfig, GradGuardTrainer
 STEPS = 6
 
 
-def train(case: Case, guarded: bool, folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], Trainer]:
+def train(
+    case: Case, guarded: bool, folder: Path
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], Trainer]:
     """The weights before and after, and the trainer."""
     settings = {
         "output_dir": str(folder / "out"), "max_steps": STEPS, "per_device_train_batch_size": 4, "learning_rate": 1e-2,
@@ -34,7 +38,9 @@ def train(case: Case, guarded: bool, folder: Path) -> tuple[dict[str, torch.Tens
     else:
         if case.freeze:
             model.get_input_embeddings().requires_grad_(False)
-        trainer = Trainer(model, TrainingArguments(**settings), train_dataset=case.rows(), data_collator=collator)
+        trainer = Trainer(
+            model, TrainingArguments(**settings), train_dataset=case.rows(), data_collator=collator
+        )
     trainer.train()
     return before, {name: p.detach() for name, p in model.named_parameters()}, trainer
 
@@ -48,7 +54,11 @@ def compare(case: Case, folder: Path) -> dict[str, Any]:
     except AssertionError as error:
         mismatch = str(error)
     statistics, stock_statistics = (
-        {name: b for name, b in t.accelerator.unwrap_model(t.model).named_buffers() if "running" in name}
+        {
+            name: b
+            for name, b in t.accelerator.unwrap_model(t.model).named_buffers()
+            if "running" in name
+        }
         for t in (trainer, stock_trainer)
     )
     losses, stock_losses = (

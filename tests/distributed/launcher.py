@@ -1,4 +1,6 @@
-"""Start a worker script on several ranks, and what such a script needs. Starting costs seconds: put many cases in one."""
+"""Start a worker script on several ranks, and what such a script needs. Starting costs seconds: put
+many cases in one.
+"""
 
 from __future__ import annotations
 
@@ -30,14 +32,21 @@ def command(worker: str, folder: Path, *arguments: str, ranks: int = 2) -> list[
 def environment() -> dict[str, str]:
     """One thread a rank, no network, and `tests/` importable."""
     path = os.pathsep.join([str(HERE.parent), os.environ.get("PYTHONPATH", "")])
-    settings = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": path}
+    settings = {
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONPATH": path,
+    }
     return {**os.environ, **settings}
 
 
 def run(
     worker: str, folder: Path, *arguments: str, ranks: int = 2, limit: int = LIMIT
 ) -> subprocess.CompletedProcess[str]:
-    """Run `worker` on `ranks` ranks to its end. A rank that takes more than `limit` seconds fails the caller."""
+    """Run `worker` on `ranks` ranks to its end. A rank that takes more than `limit` seconds fails
+    the caller.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     environ = {**environment(), "WORKER_LIMIT": str(limit)}
     process = subprocess.Popen(
@@ -53,15 +62,21 @@ def run(
     return subprocess.CompletedProcess(process.args, process.returncode, output)
 
 
-def launch(worker: str, folder: Path, *arguments: str, ranks: int = 2, limit: int = LIMIT) -> list[dict[str, Any]]:
+def launch(
+    worker: str, folder: Path, *arguments: str, ranks: int = 2, limit: int = LIMIT
+) -> list[dict[str, Any]]:
     """Run `worker`, which must succeed, and return what each rank wrote with `report`."""
     done = run(worker, folder, *arguments, ranks=ranks, limit=limit)
-    assert done.returncode == 0, f"{worker} failed with exit status {done.returncode}:\n{done.stdout[-6000:]}"
+    assert done.returncode == 0, (
+        f"{worker} failed with exit status {done.returncode}:\n{done.stdout[-6000:]}"
+    )
     return [json.loads((folder / f"report{rank}.json").read_text()) for rank in range(ranks)]
 
 
 def kill(process: subprocess.Popen[str], folder: Path) -> None:
-    """SIGKILL torchrun and every rank at once. Ranks live in process groups of their own, which they wrote down."""
+    """SIGKILL torchrun and every rank at once. Ranks live in process groups of their own, which
+    they wrote down.
+    """
     groups = [int(path.read_text()) for path in folder.glob("rank*.pid")]
     for group in [process.pid, *groups]:
         with contextlib.suppress(ProcessLookupError):  # it ended by itself
@@ -72,19 +87,24 @@ def kill(process: subprocess.Popen[str], folder: Path) -> None:
 
 
 def begin() -> tuple[Path, list[str]]:
-    """Arm the hard time-out and write down this rank's process group. Returns the folder and the other arguments.
+    """Arm the hard time-out and write down this rank's process group. Returns the folder and the
+    other arguments.
 
     Call it after the imports.
     """
     faulthandler.dump_traceback_later(float(os.environ.get("WORKER_LIMIT", LIMIT)), exit=True)
-    gc.freeze()  # every Trainer collects garbage several times; what was imported is none, and takes long to search
+    # every Trainer collects garbage several times; what was imported is none, and takes long to
+    # search
+    gc.freeze()
     folder = Path(sys.argv[1])
     (folder / f"rank{os.environ['RANK']}.pid").write_text(str(os.getpgrp()))
     return folder, sys.argv[2:]
 
 
 def finish(folder: Path, results: dict[str, Any]) -> None:
-    """Hand this rank's results to the test and leave the process group; without that, some runs abort at exit."""
+    """Hand this rank's results to the test and leave the process group; without that, some runs
+    abort at exit.
+    """
     from accelerate import PartialState
 
     (folder / f"report{os.environ['RANK']}.json").write_text(json.dumps(results))

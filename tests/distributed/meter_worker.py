@@ -1,4 +1,6 @@
-"""What the leakage meter does where ranks differ: logs, a message that one rank keeps back, and one that stops all."""
+"""What the leakage meter does where ranks differ: logs, a message that one rank keeps back, and one
+that stops all.
+"""
 
 from __future__ import annotations
 
@@ -35,11 +37,15 @@ class Gradients(TrainerCallback):
         self.steps: list[dict[str, Tensor]] = []
 
     def on_pre_optimizer_step(self, *args: Any, model: Any, **kwargs: Any) -> None:
-        self.steps.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
+        self.steps.append(
+            {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+        )
 
 
 def train(folder: Path, group: recording.Recorder, **more: Any) -> tuple[Watched, Gradients]:
-    """A language model on texts of different lengths, whose loss is divided by the tokens of all ranks."""
+    """A language model on texts of different lengths, whose loss is divided by the tokens of all
+    ranks.
+    """
     group.sent = []
     args = GradGuardConfig(
         output_dir=str(folder / "out"), max_steps=STEPS, per_device_train_batch_size=4, use_cpu=True, report_to="none",
@@ -56,19 +62,28 @@ def train(folder: Path, group: recording.Recorder, **more: Any) -> tuple[Watched
 
 
 def figures(trainer: GradGuardTrainer) -> list[dict[str, float]]:
-    entries = [{k: v for k, v in entry.items() if k.startswith("leakage/")} for entry in trainer.state.log_history]
+    entries = [
+        {k: v for k, v in entry.items() if k.startswith("leakage/")}
+        for entry in trainer.state.log_history
+    ]
     return [entry for entry in entries if entry]
 
 
 def error_of_skipped_step(trainer: Watched, gradients: Gradients, rank: int) -> float:
-    """‖G - n₀ s₀/(n₀ + n₁)‖/‖G‖ of the first step, s₀ what rank 0 would have shared, n the ranks' tokens."""
+    """‖G - n₀ s₀/(n₀ + n₁)‖/‖G‖ of the first step, s₀ what rank 0 would have shared, n the ranks'
+    tokens.
+    """
     batch = trainer.batches[0]
     count = torch.tensor(float((batch["labels"][:, 1:] != -100).sum()))
     total = count.clone()
     torch.distributed.all_reduce(total)
     gmap = GradientMap(make_model("gpt2_lm", dropout=0.0).train(), batch)
-    shared = make_defense("gaussian_noise", scale=0.01)(gmap, seeded_generator("cpu", SEED, rank, 0, 0))
-    expected = {name: tensor * (count / total if rank == 0 else 0.0) for name, tensor in shared.items()}
+    shared = make_defense("gaussian_noise", scale=0.01)(
+        gmap, seeded_generator("cpu", SEED, rank, 0, 0)
+    )
+    expected = {
+        name: tensor * (count / total if rank == 0 else 0.0) for name, tensor in shared.items()
+    }
     for tensor in expected.values():
         torch.distributed.all_reduce(tensor)
     found = gradients.steps[0]
@@ -86,7 +101,9 @@ def mean_over_three(folder: Path, rank: int) -> dict[str, Any]:
         disable_tqdm=True, save_strategy="no", leakage_logging_steps=1,
     )  # fmt: skip
     defense = make_defense("gaussian_noise", scale=0.01 * (1 + rank))
-    trainer = GradGuardTrainer(make_model("plain"), args, defense=defense, train_dataset=rows("bert", 12))
+    trainer = GradGuardTrainer(
+        make_model("plain"), args, defense=defense, train_dataset=rows("bert", 12)
+    )
     trainer.train()
     return {"figures": figures(trainer)[-1], "mean": trainer.mean_leakage()}
 
@@ -102,8 +119,13 @@ def main() -> None:
     unmeasured = [(kind, len(tensor)) for kind, tensor in group.sent]
     logged, _ = train(folder, group, leakage_logging_steps=1)
     measured = [(kind, len(tensor)) for kind, tensor in group.sent]
-    sent = torch.cat([tensor.flatten().double() for kind, tensor in group.sent if tensor.is_floating_point()])
-    apart = [min(float((sent - value).abs().min()) / value for value in step.values()) for step in figures(logged)]
+    sent = torch.cat(
+        [tensor.flatten().double() for kind, tensor in group.sent if tensor.is_floating_point()]
+    )
+    apart = [
+        min(float((sent - value).abs().min()) / value for value in step.values())
+        for step in figures(logged)
+    ]
 
     # Rank 1 admits nothing, rank 0 everything: a client's limit is its own affair.
     limit = 1e30 if rank else 1e-30

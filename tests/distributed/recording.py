@@ -1,6 +1,7 @@
 """A process group that does what gloo does and keeps a copy of every tensor that leaves this rank.
 
-It stands below everything that communicates: `torch.distributed`, accelerate, and DDP's reducer in C++.
+It stands below everything that communicates: `torch.distributed`, accelerate, and DDP's reducer in
+C++.
 """
 
 from __future__ import annotations
@@ -51,7 +52,11 @@ class Recorder(dist.ProcessGroup):
 
 def _recorded(name: str, position: int) -> Any:
     def collective(self: Recorder, *args: Any) -> Any:
-        root = getattr(args[-1], "rootRank", self.rank()) if name in ("broadcast", "scatter") else self.rank()
+        root = (
+            getattr(args[-1], "rootRank", self.rank())
+            if name in ("broadcast", "scatter")
+            else self.rank()
+        )
         if self.on and root == self.rank():
             tensors = [tensor.detach().clone().flatten() for tensor in _tensors(args[position])]
             self.sent += [(name, tensor) for tensor in tensors]

@@ -19,11 +19,16 @@ from transformers import TrainerCallback
 from hf_gradguard import GradGuardConfig, GradGuardTrainer
 from hf_gradguard.leakage import FisherAccountant
 
-SAVED, STEPS = 3, 7  # 5 steps an epoch: the checkpoint is within the first, the run ends within the second
+SAVED, STEPS = (
+    3,
+    7,
+)  # 5 steps an epoch: the checkpoint is within the first, the run ends within the second
 
 
 class Slow(TrainerCallback):
-    """After the checkpoint, says which step is done and takes its time, so that there is time for a kill."""
+    """After the checkpoint, says which step is done and takes its time, so that there is time for a
+    kill.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -35,9 +40,14 @@ class Slow(TrainerCallback):
 
 
 def train(
-    folder: Path, checkpoint: Path | None = None, callbacks: Any = None, accountant: FisherAccountant | None = None
+    folder: Path,
+    checkpoint: Path | None = None,
+    callbacks: Any = None,
+    accountant: FisherAccountant | None = None,
 ) -> dict[str, Tensor]:
-    """The final weights. Sensitivities last four micro-batches, and the checkpoint comes after six."""
+    """The final weights. Sensitivities last four micro-batches, and the checkpoint comes after
+    six.
+    """
     args = GradGuardConfig(
         output_dir=str(folder), max_steps=STEPS, save_steps=SAVED, per_device_train_batch_size=4, learning_rate=1e-2,
         gradient_accumulation_steps=2, use_cpu=True, report_to="none", disable_tqdm=True, logging_steps=1,
@@ -45,7 +55,9 @@ def train(
         noise_seed=3,
     )  # fmt: skip
     model = make_model("bert", dropout=0.1)
-    trainer = GradGuardTrainer(model, args, train_dataset=rows("bert"), callbacks=callbacks, accountant=accountant)
+    trainer = GradGuardTrainer(
+        model, args, train_dataset=rows("bert"), callbacks=callbacks, accountant=accountant
+    )
     trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     assert trainer.state.global_step == STEPS
     return {name: p.detach() for name, p in model.named_parameters()}
@@ -85,8 +97,13 @@ def main() -> None:
     whole, continued = FisherAccountant(), FisherAccountant()
     left_alone = train(folder / "left_alone", accountant=whole)
     resumed = train(folder / "resumed", checkpoint, accountant=continued)
-    # Without what the defences remember, as a control: they estimate anew, and the noise has another shape.
-    forgetful = Path(shutil.copytree(checkpoint, folder / f"forgetful{torch.distributed.get_rank()}" / checkpoint.name))
+    # Without what the defenses remember, as a control: they estimate anew, and the noise has
+    # another shape.
+    forgetful = Path(
+        shutil.copytree(
+            checkpoint, folder / f"forgetful{torch.distributed.get_rank()}" / checkpoint.name
+        )
+    )
     for file in forgetful.glob("gradguard_private_*"):
         file.unlink()
     forgot = train(folder / "forgot", forgetful)
@@ -95,10 +112,16 @@ def main() -> None:
     results = {
         "moved": len(differing(left_alone, dict(make_model("bert").named_parameters()))),
         "resumed": differing(resumed, left_alone),
-        "accounted": [len(whole), whole.steps, sum(0 < whole.dfil(key) < math.inf for key in whole)],
+        "accounted": [
+            len(whole),
+            whole.steps,
+            sum(0 < whole.dfil(key) < math.inf for key in whole),
+        ],
         "accounts": differing(continued.state_dict(), whole.state_dict()),
         "forgot": differing(forgot, left_alone),
-        "unaccounted": _refusal(lambda: train(folder / "unaccounted", forgetful, accountant=FisherAccountant())),
+        "unaccounted": _refusal(
+            lambda: train(folder / "unaccounted", forgetful, accountant=FisherAccountant())
+        ),
         "grown": [float(weight.double().sum()) for weight in grown.values()],
         "warnings": warnings.messages,
     }

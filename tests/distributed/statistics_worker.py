@@ -1,4 +1,6 @@
-"""Batch statistics on this rank after training, for each way of treating them, with weights that stand still."""
+"""Batch statistics on this rank after training, for each way of treating them, with weights that
+stand still.
+"""
 
 from __future__ import annotations
 

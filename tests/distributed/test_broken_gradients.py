@@ -1,4 +1,6 @@
-"""A gradient that is not finite on one rank stops all of them before anything of that step is exchanged."""
+"""A gradient that is not finite on one rank stops all of them before anything of that step is
+exchanged.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,10 @@ def test_nan_on_one_rank_stops_all_ranks(tmp_path: Path) -> None:
 
     assert done.returncode != 0
     assert not list(tmp_path.glob("report*.json"))  # neither rank reached the end
-    found = re.search(r"FloatingPointError: The gradient of (\S+) is not finite, so nothing was shared", done.stdout)
+    found = re.search(
+        r"FloatingPointError: The gradient of (\S+) is not finite, so nothing was shared",
+        done.stdout,
+    )
     assert found, done.stdout[-3000:]
     model = make_model("vit")
     assert found[1] in dict(model.named_parameters())

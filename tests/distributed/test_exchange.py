@@ -25,26 +25,38 @@ SHORTEST = 24  # entries; shorter tensors come to resemble something by chance
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("exchange")
     reports = launch("exchange_worker.py", folder)
-    return [torch.load(folder / f"tensors{rank}.pt") | report for rank, report in enumerate(reports)]
+    return [
+        torch.load(folder / f"tensors{rank}.pt") | report for rank, report in enumerate(reports)
+    ]
 
 
 def resemblance(sent: Tensor, target: Tensor) -> float:
-    """The largest |cosine| between `target` and any run of `sent` of its length: 1 if a multiple of it is in there."""
+    """The largest |cosine| between `target` and any run of `sent` of its length: 1 if a multiple of
+    it is in there.
+    """
     sent, target = sent.double(), target.flatten().double()
     if len(target) > len(sent) or not target.any():
         return 0.0
     size = len(sent) + len(target)
-    products = torch.fft.irfft(torch.fft.rfft(sent, size) * torch.fft.rfft(target, size).conj(), size)
+    products = torch.fft.irfft(
+        torch.fft.rfft(sent, size) * torch.fft.rfft(target, size).conj(), size
+    )
     squares = torch.cat([torch.zeros(1, dtype=torch.double), sent.square().cumsum(0)])
     energy = squares[len(target) :] - squares[: -len(target)]
     # Where a run is this weak beside the rest, the transform's rounding is all there is.
-    cosines = products[: len(energy)].abs() / (energy.clamp(min=1e-12 * float(squares[-1])).sqrt() * target.norm())
+    cosines = products[: len(energy)].abs() / (
+        energy.clamp(min=1e-12 * float(squares[-1])).sqrt() * target.norm()
+    )
     return float(cosines.max())
 
 
 def largest_resemblance(run: dict[str, Any], truth: dict[str, Tensor]) -> dict[str, float]:
     """For every tensor of a true gradient, how much of it was sent."""
-    sent = [tensor for _, tensor in run["sent"] if tensor.is_floating_point() and len(tensor) >= SHORTEST]
+    sent = [
+        tensor
+        for _, tensor in run["sent"]
+        if tensor.is_floating_point() and len(tensor) >= SHORTEST
+    ]
     return {
         name: max(resemblance(tensor, gradient) for tensor in sent)
         for name, gradient in truth.items()
@@ -55,7 +67,9 @@ def largest_resemblance(run: dict[str, Any], truth: dict[str, Tensor]) -> dict[s
 @pytest.mark.parametrize("factor", [1.0, -0.3])
 def test_detector_finds_a_multiple_at_any_place(factor: float) -> None:
     gradient, before, after = torch.randn(40), 100 * torch.randn(333), torch.randn(70)
-    assert resemblance(torch.cat([before, factor * gradient, after]), gradient) > 0.9999  # the rest is float32 rounding
+    assert (
+        resemblance(torch.cat([before, factor * gradient, after]), gradient) > 0.9999
+    )  # the rest is float32 rounding
     assert resemblance(torch.cat([before, gradient + torch.randn(40), after]), gradient) < 0.99
     assert resemblance(torch.cat([before, after]), gradient) < 0.99
 
@@ -68,7 +82,8 @@ def test_detector_finds_unprotected_gradients(ranks: list[dict[str, Any]], name:
         for step in run["steps"]:
             found = largest_resemblance(run, {n: g for n, g in step.items() if n in run["shared"]})
             assert len(found) >= 15
-            # Rounding of float32 sums, relative to tensors that are no smaller than a thousandth of the largest one.
+            # Rounding of float32 sums, relative to tensors that are no smaller than a thousandth of
+            # the largest one.
             assert min(found.values()) > 0.9999
 
 
@@ -82,8 +97,12 @@ def test_no_unprotected_gradient_leaves_a_rank(ranks: list[dict[str, Any]], name
             assert max(found.values()) < 0.99, max(found, key=lambda n: found[n])
 
 
-def test_refined_gradients_resemble_the_true_ones_and_equal_none(ranks: list[dict[str, Any]]) -> None:
-    """They are meant to be alike. What the detector finds of an unprotected gradient is above 0.9999 (see above)."""
+def test_refined_gradients_resemble_the_true_ones_and_equal_none(
+    ranks: list[dict[str, Any]],
+) -> None:
+    """They are meant to be alike. What the detector finds of an unprotected gradient is above
+    0.9999 (see above).
+    """
     for rank in ranks:
         run = rank["runs"]["refiner"]
         for truth in run["messages"] + run["steps"]:
@@ -100,8 +119,11 @@ def test_one_bucket_a_step_is_all_that_is_exchanged(ranks: list[dict[str, Any]],
         entries = sum(truth[n].numel() for n in run["shared"])
         larger = [(kind, len(t)) for kind, t in run["sent"] if t.is_floating_point() and len(t) > 1]
         assert larger == [("allreduce", entries)] * STEPS
-        # Everything else is one number: losses and token counts, as many as the stock Trainer exchanges.
-        small = Counter((kind, t.dtype, len(t)) for kind, t in run["sent"] if (kind, len(t)) != larger[0])
+        # Everything else is one number: losses and token counts, as many as the stock Trainer
+        # exchanges.
+        small = Counter(
+            (kind, t.dtype, len(t)) for kind, t in run["sent"] if (kind, len(t)) != larger[0]
+        )
         stock = Counter((kind, t.dtype, len(t)) for kind, t in rank["runs"]["stock"]["sent"])
         assert {(kind, size) for kind, _, size in small} == {("allgather", 1)}
         assert small <= stock
@@ -124,14 +146,18 @@ def test_pruned_gradients_are_what_leaves(ranks: list[dict[str, Any]]) -> None:
             gone = gradient.abs().argsort()[: len(gradient) * 9 // 10]
             expected = gradient.clone()
             expected[gone] = 0
-            factor = float(bucket.norm() / expected.norm())  # the weight that the Trainer gives a rank's loss
+            factor = float(
+                bucket.norm() / expected.norm()
+            )  # the weight that the Trainer gives a rank's loss
             assert factor in (pytest.approx(1), pytest.approx(2))
             # The same float32 arithmetic but for kernels with another order of summation.
             torch.testing.assert_close(bucket, factor * expected, rtol=1e-4, atol=1e-7)
             assert int((bucket == 0).sum()) == len(gone)
 
 
-def test_branch_that_one_rank_does_not_use_does_not_hang_with_noise(ranks: list[dict[str, Any]]) -> None:
+def test_branch_that_one_rank_does_not_use_does_not_hang_with_noise(
+    ranks: list[dict[str, Any]],
+) -> None:
     one, two = (torch.tensor(rank["branching"]) for rank in ranks)
     assert torch.isfinite(one).all()
     assert torch.equal(one, two)
@@ -155,18 +181,26 @@ def _cosines(one: Tensor, two: Tensor) -> Tensor:
 
 
 def _stream(generator: torch.Generator, shapes: list[tuple[int, ...]], messages: int) -> Tensor:
-    """What a peer who knows the generator's state draws for `messages` messages, in the way of a defence."""
+    """What a peer who knows the generator's state draws for `messages` messages, in the way of a
+    defense.
+    """
     draws = [
-        torch.cat([torch.randn(shape, generator=generator).flatten() for shape in shapes]) for _ in range(messages)
+        torch.cat([torch.randn(shape, generator=generator).flatten() for shape in shapes])
+        for _ in range(messages)
     ]
     return torch.stack(draws)
 
 
 @pytest.mark.parametrize("name", NOISE_RUNS)
-def test_noise_differs_between_ranks_steps_micro_batches_and_clients(ranks: list[dict[str, Any]], name: str) -> None:
+def test_noise_differs_between_ranks_steps_micro_batches_and_clients(
+    ranks: list[dict[str, Any]], name: str
+) -> None:
     noise = torch.cat([rank["noise"][name]["noise"] for rank in ranks])
     assert len(noise) == 2 * STEPS * 2 * 2
-    cosines = [float(_cosines(noise[i, None], noise[j, None])) for i, j in combinations(range(len(noise)), 2)]
+    cosines = [
+        float(_cosines(noise[i, None], noise[j, None]))
+        for i, j in combinations(range(len(noise)), 2)
+    ]
     assert max(cosines) < 0.25  # independent noise of 1259 entries: standard deviation 0.028
 
 
@@ -186,7 +220,9 @@ def _global_after(seeding: Any) -> torch.Generator:
 
 
 @pytest.mark.parametrize("name", ["private", "private again"])
-def test_peer_who_knows_the_seed_cannot_repeat_the_noise(ranks: list[dict[str, Any]], name: str) -> None:
+def test_peer_who_knows_the_seed_cannot_repeat_the_noise(
+    ranks: list[dict[str, Any]], name: str
+) -> None:
     shapes, seed = ranks[0]["noise"][name]["shapes"], ranks[0]["noise"][name]["seed"]
     noise = torch.cat([rank["noise"][name]["noise"] for rank in ranks])
     generators = [
@@ -206,8 +242,12 @@ def test_peer_who_knows_the_seed_cannot_repeat_the_noise(ranks: list[dict[str, A
     for generator in generators:
         guess = _stream(generator, shapes, messages=STEPS * 2 * 2)
         assert _cosines(guess, noise).max() < 0.25
-        for message in noise[:, start : start + sizes[longest]]:  # at any other place of the stream either
-            assert resemblance(guess.flatten(), message) < 0.7  # 128 entries by chance: 0.088, eight of those
+        for message in noise[
+            :, start : start + sizes[longest]
+        ]:  # at any other place of the stream either
+            assert (
+                resemblance(guess.flatten(), message) < 0.7
+            )  # 128 entries by chance: 0.088, eight of those
 
 
 def test_peer_who_knows_the_noise_seed_repeats_the_noise(ranks: list[dict[str, Any]]) -> None:

@@ -1,4 +1,6 @@
-"""On two ranks, each hosts its own clients, and a step is the drawn clients' mean weighted by their sizes."""
+"""On two ranks, each hosts its own clients, and a step is the drawn clients' mean weighted by their
+sizes.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from helpers import small_convolution
 from launcher import launch
 
 from hf_gradguard import GradientMap
-from hf_gradguard.clients import ClientSampler, Pick
+from hf_gradguard.training.clients import ClientSampler, Pick
 
 pytestmark = pytest.mark.distributed
 
@@ -43,7 +45,9 @@ def test_ranks_agree_on_the_partition(ranks: list[dict[str, Any]]) -> None:
 def test_clients_stay_on_their_rank_and_send_their_own_rows(ranks: list[dict[str, Any]]) -> None:
     sums = [float(row["pixel_values"].sum()) for row in samples()]
     for rank, report in enumerate(ranks):
-        assert len(report["messages"]) == 2 * (3 + 2)  # an epoch of three rounds ends a step with one round
+        assert len(report["messages"]) == 2 * (
+            3 + 2
+        )  # an epoch of three rounds ends a step with one round
         for number, rows in report["messages"]:
             own = [sums[row] for row in report["parts"][2 * number + rank]]
             assert len(rows) == min(4, len(own))
@@ -52,9 +56,12 @@ def test_clients_stay_on_their_rank_and_send_their_own_rows(ranks: list[dict[str
     assert drawn == [{0, 1, 2}, {0, 1, 2}]
 
 
-def test_steps_are_the_weighted_means(ranks: list[dict[str, Any]], rounds: list[list[Pick]]) -> None:
+def test_steps_are_the_weighted_means(
+    ranks: list[dict[str, Any]], rounds: list[list[Pick]]
+) -> None:
     model, data, parts = small_convolution(dtype=torch.float32)[0], samples(), ranks[0]["parts"]
-    # Rounds to a step: an epoch has three, so two, then the one that is left; and two of the next epoch.
+    # Rounds to a step: an epoch has three, so two, then the one that is left; and two of the next
+    # epoch.
     for step, own in enumerate((rounds[0:2], rounds[2:3], rounds[3:5])):
         expected = torch.zeros(len(ranks[0]["steps"][step]))
         for picks in own:
@@ -62,9 +69,17 @@ def test_steps_are_the_weighted_means(ranks: list[dict[str, Any]], rounds: list[
             assert len(clients) == 4
             whole = sum(len(parts[client]) for client in clients)
             for client in clients:
-                rows = [data[pick.row] for pick in picks if pick.client == client and pick.row is not None]
+                rows = [
+                    data[pick.row]
+                    for pick in picks
+                    if pick.client == client and pick.row is not None
+                ]
                 batch = {key: torch.stack([row[key] for row in rows]) for key in rows[0]}
-                gradient = torch.cat([g.flatten() for g in GradientMap(model, batch).gradient().values()])
+                gradient = torch.cat(
+                    [g.flatten() for g in GradientMap(model, batch).gradient().values()]
+                )
                 expected += gradient * len(parts[client]) / whole / len(own)
         for report in ranks:
-            torch.testing.assert_close(torch.tensor(report["steps"][step]), expected, rtol=1e-4, atol=1e-6)
+            torch.testing.assert_close(
+                torch.tensor(report["steps"][step]), expected, rtol=1e-4, atol=1e-6
+            )

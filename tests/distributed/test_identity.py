@@ -43,7 +43,8 @@ def test_ranks_hold_the_same_weights(case: tuple[Case, list[Any]]) -> None:
 
 def test_log_equals_the_stock_trainers(case: tuple[Case, list[Any]]) -> None:
     spec, (result, _) = case
-    # Losses and gradient norms of about 1, from float32; they drift apart no faster than the weights do.
+    # Losses and gradient norms of about 1, from float32; they drift apart no faster than the
+    # weights do.
     tolerance = 1e-5 if spec.atol >= 1e-6 else 1e-7
     assert len(result["losses"]) == 6
     for pair, stock in zip(result["losses"], result["stock_losses"], strict=True):
@@ -57,7 +58,9 @@ def test_withheld_embeddings_alone_stand_still(reports: Reports) -> None:
 
 @pytest.mark.parametrize("name", ["batch norm", "batch norm, accumulation 3"])
 def test_rank_0s_batch_statistics_equal_the_stock_trainers(reports: Reports, name: str) -> None:
-    """DDP sends rank 0's to the others, so the stock Trainer too saves the statistics of rank 0's data. Ours stay."""
+    """DDP sends rank 0's to the others, so the stock Trainer too saves the statistics of rank 0's
+    data. Ours stay.
+    """
     one, two = (report[name] for report in reports)
     assert len(one["statistics"]) == 12  # means and variances of six layers
     for key, values in one["statistics"].items():

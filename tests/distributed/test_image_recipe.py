@@ -17,19 +17,39 @@ from transformers import AutoImageProcessor, AutoModelForImageClassification
 import hf_gradguard.models  # noqa: F401
 
 ROOT = Path(__file__).resolve().parents[2]
-COLOURS = {"blue": (40, 40, 210), "green": (40, 210, 40), "red": (210, 40, 40)}
+COLORS = {"blue": (40, 40, 210), "green": (40, 210, 40), "red": (210, 40, 40)}
 pytestmark = pytest.mark.distributed
 
-VIT = {"patch_size": 4, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+VIT = {
+    "patch_size": 4,
+    "hidden_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 16,
+}
 RESNET = {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "layer_type": "basic"}
 CONVNEXT = {"patch_size": 2, "num_stages": 2, "hidden_sizes": [4, 8], "depths": [1, 1]}
 
 
 def recipe(data: Path, out: Path, *flags: str, ranks: int = 2) -> dict[str, object]:
-    launch = ["-m", "accelerate.commands.launch", "--num_processes", str(ranks), "--num_machines", "1"]
+    launch = [
+        "-m",
+        "accelerate.commands.launch",
+        "--num_processes",
+        str(ranks),
+        "--num_machines",
+        "1",
+    ]
     launch += ["--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]
     launch += ["--multi_gpu"] if ranks > 1 else ["--cpu"]
-    script = ["recipes/image_classification.py", "--use_cpu", "--dataset", str(data), "--output_dir", str(out)]
+    script = [
+        "recipes/image_classification.py",
+        "--use_cpu",
+        "--dataset",
+        str(data),
+        "--output_dir",
+        str(out),
+    ]
     done = subprocess.run(
         [sys.executable, *launch, *script, "--num_ranks", str(ranks), "--per_device_train_batch_size", "6", *flags],
         cwd=ROOT, env={**environment(), "HF_DATASETS_CACHE": str(data.parent / "cache")}, stdout=subprocess.PIPE,
@@ -43,19 +63,23 @@ def recipe(data: Path, out: Path, *flags: str, ranks: int = 2) -> dict[str, obje
 
 
 def write_images(folder: Path, count: int, mode: str = "RGB") -> Path:
-    """`count` noisy images of 12 × 10 pixels a class, each class of one colour, in one subfolder each."""
+    """`count` noisy images of 12 × 10 pixels a class, each class of one color, in one subfolder
+    each.
+    """
     draw = np.random.default_rng(count)
-    for name, colour in COLOURS.items():
+    for name, color in COLORS.items():
         (folder / name).mkdir(parents=True)
         for number in range(count):
-            pixels = np.clip(np.array(colour) + draw.normal(0, 30, (10, 12, 3)), 0, 255).astype(np.uint8)
+            pixels = np.clip(np.array(color) + draw.normal(0, 30, (10, 12, 3)), 0, 255).astype(
+                np.uint8
+            )
             Image.fromarray(pixels).convert(mode).save(folder / name / f"{number}.png")
     return folder
 
 
 @pytest.fixture(scope="module")
 def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("data") / "colours"
+    folder = tmp_path_factory.mktemp("data") / "colors"
     write_images(folder / "train", 20)
     write_images(folder / "test", 7)
     return folder
@@ -91,7 +115,7 @@ def test_two_ranks_learn_and_the_model_loads(
 
 
 def test_a_trained_model_is_taken_up_again_with_another_head(images: Path, tmp_path: Path) -> None:
-    first, second, other = tmp_path / "first", tmp_path / "second", tmp_path / "grey"
+    first, second, other = tmp_path / "first", tmp_path / "second", tmp_path / "gray"
     scratch = ["--from_scratch", "convnext", "--model_config", json.dumps(CONVNEXT)]
     recipe(images, first, *scratch, "--defense", "none", "--max_steps", "1", ranks=1)
     write_images(other, 10, mode="L")  # no test split: a tenth is held out
@@ -107,11 +131,26 @@ def test_a_trained_model_is_taken_up_again_with_another_head(images: Path, tmp_p
     assert (model.config.num_channels, model.config.model_type) == (3, "convnext")
 
 
-def test_a_papers_network_on_grey_images(tmp_path: Path) -> None:
+def test_a_papers_network_on_gray_images(tmp_path: Path) -> None:
     model_type = "gradguard_leaky_convnet"
-    images = write_images(tmp_path / "grey", 8, mode="L")
+    images = write_images(tmp_path / "gray", 8, mode="L")
     out = tmp_path / "out"
-    recipe(images, out, "--from_scratch", model_type, "--defense", "optimal_pruning", "--max_steps", "2", ranks=1)
+    recipe(
+        images,
+        out,
+        "--from_scratch",
+        model_type,
+        "--defense",
+        "optimal_pruning",
+        "--max_steps",
+        "2",
+        ranks=1,
+    )
     model = AutoModelForImageClassification.from_pretrained(out)
     config = model.config
-    assert (config.model_type, config.num_channels, config.image_size, config.num_labels) == (model_type, 1, 12, 3)
+    assert (config.model_type, config.num_channels, config.image_size, config.num_labels) == (
+        model_type,
+        1,
+        12,
+        3,
+    )

@@ -34,13 +34,20 @@ def test_no_figure_is_exchanged(ranks: list[dict[str, Any]]) -> None:
         unmeasured, measured = (Counter(map(tuple, sent)) for sent in rank["exchanged"])
         assert unmeasured == measured
         assert len(rank["apart"]) == STEPS
-        # In float32 a figure would be found to 6e-8. The nearest of some 7,500 random numbers is thousands of times farther.
+        # In float32 a figure would be found to 6e-8. The nearest of some 7,500 random numbers is
+        # thousands of times farther.
         assert min(rank["apart"]) > 1e-7
-    torch.testing.assert_close(torch.tensor(ranks[0]["logged"]), torch.tensor(ranks[0]["plain"]), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        torch.tensor(ranks[0]["logged"]), torch.tensor(ranks[0]["plain"]), rtol=1e-4, atol=1e-5
+    )
 
 
-def test_a_message_kept_back_counts_as_zeros_and_no_weight_changes(ranks: list[dict[str, Any]]) -> None:
-    """The step is n₀ s₀/(n₀ + n₁): rank 1's tokens still count, its gradient is zero. Nobody waits."""
+def test_a_message_kept_back_counts_as_zeros_and_no_weight_changes(
+    ranks: list[dict[str, Any]],
+) -> None:
+    """The step is n₀ s₀/(n₀ + n₁): rank 1's tokens still count, its gradient is zero. Nobody
+    waits.
+    """
     assert [rank["counts"] for rank in ranks] == [[0.0] * STEPS, [1.0] * STEPS]
     assert ranks[0]["skipped"] == ranks[1]["skipped"] != ranks[0]["plain"]
     for rank in ranks:

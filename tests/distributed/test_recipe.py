@@ -10,7 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 from launcher import environment
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, BertConfig, BertForSequenceClassification
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    BertConfig,
+    BertForSequenceClassification,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = ["--config", "recipes/configs/demo.yaml"]
@@ -18,7 +23,14 @@ pytestmark = pytest.mark.distributed
 
 
 def recipe(*flags: str, ranks: int = 2) -> subprocess.CompletedProcess[str]:
-    launch = ["-m", "accelerate.commands.launch", "--num_processes", str(ranks), "--num_machines", "1"]
+    launch = [
+        "-m",
+        "accelerate.commands.launch",
+        "--num_processes",
+        str(ranks),
+        "--num_machines",
+        "1",
+    ]
     launch += ["--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]
     launch += ["--multi_gpu"] if ranks > 1 else ["--cpu"]
     return subprocess.run(
@@ -50,13 +62,20 @@ def test_metrics(demo: Path) -> None:
     assert metrics["settings"]["refresh_every"] == 7
     assert metrics["eval_sentences"] == 120
     assert 0.3 < metrics["accuracy"] < 1
-    assert metrics["defense/relative_error"] == pytest.approx(0.5, rel=0.05)  # of some 10⁵ draws a message
+    assert metrics["defense/relative_error"] == pytest.approx(
+        0.5, rel=0.05
+    )  # of some 10⁵ draws a message
     assert metrics["seconds_per_step"] > metrics["defense/seconds"] > 0
 
 
 def test_model_and_tokenizer_load(demo: Path) -> None:
-    model, tokenizer = AutoModelForSequenceClassification.from_pretrained(demo), AutoTokenizer.from_pretrained(demo)
-    logits = model(**tokenizer(["a fine book", "the food was cold"], padding=True, return_tensors="pt")).logits
+    model, tokenizer = (
+        AutoModelForSequenceClassification.from_pretrained(demo),
+        AutoTokenizer.from_pretrained(demo),
+    )
+    logits = model(
+        **tokenizer(["a fine book", "the food was cold"], padding=True, return_tensors="pt")
+    ).logits
     assert logits.shape == (2, 2)
     assert torch.isfinite(logits).all()
 
@@ -64,7 +83,7 @@ def test_model_and_tokenizer_load(demo: Path) -> None:
 def test_card_has_a_privacy_section(demo: Path) -> None:
     card = (demo / "README.md").read_text()
     assert "## Privacy" in card
-    assert "Defence: `optimal_noise`" in card
+    assert "Defense: `optimal_noise`" in card
     assert "2 rank(s) with 1 client(s) each" in card
 
 
@@ -79,7 +98,12 @@ def test_wrong_number_of_ranks_stops(tmp_path: Path) -> None:
 @pytest.mark.needs_data
 def test_real_sentences_and_a_model_of_ones_own(demo: Path, data_dir: Path, tmp_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(demo)
-    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    sizes = {
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 16,
+    }
     model = BertForSequenceClassification(BertConfig(vocab_size=len(tokenizer), **sizes))
     for part in (model, tokenizer):
         part.save_pretrained(tmp_path / "model")

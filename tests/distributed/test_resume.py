@@ -35,7 +35,9 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
             deadline = time.monotonic() + 90
             while not all(path.exists() for path in wanted):
                 assert process.poll() is None, (folder / "output").read_text()[-3000:]
-                assert time.monotonic() < deadline, f"no {[path for path in wanted if not path.exists()]}"
+                assert time.monotonic() < deadline, (
+                    f"no {[path for path in wanted if not path.exists()]}"
+                )
                 time.sleep(0.05)
         finally:
             kill(process, folder)
@@ -54,17 +56,25 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def reports(killed: Path, one_rank: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return launch("resume_worker.py", tmp_path_factory.mktemp("resumed"), str(killed), str(one_rank))
+def reports(
+    killed: Path, one_rank: Path, tmp_path_factory: pytest.TempPathFactory
+) -> list[dict[str, Any]]:
+    return launch(
+        "resume_worker.py", tmp_path_factory.mktemp("resumed"), str(killed), str(one_rank)
+    )
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_checkpoint_holds_every_clients_state(killed: Path, rank: int) -> None:
     state = load_file(killed / f"gradguard_private_rank{rank}.safetensors")
     assert {name.split("/")[0] for name in state} == {"0", "1", "accountant"}
-    assert int(state["accountant/steps"]) == SAVED * 2 * 2  # two micro-batches of two clients a step
+    assert (
+        int(state["accountant/steps"]) == SAVED * 2 * 2
+    )  # two micro-batches of two clients a step
     for client in ("0", "1"):
-        assert int(state[f"{client}/calls_left"]) == 2  # six calls, estimated at the first and the fifth
+        assert (
+            int(state[f"{client}/calls_left"]) == 2
+        )  # six calls, estimated at the first and the fifth
         assert any(name.startswith(f"{client}/squares.") for name in state)
 
 
@@ -79,21 +89,22 @@ def test_resumed_accounts_equal_those_of_a_run_left_alone(reports: list[dict[str
         examples, messages, finite = report["accounted"]
         assert messages == STEPS * 2 * 2
         assert examples > 39  # its half of the first epoch, and others in the second
-        # Infinite for those on whose batch another dropout mask left a coordinate bare that reused sensitivities spare.
+        # Infinite for those on whose batch another dropout mask left a coordinate bare that reused
+        # sensitivities spare.
         assert finite > 10
         assert report["accounts"] == []  # not one bit
         assert "holds no accountant's state of this rank" in report["unaccounted"]
 
 
-def test_defence_state_is_needed_for_that(reports: list[dict[str, Any]]) -> None:
+def test_defense_state_is_needed_for_that(reports: list[dict[str, Any]]) -> None:
     for report in reports:
         assert len(report["forgot"]) > 20
 
 
 def test_more_ranks_resume_with_a_warning(reports: list[dict[str, Any]]) -> None:
     one, two = reports
-    assert not any("no defence state of this rank" in message for message in one["warnings"])
-    assert any("no defence state of this rank" in message for message in two["warnings"])
+    assert not any("no defense state of this rank" in message for message in one["warnings"])
+    assert any("no defense state of this rank" in message for message in two["warnings"])
     assert one["grown"] == two["grown"]
 
 

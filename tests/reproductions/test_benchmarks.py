@@ -1,4 +1,6 @@
-"""Benchmarks in quick mode: they run, and their tables hold their figures. How fast anything is, no test says."""
+"""Benchmarks in quick mode: they run, and their tables hold their figures. How fast anything is, no
+test says.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,10 @@ def measure(quick, encoder, tmp_path):
 
 def cells(ratio: dict, digits: int) -> list[str]:
     assert 0 < ratio["min"] <= ratio["median"] <= ratio["max"]
-    return [f"{ratio['median']:.{digits}f}", f"{ratio['min']:.{digits}f} to {ratio['max']:.{digits}f}"]
+    return [
+        f"{ratio['median']:.{digits}f}",
+        f"{ratio['min']:.{digits}f} to {ratio['max']:.{digits}f}",
+    ]
 
 
 def test_defenses(measure):
@@ -75,5 +80,7 @@ def test_leakage(measure):
     assert rows == [[label, *cells(ratio, 1)] for label, ratio in report["ratios"].items()]
     found = report["eigenvalue"]
     # J Jᵀ and JᵀJ have the same largest eigenvalue.
-    assert found["input space"]["value"] == pytest.approx(found["parameter space"]["value"], rel=1e-3)
+    assert found["input space"]["value"] == pytest.approx(
+        found["parameter space"]["value"], rel=1e-3
+    )
     assert f"({found['parameter space']['products']} products)" in rows[0][0]

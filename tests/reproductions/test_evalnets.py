@@ -1,4 +1,6 @@
-"""The script on the packaged evaluation networks' figures, in quick mode on generated images and texts."""
+"""The script on the packaged evaluation networks' figures, in quick mode on generated images and
+texts.
+"""
 
 from __future__ import annotations
 
@@ -43,13 +45,25 @@ def test_figures_and_cards(data: Path, encoder: Path, quick, monkeypatch, tmp_pa
         embedding, tokenizer, texts, steps=2, max_length=12, progress=False, width=16, num_layers=1
     )
     monkeypatch.setattr(
-        hf_gradguard.networks, "load_network", lambda name: small if name == TEXT else load_network(name)
+        hf_gradguard.networks,
+        "load_network",
+        lambda name: small if name == TEXT else load_network(name),
     )
     output, cards = (
         tmp_path / "evalnets",
         shutil.copytree(CARDS, tmp_path / "cards", ignore=shutil.ignore_patterns("*.safetensors")),
     )
-    arguments = ["evalnet_figures.py", "--data", data, "--model", encoder, "--output", output, "--cards", cards]
+    arguments = [
+        "evalnet_figures.py",
+        "--data",
+        data,
+        "--model",
+        encoder,
+        "--output",
+        output,
+        "--cards",
+        cards,
+    ]
     quick(*arguments)
     report = json.loads(Path(f"{output}.json").read_text())
     smooth, noise = report["figures"][IMAGE].values()
@@ -67,7 +81,9 @@ def test_figures_and_cards(data: Path, encoder: Path, quick, monkeypatch, tmp_pa
     assert again[TEXT]["SST-2 dev, blended"] == lost
     assert f"| {IMAGE} | CIFAR-10 (lossless) | yes | 0.125 | " in Path(f"{output}.md").read_text()
     for network in (IMAGE, TEXT):
-        published, filled = ((folder / network / "README.md").read_text() for folder in (CARDS, cards))
+        published, filled = (
+            (folder / network / "README.md").read_text() for folder in (CARDS, cards)
+        )
         before, after = (text.split("<!-- figures -->")[0] for text in (published, filled))
         assert before == after
         assert published.split("<!-- /figures -->")[1] == filled.split("<!-- /figures -->")[1]

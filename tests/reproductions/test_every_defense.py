@@ -1,4 +1,4 @@
-"""Scripts that set every defence against every attack, in quick mode on generated data."""
+"""Scripts that set every defense against every attack, in quick mode on generated data."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ def figures_of(output: Path) -> dict:
 
 def test_all_defenses_are_in_the_tables(monkeypatch):
     monkeypatch.syspath_prepend(SCRIPTS)
-    strengths = importlib.import_module("every_defense").strengths((0.1, 0.5, 2.0), alphas=(0.3, 0.6, 0.9))
+    strengths = importlib.import_module("every_defense").strengths(
+        (0.1, 0.5, 2.0), alphas=(0.3, 0.6, 0.9)
+    )
     assert set(strengths) == set(DEFENSES)
     assert {len(some) for name, some in strengths.items() if name != "none"} == {3}
 
@@ -36,12 +38,18 @@ def test_texts(encoder, sst2, quick, tmp_path):
     tuned = {"tag", "inverting_gradients", "lamp"}
     for row, cells in figures.items():
         assert set(cells) - adaptive(cells) == {"span", *tuned}, row
-        assert all(low <= mean <= high for scores in cells.values() for mean, low, high in scores.values()), row
+        assert all(
+            low <= mean <= high for scores in cells.values() for mean, low, high in scores.values()
+        ), row
     # Undefended, span reads off everything.
     assert figures["none"]["span"]["token_f1"] == [1, 1, 1]
     knowing = {row.split()[0]: adaptive(cells) for row, cells in figures.items()}
     assert knowing["none"] == knowing["quantization"] == set()
-    assert knowing["optimal_noise"] == knowing["pruning"] == {f"{name}, adaptive" for name in {"span", *tuned}}
+    assert (
+        knowing["optimal_noise"]
+        == knowing["pruning"]
+        == {f"{name}, adaptive" for name in {"span", *tuned}}
+    )
     assert knowing["soteria"] == knowing["refiner"] == {f"{name}, adaptive" for name in tuned}
     header, _, *rows = [line.split(" | ") for line in Path(f"{output}.md").read_text().splitlines()]
     (none,) = (row for row in rows if row[0] == "| none")
@@ -50,14 +58,26 @@ def test_texts(encoder, sst2, quick, tmp_path):
 
 def test_images(cifar10, quick, tmp_path, capsys):
     torch.manual_seed(0)
-    ImageEvaluationNetwork(ImageEvaluationNetworkConfig(filters=[4, 4, 4])).save_pretrained(tmp_path / "network")
+    ImageEvaluationNetwork(ImageEvaluationNetworkConfig(filters=[4, 4, 4])).save_pretrained(
+        tmp_path / "network"
+    )
     output = tmp_path / "images"
-    arguments = ["--images", cifar10, "--evaluation_network", tmp_path / "network", "--output", output]
+    arguments = [
+        "--images",
+        cifar10,
+        "--evaluation_network",
+        tmp_path / "network",
+        "--output",
+        output,
+    ]
     quick("image_defenses.py", *arguments)
     figures = figures_of(output)
     for row in ("none", "quantization bits=8"):
         assert adaptive(figures[row]) == {"inverting_gradients, adaptive"}
-    assert adaptive(figures["soteria ratio=0.5"]) == {"inverting_gradients, adaptive", "idlg, adaptive"}
+    assert adaptive(figures["soteria ratio=0.5"]) == {
+        "inverting_gradients, adaptive",
+        "idlg, adaptive",
+    }
 
     # What is there is shown, and not computed again.
     figures["none"]["idlg"]["psnr"] = [12.25, 11.0, 13.0]

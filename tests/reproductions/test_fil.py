@@ -1,4 +1,6 @@
-"""The script on logistic regression's Fisher information, in quick mode on generated images of zeros and ones."""
+"""The script on logistic regression's Fisher information, in quick mode on generated images of
+zeros and ones.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +18,20 @@ SCRIPT = "fil_logistic_mnist.py"
 
 @pytest.fixture(scope="module")
 def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Ones are bright on the right, zeros on the left, and twos, which are not to be used, nowhere."""
-    draw, path, arrays = np.random.default_rng(0), tmp_path_factory.mktemp("data") / "digits.npz", {}
+    """Ones are bright on the right, zeros on the left, and twos, which are not to be used,
+    nowhere.
+    """
+    draw, path, arrays = (
+        np.random.default_rng(0),
+        tmp_path_factory.mktemp("data") / "digits.npz",
+        {},
+    )
     for split, n in (("train", 60), ("test", 20)):
         labels = arrays[f"y_{split}"] = draw.integers(0, 3, n, dtype=np.uint8)
-        levels = np.where(np.arange(28) < 14, labels[:, None] == 0, labels[:, None] == 1)[:, None] * 150 + 50
+        levels = (
+            np.where(np.arange(28) < 14, labels[:, None] == 0, labels[:, None] == 1)[:, None] * 150
+            + 50
+        )
         arrays[f"x_{split}"] = (levels + draw.integers(-50, 50, (n, 28, 28))).astype(np.uint8)
     np.savez(path, **arrays)
     return path
@@ -39,10 +50,15 @@ def test_logistic_regression(digits: Path, quick, tmp_path: Path) -> None:
     assert found["accuracy"] == 1  # noise of 1e-2 does not turn halves about
     assert found["norms"] == pytest.approx([1, float(x.norm(dim=1).max())], rel=1e-4)
 
-    # The least bound once more: a fit by another optimiser, and the information of one release by autograd.
+    # The least bound once more: a fit by another optimizer, and the information of one release by
+    # autograd.
     weights = torch.zeros(784, dtype=torch.float64, requires_grad=True)
     optimizer = torch.optim.LBFGS(
-        [weights], max_iter=500, tolerance_grad=1e-12, tolerance_change=0, line_search_fn="strong_wolfe"
+        [weights],
+        max_iter=500,
+        tolerance_grad=1e-12,
+        tolerance_change=0,
+        line_search_fn="strong_wolfe",
     )
 
     def loss(w: torch.Tensor, images: torch.Tensor) -> torch.Tensor:
@@ -66,10 +82,19 @@ def test_logistic_regression(digits: Path, quick, tmp_path: Path) -> None:
             return (p - y[at]) * image / len(x)
 
         moved = inverse @ torch.func.jacfwd(gradient)(x[at])
-        bounds.append(float(mse_bound_from_dfil(float(moved.square().sum()) / (784 * stored["plan"]["std"] ** 2))))
+        bounds.append(
+            float(
+                mse_bound_from_dfil(
+                    float(moved.square().sum()) / (784 * stored["plan"]["std"] ** 2)
+                )
+            )
+        )
     least, median = found["dfil_bounds"]["least, median"]
-    assert [least, median] == pytest.approx([min(bounds), sorted(bounds)[(len(bounds) - 1) // 2]], rel=1e-3)
-    # The attacked model has σ a thousandth as large: bounds a millionth. The first and the last of the attacked are the ends.
+    assert [least, median] == pytest.approx(
+        [min(bounds), sorted(bounds)[(len(bounds) - 1) // 2]], rel=1e-3
+    )
+    # The attacked model has σ a thousandth as large: bounds a millionth. The first and the last of
+    # the attacked are the ends.
     ratio = (stored["plan"]["attacked_std"] / stored["plan"]["std"]) ** 2
     assert found["attacked"]["bound"][0] == pytest.approx(ratio * min(bounds), rel=1e-3)
     assert found["attacked"]["bound"][15] == pytest.approx(ratio * max(bounds), rel=1e-3)

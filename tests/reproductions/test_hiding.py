@@ -1,4 +1,4 @@
-"""The picture of what is hidden and what is learnt, from figures written by hand."""
+"""The picture of what is hidden and what is learned, from figures written by hand."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ def test_figures_of_two_scripts_side_by_side(quick, tmp_path):
         "pruning ratio=0.9, completed": {"share": 0.75, "interval": [0.7, 0.8]},
         "refiner iterations=10": {"share": 0.25, "interval": [0.2, 0.3]},  # its accuracy is missing
     }
-    accuracies = {name: {"accuracy": 0.8, "eval_sentences": 100} for name in ("none", "pruning-0.9", "pruning-0.99")}
+    accuracies = {
+        name: {"accuracy": 0.8, "eval_sentences": 100}
+        for name in ("none", "pruning-0.9", "pruning-0.99")
+    }
     for name, figures in (("tokens", tokens), ("accuracies", accuracies)):
         (tmp_path / f"{name}.json").write_text(json.dumps({"plan": {}, "figures": figures}))
     output = tmp_path / "picture"

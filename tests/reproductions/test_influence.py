@@ -26,7 +26,9 @@ def stored(output: Path) -> dict:
 
 def rows_of(output: Path) -> dict[str, list[str]]:
     """OUTPUT.md by its first column."""
-    lines = [line.strip("| ").split(" | ") for line in Path(f"{output}.md").read_text().splitlines()[2:]]
+    lines = [
+        line.strip("| ").split(" | ") for line in Path(f"{output}.md").read_text().splitlines()[2:]
+    ]
     return {line[0]: line[1:] for line in lines}
 
 
@@ -38,22 +40,37 @@ def change(output: Path, edit: Callable[[dict], object]) -> None:
 
 def first_image(path: Path, side: int) -> dict[str, torch.Tensor]:
     with np.load(path) as file:
-        image, label = (file["x_train"], file["y_train"]) if "x_train" in file else (file["x"], file["y"])
+        image, label = (
+            (file["x_train"], file["y_train"]) if "x_train" in file else (file["x"], file["y"])
+        )
     pixels = torch.tensor(image[:1] / 255.0, dtype=torch.float32).reshape(1, *image.shape[1:3], -1)
-    return {"pixel_values": pixels.permute(0, 3, 1, 2)[..., :side, :side], "labels": torch.tensor(label[:1]).long()}
+    return {
+        "pixel_values": pixels.permute(0, 3, 1, 2)[..., :side, :side],
+        "labels": torch.tensor(label[:1]).long(),
+    }
 
 
 def spectrum_before_training(batch: dict[str, torch.Tensor]) -> torch.Tensor:
     """Of J Jᵀ, on LeNet as seed 0 starts it."""
     set_seed(0)
     _, channels, side, _ = batch["pixel_values"].shape
-    model = LeakageLeNetForImageClassification(LeakageLeNetConfig(num_channels=channels, image_size=side)).eval()
+    model = LeakageLeNetForImageClassification(
+        LeakageLeNetConfig(num_channels=channels, image_size=side)
+    ).eval()
     return smallest_directions(GradientMap(model, batch), batch["pixel_values"].numel()).eigenvalues
 
 
 def test_whether_influence_predicts_attacks(mnist, cifar10, sst2, encoder, quick, tmp_path) -> None:
     output = tmp_path / "predicts"
-    arguments = ["influence_predicts_attacks.py", "--mnist", mnist, "--cifar10", cifar10, "--sst2", sst2]
+    arguments = [
+        "influence_predicts_attacks.py",
+        "--mnist",
+        mnist,
+        "--cifar10",
+        cifar10,
+        "--sst2",
+        sst2,
+    ]
     arguments += ["--tokenizer", encoder, "--output", output]
     quick(*arguments)
     figures = stored(output)["figures"]
@@ -63,9 +80,13 @@ def test_whether_influence_predicts_attacks(mnist, cifar10, sst2, encoder, quick
             weak, strong, few, many = points
             assert (weak["defense"], many["defense"]) == ("gaussian_noise", "pruning")
             # Norms of δ: of noise √d times its scale, of pruning the more the more is cut.
-            assert strong["size"] / weak["size"] == pytest.approx(strong["strength"] / weak["strength"], rel=0.1)
+            assert strong["size"] / weak["size"] == pytest.approx(
+                strong["strength"] / weak["strength"], rel=0.1
+            )
             assert few["size"] < many["size"]
-            for point in points:  # the eigenvalues of (J Jᵀ + 1e-3 λ_max)⁻¹ are from 1 / 1.001 λ_max to 1000 / λ_max
+            for point in (
+                points
+            ):  # the eigenvalues of (J Jᵀ + 1e-3 λ_max)⁻¹ are from 1 / 1.001 λ_max to 1000 / λ_max
                 assert point["bound"] / 1.001 <= 1.02 * point["influence"], data
                 assert point["influence"] <= 1020 * point["bound"], data
     assert figures["MNIST"]["0"][0]["coordinates"] == 8 * 8
@@ -91,7 +112,15 @@ def test_whether_influence_predicts_attacks(mnist, cifar10, sst2, encoder, quick
 
 def test_directions(mnist, cifar10, quick, tmp_path) -> None:
     output = tmp_path / "directions"
-    arguments = ["influence_directions.py", "--mnist", mnist, "--cifar10", cifar10, "--output", output]
+    arguments = [
+        "influence_directions.py",
+        "--mnist",
+        mnist,
+        "--cifar10",
+        cifar10,
+        "--output",
+        output,
+    ]
     quick(*arguments)
     figures = stored(output)["figures"]
     for data, path in (("MNIST", mnist), ("CIFAR-10", cifar10)):
@@ -99,8 +128,12 @@ def test_directions(mnist, cifar10, quick, tmp_path) -> None:
         found = spectrum_before_training(first_image(path, 6))
         assert eigenvalues[0] == pytest.approx(float(found[-1]), rel=1e-3)
         for points in figures[data].values():
-            assert [point["eigenvalue"] for point in points] == sorted((p["eigenvalue"] for p in points), reverse=True)
-            assert all(point["clipped"] <= point["mse"] for point in points)  # the image lies in the range
+            assert [point["eigenvalue"] for point in points] == sorted(
+                (p["eigenvalue"] for p in points), reverse=True
+            )
+            assert all(
+                point["clipped"] <= point["mse"] for point in points
+            )  # the image lies in the range
             assert len({point["undefended"] for point in points}) == 1
 
     def exact(figures: dict) -> None:
@@ -119,16 +152,28 @@ def test_directions(mnist, cifar10, quick, tmp_path) -> None:
 
 def test_initializations(mnist, cifar10, quick, tmp_path) -> None:
     output = tmp_path / "initializations"
-    arguments = ["influence_initializations.py", "--mnist", mnist, "--cifar10", cifar10, "--output", output]
+    arguments = [
+        "influence_initializations.py",
+        "--mnist",
+        mnist,
+        "--cifar10",
+        cifar10,
+        "--output",
+        output,
+    ]
     quick(*arguments)
     figures = stored(output)["figures"]
     for data, found in figures["attacked"].items():
         for name, row in found.items():
             # λ_max by Lanczos, over two images, and that of the first by a dense J Jᵀ.
-            top, values = figures["spectrum"][data][name]["1"], list(figures["spectrum"][data][name].values())
+            top, values = (
+                figures["spectrum"][data][name]["1"],
+                list(figures["spectrum"][data][name].values()),
+            )
             assert row["median λ_max"] >= 0.49 * top, name
             assert values == sorted(values, reverse=True)
-        # Uniform weights are about as wide as Xavier's are narrow: all of a small network's gradients show it.
+        # Uniform weights are about as wide as Xavier's are narrow: all of a small network's
+        # gradients show it.
         assert found["uniform ±0.5"]["median λ_max"] > 10 * found["Xavier"]["median λ_max"]
 
     def leak(figures: dict) -> None:
@@ -153,7 +198,9 @@ def test_unfairness(mnist, quick, tmp_path) -> None:
         classes = sorted(set(file["y_test"].tolist()))
     assert [point["label"] for point in report["figures"]["attacked"].values()] == classes
     for one in report["figures"]["spectra"].values():  # Σ 1/λ over m eigenvalues
-        assert 64 / one["λ_max"] <= one["E I²"] / report["plan"]["variance"] <= 64 * 1e6 / one["λ_max"]
+        assert (
+            64 / one["λ_max"] <= one["E I²"] / report["plan"]["variance"] <= 64 * 1e6 / one["λ_max"]
+        )
 
     def equal(figures: dict) -> None:
         for point in figures["attacked"].values():
@@ -170,7 +217,9 @@ def test_unfairness(mnist, quick, tmp_path) -> None:
     assert rows["share of the variance between classes"] == ["100%"]  # one image a class
 
 
-@pytest.mark.parametrize("name", ["predicts_attacks", "directions", "initializations", "unfairness"])
+@pytest.mark.parametrize(
+    "name", ["predicts_attacks", "directions", "initializations", "unfairness"]
+)
 def test_published_figures_can_be_continued(name, monkeypatch) -> None:
     monkeypatch.syspath_prepend(SCRIPTS)
     plan = runpy.run_path(str(SCRIPTS / f"influence_{name}.py"))["PLAN"]

@@ -1,4 +1,4 @@
-"""Scripts on the optimal defences, in quick mode on generated images."""
+"""Scripts on the optimal defenses, in quick mode on generated images."""
 
 from __future__ import annotations
 
@@ -20,9 +20,20 @@ def test_training_with_optimal_defenses(mnist, quick, tmp_path, capsys):
     for part in ("noise", "pruning"):
         for row, runs in report[part].items():
             assert list(runs) == ["0", "1"], row
-            assert all(0 <= one["accuracy"] <= 1 and math.isfinite(one["loss"]) for one in runs.values()), row
+            assert all(
+                0 <= one["accuracy"] <= 1 and math.isfinite(one["loss"]) for one in runs.values()
+            ), row
     # Before the first step every row has the same weights and the same batch.
-    assert len({runs["0"]["losses"][0] for part in ("noise", "pruning") for runs in report[part].values()}) == 1
+    assert (
+        len(
+            {
+                runs["0"]["losses"][0]
+                for part in ("noise", "pruning")
+                for runs in report[part].values()
+            }
+        )
+        == 1
+    )
     # Uniform noise is the same in every layer, optimal noise is not.
     stds = {row: report["noise"][row]["0"]["stds"] for row in ("dp_sgd", "optimal_dp_sgd")}
     plain, optimal = ([layer[0] for layer in layers.values()] for layers in stds.values())
@@ -51,7 +62,9 @@ def test_training_with_optimal_defenses(mnist, quick, tmp_path, capsys):
 @pytest.mark.parametrize("data", ["mnist", "cifar10"])
 def test_attacks_on_optimal_defenses(data, quick, tmp_path, request):
     output = tmp_path / data
-    quick("optimal_defenses_attacked.py", "--data", request.getfixturevalue(data), "--output", output)
+    quick(
+        "optimal_defenses_attacked.py", "--data", request.getfixturevalue(data), "--output", output
+    )
     points = json.loads(Path(f"{output}.json").read_text())["figures"]
     assert ("dp_sgd 0.1" in points) == (data == "mnist")
     for row, runs in points.items():
@@ -63,16 +76,21 @@ def test_attacks_on_optimal_defenses(data, quick, tmp_path, request):
                 assert (one["leakage"], one["cost"]) == (1, 0)
             elif row.startswith("dp_sgd"):
                 assert (one["leakage"], one["cost"]) == pytest.approx((1, 1))
-            elif row.startswith("optimal_dp_sgd"):  # the theorem: less leaks where the loss is disturbed as much
+            elif row.startswith(
+                "optimal_dp_sgd"
+            ):  # the theorem: less leaks where the loss is disturbed as much
                 assert one["leakage"] * one["cost"] < 1
     for name in ("pruning", "optimal_pruning", *(["optimal_dp_sgd"] if data == "mnist" else [])):
-        runs = [one for row, runs in points.items() if row.split()[0] == name for one in runs.values()]
+        runs = [
+            one for row, runs in points.items() if row.split()[0] == name for one in runs.values()
+        ]
         assert any(one["mse known"] != one["mse"] for one in runs), name
     for seed in ("0", "1"):
         costs = [runs[seed]["cost"] for row, runs in points.items() if row.startswith("pruning")]
         assert costs == sorted(costs)  # ratios rise
         plain, optimal = points["pruning 0.9"][seed], points["optimal_pruning 0.9"][seed]
-        # At an equal count the smallest entries cost least, and those of the largest ratio cost more but hide more.
+        # At an equal count the smallest entries cost least, and those of the largest ratio cost
+        # more but hide more.
         assert plain["cost"] < optimal["cost"]
         assert plain["leakage"] > optimal["leakage"]
     assert is_png(Path(f"{output}.png"))

@@ -21,15 +21,28 @@ SCRIPTS = Path(__file__).resolve().parents[2] / "recipes" / "reproductions"
 
 @pytest.fixture(scope="module")
 def federation(tmp_path_factory: pytest.TempPathFactory, cifar10: Path) -> list[object]:
-    """The scripts' arguments: images to train and test on, images to attack, a small random network."""
+    """The scripts' arguments: images to train and test on, images to attack, a small random
+    network.
+    """
     folder, draw = tmp_path_factory.mktemp("federation"), np.random.default_rng(0)
     for split, count in (("train", 400), ("test", 50)):
-        images = [Image.fromarray(x) for x in draw.integers(0, 256, (count, 32, 32, 3), dtype=np.uint8)]
+        images = [
+            Image.fromarray(x) for x in draw.integers(0, 256, (count, 32, 32, 3), dtype=np.uint8)
+        ]
         labels = draw.integers(0, 10, count).tolist()
         Dataset.from_dict({"img": images, "label": labels}).to_parquet(folder / f"{split}.parquet")
     torch.manual_seed(0)
-    ImageEvaluationNetwork(ImageEvaluationNetworkConfig(filters=[4, 4, 4])).save_pretrained(folder / "network")
-    data = ["--train", folder / "train.parquet", "--test", folder / "test.parquet", "--images", cifar10]
+    ImageEvaluationNetwork(ImageEvaluationNetworkConfig(filters=[4, 4, 4])).save_pretrained(
+        folder / "network"
+    )
+    data = [
+        "--train",
+        folder / "train.parquet",
+        "--test",
+        folder / "test.parquet",
+        "--images",
+        cifar10,
+    ]
     return [*data, "--evaluation_network", folder / "network"]
 
 
@@ -67,7 +80,10 @@ def test_frontier(federation, quick, tmp_path):
     quick("refiner_frontier.py", *federation, "--output", output)
     figures = figures_of(output)
     assert figures["none"]["attack"]["cosine"] == pytest.approx(1)
-    for name, size in (("gaussian_noise relative_scale=0.01", 0.01), ("optimal_noise relative_scale=0.03", 0.03)):
+    for name, size in (
+        ("gaussian_noise relative_scale=0.01", 0.01),
+        ("optimal_noise relative_scale=0.03", 0.03),
+    ):
         found = figures[name]["attack"]
         assert found["distance"] == pytest.approx(size * found["norm"], rel=0.1), name
     for row, found in figures.items():
@@ -86,15 +102,25 @@ def test_pruning_by_three_scores(federation, quick, tmp_path):
     output = tmp_path / "pruning"
     quick("refiner_pruning.py", *federation[:4], "--output", output)
     figures = figures_of(output)
-    # Without any entry nothing is learnt: the accuracies are those of the initial weights, whatever the score.
+    # Without any entry nothing is learned: the accuracies are those of the initial weights,
+    # whatever the score.
     test = Dataset.from_parquet(str(federation[3]))
-    pixels = torch.from_numpy(np.stack([np.asarray(image) for image in test["img"]])).permute(0, 3, 1, 2).float() / 255
+    pixels = (
+        torch.from_numpy(np.stack([np.asarray(image) for image in test["img"]]))
+        .permute(0, 3, 1, 2)
+        .float()
+        / 255
+    )
     for seed in ("0", "1"):
         set_seed(int(seed))
         with torch.no_grad():
-            found = LeakageLeNetForImageClassification(LeakageLeNetConfig())(pixels).logits.argmax(1)
+            found = LeakageLeNetForImageClassification(LeakageLeNetConfig())(pixels).logits.argmax(
+                1
+            )
         right = float((found == torch.tensor(test["label"])).float().mean())
-        assert [figures[name]["1.0"][seed] for name in ("weight", "gradient", "product")] == pytest.approx([right] * 3)
+        assert [
+            figures[name]["1.0"][seed] for name in ("weight", "gradient", "product")
+        ] == pytest.approx([right] * 3)
     assert len(Path(f"{output}.md").read_text().splitlines()) == 2 + 1 + 3 * 2 + 2 * 2
 
 

@@ -1,4 +1,6 @@
-"""docs/results.md: its tables are the scripts' own, its commands exist, and `recipes/results.py` runs them."""
+"""docs/results.md: its tables are the scripts' own, its commands exist, and `recipes/results.py`
+runs them.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,14 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "results.md"
-SHARED = {"every_defense.py", "federation.py", "lenet.py", "measuring.py", "reporting.py", "sentences.py"}
+SHARED = {
+    "every_defense.py",
+    "federation.py",
+    "lenet.py",
+    "measuring.py",
+    "reporting.py",
+    "sentences.py",
+}
 
 
 def results(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> None:
@@ -29,9 +38,14 @@ def test_tables_are_those_of_the_files():
 def test_every_script_and_picture_is_on_the_page():
     page = PAGE.read_text(encoding="utf-8")
     scripts = {
-        path.name for folder in ("reproductions", "benchmarks") for path in (ROOT / "recipes" / folder).glob("*.py")
+        path.name
+        for folder in ("reproductions", "benchmarks")
+        for path in (ROOT / "recipes" / folder).glob("*.py")
     }
-    named = {Path(name).name for name in re.findall(r"recipes/(?:reproductions|benchmarks)/\w+\.py", page)}
+    named = {
+        Path(name).name
+        for name in re.findall(r"recipes/(?:reproductions|benchmarks)/\w+\.py", page)
+    }
     assert named == scripts - SHARED
     for picture in re.findall(r"!\[.*?\]\((.*?)\)", page):
         assert (PAGE.parent / picture).exists(), picture
@@ -47,8 +61,8 @@ def test_commands_run_and_tables_follow(tmp_path, monkeypatch, capfd):
     (tmp_path / "docs" / "results").mkdir(parents=True)
     page, table = tmp_path / "docs" / "results.md", tmp_path / "docs" / "results" / "one.md"
     page.write_text(
-        "# Page\n\n```bash\necho '| a |' > docs/results/one.md\n```\n\n```bash\necho $NOT_SET_ANYWHERE two\n```\n\n"
-        "<!-- results/one.md -->\n| old |\n<!-- / -->\nEnd.\n"
+        "# Page\n\n```bash\necho '| a |' > docs/results/one.md\n```\n\n```bash\necho "
+        "$NOT_SET_ANYWHERE two\n```\n\n<!-- results/one.md -->\n| old |\n<!-- / -->\nEnd.\n"
     )
     monkeypatch.delenv("NOT_SET_ANYWHERE", raising=False)
     results(monkeypatch, "one.md", "--page", page)

@@ -35,10 +35,20 @@ def overwrite(output: Path, found: dict) -> None:
 
 def test_span_attack(encoder, network, sst2, quick, tmp_path):
     output = tmp_path / "span_attack"
-    arguments = "--model", encoder, "--data_dir", sst2, "--evaluation_network", network, "--output", output
+    arguments = (
+        "--model",
+        encoder,
+        "--data_dir",
+        sst2,
+        "--evaluation_network",
+        network,
+        "--output",
+        output,
+    )
     quick("span_attack.py", *arguments)
     found = figures(output)
-    # Every token of a lone sentence lies in the span of its own gradient, and adding no noise changes nothing.
+    # Every token of a lone sentence lies in the span of its own gradient, and adding no noise
+    # changes nothing.
     undefended = {key: value for key, value in found["MiniLM, batch 1"].items() if key != "seconds"}
     assert (undefended["share"], undefended["exact"]) == (1, undefended["texts"])
     for unit in ("each matrix's own", "the whole gradient's"):
@@ -69,7 +79,14 @@ def test_span_attack_shows_what_is_there(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(Path(__file__).parents[2] / "recipes" / "reproductions")
     import span_attack
 
-    row = {"share": 0.5, "interval": [0.25, 1.0], "exact": 1, "texts": 2, "tokens": 9, "seconds": 0.1}
+    row = {
+        "share": 0.5,
+        "interval": [0.25, 1.0],
+        "exact": 1,
+        "texts": 2,
+        "tokens": 9,
+        "seconds": 0.1,
+    }
     span_attack.tables(tmp_path / "part", {"optimal_pruning ratio=0.5, completed": row})
     assert table(tmp_path / "part") == []
     rows = {tuple(cells[:2]): cells[2:] for cells in table(tmp_path / "part_defenses")}
@@ -79,12 +96,22 @@ def test_span_attack_shows_what_is_there(tmp_path, monkeypatch):
 
 def test_refiner_on_sentences(encoder, network, sst2, quick, tmp_path):
     output = tmp_path / "sentences"
-    arguments = "--model", encoder, "--data_dir", sst2, "--evaluation_network", network, "--output", output
+    arguments = (
+        "--model",
+        encoder,
+        "--data_dir",
+        sst2,
+        "--evaluation_network",
+        network,
+        "--output",
+        output,
+    )
     quick("refiner_sentences.py", *arguments)
     found = figures(output)
     # Projection: at most ε away, and no change where it was nearer.
     free, tight, loose = (
-        found[row] for row in ("no projection (our default)", "`epsilon=0.05`", "`relative_epsilon=0.5`")
+        found[row]
+        for row in ("no projection (our default)", "`epsilon=0.05`", "`relative_epsilon=0.5`")
     )
     assert tight["distance"]["mean"] == pytest.approx(0.05, abs=1e-4)
     assert tight["distance"]["mean"] < free["distance"]["mean"] < 0.5 * free["norm"]["mean"]
@@ -95,7 +122,9 @@ def test_refiner_on_sentences(encoder, network, sst2, quick, tmp_path):
     assert start["metric_start"]["mean"] == pytest.approx(0, abs=1e-6)
     assert start["fell"]["mean"] == 0
     # More noise in the start leaves fewer words where they were.
-    same = [found[f"alpha={alpha}, learning_rate=0.003"]["same_tokens"]["mean"] for alpha in (0.0, 0.9)]
+    same = [
+        found[f"alpha={alpha}, learning_rate=0.003"]["same_tokens"]["mean"] for alpha in (0.0, 0.9)
+    ]
     assert same[0] == 1 > same[1]
 
     kept = found["defaults"]["cosine"]["mean"] = -0.5
@@ -110,7 +139,16 @@ def test_refiner_on_sentences(encoder, network, sst2, quick, tmp_path):
 
 def test_refiner_in_training(encoder, network, sst2, quick, tmp_path):
     output = tmp_path / "training"
-    arguments = "--model", encoder, "--data_dir", sst2, "--evaluation_network", network, "--output", output
+    arguments = (
+        "--model",
+        encoder,
+        "--data_dir",
+        sst2,
+        "--evaluation_network",
+        network,
+        "--output",
+        output,
+    )
     quick("refiner_in_training.py", *arguments)
     found = figures(output)
     assert found["before"]["loss"] != found["after"]["loss"]
@@ -140,7 +178,9 @@ def test_defenses_on_sst2(encoder, sst2, quick, tmp_path, monkeypatch):
     for one in found.values():
         assert (one["ranks"], one["steps"]) == (2, 2)
     # Pruning takes away coordinates: what is left has cosine √(1 - e²) with the whole.
-    error, cosine = (found["pruning-0.9"][f"defense/{name}"] for name in ("relative_error", "cosine"))
+    error, cosine = (
+        found["pruning-0.9"][f"defense/{name}"] for name in ("relative_error", "cosine")
+    )
     assert 0 < error < 1
     assert cosine == pytest.approx((1 - error**2) ** 0.5, abs=1e-3)
     assert table(tmp_path / "sst2")[0][:2] == ["`none`", ""]
@@ -161,12 +201,26 @@ def test_attacks_on_refiner(encoder, network, sst2, quick, tmp_path):
     accuracies = tmp_path / "sst2.json"
     accuracies.write_text(json.dumps({"figures": {"none": {"accuracy": 0.75}}}))
     output = tmp_path / "refiner_text"
-    data = ["--model", encoder, "--data_dir", sst2, "--evaluation_network", network, "--accuracies", accuracies]
+    data = [
+        "--model",
+        encoder,
+        "--data_dir",
+        sst2,
+        "--evaluation_network",
+        network,
+        "--accuracies",
+        accuracies,
+    ]
     quick("refiner_text.py", *data, "--output", output)
     found = figures(output)
     assert set(found) == {row[0] for row in table(output)}
     for row in found.values():
-        assert all(low <= mean <= high for scores in row.values() for mean, low, high in scores.values())
-    overwrite(output, found | {"none": {attack: {"token_f1": [0.5, 0.25, 0.75]} for attack in found["none"]}})
+        assert all(
+            low <= mean <= high for scores in row.values() for mean, low, high in scores.values()
+        )
+    overwrite(
+        output,
+        found | {"none": {attack: {"token_f1": [0.5, 0.25, 0.75]} for attack in found["none"]}},
+    )
     quick("refiner_text.py", *data, "--output", output)
     assert table(output)[0] == ["none", "0.750", *["0.50 [0.25, 0.75]"] * 2, ""]

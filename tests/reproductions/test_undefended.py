@@ -15,8 +15,12 @@ def test_images(cifar10, mnist, quick, tmp_path):
     quick("undefended.py", "images", "--cifar10", cifar10, "--mnist", mnist, "--output", output)
     figures = figures_of(output)
     attacks = ("dlg", "idlg", "inverting_gradients", "inverting_gradients, as published")
-    assert list(figures) == [f"{data}, {attack}" for data in ("cifar10", "mnist") for attack in attacks]
-    assert all(found["labels right"] == 1 for found in figures.values())  # batch 1: the sign of the last bias says it
+    assert list(figures) == [
+        f"{data}, {attack}" for data in ("cifar10", "mnist") for attack in attacks
+    ]
+    assert all(
+        found["labels right"] == 1 for found in figures.values()
+    )  # batch 1: the sign of the last bias says it
     rows = Path(f"{output}.md").read_text().splitlines()[2:]
     mean, low, high = figures["mnist, idlg"]["psnr"]
     assert f"| mnist, idlg | {mean:.3g} [{low:.3g}, {high:.3g}] |" in rows[5]

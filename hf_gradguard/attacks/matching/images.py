@@ -1,0 +1,114 @@
+"""Gradient matching as published for images. All but DLG read the label off the last layer when it
+is not known.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from .descent import GradientMatching, Problem
+from .objectives import Objective, cosine_distance, squared_distance
+from .priors import batch_norm_distance
+
+
+@dataclass
+class DLG(GradientMatching):
+    """Squared distance, L-BFGS; labels that are not known are optimized with the input.
+
+    Needs a model with second derivatives everywhere (sigmoid, GELU), and often restarts.
+
+    Reference: Zhu, Liu and Han, "Deep Leakage from Gradients", 2019.
+    """
+
+    name: ClassVar[str] = "dlg"
+    optimize_labels: ClassVar[bool] = True
+    steps: int = 300
+    learning_rate: float = 1.0
+    optimizer: str = "lbfgs"
+
+    def objective(self) -> Objective:
+        return squared_distance
+
+
+@dataclass
+class IDLG(DLG):
+    """DLG with the label read off the last layer.
+
+    Reference: Zhao, Mopuri and Bilen, "iDLG: Improved Deep Leakage from Gradients", 2020.
+    """
+
+    name: ClassVar[str] = "idlg"
+    optimize_labels: ClassVar[bool] = False
+
+
+@dataclass
+class InvertingGradients(GradientMatching):
+    """1 - cosine, signed Adam with three decays, total variation on images.
+
+    Reference: Geiping et al., "Inverting Gradients: How easy is it to break privacy in federated
+    learning?", 2020.
+    """
+
+    name: ClassVar[str] = "inverting_gradients"
+    steps: int = 4800
+    learning_rate: float = 0.1
+    schedule: str = "steps"
+    signed: bool = True
+    total_variation: float = 1e-4
+
+    def objective(self) -> Objective:
+        return cosine_distance
+
+
+@dataclass
+class GradInversion(GradientMatching):
+    """Squared distance with total variation, squared norm, batch-norm statistics and agreement
+    between restarts.
+
+    Args:
+        batch_norm: Weight of the distance to the batch normalizations' running statistics.
+        group_consistency: Weight of each restart's squared distance to the restarts' mean.
+
+    Reference: Yin et al., "See through Gradients: Image Batch Recovery via GradInversion", 2021.
+    """
+
+    name: ClassVar[str] = "grad_inversion"
+    steps: int = 4000
+    learning_rate: float = 0.1
+    schedule: str = "steps"
+    total_variation: float = 1e-4
+    squared_norm: float = 1e-6
+    batch_norm: float = 1e-3
+    group_consistency: float = 1e-3
+
+    def objective(self) -> Objective:
+        return squared_distance
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.optimizer == "lbfgs" and self.restarts > 1 and self.group_consistency:
+            raise ValueError(
+                "With L-BFGS each restart descends by itself, so that they cannot be held "
+                "together: set group_consistency=0, or take another optimizer."
+            )
+
+    def penalty(self, problem: Problem, x: Tensor) -> Tensor | float:
+        value = super().penalty(problem, x)
+        if self.batch_norm and not problem.seen.is_text and _has_batch_norm(problem.seen.model):
+            value = value + self.batch_norm * batch_norm_distance(problem.seen.model, x)
+        if self.group_consistency and self.restarts > 1 and len(x) > 1:
+            groups = x.view(-1, self.restarts, *x.shape[1:])
+            value = value + self.group_consistency * (
+                groups - groups.mean(1, keepdim=True)
+            ).view_as(x).flatten(1).square().mean(1)
+        return value
+
+
+def _has_batch_norm(model: torch.nn.Module) -> bool:
+    return any(
+        isinstance(module, torch.nn.modules.batchnorm._NormBase) for module in model.modules()
+    )

@@ -1,0 +1,174 @@
+"""How far a candidate's gradient is from the shared one, as a number that an attack can minimize.
+
+Every objective takes a candidate's gradient and the shared one, both `{name: tensor}`, and returns
+a scalar. The candidate's may hold `Factors` for a matrix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...gradient_map import Tensors
+from ...gradient_map.factors import Factors
+from ...gradient_map.layers import layer_numbers
+
+Candidate = Mapping[str, Tensor | Factors]
+Objective = Callable[[Candidate, Tensors], Tensor]
+
+_TINY = 1e-30
+
+
+def squared_distance(candidate: Candidate, shared: Tensors) -> Tensor:
+    """Σ_i (ĝ_i - g_i)². (Zhu, Liu and Han, "Deep Leakage from Gradients", 2019.)"""
+    return _distance(candidate, shared, 1.0)
+
+
+def cosine_distance(candidate: Candidate, shared: Tensors) -> Tensor:
+    """1 - ⟨ĝ, g⟩ / (‖ĝ‖‖g‖), over all parameters together. (Geiping et al., "Inverting Gradients",
+    2020.)
+
+    Computed as ½ ‖ĝ/‖ĝ‖ - g/‖g‖‖²: one minus a cosine near one is nothing but rounding error in
+    float32.
+    """
+    there = inverse_norm(candidate[name] for name in shared)
+    here = inverse_norm(shared.values())
+    return _distance(
+        {n: candidate[n] * there for n in shared}, {n: g * here for n, g in shared.items()}, 0.5
+    )
+
+
+def layerwise_cosine_distance(candidate: Candidate, shared: Tensors) -> Tensor:
+    """Σ over tensors of 1 - cosine: every tensor counts alike, however small its gradient."""
+    there = {name: inverse_norm([candidate[name]]) for name in shared}
+    here = {name: inverse_norm([g]) for name, g in shared.items()}
+    return _distance(
+        {n: candidate[n] * there[n] for n in shared},
+        {n: g * here[n] for n, g in shared.items()},
+        0.5,
+    )
+
+
+class TagDistance:
+    """Σ_l ½‖Δ_l‖² + a w_l ‖Δ_l‖₁, w_l falling linearly from the first layer to the last. (Deng et
+    al., "TAG", 2021.)
+
+    Args:
+        absolute: a, the weight of the absolute differences.
+    """
+
+    def __init__(self, absolute: float = 0.1) -> None:
+        self.absolute = absolute
+
+    def __call__(self, candidate: Candidate, shared: Tensors) -> Tensor:
+        layers = layer_numbers(shared)
+        deepest = max(layers.values())
+        weights = {
+            name: self.absolute * (1 - (layer - 1) / deepest) for name, layer in layers.items()
+        }
+        return _distance(candidate, shared, 0.5, weights)
+
+
+def inverse_norm(tensors: Iterable[Tensor | Factors]) -> Tensor:
+    """1 / ‖g‖ over all tensors together."""
+    squares = [t.squared_norm() if isinstance(t, Factors) else t.square().sum() for t in tensors]
+    return torch.stack(squares).sum().clamp_min(_TINY).rsqrt()
+
+
+def _distance(
+    candidate: Candidate,
+    shared: Tensors,
+    square: float,
+    absolute: Mapping[str, float] | None = None,
+) -> Tensor:
+    """Σ_names a ‖Δ‖² + b_name ‖Δ‖₁."""
+    weights, tensors = [], []
+    for name, g in shared.items():
+        mine = candidate[name]
+        tensors.append((mine.left, mine.right, g) if isinstance(mine, Factors) else (mine, g))
+        weights.append(absolute[name] if absolute else 0.0)
+    sizes = [len(group) for group in tensors]
+    value: Tensor = _Distance.apply(
+        square, weights, sizes, *(t for group in tensors for t in group)
+    )[0]
+    return value
+
+
+class _Distance(torch.autograd.Function):
+    """Σ a ‖Δ‖² + b ‖Δ‖₁ over groups of tensors: (ĝ, g) with Δ = ĝ - g, or (left, right, g) with Δ =
+    leftᵀ right - g.
+
+    The derivatives are found going forward, while a Δ is in the processor's cache; Δ itself is not
+    kept. With s = 2a Δ + b sign Δ, the value is ⟨s, Δ⟩ - a ‖Δ‖², and ∂/∂ĝ = s, ∂/∂left = right sᵀ,
+    ∂/∂right = left s.
+    """
+
+    @staticmethod
+    def forward(
+        square: float, weights: list[float], sizes: list[int], *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        return tuple(
+            out[0] for out in _compare(square, weights, sizes, [tensor[None] for tensor in tensors])
+        )
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.sizes = inputs[2]
+        ctx.mark_non_differentiable(*output[1:])
+        ctx.save_for_backward(*output[1:])
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+        slopes = iter(ctx.saved_tensors)
+        each = [[*(upstream * next(slopes) for _ in range(size - 1)), None] for size in ctx.sizes]
+        return None, None, None, *(slope for group in each for slope in group)
+
+    @staticmethod
+    def vmap(
+        info: Any, in_dims: tuple[int | None, ...], *inputs: Any
+    ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+        tensors = [
+            tensor.expand(info.batch_size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
+            for tensor, dim in zip(inputs[3:], in_dims[3:], strict=True)
+        ]
+        square, weights, sizes = inputs[:3]
+        outputs = _compare(square, weights, sizes, tensors)
+        return outputs, (0,) * len(outputs)
+
+
+def _compare(
+    square: float, weights: Sequence[float], sizes: Sequence[int], tensors: Sequence[Tensor]
+) -> tuple[Tensor, ...]:
+    """Values `(K,)` and derivatives of K candidates, of tensors with a first dimension of K."""
+    remaining = iter(tensors)
+    values, slopes = [], []
+    for weight, size in zip(weights, sizes, strict=True):
+        *mine, g = (next(remaining) for _ in range(size))
+        # On a CPU small tensors go together, large ones one by one, so that what is made of each
+        # stays in its cache.
+        together = max(1, _CACHED // g[0].numel()) if g.device.type == "cpu" else len(g)
+        if together >= len(g):
+            value, *slope = _compare_group(square, weight, *mine, g)
+        else:
+            chunks = zip(*(tensor.split(together) for tensor in (*mine, g)), strict=True)
+            parts = [_compare_group(square, weight, *chunk) for chunk in chunks]
+            value, *slope = (torch.cat(part) for part in zip(*parts, strict=True))
+        values.append(value)
+        slopes += slope
+    return torch.stack(values).sum(0), *slopes
+
+
+def _compare_group(square: float, weight: float, *tensors: Tensor) -> tuple[Tensor, ...]:
+    *mine, g = tensors
+    difference = torch.baddbmm(g, mine[0].mT, mine[1], beta=-1) if len(mine) == 2 else mine[0] - g
+    flat = difference.flatten(1)
+    slope = flat.sign().mul_(weight).add_(flat, alpha=2 * square) if weight else flat * (2 * square)
+    value = torch.linalg.vecdot(slope, flat) - square * torch.linalg.vecdot(flat, flat)
+    slope = slope.view(difference.shape)
+    return (value, mine[1] @ slope.mT, mine[0] @ slope) if len(mine) == 2 else (value, slope)
+
+
+_CACHED = 2**18

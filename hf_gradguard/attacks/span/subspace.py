@@ -1,0 +1,212 @@
+"""Which vectors span a noisy matrix's rows: the linear algebra of the span attack.
+
+The rows of G = ΔᵀX + E lie, but for the noise E, in the span of X's rows. Candidates for those rows
+are ranked by how far they are from it (the MUSIC method of array processing), and again after what
+was found is projected out (RAP-MUSIC).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class RowSpace:
+    """A noisy matrix, reduced to what its row space needs. All in float64.
+
+    Args:
+        factor: `(k, H)` with factorᵀ factor = GᵀG.
+        count: M, how many rows G has.
+        noise: Standard deviation of an entry of E.
+        columns: `(H,)` factors that candidates must be multiplied by, as G's columns were.
+    """
+
+    factor: Tensor
+    count: int
+    noise: float
+    columns: Tensor
+
+    def directions(self, free: int | None = None) -> tuple[Tensor, Tensor]:
+        """Right singular vectors `(r, H)` that stand out of the noise, and how far each is to be
+        trusted, `(r,)`.
+
+        The trust is the squared cosine between a singular vector of a noisy matrix and the one
+        without noise (Benaych- Georges and Nadakuditi, 2012), which is 0 below the noise's own
+        largest singular value.
+
+        Args:
+            free: Dimensions that are not projected out. Default: all.
+        """
+        _, values, vectors = torch.linalg.svd(self.factor, full_matrices=False)
+        trust = _trust(values, self.count, free or self.factor.shape[1], self.noise)
+        return vectors[trust > 0], trust[trust > 0]
+
+    def without(self, basis: Tensor) -> RowSpace:
+        """What is left when orthonormal rows `(k, H)` are projected out."""
+        return RowSpace(
+            self.factor - (self.factor @ basis.T) @ basis, self.count, self.noise, self.columns
+        )
+
+    def energy(self, vectors: Tensor) -> Tensor:
+        """‖G x‖²/‖x‖² of vectors `(..., H)`: by how much ‖G‖² falls when x is projected out."""
+        squares = vectors.square().sum(-1)
+        return (vectors @ self.factor.T).square().sum(-1) / squares.clamp(
+            min=torch.finfo(squares.dtype).tiny
+        )
+
+
+def row_space(blocks: list[Tensor], variances: list[Tensor] | None, rank: int) -> RowSpace:
+    """Stack blocks of rows with the same row space, so that no block's noise covers another's
+    signal.
+
+    Args:
+        blocks: `(M_b, H)` each.
+        variances: Of the entries' noise, in the blocks' shapes, if known. Rows and columns are then
+            scaled to unit noise.
+        rank: The largest rank that the blocks can have without noise: what comes after it is noise.
+    """
+    epsilon = torch.finfo(blocks[0].dtype).eps
+    matrices = [block.double() for block in blocks]
+    width = matrices[0].shape[1]
+    if variances is not None and any(bool(variance.any()) for variance in variances):
+        stack, variance = torch.cat(matrices), torch.cat([v.double() for v in variances])
+        rows, columns = _equalize(variance.clamp(min=float(variance.mean()) * 1e-6))
+        factor = _factor(stack * rows[:, None] * columns)
+        return RowSpace(factor, len(stack), 1.0, columns)
+    stack = torch.cat([matrix / (float(matrix.norm()) or 1.0) for matrix in matrices])
+    count = len(stack)
+    rows, columns = _scales(stack, rank)
+    factor = _factor(stack * rows[:, None] * columns)
+    values = torch.linalg.svdvals(factor)
+    # The edge of the noise's spectrum lies at noise (√M + √H); the first value that cannot be
+    # signal is at most there.
+    edge = float(values[rank]) if rank < len(values) else epsilon * float(values[0])
+    noise = max(edge, 1e-16 * float(values[0])) / (math.sqrt(count) + math.sqrt(width))
+    return RowSpace(factor, count, noise, columns)
+
+
+def distances(vectors: Tensor, directions: Tensor, trust: Tensor) -> Tensor:
+    """1 - Σ_i trust_i ⟨v_i, x⟩²/‖x‖² of `(..., H)` vectors: squared relative distance from the
+    span. 2 for zero vectors.
+    """
+    squares = vectors.square().sum(-1)
+    inside = ((vectors @ directions.T).square() * trust).sum(-1)
+    return torch.where(
+        squares > 0, 1 - inside / squares.clamp(min=torch.finfo(squares.dtype).tiny), 2.0
+    )
+
+
+def select(space: RowSpace, known: Tensor, candidates: Tensor, capacity: Tensor) -> list[list[int]]:
+    """Choose candidates that together span the row space.
+
+    A few of the nearest at a time, after which they are projected out of the matrix and of the
+    candidates, so that what they share with the rest no longer counts.
+
+    Args:
+        space: The row space.
+        known: `(k, H)` vectors that are in the span.
+        candidates: `(P, K, H)`: K candidates for each of P places.
+        capacity: `(P,)`: how many to choose at most at each.
+
+    Returns:
+        For each place the indices of its candidates, the best first.
+    """
+    candidates, known = candidates * space.columns, known * space.columns
+    basis = _orthonormal(known)
+    left, rest = space.without(basis), candidates - (candidates @ basis.T) @ basis
+    size = candidates.square().sum(-1)
+    taken = rest.square().sum(-1) <= 1e-20 * size  # in the span of what is known, or zero
+    chosen: list[list[int]] = [[] for _ in capacity]
+    room = capacity.clone()
+    # the least that was ever seen of a candidate outside the span of what was chosen and what
+    # stands out
+    outside = size
+    while bool(room.any()) and len(basis) < candidates.shape[-1]:
+        directions, trust = left.directions(free=candidates.shape[-1] - len(basis))
+        squares = rest.square().sum(-1)
+        outside = torch.minimum(outside, distances(rest, directions, trust) * squares)
+        scores = (outside / squares).masked_fill(taken | (room == 0)[:, None], math.inf)
+        best, places = scores.flatten().topk(
+            min(max(1, int(room.sum()) // 32), scores.numel()), largest=False
+        )
+        if not math.isfinite(float(best[0])):
+            break
+        new = []
+        for score, place in zip(best.tolist(), places.tolist(), strict=True):
+            p, k = divmod(place, candidates.shape[1])
+            if room[p] and math.isfinite(score):
+                chosen[p].append(k)
+                taken[p, k] = True
+                room[p] -= 1
+                new.append(rest[p, k])
+        step = _orthonormal(torch.stack(new), basis)
+        basis = torch.cat([basis, step])
+        left, rest = left.without(step), rest - (rest @ step.T) @ step
+    return chosen
+
+
+def _orthonormal(rows: Tensor, basis: Tensor | None = None) -> Tensor:
+    """An orthonormal basis `(rank, H)` of the rows' span, without what an orthonormal `basis` has
+    of it already.
+    """
+    if not len(rows):
+        return rows
+    rows = rows / rows.norm(dim=1, keepdim=True).clamp(min=torch.finfo(rows.dtype).tiny)
+    if (
+        basis is not None
+    ):  # a small rest is orthogonal to it only up to the rounding of what was large before
+        rows = rows - (rows @ basis.T) @ basis
+    q, r = torch.linalg.qr(rows.T)
+    return q.T[r.diagonal().abs() > 1e-12]
+
+
+def _factor(matrix: Tensor) -> Tensor:
+    """R with RᵀR = GᵀG, without squaring the singular values."""
+    return cast(Tensor, torch.linalg.qr(matrix, mode="r").R)
+
+
+def _scales(stack: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """Factors of rows and columns that make the noise even, judged by what no matrix of that rank
+    explains.
+
+    Rounding errors grow with a row's and a column's entries, and so may a defense's noise. 1 where
+    nothing is left over.
+    """
+    ones = torch.ones_like(stack[:, 0]), torch.ones_like(stack[0])
+    if rank >= min(stack.shape):
+        return ones
+    _, _, right = torch.linalg.svd(_factor(stack), full_matrices=False)
+    squares = (stack - (stack @ right[:rank].T) @ right[:rank]).square()
+    mean = float(squares.mean())
+    return _equalize((squares / mean).clamp(min=1e-6)) if mean > 0 else ones
+
+
+def _equalize(variance: Tensor, steps: int = 20) -> tuple[Tensor, Tensor]:
+    """Factors of rows and columns after which the mean variance of every row and column is 1
+    (Sinkhorn's iteration).
+    """
+    rows, columns = torch.ones_like(variance[:, 0]), torch.ones_like(variance[0])
+    for _ in range(steps):
+        rows = 1 / (variance @ columns / len(columns))
+        columns = 1 / (variance.T @ rows / len(rows))
+    return rows.sqrt(), columns.sqrt()
+
+
+def _trust(values: Tensor, count: int, width: int, noise: float) -> Tensor:
+    """Squared cosine between noisy and true right singular vectors of a (count, width) matrix with
+    noise of std `noise`.
+    """
+    long, short = max(count, width), min(count, width)
+    beta = short / long
+    squares = (values / (noise * math.sqrt(long))).square()
+    gap = squares - 1 - beta
+    signal = (gap + (gap.square() - 4 * beta).clamp(min=0).sqrt()) / 2
+    # The side of the matrix with more dimensions is estimated worse.
+    denominator = signal * (signal + (beta if count >= width else 1))
+    above = (gap > 2 * math.sqrt(beta)) & (signal.square() > beta)
+    return torch.where(above, (signal.square() - beta) / denominator, 0.0).clamp(0, 1)

@@ -1,0 +1,1 @@
+"""Reading files and data sets, and the packaged sentences."""

@@ -1,0 +1,116 @@
+"""Texts and images to train evaluation networks on: local files or the Hub's data sets."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from datasets import Dataset, Image, load_dataset
+
+_TEXT_COLUMNS = ("text", "sentence", "content")
+_IMAGE_COLUMNS = ("image", "img", "x_train", "x", "images")
+_FORMATS = {
+    ".csv": "csv",
+    ".tsv": "csv",
+    ".parquet": "parquet",
+    ".txt": "text",
+    ".json": "json",
+    ".jsonl": "json",
+}
+
+
+def load_texts(
+    dataset: str, *, column: str | None = None, split: str = "train", config: str | None = None
+) -> list[str]:
+    """Texts of a Hub data set or of a txt (one a line), tsv, csv, json or parquet file.
+
+    Args:
+        dataset: A file, a folder or a Hub name.
+        column: The column to read. Default: the first of text, sentence and content that there is.
+        split: Of a Hub data set.
+        config: Of a Hub data set with several, such as "wikitext-2-raw-v1".
+
+    Raises:
+        ValueError: If there is no such column, or it holds no text.
+    """
+    rows = load_rows(dataset, split, config)
+    texts = list(rows[pick_column(rows.column_names, column, _TEXT_COLUMNS, dataset)])
+    if not any(isinstance(text, str) for text in texts):
+        raise ValueError(
+            f"Column {column!r} of {dataset} holds no text. Its columns: "
+            f"{', '.join(rows.column_names)}."
+        )
+    return [text for text in texts if isinstance(text, str)]
+
+
+def load_images(
+    dataset: str,
+    *,
+    column: str | None = None,
+    split: str = "train",
+    config: str | None = None,
+    num_channels: int | None = None,
+    image_size: int | None = None,
+) -> Any:
+    """Images of a Hub data set, of a parquet file with an image column, or of an npz file with an
+    array.
+
+    Args:
+        dataset: A file, a folder or a Hub name.
+        column: The column or array to read. Default: the first of image, img, x_train, x and images
+            that there is.
+        split: Of a Hub data set.
+        config: Of a Hub data set with several.
+        num_channels: 1 or 3: convert images of a column. An array is taken as it is.
+        image_size: Resize images of a column to so many pixels square; needed if they differ in
+            size.
+
+    Raises:
+        ValueError: If there is no such column.
+    """
+    if dataset.endswith(".npz"):
+        with np.load(dataset, allow_pickle=False) as arrays:
+            return arrays[pick_column(list(arrays), column, _IMAGE_COLUMNS, dataset)]
+    rows = load_rows(dataset, split, config)
+    name = pick_column(rows.column_names, column, _IMAGE_COLUMNS, dataset)
+    rows = rows.cast_column(name, Image(mode="L" if num_channels == 1 else "RGB"))
+    images = rows[name]
+    return [
+        np.asarray(image.resize((image_size, image_size)) if image_size else image)
+        for image in images
+    ]
+
+
+def load_rows(dataset: str, split: str, config: str | None) -> Dataset:
+    """A Hub data set's split, a folder that `datasets` can read, or a local file."""
+    path = Path(dataset)
+    if path.is_file():
+        if path.suffix not in _FORMATS:
+            raise ValueError(f"{dataset} is none of {', '.join(_FORMATS)} and .npz (images).")
+        # Tab-separated data sets hold bare quotation marks, so quoting is off (csv.QUOTE_NONE)
+        # there.
+        tabs = {"delimiter": "\t", "quoting": 3} if path.suffix == ".tsv" else {}
+        return load_dataset(_FORMATS[path.suffix], data_files=str(path), split="train", **tabs)
+    return load_dataset(dataset, config, split=split)
+
+
+def pick_column(
+    names: list[str],
+    column: str | None,
+    usual: tuple[str, ...],
+    dataset: str,
+    flag: str = "--column",
+) -> str:
+    """The column asked for, or the first of the usual ones that there is.
+
+    Raises:
+        ValueError: If there is none, naming those there are.
+    """
+    wanted = usual if column is None else (column,)
+    for name in wanted:
+        if name in names:
+            return name
+    raise ValueError(
+        f"{dataset} has no {' or '.join(wanted)}. It has: {', '.join(names)}. Choose with {flag}."
+    )

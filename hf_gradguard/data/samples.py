@@ -1,0 +1,89 @@
+"""Labeled samples from local files or the Hub."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from datasets import Image
+
+from .files import load_rows, pick_column
+
+Sample = tuple[Any, int]
+"""A text or an image, with its class id."""
+
+_TEXT_COLUMNS = ("text", "sentence", "content")
+_IMAGE_COLUMNS = ("image", "img", "x_train", "x", "images")
+_LABEL_COLUMNS = ("label", "labels", "y_train", "y")
+
+
+def load_samples(
+    dataset: str,
+    *,
+    kind: str,
+    count: int,
+    seed: int = 0,
+    classes: Mapping[str, int] | None = None,
+    column: str | None = None,
+    label_column: str | None = None,
+    split: str = "train",
+    config: str | None = None,
+) -> list[Sample]:
+    """Samples drawn at random, without replacement.
+
+    Args:
+        dataset: A tsv, csv, json or parquet file, a folder of images (one subfolder a class), an
+            npz file of images and labels, or a Hub name.
+        kind: `"text"` or `"image"`.
+        count: How many.
+        seed: Of the draw.
+        classes: The model's `label2id`, for labels that are names.
+        column: Of texts or images. Default: the first usual name that there is.
+        label_column: Of labels. Default: the same.
+        split: Of a Hub data set or a folder.
+        config: Of a Hub data set with several.
+
+    Raises:
+        ValueError: If there are fewer, there is no such column, or a label is no class of the
+            model.
+    """
+    usual = _TEXT_COLUMNS if kind == "text" else _IMAGE_COLUMNS
+    if dataset.endswith(".npz"):
+        with np.load(dataset, allow_pickle=False) as arrays:
+            names = list(arrays)
+            inputs: Any = arrays[pick_column(names, column, usual, dataset)]
+            labels: Any = arrays[
+                pick_column(names, label_column, _LABEL_COLUMNS, dataset, "--label_column")
+            ]
+        chosen = _draw(len(inputs), count, seed, dataset)
+        return [(inputs[i], _class_id(labels[i].item(), classes)) for i in chosen]
+    rows = load_rows(dataset, split, config)
+    name = pick_column(rows.column_names, column, usual, dataset)
+    label_name = pick_column(
+        rows.column_names, label_column, _LABEL_COLUMNS, dataset, "--label_column"
+    )
+    rows = rows.select(_draw(len(rows), count, seed, dataset))
+    if kind == "image":
+        rows = rows.cast_column(name, Image())
+    return [(row[name], _class_id(row[label_name], classes)) for row in rows]
+
+
+def _draw(available: int, count: int, seed: int, dataset: str) -> list[int]:
+    if not 1 <= count <= available:
+        raise ValueError(
+            f"samples must be from 1 to the {available} that {dataset} has, but is {count}."
+        )
+    drawn: list[int] = np.random.default_rng(seed).permutation(available)[:count].tolist()
+    return drawn
+
+
+def _class_id(label: Any, classes: Mapping[str, int] | None) -> int:
+    if isinstance(label, int):
+        return label
+    if classes and label in classes:
+        return classes[label]
+    raise ValueError(
+        f"{label!r} is no class of the model. Its classes are: "
+        f"{', '.join(map(str, classes or ['unnamed']))}."
+    )

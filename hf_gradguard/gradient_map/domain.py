@@ -1,0 +1,191 @@
+"""Text or image: what a client's private input is made of. Nothing else in the library asks which.
+
+A domain knows the entry of the batch that is private and how it becomes the continuous input. The
+space of a batch knows where a continuous input may lie: which entries are free to move, what noise
+looks like there, and how to get back inside.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+
+class Domain(ABC):
+    """What an input is made of.
+
+    Attributes:
+        name: `"text"` or `"image"`.
+        key: The entry of the batch that is private.
+    """
+
+    name: ClassVar[str]
+    key: ClassVar[str]
+
+    def main_input(self, batch: Mapping[str, Any]) -> Tensor:
+        """The private entry of a batch, of one row a sample."""
+        value: Tensor = batch[self.key]
+        return value
+
+    @abstractmethod
+    def present(self, batch: Mapping[str, Any]) -> Tensor | None:
+        """`(B, T)`, true where a text has a token; `None` where every entry of the input counts."""
+
+    @abstractmethod
+    def embedding(self, model: nn.Module) -> nn.Module | None:
+        """The module whose output is the continuous input; `None` if the batch holds it."""
+
+    @abstractmethod
+    def token_embeddings(self, model: nn.Module) -> list[nn.Module]:
+        """Every module that embeds token ids: the model's, and an encoder-decoder's two."""
+
+
+class Text(Domain):
+    """Token ids, of which a model makes embeddings `(B, T, H)`."""
+
+    name, key = "text", "input_ids"
+
+    def present(self, batch: Mapping[str, Any]) -> Tensor | None:
+        mask = batch.get("attention_mask")
+        return None if mask is None else mask.bool()
+
+    def embedding(self, model: nn.Module) -> nn.Module:
+        """The module that embeds `input_ids`, in an encoder-decoder that of the encoder.
+
+        Raises:
+            ValueError: If the model names none.
+        """
+        # An encoder-decoder embeds its source in a module of the encoder's own: a hook on the
+        # shared one never fires.
+        config = getattr(model, "config", None)
+        owner: Any = model
+        if getattr(config, "is_encoder_decoder", False):
+            owner = owner.get_encoder()
+        embedding = _embedding_of(owner)
+        if embedding is None:
+            raise ValueError(
+                f"{type(model).__name__} names no input embedding, so `input_ids` give no "
+                "continuous input. Implement `get_input_embeddings()` to return the module that "
+                "embeds them."
+            )
+        return embedding
+
+    def token_embeddings(self, model: nn.Module) -> list[nn.Module]:
+        whole: Any = model
+        owners = [whole]
+        if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+            owners += [whole.get_encoder(), whole.get_decoder()]
+        return [module for module in map(_embedding_of, owners) if module is not None]
+
+
+class Image(Domain):
+    """Pixels `(B, C, H, W)`."""
+
+    name, key = "image", "pixel_values"
+
+    def present(self, batch: Mapping[str, Any]) -> Tensor | None:
+        return None
+
+    def embedding(self, model: nn.Module) -> None:
+        return None
+
+    def token_embeddings(self, model: nn.Module) -> list[nn.Module]:
+        # Vision models call their patch projection an input embedding; it is shared like any
+        # other weight.
+        return []
+
+
+TEXT, IMAGE = Text(), Image()
+DOMAINS: dict[str, Domain] = {domain.name: domain for domain in (TEXT, IMAGE)}
+
+
+def domain_of_batch(batch: Mapping[str, Any]) -> Domain:
+    """The domain of a collated batch.
+
+    Raises:
+        ValueError: If it holds no token ids or pixels, both, or pixels that are whole numbers.
+    """
+    found = [domain for domain in DOMAINS.values() if domain.key in batch]
+    if len(found) > 1:
+        raise ValueError(
+            "The batch holds both `input_ids` and `pixel_values`. Protecting one of them would "
+            "leave the other open, so multimodal batches are not supported. Train the text and the "
+            "vision part separately."
+        )
+    if not found:
+        raise ValueError(
+            f"The batch holds {sorted(batch)}: neither `input_ids` nor `pixel_values`, so there is "
+            "no continuous input to protect. Return one of them from the collator (precomputed "
+            "`inputs_embeds` are not supported: pass the ids)."
+        )
+    if found[0] is IMAGE and not torch.is_floating_point(batch[IMAGE.key]):
+        raise ValueError(
+            f"`pixel_values` are {batch[IMAGE.key].dtype}: there is no gradient with respect to "
+            "integers. Convert them to floating point in the collator, as HF image processors do."
+        )
+    return found[0]
+
+
+def domain_of_model(model: nn.Module) -> Domain:
+    """The domain of a model's main input: images where it is `pixel_values`."""
+    named = getattr(model, "main_input_name", TEXT.key)
+    return IMAGE if named == IMAGE.key else TEXT
+
+
+def domain_of_shape(shape: Sequence[int]) -> Domain:
+    """The domain of a batch's main input by its shape: `(B, T)` or `(B, C, H, W)`."""
+    return TEXT if len(shape) == 2 else IMAGE
+
+
+class PixelSpace:
+    """Where images may lie whose pixels were in [0, 1] before mean and deviation were taken out.
+
+    Args:
+        like: Images `(B, C, H, W)`, for device and type.
+        mean: Per channel, what was subtracted; `None` is 0.
+        std: Per channel, what they were divided by afterwards; `None` is 1.
+    """
+
+    def __init__(
+        self, like: Tensor, mean: Sequence[float] | None = None, std: Sequence[float] | None = None
+    ) -> None:
+        self.mean, self.std = (
+            torch.tensor(list(values), device=like.device, dtype=like.dtype).view(1, -1, 1, 1)
+            for values in (mean or [0.0], std or [1.0])
+        )
+        self.low, self.high = (0 - self.mean) / self.std, (1 - self.mean) / self.std
+
+    def noise(self, shape: Sequence[int], like: Tensor, generator: torch.Generator) -> Tensor:
+        """Uniform over the pixel range."""
+        drawn = torch.rand(tuple(shape), generator=generator, device=like.device, dtype=like.dtype)
+        return self.low.to(like.dtype) + drawn * (self.high - self.low).to(like.dtype)
+
+    def project_(self, x: Tensor) -> None:
+        """Back into the pixel range, in place."""
+        torch.minimum(torch.maximum(x, self.low.to(x.dtype)), self.high.to(x.dtype), out=x)
+
+    def plain(self, x: Tensor) -> Tensor:
+        """Pixels as they were before normalization."""
+        return x * self.std + self.mean
+
+
+def embed(module: nn.Module, ids: Tensor) -> Tensor:
+    """`(*ids.shape, H)`: a token embedding's own forward pass, which may scale.
+
+    Hooks (NEFTune's, say) are for the model's passes.
+    """
+    with torch.no_grad():
+        output: Tensor = type(module).forward(module, ids)
+    return output
+
+
+def _embedding_of(owner: Any) -> nn.Module | None:
+    try:
+        embedding = owner.get_input_embeddings()
+    except (AttributeError, NotImplementedError):
+        return None
+    return embedding if isinstance(embedding, nn.Module) else None

@@ -1,0 +1,227 @@
+"""Names of defenses, attacks and estimators, also of other packages, and what they stand for.
+
+A name stands for a class as `"module:Class"`, so that listing names imports nothing. What other
+packages install under an entry point group is found beside the built-in names:
+
+    [project.entry-points."hf_gradguard.defenses"]
+    my_defense = "my_package.defense:MyDefense"
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import importlib.util
+import inspect
+from collections.abc import Iterator, Mapping, MutableMapping
+from dataclasses import dataclass, fields
+from functools import cached_property
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class UnknownNameError(ValueError, KeyError):
+    """A name that nothing is registered under."""
+
+    __str__ = Exception.__str__  # KeyError's would put the sentence in quotes
+
+
+class Registry(MutableMapping[str, T]):
+    """Names and what they stand for, which is imported when it is first asked for.
+
+    Args:
+        kind: What they are, for errors: "defense", "attack" or "estimator".
+        builtin: `{name: "module:attribute"}` of this package.
+
+    Example:
+        >>> from hf_gradguard import DEFENSES
+        >>> list(DEFENSES)[:3]
+        ['none', 'gaussian_noise', 'laplace_noise']
+        >>> DEFENSES["pruning"].__name__
+        'Pruning'
+    """
+
+    def __init__(self, kind: str, builtin: Mapping[str, str]) -> None:
+        self.kind, self.group = kind, f"hf_gradguard.{kind}s"
+        self._builtin, self._added = dict(builtin), dict[str, T]()
+
+    @cached_property
+    def _points(self) -> dict[str, EntryPoint]:
+        own = {name: EntryPoint(name, value, self.group) for name, value in self._builtin.items()}
+        # A built-in name cannot be taken over: who asks for it gets what the documents describe.
+        return own | {p.name: p for p in entry_points(group=self.group) if p.name not in own}
+
+    def __getitem__(self, name: str) -> T:
+        """What a name stands for.
+
+        Raises:
+            UnknownNameError: A `ValueError` that lists the names.
+            ImportError: If another package's cannot be imported, naming that package.
+        """
+        if name in self._added:
+            return self._added[name]
+        if name not in self._points:
+            near = difflib.get_close_matches(str(name), list(self), 1)
+            hint = f" Did you mean {near[0]!r}?" if near else ""
+            raise UnknownNameError(
+                f"There is no {self.kind} {name!r}.{hint} The names are: {', '.join(self)}."
+            )
+        try:
+            found: T = self._points[name].load()
+        except (ImportError, AttributeError) as error:
+            if name in self._builtin:
+                raise
+            raise ImportError(
+                f"The {self.kind} {name!r} of {self.package(name)} ({self._points[name].value}) "
+                f"cannot be imported: {error}"
+            ) from error
+        return found
+
+    def __setitem__(self, name: str, value: T) -> None:
+        """Register a class in this process, as a notebook does. Packages use entry points."""
+        self._added[name] = value
+
+    def __delitem__(self, name: str) -> None:
+        del self._added[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._points | self._added)
+
+    def __len__(self) -> int:
+        return len(self._points | self._added)
+
+    def package(self, name: str) -> str | None:
+        """The distribution that brings a name; `None` if it is this one, or this process."""
+        point = self._points.get(name)
+        return point.dist.name if point is not None and point.dist is not None else None
+
+    def describe(self, name: str) -> Description:
+        """A summary and the settings of a class, read from its source: nothing is imported."""
+        if name in self._added:
+            value = self._added[name]
+            return _describe(f"{value.__module__}:{value.__qualname__}")  # type: ignore[attr-defined]
+        return _describe(self._points[name].value)
+
+
+def make(registry: Registry[type[T]], name: str, settings: Mapping[str, Any]) -> T:
+    """`registry[name](**settings)`, with errors that list what there is.
+
+    Args:
+        registry: Of classes, dataclasses of their settings.
+        name: One of its names.
+        settings: Fields of that class.
+
+    Raises:
+        ValueError: For an unknown name.
+        TypeError: For an unknown setting.
+    """
+    found = registry[name]
+    known = [field.name for field in fields(found) if field.init]  # type: ignore[arg-type]
+    unknown = sorted(settings.keys() - set(known))
+    if unknown:
+        has = f"It has: {', '.join(known)}." if known else "It has none."
+        raise TypeError(f"{name} has no setting {', '.join(unknown)}. {has}")
+    return found(**settings)
+
+
+@dataclass(frozen=True)
+class Description:
+    """What the source of a class says of it.
+
+    Args:
+        summary: The first paragraph of its docstring.
+        settings: Its dataclass fields with their defaults as they are written; `None` without one.
+    """
+
+    summary: str
+    settings: dict[str, str | None]
+
+
+def _describe(value: str) -> Description:
+    module, _, name = value.partition(":")
+    tree = _parse(module)
+    node = next(n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == name)
+    summary = inspect.cleandoc(ast.get_docstring(node) or "").split("\n\n")[0].replace("\n", " ")
+    return Description(summary, _settings(module, name))
+
+
+def _settings(module: str, name: str) -> dict[str, str | None]:
+    """Annotated class variables of a class and its bases, in a dataclass's order."""
+    tree = _parse(module)
+    node = next((n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == name), None)
+    if node is None:
+        where = _imported_from(tree, module, name)
+        return {} if where is None else _settings(where, name)
+    found: dict[str, str | None] = {}
+    for base in reversed(node.bases):
+        if isinstance(base, ast.Name):
+            found |= _settings(module, base.id)
+    if not any("dataclass" in ast.unparse(decorator) for decorator in node.decorator_list):
+        return found
+    for line in node.body:
+        if (
+            isinstance(line, ast.AnnAssign)
+            and isinstance(line.target, ast.Name)
+            and "ClassVar" not in ast.unparse(line.annotation)
+            and not line.target.id.startswith("_")
+        ):
+            found[line.target.id] = None if line.value is None else ast.unparse(line.value)
+    return found
+
+
+def _imported_from(tree: ast.Module, module: str, name: str) -> str | None:
+    """The module that a name comes from, if it is of the same package."""
+    for node in tree.body:
+        if isinstance(node, ast.ImportFrom) and name in [alias.name for alias in node.names]:
+            if node.level:
+                return ".".join([*module.split(".")[: -node.level], node.module or ""]).rstrip(".")
+            if node.module and node.module.split(".")[0] == module.split(".")[0]:
+                return node.module
+    return None
+
+
+def _parse(module: str) -> ast.Module:
+    """The source of a module, found without importing the packages that it is in."""
+    top, *rest = module.split(".")
+    spec = importlib.util.find_spec(top)
+    if spec is None or spec.origin is None:
+        raise ImportError(f"There is no module {module}.")
+    path = Path(spec.origin)
+    for folder in map(Path, spec.submodule_search_locations or ()):
+        inner = folder.joinpath(*rest)
+        path = inner / "__init__.py" if inner.is_dir() else inner.with_suffix(".py")
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+DEFENSES: Registry[Any] = Registry(
+    "defense",
+    {
+        "none": "hf_gradguard.defenses.none:NoDefense",
+        "gaussian_noise": "hf_gradguard.defenses.noise:GaussianNoise",
+        "laplace_noise": "hf_gradguard.defenses.noise:LaplaceNoise",
+        "optimal_noise": "hf_gradguard.defenses.noise:OptimalNoise",
+        "dp_sgd": "hf_gradguard.defenses.noise:DPSGD",
+        "optimal_dp_sgd": "hf_gradguard.defenses.noise:OptimalDPSGD",
+        "pruning": "hf_gradguard.defenses.pruning:Pruning",
+        "optimal_pruning": "hf_gradguard.defenses.pruning:OptimalPruning",
+        "quantization": "hf_gradguard.defenses.quantization:Quantization",
+        "soteria": "hf_gradguard.defenses.soteria:Soteria",
+        "refiner": "hf_gradguard.defenses.refiner:Refiner",
+    },
+)
+ATTACKS: Registry[Any] = Registry(
+    "attack",
+    {
+        "dlg": "hf_gradguard.attacks.matching.images:DLG",
+        "idlg": "hf_gradguard.attacks.matching.images:IDLG",
+        "inverting_gradients": "hf_gradguard.attacks.matching.images:InvertingGradients",
+        "grad_inversion": "hf_gradguard.attacks.matching.images:GradInversion",
+        "tag": "hf_gradguard.attacks.matching.text:Tag",
+        "lamp": "hf_gradguard.attacks.matching.text:Lamp",
+        "span": "hf_gradguard.attacks.span.attack:Span",
+        "embedding_rows": "hf_gradguard.attacks.embedding_rows:EmbeddingRows",
+    },
+)

@@ -1,0 +1,248 @@
+"""What `GradGuardTrainer` refuses, each with its reason and the way out.
+
+A backend that exchanges gradients itself, or never holds a rank's whole local gradient, cannot be
+protected from the outside. Better no training than training that only looks protected.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
+from torch import nn
+from torch.utils.data import IterableDataset
+from transformers import TrainingArguments
+
+from ..defenses import Defense
+from ..defenses.noise import DPSGD
+
+if TYPE_CHECKING:
+    from ..leakage import FisherAccountant
+
+_REPLICATED = {
+    DistributedType.NO,
+    DistributedType.MULTI_CPU,
+    DistributedType.MULTI_GPU,
+    DistributedType.MULTI_NPU,
+    DistributedType.MULTI_XPU,
+}
+
+
+def check_arguments(args: TrainingArguments) -> None:
+    """Refuse training arguments that cannot be protected.
+
+    Raises:
+        NotImplementedError: With the reason and what to use instead.
+    """
+    _raise_first(_argument_refusals(args))
+
+
+def check_model(model: nn.Module) -> None:
+    """Refuse models whose local gradient or second derivatives are out of reach.
+
+    Raises:
+        NotImplementedError: With the reason and what to use instead.
+    """
+    _raise_first(_model_refusals(model))
+
+
+def check_accelerator(accelerator: Accelerator, train_dataset: Any = None) -> None:
+    """Refuse distributed set-ups that exchange more than protected gradients.
+
+    Raises:
+        NotImplementedError: With the reason and what to use instead.
+    """
+    _raise_first(_accelerator_refusals(accelerator, train_dataset))
+
+
+def check_leakage(
+    args: TrainingArguments,
+    defense: Defense,
+    accountant: FisherAccountant | None,
+    own_batches: bool,
+) -> None:
+    """Refuse limits and accounts that nothing could keep.
+
+    Args:
+        args: Training arguments, whose `leakage_limit` counts.
+        defense: What protects the messages.
+        accountant: Of the Trainer's messages, if there is one.
+        own_batches: Whether the Trainer's class draws its batches in a way of its own.
+
+    Raises:
+        NotImplementedError: With the reason and what to use instead.
+    """
+    limit = getattr(args, "leakage_limit", None)
+    _raise_first(_leakage_refusals(limit is not None, defense, accountant, own_batches))
+
+
+def _raise_first(refusals: Iterator[str]) -> None:
+    for reason in refusals:
+        raise NotImplementedError(f"GradGuardTrainer does not support {reason}")
+
+
+def _argument_refusals(args: TrainingArguments) -> Iterator[str]:
+    if args.deepspeed:
+        yield _DEEPSPEED
+    if args.fsdp:
+        yield _FSDP
+    if args.fp16:
+        yield _FP16
+    if args.torch_compile:
+        yield _COMPILE
+    if "lomo" in str(getattr(args.optim, "value", args.optim)):
+        yield "LOMO optimizers: they update weights inside the backward pass, before the gradient is whole. Use optim='adamw_torch'."
+    if args.use_liger_kernel:
+        yield (
+            "Liger kernels: their fused losses compute gradients in the forward pass, so second "
+            "derivatives are silently wrong. Set use_liger_kernel=False."
+        )
+    if args.ddp_static_graph:
+        yield _STATIC_GRAPH
+    if args.activation_checkpointing and (args.activation_checkpointing_kwargs or {}).get(
+        "use_reentrant"
+    ):
+        yield (
+            "reentrant activation checkpointing: it cannot run under torch.autograd.grad. Set "
+            "activation_checkpointing_kwargs={'use_reentrant': False}."
+        )
+    if args.push_to_hub and str(getattr(args.hub_strategy, "value", args.hub_strategy)) in (
+        "checkpoint",
+        "all_checkpoints",
+    ):
+        yield (
+            f"hub_strategy='{getattr(args.hub_strategy, 'value', args.hub_strategy)}': a "
+            "checkpoint holds the defense's private state, and pushing it publishes that. Use "
+            "'end' or 'every_save'."
+        )
+    if args.n_gpu > 1:
+        yield (
+            f"DataParallel ({args.n_gpu} GPUs in one process): its replicas' gradients are summed "
+            "before they can be seen. Launch one process a GPU (accelerate launch --multi_gpu), or "
+            "show one GPU with CUDA_VISIBLE_DEVICES=0."
+        )
+
+
+def _model_refusals(model: nn.Module) -> Iterator[str]:
+    from torch.distributed.tensor import DTensor
+
+    if isinstance(model, nn.DataParallel):
+        yield "a model wrapped in DataParallel. Pass the module inside it."
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        yield "a model wrapped in DistributedDataParallel. Pass the module inside it; the Trainer wraps it."
+    if any(
+        getattr(m, "_orig_mod", None) is not None or m._compiled_call_impl is not None
+        for m in model.modules()
+    ):
+        yield _COMPILE
+    if any(isinstance(m, nn.SyncBatchNorm) for m in model.modules()):
+        yield (
+            "SyncBatchNorm: it exchanges the statistics of every batch, and gradients of them, "
+            "unprotected within each pass. Use plain batch normalization (see batch_statistics) or "
+            "group normalization."
+        )
+    if getattr(model, "is_distributed_loading_by_transformers", False) or any(
+        isinstance(p, DTensor) for p in model.parameters()
+    ):
+        yield (
+            "models sharded at load time (tp_plan, distributed_config): no rank holds a whole "
+            "local gradient. Load the whole model on every rank."
+        )
+    if (
+        len({p.device for p in model.parameters()}) > 1
+        or len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1
+    ):
+        yield "a model spread over several devices. Load it whole on one: from_pretrained without device_map='auto'."
+
+
+def _accelerator_refusals(accelerator: Accelerator, train_dataset: Any) -> Iterator[str]:
+    kind = accelerator.distributed_type
+    if kind == DistributedType.DEEPSPEED:
+        yield _DEEPSPEED
+    if kind == DistributedType.FSDP:
+        yield _FSDP
+    if kind not in _REPLICATED:
+        yield f"distributed type {kind}: only whole replicas, one process a device, can be protected. Use DDP."
+    if accelerator.mixed_precision in ("fp16", "fp8"):
+        yield _FP16
+    if str(getattr(accelerator.state.dynamo_plugin.backend, "value", "NO")).upper() != "NO":
+        yield _COMPILE
+    parallelism = getattr(accelerator, "parallelism_config", None)
+    if (
+        parallelism is not None
+        and max(parallelism.tp_size, parallelism.cp_size, parallelism.sp_size) > 1
+    ):
+        yield "tensor, context or sequence parallelism: no rank holds a whole local gradient. Use DDP alone."
+    ddp = accelerator.ddp_handler
+    if ddp is not None and ddp.static_graph:
+        yield _STATIC_GRAPH
+    if ddp is not None and str(getattr(ddp.comm_hook, "value", "no")) != "no":
+        yield (
+            "DDP communication hooks: protected gradients are averaged by the Trainer, not by DDP, "
+            "so the hook would never run. Leave comm_hook unset."
+        )
+    if accelerator.num_processes > 1 and train_dataset is not None:
+        dispatch = accelerator.dataloader_config.dispatch_batches
+        if dispatch or (dispatch is None and _is_iterable(train_dataset)):
+            yield (
+                "dispatched batches: rank 0 would read everybody's data and send it, unprotected, "
+                "to the other ranks. Set accelerator_config={'dispatch_batches': False} (it is on "
+                "by default for iterable data sets)."
+            )
+
+
+def _leakage_refusals(
+    limited: bool, defense: Defense, accountant: FisherAccountant | None, own_batches: bool
+) -> Iterator[str]:
+    if (limited or accountant is not None) and not defense.adds_gaussian_noise:
+        yield (
+            f"{'leakage_limit' if limited else 'an accountant'} with {defense.name}: it adds no "
+            "Gaussian noise of known covariance to the true gradient, so there is no Fisher "
+            "information to bound or to add up. Use gaussian_noise, optimal_noise, dp_sgd or "
+            "optimal_dp_sgd, alone, first in a chain, or after pruning. leakage_logging_steps logs "
+            "leakage/i2f_lower_bound for every defense."
+        )
+    if accountant is None or accountant.noise_multiplier is None:
+        return
+    if not own_batches:
+        yield (
+            "an accountant with a sampling rate: its factor κ is for batches that are drawn afresh "
+            "at every step, and the Trainer shuffles epochs. Leave sampling_rate, noise_multiplier "
+            "and delta out, or override get_train_dataloader with one that draws afresh."
+        )
+    multiplier = defense.scale / defense.clip if _clips_by_norm(defense) else 0.0  # type: ignore[attr-defined]
+    if accountant.noise_multiplier > multiplier * (1 + 1e-9):
+        yield (
+            f"an accountant with noise_multiplier={accountant.noise_multiplier:g}: its factor κ "
+            "needs a message that one example cannot move by more than a multiple of the noise, "
+            f"and here that gives at most {multiplier:g}. Use dp_sgd with clip_by='norm' and "
+            "scale=noise_multiplier*clip, or leave the three arguments out."
+        )
+
+
+def _clips_by_norm(defense: Defense) -> bool:
+    return isinstance(defense, DPSGD) and defense.clip_by == "norm" and defense.scale is not None
+
+
+def _is_iterable(dataset: Any) -> bool:
+    import datasets
+
+    return isinstance(dataset, IterableDataset | datasets.IterableDataset)
+
+
+_DEEPSPEED = "DeepSpeed: its engine owns the backward pass and reduces inside it. Use DDP (accelerate launch --multi_gpu)."
+_FSDP = (
+    "FSDP: local gradients are reduced and sharded before they can be seen. Use DDP, with LoRA or "
+    "activation checkpointing if the model does not fit."
+)
+_FP16 = "fp16 or fp8: the loss scaler multiplies gradients by a factor that noise and clipping would not know. Use bf16=True."
+_COMPILE = (
+    "torch.compile: second derivatives of a compiled model silently come back as None. Leave "
+    "torch_compile off and pass the model as it was before compiling."
+)
+_STATIC_GRAPH = (
+    "a static DDP graph: it expects a backward pass through DDP at every step, and there is none. "
+    "Leave ddp_static_graph unset."
+)

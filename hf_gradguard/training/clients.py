@@ -1,0 +1,221 @@
+"""A federation on one data set: its rows divided among clients, of which some are drawn each round.
+
+Partitions as in Hsu, Qi and Brown, "Measuring the Effects of Non-Identical Data Distribution for
+Federated Visual Classification" (2019); weights by size as in McMahan et al.,
+"Communication-Efficient Learning of Deep Networks from Decentralized Data" (2017).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import datasets
+import numpy as np
+import torch
+from torch.utils.data import Dataset, Sampler
+
+PARTITIONS = ("iid", "dirichlet")
+CLIENT, SHARE = "gradguard_client", "gradguard_share"
+"""Entries of a collated batch: each row's client, and that client's share of the round."""
+
+Rows = np.ndarray
+
+
+def partition_iid(rows: int, num_clients: int, generator: np.random.Generator) -> list[Rows]:
+    """Rows in random order, cut into parts that differ by one at most.
+
+    Args:
+        rows: How many there are.
+        num_clients: How many parts.
+        generator: Source of all randomness.
+
+    Returns:
+        The numbers of each client's rows, sorted.
+    """
+    return [np.sort(part) for part in np.array_split(generator.permutation(rows), num_clients)]
+
+
+def partition_dirichlet(
+    labels: Sequence[int] | Rows, num_clients: int, alpha: float, generator: np.random.Generator
+) -> list[Rows]:
+    """The rows of each class divided among clients in proportions p ~ Dirichlet(α, …, α), drawn for
+    every class anew.
+
+    Args:
+        labels: `(n,)` class ids.
+        num_clients: How many parts.
+        alpha: α > 0. Small: a class is on few clients. Large: as good as equal parts.
+        generator: Source of all randomness.
+
+    Returns:
+        The numbers of each client's rows, sorted. Clients differ in size; some can be empty.
+    """
+    labels = np.asarray(labels)
+    parts: list[list[Rows]] = [[] for _ in range(num_clients)]
+    for label in np.unique(labels):
+        rows = generator.permutation(np.flatnonzero(labels == label))
+        ends = np.cumsum(generator.dirichlet([alpha] * num_clients))
+        for part, own in zip(
+            parts, np.split(rows, np.rint(ends[:-1] * len(rows)).astype(int)), strict=True
+        ):
+            part.append(own)
+    return [np.sort(np.concatenate(part)) for part in parts]
+
+
+class Pick(NamedTuple):
+    """One place of a batch: a row (`None` where the client has no more), its client, and that
+    client's share.
+    """
+
+    row: int | None
+    client: int
+    share: float
+
+
+@dataclass
+class ClientSampler(Sampler[Pick]):
+    """Rounds of clients, drawn anew each round: the same on every rank for one seed and epoch.
+
+    Client k lives on rank k modulo `ranks`, so that what it remembers stays in one place. In a
+    round every rank draws `per_rank` of its clients, and each of those `batch_size` of its own
+    rows, or all that it has if those are fewer. A client's share is its number of rows over that of
+    all clients drawn in the round.
+
+    Args:
+        parts: The rows of each client.
+        per_rank: Clients a rank and round.
+        batch_size: Rows a client and round.
+        ranks: How many ranks there are.
+        seed: Of all draws.
+
+    Yields:
+        `ranks` × `per_rank` × `batch_size` places a round, rank by rank and client by client. An
+        epoch has as many rounds as it takes to draw as many rows as there are.
+    """
+
+    parts: Sequence[Rows]
+    per_rank: int
+    batch_size: int
+    ranks: int = 1
+    seed: int = 0
+    epoch: int = 0
+
+    @property
+    def rounds(self) -> int:
+        """Rounds an epoch, at least one."""
+        return max(1, sum(map(len, self.parts)) // (self.ranks * self.per_rank * self.batch_size))
+
+    def __len__(self) -> int:
+        return self.rounds * self.ranks * self.per_rank * self.batch_size
+
+    def set_epoch(self, epoch: int) -> None:
+        """Called by the data loader, so that epochs differ and a resumed run goes on with the right
+        one.
+        """
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[Pick]:
+        generator = np.random.default_rng([self.seed, self.epoch])
+        hosted = [np.arange(rank, len(self.parts), self.ranks) for rank in range(self.ranks)]
+        for _ in range(self.rounds):
+            drawn = [
+                int(k)
+                for own in hosted
+                for k in generator.choice(own, self.per_rank, replace=False)
+            ]
+            whole = sum(len(self.parts[k]) for k in drawn)
+            for client in drawn:
+                own, share = self.parts[client], len(self.parts[client]) / whole
+                rows = generator.choice(own, min(self.batch_size, len(own)), replace=False)
+                yield from (Pick(int(row), client, share) for row in rows)
+                yield from [Pick(None, client, share)] * (self.batch_size - len(rows))
+
+
+class ClientRows(Dataset):
+    """A data set read by `Pick`."""
+
+    def __init__(self, data: Any) -> None:
+        self.data = data
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, pick: Pick) -> tuple[Any, Pick]:
+        return (None if pick.row is None else self.data[pick.row]), pick
+
+
+@dataclass
+class ClientCollator:
+    """Collates as `collate` does, leaves empty places out, and says whose the rows are."""
+
+    collate: Callable[[list[Any]], dict[str, Any]]
+
+    def __call__(self, places: list[tuple[Any, Pick]]) -> dict[str, Any]:
+        filled = [(row, pick) for row, pick in places if pick.row is not None]
+        batch = dict(self.collate([row for row, _ in filled]))
+        batch[CLIENT] = torch.tensor([pick.client for _, pick in filled])
+        batch[SHARE] = torch.tensor([pick.share for _, pick in filled])
+        return batch
+
+
+def make_partition(
+    data: Any, num_clients: int, partition: str, alpha: float, seed: int
+) -> list[Rows]:
+    """The rows of each client of a data set.
+
+    Raises:
+        ValueError: If it has no length, no class labels where those are needed, or a client would
+            have no rows.
+    """
+    if not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
+        raise ValueError(
+            "num_clients needs a train_dataset with a length whose rows can be read in any order."
+        )
+    generator = np.random.default_rng(seed)
+    if partition == "iid":
+        parts = partition_iid(len(data), num_clients, generator)
+    else:
+        parts = partition_dirichlet(class_labels(data), num_clients, alpha, generator)
+    empty = [client for client, part in enumerate(parts) if not len(part)]
+    if empty:
+        raise ValueError(
+            f"Of {num_clients} clients {len(empty)} would have no rows of {len(data)} (the first "
+            f"is client {empty[0]}). Take fewer clients, a larger dirichlet_alpha, or another "
+            "data_seed."
+        )
+    return parts
+
+
+def class_labels(data: Any) -> Rows:
+    """The class ids of a data set's rows, from its column `labels` or `label`.
+
+    Raises:
+        ValueError: If there is no such column, or it holds no whole numbers.
+    """
+    if isinstance(data, datasets.Dataset):
+        names, column = (
+            data.column_names,
+            data.with_format(None),
+        )  # without what makes pixels of each row
+        found = next(
+            (np.asarray(column[name]) for name in ("labels", "label") if name in names), None
+        )
+    else:
+        names = sorted(data[0]) if len(data) else []
+        found = next(
+            (
+                np.asarray([row[name] for row in data])
+                for name in ("labels", "label")
+                if name in names
+            ),
+            None,
+        )
+    if found is None or found.ndim != 1 or not np.issubdtype(found.dtype, np.integer):
+        raise ValueError(
+            f"partition='dirichlet' divides by class, but the rows of {names} have no class ids "
+            "(whole numbers) called `labels` or `label`. Rename the column, or take "
+            "partition='iid'."
+        )
+    return found

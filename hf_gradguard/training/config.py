@@ -1,0 +1,223 @@
+"""`GradGuardConfig`: training arguments with a defense, and the command line that fills them."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import yaml
+from transformers import HfArgumentParser, TrainingArguments
+
+from ..defenses import make_defense
+from .batch_statistics import CHOICES
+from .clients import PARTITIONS
+
+
+@dataclass
+class GradGuardConfig(TrainingArguments):
+    """`TrainingArguments` and what concerns protection. All of the former keep their meaning.
+
+    Args:
+        defense: A name of `DEFENSES`. Has to be given here or to the Trainer; no protection is
+            spelled `"none"`.
+        defense_kwargs: The defense's settings; JSON on the command line.
+        share_input_embeddings: Share the token embeddings' gradient, which names the batch's
+            tokens.
+        batch_statistics: Running statistics of batch normalization: `"local"`, each rank its own,
+            of which rank 0's are saved; `"shared"`, averaged over ranks at every optimizer step,
+            unprotected; `"frozen"`, those that the model came with.
+        clients_per_process: Cut each rank's batch into that many clients, each protected by itself;
+            with `num_clients`, draw that many each step of those that live on the rank.
+        num_clients: Divide the training data among so many clients, which live on the ranks in
+            turn: a federation in simulation. Each step draws some of them, and weighs them by their
+                numbers of rows.
+        partition: Of the data among `num_clients`: `"iid"`, or `"dirichlet"` by class.
+        dirichlet_alpha: Of that partition: the smaller, the less alike are clients.
+        noise_seed: Makes all noise reproducible, by anybody. For tests only.
+        leakage_logging_steps: Log leakage figures of what is about to be shared at every so many
+            optimizer steps; 0 never.
+        leakage_num_probes: Probes for dFIL. By default the sensitivities that noise was shaped by,
+            at no pass more, or 10 probes where there are none.
+        leakage_limit: Do not share a message whose bound on the MSE of an unbiased attacker (per
+            coordinate, in the input's unit squared) is lower for any of its samples. Measures every
+            message.
+        leakage_action: `"skip"` shares zeros in its place and goes on; `"stop"` ends training on
+            all ranks as well.
+        model_name_or_path: What `GradGuardTrainer(args)` loads when it is given no model.
+
+    Raises:
+        ValueError: For an unknown defense, or a value out of range.
+    """
+
+    _VALID_DICT_FIELDS = [*TrainingArguments._VALID_DICT_FIELDS, "defense_kwargs"]
+
+    defense: str | None = field(
+        default=None,
+        metadata={
+            "help": "The defense, by name. Required here or in the Trainer; 'none' must be said."
+        },
+    )
+    defense_kwargs: dict[str, Any] | str | None = field(
+        default=None,
+        metadata={"help": """Settings of the defense, as JSON: '{"relative_scale": 0.5}'."""},
+    )
+    share_input_embeddings: bool = field(
+        default=False,
+        metadata={"help": "Share the token embeddings' gradient too. It names the batch's tokens."},
+    )
+    batch_statistics: str = field(
+        default="local",
+        metadata={
+            "help": "Of batch norm: local (each rank's own), shared (averaged, unprotected) or frozen."
+        },
+    )
+    clients_per_process: int = field(
+        default=1,
+        metadata={
+            "help": "Cut each rank's batch into that many clients, each protected by itself."
+        },
+    )
+    num_clients: int | None = field(
+        default=None,
+        metadata={"help": "Divide the data among so many clients; some are drawn each step."},
+    )
+    partition: str = field(
+        default="iid",
+        metadata={"help": "Of the data among num_clients: iid, or dirichlet by class."},
+    )
+    dirichlet_alpha: float = field(
+        default=1.0, metadata={"help": "The smaller, the less alike are clients."}
+    )
+    noise_seed: int | None = field(
+        default=None,
+        metadata={
+            "help": "Unsafe, for tests: makes the noise reproducible by anybody who knows it."
+        },
+    )
+    leakage_logging_steps: int = field(
+        default=0,
+        metadata={
+            "help": "Log leakage figures of what is about to be shared every so many steps; 0 never."
+        },
+    )
+    leakage_num_probes: int | None = field(
+        default=None,
+        metadata={
+            "help": "Probes for dFIL. Default: the sensitivities that noise was shaped by, or 10 probes."
+        },
+    )
+    leakage_limit: float | None = field(
+        default=None,
+        metadata={
+            "help": "Do not share a message whose bound on an unbiased attacker's MSE is below this."
+        },
+    )
+    leakage_action: str = field(
+        default="skip",
+        metadata={"help": "What to do below leakage_limit.", "choices": ["skip", "stop"]},
+    )
+    model_name_or_path: str | None = field(
+        default=None,
+        metadata={"help": "Model to load when the Trainer is given none: a folder or a Hub name."},
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not isinstance(self.defense_kwargs, dict | None):
+            raise ValueError(
+                f"defense_kwargs must be a dict, or JSON that starts with '{{', but is "
+                f"{self.defense_kwargs!r}."
+            )
+        if self.batch_statistics not in CHOICES:
+            raise ValueError(
+                f"batch_statistics must be one of {', '.join(CHOICES)}, but is "
+                f"{self.batch_statistics!r}."
+            )
+        if self.clients_per_process < 1:
+            raise ValueError(
+                f"clients_per_process must be at least 1, but is {self.clients_per_process}."
+            )
+        if self.partition not in PARTITIONS:
+            raise ValueError(
+                f"partition must be one of {', '.join(PARTITIONS)}, but is {self.partition!r}."
+            )
+        if not 0 < self.dirichlet_alpha < math.inf:
+            raise ValueError(
+                f"dirichlet_alpha must be a finite number above 0, but is {self.dirichlet_alpha!r}."
+            )
+        if self.num_clients is None and self.partition != "iid":
+            raise ValueError(
+                f"partition={self.partition!r} divides the data among num_clients: set that too."
+            )
+        if self.num_clients is not None:
+            self._check_clients(self.num_clients)
+        if self.noise_seed is not None and self.noise_seed < 0:
+            raise ValueError(f"noise_seed must be at least 0, but is {self.noise_seed}.")
+        if self.leakage_logging_steps < 0:
+            raise ValueError(
+                f"leakage_logging_steps must be at least 0, but is {self.leakage_logging_steps}."
+            )
+        if self.leakage_num_probes is not None and self.leakage_num_probes < 1:
+            raise ValueError(
+                f"leakage_num_probes must be at least 1, but is {self.leakage_num_probes}."
+            )
+        if self.leakage_limit is not None and not 0 < self.leakage_limit < math.inf:
+            raise ValueError(
+                f"leakage_limit must be a finite number above 0, but is {self.leakage_limit}."
+            )
+        if self.leakage_action not in ("skip", "stop"):
+            raise ValueError(
+                f"leakage_action must be 'skip' or 'stop', but is {self.leakage_action!r}."
+            )
+        if self.defense is not None:
+            make_defense(self.defense, **(self.defense_kwargs or {}))
+
+    def _check_clients(self, num_clients: int) -> None:
+        if num_clients < self.clients_per_process:
+            raise ValueError(
+                f"num_clients is {num_clients}, fewer than "
+                f"clients_per_process={self.clients_per_process} to draw each step."
+            )
+        if self.per_device_train_batch_size % self.clients_per_process:
+            raise ValueError(
+                f"per_device_train_batch_size={self.per_device_train_batch_size} rows cannot be "
+                f"shared equally by clients_per_process={self.clients_per_process} clients. Take a "
+                "multiple."
+            )
+        if self.train_sampling_strategy != "random" or self.accelerator_config.split_batches:
+            raise ValueError(
+                "num_clients draws clients, and clients draw their rows, at random and per rank: "
+                "leave train_sampling_strategy and split_batches at their defaults."
+            )
+
+
+def parse_arguments(*dataclass_types: Any, argv: list[str] | None = None) -> tuple[Any, ...]:
+    """Command-line flags over a YAML file's values over the defaults.
+
+    Args:
+        *dataclass_types: What the flags fill, as for `HfArgumentParser`.
+        argv: The command line. Default: the program's. `--config FILE.yaml` names the file; its
+            keys are flags' names.
+
+    Returns:
+        One object a dataclass.
+
+    Raises:
+        ValueError: If the file holds a key that is no flag.
+    """
+    parser = HfArgumentParser(dataclass_types)
+    finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    finder.add_argument("--config")
+    found, rest = finder.parse_known_args(argv)
+    if found.config is not None:
+        with open(found.config, encoding="utf-8") as file:
+            values = yaml.safe_load(file) or {}
+        unknown = sorted(set(values) - {action.dest for action in parser._actions})
+        if unknown:
+            raise ValueError(
+                f"{found.config} holds {', '.join(unknown)}, which no flag is called. See --help."
+            )
+        parser.set_defaults(**values)
+    return parser.parse_args_into_dataclasses(args=rest)

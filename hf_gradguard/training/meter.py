@@ -1,0 +1,207 @@
+"""What every message of this rank would give away, measured before it is shared. Figures stay on
+the rank.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from typing import NamedTuple
+
+import torch
+from transformers import TrainingArguments
+from transformers.utils import logging
+
+from ..defenses import Defense
+from ..defenses.base import Noise
+from ..gradient_map import GradientMap, Tensors
+from ..leakage import (
+    DFIL,
+    FisherAccountant,
+    dfil,
+    example_keys,
+    fisher_trace_from_sensitivity,
+    inversion_influence_lower_bound,
+    mse_bound_from_dfil,
+)
+from ..leakage.unknowns import Unknowns
+
+logger = logging.get_logger(__name__)
+
+NUM_PROBES = 10
+
+
+class MessageDFIL(NamedTuple):
+    """η̄² of every sample of a message, `(B,)`, its standard error, and η̄² of the whole message,
+    Tr J_F/m.
+    """
+
+    samples: DFIL
+    mean: float
+
+
+def message_dfil(
+    gmap: GradientMap,
+    noise: Noise,
+    num_probes: int | None = None,
+    generator: torch.Generator | None = None,
+) -> MessageDFIL:
+    """dFIL of a message under the noise that a defense added to it.
+
+    Args:
+        gmap: The message's gradient map.
+        noise: What the defense left in `noise`.
+        num_probes: `None` takes the sensitivities that the noise was shaped by, at no pass at all,
+            and without those 10 probes. A number takes so many probes, one pass each for the whole
+            message.
+        generator: Of the probes.
+
+    Returns:
+        From sensitivities, which do not know the samples apart, each sample's η̄² is the ceiling Tr
+        J_F/m_j: all of it could be one sample's. Exact in a message of one sample, up to B times
+        too much in one of B. Their standard error is then the largest that it can be, that of
+        information about a single direction.
+    """
+    unknowns = Unknowns(gmap)
+    if num_probes is None and noise.squares is not None and noise.num_probes >= 2:
+        trace = fisher_trace_from_sensitivity(
+            noise.squares, noise.variance, shaping_probes=noise.shaping_probes
+        )
+        ceilings = trace / unknowns.per_sample.double()
+        errors = (ceilings * math.sqrt(2 / noise.num_probes)).masked_fill(ceilings.isinf(), 0.0)
+        return MessageDFIL(DFIL(ceilings, errors), trace / unknowns.size)
+    samples = dfil(gmap, noise.variance, num_probes or NUM_PROBES, generator)
+    return MessageDFIL(samples, float((samples.value * unknowns.per_sample).sum()) / unknowns.size)
+
+
+class LeakageMeter:
+    """Measures messages, keeps the figures of a step for the log, and says which messages must not
+    be shared.
+
+    Args:
+        args: Training arguments; `leakage_*` of `GradGuardConfig` if they have them.
+        defense: The defense of the messages.
+        accountant: Gets every example's dFIL at every message that is shared.
+    """
+
+    def __init__(
+        self, args: TrainingArguments, defense: Defense, accountant: FisherAccountant | None
+    ) -> None:
+        self.accountant = accountant
+        self._every: int = getattr(args, "leakage_logging_steps", 0)
+        self._limit: float | None = getattr(args, "leakage_limit", None)
+        self._num_probes: int | None = getattr(args, "leakage_num_probes", None)
+        self._stops = self._limit is not None and getattr(args, "leakage_action", "skip") == "stop"
+        self._has_dfil = defense.adds_gaussian_noise
+        self._binding = accountant is not None or self._limit is not None
+        self.stop_due = False
+        self.last: dict[str, float] = {}
+        self._figures: dict[str, list[float]] = defaultdict(list)
+        self._skipped = 0
+        if self._every and not self._has_dfil:
+            logger.warning_once(
+                f"{defense.name} adds no Gaussian noise of known covariance to the true gradient, "
+                "so what it shares has no dFIL and no bound on the MSE: of the leakage figures "
+                "only leakage/i2f_lower_bound is logged."
+            )
+
+    @property
+    def stops(self) -> bool:
+        """Whether ranks have to agree at every step on going on."""
+        return self._stops
+
+    def logs(self, step: int) -> bool:
+        """Whether the figures of the step that comes after `step` finished ones are logged."""
+        return bool(self._every) and (step + 1) % self._every == 0
+
+    def measures(self, step: int) -> bool:
+        """Whether messages of that step are measured at all, which takes a map that differentiates
+        twice.
+        """
+        return self.logs(step) or self._binding
+
+    def admits(
+        self,
+        gmap: GradientMap,
+        shared: Tensors,
+        noise: Noise | None,
+        step: int,
+        generator: torch.Generator,
+    ) -> bool:
+        """Measure a message that is about to be shared. Returns whether it may be.
+
+        Raises:
+            ValueError: If a limit or an accountant needs a dFIL that cannot be computed. Nothing is
+                shared then.
+            ArithmeticError: Likewise.
+        """
+        found = self._dfil(gmap, noise, generator)
+        bound = None if found is None else mse_bound_from_dfil(float(found.samples.value.max()))
+        if self.logs(step):
+            if found is not None and bound is not None:
+                self._figures["leakage/dfil_mean"].append(found.mean)
+                self._figures["leakage/dfil_max"].append(float(found.samples.value.max()))
+                self._figures["leakage/mse_bound"].append(bound)
+            self._measure_influence(gmap, shared)
+        if self._limit is not None and bound is not None and bound < self._limit:
+            self._skipped += 1
+            self.stop_due = self.stop_due or self._stops
+            logger.warning_once(
+                "A message's bound on the MSE was below leakage_limit, so it was not shared. Such "
+                "messages count as zero gradients; leakage/skipped in this rank's log says how "
+                "many there are."
+            )
+            return False
+        if self.accountant is not None and found is not None:
+            self.accountant.step(example_keys(gmap), *found.samples)
+        return True
+
+    def take(self) -> dict[str, float]:
+        """The figures since they were taken last: means over messages, but the worst of `dfil_max`
+        and `mse_bound`.
+        """
+        worst = {"leakage/dfil_max": max, "leakage/mse_bound": min}
+        figures = {
+            name: float(worst[name](values)) if name in worst else sum(values) / len(values)
+            for name, values in self._figures.items()
+        }
+        self._figures.clear()
+        self.last = figures or self.last
+        return figures
+
+    def take_skipped(self) -> dict[str, float]:
+        """With a limit, how many messages were not shared since it was asked last."""
+        if self._limit is None:
+            return {}
+        skipped, self._skipped = self._skipped, 0
+        return {"leakage/skipped": float(skipped)}
+
+    def _dfil(
+        self, gmap: GradientMap, noise: Noise | None, generator: torch.Generator
+    ) -> MessageDFIL | None:
+        if noise is None:
+            if self._binding:
+                raise ValueError(
+                    "The defense did not say what noise it added, so nothing was shared. A "
+                    "`protect` of one's own has to leave it in `self.noise`, or call that of the "
+                    "class it extends."
+                )
+            return None
+        try:
+            return message_dfil(gmap, noise, self._num_probes, generator)
+        except (ValueError, ArithmeticError) as error:
+            if self._binding:
+                raise
+            logger.warning_once(f"dFIL is not logged where it cannot be computed. {error}")
+            return None
+
+    def _measure_influence(self, gmap: GradientMap, shared: Tensors) -> None:
+        delta = {name: shared[name] - g for name, g in gmap.gradient().items()}
+        try:
+            self._figures["leakage/i2f_lower_bound"].append(
+                float(inversion_influence_lower_bound(gmap, delta))
+            )
+        except (ValueError, ArithmeticError) as error:
+            logger.warning_once(
+                f"leakage/i2f_lower_bound is not logged where it cannot be computed. {error}"
+            )

@@ -1,0 +1,87 @@
+"""A rank's private file in a checkpoint: what its defenses remember, and what its examples have
+given away.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+import torch
+from safetensors.torch import load_file, save_file
+from transformers.utils import logging
+
+from ..defenses import Defense
+from ..leakage import FisherAccountant
+
+logger = logging.get_logger(__name__)
+
+_ACCOUNT = "accountant/"
+_NO_ACCOUNT = (
+    "{} holds no accountant's state of this rank, so what was shared until then would not be "
+    "counted. Resume with as many ranks as were saved, from a run that had an accountant, or "
+    "without one."
+)
+
+
+def save_private_state(
+    folder: str, rank: int, clients: Sequence[Defense], accountant: FisherAccountant | None
+) -> None:
+    """Write the state of each client's defense, and of the accountant."""
+    state = {
+        f"{index}/{key}": tensor.contiguous()
+        for index, defense in enumerate(clients)
+        for key, tensor in defense.state_dict().items()
+    }
+    if accountant is not None:
+        state |= {f"{_ACCOUNT}{key}": tensor for key, tensor in accountant.state_dict().items()}
+    save_file(state, _file(folder, rank))
+
+
+def load_private_state(
+    folder: str,
+    rank: int,
+    clients: Sequence[Defense],
+    accountant: FisherAccountant | None,
+    device: torch.device,
+) -> None:
+    """Restore them.
+
+    Raises:
+        ValueError: If there is an accountant, and the folder holds none of this rank.
+    """
+    if not os.path.isfile(_file(folder, rank)):
+        if accountant is not None:
+            raise ValueError(_NO_ACCOUNT.format(folder))
+        logger.warning(
+            f"{folder} holds no defense state of this rank. Sensitivities are estimated anew."
+        )
+        return
+    saved = load_file(_file(folder, rank))
+    account = {
+        key.removeprefix(_ACCOUNT): saved.pop(key)
+        for key in list(saved)
+        if key.startswith(_ACCOUNT)
+    }
+    if accountant is not None:
+        if not account:
+            raise ValueError(_NO_ACCOUNT.format(folder))
+        accountant.load_state_dict(account)
+    elif account:
+        logger.warning(
+            f"{folder} holds an accountant's state, which this run leaves behind: it has no "
+            "accountant."
+        )
+    state = {key: tensor.to(device) for key, tensor in saved.items()}
+    for index, defense in enumerate(clients):
+        prefix = f"{index}/"
+        own = {
+            key.removeprefix(prefix): tensor
+            for key, tensor in state.items()
+            if key.startswith(prefix)
+        }
+        defense.load_state_dict(own)
+
+
+def _file(folder: str, rank: int) -> str:
+    return os.path.join(folder, f"gradguard_private_rank{rank}.safetensors")

@@ -1,0 +1,247 @@
+"""One defense after the other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import exact_map, flat, make_task, rng, small_convolution
+from torch import Tensor
+
+from hf_gradguard import GradientMap, chain, make_defense
+from hf_gradguard.defenses import Chain
+
+
+@pytest.fixture
+def gmap() -> GradientMap:
+    """Of a batch as long as the model's positions, and without key biases (the softmax cancels
+    them): no g_i is 0.
+    """
+    model, batch = make_task("bert", max_position_embeddings=5, type_vocab_size=1)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("key.bias" not in name)
+    gmap = GradientMap(model, batch)
+    assert flat(gmap.gradient()).all()
+    return gmap
+
+
+def test_one_defense_is_its_own_chain() -> None:
+    defense = make_defense("pruning")
+    assert chain(defense) is defense
+
+
+def test_no_defense_is_no_chain() -> None:
+    with pytest.raises(ValueError, match="at least one defense"):
+        chain()
+
+
+def test_the_second_gets_what_the_first_would_share(gmap: GradientMap) -> None:
+    """Quantizing the pruned gradient: its levels and its endpoints, and the first one's generator
+    goes on.
+    """
+    first, second = (
+        make_defense("gaussian_noise", relative_scale=0.5),
+        make_defense("pruning", ratio=0.6),
+    )
+    generator, by_hand = rng(), rng()
+    shared = chain(first, second)(gmap, generator)
+    noisy = flat(first(gmap, by_hand))
+    kept = noisy.abs() > noisy.abs().sort().values[int(0.6 * len(noisy)) - 1]
+    assert torch.equal(flat(shared), noisy * kept)
+    assert torch.equal(generator.get_state(), by_hand.get_state())
+
+
+def test_none_in_a_chain_changes_nothing(gmap: GradientMap) -> None:
+    none, noise = make_defense("none"), make_defense("gaussian_noise", scale=0.1)
+    expected = flat(noise(gmap, rng()))
+    for defense in (chain(none, noise), chain(noise, none), chain(none, noise, none)):
+        assert torch.equal(flat(defense(gmap, rng())), expected)
+
+
+def test_order_matters(gmap: GradientMap) -> None:
+    """Noise first and then the largest of the noisy ones, or the largest ones and then noise on
+    them.
+    """
+    noise, pruning = (
+        make_defense("gaussian_noise", relative_scale=1),
+        make_defense("pruning", ratio=0.5),
+    )
+    one, two = flat(chain(noise, pruning)(gmap, rng())), flat(chain(pruning, noise)(gmap, rng()))
+    assert (one == 0).sum() == (two == 0).sum() == len(one) // 2
+    assert ((one == 0) != (two == 0)).sum() > 100
+
+
+def test_a_chain_leaves_the_map_as_it_was(gmap: GradientMap) -> None:
+    gradient = {n: g.clone() for n, g in gmap.gradient().items()}
+    chain(make_defense("optimal_pruning"), make_defense("optimal_noise"))(gmap, rng())
+    assert all(torch.equal(g, gradient[n]) for n, g in gmap.gradient().items())
+    ones = {n: torch.ones_like(g) for n, g in gradient.items()}
+    assert flat(gmap.restrict(ones)).all()
+
+
+NOISES: list[tuple[str, dict[str, Any]]] = [
+    ("gaussian_noise", {}),
+    ("laplace_noise", {}),
+    ("dp_sgd", {"clip": 0.5}),
+    ("dp_sgd", {"clip": 0.05, "clip_by": "coordinate"}),
+    ("optimal_noise", {}),
+    ("optimal_noise", {"granularity": "layer"}),
+    ("optimal_dp_sgd", {"clip": 0.05}),
+    ("optimal_dp_sgd", {"clip": 0.05, "granularity": "layer"}),
+]
+
+
+@pytest.mark.parametrize("pruning", ["pruning", "optimal_pruning"])
+@pytest.mark.parametrize(("noise", "settings"), NOISES)
+def test_noise_after_pruning_falls_on_what_pruning_left(
+    gmap: GradientMap, pruning: str, noise: str, settings: dict[str, Any]
+) -> None:
+    first, second = make_defense(pruning, ratio=0.7), make_defense(noise, scale=0.1, **settings)
+    left = flat(first(gmap, rng())) != 0
+    shared = flat(chain(first, second)(gmap, rng()))
+    assert not shared[~left].any()
+    unclipped = left & (
+        flat(gmap.gradient()).abs() < (0.05 if noise == "optimal_dp_sgd" else torch.inf)
+    )
+    assert unclipped.any()
+    assert (shared[unclipped] != flat(gmap.gradient())[unclipped]).all()
+
+
+@pytest.mark.parametrize(("noise", "settings"), NOISES)
+def test_pruned_zeros_get_no_noise_either(noise: str, settings: dict[str, Any]) -> None:
+    """Zeros of the gradient (positions beyond the batch's length) are pruned first, so they are not
+    shared either.
+    """
+    gmap = GradientMap(*make_task("bert"))
+    zeros = flat(gmap.gradient()) == 0
+    assert 20 < zeros.sum() < 0.05 * len(zeros)
+    shared = flat(
+        chain(make_defense("pruning", ratio=0.7), make_defense(noise, scale=0.1, **settings))(
+            gmap, rng()
+        )
+    )
+    assert not shared[zeros].any()
+
+
+def test_layer_noise_after_pruning_weighs_by_what_pruning_left() -> None:
+    """A tensor's norms of s and g are those of its transmitted coordinates: the others leak nothing
+    any more.
+    """
+    gmap = exact_map("bert")
+    pruning, noise = (
+        make_defense("pruning", ratio=0.7),
+        make_defense("optimal_noise", scale=1, granularity="layer"),
+    )
+    shared, squares = pruning(gmap, rng()), gmap.squared_sensitivity()
+    variance = {}
+    for name, y in shared.items():
+        left = y != 0
+        variance[name] = squares[name][left].sum().sqrt() / y.norm().clamp(min=1e-8) * left
+    power = flat(variance).mean()
+    noise.draw = lambda like, _generator: torch.ones_like(like)
+    std = flat(chain(pruning, noise)(gmap, rng())) - flat(shared)
+    torch.testing.assert_close(std.square(), flat(variance) / power, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize(("noise", "settings"), NOISES)
+def test_scale_in_a_chain_still_counts_all_parameters(noise: str, settings: dict[str, Any]) -> None:
+    """Equal `scale` is equal noise power over all shared parameters: on fewer coordinates it is
+    more on each.
+    """
+    gmap = exact_map("bert")
+    pruning, defense = (
+        make_defense("pruning", ratio=0.7),
+        make_defense(noise, scale=0.1, **settings),
+    )
+    defense.draw = lambda like, _generator: torch.ones_like(like)
+    shared = flat(chain(pruning, defense)(gmap, rng()))
+    defense.draw = lambda like, _generator: -torch.ones_like(like)
+    std = (shared - flat(chain(pruning, defense)(gmap, rng()))) / 2
+    assert abs(std.square().mean() / 0.01 - 1) < 1e-12
+
+
+def test_kept_sensitivities_follow_what_each_step_transmits() -> None:
+    """With refresh_every the estimate is of an earlier call, in which other coordinates were
+    pruned.
+    """
+    model, batch = small_convolution()
+    defense = chain(
+        make_defense("pruning", ratio=0.7),
+        make_defense("optimal_noise", scale=0.1, refresh_every=3),
+    )
+    sets = []
+    for label in (0, 1, 2):
+        batch["labels"].fill_(label)
+        gmap = GradientMap(model, batch, second_order=defense.needs_jacobian)
+        left = flat(make_defense("pruning", ratio=0.7)(gmap, rng())) != 0
+        assert left.sum() == 116 - 81
+        shared = flat(defense(gmap, rng()))
+        assert not shared[~left].any()
+        assert (shared[left] != flat(gmap.gradient())[left]).all()
+        sets.append(left)
+    assert not torch.equal(sets[0], sets[1])
+
+
+def test_three_in_a_row(gmap: GradientMap) -> None:
+    one, two = make_defense("pruning", ratio=0.5), make_defense("optimal_pruning", ratio=0.8)
+    defense = chain(one, two, make_defense("gaussian_noise", scale=0.1))
+    shared = flat(defense(gmap, rng()))
+    left = flat(chain(one, two)(gmap, rng())) != 0
+    assert left.sum() == len(left) - int(0.8 * len(left))
+    assert torch.equal(shared != 0, left)
+
+
+# ---------------------------------------------------------------------------------------------------- state
+
+
+def test_needs_jacobian() -> None:
+    plain, sharp = make_defense("pruning"), make_defense("optimal_noise", refresh_every=2)
+    assert not chain(plain, plain).needs_jacobian
+    for defense in (chain(plain, sharp), chain(sharp, plain), chain(plain, plain, sharp)):
+        assert defense.needs_jacobian
+    model, batch = make_task("bert")
+    defense = chain(
+        make_defense("optimal_pruning", refresh_every=3),
+        make_defense("optimal_noise", refresh_every=2),
+    )
+    told = []
+    for _ in range(7):
+        told.append(defense.needs_jacobian)
+        defense(GradientMap(model, batch, second_order=told[-1]), rng())
+    assert told == [i % 3 == 0 or i % 2 == 0 for i in range(7)]
+
+
+def make_stateful() -> Chain:
+    return chain(
+        make_defense("optimal_pruning", ratio=0.5, refresh_every=3, num_probes=2),
+        make_defense("quantization"),
+        make_defense("optimal_noise", relative_scale=0.1, refresh_every=2, num_probes=2),
+    )
+
+
+@pytest.mark.parametrize("calls_before", [0, 1, 2, 3])
+def test_state_dict_round_trip(gmap: GradientMap, calls_before: int, tmp_path: Path) -> None:
+    defense, restored, generator = make_stateful(), make_stateful(), rng()
+    for _ in range(calls_before):
+        defense(gmap, generator)
+    torch.save(defense.state_dict(), tmp_path / "state.pt")
+    restored(gmap, rng(8))
+    restored.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    generators = [torch.Generator(), torch.Generator()]
+    for copied in generators:
+        copied.set_state(generator.get_state())
+    for _ in range(6):
+        assert defense.needs_jacobian == restored.needs_jacobian
+        one, two = (flat(d(gmap, g)) for d, g in zip((defense, restored), generators, strict=True))
+        assert torch.equal(one, two)
+
+
+def test_state_names_say_whose_they_are(gmap: GradientMap) -> None:
+    defense = make_stateful()
+    defense(gmap, rng())
+    prefixes = {name.split("squares")[0].split("calls_left")[0] for name in defense.state_dict()}
+    assert prefixes == {"first.first.", "second."}
+    values: list[Tensor] = [t for n, t in defense.state_dict().items() if n.endswith("calls_left")]
+    assert sorted(int(v) for v in values) == [1, 2]

@@ -1,0 +1,616 @@
+"""What holds for every defense: names, settings, purity, corner cases."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import fields
+from typing import Any
+
+import pytest
+import torch
+from helpers import exact_map, flat, make_task, rng, small_convolution, split_like
+from torch import Tensor
+
+from hf_gradguard import DEFENSES, GradientMap, chain, make_defense
+from hf_gradguard.defenses import Defense
+from hf_gradguard.defenses.base import _filled
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "gaussian_noise": ("gaussian_noise", {"relative_scale": 0.1}),
+    "laplace_noise": ("laplace_noise", {"relative_scale": 0.1}),
+    "optimal_noise": ("optimal_noise", {"relative_scale": 0.1, "num_probes": 2}),
+    "optimal_noise_layer": (
+        "optimal_noise",
+        {"relative_scale": 0.1, "granularity": "layer", "num_probes": 2},
+    ),
+    "dp_sgd_norm": ("dp_sgd", {"clip": 0.5, "relative_scale": 0.1}),
+    "dp_sgd_coordinate": ("dp_sgd", {"clip": 0.01, "clip_by": "coordinate", "relative_scale": 0.1}),
+    "optimal_dp_sgd": ("optimal_dp_sgd", {"clip": 0.01, "relative_scale": 0.1, "num_probes": 2}),
+    "pruning": ("pruning", {"ratio": 0.5}),
+    "pruning_utility": ("pruning", {"utility": 0.9}),
+    "optimal_pruning": ("optimal_pruning", {"ratio": 0.5, "num_probes": 2}),
+    "optimal_pruning_layer": (
+        "optimal_pruning",
+        {"ratio": 0.5, "granularity": "layer", "num_probes": 2},
+    ),
+    "optimal_pruning_utility": ("optimal_pruning", {"utility": 0.9, "num_probes": 2}),
+    "quantization": ("quantization", {"bits": 4}),
+    "quantization_stochastic": ("quantization", {"bits": 4, "stochastic": True}),
+    "quantization_sign": ("quantization", {"sign_only": True}),
+}
+"""Every defense but "none", in every kind that its settings have."""
+
+DETERMINISTIC = {"pruning", "pruning_utility", "quantization", "quantization_sign"}
+
+# Of every setting: what its error says, and values outside its range.
+NUMBERS = (-1, -1e-9, math.nan, math.inf, -math.inf, "1", True)
+COUNTS = (0, -1, 1.5, 2.0, "3", True, None, math.nan)
+RANGES: list[tuple[str, str, str, tuple[Any, ...]]] = [
+    *(
+        (defense, setting, rf"{setting} must be a finite number of at least 0", NUMBERS)
+        for defense in (
+            "gaussian_noise",
+            "laplace_noise",
+            "optimal_noise",
+            "dp_sgd",
+            "optimal_dp_sgd",
+        )
+        for setting in ("scale", "relative_scale", "utility_budget")
+    ),
+    *(
+        (
+            defense,
+            "clip",
+            "clip must be a finite number above 0",
+            (0, -1, math.nan, math.inf, "1", True, None),
+        )
+        for defense in ("dp_sgd", "optimal_dp_sgd")
+    ),
+    ("dp_sgd", "clip_by", "clip_by must be 'norm' or 'coordinate'", ("layer", None)),
+    *(
+        (defense, setting, rf"{setting} must be a whole number of at least 1", COUNTS)
+        for defense in ("optimal_noise", "optimal_dp_sgd", "optimal_pruning")
+        for setting in ("num_probes", "refresh_every", "probe_chunk")
+    ),
+    *(
+        (defense, "granularity", "granularity must be 'parameter' or 'layer'", ("tensor", None))
+        for defense in ("optimal_noise", "optimal_dp_sgd", "optimal_pruning")
+    ),
+    *(
+        (
+            defense,
+            "ratio",
+            "ratio must be at least 0 and below 1",
+            (-0.1, 1, 1.5, math.nan, math.inf, "0.5", True),
+        )
+        for defense in ("pruning", "optimal_pruning")
+    ),
+    *(
+        (
+            defense,
+            "utility",
+            "utility must be above 0 and at most 1",
+            (0, -0.1, 1.0001, math.nan, math.inf, "0.5", True),
+        )
+        for defense in ("pruning", "optimal_pruning")
+    ),
+    (
+        "quantization",
+        "bits",
+        "bits must be a whole number from 1 to 32",
+        (0, 33, -1, 2.5, math.nan, "4", True),
+    ),
+]
+
+
+def make(case: str) -> Defense:
+    name, settings = CASES[case]
+    return make_defense(name, **settings)
+
+
+def bert_map(**settings: Any) -> GradientMap:
+    return GradientMap(*make_task("bert", **settings))
+
+
+def assert_same(one: dict[str, Tensor], two: dict[str, Tensor]) -> None:
+    assert list(one) == list(two)
+    for name, tensor in one.items():
+        assert torch.equal(tensor, two[name]), name
+
+
+# ------------------------------------------------------------------------------------------ names
+# and settings
+
+
+def test_every_defense_has_a_case() -> None:
+    """A new defense must be added to these tests (refiner and soteria have their own)."""
+    assert set(DEFENSES) - {"none", "refiner", "soteria"} == {name for name, _ in CASES.values()}
+    assert "none" in DEFENSES
+
+
+@pytest.mark.parametrize("name", DEFENSES)
+def test_names(name: str) -> None:
+    assert DEFENSES[name].name == name
+    assert type(make_defense(name)) is DEFENSES[name]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "meant"),
+    [("optimal_nose", "optimal_noise"), ("prunning", "pruning"), ("dpsgd", "dp_sgd")],
+)
+def test_an_unknown_name_lists_the_names_and_suggests_one(wrong: str, meant: str) -> None:
+    with pytest.raises(ValueError) as error:
+        make_defense(wrong)
+    assert f"no defense {wrong!r}" in str(error.value)
+    assert f"Did you mean {meant!r}?" in str(error.value)
+    assert ", ".join(DEFENSES) in str(error.value)
+
+
+@pytest.mark.parametrize("wrong", ["xyzzy", "", 3])
+def test_a_name_like_no_other_gets_no_suggestion(wrong: Any) -> None:
+    with pytest.raises(ValueError, match=", ".join(DEFENSES)) as error:
+        make_defense(wrong)
+    assert "Did you mean" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", DEFENSES)
+def test_an_unknown_setting_lists_the_settings(name: str) -> None:
+    with pytest.raises(TypeError) as error:
+        make_defense(name, strength=3, also=1)
+    message = str(error.value)
+    assert message.startswith(f"{name} has no setting also, strength.")
+    settings = [field.name for field in fields(DEFENSES[name])]
+    assert (f"It has: {', '.join(settings)}." if settings else "It has none.") in message
+
+
+@pytest.mark.parametrize(
+    ("defense", "setting", "message", "value"),
+    [
+        (defense, setting, message, value)
+        for defense, setting, message, values in RANGES
+        for value in values
+    ],
+)
+def test_values_out_of_range(defense: str, setting: str, message: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=message) as error:
+        make_defense(defense, **{setting: value})
+    assert repr(value) in str(error.value)
+
+
+def test_every_setting_has_its_range_tested() -> None:
+    tested = {(defense, setting) for defense, setting, *_ in RANGES}
+    flags = {("quantization", "stochastic"), ("quantization", "sign_only")}
+    for name, _ in CASES.values():
+        for field in fields(DEFENSES[name]):
+            assert (name, field.name) in tested | flags
+
+
+@pytest.mark.parametrize(
+    ("defense", "settings", "message"),
+    [
+        (
+            "gaussian_noise",
+            {"scale": 1, "relative_scale": 1},
+            "one of scale, relative_scale and utility_budget",
+        ),
+        ("optimal_noise", {"scale": 0, "utility_budget": 1}, "not scale and utility_budget"),
+        (
+            "dp_sgd",
+            {"relative_scale": 1, "utility_budget": 1},
+            "not relative_scale and utility_budget",
+        ),
+        ("pruning", {"ratio": 0.5, "utility": 0.5}, "ratio or utility, not both"),
+        ("optimal_pruning", {"ratio": 0, "utility": 0.5}, "ratio or utility, not both"),
+        ("quantization", {"sign_only": True, "bits": 2}, "sign_only has no levels"),
+        ("quantization", {"sign_only": True, "stochastic": True}, "sign_only has no levels"),
+    ],
+)
+def test_settings_that_exclude_each_other(
+    defense: str, settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_defense(defense, **settings)
+
+
+@pytest.mark.parametrize(
+    ("defense", "settings"),
+    [
+        ("gaussian_noise", {"relative_scale": 1.0}),
+        ("pruning", {"ratio": 0.9}),
+        ("quantization", {"bits": 4, "stochastic": False, "sign_only": False}),
+        ("dp_sgd", {"relative_scale": 1.0, "clip": 1.0, "clip_by": "norm"}),
+        (
+            "optimal_noise",
+            {
+                "relative_scale": 1.0,
+                "num_probes": 10,
+                "granularity": "parameter",
+                "refresh_every": 1,
+                "probe_chunk": 1,
+            },
+        ),
+    ],
+)
+def test_defaults(defense: str, settings: dict[str, Any]) -> None:
+    assert make_defense(defense).settings() == settings
+
+
+# --------------------------------------------------------------------------------------------- what
+# is shared
+
+
+def test_none_shares_the_gradient_exactly() -> None:
+    gmap = bert_map()
+    assert_same(make_defense("none")(gmap), gmap.gradient())
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_other_defense_changes_the_gradient(case: str) -> None:
+    gmap = bert_map()
+    shared = make(case)(gmap, rng())
+    assert list(shared) == list(gmap.gradient())
+    for name, g in gmap.gradient().items():
+        assert shared[name].shape == g.shape
+        assert shared[name].dtype == g.dtype
+        assert not shared[name].requires_grad
+    difference = flat(shared) - flat(gmap.gradient())
+    assert (difference != 0).double().mean() > 0.25
+    # These settings are mild: what is shared still points along the gradient.
+    assert torch.cosine_similarity(flat(shared), flat(gmap.gradient()), dim=0) > 0.3
+
+
+@pytest.mark.parametrize(
+    ("defense", "settings"),
+    [
+        *(
+            (defense, {strength: 0})
+            for defense in ("gaussian_noise", "laplace_noise", "optimal_noise")
+            for strength in ("scale", "relative_scale", "utility_budget")
+        ),
+        ("dp_sgd", {"clip": 1e9, "scale": 0}),
+        ("dp_sgd", {"clip": 1e9, "clip_by": "coordinate", "relative_scale": 0}),
+        ("optimal_dp_sgd", {"clip": 1e9, "utility_budget": 0}),
+        ("optimal_noise", {"scale": 0.0, "granularity": "layer"}),
+        ("pruning", {"ratio": 0}),
+        ("pruning", {"ratio": 0.0}),
+        ("pruning", {"ratio": 1e-12}),
+        ("optimal_pruning", {"ratio": 0}),
+        ("optimal_pruning", {"ratio": 0, "granularity": "layer"}),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_nothing_asked_for_is_nothing_done(
+    defense: str, settings: dict[str, Any], dtype: torch.dtype
+) -> None:
+    gmap = bert_map(dtype=dtype)
+    assert_same(make_defense(defense, **settings)(gmap, rng()), gmap.gradient())
+
+
+@pytest.mark.parametrize("case", [*CASES, "none"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_types_are_kept(case: str, dtype: torch.dtype) -> None:
+    gmap = bert_map(dtype=dtype)
+    shared = make_defense("none")(gmap) if case == "none" else make(case)(gmap, rng())
+    assert {tensor.dtype for tensor in shared.values()} == {dtype}
+    assert torch.isfinite(flat(shared)).all()
+
+
+# --------------------------------------------------------------------------------------------------
+# purity
+
+
+@pytest.mark.parametrize("case", [*CASES, "none"])
+def test_a_defense_touches_neither_model_nor_global_randomness(case: str) -> None:
+    model, batch = make_task("bert", dropout=0.1)
+    model.train()
+    for i, p in enumerate(model.parameters()):
+        p.grad = torch.full_like(p, 0.5) if i % 2 else None
+    gmap = GradientMap(model, batch)
+    before = {n: t.clone() for n, t in model.state_dict().items()}
+    gradient = {n: t.clone() for n, t in gmap.gradient().items()}
+    random_state = torch.get_rng_state()
+    (make_defense("none") if case == "none" else make(case))(gmap, rng())
+    assert_same(model.state_dict(), before)
+    assert_same(gmap.gradient(), gradient)
+    assert all(module.training for module in model.modules())
+    for i, p in enumerate(model.parameters()):
+        assert p.requires_grad
+        assert (p.grad == 0.5).all() if i % 2 else p.grad is None
+    assert torch.equal(torch.get_rng_state(), random_state)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_all_randomness_comes_from_the_generator(case: str) -> None:
+    gmap = bert_map()
+    one, again, other = (make(case)(gmap, rng(seed)) for seed in (1, 1, 2))
+    assert_same(one, again)
+    assert torch.equal(flat(one), flat(other)) == (case in DETERMINISTIC)
+    generator = rng()
+    state = generator.get_state()
+    make(case)(gmap, generator)
+    assert torch.equal(generator.get_state(), state) == (case in DETERMINISTIC)
+
+
+@pytest.mark.parametrize("case", sorted(CASES.keys() - DETERMINISTIC))
+def test_without_a_generator_it_is_private(case: str) -> None:
+    """The global seed, the same on all ranks, has no say."""
+    gmap, results = bert_map(), []
+    for _ in range(2):
+        torch.manual_seed(0)
+        results.append(flat(make(case)(gmap)))
+    assert not torch.equal(*results)
+
+
+# ---------------------------------------------------------------------------------------------
+# corner cases
+
+
+@pytest.mark.parametrize("case", [*CASES, "none"])
+def test_zero_gradient(case: str) -> None:
+    """A loss that is zero everywhere: nothing to weigh by, nothing to divide by."""
+    model, batch = make_task("bert")
+    gmap = GradientMap(model, batch, loss_fn=lambda model, batch: 0 * model(**batch).loss)
+    assert not flat(gmap.gradient()).any()
+    shared = (make_defense("none") if case == "none" else make(case))(gmap, rng())
+    assert not flat(shared).any()  # noise here is relative to the gradient
+
+
+def test_zero_gradient_gets_absolute_noise() -> None:
+    model, batch = make_task("bert")
+    gmap = GradientMap(model, batch, loss_fn=lambda model, batch: 0 * model(**batch).loss)
+    noise = flat(make_defense("gaussian_noise", scale=0.5)(gmap, rng()))
+    assert abs(noise.square().mean() / 0.25 - 1) < 5 * (2 / len(noise)) ** 0.5
+
+
+@pytest.mark.parametrize("name", ["optimal_noise", "optimal_dp_sgd"])
+@pytest.mark.parametrize("strength", ["scale", "relative_scale", "utility_budget"])
+def test_zero_sensitivities_get_no_noise_and_one_warning(
+    name: str, strength: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    gmap = exact_map("bert")
+    gmap.squared_sensitivity = lambda *_: {
+        n: torch.zeros_like(g) for n, g in gmap.gradient().items()
+    }
+    defense = make_defense(
+        name, **{strength: 0.5}, **({"clip": 1e9} if name == "optimal_dp_sgd" else {})
+    )
+    caplog.clear()
+    for _ in range(3):
+        assert_same(defense(gmap, rng()), gmap.gradient())
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert f"{name} added no noise" in record.getMessage()
+
+
+def test_zero_sensitivities_are_pruned_by_size() -> None:
+    gmap = exact_map("bert")
+    gmap.squared_sensitivity = lambda *_: {
+        n: torch.zeros_like(g) for n, g in gmap.gradient().items()
+    }
+    shared = make_defense("optimal_pruning", ratio=0.5)(gmap, rng())
+    assert torch.equal(flat(shared), flat(make_defense("pruning", ratio=0.5)(gmap, rng())))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_batch_of_one(case: str) -> None:
+    gmap = bert_map(batch_size=1)
+    shared = flat(make(case)(gmap, rng()))
+    assert torch.isfinite(shared).all()
+    assert not torch.equal(shared, flat(gmap.gradient()))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_parameter_that_the_loss_does_not_use(case: str) -> None:
+    gmap = GradientMap(*small_convolution())
+    assert not gmap.gradient()["unused"].any()
+    shared = make(case)(gmap, rng())
+    assert torch.isfinite(flat(shared)).all()
+    uniform = {"gaussian_noise", "laplace_noise", "dp_sgd_norm", "dp_sgd_coordinate"}
+    assert bool(shared["unused"].any()) == (case in uniform)
+
+
+@pytest.mark.parametrize("case", [*CASES, "none", "chain"])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_gradient_that_is_not_finite_is_not_shared(case: str, value: float) -> None:
+    gmap = bert_map()
+    gmap.gradient()["bert.pooler.dense.bias"][3] = value
+    if case == "chain":
+        defense = chain(make("quantization"), make("gaussian_noise"))
+    else:
+        defense = make_defense("none") if case == "none" else make(case)
+    with pytest.raises(
+        FloatingPointError, match=r"gradient of bert\.pooler\.dense\.bias is not finite"
+    ):
+        defense(gmap, rng())
+
+
+def test_a_loss_that_is_not_finite() -> None:
+    model, batch = make_task("bert")
+    with torch.no_grad():
+        model.classifier.bias[1] = math.nan
+    with pytest.raises(FloatingPointError, match="is not finite, so nothing was shared"):
+        make_defense("none")(GradientMap(model, batch))
+
+
+@pytest.mark.parametrize("name", ["optimal_noise", "optimal_dp_sgd", "optimal_pruning"])
+def test_sensitivities_that_are_not_finite(name: str) -> None:
+    gmap = exact_map("bert")
+    squares = {n: t.clone() for n, t in gmap.squared_sensitivity().items()}
+    squares["classifier.weight"][0, 0] = math.nan
+    gmap.squared_sensitivity = lambda *_: squares
+    with pytest.raises(
+        FloatingPointError, match=r"sensitivity of classifier\.weight is not finite"
+    ):
+        make_defense(name)(gmap, rng())
+
+
+def test_an_estimate_that_is_not_finite_is_not_kept() -> None:
+    """One bad batch must not stop the `refresh_every` steps after it."""
+    gmap, defense = exact_map("bert"), make_defense("optimal_noise", refresh_every=5)
+    exact = gmap.squared_sensitivity
+    gmap.squared_sensitivity = lambda *_: {n: s * math.nan for n, s in exact().items()}
+    with pytest.raises(FloatingPointError):
+        defense(gmap, rng())
+    assert defense.needs_jacobian
+    gmap.squared_sensitivity = exact
+    assert torch.isfinite(flat(defense(gmap, rng()))).all()
+
+
+@pytest.mark.parametrize("name", ["gaussian_noise", "laplace_noise", "optimal_noise", "dp_sgd"])
+def test_noise_that_overflows_is_not_shared(name: str) -> None:
+    gmap = bert_map(dtype=torch.float32)
+    with pytest.raises(FloatingPointError, match=rf"{name} made the gradient of .*scale=1e\+30"):
+        make_defense(name, scale=1e30)(gmap, rng())
+
+
+# --------------------------------------------------------------------------- sensitivities kept
+# between calls
+
+SENSITIVE = ("optimal_noise", "optimal_dp_sgd", "optimal_pruning")
+
+
+@pytest.mark.parametrize("name", SENSITIVE)
+@pytest.mark.parametrize("refresh_every", [1, 2, 3])
+def test_refresh_every(name: str, refresh_every: int) -> None:
+    """One estimate in n calls, and `needs_jacobian` says before which; in between first-order maps
+    do.
+    """
+    model, batch = make_task("bert")
+    defense = make_defense(name, refresh_every=refresh_every, num_probes=2)
+    estimates, told = [], []
+    for _ in range(2 * refresh_every + 1):
+        gmap = GradientMap(model, batch, second_order=defense.needs_jacobian)
+        estimate = gmap.squared_sensitivity
+        calls = []
+        gmap.squared_sensitivity = lambda *args, estimate=estimate, calls=calls: (
+            calls.append(args) or estimate(*args)
+        )
+        told.append(defense.needs_jacobian)
+        defense(gmap, rng())
+        estimates.append(len(calls))
+    assert estimates == [1 if i % refresh_every == 0 else 0 for i in range(2 * refresh_every + 1)]
+    assert told == [bool(count) for count in estimates]
+
+
+def test_refresh_uses_the_kept_values_with_the_new_gradient() -> None:
+    model, batch = make_task("bert")
+    other = {**batch, "labels": (batch["labels"] + 1) % 3}
+    defense = make_defense("optimal_pruning", ratio=0.5, refresh_every=2)
+    defense(GradientMap(model, batch), rng())
+    squares = {
+        n.removeprefix("squares."): t
+        for n, t in defense.state_dict().items()
+        if n.startswith("squares.")
+    }
+    gmap = GradientMap(model, other, second_order=False)
+    shared, gradient = flat(defense(gmap, rng())), flat(gmap.gradient())
+    ratio = (flat(squares).sqrt() / gradient.abs()).nan_to_num(torch.inf)
+    assert ratio[shared != 0].max() <= ratio[shared == 0].min()
+
+
+@pytest.mark.parametrize("name", SENSITIVE)
+def test_settings_reach_the_estimate(name: str) -> None:
+    gmap, seen = exact_map("bert"), []
+    exact = gmap.squared_sensitivity
+    gmap.squared_sensitivity = lambda *args: seen.append(args) or exact()
+    generator = rng()
+    make_defense(name, num_probes=7, probe_chunk=3)(gmap, generator)
+    assert seen == [(7, generator, 3)]
+
+
+@pytest.mark.parametrize("name", sorted(set(DEFENSES) - set(SENSITIVE) - {"refiner", "soteria"}))
+def test_the_others_need_no_jacobian_and_keep_nothing(name: str) -> None:
+    defense = make_defense(name)
+    assert not defense.needs_jacobian
+    defense(GradientMap(*make_task("bert"), second_order=False), rng())
+    assert defense.state_dict() == {}
+    defense.load_state_dict({})
+    with pytest.raises(ValueError, match=f"{name} keeps no state.*calls_left"):
+        defense.load_state_dict({"calls_left": torch.tensor(1)})
+
+
+@pytest.mark.parametrize("name", SENSITIVE)
+@pytest.mark.parametrize("calls_before", [0, 1, 2, 3])
+def test_state_dict_round_trip(name: str, calls_before: int, tmp_path: Any) -> None:
+    model, batch = make_task("bert")
+    gmap, generator = GradientMap(model, batch), rng()
+    defense, restored = (make_defense(name, refresh_every=3, num_probes=2) for _ in range(2))
+    for _ in range(calls_before):
+        defense(gmap, generator)
+    torch.save(defense.state_dict(), tmp_path / "state.pt")
+    restored(gmap, rng(8))  # what it remembers of its own must be replaced
+    restored.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    generators = [torch.Generator(), torch.Generator()]
+    for copied in generators:
+        copied.set_state(generator.get_state())
+    for _ in range(4):
+        assert defense.needs_jacobian == restored.needs_jacobian
+        assert_same(defense(gmap, generators[0]), restored(gmap, generators[1]))
+
+
+def test_a_state_is_not_changed_by_later_calls() -> None:
+    gmap, defense = bert_map(), make_defense("optimal_noise", refresh_every=2)
+    defense(gmap, rng(1))
+    state = defense.state_dict()
+    kept = {name: tensor.clone() for name, tensor in state.items()}
+    for seed in (2, 3):
+        defense(gmap, rng(seed))
+    assert_same(state, kept)
+
+
+def test_a_changed_set_of_parameters_is_estimated_anew() -> None:
+    model, batch = make_task("bert")
+    defense = make_defense("optimal_noise", refresh_every=5)
+    defense(GradientMap(model, batch), rng())
+    model.bert.pooler.requires_grad_(False)
+    gmap = GradientMap(model, batch)
+    assert list(defense(gmap, rng())) == list(gmap.gradient())
+
+
+def test_split_like_undoes_flat() -> None:
+    gradient = bert_map().gradient()
+    assert_same(split_like(flat(gradient), gradient), gradient)
+
+
+@pytest.mark.parametrize("name", ["optimal_noise", "optimal_pruning"])
+def test_reused_sensitivities_leave_nothing_bare(name: str) -> None:
+    """Positions that the batch before did not reach are shared as if they were as sensitive as the
+    others.
+    """
+    model, batch = make_task("bert")
+    short = {key: value[:, :3] if value.dim() > 1 else value for key, value in batch.items()}
+    settings = {"relative_scale": 1.0} if name == "optimal_noise" else {"ratio": 0.5}
+    defense = make_defense(name, refresh_every=2, **settings)
+    defense(GradientMap(model, short), rng())
+    gmap = GradientMap(model, batch)
+    sensitivity = defense.sensitivity(gmap, rng())
+    position = next(n for n in gmap.parameters if "position_embeddings" in n)
+    unseen = gmap.gradient()[position][3:5]
+    assert (unseen != 0).any()
+    before = sensitivity[position][:3]
+    expected = (before.square().sum() / sensitivity[position].numel()).sqrt()
+    torch.testing.assert_close(
+        sensitivity[position][3:5], expected.expand(2, 8).where(unseen != 0, 0.0)
+    )
+    assert all((sensitivity[n] > 0)[g != 0].all() for n, g in gmap.gradient().items())
+
+
+def test_sensitivities_that_underflow_are_not_zero() -> None:
+    squares = {"a": torch.tensor([0.0, 4.0, 0.0]), "b": torch.zeros(2), "c": torch.tensor([1.0])}
+    gradient = {
+        "a": torch.tensor([1e-30, 1.0, 0.0]),
+        "b": torch.tensor([1.0, 0.0]),
+        "c": torch.tensor([0.0]),
+    }
+    tiny = torch.finfo(torch.float32).tiny
+    now, later = (_filled(squares, gradient, fresh) for fresh in (True, False))
+    assert torch.equal(now["a"], torch.tensor([tiny, 4.0, 0.0]))
+    assert torch.equal(now["b"], torch.tensor([tiny, 0.0]))
+    # Reused: the tensor's mean square, 4/3, or that of all, 5/6.
+    torch.testing.assert_close(later["a"], torch.tensor([4 / 3, 4.0, 0.0]))
+    torch.testing.assert_close(later["b"], torch.tensor([5 / 6, 0.0]))
+    assert torch.equal(later["c"], squares["c"])
+    nothing = {name: torch.zeros_like(square) for name, square in squares.items()}
+    assert (
+        _filled(nothing, gradient, False) is nothing
+    )  # a loss without second derivatives needs no noise

@@ -1,0 +1,391 @@
+"""Fisher information against dense linear algebra in float64, and its estimates against their own
+error bars.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from helpers import flat, make_task, rng, small_convolution, split_like
+from leakage_helpers import (
+    DENSE,
+    by_hand,
+    dense_case,
+    dense_convolution,
+    fisher,
+    linear_map,
+    perturbation,
+    random_jacobian,
+    uneven_variance,
+)
+from torch import Tensor
+
+from hf_gradguard import GradientMap, make_defense
+from hf_gradguard.leakage import (
+    dfil,
+    fisher_norm,
+    fisher_trace,
+    fisher_trace_from_sensitivity,
+    smooth_clip,
+    smoothly_clipped,
+)
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_exact_figures_equal_the_dense_ones(name: str) -> None:
+    gmap, jacobian = dense_case(name)
+    variance = uneven_variance(gmap)
+    information = fisher(jacobian, variance)
+    trace = fisher_trace(gmap, variance)
+    assert float(trace) == pytest.approx(float(information.trace()), rel=1e-6)
+    assert trace.standard_error == 0
+    half = len(jacobian) // 2
+    sizes = torch.tensor(
+        [half, half if name in ("vit", "convolution") else half - 8]
+    )  # one token is padding
+    blocks = (
+        torch.stack([information[:half, :half].trace(), information[half:, half:].trace()]) / sizes
+    )
+    value, error = dfil(gmap, variance, num_probes=None)
+    torch.testing.assert_close(value, blocks, rtol=1e-6, atol=0)
+    assert not error.any()
+
+
+def test_one_number_is_the_same_variance_everywhere() -> None:
+    gmap, jacobian = dense_case("convolution")
+    assert float(fisher_trace(gmap, 1e-3)) == pytest.approx(1e3 * float(jacobian.square().sum()))
+    each = {name: torch.tensor(1e-3, dtype=torch.float64) for name in gmap.parameters}  # broadcast
+    assert float(fisher_trace(gmap, each)) == pytest.approx(float(fisher_trace(gmap, 1e-3)))
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_estimates_agree_with_the_exact_figures(name: str) -> None:
+    gmap, _ = dense_case(name)
+    variance = uneven_variance(gmap)
+    value, error = dfil(gmap, variance, 50, rng())
+    exact = dfil(gmap, variance, None).value
+    assert ((value - exact).abs() <= 4 * error).all()
+    assert (error < 0.3 * value).all()
+    total = fisher_trace(gmap, variance, 50, rng())
+    assert abs(total - fisher_trace(gmap, variance)) <= 4 * total.standard_error
+
+
+def test_estimates_keep_to_their_standard_errors() -> None:
+    """200 seeds of 50 probes on a flat and a steep spectrum: within 4 standard errors, which are
+    calibrated.
+    """
+    jacobian = torch.cat([random_jacobian(4), torch.eye(6, 9, dtype=torch.float64)])
+    gmap = linear_map(jacobian, batch_size=2)
+    exact = dfil(gmap, 0.1, None).value
+    assert exact.tolist() == pytest.approx(
+        [float(part.square().sum()) / 0.6 for part in jacobian.split(6)]
+    )
+    values, errors = map(
+        torch.stack, zip(*(dfil(gmap, 0.1, 50, rng(seed)) for seed in range(200)), strict=True)
+    )
+    assert ((values - exact).abs() <= 4 * errors).double().mean(0).min() >= 0.99
+    assert ((values.mean(0) - exact).abs() <= 4 * values.std(0) / math.sqrt(200)).all()
+    # What the module states: variance 2‖FIM_j‖²/k. The spread of 200 values has a relative error of
+    # 5 %.
+    stated = (
+        torch.tensor([float((part @ part.T).norm()) for part in jacobian.split(6)])
+        / 0.6
+        * math.sqrt(2 / 50)
+    )
+    for measured in (values.std(0), errors.square().mean(0).sqrt()):
+        assert (measured / stated > 0.8).all()
+        assert (measured / stated < 1.25).all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", DENSE)
+def test_estimates_on_models_keep_to_their_standard_errors(name: str) -> None:
+    gmap, _ = dense_case(name)
+    exact = dfil(gmap, 1e-2, None).value
+    values, errors = map(
+        torch.stack, zip(*(dfil(gmap, 1e-2, 50, rng(seed)) for seed in range(200)), strict=True)
+    )
+    assert ((values - exact).abs() <= 4 * errors).double().mean(0).min() >= 0.99
+    assert ((errors.mean(0) / values.std(0) > 0.8) & (errors.mean(0) / values.std(0) < 1.25)).all()
+
+
+def test_probes_are_independent() -> None:
+    """The trap: one random key for all probes makes fifty of them one. Here the fiftieth's error is
+    a seventh.
+    """
+    gmap = linear_map(torch.eye(6, dtype=torch.float64))
+    one = torch.stack([dfil(gmap, 1.0, 1, rng(seed)).value for seed in range(200)]).std()
+    fifty = torch.stack([dfil(gmap, 1.0, 50, rng(seed)).value for seed in range(200)]).std()
+    assert 5.5 < float(one / fifty) < 9
+
+
+def test_the_generator_decides() -> None:
+    gmap, _ = dense_case("convolution")
+    assert torch.equal(dfil(gmap, 1.0, 2, rng(1)).value, dfil(gmap, 1.0, 2, rng(1)).value)
+    assert not torch.equal(dfil(gmap, 1.0, 2).value, dfil(gmap, 1.0, 2).value)
+
+
+def test_one_probe_has_no_standard_error() -> None:
+    gmap, _ = dense_case("convolution")
+    assert torch.isinf(dfil(gmap, 1.0, 1).standard_error).all()
+    assert fisher_trace(gmap, 1.0, 1).standard_error == math.inf
+
+
+def test_a_samples_information_falls_with_the_square_of_the_batch() -> None:
+    """J_j = (1/B) of the sample's own Jacobian: the same sample in a batch of two leaks a
+    quarter.
+    """
+    model, batch = make_task("bert")
+    alone = GradientMap(model, {k: v[:1] for k, v in batch.items()})
+    both = GradientMap(model, batch)
+    assert float(dfil(both, 1.0, None).value[0]) == pytest.approx(
+        float(dfil(alone, 1.0, None).value[0]) / 4
+    )
+
+
+def test_padding_is_no_coordinate() -> None:
+    """A sample leaks the same, per coordinate too, however long it is padded."""
+    model, batch = make_task("bert", batch_size=1)
+    short = GradientMap(model, batch)
+    padded = GradientMap(
+        model,
+        {
+            "input_ids": torch.cat([batch["input_ids"], torch.zeros(1, 2, dtype=torch.long)], 1),
+            "attention_mask": torch.tensor([[1] * 5 + [0] * 2]),
+            "labels": batch["labels"],
+        },
+    )
+    assert padded.input.shape == (1, 7, 8)
+    assert float(dfil(padded, 1.0, None).value) == pytest.approx(
+        float(dfil(short, 1.0, None).value)
+    )
+
+
+# --------------------------------------------------------------------------------------- from
+# sensitivities
+
+
+def test_trace_from_exact_sensitivities() -> None:
+    gmap, jacobian = dense_case("bert")
+    variance = uneven_variance(gmap)
+    squares = split_like(jacobian.square().sum(0), gmap.gradient())
+    expected = float(fisher(jacobian, variance).trace())
+    assert fisher_trace_from_sensitivity(squares, variance) == pytest.approx(expected)
+
+
+def test_trace_from_the_sensitivities_that_shaped_the_noise() -> None:
+    """Reusing a defense's k probes understates the leakage of the noise it made by (k-1)/k; the
+    correction restores it.
+    """
+    jacobian = random_jacobian(2, rows=6, columns=400)
+    gmap = linear_map(jacobian)
+    squares = jacobian.square().sum(0)
+    plain, corrected, exact = [], [], []
+    for seed in range(400):
+        estimated = gmap.squared_sensitivity(4, rng(seed))
+        variance = {n: t.sqrt() for n, t in estimated.items()}  # optimal noise where |g| is 1
+        exact.append(float((squares / variance["theta"]).sum()))
+        plain.append(fisher_trace_from_sensitivity(estimated, variance))
+        corrected.append(fisher_trace_from_sensitivity(estimated, variance, shaping_probes=4))
+    assert sum(plain) / sum(exact) == pytest.approx(0.75, rel=0.06)
+    assert sum(corrected) / sum(exact) == pytest.approx(1, rel=0.06)
+
+
+def test_trace_from_sensitivities_refuses_and_says_infinity() -> None:
+    one, none = {"a": torch.ones(2)}, {"a": torch.tensor([1.0, 0.0])}
+    assert fisher_trace_from_sensitivity(one, none) == math.inf
+    assert fisher_trace_from_sensitivity(none, none) == 1  # no noise where nothing is sensitive
+    assert fisher_trace_from_sensitivity(one, {"a": torch.tensor([1.0, math.inf])}) == 1
+    with pytest.raises(ValueError, match=r"differ in \['a', 'b'\]"):
+        fisher_trace_from_sensitivity(one, {"b": torch.ones(2)})
+    with pytest.raises(ValueError, match="shaping_probes must be at least 2"):
+        fisher_trace_from_sensitivity(one, one, shaping_probes=1)
+
+
+# --------------------------------------------------------------------------------------- norm
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_norm_equals_the_dense_one(name: str) -> None:
+    gmap, jacobian = dense_case(name)
+    variance = uneven_variance(gmap)
+    information = fisher(jacobian, variance)
+    norm = fisher_norm(gmap, variance)
+    assert float(norm) == pytest.approx(float(torch.linalg.matrix_norm(information, 2)), rel=1e-4)
+    half = len(jacobian) // 2
+    block = information[half:, half:]
+    assert float(fisher_norm(gmap, variance, sample=1)) == pytest.approx(
+        float(torch.linalg.matrix_norm(block, 2)), rel=1e-4
+    )
+
+
+# --------------------------------------------------------------------------------------- no noise,
+# no leak
+
+
+def test_no_noise_where_the_gradient_is_sensitive_leaks_everything() -> None:
+    gmap, _ = dense_case("convolution")
+    for num_probes in (None, 3):
+        value, error = dfil(gmap, 0.0, num_probes)
+        assert torch.isinf(value).all()
+        assert not error.any()
+        assert fisher_trace(gmap, 0.0, num_probes) == math.inf
+    assert fisher_norm(gmap, 0.0) == math.inf
+
+
+def test_no_noise_where_the_gradient_is_not_sensitive_leaks_nothing() -> None:
+    gmap, jacobian = dense_case("convolution")
+    variance = uneven_variance(gmap)
+    expected = float(fisher(jacobian, variance).trace())
+    variance["unused"] = torch.zeros(3)
+    for num_probes in (None, 3):
+        assert torch.isfinite(dfil(gmap, variance, num_probes).value).all()
+    assert float(fisher_trace(gmap, variance)) == pytest.approx(expected)
+    assert math.isfinite(fisher_norm(gmap, variance))
+
+
+def test_a_coordinate_without_noise_exposes_only_the_samples_it_depends_on() -> None:
+    jacobian = torch.tensor([[1.0, 0.0], [0.0, 2.0]], dtype=torch.float64)
+    gmap = linear_map(jacobian, batch_size=2)
+    variance = {"theta": torch.tensor([0.5, 0.0], dtype=torch.float64)}
+    assert dfil(gmap, variance, None).value.tolist() == [2.0, math.inf]
+    value, error = dfil(gmap, variance, 50, rng())
+    assert math.isfinite(value[0])
+    assert value[1] == math.inf
+    assert not torch.isnan(error).any()
+
+
+def test_a_coordinate_that_is_not_shared_has_infinite_variance() -> None:
+    gmap, jacobian = dense_case("convolution")
+    variance = {
+        n: torch.full_like(g, math.inf if n == "head.weight" else 1.0)
+        for n, g in gmap.gradient().items()
+    }
+    kept = torch.cat(
+        [torch.full((g.numel(),), n != "head.weight") for n, g in gmap.gradient().items()]
+    )
+    assert float(fisher_trace(gmap, variance)) == pytest.approx(
+        float(jacobian[:, kept].square().sum())
+    )
+
+
+def test_a_gradient_that_does_not_depend_on_the_input_leaks_nothing() -> None:
+    gmap = by_hand([0.0, 0.0])
+    for variance in (0.0, 1.0):
+        assert dfil(gmap, variance, None).value.tolist() == [0.0]
+        assert fisher_trace(gmap, variance, 3) == 0
+        assert fisher_norm(gmap, variance) == 0
+
+
+def test_one_token() -> None:
+    model, batch = make_task("bert", batch_size=1)
+    gmap = GradientMap(model, {k: v[:, :1] if v.dim() == 2 else v for k, v in batch.items()})
+    assert float(dfil(gmap, 1.0, None).value) == pytest.approx(float(fisher_trace(gmap, 1.0)) / 8)
+
+
+def test_variances_of_a_defense() -> None:
+    """Optimal noise leaks less than uniform noise that costs the same second-order utility."""
+    gmap, jacobian = dense_case("bert")
+    gradient = gmap.gradient()
+    squares = split_like(jacobian.square().sum(0), gradient)
+    leaks = []
+    for name in ("gaussian_noise", "optimal_noise"):
+        defense = make_defense(name, utility_budget=1e-4)
+        gmap.squared_sensitivity = lambda *_args, **_kwargs: squares
+        variance = defense.variance(gradient, defense.shape(gmap, gradient, rng()))
+        leaks.append(dfil(gmap, variance, None).value)
+    assert torch.isfinite(leaks[1]).all()
+    assert leaks[1].sum() < 0.6 * leaks[0].sum()
+
+
+@pytest.mark.parametrize("num_probes", [0, -1, 2.5])
+def test_probes_below_one(num_probes: float) -> None:
+    gmap, _ = dense_case("convolution")
+    for call in (dfil, fisher_trace):
+        with pytest.raises(ValueError, match="num_probes must be a whole number of at least 1"):
+            call(gmap, 1.0, num_probes)
+
+
+def test_variances_that_do_not_fit() -> None:
+    gmap, _ = dense_case("convolution")
+    good = uneven_variance(gmap)
+    with pytest.raises(
+        ValueError, match=r"every shared parameter and no other; it differs in unused"
+    ):
+        dfil(gmap, {n: v for n, v in good.items() if n != "unused"})
+    with pytest.raises(
+        ValueError, match=r"noise_variance\['unused'\] has shape \(4,\), the parameter \(3,\)"
+    ):
+        dfil(gmap, {**good, "unused": torch.ones(4)})
+    for bad in (-1.0, math.nan):
+        with pytest.raises(ValueError, match="at least 0"):
+            dfil(gmap, bad)
+
+
+def test_half_precision_keeps_small_variances() -> None:
+    model, batch = make_task("bert", dtype=torch.bfloat16)
+    value, _ = dfil(GradientMap(model, batch), 1e-12, 20, rng())
+    exact, _ = dense_case("bert")
+    assert ((value / dfil(exact, 1e-12, None).value).log().abs() < 1).all()
+
+
+# --------------------------------------------------------------------------------------- smooth
+# clipping
+
+
+def test_smooth_clip_by_hand() -> None:
+    """At ‖g‖ = C, GELU(0) = 0: nothing is clipped. Norms go up to 1.115 C and no further, and tend
+    to C.
+    """
+    assert smooth_clip({"a": torch.tensor([3.0, 4.0])}, 5.0)["a"].tolist() == [3.0, 4.0]
+    norms = torch.linspace(0, 100, 200_001, dtype=torch.float64)
+    clipped = torch.stack([smooth_clip({"a": n[None]}, 2.0)["a"][0] for n in norms[:40_000:20]]) / 2
+    assert float(clipped.max()) == pytest.approx(1.115, abs=5e-4)
+    assert float(smooth_clip({"a": torch.tensor([1e6])}, 2.0)["a"]) == pytest.approx(2, rel=1e-4)
+    assert smooth_clip({"a": torch.zeros(2)}, 1.0)["a"].tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("clip", [0.05, 0.5, 50.0])
+def test_clipped_map_equals_the_dense_jacobian(clip: float) -> None:
+    """Far below, near and far above the gradient's norm."""
+    gmap = smoothly_clipped(GradientMap(*small_convolution(1)), clip)
+    jacobian = dense_convolution(1, clip)
+    delta = perturbation(gmap)
+    v = torch.randn(gmap.input.shape, generator=rng(), dtype=torch.float64)
+    torch.testing.assert_close(gmap.vjp(delta).flatten(), jacobian @ flat(delta))
+    torch.testing.assert_close(flat(gmap.jvp(v)), v.flatten() @ jacobian)
+    some = {"head.bias": delta["head.bias"]}
+    chosen = flat({n: torch.full_like(g, n == "head.bias") for n, g in gmap.gradient().items()})
+    torch.testing.assert_close(gmap.vjp(some).flatten(), jacobian @ (chosen * flat(delta)))
+    torch.testing.assert_close(flat(gmap.gradient()), flat(gmap.gradient_at(gmap.input)))
+    # The release of private SGD: noise σC on the sum.
+    sigma = 0.7
+    expected = float(jacobian.square().sum()) / (sigma * clip) ** 2 / len(jacobian)
+    assert float(dfil(gmap, (sigma * clip) ** 2, None).value) == pytest.approx(expected)
+    several = gmap.squared_sensitivity(500, rng(), probe_chunk=100)
+    assert float(sum(t.sum() for t in several.values())) == pytest.approx(
+        float(jacobian.square().sum()), rel=0.2
+    )
+
+
+def test_clipping_refusals() -> None:
+    gmap, _ = dense_case("convolution")
+    with pytest.raises(ValueError, match=r"per sample, but this map's batch holds 2"):
+        smoothly_clipped(gmap, 1.0)
+    for clip in (0.0, -1.0, math.inf):
+        with pytest.raises(ValueError, match="clip must be a finite number above 0"):
+            smooth_clip(gmap.gradient(), clip)
+
+
+def test_clipping_a_zero_gradient() -> None:
+    jacobian: Tensor = torch.eye(2, dtype=torch.float64)
+    gmap = smoothly_clipped(linear_map(jacobian), 1.0)
+    zero = GradientMap(
+        gmap._raw._model, {"pixel_values": torch.zeros(1, 1, 1, 2, dtype=torch.float64)}
+    )
+    clipped = smoothly_clipped(zero, 1.0)
+    assert not flat(clipped.gradient()).any()
+    factor = 1 / (1 + float(torch.nn.functional.gelu(torch.tensor(-1.0, dtype=torch.float64))))
+    assert float(fisher_trace(clipped, 1.0)) == pytest.approx(2 * factor**2)

@@ -1,0 +1,112 @@
+"""`gradguard evalnet`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from test_networks import make_texts, make_tokenizer
+from transformers import BertConfig, BertModel
+
+from hf_gradguard.cli import main
+from hf_gradguard.networks import TextEvaluationNetwork, embedding_fingerprint, load_network
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    tokenizer = make_tokenizer()
+    sizes = {
+        "hidden_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 8,
+    }
+    BertModel(BertConfig(vocab_size=len(tokenizer), **sizes)).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def test_text_network_from_a_file(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "texts.txt").write_text("\n".join(make_texts(20)))
+    output = tmp_path / "network"
+    data = [
+        "--model",
+        str(model),
+        "--dataset",
+        str(tmp_path / "texts.txt"),
+        "--output",
+        str(output),
+    ]
+    settings = ["--steps", "2", "--batch_size", "4", "--max_length", "8", "--learning_rate", "1e-3"]
+    assert main(["evalnet", "train", *data, *settings]) == 0
+    assert str(output) in capsys.readouterr().out
+    network = load_network(output)
+    assert isinstance(network, TextEvaluationNetwork)
+    assert network.config.base_model == ""  # a folder's name is nobody else's business
+    weight = BertModel.from_pretrained(model).get_input_embeddings().weight
+    assert network.config.embedding_fingerprint == embedding_fingerprint(weight)
+    card = (output / "README.md").read_text()
+    assert "texts.txt" in card
+    for text in (card, (output / "config.json").read_text()):
+        assert str(tmp_path) not in text
+
+
+def test_image_network_from_an_array(tmp_path: Path) -> None:
+    np.savez(
+        tmp_path / "images.npz",
+        x=np.random.default_rng(0).integers(0, 256, (8, 8, 8), dtype=np.uint8),
+    )
+    data = ["--dataset", str(tmp_path / "images.npz"), "--output", str(tmp_path / "network")]
+    assert main(["evalnet", "train", *data, "--epochs", "1", "--batch_size", "4"]) == 0
+    network = load_network(tmp_path / "network")
+    assert network.noise_ratio(torch.rand(2, 1, 8, 8)).shape == (2,)
+    assert "images.npz" in (tmp_path / "network" / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        (["--steps", "3"], "--steps is for text"),
+        (["--model", "m", "--epochs", "1"], "--epochs is for images"),
+    ],
+)
+def test_settings_of_the_other_kind(
+    extra: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as done:
+        main(["evalnet", "train", "--dataset", "x.npz", "--output", str(tmp_path), *extra])
+    assert done.value.code == 1
+    assert message in capsys.readouterr().err
+
+
+def test_mistakes_are_said_without_a_traceback(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.csv").write_text("words\none\n")
+    for argv, message in [
+        (
+            ["train", "--dataset", str(tmp_path / "a.csv"), "--output", str(tmp_path / "o")],
+            "It has: words",
+        ),
+        (["push", str(tmp_path / "nowhere"), "me/net"], "is no folder"),
+        (["push", str(tmp_path), "me/net"], "no config.json"),
+    ]:
+        with pytest.raises(SystemExit) as done:
+            main(["evalnet", *argv])
+        assert done.value.code == 1
+        assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("argv", [["evalnet"], ["evalnet", "sell"]])
+def test_wrong_action_says_which_there_are(
+    argv: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as done:
+        main(argv)
+    assert done.value.code == 2
+    assert "ACTION" in capsys.readouterr().err

@@ -1,0 +1,198 @@
+"""Arguments: what they accept, what they refuse and say, and that they survive a round trip."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import HfArgumentParser, TrainingArguments
+
+from hf_gradguard import DEFENSES, GradGuardConfig
+from hf_gradguard.training.config import parse_arguments
+
+
+def make(**settings: Any) -> GradGuardConfig:
+    return GradGuardConfig(output_dir="out", use_cpu=True, **settings)
+
+
+def parse(*flags: str) -> GradGuardConfig:
+    (config,) = HfArgumentParser(GradGuardConfig).parse_args_into_dataclasses(
+        ["--output_dir", "out", "--use_cpu", *flags]
+    )
+    return config
+
+
+def test_defaults_protect_nothing_by_silence() -> None:
+    config = make()
+    assert config.defense is None
+    assert config.defense_kwargs is None
+    assert not config.share_input_embeddings
+    assert config.clients_per_process == 1
+    assert config.noise_seed is None
+    assert config.model_name_or_path is None
+
+
+def test_training_arguments_keep_their_defaults() -> None:
+    config, stock = make(), TrainingArguments(output_dir="out", use_cpu=True)
+    own = {field.name for field in dataclasses.fields(GradGuardConfig)} - {
+        field.name for field in dataclasses.fields(TrainingArguments)
+    }
+    assert {k: v for k, v in config.to_dict().items() if k not in own} == stock.to_dict()
+
+
+@pytest.mark.parametrize("name", DEFENSES)
+def test_every_defense_is_accepted_by_name(name: str) -> None:
+    assert make(defense=name).defense == name
+    assert make(defense=name, defense_kwargs={}).defense_kwargs == {}
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "message"),
+    [
+        (
+            {"defense": "gausian_noise"},
+            ValueError,
+            r"no defense 'gausian_noise'.*gaussian_noise.*optimal_pruning",
+        ),
+        (
+            {"defense": "dp_sgd", "defense_kwargs": {"clip": -1.0}},
+            ValueError,
+            r"clip must be .* above 0, but is -1",
+        ),
+        (
+            {"defense": "dp_sgd", "defense_kwargs": {"norm": 1.0}},
+            TypeError,
+            r"dp_sgd has no setting norm.*clip",
+        ),
+        ({"defense_kwargs": [1]}, ValueError, r"defense_kwargs must be a dict, or JSON.*\[1\]"),
+        ({"batch_statistics": "none"}, ValueError, r"one of local, shared, frozen, but is 'none'"),
+        (
+            {"clients_per_process": 0},
+            ValueError,
+            r"clients_per_process must be at least 1, but is 0",
+        ),
+        ({"noise_seed": -1}, ValueError, r"noise_seed must be at least 0, but is -1"),
+        (
+            {"leakage_logging_steps": -1},
+            ValueError,
+            r"leakage_logging_steps must be at least 0, but is -1",
+        ),
+        ({"leakage_num_probes": 0}, ValueError, r"leakage_num_probes must be at least 1, but is 0"),
+        (
+            {"leakage_limit": 0.0},
+            ValueError,
+            r"leakage_limit must be a finite number above 0, but is 0",
+        ),
+        (
+            {"leakage_limit": float("nan")},
+            ValueError,
+            r"leakage_limit must be a finite number above 0, but is nan",
+        ),
+        (
+            {"leakage_action": "warn"},
+            ValueError,
+            r"leakage_action must be 'skip' or 'stop', but is 'warn'",
+        ),
+    ],
+)
+def test_bad_values_are_refused_with_the_way_out(
+    settings: dict[str, Any], error: type, message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        make(**settings)
+
+
+def test_defense_settings_are_json_on_the_command_line() -> None:
+    config = parse("--defense", "dp_sgd", "--defense_kwargs", '{"clip": 0.5, "relative_scale": 2}')
+    assert config.defense_kwargs == {"clip": 0.5, "relative_scale": 2}
+
+
+def test_defense_settings_that_are_no_json_are_refused() -> None:
+    with pytest.raises(
+        ValueError, match=r"defense_kwargs must be a dict, or JSON that starts with '\{'"
+    ):
+        parse("--defense", "dp_sgd", "--defense_kwargs", "clip=0.5")
+
+
+def test_all_fields_have_flags() -> None:
+    config = parse(
+        *[
+            "--defense",
+            "pruning",
+            "--share_input_embeddings",
+            "--clients_per_process",
+            "3",
+            "--noise_seed",
+            "5",
+        ],
+        *["--model_name_or_path", "some/model"],
+    )
+    assert config.share_input_embeddings
+    assert (config.clients_per_process, config.noise_seed, config.model_name_or_path) == (
+        3,
+        5,
+        "some/model",
+    )
+
+
+def test_round_trip_through_a_dict() -> None:
+    config = make(
+        defense="quantization", defense_kwargs={"bits": 2}, clients_per_process=2, noise_seed=0
+    )
+    values = json.loads(config.to_json_string())
+    again = GradGuardConfig(
+        **{
+            k: v
+            for k, v in values.items()
+            if k in {f.name for f in dataclasses.fields(config) if f.init}
+        }
+    )
+    assert again.to_dict() == config.to_dict()
+    assert again.defense_kwargs == {"bits": 2}
+
+
+def test_replace_keeps_the_rest_and_validates() -> None:
+    config = make(defense="quantization", defense_kwargs={"bits": 2})
+    replaced = dataclasses.replace(config, defense_kwargs={"bits": 3})
+    assert (replaced.defense, replaced.defense_kwargs, config.defense_kwargs) == (
+        "quantization",
+        {"bits": 3},
+        {"bits": 2},
+    )
+    with pytest.raises(ValueError, match="bits must be a whole number from 1 to 32"):
+        dataclasses.replace(config, defense_kwargs={"bits": 99})
+
+
+# A file's values under the command line's flags.
+
+
+def test_flags_win_over_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        "output_dir: out\nuse_cpu: true\ndefense: dp_sgd\ndefense_kwargs: {clip: "
+        "0.5}\nlearning_rate: 1e-3\n"
+    )
+    (config,) = parse_arguments(
+        GradGuardConfig, argv=["--config", str(file), "--clients_per_process", "2"]
+    )
+    assert (config.defense, config.defense_kwargs, config.learning_rate) == (
+        "dp_sgd",
+        {"clip": 0.5},
+        1e-3,
+    )
+    assert config.clients_per_process == 2
+    (config,) = parse_arguments(
+        GradGuardConfig,
+        argv=["--learning_rate", "0.1", "--config", str(file), "--defense_kwargs", '{"clip": 2.0}'],
+    )
+    assert (config.defense_kwargs, config.learning_rate) == ({"clip": 2.0}, 0.1)
+
+
+def test_file_with_an_unknown_key_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("output_dir: out\ndefenze: none\n")
+    with pytest.raises(ValueError, match=r"run.yaml holds defenze, which no flag is called"):
+        parse_arguments(GradGuardConfig, argv=["--config", str(file)])

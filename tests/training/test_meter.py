@@ -1,0 +1,601 @@
+"""The Trainer's leakage meter: what it logs, admits and accounts, against dense Jacobians and
+estimates made outside.
+"""
+
+# ruff: noqa: F811 (fixtures of the Trainer's tests)
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import (
+    dense_reference,
+    exact_map,
+    flat,
+    make_task,
+    rng,
+    small_convolution,
+    standard_deviations,
+)
+from leakage_helpers import dense_convolution, fisher
+from test_trainer import Gradients, make_trainer, rows, settings, stack, weights  # noqa: F401
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from hf_gradguard import GradGuardConfig, GradGuardTrainer, GradientMap, chain, make_defense
+from hf_gradguard.defenses import Defense
+from hf_gradguard.defenses.base import Noise
+from hf_gradguard.defenses.noise import GaussianNoise
+from hf_gradguard.leakage import (
+    FisherAccountant,
+    dfil,
+    example_keys,
+    fisher_trace,
+    inversion_influence_lower_bound,
+    mse_bound_from_dfil,
+)
+from hf_gradguard.randomness import seeded_generator
+from hf_gradguard.training.meter import message_dfil
+
+MakeTrainer = Callable[..., GradGuardTrainer]
+# One batch after the other, and a model that stands still: what is measured can be computed again
+# outside.
+STILL = {
+    "optim": "sgd",
+    "learning_rate": 0.0,
+    "train_sampling_strategy": "sequential",
+    "noise_seed": 9,
+}
+
+
+def noise_of(defense: Defense, gmap: GradientMap, seed: int = 5) -> Noise:
+    defense.record_noise(True)
+    defense(gmap, rng(seed))
+    noise = defense.noise
+    defense.record_noise(False)
+    assert noise is not None
+    return noise
+
+
+# What a defense says of its noise
+
+
+@pytest.mark.parametrize(
+    ("name", "own"),
+    [
+        ("gaussian_noise", {}), ("optimal_noise", {}), ("optimal_noise", {"granularity": "layer"}),
+        ("dp_sgd", {"clip": 1e3}), ("dp_sgd", {"clip": 0.02, "clip_by": "coordinate"}), ("optimal_dp_sgd", {"clip": 0.02}),
+    ],
+)  # fmt: skip
+def test_recorded_variance_is_that_of_the_draws(name: str, own: dict[str, Any]) -> None:
+    """And infinite exactly on coordinates that clipping holds constant."""
+    gmap = exact_map("bert")
+    std = flat(standard_deviations(make_defense(name, scale=0.25, **own), gmap))
+    found = flat(noise_of(make_defense(name, scale=0.25, **own), gmap).variance)
+    constant = (
+        flat(gmap.gradient()).abs() >= own["clip"]
+        if "clip" in own
+        else torch.zeros_like(std, dtype=torch.bool)
+    )
+    assert bool(constant.any()) == (own.get("clip") == 0.02)
+    assert torch.equal(found.isinf(), constant)
+    torch.testing.assert_close(found[~constant], std[~constant].square(), rtol=1e-9, atol=1e-15)
+
+
+@pytest.mark.parametrize("clip", [0.05, 0.5, 5.0])
+def test_clipping_by_norm_is_bounded_by_its_own_jacobian(clip: float) -> None:
+    """J̃ by automatic differentiation of g C/max(‖g‖, C): never more information, and less by one
+    direction at most.
+    """
+    gmap, jacobian = GradientMap(*small_convolution()), dense_convolution()
+    g = flat(gmap.gradient())
+    clipping = torch.autograd.functional.jacobian(lambda g: g * clip / g.norm().clamp(min=clip), g)
+    clipped = jacobian @ clipping.T
+    variance = noise_of(make_defense("dp_sgd", clip=clip, scale=0.3), gmap).variance
+    excess = fisher(jacobian, variance) - clipped @ clipped.T / 0.3**2
+    eigenvalues = torch.linalg.eigvalsh(excess)
+    size = float(torch.linalg.matrix_norm(fisher(jacobian, variance), 2))
+    assert eigenvalues[0] >= -1e-9 * size
+    assert (eigenvalues > 1e-9 * size).sum() <= 1
+    assert bool(eigenvalues[-1] > 1e-3 * size) == (float(g.norm()) > clip)
+
+
+def test_what_a_chain_says_of_its_noise() -> None:
+    gmap = GradientMap(*small_convolution())
+    gaussian = make_defense("gaussian_noise", scale=0.3)
+    pruned = make_defense("pruning", ratio=0.5)
+    kept = flat(pruned(gmap, rng())) != 0
+
+    after = flat(noise_of(chain(pruned, gaussian), gmap).variance)
+    assert torch.equal(after.isinf(), ~kept)
+    scale = 0.3**2 * len(kept) / int(kept.sum())  # all the noise power falls on what is left
+    torch.testing.assert_close(after[kept], torch.full_like(after[kept], scale))
+    # What comes after noise only processes it.
+    for later in (pruned, make_defense("quantization"), make_defense("optimal_noise", scale=5)):
+        first = chain(gaussian, later)
+        assert first.adds_gaussian_noise
+        torch.testing.assert_close(
+            flat(noise_of(first, gmap).variance), torch.full((len(kept),), 0.09).double()
+        )
+    nested = chain(make_defense("none"), pruned, gaussian, pruned)
+    assert torch.equal(flat(noise_of(nested, gmap).variance), after)
+    for others in (
+        chain(make_defense("quantization"), gaussian), chain(pruned, make_defense("laplace_noise")), pruned,
+        chain(make_defense("laplace_noise"), gaussian), make_defense("none"), make_defense("laplace_noise"),
+    ):  # fmt: skip
+        assert not others.adds_gaussian_noise
+        others.record_noise(True)
+        others(gmap, rng())
+        assert others.noise is None
+
+
+def test_nothing_is_kept_when_nothing_is_recorded() -> None:
+    defense, gmap = make_defense("optimal_noise", num_probes=2), GradientMap(*small_convolution())
+    noise_of(defense, gmap)
+    assert (defense.noise, defense._fresh) == (None, None)
+    defense(gmap, rng())
+    assert (defense.noise, defense._fresh) == (None, None)
+
+
+def test_reused_sensitivities_are_not_taken_for_this_batchs() -> None:
+    defense, gmap = (
+        make_defense("optimal_noise", num_probes=3, refresh_every=2),
+        GradientMap(*small_convolution()),
+    )
+    defense.record_noise(True)
+    fresh = []
+    for _ in range(4):
+        defense(gmap, rng())
+        assert defense.noise is not None
+        fresh.append(defense.noise.squares is not None)
+    assert fresh == [True, False, True, False]
+
+
+# dFIL of a message
+
+
+@pytest.mark.parametrize("name", ["bert", "vit"])
+def test_dfil_from_sensitivities_in_closed_form(name: str) -> None:
+    """Σ_ii = λ s_i/|g_i| gives Tr J_F = Σ s_i|g_i|/λ, λ = σ²d/Σ(s_i/|g_i|); k probes see it too
+    small by (k-1)/k.
+    """
+    gmap = exact_map(name)
+    g, s = flat(gmap.gradient()).abs(), dense_reference(name)[1].square().sum(0).sqrt()
+    ratio = (s / g.clamp(min=1e-8)).clamp(max=1e6)
+    assert (ratio < 1e6).all()
+    factor = 0.25**2 * len(g) / ratio.sum()
+    trace = float((s * g.clamp(min=1e-8)).sum() / factor)
+    found = message_dfil(
+        gmap, noise_of(make_defense("optimal_noise", scale=0.25, num_probes=8), gmap)
+    )
+    tokens = (
+        gmap.batch["attention_mask"].sum(1) * gmap.input.shape[-1]
+        if name == "bert"
+        else torch.tensor([192, 192])
+    )
+    assert found.mean == pytest.approx(trace * 8 / 7 / int(tokens.sum()), rel=1e-6)
+    torch.testing.assert_close(
+        found.samples.value, trace * 8 / 7 / tokens.double(), rtol=1e-6, atol=0
+    )  # ceilings
+    torch.testing.assert_close(
+        found.samples.standard_error, found.samples.value / 2
+    )  # √(2/8) of it
+
+
+@pytest.mark.parametrize("granularity", ["parameter", "layer"])
+def test_dfil_from_sensitivities_on_average_over_draws(granularity: str) -> None:
+    """200 draws of 10 probes, each against the trace that its own Σ has by the dense Jacobian."""
+    gmap, jacobian = GradientMap(*small_convolution()), dense_convolution()
+    squares = jacobian.square().sum(0)
+    ratios, exceeded = [], 0
+    for seed in range(200):
+        noise = noise_of(
+            make_defense("optimal_noise", scale=0.25, granularity=granularity), gmap, seed
+        )
+        variance = flat(noise.variance)
+        exact = torch.where(squares > 0, squares / variance, 0.0)
+        found = message_dfil(gmap, noise)
+        ratios.append(found.mean * gmap.input.numel() / float(exact.sum()))
+        by_sample = [
+            torch.where(rows.square().sum(0) > 0, rows.square().sum(0) / variance, 0.0).sum()
+            / len(rows)
+            for rows in jacobian.chunk(2)
+        ]
+        exceeded += int((found.samples.value * 1.5 < torch.stack(by_sample)).any())
+    mean, spread = torch.tensor(ratios).mean(), torch.tensor(ratios).std()
+    # Exact for estimates that err independently; a per cent for those here, which share their
+    # probes.
+    assert float(mean) == pytest.approx(1, abs=0.01 + 4 * float(spread) / math.sqrt(200))
+    assert exceeded == 0  # ceilings are ceilings
+
+
+def test_probes_give_every_samples_own() -> None:
+    gmap, jacobian = GradientMap(*small_convolution()), dense_convolution()
+    noise = noise_of(make_defense("optimal_noise", scale=0.25), gmap)
+    precise = message_dfil(gmap, noise, 400, rng())
+    precision = torch.where(flat(noise.variance) > 0, 1 / flat(noise.variance), 0.0)
+    exact = torch.stack(
+        [(rows.square() * precision).sum() / len(rows) for rows in jacobian.chunk(2)]
+    )
+    assert ((precise.samples.value - exact).abs() < 4 * precise.samples.standard_error).all()
+    assert precise.mean == pytest.approx(float(precise.samples.value.mean()))  # images of one size
+    one = noise_of(
+        make_defense("optimal_noise", scale=0.25, num_probes=1), gmap
+    )  # no finite figure from one probe
+    assert torch.equal(
+        message_dfil(gmap, one, None, rng()).samples.value,
+        dfil(gmap, one.variance, 10, rng()).value,
+    )
+
+
+def test_coordinates_without_noise_are_infinite_leakage() -> None:
+    """Sensitivities of a shorter batch do not leave a position of a longer one without noise; if
+    they did, it would show.
+    """
+    model, _ = make_task("bert")
+    short, long = (
+        GradientMap(
+            model,
+            {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": torch.tensor([1])},
+        )
+        for ids in (torch.tensor([[3, 4]]), torch.tensor([[3, 4, 5]]))
+    )
+    defense = make_defense("optimal_noise", refresh_every=2)
+    assert math.isfinite(message_dfil(short, noise_of(defense, short)).mean)
+    noise = noise_of(defense, long)
+    assert math.isfinite(message_dfil(long, noise).mean)
+    position = next(name for name in noise.variance if "position_embeddings" in name)
+    bare = noise.variance | {
+        position: noise.variance[position].index_fill(0, torch.tensor([2]), 0.0)
+    }
+    found = message_dfil(long, noise._replace(variance=bare))
+    assert found.mean == math.inf
+    assert found.samples.value.tolist() == [math.inf]
+    assert found.samples.standard_error.tolist() == [0]
+
+
+# What is logged
+
+
+def logged(trainer: GradGuardTrainer) -> dict[int, dict[str, float]]:
+    found: dict[int, dict[str, float]] = {}
+    for entry in trainer.state.log_history:
+        figures = {
+            name.removeprefix("leakage/"): value
+            for name, value in entry.items()
+            if name.startswith("leakage/")
+        }
+        if figures:
+            assert entry["step"] not in found
+            found[entry["step"]] = figures
+    return found
+
+
+def message(start: int, stop: int) -> GradientMap:
+    return GradientMap(make_task("bert", dtype=torch.float32)[0].train(), stack(rows()[start:stop]))
+
+
+def shared_delta(gmap: GradientMap, defense: Defense, *seeds: int) -> dict[str, Tensor]:
+    shared = defense(gmap, seeded_generator("cpu", 9, 0, *seeds))
+    return {name: shared[name] - g for name, g in gmap.gradient().items()}
+
+
+def test_logged_figures_equal_those_computed_outside(make_trainer: MakeTrainer) -> None:
+    """Two steps of two micro-batches of two clients with 2 samples each, of which the second step
+    is logged.
+    """
+    trainer = make_trainer(
+        "bert", make_defense("gaussian_noise", scale=0.05), leakage_logging_steps=2, leakage_num_probes=40, max_steps=3,
+        gradient_accumulation_steps=2, clients_per_process=2, logging_steps=3, **STILL,
+    )  # fmt: skip
+    trainer.train()
+    assert logged(trainer).keys() == {2}
+    figures = logged(trainer)[2]
+
+    values, influences = [], []
+    for number in range(4):
+        gmap = message(8 + 2 * number, 10 + 2 * number)
+        exact = float(fisher_trace(gmap, 0.05**2)) / gmap.input.numel()
+        estimate = dfil(gmap, 0.05**2, 40, seeded_generator("cpu", 9, 0, 1, number, 1))
+        error = float(estimate.standard_error.norm()) / 2
+        assert abs(float(estimate.value.mean()) - exact) < 5 * error
+        values.append(estimate.value)
+        delta = shared_delta(gmap, make_defense("gaussian_noise", scale=0.05), 1, number)
+        influences.append(float(inversion_influence_lower_bound(gmap, delta)))
+    worst = float(torch.cat(values).max())
+    assert figures["dfil_mean"] == pytest.approx(
+        float(torch.cat(values).mean()), rel=1e-4
+    )  # float32
+    assert figures["dfil_max"] == pytest.approx(worst, rel=1e-4)
+    assert figures["mse_bound"] == pytest.approx(1 / worst, rel=1e-4)
+    assert figures["i2f_lower_bound"] == pytest.approx(sum(influences) / 4, rel=1e-3)
+
+
+def test_figures_stand_beside_the_loss_where_both_are_due(make_trainer: MakeTrainer) -> None:
+    trainer = make_trainer(
+        defense="optimal_noise", leakage_logging_steps=2, logging_steps=3, max_steps=6
+    )
+    trainer.train()
+    figures = {
+        "leakage/dfil_mean",
+        "leakage/dfil_max",
+        "leakage/mse_bound",
+        "leakage/i2f_lower_bound",
+    }
+    entries = trainer.state.log_history[:-1]
+    assert [(entry["step"], "loss" in entry, figures <= entry.keys()) for entry in entries] == [
+        (2, False, True), (3, True, False), (4, False, True), (6, True, True),
+    ]  # fmt: skip
+    assert all(math.isfinite(entry[name]) for entry in entries for name in figures & entry.keys())
+    assert not any("leakage/skipped" in entry for entry in entries)
+
+
+def test_dfil_of_optimal_noise_costs_no_pass(
+    make_trainer: MakeTrainer,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    passes = []
+    for name in ("vjp", "_jvps", "gradient_at"):
+        own = getattr(GradientMap, name)
+        monkeypatch.setattr(
+            GradientMap,
+            name,
+            lambda self, *a, own=own, name=name, **k: (passes.append(name), own(self, *a, **k))[1],
+        )
+    kinds = []
+    for more in ({}, {"leakage_limit": 1e-30}):
+        passes.clear()
+        trainer = make_trainer(
+            defense=make_defense("optimal_noise", num_probes=7), max_steps=2, **more
+        )
+        trainer.train()
+        kinds.append(list(passes))
+    assert kinds[0] == kinds[1] == ["_jvps"] * 14
+
+
+def test_measuring_changes_nothing(make_trainer: MakeTrainer) -> None:
+    trained = []
+    for more in ({}, {"leakage_logging_steps": 1, "leakage_num_probes": 3, "leakage_limit": 1e-30}):
+        trainer = make_trainer(defense="optimal_noise", dropout=0.1, noise_seed=4, **more)
+        trainer.train()
+        trained.append(weights(trainer.model))
+    assert all(torch.equal(trained[0][name], trained[1][name]) for name in trained[0])
+
+
+@pytest.mark.parametrize("name", ["none", "pruning", "laplace_noise"])
+def test_defense_without_dfil_logs_what_there_is_and_says_so(
+    make_trainer: MakeTrainer,
+    caplog: pytest.LogCaptureFixture,
+    name: str,
+) -> None:
+    trainer = make_trainer(defense=name, leakage_logging_steps=1, **STILL)
+    trainer.train()
+    assert [set(figures) for figures in logged(trainer).values()] == [{"i2f_lower_bound"}] * 3
+    assert caplog.text.count("only leakage/i2f_lower_bound is logged") == 1
+    gmap = message(0, 4)
+    expected = inversion_influence_lower_bound(gmap, shared_delta(gmap, make_defense(name), 0, 0))
+    assert logged(trainer)[1]["i2f_lower_bound"] == pytest.approx(float(expected), rel=1e-3)
+    assert (float(expected) == 0) == (name == "none")
+
+
+def test_no_noise_is_logged_as_infinite_leakage(make_trainer: MakeTrainer) -> None:
+    trainer = make_trainer(
+        defense=make_defense("gaussian_noise", scale=0), leakage_logging_steps=1, max_steps=1
+    )
+    trainer.train()
+    nothing = {
+        "dfil_mean": math.inf,
+        "dfil_max": math.inf,
+        "mse_bound": 0.0,
+        "i2f_lower_bound": 0.0,
+    }
+    assert logged(trainer)[1] == nothing
+
+
+@dataclass
+class Silent(GaussianNoise):
+    """Does not say what it added."""
+
+    def protect(self, gmap: GradientMap, generator: torch.Generator) -> dict[str, Tensor]:
+        return gmap.gradient()
+
+
+def test_defense_that_does_not_say_what_it_added(make_trainer: MakeTrainer) -> None:
+    trainer = make_trainer(defense=Silent(), leakage_logging_steps=1)
+    trainer.train()
+    assert set(logged(trainer)[1]) == {"i2f_lower_bound"}
+    trainer = make_trainer(defense=Silent(), leakage_limit=1e-30)
+    with pytest.raises(ValueError, match=r"did not say what noise it added, so nothing was shared"):
+        trainer.train()
+
+
+def test_mean_on_one_process_is_its_own(make_trainer: MakeTrainer) -> None:
+    trainer = make_trainer(defense="gaussian_noise", leakage_logging_steps=2, max_steps=3)
+    assert trainer.mean_leakage() == {}
+    trainer.train()
+    assert trainer.mean_leakage() == {
+        f"leakage/{name}": pytest.approx(logged(trainer)[2][name], rel=1e-6)
+        for name in ("dfil_mean", "i2f_lower_bound")
+    }
+
+
+# The limit
+
+
+def test_message_below_the_limit_counts_as_zeros(make_trainer: MakeTrainer) -> None:
+    """Of three clients with 2, 1 and 1 samples the one that leaks most shares nothing; the others
+    weigh what they did.
+    """
+    parts = [(0, 2), (2, 3), (3, 4)]
+    maps = [message(*part) for part in parts]
+    probes = [seeded_generator("cpu", 9, 0, 0, number, 1) for number in range(3)]
+    bounds = [
+        1 / float(dfil(gmap, 0.05**2, 30, probe).value.max())
+        for gmap, probe in zip(maps, probes, strict=True)
+    ]
+    least, second = sorted(bounds)[:2]
+    gradients, accountant = Gradients(), FisherAccountant()
+    trainer = make_trainer(
+        "bert", make_defense("gaussian_noise", scale=0.05), options={"callbacks": [gradients], "accountant": accountant},
+        max_steps=1, clients_per_process=3, leakage_limit=(least + second) / 2, leakage_num_probes=30, max_grad_norm=0.0,
+        **STILL,
+    )  # fmt: skip
+    trainer.train()
+    assert logged(trainer)[1] == {"skipped": 1}
+
+    expected = {name: torch.zeros_like(g) for name, g in maps[0].gradient().items()}
+    kept = [number for number in range(3) if bounds[number] != least]
+    for number in kept:
+        generator = seeded_generator("cpu", 9, 0, 0, number)
+        for name, tensor in make_defense("gaussian_noise", scale=0.05)(
+            maps[number], generator
+        ).items():
+            expected[name] += tensor * len(maps[number].input) / 4
+    found = {name: gradients.steps[0][name] for name in expected}
+    torch.testing.assert_close(
+        found, expected, rtol=1e-4, atol=1e-6
+    )  # float32 sums in another order
+    assert set(accountant) == {key for number in kept for key in example_keys(maps[number])}
+
+
+@pytest.mark.parametrize("action", ["skip", "stop"])
+def test_limit_that_nothing_keeps(make_trainer: MakeTrainer, action: str) -> None:
+    trainer = make_trainer(
+        defense="gaussian_noise", leakage_limit=1e30, leakage_action=action, optim="sgd", max_steps=4, logging_steps=2,
+        learning_rate=0.1,
+    )  # fmt: skip
+    before = weights(trainer.model)
+    trainer.train()
+    assert all(torch.equal(p, before[name]) for name, p in trainer.model.named_parameters())
+    assert trainer.state.global_step == (4 if action == "skip" else 1)
+    if action == "skip":
+        assert [figures["skipped"] for figures in logged(trainer).values()] == [2, 2]
+
+
+# Accounts
+
+
+def test_accounts_add_up_what_was_computed_outside(make_trainer: MakeTrainer) -> None:
+    """22 samples in batches of 4, 6 steps an epoch: the eighth step shares the first samples of the
+    second epoch again.
+    """
+    accountant = FisherAccountant()
+    trainer = make_trainer(
+        defense=make_defense("gaussian_noise", scale=0.05),
+        options={"accountant": accountant},
+        max_steps=8,
+        **STILL,
+    )
+    trainer.train()
+    assert trainer.accountant is accountant
+    totals: dict[str, float] = {}
+    for step in range(8):
+        start = 4 * (step % 6)
+        gmap = message(start, min(start + 4, 22))
+        values = dfil(gmap, 0.05**2, 10, seeded_generator("cpu", 9, 0, step, 0, 1)).value
+        for key, value in zip(example_keys(gmap), values.tolist(), strict=True):
+            totals[key] = totals.get(key, 0.0) + value
+    assert (accountant.steps, len(accountant)) == (8, len(totals))
+    assert {key: accountant.dfil(key) for key in accountant} == pytest.approx(
+        totals, rel=1e-4
+    )  # float32
+    assert accountant.mse_bound(accountant.worst()[0]) == mse_bound_from_dfil(
+        max(map(accountant.dfil, accountant))
+    )
+
+
+@pytest.mark.parametrize("skip_data", [False, True])
+def test_accounts_survive_in_checkpoints(
+    make_trainer: MakeTrainer,
+    tmp_path: Path,
+    skip_data: bool,
+) -> None:
+    def run(folder: str, checkpoint: str | None = None, **more: Any) -> FisherAccountant:
+        accountant = FisherAccountant()
+        make_trainer(
+            defense=make_defense("optimal_noise", num_probes=2, refresh_every=3), options={"accountant": accountant},
+            noise_seed=5, output_dir=str(tmp_path / folder), save_strategy="steps", save_steps=4, max_steps=8,
+            clients_per_process=2, **more,
+        ).train(resume_from_checkpoint=checkpoint)  # fmt: skip
+        return accountant
+
+    alone = run("alone")
+    resumed = run("resumed", str(tmp_path / "alone" / "checkpoint-4"), ignore_data_skip=skip_data)
+    assert (alone.steps, resumed.steps) == (16, 16)
+    if not skip_data:
+        one, other = alone.state_dict(), resumed.state_dict()
+        assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_checkpoints_without_accounts(
+    make_trainer: MakeTrainer,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    for accountant in (None, FisherAccountant()):
+        folder = str(tmp_path / f"{accountant is None}")
+        make_trainer(
+            defense="gaussian_noise", options={"accountant": accountant}, output_dir=folder, save_strategy="steps",
+            save_steps=2,
+        ).train()  # fmt: skip
+    resuming = make_trainer(
+        defense="gaussian_noise", options={"accountant": FisherAccountant()}, max_steps=4
+    )
+    with pytest.raises(ValueError, match="holds no accountant's state of this rank"):
+        resuming.train(resume_from_checkpoint=str(tmp_path / "True" / "checkpoint-2"))
+    make_trainer(defense="gaussian_noise", max_steps=4).train(
+        resume_from_checkpoint=str(tmp_path / "False" / "checkpoint-2")
+    )
+    assert "holds an accountant's state, which this run leaves behind" in caplog.text
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    "name", ["none", "laplace_noise", "pruning", "optimal_pruning", "quantization"]
+)
+def test_limit_and_account_need_gaussian_noise(make_trainer: MakeTrainer, name: str) -> None:
+    with pytest.raises(
+        NotImplementedError, match=rf"leakage_limit with {name}.*Use gaussian_noise.*after pruning"
+    ):
+        make_trainer(defense=name, leakage_limit=0.1)
+    with pytest.raises(NotImplementedError, match=rf"an accountant with {name}"):
+        make_trainer(defense=name, options={"accountant": FisherAccountant()})
+
+
+class Fresh(GradGuardTrainer):
+    def get_train_dataloader(self) -> DataLoader[Any]:
+        return super().get_train_dataloader()
+
+
+def test_subsampling_needs_fresh_batches_and_a_bounded_message(settings: Any) -> None:
+    def make(kind: type[GradGuardTrainer], multiplier: float, defense: Defense) -> GradGuardTrainer:
+        return kind(
+            make_task("bert", dtype=torch.float32)[0], GradGuardConfig(**settings()), defense=defense,
+            train_dataset=rows(), accountant=FisherAccountant(0.1, multiplier, 1e-5),
+        )  # fmt: skip
+
+    clipped = make_defense("dp_sgd", clip=0.3, scale=0.6)
+    with pytest.raises(
+        NotImplementedError, match=r"the Trainer shuffles epochs.*override get_train_dataloader"
+    ):
+        make(GradGuardTrainer, 2.0, clipped)
+    for weak in (
+        make_defense("dp_sgd", clip=0.3, scale=0.5), make_defense("dp_sgd", clip=0.3, relative_scale=9.0),
+        make_defense("gaussian_noise", scale=9), make_defense("dp_sgd", clip=0.3, scale=9, clip_by="coordinate"),
+    ):  # fmt: skip
+        with pytest.raises(
+            NotImplementedError, match=r"noise_multiplier=2.*Use dp_sgd with clip_by='norm'"
+        ):
+            make(Fresh, 2.0, weak)
+    trainer = make(Fresh, 2.0, clipped)
+    trainer.train()
+    assert trainer.accountant is not None
+    assert trainer.accountant.failure_probability == pytest.approx(3e-5)

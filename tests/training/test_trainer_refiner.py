@@ -1,0 +1,170 @@
+"""`GradGuardTrainer(args, defense="refiner")`: the evaluation network is found or made, and
+training goes through it.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import SmallNetwork, flat, make_task, rng, token_batch, word_tokenizer
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    PreTrainedTokenizerFast,
+    ViTConfig,
+    ViTForImageClassification,
+)
+
+from hf_gradguard import GradGuardConfig, GradGuardTrainer, GradientMap, make_defense
+from hf_gradguard.networks import cached_text_network, embedding_fingerprint, fitting
+
+WORDS = [f"w{index}" for index in range(60)]
+
+
+@pytest.fixture
+def tokenizer() -> PreTrainedTokenizerFast:
+    return word_tokenizer(WORDS)
+
+
+@pytest.fixture
+def sentences(tmp_path: Path) -> Path:
+    generator = random.Random(0)
+    lines = [" ".join(generator.choices(WORDS[:12], k=generator.randint(3, 6))) for _ in range(60)]
+    path = tmp_path / "public.txt"
+    path.write_text("\n".join(lines))
+    return path
+
+
+@pytest.fixture
+def quick_training(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A small network, trained for a few steps, in a cache of the test's own."""
+    settings: dict[str, Any] = {
+        "steps": 20,
+        "width": 8,
+        "num_layers": 1,
+        "cache": tmp_path / "cache",
+        "progress": False,
+    }
+    monkeypatch.setattr(
+        fitting, "cached_text_network", functools.partial(cached_text_network, **settings)
+    )
+    return tmp_path / "cache"
+
+
+def bert() -> BertForSequenceClassification:
+    torch.manual_seed(0)
+    return BertForSequenceClassification(
+        BertConfig(
+            vocab_size=64, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8,
+            max_position_embeddings=16,
+        )
+    )  # fmt: skip
+
+
+def arguments(folder: Path, **settings: Any) -> GradGuardConfig:
+    return GradGuardConfig(
+        output_dir=str(folder / "out"), max_steps=2, per_device_train_batch_size=4, use_cpu=True, report_to="none",
+        disable_tqdm=True, save_strategy="no", logging_steps=1, defense="refiner", **settings,
+    )  # fmt: skip
+
+
+def test_text_network_is_trained_once_and_cached(
+    tokenizer: PreTrainedTokenizerFast, sentences: Path, quick_training: Path, tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    texts = sentences.read_text().split("\n")
+    data = [dict(tokenizer(text)) | {"labels": index % 2} for index, text in enumerate(texts)]
+    settings = {"iterations": 2, "public_text": str(sentences)}
+    fingerprints = []
+    for _ in range(2):
+        model = bert()
+        before = {name: p.clone() for name, p in model.named_parameters()}
+        trainer = GradGuardTrainer(
+            model,
+            arguments(tmp_path, defense_kwargs=settings),
+            train_dataset=data,
+            processing_class=tokenizer,
+        )
+        trainer.train()
+        still = [name for name, p in model.named_parameters() if torch.equal(p, before[name])]
+        assert still == ["bert.embeddings.word_embeddings.weight"]
+        assert 0 < trainer.state.log_history[0]["defense/cosine"] < 1
+        fingerprints.append(trainer.defense.evaluation_network.config.embedding_fingerprint)
+    assert fingerprints == [embedding_fingerprint(bert().get_input_embeddings().weight)] * 2
+    assert caplog.text.count("Training one on public text") == 1
+    assert caplog.text.count("Trained the evaluation network in") == 1
+    assert (quick_training / fingerprints[0] / "model.safetensors").is_file()
+
+
+def test_missing_tokenizer_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="pass processing_class=tokenizer"):
+        GradGuardTrainer(bert(), arguments(tmp_path), train_dataset=[])
+
+
+def test_missing_public_text_is_an_error(
+    tokenizer: PreTrainedTokenizerFast,
+    quick_training: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def unreachable(*args: Any, **kwargs: Any) -> Any:
+        raise ConnectionError("no route to the Hub")
+
+    monkeypatch.setattr(fitting, "load_texts", unreachable)
+    with pytest.raises(
+        ValueError, match=r"no route to the Hub.*Name a file of public sentences as public_text"
+    ):
+        GradGuardTrainer(bert(), arguments(tmp_path), train_dataset=[], processing_class=tokenizer)
+    assert not list(quick_training.glob("*/model.safetensors"))
+
+
+def vit(size: int) -> ViTForImageClassification:
+    torch.manual_seed(0)
+    return ViTForImageClassification(
+        ViTConfig(
+            image_size=size, patch_size=size // 2, hidden_size=8, num_hidden_layers=1, num_attention_heads=2,
+            intermediate_size=8, num_labels=2,
+        )
+    )  # fmt: skip
+
+
+def test_packaged_network_is_taken_for_images_of_its_size(tmp_path: Path) -> None:
+    data = [
+        {"pixel_values": torch.rand(3, 32, 32, generator=rng(i)), "labels": i % 2} for i in range(8)
+    ]
+    trainer = GradGuardTrainer(
+        vit(32), arguments(tmp_path, defense_kwargs={"iterations": 1}), train_dataset=data
+    )
+    assert trainer.defense.evaluation_network.config.num_channels == 3
+    trainer.train()
+    assert trainer.state.global_step == 2
+
+
+def test_images_of_another_size_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"3 channels and 20x20 pixels.*gradguard evalnet train"):
+        GradGuardTrainer(vit(20), arguments(tmp_path), train_dataset=[])
+
+
+def test_normalization_comes_from_the_image_processor(tmp_path: Path) -> None:
+    class Processor:
+        do_normalize, image_mean, image_std = True, [0.5, 0.4, 0.3], [0.2, 0.3, 0.4]
+
+    defense = make_defense("refiner", evaluation_network=SmallNetwork("image", 3))
+    defense.prepare(vit(32), Processor())
+    assert (defense.image_mean, defense.image_std) == (Processor.image_mean, Processor.image_std)
+
+
+def test_shared_embeddings_are_refused() -> None:
+    model = make_task("bert")[0]
+    gmap = GradientMap(model, token_batch(), share_input_embeddings=True)
+    with pytest.raises(
+        ValueError,
+        match=r"never shares the token embeddings.*Leave share_input_embeddings at False",
+    ):
+        make_defense("refiner", evaluation_network=SmallNetwork("text", 8))(gmap, rng())
+    assert torch.isfinite(flat(gmap.gradient())).all()
