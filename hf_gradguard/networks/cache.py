@@ -18,8 +18,9 @@ from torch import nn
 from transformers.utils import logging
 
 from .loading import EvaluationNetwork, load_network, packaged_text_network, save_network
-from .modeling import TextEvaluationNetwork, embedding_fingerprint
-from .training import embedding_weight, train_text_network
+from .noise import embedding_weight
+from .text import TextEvaluationNetwork, embedding_fingerprint
+from .training import train_text_network
 
 logger = logging.get_logger(__name__)
 

@@ -19,7 +19,8 @@ from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel
 
 from .configuration import ImageEvaluationNetworkConfig, TextEvaluationNetworkConfig
-from .modeling import ImageEvaluationNetwork, TextEvaluationNetwork
+from .image import ImageEvaluationNetwork
+from .text import TextEvaluationNetwork
 
 EvaluationNetwork = ImageEvaluationNetwork | TextEvaluationNetwork
 EvaluationNetworkConfig = ImageEvaluationNetworkConfig | TextEvaluationNetworkConfig
