@@ -23,7 +23,7 @@ _FORMATS = {
 def load_texts(
     dataset: str, *, column: str | None = None, split: str = "train", config: str | None = None
 ) -> list[str]:
-    """Texts of a Hub data set or of a txt (one a line), tsv, csv, json or parquet file.
+    """Texts of a Hub data set or of a txt (one per line), tsv, csv, json or parquet file.
 
     Args:
         dataset: A file, a folder or a Hub name.
@@ -33,6 +33,12 @@ def load_texts(
 
     Raises:
         ValueError: If there is no such column, or it holds no text.
+
+    Example:
+        >>> Path("texts.txt").write_text("a fine film\\nthe plot is long")
+        28
+        >>> load_texts("texts.txt")
+        ['a fine film', 'the plot is long']
     """
     rows = load_rows(dataset, split, config)
     texts = list(rows[pick_column(rows.column_names, column, _TEXT_COLUMNS, dataset)])
@@ -68,6 +74,11 @@ def load_images(
 
     Raises:
         ValueError: If there is no such column.
+
+    Example:
+        >>> np.savez("images.npz", image=np.zeros((4, 28, 28), dtype=np.uint8))
+        >>> load_images("images.npz").shape
+        (4, 28, 28)
     """
     if dataset.endswith(".npz"):
         with np.load(dataset, allow_pickle=False) as arrays:
@@ -82,8 +93,15 @@ def load_images(
     ]
 
 
-def load_rows(dataset: str, split: str, config: str | None) -> Dataset:
-    """A Hub data set's split, a folder that `datasets` can read, or a local file."""
+def load_rows(dataset: str, split: str = "train", config: str | None = None) -> Dataset:
+    """A Hub data set's split, a folder that `datasets` can read, or a local file.
+
+    Example:
+        >>> Path("rows.tsv").write_text("sentence\\tlabel\\na fine film\\t1")
+        28
+        >>> load_rows("rows.tsv").column_names
+        ['sentence', 'label']
+    """
     path = Path(dataset)
     if path.is_file():
         if path.suffix not in _FORMATS:
@@ -106,6 +124,10 @@ def pick_column(
 
     Raises:
         ValueError: If there is none, naming those there are.
+
+    Example:
+        >>> pick_column(["idx", "sentence"], None, ("text", "sentence"), "train.tsv")
+        'sentence'
     """
     wanted = usual if column is None else (column,)
     for name in wanted:

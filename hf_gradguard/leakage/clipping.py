@@ -25,11 +25,16 @@ def smooth_clip(gradient: Tensors, clip: float) -> Tensors:
     """g / (GELU(‖g‖/C - 1) + 1).
 
     Args:
-        gradient: One tensor a shared parameter.
+        gradient: One tensor per shared parameter.
         clip: C > 0.
 
     Raises:
         ValueError: If `clip` is not above 0.
+
+    Example:
+        >>> clipped = smooth_clip({"weight": torch.tensor([30.0, 40.0])}, clip=1.0)
+        >>> bool(clipped["weight"].norm() <= SMOOTH_CLIP_NORM)
+        True
     """
     factor = 1 / (torch.nn.functional.gelu(_norm(gradient) / _checked(clip) - 1) + 1)
     return {name: tensor * factor.to(tensor.dtype) for name, tensor in gradient.items()}
@@ -49,11 +54,18 @@ def smoothly_clipped(gmap: GradientMap, clip: float) -> GradientMap:
 
     Raises:
         ValueError: If the batch holds several samples, or `clip` is not above 0.
+
+    Example:
+        >>> from hf_gradguard.leakage import dfil
+        >>> sample = GradientMap(model, {name: entry[:1] for name, entry in batch.items()})
+        >>> clipped = smoothly_clipped(sample, clip=0.1)
+        >>> dfil(clipped, noise_variance=0.01, num_probes=4).value.shape
+        torch.Size([1])
     """
     if len(gmap.input) != 1:
         raise ValueError(
             f"Clipping is per sample, but this map's batch holds {len(gmap.input)}. Make one "
-            "GradientMap a sample."
+            "GradientMap per sample."
         )
     return _ClippedMap(gmap, _checked(clip))
 
@@ -88,9 +100,8 @@ class _ClippedMap(GradientMap):
         factored: bool = False,
         **entries: Tensor,
     ) -> tuple[Tensor, Tensor, Tensors]:
-        def clipped(
-            gradient: Any, extras: Tensors
-        ) -> Tensor:  # never in factors: all of it is scaled by its norm
+        # Never in factors: all of it is scaled by its norm.
+        def clipped(gradient: Any, extras: Tensors) -> Tensor:
             return function(smooth_clip(gradient, self._clip), extras)
 
         return self._raw.slopes_at(clipped, xs, extras, factored=False, **entries)

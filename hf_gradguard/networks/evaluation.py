@@ -34,6 +34,13 @@ class NetworkFigures:
         mean_absolute_error: Of single predictions, from the ratio that each sample really had.
         worst_mean_error: The largest distance of a mean prediction from the mean ratio it should
             be.
+
+    Example:
+        >>> from hf_gradguard.networks import load_network
+        >>> network = load_network("image-evaluation-network-32")
+        >>> figures = evaluate_image_network(network, image_batch["pixel_values"])
+        >>> figures.to_dict()["ratios"][:3]
+        [0.0, 0.1, 0.2]
     """
 
     samples: int
@@ -57,6 +64,13 @@ def evaluate_image_network(
 
     Noise is added at the images' own shape and size, then they pass through `adapt_images`: a
     client that protects gray digits adds gray noise of their size too.
+
+    Example:
+        >>> from hf_gradguard.networks import load_network
+        >>> network = load_network("image-evaluation-network-32")
+        >>> figures = evaluate_image_network(network, image_batch["pixel_values"])
+        >>> figures.samples, len(figures.mean_predictions)
+        (2, 11)
     """
     pixels = as_pixels(images)
     generator = torch.Generator().manual_seed(seed)
@@ -94,6 +108,13 @@ def evaluate_text_network(
         max_length: Longer texts are cut.
         blend: Mix every token's embedding with a random token's by the ratio, instead of replacing
             tokens.
+
+    Example:
+        >>> from hf_gradguard.networks import train_text_network
+        >>> embedding = model.get_input_embeddings()
+        >>> network = train_text_network(embedding, tokenizer, texts, steps=1, progress=False)
+        >>> evaluate_text_network(network, embedding, tokenizer, texts).samples
+        2
     """
     weight = embedding_weight(embedding)
     network.check_embedding(weight)

@@ -20,8 +20,11 @@ class ImageEvaluationNetwork(EvaluationNetworkBase):
     Fan, Hao, Zhang et al., "Refiner" (2025), Appendix D: filters 128, 256 and 512, stride 2,
     padding 1.
 
-        net = ImageEvaluationNetwork(ImageEvaluationNetworkConfig(num_channels=1, image_size=28))
-        net.noise_ratio(torch.rand(4, 1, 28, 28))          # (4,)
+    Example:
+        >>> config = ImageEvaluationNetworkConfig(num_channels=1, image_size=28, filters=[8, 16])
+        >>> network = ImageEvaluationNetwork(config)
+        >>> network.noise_ratio(torch.rand(4, 1, 28, 28)).shape
+        torch.Size([4])
     """
 
     config_class = ImageEvaluationNetworkConfig
@@ -102,6 +105,11 @@ def adapt_images(x: Tensor, network: ImageEvaluationNetwork) -> Tensor:
     Raises:
         ValueError: If the images are larger than the network's, or have several channels but not
             its number.
+
+    Example:
+        >>> network = ImageEvaluationNetwork(ImageEvaluationNetworkConfig(filters=[8]))
+        >>> adapt_images(torch.rand(4, 1, 28, 28), network).shape
+        torch.Size([4, 3, 32, 32])
     """
     channels, (height, width) = network.config.num_channels, network.config.size
     if x.ndim != 4 or x.shape[1] not in (1, channels) or x.shape[2] > height or x.shape[3] > width:

@@ -13,6 +13,12 @@ from torch import Tensor, nn
 def blend_images(images: Tensor, ratio: Tensor, generator: torch.Generator | None = None) -> Tensor:
     """(1 - r) t1 + r t2 with t2 uniform on [0, 1]: images `(B, C, H, W)`, one ratio each,
     `(B,)`.
+
+    Example:
+        >>> images = torch.full((2, 3, 8, 8), 0.5)
+        >>> blended = blend_images(images, ratio=torch.tensor([0.0, 1.0]))
+        >>> [bool((blended[i] == images[i]).all()) for i in range(2)]
+        [True, False]
     """
     noise = torch.rand(images.shape, generator=generator)
     return torch.lerp(images, noise, ratio[:, None, None, None])
@@ -38,6 +44,13 @@ def replace_tokens(
     Returns:
         `(B, T)` ids. A draw may hit the token that was there: compare to know what was really
         replaced.
+
+    Example:
+        >>> ids, mask = batch["input_ids"], batch["attention_mask"]
+        >>> ratio, candidates = torch.tensor([0.0, 1.0]), torch.tensor([20])
+        >>> noisy = replace_tokens(ids, mask, ratio, candidates)
+        >>> (noisy != ids).sum(1).tolist()
+        [0, 8]
     """
     mask = mask.bool()
     count = (ratio * mask.sum(1)).round()
@@ -56,14 +69,19 @@ def as_pixels(images: Any) -> Tensor:
     Raises:
         ValueError: If there are no images, they differ in size, or their values are neither uint8
             nor in [0, 1].
+
+    Example:
+        >>> as_pixels(np.zeros((5, 28, 28), dtype=np.uint8)).shape
+        torch.Size([5, 1, 28, 28])
     """
     if not isinstance(images, np.ndarray | Tensor):
         arrays = [np.asarray(image) for image in images]
         shapes = sorted({array.shape for array in arrays})
         if len(shapes) > 1:
             raise ValueError(
-                f"The images have {len(shapes)} shapes, such as {shapes[0]} and {shapes[-1]}; a network judges one. Bring "
-                'them to one with `image.convert("RGB").resize((size, size))`.'
+                f"The images have {len(shapes)} shapes, such as {shapes[0]} and {shapes[-1]}; a "
+                "network judges one. Bring them to one with "
+                '`image.convert("RGB").resize((size, size))`.'
             )
         images = np.stack(arrays) if arrays else np.zeros((0, 1, 1, 1))
     pixels = torch.as_tensor(images)

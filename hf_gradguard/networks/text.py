@@ -26,9 +26,12 @@ class TextEvaluationNetwork(EvaluationNetworkBase):
     tokens. Special tokens ([CLS], [SEP], padding) are known by their embeddings, kept in the
     network: they are neither read nor counted, whether the attention mask covers them or not.
 
-        embedding = model.get_input_embeddings()
-        net = train_text_network(embedding, tokenizer, texts)
-        net.noise_ratio(embedding(batch["input_ids"]), batch["attention_mask"])          # (B,)
+    Example:
+        >>> embedding = model.get_input_embeddings()
+        >>> config = TextEvaluationNetworkConfig(embedding_size=embedding.embedding_dim, width=16)
+        >>> x = embedding(batch["input_ids"])
+        >>> TextEvaluationNetwork(config).noise_ratio(x, batch["attention_mask"]).shape
+        torch.Size([2])
     """
 
     config_class = TextEvaluationNetworkConfig
@@ -149,7 +152,7 @@ class TextEvaluationNetwork(EvaluationNetworkBase):
             )
         if attention_mask is not None and attention_mask.shape != x.shape[:2]:
             raise ValueError(
-                f"attention_mask must be {tuple(x.shape[:2])}, one entry a token, but is "
+                f"attention_mask must be {tuple(x.shape[:2])}, one entry per token, but is "
                 f"{tuple(attention_mask.shape)}. Pass the tokenizer's mask, not a prepared 4-D one."
             )
         x = x.to(self.dtype)
@@ -194,6 +197,13 @@ def embedding_fingerprint(weight: Tensor) -> str:
 
     Args:
         weight: `(V, H)`, any device and floating-point type.
+
+    Example:
+        >>> weight = model.get_input_embeddings().weight
+        >>> embedding_fingerprint(weight) == embedding_fingerprint(weight.double())
+        True
+        >>> embedding_fingerprint(weight) == embedding_fingerprint(weight.half())
+        False
     """
     values = weight.detach().to(device="cpu", dtype=torch.float32).contiguous()
     digest = hashlib.sha256(f"{tuple(values.shape)}".encode())

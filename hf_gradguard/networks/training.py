@@ -60,15 +60,15 @@ def train_image_network(
 
     Returns:
         The network, in eval mode, on `device`.
+
+    Example:
+        >>> settings = {"epochs": 1, "filters": [4], "progress": False}
+        >>> network = train_image_network(torch.rand(8, 1, 8, 8), **settings)
+        >>> network.noise_ratio(torch.rand(2, 1, 8, 8)).shape
+        torch.Size([2])
     """
     pixels = as_pixels(images)
-    channels, height, width = pixels.shape[1:]
-    size: Any = height if height == width else [height, width]
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        network = ImageEvaluationNetwork(
-            ImageEvaluationNetworkConfig(num_channels=channels, image_size=size, **config)
-        )
+    network = _new_image_network(pixels, seed, config)
     network.to(device=torch.device(device), memory_format=torch.channels_last)
     generator = torch.Generator().manual_seed(seed)
     steps = max(1, math.ceil(epochs * len(pixels) / batch_size))
@@ -77,15 +77,22 @@ def train_image_network(
     def loss() -> Tensor:
         natural = pixels[[next(order) for _ in range(min(batch_size, len(pixels)))]].float() / 255
         ratio = torch.rand(len(natural), generator=generator)
-        mixed = (
-            _augmented_mix(natural, ratio, generator)
-            if augment
-            else blend_images(natural, ratio, generator)
-        )
+        mix = _augmented_mix if augment else blend_images
+        mixed = mix(natural, ratio, generator)
         return network(mixed.to(device), labels=ratio.to(device)).loss
 
     _optimize(network, loss, steps, learning_rate, progress)
     return network
+
+
+def _new_image_network(pixels: Tensor, seed: int, config: dict[str, Any]) -> ImageEvaluationNetwork:
+    channels, height, width = pixels.shape[1:]
+    size: Any = height if height == width else [height, width]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return ImageEvaluationNetwork(
+            ImageEvaluationNetworkConfig(num_channels=channels, image_size=size, **config)
+        )
 
 
 def train_text_network(
@@ -107,7 +114,8 @@ def train_text_network(
     """Train a `TextEvaluationNetwork` to predict which tokens of a text are noise, and how many.
 
     Each step cuts passages of one length, drawn from 1 to `max_length` tokens, out of the texts and
-    replaces a fraction r ~ U(0, 1) of each one's tokens by tokens uniform over the vocabulary.
+    replaces a fraction r ~ U(0, 1) of each one's tokens by tokens uniform over the vocabulary. The
+    network is returned in eval mode.
 
     Args:
         embedding: The language model's input-embedding module: ids `(B, T)` to `(B, T, H)`, with a
@@ -127,15 +135,12 @@ def train_text_network(
         progress: Show a bar.
         **config: Further entries of `TextEvaluationNetworkConfig`, such as `width`.
 
-    Returns:
-        The network, in eval mode.
-
     Raises:
         ValueError: If the texts hold no ordinary token, or the module and the tokenizer do not
             belong together.
 
     Example:
-        >>> texts, embedding = ["a fine film", "a long dull film"], model.get_input_embeddings()
+        >>> embedding = model.get_input_embeddings()
         >>> network = train_text_network(embedding, tokenizer, texts, steps=1, progress=False)
         >>> network.config.embedding_size == embedding.weight.shape[1]
         True
@@ -220,9 +225,8 @@ class _Passages:
                 "The texts hold no ordinary token to train on. Is it the right column?"
             )
         self.ids = torch.tensor([i for ids in encoded for i in ids])
-        self.end = torch.repeat_interleave(
-            lengths.cumsum(0), lengths
-        )  # of the text that each token is in
+        # Of the text that each token is in.
+        self.end = torch.repeat_interleave(lengths.cumsum(0), lengths)
         self.start = self.end - torch.repeat_interleave(lengths, lengths)
 
     def draw(self, rows: int, length: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -299,10 +303,7 @@ def _optimize(
         optimizer.step()
         schedule.step()
         if step % 20 == 0:
-            smooth = (
-                float(value.detach())
-                if smooth is None
-                else 0.9 * smooth + 0.1 * float(value.detach())
-            )
+            now = float(value.detach())
+            smooth = now if smooth is None else 0.9 * smooth + 0.1 * now
             bar.set_postfix(loss=f"{smooth:.4f}")
     network.eval()
