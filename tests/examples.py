@@ -14,7 +14,7 @@ from hf_gradguard.attacks import Observation
 from hf_gradguard.models import LeakageLeNetConfig, LeakageLeNetForImageClassification
 
 SENTENCES = ["a fine film", "the plot is long and dull"]
-MORE_WORDS = "an it and or very this that with cast script scene joke slow warm bad good".split()
+MORE_WORDS = "an it and or very this that with cast script scene joke slow warm bad good"
 
 
 def example_names() -> dict[str, Any]:
@@ -35,7 +35,7 @@ def example_names() -> dict[str, Any]:
 
 
 def _text() -> dict[str, Any]:
-    words = dict.fromkeys([*" ".join(SENTENCES).split(), *MORE_WORDS])
+    words = dict.fromkeys([*" ".join(SENTENCES).split(), *MORE_WORDS.split()])
     tokenizer = word_tokenizer(list(words))
     config = BertConfig(
         vocab_size=len(tokenizer),
