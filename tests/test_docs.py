@@ -40,6 +40,7 @@ def test_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_blocks_are_found() -> None:
-    page = "```python\na = 1\n```\n\n<!-- not run: needs the Hub -->\n```python\nb\n```\n```bash\nc\n```"
+    skipped = "<!-- not run: needs the Hub -->\n```python\nb\n```\n"
+    page = f"```python\na = 1\n```\n\n{skipped}```bash\nc\n```"
     assert blocks(page) == [(1, "a = 1\n", None), (6, "b\n", "needs the Hub")]
     assert any(blocks(page.read_text(encoding="utf-8")) for page in PAGES)

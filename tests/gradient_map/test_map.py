@@ -525,7 +525,7 @@ def test_works_without_grad_mode() -> None:
         assert not torch.is_grad_enabled()
 
 
-# ---------------------------------------------------------------------------------------------------- attention
+# ---------------------------------------------------------------------------------------- attention
 
 
 @pytest.mark.parametrize("training", [False, True])

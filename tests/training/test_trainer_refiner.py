@@ -60,16 +60,17 @@ def bert() -> BertForSequenceClassification:
     torch.manual_seed(0)
     return BertForSequenceClassification(
         BertConfig(
-            vocab_size=64, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8,
-            max_position_embeddings=16,
+            vocab_size=64, hidden_size=8, num_hidden_layers=1, num_attention_heads=2,
+            intermediate_size=8, max_position_embeddings=16,
         )
     )  # fmt: skip
 
 
 def arguments(folder: Path, **settings: Any) -> GradGuardConfig:
     return GradGuardConfig(
-        output_dir=str(folder / "out"), max_steps=2, per_device_train_batch_size=4, use_cpu=True, report_to="none",
-        disable_tqdm=True, save_strategy="no", logging_steps=1, defense="refiner", **settings,
+        output_dir=str(folder / "out"), max_steps=2, per_device_train_batch_size=4, use_cpu=True,
+        report_to="none", disable_tqdm=True, save_strategy="no", logging_steps=1, defense="refiner",
+        **settings,
     )  # fmt: skip
 
 
@@ -127,8 +128,8 @@ def vit(size: int) -> ViTForImageClassification:
     torch.manual_seed(0)
     return ViTForImageClassification(
         ViTConfig(
-            image_size=size, patch_size=size // 2, hidden_size=8, num_hidden_layers=1, num_attention_heads=2,
-            intermediate_size=8, num_labels=2,
+            image_size=size, patch_size=size // 2, hidden_size=8, num_hidden_layers=1,
+            num_attention_heads=2, intermediate_size=8, num_labels=2,
         )
     )  # fmt: skip
 
