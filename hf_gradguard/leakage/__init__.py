@@ -7,6 +7,7 @@ Example:
     (True, torch.Size([2]))
 """
 
+from ..gradient_map.views import smooth_clip, smoothly_clipped
 from .accountant import FisherAccountant, example_keys, subsampling_factor
 from .bounds import (
     mse_bound_from_dfil,
@@ -15,7 +16,6 @@ from .bounds import (
     mse_bound_with_prior,
     rdp_of_order_two,
 )
-from .clipping import smooth_clip, smoothly_clipped
 from .figures import Eigenvalue, Estimate, Influence
 from .fisher import DFIL, dfil, fisher_norm, fisher_trace, fisher_trace_from_sensitivity
 from .influence import (
