@@ -9,17 +9,25 @@ from helpers import word_tokenizer
 from torch import nn
 from transformers import BertConfig, BertForSequenceClassification
 
-from hf_gradguard import GradientMap
+from hf_gradguard import GradientMap, chain, make_defense
 from hf_gradguard.attacks import Observation
 from hf_gradguard.models import LeakageLeNetConfig, LeakageLeNetForImageClassification
 
 SENTENCES = ["a fine film", "the plot is long and dull"]
 MORE_WORDS = "an it and or very this that with cast script scene joke slow warm bad good"
 
+IMPORTED = {
+    "torch": torch,
+    "GradientMap": GradientMap,
+    "make_defense": make_defense,
+    "chain": chain,
+}
+
 
 def example_names() -> dict[str, Any]:
     """New objects at every call, always the same.
 
+    - `torch`, `GradientMap`, `make_defense`, `chain`: what everybody has imported.
     - `model`, `tokenizer`: a tiny BERT with 2 labels, in eval mode, and its whole words.
     - `texts`, `labels`, `samples`, `train_dataset`: two sentences, with their classes, as pairs,
       and as rows for a Trainer.
@@ -31,7 +39,7 @@ def example_names() -> dict[str, Any]:
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        return {**_text(), **_images()}
+        return {**IMPORTED, **_text(), **_images()}
 
 
 def _text() -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Tiny models with a batch each, built from configurations: nothing is downloaded.
 
-    model, batch = make_task("bert")                           # float64, eval mode, no dropout, the
-    same every time model, batch = make_task("gpt2_lm", dtype=torch.float32, dropout=0.1)
+    model, batch = make_task("bert")  # float64, eval mode, no dropout, the same every time
+    model, batch = make_task("gpt2_lm", dtype=torch.float32, dropout=0.1)
 
 `TASKS` has the names. Other code that runs in its own process can import this module too: it needs
 no pytest.
