@@ -17,7 +17,7 @@ from .configuration import ImageEvaluationNetworkConfig
 class ImageEvaluationNetwork(EvaluationNetworkBase):
     """Noise ratio of images: strided 3x3 convolutions with ReLU, a dense layer, a sigmoid.
 
-    Fan, Hao, Zhang et al., "Refiner" (2025), Appendix D: filters 128, 256 and 512, stride 2,
+    Fan et al., "Refiner" (2025), Appendix D: filters 128, 256 and 512, stride 2,
     padding 1.
 
     Example:
