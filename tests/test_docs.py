@@ -1,4 +1,7 @@
-"""The Python in documents runs: all blocks of a page, one after the other, in one namespace.
+"""Documents show how things are used, and what they show runs.
+
+The Python of a page runs block after block, in one namespace. Examples in docstrings run as tests
+of their own; here only that every public name has one.
 
 A block that cannot run says so in a comment above it, with the reason:
 
@@ -7,14 +10,24 @@ A block that cannot run says so in a comment above it, with the reason:
 
 from __future__ import annotations
 
+import importlib
+import inspect
+import pkgutil
 import re
 from pathlib import Path
 
 import pytest
 from examples import example_names
 
+import hf_gradguard
+
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted([ROOT / "README.md", *ROOT.glob("docs/*.md"), *ROOT.glob("model_cards/*/README.md")])
+ROOMS = ["hf_gradguard"] + [
+    f"hf_gradguard.{room.name}"
+    for room in pkgutil.iter_modules(hf_gradguard.__path__)
+    if room.name != "__main__"  # runs when it is imported
+]
 BLOCK = re.compile(
     r"(?:^<!-- not run: (?P<reason>[^\n]+) -->\n+)?^```python\n(?P<code>.*?)^```$", re.M | re.S
 )
@@ -44,3 +57,16 @@ def test_blocks_are_found() -> None:
     page = f"```python\na = 1\n```\n\n{skipped}```bash\nc\n```"
     assert blocks(page) == [(1, "a = 1\n", None), (6, "b\n", "needs the Hub")]
     assert any(blocks(page.read_text(encoding="utf-8")) for page in PAGES)
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_every_public_name_has_an_example(room: str) -> None:
+    module = importlib.import_module(room)
+    public = {name: getattr(module, name) for name in getattr(module, "__all__", ())}
+    bare = [
+        name
+        for name, value in public.items()
+        if inspect.isroutine(value) or inspect.isclass(value)
+        if ">>>" not in (value.__doc__ or "")
+    ]
+    assert not bare, f"{', '.join(bare)} of {room} lack an example"
