@@ -17,20 +17,26 @@ import pytest
 import torch
 from transformers.utils import logging
 
+from hf_gradguard import registry
+
 
 @pytest.fixture(autouse=True)
-def _fresh_process_state() -> None:
-    """Every test starts from the same global random state, and warnings given once are given
-    again.
+def _fresh_process_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every test starts from the same global random state and the same names of defenses and
+    attacks, and warnings given once are given again.
     """
     torch.manual_seed(0)
     logging.warning_once.cache_clear()
+    for names in vars(registry).values():
+        if isinstance(names, registry.Registry):
+            monkeypatch.setattr(names, "_added", dict(names._added))
 
 
 @pytest.fixture(autouse=True)
 def _names_of_examples(
     request: pytest.FixtureRequest,
     doctest_namespace: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
     _fresh_process_state: None,
 ) -> None:
     """What an example in a docstring may use without making it; each gets its own, in a temporary
@@ -40,5 +46,5 @@ def _names_of_examples(
         from examples import example_names
 
         folder = request.getfixturevalue("tmp_path")
-        request.getfixturevalue("monkeypatch").chdir(folder)
+        monkeypatch.chdir(folder)
         doctest_namespace.update(example_names(), tmp_path=folder)

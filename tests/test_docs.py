@@ -14,6 +14,8 @@ import importlib
 import inspect
 import pkgutil
 import re
+import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -44,12 +46,15 @@ def blocks(text: str) -> list[tuple[int, str, str | None]]:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    names = example_names() | {"__name__": page.stem}
+    # A module of its own: classes look up theirs, dataclasses for one.
+    module = types.ModuleType(f"page_{page.stem}")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    vars(module).update(example_names())
     for line, code, reason in blocks(page.read_text(encoding="utf-8")):
         # Empty lines before it, so that errors name the line of the page.
         compiled = compile("\n" * line + code, str(page), "exec")
         if reason is None:
-            exec(compiled, names)
+            exec(compiled, vars(module))
 
 
 def test_blocks_are_found() -> None:
