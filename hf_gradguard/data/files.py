@@ -8,8 +8,11 @@ from typing import Any
 import numpy as np
 from datasets import Dataset, Image, load_dataset
 
-_TEXT_COLUMNS = ("text", "sentence", "content")
-_IMAGE_COLUMNS = ("image", "img", "x_train", "x", "images")
+COLUMNS = {
+    "text": ("text", "sentence", "content"),
+    "image": ("image", "img", "x_train", "x", "images"),
+}
+"""The usual names of the column that holds the inputs, by the name of their domain."""
 _FORMATS = {
     ".csv": "csv",
     ".tsv": "csv",
@@ -41,7 +44,7 @@ def load_texts(
         ['a fine film', 'the plot is long']
     """
     rows = load_rows(dataset, split, config)
-    texts = list(rows[pick_column(rows.column_names, column, _TEXT_COLUMNS, dataset)])
+    texts = list(rows[pick_column(rows.column_names, column, COLUMNS["text"], dataset)])
     if not any(isinstance(text, str) for text in texts):
         raise ValueError(
             f"Column {column!r} of {dataset} holds no text. Its columns: "
@@ -82,9 +85,9 @@ def load_images(
     """
     if dataset.endswith(".npz"):
         with np.load(dataset, allow_pickle=False) as arrays:
-            return arrays[pick_column(list(arrays), column, _IMAGE_COLUMNS, dataset)]
+            return arrays[pick_column(list(arrays), column, COLUMNS["image"], dataset)]
     rows = load_rows(dataset, split, config)
-    name = pick_column(rows.column_names, column, _IMAGE_COLUMNS, dataset)
+    name = pick_column(rows.column_names, column, COLUMNS["image"], dataset)
     rows = rows.cast_column(name, Image(mode="L" if num_channels == 1 else "RGB"))
     images = rows[name]
     return [

@@ -28,7 +28,7 @@ from ..gradient_map import GradientMap, Tensors
 from ..randomness import private_generator
 from .figures import Eigenvalue, Estimate, mean_square_norm
 from .influence import check_probes, gaussian
-from .krylov import largest_eigenpair
+from .krylov import largest_eigenpair, not_finite
 from .unknowns import NoiseVariance, Unknowns, variances
 
 
@@ -238,10 +238,7 @@ def _gram(
         [unknowns.vjp(gaussian(gmap, deviation, generator)) for _ in range(num_probes)]
     )
     if not torch.isfinite(draws).all():
-        raise FloatingPointError(
-            "A product with the Jacobian is not finite: the loss has no second derivative here, or "
-            "it overflows."
-        )
+        raise not_finite()
     parts = draws.split(unknowns.per_sample.tolist(), dim=1)
     return torch.stack([(part @ part.T).double() for part in parts])
 

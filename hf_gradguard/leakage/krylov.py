@@ -195,8 +195,13 @@ def _tridiagonal(diagonal: list[float], off_diagonal: list[float]) -> np.ndarray
 def _finite(value: Tensor) -> float:
     number = float(value)
     if not math.isfinite(number):
-        raise FloatingPointError(
-            "A product with the Jacobian is not finite: the loss has no second derivative here, or "
-            "it overflows."
-        )
+        raise not_finite()
     return number
+
+
+def not_finite() -> FloatingPointError:
+    """The error for a product that overflowed."""
+    return FloatingPointError(
+        "A product with the Jacobian is not finite: the loss has no second derivative here, or it "
+        "overflows."
+    )
