@@ -36,6 +36,8 @@ class EmbeddingRows(Attack):
     """
 
     name: ClassVar[str] = "embedding_rows"
+    domains: ClassVar[tuple[str, ...]] = ("text",)
+    does: ClassVar[str] = "looks for vocabulary tokens"
 
     def reconstruct(self, seen: Observation, generator: torch.Generator) -> Reconstruction:
         start = time.perf_counter()
@@ -63,8 +65,6 @@ def _gradient(seen: Observation) -> tuple[Tensor, bool]:
     Raises:
         ValueError: If it was not shared, or says nothing.
     """
-    if not seen.is_text:
-        raise ValueError("embedding_rows looks for vocabulary tokens, but the input is pixels.")
     weight = TEXT.embedding(seen.model).weight
     names = [name for name, p in seen.model.named_parameters(remove_duplicate=False) if p is weight]
     shared = [name for name in names if name in seen.gradient]

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..gradient_map import GradientMap, Tensors
+from ..gradient_map.domain import Domain, domain_of_shape
 from ..gradient_map.inputs import LossFunction
 
 
@@ -99,9 +100,9 @@ class Observation:
         )
 
     @property
-    def is_text(self) -> bool:
-        """Whether the private input was token ids, and not pixels."""
-        return len(self.input_shape) == 2
+    def domain(self) -> Domain:
+        """What the private input was made of: text or image."""
+        return domain_of_shape(self.input_shape)
 
     @property
     def batch_size(self) -> int:
@@ -151,14 +152,7 @@ class Observation:
         """A batch of the right shapes that holds nothing private: to run the model on candidates of
         the attacker.
         """
-        if not self.is_text:
-            dtype = next(p.dtype for p in self.model.parameters() if torch.is_floating_point(p))
-            return {"pixel_values": torch.zeros(self.input_shape, dtype=dtype, device=self.device)}
-        ids = self.known_ids()
-        ids = torch.where(ids >= 0, ids, ordinary_id(self.model, self.tokenizer))
-        # Without the mask every position is taken for a token; models that derive one from padding
-        # ids need to be told.
-        return {"input_ids": ids, "attention_mask": self.tokens.long()}
+        return _PLACEHOLDERS[self.domain.name](self)
 
     def gradient_map(self, labels: Tensor, loss_fn: LossFunction | None = None) -> GradientMap:
         """The map x ↦ g(x) that the attacker can evaluate at its own candidates.
@@ -203,6 +197,22 @@ def average(observations: Sequence[Observation]) -> Observation:
     elif variance is not None:
         variance = variance / count
     return replace(first, gradient=mean, noise_variance=variance)
+
+
+def _placeholder_ids(seen: Observation) -> dict[str, Tensor]:
+    ids = seen.known_ids()
+    ids = torch.where(ids >= 0, ids, ordinary_id(seen.model, seen.tokenizer))
+    # Without the mask every position is taken for a token; models that derive one from padding
+    # ids need to be told.
+    return {"input_ids": ids, "attention_mask": seen.tokens.long()}
+
+
+def _placeholder_pixels(seen: Observation) -> dict[str, Tensor]:
+    dtype = next(p.dtype for p in seen.model.parameters() if torch.is_floating_point(p))
+    return {"pixel_values": torch.zeros(seen.input_shape, dtype=dtype, device=seen.device)}
+
+
+_PLACEHOLDERS = {"text": _placeholder_ids, "image": _placeholder_pixels}
 
 
 def special_frame(tokenizer: Any) -> tuple[list[int], list[int]]:

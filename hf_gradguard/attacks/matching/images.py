@@ -7,12 +7,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
-from .descent import GradientMatching, Problem
+from .attack import GradientMatching
 from .objectives import Objective, cosine_distance, squared_distance
-from .priors import batch_norm_distance
+from .problem import Problem
 
 
 @dataclass
@@ -98,17 +97,12 @@ class GradInversion(GradientMatching):
 
     def penalty(self, problem: Problem, x: Tensor) -> Tensor | float:
         value = super().penalty(problem, x)
-        if self.batch_norm and not problem.seen.is_text and _has_batch_norm(problem.seen.model):
-            value = value + self.batch_norm * batch_norm_distance(problem.seen.model, x)
+        if self.batch_norm:
+            distance = problem.space.batch_norm_distance(problem.seen.model, x)
+            value = value + self.batch_norm * distance
         if self.group_consistency and self.restarts > 1 and len(x) > 1:
             groups = x.view(-1, self.restarts, *x.shape[1:])
             value = value + self.group_consistency * (
                 groups - groups.mean(1, keepdim=True)
             ).view_as(x).flatten(1).square().mean(1)
         return value
-
-
-def _has_batch_norm(model: torch.nn.Module) -> bool:
-    return any(
-        isinstance(module, torch.nn.modules.batchnorm._NormBase) for module in model.modules()
-    )
