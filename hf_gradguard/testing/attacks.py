@@ -79,7 +79,7 @@ class _Contract:
         )
         self.require(is_dataclass(attack), "an attack is a dataclass of its settings.")
         self.require(
-            isinstance(attack.domains, tuple) and bool(set(attack.domains) & set(DOMAINS)),
+            isinstance(attack.domains, tuple) and set() < set(attack.domains) <= set(DOMAINS),
             f"`domains` is a tuple of what an attack works on, of {', '.join(DOMAINS)}, but is "
             f"{attack.domains!r}.",
         )

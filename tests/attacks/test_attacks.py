@@ -326,15 +326,23 @@ def test_dlg_recovers_pixels_and_the_label() -> None:
     assert psnr(found.input, batch["pixel_values"]) > 30
 
 
+LBFGS = {
+    "steps": 60,
+    "optimizer": "lbfgs",
+    "learning_rate": 1.0,
+    "schedule": "constant",
+    "start": "uniform",
+}
+
+
 @pytest.mark.parametrize(
     ("name", "settings"),
     [
         ("idlg", {"steps": 60, "start": "uniform"}),
-        ("inverting_gradients", {"steps": 60, "optimizer": "lbfgs", "signed": False, "learning_rate": 1.0,
-                                 "schedule": "constant", "start": "uniform", "total_variation": 0.0}),
-        ("grad_inversion", {"steps": 60, "optimizer": "lbfgs", "learning_rate": 1.0, "schedule": "constant", "start": "uniform", "total_variation": 0.0, "squared_norm": 0.0}),
+        ("inverting_gradients", LBFGS | {"signed": False, "total_variation": 0.0}),
+        ("grad_inversion", LBFGS | {"total_variation": 0.0, "squared_norm": 0.0}),
     ],
-)  # fmt: skip
+)
 def test_image_attacks_recover_pixels(name: str, settings: dict[str, Any]) -> None:
     model = small_lenet()
     batch = {"pixel_values": image_batch(1)["pixel_values"], "labels": torch.tensor([2])}

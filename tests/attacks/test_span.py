@@ -48,7 +48,8 @@ ENCODER: dict[str, Any] = COMMON | {
     "max_position_embeddings": 16,
 }  # fmt: skip
 GPT2: dict[str, Any] = COMMON | {
-    "n_positions": 16, "n_embd": 40, "n_layer": 2, "n_head": 2, "bos_token_id": 2, "eos_token_id": 3,
+    "n_positions": 16, "n_embd": 40, "n_layer": 2, "n_head": 2,
+    "bos_token_id": 2, "eos_token_id": 3,
 }  # fmt: skip
 
 MODELS = {
@@ -57,14 +58,16 @@ MODELS = {
         RobertaConfig(**ENCODER | {"max_position_embeddings": 20}, bos_token_id=2, eos_token_id=3)
     ),
     "distilbert": lambda: DistilBertForSequenceClassification(
-        DistilBertConfig(**COMMON, dim=40, n_layers=2, n_heads=2, hidden_dim=64, max_position_embeddings=16)
+        DistilBertConfig(
+            **COMMON, dim=40, n_layers=2, n_heads=2, hidden_dim=64, max_position_embeddings=16
+        )
     ),
     "gpt2": lambda: GPT2ForSequenceClassification(GPT2Config(**GPT2)),
     "gpt2_lm": lambda: GPT2LMHeadModel(GPT2Config(**GPT2)),
     "llama": lambda: LlamaForSequenceClassification(
         LlamaConfig(
-            **COMMON, hidden_size=40, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
-            intermediate_size=64, max_position_embeddings=16,
+            **COMMON, hidden_size=40, num_hidden_layers=2, num_attention_heads=2,
+            num_key_value_heads=1, intermediate_size=64, max_position_embeddings=16,
         )
     ),
 }  # fmt: skip

@@ -36,11 +36,11 @@ class Span(Attack):
     layer's gradients.
 
     Encoders give each position's tokens; a batch's are put into sentences by the gradients behind
-    the attention, as far as those decide it. Where a model's blocks share their weights (ALBERT)
-    nothing decides it: a position's tokens then go to the sentences by their ids. Decoders give whole sentences, extended token by
-    token: what the layers behind the attention read for the last token of a right prefix lies in
-    the span of their gradients. Encoders without absolute positions give a bag of tokens, the
-    surest first.
+    the attention, as far as those decide it. Where blocks share their weights (ALBERT) nothing
+    decides it: a position's tokens go to the sentences by their ids. Decoders give whole sentences,
+    extended token by token: what the layers behind the attention read for the last token of a right
+    prefix lies in the span of their gradients. Encoders without absolute positions give a bag of
+    tokens, the surest first.
 
     The attack needs fewer tokens in the batch than the layer is wide, or than LoRA matrices of the
     block have rows. The last token of a causal language model's text is not in any gradient but the
