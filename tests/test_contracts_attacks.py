@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hf_gradguard.attacks import ATTACKS, Attack, Observation, Reconstruction, make_attack
-from hf_gradguard.attacks.base import texts
+from hf_gradguard.attacks.base import as_text
 from hf_gradguard.testing import check_attack
 from hf_gradguard.testing.observations import small_observation
 
@@ -50,7 +50,7 @@ class Guess(Attack):
     def text(self, seen: Observation, generator: torch.Generator) -> Reconstruction:
         drawn = torch.randint(4, 64, seen.input_shape, generator=generator)
         ids = [row[there].tolist() for row, there in zip(drawn, seen.tokens, strict=True)]
-        found = texts(ids, seen.tokenizer)
+        found = as_text(ids, seen.tokenizer)
         return Reconstruction(token_ids=ids, text=found, labels=seen.labels, objective=0.0)
 
     def image(self, seen: Observation, generator: torch.Generator) -> Reconstruction:

@@ -115,13 +115,14 @@ class Attack:
         raise NotImplementedError
 
 
-def texts(token_ids: list[list[int]], tokenizer: Any) -> list[str] | None:
+def as_text(token_ids: list[list[int]], tokenizer: Any) -> list[str] | None:
     """Ids as strings, without special tokens and positions where nothing was found; `None` without
     a tokenizer.
 
     Example:
-        >>> ids = tokenizer("a").input_ids
-        >>> texts([ids, [-1]], tokenizer) == [tokenizer.decode(ids, skip_special_tokens=True), ""]
+        >>> as_text([[-1, *tokenizer("a fine film").input_ids]], tokenizer)
+        ['a fine film']
+        >>> as_text([[7]], None) is None
         True
     """
     if tokenizer is None:

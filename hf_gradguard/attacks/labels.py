@@ -20,6 +20,11 @@ def recover_labels(seen: Observation) -> Tensor:
 
     Raises:
         ValueError: If the model's last layer gives no class scores, or its gradient was not shared.
+
+    Example:
+        >>> from dataclasses import replace
+        >>> recover_labels(replace(image_seen, labels=None)).shape
+        torch.Size([2])
     """
     slope = last_layer_slope(seen)
     if seen.batch_size == 1:
@@ -41,6 +46,11 @@ def last_layer_slope(seen: Observation) -> Tensor:
     Without a bias, row c of the weight's gradient is (p - y)_c h with the features h of the one
     sample. The label's entry is minus the sum of the others, so its row is the longest, and it
     points away from them.
+
+    Example:
+        >>> slope = last_layer_slope(seen)  # softmax minus one-hot sums to zero
+        >>> slope.shape, bool(slope.sum().abs() < 1e-5)
+        (torch.Size([2]), True)
     """
     classes = getattr(getattr(seen.model, "config", None), "num_labels", None)
     parameters = dict(seen.model.named_parameters())

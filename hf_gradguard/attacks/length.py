@@ -21,6 +21,10 @@ def observed_length(seen: Observation) -> int | None:
     Returns:
         The length; `None` if the model learns no position embeddings, their gradient was not
         shared, or noise covers it.
+
+    Example:
+        >>> observed_length(seen) == int(batch["attention_mask"].sum(1).max())
+        True
     """
     tokens = seen.domain.embedding(seen.model)
     if tokens is None:  # pixels

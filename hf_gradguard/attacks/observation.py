@@ -44,8 +44,15 @@ class Observation:
         FloatingPointError: If a gradient holds NaN or infinity.
 
     Example:
-        >>> seen = Observation(model=model, gradient=shared, input_shape=(1, 12), labels=labels, tokenizer=tokenizer)
-        >>> make_attack("tag", steps=1500)(seen).text
+        >>> seen = Observation(
+        ...     model=model,
+        ...     gradient=shared,
+        ...     input_shape=batch["input_ids"].shape,
+        ...     labels=batch["labels"],
+        ...     tokenizer=tokenizer,
+        ... )
+        >>> seen.domain.name, seen.batch_size
+        ('text', 2)
     """
 
     model: nn.Module
@@ -179,6 +186,11 @@ def average(observations: Sequence[Observation]) -> Observation:
 
     Raises:
         ValueError: If there are none, or they name different parameters.
+
+    Example:
+        >>> mean = average([replace(seen, noise_variance=0.04)] * 4)
+        >>> mean.noise_variance
+        0.01
     """
     if not observations or any(
         seen.gradient.keys() != observations[0].gradient.keys() for seen in observations
@@ -216,7 +228,13 @@ _PLACEHOLDERS = {"text": _placeholder_ids, "image": _placeholder_pixels}
 
 
 def special_frame(tokenizer: Any) -> tuple[list[int], list[int]]:
-    """The special ids that a tokenizer puts before and after a text."""
+    """The special ids that a tokenizer puts before and after a text.
+
+    Example:
+        >>> before, after = special_frame(tokenizer)
+        >>> tokenizer.convert_ids_to_tokens([*before, *after])
+        ['[CLS]', '[SEP]']
+    """
     special = set(tokenizer.all_special_ids)
     ids = tokenizer("a")["input_ids"]
     ordinary = [place for place, token in enumerate(ids) if token not in special]
@@ -229,6 +247,10 @@ def special_frame(tokenizer: Any) -> tuple[list[int], list[int]]:
 def ordinary_id(model: nn.Module, tokenizer: Any) -> int:
     """A token id that is not special: some models derive masks and positions from the padding
     id.
+
+    Example:
+        >>> ordinary_id(model, tokenizer) in tokenizer.all_special_ids
+        False
     """
     special = set(tokenizer.all_special_ids) if tokenizer is not None else set()
     padding = getattr(getattr(model, "config", None), "pad_token_id", None)
@@ -240,6 +262,14 @@ def ordinary_id(model: nn.Module, tokenizer: Any) -> int:
 def without_dropout(model: nn.Module) -> Iterator[None]:
     """Eval mode, but for batch normalization, which stays as the client ran it. The attacker cannot
     know dropout's draws.
+
+    Example:
+        >>> model = model.train()
+        >>> with without_dropout(model):
+        ...     model.training
+        False
+        >>> model.training
+        True
     """
     modes = {module: module.training for module in model.modules()}
     try:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from ...randomness import private_generator
-from ..base import Attack, Reconstruction, texts
+from ..base import Attack, Reconstruction, as_text
 from ..observation import Observation, without_dropout
 from .descent import Descended, descend
 from .problem import Problem
@@ -101,7 +101,7 @@ def _reconstruction(
     return Reconstruction(
         input=found.x,
         token_ids=ids,
-        text=None if ids is None else texts(ids, seen.tokenizer),
+        text=None if ids is None else as_text(ids, seen.tokenizer),
         labels=found.labels.argmax(-1) if problem.soft else found.labels,
         objective=float(found.objective),
         seconds=seconds,

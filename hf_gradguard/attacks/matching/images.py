@@ -21,6 +21,11 @@ class DLG(GradientMatching):
     Needs a model with second derivatives everywhere (sigmoid, GELU), and often restarts.
 
     Reference: Zhu, Liu and Han, "Deep Leakage from Gradients", 2019.
+
+    Example:
+        >>> found = DLG(steps=1, start="uniform")(image_seen)
+        >>> found.input.shape == image_gmap.input.shape
+        True
     """
 
     name: ClassVar[str] = "dlg"
@@ -38,6 +43,10 @@ class IDLG(DLG):
     """DLG with the label read off the last layer.
 
     Reference: Zhao, Mopuri and Bilen, "iDLG: Improved Deep Leakage from Gradients", 2020.
+
+    Example:
+        >>> IDLG(steps=1)(image_seen).labels.shape
+        torch.Size([2])
     """
 
     name: ClassVar[str] = "idlg"
@@ -50,6 +59,11 @@ class InvertingGradients(GradientMatching):
 
     Reference: Geiping et al., "Inverting Gradients: How easy is it to break privacy in federated
     learning?", 2020.
+
+    Example:
+        >>> found = InvertingGradients(steps=2, total_variation=1e-2)(image_seen)
+        >>> len(found.history)
+        2
     """
 
     name: ClassVar[str] = "inverting_gradients"
@@ -73,6 +87,11 @@ class GradInversion(GradientMatching):
         group_consistency: Weight of each restart's squared distance to the restarts' mean.
 
     Reference: Yin et al., "See through Gradients: Image Batch Recovery via GradInversion", 2021.
+
+    Example:
+        >>> found = GradInversion(steps=2, restarts=2)(image_seen)
+        >>> found.objective == min(found.history)
+        True
     """
 
     name: ClassVar[str] = "grad_inversion"

@@ -47,8 +47,10 @@ class Problem:
 
     Example:
         >>> from hf_gradguard.attacks.matching.objectives import squared_distance
+        >>> from dataclasses import replace
+        >>> seen = replace(seen, attention_mask=batch["attention_mask"])
         >>> problem = Problem([seen], squared_distance)
-        >>> float(problem.distance(gmap.input, 0)) < 1e-9  # the true input has that gradient
+        >>> bool(problem.distance(gmap.input, 0) < 1e-9)  # the true input has that gradient
         True
     """
 

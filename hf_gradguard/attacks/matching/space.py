@@ -23,6 +23,10 @@ class SearchSpace(ABC):
 
     Attributes:
         free: True where a candidate may move; broadcasts over `(B, T, H)` or `(B, C, H, W)`.
+
+    Example:
+        >>> [issubclass(space, SearchSpace) for space in SPACES.values()]
+        [True, True]
     """
 
     free: Tensor

@@ -23,6 +23,11 @@ class Tag(GradientMatching):
         absolute: Weight of the absolute differences.
 
     Reference: Deng et al., "TAG: Gradient Attack on Transformer-based Language Models", 2021.
+
+    Example:
+        >>> found = Tag(steps=3)(seen)
+        >>> len(found.history), len(found.text)
+        (3, 2)
     """
 
     name: ClassVar[str] = "tag"
@@ -57,6 +62,11 @@ class Lamp(GradientMatching):
 
     Reference: Balunović et al., "LAMP: Extracting Text from Gradients with Language Model Priors",
         2022.
+
+    Example:
+        >>> found = Lamp(steps=4, every=2, moves=3)(seen)
+        >>> [len(ids) for ids in found.token_ids] == seen.tokens.sum(1).tolist()
+        True
     """
 
     name: ClassVar[str] = "lamp"

@@ -20,7 +20,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ..base import Attack, Reconstruction, texts
+from ..base import Attack, Reconstruction, as_text
 from ..observation import Observation
 from .completion import complete
 from .layer_inputs import Readers, find_readers
@@ -103,7 +103,7 @@ class Span(Attack):
         ids = [row[present].tolist() for row, present in zip(rows, seen.tokens, strict=True)]
         return Reconstruction(
             token_ids=ids,
-            text=texts(ids, seen.tokenizer),
+            text=as_text(ids, seen.tokenizer),
             labels=seen.labels,
             objective=_objective(seen, first, space, rows),
             seconds=time.perf_counter() - start,

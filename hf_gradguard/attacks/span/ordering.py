@@ -36,6 +36,18 @@ def extend(
 
     Returns:
         `(B, T)` ids, -1 where nothing was looked for.
+
+    Raises:
+        ValueError: If a text is not padded on the right.
+
+    Example:
+        >>> from hf_gradguard.attacks.span.layer_inputs import find_readers
+        >>> from hf_gradguard.attacks.span.subspace import row_space
+        >>> readers = find_readers(seen)[1]
+        >>> space = row_space(readers.gradients(seen), None, rank=8)
+        >>> found = {place: [5, 6] for place in range(8)}
+        >>> extend(seen, readers, space, seen.tokens, seen.known_ids(), found, beams=1).shape
+        torch.Size([2, 8])
     """
     lengths = heard.sum(1).tolist()
     if any(not bool(row[:length].all()) for row, length in zip(heard, lengths, strict=True)):
@@ -95,6 +107,17 @@ def group(
 
     Returns:
         `(B, T)` ids.
+
+    Example:
+        >>> from hf_gradguard.attacks.span.layer_inputs import find_readers
+        >>> from hf_gradguard.attacks.span.subspace import row_space
+        >>> mixed = [readers for readers in find_readers(seen) if readers.mixing == "full"]
+        >>> views = [(r, row_space(r.gradients(seen), None, rank=13)) for r in mixed]
+        >>> ids, heard = batch["input_ids"], batch["attention_mask"].bool()
+        >>> swapped = ids.clone()
+        >>> swapped[:, 1] = ids[:, 1].flip(0)  # the first word of the other sentence
+        >>> torch.equal(group(seen, views, heard, heard, swapped), ids)
+        True
     """
     rows = rows.clone()
     trusted = [(readers, space.columns, *space.directions()) for readers, space in views]
