@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import nn
+from torch._dynamo import OptimizedModule
 from torch.utils.data import IterableDataset
 from transformers import TrainingArguments
 
@@ -93,7 +94,10 @@ def _argument_refusals(args: TrainingArguments) -> Iterator[str]:
     if args.torch_compile:
         yield _COMPILE
     if "lomo" in str(getattr(args.optim, "value", args.optim)):
-        yield "LOMO optimizers: they update weights inside the backward pass, before the gradient is whole. Use optim='adamw_torch'."
+        yield (
+            "LOMO optimizers: they update weights inside the backward pass, before the gradient is "
+            "whole. Use optim='adamw_torch'."
+        )
     if args.use_liger_kernel:
         yield (
             "Liger kernels: their fused losses compute gradients in the forward pass, so second "
@@ -131,11 +135,11 @@ def _model_refusals(model: nn.Module) -> Iterator[str]:
     if isinstance(model, nn.DataParallel):
         yield "a model wrapped in DataParallel. Pass the module inside it."
     if isinstance(model, nn.parallel.DistributedDataParallel):
-        yield "a model wrapped in DistributedDataParallel. Pass the module inside it; the Trainer wraps it."
-    if any(
-        getattr(m, "_orig_mod", None) is not None or m._compiled_call_impl is not None
-        for m in model.modules()
-    ):
+        yield (
+            "a model wrapped in DistributedDataParallel. Pass the module inside it; the Trainer "
+            "wraps it."
+        )
+    if any(isinstance(m, OptimizedModule) or m._compiled_call_impl for m in model.modules()):
         yield _COMPILE
     if any(isinstance(m, nn.SyncBatchNorm) for m in model.modules()):
         yield (
@@ -154,7 +158,10 @@ def _model_refusals(model: nn.Module) -> Iterator[str]:
         len({p.device for p in model.parameters()}) > 1
         or len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1
     ):
-        yield "a model spread over several devices. Load it whole on one: from_pretrained without device_map='auto'."
+        yield (
+            "a model spread over several devices. Load it whole on one: from_pretrained without "
+            "device_map='auto'."
+        )
 
 
 def _accelerator_refusals(accelerator: Accelerator, train_dataset: Any) -> Iterator[str]:
@@ -164,7 +171,10 @@ def _accelerator_refusals(accelerator: Accelerator, train_dataset: Any) -> Itera
     if kind == DistributedType.FSDP:
         yield _FSDP
     if kind not in _REPLICATED:
-        yield f"distributed type {kind}: only whole replicas, one process a device, can be protected. Use DDP."
+        yield (
+            f"distributed type {kind}: only whole replicas, one process a device, can be "
+            "protected. Use DDP."
+        )
     if accelerator.mixed_precision in ("fp16", "fp8"):
         yield _FP16
     if str(getattr(accelerator.state.dynamo_plugin.backend, "value", "NO")).upper() != "NO":
@@ -174,7 +184,10 @@ def _accelerator_refusals(accelerator: Accelerator, train_dataset: Any) -> Itera
         parallelism is not None
         and max(parallelism.tp_size, parallelism.cp_size, parallelism.sp_size) > 1
     ):
-        yield "tensor, context or sequence parallelism: no rank holds a whole local gradient. Use DDP alone."
+        yield (
+            "tensor, context or sequence parallelism: no rank holds a whole local gradient. Use "
+            "DDP alone."
+        )
     ddp = accelerator.ddp_handler
     if ddp is not None and ddp.static_graph:
         yield _STATIC_GRAPH
@@ -232,12 +245,18 @@ def _is_iterable(dataset: Any) -> bool:
     return isinstance(dataset, IterableDataset | datasets.IterableDataset)
 
 
-_DEEPSPEED = "DeepSpeed: its engine owns the backward pass and reduces inside it. Use DDP (accelerate launch --multi_gpu)."
+_DEEPSPEED = (
+    "DeepSpeed: its engine owns the backward pass and reduces inside it. Use DDP (accelerate "
+    "launch --multi_gpu)."
+)
 _FSDP = (
     "FSDP: local gradients are reduced and sharded before they can be seen. Use DDP, with LoRA or "
     "activation checkpointing if the model does not fit."
 )
-_FP16 = "fp16 or fp8: the loss scaler multiplies gradients by a factor that noise and clipping would not know. Use bf16=True."
+_FP16 = (
+    "fp16 or fp8: the loss scaler multiplies gradients by a factor that noise and clipping would "
+    "not know. Use bf16=True."
+)
 _COMPILE = (
     "torch.compile: second derivatives of a compiled model silently come back as None. Leave "
     "torch_compile off and pass the model as it was before compiling."

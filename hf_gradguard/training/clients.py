@@ -1,4 +1,5 @@
-"""A federation on one data set: its rows divided among clients, of which some are drawn each round.
+"""Whose a batch is: clients of a rank, and a federation on one data set, of which some clients are
+drawn each round.
 
 Partitions as in Hsu, Qi and Brown, "Measuring the Effects of Non-Identical Data Distribution for
 Federated Visual Classification" (2019); weights by size as in McMahan et al.,
@@ -14,7 +15,12 @@ from typing import Any, NamedTuple
 import datasets
 import numpy as np
 import torch
+from torch import Tensor
 from torch.utils.data import Dataset, Sampler
+from transformers import TrainingArguments
+
+from ..defenses import Defense
+from ..gradient_map.domain import domain_of_batch
 
 PARTITIONS = ("iid", "dirichlet")
 CLIENT, SHARE = "gradguard_client", "gradguard_share"
@@ -219,3 +225,78 @@ def class_labels(data: Any) -> Rows:
             "partition='iid'."
         )
     return found
+
+
+def divide(data: Any, args: TrainingArguments, ranks: int) -> list[Rows]:
+    """The rows of each of `args.num_clients` clients; nothing without that argument or data.
+
+    Raises:
+        ValueError: If the ranks cannot host them alike, or as for `make_partition`.
+    """
+    count = getattr(args, "num_clients", None)
+    if count is None or data is None:
+        return []
+    if count % ranks or count // ranks < args.clients_per_process:
+        raise ValueError(
+            f"num_clients={count} must be a multiple of the {ranks} ranks they live on, and at "
+            f"least clients_per_process={args.clients_per_process} of them on each."
+        )
+    return make_partition(data, count, args.partition, args.dirichlet_alpha, _data_seed(args))
+
+
+def round_sampler(parts: Sequence[Rows], args: TrainingArguments, ranks: int) -> ClientSampler:
+    """Draws rounds of the clients that `divide` made."""
+    own = args.per_device_train_batch_size // args.clients_per_process
+    return ClientSampler(parts, args.clients_per_process, own, ranks, _data_seed(args))
+
+
+class ClientBatch(NamedTuple):
+    """What one client computes a message of.
+
+    Args:
+        defense: The client's own.
+        batch: Its rows.
+        weight: Of its mean loss in the loss of the step; 0 if nothing in the batch counts.
+    """
+
+    defense: Defense
+    batch: dict[str, Any]
+    weight: float
+
+
+def split(batch: dict[str, Any], parts: int) -> list[dict[str, Any]]:
+    """Cut a batch by rows into `parts` clients, the first ones larger by one row where it does not
+    divide.
+
+    Example:
+        >>> [len(part["labels"]) for part in split(batch, 2)]
+        [1, 1]
+    """
+    if parts == 1:
+        return [dict(batch)]
+    rows = domain_of_batch(batch).main_input(batch)
+    parts_of = torch.arange(len(rows), device=rows.device).tensor_split(parts)
+    return [_take(batch, index, len(rows)) for index in parts_of]
+
+
+def drawn(batch: dict[str, Any]) -> Iterator[tuple[int, float, dict[str, Any]]]:
+    """The clients of a batch of `ClientCollator`: number, share of the round, and rows of each."""
+    rest = {key: value for key, value in batch.items() if key not in (CLIENT, SHARE)}
+    numbers, shares = batch[CLIENT], batch[SHARE]
+    for number in numbers.unique():
+        index = (numbers == number).nonzero().flatten()
+        yield int(number), float(shares[index[0]]), _take(rest, index, len(numbers))
+
+
+def _take(batch: dict[str, Any], index: Tensor, rows: int) -> dict[str, Any]:
+    """Some rows of a batch; what is not of one entry a row stays whole."""
+    return {
+        key: value[index]
+        if isinstance(value, Tensor) and value.dim() and len(value) == rows
+        else value
+        for key, value in batch.items()
+    }
+
+
+def _data_seed(args: TrainingArguments) -> int:
+    return args.seed if args.data_seed is None else args.data_seed

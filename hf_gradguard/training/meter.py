@@ -9,6 +9,7 @@ from collections import defaultdict
 from typing import NamedTuple
 
 import torch
+from accelerate import Accelerator
 from transformers import TrainingArguments
 from transformers.utils import logging
 
@@ -166,6 +167,24 @@ class LeakageMeter:
         self._figures.clear()
         self.last = figures or self.last
         return figures
+
+    def mean_over_ranks(self, accelerator: Accelerator) -> dict[str, float]:
+        """Means over ranks of `leakage/dfil_mean` and `leakage/i2f_lower_bound` as they were taken
+        last. All ranks must ask.
+
+        Raises:
+            NotImplementedError: On two ranks, where each would learn the other's figures.
+        """
+        if accelerator.num_processes == 2:
+            raise NotImplementedError(
+                "On two ranks the mean and a rank's own figures give away the other's. Ask each "
+                "client for what it wants to tell, or aggregate over three and more."
+            )
+        names = ("leakage/dfil_mean", "leakage/i2f_lower_bound")
+        own = [self.last.get(name, math.nan) for name in names]
+        means = accelerator.reduce(torch.tensor(own, device=accelerator.device), reduction="mean")
+        found = zip(names, means.tolist(), strict=True)
+        return {name: mean for name, mean in found if not math.isnan(mean)}
 
     def take_skipped(self) -> dict[str, float]:
         """With a limit, how many messages were not shared since it was asked last."""

@@ -333,7 +333,7 @@ def test_clients_of_refiner_share_its_network_and_nothing_else() -> None:
     one, two = copy.deepcopy(defense), copy.deepcopy(defense)
     model, batch = make_task("vit", dtype=torch.float32)
     one(GradientMap(model, batch), torch.Generator())
-    assert one.evaluation_network is two.evaluation_network is defense.evaluation_network
+    assert one.network is two.network is defense.network
     assert one.state_dict()
     assert not two.state_dict()
     assert not defense.state_dict()

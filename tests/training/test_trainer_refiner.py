@@ -94,7 +94,7 @@ def test_text_network_is_trained_once_and_cached(
         still = [name for name, p in model.named_parameters() if torch.equal(p, before[name])]
         assert still == ["bert.embeddings.word_embeddings.weight"]
         assert 0 < trainer.state.log_history[0]["defense/cosine"] < 1
-        fingerprints.append(trainer.defense.evaluation_network.config.embedding_fingerprint)
+        fingerprints.append(trainer.defense.network.config.embedding_fingerprint)
     assert fingerprints == [embedding_fingerprint(bert().get_input_embeddings().weight)] * 2
     assert caplog.text.count("Training one on public text") == 1
     assert caplog.text.count("Trained the evaluation network in") == 1
@@ -140,7 +140,7 @@ def test_packaged_network_is_taken_for_images_of_its_size(tmp_path: Path) -> Non
     trainer = GradGuardTrainer(
         vit(32), arguments(tmp_path, defense_kwargs={"iterations": 1}), train_dataset=data
     )
-    assert trainer.defense.evaluation_network.config.num_channels == 3
+    assert trainer.defense.network.config.num_channels == 3
     trainer.train()
     assert trainer.state.global_step == 2
 
