@@ -92,7 +92,7 @@ class MessageMaker:
         noise, probes = self._draws.at(step)
         start = time.perf_counter()
         message = client.defense(gmap, noise)
-        shared = {name: message[name] for name in gradient}
+        shared = dict(message.items())
         self._record(gradient, shared, norm, start)
         if measured and not self._meter.admits(gmap, message, step, probes):
             return gmap.loss  # nothing is added: to the other ranks it is a gradient of zeros
