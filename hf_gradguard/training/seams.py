@@ -6,6 +6,7 @@ version that lacks one is refused by name, and not by a step that goes on withou
 
 from __future__ import annotations
 
+import dis
 import inspect
 import pkgutil
 from collections.abc import Iterable
@@ -31,18 +32,25 @@ class Seam(NamedTuple):
     used: str
 
     def holds(self) -> bool:
-        """Whether the installed version has the name, as an attribute of the class or in what one
-        of its methods sets.
+        """Whether the installed version has the name: as an attribute of the owner, or as one that
+        its methods set.
         """
         try:
             owner = pkgutil.resolve_name(self.owner)
         except (ImportError, AttributeError):
             return False
+        declared = getattr(owner, "__annotations__", {})
+        return hasattr(owner, self.name) or self.name in declared or self._is_set_by(owner)
+
+    def _is_set_by(self, owner: Any) -> bool:
         members = vars(owner).values()
         setters = [member.fset for member in members if isinstance(member, property)]
-        methods = filter(inspect.isfunction, [*members, *setters])
-        return hasattr(owner, self.name) or any(
-            self.name in method.__code__.co_names for method in methods
+        return any(
+            instruction.opname == "STORE_ATTR"
+            for method in filter(inspect.isfunction, [*members, *setters])
+            if self.name in method.__code__.co_names
+            for instruction in dis.get_instructions(method)
+            if instruction.argval == self.name
         )
 
 
