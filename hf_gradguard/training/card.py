@@ -16,7 +16,14 @@ if TYPE_CHECKING:
 
 
 def add_privacy_section(trainer: GradGuardTrainer) -> None:
-    """Append `privacy_section` to the card in the Trainer's output folder."""
+    """Append `privacy_section` to the card in the Trainer's output folder.
+
+    Example:
+        >>> from hf_gradguard import GradGuardTrainer
+        >>> GradGuardTrainer(model, defense="pruning").create_model_card()  # calls it
+        >>> "## Privacy" in open("tmp_trainer/README.md").read()
+        True
+    """
     path = os.path.join(str(trainer.args.output_dir), "README.md")
     card = ModelCard.load(path)
     card.text = f"{card.text.rstrip()}\n\n{privacy_section(trainer)}"
@@ -26,6 +33,14 @@ def add_privacy_section(trainer: GradGuardTrainer) -> None:
 def privacy_section(trainer: GradGuardTrainer) -> str:
     """Markdown that names the defense, its settings, what was withheld, and what is not
     protected.
+
+    Example:
+        >>> from hf_gradguard import GradGuardTrainer
+        >>> print(privacy_section(GradGuardTrainer(model, defense="pruning")))
+        ## Privacy
+        ...
+        - Defense: `pruning`, with hf-gradguard
+        ...
     """
     defense, args = trainer.defense, trainer.args
     points = [

@@ -36,6 +36,11 @@ def check_arguments(args: TrainingArguments) -> None:
 
     Raises:
         NotImplementedError: With the reason and what to use instead.
+
+    Example:
+        >>> check_arguments(TrainingArguments("out", use_liger_kernel=True))
+        Traceback (most recent call last):
+        NotImplementedError: GradGuardTrainer does not support Liger kernels: ...
     """
     _raise_first(_argument_refusals(args))
 
@@ -45,6 +50,11 @@ def check_model(model: nn.Module) -> None:
 
     Raises:
         NotImplementedError: With the reason and what to use instead.
+
+    Example:
+        >>> check_model(nn.DataParallel(model))
+        Traceback (most recent call last):
+        NotImplementedError: GradGuardTrainer does not support a model wrapped in DataParallel. ...
     """
     _raise_first(_model_refusals(model))
 
@@ -54,6 +64,9 @@ def check_accelerator(accelerator: Accelerator, train_dataset: Any = None) -> No
 
     Raises:
         NotImplementedError: With the reason and what to use instead.
+
+    Example:
+        >>> check_accelerator(Accelerator(cpu=True))
     """
     _raise_first(_accelerator_refusals(accelerator, train_dataset))
 
@@ -74,6 +87,13 @@ def check_leakage(
 
     Raises:
         NotImplementedError: With the reason and what to use instead.
+
+    Example:
+        >>> from hf_gradguard import GradGuardConfig
+        >>> limited = GradGuardConfig("out", leakage_limit=0.1)
+        >>> check_leakage(limited, make_defense("pruning"), None, own_batches=False)
+        Traceback (most recent call last):
+        NotImplementedError: GradGuardTrainer does not support leakage_limit with pruning: ...
     """
     limit = getattr(args, "leakage_limit", None)
     _raise_first(_leakage_refusals(limit is not None, defense, accountant, own_batches))

@@ -39,6 +39,10 @@ def partition_iid(rows: int, num_clients: int, generator: np.random.Generator) -
 
     Returns:
         The numbers of each client's rows, sorted.
+
+    Example:
+        >>> [len(part) for part in partition_iid(10, 3, np.random.default_rng(0))]
+        [4, 3, 3]
     """
     return [np.sort(part) for part in np.array_split(generator.permutation(rows), num_clients)]
 
@@ -57,6 +61,11 @@ def partition_dirichlet(
 
     Returns:
         The numbers of each client's rows, sorted. Clients differ in size; some can be empty.
+
+    Example:
+        >>> parts = partition_dirichlet([0, 1] * 50, 4, 0.5, np.random.default_rng(0))
+        >>> sum(len(part) for part in parts)
+        100
     """
     labels = np.asarray(labels)
     parts: list[list[Rows]] = [[] for _ in range(num_clients)]
@@ -99,6 +108,11 @@ class ClientSampler(Sampler[Pick]):
     Yields:
         `ranks` × `per_rank` × `batch_size` places a round, rank by rank and client by client. An
         epoch has as many rounds as it takes to draw as many rows as there are.
+
+    Example:
+        >>> halves = [np.arange(0, 4), np.arange(4, 8)]
+        >>> [len(halves[pick.client]) for pick in ClientSampler(halves, per_rank=1, batch_size=4)]
+        [4, 4, 4, 4, 4, 4, 4, 4]
     """
 
     parts: Sequence[Rows]
@@ -140,7 +154,12 @@ class ClientSampler(Sampler[Pick]):
 
 
 class ClientRows(Dataset):
-    """A data set read by `Pick`."""
+    """A data set read by `Pick`.
+
+    Example:
+        >>> ClientRows(["zero", "one"])[Pick(row=1, client=5, share=0.5)][0]
+        'one'
+    """
 
     def __init__(self, data: Any) -> None:
         self.data = data
@@ -154,7 +173,13 @@ class ClientRows(Dataset):
 
 @dataclass
 class ClientCollator:
-    """Collates as `collate` does, leaves empty places out, and says whose the rows are."""
+    """Collates as `collate` does, leaves empty places out, and says whose the rows are.
+
+    Example:
+        >>> places = [({"labels": 1}, Pick(3, 5, 0.5)), (None, Pick(None, 5, 0.5))]
+        >>> ClientCollator(lambda rows: {"labels": [row["labels"] for row in rows]})(places)
+        {'labels': [1], 'gradguard_client': tensor([5]), 'gradguard_share': tensor([0.5000])}
+    """
 
     collate: Callable[[list[Any]], dict[str, Any]]
 
@@ -174,6 +199,11 @@ def make_partition(
     Raises:
         ValueError: If it has no length, no class labels where those are needed, or a client would
             have no rows.
+
+    Example:
+        >>> data = [{"labels": row % 2} for row in range(8)]
+        >>> len(make_partition(data, 2, "dirichlet", alpha=10.0, seed=0))
+        2
     """
     if not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
         raise ValueError(
@@ -199,6 +229,10 @@ def class_labels(data: Any) -> Rows:
 
     Raises:
         ValueError: If there is no such column, or it holds no whole numbers.
+
+    Example:
+        >>> class_labels([{"label": 2}, {"label": 0}])
+        array([2, 0])
     """
     if isinstance(data, datasets.Dataset):
         names, column = (
@@ -232,6 +266,12 @@ def divide(data: Any, args: TrainingArguments, ranks: int) -> list[Rows]:
 
     Raises:
         ValueError: If the ranks cannot host them alike, or as for `make_partition`.
+
+    Example:
+        >>> from hf_gradguard import GradGuardConfig
+        >>> parts = divide([{"labels": 0}] * 8, GradGuardConfig("out", num_clients=4), ranks=2)
+        >>> [len(part) for part in parts]
+        [2, 2, 2, 2]
     """
     count = getattr(args, "num_clients", None)
     if count is None or data is None:
@@ -245,7 +285,14 @@ def divide(data: Any, args: TrainingArguments, ranks: int) -> list[Rows]:
 
 
 def round_sampler(parts: Sequence[Rows], args: TrainingArguments, ranks: int) -> ClientSampler:
-    """Draws rounds of the clients that `divide` made."""
+    """Draws rounds of the clients that `divide` made.
+
+    Example:
+        >>> from hf_gradguard import GradGuardConfig
+        >>> args = GradGuardConfig("out", num_clients=2, per_device_train_batch_size=4)
+        >>> len(round_sampler([np.arange(4), np.arange(4, 8)], args, ranks=1))
+        8
+    """
     own = args.per_device_train_batch_size // args.clients_per_process
     return ClientSampler(parts, args.clients_per_process, own, ranks, _data_seed(args))
 
@@ -280,7 +327,13 @@ def split(batch: dict[str, Any], parts: int) -> list[dict[str, Any]]:
 
 
 def drawn(batch: dict[str, Any]) -> Iterator[tuple[int, float, dict[str, Any]]]:
-    """The clients of a batch of `ClientCollator`: number, share of the round, and rows of each."""
+    """The clients of a batch of `ClientCollator`: number, share of the round, and rows of each.
+
+    Example:
+        >>> whose = {CLIENT: torch.tensor([5, 0]), SHARE: torch.tensor([0.25, 0.75])}
+        >>> [(number, share) for number, share, _ in drawn({**batch, **whose})]
+        [(0, 0.75), (5, 0.25)]
+    """
     rest = {key: value for key, value in batch.items() if key not in (CLIENT, SHARE)}
     numbers, shares = batch[CLIENT], batch[SHARE]
     for number in numbers.unique():

@@ -15,6 +15,9 @@ from transformers import TrainerCallback, TrainingArguments
 def average(tensors: Sequence[Tensor], accelerator: Accelerator) -> None:
     """Replace tensors by their means over ranks, in place. All ranks must give the same ones in the
     same order.
+
+    Example:
+        >>> average([torch.ones(3)], Accelerator(cpu=True))
     """
     if accelerator.num_processes == 1:
         return
@@ -31,6 +34,10 @@ def average(tensors: Sequence[Tensor], accelerator: Accelerator) -> None:
 def buckets(tensors: Sequence[Tensor], entries: int = 2**23) -> Iterator[list[Tensor]]:
     """Runs of tensors of one type with about `entries` entries: few, large collectives in bounded
     memory.
+
+    Example:
+        >>> [len(bucket) for bucket in buckets([torch.ones(3)] * 4, entries=6)]
+        [2, 2]
     """
     bucket: list[Tensor] = []
     for tensor in tensors:
@@ -48,6 +55,9 @@ def buckets(tensors: Sequence[Tensor], entries: int = 2**23) -> Iterator[list[Te
 def average_gradients(parameters: Iterable[nn.Parameter], accelerator: Accelerator) -> None:
     """Replace parameters' `.grad` by its mean over ranks: the only exchange of gradients there
     is.
+
+    Example:
+        >>> average_gradients(model.parameters(), Accelerator(cpu=True))
     """
     parameters = list(parameters)
     # Every rank reduces the same tensors in the same order, also those it never used.
@@ -58,7 +68,12 @@ def average_gradients(parameters: Iterable[nn.Parameter], accelerator: Accelerat
 
 
 def any_rank(due: bool, accelerator: Accelerator) -> bool:
-    """Whether something is due on any rank. All ranks must ask."""
+    """Whether something is due on any rank. All ranks must ask.
+
+    Example:
+        >>> any_rank(True, Accelerator(cpu=True))
+        True
+    """
     found = torch.tensor(float(due), device=accelerator.device)
     return bool(accelerator.reduce(found, reduction="sum"))
 

@@ -16,9 +16,10 @@ def load_model(args: TrainingArguments) -> PreTrainedModel:
         ValueError: If there is no such argument, or the class is unknown or has no loss.
 
     Example:
+        >>> from hf_gradguard import GradGuardConfig
         >>> model.save_pretrained("folder")
-        >>> load_model(GradGuardConfig(output_dir="out", model_name_or_path="folder")).num_labels
-        2
+        >>> type(load_model(GradGuardConfig("out", model_name_or_path="folder"))).__name__
+        'BertForSequenceClassification'
     """
     path = getattr(args, "model_name_or_path", None)
     if path is None:
@@ -42,7 +43,14 @@ def load_model(args: TrainingArguments) -> PreTrainedModel:
 
 
 def load_tokenizer(args: TrainingArguments) -> Any:
-    """The tokenizer at `args.model_name_or_path`, or `None`."""
+    """The tokenizer at `args.model_name_or_path`, or `None`.
+
+    Example:
+        >>> from hf_gradguard import GradGuardConfig
+        >>> folder = tokenizer.save_pretrained("folder")
+        >>> len(load_tokenizer(GradGuardConfig("out", model_name_or_path="folder"))) > 0
+        True
+    """
     try:
         return AutoTokenizer.from_pretrained(args.model_name_or_path)
     except (OSError, ValueError, KeyError):

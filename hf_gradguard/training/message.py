@@ -62,6 +62,16 @@ class MessageMaker:
         draws: Of the noise.
         meter: Says which messages may be shared.
         share_input_embeddings: As for `GradientMap`.
+
+    Example:
+        >>> from transformers import TrainingArguments
+        >>> defense, draws = make_defense("pruning", ratio=0.9), Draws(torch.device("cpu"))
+        >>> meter = LeakageMeter(TrainingArguments("out"), defense, None)
+        >>> maker = MessageMaker(draws, meter, share_input_embeddings=False)
+        >>> client = ClientBatch(defense, batch, weight=1.0)
+        >>> loss = maker.share(model, client, lambda model, batch: model(**batch).loss, step=0)
+        >>> 0 < maker.take()["defense/cosine"] < 1
+        True
     """
 
     def __init__(self, draws: Draws, meter: LeakageMeter, share_input_embeddings: bool) -> None:

@@ -61,6 +61,11 @@ def message_dfil(
         J_F/m_j: all of it could be one sample's. Exact in a message of one sample, up to B times
         too much in one of B. Their standard error is then the largest that it can be, that of
         information about a single direction.
+
+    Example:
+        >>> noise = make_defense("gaussian_noise", scale=0.1)(gmap).noise
+        >>> message_dfil(gmap, noise, num_probes=5).samples.value.shape
+        torch.Size([2])
     """
     unknowns = Unknowns(gmap)
     if num_probes is None and noise.squares is not None and noise.num_probes >= 2:
@@ -82,6 +87,15 @@ class LeakageMeter:
         args: Training arguments; `leakage_*` of `GradGuardConfig` if they have them.
         defense: The defense of the messages.
         accountant: Gets every example's dFIL at every message that is shared.
+
+    Example:
+        >>> from hf_gradguard import GradGuardConfig
+        >>> defense = make_defense("gaussian_noise", scale=0.1)
+        >>> meter = LeakageMeter(GradGuardConfig("out", leakage_logging_steps=1), defense, None)
+        >>> meter.admits(gmap, defense(gmap), step=0, generator=torch.Generator())
+        True
+        >>> sorted(meter.take())[0]
+        'leakage/dfil_max'
     """
 
     def __init__(
