@@ -13,7 +13,7 @@ from transformers import HfArgumentParser, TrainingArguments
 from ..defenses import Defense, make_defense
 from ..registry import DEFENSES
 from .batch_statistics import CHOICES
-from .clients import PARTITIONS
+from .partition import PARTITIONS
 
 _CHOICES = {
     "batch_statistics": CHOICES,

@@ -21,12 +21,8 @@ from transformers import TrainerCallback
 from hf_gradguard import GradGuardConfig, GradGuardTrainer, GradientMap, make_defense
 from hf_gradguard.defenses.noise import GaussianNoise
 from hf_gradguard.models import LeakageLeNetConfig, LeakageLeNetForImageClassification
-from hf_gradguard.training.clients import (
-    CLIENT,
-    SHARE,
-    ClientCollator,
-    ClientSampler,
-    Pick,
+from hf_gradguard.training.clients import CLIENT, SHARE, ClientCollator, ClientSampler, Pick
+from hf_gradguard.training.partition import (
     class_labels,
     make_partition,
     partition_dirichlet,
