@@ -1,4 +1,4 @@
-"""Private names of other libraries: all of them are listed, and a version without one is refused."""
+"""Private names of other libraries: all are listed, and a version without one is refused."""
 
 from __future__ import annotations
 
