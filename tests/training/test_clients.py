@@ -21,12 +21,8 @@ from transformers import TrainerCallback
 from hf_gradguard import GradGuardConfig, GradGuardTrainer, GradientMap, make_defense
 from hf_gradguard.defenses.noise import GaussianNoise
 from hf_gradguard.models import LeakageLeNetConfig, LeakageLeNetForImageClassification
-from hf_gradguard.training.clients import (
-    CLIENT,
-    SHARE,
-    ClientCollator,
-    ClientSampler,
-    Pick,
+from hf_gradguard.training.clients import CLIENT, SHARE, ClientCollator, ClientSampler, Pick
+from hf_gradguard.training.partition import (
     class_labels,
     make_partition,
     partition_dirichlet,
@@ -334,7 +330,7 @@ def test_clients_of_refiner_share_its_network_and_nothing_else() -> None:
     one, two = copy.deepcopy(defense), copy.deepcopy(defense)
     model, batch = make_task("vit", dtype=torch.float32)
     one(GradientMap(model, batch), torch.Generator())
-    assert one.evaluation_network is two.evaluation_network is defense.evaluation_network
+    assert one.network is two.network is defense.network
     assert one.state_dict()
     assert not two.state_dict()
     assert not defense.state_dict()
