@@ -74,7 +74,10 @@ def chain(*defenses: Defense) -> Defense:
         ValueError: If no defense is given.
 
     Example:
-        >>> chain(make_defense("optimal_pruning", ratio=0.8), make_defense("optimal_noise", relative_scale=0.5))
+        >>> noise = make_defense("optimal_noise", relative_scale=0.5)
+        >>> message = chain(make_defense("optimal_pruning", ratio=0.8), noise)(gmap)
+        >>> message.noise is not None
+        True
     """
     if not defenses:
         raise ValueError("chain needs at least one defense.")

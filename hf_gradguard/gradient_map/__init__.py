@@ -1,4 +1,6 @@
-"""The one function the library is about: from a client's continuous input to the gradient it would share."""
+"""The one function the library is about: from a client's continuous input to the gradient it would
+share.
+"""
 
 from .inputs import Batch, LossFunction
 from .map import GradientMap, Tensors

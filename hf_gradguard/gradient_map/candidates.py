@@ -36,7 +36,7 @@ class Candidates:
     def slopes(
         self, function: GradientFunction, xs: Tensor, extras: Tensors, entries: Tensors
     ) -> tuple[Tensor, Tensor, Tensors]:
-        """Values `(K,)`, their derivatives by `xs`, and by those entries that are floating point."""
+        """Values `(K,)`, their derivatives by `xs`, and by the floating-point entries."""
         free = {key: value.detach() for key, value in entries.items() if value.is_floating_point()}
         fixed = {key: value for key, value in entries.items() if key not in free}
         if len(xs) == 1:
@@ -138,7 +138,7 @@ class _Held(nn.Module):
 
 
 def _linear_calls(gmap: GradientMap) -> tuple[Tensors, dict[str, nn.Module]]:
-    """Zeros in the shape of what comes out of each call of a linear layer, and the layers that run."""
+    """Zeros in the shape of each output of a linear layer, and the layers that run."""
     calls = LinearCalls(linear_layers(gmap.model, gmap.parameters))
     # Layers that run again in the backward pass would be heard twice.
     if not gmap.replay.recomputes():

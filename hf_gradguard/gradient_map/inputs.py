@@ -123,7 +123,8 @@ def shared_parameters(
             "There is no gradient to share: every trainable parameter is an input embedding, and "
             "those are withheld."
             if trainable
-            else "There is no gradient to share: every parameter of the model is frozen (`requires_grad=False`)."
+            else "There is no gradient to share: every parameter of the model is frozen "
+            "(`requires_grad=False`)."
         )
     if withheld and _is_first_rank():
         names = sorted({alias for aliases in withheld.values() for alias in aliases})
