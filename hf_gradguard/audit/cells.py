@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -15,20 +15,28 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from .code import code_digest
+
+Cell = dict[str, Any]
+"""What was found, or a `reason` why nothing can be, or a `crash`."""
+
 
 class Cells:
-    """One JSON file a cell, named by a hash of all that determines it. Other settings make other
-    cells.
+    """One JSON file for each cell, named by a hash of all that determines it. Other settings make
+    other cells.
 
     Args:
         folder: Where they lie. Made if it is not there.
+
+    Attributes:
+        made: How many were not there and had to be made.
 
     Raises:
         OSError: If nothing can be written there.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
-        self.folder = Path(folder)
+        self.folder, self.made = Path(folder), 0
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=self.folder):
@@ -39,19 +47,20 @@ class Cells:
                 "attacked. Choose another output."
             ) from error
 
-    def get(self, key: str) -> dict[str, Any] | None:
-        """The cell, or `None` if it is not there yet."""
+    def once(self, key: str, make: Callable[[], Cell]) -> Cell:
+        """The cell of that key, made if it is not there yet.
+
+        What crashed is not kept: it is tried again when the audit goes on.
+        """
         path = self.folder / f"{key}.json"
         if not path.exists():
-            return None
-        cell: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        return cell
-
-    def put(self, key: str, cell: dict[str, Any]) -> dict[str, Any]:
-        """Write a cell, whole or not at all, and return it as it will be read."""
-        write_json(self.folder / f"{key}.json", cell)
-        stored = self.get(key)
-        assert stored is not None
+            self.made += 1
+            cell = make()
+            if "crash" in cell:
+                return cell
+            write_json(path, cell)
+        # As it will be read the next time.
+        stored: Cell = json.loads(path.read_text(encoding="utf-8"))
         return stored
 
 
@@ -72,7 +81,7 @@ def write_text(path: Path, text: str) -> None:
 
 def digest(*parts: Any) -> str:
     """A hash of values: tensors by their entries, modules by weights and modes, dataclasses by
-    their fields.
+    their fields, the modules that they loaded, and the source of their class.
     """
     state = hashlib.sha256()
     _feed(state, parts)
@@ -91,8 +100,9 @@ def _feed(state: Any, value: Any) -> None:
     elif isinstance(value, nn.Module):
         trained = [name for name, parameter in value.named_parameters() if parameter.requires_grad]
         modes = [module.training for module in value.modules()]
-        own: Any = getattr(value, "config", None)
-        config = own.to_dict() if hasattr(own, "to_dict") else vars(own) if own is not None else {}
+        config: Any = getattr(value, "config", None) or {}
+        if not isinstance(config, dict):
+            config = config.to_dict() if hasattr(config, "to_dict") else vars(config)
         # Classifiers fill in `problem_type` at their first loss, by the labels.
         config = {
             k: v
@@ -104,9 +114,13 @@ def _feed(state: Any, value: Any) -> None:
             [str(value), repr(sorted(config.items(), key=str)), value.state_dict(), trained, modes],
         )
     elif is_dataclass(value) and not isinstance(value, type):
-        _feed(
-            state, {field.name: getattr(value, field.name) for field in fields(value) if field.init}
-        )
+        settings = {field.name for field in fields(value) if field.init}
+        own = {
+            name: item
+            for name, item in vars(value).items()
+            if name in settings or isinstance(item, nn.Module)
+        }
+        _feed(state, [code_digest(type(value)), own])
     elif isinstance(value, Mapping):
         for key in sorted(value, key=str):
             _feed(state, (str(key), value[key]))
