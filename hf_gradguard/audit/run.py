@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -185,9 +186,7 @@ class _Run:
                 bar.set_postfix_str(f"{label}, {name}")
                 cell = refused or self.cells.once(
                     digest(key, self.defense_keys[label], self.attack_keys[name]),
-                    lambda upload=upload, attack=attack: upload.attacked(  # type: ignore[misc]
-                        attack, self.modality, terms.labels_known
-                    ),
+                    partial(upload.attacked, attack, self.modality, terms.labels_known),
                 )
                 found.append({**place, "attack": name, **cell})
                 bar.update()
@@ -201,10 +200,8 @@ class _Run:
         figures: dict[str, list[float | None]] = {}
         no_figures: dict[str, str] = {}
         for name in self.estimators:
-            cell = self.cells.once(
-                digest(key, name, self.estimator_keys[name]),
-                lambda name=name: upload.estimated(name),  # type: ignore[misc]
-            )
+            own = digest(key, name, self.estimator_keys[name])
+            cell = self.cells.once(own, partial(upload.estimated, name))
             if "values" in cell:
                 figures[name] = cell["values"]
             else:

@@ -90,14 +90,20 @@ class CommandSettings(AuditSettings):
     split: str = _option("train", "of a Hub data set or a folder")
     column: str | None = _option(None, "of texts or images. Default: the usual ones")
     label_column: str | None = _option(None, "of class ids or names. Default: the usual ones")
-    defense: Any = _option(
-        "none",
-        "NAME or NAME:key=value,key=value; repeat for more rows, A+B to chain. See `gradguard "
-        "defenses`",
+    # A mapping in a file, so neither has a type that says more.
+    defense: Any = field(
+        default="none",
+        metadata={
+            "help": "NAME or NAME:key=value,key=value; repeat for more rows, A+B to chain. See "
+            "`gradguard defenses`"
+        },
     )
-    attack: Any = _option(
-        None,
-        "NAME or NAME:key=value,key=value; repeat for more, or several at once: tag:steps=500,span",
+    attack: Any = field(
+        default=None,
+        metadata={
+            "help": "NAME or NAME:key=value,key=value; repeat for more, or several at once: "
+            "tag:steps=500,span"
+        },
     )
     output: str = _option("", "folder to write to; an interrupted audit in it goes on")
     samples: int = _option(8, "drawn at random from the data")

@@ -22,9 +22,10 @@ from transformers import ResNetConfig, ResNetForImageClassification, ViTImagePro
 from hf_gradguard import DEFENSES, GradientMap
 from hf_gradguard.attacks import ATTACKS, Attack, Observation, Reconstruction
 from hf_gradguard.attacks.matching.text import Tag
-from hf_gradguard.audit import Audit, audit, markdown_table, rows, verdicts, write_report
+from hf_gradguard.audit import Audit, audit, markdown_table, summarize, write_report
 from hf_gradguard.audit.cells import digest
-from hf_gradguard.audit.report import html_report, marks
+from hf_gradguard.audit.originals import marks
+from hf_gradguard.audit.report import html_report
 from hf_gradguard.audit.specs import parse_specs
 from hf_gradguard.cli import main
 from hf_gradguard.defenses import Defense
@@ -174,7 +175,8 @@ def test_an_interrupted_audit_goes_on(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(Tag, "reconstruct", counted)
     with pytest.raises(KeyboardInterrupt):
         audit(model, tokenizer, TEXTS[:2], output=tmp_path / "parts", **settings)
-    assert not (tmp_path / "parts" / "audit.json").exists()
+    partial = json.loads((tmp_path / "parts" / "audit.json").read_text())
+    assert len(partial["cells"]) == 2 * 2  # one message of two
     resumed = audit(model, tokenizer, TEXTS[:2], output=tmp_path / "parts", **settings)
     assert len(calls) == 3 + 2  # of four cells of tag two were there
     assert without_times(resumed) == without_times(whole)
@@ -411,14 +413,14 @@ def test_attacks_that_refuse_are_recorded(tmp_path: Path) -> None:
         "lamp:steps=1,inverting_gradients:steps=1",
         output=tmp_path,
     )
-    lamp, other = rows(result)
+    lamp, other = summarize(result).rows
     assert not lamp.scores
     assert "is for text" in lamp.reasons[0]
     assert other.messages == 2
-    table = markdown_table(result)
+    table = markdown_table(summarize(result))
     assert "not applicable" in table
     assert "- lamp:steps=1: lamp moves words" in table
-    assert "lamp moves words" in html_report(result)
+    assert "lamp moves words" in html_report(summarize(result))
 
 
 def test_an_attack_that_refuses_one_message_is_scored_on_the_others(
@@ -431,10 +433,10 @@ def test_an_attack_that_refuses_one_message_is_scored_on_the_others(
 
     spy.answer = staticmethod(answer)
     result = audit(*text_model(), TEXTS, "none", "spy", output=tmp_path)
-    (row,) = rows(result)
+    (row,) = summarize(result).rows
     assert row.messages == 3
     assert row.reasons == ["too short"]
-    assert "(3 of 4)" in markdown_table(result)
+    assert "(3 of 4)" in markdown_table(summarize(result))
 
 
 @pytest.mark.parametrize(
@@ -447,7 +449,7 @@ def test_reconstructions_that_cannot_be_scored(
     spy.answer = staticmethod(lambda seen: found)
     result = audit(*text_model(), TEXTS[:1], "none", "spy", output=tmp_path)
     assert reason in result.cells[0]["reason"]
-    assert verdicts(result)[0].standing == "unknown"
+    assert summarize(result).verdicts[0].standing == "unknown"
 
 
 def test_a_defense_that_refuses_is_recorded(
@@ -464,7 +466,7 @@ def test_a_defense_that_refuses_is_recorded(
     result = audit(*text_model(), TEXTS[:1], "shy", "spy", output=tmp_path)
     assert [cell.get("reason") for cell in result.cells] == [None, "not this batch"]
     assert len(spy.seen) == 1
-    assert "nothing is known" in verdicts(result)[1].text
+    assert "nothing is known" in summarize(result).verdicts[1].text
 
 
 # --- scores
@@ -478,7 +480,7 @@ def test_scores_are_those_of_score_text_in_any_order(tmp_path: Path, spy: type[S
     )
     result = audit(model, tokenizer, TEXTS[:2], "none", "spy", output=tmp_path, batch_size=2)
     expected = score_text(guesses, [text for text, _ in TEXTS[:2]], tokenizer=tokenizer)
-    (row,) = rows(result)
+    (row,) = summarize(result).rows
     assert {name: e.mean for name, e in row.scores.items()} == pytest.approx(expected.mean)
     assert (row.scores["token_f1"].low, row.scores["token_f1"].high) == pytest.approx(
         expected.interval["token_f1"]
@@ -519,9 +521,9 @@ def test_chance_of_texts_is_other_texts(tmp_path: Path, spy: type[Spy]) -> None:
     result = audit(model, tokenizer, TEXTS[:3], "none", "spy", output=tmp_path / "a")
     # w1 w2 w3 | w2 w3 w4 w5 | w7 w8: two common words of three and four, F1 4/7, and none.
     assert [guess["token_f1"][0] for guess in result.chance] == pytest.approx([2 / 7, 2 / 7, 0])
-    assert "texts of other messages" in markdown_table(result)
+    assert "texts of other messages" in markdown_table(summarize(result))
     alone = audit(model, tokenizer, TEXTS[:1], "none", "spy", output=tmp_path / "b")
-    assert "random words" in markdown_table(alone)
+    assert "random words" in markdown_table(summarize(alone))
     assert 0 <= alone.chance[0]["token_f1"][0] < 0.8
     again = audit(model, tokenizer, TEXTS[:1], "none", "spy", output=tmp_path / "c")
     assert alone.chance == again.chance
@@ -537,8 +539,8 @@ def test_chance_of_images_is_gray(tmp_path: Path) -> None:
 
 def test_labels_read_off_the_gradient_are_counted(tmp_path: Path) -> None:
     result = audit(*text_model(), TEXTS, "none", "tag:steps=1", output=tmp_path, labels_known=False)
-    assert rows(result)[0].labels == 1.0
-    assert "100 %" in html_report(result)
+    assert summarize(result).rows[0].labels == 1.0
+    assert "100 %" in html_report(summarize(result))
 
 
 def made(
@@ -561,10 +563,21 @@ def made(
         "samples": count,
         "batch_size": 1,
         "chance": "other texts",
+        "messages": count,
+        "repeats": repeats,
+        "estimators": {
+            name: {"title": name, "meaning": "an error"}
+            for name in ("i2f_lower_bound", "dfil_bound")
+        },
     }
     messages = [{"ids": [[5]], "pieces": [["x"]], "labels": [0]}] * count
     jitter = [{"token_f1": [chance + 0.01 * (m % 2)]} for m in range(count)]
-    shared = [{"message": m, "repeat": 0, "defense": name} for name in names for m in range(count)]
+    shared = [
+        {"message": m, "repeat": r, "defense": name}
+        for r in range(repeats)
+        for name in names
+        for m in range(count)
+    ]
     return Audit(
         settings, {n: {} for n in names}, {a: {} for a in attacks}, messages, jitter, shared, cells
     )
@@ -590,7 +603,7 @@ HIGH, MIDDLE, LOW = [0.9, 1.0, 0.95, 0.85], [0.5, 0.6, 0.45, 0.55], [0.1, 0.3, 0
     ],
 )  # fmt: skip
 def test_verdicts(scores: dict[str, list[float]], standings: list[str], words: str) -> None:
-    found = verdicts(made(scores))
+    found = summarize(made(scores)).verdicts
     assert [verdict.standing for verdict in found] == standings
     assert words in found[-1].text
     assert not any("safe" in verdict.text for verdict in found)
@@ -605,7 +618,7 @@ def test_few_words_in_their_places_are_a_leak() -> None:
         ]
     for guess in result.chance:
         guess["position_accuracy"] = [0.02]
-    verdict = verdicts(result)[1]
+    verdict = summarize(result).verdicts[1]
     assert verdict.standing == "reduced"
     assert verdict.text.endswith(
         "In position_accuracy tag is better than chance (0.12 against 0.02): it still leaks."
@@ -613,7 +626,10 @@ def test_few_words_in_their_places_are_a_leak() -> None:
 
 
 def test_repeats_are_no_new_samples() -> None:
-    once, often = rows(made({"none/tag": LOW})), rows(made({"none/tag": LOW}, repeats=5))
+    once, often = (
+        summarize(made({"none/tag": LOW})).rows,
+        summarize(made({"none/tag": LOW}, repeats=5)).rows,
+    )
     assert once == often
 
 
@@ -680,7 +696,7 @@ def test_the_report_escapes_and_loads_nothing(tmp_path: Path) -> None:
         "tag:steps=2",
         output=tmp_path,
     )
-    text = write_report(result, tmp_path).read_text()
+    text = write_report(summarize(result), tmp_path).read_text()
     page = Page(text)
     assert not page.open
     assert not {"script", "link", "iframe", "object"} & set(page.tags)
@@ -689,7 +705,7 @@ def test_the_report_escapes_and_loads_nothing(tmp_path: Path) -> None:
     assert "&lt;script&gt;alert(1)&lt;/script&gt;" in text
     assert "url(" not in text
     assert "@import" not in text
-    assert (tmp_path / "table.md").read_text() == markdown_table(result)
+    assert (tmp_path / "table.md").read_text() == markdown_table(summarize(result))
 
 
 def test_the_report_of_images_is_self_contained(tmp_path: Path) -> None:
@@ -700,7 +716,7 @@ def test_the_report_of_images_is_self_contained(tmp_path: Path) -> None:
         "inverting_gradients:steps=1",
         output=tmp_path,
     )
-    page = Page(html_report(result))
+    page = Page(html_report(summarize(result)))
     assert not page.open
     assert page.tags.count("img") == 2 * (1 + 2)
     assert all(source.startswith("data:image/png;base64,iVBOR") for source in page.sources)
@@ -709,7 +725,9 @@ def test_the_report_of_images_is_self_contained(tmp_path: Path) -> None:
 def test_the_report_says_the_threat_model(tmp_path: Path, spy: type[Spy]) -> None:
     model, tokenizer = text_model()
     known = html_report(
-        audit(model, tokenizer, TEXTS[:1], "none", "spy", output=tmp_path, noise_known=True)
+        summarize(
+            audit(model, tokenizer, TEXTS[:1], "none", "spy", output=tmp_path, noise_known=True)
+        )
     )
     model.train()
     grants: dict[str, Any] = {
@@ -718,9 +736,10 @@ def test_the_report_says_the_threat_model(tmp_path: Path, spy: type[Spy]) -> Non
         "share_input_embeddings": True,
         "batch_size": 2,
     }
-    hidden = html_report(
-        audit(model, tokenizer, TEXTS[:2], "none", "spy", output=tmp_path, max_length=8, **grants)
+    result = audit(
+        model, tokenizer, TEXTS[:2], "none", "spy", output=tmp_path, max_length=8, **grants
     )
+    hidden = html_report(summarize(result))
     for yes, no in [
         ("It knows the labels", "does not know the labels"),
         ("how many tokens each text has", "all are padded to 8 tokens"),

@@ -19,10 +19,9 @@ from test_audit import Audit, Spy, image_model, images, made, spy, text_model, w
 from torch import Tensor, nn
 
 from hf_gradguard import GradientMap
-from hf_gradguard.audit import audit, markdown_table
-from hf_gradguard.audit.estimators import figures
+from hf_gradguard.audit import audit, markdown_table, summarize
 from hf_gradguard.audit.report import html_report, scatters
-from hf_gradguard.audit.table import correlations, figure_mean, points
+from hf_gradguard.audit.table import show_mean
 from hf_gradguard.defenses.base import Noise
 from hf_gradguard.leakage import largest_eigenvalue
 
@@ -137,9 +136,9 @@ def test_no_second_derivatives_is_said(
     model, tokenizer = text_model()
     result = audit(model, tokenizer, TEXTS[:1], [], "spy", output=tmp_path)
     assert result.shared[0]["figures"] == {"reason": "The largest eigenvalue is not known."}
-    assert correlations(result) == scatters(result) == []
-    assert "The largest eigenvalue is not known." in html_report(result)
-    assert "- The largest eigenvalue is not known." in markdown_table(result)
+    assert summarize(result).correlations == scatters(summarize(result)) == []
+    assert "The largest eigenvalue is not known." in html_report(summarize(result))
+    assert "- The largest eigenvalue is not known." in markdown_table(summarize(result))
 
 
 # --- correlations and the plot
@@ -164,7 +163,7 @@ def test_spearman_by_hand() -> None:
         {"none/tag": [0.9, 0.7, 0.8], "d/tag": [0.5, 0.1, 0.3]},
         {"none": [0.1, 0.2, 0.3], "d": [4.0, 50.0, 600.0]},
     )
-    (row,) = correlations(result)
+    (row,) = summarize(result).correlations
     assert (row.figure, row.attack, row.points) == ("i2f_lower_bound", "tag", 6)
     assert row.coefficients == {"token_f1": pytest.approx(-31 / 35)}
 
@@ -172,10 +171,10 @@ def test_spearman_by_hand() -> None:
 def test_what_tells_nothing_has_no_coefficient() -> None:
     constant = with_figures({"none/tag": [0.9, 0.7, 0.8]}, {"none": [0.0, 0.0, 0.0]})
     few = with_figures({"none/tag": [0.9, 0.7, 0.8]}, {"none": [0.1, 0.2, None]})
-    assert [correlations(result)[0].coefficients for result in (constant, few)] == [
+    assert [summarize(result).correlations[0].coefficients for result in (constant, few)] == [
         {"token_f1": None}
     ] * 2
-    assert [correlations(result)[0].points for result in (constant, few)] == [3, 2]
+    assert [summarize(result).correlations[0].points for result in (constant, few)] == [3, 2]
     assert correlations(with_figures({"none/tag": [0.9, 0.7, 0.8]}, {})) == []
     assert figure_mean(few, "none", "i2f_lower_bound") == "∞"
     assert figure_mean(constant, "none", "i2f_lower_bound") == "0"
@@ -198,7 +197,7 @@ def test_where_the_points_are() -> None:
     result = with_figures(
         {"none/tag": [1.0, 0.5], "d/tag": [0.25, 0.0]}, {"none": [0.0, 0.1], "d": [1.0, 60.0]}
     )
-    (plot,) = scatters(result)
+    (plot,) = scatters(summarize(result))
     left, right = plot["left"], 388
     assert [(p["x"], p["y"], p["kind"]) for p in plot["points"]] == [
         (62.0, 14.0, 0),
@@ -214,14 +213,14 @@ def test_the_report_of_an_audit_shows_all_points(tmp_path: Path, spy: type[Spy])
     result = audit(
         *image_model(), images(3), STRENGTHS, "inverting_gradients:steps=2", output=tmp_path
     )
-    assert [(c.figure, c.points) for c in correlations(result)] == [
+    assert [(c.figure, c.points) for c in summarize(result).correlations] == [
         ("i2f_lower_bound", 12),
         ("dfil_bound", 9),
     ]
-    assert {"mse", "rmse", "psnr", "ssim"} <= set(correlations(result)[0].coefficients)
-    page = html_report(result)
+    assert {"mse", "rmse", "psnr", "ssim"} <= set(summarize(result).correlations[0].coefficients)
+    page = html_report(summarize(result))
     assert page.count("<g>") == 12 + 9
     assert "I²F lower bound, inverting_gradients" in page
-    table = markdown_table(result)
+    table = markdown_table(summarize(result))
     assert "| I²F lower bound | dFIL bound |" in table
     assert "I²F lower bound, inverting_gradients:steps=2" in table
