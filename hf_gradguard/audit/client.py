@@ -84,15 +84,7 @@ class Upload:
     def message(self) -> Message:
         # Every message is a first one: nothing is kept from those before.
         self.defense.load_state_dict({})
-        # TEMPORARY
-        self.defense.record_noise(True)
-        shared = self.defense(self.client.gmap, self.client.generator(_DEFENSE))
-
-        class M(dict):
-            noise = self.defense.noise
-
-        self.defense.record_noise(False)
-        return M(shared)
+        return self.defense(self.client.gmap, self.client.generator(_DEFENSE))
 
     def described(self) -> Cell:
         """How far what is shared is from the gradient, or why nothing is."""
@@ -157,7 +149,7 @@ class Upload:
         noise = self.message.noise
         if not self.noise_known or noise is None:
             return None
-        return noise.variance if any(bool(v.any()) for v in noise.variance.values()) else None
+        return noise.added if any(bool(tensor.any()) for tensor in noise.added.values()) else None
 
 
 def _outcome(make: Callable[[], Cell], *refusals: type[Exception]) -> Cell:

@@ -22,8 +22,8 @@ from hf_gradguard import GradientMap
 from hf_gradguard.audit import audit, markdown_table, summarize
 from hf_gradguard.audit.report import html_report, scatters
 from hf_gradguard.audit.table import show_mean
-from hf_gradguard.defenses.base import Noise
-from hf_gradguard.leakage import largest_eigenvalue
+from hf_gradguard.defenses import Message, Noise
+from hf_gradguard.leakage.estimators import make_estimator
 
 TEXTS = [("w1 w2 w3", 1), ("w2 w3 w4 w5", 0), ("w7 w8", 2), ("w1 w9 w10 w11", 1)]
 STRENGTHS = [f"gaussian_noise:relative_scale={scale}" for scale in (0.1, 1, 10)]
@@ -109,21 +109,21 @@ def test_infinite_bounds_and_complete_leaks() -> None:
         Linear(torch.tensor([[2.0, 0.0], [0.0, 0.0]]).double()),
         {"pixel_values": torch.ones(2, 1, 1, 1, dtype=torch.double)},
     )
-    top = largest_eigenvalue(gmap)
     shared = {name: g + 0.5 for name, g in gmap.gradient().items()}
-    noise = Noise({"theta": torch.tensor([0.25, 0.25]).double()})
-    found = figures(gmap, shared, noise, top, torch.Generator().manual_seed(0))
-    assert found["i2f_lower_bound"] == pytest.approx([0.25, 0])  # ‖2 · 0.5‖/4
-    assert found["dfil_bound"][0] == pytest.approx(0.5 / 2, rel=0.3)  # σ/|a|, by 50 probes
-    assert found["dfil_bound"][1] is None
-    bare = figures(
-        gmap,
-        shared,
-        Noise({"theta": torch.zeros(2).double()}),
-        top,
-        torch.Generator().manual_seed(0),
-    )
-    assert bare["dfil_bound"] == [0.0, None]
+
+    def message(variance: torch.Tensor) -> Message:
+        return Message(shared, noise=Noise({"theta": variance}, {"theta": variance}))
+
+    influence, bound = (make_estimator(name, gmap) for name in ("i2f_lower_bound", "dfil_bound"))
+    noisy = message(torch.tensor([0.25, 0.25]).double())
+    assert influence(noisy).tolist() == pytest.approx([0.25, 0])  # ‖2 · 0.5‖/4
+    found = bound(noisy, torch.Generator().manual_seed(0)).tolist()
+    assert found[0] == pytest.approx(0.5 / 2, rel=0.3)  # σ/|a|, by 50 probes
+    assert found[1] == math.inf
+    silent = message(torch.zeros(2).double())
+    assert bound(silent, torch.Generator().manual_seed(0)).tolist() == [0.0, math.inf]
+    with pytest.raises(ValueError, match="Gaussian noise of known covariance"):
+        bound(Message(shared))
 
 
 def test_no_second_derivatives_is_said(
@@ -132,10 +132,12 @@ def test_no_second_derivatives_is_said(
     def fail(*_: Any) -> Any:
         raise ArithmeticError("The largest eigenvalue is not known.")
 
-    monkeypatch.setattr("hf_gradguard.audit.run.largest_eigenvalue", fail)
+    monkeypatch.setattr("hf_gradguard.leakage.estimators.largest_eigenvalue", fail)
     model, tokenizer = text_model()
     result = audit(model, tokenizer, TEXTS[:1], [], "spy", output=tmp_path)
-    assert result.shared[0]["figures"] == {"reason": "The largest eigenvalue is not known."}
+    assert result.shared[0]["figures"] == {}
+    reason = result.shared[0]["no_figures"]["i2f_lower_bound"]
+    assert reason == "The largest eigenvalue is not known."
     assert summarize(result).correlations == scatters(summarize(result)) == []
     assert "The largest eigenvalue is not known." in html_report(summarize(result))
     assert "- The largest eigenvalue is not known." in markdown_table(summarize(result))
@@ -175,10 +177,11 @@ def test_what_tells_nothing_has_no_coefficient() -> None:
         {"token_f1": None}
     ] * 2
     assert [summarize(result).correlations[0].points for result in (constant, few)] == [3, 2]
-    assert correlations(with_figures({"none/tag": [0.9, 0.7, 0.8]}, {})) == []
-    assert figure_mean(few, "none", "i2f_lower_bound") == "∞"
-    assert figure_mean(constant, "none", "i2f_lower_bound") == "0"
-    assert figure_mean(constant, "none", "dfil_bound") == ""
+    assert summarize(with_figures({"none/tag": [0.9, 0.7, 0.8]}, {})).correlations == []
+    few_means, means = (summarize(result).shared["none"] for result in (few, constant))
+    assert show_mean(few_means["i2f_lower_bound"]) == "∞"
+    assert show_mean(means["i2f_lower_bound"]) == "0"
+    assert show_mean(means["dfil_bound"]) == ""
 
 
 def test_attacks_that_were_not_applicable_have_no_points() -> None:
@@ -187,9 +190,8 @@ def test_attacks_that_were_not_applicable_have_no_points() -> None:
         if cell["attack"] == "span" and cell["message"] == 0:
             del cell["scores"]
             cell["reason"] = "no"
-    assert [(p.defense, p.figure, p.scores) for p in points(result, "i2f_lower_bound", "span")] == [
-        ("none", 2.0, {"token_f1": 0.2})
-    ]
+    found = {c.attack: c.common for c in summarize(result).correlations}["span"]
+    assert [(p.defense, p.figure, p.scores) for p in found] == [("none", 2.0, {"token_f1": 0.2})]
 
 
 def test_where_the_points_are() -> None:
