@@ -23,8 +23,14 @@ def code_digest(*classes: type) -> str:
     their own package or from this one, however deep. Imports for type checkers only do not count.
     A class of another package also has the version of its distribution in it.
 
-    A class whose source cannot be read (typed into a prompt, or compiled) has a hash that never
-    comes again.
+    A module is read once, and again when it was reloaded: what counts is the code that runs, not
+    what was edited since. A class whose source cannot be read (typed into a prompt, or compiled)
+    has a hash that never comes again.
+
+    Example:
+        >>> from hf_gradguard.attacks import ATTACKS
+        >>> code_digest(ATTACKS["tag"]) == code_digest(ATTACKS["lamp"])
+        False
     """
     state = hashlib.sha256()
     for one in classes:
@@ -61,7 +67,6 @@ def _distributions() -> dict[str, list[str]]:
     return dict(packages_distributions())
 
 
-@cache
 def _path(module: str) -> Path | None:
     """Where the source of a module lies; `None` if there is none."""
     top, *rest = module.split(".")
@@ -79,22 +84,34 @@ def _path(module: str) -> Path | None:
     return None
 
 
-@cache
+_sources: dict[str, tuple[object, bytes]] = {}
+
+
 def _read(module: str) -> bytes:
     path = _path(module)
-    return secrets.token_bytes(32) if path is None else path.read_bytes()
+    if path is None:
+        return secrets.token_bytes(32)
+    spec = getattr(sys.modules.get(module), "__spec__", None)  # reloading makes a new one
+    if module not in _sources or _sources[module][0] is not spec:
+        _sources[module] = spec, path.read_bytes()
+    return _sources[module][1]
 
 
-@cache
 def _imports(module: str, tops: frozenset[str]) -> tuple[str, ...]:
     """Modules of these packages that a module imports, also within its functions."""
     path = _path(module)
     if path is None:
         return ()
-    parts = module.split(".")
-    package = parts if path.name == "__init__.py" else parts[:-1]
+    package = module if path.name == "__init__.py" else module.rpartition(".")[0]
+    return _imported(_read(module), package, tops)
+
+
+@cache
+def _imported(source: bytes, module: str, tops: frozenset[str]) -> tuple[str, ...]:
+    """Modules that a source in a package imports."""
+    package = module.split(".")
     found: list[str] = []
-    for node in _running(ast.parse(path.read_bytes())):
+    for node in _running(ast.parse(source)):
         if isinstance(node, ast.Import):
             found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):

@@ -176,7 +176,7 @@ class _Run:
         key = digest(self.key, batch, index, repeat)
         rows, found = [], []
         for label, defense in self.defenses.items():
-            place = {"message": index, "repeat": repeat, "defense": label}
+            place: Cell = {"message": index, "repeat": repeat, "defense": label}
             upload = Upload(client, defense, terms.noise_known)
             row = self._shared(upload, digest(key, self.defense_keys[label]))
             rows.append({**place, **row})
@@ -206,7 +206,8 @@ class _Run:
                 figures[name] = cell["values"]
             else:
                 no_figures[name] = cell.get("reason") or f"It crashed. {cell['crash']}"
-        return {**row, "figures": figures, "no_figures": no_figures}
+        row |= {"figures": figures, "no_figures": no_figures}
+        return row
 
 
 class _Writer:
