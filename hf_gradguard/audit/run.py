@@ -180,7 +180,7 @@ class _Run:
             upload = Upload(client, defense, terms.noise_known)
             row = self._shared(upload, digest(key, self.defense_keys[label]))
             rows.append({**place, **row})
-            refused = {why: row[why] for why in ("reason", "crash") if why in row}
+            refused: Cell = {why: row[why] for why in ("reason", "crash") if why in row}
             # One seed for all attacks: they differ in nothing but themselves.
             for name, attack in self.attacks.items():
                 bar.set_postfix_str(f"{label}, {name}")

@@ -92,9 +92,9 @@ def test_specs_in_all_ways() -> None:
         "span": [("span", {})],
         "lamp:every=3": [("lamp", {"every": 3})],
     }
-    assert parse_specs("tag:leave_out=[a, b],signed=true,learning_rate=1e-3")["tag:leave_out=['a', 'b'],signed=true,learning_rate=0.001"] == [
-        ("tag", {"leave_out": ["a", "b"], "signed": True, "learning_rate": 1e-3})
-    ]  # fmt: skip
+    assert parse_specs("tag:leave_out=[a, b],signed=true,learning_rate=1e-3")[
+        "tag:leave_out=['a', 'b'],signed=true,learning_rate=0.001"
+    ] == [("tag", {"leave_out": ["a", "b"], "signed": True, "learning_rate": 1e-3})]
     assert parse_specs("pruning:ratio=0.9+gaussian_noise:scale=1e+3") == {
         "pruning:ratio=0.9+gaussian_noise:scale=1000": [
             ("pruning", {"ratio": 0.9}),
@@ -225,10 +225,29 @@ def test_a_changed_setting_starts_new_cells(tmp_path: Path, spy: type[Spy]) -> N
 def test_digest_tells_apart() -> None:
     model, _ = text_model()
     values = [
-        torch.zeros(2), torch.zeros(3), torch.zeros(2, dtype=torch.float64), torch.zeros(1, 2), np.zeros(2), [0, 0],
-        (0, 0), {"a": 1}, {"a": "1"}, {"b": 1}, ["ab", "c"], ["a", "bc"], None, 0, False, model, [[1], 2], [[1, 2]],
-        ATTACKS["tag"](), ATTACKS["tag"](steps=3), DEFENSES["pruning"](), DEFENSES["optimal_pruning"](),
-    ]  # fmt: skip
+        torch.zeros(2),
+        torch.zeros(3),
+        torch.zeros(2, dtype=torch.float64),
+        torch.zeros(1, 2),
+        np.zeros(2),
+        [0, 0],
+        (0, 0),
+        {"a": 1},
+        {"a": "1"},
+        {"b": 1},
+        ["ab", "c"],
+        ["a", "bc"],
+        None,
+        0,
+        False,
+        model,
+        [[1], 2],
+        [[1, 2]],
+        ATTACKS["tag"](),
+        ATTACKS["tag"](steps=3),
+        DEFENSES["pruning"](),
+        DEFENSES["optimal_pruning"](),
+    ]
     assert len({digest(value) for value in values}) == len(values)
     assert digest({"a": 1, "b": 2}) == digest({"b": 2, "a": 1})
     assert digest(ATTACKS["tag"]()) == digest(ATTACKS["tag"]())
@@ -246,8 +265,13 @@ def test_an_output_that_cannot_be_written_to(tmp_path: Path, spy: type[Spy]) -> 
 
 def test_every_defense_and_attack_has_the_same_seeds(tmp_path: Path, spy: type[Spy]) -> None:
     audit(
-        *text_model(), TEXTS[:2], ["gaussian_noise:scale=1", "gaussian_noise:scale=2"], "spy", output=tmp_path, repeats=2
-    )  # fmt: skip
+        *text_model(),
+        TEXTS[:2],
+        ["gaussian_noise:scale=1", "gaussian_noise:scale=2"],
+        "spy",
+        output=tmp_path,
+        repeats=2,
+    )
     states = torch.stack([state for _, state in spy.seen]).view(
         4, 3, -1
     )  # messages and repeats, defenses
@@ -289,7 +313,16 @@ def test_only_what_is_granted_is_seen(tmp_path: Path, spy: type[Spy]) -> None:
         assert seen.attention_mask is None
         assert seen.input_shape == (1, 8)  # whatever the text's length
 
-    audit(model, tokenizer, TEXTS[:1], "gaussian_noise:scale=2", "spy", output=tmp_path / "c", noise_known=True, share_input_embeddings=True)  # fmt: skip
+    audit(
+        model,
+        tokenizer,
+        TEXTS[:1],
+        "gaussian_noise:scale=2",
+        "spy",
+        output=tmp_path / "c",
+        noise_known=True,
+        share_input_embeddings=True,
+    )
     (plain, _), (seen, _) = spy.seen[-2:]
     assert plain.noise_variance is None
     assert all((variance - 4).abs().max() < 1e-5 for variance in seen.noise_variance.values())
@@ -333,7 +366,18 @@ def test_every_message_is_a_defenses_first(tmp_path: Path, spy: type[Spy]) -> No
     key = [p for p in (tmp_path / "cells").iterdir() if "scores" in json.loads(p.read_text())]
     for path in key:
         path.unlink()
-    (first_only, second_again) = (audit(model, tokenizer, TEXTS[:n], "optimal_noise:refresh_every=5", "spy", output=tmp_path, reference=False) for n in (1, 2))  # fmt: skip
+    (first_only, second_again) = (
+        audit(
+            model,
+            tokenizer,
+            TEXTS[:n],
+            "optimal_noise:refresh_every=5",
+            "spy",
+            output=tmp_path,
+            reference=False,
+        )
+        for n in (1, 2)
+    )
     assert len(spy.seen) == 2
     assert len(first_only.cells) == 1
     assert len(second_again.cells) == 2
@@ -504,7 +548,12 @@ def test_images_are_scored_in_pixels(tmp_path: Path, spy: type[Spy]) -> None:
     assert psnr[1] > 80
     assert mse[0] == pytest.approx((1 - samples[0][0][0, 0, 0] / 255) ** 2 / 192, rel=1e-3)
     assert spy.seen[0][0].image_mean == [0.5, 0.5, 0.5]
-    assert all(shown == original for shown, original in zip(result.cells[0]["images"][1:], result.messages[0]["images"][1:], strict=True))  # fmt: skip
+    assert all(
+        shown == original
+        for shown, original in zip(
+            result.cells[0]["images"][1:], result.messages[0]["images"][1:], strict=True
+        )
+    )
 
 
 def test_an_image_attack_that_diverges_counts_as_gray(tmp_path: Path, spy: type[Spy]) -> None:
@@ -553,9 +602,19 @@ def made(
     attacks = attacks or list(dict.fromkeys(key.split("/")[1] for key in scores))
     count = len(next(iter(scores.values())))
     cells = [
-        {"message": m, "repeat": r, "defense": key.split("/")[0], "attack": key.split("/")[1], "scores": {"token_f1": [value]}, "ids": [[5]], "pieces": [["x"]]}
-        for r in range(repeats) for key, values in scores.items() for m, value in enumerate(values)
-    ]  # fmt: skip
+        {
+            "message": m,
+            "repeat": r,
+            "defense": key.split("/")[0],
+            "attack": key.split("/")[1],
+            "scores": {"token_f1": [value]},
+            "ids": [[5]],
+            "pieces": [["x"]],
+        }
+        for r in range(repeats)
+        for key, values in scores.items()
+        for m, value in enumerate(values)
+    ]
     settings = {
         "kind": "text",
         "main_score": "token_f1",
@@ -588,19 +647,47 @@ HIGH, MIDDLE, LOW = [0.9, 1.0, 0.95, 0.85], [0.5, 0.6, 0.45, 0.55], [0.1, 0.3, 0
 @pytest.mark.parametrize(
     ("scores", "standings", "words"),
     [
-        ({"none/tag": HIGH}, ["open"], "tag recovers 92 % of the words [85 to 100]; chance is 20 %."),
-        ({"none/tag": HIGH, "d/tag": MIDDLE}, ["open", "reduced"], "where undefended tag recovers 92 %; chance is 20 %. Better than chance"),
-        ({"none/tag": HIGH, "d/tag": HIGH[::-1]}, ["open", "open"], "not distinguishable from no defense"),
-        ({"none/tag": HIGH, "d/tag": LOW}, ["open", "chance"], "Not distinguishable from chance under these attacks on these 4 texts."),
-        ({"none/tag": HIGH, "d/tag": [0.0, 0.01, 0.0, 0.02]}, ["open", "chance"], "No better than chance under these attacks"),
-        ({"none/tag": LOW, "d/tag": LOW}, ["unknown", "unknown"], "These attacks fail undefended as well, so this says nothing."),
+        (
+            {"none/tag": HIGH},
+            ["open"],
+            "tag recovers 92 % of the words [85 to 100]; chance is 20 %.",
+        ),
+        (
+            {"none/tag": HIGH, "d/tag": MIDDLE},
+            ["open", "reduced"],
+            "where undefended tag recovers 92 %; chance is 20 %. Better than chance",
+        ),
+        (
+            {"none/tag": HIGH, "d/tag": HIGH[::-1]},
+            ["open", "open"],
+            "not distinguishable from no defense",
+        ),
+        (
+            {"none/tag": HIGH, "d/tag": LOW},
+            ["open", "chance"],
+            "Not distinguishable from chance under these attacks on these 4 texts.",
+        ),
+        (
+            {"none/tag": HIGH, "d/tag": [0.0, 0.01, 0.0, 0.02]},
+            ["open", "chance"],
+            "No better than chance under these attacks",
+        ),
+        (
+            {"none/tag": LOW, "d/tag": LOW},
+            ["unknown", "unknown"],
+            "These attacks fail undefended as well, so this says nothing.",
+        ),
         ({"d/tag": LOW}, ["unknown"], "which was not tried, so this says nothing"),
         ({"d/tag": HIGH}, ["unknown"], "Undefended was not tried"),
         ({"none/tag": [0.9]}, ["unknown"], "no interval, so this is an anecdote"),
         # The strongest attack counts, whichever it is.
-        ({"none/tag": HIGH, "none/span": HIGH, "d/tag": LOW, "d/span": MIDDLE}, ["open", "reduced"], " (tag 20 %), where undefended tag recovers 92 %"),
+        (
+            {"none/tag": HIGH, "none/span": HIGH, "d/tag": LOW, "d/span": MIDDLE},
+            ["open", "reduced"],
+            " (tag 20 %), where undefended tag recovers 92 %",
+        ),
     ],
-)  # fmt: skip
+)
 def test_verdicts(scores: dict[str, list[float]], standings: list[str], words: str) -> None:
     found = summarize(made(scores)).verdicts
     assert [verdict.standing for verdict in found] == standings
@@ -797,7 +884,13 @@ def test_command_line_for_texts(text_folder: Path, capsys: pytest.CaptureFixture
     assert (output / "table.md").read_text() in printed
     assert str(text_folder) not in (output / "report.html").read_text()
 
-    settings = {"defense": {"pruning": [{"ratio": 0.5}, {"ratio": 0.9}]}, "attack": ["tag:steps=2"], "samples": 1, "labels_known": True, "reference": False}  # fmt: skip
+    settings = {
+        "defense": {"pruning": [{"ratio": 0.5}, {"ratio": 0.9}]},
+        "attack": ["tag:steps=2"],
+        "samples": 1,
+        "labels_known": True,
+        "reference": False,
+    }
     (text_folder / "audit.json").write_text(json.dumps(settings))
     config = ["--config", str(text_folder / "audit.json"), "--output", str(text_folder / "other")]
     assert main([*base, *config, "--no-labels_known"]) == 0  # flags over the file
@@ -825,9 +918,12 @@ def test_command_line_for_texts(text_folder: Path, capsys: pytest.CaptureFixture
     ],
 )
 def test_command_line_errors(
-    change: dict[str, str | None], message: str, text_folder: Path, capsys: pytest.CaptureFixture[str],
+    change: dict[str, str | None],
+    message: str,
+    text_folder: Path,
+    capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     monkeypatch.chdir(text_folder)
     (text_folder / "wrong.yaml").write_text("atack: tag")
     flags = {
