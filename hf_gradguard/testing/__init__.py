@@ -1,0 +1,5 @@
+"""The contracts of defenses and attacks, as checks that other packages can run in their tests."""
+
+from .defenses import check_defense
+
+__all__ = ["check_defense"]
