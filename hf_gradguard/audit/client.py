@@ -17,12 +17,12 @@ from ..attacks.observation import Observation
 from ..gradient_map import GradientMap
 from ..randomness import seeded_generator
 from ..registry import ESTIMATORS
-from .cells import Cell
 
 if TYPE_CHECKING:
     from ..attacks import Attack
     from ..defenses import Defense, Message
     from ..leakage.estimators import Estimator
+    from .cells import Cell
     from .modality import Images, Texts
 
 logger = logging.get_logger(__name__)

@@ -17,7 +17,7 @@ from ..attacks import Attack
 from ..defenses import Defense
 from .modality import Images, Texts
 from .settings import AuditSettings
-from .terms import TERMS
+from .verdicts import TERMS
 
 GRANTS = ("labels_known", "lengths_known", "noise_known", "share_input_embeddings")
 """What decides on what the attacker sees."""

@@ -18,9 +18,8 @@ from ..attacks import Attack
 from ..data.samples import Sample
 from ..defenses import Defense
 from ..registry import ESTIMATORS
-from .cells import Cell, Cells, digest, write_json
+from .cells import Cell, Cells, code_digest, digest, write_json
 from .client import Client, Upload
-from .code import code_digest
 from .facts import GRANTS, attack_settings, facts, plain_settings
 from .modality import Images, Texts, modality_of
 from .report import write_report

@@ -12,8 +12,7 @@ import numpy as np
 from ..metrics.scores import bootstrap_intervals
 from .figures import Correlation, correlate, silent
 from .result import Audit
-from .terms import TERMS, Terms
-from .verdicts import TELLING, Estimate, Row, Verdict, verdicts
+from .verdicts import TELLING, TERMS, Estimate, Row, Terms, Verdict, verdicts
 
 Values = dict[int, dict[str, list[float]]]
 """For each message, for each score, one number per sample."""

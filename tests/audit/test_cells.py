@@ -17,7 +17,7 @@ from test_audit import TEXTS, Spy, spy, text_model  # noqa: F401
 from hf_gradguard import DEFENSES, GradientMap
 from hf_gradguard.attacks import ATTACKS, Observation, Reconstruction
 from hf_gradguard.audit import audit, markdown_table, summarize
-from hf_gradguard.audit.code import code_digest, modules_of
+from hf_gradguard.audit.cells import code_digest, modules_of
 from hf_gradguard.audit.report import html_report
 from hf_gradguard.defenses import Defense
 
@@ -94,9 +94,9 @@ def test_the_version_of_another_package_counts(
     digests = []
     for number in ("1.0", "1.1"):
         monkeypatch.setattr(
-            "hf_gradguard.audit.code._distributions", lambda: {"toy_attacks": ["toy-attacks"]}
+            "hf_gradguard.audit.cells._distributions", lambda: {"toy_attacks": ["toy-attacks"]}
         )
-        monkeypatch.setattr("hf_gradguard.audit.code.version", lambda name, n=number: n)
+        monkeypatch.setattr("hf_gradguard.audit.cells.version", lambda name, n=number: n)
         digests.append(code_digest(reloaded()))
     assert digests[0] != digests[1]
 

@@ -12,7 +12,7 @@ from test_audit import HIGH, LOW, MIDDLE, TEXTS, Spy, made, spy, text_model  # n
 
 from hf_gradguard.audit import audit, markdown_table, summarize, write_report
 from hf_gradguard.audit import summary as summary_module
-from hf_gradguard.audit.terms import TERMS
+from hf_gradguard.audit.verdicts import TERMS
 from hf_gradguard.metrics.scores import bootstrap_intervals
 
 
