@@ -1,7 +1,8 @@
 """Audits: what a server could read from a model's shared gradients, under each defense.
 
-result = audit(model, tokenizer, samples, ["optimal_noise:relative_scale=1"], "tag:steps=500",
-output="runs/audit") summarize(result).verdicts
+defenses = ["optimal_noise:relative_scale=1"]
+result = audit(model, tokenizer, samples, defenses, "tag:steps=500", output="runs/audit")
+summarize(result).verdicts
 """
 
 from __future__ import annotations

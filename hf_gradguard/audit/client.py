@@ -93,7 +93,7 @@ class Upload:
 
         def describe() -> Cell:
             started = time.perf_counter()
-            shared = self.message
+            shared = dict(self.message)
             seconds = time.perf_counter() - started
             size, shared_size = (math.sqrt(_inner(one, one)) for one in (gradient, shared))
             change = {name: shared[name] - g for name, g in gradient.items()}

@@ -67,14 +67,8 @@ def audit(
         OSError: If `output` cannot be written to. Said before any work.
 
     Example:
-        >>> result = audit(
-        ...     model,
-        ...     tokenizer,
-        ...     samples,
-        ...     ["optimal_noise:relative_scale=1"],
-        ...     "tag:steps=500",
-        ...     output="runs/audit",
-        ... )
+        >>> defenses = ["optimal_noise:relative_scale=1"]
+        >>> result = audit(model, tokenizer, samples, defenses, "tag:steps=500", output="runs/a")
         >>> summarize(result).verdicts
     """
     terms = AuditSettings.of(settings)

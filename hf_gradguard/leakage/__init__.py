@@ -14,6 +14,7 @@ from .bounds import (
     mse_bound_with_prior,
     rdp_of_order_two,
 )
+from .estimators import ESTIMATORS, Estimator, make_estimator
 from .figures import Eigenvalue, Estimate, Influence
 from .fisher import DFIL, dfil, fisher_norm, fisher_trace, fisher_trace_from_sensitivity
 from .influence import (
@@ -27,9 +28,11 @@ from .influence import (
 
 __all__ = [
     "DFIL",
+    "ESTIMATORS",
     "Directions",
     "Eigenvalue",
     "Estimate",
+    "Estimator",
     "FisherAccountant",
     "Influence",
     "dfil",
@@ -41,6 +44,7 @@ __all__ = [
     "inversion_influence",
     "inversion_influence_lower_bound",
     "largest_eigenvalue",
+    "make_estimator",
     "mse_bound_from_dfil",
     "mse_bound_from_norm",
     "mse_bound_from_rdp",
