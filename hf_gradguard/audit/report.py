@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 import os
 from collections import Counter
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, PackageLoader
+from jinja2 import Environment, PackageLoader, Template
 
 from ..gradient_map.domain import IMAGE, TEXT
 from .cells import write_text
@@ -43,14 +44,8 @@ def write_report(summary: Summary, folder: str | os.PathLike[str]) -> Path:
 def html_report(summary: Summary) -> str:
     """The report as one self-contained HTML page."""
     audit = summary.audit
-    environment = Environment(
-        loader=PackageLoader("hf_gradguard", "audit"),
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
     lines = [(row.defense, row.attack) for row in summary.rows if row.scores]
-    text: str = environment.get_template("report.html.jinja").render(
+    text: str = _template().render(
         summary=summary,
         terms=summary.terms,
         settings=audit.settings,
@@ -68,6 +63,17 @@ def html_report(summary: Summary) -> str:
         show_coefficient=show_coefficient,
     )
     return text
+
+
+@cache
+def _template() -> Template:
+    environment = Environment(
+        loader=PackageLoader("hf_gradguard", "audit"),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    return environment.get_template("report.html.jinja")
 
 
 def chart(summary: Summary) -> dict[str, Any]:

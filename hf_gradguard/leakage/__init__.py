@@ -6,6 +6,7 @@ dfil(gmap, noise_variance=1e-6)  # Fisher information per coordinate, of every s
 """
 
 from ..gradient_map.views import smooth_clip, smoothly_clipped
+from ..registry import ESTIMATORS
 from .accountant import FisherAccountant, example_keys, subsampling_factor
 from .bounds import (
     mse_bound_from_dfil,
@@ -14,7 +15,7 @@ from .bounds import (
     mse_bound_with_prior,
     rdp_of_order_two,
 )
-from .estimators import ESTIMATORS, Estimator, make_estimator
+from .estimators import Estimator, make_estimator
 from .figures import Eigenvalue, Estimate, Influence
 from .fisher import DFIL, dfil, fisher_norm, fisher_trace, fisher_trace_from_sensitivity
 from .influence import (
