@@ -79,7 +79,7 @@ def small_image_task() -> Task:
         torch.Size([2, 3])
     """
     config = ResNetConfig(
-        embedding_size=4, hidden_sizes=[4, 8], depths=[1, 1], layer_type="basic", num_labels=3
+        embedding_size=4, hidden_sizes=[4], depths=[1], layer_type="basic", num_labels=3
     )
     model = _seeded(ResNetForImageClassification, config).eval()
     pixels = torch.rand(2, 3, 16, 16, generator=torch.Generator().manual_seed(1))
