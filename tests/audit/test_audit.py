@@ -483,14 +483,19 @@ def test_an_attack_that_refuses_one_message_is_scored_on_the_others(
 
 @pytest.mark.parametrize(
     ("found", "reason"),
-    [(Reconstruction(), "gave no text"), (Reconstruction(token_ids=[[1], [2]]), "2 predictions")],
+    [
+        (Reconstruction(), "gave no text"),
+        # A broken contract is a fault of the attack, and no refusal.
+        (Reconstruction(token_ids=[[1], [2]]), "TypeError: spy returned token_ids of 2 samples"),
+    ],
 )
 def test_reconstructions_that_cannot_be_scored(
     found: Reconstruction, reason: str, tmp_path: Path, spy: type[Spy]
 ) -> None:
     spy.answer = staticmethod(lambda seen: found)
     result = audit(*text_model(), TEXTS[:1], "none", "spy", output=tmp_path)
-    assert reason in result.cells[0]["reason"]
+    cell = result.cells[0]
+    assert reason in cell["crash" if reason.startswith("TypeError") else "reason"]
     assert summarize(result).verdicts[0].standing == "unknown"
 
 
