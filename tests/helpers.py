@@ -1,7 +1,7 @@
 """Tiny models with a batch each, built from configurations: nothing is downloaded.
 
-    model, batch = make_task("bert")                           # float64, eval mode, no dropout, the
-    same every time model, batch = make_task("gpt2_lm", dtype=torch.float32, dropout=0.1)
+    model, batch = make_task("bert")  # float64, eval mode, no dropout, the same every time
+    model, batch = make_task("gpt2_lm", dtype=torch.float32, dropout=0.1)
 
 `TASKS` has the names. Other code that runs in its own process can import this module too: it needs
 no pytest.
@@ -97,9 +97,9 @@ def _encoder_settings(dropout: float, settings: dict[str, Any]) -> dict[str, Any
 
 def _gpt2_config(dropout: float, **settings: Any) -> GPT2Config:
     return GPT2Config(
-        vocab_size=VOCABULARY, n_positions=8, n_embd=WIDTH, n_layer=2, n_head=2, n_inner=12, pad_token_id=PAD,
-        bos_token_id=1, eos_token_id=1, num_labels=LABELS, resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout,
-        **settings,
+        vocab_size=VOCABULARY, n_positions=8, n_embd=WIDTH, n_layer=2, n_head=2, n_inner=12,
+        pad_token_id=PAD, bos_token_id=1, eos_token_id=1, num_labels=LABELS, resid_pdrop=dropout,
+        embd_pdrop=dropout, attn_pdrop=dropout, **settings,
     )  # fmt: skip
 
 
@@ -113,7 +113,8 @@ def _bert_mlm(dropout: float, **settings: Any) -> nn.Module:
 
 def _bert_lora(dropout: float, **settings: Any) -> nn.Module:
     lora = LoraConfig(
-        task_type="SEQ_CLS", r=2, lora_alpha=4, lora_dropout=dropout, target_modules=["query", "value"]
+        task_type="SEQ_CLS", r=2, lora_alpha=4, lora_dropout=dropout,
+        target_modules=["query", "value"]
     )  # fmt: skip
     return get_peft_model(_bert(dropout, **settings), lora)
 
@@ -121,9 +122,9 @@ def _bert_lora(dropout: float, **settings: Any) -> nn.Module:
 def _distilbert(dropout: float, **settings: Any) -> nn.Module:
     return DistilBertForSequenceClassification(
         DistilBertConfig(
-            vocab_size=VOCABULARY, dim=WIDTH, n_layers=2, n_heads=2, hidden_dim=12, max_position_embeddings=8,
-            pad_token_id=PAD, num_labels=LABELS, dropout=dropout, attention_dropout=dropout,
-            seq_classif_dropout=dropout, **settings,
+            vocab_size=VOCABULARY, dim=WIDTH, n_layers=2, n_heads=2, hidden_dim=12,
+            max_position_embeddings=8, pad_token_id=PAD, num_labels=LABELS, dropout=dropout,
+            attention_dropout=dropout, seq_classif_dropout=dropout, **settings,
         )
     )  # fmt: skip
 
@@ -148,8 +149,8 @@ def _llama(dropout: float, **settings: Any) -> nn.Module:
     return LlamaForSequenceClassification(
         LlamaConfig(
             vocab_size=VOCABULARY, hidden_size=WIDTH, num_hidden_layers=2, num_attention_heads=2,
-            num_key_value_heads=1, intermediate_size=12, max_position_embeddings=8, pad_token_id=PAD,
-            num_labels=LABELS, attention_dropout=dropout, **settings,
+            num_key_value_heads=1, intermediate_size=12, max_position_embeddings=8,
+            pad_token_id=PAD, num_labels=LABELS, attention_dropout=dropout, **settings,
         )
     )  # fmt: skip
 
@@ -157,9 +158,9 @@ def _llama(dropout: float, **settings: Any) -> nn.Module:
 def _vit(dropout: float, **settings: Any) -> nn.Module:
     return ViTForImageClassification(
         ViTConfig(
-            image_size=8, patch_size=4, hidden_size=WIDTH, num_hidden_layers=2, num_attention_heads=2,
-            intermediate_size=12, num_labels=LABELS, hidden_dropout_prob=dropout,
-            attention_probs_dropout_prob=dropout, **settings,
+            image_size=8, patch_size=4, hidden_size=WIDTH, num_hidden_layers=2,
+            num_attention_heads=2, intermediate_size=12, num_labels=LABELS,
+            hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout, **settings,
         )
     )  # fmt: skip
 
@@ -167,8 +168,8 @@ def _vit(dropout: float, **settings: Any) -> nn.Module:
 def _convnext(dropout: float, **settings: Any) -> nn.Module:
     return ConvNextForImageClassification(
         ConvNextConfig(
-            image_size=8, patch_size=2, num_stages=2, hidden_sizes=[4, 8], depths=[1, 1], num_labels=LABELS,
-            drop_path_rate=dropout, **settings,
+            image_size=8, patch_size=2, num_stages=2, hidden_sizes=[4, 8], depths=[1, 1],
+            num_labels=LABELS, drop_path_rate=dropout, **settings,
         )
     )  # fmt: skip
 
@@ -176,8 +177,9 @@ def _convnext(dropout: float, **settings: Any) -> nn.Module:
 def _t5(dropout: float, **settings: Any) -> nn.Module:
     return T5ForConditionalGeneration(
         T5Config(
-            vocab_size=VOCABULARY, d_model=WIDTH, d_kv=4, d_ff=12, num_layers=2, num_heads=2, pad_token_id=PAD,
-            decoder_start_token_id=PAD, feed_forward_proj="gated-gelu", dropout_rate=dropout, **settings,
+            vocab_size=VOCABULARY, d_model=WIDTH, d_kv=4, d_ff=12, num_layers=2, num_heads=2,
+            pad_token_id=PAD, decoder_start_token_id=PAD, feed_forward_proj="gated-gelu",
+            dropout_rate=dropout, **settings,
         )
     )  # fmt: skip
 
@@ -239,7 +241,7 @@ def make_task(
     return model, batch
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # A reference that shares no code with the package: the model is fed its continuous input through
 # `inputs_embeds` or `pixel_values`, with eager attention, and everything is differentiated densely.
 
@@ -323,7 +325,7 @@ def dense_reference(name: str) -> tuple[dict[str, Tensor], Tensor]:
     ).T.contiguous()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Small things that several files need.
 
 

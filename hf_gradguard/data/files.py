@@ -8,8 +8,11 @@ from typing import Any
 import numpy as np
 from datasets import Dataset, Image, load_dataset
 
-_TEXT_COLUMNS = ("text", "sentence", "content")
-_IMAGE_COLUMNS = ("image", "img", "x_train", "x", "images")
+COLUMNS = {
+    "text": ("text", "sentence", "content"),
+    "image": ("image", "img", "x_train", "x", "images"),
+}
+"""The usual names of the column that holds the inputs, by the name of their domain."""
 _FORMATS = {
     ".csv": "csv",
     ".tsv": "csv",
@@ -23,7 +26,7 @@ _FORMATS = {
 def load_texts(
     dataset: str, *, column: str | None = None, split: str = "train", config: str | None = None
 ) -> list[str]:
-    """Texts of a Hub data set or of a txt (one a line), tsv, csv, json or parquet file.
+    """Texts of a Hub data set or of a txt (one per line), tsv, csv, json or parquet file.
 
     Args:
         dataset: A file, a folder or a Hub name.
@@ -33,9 +36,15 @@ def load_texts(
 
     Raises:
         ValueError: If there is no such column, or it holds no text.
+
+    Example:
+        >>> Path("texts.txt").write_text("a fine film\\nthe plot is long")
+        28
+        >>> load_texts("texts.txt")
+        ['a fine film', 'the plot is long']
     """
     rows = load_rows(dataset, split, config)
-    texts = list(rows[pick_column(rows.column_names, column, _TEXT_COLUMNS, dataset)])
+    texts = list(rows[pick_column(rows.column_names, column, COLUMNS["text"], dataset)])
     if not any(isinstance(text, str) for text in texts):
         raise ValueError(
             f"Column {column!r} of {dataset} holds no text. Its columns: "
@@ -68,12 +77,17 @@ def load_images(
 
     Raises:
         ValueError: If there is no such column.
+
+    Example:
+        >>> np.savez("images.npz", image=np.zeros((4, 28, 28), dtype=np.uint8))
+        >>> load_images("images.npz").shape
+        (4, 28, 28)
     """
     if dataset.endswith(".npz"):
         with np.load(dataset, allow_pickle=False) as arrays:
-            return arrays[pick_column(list(arrays), column, _IMAGE_COLUMNS, dataset)]
+            return arrays[pick_column(list(arrays), column, COLUMNS["image"], dataset)]
     rows = load_rows(dataset, split, config)
-    name = pick_column(rows.column_names, column, _IMAGE_COLUMNS, dataset)
+    name = pick_column(rows.column_names, column, COLUMNS["image"], dataset)
     rows = rows.cast_column(name, Image(mode="L" if num_channels == 1 else "RGB"))
     images = rows[name]
     return [
@@ -82,8 +96,15 @@ def load_images(
     ]
 
 
-def load_rows(dataset: str, split: str, config: str | None) -> Dataset:
-    """A Hub data set's split, a folder that `datasets` can read, or a local file."""
+def load_rows(dataset: str, split: str = "train", config: str | None = None) -> Dataset:
+    """A Hub data set's split, a folder that `datasets` can read, or a local file.
+
+    Example:
+        >>> Path("rows.tsv").write_text("sentence\\tlabel\\na fine film\\t1")
+        28
+        >>> load_rows("rows.tsv").column_names
+        ['sentence', 'label']
+    """
     path = Path(dataset)
     if path.is_file():
         if path.suffix not in _FORMATS:
@@ -106,6 +127,10 @@ def pick_column(
 
     Raises:
         ValueError: If there is none, naming those there are.
+
+    Example:
+        >>> pick_column(["idx", "sentence"], None, ("text", "sentence"), "train.tsv")
+        'sentence'
     """
     wanted = usual if column is None else (column,)
     for name in wanted:

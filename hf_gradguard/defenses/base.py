@@ -139,7 +139,8 @@ def check_finite(tensors: Mapping[str, Tensor], message: str) -> None:
 
 def cast_like(shared: Tensors, gmap: GradientMap) -> Tensors:
     """`shared` in the types of the gradient that it stands for."""
-    return {name: tensor.to(gmap.gradient()[name].dtype) for name, tensor in shared.items()}
+    gradient = gmap.gradient()
+    return {name: tensor.to(gradient[name].dtype) for name, tensor in shared.items()}
 
 
 def total(tensors: Tensors) -> Tensor:

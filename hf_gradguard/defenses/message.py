@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, ItemsView, Iterator, Mapping, ValuesView
 from typing import NamedTuple
 
 import torch
@@ -81,6 +81,12 @@ class Message(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self._tensors)
+
+    def items(self) -> ItemsView[str, Tensor]:
+        return self._tensors.items()
+
+    def values(self) -> ValuesView[Tensor]:
+        return self._tensors.values()
 
     def __repr__(self) -> str:
         facts = f"noise={self._noise is not None}, exact={self.exact}"

@@ -55,8 +55,8 @@ class Refiner(Defense):
     its pixel range. All samples of a batch are refined together, since they share one gradient.
 
     Args:
-        evaluation_network: A network of `hf_gradguard.networks`, or where to load it from. Left
-            out, the Trainer finds one that fits the model.
+        evaluation_network: A network of `hf_gradguard.networks`, or where to load it from, which
+            `prepare` does, or the first call. Left out, `prepare` finds one that fits the model.
         alpha: Share of noise in the start (1-α) x + α v. v is uniform over the pixel range, or
             embeddings of random tokens. (The paper has 0.5, at which a third of a text's words stay
             where they are.)
@@ -112,10 +112,14 @@ class Refiner(Defense):
                 )  # at 0 it would share the true gradient
         if (self.image_mean is None) != (self.image_std is None):
             raise ValueError("Give image_mean and image_std together, or neither.")
-        if isinstance(self.evaluation_network, str):
-            from ..networks import load_network
-
-            self.evaluation_network = load_network(self.evaluation_network)
+        given = self.evaluation_network
+        if given is not None and not isinstance(given, str) and not hasattr(given, "noise_ratio"):
+            raise ValueError(
+                "evaluation_network must be a network of hf_gradguard.networks or where to load it "
+                f"from, but is a {type(given).__name__}."
+            )
+        # The settings keep a name: what it stands for is loaded once, and clients share it.
+        self._loaded = None if isinstance(given, str) else given
         self._remembered: OrderedDict[str, Tensor] = OrderedDict()
         self._checked: tuple[int, int] | None = None
 
@@ -124,7 +128,9 @@ class Refiner(Defense):
         return True
 
     def prepare(self, model: nn.Module, processing_class: Any = None) -> None:
-        """Find an evaluation network if none was given, and the image processor's normalization."""
+        """Load the evaluation network, or find one if none was given, and the image processor's
+        normalization.
+        """
         from ..networks import network_for
 
         if self.image_mean is None and getattr(processing_class, "do_normalize", False):
@@ -132,8 +138,19 @@ class Refiner(Defense):
                 list(processing_class.image_mean),
                 list(processing_class.image_std),
             )
-        if self.evaluation_network is None:
-            self.evaluation_network = network_for(model, processing_class, self.public_text)
+        if self.network is None:
+            self._loaded = network_for(model, processing_class, self.public_text)
+
+    @property
+    def network(self) -> Any:
+        """The evaluation network, loaded when it is first asked for; `None` if none was given or
+        found.
+        """
+        if self._loaded is None and self.evaluation_network is not None:
+            from ..networks import load_network
+
+            self._loaded = load_network(self.evaluation_network)
+        return self._loaded
 
     def protect(self, gmap: GradientMap, generator: torch.Generator) -> Message:
         robust = self.refine(gmap, generator).gradient
@@ -192,7 +209,7 @@ class Refiner(Defense):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Refiner:
         """A client's own: what it remembers is copied, the network, which never changes, is not."""
-        memo[id(self.evaluation_network)] = self.evaluation_network
+        memo[id(self.network)] = self.network
         copied = copy.copy(self)
         copied.__dict__ = copy.deepcopy(self.__dict__, memo)
         return copied
@@ -200,16 +217,17 @@ class Refiner(Defense):
     def _network(self, gmap: GradientMap) -> Any:
         """The evaluation network, on the input's device and never trained."""
         kind = "text" if gmap.embedding is not None else "image"
-        if self.evaluation_network is None:
+        network = self.network
+        if network is None:
             raise ValueError(
                 "refiner needs an evaluation network: give evaluation_network, a network of "
                 "hf_gradguard.networks or where to load it from. (GradGuardTrainer finds one by "
                 "itself.)"
             )
-        if self.evaluation_network.config.model_type != f"gradguard_{kind}_evaluation":
+        if network.config.model_type != f"gradguard_{kind}_evaluation":
             raise ValueError(
                 f"The model takes {kind} input, but the evaluation network is a "
-                f"{type(self.evaluation_network).__name__}. Give one for {kind} input."
+                f"{type(network).__name__}. Give one for {kind} input."
             )
         if gmap.embedding is not None:
             weight: Tensor = gmap.embedding.weight  # type: ignore[assignment]
@@ -223,9 +241,9 @@ class Refiner(Defense):
                 weight.data_ptr(),
                 weight._version,
             ):  # hashing the matrix takes longer than a step
-                self.evaluation_network.check_embedding(weight)
+                network.check_embedding(weight)
                 self._checked = (weight.data_ptr(), weight._version)
-        return self.evaluation_network.to(gmap.input.device).eval().requires_grad_(False)
+        return network.to(gmap.input.device).eval().requires_grad_(False)
 
     def _weights(self, gmap: GradientMap, gradient: Tensors) -> Tensors:
         """w, divided by ‖w ⊙ g‖ if UM is to be relative."""
@@ -280,10 +298,11 @@ class Refiner(Defense):
 
     def settings(self) -> dict[str, Any]:
         settings = super().settings()
-        network = settings.pop("evaluation_network", None)
-        return settings | (
-            {"evaluation_network": network.name_or_path or "unnamed"} if network is not None else {}
-        )
+        given = settings.pop("evaluation_network", self._loaded)
+        if given is None:
+            return settings
+        name = given if isinstance(given, str) else given.name_or_path or "unnamed"
+        return settings | {"evaluation_network": name}
 
 
 def _weighted_distance(there: Tensors, here: Tensors, weights: Tensors) -> Tensor:

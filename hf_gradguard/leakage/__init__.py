@@ -1,8 +1,10 @@
 """How much could leak, without attacking: figures from derivatives of the gradient map.
 
-gmap = GradientMap(model, batch)
-inversion_influence_lower_bound(gmap, delta)  # how far a perturbation moves a reconstruction
-dfil(gmap, noise_variance=1e-6)  # Fisher information per coordinate, of every sample
+Example:
+    >>> bound = inversion_influence_lower_bound(gmap, delta)  # how far delta moves a reconstruction
+    >>> leakage = dfil(gmap, noise_variance=1e-6)  # Fisher information, for every sample
+    >>> bound > 0, leakage.value.shape
+    (True, torch.Size([2]))
 """
 
 from ..gradient_map.views import smooth_clip, smoothly_clipped

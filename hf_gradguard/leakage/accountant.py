@@ -37,6 +37,10 @@ def subsampling_factor(sampling_rate: float, noise_multiplier: float, delta: flo
 
     Raises:
         ValueError: If an argument is out of range.
+
+    Example:
+        >>> round(subsampling_factor(sampling_rate=0.01, noise_multiplier=10.0, delta=1e-5), 4)
+        0.0289
     """
     if not 0 < sampling_rate <= 1:
         raise ValueError(f"sampling_rate must be above 0 and at most 1, but is {sampling_rate}.")
@@ -55,14 +59,18 @@ class FisherAccountant:
     Args:
         sampling_rate: q; with `noise_multiplier` and `delta` each step is multiplied by κ
             (`subsampling_factor`). Leave all three out where batches are not drawn afresh at
-                random: κ = 1.
+            random: κ = 1.
         noise_multiplier: σ.
         delta: Failure probability of κ at each step.
 
     Example:
-        >>> accountant = FisherAccountant()
-        >>> accountant.step(example_keys(gmap), *dfil(gmap, noise_variance))
-        >>> accountant.dfil(key), accountant.mse_bound(key)
+        >>> from hf_gradguard.leakage import dfil
+        >>> accountant, keys = FisherAccountant(), example_keys(gmap)
+        >>> accountant.step(keys, *dfil(gmap, noise_variance=1e-6, num_probes=4))
+        >>> accountant.steps, len(accountant), accountant.worst()[0] in keys
+        (1, 2, True)
+        >>> accountant.mse_bound(keys[0]) == 1 / accountant.dfil(keys[0])
+        True
     """
 
     def __init__(
@@ -78,10 +86,8 @@ class FisherAccountant:
                 "Give sampling_rate, noise_multiplier and delta together, or none of them."
             )
         else:
-            self.factor, self._delta = (
-                subsampling_factor(sampling_rate, noise_multiplier, delta),
-                delta,
-            )
+            self.factor = subsampling_factor(sampling_rate, noise_multiplier, delta)
+            self._delta = delta
         self.noise_multiplier = noise_multiplier
         self._rows: dict[Key, int] = {}
         self._totals: list[float] = []
@@ -174,25 +180,22 @@ class FisherAccountant:
         keys: list[Key] = json.loads(bytes(state["keys"].tolist()))
         self._rows = {key: row for row, key in enumerate(keys)}
         self._totals, self._variances = state["totals"].tolist(), state["variances"].tolist()
-        self.steps, self.failure_probability = (
-            int(state["steps"]),
-            float(state["failure_probability"]),
-        )
+        self.steps = int(state["steps"])
+        self.failure_probability = float(state["failure_probability"])
 
 
 def example_keys(gmap: GradientMap) -> list[str]:
-    """One key a sample of the batch, from its content: its real tokens or its pixels. Not
+    """One key per sample of the batch, from its content: its real tokens or its pixels. Not
     reversible, but guessable.
+
+    Example:
+        >>> [len(key) for key in example_keys(gmap)]  # SHA-256, in hexadecimal digits
+        [64, 64]
     """
-    batch, text = gmap.batch, gmap.embedding is not None
-    rows = batch["input_ids"] if text else batch["pixel_values"]
-    mask = batch.get("attention_mask") if text else None
+    present = gmap.domain.present(gmap.batch)
     keys = []
-    for index, row in enumerate(rows):
-        content = row if mask is None else row[mask[index].bool()]
-        keys.append(
-            hashlib.sha256(
-                content.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
-            ).hexdigest()
-        )
+    for index, row in enumerate(gmap.domain.main_input(gmap.batch)):
+        content = row if present is None else row[present[index]]
+        bytes_ = content.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
+        keys.append(hashlib.sha256(bytes_).hexdigest())
     return keys

@@ -25,7 +25,11 @@ def mse_bound_from_dfil(dfil: FloatOrTensor) -> FloatOrTensor:
     """MSE ≥ 1/η̄² (Guo et al., Theorem 2). Infinite where nothing leaks, 0 where all does.
 
     Args:
-        dfil: η̄² = Tr FIM/m; a number, or one a sample.
+        dfil: η̄² = Tr FIM/m; a number, or one per sample.
+
+    Example:
+        >>> mse_bound_from_dfil(4.0), mse_bound_from_dfil(0.0)
+        (0.25, inf)
     """
     return _inverse(dfil, "dfil")
 
@@ -35,6 +39,10 @@ def mse_bound_from_norm(norm: FloatOrTensor) -> FloatOrTensor:
 
     Args:
         norm: η², from `fisher_norm`.
+
+    Example:
+        >>> mse_bound_from_norm(16.0)
+        0.0625
     """
     return _inverse(norm, "norm")
 
@@ -50,6 +58,10 @@ def mse_bound_with_prior(trace: float, prior_norm: float, num_coordinates: int) 
         prior_norm: λ_max of J_P = E ∇log p(x) ∇log p(x)ᵀ, which must exist: p has to be smooth and
             vanish at its boundary. For N(μ, τ²I) it is 1/τ².
         num_coordinates: m.
+
+    Example:
+        >>> mse_bound_with_prior(trace=600.0, prior_norm=2.0, num_coordinates=300)
+        0.25
     """
     if num_coordinates < 1:
         raise ValueError(f"num_coordinates must be at least 1, but is {num_coordinates}.")
@@ -68,6 +80,10 @@ def mse_bound_from_rdp(epsilon: float, diameters: float | Sequence[float] | Tens
             `rdp_of_order_two`).
         diameters: The range of each coordinate: one number for all, or m of them. 1 for pixels in
             [0, 1].
+
+    Example:
+        >>> round(mse_bound_from_rdp(1.0), 4), mse_bound_from_rdp(0.0)
+        (0.1455, inf)
     """
     if not epsilon >= 0:
         raise ValueError(f"epsilon must be at least 0, but is {epsilon}.")
@@ -103,7 +119,7 @@ def rdp_of_order_two(
 
     Example:
         >>> n, regularization, std = 12_665, 1e-2, 1e-2
-        >>> sensitivity = 2 / (n * regularization)  # of the minimizer of a regularized logistic loss
+        >>> sensitivity = 2 / (n * regularization)  # of a regularized logistic loss's minimizer
         >>> round(rdp_of_order_two(std / sensitivity), 3)
         2.494
     """

@@ -28,6 +28,12 @@ class Influence(float):
             eigenvalue.
         relative_error: For I, a bound on its own relative error, from the residual; an estimate
             where damping is 0.
+
+    Example:
+        >>> from hf_gradguard.leakage import inversion_influence_lower_bound
+        >>> bound = inversion_influence_lower_bound(gmap, delta)
+        >>> bound.per_sample.shape, bound.rmse < bound
+        (torch.Size([2]), True)
     """
 
     num_coordinates: int
@@ -50,6 +56,12 @@ class Eigenvalue(float):
         vector: Its unit eigenvector, in the input's shape.
         residual: ‖Av - λv‖, a bound on its distance to an exact eigenvalue.
         iterations: Products that it took.
+
+    Example:
+        >>> from hf_gradguard.leakage import largest_eigenvalue
+        >>> top = largest_eigenvalue(gmap)
+        >>> top.residual <= 1e-4 * top, top.vector.shape == gmap.input.shape
+        (True, True)
     """
 
     vector: Tensor
@@ -69,7 +81,13 @@ class Estimate(float):
 
     Attributes:
         standard_error: Of the mean. 0 where the figure is exact, infinite where one draw cannot
-        tell.
+            tell.
+
+    Example:
+        >>> from hf_gradguard.leakage import fisher_trace
+        >>> estimate = fisher_trace(gmap, noise_variance=1e-6, num_probes=4)
+        >>> 0 < estimate.standard_error < estimate
+        True
     """
 
     standard_error: float

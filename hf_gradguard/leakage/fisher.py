@@ -9,7 +9,7 @@ and no unbiased attacker, even one who knows all other samples, has a mean squar
 coordinate under 1/η̄².
 
 Tr FIM_j = E‖J_j w‖² over w ~ N(0, Σ⁻¹): one pass for J w gives one unbiased draw for *every* sample
-of the batch. Its variance 2‖FIM_j‖_F² is that of probing FIM_j itself, which would take a pass a
+of the batch. Its variance 2‖FIM_j‖_F² is that of probing FIM_j itself, which would take a pass per
 sample.
 
 Reference: Guo et al., "Bounding Training Data Reconstruction in Private (Deep) Learning" (2022),
@@ -28,12 +28,18 @@ from ..gradient_map import GradientMap, Tensors
 from ..randomness import private_generator
 from .figures import Eigenvalue, Estimate, mean_square_norm
 from .influence import check_probes, gaussian
-from .krylov import largest_eigenpair
+from .krylov import largest_eigenpair, not_finite
 from .unknowns import NoiseVariance, Unknowns, variances
 
 
 class DFIL(NamedTuple):
-    """η̄² of every sample, `(B,)`, in units of 1/input², and its standard error."""
+    """η̄² of every sample, `(B,)`, in units of 1/input², and its standard error.
+
+    Example:
+        >>> leakage = dfil(gmap, noise_variance=1e-6, num_probes=4)
+        >>> leakage.value.shape, leakage.standard_error.shape
+        (torch.Size([2]), torch.Size([2]))
+    """
 
     value: Tensor
     standard_error: Tensor
@@ -50,7 +56,7 @@ def dfil(
     Args:
         gmap: The client's gradient map. `smoothly_clipped` makes one of a clipped gradient.
         noise_variance: Diagonal Σ of the noise on the client's mean gradient: one number, or one
-            tensor a shared parameter. An infinite variance stands for a coordinate that is not
+            tensor per shared parameter. An infinite variance stands for a coordinate that is not
             shared.
         num_probes: Independent draws, one pass each for the whole batch. `None` computes it
             exactly, in m passes.
@@ -58,7 +64,7 @@ def dfil(
             system's entropy.
 
     Returns:
-        η̄² and its standard error, one a sample. m_j counts pixels, or real tokens times hidden
+        η̄² and its standard error, one per sample. m_j counts pixels, or real tokens times hidden
         size. Infinite for a sample that some coordinate without noise depends on. The standard
         error is 0 where the figure is exact or infinite, and infinite for one probe.
 
@@ -66,8 +72,10 @@ def dfil(
         ValueError: If `num_probes` is below 1, or the variances do not fit.
 
     Example:
-        >>> leakage, standard_error = dfil(GradientMap(model, batch), noise_variance=1e-6)
-        >>> mse_bound_from_dfil(leakage)
+        >>> from hf_gradguard.leakage import mse_bound_from_dfil
+        >>> leakage, standard_error = dfil(gmap, noise_variance=1e-6)
+        >>> mse_bound_from_dfil(leakage).shape  # one for each sample
+        torch.Size([2])
     """
     unknowns, variance = Unknowns(gmap), variances(gmap, noise_variance)
     if num_probes is None:
@@ -98,6 +106,11 @@ def fisher_trace(
     Returns:
         A float with its `standard_error`. Infinite if a coordinate without noise depends on the
         input.
+
+    Example:
+        >>> estimate = fisher_trace(gmap, noise_variance=1e-6, num_probes=10)
+        >>> estimate > 0, estimate.standard_error < estimate
+        (True, True)
     """
     unknowns, variance = Unknowns(gmap), variances(gmap, noise_variance)
     if num_probes is not None:
@@ -127,6 +140,14 @@ def fisher_trace_from_sensitivity(
 
     Raises:
         ValueError: If the names differ, or `shaping_probes` is below 2.
+
+    Example:
+        >>> squares = {"weight": torch.tensor([1.0, 4.0])}
+        >>> variance = {"weight": torch.tensor([2.0, 2.0])}
+        >>> fisher_trace_from_sensitivity(squares, variance)
+        2.5
+        >>> fisher_trace_from_sensitivity(squares, variance, shaping_probes=2)
+        5.0
     """
     if squared_sensitivity.keys() != noise_variance.keys():
         wrong = sorted(squared_sensitivity.keys() ^ noise_variance.keys())
@@ -167,16 +188,18 @@ def fisher_norm(
     Returns:
         A float with its `vector`, `residual` and `iterations`. Infinite if a coordinate without
         noise depends on the input.
+
+    Example:
+        >>> norm = fisher_norm(gmap, noise_variance=1e-6)
+        >>> norm.vector.shape == gmap.input.shape
+        True
     """
     unknowns = Unknowns(gmap, sample)
     variance = variances(gmap, noise_variance)
     if _unprotected(gmap, unknowns, variance).any():
         eigenvalue = Eigenvalue(math.inf)
-        eigenvalue.vector, eigenvalue.residual, eigenvalue.iterations = (
-            torch.zeros_like(gmap.input),
-            0.0,
-            0,
-        )
+        eigenvalue.vector = torch.zeros_like(gmap.input)
+        eigenvalue.residual, eigenvalue.iterations = 0.0, 0
         return eigenvalue
     precision = {name: _precision(v) for name, v in variance.items()}
     pair = largest_eigenpair(
@@ -215,10 +238,7 @@ def _gram(
         [unknowns.vjp(gaussian(gmap, deviation, generator)) for _ in range(num_probes)]
     )
     if not torch.isfinite(draws).all():
-        raise FloatingPointError(
-            "A product with the Jacobian is not finite: the loss has no second derivative here, or "
-            "it overflows."
-        )
+        raise not_finite()
     parts = draws.split(unknowns.per_sample.tolist(), dim=1)
     return torch.stack([(part @ part.T).double() for part in parts])
 

@@ -68,10 +68,10 @@ def inversion_influence(
             reached.
 
     Example:
-        >>> gmap = GradientMap(model, batch)
-        >>> shared = make_defense("gaussian_noise")(gmap)
-        >>> delta = {name: shared[name] - g for name, g in gmap.gradient().items()}
-        >>> inversion_influence(gmap, delta, damping=1e-3 * largest_eigenvalue(gmap)).rmse
+        >>> delta = {name: 1e-3 * torch.randn_like(g) for name, g in gmap.gradient().items()}
+        >>> influence = inversion_influence(gmap, delta, damping=1e-3 * largest_eigenvalue(gmap))
+        >>> influence.error.shape == gmap.input.shape, influence.relative_error < 1e-2
+        (True, True)
     """
     _check_iteration(damping, tolerance, max_iterations)
     unknowns = Unknowns(gmap, sample)
@@ -111,8 +111,11 @@ def inversion_influence_lower_bound(
         A float that also has `rmse`, `per_sample`, `iterations` and `residual`. 0 where J is.
 
     Example:
-        >>> top = largest_eigenvalue(gmap)
-        >>> [inversion_influence_lower_bound(gmap, delta, eigenvalue=top) for delta in perturbations]
+        >>> top = largest_eigenvalue(gmap)  # the same for every perturbation
+        >>> damping = 1e-3 * top
+        >>> bound = inversion_influence_lower_bound(gmap, delta, damping, eigenvalue=top)
+        >>> 0 < bound <= inversion_influence(gmap, delta, damping)
+        True
     """
     _check_damping(damping)
     unknowns = Unknowns(gmap, sample)
@@ -152,6 +155,10 @@ def largest_eigenvalue(
 
     Raises:
         ArithmeticError: If the tolerance is not reached.
+
+    Example:
+        >>> largest_eigenvalue(gmap, sample=0) <= 1.001 * largest_eigenvalue(gmap)
+        True
     """
     _check_iteration(0.0, tolerance, max_iterations)
     unknowns = Unknowns(gmap, sample)
@@ -164,6 +171,11 @@ def largest_eigenvalue(
 class Directions(NamedTuple):
     """Eigenvalues of J Jᵀ, ascending, `(count,)`, and unit eigenvectors,
     `(count, *input.shape)`.
+
+    Example:
+        >>> directions = smallest_directions(gmap, count=2, sample=0)
+        >>> bool(directions.eigenvalues.diff() >= 0)
+        True
     """
 
     eigenvalues: Tensor
@@ -186,6 +198,11 @@ def smallest_directions(
     Raises:
         ValueError: If `count` is out of range, or m above 8192: the cost is 2m passes and m²
             numbers.
+
+    Example:
+        >>> values, vectors = smallest_directions(gmap, count=3, sample=0)
+        >>> values.shape, vectors.shape
+        (torch.Size([3]), torch.Size([3, 2, 8, 32]))
     """
     unknowns = Unknowns(gmap, sample)
     if not 1 <= count <= unknowns.size:
@@ -208,7 +225,7 @@ def expected_squared_influence(
 
     Args:
         gmap: The client's gradient map.
-        noise_variance: Diagonal Σ: one number, or one tensor a shared parameter.
+        noise_variance: Diagonal Σ: one number, or one tensor per shared parameter.
         damping: ε ≥ 0, in the unit of J Jᵀ.
         num_probes: How many δ to draw and solve for. `None` computes it exactly from a dense J Jᵀ,
             where at ε = 0 eigenvalues below m · eps · λ_max count as directions that the gradient
@@ -220,15 +237,19 @@ def expected_squared_influence(
 
     Returns:
         A float with its `standard_error`: 0 if exact, infinite for one draw.
+
+    Example:
+        >>> damping = 1e-3 * largest_eigenvalue(gmap)
+        >>> expected_squared_influence(gmap, 1e-6, damping, num_probes=2).standard_error > 0
+        True
     """
     _check_damping(damping)
     variance = variances(gmap, noise_variance)
     if num_probes is None:
         unknowns = Unknowns(gmap, sample)
         values, vectors = torch.linalg.eigh(unknowns.dense_gram())
-        spread = (
-            vectors.T @ unknowns.dense_gram(variance) @ vectors
-        )  # J Σ Jᵀ in the eigenvectors of J Jᵀ
+        # J Σ Jᵀ in the eigenvectors of J Jᵀ
+        spread = vectors.T @ unknowns.dense_gram(variance) @ vectors
         cutoff = 0.0 if damping else len(values) * torch.finfo(values.dtype).eps * float(values[-1])
         inverse = torch.where(values > cutoff, 1 / (values + damping), 0.0)
         return Estimate.exact((inverse.square() * spread.diagonal()).sum())

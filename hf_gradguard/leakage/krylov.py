@@ -19,6 +19,9 @@ from torch import Tensor
 
 Operator = Callable[[Tensor], Tensor]
 
+WORST_ERROR = 0.01
+"""The relative error that rounding may leave in a solution, if `tolerance` is not larger."""
+
 
 @dataclass
 class Eigenpair:
@@ -104,11 +107,9 @@ def solve(
     x, r, p = torch.zeros_like(b), b, b
     basis = _Basis(b)
     squared, ratio = size**2, 0.0
-    diagonal: list[
-        float
-    ] = []  # of the Lanczos matrix that the coefficients of conjugate gradients spell out
+    # The Lanczos matrix that the coefficients of conjugate gradients spell out.
+    diagonal: list[float] = []
     off_diagonal: list[float] = []
-
     for iteration in range(1, max_iterations + 1):
         product = operator(p) + damping * p
         curvature = _finite(p @ product)
@@ -126,9 +127,8 @@ def solve(
             if ritz[0] <= math.sqrt(len(b)) * eps * ritz[-1]:
                 raise _singular(b)
             if reached or length <= 10 * eps * math.sqrt(ritz[-1] / ritz[0]) * size:
-                residual = _finite(
-                    (b - operator(x) - damping * x).norm()
-                )  # the recursion's falls below the real one
+                # Not the recursion's residual: that falls below the real one.
+                residual = _finite((b - operator(x) - damping * x).norm())
                 error = residual / (max(damping, ritz[0]) * float(x.norm()))
                 if error > max(tolerance, WORST_ERROR):
                     raise _singular(b)
@@ -137,16 +137,16 @@ def solve(
         p = r + (length**2 / squared) * p
         squared = length**2
         basis.append(r / length)
-    raise ArithmeticError(
+    raise _not_reached(tolerance, max_iterations)
+
+
+def _not_reached(tolerance: float, max_iterations: int) -> ArithmeticError:
+    return ArithmeticError(
         f"Conjugate gradients did not reach a relative error of {tolerance:g} in {max_iterations} "
         "iterations: some directions of the input are nearly invisible in the gradient. Give a "
         "larger damping, such as 1e-3 * largest_eigenvalue(gmap), a larger tolerance, or more "
         "max_iterations."
     )
-
-
-WORST_ERROR = 0.01
-"""The relative error that rounding may leave in a solution, if `tolerance` is not larger."""
 
 
 def _singular(b: Tensor) -> ArithmeticError:
@@ -195,8 +195,13 @@ def _tridiagonal(diagonal: list[float], off_diagonal: list[float]) -> np.ndarray
 def _finite(value: Tensor) -> float:
     number = float(value)
     if not math.isfinite(number):
-        raise FloatingPointError(
-            "A product with the Jacobian is not finite: the loss has no second derivative here, or "
-            "it overflows."
-        )
+        raise not_finite()
     return number
+
+
+def not_finite() -> FloatingPointError:
+    """The error for a product that overflowed."""
+    return FloatingPointError(
+        "A product with the Jacobian is not finite: the loss has no second derivative here, or it "
+        "overflows."
+    )

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..gradient_map import GradientMap, Tensors
 
 NoiseVariance = float | Mapping[str, Tensor]
-"""Diagonal Σ: one variance for all coordinates, or one tensor a shared parameter, of its shape or
+"""Diagonal Σ: one variance for all coordinates, or one tensor per shared parameter, of its shape or
 broadcast to it.
 """
 
@@ -33,14 +33,14 @@ class Unknowns:
     def __init__(self, gmap: GradientMap, sample: int | None = None) -> None:
         self._gmap, x = gmap, gmap.input
         self._mask = torch.ones_like(x, dtype=torch.bool)
-        attention = gmap.batch.get("attention_mask") if gmap.embedding is not None else None
-        if attention is not None:
-            if attention.shape != x.shape[:2]:
+        present = gmap.domain.present(gmap.batch)
+        if present is not None:
+            if present.shape != x.shape[:2]:
                 raise ValueError(
-                    f"attention_mask has shape {tuple(attention.shape)}, so it does not say which "
-                    f"of the {tuple(x.shape[:2])} tokens are padding. Give one number a token."
+                    f"attention_mask has shape {tuple(present.shape)}, so it does not say which "
+                    f"of the {tuple(x.shape[:2])} tokens are padding. Give one number per token."
                 )
-            self._mask &= attention.bool()[..., None]
+            self._mask &= present[..., None]
         self.per_sample: Tensor = self._mask.flatten(1).sum(1)
         if not self.per_sample.all():
             raise ValueError(

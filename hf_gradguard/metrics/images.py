@@ -1,4 +1,15 @@
-"""Scores of reconstructed images."""
+"""Scores of reconstructed images. With pixels in [0, R], R = `data_range`, per image over all its
+channels and pixels:
+
+- `mse`, `rmse`: the mean squared error and its root, in units of pixels squared and of pixels.
+- `psnr`: 10 log10(R² / mse) in dB, at most 100: equal images would have infinity, and no mean.
+- `ssim`: Wang et al. (2004): Gaussian windows of 11 x 11 pixels (standard deviation 1.5) that lie
+  wholly inside, mean over channels. Images below 11 pixels take the largest odd window that fits,
+  its deviation scaled alike.
+- `noise_ratio`, with `evaluation_network`: how much of the *prediction* looks like noise, in
+  [0, 1].
+- `lpips`, with `lpips`: the perceptual distance; 0 for equal images.
+"""
 
 from __future__ import annotations
 
@@ -31,23 +42,13 @@ def score_images(
     confidence: float = 0.95,
     seed: int = 0,
 ) -> Scores:
-    """How near reconstructed images are to the true ones.
+    """How near reconstructed images are to the true ones: `mse`, `rmse`, `psnr`, `ssim`, and on
+    request `noise_ratio` and `lpips`, explained at the head of this module.
 
     A tensor is **one batch**, shared in one gradient. A gradient has no order, so its predictions
     are matched to its references one to one, by the smallest sum of squared errors, before anything
     is scored. Several batches are a list of tensors; nothing is matched across batches. Independent
     images are batches of one: `images.split(1)`.
-
-    With pixels in [0, R], R = `data_range`, per image over all its channels and pixels:
-
-    - `mse`, `rmse`: the mean squared error and its root, in units of pixels squared and of pixels.
-    - `psnr`: 10 log10(R² / mse) in dB, at most 100: equal images would have infinity, and no mean.
-    - `ssim`: Wang et al. (2004): Gaussian windows of 11 x 11 pixels (standard deviation 1.5) that
-      lie wholly inside, mean over channels. Images below 11 pixels take the largest odd window that
-      fits, its deviation scaled alike.
-    - `noise_ratio`, with `evaluation_network`: how much of the *prediction* looks like noise, in
-      [0, 1].
-    - `lpips`, with `lpips`: the perceptual distance; 0 for equal images.
 
     Args:
         predictions: `(B, C, H, W)`, any real type; or a list of such batches. Not clipped.
@@ -58,13 +59,12 @@ def score_images(
             `ImageEvaluationNetwork`'s are padded, and gray ones repeated, as `adapt_images` does.
         lpips: `(x, y) -> B numbers` for `(B, 3, H, W)` pixels in [-1, 1], such as `lpips.LPIPS()`;
             gray is repeated.
-        bootstrap: Resamples for the intervals of the means; 0 for none. Whole batches are
-            resampled.
+        bootstrap: Resamples of whole batches for the intervals of the means; 0 for none.
         confidence: Of the intervals.
         seed: Of the resampling.
 
     Returns:
-        Scores a reference, means, intervals, and which prediction was compared with which
+        Scores per reference, means, intervals, and which prediction was compared with which
         reference.
 
     Raises:
@@ -76,43 +76,48 @@ def score_images(
         20.0
     """
     check_bootstrap(bootstrap, confidence)
-    if not (math.isfinite(data_range) and data_range > 0):
-        raise ValueError(f"data_range must be positive, but is {data_range}.")
     rows: list[dict[str, float]] = []
     matched: list[int | None] = []
     pairs = _as_batches(predictions, references, data_range)
     for predicted, true in pairs:
         # float64: SSIM takes small differences of squares.
         predicted, true = predicted.double(), true.double()
-        order = match(
-            -torch.stack([(predicted - t).square().flatten(1).mean(1) for t in true]).cpu().numpy()
-        )
-        predicted = predicted[
-            [i for i in order if i is not None]
-        ]  # none is missing: the counts are equal
-        mse = (predicted - true).square().flatten(1).mean(1)
-        scores = {
-            "mse": mse,
-            "rmse": mse.sqrt(),
-            "psnr": (10 * (data_range**2 / mse).log10()).clamp(max=MAX_PSNR),
-            "ssim": _ssim(predicted, true, data_range),
-        }
-        if evaluation_network is not None:
-            scores["noise_ratio"] = _noise_ratio(evaluation_network, predicted / data_range)
-        if lpips is not None:
-            if true.shape[1] not in (1, 3):
-                raise ValueError(
-                    f"LPIPS judges gray or color images, but these have {true.shape[1]} channels."
-                )
-            scaled = (
-                2 * x.expand(-1, 3, -1, -1).float() / data_range - 1 for x in (predicted, true)
-            )
-            scores["lpips"] = lpips(*scaled).flatten()
-        columns = [scores[name].tolist() for name in scores]
+        errors = torch.stack([(predicted - t).square().flatten(1).mean(1) for t in true])
+        order = match(-errors.cpu().numpy())
+        predicted = predicted[[i for i in order if i is not None]]  # the counts are equal: all are
+        scores = _score(predicted, true, data_range, evaluation_network, lpips)
+        columns = [values.tolist() for values in scores.values()]
         rows += [dict(zip(scores, row, strict=True)) for row in zip(*columns, strict=True)]
         matched += order
     sizes = [len(true) for _, true in pairs]
     return summarize(rows, matched, sizes, bootstrap=bootstrap, confidence=confidence, seed=seed)
+
+
+def _score(
+    predicted: Tensor,
+    true: Tensor,
+    data_range: float,
+    evaluation_network: Any,
+    lpips: Callable[[Tensor, Tensor], Tensor] | None,
+) -> dict[str, Tensor]:
+    """`(B,)` of every score, for images in the same order."""
+    mse = (predicted - true).square().flatten(1).mean(1)
+    scores = {
+        "mse": mse,
+        "rmse": mse.sqrt(),
+        "psnr": (10 * (data_range**2 / mse).log10()).clamp(max=MAX_PSNR),
+        "ssim": _ssim(predicted, true, data_range),
+    }
+    if evaluation_network is not None:
+        scores["noise_ratio"] = _noise_ratio(evaluation_network, predicted / data_range)
+    if lpips is not None:
+        if true.shape[1] not in (1, 3):
+            raise ValueError(
+                f"LPIPS judges gray or color images, but these have {true.shape[1]} channels."
+            )
+        pair = (x.expand(-1, 3, -1, -1).float() / data_range for x in (predicted, true))
+        scores["lpips"] = lpips(*(2 * x - 1 for x in pair)).flatten()
+    return scores
 
 
 def _ssim(predicted: Tensor, true: Tensor, data_range: float) -> Tensor:
@@ -141,6 +146,8 @@ def _noise_ratio(network: Any, images: Tensor) -> Tensor:
 def _as_batches(
     predictions: Any, references: Any, data_range: float
 ) -> list[tuple[Tensor, Tensor]]:
+    if not (math.isfinite(data_range) and data_range > 0):
+        raise ValueError(f"data_range must be positive, but is {data_range}.")
     predictions = [predictions] if isinstance(predictions, Tensor) else list(predictions)
     references = [references] if isinstance(references, Tensor) else list(references)
     if len(predictions) != len(references) or not references:

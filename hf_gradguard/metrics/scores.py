@@ -17,13 +17,19 @@ class Scores:
     """Scores of reconstructions. `dataclasses.asdict` gives what `json` takes.
 
     Args:
-        per_sample: For each score one number a reference, in the order of the references, batch
+        per_sample: For each score one number per reference, in the order of the references, batch
             after batch.
         mean: For each score the plain mean over all references.
         interval: For each score the bootstrap interval (low, high) of its mean; (nan, nan) with a
             single sample. Empty if no resamples were asked for.
         matched: For each reference the index of its prediction within the batch; None if there were
             too few.
+
+    Example:
+        >>> from hf_gradguard.metrics import score_text
+        >>> scores = score_text(["a film", "the dog barks"], ["the dog barked", "a film"])
+        >>> sorted(scores.mean) == sorted(scores.per_sample) == sorted(scores.interval)
+        True
     """
 
     per_sample: dict[str, list[float]]
@@ -41,8 +47,8 @@ def summarize(
     confidence: float,
     seed: int,
 ) -> Scores:
-    """The `Scores` of samples: `rows` one a reference, `batch_sizes` how many consecutive rows were
-    shared together.
+    """The `Scores` of samples: `rows` one per reference, `batch_sizes` how many consecutive rows
+    were shared together.
     """
     per_sample = {name: [row[name] for row in rows] for name in rows[0]}
     mean = {name: float(np.mean(values)) for name, values in per_sample.items()}
@@ -107,6 +113,10 @@ def match(similarity: np.ndarray) -> list[int | None]:
 
     Args:
         similarity: `(references, predictions)`, with no more predictions than references.
+
+    Example:
+        >>> match(np.array([[0.1, 0.9], [0.2, 0.8]]))  # 0.9 + 0.2 > 0.1 + 0.8
+        [1, 0]
     """
     matched: list[int | None] = [None] * len(similarity)
     for reference, prediction in zip(

@@ -1,4 +1,16 @@
-"""Scores of reconstructed texts."""
+"""Scores of reconstructed texts. All are in [0, 1] and take the same tokens:
+
+- `rouge1`, `rouge2`, `rougeL`: F-measure of common words, word pairs, and the longest common
+  subsequence.
+- `bleu`: sentence BLEU up to 4-grams, exponential smoothing, effective order; sacrebleu's number
+  over 100.
+- `google_bleu`: the smaller of precision and recall over all 1- to 4-grams (Wu et al., 2016).
+- `token_precision`, `token_recall`, `token_f1`: over multisets of tokens, so a word counts as often
+  as it is there.
+- `position_accuracy`: the share of the reference's tokens that the prediction has at the same
+  position.
+- `exact_match`: 1 if all tokens are the same in the same order.
+"""
 
 from __future__ import annotations
 
@@ -58,46 +70,27 @@ def score_text(
     confidence: float = 0.95,
     seed: int = 0,
 ) -> Scores:
-    """How near reconstructed texts are to the true ones.
+    """How near reconstructed texts are to the true ones: `TEXT_SCORES`, explained at the
+    head of this module.
 
-    A flat list is **one batch**, shared in one gradient. A gradient has no order, so its
-    predictions are matched to its references one to one before anything is scored, by the largest
-    sum of token F1 (Google BLEU decides between equals). Several batches are a list of such lists;
-    nothing is matched across batches. Independent samples are batches of one:
-    `[[text] for text in texts]`.
-
-    All scores are in [0, 1] and take the same tokens:
-
-    - `rouge1`, `rouge2`, `rougeL`: F-measure of common words, word pairs, and the longest common
-      subsequence.
-    - `bleu`: sentence BLEU up to 4-grams, exponential smoothing, effective order; sacrebleu's
-      number over 100.
-    - `google_bleu`: the smaller of precision and recall over all 1- to 4-grams (Wu et al., 2016).
-    - `token_precision`, `token_recall`, `token_f1`: over multisets of tokens, so a word counts as
-      often as it is there.
-    - `position_accuracy`: the share of the reference's tokens that the prediction has at the same
-      position.
-    - `exact_match`: 1 if all tokens are the same in the same order.
+    A flat list is **one batch**, shared in one gradient. A gradient has no order, so predictions
+    are matched to references one to one before anything is scored, by the largest sum of token F1
+    (Google BLEU decides between equals). Several batches are a list of such lists; nothing is
+    matched across batches. Independent samples are batches of one: `[[text] for text in texts]`.
 
     Args:
         predictions: Texts as strings or lists of token ids, or a `(B, T)` tensor of ids; or a list
-            of such batches. A batch may have fewer than references: the missing ones count as
-                empty, and empty ones score 0.
+            of such batches. A batch may have fewer than references: a missing one scores 0.
         references: The true ones, batch by batch as in `predictions`.
-        tokenizer: With it, tokens are its ids, for strings as well, and all its special tokens are
-            left out. A special token inside a prediction that is as long as its reference keeps the
-            position of the others. Without it, tokens are ids as given, or the words of a string:
-                Unicode NFKC, case folded, split at spaces and
-            punctuation; in scripts without spaces each character. Negative ids (the -100 of ignored
-            labels) are no tokens.
-        bootstrap: Resamples for the intervals of the means; 0 for none. Whole batches are
-            resampled.
+        tokenizer: With it, tokens are its ids, for strings as well, without its special tokens.
+            One inside a prediction that is as long as its reference keeps the others' position.
+            Without it, tokens are ids as given, or the `words` of a string. Negative ids are none.
+        bootstrap: Resamples of whole batches for the intervals of the means; 0 for none.
         confidence: Of the intervals.
         seed: Of the resampling.
 
     Returns:
-        Scores a reference, means, intervals, and which prediction was compared with which
-        reference.
+        Scores per reference, means, intervals, and who was compared with whom.
 
     Raises:
         ValueError: If a reference holds no tokens, a batch has more predictions than references,
@@ -123,9 +116,8 @@ def score_text(
                     "so there is nothing to recover. Leave it out, with its prediction."
                 )
         order = match(np.array([[_similarity(p, t) for p in predicted] for t in true]))
-        rows += [
-            _score([] if i is None else predicted[i], t) for i, t in zip(order, true, strict=True)
-        ]
+        found = [[] if i is None else predicted[i] for i in order]
+        rows += [_score(ours, theirs) for ours, theirs in zip(found, true, strict=True)]
         matched += order
     sizes = [len(true) for _, true in pairs]
     return summarize(rows, matched, sizes, bootstrap=bootstrap, confidence=confidence, seed=seed)

@@ -25,7 +25,8 @@ class TextReconstruction(evaluate.Metric):
 
     Example:
         >>> metric = TextReconstruction()
-        >>> metric.add_batch(predictions=["a film", "the dog barks"], references=["the dog barked", "a film"])
+        >>> predictions, references = ["a film", "the dog barks"], ["the dog barked", "a film"]
+        >>> metric.add_batch(predictions=predictions, references=references)
         >>> round(metric.compute()["token_f1"], 3)  # takes tokenizer= as `score_text` does
         0.833
     """

@@ -20,6 +20,10 @@ class LeakyConvNetConfig(SmallImageClassifierConfig):
         image_size: Pixels along each side.
         channels: Of every convolution.
         hidden_size: Of the dense layer before the last one.
+
+    Example:
+        >>> LeakyConvNetConfig(num_labels=47).channels
+        [32, 64]
     """
 
     model_type = "gradguard_leaky_convnet"
@@ -45,8 +49,8 @@ class LeakyConvNetForImageClassification(SmallImageClassifier):
     Reconstruction Attacks" (2024), report MNIST, with their names of its layers (their Table 1).
 
     Example:
-        >>> model = LeakyConvNetForImageClassification(LeakyConvNetConfig())
-        >>> model(pixel_values=torch.rand(2, 1, 28, 28), labels=torch.tensor([3, 7])).loss
+        >>> LeakyConvNetForImageClassification(LeakyConvNetConfig()).num_parameters()
+        119530
     """
 
     config_class = LeakyConvNetConfig
@@ -83,6 +87,10 @@ class DeepConvNetConfig(SmallImageClassifierConfig):
         width: Channels of the first convolution; the others have 2 and 4 times as many.
         batch_norm: Normalize after each convolution. What that shares is in `docs/threat_model.md`.
         negative_slope: Of the leaky ReLU; 0 is the plain one.
+
+    Example:
+        >>> DeepConvNetConfig(width=16, batch_norm=False).num_channels
+        3
     """
 
     model_type = "gradguard_deep_convnet"
@@ -111,8 +119,8 @@ class DeepConvNetForImageClassification(SmallImageClassifier):
     2020), which has 2,904,970 parameters, with leaky ReLU as that paper says.
 
     Example:
-        >>> model = DeepConvNetForImageClassification(DeepConvNetConfig())
-        >>> model(pixel_values=torch.rand(2, 3, 32, 32), labels=torch.tensor([3, 7])).loss
+        >>> DeepConvNetForImageClassification(DeepConvNetConfig()).num_parameters()
+        2904970
     """
 
     config_class = DeepConvNetConfig
@@ -153,6 +161,10 @@ class TanhConvNetConfig(SmallImageClassifierConfig):
         pooling: `[after, stride]` of every 2 × 2 average pooling: after how many convolutions it
             comes, and its stride.
         hidden_size: Of the dense layer before the last one.
+
+    Example:
+        >>> TanhConvNetConfig.cifar10(num_labels=100).hidden_size
+        128
     """
 
     model_type = "gradguard_tanh_convnet"
@@ -195,8 +207,10 @@ class TanhConvNetForImageClassification(SmallImageClassifier):
     tanh after the last layer too; the authors' code has none, and neither has this.
 
     Example:
-        >>> model = TanhConvNetForImageClassification(TanhConvNetConfig.cifar10())
-        >>> model(pixel_values=torch.rand(2, 3, 32, 32), labels=torch.tensor([3, 7])).loss
+        >>> TanhConvNetForImageClassification(TanhConvNetConfig()).num_parameters()
+        26010
+        >>> TanhConvNetForImageClassification(TanhConvNetConfig.cifar10()).num_parameters()
+        550570
     """
 
     config_class = TanhConvNetConfig

@@ -21,6 +21,10 @@ class LeakageLeNetConfig(SmallImageClassifierConfig):
         strides: One a convolution.
         initializer_range: Weights and biases start uniform between minus this and this; `None`
             takes PyTorch's own start. The papers attack at 0.5.
+
+    Example:
+        >>> LeakageLeNetConfig(num_channels=1, image_size=28, num_labels=62).strides
+        [2, 2, 1, 1]
     """
 
     model_type = "gradguard_leakage_lenet"
@@ -49,8 +53,10 @@ class LeakageLeNetForImageClassification(SmallImageClassifier):
     which most of its papers report.
 
     Example:
-        >>> model = LeakageLeNetForImageClassification(LeakageLeNetConfig(num_channels=1, image_size=28))
-        >>> model(pixel_values=torch.rand(2, 1, 28, 28), labels=torch.tensor([3, 7])).loss
+        >>> config = LeakageLeNetConfig(num_channels=1, image_size=28)
+        >>> model = LeakageLeNetForImageClassification(config)
+        >>> model(pixel_values=torch.rand(2, 1, 28, 28), labels=torch.tensor([3, 7])).logits.shape
+        torch.Size([2, 10])
     """
 
     config_class = LeakageLeNetConfig

@@ -28,10 +28,18 @@ def load_classifier(name: str) -> tuple[nn.Module, Any]:
         name: A folder or a Hub name.
 
     Returns:
-        The model, and its tokenizer, image processor, or `None` for an image model that comes without one.
+        The model, and its tokenizer, its image processor, or `None` for an image model that comes
+        without one.
 
     Raises:
         ValueError: If it is neither kind of classifier.
+
+    Example:
+        >>> model.save_pretrained("classifier")
+        >>> _ = tokenizer.save_pretrained("classifier")
+        >>> classifier, processor = load_classifier("classifier")
+        >>> classifier.num_labels, processor.pad_token
+        (2, '[PAD]')
     """
     config = AutoConfig.from_pretrained(name)
     architecture = (getattr(config, "architectures", None) or [""])[0]

@@ -6,6 +6,7 @@ from .cache import cache_folder, cached_text_network
 from .configuration import ImageEvaluationNetworkConfig, TextEvaluationNetworkConfig
 from .evaluation import NetworkFigures, evaluate_image_network, evaluate_text_network
 from .fitting import network_for
+from .image import ImageEvaluationNetwork, adapt_images
 from .loading import (
     load_network,
     packaged_image_network,
@@ -13,13 +14,9 @@ from .loading import (
     packaged_text_network,
     save_network,
 )
-from .modeling import (
-    ImageEvaluationNetwork,
-    TextEvaluationNetwork,
-    adapt_images,
-    embedding_fingerprint,
-)
-from .training import blend_images, replace_tokens, train_image_network, train_text_network
+from .noise import blend_images, replace_tokens
+from .text import TextEvaluationNetwork, embedding_fingerprint
+from .training import train_image_network, train_text_network
 
 __all__ = [
     "ImageEvaluationNetwork",

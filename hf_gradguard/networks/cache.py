@@ -18,8 +18,9 @@ from torch import nn
 from transformers.utils import logging
 
 from .loading import EvaluationNetwork, load_network, packaged_text_network, save_network
-from .modeling import TextEvaluationNetwork, embedding_fingerprint
-from .training import embedding_weight, train_text_network
+from .noise import embedding_weight
+from .text import TextEvaluationNetwork, embedding_fingerprint
+from .training import train_text_network
 
 logger = logging.get_logger(__name__)
 
@@ -27,6 +28,10 @@ logger = logging.get_logger(__name__)
 def cache_folder() -> Path:
     """Where trained networks are kept: `gradguard/evaluation_networks` in the Hugging Face home
     (`HF_HOME`).
+
+    Example:
+        >>> cache_folder().name
+        'evaluation_networks'
     """
     return Path(constants.HF_HOME) / "gradguard" / "evaluation_networks"
 
@@ -58,6 +63,13 @@ def cached_text_network(
 
     Returns:
         The network on the embedding's device, frozen, in eval mode.
+
+    Example:
+        >>> embedding, quick = model.get_input_embeddings(), {"steps": 1, "progress": False}
+        >>> first = cached_text_network(embedding, tokenizer, texts, cache="nets", **quick)
+        >>> again = cached_text_network(embedding, tokenizer, [], cache="nets")  # trains nothing
+        >>> again.config.embedding_fingerprint == first.config.embedding_fingerprint
+        True
     """
     weight = embedding_weight(embedding)
     fingerprint = embedding_fingerprint(weight)

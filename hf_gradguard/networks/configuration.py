@@ -19,6 +19,10 @@ class ImageEvaluationNetworkConfig(PreTrainedConfig):
 
     Raises:
         ValueError: If a size is below 1.
+
+    Example:
+        >>> ImageEvaluationNetworkConfig(num_channels=1, image_size=28).size
+        (28, 28)
     """
 
     model_type = "gradguard_image_evaluation"
@@ -64,6 +68,10 @@ class TextEvaluationNetworkConfig(PreTrainedConfig):
 
     Raises:
         ValueError: If a size is below 1, or kernel_size even.
+
+    Example:
+        >>> TextEvaluationNetworkConfig(embedding_size=384, special_token_ids=[0, 101, 102]).width
+        192
     """
 
     model_type = "gradguard_text_evaluation"

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .modeling import ImageEvaluationNetwork, TextEvaluationNetwork, adapt_images
-from .training import as_pixels, blend_images, embedding_weight, ordinary_token_ids, replace_tokens
+from .image import ImageEvaluationNetwork, adapt_images
+from .noise import as_pixels, blend_images, embedding_weight, ordinary_token_ids, replace_tokens
+from .text import TextEvaluationNetwork
 
 RATIOS = tuple(round(0.1 * step, 1) for step in range(11))
 
@@ -33,6 +34,13 @@ class NetworkFigures:
         mean_absolute_error: Of single predictions, from the ratio that each sample really had.
         worst_mean_error: The largest distance of a mean prediction from the mean ratio it should
             be.
+
+    Example:
+        >>> from hf_gradguard.networks import load_network
+        >>> network = load_network("image-evaluation-network-32")
+        >>> figures = evaluate_image_network(network, image_batch["pixel_values"])
+        >>> figures.to_dict()["ratios"][:3]
+        [0.0, 0.1, 0.2]
     """
 
     samples: int
@@ -56,6 +64,13 @@ def evaluate_image_network(
 
     Noise is added at the images' own shape and size, then they pass through `adapt_images`: a
     client that protects gray digits adds gray noise of their size too.
+
+    Example:
+        >>> from hf_gradguard.networks import load_network
+        >>> network = load_network("image-evaluation-network-32")
+        >>> figures = evaluate_image_network(network, image_batch["pixel_values"])
+        >>> figures.samples, len(figures.mean_predictions)
+        (2, 11)
     """
     pixels = as_pixels(images)
     generator = torch.Generator().manual_seed(seed)
@@ -93,24 +108,19 @@ def evaluate_text_network(
         max_length: Longer texts are cut.
         blend: Mix every token's embedding with a random token's by the ratio, instead of replacing
             tokens.
+
+    Example:
+        >>> from hf_gradguard.networks import train_text_network
+        >>> embedding = model.get_input_embeddings()
+        >>> network = train_text_network(embedding, tokenizer, texts, steps=1, progress=False)
+        >>> evaluate_text_network(network, embedding, tokenizer, texts).samples
+        2
     """
     weight = embedding_weight(embedding)
     network.check_embedding(weight)
     candidates = ordinary_token_ids(tokenizer, weight)
     generator = torch.Generator().manual_seed(seed)
-    texts = sorted(
-        (text for text in texts if text.strip()), key=len
-    )  # alike in length: little padding
-    encoded = [
-        tokenizer(
-            texts[i : i + batch_size],
-            truncation=True,
-            max_length=max_length,
-            padding=True,
-            return_tensors="pt",
-        )
-        for i in range(0, len(texts), batch_size)
-    ]
+    encoded = _encode(tokenizer, texts, batch_size, max_length)
     kept = [
         torch.isin(batch["input_ids"], candidates) & batch["attention_mask"].bool()
         for batch in encoded
@@ -120,19 +130,34 @@ def evaluate_text_network(
         for batch, mask in zip(encoded, kept, strict=True):
             ids, asked = batch["input_ids"], torch.full((len(mask),), 1.0 if blend else ratio)
             noisy = replace_tokens(ids, mask, asked, candidates, generator)
+            x = embedding(noisy.to(weight.device))
             if blend:
-                x = torch.lerp(
-                    embedding(ids.to(weight.device)), embedding(noisy.to(weight.device)), ratio
-                )
+                x = torch.lerp(embedding(ids.to(weight.device)), x, ratio)
                 target = torch.full((len(mask),), ratio)
             else:
-                x = embedding(noisy.to(weight.device))
                 target = (noisy != ids).sum(1) / mask.sum(1).clamp(min=1)
             some = mask.any(1)
             predicted = network.noise_ratio(x, batch["attention_mask"].to(weight.device)).cpu()
             yield predicted[some], target[some]
 
     return _figures(batches, int(sum(int(mask.any(1).sum()) for mask in kept)))
+
+
+def _encode(
+    tokenizer: Any, texts: Sequence[str], batch_size: int, max_length: int
+) -> list[Mapping[str, Tensor]]:
+    """Padded batches, of texts alike in length: little padding."""
+    texts = sorted((text for text in texts if text.strip()), key=len)
+    return [
+        tokenizer(
+            texts[i : i + batch_size],
+            truncation=True,
+            max_length=max_length,
+            padding=True,
+            return_tensors="pt",
+        )
+        for i in range(0, len(texts), batch_size)
+    ]
 
 
 @torch.no_grad()

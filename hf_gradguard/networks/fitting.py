@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from ..data.files import load_texts
-from ..gradient_map.domain import TEXT
+from ..gradient_map.domain import IMAGE, TEXT, domain_of_model
 from .cache import cached_text_network
 from .loading import EvaluationNetwork, load_network, packaged_image_network
 
@@ -29,8 +29,12 @@ def network_for(
     Raises:
         ValueError: If no packaged network fits the images, or a text network has to be trained and
             the tokenizer or the public text is missing.
+
+    Example:
+        >>> network_for(image_model).name_or_path  # 3 channels and 32 x 32 pixels
+        'image-evaluation-network-32'
     """
-    if getattr(model, "main_input_name", "input_ids") == "pixel_values":
+    if domain_of_model(model) is IMAGE:
         return _for_images(model)
     if processing_class is None:
         raise ValueError(

@@ -19,7 +19,8 @@ from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel
 
 from .configuration import ImageEvaluationNetworkConfig, TextEvaluationNetworkConfig
-from .modeling import ImageEvaluationNetwork, TextEvaluationNetwork
+from .image import ImageEvaluationNetwork
+from .text import TextEvaluationNetwork
 
 EvaluationNetwork = ImageEvaluationNetwork | TextEvaluationNetwork
 EvaluationNetworkConfig = ImageEvaluationNetworkConfig | TextEvaluationNetworkConfig
@@ -47,6 +48,11 @@ def load_network(name_or_path: str | Path, *, revision: str | None = None) -> Ev
             configuration or are not finite.
         OSError: If there is nothing of that name, or the weights are missing, corrupted or not in
             safetensors.
+
+    Example:
+        >>> network = load_network("image-evaluation-network-32")
+        >>> network.noise_ratio(image_batch["pixel_values"]).shape
+        torch.Size([2])
     """
     folder = _find(name_or_path, revision)
     config = _read_config(folder, name_or_path)
@@ -78,14 +84,19 @@ def load_network(name_or_path: str | Path, *, revision: str | None = None) -> Ev
                 f"{name} of {name_or_path} holds NaN or infinity. Get the file again, or train the "
                 "network."
             )
-    network.name_or_path = str(
-        name_or_path
-    )  # as it was asked for: cards and logs say it, and a cache's path is nobody's business
+    # As it was asked for: cards and logs say it, and a cache's path is nobody's business.
+    network.name_or_path = str(name_or_path)
     return network.eval().requires_grad_(False)
 
 
 def save_network(network: EvaluationNetwork, folder: str | Path) -> None:
-    """Save a network with its weights in half precision, to be loaded in float32 again."""
+    """Save a network with its weights in half precision, to be loaded in float32 again.
+
+    Example:
+        >>> save_network(load_network("image-evaluation-network-32"), "network")
+        >>> load_network("network").config.size
+        (32, 32)
+    """
     half = {
         name: tensor.to(
             torch.float16 if torch.is_floating_point(tensor) else tensor.dtype
@@ -96,7 +107,12 @@ def save_network(network: EvaluationNetwork, folder: str | Path) -> None:
 
 
 def packaged_networks() -> dict[str, EvaluationNetworkConfig]:
-    """The networks that come with the package, each with its configuration."""
+    """The networks that come with the package, each with its configuration.
+
+    Example:
+        >>> sorted(packaged_networks())
+        ['image-evaluation-network-32', 'text-evaluation-network-minilm-l6']
+    """
     found: dict[str, EvaluationNetworkConfig] = {}
     for cards in _CARDS:
         if not cards.is_dir():
@@ -108,14 +124,15 @@ def packaged_networks() -> dict[str, EvaluationNetworkConfig]:
 
 
 def packaged_image_network(num_channels: int, image_size: tuple[int, int]) -> str | None:
-    """The packaged network that judges such images as they are, or `None`."""
+    """The packaged network that judges such images as they are, or `None`.
+
+    Example:
+        >>> packaged_image_network(3, (32, 32)), packaged_image_network(3, (224, 224))
+        ('image-evaluation-network-32', None)
+    """
     for name, config in packaged_networks().items():
         if isinstance(config, ImageEvaluationNetworkConfig) and (
-            config.num_channels,
-            config.size,
-        ) == (
-            num_channels,
-            tuple(image_size),
+            (config.num_channels, *config.size) == (num_channels, *image_size)
         ):
             return name
     return None
@@ -124,6 +141,11 @@ def packaged_image_network(num_channels: int, image_size: tuple[int, int]) -> st
 def packaged_text_network(fingerprint: str) -> str | None:
     """The packaged network for the embedding matrix with this `embedding_fingerprint`, or
     `None`.
+
+    Example:
+        >>> config = packaged_networks()["text-evaluation-network-minilm-l6"]
+        >>> packaged_text_network(config.embedding_fingerprint)
+        'text-evaluation-network-minilm-l6'
     """
     for name, config in packaged_networks().items():
         if (

@@ -32,6 +32,11 @@ def push_network(
     Raises:
         ValueError, OSError: As `load_network`, and if `folder` is no folder. Hub errors pass
             through.
+
+    Example:
+        >>> push_network("no-such-folder", "my-organization/network")
+        Traceback (most recent call last):
+        OSError: no-such-folder is no folder.
     """
     path = Path(folder)
     if not path.is_dir():
@@ -53,6 +58,11 @@ def network_card(network: EvaluationNetwork, dataset: str) -> ModelCard:
     Args:
         network: The network.
         dataset: What it was trained on, as people know it.
+
+    Example:
+        >>> card = network_card(load_network("image-evaluation-network-32"), dataset="CIFAR-10")
+        >>> "- Trained on: CIFAR-10" in card.text
+        True
     """
     config = network.config
     if isinstance(config, TextEvaluationNetworkConfig):
@@ -63,7 +73,8 @@ def network_card(network: EvaluationNetwork, dataset: str) -> ModelCard:
         )
         noise = "random tokens"
     else:
-        judged = f"images `(B, {config.num_channels}, {config.size[0]}, {config.size[1]})` with pixels in [0, 1]"
+        shape = ", ".join(map(str, (config.num_channels, *config.size)))
+        judged = f"images `(B, {shape})` with pixels in [0, 1]"
         noise = "uniform noise"
     base = (
         config.base_model
@@ -80,8 +91,8 @@ def network_card(network: EvaluationNetwork, dataset: str) -> ModelCard:
 
 # Evaluation network
 
-Predicts which fraction of an input is {noise}, from 0 (natural) to 1. It is the privacy metric of the Refiner defense of
-hf-gradguard. It judges {judged}.
+Predicts which fraction of an input is {noise}, from 0 (natural) to 1. It is the privacy metric of
+the Refiner defense of hf-gradguard. It judges {judged}.
 
 - Parameters: {sum(p.numel() for p in network.parameters()):,}
 - Trained on: {dataset}

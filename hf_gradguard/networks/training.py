@@ -8,21 +8,22 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.utils import logging
 
 from .configuration import ImageEvaluationNetworkConfig, TextEvaluationNetworkConfig
-from .modeling import (
-    ImageEvaluationNetwork,
-    TextEvaluationNetwork,
-    embedding_fingerprint,
+from .image import ImageEvaluationNetwork
+from .noise import (
+    as_pixels,
+    blend_images,
+    embedding_weight,
+    ordinary_token_ids,
+    replace_tokens,
     special_token_ids,
 )
-
-logger = logging.get_logger(__name__)
+from .text import TextEvaluationNetwork, embedding_fingerprint
 
 
 def train_image_network(
@@ -59,15 +60,15 @@ def train_image_network(
 
     Returns:
         The network, in eval mode, on `device`.
+
+    Example:
+        >>> settings = {"epochs": 1, "filters": [4], "progress": False}
+        >>> network = train_image_network(torch.rand(8, 1, 8, 8), **settings)
+        >>> network.noise_ratio(torch.rand(2, 1, 8, 8)).shape
+        torch.Size([2])
     """
     pixels = as_pixels(images)
-    channels, height, width = pixels.shape[1:]
-    size: Any = height if height == width else [height, width]
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        network = ImageEvaluationNetwork(
-            ImageEvaluationNetworkConfig(num_channels=channels, image_size=size, **config)
-        )
+    network = _new_image_network(pixels, seed, config)
     network.to(device=torch.device(device), memory_format=torch.channels_last)
     generator = torch.Generator().manual_seed(seed)
     steps = max(1, math.ceil(epochs * len(pixels) / batch_size))
@@ -76,15 +77,22 @@ def train_image_network(
     def loss() -> Tensor:
         natural = pixels[[next(order) for _ in range(min(batch_size, len(pixels)))]].float() / 255
         ratio = torch.rand(len(natural), generator=generator)
-        mixed = (
-            _augmented_mix(natural, ratio, generator)
-            if augment
-            else blend_images(natural, ratio, generator)
-        )
+        mix = _augmented_mix if augment else blend_images
+        mixed = mix(natural, ratio, generator)
         return network(mixed.to(device), labels=ratio.to(device)).loss
 
     _optimize(network, loss, steps, learning_rate, progress)
     return network
+
+
+def _new_image_network(pixels: Tensor, seed: int, config: dict[str, Any]) -> ImageEvaluationNetwork:
+    channels, height, width = pixels.shape[1:]
+    size: Any = height if height == width else [height, width]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return ImageEvaluationNetwork(
+            ImageEvaluationNetworkConfig(num_channels=channels, image_size=size, **config)
+        )
 
 
 def train_text_network(
@@ -103,44 +111,56 @@ def train_text_network(
     progress: bool = True,
     **config: Any,
 ) -> TextEvaluationNetwork:
-    """Train a `TextEvaluationNetwork` to predict which fraction of a text's tokens was replaced by
-    random ones.
+    """Train a `TextEvaluationNetwork` to predict which tokens of a text are noise, and how many.
 
-    Each step cuts passages of one length, drawn from 1 to `max_length` tokens, out of the texts;
-    replaces a fraction r ~ U(0, 1) of each one's tokens, rounded to whole tokens, by tokens uniform
-    over the vocabulary; and learns which they were and how many. Special tokens are left out. A
-    share of the passages is mixed in embedding space instead, each of its tokens being (1 - r) t1 +
-    r t2 with t2 a random token's embedding: that is where the Refiner begins.
+    Each step cuts passages of one length, drawn from 1 to `max_length` tokens, out of the texts and
+    replaces a fraction r ~ U(0, 1) of each one's tokens by tokens uniform over the vocabulary. The
+    network is returned in eval mode.
 
     Args:
         embedding: The language model's input-embedding module: ids `(B, T)` to `(B, T, H)`, with a
             `weight` `(V, H)`. The network is trained on its device.
         tokenizer: The model's tokenizer.
         texts: Public text. Each entry is a passage or longer.
-        base_model: The model's Hub name, kept in the configuration. A local path does not belong
-            here.
+        base_model: The model's Hub name, kept in the configuration. No local path belongs here.
         steps: Optimizer steps.
-        batch_size: Passages a step.
+        batch_size: Passages per step.
         learning_rate: Peak rate of Adam; it falls to 0 along a half cosine.
         max_length: Longest passage, in tokens.
-        blended: Share of passages mixed in embedding space, 0 to 1.
-        jitter: Gaussian noise on the embeddings, in their own standard deviations, so that the
-            network learns directions rather than single words and does not change abruptly between
-            them.
+        blended: Share of passages, 0 to 1, mixed in embedding space instead: each token becomes
+            (1 - r) t1 + r t2 with t2 a random token. That is where the Refiner begins.
+        jitter: Gaussian noise on the embeddings, in their own standard deviations: the network
+            learns directions, not single words, and does not change abruptly between them.
         seed: Same seed, same machine: same network. The global random state is left alone.
         progress: Show a bar.
         **config: Further entries of `TextEvaluationNetworkConfig`, such as `width`.
 
-    Returns:
-        The network, in eval mode.
-
     Raises:
         ValueError: If the texts hold no ordinary token, or the module and the tokenizer do not
             belong together.
+
+    Example:
+        >>> embedding = model.get_input_embeddings()
+        >>> network = train_text_network(embedding, tokenizer, texts, steps=1, progress=False)
+        >>> network.config.embedding_size == embedding.weight.shape[1]
+        True
     """
-    weight = embedding_weight(embedding)
-    special, candidates = special_token_ids(tokenizer), ordinary_token_ids(tokenizer, weight)
-    passages = _Passages(tokenizer, texts, special)
+    passages = _NoisyPassages(embedding, tokenizer, texts, blended, seed)
+    network = _new_text_network(passages, base_model, seed, config)
+
+    def loss() -> Tensor:
+        x, mask, labels = passages.draw(batch_size, max_length)
+        noise = torch.randn(x.shape, generator=passages.generator).to(x)
+        return network(x + jitter * network.embedding_std * noise, mask, labels=labels).loss
+
+    _optimize(network, loss, steps, learning_rate, progress)
+    return network
+
+
+def _new_text_network(
+    passages: _NoisyPassages, base_model: str, seed: int, config: dict[str, Any]
+) -> TextEvaluationNetwork:
+    weight = passages.weight
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         network = TextEvaluationNetwork(
@@ -148,134 +168,46 @@ def train_text_network(
                 embedding_size=weight.shape[1],
                 embedding_fingerprint=embedding_fingerprint(weight),
                 base_model=base_model,
-                special_token_ids=special,
+                special_token_ids=passages.special,
                 **config,
             )
         )
     network.to(weight.device)
     network.set_embedding_statistics(weight)
-    generator = torch.Generator().manual_seed(seed)
-
-    def loss() -> Tensor:
-        length = int(torch.randint(1, max_length + 1, (), generator=generator))
-        ids, mask = passages.draw(batch_size, length, generator)
-        ratio = torch.rand(batch_size, generator=generator)
-        noisy = replace_tokens(ids, mask, ratio, candidates, generator)
-        labels = (noisy != ids).float()
-        with torch.no_grad():
-            x = embedding(noisy.to(weight.device)).float()
-            rows = int(blended * batch_size)
-            if rows:
-                share = ratio[:rows, None].expand(rows, length)
-                other = candidates[
-                    torch.randint(len(candidates), (rows, length), generator=generator)
-                ]
-                pair = embedding(torch.stack([ids[:rows], other]).to(weight.device)).float()
-                x[:rows] = torch.lerp(pair[0], pair[1], share[..., None].to(weight.device))
-                labels[:rows] = share
-            x = x + jitter * network.embedding_std * torch.randn(x.shape, generator=generator).to(x)
-        return network(x, mask.to(weight.device), labels=labels.to(weight.device)).loss
-
-    _optimize(network, loss, steps, learning_rate, progress)
     return network
 
 
-def blend_images(images: Tensor, ratio: Tensor, generator: torch.Generator | None = None) -> Tensor:
-    """(1 - r) t1 + r t2 with t2 uniform on [0, 1]: images `(B, C, H, W)`, one ratio each,
-    `(B,)`.
-    """
-    noise = torch.rand(images.shape, generator=generator)
-    return torch.lerp(images, noise, ratio[:, None, None, None])
+class _NoisyPassages:
+    """Embeddings of passages with noise in them, and how much of each token is noise."""
 
+    def __init__(
+        self, embedding: nn.Module, tokenizer: Any, texts: Iterable[str], blended: float, seed: int
+    ) -> None:
+        self.embedding, self.weight, self.blended = embedding, embedding_weight(embedding), blended
+        self.special = special_token_ids(tokenizer)
+        self.candidates = ordinary_token_ids(tokenizer, self.weight)
+        self.passages = _Passages(tokenizer, texts, self.special)
+        self.generator = torch.Generator().manual_seed(seed)
 
-def replace_tokens(
-    ids: Tensor,
-    mask: Tensor,
-    ratio: Tensor,
-    candidates: Tensor,
-    generator: torch.Generator | None = None,
-) -> Tensor:
-    """Replace a fraction of each text's tokens, rounded to whole tokens, by uniformly drawn
-    `candidates`.
-
-    Args:
-        ids: `(B, T)` token ids.
-        mask: `(B, T)`, true at the tokens that may be replaced.
-        ratio: `(B,)`, the fraction of those to replace.
-        candidates: `(K,)` ids to draw from.
-        generator: Source of randomness.
-
-    Returns:
-        `(B, T)` ids. A draw may hit the token that was there: compare to know what was really
-        replaced.
-    """
-    mask = mask.bool()
-    count = (ratio * mask.sum(1)).round()
-    rank = torch.rand(ids.shape, generator=generator).masked_fill(~mask, 2).argsort(1).argsort(1)
-    drawn = candidates[torch.randint(len(candidates), ids.shape, generator=generator)]
-    return torch.where(mask & (rank < count[:, None]), drawn, ids)
-
-
-def as_pixels(images: Any) -> Tensor:
-    """`(N, C, H, W)` uint8 from an array, a tensor or a column of images.
-
-    Args:
-        images: `(N, H, W)`, `(N, H, W, C)` or `(N, C, H, W)`, uint8 or floating point in [0, 1]; or
-            a sequence of such images or of PIL images, all of one size.
-
-    Raises:
-        ValueError: If there are no images, they differ in size, or their values are neither uint8
-            nor in [0, 1].
-    """
-    if not isinstance(images, np.ndarray | Tensor):
-        arrays = [np.asarray(image) for image in images]
-        shapes = sorted({array.shape for array in arrays})
-        if len(shapes) > 1:
-            raise ValueError(
-                f"The images have {len(shapes)} shapes, such as {shapes[0]} and {shapes[-1]}; a network judges one. Bring "
-                'them to one with `image.convert("RGB").resize((size, size))`.'
-            )
-        images = np.stack(arrays) if arrays else np.zeros((0, 1, 1, 1))
-    pixels = torch.as_tensor(images)
-    if pixels.ndim == 3:
-        pixels = pixels[:, None]
-    elif pixels.ndim == 4 and pixels.shape[-1] in (1, 3, 4) and pixels.shape[1] not in (1, 3):
-        pixels = pixels.permute(0, 3, 1, 2)
-    if pixels.ndim != 4 or pixels.shape[0] == 0:
-        raise ValueError(
-            "Images must be (N, H, W), (N, H, W, C) or (N, C, H, W), but are "
-            f"{tuple(pixels.shape)}."
-        )
-    if pixels.dtype == torch.uint8:
-        return pixels
-    if not torch.is_floating_point(pixels) or not bool(((pixels >= 0) & (pixels <= 1)).all()):
-        raise ValueError(
-            f"Pixels must be uint8 or floating point in [0, 1], but are {pixels.dtype} beyond that."
-        )
-    return (pixels * 255).round().to(torch.uint8)
-
-
-def embedding_weight(embedding: nn.Module) -> Tensor:
-    """The matrix `(V, H)` of an input-embedding module, detached. ValueError if it has none."""
-    weight = getattr(embedding, "weight", None)
-    if not isinstance(weight, Tensor) or weight.ndim != 2:
-        raise ValueError(
-            f"{type(embedding).__name__} has no embedding matrix `weight` of shape (V, H). Pass "
-            "the language model's `get_input_embeddings()`."
-        )
-    return weight.detach()
-
-
-def ordinary_token_ids(tokenizer: Any, weight: Tensor) -> Tensor:
-    """`(K,)` ids of all tokens but the special ones: the noise of text is uniform over them."""
-    if len(tokenizer) > weight.shape[0]:
-        raise ValueError(
-            f"The tokenizer has {len(tokenizer)} tokens, but the embedding matrix has "
-            f"{weight.shape[0]} rows: they are not of the same model. Pass the model's own "
-            "tokenizer, or resize its embeddings."
-        )
-    special = set(special_token_ids(tokenizer))
-    return torch.tensor([i for i in range(len(tokenizer)) if i not in special])
+    @torch.no_grad()
+    def draw(self, rows: int, max_length: int) -> tuple[Tensor, Tensor, Tensor]:
+        """`(B, T, H)` embeddings, the `(B, T)` mask, and `(B, T)` shares of noise."""
+        generator, device = self.generator, self.weight.device
+        length = int(torch.randint(1, max_length + 1, (), generator=generator))
+        ids, mask = self.passages.draw(rows, length, generator)
+        ratio = torch.rand(rows, generator=generator)
+        noisy = replace_tokens(ids, mask, ratio, self.candidates, generator)
+        labels = (noisy != ids).float()
+        x = self.embedding(noisy.to(device)).float()
+        mixed = int(self.blended * rows)
+        if mixed:
+            share = ratio[:mixed, None].expand(mixed, length)
+            drawn = torch.randint(len(self.candidates), (mixed, length), generator=generator)
+            pair = torch.stack([ids[:mixed], self.candidates[drawn]])
+            first, other = self.embedding(pair.to(device)).float()
+            x[:mixed] = torch.lerp(first, other, share[..., None].to(device))
+            labels[:mixed] = share
+        return x, mask.to(device), labels.to(device)
 
 
 class _Passages:
@@ -293,9 +225,8 @@ class _Passages:
                 "The texts hold no ordinary token to train on. Is it the right column?"
             )
         self.ids = torch.tensor([i for ids in encoded for i in ids])
-        self.end = torch.repeat_interleave(
-            lengths.cumsum(0), lengths
-        )  # of the text that each token is in
+        # Of the text that each token is in.
+        self.end = torch.repeat_interleave(lengths.cumsum(0), lengths)
         self.start = self.end - torch.repeat_interleave(lengths, lengths)
 
     def draw(self, rows: int, length: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -372,10 +303,7 @@ def _optimize(
         optimizer.step()
         schedule.step()
         if step % 20 == 0:
-            smooth = (
-                float(value.detach())
-                if smooth is None
-                else 0.9 * smooth + 0.1 * float(value.detach())
-            )
+            now = float(value.detach())
+            smooth = now if smooth is None else 0.9 * smooth + 0.1 * now
             bar.set_postfix(loss=f"{smooth:.4f}")
     network.eval()

@@ -1,1 +1,3 @@
-"""`GradGuardTrainer`: one client's batch becomes one protected message, before anything is exchanged."""
+"""`GradGuardTrainer`: one client's batch becomes one protected message before anything is
+exchanged.
+"""

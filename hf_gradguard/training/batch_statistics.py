@@ -19,7 +19,12 @@ CHOICES = ("local", "shared", "frozen")
 
 
 def tracking_layers(model: nn.Module) -> dict[str, nn.modules.batchnorm._NormBase]:
-    """The layers that keep running statistics, by name."""
+    """The layers that keep running statistics, by name.
+
+    Example:
+        >>> list(tracking_layers(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))))
+        ['1']
+    """
     return {
         name: module
         for name, module in model.named_modules()
@@ -28,7 +33,15 @@ def tracking_layers(model: nn.Module) -> dict[str, nn.modules.batchnorm._NormBas
 
 
 def warn_of_statistics(model: nn.Module, choice: str) -> None:
-    """Say once what becomes of a model's running statistics."""
+    """Say once what becomes of a model's running statistics.
+
+    Args:
+        model: What is trained.
+        choice: One of `CHOICES`.
+
+    Example:
+        >>> warn_of_statistics(model, "local")  # BERT has none, so nothing is said
+    """
     layers = tracking_layers(model)
     if layers and choice == "local":
         logger.warning(
@@ -41,7 +54,14 @@ def warn_of_statistics(model: nn.Module, choice: str) -> None:
 
 
 def freeze_statistics(model: nn.Module) -> None:
-    """Normalize by the statistics that the model came with. `model.train()` undoes it."""
+    """Normalize by the statistics that the model came with. `model.train()` undoes it.
+
+    Example:
+        >>> layer = nn.BatchNorm1d(4)
+        >>> freeze_statistics(layer)
+        >>> layer.training
+        False
+    """
     for layer in tracking_layers(model).values():
         layer.eval()
 
@@ -49,6 +69,9 @@ def freeze_statistics(model: nn.Module) -> None:
 def average_statistics(model: nn.Module, accelerator: Accelerator) -> None:
     """Replace running means and variances by their means over ranks, as federated averaging does.
     Unprotected.
+
+    Example:
+        >>> average_statistics(nn.BatchNorm1d(4), Accelerator(cpu=True))
     """
     layers = tracking_layers(model).values()
     buffers = [

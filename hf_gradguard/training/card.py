@@ -16,7 +16,14 @@ if TYPE_CHECKING:
 
 
 def add_privacy_section(trainer: GradGuardTrainer) -> None:
-    """Append `privacy_section` to the card in the Trainer's output folder."""
+    """Append `privacy_section` to the card in the Trainer's output folder.
+
+    Example:
+        >>> from hf_gradguard import GradGuardTrainer
+        >>> GradGuardTrainer(model, defense="pruning").create_model_card()  # calls it
+        >>> "## Privacy" in open("tmp_trainer/README.md").read()
+        True
+    """
     path = os.path.join(str(trainer.args.output_dir), "README.md")
     card = ModelCard.load(path)
     card.text = f"{card.text.rstrip()}\n\n{privacy_section(trainer)}"
@@ -26,54 +33,83 @@ def add_privacy_section(trainer: GradGuardTrainer) -> None:
 def privacy_section(trainer: GradGuardTrainer) -> str:
     """Markdown that names the defense, its settings, what was withheld, and what is not
     protected.
+
+    Example:
+        >>> from hf_gradguard import GradGuardTrainer
+        >>> print(privacy_section(GradGuardTrainer(model, defense="pruning")))
+        ## Privacy
+        ...
+        - Defense: `pruning`, with hf-gradguard
+        ...
     """
     defense, args = trainer.defense, trainer.args
-    ranks, clients = trainer.accelerator.num_processes, getattr(args, "clients_per_process", 1)
-    who = f"{ranks} rank(s) with {clients} client(s) each"
-    if getattr(args, "num_clients", None):
-        how = (
-            f"dirichlet({args.dirichlet_alpha})"
-            if args.partition == "dirichlet"
-            else args.partition
-        )
-        who = f"{args.num_clients} simulated on {ranks} rank(s), {clients} of each rank drawn a step, data partition {how}"
-    withheld = (
-        []
-        if getattr(args, "share_input_embeddings", False)
-        else list(withheld_parameters(trainer.model))
-    )
-    embeddings = (
-        f"Input embeddings ({', '.join(f'`{name}`' for name in withheld)}) were withheld: neither "
-        "shared nor trained."
-        if withheld
-        else "No parameter was withheld."
-    )
-    statistics = ""
-    if tracking_layers(trainer.model):
-        statistics = (
-            "\n- Batch statistics "
-            + {
-                "local": "stayed on their ranks; those in this model are rank 0's, of its own data.",
-                "shared": "were averaged over ranks unprotected; those in this model are of all ranks' data.",
-                "frozen": "are those that the model started with.",
-            }[getattr(args, "batch_statistics", "local")]
-        )
-    seed = "The noise was drawn from the operating system's entropy."
-    if getattr(args, "noise_seed", None) is not None:
-        seed = "**The noise was drawn from a fixed seed, so it hides nothing from whoever knows the seed.**"
+    points = [
+        f"Defense: `{defense.name}`, with hf-gradguard",
+        f"Clients: {_clients(trainer)}; every micro-batch is a message protected by itself",
+        _embeddings(trainer),
+        _statistics(trainer),
+        "The noise was drawn from the operating system's entropy."
+        if getattr(args, "noise_seed", None) is None
+        else "**The noise was drawn from a fixed seed, so it hides nothing from whoever knows the "
+        "seed.**",
+    ]
     if defense.name == "none":
-        summary = "**Gradients were shared unprotected.** Training text or images can be read back out of them."
+        summary = (
+            "**Gradients were shared unprotected.** Training text or images can be read back out "
+            "of them."
+        )
     else:
-        summary = "Each client shared only protected gradients; they were protected before they left its process."
-    settings = json.dumps(defense.settings(), indent=2, default=str)
-    return f"""## Privacy
+        summary = (
+            "Each client shared only protected gradients; they were protected before they left its "
+            "process."
+        )
+    return _SECTION.format(
+        summary=summary,
+        points="\n".join(f"- {point}" for point in points if point),
+        settings=json.dumps(defense.settings(), indent=2, default=str),
+    )
+
+
+def _clients(trainer: GradGuardTrainer) -> str:
+    args, ranks = trainer.args, trainer.accelerator.num_processes
+    clients = getattr(args, "clients_per_process", 1)
+    if not getattr(args, "num_clients", None):
+        return f"{ranks} rank(s) with {clients} client(s) each"
+    how = args.partition
+    if how == "dirichlet":
+        how = f"dirichlet({args.dirichlet_alpha})"
+    return (
+        f"{args.num_clients} simulated on {ranks} rank(s), {clients} of each rank drawn a step, "
+        f"data partition {how}"
+    )
+
+
+def _embeddings(trainer: GradGuardTrainer) -> str:
+    shared = getattr(trainer.args, "share_input_embeddings", False)
+    withheld = [] if shared else list(withheld_parameters(trainer.model))
+    if not withheld:
+        return "No parameter was withheld."
+    names = ", ".join(f"`{name}`" for name in withheld)
+    return f"Input embeddings ({names}) were withheld: neither shared nor trained."
+
+
+def _statistics(trainer: GradGuardTrainer) -> str:
+    if not tracking_layers(trainer.model):
+        return ""
+    choice = getattr(trainer.args, "batch_statistics", "local")
+    return f"Batch statistics {_STATISTICS[choice]}"
+
+
+_STATISTICS = {
+    "local": "stayed on their ranks; those in this model are rank 0's, of its own data.",
+    "shared": "were averaged over ranks unprotected; those in this model are of all ranks' data.",
+    "frozen": "are those that the model started with.",
+}
+_SECTION = """## Privacy
 
 {summary}
 
-- Defense: `{defense.name}`, with hf-gradguard
-- Clients: {who}; every micro-batch is a message protected by itself
-- {embeddings}{statistics}
-- {seed}
+{points}
 
 ```json
 {settings}
@@ -81,11 +117,14 @@ def privacy_section(trainer: GradGuardTrainer) -> str:
 
 ### What is not protected
 
-- This model. Its weights may have memorized training data; gradient protection gives no differential privacy.
-- What a client reveals beside gradients: the average loss, the number of label tokens, and evaluation predictions.
+- This model. Its weights may have memorized training data; gradient protection gives no \
+differential privacy.
+- What a client reveals beside gradients: the average loss, the number of label tokens, and \
+evaluation predictions.
 - Repetition: an attacker who sees many messages about the same example can average noise away.
 - The label, as a rule: the last layer's gradient shows it under all but strong noise.
 - The sentence's length, through the gradient of learned position embeddings.
 
-How much an attacker still recovers is an empirical question. Attack your own setting before you rely on it.
+How much an attacker still recovers is an empirical question. Attack your own setting before you \
+rely on it.
 """

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import nn
+from torch._dynamo import OptimizedModule
 from torch.utils.data import IterableDataset
 from transformers import TrainingArguments
 
@@ -35,6 +36,11 @@ def check_arguments(args: TrainingArguments) -> None:
 
     Raises:
         NotImplementedError: With the reason and what to use instead.
+
+    Example:
+        >>> check_arguments(TrainingArguments("out", use_liger_kernel=True))
+        Traceback (most recent call last):
+        NotImplementedError: GradGuardTrainer does not support Liger kernels: ...
     """
     _raise_first(_argument_refusals(args))
 
@@ -44,6 +50,11 @@ def check_model(model: nn.Module) -> None:
 
     Raises:
         NotImplementedError: With the reason and what to use instead.
+
+    Example:
+        >>> check_model(nn.DataParallel(model))
+        Traceback (most recent call last):
+        NotImplementedError: GradGuardTrainer does not support a model wrapped in DataParallel. ...
     """
     _raise_first(_model_refusals(model))
 
@@ -53,6 +64,9 @@ def check_accelerator(accelerator: Accelerator, train_dataset: Any = None) -> No
 
     Raises:
         NotImplementedError: With the reason and what to use instead.
+
+    Example:
+        >>> check_accelerator(Accelerator(cpu=True))
     """
     _raise_first(_accelerator_refusals(accelerator, train_dataset))
 
@@ -73,6 +87,13 @@ def check_leakage(
 
     Raises:
         NotImplementedError: With the reason and what to use instead.
+
+    Example:
+        >>> from hf_gradguard import GradGuardConfig
+        >>> limited = GradGuardConfig("out", leakage_limit=0.1)
+        >>> check_leakage(limited, make_defense("pruning"), None, own_batches=False)
+        Traceback (most recent call last):
+        NotImplementedError: GradGuardTrainer does not support leakage_limit with pruning: ...
     """
     limit = getattr(args, "leakage_limit", None)
     _raise_first(_leakage_refusals(limit is not None, defense, accountant, own_batches))
@@ -93,7 +114,10 @@ def _argument_refusals(args: TrainingArguments) -> Iterator[str]:
     if args.torch_compile:
         yield _COMPILE
     if "lomo" in str(getattr(args.optim, "value", args.optim)):
-        yield "LOMO optimizers: they update weights inside the backward pass, before the gradient is whole. Use optim='adamw_torch'."
+        yield (
+            "LOMO optimizers: they update weights inside the backward pass, before the gradient is "
+            "whole. Use optim='adamw_torch'."
+        )
     if args.use_liger_kernel:
         yield (
             "Liger kernels: their fused losses compute gradients in the forward pass, so second "
@@ -131,11 +155,11 @@ def _model_refusals(model: nn.Module) -> Iterator[str]:
     if isinstance(model, nn.DataParallel):
         yield "a model wrapped in DataParallel. Pass the module inside it."
     if isinstance(model, nn.parallel.DistributedDataParallel):
-        yield "a model wrapped in DistributedDataParallel. Pass the module inside it; the Trainer wraps it."
-    if any(
-        getattr(m, "_orig_mod", None) is not None or m._compiled_call_impl is not None
-        for m in model.modules()
-    ):
+        yield (
+            "a model wrapped in DistributedDataParallel. Pass the module inside it; the Trainer "
+            "wraps it."
+        )
+    if any(isinstance(m, OptimizedModule) or m._compiled_call_impl for m in model.modules()):
         yield _COMPILE
     if any(isinstance(m, nn.SyncBatchNorm) for m in model.modules()):
         yield (
@@ -154,7 +178,10 @@ def _model_refusals(model: nn.Module) -> Iterator[str]:
         len({p.device for p in model.parameters()}) > 1
         or len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1
     ):
-        yield "a model spread over several devices. Load it whole on one: from_pretrained without device_map='auto'."
+        yield (
+            "a model spread over several devices. Load it whole on one: from_pretrained without "
+            "device_map='auto'."
+        )
 
 
 def _accelerator_refusals(accelerator: Accelerator, train_dataset: Any) -> Iterator[str]:
@@ -164,7 +191,10 @@ def _accelerator_refusals(accelerator: Accelerator, train_dataset: Any) -> Itera
     if kind == DistributedType.FSDP:
         yield _FSDP
     if kind not in _REPLICATED:
-        yield f"distributed type {kind}: only whole replicas, one process a device, can be protected. Use DDP."
+        yield (
+            f"distributed type {kind}: only whole replicas, one process a device, can be "
+            "protected. Use DDP."
+        )
     if accelerator.mixed_precision in ("fp16", "fp8"):
         yield _FP16
     if str(getattr(accelerator.state.dynamo_plugin.backend, "value", "NO")).upper() != "NO":
@@ -174,7 +204,10 @@ def _accelerator_refusals(accelerator: Accelerator, train_dataset: Any) -> Itera
         parallelism is not None
         and max(parallelism.tp_size, parallelism.cp_size, parallelism.sp_size) > 1
     ):
-        yield "tensor, context or sequence parallelism: no rank holds a whole local gradient. Use DDP alone."
+        yield (
+            "tensor, context or sequence parallelism: no rank holds a whole local gradient. Use "
+            "DDP alone."
+        )
     ddp = accelerator.ddp_handler
     if ddp is not None and ddp.static_graph:
         yield _STATIC_GRAPH
@@ -232,12 +265,18 @@ def _is_iterable(dataset: Any) -> bool:
     return isinstance(dataset, IterableDataset | datasets.IterableDataset)
 
 
-_DEEPSPEED = "DeepSpeed: its engine owns the backward pass and reduces inside it. Use DDP (accelerate launch --multi_gpu)."
+_DEEPSPEED = (
+    "DeepSpeed: its engine owns the backward pass and reduces inside it. Use DDP (accelerate "
+    "launch --multi_gpu)."
+)
 _FSDP = (
     "FSDP: local gradients are reduced and sharded before they can be seen. Use DDP, with LoRA or "
     "activation checkpointing if the model does not fit."
 )
-_FP16 = "fp16 or fp8: the loss scaler multiplies gradients by a factor that noise and clipping would not know. Use bf16=True."
+_FP16 = (
+    "fp16 or fp8: the loss scaler multiplies gradients by a factor that noise and clipping would "
+    "not know. Use bf16=True."
+)
 _COMPILE = (
     "torch.compile: second derivatives of a compiled model silently come back as None. Leave "
     "torch_compile off and pass the model as it was before compiling."

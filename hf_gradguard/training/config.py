@@ -4,15 +4,28 @@ from __future__ import annotations
 
 import argparse
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import yaml
 from transformers import HfArgumentParser, TrainingArguments
 
-from ..defenses import make_defense
+from ..defenses import Defense, make_defense
+from ..registry import DEFENSES
 from .batch_statistics import CHOICES
-from .clients import PARTITIONS
+from .partition import PARTITIONS
+
+_CHOICES = {
+    "batch_statistics": CHOICES,
+    "partition": PARTITIONS,
+    "leakage_action": ("skip", "stop"),
+}
+_LEAST = {
+    "clients_per_process": 1,
+    "noise_seed": 0,
+    "leakage_logging_steps": 0,
+    "leakage_num_probes": 1,
+}
 
 
 @dataclass
@@ -32,7 +45,7 @@ class GradGuardConfig(TrainingArguments):
             with `num_clients`, draw that many each step of those that live on the rank.
         num_clients: Divide the training data among so many clients, which live on the ranks in
             turn: a federation in simulation. Each step draws some of them, and weighs them by their
-                numbers of rows.
+            numbers of rows.
         partition: Of the data among `num_clients`: `"iid"`, or `"dirichlet"` by class.
         dirichlet_alpha: Of that partition: the smaller, the less alike are clients.
         noise_seed: Makes all noise reproducible, by anybody. For tests only.
@@ -49,6 +62,11 @@ class GradGuardConfig(TrainingArguments):
 
     Raises:
         ValueError: For an unknown defense, or a value out of range.
+
+    Example:
+        >>> args = GradGuardConfig("out", defense="pruning", defense_kwargs={"ratio": 0.9})
+        >>> args.share_input_embeddings
+        False
     """
 
     _VALID_DICT_FIELDS = [*TrainingArguments._VALID_DICT_FIELDS, "defense_kwargs"]
@@ -70,7 +88,7 @@ class GradGuardConfig(TrainingArguments):
     batch_statistics: str = field(
         default="local",
         metadata={
-            "help": "Of batch norm: local (each rank's own), shared (averaged, unprotected) or frozen."
+            "help": "Of batch norm: local (each rank's), shared (averaged, unprotected) or frozen."
         },
     )
     clients_per_process: int = field(
@@ -99,19 +117,19 @@ class GradGuardConfig(TrainingArguments):
     leakage_logging_steps: int = field(
         default=0,
         metadata={
-            "help": "Log leakage figures of what is about to be shared every so many steps; 0 never."
+            "help": "Log leakage of what is about to be shared at every so many steps; 0 never."
         },
     )
     leakage_num_probes: int | None = field(
         default=None,
         metadata={
-            "help": "Probes for dFIL. Default: the sensitivities that noise was shaped by, or 10 probes."
+            "help": "Probes for dFIL. Default: the sensitivities that shaped noise, or 10 probes."
         },
     )
     leakage_limit: float | None = field(
         default=None,
         metadata={
-            "help": "Do not share a message whose bound on an unbiased attacker's MSE is below this."
+            "help": "Do not share a message whose bound on an unbiased attacker's MSE is less."
         },
     )
     leakage_action: str = field(
@@ -130,46 +148,29 @@ class GradGuardConfig(TrainingArguments):
                 f"defense_kwargs must be a dict, or JSON that starts with '{{', but is "
                 f"{self.defense_kwargs!r}."
             )
-        if self.batch_statistics not in CHOICES:
+        if not isinstance(self.defense, str | None):
             raise ValueError(
-                f"batch_statistics must be one of {', '.join(CHOICES)}, but is "
-                f"{self.batch_statistics!r}."
+                f"defense must be a name here, but is {self.defense!r}: arguments are saved as "
+                "JSON. Pass the object to the Trainer, as its defense=."
             )
-        if self.clients_per_process < 1:
-            raise ValueError(
-                f"clients_per_process must be at least 1, but is {self.clients_per_process}."
-            )
-        if self.partition not in PARTITIONS:
-            raise ValueError(
-                f"partition must be one of {', '.join(PARTITIONS)}, but is {self.partition!r}."
-            )
-        if not 0 < self.dirichlet_alpha < math.inf:
-            raise ValueError(
-                f"dirichlet_alpha must be a finite number above 0, but is {self.dirichlet_alpha!r}."
-            )
-        if self.num_clients is None and self.partition != "iid":
-            raise ValueError(
-                f"partition={self.partition!r} divides the data among num_clients: set that too."
-            )
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise ValueError(
+                    f"{name} must be one of {', '.join(choices)}, but is {getattr(self, name)!r}."
+                )
+        for name, least in _LEAST.items():
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ValueError(f"{name} must be at least {least}, but is {value}.")
+        for name in ("dirichlet_alpha", "leakage_limit"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                raise ValueError(f"{name} must be a finite number above 0, but is {value!r}.")
         if self.num_clients is not None:
             self._check_clients(self.num_clients)
-        if self.noise_seed is not None and self.noise_seed < 0:
-            raise ValueError(f"noise_seed must be at least 0, but is {self.noise_seed}.")
-        if self.leakage_logging_steps < 0:
+        elif self.partition != "iid":
             raise ValueError(
-                f"leakage_logging_steps must be at least 0, but is {self.leakage_logging_steps}."
-            )
-        if self.leakage_num_probes is not None and self.leakage_num_probes < 1:
-            raise ValueError(
-                f"leakage_num_probes must be at least 1, but is {self.leakage_num_probes}."
-            )
-        if self.leakage_limit is not None and not 0 < self.leakage_limit < math.inf:
-            raise ValueError(
-                f"leakage_limit must be a finite number above 0, but is {self.leakage_limit}."
-            )
-        if self.leakage_action not in ("skip", "stop"):
-            raise ValueError(
-                f"leakage_action must be 'skip' or 'stop', but is {self.leakage_action!r}."
+                f"partition={self.partition!r} divides the data among num_clients: set that too."
             )
         if self.defense is not None:
             make_defense(self.defense, **(self.defense_kwargs or {}))
@@ -193,6 +194,42 @@ class GradGuardConfig(TrainingArguments):
             )
 
 
+def resolve_defense(defense: str | Defense | None, args: TrainingArguments) -> Defense:
+    """The defense that a Trainer was asked for, by its own keyword or in its arguments.
+
+    Args:
+        defense: A name, an object, or nothing.
+        args: Training arguments; `defense` and `defense_kwargs` count if they have them.
+
+    Raises:
+        ValueError: If there is none, if there are two, or an object comes with `defense_kwargs`.
+
+    Example:
+        >>> resolve_defense("pruning", GradGuardConfig("out", defense_kwargs={"ratio": 0.5})).ratio
+        0.5
+    """
+    named, settings = getattr(args, "defense", None), getattr(args, "defense_kwargs", None) or {}
+    if defense is not None and named is not None and defense != named:
+        raise ValueError(
+            f"Two defenses are named: {defense!r} to the Trainer and {named!r} in its arguments. "
+            "Give one."
+        )
+    if isinstance(defense, Defense):
+        if settings:
+            raise ValueError(
+                "A Defense object brings its own settings: leave defense_kwargs empty, or pass the "
+                "name."
+            )
+        return defense
+    name = defense if defense is not None else named
+    if name is None:
+        raise ValueError(
+            f"No defense is named. Pass defense=, one of: {', '.join(DEFENSES)}. To train "
+            "unprotected, say 'none'."
+        )
+    return make_defense(name, **settings)
+
+
 def parse_arguments(*dataclass_types: Any, argv: list[str] | None = None) -> tuple[Any, ...]:
     """Command-line flags over a YAML file's values over the defaults.
 
@@ -206,6 +243,12 @@ def parse_arguments(*dataclass_types: Any, argv: list[str] | None = None) -> tup
 
     Raises:
         ValueError: If the file holds a key that is no flag.
+
+    Example:
+        >>> argv = ["--output_dir=out", "--defense=pruning", '--defense_kwargs={"ratio": 0.9}']
+        >>> (args,) = parse_arguments(GradGuardConfig, argv=argv)
+        >>> args.defense_kwargs
+        {'ratio': 0.9}
     """
     parser = HfArgumentParser(dataclass_types)
     finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
@@ -214,7 +257,8 @@ def parse_arguments(*dataclass_types: Any, argv: list[str] | None = None) -> tup
     if found.config is not None:
         with open(found.config, encoding="utf-8") as file:
             values = yaml.safe_load(file) or {}
-        unknown = sorted(set(values) - {action.dest for action in parser._actions})
+        known = {field.name for kind in dataclass_types for field in fields(kind) if field.init}
+        unknown = sorted(set(values) - known)
         if unknown:
             raise ValueError(
                 f"{found.config} holds {', '.join(unknown)}, which no flag is called. See --help."

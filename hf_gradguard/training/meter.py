@@ -9,6 +9,7 @@ from collections import defaultdict
 from typing import NamedTuple
 
 import torch
+from accelerate import Accelerator
 from transformers import TrainingArguments
 from transformers.utils import logging
 
@@ -60,6 +61,11 @@ def message_dfil(
         J_F/m_j: all of it could be one sample's. Exact in a message of one sample, up to B times
         too much in one of B. Their standard error is then the largest that it can be, that of
         information about a single direction.
+
+    Example:
+        >>> noise = make_defense("gaussian_noise", scale=0.1)(gmap).noise
+        >>> message_dfil(gmap, noise, num_probes=5).samples.value.shape
+        torch.Size([2])
     """
     unknowns = Unknowns(gmap)
     if num_probes is None and noise.squares is not None and noise.num_probes >= 2:
@@ -81,6 +87,15 @@ class LeakageMeter:
         args: Training arguments; `leakage_*` of `GradGuardConfig` if they have them.
         defense: The defense of the messages.
         accountant: Gets every example's dFIL at every message that is shared.
+
+    Example:
+        >>> from hf_gradguard import GradGuardConfig
+        >>> defense = make_defense("gaussian_noise", scale=0.1)
+        >>> meter = LeakageMeter(GradGuardConfig("out", leakage_logging_steps=1), defense, None)
+        >>> meter.admits(gmap, defense(gmap), step=0, generator=torch.Generator())
+        True
+        >>> sorted(meter.take())[0]
+        'leakage/dfil_max'
     """
 
     def __init__(
@@ -166,6 +181,24 @@ class LeakageMeter:
         self._figures.clear()
         self.last = figures or self.last
         return figures
+
+    def mean_over_ranks(self, accelerator: Accelerator) -> dict[str, float]:
+        """Means over ranks of `leakage/dfil_mean` and `leakage/i2f_lower_bound` as they were taken
+        last. All ranks must ask.
+
+        Raises:
+            NotImplementedError: On two ranks, where each would learn the other's figures.
+        """
+        if accelerator.num_processes == 2:
+            raise NotImplementedError(
+                "On two ranks the mean and a rank's own figures give away the other's. Ask each "
+                "client for what it wants to tell, or aggregate over three and more."
+            )
+        names = ("leakage/dfil_mean", "leakage/i2f_lower_bound")
+        own = [self.last.get(name, math.nan) for name in names]
+        means = accelerator.reduce(torch.tensor(own, device=accelerator.device), reduction="mean")
+        found = zip(names, means.tolist(), strict=True)
+        return {name: mean for name, mean in found if not math.isnan(mean)}
 
     def take_skipped(self) -> dict[str, float]:
         """With a limit, how many messages were not shared since it was asked last."""

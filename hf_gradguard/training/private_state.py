@@ -27,7 +27,13 @@ _NO_ACCOUNT = (
 def save_private_state(
     folder: str, rank: int, clients: Sequence[Defense], accountant: FisherAccountant | None
 ) -> None:
-    """Write the state of each client's defense, and of the accountant."""
+    """Write the state of each client's defense, and of the accountant.
+
+    Example:
+        >>> save_private_state(".", 0, [make_defense("optimal_noise")], accountant=None)
+        >>> os.listdir()
+        ['gradguard_private_rank0.safetensors']
+    """
     state = {
         f"{index}/{key}": tensor.contiguous()
         for index, defense in enumerate(clients)
@@ -49,6 +55,14 @@ def load_private_state(
 
     Raises:
         ValueError: If there is an accountant, and the folder holds none of this rank.
+
+    Example:
+        >>> one, other = make_defense("optimal_noise"), make_defense("optimal_noise")
+        >>> message = one(gmap)
+        >>> save_private_state(".", 0, [one], accountant=None)
+        >>> load_private_state(".", 0, [other], None, torch.device("cpu"))
+        >>> one.state_dict().keys() == other.state_dict().keys()
+        True
     """
     if not os.path.isfile(_file(folder, rank)):
         if accountant is not None:

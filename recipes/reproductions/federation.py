@@ -25,7 +25,7 @@ from hf_gradguard import GradientMap
 from hf_gradguard.attacks import Observation, make_attack
 from hf_gradguard.metrics import score_images
 from hf_gradguard.models import LeakageLeNetConfig, LeakageLeNetForImageClassification
-from hf_gradguard.training.clients import partition_dirichlet
+from hf_gradguard.training.partition import partition_dirichlet
 
 CLIENTS, DRAWN, BATCH, LEARNING_RATE = 10, 2, 16, 5e-3
 FULL = {"seeds": 3, "rounds": 500, "attacked": 16, "attack_steps": 60}

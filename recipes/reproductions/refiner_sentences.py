@@ -98,7 +98,7 @@ def refined(
     sent = defense.project(gmap.gradient(), found.gradient)
     true, shared = (torch.cat([t.flatten() for t in g.values()]) for g in (gmap.gradient(), sent))
     words = ~torch.isin(
-        sample["input_ids"][0], torch.tensor(defense.evaluation_network.config.special_token_ids)
+        sample["input_ids"][0], torch.tensor(defense.network.config.special_token_ids)
     )
     matrix = normalize(model.get_input_embeddings().weight.detach(), dim=1)
     nearest = (normalize(found.input[0, words], dim=1) @ matrix.T).argmax(1)

@@ -139,9 +139,8 @@ def test_names(name: str) -> None:
     [("optimal_nose", "optimal_noise"), ("prunning", "pruning"), ("dpsgd", "dp_sgd")],
 )
 def test_an_unknown_name_lists_the_names_and_suggests_one(wrong: str, meant: str) -> None:
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(ValueError, match=f"no defense {wrong!r}") as error:
         make_defense(wrong)
-    assert f"no defense {wrong!r}" in str(error.value)
     assert f"Did you mean {meant!r}?" in str(error.value)
     assert ", ".join(DEFENSES) in str(error.value)
 

@@ -40,8 +40,8 @@ def text_task(**settings: Any) -> tuple[nn.Module, dict[str, Tensor]]:
 
 
 def _reference(
-    task: str, model: nn.Module, batch: dict[str, Tensor], start: Tensor, free: Tensor, steps: int, rate: float,
-    beta: float, tau: float, low: float = -torch.inf, high: float = torch.inf,
+    task: str, model: nn.Module, batch: dict[str, Tensor], start: Tensor, free: Tensor, steps: int,
+    rate: float, beta: float, tau: float, low: float = -torch.inf, high: float = torch.inf,
 ) -> Tensor:  # fmt: skip
     """x*, by Adam as its paper writes it, on Eq. 2 with the relative utility metric."""
     x0 = reference_input(task, model, batch)

@@ -45,15 +45,16 @@ RUNS: dict[str, dict[str, Any]] = {
     },
 }
 NOISE_RUNS: dict[str, dict[str, Any]] = {
-    "private": {}, "private again": {}, "seeded": {"noise_seed": 7}, "seeded again": {"noise_seed": 7},
+    "private": {}, "private again": {}, "seeded": {"noise_seed": 7},
+    "seeded again": {"noise_seed": 7},
 }  # fmt: skip
 
 
 def settings(folder: Path, **more: Any) -> dict[str, Any]:
     return {
-        "output_dir": str(folder / "out"), "max_steps": STEPS, "per_device_train_batch_size": 4, "learning_rate": 1e-2,
-        "use_cpu": True, "report_to": "none", "disable_tqdm": True, "save_strategy": "no", "logging_steps": 1,
-        "gradient_accumulation_steps": 2, **more,
+        "output_dir": str(folder / "out"), "max_steps": STEPS, "per_device_train_batch_size": 4,
+        "learning_rate": 1e-2, "use_cpu": True, "report_to": "none", "disable_tqdm": True,
+        "save_strategy": "no", "logging_steps": 1, "gradient_accumulation_steps": 2, **more,
     }  # fmt: skip
 
 

@@ -15,8 +15,9 @@ from hf_gradguard import GradGuardConfig, GradGuardTrainer, GradientMap
 from hf_gradguard.defenses.noise import GaussianNoise
 
 SETTINGS: dict[str, Any] = {
-    "num_clients": 6, "clients_per_process": 2, "partition": "dirichlet", "dirichlet_alpha": 2.0, "data_seed": 1,
-    "gradient_accumulation_steps": 2, "max_steps": 3, "per_device_train_batch_size": 8,
+    "num_clients": 6, "clients_per_process": 2, "partition": "dirichlet", "dirichlet_alpha": 2.0,
+    "data_seed": 1, "gradient_accumulation_steps": 2, "max_steps": 3,
+    "per_device_train_batch_size": 8,
 }  # fmt: skip
 
 
@@ -47,8 +48,8 @@ class Gradients(TrainerCallback):
 def main() -> None:
     folder, _ = begin()
     args = GradGuardConfig(
-        output_dir=str(Path(folder) / "out"), learning_rate=0.0, max_grad_norm=0.0, use_cpu=True, report_to="none",
-        disable_tqdm=True, save_strategy="no", **SETTINGS,
+        output_dir=str(Path(folder) / "out"), learning_rate=0.0, max_grad_norm=0.0, use_cpu=True,
+        report_to="none", disable_tqdm=True, save_strategy="no", **SETTINGS,
     )  # fmt: skip
     model, _ = small_convolution(dtype=torch.float32)
     trainer = GradGuardTrainer(

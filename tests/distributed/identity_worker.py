@@ -23,9 +23,9 @@ def train(
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], Trainer]:
     """The weights before and after, and the trainer."""
     settings = {
-        "output_dir": str(folder / "out"), "max_steps": STEPS, "per_device_train_batch_size": 4, "learning_rate": 1e-2,
-        "use_cpu": True, "report_to": "none", "disable_tqdm": True, "save_strategy": "no", "logging_steps": 1,
-        **case.args,
+        "output_dir": str(folder / "out"), "max_steps": STEPS, "per_device_train_batch_size": 4,
+        "learning_rate": 1e-2, "use_cpu": True, "report_to": "none", "disable_tqdm": True,
+        "save_strategy": "no", "logging_steps": 1, **case.args,
     }  # fmt: skip
     model = make_model(case.model, case.dropout)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}

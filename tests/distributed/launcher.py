@@ -51,7 +51,8 @@ def run(
     environ = {**environment(), "WORKER_LIMIT": str(limit)}
     process = subprocess.Popen(
         command(worker, folder, *arguments, ranks=ranks),
-        env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+        env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        start_new_session=True,
     )  # fmt: skip
     try:
         output, _ = process.communicate(timeout=limit + 30)

@@ -48,12 +48,14 @@ def train(folder: Path, group: recording.Recorder, **more: Any) -> tuple[Watched
     """
     group.sent = []
     args = GradGuardConfig(
-        output_dir=str(folder / "out"), max_steps=STEPS, per_device_train_batch_size=4, use_cpu=True, report_to="none",
-        disable_tqdm=True, save_strategy="no", logging_steps=1, noise_seed=SEED, max_grad_norm=0.0, **SGD, **more,
+        output_dir=str(folder / "out"), max_steps=STEPS, per_device_train_batch_size=4,
+        use_cpu=True, report_to="none", disable_tqdm=True, save_strategy="no", logging_steps=1,
+        noise_seed=SEED, max_grad_norm=0.0, **SGD, **more,
     )  # fmt: skip
     gradients = Gradients()
     trainer = Watched(
-        make_model("gpt2_lm", dropout=0.0), args, defense=make_defense("gaussian_noise", scale=0.01),
+        make_model("gpt2_lm", dropout=0.0), args,
+        defense=make_defense("gaussian_noise", scale=0.01),
         train_dataset=ragged_rows(40), data_collator=pad, callbacks=[gradients, Switch(group)],
     )  # fmt: skip
     trainer.batches = []
@@ -97,8 +99,8 @@ def weights(trainer: GradGuardTrainer) -> list[float]:
 
 def mean_over_three(folder: Path, rank: int) -> dict[str, Any]:
     args = GradGuardConfig(
-        output_dir=str(folder / "out"), max_steps=1, per_device_train_batch_size=2, use_cpu=True, report_to="none",
-        disable_tqdm=True, save_strategy="no", leakage_logging_steps=1,
+        output_dir=str(folder / "out"), max_steps=1, per_device_train_batch_size=2, use_cpu=True,
+        report_to="none", disable_tqdm=True, save_strategy="no", leakage_logging_steps=1,
     )  # fmt: skip
     defense = make_defense("gaussian_noise", scale=0.01 * (1 + rank))
     trainer = GradGuardTrainer(

@@ -16,10 +16,11 @@ from torch import Tensor
 
 # Of each collective, where among its arguments the tensors that leave the rank are.
 SENT = {
-    "allreduce": 0, "allreduce_coalesced": 0, "reduce": 0, "broadcast": 0, "send": 0, "allgather": 1,
-    "allgather_coalesced": 1, "_allgather_base": 1, "allgather_into_tensor_coalesced": 1, "all_gather_single": 1,
-    "gather": 1, "scatter": 1, "reduce_scatter": 1, "_reduce_scatter_base": 1, "reduce_scatter_single": 1,
-    "alltoall": 1, "alltoall_base": 1, "all_to_all_single": 1,
+    "allreduce": 0, "allreduce_coalesced": 0, "reduce": 0, "broadcast": 0, "send": 0,
+    "allgather": 1, "allgather_coalesced": 1, "_allgather_base": 1,
+    "allgather_into_tensor_coalesced": 1, "all_gather_single": 1, "gather": 1, "scatter": 1,
+    "reduce_scatter": 1, "_reduce_scatter_base": 1, "reduce_scatter_single": 1, "alltoall": 1,
+    "alltoall_base": 1, "all_to_all_single": 1,
 }  # fmt: skip
 
 

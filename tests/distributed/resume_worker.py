@@ -49,10 +49,10 @@ def train(
     six.
     """
     args = GradGuardConfig(
-        output_dir=str(folder), max_steps=STEPS, save_steps=SAVED, per_device_train_batch_size=4, learning_rate=1e-2,
-        gradient_accumulation_steps=2, use_cpu=True, report_to="none", disable_tqdm=True, logging_steps=1,
-        defense="optimal_noise", defense_kwargs={"num_probes": 2, "refresh_every": 4}, clients_per_process=2,
-        noise_seed=3,
+        output_dir=str(folder), max_steps=STEPS, save_steps=SAVED, per_device_train_batch_size=4,
+        learning_rate=1e-2, gradient_accumulation_steps=2, use_cpu=True, report_to="none",
+        disable_tqdm=True, logging_steps=1, defense="optimal_noise",
+        defense_kwargs={"num_probes": 2, "refresh_every": 4}, clients_per_process=2, noise_seed=3,
     )  # fmt: skip
     model = make_model("bert", dropout=0.1)
     trainer = GradGuardTrainer(

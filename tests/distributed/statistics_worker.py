@@ -27,8 +27,9 @@ def samples() -> list[dict[str, torch.Tensor]]:
 def train(group: recording.Recorder, folder: Path, choice: str) -> dict[str, Any]:
     model, _ = small_convolution(dtype=torch.float32, batch_norm=True)
     args = GradGuardConfig(
-        output_dir=str(folder / choice), max_steps=STEPS, per_device_train_batch_size=4, learning_rate=0.0, use_cpu=True,
-        report_to="none", disable_tqdm=True, save_strategy="no", batch_statistics=choice, **IN_ORDER,
+        output_dir=str(folder / choice), max_steps=STEPS, per_device_train_batch_size=4,
+        learning_rate=0.0, use_cpu=True, report_to="none", disable_tqdm=True, save_strategy="no",
+        batch_statistics=choice, **IN_ORDER,
     )  # fmt: skip
     trainer = GradGuardTrainer(model, args, defense="gaussian_noise", train_dataset=samples())
     trainer.train()

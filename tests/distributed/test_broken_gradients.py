@@ -1,5 +1,5 @@
-"""A gradient that is not finite on one rank stops all of them before anything of that step is
-exchanged.
+"""A gradient that is not finite, or a defense that breaks its contract, on one rank stops all of
+them before anything of that step is exchanged.
 """
 
 from __future__ import annotations
@@ -14,15 +14,28 @@ from launcher import run
 pytestmark = pytest.mark.distributed
 
 
-def test_nan_on_one_rank_stops_all_ranks(tmp_path: Path) -> None:
-    done = run("broken_worker.py", tmp_path, "gaussian_noise", limit=60)
+@pytest.mark.parametrize(
+    ("defense", "says"),
+    [
+        (
+            "gaussian_noise",
+            r"FloatingPointError: The gradient of (\S+) is not finite, so nothing was shared",
+        ),
+        (
+            "in_place",
+            r"RuntimeError: in_place wrote to the true gradient of '(\S+)' in place, so nothing "
+            "was shared",
+        ),
+    ],
+)
+def test_what_is_broken_on_one_rank_stops_all_ranks(
+    tmp_path: Path, defense: str, says: str
+) -> None:
+    done = run("broken_worker.py", tmp_path, defense, limit=60)
 
     assert done.returncode != 0
     assert not list(tmp_path.glob("report*.json"))  # neither rank reached the end
-    found = re.search(
-        r"FloatingPointError: The gradient of (\S+) is not finite, so nothing was shared",
-        done.stdout,
-    )
+    found = re.search(says, done.stdout)
     assert found, done.stdout[-3000:]
     model = make_model("vit")
     assert found[1] in dict(model.named_parameters())

@@ -42,18 +42,12 @@ def recipe(data: Path, out: Path, *flags: str, ranks: int = 2) -> dict[str, obje
     ]
     launch += ["--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]
     launch += ["--multi_gpu"] if ranks > 1 else ["--cpu"]
-    script = [
-        "recipes/image_classification.py",
-        "--use_cpu",
-        "--dataset",
-        str(data),
-        "--output_dir",
-        str(out),
-    ]
+    script = ["recipes/image_classification.py", "--use_cpu", "--per_device_train_batch_size", "6"]
+    script += ["--num_ranks", str(ranks), "--dataset", str(data), "--output_dir", str(out)]
     done = subprocess.run(
-        [sys.executable, *launch, *script, "--num_ranks", str(ranks), "--per_device_train_batch_size", "6", *flags],
-        cwd=ROOT, env={**environment(), "HF_DATASETS_CACHE": str(data.parent / "cache")}, stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT, text=True, timeout=240, check=False,
+        [sys.executable, *launch, *script, *flags], cwd=ROOT,
+        env={**environment(), "HF_DATASETS_CACHE": str(data.parent / "cache")},
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=240, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-4000:]
     assert f"ranks: {ranks}\n" in done.stdout
@@ -96,9 +90,9 @@ def test_two_ranks_learn_and_the_model_loads(
     images: Path, tmp_path: Path, kind: str, config: dict, defense: str, settings: dict, rate: str
 ) -> None:
     metrics = recipe(
-        images, tmp_path, "--from_scratch", kind, "--model_config", json.dumps(config), "--learning_rate", rate,
-        "--defense", defense, "--defense_kwargs", json.dumps(settings), "--num_train_epochs", "6",
-        "--logging_steps", "5", "--lr_scheduler_type", "constant",
+        images, tmp_path, "--from_scratch", kind, "--model_config", json.dumps(config),
+        "--learning_rate", rate, "--defense", defense, "--defense_kwargs", json.dumps(settings),
+        "--num_train_epochs", "6", "--logging_steps", "5", "--lr_scheduler_type", "constant",
     )  # fmt: skip
     assert (metrics["defense"], metrics["steps"], metrics["eval_images"]) == (defense, 30, 21)
     assert metrics["accuracy"] > 0.6  # chance is a third

@@ -35,7 +35,8 @@ def recipe(*flags: str, ranks: int = 2) -> subprocess.CompletedProcess[str]:
     launch += ["--multi_gpu"] if ranks > 1 else ["--cpu"]
     return subprocess.run(
         [sys.executable, *launch, "recipes/sst2.py", *flags],
-        cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=240, check=False,
+        cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        timeout=240, check=False,
     )  # fmt: skip
 
 
@@ -108,8 +109,9 @@ def test_real_sentences_and_a_model_of_ones_own(demo: Path, data_dir: Path, tmp_
     for part in (model, tokenizer):
         part.save_pretrained(tmp_path / "model")
     done = recipe(
-        "--model_name_or_path", str(tmp_path / "model"), "--data_dir", str(data_dir / "sst2"), "--output_dir",
-        str(tmp_path / "out"), "--defense", "optimal_pruning", "--max_steps", "2", "--use_cpu", "--logging_steps", "1",
+        "--model_name_or_path", str(tmp_path / "model"), "--data_dir", str(data_dir / "sst2"),
+        "--output_dir", str(tmp_path / "out"), "--defense", "optimal_pruning", "--max_steps", "2",
+        "--use_cpu", "--logging_steps", "1",
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-4000:]
     metrics = json.loads((tmp_path / "out" / "metrics.json").read_text())

@@ -28,8 +28,8 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ]
     with (folder / "output").open("w") as output:
         process = subprocess.Popen(
-            command("resume_worker.py", folder), env=environment(), stdout=output, stderr=output, text=True,
-            start_new_session=True,
+            command("resume_worker.py", folder), env=environment(), stdout=output, stderr=output,
+            text=True, start_new_session=True,
         )  # fmt: skip
         try:
             deadline = time.monotonic() + 90

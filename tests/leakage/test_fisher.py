@@ -382,9 +382,7 @@ def test_clipping_refusals() -> None:
 def test_clipping_a_zero_gradient() -> None:
     jacobian: Tensor = torch.eye(2, dtype=torch.float64)
     gmap = smoothly_clipped(linear_map(jacobian), 1.0)
-    zero = GradientMap(
-        gmap.model, {"pixel_values": torch.zeros(1, 1, 1, 2, dtype=torch.float64)}
-    )
+    zero = GradientMap(gmap.model, {"pixel_values": torch.zeros(1, 1, 1, 2, dtype=torch.float64)})
     clipped = smoothly_clipped(zero, 1.0)
     assert not flat(clipped.gradient()).any()
     factor = 1 / (1 + float(torch.nn.functional.gelu(torch.tensor(-1.0, dtype=torch.float64))))

@@ -76,8 +76,10 @@ def test_sizes_round_to_what_the_papers_say() -> None:
 
 def test_the_mnist_convnets_layers_are_the_papers_table() -> None:
     table = {
-        "conv_layers.0.weight": 288, "conv_layers.0.bias": 32, "conv_layers.3.weight": 18_432, "conv_layers.3.bias": 64,
-        "fc_layers.1.weight": 100_352, "fc_layers.1.bias": 32, "fc_layers.3.weight": 320, "fc_layers.3.bias": 10,
+        "conv_layers.0.weight": 288, "conv_layers.0.bias": 32,
+        "conv_layers.3.weight": 18_432, "conv_layers.3.bias": 64,
+        "fc_layers.1.weight": 100_352, "fc_layers.1.bias": 32,
+        "fc_layers.3.weight": 320, "fc_layers.3.bias": 10,
     }  # fmt: skip
     assert {name: p.numel() for name, p in build("leaky").named_parameters()} == table
 
@@ -87,17 +89,23 @@ def test_layers_in_their_order(name: str) -> None:
     """The kinds of layers that run, with channels, kernel, stride and padding of convolutions and
     pools.
     """
+    leaky, tanh = "LeakyReLU", "Tanh"
+    normalized, paired = ("BatchNorm2d", leaky), ("avg", 2, 2)
     expected = {
         "lenet": [(12, 5, 2, 2), (12, 5, 2, 2), (12, 5, 1, 2), (12, 5, 1, 2), 10],
-        "leaky": [(32, 3, 1, 1), "LeakyReLU", ("max", 2, 2), (64, 3, 1, 1), "LeakyReLU", ("max", 2, 2), 32,
-                  "LeakyReLU", 10],
-        "deep": [
-            *(part for width in (64, 128, 128, 256, 256, 256) for part in ((width, 3, 1, 1), "BatchNorm2d", "LeakyReLU")),
-            ("max", 3, 3), *2 * ((256, 3, 1, 1), "BatchNorm2d", "LeakyReLU"), ("max", 3, 3), 10,
+        "leaky": [
+            *((32, 3, 1, 1), leaky, ("max", 2, 2)), *((64, 3, 1, 1), leaky, ("max", 2, 2)),
+            32, leaky, 10,
         ],
-        "tanh mnist": [(16, 8, 2, 2), "Tanh", ("avg", 2, 1), (32, 4, 2, 0), "Tanh", ("avg", 2, 1), 32, 10],
+        "deep": [
+            *(p for w in (64, 128, 128, 256, 256, 256) for p in ((w, 3, 1, 1), *normalized)),
+            ("max", 3, 3), *2 * ((256, 3, 1, 1), *normalized), ("max", 3, 3), 10,
+        ],
+        "tanh mnist": [
+            *((16, 8, 2, 2), tanh, ("avg", 2, 1)), *((32, 4, 2, 0), tanh, ("avg", 2, 1)), 32, 10,
+        ],
         "tanh cifar10": [
-            *(part for width in (32, 64, 128) for part in (*2 * ((width, 3, 1, 1), "Tanh"), ("avg", 2, 2))), 128, 10,
+            *(p for w in (32, 64, 128) for p in (*2 * ((w, 3, 1, 1), tanh), paired)), 128, 10,
         ],
     }  # fmt: skip
     ran: list[object] = []

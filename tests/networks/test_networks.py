@@ -55,7 +55,7 @@ from hf_gradguard.networks import (
     train_text_network,
 )
 from hf_gradguard.networks.evaluation import spearman
-from hf_gradguard.networks.training import as_pixels
+from hf_gradguard.networks.noise import as_pixels
 
 WORDS = [f"w{i}" for i in range(400)]
 SMALL = {"width": 16, "num_layers": 2}

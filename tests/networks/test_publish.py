@@ -46,7 +46,10 @@ def recipe(*arguments):
 def token(value):
     os.environ["HF_TOKEN"] = value
 
-actions = {"load": load, "recipe": recipe, "token": token, "cli": lambda *arguments: main(list(arguments))}
+def cli(*arguments):
+    return main(list(arguments))
+
+actions = {"load": load, "recipe": recipe, "token": token, "cli": cli}
 results = []
 for action, *arguments in json.loads(sys.argv[1]):
     text = io.StringIO()

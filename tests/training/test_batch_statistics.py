@@ -32,8 +32,8 @@ def resnet() -> nn.Module:
 
 def make_trainer(model: nn.Module, folder: Path, **settings: object) -> GradGuardTrainer:
     args = GradGuardConfig(
-        output_dir=str(folder), use_cpu=True, report_to="none", disable_tqdm=True, max_steps=2, save_strategy="no",
-        per_device_train_batch_size=4, **settings,
+        output_dir=str(folder), use_cpu=True, report_to="none", disable_tqdm=True, max_steps=2,
+        save_strategy="no", per_device_train_batch_size=4, **settings,
     )  # fmt: skip
     batch = image_batch(8)
     rows = [{"pixel_values": x.float(), "labels": y} for x, y in zip(*batch.values(), strict=True)]
@@ -42,8 +42,8 @@ def make_trainer(model: nn.Module, folder: Path, **settings: object) -> GradGuar
 
 def test_layers_that_keep_statistics() -> None:
     model = nn.Sequential(
-        nn.BatchNorm2d(2), nn.BatchNorm1d(2, track_running_stats=False), nn.GroupNorm(1, 2), nn.InstanceNorm2d(2),
-        nn.InstanceNorm2d(2, track_running_stats=True),
+        nn.BatchNorm2d(2), nn.BatchNorm1d(2, track_running_stats=False), nn.GroupNorm(1, 2),
+        nn.InstanceNorm2d(2), nn.InstanceNorm2d(2, track_running_stats=True),
     )  # fmt: skip
     assert list(tracking_layers(model)) == ["0", "4"]
 

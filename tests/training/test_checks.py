@@ -20,7 +20,7 @@ from accelerate.utils import (
     DistributedDataParallelKwargs,
     DistributedType,
     DynamoBackend,
-)  # fmt: skip
+)
 from helpers import make_task
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -48,16 +48,39 @@ def refused(check: Any, *arguments: Any) -> str:
 # afterwards.
 
 ARGUMENTS: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
-    "deepspeed": ({}, {"deepspeed": "zero.json"}, ("DeepSpeed", "owns the backward pass", "Use DDP")),
+    "deepspeed": (
+        {},
+        {"deepspeed": "zero.json"},
+        ("DeepSpeed", "owns the backward pass", "Use DDP"),
+    ),
     "fsdp": ({}, {"fsdp": True}, ("FSDP", "sharded before they can be seen", "Use DDP")),
     "fp16": ({}, {"fp16": True}, ("fp16", "loss scaler", "Use bf16=True")),
-    "compile": ({"torch_compile": True}, {}, ("torch.compile", "second derivatives", "Leave torch_compile off")),
+    "compile": (
+        {"torch_compile": True},
+        {},
+        ("torch.compile", "second derivatives", "Leave torch_compile off"),
+    ),
     "lomo": ({"optim": "lomo"}, {}, ("LOMO", "inside the backward pass", "optim='adamw_torch'")),
-    "adalomo": ({"optim": "adalomo"}, {}, ("LOMO", "inside the backward pass", "optim='adamw_torch'")),
-    "liger": ({"use_liger_kernel": True}, {}, ("Liger", "in the forward pass", "use_liger_kernel=False")),
-    "static graph": ({"ddp_static_graph": True}, {}, ("static DDP graph", "there is none", "ddp_static_graph unset")),
+    "adalomo": (
+        {"optim": "adalomo"},
+        {},
+        ("LOMO", "inside the backward pass", "optim='adamw_torch'"),
+    ),
+    "liger": (
+        {"use_liger_kernel": True},
+        {},
+        ("Liger", "in the forward pass", "use_liger_kernel=False"),
+    ),
+    "static graph": (
+        {"ddp_static_graph": True},
+        {},
+        ("static DDP graph", "there is none", "ddp_static_graph unset"),
+    ),
     "reentrant": (
-        {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": True}},
+        {
+            "activation_checkpointing": True,
+            "activation_checkpointing_kwargs": {"use_reentrant": True},
+        },
         {},
         ("reentrant activation checkpointing", "torch.autograd.grad", "{'use_reentrant': False}"),
     ),
@@ -76,8 +99,12 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
         {},
         ("hub_strategy='all_checkpoints'", "private state", "Use 'end' or 'every_save'"),
     ),
-    "several gpus": ({}, {"_n_gpu": 2}, ("DataParallel (2 GPUs in one process)", "summed before", "CUDA_VISIBLE_DEVICES=0")),
-}  # fmt: skip
+    "several gpus": (
+        {},
+        {"_n_gpu": 2},
+        ("DataParallel (2 GPUs in one process)", "summed before", "CUDA_VISIBLE_DEVICES=0"),
+    ),
+}
 
 
 def make_arguments(
@@ -258,25 +285,41 @@ DISPATCHED = (
 ACCELERATORS: dict[str, tuple[dict[str, Any], Any, tuple[str, ...]]] = {
     "deepspeed": ({"distributed_type": DistributedType.DEEPSPEED}, None, ("DeepSpeed", "Use DDP")),
     "fsdp": ({"distributed_type": DistributedType.FSDP}, None, ("FSDP", "Use DDP")),
-    "megatron": ({"distributed_type": DistributedType.MEGATRON_LM}, None, ("MEGATRON_LM", *REPLICAS)),
+    "megatron": (
+        {"distributed_type": DistributedType.MEGATRON_LM},
+        None,
+        ("MEGATRON_LM", *REPLICAS),
+    ),
     "xla": ({"distributed_type": DistributedType.XLA}, None, ("XLA", *REPLICAS)),
     "hpu": ({"distributed_type": DistributedType.MULTI_HPU}, None, ("MULTI_HPU", *REPLICAS)),
     "fp16": ({"mixed_precision": "fp16"}, None, ("fp16", "Use bf16=True")),
     "fp8": ({"mixed_precision": "fp8"}, None, ("fp8", "Use bf16=True")),
-    "dynamo": ({"dynamo": DynamoBackend.INDUCTOR}, None, ("torch.compile", "Leave torch_compile off")),
+    "dynamo": (
+        {"dynamo": DynamoBackend.INDUCTOR},
+        None,
+        ("torch.compile", "Leave torch_compile off"),
+    ),
     "tensor parallel": ({"parallelism_config": _parallel(tp_size=2)}, None, PARALLEL),
     "context parallel": ({"parallelism_config": _parallel(cp_size=2)}, None, PARALLEL),
     "sequence parallel": ({"parallelism_config": _parallel(sp_size=2)}, None, PARALLEL),
     "static graph": (
-        {"ddp_handler": DistributedDataParallelKwargs(static_graph=True)}, None, ("static DDP graph", "ddp_static_graph"),
+        {"ddp_handler": DistributedDataParallelKwargs(static_graph=True)},
+        None,
+        ("static DDP graph", "ddp_static_graph"),
     ),
     "communication hook": (
-        {"ddp_handler": DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.FP16)}, None, ("communication hooks", "comm_hook unset"),
+        {"ddp_handler": DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.FP16)},
+        None,
+        ("communication hooks", "comm_hook unset"),
     ),
     "dispatching": ({"num_processes": 2, "dispatch_batches": True}, [1], DISPATCHED),
     "iterable": ({"num_processes": 2}, Endless(), DISPATCHED),
-    "iterable of datasets": ({"num_processes": 2}, datasets.Dataset.from_dict({"a": [1]}).to_iterable_dataset(), DISPATCHED),
-}  # fmt: skip
+    "iterable of datasets": (
+        {"num_processes": 2},
+        datasets.Dataset.from_dict({"a": [1]}).to_iterable_dataset(),
+        DISPATCHED,
+    ),
+}
 
 
 @pytest.mark.parametrize(

@@ -21,12 +21,8 @@ from transformers import TrainerCallback
 from hf_gradguard import GradGuardConfig, GradGuardTrainer, GradientMap, make_defense
 from hf_gradguard.defenses.noise import GaussianNoise
 from hf_gradguard.models import LeakageLeNetConfig, LeakageLeNetForImageClassification
-from hf_gradguard.training.clients import (
-    CLIENT,
-    SHARE,
-    ClientCollator,
-    ClientSampler,
-    Pick,
+from hf_gradguard.training.clients import CLIENT, SHARE, ClientCollator, ClientSampler, Pick
+from hf_gradguard.training.partition import (
     class_labels,
     make_partition,
     partition_dirichlet,
@@ -236,8 +232,9 @@ def make_trainer(
 ) -> GradGuardTrainer:
     args = GradGuardConfig(
         output_dir=str(folder), **{
-            "use_cpu": True, "report_to": "none", "disable_tqdm": True, "save_strategy": "no", "learning_rate": 0.0,
-            "max_grad_norm": 0.0, "max_steps": 3, "per_device_train_batch_size": 6, **settings,
+            "use_cpu": True, "report_to": "none", "disable_tqdm": True, "save_strategy": "no",
+            "learning_rate": 0.0, "max_grad_norm": 0.0, "max_steps": 3,
+            "per_device_train_batch_size": 6, **settings,
         },
     )  # fmt: skip
     torch.manual_seed(0)
@@ -333,7 +330,7 @@ def test_clients_of_refiner_share_its_network_and_nothing_else() -> None:
     one, two = copy.deepcopy(defense), copy.deepcopy(defense)
     model, batch = make_task("vit", dtype=torch.float32)
     one(GradientMap(model, batch), torch.Generator())
-    assert one.evaluation_network is two.evaluation_network is defense.evaluation_network
+    assert one.network is two.network is defense.network
     assert one.state_dict()
     assert not two.state_dict()
     assert not defense.state_dict()
@@ -377,8 +374,9 @@ def test_language_models_and_a_client_without_labels(tmp_path: Path) -> None:
     for row in data[:6]:
         row["labels"] = torch.full_like(row["labels"], -100)
     args = GradGuardConfig(
-        output_dir=str(tmp_path), use_cpu=True, report_to="none", disable_tqdm=True, save_strategy="no", max_steps=1,
-        learning_rate=0.0, max_grad_norm=0.0, per_device_train_batch_size=6, num_clients=6, clients_per_process=6,
+        output_dir=str(tmp_path), use_cpu=True, report_to="none", disable_tqdm=True,
+        save_strategy="no", max_steps=1, learning_rate=0.0, max_grad_norm=0.0,
+        per_device_train_batch_size=6, num_clients=6, clients_per_process=6,
     )  # fmt: skip
     model, _ = make_task("gpt2_lm", dtype=torch.float32)
     trainer = GradGuardTrainer(
@@ -420,7 +418,10 @@ def test_the_card_says_how_many_and_how(tmp_path: Path) -> None:
         tmp_path, samples(), num_clients=5, partition="dirichlet", dirichlet_alpha=2.0
     )
     trainer.create_model_card()
-    expected = "- Clients: 5 simulated on 1 rank(s), 1 of each rank drawn a step, data partition dirichlet(2.0); every"
+    expected = (
+        "- Clients: 5 simulated on 1 rank(s), 1 of each rank drawn a step, data partition "
+        "dirichlet(2.0); every"
+    )
     assert expected in (tmp_path / "README.md").read_text()
 
 

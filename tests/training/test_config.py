@@ -94,7 +94,7 @@ def test_every_defense_is_accepted_by_name(name: str) -> None:
         (
             {"leakage_action": "warn"},
             ValueError,
-            r"leakage_action must be 'skip' or 'stop', but is 'warn'",
+            r"leakage_action must be one of skip, stop, but is 'warn'",
         ),
     ],
 )

@@ -66,7 +66,8 @@ def noise_of(defense: Defense, gmap: GradientMap, seed: int = 5) -> Noise:
     ("name", "own"),
     [
         ("gaussian_noise", {}), ("optimal_noise", {}), ("optimal_noise", {"granularity": "layer"}),
-        ("dp_sgd", {"clip": 1e3}), ("dp_sgd", {"clip": 0.02, "clip_by": "coordinate"}), ("optimal_dp_sgd", {"clip": 0.02}),
+        ("dp_sgd", {"clip": 1e3}), ("dp_sgd", {"clip": 0.02, "clip_by": "coordinate"}),
+        ("optimal_dp_sgd", {"clip": 0.02}),
     ],
 )  # fmt: skip
 def test_recorded_variance_is_that_of_the_draws(name: str, own: dict[str, Any]) -> None:
@@ -122,8 +123,9 @@ def test_what_a_chain_says_of_its_noise() -> None:
     nested = chain(make_defense("none"), pruned, gaussian, pruned)
     assert torch.equal(flat(noise_of(nested, gmap).variance), after)
     for others in (
-        chain(make_defense("quantization"), gaussian), chain(pruned, make_defense("laplace_noise")), pruned,
-        chain(make_defense("laplace_noise"), gaussian), make_defense("none"), make_defense("laplace_noise"),
+        chain(make_defense("quantization"), gaussian), chain(pruned, make_defense("laplace_noise")),
+        pruned, chain(make_defense("laplace_noise"), gaussian), make_defense("none"),
+        make_defense("laplace_noise"),
     ):  # fmt: skip
         assert not others.adds_gaussian_noise
         assert others(gmap, rng()).noise is None
@@ -282,8 +284,9 @@ def test_logged_figures_equal_those_computed_outside(make_trainer: MakeTrainer) 
     is logged.
     """
     trainer = make_trainer(
-        "bert", make_defense("gaussian_noise", scale=0.05), leakage_logging_steps=2, leakage_num_probes=40, max_steps=3,
-        gradient_accumulation_steps=2, clients_per_process=2, logging_steps=3, **STILL,
+        "bert", make_defense("gaussian_noise", scale=0.05), leakage_logging_steps=2,
+        leakage_num_probes=40, max_steps=3, gradient_accumulation_steps=2, clients_per_process=2,
+        logging_steps=3, **STILL,
     )  # fmt: skip
     trainer.train()
     assert logged(trainer).keys() == {2}
@@ -433,9 +436,10 @@ def test_message_below_the_limit_counts_as_zeros(make_trainer: MakeTrainer) -> N
     least, second = sorted(bounds)[:2]
     gradients, accountant = Gradients(), FisherAccountant()
     trainer = make_trainer(
-        "bert", make_defense("gaussian_noise", scale=0.05), options={"callbacks": [gradients], "accountant": accountant},
-        max_steps=1, clients_per_process=3, leakage_limit=(least + second) / 2, leakage_num_probes=30, max_grad_norm=0.0,
-        **STILL,
+        "bert", make_defense("gaussian_noise", scale=0.05),
+        options={"callbacks": [gradients], "accountant": accountant}, max_steps=1,
+        clients_per_process=3, leakage_limit=(least + second) / 2, leakage_num_probes=30,
+        max_grad_norm=0.0, **STILL,
     )  # fmt: skip
     trainer.train()
     assert logged(trainer)[1] == {"skipped": 1}
@@ -458,8 +462,8 @@ def test_message_below_the_limit_counts_as_zeros(make_trainer: MakeTrainer) -> N
 @pytest.mark.parametrize("action", ["skip", "stop"])
 def test_limit_that_nothing_keeps(make_trainer: MakeTrainer, action: str) -> None:
     trainer = make_trainer(
-        defense="gaussian_noise", leakage_limit=1e30, leakage_action=action, optim="sgd", max_steps=4, logging_steps=2,
-        learning_rate=0.1,
+        defense="gaussian_noise", leakage_limit=1e30, leakage_action=action, optim="sgd",
+        max_steps=4, logging_steps=2, learning_rate=0.1,
     )  # fmt: skip
     before = weights(trainer.model)
     trainer.train()
@@ -510,9 +514,9 @@ def test_accounts_survive_in_checkpoints(
     def run(folder: str, checkpoint: str | None = None, **more: Any) -> FisherAccountant:
         accountant = FisherAccountant()
         make_trainer(
-            defense=make_defense("optimal_noise", num_probes=2, refresh_every=3), options={"accountant": accountant},
-            noise_seed=5, output_dir=str(tmp_path / folder), save_strategy="steps", save_steps=4, max_steps=8,
-            clients_per_process=2, **more,
+            defense=make_defense("optimal_noise", num_probes=2, refresh_every=3),
+            options={"accountant": accountant}, noise_seed=5, output_dir=str(tmp_path / folder),
+            save_strategy="steps", save_steps=4, max_steps=8, clients_per_process=2, **more,
         ).train(resume_from_checkpoint=checkpoint)  # fmt: skip
         return accountant
 
@@ -532,8 +536,8 @@ def test_checkpoints_without_accounts(
     for accountant in (None, FisherAccountant()):
         folder = str(tmp_path / f"{accountant is None}")
         make_trainer(
-            defense="gaussian_noise", options={"accountant": accountant}, output_dir=folder, save_strategy="steps",
-            save_steps=2,
+            defense="gaussian_noise", options={"accountant": accountant}, output_dir=folder,
+            save_strategy="steps", save_steps=2,
         ).train()  # fmt: skip
     resuming = make_trainer(
         defense="gaussian_noise", options={"accountant": FisherAccountant()}, max_steps=4
@@ -569,8 +573,9 @@ class Fresh(GradGuardTrainer):
 def test_subsampling_needs_fresh_batches_and_a_bounded_message(settings: Any) -> None:
     def make(kind: type[GradGuardTrainer], multiplier: float, defense: Defense) -> GradGuardTrainer:
         return kind(
-            make_task("bert", dtype=torch.float32)[0], GradGuardConfig(**settings()), defense=defense,
-            train_dataset=rows(), accountant=FisherAccountant(0.1, multiplier, 1e-5),
+            make_task("bert", dtype=torch.float32)[0], GradGuardConfig(**settings()),
+            defense=defense, train_dataset=rows(),
+            accountant=FisherAccountant(0.1, multiplier, 1e-5),
         )  # fmt: skip
 
     clipped = make_defense("dp_sgd", clip=0.3, scale=0.6)
@@ -579,8 +584,10 @@ def test_subsampling_needs_fresh_batches_and_a_bounded_message(settings: Any) ->
     ):
         make(GradGuardTrainer, 2.0, clipped)
     for weak in (
-        make_defense("dp_sgd", clip=0.3, scale=0.5), make_defense("dp_sgd", clip=0.3, relative_scale=9.0),
-        make_defense("gaussian_noise", scale=9), make_defense("dp_sgd", clip=0.3, scale=9, clip_by="coordinate"),
+        make_defense("dp_sgd", clip=0.3, scale=0.5),
+        make_defense("dp_sgd", clip=0.3, relative_scale=9.0),
+        make_defense("gaussian_noise", scale=9),
+        make_defense("dp_sgd", clip=0.3, scale=9, clip_by="coordinate"),
     ):  # fmt: skip
         with pytest.raises(
             NotImplementedError, match=r"noise_multiplier=2.*Use dp_sgd with clip_by='norm'"

@@ -69,9 +69,9 @@ def settings(tmp_path: Path) -> Callable[..., dict[str, Any]]:
 
     def make(**more: Any) -> dict[str, Any]:
         return {
-            "output_dir": str(tmp_path / "out"), "max_steps": 3, "per_device_train_batch_size": 4, "logging_steps": 1,
-            "learning_rate": 1e-2, "use_cpu": True, "report_to": "none", "disable_tqdm": True, "save_strategy": "no",
-            **more,
+            "output_dir": str(tmp_path / "out"), "max_steps": 3, "per_device_train_batch_size": 4,
+            "logging_steps": 1, "learning_rate": 1e-2, "use_cpu": True, "report_to": "none",
+            "disable_tqdm": True, "save_strategy": "no", **more,
         }  # fmt: skip
 
     return make
@@ -377,8 +377,9 @@ def test_clients_gradients_sum_to_the_batchs(
         data = ragged_rows(22) if task == "gpt2_lm" else rows(task)
         options = {"callbacks": [gradients], "data_collator": pad if task == "gpt2_lm" else None}
         make_trainer(
-            task, "none", data, options=options, clients_per_process=count, gradient_accumulation_steps=2, max_steps=1,
-            max_grad_norm=0.0, share_input_embeddings=True,
+            task, "none", data, options=options, clients_per_process=count,
+            gradient_accumulation_steps=2, max_steps=1, max_grad_norm=0.0,
+            share_input_embeddings=True,
         ).train()  # fmt: skip
         seen.append(gradients.steps[0])
     torch.testing.assert_close(
@@ -398,9 +399,9 @@ def test_client_without_labels_does_not_change_the_others_weights(
         data[0]["labels"] = torch.full_like(data[0]["labels"], -100)
         gradients = Gradients()
         make_trainer(
-            "gpt2_lm", "none", data, options={"callbacks": [gradients], "data_collator": pad}, max_steps=1,
-            clients_per_process=count, gradient_accumulation_steps=2, max_grad_norm=0.0, share_input_embeddings=True,
-            train_sampling_strategy="sequential",
+            "gpt2_lm", "none", data, options={"callbacks": [gradients], "data_collator": pad},
+            max_steps=1, clients_per_process=count, gradient_accumulation_steps=2,
+            max_grad_norm=0.0, share_input_embeddings=True, train_sampling_strategy="sequential",
         ).train()  # fmt: skip
         seen.append(gradients.steps[0])
     torch.testing.assert_close(seen[1], seen[0], rtol=1e-4, atol=1e-6)  # as above
@@ -459,9 +460,9 @@ def test_accumulation_adds_up_separately_protected_messages(make_trainer: MakeTr
     """
     gradients, data = Gradients(), rows()
     trainer = make_trainer(
-        "bert", "gaussian_noise", data, options={"callbacks": [gradients]}, gradient_accumulation_steps=2,
-        clients_per_process=3, max_steps=2, noise_seed=9, max_grad_norm=0.0, train_sampling_strategy="sequential",
-        optim="sgd", learning_rate=0.0,
+        "bert", "gaussian_noise", data, options={"callbacks": [gradients]},
+        gradient_accumulation_steps=2, clients_per_process=3, max_steps=2, noise_seed=9,
+        max_grad_norm=0.0, train_sampling_strategy="sequential", optim="sgd", learning_rate=0.0,
     )  # fmt: skip
     trainer.train()
 
@@ -492,8 +493,9 @@ def test_noise_is_added_to_the_mean_loss_and_weighted_afterwards(make_trainer: M
     """
     sigma, gradients, data = 0.5, Gradients(), ragged_rows(22)
     trainer = make_trainer(
-        "gpt2_lm", WatchedNoise(scale=sigma), data, options={"callbacks": [gradients], "data_collator": pad},
-        gradient_accumulation_steps=3, max_steps=1, max_grad_norm=0.0, train_sampling_strategy="sequential",
+        "gpt2_lm", WatchedNoise(scale=sigma), data,
+        options={"callbacks": [gradients], "data_collator": pad}, gradient_accumulation_steps=3,
+        max_steps=1, max_grad_norm=0.0, train_sampling_strategy="sequential",
     )  # fmt: skip
     trainer.train()
 
@@ -628,8 +630,8 @@ def test_buckets_keep_order_types_and_bounds() -> None:
 
 def test_figures_stand_beside_the_loss_and_not_in_evaluation(make_trainer: MakeTrainer) -> None:
     trainer = make_trainer(
-        defense="gaussian_noise", options={"eval_dataset": rows()[:4]}, eval_strategy="steps", eval_steps=1, max_steps=4,
-        logging_steps=2,
+        defense="gaussian_noise", options={"eval_dataset": rows()[:4]}, eval_strategy="steps",
+        eval_steps=1, max_steps=4, logging_steps=2,
     )  # fmt: skip
     trainer.train()
     figures = {"defense/relative_error", "defense/cosine", "defense/seconds"}
@@ -661,8 +663,8 @@ def test_what_was_not_logged_by_the_end_stands_beside_the_summary(
 
 def test_figures_are_means_over_messages(make_trainer: MakeTrainer) -> None:
     trainer = make_trainer(
-        defense=WatchedNoise(relative_scale=0.5), clients_per_process=2, gradient_accumulation_steps=2, max_steps=2,
-        logging_steps=2,
+        defense=WatchedNoise(relative_scale=0.5), clients_per_process=2,
+        gradient_accumulation_steps=2, max_steps=2, logging_steps=2,
     )  # fmt: skip
     trainer.train()
     assert len(WatchedNoise.log) == 8
@@ -728,8 +730,9 @@ def test_iterable_data_on_one_process(make_trainer: MakeTrainer) -> None:
 def test_early_stopping_stops_as_ever(make_trainer: MakeTrainer) -> None:
     trainer = make_trainer(
         defense="gaussian_noise",
-        options={"eval_dataset": rows()[:4], "callbacks": [EarlyStoppingCallback(early_stopping_patience=2)]},
-        eval_strategy="steps", eval_steps=1, save_strategy="steps", save_steps=1, load_best_model_at_end=True,
+        options={"eval_dataset": rows()[:4], "callbacks": [EarlyStoppingCallback(2)]},
+        eval_strategy="steps", eval_steps=1, save_strategy="steps", save_steps=1,
+        load_best_model_at_end=True,
         metric_for_best_model="loss", max_steps=9, optim="sgd", learning_rate=0.0,
     )  # fmt: skip
     trainer.train()  # nothing changes, so nothing improves
@@ -756,8 +759,8 @@ def test_resumed_run_equals_one_left_alone(
             else noise
         )
         trainer = make_trainer(
-            defense=defense, dropout=0.1, clients_per_process=2, noise_seed=5, output_dir=str(tmp_path / folder),
-            save_strategy="steps", save_steps=saved, max_steps=8,
+            defense=defense, dropout=0.1, clients_per_process=2, noise_seed=5,
+            output_dir=str(tmp_path / folder), save_strategy="steps", save_steps=saved, max_steps=8,
         )  # fmt: skip
         trainer.train(resume_from_checkpoint=checkpoint)
         return weights(trainer.model)
@@ -774,8 +777,8 @@ def test_a_model_that_is_saved_under_other_names_resumes(
 
     def run(folder: str, checkpoint: str | None = None, **more: Any) -> GradGuardTrainer:
         trainer = make_trainer(
-            "vit", "pruning", rows("vit"), output_dir=str(tmp_path / folder), save_strategy="steps", save_steps=2,
-            max_steps=4, **more,
+            "vit", "pruning", rows("vit"), output_dir=str(tmp_path / folder), save_strategy="steps",
+            save_steps=2, max_steps=4, **more,
         )  # fmt: skip
         trainer.train(resume_from_checkpoint=checkpoint)
         return trainer
@@ -805,7 +808,8 @@ def test_a_checkpoint_of_another_model_is_refused(
 
 def test_private_state_is_safetensors(make_trainer: MakeTrainer, tmp_path: Path) -> None:
     trainer = make_trainer(
-        defense="optimal_noise", defense_kwargs={"num_probes": 1, "refresh_every": 4}, save_strategy="steps", save_steps=3,
+        defense="optimal_noise", defense_kwargs={"num_probes": 1, "refresh_every": 4},
+        save_strategy="steps", save_steps=3,
     )  # fmt: skip
     trainer.train()
     state = load_file(tmp_path / "out" / "checkpoint-3" / "gradguard_private_rank0.safetensors")

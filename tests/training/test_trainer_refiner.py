@@ -20,8 +20,13 @@ from transformers import (
     ViTForImageClassification,
 )
 
-from hf_gradguard import GradGuardConfig, GradGuardTrainer, GradientMap, make_defense
-from hf_gradguard.networks import cached_text_network, embedding_fingerprint, fitting
+from hf_gradguard import GradGuardConfig, GradGuardTrainer, GradientMap, make_defense, networks
+from hf_gradguard.networks import (
+    cached_text_network,
+    embedding_fingerprint,
+    fitting,
+    load_network,
+)
 
 WORDS = [f"w{index}" for index in range(60)]
 
@@ -60,16 +65,17 @@ def bert() -> BertForSequenceClassification:
     torch.manual_seed(0)
     return BertForSequenceClassification(
         BertConfig(
-            vocab_size=64, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8,
-            max_position_embeddings=16,
+            vocab_size=64, hidden_size=8, num_hidden_layers=1, num_attention_heads=2,
+            intermediate_size=8, max_position_embeddings=16,
         )
     )  # fmt: skip
 
 
 def arguments(folder: Path, **settings: Any) -> GradGuardConfig:
     return GradGuardConfig(
-        output_dir=str(folder / "out"), max_steps=2, per_device_train_batch_size=4, use_cpu=True, report_to="none",
-        disable_tqdm=True, save_strategy="no", logging_steps=1, defense="refiner", **settings,
+        output_dir=str(folder / "out"), max_steps=2, per_device_train_batch_size=4, use_cpu=True,
+        report_to="none", disable_tqdm=True, save_strategy="no", logging_steps=1, defense="refiner",
+        **settings,
     )  # fmt: skip
 
 
@@ -94,7 +100,7 @@ def test_text_network_is_trained_once_and_cached(
         still = [name for name, p in model.named_parameters() if torch.equal(p, before[name])]
         assert still == ["bert.embeddings.word_embeddings.weight"]
         assert 0 < trainer.state.log_history[0]["defense/cosine"] < 1
-        fingerprints.append(trainer.defense.evaluation_network.config.embedding_fingerprint)
+        fingerprints.append(trainer.defense.network.config.embedding_fingerprint)
     assert fingerprints == [embedding_fingerprint(bert().get_input_embeddings().weight)] * 2
     assert caplog.text.count("Training one on public text") == 1
     assert caplog.text.count("Trained the evaluation network in") == 1
@@ -127,8 +133,8 @@ def vit(size: int) -> ViTForImageClassification:
     torch.manual_seed(0)
     return ViTForImageClassification(
         ViTConfig(
-            image_size=size, patch_size=size // 2, hidden_size=8, num_hidden_layers=1, num_attention_heads=2,
-            intermediate_size=8, num_labels=2,
+            image_size=size, patch_size=size // 2, hidden_size=8, num_hidden_layers=1,
+            num_attention_heads=2, intermediate_size=8, num_labels=2,
         )
     )  # fmt: skip
 
@@ -140,7 +146,7 @@ def test_packaged_network_is_taken_for_images_of_its_size(tmp_path: Path) -> Non
     trainer = GradGuardTrainer(
         vit(32), arguments(tmp_path, defense_kwargs={"iterations": 1}), train_dataset=data
     )
-    assert trainer.defense.evaluation_network.config.num_channels == 3
+    assert trainer.defense.network.config.num_channels == 3
     trainer.train()
     assert trainer.state.global_step == 2
 
@@ -168,3 +174,41 @@ def test_shared_embeddings_are_refused() -> None:
     ):
         make_defense("refiner", evaluation_network=SmallNetwork("text", 8))(gmap, rng())
     assert torch.isfinite(flat(gmap.gradient())).all()
+
+
+def test_a_named_network_is_loaded_once_and_shared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, loads = "image-evaluation-network-32", []
+
+    def counted(name_or_path: str) -> Any:
+        loads.append(name_or_path)
+        return load_network(name_or_path)
+
+    monkeypatch.setattr(networks, "load_network", counted)
+    settings = {"evaluation_network": name, "iterations": 1}
+    args = arguments(tmp_path, defense_kwargs=settings, clients_per_process=2)
+    assert loads == []
+    data = [
+        {"pixel_values": torch.rand(3, 32, 32, generator=rng(i)), "labels": i % 2} for i in range(8)
+    ]
+    trainer = GradGuardTrainer(vit(32), args, train_dataset=data)
+    assert loads == [name]
+    assert trainer.defense.evaluation_network == name
+    assert trainer.defense.settings()["evaluation_network"] == name
+    trainer.train()
+    assert trainer.state.global_step == 2
+    assert loads == [name]
+
+    # without a Trainer: at the first call
+    defense = make_defense("refiner", **settings)
+    model, batch = vit(32), {"pixel_values": torch.rand(1, 3, 32, 32), "labels": torch.tensor([0])}
+    assert loads == [name]
+    for _ in range(2):
+        defense(GradientMap(model, batch), rng())
+    assert loads == [name] * 2
+
+
+def test_what_is_no_network_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"evaluation_network must be a network of .* a int"):
+        make_defense("refiner", evaluation_network=3)

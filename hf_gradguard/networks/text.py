@@ -1,129 +1,23 @@
-"""Evaluation networks: how much of an input is noise, as one number in [0, 1] per sample.
-
-They are the privacy metric D of the Refiner defense, which raises it by gradient ascent on the
-input. So they are differentiable twice on every device (no fused attention), and the same in train
-and eval mode (no dropout, no batch statistics).
-"""
+"""Noise ratio of texts."""
 
 from __future__ import annotations
 
 import hashlib
-import itertools
-from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModel, PreTrainedModel
-from transformers import initialization as init
-from transformers.utils import ModelOutput
+from transformers import AutoConfig, AutoModel
 
-from .configuration import ImageEvaluationNetworkConfig, TextEvaluationNetworkConfig
+from .base import EvaluationNetworkBase, EvaluationNetworkOutput
+from .configuration import TextEvaluationNetworkConfig
 
-
-@dataclass
-class EvaluationNetworkOutput(ModelOutput):
-    """What `forward` returns.
-
-    Args:
-        loss: Binary cross-entropy with the true ratios, if they were given.
-        noise_ratio: `(B,)` in [0, 1]: 0 natural, 1 nothing but noise.
-    """
-
-    loss: Tensor | None = None
-    noise_ratio: Tensor | None = None
+_RATIO_WEIGHT = 10.0
+"""Of the squared error of a text's ratio, beside the cross-entropy of its tokens."""
 
 
-class _EvaluationNetwork(PreTrainedModel):
-    """What both kinds share: initial weights by PyTorch's own rules."""
-
-    def _init_weights(self, module: nn.Module) -> None:
-        if isinstance(module, nn.Linear | nn.Conv1d | nn.Conv2d):
-            init.kaiming_normal_(module.weight, nonlinearity="relu")
-            if module.bias is not None:
-                init.zeros_(module.bias)
-        elif isinstance(module, nn.LayerNorm) and module.elementwise_affine:
-            init.ones_(module.weight)
-            init.zeros_(module.bias)
-
-
-class ImageEvaluationNetwork(_EvaluationNetwork):
-    """Noise ratio of images: strided 3x3 convolutions with ReLU, a dense layer, a sigmoid.
-
-    Fan, Hao, Zhang et al., "Refiner" (2025), Appendix D: filters 128, 256 and 512, stride 2,
-    padding 1.
-
-        net = ImageEvaluationNetwork(ImageEvaluationNetworkConfig(num_channels=1, image_size=28))
-        net.noise_ratio(torch.rand(4, 1, 28, 28))          # (4,)
-    """
-
-    config_class = ImageEvaluationNetworkConfig
-    config: ImageEvaluationNetworkConfig
-    base_model_prefix = "network"
-    main_input_name = "pixel_values"
-
-    def __init__(self, config: ImageEvaluationNetworkConfig) -> None:
-        super().__init__(config)
-        channels = [config.num_channels, *config.filters]
-        self.convolutions = nn.ModuleList(
-            nn.Conv2d(before, after, kernel_size=3, stride=2, padding=1)
-            for before, after in itertools.pairwise(channels)
-        )
-        height, width = config.size
-        for _ in config.filters:
-            height, width = (height + 1) // 2, (width + 1) // 2
-        self.head = nn.Linear(channels[-1] * height * width, 1)
-        self.post_init()
-
-    def noise_ratio(self, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        """How much of each image is noise.
-
-        Args:
-            x: `(B, C, H, W)` pixels on the scale [0, 1]. Values outside are judged as they are, not
-                clipped, so that their gradient does not vanish.
-            attention_mask: Ignored; there so that both kinds of network are called alike.
-
-        Returns:
-            `(B,)` in [0, 1].
-
-        Raises:
-            ValueError: If the channels or the size are not the network's.
-        """
-        return torch.sigmoid(self._logit(x))
-
-    def forward(
-        self, pixel_values: Tensor, labels: Tensor | None = None, return_dict: bool = True, **_: Any
-    ) -> EvaluationNetworkOutput | tuple[Tensor, ...]:
-        """`noise_ratio` with an optional loss. `labels`: `(B,)` true ratios."""
-        logit = self._logit(pixel_values)
-        loss = (
-            None
-            if labels is None
-            else F.binary_cross_entropy_with_logits(logit, labels.to(logit.dtype))
-        )
-        output = EvaluationNetworkOutput(loss=loss, noise_ratio=torch.sigmoid(logit))
-        return output if return_dict else output.to_tuple()
-
-    def _logit(self, x: Tensor) -> Tensor:
-        expected = (self.config.num_channels, *self.config.size)
-        if tuple(x.shape[1:]) != expected or not torch.is_floating_point(x):
-            raise ValueError(
-                "This evaluation network judges floating-point images of shape (B, "
-                f"{', '.join(map(str, expected))}) with pixels in [0, 1], but was given "
-                f"{tuple(x.shape)} of {x.dtype}. Pass smaller or gray images through "
-                "`hf_gradguard.networks.adapt_images(x, network)`, or train a network of their "
-                "shape with `gradguard evalnet train --dataset ... --num_channels ... --image_size "
-                "...`."
-            )
-        hidden = x.to(self.dtype)
-        for convolution in self.convolutions:
-            hidden = torch.relu(convolution(hidden))
-        return self.head(hidden.flatten(1)).squeeze(1)
-
-
-class TextEvaluationNetwork(_EvaluationNetwork):
+class TextEvaluationNetwork(EvaluationNetworkBase):
     """Noise ratio of texts, from their token embeddings: a few residual convolutions over the
     tokens.
 
@@ -132,9 +26,12 @@ class TextEvaluationNetwork(_EvaluationNetwork):
     tokens. Special tokens ([CLS], [SEP], padding) are known by their embeddings, kept in the
     network: they are neither read nor counted, whether the attention mask covers them or not.
 
-        embedding = model.get_input_embeddings()
-        net = train_text_network(embedding, tokenizer, texts)
-        net.noise_ratio(embedding(batch["input_ids"]), batch["attention_mask"])          # (B,)
+    Example:
+        >>> embedding = model.get_input_embeddings()
+        >>> config = TextEvaluationNetworkConfig(embedding_size=embedding.embedding_dim, width=16)
+        >>> x = embedding(batch["input_ids"])
+        >>> TextEvaluationNetwork(config).noise_ratio(x, batch["attention_mask"]).shape
+        torch.Size([2])
     """
 
     config_class = TextEvaluationNetworkConfig
@@ -255,7 +152,7 @@ class TextEvaluationNetwork(_EvaluationNetwork):
             )
         if attention_mask is not None and attention_mask.shape != x.shape[:2]:
             raise ValueError(
-                f"attention_mask must be {tuple(x.shape[:2])}, one entry a token, but is "
+                f"attention_mask must be {tuple(x.shape[:2])}, one entry per token, but is "
                 f"{tuple(attention_mask.shape)}. Pass the tokenizer's mask, not a prepared 4-D one."
             )
         x = x.to(self.dtype)
@@ -300,48 +197,18 @@ def embedding_fingerprint(weight: Tensor) -> str:
 
     Args:
         weight: `(V, H)`, any device and floating-point type.
+
+    Example:
+        >>> weight = model.get_input_embeddings().weight
+        >>> embedding_fingerprint(weight) == embedding_fingerprint(weight.double())
+        True
+        >>> embedding_fingerprint(weight) == embedding_fingerprint(weight.half())
+        False
     """
     values = weight.detach().to(device="cpu", dtype=torch.float32).contiguous()
     digest = hashlib.sha256(f"{tuple(values.shape)}".encode())
     digest.update(values.numpy().astype("<f4", copy=False).tobytes())
     return digest.hexdigest()
-
-
-def adapt_images(x: Tensor, network: ImageEvaluationNetwork) -> Tensor:
-    """Bring gray or smaller images to a network's shape: repeat the gray channel, pad with black.
-
-    MNIST's 28x28 gray digits become 32x32 with three equal channels. Padding, not resizing:
-    resizing mixes neighboring pixels, and how little neighbors have in common is what tells noise.
-    Differentiable.
-
-    Args:
-        x: `(B, C, H, W)` pixels in [0, 1].
-        network: The network that is to judge them.
-
-    Raises:
-        ValueError: If the images are larger than the network's, or have several channels but not
-            its number.
-    """
-    channels, (height, width) = network.config.num_channels, network.config.size
-    if x.ndim != 4 or x.shape[1] not in (1, channels) or x.shape[2] > height or x.shape[3] > width:
-        raise ValueError(
-            f"Images of shape {tuple(x.shape)} do not fit a network for (B, {channels}, {height}, "
-            f"{width}): only gray ones can be repeated and only smaller ones padded. Shrinking "
-            "would average the noise away. Train a network of their shape with `gradguard evalnet "
-            "train --dataset ... --num_channels ... --image_size ...`."
-        )
-    down, right = height - x.shape[2], width - x.shape[3]
-    padded = F.pad(x, (right // 2, right - right // 2, down // 2, down - down // 2))
-    return padded.expand(-1, channels, -1, -1)
-
-
-def special_token_ids(tokenizer: Any) -> list[int]:
-    """The tokenizer's special tokens, sorted."""
-    ids: Iterable[int] = tokenizer.all_special_ids
-    return sorted(set(ids))
-
-
-_RATIO_WEIGHT = 10.0
 
 
 def _masked_mean(values: Tensor, counted: Tensor) -> Tensor:
@@ -352,10 +219,6 @@ def _masked_mean(values: Tensor, counted: Tensor) -> Tensor:
 
 
 AutoConfig.register(
-    ImageEvaluationNetworkConfig.model_type, ImageEvaluationNetworkConfig, exist_ok=True
-)
-AutoConfig.register(
     TextEvaluationNetworkConfig.model_type, TextEvaluationNetworkConfig, exist_ok=True
 )
-AutoModel.register(ImageEvaluationNetworkConfig, ImageEvaluationNetwork, exist_ok=True)
 AutoModel.register(TextEvaluationNetworkConfig, TextEvaluationNetwork, exist_ok=True)

@@ -1,0 +1,130 @@
+"""Noise ratio of images."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModel
+
+from .base import EvaluationNetworkBase, EvaluationNetworkOutput
+from .configuration import ImageEvaluationNetworkConfig
+
+
+class ImageEvaluationNetwork(EvaluationNetworkBase):
+    """Noise ratio of images: strided 3x3 convolutions with ReLU, a dense layer, a sigmoid.
+
+    Fan et al., "Refiner" (2025), Appendix D: filters 128, 256 and 512, stride 2,
+    padding 1.
+
+    Example:
+        >>> config = ImageEvaluationNetworkConfig(num_channels=1, image_size=28, filters=[8, 16])
+        >>> network = ImageEvaluationNetwork(config)
+        >>> network.noise_ratio(torch.rand(4, 1, 28, 28)).shape
+        torch.Size([4])
+    """
+
+    config_class = ImageEvaluationNetworkConfig
+    config: ImageEvaluationNetworkConfig
+    base_model_prefix = "network"
+    main_input_name = "pixel_values"
+
+    def __init__(self, config: ImageEvaluationNetworkConfig) -> None:
+        super().__init__(config)
+        channels = [config.num_channels, *config.filters]
+        self.convolutions = nn.ModuleList(
+            nn.Conv2d(before, after, kernel_size=3, stride=2, padding=1)
+            for before, after in itertools.pairwise(channels)
+        )
+        height, width = config.size
+        for _ in config.filters:
+            height, width = (height + 1) // 2, (width + 1) // 2
+        self.head = nn.Linear(channels[-1] * height * width, 1)
+        self.post_init()
+
+    def noise_ratio(self, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        """How much of each image is noise.
+
+        Args:
+            x: `(B, C, H, W)` pixels on the scale [0, 1]. Values outside are judged as they are, not
+                clipped, so that their gradient does not vanish.
+            attention_mask: Ignored; there so that both kinds of network are called alike.
+
+        Returns:
+            `(B,)` in [0, 1].
+
+        Raises:
+            ValueError: If the channels or the size are not the network's.
+        """
+        return torch.sigmoid(self._logit(x))
+
+    def forward(
+        self, pixel_values: Tensor, labels: Tensor | None = None, return_dict: bool = True, **_: Any
+    ) -> EvaluationNetworkOutput | tuple[Tensor, ...]:
+        """`noise_ratio` with an optional loss. `labels`: `(B,)` true ratios."""
+        logit = self._logit(pixel_values)
+        loss = (
+            None
+            if labels is None
+            else F.binary_cross_entropy_with_logits(logit, labels.to(logit.dtype))
+        )
+        output = EvaluationNetworkOutput(loss=loss, noise_ratio=torch.sigmoid(logit))
+        return output if return_dict else output.to_tuple()
+
+    def _logit(self, x: Tensor) -> Tensor:
+        expected = (self.config.num_channels, *self.config.size)
+        if tuple(x.shape[1:]) != expected or not torch.is_floating_point(x):
+            raise ValueError(
+                "This evaluation network judges floating-point images of shape (B, "
+                f"{', '.join(map(str, expected))}) with pixels in [0, 1], but was given "
+                f"{tuple(x.shape)} of {x.dtype}. Pass smaller or gray images through "
+                "`hf_gradguard.networks.adapt_images(x, network)`, or train a network of their "
+                "shape with `gradguard evalnet train --dataset ... --num_channels ... --image_size "
+                "...`."
+            )
+        hidden = x.to(self.dtype)
+        for convolution in self.convolutions:
+            hidden = torch.relu(convolution(hidden))
+        return self.head(hidden.flatten(1)).squeeze(1)
+
+
+def adapt_images(x: Tensor, network: ImageEvaluationNetwork) -> Tensor:
+    """Bring gray or smaller images to a network's shape: repeat the gray channel, pad with black.
+
+    MNIST's 28x28 gray digits become 32x32 with three equal channels. Padding, not resizing:
+    resizing mixes neighboring pixels, and how little neighbors have in common is what tells noise.
+    Differentiable.
+
+    Args:
+        x: `(B, C, H, W)` pixels in [0, 1].
+        network: The network that is to judge them.
+
+    Raises:
+        ValueError: If the images are larger than the network's, or have several channels but not
+            its number.
+
+    Example:
+        >>> network = ImageEvaluationNetwork(ImageEvaluationNetworkConfig(filters=[8]))
+        >>> adapt_images(torch.rand(4, 1, 28, 28), network).shape
+        torch.Size([4, 3, 32, 32])
+    """
+    channels, (height, width) = network.config.num_channels, network.config.size
+    if x.ndim != 4 or x.shape[1] not in (1, channels) or x.shape[2] > height or x.shape[3] > width:
+        raise ValueError(
+            f"Images of shape {tuple(x.shape)} do not fit a network for (B, {channels}, {height}, "
+            f"{width}): only gray ones can be repeated and only smaller ones padded. Shrinking "
+            "would average the noise away. Train a network of their shape with `gradguard evalnet "
+            "train --dataset ... --num_channels ... --image_size ...`."
+        )
+    down, right = height - x.shape[2], width - x.shape[3]
+    padded = F.pad(x, (right // 2, right - right // 2, down // 2, down - down // 2))
+    return padded.expand(-1, channels, -1, -1)
+
+
+AutoConfig.register(
+    ImageEvaluationNetworkConfig.model_type, ImageEvaluationNetworkConfig, exist_ok=True
+)
+AutoModel.register(ImageEvaluationNetworkConfig, ImageEvaluationNetwork, exist_ok=True)

@@ -1,0 +1,145 @@
+"""One client's batch becomes one protected message, which is added to `.grad`."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+from transformers.utils import logging
+
+from ..gradient_map import GradientMap
+from ..gradient_map.inputs import LossFunction
+from ..randomness import private_generator, seeded_generator
+from .clients import ClientBatch
+from .meter import LeakageMeter
+
+logger = logging.get_logger(__name__)
+
+
+class Draws:
+    """The generators of messages: of their noise, and of the leakage meter's probes, since
+    measuring a message must not change its noise.
+
+    Args:
+        device: Of the messages.
+        seed: Makes all draws reproducible, which is unsafe; `None` takes the system's entropy.
+        rank: So that ranks draw differently under one seed.
+
+    Example:
+        >>> noise, probes = Draws(torch.device("cpu")).at(step=0)
+    """
+
+    def __init__(self, device: torch.device, seed: int | None = None, rank: int = 0) -> None:
+        self._device, self._seed, self._rank = device, seed, rank
+        self._last = (-1, 0)  # the optimizer step, and how many messages of it were drawn for
+        if seed is None:
+            self._private = private_generator(device), private_generator(device)
+        else:
+            logger.warning(
+                f"UNSAFE: noise_seed={seed} makes all noise reproducible by anybody who knows it. "
+                "Leave it out wherever the data matters."
+            )
+
+    def at(self, step: int) -> tuple[torch.Generator, torch.Generator]:
+        """For the next message of an optimizer step. A seed gives the same ones at the same step,
+        also to a run that is resumed.
+        """
+        if self._seed is None:
+            return self._private
+        last, count = self._last
+        self._last = (step, count + 1 if step == last else 0)
+        seeds = (self._seed, self._rank, *self._last)
+        return seeded_generator(self._device, *seeds), seeded_generator(self._device, *seeds, 1)
+
+
+class MessageMaker:
+    """Differentiates, protects, measures and accumulates, one client at a time.
+
+    Args:
+        draws: Of the noise.
+        meter: Says which messages may be shared.
+        share_input_embeddings: As for `GradientMap`.
+
+    Example:
+        >>> from transformers import TrainingArguments
+        >>> defense, draws = make_defense("pruning", ratio=0.9), Draws(torch.device("cpu"))
+        >>> meter = LeakageMeter(TrainingArguments("out"), defense, None)
+        >>> maker = MessageMaker(draws, meter, share_input_embeddings=False)
+        >>> client = ClientBatch(defense, batch, weight=1.0)
+        >>> loss = maker.share(model, client, lambda model, batch: model(**batch).loss, step=0)
+        >>> 0 < maker.take()["defense/cosine"] < 1
+        True
+    """
+
+    def __init__(self, draws: Draws, meter: LeakageMeter, share_input_embeddings: bool) -> None:
+        self._draws, self._meter = draws, meter
+        self._share_input_embeddings = share_input_embeddings
+        self._figures: dict[str, list[float]] = defaultdict(list)
+
+    def share(
+        self, module: nn.Module, client: ClientBatch, loss_fn: LossFunction, step: int
+    ) -> Tensor:
+        """Add a client's protected gradient, times its weight, to `.grad`. Returns its mean loss.
+
+        Raises:
+            FloatingPointError: If the true or the protected gradient is not finite.
+            RuntimeError, TypeError, ValueError: If the defense breaks its contract; see
+                `Defense.__call__`. Nothing was added then.
+        """
+        measured = self._meter.measures(step)
+        gmap = GradientMap(
+            module,
+            client.batch,
+            loss_fn=loss_fn,
+            share_input_embeddings=self._share_input_embeddings,
+            second_order=client.defense.needs_jacobian or measured,
+        )
+        gradient = gmap.gradient()
+        norm = _norm(gradient)  # waits for the device: what follows times the defense alone
+        noise, probes = self._draws.at(step)
+        start = time.perf_counter()
+        message = client.defense(gmap, noise)
+        shared = dict(message.items())
+        self._record(gradient, shared, norm, start)
+        if measured and not self._meter.admits(gmap, message, step, probes):
+            return gmap.loss  # nothing is added: to the other ranks it is a gradient of zeros
+        with torch.no_grad():
+            for name, parameter in gmap.parameters.items():
+                part = shared[name].to(parameter.dtype) * client.weight
+                parameter.grad = part if parameter.grad is None else parameter.grad.add_(part)
+        return gmap.loss
+
+    def take(self) -> dict[str, float]:
+        """What the defense did to messages since this was asked last: means over them."""
+        figures = {name: sum(values) / len(values) for name, values in self._figures.items()}
+        self._figures.clear()
+        return figures
+
+    def _record(
+        self,
+        gradient: Mapping[str, Tensor],
+        shared: Mapping[str, Tensor],
+        norm: float,
+        start: float,
+    ) -> None:
+        size = _norm(shared)
+        self._figures["defense/seconds"].append(time.perf_counter() - start)
+        if not norm:
+            return
+        error = _norm({name: shared[name] - g for name, g in gradient.items()})
+        self._figures["defense/relative_error"].append(error / norm)
+        if size:
+            inner = sum(
+                float(torch.dot(g.flatten(), shared[name].flatten()))
+                for name, g in gradient.items()
+            )
+            # Sums in float32 can end just outside.
+            cosine = max(-1.0, min(1.0, inner / (norm * size)))
+            self._figures["defense/cosine"].append(cosine)
+
+
+def _norm(tensors: Mapping[str, Tensor]) -> float:
+    return float(torch.nn.utils.get_total_norm(list(tensors.values())))

@@ -1,0 +1,136 @@
+"""The rows of one data set divided among clients.
+
+Reference: Hsu, Qi and Brown, "Measuring the Effects of Non-Identical Data Distribution for
+Federated Visual Classification" (2019).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import datasets
+import numpy as np
+
+PARTITIONS = ("iid", "dirichlet")
+Rows = np.ndarray
+
+
+def partition_iid(rows: int, num_clients: int, generator: np.random.Generator) -> list[Rows]:
+    """Rows in random order, cut into parts that differ by one at most.
+
+    Args:
+        rows: How many there are.
+        num_clients: How many parts.
+        generator: Source of all randomness.
+
+    Returns:
+        The numbers of each client's rows, sorted.
+
+    Example:
+        >>> [len(part) for part in partition_iid(10, 3, np.random.default_rng(0))]
+        [4, 3, 3]
+    """
+    return [np.sort(part) for part in np.array_split(generator.permutation(rows), num_clients)]
+
+
+def partition_dirichlet(
+    labels: Sequence[int] | Rows, num_clients: int, alpha: float, generator: np.random.Generator
+) -> list[Rows]:
+    """The rows of each class divided among clients in proportions p ~ Dirichlet(α, …, α), drawn for
+    every class anew.
+
+    Args:
+        labels: `(n,)` class ids.
+        num_clients: How many parts.
+        alpha: α > 0. Small: a class is on few clients. Large: as good as equal parts.
+        generator: Source of all randomness.
+
+    Returns:
+        The numbers of each client's rows, sorted. Clients differ in size; some can be empty.
+
+    Example:
+        >>> parts = partition_dirichlet([0, 1] * 50, 4, 0.5, np.random.default_rng(0))
+        >>> sum(len(part) for part in parts)
+        100
+    """
+    labels = np.asarray(labels)
+    parts: list[list[Rows]] = [[] for _ in range(num_clients)]
+    for label in np.unique(labels):
+        rows = generator.permutation(np.flatnonzero(labels == label))
+        ends = np.cumsum(generator.dirichlet([alpha] * num_clients))
+        for part, own in zip(
+            parts, np.split(rows, np.rint(ends[:-1] * len(rows)).astype(int)), strict=True
+        ):
+            part.append(own)
+    return [np.sort(np.concatenate(part)) for part in parts]
+
+
+def make_partition(
+    data: Any, num_clients: int, partition: str, alpha: float, seed: int
+) -> list[Rows]:
+    """The rows of each client of a data set.
+
+    Raises:
+        ValueError: If it has no length, no class labels where those are needed, or a client would
+            have no rows.
+
+    Example:
+        >>> data = [{"labels": row % 2} for row in range(8)]
+        >>> len(make_partition(data, 2, "dirichlet", alpha=10.0, seed=0))
+        2
+    """
+    if not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
+        raise ValueError(
+            "num_clients needs a train_dataset with a length whose rows can be read in any order."
+        )
+    generator = np.random.default_rng(seed)
+    if partition == "iid":
+        parts = partition_iid(len(data), num_clients, generator)
+    else:
+        parts = partition_dirichlet(class_labels(data), num_clients, alpha, generator)
+    empty = [client for client, part in enumerate(parts) if not len(part)]
+    if empty:
+        raise ValueError(
+            f"Of {num_clients} clients {len(empty)} would have no rows of {len(data)} (the first "
+            f"is client {empty[0]}). Take fewer clients, a larger dirichlet_alpha, or another "
+            "data_seed."
+        )
+    return parts
+
+
+def class_labels(data: Any) -> Rows:
+    """The class ids of a data set's rows, from its column `labels` or `label`.
+
+    Raises:
+        ValueError: If there is no such column, or it holds no whole numbers.
+
+    Example:
+        >>> class_labels([{"label": 2}, {"label": 0}])
+        array([2, 0])
+    """
+    if isinstance(data, datasets.Dataset):
+        names, column = (
+            data.column_names,
+            data.with_format(None),
+        )  # without what makes pixels of each row
+        found = next(
+            (np.asarray(column[name]) for name in ("labels", "label") if name in names), None
+        )
+    else:
+        names = sorted(data[0]) if len(data) else []
+        found = next(
+            (
+                np.asarray([row[name] for row in data])
+                for name in ("labels", "label")
+                if name in names
+            ),
+            None,
+        )
+    if found is None or found.ndim != 1 or not np.issubdtype(found.dtype, np.integer):
+        raise ValueError(
+            f"partition='dirichlet' divides by class, but the rows of {names} have no class ids "
+            "(whole numbers) called `labels` or `label`. Rename the column, or take "
+            "partition='iid'."
+        )
+    return found

@@ -1,0 +1,218 @@
+"""Every private name of another library that the package relies on, and the Trainer that does.
+
+No release promises to keep a private name. `check_seams` runs when a Trainer is made, so that a
+version that lacks one is refused by name, and not by a step that goes on without it.
+"""
+
+from __future__ import annotations
+
+import dis
+import inspect
+import pkgutil
+from collections.abc import Iterable
+from importlib.metadata import version
+from typing import Any, NamedTuple
+
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, Sampler
+from transformers import PreTrainedModel, Trainer
+
+
+class Seam(NamedTuple):
+    """A private name of another library.
+
+    Args:
+        owner: Of the name, as `"module:Class"`.
+        name: What it is called there.
+        used: The file that relies on it, and for what.
+    """
+
+    owner: str
+    name: str
+    used: str
+
+    def holds(self) -> bool:
+        """Whether the installed version has the name: as an attribute of the owner, or as one that
+        its methods set.
+        """
+        try:
+            owner = pkgutil.resolve_name(self.owner)
+        except (ImportError, AttributeError):
+            return False
+        declared = getattr(owner, "__annotations__", {})
+        return hasattr(owner, self.name) or self.name in declared or self._is_set_by(owner)
+
+    def _is_set_by(self, owner: Any) -> bool:
+        members = vars(owner).values()
+        setters = [member.fset for member in members if isinstance(member, property)]
+        return any(
+            instruction.opname == "STORE_ATTR"
+            for method in filter(inspect.isfunction, [*members, *setters])
+            if self.name in method.__code__.co_names
+            for instruction in dis.get_instructions(method)
+            if instruction.argval == self.name
+        )
+
+
+_TRAINER, _MODULE, _CONFIG = (
+    "transformers:Trainer",
+    "torch.nn:Module",
+    "transformers:PreTrainedConfig",
+)
+SEAMS = (
+    Seam(_TRAINER, "_prepare_inputs", "training/trainer.py moves a batch to the device"),
+    Seam(_TRAINER, "_loss_shifts_labels", "training/weights.py counts labels as the loss does"),
+    Seam(_TRAINER, "_get_dataloader", "training/seams.py loads what a sampler of ours draws"),
+    Seam(
+        _TRAINER,
+        "_get_collator_with_removed_columns",
+        "training/seams.py adds to a batch whose rows they are",
+    ),
+    Seam(_TRAINER, "_maybe_log_save_evaluate", "training/seams.py logs leakage before a save"),
+    Seam(_TRAINER, "_save_rng_state", "training/seams.py writes defenses' state to a checkpoint"),
+    Seam(_TRAINER, "_load_optimizer_and_scheduler", "training/seams.py reads that state again"),
+    Seam(_TRAINER, "_load_from_checkpoint", "training/seams.py finds renamed weights"),
+    Seam(_TRAINER, "_load_best_model", "training/seams.py finds renamed weights"),
+    Seam(_TRAINER, "_issue_warnings_after_load", "training/seams.py notices renamed weights"),
+    Seam(
+        "transformers:TrainingArguments",
+        "_VALID_DICT_FIELDS",
+        "training/config.py lets the command line give defense_kwargs as JSON",
+    ),
+    Seam(_CONFIG, "_attn_implementation", "gradient_map/replay.py finds fused attention"),
+    Seam(_CONFIG, "_attn_implementation_internal", "gradient_map/replay.py sets plain attention"),
+    Seam(_MODULE, "_compiled_call_impl", "training/checks.py refuses compiled modules"),
+    Seam("torch._dynamo", "OptimizedModule", "training/checks.py refuses compiled models"),
+    Seam(_MODULE, "_buffers", "gradient_map/replay.py keeps batch statistics as they were"),
+    Seam(
+        "torch.nn.modules.batchnorm",
+        "_NormBase",
+        "training/batch_statistics.py and gradient_map/replay.py find batch statistics",
+    ),
+    Seam("torch:Tensor", "_version", "gradient_map/map.py sees that a defense wrote to a tensor"),
+)
+
+
+def check_seams(seams: Iterable[Seam] = SEAMS) -> None:
+    """Refuse installed versions that lack a private name.
+
+    Raises:
+        ImportError: With the name, what relies on it, and the way out.
+
+    Example:
+        >>> check_seams()
+    """
+    for seam in seams:
+        if not seam.holds():
+            library = seam.owner.split(":")[0].split(".")[0]
+            raise ImportError(
+                f"{library} {version(library)} has no {seam.name} in {seam.owner}, which "
+                f"hf-gradguard relies on ({seam.used}). Install a version of {library} that "
+                "hf-gradguard was made for: `pip install hf-gradguard` picks one."
+            )
+
+
+class RenamedWeightsTrainer(Trainer):
+    """`Trainer` that also resumes from weights which `save_pretrained` renamed.
+
+    Transformers 5.23 saves some models (ViT) under older names, which its own Trainer then does not
+    find when it resumes: it warns and leaves the weights as they start (its issue 43701).
+    `from_pretrained` knows both names.
+
+    Raises:
+        RuntimeError: If a checkpoint holds other weights than the model has.
+
+    Example:
+        >>> trainer = RenamedWeightsTrainer(model)
+    """
+
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        self._renamed = bool(load_result.missing_keys and load_result.unexpected_keys)
+        if not self._renamed:
+            super()._issue_warnings_after_load(load_result)
+
+    def _load_from_checkpoint(
+        self, resume_from_checkpoint: str, model: nn.Module | None = None
+    ) -> None:
+        self._renamed = False
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        self._load_renamed(resume_from_checkpoint, self.model if model is None else model)
+
+    def _load_best_model(self) -> None:
+        self._renamed = False
+        super()._load_best_model()
+        self._load_renamed(str(self.state.best_model_checkpoint), self.model)
+
+    def _load_renamed(self, folder: str, model: nn.Module) -> None:
+        if not self._renamed:
+            return
+        if not isinstance(model, PreTrainedModel):
+            raise RuntimeError(
+                f"{folder} holds other weights than {type(model).__name__} has: it is of another "
+                "model."
+            )
+        loaded, found = type(model).from_pretrained(folder, output_loading_info=True)
+        if found["missing_keys"] or found["unexpected_keys"]:
+            raise RuntimeError(
+                f"{folder} holds other weights than {type(model).__name__} has. Missing: "
+                f"{sorted(found['missing_keys'])[:5]}, unexpected: "
+                f"{sorted(found['unexpected_keys'])[:5]}. It is of another model, or another "
+                "version of it."
+            )
+        model.load_state_dict(loaded.state_dict())
+
+
+class SeamTrainer(RenamedWeightsTrainer):
+    """`Trainer` whose private methods call public ones, which a subclass fills in.
+
+    Example:
+        >>> trainer = SeamTrainer(model)
+        >>> trainer.training_collator(list) is list  # as it is, unless a subclass says otherwise
+        True
+    """
+
+    def training_collator(self, collate: Any) -> Any:
+        """What makes batches of rows that are not of `datasets`, given what the Trainer has."""
+        return collate
+
+    def before_saving(self) -> None:
+        """After every optimizer step, before anything is logged, evaluated or saved."""
+
+    def save_state_of_rank(self, folder: str) -> None:
+        """Write what this rank alone remembers to a checkpoint's folder."""
+
+    def load_state_of_rank(self, folder: str) -> None:
+        """Read it again."""
+
+    def loader_of(self, dataset: Dataset, sampler: Sampler) -> DataLoader:
+        """Training batches of what `sampler` draws from `dataset`."""
+        return self._get_dataloader(
+            dataset=dataset,
+            description=_TRAINING,
+            batch_size=self.args.per_device_train_batch_size,
+            sampler_fn=lambda _: sampler,
+            is_training=True,
+        )
+
+    def _get_collator_with_removed_columns(
+        self, data_collator: Any, description: str | None = None
+    ) -> Any:
+        collate = super()._get_collator_with_removed_columns(data_collator, description)
+        return self.training_collator(collate) if description == _TRAINING else collate
+
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        self.before_saving()
+        super()._maybe_log_save_evaluate(*args, **kwargs)
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        super()._save_rng_state(output_dir)
+        self.save_state_of_rank(output_dir)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        # Not beside the random state, which a resumed run may leave behind.
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is not None:
+            self.load_state_of_rank(checkpoint)
+
+
+_TRAINING = "Training"  # what the Trainer calls its batches

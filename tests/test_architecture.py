@@ -1,0 +1,223 @@
+"""The shape of the package: who may import whom, how long a file may be, and where the two
+questions are asked that the whole package is about.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+import hf_gradguard
+
+PACKAGE = Path(hf_gradguard.__file__).parent
+NAME = PACKAGE.name
+
+ROOMS = [
+    "testing", "__main__", "cli",
+    "audit", "federation",
+    "training",
+    "leakage", "attacks", "defenses", "metrics", "networks",
+    "gradient_map", "data",
+    "randomness", "registry", "models",
+]  # fmt: skip
+"""From the top. A room imports rooms that come later, and nothing that comes earlier."""
+
+STRANGERS = [("attacks", "defenses"), ("defenses", "attacks"), ("training", "attacks")]
+"""Pairs of which the first never imports the second: an attack must not know how a defense is
+made, nor a defense which attack it will meet.
+"""
+
+DERIVATIVES = {
+    "networks/training.py": "trains an evaluation network, on public data",
+    "attacks/matching/descent.py": "an attacker's penalties on its own guess",
+}
+"""Files outside `gradient_map/` that differentiate, and what: never a client's loss."""
+
+DOMAIN = {
+    "gradient_map/domain.py": "the place that asks",
+    "models/classifier.py": "a model declares its main input",
+    "networks/image.py": "a model declares its main input",
+    "networks/text.py": "a model declares its main input",
+}
+"""Files that may name what tells text from images."""
+
+
+@dataclass(frozen=True)
+class Import:
+    """One import statement's target, a module of the package."""
+
+    target: str
+    line: int
+    names: tuple[str, ...]
+    for_annotations: bool
+    """Under `if TYPE_CHECKING`: loads nothing."""
+
+
+@functools.cache
+def modules() -> dict[str, Path]:
+    """Every module of the package, `hf_gradguard` itself under its own name."""
+    found = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = [NAME, *path.relative_to(PACKAGE).with_suffix("").parts]
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+@functools.cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+@functools.cache
+def imports(module: str) -> tuple[Import, ...]:
+    """All that a module imports from the package, also inside functions and for annotations."""
+    path = modules()[module]
+    package = module.split(".") if path.name == "__init__.py" else module.split(".")[:-1]
+    annotations = {
+        id(inner)
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        for inner in ast.walk(node)
+    }
+    found = []
+    for node in ast.walk(tree(path)):
+        for target, names in _targets(node, package):
+            found.append(Import(target, node.lineno, names, id(node) in annotations))
+    return tuple(found)
+
+
+def _targets(node: ast.AST, package: list[str]) -> Iterator[tuple[str, tuple[str, ...]]]:
+    if isinstance(node, ast.Import):
+        for alias in node.names:
+            if alias.name.split(".")[0] == NAME:
+                yield alias.name, ()
+    elif isinstance(node, ast.ImportFrom):
+        above = package[: len(package) - node.level + 1] if node.level else []
+        source = ".".join([*above, *([node.module] if node.module else [])])
+        if source.split(".")[0] != NAME:
+            return
+        names = [alias.name for alias in node.names]
+        inner = [name for name in names if f"{source}.{name}" in modules()]
+        yield from ((f"{source}.{name}", ()) for name in inner)
+        rest = tuple(name for name in names if name not in inner)
+        if rest:
+            yield source, rest
+
+
+def room(module: str) -> str:
+    return module.split(".")[1] if "." in module else ""
+
+
+def where(module: str, found: Import) -> str:
+    return f"{modules()[module].relative_to(PACKAGE)}:{found.line} imports {found.target}"
+
+
+def test_every_room_has_its_place() -> None:
+    assert {room(module) for module in modules()} - {""} <= set(ROOMS)
+
+
+def test_no_arrow_upward() -> None:
+    wrong = []
+    for module in modules():
+        if module == NAME:
+            continue  # the front, which names what is below it and loads it when asked
+        for found in imports(module):
+            if found.target == NAME:
+                upward = found.names != ("__version__",)
+            else:
+                upward = ROOMS.index(room(found.target)) < ROOMS.index(room(module))
+            if upward:
+                wrong.append(where(module, found))
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("pair", STRANGERS, ids="-".join)
+def test_strangers(pair: tuple[str, str]) -> None:
+    wrong = [
+        where(module, found)
+        for module in modules()
+        for found in imports(module)
+        if (room(module), room(found.target)) == pair
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_no_circle() -> None:
+    """Also inside a room, and through imports in functions.
+
+    Imports for annotations do not count: they load nothing, and a check may say which trainer it is
+    handed. They do count as arrows.
+    """
+    graph = {
+        module: [i.target for i in imports(module) if not i.for_annotations and i.target != NAME]
+        for module in modules()
+    }
+    done: set[str] = set()
+
+    def visit(module: str, path: tuple[str, ...]) -> None:
+        assert module not in path, " -> ".join([*path[path.index(module) :], module])
+        if module not in done:
+            for target in graph[module]:
+                visit(target, (*path, module))
+            done.add(module)
+
+    for module in graph:
+        if module != NAME:
+            visit(module, ())
+
+
+def test_sizes() -> None:
+    wrong = []
+    for path in modules().values():
+        name = path.relative_to(PACKAGE)
+        lines = len(path.read_text(encoding="utf-8").splitlines())
+        if lines > 350:
+            wrong.append(f"{name} has {lines} lines")
+        for node in ast.walk(tree(path)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                length = (node.end_lineno or 0) - node.lineno + 1
+                if length > 60:
+                    wrong.append(f"{name}:{node.lineno} {node.name} has {length} lines")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_who_differentiates() -> None:
+    found = {
+        str(path.relative_to(PACKAGE))
+        for path in modules().values()
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.Attribute)
+        and (node.attr == "backward" or ast.unparse(node).endswith("autograd.grad"))
+    }
+    outside = {name for name in found if not name.startswith("gradient_map/")}
+    wrong = outside ^ set(DERIVATIVES)
+    assert not wrong, "\n".join(sorted(wrong))
+
+
+def test_who_asks_text_or_image() -> None:
+    found = {
+        str(path.relative_to(PACKAGE)) for path in modules().values() if any(_asks(tree(path)))
+    }
+    wrong = found ^ set(DOMAIN)
+    assert not wrong, "\n".join(sorted(wrong))
+
+
+def _asks(source: ast.Module) -> Iterator[bool]:
+    """Whether each node reads or compares what tells text from images. A dictionary's key does not:
+    who makes a batch of images need not ask.
+    """
+    keys = {id(key) for node in ast.walk(source) if isinstance(node, ast.Dict) for key in node.keys}
+    for node in ast.walk(source):
+        if isinstance(node, ast.Constant):
+            yield id(node) not in keys and node.value in ("pixel_values", "main_input_name")
+        elif isinstance(node, ast.Attribute):
+            yield node.attr in ("main_input_name", "is_text")
+        elif isinstance(node, ast.Name):
+            yield node.id in ("main_input_name", "is_text")
+        elif isinstance(node, ast.FunctionDef):
+            yield node.name == "is_text"

@@ -1,0 +1,77 @@
+"""Documents show how things are used, and what they show runs.
+
+The Python of a page runs block after block, in one namespace. Examples in docstrings run as tests
+of their own; here only that every public name has one.
+
+A block that cannot run says so in a comment above it, with the reason:
+
+    <!-- not run: needs the Hub -->
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+import re
+import sys
+import types
+from pathlib import Path
+
+import pytest
+from examples import example_names
+
+import hf_gradguard
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = sorted([ROOT / "README.md", *ROOT.glob("docs/*.md"), *ROOT.glob("model_cards/*/README.md")])
+ROOMS = ["hf_gradguard"] + [
+    f"hf_gradguard.{room.name}"
+    for room in pkgutil.iter_modules(hf_gradguard.__path__)
+    if room.name != "__main__"  # runs when it is imported
+]
+BLOCK = re.compile(
+    r"(?:^<!-- not run: (?P<reason>[^\n]+) -->\n+)?^```python\n(?P<code>.*?)^```$", re.M | re.S
+)
+
+
+def blocks(text: str) -> list[tuple[int, str, str | None]]:
+    """Line, code and the reason not to run it, of every Python block of a page."""
+    return [
+        (text.count("\n", 0, found.start("code")), found["code"], found["reason"])
+        for found in BLOCK.finditer(text)
+    ]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    # A module of its own: classes look up theirs, dataclasses for one.
+    module = types.ModuleType(f"page_{page.stem}")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    vars(module).update(example_names())
+    for line, code, reason in blocks(page.read_text(encoding="utf-8")):
+        # Empty lines before it, so that errors name the line of the page.
+        compiled = compile("\n" * line + code, str(page), "exec")
+        if reason is None:
+            exec(compiled, vars(module))
+
+
+def test_blocks_are_found() -> None:
+    skipped = "<!-- not run: needs the Hub -->\n```python\nb\n```\n"
+    page = f"```python\na = 1\n```\n\n{skipped}```bash\nc\n```"
+    assert blocks(page) == [(1, "a = 1\n", None), (6, "b\n", "needs the Hub")]
+    assert any(blocks(page.read_text(encoding="utf-8")) for page in PAGES)
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_every_public_name_has_an_example(room: str) -> None:
+    module = importlib.import_module(room)
+    public = {name: getattr(module, name) for name in getattr(module, "__all__", ())}
+    bare = [
+        name
+        for name, value in public.items()
+        if inspect.isroutine(value) or inspect.isclass(value)
+        if ">>>" not in (value.__doc__ or "")
+    ]
+    assert not bare, f"{', '.join(bare)} of {room} lack an example"
