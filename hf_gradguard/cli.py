@@ -7,6 +7,7 @@ import os
 from typing import Any
 
 from . import __version__
+from .audit.settings import add_flags
 from .registry import ATTACKS, DEFENSES, Registry
 
 
@@ -34,7 +35,7 @@ def main(argv: list[str] | None = None) -> int:
 
         try:
             run_audit({name: value for name, value in vars(arguments).items() if name != "command"})
-        except (ValueError, TypeError, OSError, FloatingPointError) as error:
+        except (ValueError, TypeError, OSError, ImportError, FloatingPointError) as error:
             parser.exit(1, f"gradguard audit: {error}\n")
         except KeyboardInterrupt:
             parser.exit(
@@ -151,49 +152,5 @@ def _add_audit(commands: Any) -> None:
     audit = commands.add_parser(
         "audit",
         help="attack a model's shared gradients under chosen defenses; table, JSON, HTML",
-        # flags over the file over the defaults, all three in `run_audit`
-        argument_default=argparse.SUPPRESS,
     )
-    flag = audit.add_argument
-    flag("--config", help="YAML or JSON file of settings, called like the flags; flags override it")
-    flag("--model", help="text or image classifier: a folder or a Hub name")
-    flag(
-        "--dataset",
-        help="tsv, csv, json, parquet or npz (images) file, a folder of images, or a Hub name",
-    )
-    flag("--dataset_config", help="of a Hub data set with several")
-    flag("--split", help="of a Hub data set or a folder (default: train)")
-    flag("--column", help="of texts or images. Default: the usual ones")
-    flag("--label_column", help="of class ids or names. Default: the usual ones")
-    settings = "NAME or NAME:key=value,key=value; repeat for more"
-    flag(
-        "--defense",
-        action="append",
-        help=f"{settings} rows, A+B to chain. See `gradguard defenses`",
-    )
-    flag("--attack", action="append", help=f"{settings}, or several at once: tag:steps=500,span")
-    flag("--output", help="folder to write to; an interrupted audit in it goes on")
-    flag("--samples", type=int, help="drawn at random from the data (default: 8)")
-    flag("--batch_size", type=int, help="samples a message (default: 1)")
-    flag("--repeats", type=int, help="times each message is protected and attacked (default: 1)")
-    flag("--seed", type=int, help="of the draw, the defenses and the attacks (default: 0)")
-    flag("--max_length", type=int, help="tokens; longer texts are cut (default: 64)")
-    switch = argparse.BooleanOptionalAction
-    flag("--labels_known", action=switch, help="the attacker knows the labels (default: yes)")
-    flag(
-        "--lengths_known",
-        action=switch,
-        help="the attacker knows the texts' lengths (default: yes)",
-    )
-    flag(
-        "--noise_known",
-        action=switch,
-        help="the attacker knows the noise's covariance (default: no)",
-    )
-    flag(
-        "--share_input_embeddings",
-        action=switch,
-        help="share the token embeddings' gradient (default: no)",
-    )
-    flag("--reference", action=switch, help="the row without a defense (default: yes)")
-    flag("--device", help="default: cuda if there is one")
+    add_flags(audit)

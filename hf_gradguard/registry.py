@@ -225,3 +225,10 @@ ATTACKS: Registry[Any] = Registry(
         "embedding_rows": "hf_gradguard.attacks.embedding_rows:EmbeddingRows",
     },
 )
+ESTIMATORS: Registry[Any] = Registry(
+    "estimator",
+    {
+        "i2f_lower_bound": "hf_gradguard.leakage.estimators:I2FLowerBound",
+        "dfil_bound": "hf_gradguard.leakage.estimators:DFILBound",
+    },
+)

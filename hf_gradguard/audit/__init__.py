@@ -1,22 +1,56 @@
 """Audits: what a server could read from a model's shared gradients, under each defense.
 
-result = audit(model, tokenizer, samples, ["optimal_noise:relative_scale=1"], "tag:steps=500",
-output="runs/audit") write_report(result, "runs/audit")
+defenses = ["optimal_noise:relative_scale=1"]
+result = audit(model, tokenizer, samples, defenses, "tag:steps=500", output="runs/audit")
+summarize(result).verdicts
 """
 
-from ..data.samples import load_samples
-from ..models.loading import load_classifier
-from .report import write_report
-from .run import Audit, audit
-from .table import markdown_table, rows, verdicts
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ..data.samples import load_samples
+    from ..models.loading import load_classifier
+    from .report import write_report
+    from .result import Audit
+    from .run import audit
+    from .settings import AuditSettings
+    from .summary import Summary, summarize
+    from .table import markdown_table
 
 __all__ = [
     "Audit",
+    "AuditSettings",
+    "Summary",
     "audit",
     "load_classifier",
     "load_samples",
     "markdown_table",
-    "rows",
-    "verdicts",
+    "summarize",
     "write_report",
 ]
+
+_WHERE = {
+    "Audit": ".result",
+    "AuditSettings": ".settings",
+    "Summary": ".summary",
+    "audit": ".run",
+    "load_classifier": "..models.loading",
+    "load_samples": "..data.samples",
+    "markdown_table": ".table",
+    "summarize": ".summary",
+    "write_report": ".report",
+}
+
+
+def __getattr__(name: str) -> Any:
+    # Imported when first asked for, so that the command line's help imports no torch.
+    if name not in _WHERE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_WHERE[name], __name__), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

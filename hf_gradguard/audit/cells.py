@@ -1,13 +1,20 @@
-"""Finished pieces of an audit on disk, so that an interrupted one continues where it stopped."""
+"""Finished pieces of an audit on disk, each under a hash of all that determines it: settings, data
+and the code that made it. So an interrupted audit continues where it stopped.
+"""
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import json
 import os
+import secrets
+import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
+from functools import cache
+from importlib.metadata import packages_distributions, version
 from pathlib import Path
 from typing import Any
 
@@ -15,20 +22,30 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+PACKAGE = __name__.partition(".")[0]
+# These only list names: a defense more must not undo the results of all others.
+_LISTS = {PACKAGE, f"{PACKAGE}.registry"}
+
+Cell = dict[str, Any]
+"""What was found, or a `reason` why nothing can be, or a `crash`."""
+
 
 class Cells:
-    """One JSON file a cell, named by a hash of all that determines it. Other settings make other
-    cells.
+    """One JSON file for each cell, named by a hash of all that determines it. Other settings make
+    other cells.
 
     Args:
         folder: Where they lie. Made if it is not there.
+
+    Attributes:
+        made: How many were not there and had to be made.
 
     Raises:
         OSError: If nothing can be written there.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
-        self.folder = Path(folder)
+        self.folder, self.made = Path(folder), 0
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=self.folder):
@@ -39,19 +56,20 @@ class Cells:
                 "attacked. Choose another output."
             ) from error
 
-    def get(self, key: str) -> dict[str, Any] | None:
-        """The cell, or `None` if it is not there yet."""
+    def once(self, key: str, make: Callable[[], Cell]) -> Cell:
+        """The cell of that key, made if it is not there yet.
+
+        What crashed is not kept: it is tried again when the audit goes on.
+        """
         path = self.folder / f"{key}.json"
         if not path.exists():
-            return None
-        cell: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        return cell
-
-    def put(self, key: str, cell: dict[str, Any]) -> dict[str, Any]:
-        """Write a cell, whole or not at all, and return it as it will be read."""
-        write_json(self.folder / f"{key}.json", cell)
-        stored = self.get(key)
-        assert stored is not None
+            self.made += 1
+            cell = make()
+            if "crash" in cell:
+                return cell
+            write_json(path, cell)
+        # As it will be read the next time.
+        stored: Cell = json.loads(path.read_text(encoding="utf-8"))
         return stored
 
 
@@ -72,7 +90,7 @@ def write_text(path: Path, text: str) -> None:
 
 def digest(*parts: Any) -> str:
     """A hash of values: tensors by their entries, modules by weights and modes, dataclasses by
-    their fields.
+    their fields, the modules that they loaded, and the source of their class.
     """
     state = hashlib.sha256()
     _feed(state, parts)
@@ -91,8 +109,9 @@ def _feed(state: Any, value: Any) -> None:
     elif isinstance(value, nn.Module):
         trained = [name for name, parameter in value.named_parameters() if parameter.requires_grad]
         modes = [module.training for module in value.modules()]
-        own: Any = getattr(value, "config", None)
-        config = own.to_dict() if hasattr(own, "to_dict") else vars(own) if own is not None else {}
+        config: Any = getattr(value, "config", None) or {}
+        if not isinstance(config, dict):
+            config = config.to_dict() if hasattr(config, "to_dict") else vars(config)
         # Classifiers fill in `problem_type` at their first loss, by the labels.
         config = {
             k: v
@@ -104,9 +123,13 @@ def _feed(state: Any, value: Any) -> None:
             [str(value), repr(sorted(config.items(), key=str)), value.state_dict(), trained, modes],
         )
     elif is_dataclass(value) and not isinstance(value, type):
-        _feed(
-            state, {field.name: getattr(value, field.name) for field in fields(value) if field.init}
-        )
+        settings = {field.name for field in fields(value) if field.init}
+        own = {
+            name: item
+            for name, item in vars(value).items()
+            if name in settings or isinstance(item, nn.Module)
+        }
+        _feed(state, [code_digest(type(value)), own])
     elif isinstance(value, Mapping):
         for key in sorted(value, key=str):
             _feed(state, (str(key), value[key]))
@@ -116,3 +139,124 @@ def _feed(state: Any, value: Any) -> None:
     else:
         state.update(repr(value).encode())
     state.update(b">")
+
+
+def code_digest(*classes: type) -> str:
+    """A hash of the source that classes depend on.
+
+    It covers the module of each class and of its bases, and all modules that those import from
+    their own package or from this one, however deep. Imports for type checkers only do not count.
+    A class of another package also has the version of its distribution in it.
+
+    A module is read once, and again when it was reloaded: what counts is the code that runs, not
+    what was edited since. A class whose source cannot be read (typed into a prompt, or compiled)
+    has a hash that never comes again.
+
+    Example:
+        >>> from hf_gradguard.attacks import ATTACKS
+        >>> code_digest(ATTACKS["tag"]) == code_digest(ATTACKS["lamp"])
+        False
+    """
+    state = hashlib.sha256()
+    for one in classes:
+        for base in one.__mro__:
+            top = base.__module__.partition(".")[0]
+            if top in sys.stdlib_module_names and top != "__main__":
+                continue
+            state.update(f"{base.__module__}:{base.__qualname__} {_version(top)}".encode())
+            for name in sorted(modules_of(base.__module__)):
+                state.update(name.encode() + _read(name))
+    return state.hexdigest()[:24]
+
+
+def modules_of(module: str) -> set[str]:
+    """A module and all that it imports from its own package or from this one."""
+    found, left = set[str](), [module]
+    while left:
+        name = left.pop()
+        if name not in found and name not in _LISTS:
+            found.add(name)
+            left += _imports(name, frozenset({module.partition(".")[0], PACKAGE}))
+    return found
+
+
+def _version(top: str) -> str:
+    """Of the distributions that bring a package, but for this one, whose source says more."""
+    if top == PACKAGE:
+        return ""
+    return " ".join(version(name) for name in sorted(set(_distributions().get(top, []))))
+
+
+@cache
+def _distributions() -> dict[str, list[str]]:
+    return dict(packages_distributions())
+
+
+def _path(module: str) -> Path | None:
+    """Where the source of a module lies; `None` if there is none."""
+    top, *rest = module.split(".")
+    file = getattr(sys.modules.get(top), "__file__", None)
+    if file is None or Path(file).suffix != ".py":
+        return None
+    if not rest:
+        return Path(file)
+    if Path(file).name != "__init__.py":
+        return None
+    inner = Path(file).parent.joinpath(*rest)
+    for path in (inner / "__init__.py", inner.with_suffix(".py")):
+        if path.exists():
+            return path
+    return None
+
+
+_sources: dict[str, tuple[object, bytes]] = {}
+
+
+def _read(module: str) -> bytes:
+    path = _path(module)
+    if path is None:
+        return secrets.token_bytes(32)
+    spec = getattr(sys.modules.get(module), "__spec__", None)  # reloading makes a new one
+    if module not in _sources or _sources[module][0] is not spec:
+        _sources[module] = spec, path.read_bytes()
+    return _sources[module][1]
+
+
+def _imports(module: str, tops: frozenset[str]) -> tuple[str, ...]:
+    """Modules of these packages that a module imports, also within its functions."""
+    path = _path(module)
+    if path is None:
+        return ()
+    package = module if path.name == "__init__.py" else module.rpartition(".")[0]
+    return _imported(_read(module), package, tops)
+
+
+@cache
+def _imported(source: bytes, module: str, tops: frozenset[str]) -> tuple[str, ...]:
+    """Modules that a source in a package imports."""
+    package = module.split(".")
+    found: list[str] = []
+    for node in _running(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            above = package[: len(package) - node.level + 1] if node.level else []
+            base = ".".join([*above, *(node.module or "").split(".")]).strip(".")
+            # A name may be a module of its own, or something in the one that it comes from.
+            inner = [f"{base}.{alias.name}" for alias in node.names]
+            found += [name if _in(name, tops) else base for name in inner]
+    return tuple(name for name in found if _in(name, tops))
+
+
+def _in(name: str, tops: frozenset[str]) -> bool:
+    return name.partition(".")[0] in tops and _path(name) is not None
+
+
+def _running(node: ast.AST) -> Iterator[ast.AST]:
+    """All nodes but those under `if TYPE_CHECKING`."""
+    yield node
+    inside = ast.iter_child_nodes(node)
+    if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+        inside = iter(node.orelse)
+    for child in inside:
+        yield from _running(child)

@@ -7,17 +7,30 @@ from __future__ import annotations
 import base64
 import io
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from ..attacks import Reconstruction
-from ..data.samples import Sample
+from ..gradient_map.domain import IMAGE, TEXT, PixelSpace, domain_of_model
 from ..metrics import Scores, score_images, score_text
 from ..randomness import seeded_generator
+
+if TYPE_CHECKING:
+    from ..attacks import Reconstruction
+    from ..data.samples import Sample
+    from .settings import AuditSettings
+
+
+def modality_of(model: nn.Module, processing_class: Any, settings: AuditSettings) -> Texts | Images:
+    """What the inputs of a model ask for.
+
+    Raises:
+        ValueError: If a model of texts comes without a tokenizer.
+    """
+    return MODALITIES[domain_of_model(model).name](model, processing_class, settings)
 
 
 class Texts:
@@ -26,21 +39,24 @@ class Texts:
     Args:
         model: The model, with a class for each label.
         tokenizer: Its tokenizer.
-        max_length: Longer texts are cut to so many tokens.
-        lengths_known: Without it every text is padded to `max_length`, so that the shape says
-            nothing of its length.
+        settings: Without `lengths_known` every text is padded to `max_length`, so that the shape
+            says nothing of its length.
+
+    Raises:
+        ValueError: If `tokenizer` is none.
     """
 
-    main_score = "token_f1"
-
-    def __init__(
-        self, model: nn.Module, tokenizer: Any, max_length: int, lengths_known: bool
-    ) -> None:
-        longest = (
-            getattr(getattr(model, "config", None), "max_position_embeddings", None) or max_length
-        )
-        self.max_length = min(max_length, longest, tokenizer.model_max_length)
-        self.model, self.tokenizer, self.lengths_known = model, tokenizer, lengths_known
+    def __init__(self, model: nn.Module, tokenizer: Any, settings: AuditSettings) -> None:
+        if not hasattr(tokenizer, "all_special_ids"):
+            raise ValueError(
+                f"{type(model).__name__} takes text, so it needs a tokenizer, but got "
+                f"{tokenizer!r}."
+            )
+        config, wanted = getattr(model, "config", None), settings.max_length
+        longest = getattr(config, "max_position_embeddings", None) or wanted
+        self.max_length = min(wanted, longest, tokenizer.model_max_length)
+        self.model, self.tokenizer, self.terms = model, tokenizer, settings
+        self.lengths_known = settings.lengths_known
         self.special_ids = sorted(set(tokenizer.all_special_ids))
 
     def batch(self, samples: Sequence[Sample]) -> dict[str, Tensor]:
@@ -128,7 +144,23 @@ class Texts:
 
     def settings(self) -> dict[str, Any]:
         """What the report has to know of all texts."""
-        return {"kind": "text", "max_length": self.max_length, "special_ids": self.special_ids}
+        return {
+            "kind": TEXT.name,
+            "max_length": self.max_length,
+            "special_ids": self.special_ids,
+        }
+
+    def threat_model(self) -> list[str]:
+        """What the attacker sees and knows of texts, a sentence each."""
+        return [
+            "The token embeddings' gradient is shared too. It names the words."
+            if self.terms.share_input_embeddings
+            else "The token embeddings' gradient, which would name the words, is withheld.",
+            "It knows how many tokens each text has."
+            if self.lengths_known
+            else "It does not know how long the texts are: all are padded to "
+            f"{self.max_length} tokens.",
+        ]
 
     def identity(self) -> list[Any]:
         """What of the tokenizer determines a result."""
@@ -182,11 +214,10 @@ class Images:
         model: The model, with a class for each label.
         processor: Its image processor; `None` for a model that takes pixels in [0, 1] of its
             configuration's `image_size` and `num_channels`.
+        settings: Says nothing of images.
     """
 
-    main_score = "psnr"
-
-    def __init__(self, model: nn.Module, processor: Any) -> None:
+    def __init__(self, model: nn.Module, processor: Any, settings: AuditSettings) -> None:
         self.model, self.processor = model, processor
         self.mean = self.std = None
         if getattr(processor, "do_normalize", False):
@@ -254,7 +285,11 @@ class Images:
 
     def settings(self) -> dict[str, Any]:
         """What the report has to know of all images."""
-        return {"kind": "image"}
+        return {"kind": IMAGE.name}
+
+    def threat_model(self) -> list[str]:
+        """What the attacker sees and knows of images alone: nothing."""
+        return []
 
     def identity(self) -> list[Any]:
         """What of the processor determines a result, beyond the pixels that it made."""
@@ -263,10 +298,11 @@ class Images:
     def _plain(self, batch: dict[str, Tensor]) -> Tensor:
         """`(B, C, H, W)` pixels in [0, 1]."""
         pixels = batch["pixel_values"].detach().float().cpu()
-        if self.mean is None or self.std is None:
-            return pixels
-        mean, std = (torch.tensor(values).view(1, -1, 1, 1) for values in (self.mean, self.std))
-        return pixels * std + mean
+        return PixelSpace(pixels, self.mean, self.std).plain(pixels)
+
+
+MODALITIES: dict[str, type[Texts] | type[Images]] = {TEXT.name: Texts, IMAGE.name: Images}
+"""By a domain's name."""
 
 
 def _labels(model: nn.Module, samples: Sequence[Sample]) -> Tensor:

@@ -5,135 +5,250 @@ from __future__ import annotations
 import math
 import os
 from collections import Counter
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, PackageLoader
+from jinja2 import Environment, PackageLoader, Template
 
+from ..gradient_map.domain import IMAGE, TEXT
 from .cells import write_text
-from .estimators import FIGURES
-from .run import Audit
-from .table import (
-    Estimate,
-    Row,
-    chance_row,
-    correlations,
-    estimator_refusals,
-    figure_mean,
-    markdown_table,
-    points,
-    refusals,
-    rows,
-    shared_mean,
-    short_labels,
-    show,
-    show_coefficient,
-    verdicts,
-)
+from .figures import Point
+from .result import Audit
+from .summary import Summary
+from .table import markdown_table, show, show_coefficient, show_mean
+from .verdicts import Estimate, short_labels
 
 STANDINGS = {"open": "Leaks", "reduced": "Leaks less", "chance": "At chance", "unknown": "Unknown"}
 
 
-def write_report(result: Audit, folder: str | os.PathLike[str]) -> Path:
-    """Write `report.html` and `table.md`.
+def write_report(summary: Summary, folder: str | os.PathLike[str]) -> Path:
+    """Write `report.html` and `table.md`, as `audit` does after every message.
 
     Args:
-        result: Of `audit`.
+        summary: Of `summarize`.
         folder: Where to; it has to be there.
 
     Returns:
         The path of `report.html`.
+
+    Example:
+        >>> write_report(summarize(result), "runs/audit")
     """
-    write_text(Path(folder) / "table.md", markdown_table(result))
+    write_text(Path(folder) / "table.md", markdown_table(summary))
     path = Path(folder) / "report.html"
-    write_text(path, html_report(result))
+    write_text(path, html_report(summary))
     return path
 
 
-def html_report(result: Audit) -> str:
+def html_report(summary: Summary) -> str:
     """The report as one self-contained HTML page."""
+    audit = summary.audit
+    lines = [(row.defense, row.attack) for row in summary.rows if row.scores]
+    text: str = _template().render(
+        summary=summary,
+        terms=summary.terms,
+        settings=audit.settings,
+        defenses=audit.defenses,
+        attacks=audit.attacks,
+        standings=STANDINGS,
+        scores=list(summary.chance.scores),
+        chart=chart(summary),
+        scatters=scatters(summary),
+        samples=originals(audit, lines, summary.terms.score),
+        lines=lines,
+        names=short_labels(list(audit.attacks)),
+        show=show,
+        show_mean=show_mean,
+        show_coefficient=show_coefficient,
+    )
+    return text
+
+
+@cache
+def _template() -> Template:
     environment = Environment(
         loader=PackageLoader("hf_gradguard", "audit"),
         autoescape=True,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    table = rows(result)
-    lines = [(row.defense, row.attack) for row in table if row.scores]
-    text: str = environment.get_template("report.html.jinja").render(
-        settings=result.settings,
-        plural="texts" if result.settings["kind"] == "text" else "images",
-        threat_model=threat_model(result.settings),
-        verdicts=verdicts(result),
-        standings=STANDINGS,
-        chart=chart(result, table),
-        table=table,
-        chance=chance_row(result),
-        scores=list(result.chance[0]),
-        show=show,
-        shared=[
-            (
-                label,
-                [shared_mean(result, label, figure) for figure in ("relative_error", "cosine")]
-                + [figure_mean(result, label, figure) for figure in FIGURES],
-            )
-            for label in result.defenses
-        ],
-        figure_names=FIGURES,
-        correlations=correlations(result),
-        show_coefficient=show_coefficient,
-        scatters=scatters(result),
-        estimator_refusals=estimator_refusals(result),
-        samples=_samples(result, lines),
-        lines=lines,
-        defenses=result.defenses,
-        attacks=result.attacks,
-        names=short_labels(list(result.attacks)),
-        refusals=refusals(result),
-    )
-    return text
+    return environment.get_template("report.html.jinja")
 
 
-def threat_model(settings: dict[str, Any]) -> list[str]:
-    """What the attacker sees and knows, a sentence each."""
-    text = settings["kind"] == "text"
-    one, many = ("text", "texts") if text else ("image", "images")
-    size = settings["batch_size"]
-    sentences = [
-        "The server knows the model and follows the protocol. It sees the gradient of "
-        f"{f'one {one}' if size == 1 else f'{size} {many}'} at a time, as the defense lets it "
-        "through, and tries to read the data back out of it."
+def chart(summary: Summary) -> dict[str, Any]:
+    """Where the bars, whiskers and labels of the chart of main scores go, in pixels."""
+    terms = summary.terms
+    guess = summary.chance.scores[terms.score].mean
+    left, width, line = 190, 430, 22
+    shown = [row.scores[terms.score] for row in summary.rows if row.scores]
+    ticks = terms.ticks([guess, *(e.mean if e.high is None else e.high for e in shown)])
+    top = ticks[-1][0]
+
+    def x(value: float) -> float:
+        return round(left + width * min(max(value, 0.0), top) / top, 1)
+
+    names = short_labels(list(summary.audit.attacks))
+    groups, y = [], 44
+    for defense in summary.audit.defenses:
+        bars = []
+        for row in (row for row in summary.rows if row.defense == defense):
+            y += line
+            bar = {"y": y, "attack": names[row.attack], "label": row.silence}
+            if row.scores:
+                value = row.scores[terms.score]
+                bar |= {"end": x(value.mean), "label": _said(summary, value)}
+                if value.low is not None and value.high is not None:
+                    bar |= {"low": x(value.low), "high": x(value.high)}
+            bars.append(bar)
+        groups.append({"y": y - line * len(bars), "defense": defense, "bars": bars})
+        y += line + 8
+    return {
+        "left": left,
+        "height": y,
+        "bottom": y - line,
+        "chance": x(guess),
+        "chance_label": terms.said(guess),
+        "groups": groups,
+        "ticks": [(x(tick), label) for tick, label in ticks],
+    }
+
+
+def _said(summary: Summary, value: Estimate) -> str:
+    said = summary.terms.said(value.mean)
+    if value.low is None or value.high is None:
+        return said
+    return said + summary.terms.interval(value.low, value.high)
+
+
+def scatters(summary: Summary) -> list[dict[str, Any]]:
+    """One plot for every figure and attack: an estimator's figure across, logarithmic, the attack's
+    main score up.
+
+    Pixels in a box of 400 by 250. Figures of 0 (nothing was done to the gradient) stand left of the
+    axis' break.
+    """
+    names = short_labels(list(summary.audit.attacks))
+    return [
+        {
+            "title": f"{summary.figures[one.figure]}, {names[one.attack]}",
+            "coefficient": show_coefficient(one.coefficients[summary.terms.score]),
+            "count": one.points,
+            **_plot(summary, one.common),
+        }
+        for one in summary.correlations
     ]
-    if text and settings["share_input_embeddings"]:
-        sentences.append("The token embeddings' gradient is shared too. It names the words.")
-    elif text:
-        sentences.append("The token embeddings' gradient, which would name the words, is withheld.")
-    sentences.append(
-        "It knows the labels."
-        if settings["labels_known"]
-        else "It does not know the labels: attacks have to recover them."
-    )
-    if text and settings["lengths_known"]:
-        sentences.append("It knows how many tokens each text has.")
-    elif text:
-        sentences.append(
-            f"It does not know how long the texts are: all are padded to {settings['max_length']} "
-            "tokens."
-        )
-    sentences.append(
-        "It knows the covariance of the noise that a defense adds."
-        if settings["noise_known"]
-        else "It does not know how a defense's noise was shaped."
-    )
-    sentences.append(
-        "The model ran in training mode: dropout draws hide something from the attacker."
-        if settings["training_mode"]
-        else "The model ran in eval mode, without dropout: the attacker's best case."
-    )
-    sentences.append(
-        "Every message is attacked by itself. A server that sees the same data again knows more."
-    )
-    return sentences
+
+
+def _plot(summary: Summary, points: list[Point]) -> dict[str, Any]:
+    terms, order = summary.terms, list(summary.audit.defenses)
+    positive = [math.log10(point.figure) for point in points if point.figure > 0]
+    low, high = (math.floor(min(positive)), math.ceil(max(positive))) if positive else (-1, 0)
+    high = max(high, low + 1)
+    zeros = len(positive) < len(points)
+    left = 92 if zeros else 56
+    ticks = terms.ticks(point.scores[terms.score] for point in points)
+    top = ticks[-1][0]
+
+    def x(value: float) -> float:
+        if value <= 0:
+            return 62.0
+        return round(left + (388 - left) * (math.log10(value) - low) / (high - low), 1)
+
+    def y(value: float) -> float:
+        return round(214 - 200 * min(max(value, 0.0), top) / top, 1)
+
+    powers = range(low, high + 1, math.ceil((high - low) / 5))
+    return {
+        "left": left,
+        "zeros": zeros,
+        "across": [(x(10.0**power), power) for power in powers],
+        "up": [(y(tick), label) for tick, label in ticks],
+        "points": [
+            {
+                "x": x(point.figure),
+                "y": y(point.scores[terms.score]),
+                "kind": order.index(point.defense) % KINDS,
+                "title": f"{point.defense}: {point.figure:.3g}, "
+                f"{terms.said(point.scores[terms.score])}",
+            }
+            for point in points
+        ],
+    }
+
+
+KINDS = 8
+"""Marks that the template has: four shapes in eight colors, one for each defense, from the first
+again after the last.
+"""
+
+
+def originals(result: Audit, lines: list[tuple[str, str]], score: str) -> list[dict[str, Any]]:
+    """One entry for each sample: its original, and for every `(defense, attack)` the first repeat's
+    reconstruction.
+    """
+    cells = {(c["message"], c["defense"], c["attack"]): c for c in result.cells if not c["repeat"]}
+    shown = _SHOWN[result.settings["kind"]]
+    found: list[dict[str, Any]] = []
+    for number, message in enumerate(result.messages):
+        several = f" (message {number + 1})" if len(message["labels"]) > 1 else ""
+        for place, label in enumerate(message["labels"]):
+            entries = []
+            for defense, attack in lines:
+                cell = cells[number, defense, attack]
+                entry: dict[str, Any] = {"defense": defense, "attack": attack}
+                if "scores" in cell:
+                    entry["score"] = cell["scores"][score][place]
+                    entry |= shown(result, message, cell, place)
+                elif "crash" in cell:
+                    entry |= {"silence": "crashed", "reason": cell["crash"]}
+                else:
+                    entry |= {"silence": "not applicable", "reason": cell["reason"]}
+                entries.append(entry)
+            found.append(
+                {
+                    "title": f"Sample {len(found) + 1}{several}",
+                    "label": label,
+                    "entries": entries,
+                    "image": message["images"][place] if "images" in message else None,
+                }
+            )
+    return found
+
+
+def _image(
+    result: Audit, message: dict[str, Any], cell: dict[str, Any], place: int
+) -> dict[str, Any]:
+    return {"image": cell["images"][place]}
+
+
+def _text(
+    result: Audit, message: dict[str, Any], cell: dict[str, Any], place: int
+) -> dict[str, Any]:
+    original, found = message["ids"][place], cell["ids"][place]
+    ours, theirs = marks(original, found, result.settings["special_ids"])
+    return {
+        "original": _words(message["pieces"][place], ours),
+        "found": _words(cell["pieces"][place], theirs),
+    }
+
+
+_SHOWN = {TEXT.name: _text, IMAGE.name: _image}
+
+
+def _words(pieces: list[str], kinds: list[str]) -> list[tuple[str, str, str]]:
+    """`(blank before it, text, mark)` for each token; parts of a word that are marked alike are
+    one.
+    """
+    words: list[tuple[str, str, str]] = []
+    for piece, kind in zip(pieces, kinds, strict=True):
+        text = piece.lstrip()
+        if words and piece == text and words[-1][2] == kind:
+            blank, before, _ = words[-1]
+            words[-1] = (blank, before + text, kind)
+        elif text:
+            words.append((piece[: len(piece) - len(text)], text, kind))
+    return words
 
 
 def marks(
@@ -147,7 +262,7 @@ def marks(
         special_ids: Count as no word.
 
     Returns:
-        For either text one mark a token: `"exact"` at the same position, `"elsewhere"` at another
+        For either text one mark per token: `"exact"` at the same position, `"elsewhere"` at another
         one, each occurrence once, or `""`. Positions count as `score_text` counts them.
     """
     special = set(special_ids)
@@ -155,9 +270,8 @@ def marks(
         [i for i, token in enumerate(ids) if token >= 0 and token not in special]
         for ids in (found, original)
     )
-    aligned = len(found) == len(
-        original
-    )  # then a special token in the middle is a gap and not a shift
+    # With equal lengths a special token in the middle is a gap, and not a shift.
+    aligned = len(found) == len(original)
     pairs = (
         [(i, i) for i in theirs if i in set(ours)]
         if aligned
@@ -178,200 +292,3 @@ def marks(
                 done[i] = "elsewhere"
                 left[ids[i]] -= 1
     return original_marks, found_marks
-
-
-def chart(result: Audit, table: list[Row]) -> dict[str, Any]:
-    """Where the bars, whiskers and labels of the chart of main scores go, in pixels."""
-    score = result.settings["main_score"]
-    guess = chance_row(result).scores[score].mean
-    left, width, line = 190, 430, 22
-    highest = [
-        e.mean if e.high is None else e.high for row in table if (e := row.scores.get(score))
-    ]
-    top = 1.0 if score == "token_f1" else 10 * math.ceil(max([30.0, guess, *highest]) / 10)
-
-    def x(value: float) -> float:
-        return round(left + width * min(max(value, 0.0), top) / top, 1)
-
-    names = short_labels(list(result.attacks))
-    groups, y = [], 44
-    for defense in result.defenses:
-        bars = []
-        for row in (row for row in table if row.defense == defense):
-            y += line
-            bars.append(
-                {"y": y, "attack": names[row.attack], **_bar(row.scores.get(score), score, x)}
-            )
-        groups.append({"y": y - line * len(bars), "defense": defense, "bars": bars})
-        y += line + 8
-    ticks = (
-        [top * k / 4 for k in range(5)]
-        if score == "token_f1"
-        else [float(t) for t in range(0, int(top) + 1, 10)]
-    )
-    return {
-        "left": left,
-        "height": y,
-        "bottom": y - line,
-        "chance": x(guess),
-        "chance_label": _percent(Estimate(guess), score),
-        "groups": groups,
-        "ticks": [
-            (x(tick), f"{100 * tick:.0f} %" if score == "token_f1" else f"{tick:.0f} dB")
-            for tick in ticks
-        ],
-    }
-
-
-def _bar(value: Estimate | None, score: str, x: Any) -> dict[str, Any]:
-    if value is None:
-        return {"label": "not applicable"}
-    bar = {"end": x(value.mean), "label": _percent(value, score)}
-    return bar if value.low is None else bar | {"low": x(value.low), "high": x(value.high)}
-
-
-def _percent(value: Estimate, score: str) -> str:
-    if score != "token_f1":
-        return f"{show(value)} dB"
-    interval = (
-        ""
-        if value.low is None or value.high is None
-        else f" [{100 * value.low:.0f}, {100 * value.high:.0f}]"
-    )
-    return f"{100 * value.mean:.0f} %{interval}"
-
-
-def scatters(result: Audit) -> list[dict[str, Any]]:
-    """One plot for every figure and attack: an estimator's figure across, logarithmic, the attack's
-    main score up.
-
-    Pixels in a box of 400 by 250. Figures of 0 (nothing was done to the gradient) stand left of the
-    axis' break.
-    """
-    score = result.settings["main_score"]
-    names, order = short_labels(list(result.attacks)), list(result.defenses)
-    plots = []
-    for correlation in correlations(result):
-        found = points(result, correlation.figure, correlation.attack)
-        positive = [math.log10(point.figure) for point in found if point.figure > 0]
-        low, high = (math.floor(min(positive)), math.ceil(max(positive))) if positive else (-1, 0)
-        high = max(high, low + 1)
-        zeros = len(positive) < len(found)
-        left = 92 if zeros else 56
-        top = (
-            1.0
-            if score == "token_f1"
-            else 10 * math.ceil(max([30.0, *(p.scores[score] for p in found)]) / 10)
-        )
-        step = math.ceil((high - low) / 5)
-
-        def x(value: float, left: int = left, low: int = low, high: int = high) -> float:
-            return (
-                round(left + (388 - left) * (math.log10(value) - low) / (high - low), 1)
-                if value > 0
-                else 62.0
-            )
-
-        def y(value: float, top: float = top) -> float:
-            return round(214 - 200 * min(max(value, 0.0), top) / top, 1)
-
-        ticks = (
-            [top * k / 4 for k in range(5)]
-            if score == "token_f1"
-            else [10.0 * k for k in range(int(top) // 10 + 1)]
-        )
-        plots.append(
-            {
-                "title": f"{FIGURES[correlation.figure]}, {names[correlation.attack]}",
-                "coefficient": show_coefficient(correlation.coefficients[score]),
-                "count": correlation.points,
-                "left": left,
-                "zeros": zeros,
-                "across": [(x(10.0**power), power) for power in range(low, high + 1, step)],
-                "up": [
-                    (y(tick), f"{100 * tick:.0f} %" if score == "token_f1" else f"{tick:.0f} dB")
-                    for tick in ticks
-                ],
-                "points": [
-                    {
-                        "x": x(point.figure),
-                        "y": y(point.scores[score]),
-                        "kind": order.index(point.defense) % KINDS,
-                        "title": f"{point.defense}: {point.figure:.3g}, {_percent(Estimate(point.scores[score]), score)}",
-                    }
-                    for point in found
-                ],
-            }
-        )
-    return plots
-
-
-KINDS = 8
-"""Marks that the template has: four shapes in eight colors, one a defense, from the first again
-after the last.
-"""
-
-
-def _samples(result: Audit, lines: list[tuple[str, str]]) -> list[dict[str, Any]]:
-    """One entry a sample: its original, and for every `(defense, attack)` the first repeat's
-    reconstruction.
-    """
-    found = {(c["message"], c["defense"], c["attack"]): c for c in result.cells if c["repeat"] == 0}
-    score = result.settings["main_score"]
-    samples: list[dict[str, Any]] = []
-    for number, message in enumerate(result.messages):
-        for place, label in enumerate(message["labels"]):
-            entries = []
-            for defense, attack in lines:
-                cell = found[number, defense, attack]
-                entry: dict[str, Any] = {
-                    "defense": defense,
-                    "attack": attack,
-                    "reason": cell.get("reason"),
-                }
-                if "scores" in cell:
-                    entry |= {
-                        "score": cell["scores"][score][place],
-                        **_shown(result, message, cell, place),
-                    }
-                entries.append(entry)
-            title = f"Sample {len(samples) + 1}" + (
-                f" (message {number + 1})" if len(message["labels"]) > 1 else ""
-            )
-            samples.append(
-                {
-                    "title": title,
-                    "label": label,
-                    "entries": entries,
-                    "image": message["images"][place] if "images" in message else None,
-                }
-            )
-    return samples
-
-
-def _shown(
-    result: Audit, message: dict[str, Any], cell: dict[str, Any], place: int
-) -> dict[str, Any]:
-    if result.settings["kind"] == "image":
-        return {"image": cell["images"][place]}
-    original, found = message["ids"][place], cell["ids"][place]
-    ours, theirs = marks(original, found, result.settings["special_ids"])
-    return {
-        "original": _words(message["pieces"][place], ours),
-        "found": _words(cell["pieces"][place], theirs),
-    }
-
-
-def _words(pieces: list[str], kinds: list[str]) -> list[tuple[str, str, str]]:
-    """`(blank before it, text, mark)` a token; the parts of a word that are marked alike are
-    one.
-    """
-    words: list[tuple[str, str, str]] = []
-    for piece, kind in zip(pieces, kinds, strict=True):
-        text = piece.lstrip()
-        if words and piece == text and words[-1][2] == kind:
-            blank, before, _ = words[-1]
-            words[-1] = (blank, before + text, kind)
-        elif text:
-            words.append((piece[: len(piece) - len(text)], text, kind))
-    return words

@@ -3,68 +3,132 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import fields
+from os import PathLike
 from typing import Any
 
 import yaml
 
-from ..defenses import Defense, chain, make_defense
+from ..attacks import Attack, make_attack
+from ..defenses import Chain, Defense, chain, make_defense
 
-Spec = str | Mapping[str, Any]
-"""`"name"`, `"name:key=value,key=value"`, or `{"name": {"key": value}}`, where a list of settings
-means several.
+Spec = str | Defense | Attack | Mapping[str, Any]
+"""`"name"`, `"name:key=value,key=value"`, an object, or a mapping: `{"name": {"key": value}}`,
+where a list of settings means several, or `{"label": object}`.
 """
 
+Links = list[tuple[str, dict[str, Any]]]
+"""Names with their settings: one pair, or for a chain its links in order."""
 
-def parse_specs(specs: Spec | Sequence[Spec]) -> dict[str, list[tuple[str, dict[str, Any]]]]:
-    """Named settings in all the ways they may be written.
+
+def parse_specs(specs: Spec | Sequence[Spec]) -> dict[str, Links | Defense | Attack]:
+    """Named settings and objects in all the ways they may be written.
 
     Args:
         specs: One or several of: `"tag:steps=500,restarts=2,span"` (a part without `=`, or with a
             `:`, begins the next one; `+` chains: `"pruning:ratio=0.9+gaussian_noise:scale=0.1"`),
-            or a mapping of names to their settings or to a list of settings, one for each strength.
-            Values are YAML.
+            a `Defense` or `Attack`, or a mapping of names to their settings or to a list of
+            settings, one for each strength, or of labels to objects. Values are YAML.
 
     Returns:
-        `{label: [(name, settings), ...]}`: one pair, or for a chain its links in order. A label
-        says the settings that were given. What is said twice counts once.
+        `{label: [(name, settings), ...]}` or `{label: object}`. A label says the settings that were
+        given, or in which an object differs from its class's defaults. What is said twice counts
+        once.
 
     Raises:
-        ValueError: If it cannot be read as that.
+        ValueError: If it cannot be read as that, or two objects would be called the same.
 
     Example:
         >>> list(parse_specs(["none", {"pruning": [{"ratio": 0.5}, {"ratio": 0.9}]}]))
         ['none', 'pruning:ratio=0.5', 'pruning:ratio=0.9']
     """
-    parsed = []
-    for spec in [specs] if isinstance(specs, str | Mapping) else specs:
-        if isinstance(spec, str):
-            parsed += [
-                [_link(link) for link in re.split(r"\+(?=[A-Za-z])", one)]
-                for one in _separate(spec)
-            ]
-        elif isinstance(spec, Mapping):
-            for name, settings in spec.items():
-                for one in settings if isinstance(settings, list) else [settings]:
-                    if one is not None and not isinstance(one, Mapping):
-                        raise ValueError(
-                            f"The settings of {name} must be a mapping, but are {one!r}."
-                        )
-                    parsed.append(
-                        [(str(name), {key: _number(value) for key, value in (one or {}).items()})]
-                    )
-        else:
-            raise ValueError(f"{spec!r} is neither a name nor a mapping of names to settings.")
-    return {"+".join(map(_label, links)): links for links in parsed}
+    found: dict[str, Links | Defense | Attack] = {}
+    for spec in [specs] if isinstance(specs, str | Mapping | Defense | Attack) else specs:
+        for label, one in _entries(spec):
+            earlier = found.get(label, one)
+            if earlier is not one and not (isinstance(one, list) and isinstance(earlier, list)):
+                raise ValueError(
+                    f"Two are called {label!r}, and nothing would tell their results apart. Give "
+                    "objects labels of their own: {'one': ..., 'other': ...}."
+                )
+            found[label] = one
+    return found
 
 
 def make_defenses(specs: Spec | Sequence[Spec]) -> dict[str, Defense]:
     """`{label: defense}`; see `parse_specs` and `make_defense`."""
-    return {
-        label: chain(*(make_defense(name, **settings) for name, settings in links))
-        for label, links in parse_specs(specs).items()
-    }
+    made = {}
+    for label, one in parse_specs(specs).items():
+        if isinstance(one, Attack):
+            raise ValueError(f"{label} is an attack, where a defense was to be.")
+        made[label] = one if isinstance(one, Defense) else _chained(one)
+    return made
+
+
+def make_attacks(specs: Spec | Sequence[Spec]) -> dict[str, Attack]:
+    """`{label: attack}`; see `parse_specs` and `make_attack`."""
+    made = {}
+    for label, one in parse_specs(specs).items():
+        if isinstance(one, Defense):
+            raise ValueError(f"{label} is a defense, where an attack was to be.")
+        made[label] = one if isinstance(one, Attack) else _single(one)
+    return made
+
+
+def _chained(links: Links) -> Defense:
+    return chain(*(make_defense(name, **settings) for name, settings in links))
+
+
+def _single(links: Links) -> Attack:
+    if len(links) > 1:
+        raise ValueError(f"Attacks cannot be chained: {' + '.join(name for name, _ in links)}.")
+    ((name, settings),) = links
+    return make_attack(name, **settings)
+
+
+def _entries(spec: Spec) -> Iterator[tuple[str, Links | Defense | Attack]]:
+    """What one spec names, with labels."""
+    if isinstance(spec, str):
+        for one in _separate(spec):
+            links = [_link(link) for link in re.split(r"\+(?=[A-Za-z])", one)]
+            yield "+".join(map(_label, links)), links
+    elif isinstance(spec, Defense | Attack):
+        yield _label_of(spec), spec
+    elif isinstance(spec, Mapping):
+        for name, settings in spec.items():
+            for one in settings if isinstance(settings, list) else [settings]:
+                if isinstance(one, Defense | Attack):
+                    yield str(name), one
+                elif one is None or isinstance(one, Mapping):
+                    link = str(name), {key: _number(value) for key, value in (one or {}).items()}
+                    yield _label(link), [link]
+                else:
+                    raise ValueError(f"The settings of {name} must be a mapping, but are {one!r}.")
+    else:
+        raise ValueError(
+            f"{spec!r} is neither a name, nor a defense or an attack, nor a mapping of names to "
+            "settings."
+        )
+
+
+def _label_of(made: Defense | Attack) -> str:
+    """The name of an object with the settings in which it differs from its class's defaults."""
+    if isinstance(made, Chain):
+        return f"{_label_of(made.first)}+{_label_of(made.second)}"
+    given = {}
+    for field in fields(made):  # type: ignore[arg-type]
+        default = field.default_factory() if callable(field.default_factory) else field.default
+        value = getattr(made, field.name)
+        if field.init and field.repr and not _same(value, default):
+            given[field.name] = value
+    return _label((made.name, given))
+
+
+def _same(value: Any, default: Any) -> bool:
+    same = value is default or value == default
+    return same if isinstance(same, bool) else False  # tensors and arrays compare entry by entry
 
 
 def _separate(text: str) -> list[str]:
@@ -109,4 +173,8 @@ def _label(link: tuple[str, dict[str, Any]]) -> str:
 def _shown(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
-    return str(value).removesuffix(".0") if isinstance(value, float) else str(value)
+    if isinstance(value, float):
+        return str(value).removesuffix(".0")
+    if value is None or isinstance(value, int | str | list | tuple | Mapping | PathLike):
+        return str(value)
+    return type(value).__name__

@@ -13,8 +13,10 @@ from .files import load_rows, pick_column
 Sample = tuple[Any, int]
 """A text or an image, with its class id."""
 
-_TEXT_COLUMNS = ("text", "sentence", "content")
-_IMAGE_COLUMNS = ("image", "img", "x_train", "x", "images")
+_COLUMNS = {
+    "text": ("text", "sentence", "content"),
+    "image": ("image", "img", "x_train", "x", "images"),
+}
 _LABEL_COLUMNS = ("label", "labels", "y_train", "y")
 
 
@@ -35,7 +37,7 @@ def load_samples(
     Args:
         dataset: A tsv, csv, json or parquet file, a folder of images (one subfolder a class), an
             npz file of images and labels, or a Hub name.
-        kind: `"text"` or `"image"`.
+        kind: `"text"` or `"image"`: the name of a domain.
         count: How many.
         seed: Of the draw.
         classes: The model's `label2id`, for labels that are names.
@@ -48,7 +50,7 @@ def load_samples(
         ValueError: If there are fewer, there is no such column, or a label is no class of the
             model.
     """
-    usual = _TEXT_COLUMNS if kind == "text" else _IMAGE_COLUMNS
+    usual = _COLUMNS[kind]
     if dataset.endswith(".npz"):
         with np.load(dataset, allow_pickle=False) as arrays:
             names = list(arrays)

@@ -8,6 +8,7 @@ Example:
 """
 
 from ..gradient_map.views import smooth_clip, smoothly_clipped
+from ..registry import ESTIMATORS
 from .accountant import FisherAccountant, example_keys, subsampling_factor
 from .bounds import (
     mse_bound_from_dfil,
@@ -16,6 +17,7 @@ from .bounds import (
     mse_bound_with_prior,
     rdp_of_order_two,
 )
+from .estimators import Estimator, make_estimator
 from .figures import Eigenvalue, Estimate, Influence
 from .fisher import DFIL, dfil, fisher_norm, fisher_trace, fisher_trace_from_sensitivity
 from .influence import (
@@ -29,9 +31,11 @@ from .influence import (
 
 __all__ = [
     "DFIL",
+    "ESTIMATORS",
     "Directions",
     "Eigenvalue",
     "Estimate",
+    "Estimator",
     "FisherAccountant",
     "Influence",
     "dfil",
@@ -43,6 +47,7 @@ __all__ = [
     "inversion_influence",
     "inversion_influence_lower_bound",
     "largest_eigenvalue",
+    "make_estimator",
     "mse_bound_from_dfil",
     "mse_bound_from_norm",
     "mse_bound_from_rdp",

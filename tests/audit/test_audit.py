@@ -22,7 +22,7 @@ from transformers import ResNetConfig, ResNetForImageClassification, ViTImagePro
 from hf_gradguard import DEFENSES, GradientMap
 from hf_gradguard.attacks import ATTACKS, Attack, Observation, Reconstruction
 from hf_gradguard.attacks.matching.text import Tag
-from hf_gradguard.audit import Audit, audit, markdown_table, rows, verdicts, write_report
+from hf_gradguard.audit import Audit, audit, markdown_table, summarize, write_report
 from hf_gradguard.audit.cells import digest
 from hf_gradguard.audit.report import html_report, marks
 from hf_gradguard.audit.specs import parse_specs
@@ -91,9 +91,9 @@ def test_specs_in_all_ways() -> None:
         "span": [("span", {})],
         "lamp:every=3": [("lamp", {"every": 3})],
     }
-    assert parse_specs("tag:leave_out=[a, b],signed=true,learning_rate=1e-3")["tag:leave_out=['a', 'b'],signed=true,learning_rate=0.001"] == [
-        ("tag", {"leave_out": ["a", "b"], "signed": True, "learning_rate": 1e-3})
-    ]  # fmt: skip
+    assert parse_specs("tag:leave_out=[a, b],signed=true,learning_rate=1e-3")[
+        "tag:leave_out=['a', 'b'],signed=true,learning_rate=0.001"
+    ] == [("tag", {"leave_out": ["a", "b"], "signed": True, "learning_rate": 1e-3})]
     assert parse_specs("pruning:ratio=0.9+gaussian_noise:scale=1e+3") == {
         "pruning:ratio=0.9+gaussian_noise:scale=1000": [
             ("pruning", {"ratio": 0.9}),
@@ -173,7 +173,8 @@ def test_an_interrupted_audit_goes_on(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(Tag, "reconstruct", counted)
     with pytest.raises(KeyboardInterrupt):
         audit(model, tokenizer, TEXTS[:2], output=tmp_path / "parts", **settings)
-    assert not (tmp_path / "parts" / "audit.json").exists()
+    partial = json.loads((tmp_path / "parts" / "audit.json").read_text())
+    assert len(partial["cells"]) == 2 * 2  # one message of two
     resumed = audit(model, tokenizer, TEXTS[:2], output=tmp_path / "parts", **settings)
     assert len(calls) == 3 + 2  # of four cells of tag two were there
     assert without_times(resumed) == without_times(whole)
@@ -223,10 +224,29 @@ def test_a_changed_setting_starts_new_cells(tmp_path: Path, spy: type[Spy]) -> N
 def test_digest_tells_apart() -> None:
     model, _ = text_model()
     values = [
-        torch.zeros(2), torch.zeros(3), torch.zeros(2, dtype=torch.float64), torch.zeros(1, 2), np.zeros(2), [0, 0],
-        (0, 0), {"a": 1}, {"a": "1"}, {"b": 1}, ["ab", "c"], ["a", "bc"], None, 0, False, model, [[1], 2], [[1, 2]],
-        ATTACKS["tag"](), ATTACKS["tag"](steps=3), DEFENSES["pruning"](), DEFENSES["optimal_pruning"](),
-    ]  # fmt: skip
+        torch.zeros(2),
+        torch.zeros(3),
+        torch.zeros(2, dtype=torch.float64),
+        torch.zeros(1, 2),
+        np.zeros(2),
+        [0, 0],
+        (0, 0),
+        {"a": 1},
+        {"a": "1"},
+        {"b": 1},
+        ["ab", "c"],
+        ["a", "bc"],
+        None,
+        0,
+        False,
+        model,
+        [[1], 2],
+        [[1, 2]],
+        ATTACKS["tag"](),
+        ATTACKS["tag"](steps=3),
+        DEFENSES["pruning"](),
+        DEFENSES["optimal_pruning"](),
+    ]
     assert len({digest(value) for value in values}) == len(values)
     assert digest({"a": 1, "b": 2}) == digest({"b": 2, "a": 1})
     assert digest(ATTACKS["tag"]()) == digest(ATTACKS["tag"]())
@@ -244,8 +264,13 @@ def test_an_output_that_cannot_be_written_to(tmp_path: Path, spy: type[Spy]) -> 
 
 def test_every_defense_and_attack_has_the_same_seeds(tmp_path: Path, spy: type[Spy]) -> None:
     audit(
-        *text_model(), TEXTS[:2], ["gaussian_noise:scale=1", "gaussian_noise:scale=2"], "spy", output=tmp_path, repeats=2
-    )  # fmt: skip
+        *text_model(),
+        TEXTS[:2],
+        ["gaussian_noise:scale=1", "gaussian_noise:scale=2"],
+        "spy",
+        output=tmp_path,
+        repeats=2,
+    )
     states = torch.stack([state for _, state in spy.seen]).view(
         4, 3, -1
     )  # messages and repeats, defenses
@@ -287,7 +312,16 @@ def test_only_what_is_granted_is_seen(tmp_path: Path, spy: type[Spy]) -> None:
         assert seen.attention_mask is None
         assert seen.input_shape == (1, 8)  # whatever the text's length
 
-    audit(model, tokenizer, TEXTS[:1], "gaussian_noise:scale=2", "spy", output=tmp_path / "c", noise_known=True, share_input_embeddings=True)  # fmt: skip
+    audit(
+        model,
+        tokenizer,
+        TEXTS[:1],
+        "gaussian_noise:scale=2",
+        "spy",
+        output=tmp_path / "c",
+        noise_known=True,
+        share_input_embeddings=True,
+    )
     (plain, _), (seen, _) = spy.seen[-2:]
     assert plain.noise_variance is None
     assert all((variance - 4).abs().max() < 1e-5 for variance in seen.noise_variance.values())
@@ -331,7 +365,18 @@ def test_every_message_is_a_defenses_first(tmp_path: Path, spy: type[Spy]) -> No
     key = [p for p in (tmp_path / "cells").iterdir() if "scores" in json.loads(p.read_text())]
     for path in key:
         path.unlink()
-    (first_only, second_again) = (audit(model, tokenizer, TEXTS[:n], "optimal_noise:refresh_every=5", "spy", output=tmp_path, reference=False) for n in (1, 2))  # fmt: skip
+    (first_only, second_again) = (
+        audit(
+            model,
+            tokenizer,
+            TEXTS[:n],
+            "optimal_noise:refresh_every=5",
+            "spy",
+            output=tmp_path,
+            reference=False,
+        )
+        for n in (1, 2)
+    )
     assert len(spy.seen) == 2
     assert len(first_only.cells) == 1
     assert len(second_again.cells) == 2
@@ -410,14 +455,14 @@ def test_attacks_that_refuse_are_recorded(tmp_path: Path) -> None:
         "lamp:steps=1,inverting_gradients:steps=1",
         output=tmp_path,
     )
-    lamp, other = rows(result)
+    lamp, other = summarize(result).rows
     assert not lamp.scores
     assert "is for text" in lamp.reasons[0]
     assert other.messages == 2
-    table = markdown_table(result)
+    table = markdown_table(summarize(result))
     assert "not applicable" in table
     assert "- lamp:steps=1: lamp moves words" in table
-    assert "lamp moves words" in html_report(result)
+    assert "lamp moves words" in html_report(summarize(result))
 
 
 def test_an_attack_that_refuses_one_message_is_scored_on_the_others(
@@ -430,23 +475,28 @@ def test_an_attack_that_refuses_one_message_is_scored_on_the_others(
 
     spy.answer = staticmethod(answer)
     result = audit(*text_model(), TEXTS, "none", "spy", output=tmp_path)
-    (row,) = rows(result)
+    (row,) = summarize(result).rows
     assert row.messages == 3
     assert row.reasons == ["too short"]
-    assert "(3 of 4)" in markdown_table(result)
+    assert "(3 of 4)" in markdown_table(summarize(result))
 
 
 @pytest.mark.parametrize(
     ("found", "reason"),
-    [(Reconstruction(), "gave no text"), (Reconstruction(token_ids=[[1], [2]]), "2 predictions")],
+    [
+        (Reconstruction(), "gave no text"),
+        # A broken contract is a fault of the attack, and no refusal.
+        (Reconstruction(token_ids=[[1], [2]]), "TypeError: spy returned token_ids of 2 samples"),
+    ],
 )
 def test_reconstructions_that_cannot_be_scored(
     found: Reconstruction, reason: str, tmp_path: Path, spy: type[Spy]
 ) -> None:
     spy.answer = staticmethod(lambda seen: found)
     result = audit(*text_model(), TEXTS[:1], "none", "spy", output=tmp_path)
-    assert reason in result.cells[0]["reason"]
-    assert verdicts(result)[0].standing == "unknown"
+    cell = result.cells[0]
+    assert reason in cell["crash" if reason.startswith("TypeError") else "reason"]
+    assert summarize(result).verdicts[0].standing == "unknown"
 
 
 def test_a_defense_that_refuses_is_recorded(
@@ -463,7 +513,7 @@ def test_a_defense_that_refuses_is_recorded(
     result = audit(*text_model(), TEXTS[:1], "shy", "spy", output=tmp_path)
     assert [cell.get("reason") for cell in result.cells] == [None, "not this batch"]
     assert len(spy.seen) == 1
-    assert "nothing is known" in verdicts(result)[1].text
+    assert "nothing is known" in summarize(result).verdicts[1].text
 
 
 # --- scores
@@ -477,7 +527,7 @@ def test_scores_are_those_of_score_text_in_any_order(tmp_path: Path, spy: type[S
     )
     result = audit(model, tokenizer, TEXTS[:2], "none", "spy", output=tmp_path, batch_size=2)
     expected = score_text(guesses, [text for text, _ in TEXTS[:2]], tokenizer=tokenizer)
-    (row,) = rows(result)
+    (row,) = summarize(result).rows
     assert {name: e.mean for name, e in row.scores.items()} == pytest.approx(expected.mean)
     assert (row.scores["token_f1"].low, row.scores["token_f1"].high) == pytest.approx(
         expected.interval["token_f1"]
@@ -502,7 +552,12 @@ def test_images_are_scored_in_pixels(tmp_path: Path, spy: type[Spy]) -> None:
     assert psnr[1] > 80
     assert mse[0] == pytest.approx((1 - samples[0][0][0, 0, 0] / 255) ** 2 / 192, rel=1e-3)
     assert spy.seen[0][0].image_mean == [0.5, 0.5, 0.5]
-    assert all(shown == original for shown, original in zip(result.cells[0]["images"][1:], result.messages[0]["images"][1:], strict=True))  # fmt: skip
+    assert all(
+        shown == original
+        for shown, original in zip(
+            result.cells[0]["images"][1:], result.messages[0]["images"][1:], strict=True
+        )
+    )
 
 
 def test_an_image_attack_that_diverges_counts_as_gray(tmp_path: Path, spy: type[Spy]) -> None:
@@ -518,9 +573,9 @@ def test_chance_of_texts_is_other_texts(tmp_path: Path, spy: type[Spy]) -> None:
     result = audit(model, tokenizer, TEXTS[:3], "none", "spy", output=tmp_path / "a")
     # w1 w2 w3 | w2 w3 w4 w5 | w7 w8: two common words of three and four, F1 4/7, and none.
     assert [guess["token_f1"][0] for guess in result.chance] == pytest.approx([2 / 7, 2 / 7, 0])
-    assert "texts of other messages" in markdown_table(result)
+    assert "texts of other messages" in markdown_table(summarize(result))
     alone = audit(model, tokenizer, TEXTS[:1], "none", "spy", output=tmp_path / "b")
-    assert "random words" in markdown_table(alone)
+    assert "random words" in markdown_table(summarize(alone))
     assert 0 <= alone.chance[0]["token_f1"][0] < 0.8
     again = audit(model, tokenizer, TEXTS[:1], "none", "spy", output=tmp_path / "c")
     assert alone.chance == again.chance
@@ -536,8 +591,8 @@ def test_chance_of_images_is_gray(tmp_path: Path) -> None:
 
 def test_labels_read_off_the_gradient_are_counted(tmp_path: Path) -> None:
     result = audit(*text_model(), TEXTS, "none", "tag:steps=1", output=tmp_path, labels_known=False)
-    assert rows(result)[0].labels == 1.0
-    assert "100 %" in html_report(result)
+    assert summarize(result).rows[0].labels == 1.0
+    assert "100 %" in html_report(summarize(result))
 
 
 def made(
@@ -551,19 +606,40 @@ def made(
     attacks = attacks or list(dict.fromkeys(key.split("/")[1] for key in scores))
     count = len(next(iter(scores.values())))
     cells = [
-        {"message": m, "repeat": r, "defense": key.split("/")[0], "attack": key.split("/")[1], "scores": {"token_f1": [value]}, "ids": [[5]], "pieces": [["x"]]}
-        for r in range(repeats) for key, values in scores.items() for m, value in enumerate(values)
-    ]  # fmt: skip
+        {
+            "message": m,
+            "repeat": r,
+            "defense": key.split("/")[0],
+            "attack": key.split("/")[1],
+            "scores": {"token_f1": [value]},
+            "ids": [[5]],
+            "pieces": [["x"]],
+        }
+        for r in range(repeats)
+        for key, values in scores.items()
+        for m, value in enumerate(values)
+    ]
     settings = {
         "kind": "text",
         "main_score": "token_f1",
         "samples": count,
         "batch_size": 1,
         "chance": "other texts",
+        "messages": count,
+        "repeats": repeats,
+        "estimators": {
+            name: {"title": name, "meaning": "an error"}
+            for name in ("i2f_lower_bound", "dfil_bound")
+        },
     }
     messages = [{"ids": [[5]], "pieces": [["x"]], "labels": [0]}] * count
     jitter = [{"token_f1": [chance + 0.01 * (m % 2)]} for m in range(count)]
-    shared = [{"message": m, "repeat": 0, "defense": name} for name in names for m in range(count)]
+    shared = [
+        {"message": m, "repeat": r, "defense": name}
+        for r in range(repeats)
+        for name in names
+        for m in range(count)
+    ]
     return Audit(
         settings, {n: {} for n in names}, {a: {} for a in attacks}, messages, jitter, shared, cells
     )
@@ -575,21 +651,49 @@ HIGH, MIDDLE, LOW = [0.9, 1.0, 0.95, 0.85], [0.5, 0.6, 0.45, 0.55], [0.1, 0.3, 0
 @pytest.mark.parametrize(
     ("scores", "standings", "words"),
     [
-        ({"none/tag": HIGH}, ["open"], "tag recovers 92 % of the words [85 to 100]; chance is 20 %."),
-        ({"none/tag": HIGH, "d/tag": MIDDLE}, ["open", "reduced"], "where undefended tag recovers 92 %; chance is 20 %. Better than chance"),
-        ({"none/tag": HIGH, "d/tag": HIGH[::-1]}, ["open", "open"], "not distinguishable from no defense"),
-        ({"none/tag": HIGH, "d/tag": LOW}, ["open", "chance"], "Not distinguishable from chance under these attacks on these 4 texts."),
-        ({"none/tag": HIGH, "d/tag": [0.0, 0.01, 0.0, 0.02]}, ["open", "chance"], "No better than chance under these attacks"),
-        ({"none/tag": LOW, "d/tag": LOW}, ["unknown", "unknown"], "These attacks fail undefended as well, so this says nothing."),
+        (
+            {"none/tag": HIGH},
+            ["open"],
+            "tag recovers 92 % of the words [85 to 100]; chance is 20 %.",
+        ),
+        (
+            {"none/tag": HIGH, "d/tag": MIDDLE},
+            ["open", "reduced"],
+            "where undefended tag recovers 92 %; chance is 20 %. Better than chance",
+        ),
+        (
+            {"none/tag": HIGH, "d/tag": HIGH[::-1]},
+            ["open", "open"],
+            "not distinguishable from no defense",
+        ),
+        (
+            {"none/tag": HIGH, "d/tag": LOW},
+            ["open", "chance"],
+            "Not distinguishable from chance under these attacks on these 4 texts.",
+        ),
+        (
+            {"none/tag": HIGH, "d/tag": [0.0, 0.01, 0.0, 0.02]},
+            ["open", "chance"],
+            "No better than chance under these attacks",
+        ),
+        (
+            {"none/tag": LOW, "d/tag": LOW},
+            ["unknown", "unknown"],
+            "These attacks fail undefended as well, so this says nothing.",
+        ),
         ({"d/tag": LOW}, ["unknown"], "which was not tried, so this says nothing"),
         ({"d/tag": HIGH}, ["unknown"], "Undefended was not tried"),
         ({"none/tag": [0.9]}, ["unknown"], "no interval, so this is an anecdote"),
         # The strongest attack counts, whichever it is.
-        ({"none/tag": HIGH, "none/span": HIGH, "d/tag": LOW, "d/span": MIDDLE}, ["open", "reduced"], " (tag 20 %), where undefended tag recovers 92 %"),
+        (
+            {"none/tag": HIGH, "none/span": HIGH, "d/tag": LOW, "d/span": MIDDLE},
+            ["open", "reduced"],
+            " (tag 20 %), where undefended tag recovers 92 %",
+        ),
     ],
-)  # fmt: skip
+)
 def test_verdicts(scores: dict[str, list[float]], standings: list[str], words: str) -> None:
-    found = verdicts(made(scores))
+    found = summarize(made(scores)).verdicts
     assert [verdict.standing for verdict in found] == standings
     assert words in found[-1].text
     assert not any("safe" in verdict.text for verdict in found)
@@ -604,7 +708,7 @@ def test_few_words_in_their_places_are_a_leak() -> None:
         ]
     for guess in result.chance:
         guess["position_accuracy"] = [0.02]
-    verdict = verdicts(result)[1]
+    verdict = summarize(result).verdicts[1]
     assert verdict.standing == "reduced"
     assert verdict.text.endswith(
         "In position_accuracy tag is better than chance (0.12 against 0.02): it still leaks."
@@ -612,7 +716,10 @@ def test_few_words_in_their_places_are_a_leak() -> None:
 
 
 def test_repeats_are_no_new_samples() -> None:
-    once, often = rows(made({"none/tag": LOW})), rows(made({"none/tag": LOW}, repeats=5))
+    once, often = (
+        summarize(made({"none/tag": LOW})).rows,
+        summarize(made({"none/tag": LOW}, repeats=5)).rows,
+    )
     assert once == often
 
 
@@ -679,7 +786,7 @@ def test_the_report_escapes_and_loads_nothing(tmp_path: Path) -> None:
         "tag:steps=2",
         output=tmp_path,
     )
-    text = write_report(result, tmp_path).read_text()
+    text = write_report(summarize(result), tmp_path).read_text()
     page = Page(text)
     assert not page.open
     assert not {"script", "link", "iframe", "object"} & set(page.tags)
@@ -688,7 +795,7 @@ def test_the_report_escapes_and_loads_nothing(tmp_path: Path) -> None:
     assert "&lt;script&gt;alert(1)&lt;/script&gt;" in text
     assert "url(" not in text
     assert "@import" not in text
-    assert (tmp_path / "table.md").read_text() == markdown_table(result)
+    assert (tmp_path / "table.md").read_text() == markdown_table(summarize(result))
 
 
 def test_the_report_of_images_is_self_contained(tmp_path: Path) -> None:
@@ -699,7 +806,7 @@ def test_the_report_of_images_is_self_contained(tmp_path: Path) -> None:
         "inverting_gradients:steps=1",
         output=tmp_path,
     )
-    page = Page(html_report(result))
+    page = Page(html_report(summarize(result)))
     assert not page.open
     assert page.tags.count("img") == 2 * (1 + 2)
     assert all(source.startswith("data:image/png;base64,iVBOR") for source in page.sources)
@@ -708,7 +815,9 @@ def test_the_report_of_images_is_self_contained(tmp_path: Path) -> None:
 def test_the_report_says_the_threat_model(tmp_path: Path, spy: type[Spy]) -> None:
     model, tokenizer = text_model()
     known = html_report(
-        audit(model, tokenizer, TEXTS[:1], "none", "spy", output=tmp_path, noise_known=True)
+        summarize(
+            audit(model, tokenizer, TEXTS[:1], "none", "spy", output=tmp_path, noise_known=True)
+        )
     )
     model.train()
     grants: dict[str, Any] = {
@@ -717,9 +826,10 @@ def test_the_report_says_the_threat_model(tmp_path: Path, spy: type[Spy]) -> Non
         "share_input_embeddings": True,
         "batch_size": 2,
     }
-    hidden = html_report(
-        audit(model, tokenizer, TEXTS[:2], "none", "spy", output=tmp_path, max_length=8, **grants)
+    result = audit(
+        model, tokenizer, TEXTS[:2], "none", "spy", output=tmp_path, max_length=8, **grants
     )
+    hidden = html_report(summarize(result))
     for yes, no in [
         ("It knows the labels", "does not know the labels"),
         ("how many tokens each text has", "all are padded to 8 tokens"),
@@ -778,7 +888,13 @@ def test_command_line_for_texts(text_folder: Path, capsys: pytest.CaptureFixture
     assert (output / "table.md").read_text() in printed
     assert str(text_folder) not in (output / "report.html").read_text()
 
-    settings = {"defense": {"pruning": [{"ratio": 0.5}, {"ratio": 0.9}]}, "attack": ["tag:steps=2"], "samples": 1, "labels_known": True, "reference": False}  # fmt: skip
+    settings = {
+        "defense": {"pruning": [{"ratio": 0.5}, {"ratio": 0.9}]},
+        "attack": ["tag:steps=2"],
+        "samples": 1,
+        "labels_known": True,
+        "reference": False,
+    }
     (text_folder / "audit.json").write_text(json.dumps(settings))
     config = ["--config", str(text_folder / "audit.json"), "--output", str(text_folder / "other")]
     assert main([*base, *config, "--no-labels_known"]) == 0  # flags over the file
@@ -806,9 +922,12 @@ def test_command_line_for_texts(text_folder: Path, capsys: pytest.CaptureFixture
     ],
 )
 def test_command_line_errors(
-    change: dict[str, str | None], message: str, text_folder: Path, capsys: pytest.CaptureFixture[str],
+    change: dict[str, str | None],
+    message: str,
+    text_folder: Path,
+    capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     monkeypatch.chdir(text_folder)
     (text_folder / "wrong.yaml").write_text("atack: tag")
     flags = {

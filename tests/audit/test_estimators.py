@@ -19,12 +19,11 @@ from test_audit import Audit, Spy, image_model, images, made, spy, text_model, w
 from torch import Tensor, nn
 
 from hf_gradguard import GradientMap
-from hf_gradguard.audit import audit, markdown_table
-from hf_gradguard.audit.estimators import figures
+from hf_gradguard.audit import audit, markdown_table, summarize
 from hf_gradguard.audit.report import html_report, scatters
-from hf_gradguard.audit.table import correlations, figure_mean, points
+from hf_gradguard.audit.table import show_mean
 from hf_gradguard.defenses import Message, Noise
-from hf_gradguard.leakage import largest_eigenvalue
+from hf_gradguard.leakage.estimators import make_estimator
 
 TEXTS = [("w1 w2 w3", 1), ("w2 w3 w4 w5", 0), ("w7 w8", 2), ("w1 w9 w10 w11", 1)]
 STRENGTHS = [f"gaussian_noise:relative_scale={scale}" for scale in (0.1, 1, 10)]
@@ -110,20 +109,21 @@ def test_infinite_bounds_and_complete_leaks() -> None:
         Linear(torch.tensor([[2.0, 0.0], [0.0, 0.0]]).double()),
         {"pixel_values": torch.ones(2, 1, 1, 1, dtype=torch.double)},
     )
-    top = largest_eigenvalue(gmap)
     shared = {name: g + 0.5 for name, g in gmap.gradient().items()}
 
     def message(variance: torch.Tensor) -> Message:
         return Message(shared, noise=Noise({"theta": variance}, {"theta": variance}))
 
+    influence, bound = (make_estimator(name, gmap) for name in ("i2f_lower_bound", "dfil_bound"))
     noisy = message(torch.tensor([0.25, 0.25]).double())
-    found = figures(gmap, noisy, top, torch.Generator().manual_seed(0))
-    assert found["i2f_lower_bound"] == pytest.approx([0.25, 0])  # ‖2 · 0.5‖/4
-    assert found["dfil_bound"][0] == pytest.approx(0.5 / 2, rel=0.3)  # σ/|a|, by 50 probes
-    assert found["dfil_bound"][1] is None
+    assert influence(noisy).tolist() == pytest.approx([0.25, 0])  # ‖2 · 0.5‖/4
+    found = bound(noisy, torch.Generator().manual_seed(0)).tolist()
+    assert found[0] == pytest.approx(0.5 / 2, rel=0.3)  # σ/|a|, by 50 probes
+    assert found[1] == math.inf
     silent = message(torch.zeros(2).double())
-    bare = figures(gmap, silent, top, torch.Generator().manual_seed(0))
-    assert bare["dfil_bound"] == [0.0, None]
+    assert bound(silent, torch.Generator().manual_seed(0)).tolist() == [0.0, math.inf]
+    with pytest.raises(ValueError, match="Gaussian noise of known covariance"):
+        bound(Message(shared))
 
 
 def test_no_second_derivatives_is_said(
@@ -132,13 +132,15 @@ def test_no_second_derivatives_is_said(
     def fail(*_: Any) -> Any:
         raise ArithmeticError("The largest eigenvalue is not known.")
 
-    monkeypatch.setattr("hf_gradguard.audit.run.largest_eigenvalue", fail)
+    monkeypatch.setattr("hf_gradguard.leakage.estimators.largest_eigenvalue", fail)
     model, tokenizer = text_model()
     result = audit(model, tokenizer, TEXTS[:1], [], "spy", output=tmp_path)
-    assert result.shared[0]["figures"] == {"reason": "The largest eigenvalue is not known."}
-    assert correlations(result) == scatters(result) == []
-    assert "The largest eigenvalue is not known." in html_report(result)
-    assert "- The largest eigenvalue is not known." in markdown_table(result)
+    assert result.shared[0]["figures"] == {}
+    reason = result.shared[0]["no_figures"]["i2f_lower_bound"]
+    assert reason == "The largest eigenvalue is not known."
+    assert summarize(result).correlations == scatters(summarize(result)) == []
+    assert "The largest eigenvalue is not known." in html_report(summarize(result))
+    assert "- The largest eigenvalue is not known." in markdown_table(summarize(result))
 
 
 # --- correlations and the plot
@@ -163,7 +165,7 @@ def test_spearman_by_hand() -> None:
         {"none/tag": [0.9, 0.7, 0.8], "d/tag": [0.5, 0.1, 0.3]},
         {"none": [0.1, 0.2, 0.3], "d": [4.0, 50.0, 600.0]},
     )
-    (row,) = correlations(result)
+    (row,) = summarize(result).correlations
     assert (row.figure, row.attack, row.points) == ("i2f_lower_bound", "tag", 6)
     assert row.coefficients == {"token_f1": pytest.approx(-31 / 35)}
 
@@ -171,14 +173,15 @@ def test_spearman_by_hand() -> None:
 def test_what_tells_nothing_has_no_coefficient() -> None:
     constant = with_figures({"none/tag": [0.9, 0.7, 0.8]}, {"none": [0.0, 0.0, 0.0]})
     few = with_figures({"none/tag": [0.9, 0.7, 0.8]}, {"none": [0.1, 0.2, None]})
-    assert [correlations(result)[0].coefficients for result in (constant, few)] == [
+    assert [summarize(result).correlations[0].coefficients for result in (constant, few)] == [
         {"token_f1": None}
     ] * 2
-    assert [correlations(result)[0].points for result in (constant, few)] == [3, 2]
-    assert correlations(with_figures({"none/tag": [0.9, 0.7, 0.8]}, {})) == []
-    assert figure_mean(few, "none", "i2f_lower_bound") == "∞"
-    assert figure_mean(constant, "none", "i2f_lower_bound") == "0"
-    assert figure_mean(constant, "none", "dfil_bound") == ""
+    assert [summarize(result).correlations[0].points for result in (constant, few)] == [3, 2]
+    assert summarize(with_figures({"none/tag": [0.9, 0.7, 0.8]}, {})).correlations == []
+    few_means, means = (summarize(result).shared["none"] for result in (few, constant))
+    assert show_mean(few_means["i2f_lower_bound"]) == "∞"
+    assert show_mean(means["i2f_lower_bound"]) == "0"
+    assert show_mean(means["dfil_bound"]) == ""
 
 
 def test_attacks_that_were_not_applicable_have_no_points() -> None:
@@ -187,9 +190,8 @@ def test_attacks_that_were_not_applicable_have_no_points() -> None:
         if cell["attack"] == "span" and cell["message"] == 0:
             del cell["scores"]
             cell["reason"] = "no"
-    assert [(p.defense, p.figure, p.scores) for p in points(result, "i2f_lower_bound", "span")] == [
-        ("none", 2.0, {"token_f1": 0.2})
-    ]
+    found = {c.attack: c.common for c in summarize(result).correlations}["span"]
+    assert [(p.defense, p.figure, p.scores) for p in found] == [("none", 2.0, {"token_f1": 0.2})]
 
 
 def test_where_the_points_are() -> None:
@@ -197,7 +199,7 @@ def test_where_the_points_are() -> None:
     result = with_figures(
         {"none/tag": [1.0, 0.5], "d/tag": [0.25, 0.0]}, {"none": [0.0, 0.1], "d": [1.0, 60.0]}
     )
-    (plot,) = scatters(result)
+    (plot,) = scatters(summarize(result))
     left, right = plot["left"], 388
     assert [(p["x"], p["y"], p["kind"]) for p in plot["points"]] == [
         (62.0, 14.0, 0),
@@ -213,14 +215,14 @@ def test_the_report_of_an_audit_shows_all_points(tmp_path: Path, spy: type[Spy])
     result = audit(
         *image_model(), images(3), STRENGTHS, "inverting_gradients:steps=2", output=tmp_path
     )
-    assert [(c.figure, c.points) for c in correlations(result)] == [
+    assert [(c.figure, c.points) for c in summarize(result).correlations] == [
         ("i2f_lower_bound", 12),
         ("dfil_bound", 9),
     ]
-    assert {"mse", "rmse", "psnr", "ssim"} <= set(correlations(result)[0].coefficients)
-    page = html_report(result)
+    assert {"mse", "rmse", "psnr", "ssim"} <= set(summarize(result).correlations[0].coefficients)
+    page = html_report(summarize(result))
     assert page.count("<g>") == 12 + 9
     assert "I²F lower bound, inverting_gradients" in page
-    table = markdown_table(result)
+    table = markdown_table(summarize(result))
     assert "| I²F lower bound | dFIL bound |" in table
     assert "I²F lower bound, inverting_gradients:steps=2" in table

@@ -1,0 +1,174 @@
+"""All that can be set of an audit, with defaults and help: for Python, files and flags.
+
+Nothing heavy is imported here, so that `gradguard audit --help` answers at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from numbers import Integral
+from typing import Any, Self, get_args, get_type_hints
+
+
+def _option(default: Any, text: str) -> Any:
+    """A field with its sentence of help, which the command line shows."""
+    return field(default=default, metadata={"help": text})
+
+
+@dataclass(kw_only=True)
+class AuditSettings:
+    """The terms of an audit, equal for all defenses and attacks. The keywords of `audit`.
+
+    Args:
+        batch_size: Samples in a message.
+        repeats: Times that each message is protected and attacked, with fresh seeds.
+        seed: Of all randomness. An audit is no place to hide anything: its noise is reproducible.
+        max_length: Longer texts are cut to so many tokens.
+        labels_known: Grant the labels to the attacker.
+        lengths_known: Grant the texts' lengths. Without it texts are padded to `max_length` and the
+            mask is withheld.
+        noise_known: Grant the covariance of the Gaussian noise in a message.
+        share_input_embeddings: Share the token embeddings' gradient, which names the words.
+        reference: Add the row `none`, without which nobody can tell whether the attacks work at
+            all.
+
+    Raises:
+        ValueError: For numbers out of range.
+
+    Example:
+        >>> AuditSettings(labels_known=False).batch_size
+        1
+    """
+
+    batch_size: int = _option(1, "samples in a message")
+    repeats: int = _option(1, "times each message is protected and attacked")
+    seed: int = _option(0, "of the draw, the defenses and the attacks")
+    max_length: int = _option(64, "tokens; longer texts are cut")
+    labels_known: bool = _option(True, "the attacker knows the labels")
+    lengths_known: bool = _option(True, "the attacker knows the texts' lengths")
+    noise_known: bool = _option(False, "the attacker knows the noise's covariance")
+    share_input_embeddings: bool = _option(False, "share the token embeddings' gradient")
+    reference: bool = _option(True, "the row without a defense")
+
+    def __post_init__(self) -> None:
+        for name, least in (("batch_size", 1), ("repeats", 1), ("seed", 0), ("max_length", 1)):
+            value: Any = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
+                raise ValueError(
+                    f"{name} must be a whole number of at least {least}, but is {value!r}."
+                )
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> Self:
+        """Settings from a mapping.
+
+        Raises:
+            TypeError: For an unknown name, listing those there are.
+        """
+        names = [field.name for field in fields(cls)]
+        if unknown := sorted(set(given) - set(names)):
+            raise TypeError(
+                f"An audit has no setting {', '.join(unknown)}. It has: {', '.join(names)}."
+            )
+        return cls(**given)
+
+
+@dataclass(kw_only=True)
+class CommandSettings(AuditSettings):
+    """What `gradguard audit` takes: the terms of the audit, and what is audited with what."""
+
+    model: str = _option("", "text or image classifier: a folder or a Hub name")
+    dataset: str = _option(
+        "",
+        "tsv, csv, json, parquet or npz (images) file, a folder of images, or a Hub name",
+    )
+    dataset_config: str | None = _option(None, "of a Hub data set with several")
+    split: str = _option("train", "of a Hub data set or a folder")
+    column: str | None = _option(None, "of texts or images. Default: the usual ones")
+    label_column: str | None = _option(None, "of class ids or names. Default: the usual ones")
+    # A mapping in a file, so neither has a type that says more.
+    defense: Any = field(
+        default="none",
+        metadata={
+            "help": "NAME or NAME:key=value,key=value; repeat for more rows, A+B to chain. See "
+            "`gradguard defenses`"
+        },
+    )
+    attack: Any = field(
+        default=None,
+        metadata={
+            "help": "NAME or NAME:key=value,key=value; repeat for more, or several at once: "
+            "tag:steps=500,span"
+        },
+    )
+    output: str = _option("", "folder to write to; an interrupted audit in it goes on")
+    samples: int = _option(8, "drawn at random from the data")
+    device: str | None = _option(None, "Default: cuda if there is one")
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """One flag for each field of `CommandSettings`, and `--config` for a file of them."""
+    parser.add_argument(
+        "--config", help="YAML or JSON file of settings, called like the flags; flags override it"
+    )
+    terms = {field.name for field in fields(AuditSettings)}
+    types = get_type_hints(CommandSettings)
+    for one in sorted(fields(CommandSettings), key=lambda field: field.name in terms):
+        kinds = get_args(types[one.name]) or (types[one.name],)
+        how: dict[str, Any] = {}
+        if bool in kinds:
+            how = {"action": argparse.BooleanOptionalAction}
+        elif int in kinds:
+            how = {"type": int}
+        elif str not in kinds:  # specs of defenses and attacks
+            how = {"action": "append"}
+        parser.add_argument(
+            f"--{one.name}",
+            # What was not given must not hide what a file says.
+            default=argparse.SUPPRESS,
+            help=one.metadata["help"] + _said(one.default),
+            **how,
+        )
+
+
+def read_settings(given: Mapping[str, Any]) -> CommandSettings:
+    """Flags over the file that `config` names over defaults.
+
+    Args:
+        given: Flags that were given, by name.
+
+    Raises:
+        ValueError: For settings that are missing, unknown or out of range.
+        OSError: If the file cannot be read.
+    """
+    given = dict(given)
+    settings = CommandSettings.of(_read(given.pop("config", None)) | given)
+    required = ("model", "dataset", "attack", "output")
+    if missing := [f"--{name}" for name in required if not getattr(settings, name)]:
+        raise ValueError(f"{', '.join(missing)} must be given.")
+    return settings
+
+
+def _read(path: str | None) -> dict[str, Any]:
+    if path is None:
+        return {}
+    import yaml
+
+    with open(path, encoding="utf-8") as file:
+        values = json.load(file) if os.path.splitext(path)[1] == ".json" else yaml.safe_load(file)
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} must hold a mapping of settings.")
+    unknown = sorted(set(values) - {field.name for field in fields(CommandSettings)})
+    if unknown:
+        raise ValueError(f"{path} holds {', '.join(unknown)}, which no flag is called. See --help.")
+    return values
+
+
+def _said(default: object) -> str:
+    if isinstance(default, bool):
+        return f" (default: {'yes' if default else 'no'})"
+    return f" (default: {default})" if isinstance(default, int) or default else ""

@@ -1,0 +1,209 @@
+"""Cells know the code that made them; what crashes is said, and tried again."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from test_audit import TEXTS, Spy, spy, text_model  # noqa: F401
+
+from hf_gradguard import DEFENSES, GradientMap
+from hf_gradguard.attacks import ATTACKS, Observation, Reconstruction
+from hf_gradguard.audit import audit, markdown_table, summarize
+from hf_gradguard.audit.cells import code_digest, modules_of
+from hf_gradguard.audit.report import html_report
+from hf_gradguard.defenses import Defense
+
+# ruff: noqa: F811
+
+HELPER = "GUESS = 5\n"
+ATTACK = """
+from dataclasses import dataclass
+
+from hf_gradguard.attacks import Attack, Reconstruction
+
+from .helper import GUESS
+
+
+@dataclass
+class Guess(Attack):
+    name = "guess"
+
+    def reconstruct(self, seen, generator):
+        return Reconstruction(token_ids=[[GUESS]])
+"""
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A package of somebody else's, with an attack that imports a helper."""
+    folder = tmp_path / "toy_attacks"
+    folder.mkdir()
+    for name, source in [("__init__", ""), ("helper", HELPER), ("attack", ATTACK)]:
+        (folder / f"{name}.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield folder
+    for name in [name for name in sys.modules if name.split(".")[0] == "toy_attacks"]:
+        del sys.modules[name]
+
+
+def reloaded() -> type:
+    for name in ("helper", "attack"):
+        importlib.reload(importlib.import_module(f"toy_attacks.{name}"))
+    found: type = sys.modules["toy_attacks.attack"].Guess
+    return found
+
+
+def test_a_mended_attack_makes_new_cells(package: Path, tmp_path: Path) -> None:
+    """Its own and no others, also where the change is in what it imports."""
+    model, tokenizer = text_model()
+
+    def run(found: type) -> tuple[Any, set[str]]:
+        result = audit(
+            model, tokenizer, TEXTS[:1], "none", ["tag:steps=1", found()], output=tmp_path / "out"
+        )
+        return result.cells[1]["ids"], {path.name for path in (tmp_path / "out/cells").iterdir()}
+
+    first, before = run(reloaded())
+    assert first == [[5]]
+    assert run(reloaded()) == (first, before)
+    (package / "helper.py").write_text("GUESS = 12345 % 7\n")
+    second, after = run(reloaded())
+    assert second == [[4]]
+    assert len(after - before) == 1
+
+
+def test_what_was_edited_but_not_reloaded_does_not_count(package: Path) -> None:
+    found = reloaded()
+    before = code_digest(found)
+    (package / "helper.py").write_text("GUESS = 12345 % 7\n")
+    assert code_digest(found) == before
+    assert code_digest(reloaded()) != before
+
+
+def test_the_version_of_another_package_counts(
+    package: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    digests = []
+    for number in ("1.0", "1.1"):
+        monkeypatch.setattr(
+            "hf_gradguard.audit.cells._distributions", lambda: {"toy_attacks": ["toy-attacks"]}
+        )
+        monkeypatch.setattr("hf_gradguard.audit.cells.version", lambda name, n=number: n)
+        digests.append(code_digest(reloaded()))
+    assert digests[0] != digests[1]
+
+
+def test_a_class_without_source_is_never_the_same_again() -> None:
+    names: dict[str, Any] = {"__name__": "typed_in"}
+    exec("class Typed: pass", names)
+    assert code_digest(names["Typed"]) != code_digest(names["Typed"])
+
+
+def test_a_new_defense_leaves_others_results_alone() -> None:
+    noise = modules_of("hf_gradguard.defenses.noise")
+    assert "hf_gradguard.defenses.base" in noise
+    assert "hf_gradguard.gradient_map.map" in noise
+    assert not {"hf_gradguard.registry", "hf_gradguard.defenses.pruning"} & noise
+    assert "hf_gradguard.attacks.matching.descent" in modules_of(ATTACKS["tag"].__module__)
+    assert "hf_gradguard.attacks.matching.descent" not in modules_of(ATTACKS["span"].__module__)
+
+
+# --- crashes
+
+
+def test_a_crash_is_a_cell_that_says_so_and_is_tried_again(tmp_path: Path, spy: type[Spy]) -> None:
+    def answer(seen: Observation) -> Reconstruction:
+        if seen.input_shape[1] == 5:
+            raise RuntimeError("no <memory>")
+        return Reconstruction(token_ids=[[5]])
+
+    model, tokenizer = text_model()
+    spy.answer = staticmethod(answer)
+    result = audit(model, tokenizer, TEXTS[:3], "none", "spy", output=tmp_path)
+    assert [cell.get("crash") for cell in result.cells] == ["RuntimeError: no <memory>", None, None]
+    assert [len(cell.get("scores", [])) > 0 for cell in result.cells] == [False, True, True]
+    summary = summarize(result)
+    assert summary.rows[0].messages == 2
+    table, page = markdown_table(summary), html_report(summary)
+    assert "(2 of 3)" in table
+    assert "- spy: RuntimeError: no <memory>" in table
+    assert "not applicable" not in table
+    assert "<h2>Crashed</h2>" in page
+    assert "spy: RuntimeError: no &lt;memory&gt;" in page
+
+    calls = len(spy.seen)
+    spy.answer = staticmethod(lambda seen: Reconstruction(token_ids=[[5]]))
+    again = audit(model, tokenizer, TEXTS[:3], "none", "spy", output=tmp_path)
+    assert len(spy.seen) == calls + 1
+    assert all("scores" in cell for cell in again.cells)
+    assert summarize(again).crashes == []
+
+
+def test_a_defense_that_crashes_stops_nothing_else(
+    tmp_path: Path, spy: type[Spy], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @dataclass
+    class Broken(Defense):
+        name: ClassVar[str] = "broken"
+
+        def protect(self, gmap: GradientMap, generator: torch.Generator) -> Any:
+            raise KeyError("weight")
+
+    monkeypatch.setitem(DEFENSES, "broken", Broken)
+    result = audit(*text_model(), TEXTS[:1], ["broken", "pruning"], "spy", output=tmp_path)
+    assert [cell.get("crash") for cell in result.cells] == [None, "KeyError: 'weight'", None]
+    summary = summarize(result)
+    assert [row.silence for row in summary.rows if not row.scores] == ["crashed"]
+    assert "| crashed |" in markdown_table(summary)
+
+
+# --- what a stopped audit leaves
+
+
+def test_a_stopped_audit_leaves_a_report(tmp_path: Path, spy: type[Spy]) -> None:
+    def answer(seen: Observation) -> Reconstruction:
+        if len(spy.seen) == 4:
+            raise KeyboardInterrupt
+        return Reconstruction(token_ids=[[5]])
+
+    model, tokenizer = text_model()
+    spy.answer = staticmethod(answer)
+    with pytest.raises(KeyboardInterrupt):
+        audit(model, tokenizer, TEXTS, ["pruning"], "spy", output=tmp_path)
+    said = "This audit is not finished: it is of 1 of 4 messages."
+    page = (tmp_path / "report.html").read_text()
+    assert said in page
+    assert "Sample 1" in page
+    assert "Sample 2" not in page
+    assert said in (tmp_path / "table.md").read_text()
+    record = json.loads((tmp_path / "audit.json").read_text())
+    assert len(record["messages"]) == len(record["chance"]) == 1
+    audit(model, tokenizer, TEXTS, ["pruning"], "spy", output=tmp_path)
+    assert "not finished" not in (tmp_path / "report.html").read_text()
+    assert "not finished" not in (tmp_path / "table.md").read_text()
+
+
+def test_files_are_written_after_every_message(
+    tmp_path: Path, spy: type[Spy], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As long as that takes no more than a tenth of the time: here time stands still between."""
+    written = []
+
+    def answer(seen: Observation) -> Reconstruction:
+        path = tmp_path / "audit.json"
+        written.append(len(json.loads(path.read_text())["messages"]) if path.exists() else 0)
+        return Reconstruction(token_ids=[[5]])
+
+    spy.answer = staticmethod(answer)
+    monkeypatch.setattr("hf_gradguard.audit.run.time.monotonic", lambda: 0.0)
+    model, tokenizer = text_model()
+    audit(model, tokenizer, TEXTS, "none", "spy", output=tmp_path)
+    assert written == [0, 1, 2, 3]

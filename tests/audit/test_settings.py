@@ -1,0 +1,73 @@
+"""One set of settings, for Python, files and flags; and its flags without a heavy import."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_audit import TEXTS, text_model
+
+from hf_gradguard.audit import AuditSettings, audit
+from hf_gradguard.audit.settings import CommandSettings, add_flags, read_settings
+
+
+def flags(*argv: str) -> dict[str, Any]:
+    parser = argparse.ArgumentParser()
+    add_flags(parser)
+    return {name: value for name, value in vars(parser.parse_args(argv)).items() if value}
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["audit", "--help"]])
+def test_help_imports_nothing_heavy(argv: list[str]) -> None:
+    code = (
+        "import sys\nfrom hf_gradguard.cli import main\n"
+        f"try:\n    main({argv})\nexcept SystemExit as done:\n    assert not done.code\n"
+        "assert not {'torch', 'transformers', 'numpy', 'yaml'} & set(sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "usage: gradguard" in done.stdout
+
+
+def test_every_setting_is_a_flag_with_help(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        flags("--help")
+    said = capsys.readouterr().out
+    for field in fields(CommandSettings):
+        assert f"--{field.name}" in said
+        assert field.metadata["help"]
+    given = flags("--no-labels_known", "--noise_known", "--seed", "3", "--attack", "a,b")
+    assert given == {"noise_known": True, "seed": 3, "attack": ["a,b"]}
+
+
+def test_flags_over_the_file_over_defaults(tmp_path: Path) -> None:
+    file = tmp_path / "audit.json"
+    file.write_text(json.dumps({"attack": "tag", "samples": 3, "seed": 5, "labels_known": False}))
+    given = {"model": "m", "dataset": "d", "output": "o", "seed": 7, "config": str(file)}
+    settings = read_settings(given)
+    assert (settings.seed, settings.samples, settings.repeats) == (7, 3, 1)
+    assert not settings.labels_known
+    assert settings.split == "train"
+    with pytest.raises(ValueError, match=r"--model, --dataset, --output must be given"):
+        read_settings({"config": str(file)})
+
+
+def test_what_audit_takes_are_the_fields(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=r"no setting batchsize\. It has: batch_size, repeats"):
+        audit(*text_model(), TEXTS, "none", "tag", output=tmp_path, batchsize=2)
+    for wrong in ({"batch_size": 0}, {"seed": -1}, {"repeats": 1.5}, {"max_length": "8"}):
+        (name,) = wrong
+        with pytest.raises(ValueError, match=f"{name} must be a whole number of at least"):
+            audit(*text_model(), TEXTS, "none", "tag", output=tmp_path, **wrong)
+    assert not list(tmp_path.iterdir())
+
+
+def test_settings_are_kept_in_the_record(tmp_path: Path) -> None:
+    result = audit(*text_model(), TEXTS[:1], "none", "tag:steps=1", output=tmp_path, seed=4)
+    assert asdict(AuditSettings(seed=4, max_length=8)).items() <= result.settings.items()
