@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from ..defenses.base import Noise
-from ..gradient_map import GradientMap, Tensors
+from ..defenses import Message
+from ..gradient_map import GradientMap
 from ..leakage import Eigenvalue, dfil, inversion_influence_lower_bound, mse_bound_from_dfil
 
 FIGURES = {"i2f_lower_bound": "I²F lower bound", "dfil_bound": "dFIL bound"}
@@ -21,8 +21,7 @@ PROBES = 50
 
 def figures(
     gmap: GradientMap,
-    shared: Tensors,
-    noise: Noise | None,
+    shared: Message,
     eigenvalue: Eigenvalue,
     generator: torch.Generator,
 ) -> dict[str, Any]:
@@ -31,7 +30,6 @@ def figures(
     Args:
         gmap: The message's gradient map.
         shared: What the defense made of its gradient.
-        noise: The Gaussian noise in it, if that is all that hides the gradient.
         eigenvalue: λ_max(J Jᵀ) of the map.
         generator: Of the probes for dFIL.
 
@@ -43,7 +41,7 @@ def figures(
     delta = {name: shared[name] - g for name, g in gmap.gradient().items()}
     bound = inversion_influence_lower_bound(gmap, delta, eigenvalue=eigenvalue)
     found: dict[str, Any] = {"i2f_lower_bound": bound.per_sample.tolist()}
-    if noise is not None:
+    if (noise := shared.noise) is not None:
         leakage = dfil(gmap, noise.variance, PROBES, generator).value
         bounds = mse_bound_from_dfil(leakage).sqrt().tolist()
         found["dfil_bound"] = [value if math.isfinite(value) else None for value in bounds]

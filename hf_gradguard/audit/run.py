@@ -21,9 +21,7 @@ from transformers.utils import logging
 from .. import __version__
 from ..attacks import Attack, Observation, make_attack
 from ..data.samples import Sample
-from ..defenses import Chain, Defense
-from ..defenses.base import Noise, true_gradient
-from ..defenses.noise import NoiseDefense
+from ..defenses import Defense, Message
 from ..gradient_map import GradientMap, Tensors
 from ..leakage import Eigenvalue, largest_eigenvalue
 from ..randomness import seeded_generator
@@ -135,10 +133,6 @@ def audit(
         )
     if not samples or len(samples) % batch_size:
         raise ValueError(f"{len(samples)} samples do not fill messages of {batch_size}.")
-    if noise_known and any(isinstance(defense, Chain) for defense in made_defenses.values()):
-        raise ValueError(
-            "The covariance of a chain's noise is not known here: audit chains without noise_known."
-        )
     cells = Cells(Path(output) / "cells")
 
     is_text = getattr(model, "main_input_name", "input_ids") != "pixel_values"
@@ -287,28 +281,21 @@ class _Upload:
 
     def __init__(self, message: _Message, defense: Defense, noise_known: bool) -> None:
         self.message, self.defense, self.noise_known = message, defense, noise_known
-        self._shared: Tensors | None = None
-        self._noise: Noise | None = None
+        self._shared: Message | None = None
 
     @property
-    def shared(self) -> Tensors:
+    def shared(self) -> Message:
         if self._shared is None:
-            self.defense.load_state_dict(
-                {}
-            )  # every message is a first one: nothing is kept from those before
-            self.defense.record_noise(True)
+            # Every message is a first one: nothing is kept from those before.
+            self.defense.load_state_dict({})
             self._shared = self.defense(self.message.gmap, self.message.generator(_DEFENSE))
-            self._noise = self.defense.noise
-            self.defense.record_noise(False)
         return self._shared
 
     def figures(self) -> dict[str, Any]:
         """What estimators say of it, or why they say nothing."""
         message, shared = self.message, self.shared
         try:
-            return figures(
-                message.gmap, shared, self._noise, message.eigenvalue, message.generator(_PROBES)
-            )
+            return figures(message.gmap, shared, message.eigenvalue, message.generator(_PROBES))
         except (ValueError, ArithmeticError) as error:
             return {"reason": str(error)}
 
@@ -331,19 +318,13 @@ class _Upload:
             "seconds": seconds,
         }
 
-    @cached_property
+    @property
     def noise_variance(self) -> Tensors | None:
         """Σ of the noise in `shared`, if the threat model grants it and there is any."""
-        defense, gmap = self.defense, self.message.gmap
-        if not (self.noise_known and isinstance(defense, NoiseDefense)):
+        noise = self.shared.noise
+        if not self.noise_known or noise is None:
             return None
-        defense.load_state_dict({})
-        gradient = defense.clipped(true_gradient(gmap))
-        # The same generator draws the same sensitivities as when the gradient was protected.
-        variance = defense.variance(
-            gradient, defense.shape(gmap, gradient, self.message.generator(_DEFENSE))
-        )
-        return variance if any(bool(tensor.any()) for tensor in variance.values()) else None
+        return noise.added if any(bool(tensor.any()) for tensor in noise.added.values()) else None
 
 
 def _attack(

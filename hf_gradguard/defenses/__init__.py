@@ -9,10 +9,21 @@ from __future__ import annotations
 from typing import Any
 
 from ..registry import DEFENSES, make
-from .base import Defense, SensitivityDefense
+from .base import Defense
 from .chain import Chain, chain
+from .message import Message, Noise
+from .sensitivity import SensitivityDefense
 
-__all__ = ["DEFENSES", "Chain", "Defense", "SensitivityDefense", "chain", "make_defense"]
+__all__ = [
+    "DEFENSES",
+    "Chain",
+    "Defense",
+    "Message",
+    "Noise",
+    "SensitivityDefense",
+    "chain",
+    "make_defense",
+]
 
 
 def make_defense(name: str, **settings: Any) -> Defense:

@@ -9,7 +9,9 @@ import torch
 from torch import nn
 
 from ..gradient_map import GradientMap, Tensors
-from .base import Defense, Noise
+from ..gradient_map.views import MaskedMap
+from .base import Defense
+from .message import Message
 
 
 @dataclass
@@ -20,41 +22,27 @@ class Chain(Defense):
     first: Defense
     second: Defense
 
-    def protect(self, gmap: GradientMap, generator: torch.Generator) -> Tensors:
-        shared = self.first(gmap, generator)
-        withheld = (
-            {name: tensor == 0 for name, tensor in shared.items()} if self.first.withholds else None
-        )
-        return self.second(gmap.after(shared, withheld), generator)
+    def protect(self, gmap: GradientMap, generator: torch.Generator) -> Message:
+        one = self.first(gmap, generator)
+        two = self.second(MaskedMap(gmap, one, one.transmitted), generator)
+        # What comes after noise only processes what that noise released.
+        noise = two.noise if one.exact else one.noise
+        masks = [m.transmitted for m in (one, two) if m.transmitted is not None]
+        transmitted = {n: masks[0][n] & masks[-1][n] for n in masks[0]} if masks else None
+        return Message(two, noise=noise, transmitted=transmitted, exact=one.exact and two.exact)
 
     def prepare(self, model: nn.Module, processing_class: Any = None) -> None:
         for part in (self.first, self.second):
             part.prepare(model, processing_class)
 
     @property
-    def withholds(self) -> bool:  # type: ignore[override]
-        return self.first.withholds or self.second.withholds
-
-    @property
-    def keeps_values(self) -> bool:  # type: ignore[override]
-        return self.first.keeps_values and self.second.keeps_values
+    def exact(self) -> bool:
+        return self.first.exact and self.second.exact
 
     @property
     def adds_gaussian_noise(self) -> bool:
-        return self.first.adds_gaussian_noise or (
-            self.first.keeps_values and self.second.adds_gaussian_noise
-        )
-
-    def record_noise(self, on: bool) -> None:
-        for part in (self.first, self.second):
-            part.record_noise(on)
-
-    @property
-    def noise(self) -> Noise | None:  # type: ignore[override]
-        """Of the first part that adds any: what comes after only processes what that one
-        released.
-        """
-        return self.second.noise if self.first.keeps_values else self.first.noise
+        after = self.first.exact and self.second.adds_gaussian_noise
+        return self.first.adds_gaussian_noise or after
 
     @property
     def needs_jacobian(self) -> bool:

@@ -14,28 +14,37 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers.utils import logging
 
 from ..gradient_map import GradientMap, Tensors
-from .base import (
-    Defense,
-    Noise,
-    SensitivityDefense,
-    cast_like,
-    is_number,
-    norm,
-    total,
-    true_gradient,
-)
+from .base import Defense, cast_like, is_number, norm, total, true_gradient
+from .message import Message, Noise
+from .sensitivity import Sensitivity, SensitivityDefense
 
 logger = logging.get_logger(__name__)
 
 SMALLEST_GRADIENT = 1e-8
 LARGEST_RATIO = 1e6
+
+
+class Shape(NamedTuple):
+    """Where noise goes.
+
+    Args:
+        variance: Up to a common factor.
+        squares: Estimates of s_i² on this very batch that it was made from, if there are any.
+        num_probes: How many probes those come from.
+        shaping_probes: The same, if it follows them entry by entry.
+    """
+
+    variance: Tensors
+    squares: Tensors | None = None
+    num_probes: int = 0
+    shaping_probes: int | None = None
 
 
 @dataclass
@@ -85,11 +94,11 @@ class NoiseDefense(Defense):
         """
         return variance
 
-    def shape(self, gmap: GradientMap, gradient: Tensors, generator: torch.Generator) -> Tensors:
+    def shape(self, gmap: GradientMap, gradient: Tensors, generator: torch.Generator) -> Shape:
         """Variances up to a common factor. Here: the same everywhere that an earlier defense left
         something.
         """
-        return gmap.restrict({name: torch.ones_like(g) for name, g in gradient.items()})
+        return Shape(gmap.restrict({name: torch.ones_like(g) for name, g in gradient.items()}))
 
     def variance(self, gradient: Tensors, shape: Tensors) -> Tensors:
         """The diagonal of Σ: `shape` times the factor λ that gives the strength asked for."""
@@ -121,29 +130,34 @@ class NoiseDefense(Defense):
             / size
         )
 
-    def protect(self, gmap: GradientMap, generator: torch.Generator) -> Tensors:
+    def protect(self, gmap: GradientMap, generator: torch.Generator) -> Message:
         true = true_gradient(gmap)
         gradient = self.clipped(true)
-        variance = self.variance(gradient, self.shape(gmap, gradient, generator))
-        if self._records and self.adds_gaussian_noise:
-            self.noise = self._as_noise(gmap, self.referred(true, variance))
-        return cast_like(
-            {
-                name: torch.addcmul(g, variance[name].sqrt(), self.draw(g, generator))
-                for name, g in gradient.items()
-            },
-            gmap,
+        shape = self.shape(gmap, gradient, generator)
+        variance = self.variance(gradient, shape.variance)
+        noisy = {
+            name: torch.addcmul(g, variance[name].sqrt(), self.draw(g, generator))
+            for name, g in gradient.items()
+        }
+
+        def noise() -> Noise:
+            return self._noise(gmap, shape, self.referred(true, variance), variance)
+
+        return Message(
+            cast_like(noisy, gmap),
+            noise=noise if self.adds_gaussian_noise else None,
+            transmitted=gmap.transmitted,
         )
 
     @property
     def adds_gaussian_noise(self) -> bool:
         return type(self).draw is NoiseDefense.draw
 
-    def _as_noise(self, gmap: GradientMap, variance: Tensors) -> Noise:
-        sent = gmap.restrict({name: torch.ones_like(v) for name, v in variance.items()})
-        return Noise(
-            {name: v.masked_fill(sent[name] == 0, math.inf) for name, v in variance.items()}
-        )
+    def _noise(self, gmap: GradientMap, shape: Shape, variance: Tensors, added: Tensors) -> Noise:
+        sent = gmap.transmitted
+        if sent is not None:
+            variance = {name: v.masked_fill(~sent[name], math.inf) for name, v in variance.items()}
+        return Noise(variance, added, shape.squares, shape.num_probes, shape.shaping_probes)
 
     def draw(self, like: Tensor, generator: torch.Generator) -> Tensor:
         """Noise of unit variance in the shape of `like`."""
@@ -190,16 +204,14 @@ class OptimalNoise(SensitivityDefense, NoiseDefense):
         NoiseDefense.__post_init__(self)
         SensitivityDefense.__post_init__(self)
 
-    def shape(self, gmap: GradientMap, gradient: Tensors, generator: torch.Generator) -> Tensors:
-        return gmap.restrict(self.ratio(self.sensitivity(gmap, generator), gradient))
+    def shape(self, gmap: GradientMap, gradient: Tensors, generator: torch.Generator) -> Shape:
+        sensitivity = self.sensitivity(gmap, generator)
+        return self._shape(gmap.restrict(self.ratio(sensitivity.roots, gradient)), sensitivity)
 
-    def _as_noise(self, gmap: GradientMap, variance: Tensors) -> Noise:
+    def _shape(self, variance: Tensors, sensitivity: Sensitivity) -> Shape:
         # A norm over a tensor averages the probes' errors out: Σ does not follow them.
         shaping = self.num_probes if self.granularity == "parameter" else None
-        noise = super()._as_noise(gmap, variance)
-        return noise._replace(
-            squares=self._fresh, num_probes=self.num_probes, shaping_probes=shaping
-        )
+        return Shape(variance, sensitivity.squares, self.num_probes, shaping)
 
     def ratio(self, sensitivity: Tensors, gradient: Tensors) -> Tensors:
         """s_i/|g_i| with |g_i| held above 1e-8 and the ratio below 1e6, so that no vanishing g_i
@@ -292,12 +304,10 @@ class OptimalDPSGD(OptimalNoise):
     def referred(self, gradient: Tensors, variance: Tensors) -> Tensors:
         return _infinite_where_clipped(gradient, variance, self.clip)
 
-    def shape(self, gmap: GradientMap, gradient: Tensors, generator: torch.Generator) -> Tensors:
+    def shape(self, gmap: GradientMap, gradient: Tensors, generator: torch.Generator) -> Shape:
         within = {name: g.abs() < self.clip for name, g in gradient.items()}
-        sensitivity = {
-            name: s * within[name] for name, s in self.sensitivity(gmap, generator).items()
-        }
+        found = self.sensitivity(gmap, generator)
+        sensitivity = {name: s * within[name] for name, s in found.roots.items()}
         magnitude = {name: g * within[name] for name, g in gradient.items()}
-        return gmap.restrict(
-            {name: r * within[name] for name, r in self.ratio(sensitivity, magnitude).items()}
-        )
+        ratio = self.ratio(sensitivity, magnitude)
+        return self._shape(gmap.restrict({n: r * within[n] for n, r in ratio.items()}), found)

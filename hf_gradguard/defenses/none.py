@@ -7,8 +7,9 @@ from typing import ClassVar
 
 import torch
 
-from ..gradient_map import GradientMap, Tensors
+from ..gradient_map import GradientMap
 from .base import Defense, cast_like, true_gradient
+from .message import Message
 
 
 @dataclass
@@ -16,7 +17,10 @@ class NoDefense(Defense):
     """Shares the true gradient. Has to be asked for by name."""
 
     name: ClassVar[str] = "none"
-    keeps_values: ClassVar[bool] = True
 
-    def protect(self, gmap: GradientMap, generator: torch.Generator) -> Tensors:
-        return cast_like(true_gradient(gmap), gmap)
+    @property
+    def exact(self) -> bool:
+        return True
+
+    def protect(self, gmap: GradientMap, generator: torch.Generator) -> Message:
+        return Message(cast_like(true_gradient(gmap), gmap), exact=True)

@@ -16,7 +16,9 @@ import torch
 from torch import Tensor
 
 from ..gradient_map import GradientMap, Tensors
-from .base import Defense, SensitivityDefense, cast_like, floor_share, is_number, true_gradient
+from .base import Defense, cast_like, floor_share, is_number, true_gradient
+from .message import Message
+from .sensitivity import SensitivityDefense
 
 
 @dataclass
@@ -29,8 +31,6 @@ class PruningDefense(Defense):
         utility: u in (0, 1]: coordinates are kept in order of rank until Σ g_i² ≥ u‖g‖².
     """
 
-    withholds: ClassVar[bool] = True
-    keeps_values: ClassVar[bool] = True
     ratio: float | None = None
     utility: float | None = None
 
@@ -51,7 +51,7 @@ class PruningDefense(Defense):
         """Non-negative ranks: the smallest are pruned first."""
         raise NotImplementedError
 
-    def protect(self, gmap: GradientMap, generator: torch.Generator) -> Tensors:
+    def protect(self, gmap: GradientMap, generator: torch.Generator) -> Message:
         gradient = true_gradient(gmap)
         worth = _flatten(self.worth(gmap, gradient, generator))
         if self.utility is not None:
@@ -60,13 +60,16 @@ class PruningDefense(Defense):
             assert self.ratio is not None  # __post_init__ leaves exactly one of the two set
             pruned = ~largest(worth, len(worth) - floor_share(self.ratio, len(worth)))
         masks = pruned.split([g.numel() for g in gradient.values()])
-        return cast_like(
-            {
-                name: g.masked_fill(mask.view_as(g), 0.0)
-                for (name, g), mask in zip(gradient.items(), masks, strict=True)
-            },
-            gmap,
-        )
+        left = {
+            name: g.masked_fill(mask.view_as(g), 0.0)
+            for (name, g), mask in zip(gradient.items(), masks, strict=True)
+        }
+        transmitted = {name: tensor != 0 for name, tensor in left.items()}
+        return Message(cast_like(left, gmap), transmitted=transmitted, exact=True)
+
+    @property
+    def exact(self) -> bool:
+        return True
 
 
 @dataclass
@@ -96,7 +99,7 @@ class OptimalPruning(SensitivityDefense, PruningDefense):
 
     def worth(self, gmap: GradientMap, gradient: Tensors, generator: torch.Generator) -> Tensors:
         magnitude = self.at_granularity(gradient)
-        sensitivity = self.at_granularity(self.sensitivity(gmap, generator))
+        sensitivity = self.at_granularity(self.sensitivity(gmap, generator).roots)
         # s_i above 1e-30: coordinates that leak nothing are worth the more the larger they are, and
         # more than all others.
         return {

@@ -8,8 +8,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ..gradient_map import GradientMap, Tensors
+from ..gradient_map import GradientMap
 from .base import Defense, cast_like, true_gradient
+from .message import Message
 
 
 @dataclass
@@ -37,11 +38,10 @@ class Quantization(Defense):
         if not self.sign_only and (isinstance(self.bits, bool) or self.bits not in range(1, 33)):
             raise ValueError(f"bits must be a whole number from 1 to 32, but is {self.bits!r}.")
 
-    def protect(self, gmap: GradientMap, generator: torch.Generator) -> Tensors:
+    def protect(self, gmap: GradientMap, generator: torch.Generator) -> Message:
         quantize = self._sign if self.sign_only else self._round
-        return cast_like(
-            {name: quantize(g, generator) for name, g in true_gradient(gmap).items()}, gmap
-        )
+        rounded = {name: quantize(g, generator) for name, g in true_gradient(gmap).items()}
+        return Message(cast_like(rounded, gmap))
 
     def _sign(self, gradient: Tensor, _generator: torch.Generator) -> Tensor:
         return gradient.sign() * gradient.abs().mean()

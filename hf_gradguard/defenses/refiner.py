@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from ..gradient_map import GradientMap, Tensors
 from ..gradient_map.layers import layer_numbers
 from .base import Defense, cast_like, check_whole, is_number, norm, true_gradient
+from .message import Message
 from .robust_input import Pixels, Words
 
 
@@ -134,10 +135,9 @@ class Refiner(Defense):
         if self.evaluation_network is None:
             self.evaluation_network = network_for(model, processing_class, self.public_text)
 
-    def protect(self, gmap: GradientMap, generator: torch.Generator) -> Tensors:
-        return cast_like(
-            self.project(true_gradient(gmap), self.refine(gmap, generator).gradient), gmap
-        )
+    def protect(self, gmap: GradientMap, generator: torch.Generator) -> Message:
+        robust = self.refine(gmap, generator).gradient
+        return Message(cast_like(self.project(true_gradient(gmap), robust), gmap))
 
     def project(self, gradient: Tensors, shared: Tensors) -> Tensors:
         """g + ε (g(x*) - g)/‖g(x*) - g‖ where `shared`, g(x*), is farther than ε from `gradient`,

@@ -11,12 +11,14 @@ Federated Learning from Representation Perspective" (CVPR 2021).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
+from torch import Tensor, nn
 
-from ..gradient_map import GradientMap, Tensors
+from ..gradient_map import GradientMap
 from .base import Defense, cast_like, check_whole, floor_share, is_number, true_gradient
+from .message import Message
 
 
 @dataclass
@@ -33,7 +35,6 @@ class Soteria(Defense):
     """
 
     name: ClassVar[str] = "soteria"
-    withholds: ClassVar[bool] = True
     ratio: float = 0.9
     neuron_chunk: int = 1
 
@@ -45,12 +46,112 @@ class Soteria(Defense):
             )
         check_whole("neuron_chunk", self.neuron_chunk, 1)
 
-    def protect(self, gmap: GradientMap, generator: torch.Generator) -> Tensors:
+    @property
+    def exact(self) -> bool:
+        return True
+
+    def protect(self, gmap: GradientMap, generator: torch.Generator) -> Message:
         gradient = true_gradient(gmap)
-        name, representation, sensitivity = gmap.representation(generator, self.neuron_chunk)
-        size = representation.norm(dim=0)
-        score = torch.where(
-            size > 0, size / sensitivity, 0.0
-        )  # a neuron that is off shares nothing: it stays
-        zeroed = score.argsort(descending=True, stable=True)[: floor_share(self.ratio, len(score))]
-        return cast_like(gradient | {name: gradient[name].index_fill(1, zeroed, 0.0)}, gmap)
+        found = representation(gmap, generator, self.neuron_chunk)
+        size = found.values.norm(dim=0)
+        # A neuron that is off shares nothing: it stays.
+        score = torch.where(size > 0, size / found.sensitivity, 0.0)
+        order = score.argsort(descending=True, stable=True)
+        zeroed = order[: floor_share(self.ratio, len(score))]
+        name = found.layer
+        shared = gradient | {name: gradient[name].index_fill(1, zeroed, 0.0)}
+        transmitted = {name: tensor != 0 for name, tensor in shared.items()}
+        return Message(cast_like(shared, gmap), transmitted=transmitted, exact=True)
+
+
+class Representation(NamedTuple):
+    """What enters a model's last dense layer.
+
+    Args:
+        layer: The name of that layer's weight.
+        values: r, `(B, n)`.
+        sensitivity: ‖∂r_j/∂x‖ over the batch, `(n,)`.
+    """
+
+    layer: str
+    values: Tensor
+    sensitivity: Tensor
+
+
+def representation(
+    gmap: GradientMap, generator: torch.Generator, neuron_chunk: int = 1
+) -> Representation:
+    """What enters the last dense layer, and how strongly each of its neurons depends on the input.
+
+    Costs one forward pass, and per neuron one pass backward through what lies before that layer.
+
+    Args:
+        gmap: The client's gradient map.
+        generator: Source of one random sign per sample, on the input's device. Without batch
+            statistics the signs cancel; with them the squares of the result are unbiased.
+        neuron_chunk: How many neurons run at once. Bounds memory.
+
+    Raises:
+        ValueError: If the last layer with parameters is no `nn.Linear`, runs several times, reads
+            something else than one vector per sample, or shares no weight gradient.
+
+    Example:
+        >>> found = representation(gmap, torch.Generator())
+        >>> found.layer
+        'classifier.weight'
+        >>> found.values.shape[0] == len(batch["labels"])
+        True
+    """
+    ran: list[tuple[nn.Module, Tensor]] = []
+
+    def note(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        ran.append((module, args[0] if args else torch.empty(0)))
+
+    with_parameters = [m for m in gmap.model.modules() if any(True for _ in m.parameters(False))]
+    handles = [module.register_forward_pre_hook(note) for module in with_parameters]
+    try:
+        with gmap.replay.run():
+            x = gmap.input.clone().requires_grad_()
+            gmap.evaluate(x)
+    finally:
+        for handle in handles:
+            handle.remove()
+    layer, r = ran[-1]
+    weight = getattr(layer, "weight", None)
+    name = next((name for name, p in gmap.parameters.items() if p is weight), None)
+    if not isinstance(layer, nn.Linear) or sum(module is layer for module, _ in ran) > 1:
+        reason = (
+            f"its last layer with parameters is a {type(layer).__name__}, and not a dense layer "
+            "that runs once"
+        )
+    elif r.dim() != 2 or len(r) != len(x):
+        reason = (
+            f"its last dense layer reads {tuple(r.shape)}, and not one vector for each of {len(x)} "
+            "samples"
+        )
+    elif name is None:
+        reason = "the weight of its last dense layer is not trained"
+    else:
+        return Representation(name, r.detach(), _norms(gmap, r, x, generator, neuron_chunk))
+    raise ValueError(
+        f"{type(gmap.model).__name__} has no representation to weigh: {reason}. Take a defense "
+        "that works on every layer, such as optimal_pruning."
+    )
+
+
+def _norms(
+    gmap: GradientMap, r: Tensor, x: Tensor, generator: torch.Generator, chunk: int
+) -> Tensor:
+    """‖∂r_j/∂x‖ of every column of `r`, `(n,)`."""
+    if not r.requires_grad:
+        return torch.zeros_like(r[0])
+    signs = torch.randint(2, (len(r),), generator=generator, device=r.device).to(r.dtype) * 2 - 1
+    chunk, norms = 1 if gmap.replay.recomputes() else chunk, []
+    for neurons in torch.arange(r.shape[1], device=r.device).split(chunk):
+        count = len(neurons)
+        # One neuron in each direction, with a sign per sample.
+        directions = r.new_zeros(count, *r.shape)
+        directions[neurons - neurons[0], :, neurons] = signs
+        slopes = gmap.slope_of(r, x, directions)
+        norms.append(slopes.reshape(count, -1).norm(dim=1))
+    return torch.cat(norms)

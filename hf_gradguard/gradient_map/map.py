@@ -9,20 +9,18 @@ embedding hooks.
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from transformers import PreTrainedModel
 
 from ..randomness import private_generator
+from .candidates import Candidates, differentiate
 from .domain import Domain
-from .factors import Factors, LinearCalls, linear_layers
+from .factors import Factors
 from .inputs import Batch, LossFunction, find_input, shared_parameters
+from .replay import Replay
 
 Tensors = dict[str, Tensor]
 """One tensor a shared parameter, by name and in its shape."""
@@ -55,8 +53,10 @@ class GradientMap:
 
     Example:
         >>> gmap = GradientMap(model, batch)
-        >>> gmap.input.shape                      # (B, T, H) token embeddings or (B, C, H, W) pixels
-        >>> gmap.vjp(gmap.gradient())             # J g, in the input's shape
+        >>> gmap.input.shape == (*batch["input_ids"].shape, model.config.hidden_size)
+        True
+        >>> gmap.vjp(gmap.gradient()).shape == gmap.input.shape  # J g
+        True
     """
 
     def __init__(
@@ -68,16 +68,12 @@ class GradientMap:
         share_input_embeddings: bool = False,
         second_order: bool = True,
     ) -> None:
-        self._model, self._batch, self._second_order = model, batch, second_order
-        self._modules = list(model.modules())
+        self.model, self._batch = model, batch
         self._loss_fn = loss_fn or model_loss
         self._source = find_input(model, batch)
         self._parameters = shared_parameters(model, share_input_embeddings)
-        self._devices = sorted(
-            {p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"}
-        )
-        self._random_state = _random_state(self._devices)
-        with torch.enable_grad(), self._kernels():
+        self.replay = Replay(model, second_order)
+        with torch.enable_grad(), self.replay.kernels():
             self._x, self._loss = self._source.evaluate(self._loss_fn, model, batch)
         if self._loss.dim() or not self._loss.requires_grad:
             raise ValueError(
@@ -86,10 +82,9 @@ class GradientMap:
                 "the batch mean, computed from the model's output."
             )
         self._gradient: Tensors | None = None
-        self._calls: tuple[Tensors, dict[str, nn.Module]] | None = None
         self._input_gradient: Tensor | None = None
         self._differentiable_gradient: Tensors | None = None
-        self._transmitted: Tensors | None = None
+        self._candidates: dict[bool, Candidates] = {}
 
     @property
     def input(self) -> Tensor:
@@ -123,6 +118,29 @@ class GradientMap:
         """The parameters whose gradient is shared, by name."""
         return dict(self._parameters)
 
+    def evaluate(self, x: Tensor, entries: Mapping[str, Any] | None = None) -> Tensor:
+        """The loss at another input, with its graph; to be called inside `replay.run()`.
+
+        Args:
+            x: Input of the same shape as `input`.
+            entries: Entries of the batch to put in the place of its own.
+        """
+        batch = {**self._batch, **(entries or {})}
+        return self._source.evaluate(self._loss_fn, self.model, batch, value=x)[1]
+
+    def versions(self) -> dict[str, int]:
+        """A count of in-place writes for everything that is the map's own or its model's: equal
+        before and after whatever only reads.
+        """
+        found = {"the continuous input": self._x._version}
+        for name, tensor in self.gradient().items():
+            found[f"the true gradient of {name!r}"] = tensor._version
+        for name, parameter in self._parameters.items():
+            found[f"the parameter {name!r}"] = parameter._version
+            if parameter.grad is not None:
+                found[f"the .grad of {name!r}"] = parameter.grad._version
+        return found
+
     def gradient(self) -> Tensors:
         """g(x): the gradient of the batch-mean loss. Parameters that the loss does not use have
         zeros.
@@ -130,8 +148,10 @@ class GradientMap:
         Computed once; the tensors are the object's own, so do not write to them.
         """
         if self._gradient is None:
-            with self._kernels():
-                self._gradient = self._differentiate(self._loss, retain_graph=self._second_order)
+            with self.replay.kernels():
+                self._gradient = differentiate(
+                    self._loss, self._parameters, retain_graph=self.replay.second_order
+                )
         return self._gradient
 
     def gradient_at(self, x: Tensor, create_graph: bool = False, **entries: Tensor) -> Tensors:
@@ -152,12 +172,10 @@ class GradientMap:
             )
         if create_graph:
             self._require_second_order("gradient_at(create_graph=True)")
-        with torch.enable_grad(), self._replay(), self._kernels():
+        with self.replay.run():
             x = x if x.requires_grad else x.detach().requires_grad_()
-            _, loss = self._source.evaluate(
-                self._loss_fn, self._model, {**self._batch, **entries}, value=x
-            )
-            return self._differentiate(loss, create_graph=create_graph)
+            loss = self.evaluate(x, entries)
+            return differentiate(loss, self._parameters, create_graph=create_graph)
 
     def slopes_at(
         self,
@@ -195,71 +213,9 @@ class GradientMap:
                 f"{', '.join(map(str, self._x.shape))})."
             )
         self._require_second_order("slopes_at")
-        free = {key: value.detach() for key, value in entries.items() if value.is_floating_point()}
-        fixed = {key: value for key, value in entries.items() if key not in free}
-        offsets, layers = self._linear_calls() if factored else ({}, {})
-        dense = {name: p for name, p in self._parameters.items() if name not in layers}
-        if len(xs) == 1:
-            x = xs[0].detach().requires_grad_()
-            leaves = {key: value[0].clone().requires_grad_() for key, value in free.items()}
-            own = {**leaves, **{key: value[0] for key, value in fixed.items()}}
-            calls = LinearCalls(
-                layers, {call: zeros.clone().requires_grad_() for call, zeros in offsets.items()}
-            )
-            with torch.enable_grad(), self._replay(), self._kernels():
-                with calls.watching():
-                    _, loss = self._source.evaluate(
-                        self._loss_fn, self._model, {**self._batch, **own}, value=x
-                    )
-                derivatives = self._differentiate(
-                    loss, create_graph=True, leaves=dense | calls.offsets
-                )
-                gradient = {name: derivatives[name] for name in dense} | calls.factors(derivatives)
-                single = function(gradient, {name: tensor[0] for name, tensor in extras.items()})
-            slope, *others = self.input_gradient(single, x, *leaves.values())
-            return (
-                single.detach()[None],
-                slope[None],
-                {k: o[None] for k, o in zip(free, others, strict=True)},
-            )
-        held = _Held(self._model)
-        parameters = {f"model.{name}": p.detach() for name, p in dense.items()}
-        constants = {f"model.{name}": self._parameters[name].detach() for name in layers}
-
-        def loss_and_inputs(
-            parameters: Tensors, offsets: Tensors, x: Tensor, own: Tensors
-        ) -> tuple[Tensor, dict[str, list[Tensor]]]:
-            calls = LinearCalls(layers, offsets)
-
-            def run() -> Tensor:
-                with calls.watching():
-                    return self._source.evaluate(
-                        self._loss_fn, self._model, {**self._batch, **own}, value=x
-                    )[1]
-
-            value: Tensor = torch.func.functional_call(held, {**constants, **parameters}, (run,))
-            return value, calls.inputs
-
-        # Both derivatives are taken inside the vectorization: differentiating vmap(grad(loss)) from
-        # outside gives wrong second derivatives of layer normalization (torch 2.13).
-        def value(
-            x: Tensor, free: Tensors, fixed: Tensors, extra: Tensors
-        ) -> tuple[Tensor, Tensor]:
-            differentiate = torch.func.grad(loss_and_inputs, argnums=(0, 1), has_aux=True)
-            (written, deltas), inputs = differentiate(parameters, offsets, x, {**free, **fixed})
-            calls = LinearCalls(layers, inputs=inputs)
-            gradient = {
-                name.removeprefix("model."): tensor for name, tensor in written.items()
-            } | calls.factors(deltas)
-            result = function(gradient, extra)
-            return result, result
-
-        each = torch.func.vmap(
-            torch.func.grad(value, argnums=(0, 1), has_aux=True), randomness="same"
-        )
-        with torch.no_grad(), self._replay(), self._kernels():
-            (slopes, others), values = each(xs.detach(), free, fixed, extras)
-        return values, slopes, others
+        if factored not in self._candidates:
+            self._candidates[factored] = Candidates(self, factored)
+        return self._candidates[factored].slopes(function, xs, extras, entries)
 
     def input_gradient(self, value: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
         """The derivatives of a scalar that was computed from `gradient_at(x, create_graph=True)`,
@@ -269,8 +225,30 @@ class GradientMap:
         before.
         """
         self._require_second_order("input_gradient")
-        with self._replay(), self._kernels():
+        with self.replay.draws(), self.replay.kernels():
             return torch.autograd.grad(value, inputs)
+
+    def slope_of(self, values: Tensor, x: Tensor, directions: Tensor) -> Tensor:
+        """Derivatives by x of what the model computed from it inside `replay.run()`.
+
+        Args:
+            values: What was computed, of any shape.
+            x: The input that it was computed from.
+            directions: `(k, *values.shape)`, combined with which `values` are differentiated.
+
+        Returns:
+            `(k, *x.shape)`; the graph is kept.
+        """
+        several = len(directions) > 1
+        with self.replay.draws(), self.replay.kernels():  # checkpointed layers run again
+            (slopes,) = torch.autograd.grad(
+                values,
+                x,
+                grad_outputs=directions if several else directions[0],
+                retain_graph=True,
+                is_grads_batched=several,
+            )
+        return slopes if several else slopes[None]
 
     def vjp(self, delta: Tensors) -> Tensor:
         """J δ = ∇_x ⟨g(x), δ⟩.
@@ -297,9 +275,11 @@ class GradientMap:
                     f"delta[{name!r}] has shape {tuple(tensor.shape)}, the parameter "
                     f"{tuple(self._parameters[name].shape)}."
                 )
-        with torch.enable_grad(), self._kernels():
+        with torch.enable_grad(), self.replay.kernels():
             if self._differentiable_gradient is None:
-                self._differentiable_gradient = self._differentiate(self._loss, create_graph=True)
+                self._differentiable_gradient = differentiate(
+                    self._loss, self._parameters, create_graph=True
+                )
             # A gradient that does not depend on x has no graph: its rows of δ contribute nothing.
             names = [name for name in delta if self._differentiable_gradient[name].requires_grad]
             if not names:
@@ -321,14 +301,13 @@ class GradientMap:
         Args:
             v: A tensor in the shape of `input`.
         """
-        if v.shape != self._x.shape:
+        shape = self.input.shape
+        if v.shape != shape:
             raise ValueError(
-                f"v has shape {tuple(v.shape)}, but this batch's input has {tuple(self._x.shape)}."
+                f"v has shape {tuple(v.shape)}, but this batch's input has {tuple(shape)}."
             )
-        return {
-            name: tensor[0]
-            for name, tensor in zip(self._parameters, self._jvps(v[None]), strict=True)
-        }
+        products = zip(self.parameters, self._jvps(v[None]), strict=True)
+        return {name: tensor[0] for name, tensor in products}
 
     def squared_sensitivity(
         self, num_probes: int = 10, generator: torch.Generator | None = None, probe_chunk: int = 1
@@ -356,139 +335,37 @@ class GradientMap:
                 f"num_probes and probe_chunk must be at least 1, but are {num_probes} and "
                 f"{probe_chunk}."
             )
-        generator = generator or private_generator(self._x.device)
-        total = [
-            torch.zeros_like(
-                p, dtype=torch.promote_types(p.dtype, torch.float32), requires_grad=False
+        x = self.input
+        generator = generator or private_generator(x.device)
+        total = {
+            name: torch.zeros(
+                p.shape, device=p.device, dtype=torch.promote_types(p.dtype, torch.float32)
             )
-            for p in self._parameters.values()
-        ]
+            for name, p in self.parameters.items()
+        }
+        dtype = next(iter(total.values())).dtype
         for start in range(0, num_probes, probe_chunk):
-            shape = (min(probe_chunk, num_probes - start), *self._x.shape)
-            probes = torch.randn(
-                shape, generator=generator, device=self._x.device, dtype=total[0].dtype
-            )
+            shape = (min(probe_chunk, num_probes - start), *x.shape)
+            probes = torch.randn(shape, generator=generator, device=x.device, dtype=dtype)
             # Checkpointed layers run again in the backward pass, and vmap refuses their dropout:
             # one probe at a time.
-            for chunk in probes.split(1 if self._recomputes() else len(probes)):
-                for squares, products in zip(
-                    total, self._jvps(chunk.to(self._x.dtype)), strict=True
-                ):
-                    for product in products:
+            for chunk in probes.split(1 if self.replay.recomputes() else len(probes)):
+                products = self._jvps(chunk.to(x.dtype))
+                for squares, several in zip(total.values(), products, strict=True):
+                    for product in several:
                         squares.addcmul_(product, product, value=1 / num_probes)
-        return dict(zip(self._parameters, total, strict=True))
+        return total
 
-    def representation(
-        self, generator: torch.Generator | None = None, neuron_chunk: int = 1
-    ) -> tuple[str, Tensor, Tensor]:
-        """What enters the model's last dense layer, and how strongly each of its neurons depends on
-        the input.
-
-        Costs one forward pass, and per neuron one pass backward through what lies before that
-        layer.
-
-        Args:
-            generator: Source of one random sign a sample, on the input's device. Default: a fresh
-                one from the system's entropy. Without batch statistics the signs cancel; with them
-                the squares of the result are unbiased.
-            neuron_chunk: How many neurons run at once. Bounds memory.
-
-        Returns:
-            The name of the layer's weight; the representation r, `(B, n)`; and ‖∂r_j/∂x‖ over the
-            batch, `(n,)`.
-
-        Raises:
-            ValueError: If the last layer with parameters is no `nn.Linear`, runs several times,
-                reads something else than one vector a sample, or shares no weight gradient.
-        """
-        ran: list[tuple[nn.Module, Tensor]] = []
-
-        def note(module: nn.Module, args: tuple[Tensor, ...]) -> None:
-            ran.append((module, args[0] if args else torch.empty(0)))
-
-        handles = [
-            m.register_forward_pre_hook(note)
-            for m in self._modules
-            if any(True for _ in m.parameters(False))
-        ]
-        try:
-            with torch.enable_grad(), self._replay(), self._kernels():
-                x = self.input.clone().requires_grad_()
-                self._source.evaluate(self._loss_fn, self._model, self._batch, value=x)
-        finally:
-            for handle in handles:
-                handle.remove()
-        layer, r = ran[-1]
-        name = next(
-            (name for name, p in self._parameters.items() if p is getattr(layer, "weight", None)),
-            None,
-        )
-        if not isinstance(layer, nn.Linear) or sum(module is layer for module, _ in ran) > 1:
-            reason = f"its last layer with parameters is a {type(layer).__name__}, and not a dense layer that runs once"
-        elif r.dim() != 2 or len(r) != len(x):
-            reason = f"its last dense layer reads {tuple(r.shape)}, and not one vector for each of {len(x)} samples"
-        elif name is None:
-            reason = "the weight of its last dense layer is not trained"
-        else:
-            return (
-                name,
-                r.detach(),
-                self._norms(r, x, generator or private_generator(x.device), neuron_chunk),
-            )
-        raise ValueError(
-            f"{type(self._model).__name__} has no representation to weigh: {reason}. Take a "
-            "defense that works on every layer, such as optimal_pruning."
-        )
-
-    def _norms(self, r: Tensor, x: Tensor, generator: torch.Generator, chunk: int) -> Tensor:
-        """‖∂r_j/∂x‖ of every column of `r`, `(n,)`."""
-        if not r.requires_grad:
-            return torch.zeros_like(r[0])
-        signs = (
-            torch.randint(2, (len(r),), generator=generator, device=r.device).to(r.dtype) * 2 - 1
-        )
-        chunk, norms = 1 if self._recomputes() else chunk, []
-        with self._replay(), self._kernels():  # layers under activation checkpointing run again
-            for neurons in torch.arange(r.shape[1], device=r.device).split(chunk):
-                count = len(neurons)
-                directions = r.new_zeros(
-                    count, *r.shape
-                )  # one neuron in each, with a sign a sample
-                directions[neurons - neurons[0], :, neurons] = signs
-                (slopes,) = torch.autograd.grad(
-                    r,
-                    x,
-                    grad_outputs=directions if count > 1 else directions[0],
-                    retain_graph=True,
-                    is_grads_batched=count > 1,
-                )
-                norms.append(slopes.reshape(count, -1).norm(dim=1))
-        return torch.cat(norms)
-
-    def after(self, shared: Tensors, withheld: Tensors | None = None) -> GradientMap:
-        """This map as the next defense of a chain sees it: `gradient()` is what the one before
-        would share.
-
-        The Jacobian stays that of the undefended gradient, but coordinates that the defense zeroed
-        carry nothing any more: `restrict` drops them.
-        """
-        before = self.gradient()
-        view = copy.copy(self)
-        view._gradient = shared
-        view._transmitted = self.restrict(
-            {name: (shared[name] != 0) | (before[name] == 0) for name in before}
-            if withheld is None
-            else {name: ~mask for name, mask in withheld.items()}
-        )
-        return view
+    @property
+    def transmitted(self) -> Tensors | None:
+        """Masks of what an earlier defense of the chain left; `None` if all is left."""
+        return None
 
     def restrict(self, tensors: Tensors) -> Tensors:
         """`tensors` with zeros (or False) at the coordinates that an earlier defense of the chain
         withheld.
         """
-        if self._transmitted is None:
-            return tensors
-        return {name: tensor * self._transmitted[name] for name, tensor in tensors.items()}
+        return tensors
 
     def _jvps(self, directions: Tensor) -> Sequence[Tensor]:
         """Jᵀ v for a stack of directions (k, *input.shape): one tensor (k, *parameter.shape) a
@@ -496,7 +373,7 @@ class GradientMap:
         """
         self._require_second_order("jvp and squared_sensitivity")
         parameters = list(self._parameters.values())
-        with torch.enable_grad(), self._kernels():
+        with torch.enable_grad(), self.replay.kernels():
             if self._input_gradient is None:
                 (self._input_gradient,) = torch.autograd.grad(
                     self._loss,
@@ -527,119 +404,11 @@ class GradientMap:
             for p, product in zip(parameters, products, strict=True)
         ]
 
-    def _linear_calls(self) -> tuple[Tensors, dict[str, nn.Module]]:
-        """Zeros in the shape of what comes out of each call of a linear layer, and the layers that
-        run.
-        """
-        if self._calls is None:
-            calls = LinearCalls(linear_layers(self._model, self._parameters))
-            # Layers that run again in the backward pass would be heard twice.
-            if not self._recomputes():
-                with torch.no_grad(), self._replay(), self._kernels(), calls.watching():
-                    self._source.evaluate(
-                        self._loss_fn, self._model, self._batch, value=self._x.detach()
-                    )
-            zeros = {
-                call: self._x.detach().new_zeros(shape) for call, shape in calls.outputs.items()
-            }
-            self._calls = (
-                zeros,
-                {name: layer for name, layer in calls.layers.items() if name in calls.inputs},
-            )
-        return self._calls
-
-    def _differentiate(
-        self,
-        loss: Tensor,
-        retain_graph: bool = False,
-        create_graph: bool = False,
-        leaves: Mapping[str, Tensor] | None = None,
-    ) -> Tensors:
-        leaves = self._parameters if leaves is None else leaves
-        gradients = torch.autograd.grad(
-            loss,
-            list(leaves.values()),
-            retain_graph=retain_graph or create_graph,
-            create_graph=create_graph,
-            allow_unused=True,
-        )
-        return {
-            name: torch.zeros_like(leaf, requires_grad=False) if gradient is None else gradient
-            for (name, leaf), gradient in zip(leaves.items(), gradients, strict=True)
-        }
-
-    def _recomputes(self) -> bool:
-        return any(
-            getattr(m, "gradient_checkpointing", False) and m.training for m in self._modules
-        )
-
     def _require_second_order(self, what: str) -> None:
-        if not self._second_order:
+        if not self.replay.second_order:
             raise RuntimeError(
                 f"{what} differentiates twice; this GradientMap was made with second_order=False."
             )
-
-    @contextmanager
-    def _kernels(self) -> Iterator[None]:
-        """Plain-mathematics attention: fused kernels have no derivative of their backward pass."""
-        if not self._second_order:
-            yield
-            return
-        configs = {id(m.config): m.config for m in self._modules if isinstance(m, PreTrainedModel)}
-        fused = [
-            c
-            for c in configs.values()
-            if getattr(c, "_attn_implementation", None) not in (None, "eager", "sdpa")
-        ]
-        settings = [config._attn_implementation for config in fused]
-        try:
-            for config in fused:
-                config._attn_implementation_internal = "eager"
-            with sdpa_kernel(SDPBackend.MATH):
-                yield
-        finally:
-            for config, setting in zip(fused, settings, strict=True):
-                config._attn_implementation_internal = setting
-
-    @contextmanager
-    def _replay(self) -> Iterator[None]:
-        """The random draws of the first evaluation again; generators and batch statistics are left
-        as they were.
-        """
-        # Copies take the updates: writing a value back would count as an in-place change to what
-        # autograd saved.
-        statistics = [
-            (module, dict(module._buffers))
-            for module in self._modules
-            if isinstance(module, nn.modules.batchnorm._NormBase) and module.training
-        ]
-        with torch.random.fork_rng(devices=self._devices):
-            cpu, cuda = self._random_state
-            torch.set_rng_state(cpu)
-            for device, state in zip(self._devices, cuda, strict=True):
-                torch.cuda.set_rng_state(state, device)
-            try:
-                for module, buffers in statistics:
-                    module._buffers.update(
-                        {n: b if b is None else b.clone() for n, b in buffers.items()}
-                    )
-                yield
-            finally:
-                for module, buffers in statistics:
-                    module._buffers.update(buffers)
-
-
-class _Held(nn.Module):
-    """A module whose forward pass is a function that runs `model`: what `functional_call` needs to
-    swap its parameters.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, run: Callable[[], Tensor]) -> Tensor:
-        return run()
 
 
 def model_loss(model: nn.Module, batch: dict[str, Any]) -> Tensor:
@@ -652,7 +421,3 @@ def model_loss(model: nn.Module, batch: dict[str, Any]) -> Tensor:
             "to the batch, use a model with a task head, or pass loss_fn."
         )
     return loss
-
-
-def _random_state(devices: Sequence[int]) -> tuple[Tensor, list[Tensor]]:
-    return torch.get_rng_state(), [torch.cuda.get_rng_state(device) for device in devices]

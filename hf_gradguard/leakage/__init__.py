@@ -5,6 +5,7 @@ inversion_influence_lower_bound(gmap, delta)  # how far a perturbation moves a r
 dfil(gmap, noise_variance=1e-6)  # Fisher information per coordinate, of every sample
 """
 
+from ..gradient_map.views import smooth_clip, smoothly_clipped
 from .accountant import FisherAccountant, example_keys, subsampling_factor
 from .bounds import (
     mse_bound_from_dfil,
@@ -13,7 +14,6 @@ from .bounds import (
     mse_bound_with_prior,
     rdp_of_order_two,
 )
-from .clipping import smooth_clip, smoothly_clipped
 from .figures import Eigenvalue, Estimate, Influence
 from .fisher import DFIL, dfil, fisher_norm, fisher_trace, fisher_trace_from_sensitivity
 from .influence import (

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from ..gradient_map import GradientMap, Tensors
+from ..gradient_map.views import SMOOTH_CLIP_NORM
 from .bounds import mse_bound_from_dfil
-from .clipping import SMOOTH_CLIP_NORM
 
 Key = int | str
 

@@ -12,9 +12,8 @@ import torch
 from transformers import TrainingArguments
 from transformers.utils import logging
 
-from ..defenses import Defense
-from ..defenses.base import Noise
-from ..gradient_map import GradientMap, Tensors
+from ..defenses import Defense, Message, Noise
+from ..gradient_map import GradientMap
 from ..leakage import (
     DFIL,
     FisherAccountant,
@@ -50,7 +49,7 @@ def message_dfil(
 
     Args:
         gmap: The message's gradient map.
-        noise: What the defense left in `noise`.
+        noise: What the message says of its noise.
         num_probes: `None` takes the sensitivities that the noise was shaped by, at no pass at all,
             and without those 10 probes. A number takes so many probes, one pass each for the whole
             message.
@@ -123,8 +122,7 @@ class LeakageMeter:
     def admits(
         self,
         gmap: GradientMap,
-        shared: Tensors,
-        noise: Noise | None,
+        message: Message,
         step: int,
         generator: torch.Generator,
     ) -> bool:
@@ -135,14 +133,14 @@ class LeakageMeter:
                 shared then.
             ArithmeticError: Likewise.
         """
-        found = self._dfil(gmap, noise, generator)
+        found = self._dfil(gmap, message.noise, generator)
         bound = None if found is None else mse_bound_from_dfil(float(found.samples.value.max()))
         if self.logs(step):
             if found is not None and bound is not None:
                 self._figures["leakage/dfil_mean"].append(found.mean)
                 self._figures["leakage/dfil_max"].append(float(found.samples.value.max()))
                 self._figures["leakage/mse_bound"].append(bound)
-            self._measure_influence(gmap, shared)
+            self._measure_influence(gmap, message)
         if self._limit is not None and bound is not None and bound < self._limit:
             self._skipped += 1
             self.stop_due = self.stop_due or self._stops
@@ -183,7 +181,7 @@ class LeakageMeter:
             if self._binding:
                 raise ValueError(
                     "The defense did not say what noise it added, so nothing was shared. A "
-                    "`protect` of one's own has to leave it in `self.noise`, or call that of the "
+                    "`protect` of one's own has to say it in `Message.noise`, or call that of the "
                     "class it extends."
                 )
             return None
@@ -195,8 +193,8 @@ class LeakageMeter:
             logger.warning_once(f"dFIL is not logged where it cannot be computed. {error}")
             return None
 
-    def _measure_influence(self, gmap: GradientMap, shared: Tensors) -> None:
-        delta = {name: shared[name] - g for name, g in gmap.gradient().items()}
+    def _measure_influence(self, gmap: GradientMap, message: Message) -> None:
+        delta = {name: message[name] - g for name, g in gmap.gradient().items()}
         try:
             self._figures["leakage/i2f_lower_bound"].append(
                 float(inversion_influence_lower_bound(gmap, delta))

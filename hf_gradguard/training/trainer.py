@@ -12,6 +12,7 @@ import functools
 import math
 import time
 from collections import defaultdict
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, TrainerCallback, TrainingArguments
 from transformers.utils import logging
 
-from ..defenses import DEFENSES, Defense, make_defense
+from ..defenses import DEFENSES, Defense, Message, make_defense
 from ..gradient_map import GradientMap, Tensors
 from ..gradient_map.inputs import shared_parameters
 from ..leakage import FisherAccountant
@@ -197,22 +198,16 @@ class GradGuardTrainer(RenamedWeightsTrainer):
         norm = _norm(
             gmap.gradient()
         )  # also waits for the device, so that what follows times the defense alone
-        defense.record_noise(measured)
         generator, probes = self._message_generators()
         start = time.perf_counter()
-        shared = defense(gmap, generator)
-        self._record(gmap.gradient(), shared, norm, start)
-        if measured:
-            noise = defense.noise
-            defense.record_noise(False)
-            if not self._meter.admits(gmap, shared, noise, step, probes):
-                return (
-                    gmap.loss
-                )  # nothing is added: to the other ranks this message is a gradient of zeros
+        message = defense(gmap, generator)
+        self._record(gmap.gradient(), message, norm, start)
+        if measured and not self._meter.admits(gmap, message, step, probes):
+            return gmap.loss  # nothing is added: to the other ranks it is a gradient of zeros
         with torch.no_grad():
             for name, parameter in gmap.parameters.items():
-                message = shared[name].to(parameter.dtype) * weight
-                parameter.grad = message if parameter.grad is None else parameter.grad.add_(message)
+                part = message[name].to(parameter.dtype) * weight
+                parameter.grad = part if parameter.grad is None else parameter.grad.add_(part)
         return gmap.loss
 
     def _average_over_ranks(self, module: nn.Module) -> None:
@@ -406,20 +401,19 @@ class GradGuardTrainer(RenamedWeightsTrainer):
             self.args.device, *seeds, 1
         )
 
-    def _record(self, gradient: Tensors, shared: Tensors, norm: float, start: float) -> None:
-        shared_norm = _norm(shared)
+    def _record(self, gradient: Tensors, message: Message, norm: float, start: float) -> None:
+        size = _norm(message)
         self._defense_metrics["defense/seconds"].append(time.perf_counter() - start)
         if norm:
-            error = _norm({name: shared[name] - gradient[name] for name in gradient})
+            error = _norm({name: message[name] - gradient[name] for name in gradient})
             self._defense_metrics["defense/relative_error"].append(error / norm)
-            if shared_norm:
+            if size:
                 inner = sum(
-                    float(torch.dot(gradient[name].flatten(), shared[name].flatten()))
+                    float(torch.dot(gradient[name].flatten(), message[name].flatten()))
                     for name in gradient
                 )
-                cosine = max(
-                    -1.0, min(1.0, inner / (norm * shared_norm))
-                )  # sums in float32 can end just outside
+                # Sums in float32 can end just outside.
+                cosine = max(-1.0, min(1.0, inner / (norm * size)))
                 self._defense_metrics["defense/cosine"].append(cosine)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
@@ -565,5 +559,5 @@ def _take(batch: dict[str, Any], index: Tensor, rows: int) -> dict[str, Any]:
     }
 
 
-def _norm(tensors: Tensors) -> float:
+def _norm(tensors: Mapping[str, Tensor]) -> float:
     return float(torch.nn.utils.get_total_norm(list(tensors.values())))

@@ -142,7 +142,6 @@ def test_wrong_names_and_settings(tmp_path: Path) -> None:
         ([("w1", "1")], {}, "must be a class id"),
         ([("nothing here", 1)], {}, "holds no tokens but special ones"),
         (TEXTS, {"repeats": 0}, "at least 1"),
-        (TEXTS, {"noise_known": True, "defenses": "pruning+gaussian_noise"}, "chain's noise"),
     ],
 )
 def test_wrong_samples_and_settings(

@@ -23,7 +23,7 @@ from hf_gradguard.audit import audit, markdown_table
 from hf_gradguard.audit.estimators import figures
 from hf_gradguard.audit.report import html_report, scatters
 from hf_gradguard.audit.table import correlations, figure_mean, points
-from hf_gradguard.defenses.base import Noise
+from hf_gradguard.defenses import Message, Noise
 from hf_gradguard.leakage import largest_eigenvalue
 
 TEXTS = [("w1 w2 w3", 1), ("w2 w3 w4 w5", 0), ("w7 w8", 2), ("w1 w9 w10 w11", 1)]
@@ -112,18 +112,17 @@ def test_infinite_bounds_and_complete_leaks() -> None:
     )
     top = largest_eigenvalue(gmap)
     shared = {name: g + 0.5 for name, g in gmap.gradient().items()}
-    noise = Noise({"theta": torch.tensor([0.25, 0.25]).double()})
-    found = figures(gmap, shared, noise, top, torch.Generator().manual_seed(0))
+
+    def message(variance: torch.Tensor) -> Message:
+        return Message(shared, noise=Noise({"theta": variance}, {"theta": variance}))
+
+    noisy = message(torch.tensor([0.25, 0.25]).double())
+    found = figures(gmap, noisy, top, torch.Generator().manual_seed(0))
     assert found["i2f_lower_bound"] == pytest.approx([0.25, 0])  # ‖2 · 0.5‖/4
     assert found["dfil_bound"][0] == pytest.approx(0.5 / 2, rel=0.3)  # σ/|a|, by 50 probes
     assert found["dfil_bound"][1] is None
-    bare = figures(
-        gmap,
-        shared,
-        Noise({"theta": torch.zeros(2).double()}),
-        top,
-        torch.Generator().manual_seed(0),
-    )
+    silent = message(torch.zeros(2).double())
+    bare = figures(gmap, silent, top, torch.Generator().manual_seed(0))
     assert bare["dfil_bound"] == [0.0, None]
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hf_gradguard import DEFENSES, GradientMap, chain, make_defense
 from hf_gradguard.defenses import Defense
-from hf_gradguard.defenses.base import _filled
+from hf_gradguard.defenses.sensitivity import _filled
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gaussian_noise": ("gaussian_noise", {"relative_scale": 0.1}),
@@ -583,7 +583,7 @@ def test_reused_sensitivities_leave_nothing_bare(name: str) -> None:
     defense = make_defense(name, refresh_every=2, **settings)
     defense(GradientMap(model, short), rng())
     gmap = GradientMap(model, batch)
-    sensitivity = defense.sensitivity(gmap, rng())
+    sensitivity = defense.sensitivity(gmap, rng()).roots
     position = next(n for n in gmap.parameters if "position_embeddings" in n)
     unseen = gmap.gradient()[position][3:5]
     assert (unseen != 0).any()

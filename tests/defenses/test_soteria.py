@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from hf_gradguard import GradientMap, chain, make_defense
 from hf_gradguard.attacks import Observation, make_attack
+from hf_gradguard.defenses.soteria import representation
 from hf_gradguard.models import LeakageLeNetConfig, LeakageLeNetForImageClassification
 
 HEADS = {
@@ -29,21 +30,21 @@ def dense_norms(
 ) -> tuple[Tensor, Tensor]:
     """r and ‖∂r_j/∂x‖ over the batch, from the dense Jacobian of what enters `head`."""
 
-    def representation(x: Tensor) -> Tensor:
+    def features(x: Tensor) -> Tensor:
         seen: list[Tensor] = []
         handle = head.register_forward_pre_hook(lambda _module, args: seen.append(args[0]))
         loss_at(x)
         handle.remove()
         return seen[0]
 
-    jacobian = torch.autograd.functional.jacobian(representation, x)  # (B, n, *x.shape)
-    return representation(x).detach(), jacobian.flatten(2).square().sum((0, 2)).sqrt()
+    jacobian = torch.autograd.functional.jacobian(features, x)  # (B, n, *x.shape)
+    return features(x).detach(), jacobian.flatten(2).square().sum((0, 2)).sqrt()
 
 
 @pytest.mark.parametrize("chunk", [1, 3])
 @pytest.mark.parametrize("task", HEADS)
 def test_norms_equal_the_dense_jacobians(task: str, chunk: int) -> None:
-    name, r, norms = GradientMap(*make_task(task)).representation(rng(), chunk)
+    name, r, norms = representation(GradientMap(*make_task(task)), rng(), chunk)
     model, batch = make_task(task, attn_implementation="eager")
     head = model.get_submodule(HEADS[task])
     expected = dense_norms(
@@ -63,7 +64,7 @@ def test_the_columns_of_the_largest_scores_are_zeroed_and_nothing_else(
     task: str, ratio: float, count: int
 ) -> None:
     gmap = GradientMap(*make_task(task))
-    name, r, norms = gmap.representation(rng())
+    name, r, norms = representation(gmap, rng())
     scores = (r.norm(dim=0) / norms).tolist()
     ranked = sorted(range(8), key=lambda j: -scores[j])
     shared = make_defense("soteria", ratio=ratio)(gmap, rng())
@@ -132,7 +133,7 @@ def test_batch_statistics_mix_samples_and_the_squares_are_unbiased() -> None:
     batch["pixel_values"].requires_grad_(False)
     gmap, generator = GradientMap(model, batch), rng()
     before = {name: tensor.clone() for name, tensor in model.named_buffers()}
-    draws = torch.stack([gmap.representation(generator, 18)[2].square() for _ in range(200)])
+    draws = torch.stack([representation(gmap, generator, 18)[2].square() for _ in range(200)])
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.named_buffers())
     error = draws.std(0) / 200**0.5
     assert (draws.std(0) / exact.square()).max() > 0.01  # samples do depend on one another
@@ -146,7 +147,7 @@ def test_the_dropout_mask_is_the_gradients() -> None:
     model, batch = make_task("bert", dropout=0.5, batch_size=1)
     gmap = GradientMap(model.train(), batch)
     torch.manual_seed(9)
-    _, r, _ = gmap.representation(rng())
+    _, r, _ = representation(gmap, rng())
     gradient = gmap.gradient()
     assert (r == 0).any()
     torch.testing.assert_close(

@@ -294,7 +294,7 @@ def test_variances_of_a_defense() -> None:
     for name in ("gaussian_noise", "optimal_noise"):
         defense = make_defense(name, utility_budget=1e-4)
         gmap.squared_sensitivity = lambda *_args, **_kwargs: squares
-        variance = defense.variance(gradient, defense.shape(gmap, gradient, rng()))
+        variance = defense.variance(gradient, defense.shape(gmap, gradient, rng()).variance)
         leaks.append(dfil(gmap, variance, None).value)
     assert torch.isfinite(leaks[1]).all()
     assert leaks[1].sum() < 0.6 * leaks[0].sum()
@@ -383,7 +383,7 @@ def test_clipping_a_zero_gradient() -> None:
     jacobian: Tensor = torch.eye(2, dtype=torch.float64)
     gmap = smoothly_clipped(linear_map(jacobian), 1.0)
     zero = GradientMap(
-        gmap._raw._model, {"pixel_values": torch.zeros(1, 1, 1, 2, dtype=torch.float64)}
+        gmap.model, {"pixel_values": torch.zeros(1, 1, 1, 2, dtype=torch.float64)}
     )
     clipped = smoothly_clipped(zero, 1.0)
     assert not flat(clipped.gradient()).any()

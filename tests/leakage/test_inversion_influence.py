@@ -19,6 +19,7 @@ from leakage_helpers import (
 )
 
 from hf_gradguard import GradientMap, make_defense
+from hf_gradguard.gradient_map.views import MaskedMap
 from hf_gradguard.leakage import (
     expected_squared_influence,
     inversion_influence,
@@ -169,8 +170,10 @@ def test_withheld_coordinates_of_a_chain_say_nothing() -> None:
         n: torch.full_like(g, n == "head.weight", dtype=torch.bool)
         for n, g in gmap.gradient().items()
     }
-    view = gmap.after(
-        {n: g.masked_fill(withheld[n], 0) for n, g in gmap.gradient().items()}, withheld
+    view = MaskedMap(
+        gmap,
+        {n: g.masked_fill(withheld[n], 0) for n, g in gmap.gradient().items()},
+        {n: ~mask for n, mask in withheld.items()},
     )
     kept = jacobian * ~flat(withheld)
     delta = perturbation(gmap)

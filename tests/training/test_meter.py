@@ -29,8 +29,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from hf_gradguard import GradGuardConfig, GradGuardTrainer, GradientMap, chain, make_defense
-from hf_gradguard.defenses import Defense
-from hf_gradguard.defenses.base import Noise
+from hf_gradguard.defenses import Defense, Noise
 from hf_gradguard.defenses.noise import GaussianNoise
 from hf_gradguard.leakage import (
     FisherAccountant,
@@ -55,10 +54,7 @@ STILL = {
 
 
 def noise_of(defense: Defense, gmap: GradientMap, seed: int = 5) -> Noise:
-    defense.record_noise(True)
-    defense(gmap, rng(seed))
-    noise = defense.noise
-    defense.record_noise(False)
+    noise = defense(gmap, rng(seed)).noise
     assert noise is not None
     return noise
 
@@ -130,17 +126,15 @@ def test_what_a_chain_says_of_its_noise() -> None:
         chain(make_defense("laplace_noise"), gaussian), make_defense("none"), make_defense("laplace_noise"),
     ):  # fmt: skip
         assert not others.adds_gaussian_noise
-        others.record_noise(True)
-        others(gmap, rng())
-        assert others.noise is None
+        assert others(gmap, rng()).noise is None
 
 
-def test_nothing_is_kept_when_nothing_is_recorded() -> None:
+def test_a_defense_keeps_nothing_of_a_message() -> None:
     defense, gmap = make_defense("optimal_noise", num_probes=2), GradientMap(*small_convolution())
+    before = dict(vars(defense))
     noise_of(defense, gmap)
-    assert (defense.noise, defense._fresh) == (None, None)
-    defense(gmap, rng())
-    assert (defense.noise, defense._fresh) == (None, None)
+    assert vars(defense) == before
+    assert not any(isinstance(value, Tensor) for value in vars(defense).values())
 
 
 def test_reused_sensitivities_are_not_taken_for_this_batchs() -> None:
@@ -148,12 +142,9 @@ def test_reused_sensitivities_are_not_taken_for_this_batchs() -> None:
         make_defense("optimal_noise", num_probes=3, refresh_every=2),
         GradientMap(*small_convolution()),
     )
-    defense.record_noise(True)
     fresh = []
     for _ in range(4):
-        defense(gmap, rng())
-        assert defense.noise is not None
-        fresh.append(defense.noise.squares is not None)
+        fresh.append(noise_of(defense, gmap).squares is not None)
     assert fresh == [True, False, True, False]
 
 

@@ -1,0 +1,90 @@
+"""Evaluating one function again and again: the same random draws, the same statistics, plain
+attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers import PreTrainedModel
+
+
+class Replay:
+    """What has to hold while a model runs so that it is the same function every time.
+
+    Dropout draws from the global generators, whose state is noted here. Batch normalization in
+    training mode writes its statistics. Fused attention kernels have no second derivative.
+
+    Args:
+        model: The model, in the mode in which it will run.
+        second_order: Whether derivatives of derivatives are wanted.
+    """
+
+    def __init__(self, model: nn.Module, second_order: bool) -> None:
+        self.modules, self.second_order = list(model.modules()), second_order
+        on_gpu = {p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"}
+        self._devices = sorted(on_gpu)
+        self._cpu = torch.get_rng_state()
+        self._cuda = [torch.cuda.get_rng_state(device) for device in self._devices]
+
+    @contextmanager
+    def draws(self) -> Iterator[None]:
+        """The random draws of when this was made; generators and batch statistics stay as they
+        were.
+        """
+        # Copies take the updates: writing a value back would count as an in-place change to what
+        # autograd saved.
+        statistics = [
+            (module, dict(module._buffers))
+            for module in self.modules
+            if isinstance(module, nn.modules.batchnorm._NormBase) and module.training
+        ]
+        with torch.random.fork_rng(devices=self._devices):
+            torch.set_rng_state(self._cpu)
+            for device, state in zip(self._devices, self._cuda, strict=True):
+                torch.cuda.set_rng_state(state, device)
+            try:
+                for module, buffers in statistics:
+                    copies = {n: b if b is None else b.clone() for n, b in buffers.items()}
+                    module._buffers.update(copies)
+                yield
+            finally:
+                for module, buffers in statistics:
+                    module._buffers.update(buffers)
+
+    @contextmanager
+    def kernels(self) -> Iterator[None]:
+        """Attention in plain mathematics, if anything is to be differentiated twice."""
+        if not self.second_order:
+            yield
+            return
+        configs = {id(m.config): m.config for m in self.modules if isinstance(m, PreTrainedModel)}
+        plain = (None, "eager", "sdpa")
+        fused = [
+            config
+            for config in configs.values()
+            if getattr(config, "_attn_implementation", None) not in plain
+        ]
+        settings = [config._attn_implementation for config in fused]
+        try:
+            for config in fused:
+                config._attn_implementation_internal = "eager"
+            with sdpa_kernel(SDPBackend.MATH):
+                yield
+        finally:
+            for config, setting in zip(fused, settings, strict=True):
+                config._attn_implementation_internal = setting
+
+    @contextmanager
+    def run(self) -> Iterator[None]:
+        """Both, with gradients on: for a forward pass whose result is differentiated."""
+        with torch.enable_grad(), self.draws(), self.kernels():
+            yield
+
+    def recomputes(self) -> bool:
+        """Whether layers run again in the backward pass, under activation checkpointing."""
+        return any(getattr(m, "gradient_checkpointing", False) and m.training for m in self.modules)

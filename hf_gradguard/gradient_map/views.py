@@ -1,0 +1,274 @@
+"""Maps that are seen through something: another gradient of the same client, the same graphs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .domain import Domain
+from .factors import Factors
+from .inputs import Batch
+from .map import GradientMap, Tensors
+
+SMOOTH_CLIP_NORM = 1.115
+"""The largest norm that a smoothly clipped gradient can have, in units of C."""
+
+
+class View(GradientMap):
+    """Another map's client, seen with another gradient. Everything else is asked of that map.
+
+    Args:
+        base: The map.
+    """
+
+    def __init__(self, base: GradientMap) -> None:
+        self.base, self.model, self.replay = base, base.model, base.replay
+
+    @property
+    def input(self) -> Tensor:
+        return self.base.input
+
+    @property
+    def batch(self) -> Batch:
+        return self.base.batch
+
+    @property
+    def domain(self) -> Domain:
+        return self.base.domain
+
+    @property
+    def embedding(self) -> nn.Module | None:
+        return self.base.embedding
+
+    @property
+    def loss(self) -> Tensor:
+        return self.base.loss
+
+    @property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        return self.base.parameters
+
+    def evaluate(self, x: Tensor, entries: Mapping[str, Any] | None = None) -> Tensor:
+        return self.base.evaluate(x, entries)
+
+    def versions(self) -> dict[str, int]:
+        own = {
+            f"the gradient of {name!r} that the defense before shared": tensor._version
+            for name, tensor in self.gradient().items()
+        }
+        return self.base.versions() | own
+
+    def gradient_at(self, x: Tensor, create_graph: bool = False, **entries: Tensor) -> Tensors:
+        return self.base.gradient_at(x, create_graph, **entries)
+
+    def slopes_at(
+        self,
+        function: Callable[[Mapping[str, Tensor | Factors], Tensors], Tensor],
+        xs: Tensor,
+        extras: Tensors,
+        *,
+        factored: bool = False,
+        **entries: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensors]:
+        return self.base.slopes_at(function, xs, extras, factored=factored, **entries)
+
+    def input_gradient(self, value: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
+        return self.base.input_gradient(value, *inputs)
+
+    def vjp(self, delta: Tensors) -> Tensor:
+        return self.base.vjp(delta)
+
+    def jvp(self, v: Tensor) -> Tensors:
+        return self.base.jvp(v)
+
+    def squared_sensitivity(
+        self, num_probes: int = 10, generator: torch.Generator | None = None, probe_chunk: int = 1
+    ) -> Tensors:
+        return self.base.squared_sensitivity(num_probes, generator, probe_chunk)
+
+    @property
+    def transmitted(self) -> Tensors | None:
+        return self.base.transmitted
+
+    def restrict(self, tensors: Tensors) -> Tensors:
+        return self.base.restrict(tensors)
+
+    def _jvps(self, directions: Tensor) -> Sequence[Tensor]:
+        return self.base._jvps(directions)
+
+
+class MaskedMap(View):
+    """A map as the next defense of a chain sees it: `gradient()` is what the one before would
+    share.
+
+    The Jacobian stays that of the undefended gradient, but coordinates that were not transmitted
+    carry nothing any more: `restrict` drops them.
+
+    Args:
+        base: The map that the defense before saw.
+        shared: One tensor for every shared parameter.
+        transmitted: Masks of what was transmitted. Default: all but what `shared` zeroed.
+
+    Example:
+        >>> view = MaskedMap(gmap, {name: g.clamp(min=0) for name, g in gmap.gradient().items()})
+        >>> bool((view.gradient()["classifier.bias"] >= 0).all())
+        True
+    """
+
+    def __init__(
+        self,
+        base: GradientMap,
+        shared: Mapping[str, Tensor],
+        transmitted: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        super().__init__(base)
+        self._shared = dict(shared)
+        if transmitted is None:
+            before = base.gradient()
+            transmitted = {n: (shared[n] != 0) | (before[n] == 0) for n in before}
+        self._transmitted = base.restrict(dict(transmitted))
+
+    def gradient(self) -> Tensors:
+        return self._shared
+
+    @property
+    def transmitted(self) -> Tensors:
+        return self._transmitted
+
+    def restrict(self, tensors: Tensors) -> Tensors:
+        return {name: tensor * self._transmitted[name] for name, tensor in tensors.items()}
+
+
+class ClippedMap(View):
+    """The map x ↦ g̃(x) of smoothly clipped gradients (see `smooth_clip`), of one sample.
+
+    J̃ = J D with D = φ I + (φ'/n) g gᵀ, which is symmetric: apply D before J, and after Jᵀ.
+
+    Args:
+        base: A map that differentiates twice, of a batch of one.
+        clip: C > 0.
+
+    Raises:
+        ValueError: If the batch holds several samples, or `clip` is not above 0.
+    """
+
+    def __init__(self, base: GradientMap, clip: float) -> None:
+        super().__init__(base)
+        if len(base.input) != 1:
+            raise ValueError(
+                f"Clipping is per sample, but this map's batch holds {len(base.input)}. Make one "
+                "GradientMap per sample."
+            )
+        gradient = base.gradient()
+        self._clip, self._clipped = clip, smooth_clip(gradient, clip)
+        norm = float(_norm(gradient))
+        u = norm / clip - 1
+        below = (1 + math.erf(u / math.sqrt(2))) / 2
+        self._factor = 1 / (u * below + 1)
+        slope = below + u * math.exp(-u * u / 2) / math.sqrt(2 * math.pi)  # GELU'(u)
+        self._coupling = -(self._factor**2) * slope / (clip * norm) if norm else 0.0
+
+    def gradient(self) -> Tensors:
+        return self._clipped
+
+    def gradient_at(self, x: Tensor, create_graph: bool = False, **entries: Tensor) -> Tensors:
+        return smooth_clip(self.base.gradient_at(x, create_graph, **entries), self._clip)
+
+    def slopes_at(
+        self,
+        function: Callable[[Mapping[str, Tensor | Factors], Tensors], Tensor],
+        xs: Tensor,
+        extras: Tensors,
+        *,
+        factored: bool = False,
+        **entries: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensors]:
+        # Never in factors: all of a gradient is scaled by its norm.
+        def clipped(gradient: Any, extras: Tensors) -> Tensor:
+            return function(smooth_clip(gradient, self._clip), extras)
+
+        return self.base.slopes_at(clipped, xs, extras, factored=False, **entries)
+
+    def vjp(self, delta: Tensors) -> Tensor:
+        gradient = self.base.gradient()
+        inner = sum(float((gradient[name] * tensor).sum()) for name, tensor in delta.items())
+        # δ may leave parameters out, the part along g may not.
+        part: Tensors = {name: self._coupling * inner * g for name, g in gradient.items()}
+        return self.base.vjp(
+            part | {name: part[name] + self._factor * tensor for name, tensor in delta.items()}
+        )
+
+    def jvp(self, v: Tensor) -> Tensors:
+        return GradientMap.jvp(self, v)
+
+    def squared_sensitivity(
+        self, num_probes: int = 10, generator: torch.Generator | None = None, probe_chunk: int = 1
+    ) -> Tensors:
+        return GradientMap.squared_sensitivity(self, num_probes, generator, probe_chunk)
+
+    def _jvps(self, directions: Tensor) -> Sequence[Tensor]:
+        products = self.base._jvps(directions)
+        gradients = list(self.base.gradient().values())
+        inner = torch.stack(
+            [(p * g).flatten(1).sum(1) for p, g in zip(products, gradients, strict=True)]
+        ).sum(0)
+        return [
+            self._factor * p + self._coupling * inner.view(-1, *[1] * g.dim()) * g
+            for p, g in zip(products, gradients, strict=True)
+        ]
+
+
+def smooth_clip(gradient: Tensors, clip: float) -> Tensors:
+    """Smooth clipping: a bound on a sample's gradient that still has a Jacobian everywhere.
+
+        g̃ = g φ(‖g‖),   φ(n) = 1 / (GELU(n/C - 1) + 1),   ‖g̃‖ ≤ 1.115 C
+
+    Reference: Guo et al. (2022), Algorithm 1 and Section 6.2.
+
+    Args:
+        gradient: One tensor per shared parameter.
+        clip: C > 0.
+
+    Raises:
+        ValueError: If `clip` is not above 0.
+
+    Example:
+        >>> clipped = smooth_clip({"weight": torch.full((4,), 10.0)}, clip=1.0)
+        >>> bool(clipped["weight"].norm() <= 1.115)
+        True
+    """
+    if not 0 < clip < math.inf:
+        raise ValueError(f"clip must be a finite number above 0, but is {clip!r}.")
+    factor = 1 / (torch.nn.functional.gelu(_norm(gradient) / clip - 1) + 1)
+    return {name: tensor * factor.to(tensor.dtype) for name, tensor in gradient.items()}
+
+
+def smoothly_clipped(gmap: GradientMap, clip: float) -> GradientMap:
+    """The map x ↦ g̃(x), for every estimator: `gradient`, `gradient_at`, `jvp`, `vjp` and
+    sensitivities are those of g̃.
+
+    Private SGD clips each sample's gradient, so the map must be of one sample. With noise σC on the
+    *sum* of a batch, dFIL of a sample is
+    `dfil(smoothly_clipped(gmap, C), noise_variance=(σ * C) ** 2)`; the paper's Eq. 1 leaves C out.
+
+    Args:
+        gmap: A map that differentiates twice, of a batch of one.
+        clip: C > 0.
+
+    Raises:
+        ValueError: If the batch holds several samples, or `clip` is not above 0.
+
+    Example:
+        >>> one = GradientMap(model, {name: entry[:1] for name, entry in batch.items()})
+        >>> smoothly_clipped(one, clip=1.0).gradient().keys() == one.gradient().keys()
+        True
+    """
+    return ClippedMap(gmap, clip)
+
+
+def _norm(gradient: Tensors) -> Tensor:
+    return torch.stack([tensor.square().sum() for tensor in gradient.values()]).sum().sqrt()
