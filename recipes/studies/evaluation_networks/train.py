@@ -47,7 +47,9 @@ def main() -> None:
     started = time.perf_counter()
     if args.kind == "image":
         filters = {"filters": args.filters} if args.filters else {}
-        network = train_image_network(load_images(args.data), seed=args.seed, **TRAIN_IMAGE, **filters)
+        network = train_image_network(
+            load_images(args.data), seed=args.seed, **TRAIN_IMAGE, **filters
+        )
         output = args.output or CARDS / IMAGE
     else:
         tokenizer = AutoTokenizer.from_pretrained(args.model)

@@ -23,7 +23,7 @@ def quickly(plan: dict) -> dict:
         "samples": {name: QUICK_SAMPLES.get(name, n) for name, n in plan["samples"].items()},
         "attacks": {a: s | steps if "steps" in s else s for a, s in plan["attacks"].items()},
         "defenses": {name: plan["defenses"][name][:1] for name in QUICK_DEFENSES},
-        "refiner": {name: QUICK_NETWORK_STEPS for name in plan["refiner"]},
+        "refiner": dict.fromkeys(plan["refiner"], QUICK_NETWORK_STEPS),
     }
 
 
@@ -85,7 +85,7 @@ def share(
     if covariance:
         gradient = made.clipped(gmap.gradient())
         shape = made.shape(gmap, gradient, generator)
-        grants = grants | {"noise_variance": made.variance(gradient, shape)}
+        grants = grants | {"noise_variance": made.variance(gradient, shape.variance)}
     return average(
         [Observation(model, made(gmap, generator=generator), **grants) for _ in range(uploads)]
     )

@@ -63,9 +63,7 @@ def prepare(args):
             subprocess.run([*run, *places, "--output_dir", folder], check=True)
             found = json.loads(Path(folder, "metrics.json").read_text(encoding="utf-8"))
         shown = shlex.join([*LAUNCH, "recipes/sst2.py", *flags])
-        return found | {
-            "command": f"{shown} --model_name_or_path $MODEL --data_dir $SST2"
-        }
+        return found | {"command": f"{shown} --model_name_or_path $MODEL --data_dir $SST2"}
 
     return measure
 

@@ -8,7 +8,6 @@ of 16 hide more than single sentences do. Other attacks read other things: see e
 Takes seconds.
 """
 
-import math
 from pathlib import Path
 
 from ..lib.results import Results, nested

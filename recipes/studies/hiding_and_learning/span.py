@@ -80,7 +80,9 @@ def attack_batches(row: dict, model, defense, tokenizer, texts: list[dict]) -> d
         noise = row["noise"]
         seen = Observation(
             model=model,
-            gradient=noisy(gmap.gradient(), *noise, generator) if noise else defense(gmap, generator),
+            gradient=noisy(gmap.gradient(), *noise, generator)
+            if noise
+            else defense(gmap, generator),
             input_shape=tuple(batch["input_ids"].shape),
             attention_mask=batch["attention_mask"],
             tokenizer=tokenizer,

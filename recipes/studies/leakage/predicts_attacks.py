@@ -99,9 +99,7 @@ def attacked(cell: dict, model, batch: dict[str, Tensor], tokenizer) -> list[dic
     if tokenizer:
         attack = make_attack("tag", steps=cell["steps"])
     else:
-        attack = make_attack(
-            "inverting_gradients", steps=cell["steps"], patience=5, **INVERTING
-        )
+        attack = make_attack("inverting_gradients", steps=cell["steps"], patience=5, **INVERTING)
     for point, found in zip(
         points, attack.together(seen, torch.Generator().manual_seed(sample)), strict=True
     ):

@@ -33,6 +33,7 @@ from transformers import set_seed
 
 from hf_gradguard import GradientMap, make_defense
 from hf_gradguard.attacks import Observation, make_attack
+from hf_gradguard.defenses import Message
 from hf_gradguard.metrics import score_images
 from hf_gradguard.models import MODELS
 
@@ -107,7 +108,6 @@ def point(cell: dict, images: torch.Tensor, labels: torch.Tensor) -> dict[str, f
 
     batch = {key: tensor[: cell["attacked"]] for key, tensor in clients[0].items()}
     gmap = GradientMap(model, batch)
-    defense.record_noise(True)
     shared = defense(gmap, generator=noise)
     scores = both_sides(gmap, defense, shared, probes)
     seen = Observation(
@@ -115,7 +115,7 @@ def point(cell: dict, images: torch.Tensor, labels: torch.Tensor) -> dict[str, f
     )
     scores |= (found := attacked(cell, batch, seen))
     if name == "optimal_dp_sgd":  # variance is infinite where clipping left no noise
-        variance = {key: v.where(v.isfinite(), 0.0) for key, v in defense.noise.variance.items()}
+        variance = {key: v.where(v.isfinite(), 0.0) for key, v in shared.noise.variance.items()}
         found = attacked(cell, batch, replace(seen, noise_variance=variance))
     elif "pruning" in name:
         found = attacked(cell, batch, seen, match_nonzero=True)
@@ -137,16 +137,18 @@ def attacked(cell: dict, batch: dict, seen: Observation, **knowledge) -> dict[st
     attack = make_attack(
         "inverting_gradients", steps=cell["updates"], total_variation=1e-2, **knowledge
     )
-    found = attack(seen, generator=torch.Generator().manual_seed(cell["seed"] + 3000)).input.clamp(0, 1)
+    found = attack(seen, generator=torch.Generator().manual_seed(cell["seed"] + 3000)).input.clamp(
+        0, 1
+    )
     scores = score_images([found], [batch["pixel_values"]], bootstrap=0).mean
     return {"mse": scores["mse"], "psnr": scores["psnr"]}
 
 
 def both_sides(
-    gmap: GradientMap, defense, shared: dict, probes: torch.Generator
+    gmap: GradientMap, defense, shared: Message, probes: torch.Generator
 ) -> dict[str, torch.Tensor]:
     """What the defense leaks and what it costs, to first order; by probes of its own."""
-    variance = defense.noise.variance if defense.noise is not None else {}
+    variance = shared.noise.variance if shared.noise is not None else {}
     s2, g, sent, v = (
         torch.cat([tensor.flatten().double() for tensor in some.values()] or [torch.empty(0)])
         for some in (gmap.squared_sensitivity(10, probes), gmap.gradient(), shared, variance)

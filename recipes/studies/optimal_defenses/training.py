@@ -68,7 +68,6 @@ def train(cell: dict, data: tuple, test: tuple) -> dict:
     optimizer = torch.optim.Adam(model.parameters(), lr=cell["learning_rate"])
     draw, noise = torch.Generator().manual_seed(seed), torch.Generator().manual_seed(seed + 1000)
     shares = torch.randperm(len(images), generator=draw)[:TRAINED_ON].chunk(CLIENTS)
-    defense.record_noise(True)
     losses, stds, drawn = [], [], []
     for _ in logging.tqdm(range(cell["steps"]), desc=f"{cell['defense']}, seed {seed}"):
         if not drawn:  # an epoch is over
@@ -83,13 +82,9 @@ def train(cell: dict, data: tuple, test: tuple) -> dict:
             parameter.grad = sum(one[name] for one in sent) / CLIENTS
         optimizer.step()
         losses.append(float(np.mean([float(gmap.loss) for gmap in maps])))
-        if defense.noise is not None:  # that of the last client
-            stds.append(
-                {
-                    name: float(v[v.isfinite()].sqrt().mean())
-                    for name, v in defense.noise.variance.items()
-                }
-            )
+        if (added := sent[-1].noise) is not None:
+            finite = {name: v[v.isfinite()] for name, v in added.variance.items()}
+            stds.append({name: float(v.sqrt().mean()) for name, v in finite.items()})
     layers = {name: smooth([one[name] for one in stds]) for name in (stds[0] if stds else ())}
     with torch.no_grad():
         found = torch.cat(

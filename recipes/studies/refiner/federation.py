@@ -23,8 +23,16 @@ from hf_gradguard.models import LeakageLeNetConfig, LeakageLeNetForImageClassifi
 from hf_gradguard.training.clients import partition_dirichlet
 
 from ..lib.images import parquet_images, single_images, smoothed
-from .settings import ATTACKED, OWN, QUICK_ATTACKED, QUICK_OWN, QUICK_ROUNDS, QUICK_STEPS, ROUNDS
-from .settings import UNKNOWING
+from .settings import (
+    ATTACKED,
+    OWN,
+    QUICK_ATTACKED,
+    QUICK_OWN,
+    QUICK_ROUNDS,
+    QUICK_STEPS,
+    ROUNDS,
+    UNKNOWING,
+)
 
 CLIENTS, DRAWN, BATCH, LEARNING_RATE = 10, 2, 16, 5e-3
 TRAINING = {"--train": "parquet with img and label, to train on", "--test": "the same, to test on"}
