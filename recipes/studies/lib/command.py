@@ -38,6 +38,14 @@ def main(doc: str | None, parts: Sequence[ModuleType], argv: Sequence[str] | Non
             `report(figures, args)`: tables and pictures, of figures nested by place.
         argv: Instead of the process's own.
     """
+    args = parse(doc, parts, argv)
+    run(args.module, args)
+
+
+def parse(
+    doc: str | None, parts: Sequence[ModuleType], argv: Sequence[str] | None = None
+) -> argparse.Namespace:
+    """The arguments, with the part that they name as `module`."""
     parser = argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -51,8 +59,7 @@ def main(doc: str | None, parts: Sequence[ModuleType], argv: Sequence[str] | Non
         for flag, more in part.ARGUMENTS.items():
             command.add_argument(flag, **({"help": more} if isinstance(more, str) else more))
         command.set_defaults(module=part)
-    args = parser.parse_args(argv)
-    run(args.module, args)
+    return parser.parse_args(argv)
 
 
 def cells_of(part: ModuleType, args: argparse.Namespace) -> dict[Place, dict]:

@@ -1,14 +1,16 @@
-"""Scripts on text, in quick mode on generated sentences and a random encoder."""
+"""Studies of text, in quick mode on generated sentences and a random encoder."""
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 
 import pytest
 from helpers import save_encoder
 from transformers import AutoTokenizer
+
+from recipes.studies.hiding_and_learning import accuracy, span
+from recipes.studies.lib.results import Results
 
 
 @pytest.fixture(scope="module")
@@ -18,35 +20,17 @@ def encoder(tmp_path_factory: pytest.TempPathFactory, encoder: Path) -> Path:
     return save_encoder(tmp_path_factory.mktemp("data") / "encoder", tokenizer, hidden_size=96)
 
 
-def figures(output: Path) -> dict:
-    return json.loads(Path(f"{output}.json").read_text())["figures"]
-
-
 def table(output: Path) -> list[list[str]]:
     """Cells of OUTPUT.md, its header left out."""
     lines = Path(f"{output}.md").read_text().splitlines()[2:]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
 
-def overwrite(output: Path, found: dict) -> None:
-    stored = json.loads(Path(f"{output}.json").read_text())
-    Path(f"{output}.json").write_text(json.dumps(stored | {"figures": found}))
-
-
 def test_span_attack(encoder, network, sst2, quick, tmp_path):
     output = tmp_path / "span_attack"
-    arguments = (
-        "--model",
-        encoder,
-        "--data_dir",
-        sst2,
-        "--evaluation_network",
-        network,
-        "--output",
-        output,
-    )
-    quick("span_attack.py", *arguments)
-    found = figures(output)
+    data = ("--model", encoder, "--data_dir", sst2, "--evaluation_network", network)
+    study = quick("hiding_and_learning", "span", *data, output=output)
+    found = study.figures
     # Every token of a lone sentence lies in the span of its own gradient, and adding no noise
     # changes nothing.
     undefended = {key: value for key, value in found["MiniLM, batch 1"].items() if key != "seconds"}
@@ -63,9 +47,9 @@ def test_span_attack(encoder, network, sst2, quick, tmp_path):
     # Rows that are missing are made, the others stay; a table has dashes until then.
     kept = found["gaussian_noise relative_scale=0.1"]["exact"] = 77
     lost = found.pop("pruning ratio=0.9, completed")
-    overwrite(output, found)
-    quick("span_attack.py", *arguments)
-    again = figures(output)
+    study.overwrite(found)
+    study.again()
+    again = study.figures
     assert again["gaussian_noise relative_scale=0.1"]["exact"] == kept
     assert again["pruning ratio=0.9, completed"]["hits"] == lost["hits"]
     defenses = {tuple(row[:2]): row for row in table(tmp_path / "span_attack_defenses")}
@@ -75,10 +59,7 @@ def test_span_attack(encoder, network, sst2, quick, tmp_path):
     assert len(table(tmp_path / "span_attack_noise")) == 6
 
 
-def test_span_attack_shows_what_is_there(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "recipes" / "reproductions")
-    import span_attack
-
+def test_span_attack_shows_what_is_there(tmp_path):
     row = {
         "share": 0.5,
         "interval": [0.25, 1.0],
@@ -87,7 +68,7 @@ def test_span_attack_shows_what_is_there(tmp_path, monkeypatch):
         "tokens": 9,
         "seconds": 0.1,
     }
-    span_attack.tables(tmp_path / "part", {"optimal_pruning ratio=0.5, completed": row})
+    span.tables(tmp_path / "part", {"optimal_pruning ratio=0.5, completed": row})
     assert table(tmp_path / "part") == []
     rows = {tuple(cells[:2]): cells[2:] for cells in table(tmp_path / "part_defenses")}
     assert rows["`optimal_pruning`", "`ratio=0.5`"] == ["–", "–", "50 % [25, 100]"]
@@ -96,18 +77,9 @@ def test_span_attack_shows_what_is_there(tmp_path, monkeypatch):
 
 def test_refiner_on_sentences(encoder, network, sst2, quick, tmp_path):
     output = tmp_path / "sentences"
-    arguments = (
-        "--model",
-        encoder,
-        "--data_dir",
-        sst2,
-        "--evaluation_network",
-        network,
-        "--output",
-        output,
-    )
-    quick("refiner_sentences.py", *arguments)
-    found = figures(output)
+    data = ("--model", encoder, "--data_dir", sst2, "--evaluation_network", network)
+    study = quick("refiner", "sentences", *data, output=output)
+    found = study.figures
     # Projection: at most ε away, and no change where it was nearer.
     free, tight, loose = (
         found[row]
@@ -129,28 +101,19 @@ def test_refiner_on_sentences(encoder, network, sst2, quick, tmp_path):
 
     kept = found["defaults"]["cosine"]["mean"] = -0.5
     lost = found.pop("`epsilon=0.05`")
-    overwrite(output, found)
-    quick("refiner_sentences.py", *arguments)
-    assert figures(output)["defaults"]["cosine"]["mean"] == kept
-    assert figures(output)["`epsilon=0.05`"] == lost
+    study.overwrite(found)
+    study.again()
+    assert study.figures["defaults"]["cosine"]["mean"] == kept
+    assert study.figures["`epsilon=0.05`"] == lost
     assert table(output)[-1][2].startswith("-0.500 ± ")
     assert table(tmp_path / "sentences_projection")[1][2] == "0.050 ± 0.000"
 
 
 def test_refiner_in_training(encoder, network, sst2, quick, tmp_path):
     output = tmp_path / "training"
-    arguments = (
-        "--model",
-        encoder,
-        "--data_dir",
-        sst2,
-        "--evaluation_network",
-        network,
-        "--output",
-        output,
-    )
-    quick("refiner_in_training.py", *arguments)
-    found = figures(output)
+    data = ("--model", encoder, "--data_dir", sst2, "--evaluation_network", network)
+    study = quick("refiner", "in_training", *data, output=output)
+    found = study.figures
     assert found["before"]["loss"] != found["after"]["loss"]
     for when in ("before", "after"):
         blended = [found[when][f"α = {alpha}, blended only"]["each"] for alpha in (0.1, 0.3, 0.6)]
@@ -163,17 +126,17 @@ def test_refiner_in_training(encoder, network, sst2, quick, tmp_path):
     assert [float(cell) for cell in cells[1:5]] == shown
 
     kept, lost = found["before"] | {"loss": 9.0}, found["after"]
-    overwrite(output, {"before": kept})
-    quick("refiner_in_training.py", *arguments)
-    assert figures(output) == {"before": kept, "after": lost}
+    study.overwrite({"before": kept})
+    study.again()
+    assert study.figures == {"before": kept, "after": lost}
 
 
 @pytest.mark.distributed
 def test_defenses_on_sst2(encoder, sst2, quick, tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
-    arguments = "--model", encoder, "--data_dir", sst2
-    quick("sst2_defenses.py", *arguments, "--output", tmp_path / "sst2")
-    found = figures(tmp_path / "sst2")
+    data = ("--model", encoder, "--data_dir", sst2)
+    study = quick("hiding_and_learning", "accuracy", *data, output=tmp_path / "sst2")
+    found = study.figures
     assert list(found) == ["none", "pruning-0.9"]
     for one in found.values():
         assert (one["ranks"], one["steps"]) == (2, 2)
@@ -189,38 +152,26 @@ def test_defenses_on_sst2(encoder, sst2, quick, tmp_path, monkeypatch):
 
     # What is there is not run again.
     monkeypatch.setattr(sys, "executable", "/nowhere")
-    Path(tmp_path / "seconds.json").write_text(Path(tmp_path / "sst2.json").read_text())
-    quick("sst2_defenses.py", *arguments, "--seconds", "--output", tmp_path / "seconds")
+    study.again(seconds=True, output=tmp_path / "sst2")
     steps = [one["seconds_per_step"] for one in found.values()]
-    assert [row[2:] for row in table(tmp_path / "seconds")] == [
+    assert [row[2:] for row in study.rows()] == [
         [f"{step:.2f}", f"{step / steps[0]:.2f}"] for step in steps
     ]
 
 
 def test_attacks_on_refiner(encoder, network, sst2, quick, tmp_path):
-    accuracies = tmp_path / "sst2.json"
-    accuracies.write_text(json.dumps({"figures": {"none": {"accuracy": 0.75}}}))
+    rows, accuracies = accuracy.rows("accuracy"), tmp_path / "sst2"
+    Results(accuracies).add(rows["none",], {"accuracy": 0.75})
     output = tmp_path / "refiner_text"
-    data = [
-        "--model",
-        encoder,
-        "--data_dir",
-        sst2,
-        "--evaluation_network",
-        network,
-        "--accuracies",
-        accuracies,
-    ]
-    quick("refiner_text.py", *data, "--output", output)
-    found = figures(output)
+    data = ["--model", encoder, "--data_dir", sst2, "--evaluation_network", network]
+    study = quick("refiner", "text", *data, "--accuracies", accuracies, output=output)
+    found = study.figures
     assert set(found) == {row[0] for row in table(output)}
     for row in found.values():
         assert all(
             low <= mean <= high for scores in row.values() for mean, low, high in scores.values()
         )
-    overwrite(
-        output,
-        found | {"none": {attack: {"token_f1": [0.5, 0.25, 0.75]} for attack in found["none"]}},
-    )
-    quick("refiner_text.py", *data, "--output", output)
+    known = {attack: {"token_f1": [0.5, 0.25, 0.75]} for attack in found["none"]}
+    study.overwrite(found | {"none": known})
+    study.again()
     assert table(output)[0] == ["none", "0.750", *["0.50 [0.25, 0.75]"] * 2, ""]

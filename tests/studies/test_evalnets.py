@@ -1,10 +1,9 @@
-"""The script on the packaged evaluation networks' figures, in quick mode on generated images and
+"""The study of the packaged evaluation networks, in quick mode on generated images and
 texts.
 """
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 
@@ -12,8 +11,8 @@ import numpy as np
 import pytest
 from transformers import AutoModel, AutoTokenizer
 
-import hf_gradguard.networks
 from hf_gradguard.networks import load_network, train_text_network
+from recipes.studies.evaluation_networks import figures as evalnet_figures
 
 IMAGE, TEXT = "image-evaluation-network-32", "text-evaluation-network-minilm-l6"
 CARDS = Path(__file__).resolve().parents[2] / "model_cards"
@@ -45,7 +44,7 @@ def test_figures_and_cards(data: Path, encoder: Path, quick, monkeypatch, tmp_pa
         embedding, tokenizer, texts, steps=2, max_length=12, progress=False, width=16, num_layers=1
     )
     monkeypatch.setattr(
-        hf_gradguard.networks,
+        evalnet_figures,
         "load_network",
         lambda name: small if name == TEXT else load_network(name),
     )
@@ -53,32 +52,21 @@ def test_figures_and_cards(data: Path, encoder: Path, quick, monkeypatch, tmp_pa
         tmp_path / "evalnets",
         shutil.copytree(CARDS, tmp_path / "cards", ignore=shutil.ignore_patterns("*.safetensors")),
     )
-    arguments = [
-        "evalnet_figures.py",
-        "--data",
-        data,
-        "--model",
-        encoder,
-        "--output",
-        output,
-        "--cards",
-        cards,
-    ]
-    quick(*arguments)
-    report = json.loads(Path(f"{output}.json").read_text())
-    smooth, noise = report["figures"][IMAGE].values()
+    arguments = ["--data", data, "--model", encoder, "--cards", cards]
+    study = quick("evaluation_networks", "figures", *arguments, output=output)
+    figures = study.figures
+    smooth, noise = figures[IMAGE].values()
     assert smooth["samples"] == noise["samples"] == 6
     assert smooth["mean_predictions"][0] < 0.3 < 0.8 < smooth["mean_predictions"][-1]
     assert noise["mean_predictions"][0] > 0.8  # where there is nothing but noise to begin with
     assert smooth["spearman"] > 0.9 > noise["spearman"]
 
     # Again: what is there stays, what is missing comes back, and table and card follow.
-    lost = report["figures"][TEXT].pop("SST-2 dev, blended")
+    lost = figures[TEXT].pop("SST-2 dev, blended")
     smooth["spearman"] = 0.125
-    Path(f"{output}.json").write_text(json.dumps(report))
-    quick(*arguments)
-    again = json.loads(Path(f"{output}.json").read_text())["figures"]
-    assert again[TEXT]["SST-2 dev, blended"] == lost
+    study.overwrite(figures)
+    study.again()
+    assert study.figures[TEXT]["SST-2 dev, blended"] == lost
     assert f"| {IMAGE} | CIFAR-10 (lossless) | yes | 0.125 | " in Path(f"{output}.md").read_text()
     for network in (IMAGE, TEXT):
         published, filled = (

@@ -4,6 +4,7 @@ test says.
 
 from __future__ import annotations
 
+import importlib
 import json
 from pathlib import Path
 
@@ -11,12 +12,20 @@ import pytest
 
 
 @pytest.fixture
-def measure(quick, encoder, tmp_path):
+def measure(encoder, tmp_path):
     """Runs a benchmark; its report, and the cells of its table below the header."""
 
-    def run(script: str, *arguments: object) -> tuple[dict, list[list[str]]]:
+    def run(name: str, *arguments: object) -> tuple[dict, list[list[str]]]:
+        module = importlib.import_module(f"recipes.benchmarks.{name}")
         output = tmp_path / "measured"
-        quick(f"../benchmarks/{script}", "--model", encoder, "--output", output, *arguments)
+        flags = ["--model", encoder, "--output", output, "--quick", *arguments]
+        module.main(
+            None,
+            module.measure,
+            module.table,
+            list(map(str, flags)),
+            **getattr(module, "ARGUMENTS", {}),
+        )
         lines = Path(f"{output}.md").read_text().splitlines()[2:]
         rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
         return json.loads(Path(f"{output}.json").read_text()), rows
@@ -33,7 +42,7 @@ def cells(ratio: dict, digits: int) -> list[str]:
 
 
 def test_defenses(measure):
-    report, rows = measure("defenses.py")
+    report, rows = measure("defenses")
     gradients, steps = report["in plain gradients"], report["in plain steps, AdamW included"]
     assert [row[0] for row in rows] == [
         "**in plain gradients**",
@@ -48,7 +57,7 @@ def test_defenses(measure):
 
 
 def test_memory(measure):
-    report, rows = measure("memory.py")
+    report, rows = measure("memory")
     assert rows == [[chunk, f"{peak:.2f}"] for chunk, peak in report["gradients"].items()]
     peaks = list(report["gradients"].values())
     assert peaks[0] > 1  # the sum over probes is as large as a gradient
@@ -59,7 +68,7 @@ def test_memory(measure):
 
 
 def test_refiner(measure, network):
-    report, rows = measure("refiner.py", "--evaluation_network", network)
+    report, rows = measure("refiner", "--evaluation_network", network)
     ratios = report["in plain gradients"]
     assert rows == [[label, *cells(ratio, 1), floor] for (label, ratio), floor in zip(
         ratios.items(), ["25.3", "13.7", "13.7"], strict=True)]  # fmt: skip
@@ -68,7 +77,7 @@ def test_refiner(measure, network):
 
 
 def test_attacks(measure):
-    report, rows = measure("attacks.py")  # compares both implementations' objectives itself
+    report, rows = measure("attacks")  # compares both implementations' objectives itself
     for (label, one), row in zip(report["cases"].items(), rows, strict=True):
         speed = one["steps a second and sentence"]
         assert row == [label, *cells(one["times as fast as plain"], 2), f"{speed:.1f}"]
@@ -76,7 +85,7 @@ def test_attacks(measure):
 
 
 def test_leakage(measure):
-    report, rows = measure("leakage.py")
+    report, rows = measure("leakage")
     assert rows == [[label, *cells(ratio, 1)] for label, ratio in report["ratios"].items()]
     found = report["eigenvalue"]
     # J Jᵀ and JᵀJ have the same largest eigenvalue.

@@ -1,30 +1,27 @@
-"""Scripts that set every defense against every attack, in quick mode on generated data."""
+"""Every defense against every attack, in quick mode on generated data."""
 
 from __future__ import annotations
-
-import importlib
-import json
-from pathlib import Path
 
 import torch
 
 from hf_gradguard import DEFENSES
 from hf_gradguard.networks import ImageEvaluationNetwork, ImageEvaluationNetworkConfig
-
-SCRIPTS = Path(__file__).resolve().parents[2] / "recipes" / "reproductions"
-
-
-def figures_of(output: Path) -> dict:
-    return json.loads(Path(f"{output}.json").read_text())["figures"]
+from recipes.studies.every_defense.attackers import cells_of
+from recipes.studies.every_defense.settings import IMAGES, TEXT
 
 
-def test_all_defenses_are_in_the_tables(monkeypatch):
-    monkeypatch.syspath_prepend(SCRIPTS)
-    strengths = importlib.import_module("every_defense").strengths(
-        (0.1, 0.5, 2.0), alphas=(0.3, 0.6, 0.9)
-    )
-    assert set(strengths) == set(DEFENSES)
-    assert {len(some) for name, some in strengths.items() if name != "none"} == {3}
+def test_all_defenses_are_in_the_tables():
+    for defenses in (TEXT["defenses"], IMAGES["defenses"]):
+        assert set(defenses) == set(DEFENSES)
+        assert {len(some) for name, some in defenses.items() if name != "none"} == {3}
+
+
+def test_a_new_defense_adds_cells_and_leaves_the_others(monkeypatch):
+    before = cells_of(TEXT)
+    more = {"toy": [{"strength": 1}], **TEXT["defenses"], "other": [{}]}
+    after = cells_of(TEXT | {"defenses": more})
+    assert {place: after[place] for place in before} == before
+    assert {row.split()[0] for row, _ in after.keys() - before.keys()} == {"toy", "other"}
 
 
 def adaptive(row: dict) -> set[str]:
@@ -32,9 +29,10 @@ def adaptive(row: dict) -> set[str]:
 
 
 def test_texts(encoder, sst2, quick, tmp_path):
-    output = tmp_path / "text"
-    quick("text_defenses.py", "--tokenizer", encoder, "--data_dir", sst2, "--output", output)
-    figures = figures_of(output)
+    data = ("--tokenizer", encoder, "--data_dir", sst2)
+    study = quick("every_defense", "text", *data, output=tmp_path / "text")
+    figures = study.figures
+    figures.pop("chance")
     tuned = {"tag", "inverting_gradients", "lamp"}
     for row, cells in figures.items():
         assert set(cells) - adaptive(cells) == {"span", *tuned}, row
@@ -51,8 +49,8 @@ def test_texts(encoder, sst2, quick, tmp_path):
         == {f"{name}, adaptive" for name in {"span", *tuned}}
     )
     assert knowing["soteria"] == knowing["refiner"] == {f"{name}, adaptive" for name in tuned}
-    header, _, *rows = [line.split(" | ") for line in Path(f"{output}.md").read_text().splitlines()]
-    (none,) = (row for row in rows if row[0] == "| none")
+    header = (tmp_path / "text.md").read_text().splitlines()[0].split(" | ")
+    (none,) = (row for row in study.rows() if row[0] == "none")
     assert none[header.index("span")] == "1.00 [1.00, 1.00]"
 
 
@@ -61,17 +59,9 @@ def test_images(cifar10, quick, tmp_path, capsys):
     ImageEvaluationNetwork(ImageEvaluationNetworkConfig(filters=[4, 4, 4])).save_pretrained(
         tmp_path / "network"
     )
-    output = tmp_path / "images"
-    arguments = [
-        "--images",
-        cifar10,
-        "--evaluation_network",
-        tmp_path / "network",
-        "--output",
-        output,
-    ]
-    quick("image_defenses.py", *arguments)
-    figures = figures_of(output)
+    data = ("--images", cifar10, "--evaluation_network", tmp_path / "network")
+    study = quick("every_defense", "images", *data, output=tmp_path / "images")
+    figures = study.figures
     for row in ("none", "quantization bits=8"):
         assert adaptive(figures[row]) == {"inverting_gradients, adaptive"}
     assert adaptive(figures["soteria ratio=0.5"]) == {
@@ -81,9 +71,8 @@ def test_images(cifar10, quick, tmp_path, capsys):
 
     # What is there is shown, and not computed again.
     figures["none"]["idlg"]["psnr"] = [12.25, 11.0, 13.0]
-    stored = json.loads(Path(f"{output}.json").read_text())
-    Path(f"{output}.json").write_text(json.dumps(stored | {"figures": figures}))
+    study.overwrite(figures)
     capsys.readouterr()
-    quick("image_defenses.py", *arguments)
+    study.again(images=None)
     assert "| 12.2 [11.0, 13.0] |" in capsys.readouterr().out
-    assert figures_of(output) == figures
+    assert study.figures == figures

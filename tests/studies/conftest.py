@@ -1,13 +1,10 @@
-"""Generated data in the formats that the reproductions' scripts read, and a way to run one in quick
-mode.
-"""
+"""Generated data in the formats that the studies read, and a way to run one in quick mode."""
 
 from __future__ import annotations
 
-import runpy
+import argparse
+import importlib
 import shutil
-import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import matplotlib.pyplot as plt
@@ -23,8 +20,9 @@ from hf_gradguard.networks import (
     TextEvaluationNetworkConfig,
     embedding_fingerprint,
 )
+from recipes.studies.lib import command
+from recipes.studies.lib.results import Results, nested
 
-SCRIPTS = Path(__file__).resolve().parents[2] / "recipes" / "reproductions"
 SENTIMENT = Path(hf_gradguard.__file__).parent / "data" / "sentiment"
 
 
@@ -33,11 +31,11 @@ def mnist(tmp_path_factory: pytest.TempPathFactory) -> Path:
     draw, path = np.random.default_rng(0), tmp_path_factory.mktemp("data") / "mnist.npz"
     images = {
         f"x_{split}": draw.integers(0, 256, (n, 28, 28), dtype=np.uint8)
-        for split, n in (("train", 96), ("test", 9))
+        for split, n in (("train", 96), ("test", 10))
     }
-    labels = {
-        f"y_{split}": draw.integers(0, 10, n, dtype=np.uint8)
-        for split, n in (("train", 96), ("test", 9))
+    labels = {  # every class among the images to test on
+        "y_train": draw.integers(0, 10, 96, dtype=np.uint8),
+        "y_test": draw.permutation(10).astype(np.uint8),
     }
     np.savez(path, **images, **labels)
     return path
@@ -94,17 +92,45 @@ def network(tmp_path: Path, encoder: Path) -> Path:
     return tmp_path / "network"
 
 
+class Study:
+    """A part of a study in quick mode: `Study("refiner", "ablations", "--train", ..., output=...)`
+    runs it; once it ran, so does `again()`.
+    """
+
+    def __init__(self, study: str, part: str, *arguments: object, output: Path) -> None:
+        part_of = importlib.import_module(f"recipes.studies.{study}.{part}")
+        flags = [part, *map(str, arguments), "--output", str(output), "--quick"]
+        self.output, self.args = output, command.parse(None, [part_of], flags)
+        self.cells = command.cells_of(part_of, self.args)
+        self.again()
+
+    def again(self, **changed: object) -> None:
+        """Runs it, some of its arguments changed."""
+        args = argparse.Namespace(**vars(self.args) | changed)
+        command.run(args.module, args)
+        plt.close("all")
+
+    @property
+    def figures(self) -> dict:
+        return nested(self.cells, Results(self.output))
+
+    def overwrite(self, figures: dict) -> None:
+        """Puts these figures in the file, and no others."""
+        Path(f"{self.output}.json").unlink()
+        results = Results(self.output)
+        for place, settings in self.cells.items():
+            found = figures
+            for name in place:
+                found = found.get(name, {}) if isinstance(found, dict) else {}
+            if found != {}:
+                results.add(settings, found)
+
+    def rows(self, ending: str = "") -> list[list[str]]:
+        """Cells of OUTPUT.md, its header left out."""
+        lines = Path(f"{self.output}{ending}.md").read_text().splitlines()[2:]
+        return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
 @pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Runs a script of the reproductions in quick mode, or with `full=True` in full."""
-
-    def run(script: str, *arguments: object, full: bool = False) -> None:
-        monkeypatch.setattr(
-            sys, "argv", [script, *map(str, arguments), *([] if full else ["--quick"])]
-        )
-        path = (SCRIPTS / script).resolve()
-        monkeypatch.syspath_prepend(path.parent)
-        runpy.run_path(str(path), run_name="__main__")
-        plt.close("all")  # a script ends with its process, a test does not
-
-    return run
+def quick() -> type[Study]:
+    return Study

@@ -1,8 +1,7 @@
-"""Scripts on the optimal defenses, in quick mode on generated images."""
+"""Studies of the optimal defenses, in quick mode on generated images."""
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 
@@ -14,9 +13,9 @@ def is_png(path: Path) -> bool:
 
 
 def test_training_with_optimal_defenses(mnist, quick, tmp_path, capsys):
-    script, output = "optimal_defenses_training.py", tmp_path / "training"
-    quick(script, "--data", mnist, "--output", output)
-    report = json.loads(Path(f"{output}.json").read_text())["figures"]
+    output = tmp_path / "training"
+    study = quick("optimal_defenses", "training", "--data", mnist, output=output)
+    report = study.figures
     for part in ("noise", "pruning"):
         for row, runs in report[part].items():
             assert list(runs) == ["0", "1"], row
@@ -44,28 +43,25 @@ def test_training_with_optimal_defenses(mnist, quick, tmp_path, capsys):
     # It goes on: a run that is there stays as it is, a missing one is made.
     kept = report["noise"]["none"]["0"]["accuracy"] = 0.125
     lost = report["pruning"]["pruning 0.9"].pop("1")
-    stored = json.loads(Path(f"{output}.json").read_text())
-    Path(f"{output}.json").write_text(json.dumps(stored | {"figures": report}))
+    study.overwrite(report)
     capsys.readouterr()
-    quick(script, "--data", mnist, "--output", output)
-    again = json.loads(Path(f"{output}.json").read_text())["figures"]
+    study.again()
+    again = study.figures
     assert again["noise"]["none"]["0"]["accuracy"] == kept
     assert again["pruning"]["pruning 0.9"]["1"] == lost
     assert "| noise: optimal_dp_sgd | " in (shown := capsys.readouterr().out)
     assert Path(f"{output}.md").read_text() in shown
 
-    # Quick results are never continued in full.
-    with pytest.raises(SystemExit, match="other settings"):
-        quick(script, "--data", mnist, "--output", output, full=True)
+    # Quick results are never taken for full ones.
+    with pytest.raises(SystemExit, match=r"lacks 35 of 35 cells"):
+        study.again(quick=False, tables=True)
 
 
 @pytest.mark.parametrize("data", ["mnist", "cifar10"])
 def test_attacks_on_optimal_defenses(data, quick, tmp_path, request):
     output = tmp_path / data
-    quick(
-        "optimal_defenses_attacked.py", "--data", request.getfixturevalue(data), "--output", output
-    )
-    points = json.loads(Path(f"{output}.json").read_text())["figures"]
+    arguments = (data, "--data", request.getfixturevalue(data))
+    points = quick("optimal_defenses", "attacked", *arguments, output=output).figures
     assert ("dp_sgd 0.1" in points) == (data == "mnist")
     for row, runs in points.items():
         for one in runs.values():

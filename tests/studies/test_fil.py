@@ -1,10 +1,9 @@
-"""The script on logistic regression's Fisher information, in quick mode on generated images of
+"""The study of logistic regression's Fisher information, in quick mode on generated images of
 zeros and ones.
 """
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -12,8 +11,7 @@ import pytest
 import torch
 
 from hf_gradguard.leakage import mse_bound_from_dfil
-
-SCRIPT = "fil_logistic_mnist.py"
+from recipes.studies.leakage.settings import QUICK_LOGISTIC
 
 
 @pytest.fixture(scope="module")
@@ -38,10 +36,10 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_logistic_regression(digits: Path, quick, tmp_path: Path) -> None:
-    output = tmp_path / "fil"
-    quick(SCRIPT, "--data", digits, "--output", output, "--pictures", tmp_path / "figure4.png")
-    stored = json.loads(Path(f"{output}.json").read_text())
-    found = stored["figures"]["regression"]
+    output, pictures = tmp_path / "fil", ("--pictures", tmp_path / "figure4.png")
+    study = quick("leakage", "logistic", "--data", digits, *pictures, output=output)
+    figures = study.figures
+    found = figures["regression"]
     with np.load(digits) as file:
         images, labels = file["x_train"], file["y_train"]
     x = torch.tensor(images[labels < 2] / 255.0).flatten(1)
@@ -63,7 +61,7 @@ def test_logistic_regression(digits: Path, quick, tmp_path: Path) -> None:
 
     def loss(w: torch.Tensor, images: torch.Tensor) -> torch.Tensor:
         fit = torch.nn.functional.binary_cross_entropy_with_logits(images @ w, y)
-        return fit + stored["plan"]["regularization"] / 2 * w.square().sum()
+        return fit + QUICK_LOGISTIC["regularization"] / 2 * w.square().sum()
 
     def closure() -> torch.Tensor:
         optimizer.zero_grad()
@@ -85,7 +83,7 @@ def test_logistic_regression(digits: Path, quick, tmp_path: Path) -> None:
         bounds.append(
             float(
                 mse_bound_from_dfil(
-                    float(moved.square().sum()) / (784 * stored["plan"]["std"] ** 2)
+                    float(moved.square().sum()) / (784 * QUICK_LOGISTIC["std"] ** 2)
                 )
             )
         )
@@ -95,7 +93,7 @@ def test_logistic_regression(digits: Path, quick, tmp_path: Path) -> None:
     )
     # The attacked model has σ a thousandth as large: bounds a millionth. The first and the last of
     # the attacked are the ends.
-    ratio = (stored["plan"]["attacked_std"] / stored["plan"]["std"]) ** 2
+    ratio = (QUICK_LOGISTIC["attacked_std"] / QUICK_LOGISTIC["std"]) ** 2
     assert found["attacked"]["bound"][0] == pytest.approx(ratio * min(bounds), rel=1e-3)
     assert found["attacked"]["bound"][15] == pytest.approx(ratio * max(bounds), rel=1e-3)
     assert found["attacked"]["mse"][0] < 1e-3  # an informed adversary reads such a record off
@@ -104,8 +102,8 @@ def test_logistic_regression(digits: Path, quick, tmp_path: Path) -> None:
 
     # Figures that are there stay: without its data, another run makes only the table anew.
     found["attacked"]["mse"][0], found["epsilons"][0] = 0.0, 1.25
-    Path(f"{output}.json").write_text(json.dumps(stored))
-    quick(SCRIPT, "--data", tmp_path / "none.npz", "--output", output)
+    study.overwrite(figures)
+    study.again(data=None, pictures=None)
     table = Path(f"{output}.md").read_text()
     assert "| ε₂, norms at most 1 | 1.250 | 2.49 |" in table
     below = sum(bound < 1 for bound in found["attacked"]["bound"])

@@ -1,9 +1,7 @@
-"""Scripts on Refiner's price and worth, in quick mode on generated images."""
+"""Studies of Refiner's price and worth, in quick mode on generated images."""
 
 from __future__ import annotations
 
-import importlib
-import json
 from pathlib import Path
 
 import numpy as np
@@ -15,13 +13,12 @@ from transformers import set_seed
 
 from hf_gradguard.models import LeakageLeNetConfig, LeakageLeNetForImageClassification
 from hf_gradguard.networks import ImageEvaluationNetwork, ImageEvaluationNetworkConfig
-
-SCRIPTS = Path(__file__).resolve().parents[2] / "recipes" / "reproductions"
+from recipes.studies.refiner.pruning import pruned
 
 
 @pytest.fixture(scope="module")
 def federation(tmp_path_factory: pytest.TempPathFactory, cifar10: Path) -> list[object]:
-    """The scripts' arguments: images to train and test on, images to attack, a small random
+    """The arguments: images to train and test on, images to attack, a small random
     network.
     """
     folder, draw = tmp_path_factory.mktemp("federation"), np.random.default_rng(0)
@@ -46,14 +43,9 @@ def federation(tmp_path_factory: pytest.TempPathFactory, cifar10: Path) -> list[
     return [*data, "--evaluation_network", folder / "network"]
 
 
-def figures_of(output: Path) -> dict:
-    return json.loads(Path(f"{output}.json").read_text())["figures"]
-
-
 def test_ablations(federation, quick, tmp_path, capsys):
-    script, output = "refiner_ablations.py", tmp_path / "ablations"
-    quick(script, *federation, "--output", output)
-    figures = figures_of(output)
+    study = quick("refiner", "ablations", *federation, output=tmp_path / "ablations")
+    figures = study.figures
     assert list(figures) == ["none", "alpha=0.9", "epsilon=0.05", "beta=1000.0"]
     assert figures["none"]["attack"]["distance"] == 0
     assert figures["epsilon=0.05"]["attack"]["distance"] <= 0.05 * (1 + 1e-5)
@@ -66,19 +58,17 @@ def test_ablations(federation, quick, tmp_path, capsys):
     for row in figures.values():
         row["accuracy"] = {"0": 0.5, "1": 0.5}
     figures["alpha=0.9"]["accuracy"] = {"0": 0.25, "1": 0.375}
-    stored = json.loads(Path(f"{output}.json").read_text())
-    Path(f"{output}.json").write_text(json.dumps(stored | {"figures": figures}))
+    study.overwrite(figures)
     capsys.readouterr()
-    quick(script, *federation, "--output", output)
+    study.again()
     # Student's t for two seeds: 12.706 · |75 - 50|/2 and a half of it.
     assert "| alpha=0.9 | 62 ± 159 | 31.2 ± 79.4 | " in capsys.readouterr().out
-    assert figures_of(output) == figures
+    assert study.figures == figures
 
 
 def test_frontier(federation, quick, tmp_path):
     output = tmp_path / "frontier"
-    quick("refiner_frontier.py", *federation, "--output", output)
-    figures = figures_of(output)
+    figures = quick("refiner", "frontier", *federation, output=output).figures
     assert figures["none"]["attack"]["cosine"] == pytest.approx(1)
     for name, size in (
         ("gaussian_noise relative_scale=0.01", 0.01),
@@ -100,8 +90,7 @@ def test_frontier(federation, quick, tmp_path):
 
 def test_pruning_by_three_scores(federation, quick, tmp_path):
     output = tmp_path / "pruning"
-    quick("refiner_pruning.py", *federation[:4], "--output", output)
-    figures = figures_of(output)
+    figures = quick("refiner", "pruning", *federation[:4], output=output).figures
     # Without any entry nothing is learned: the accuracies are those of the initial weights,
     # whatever the score.
     test = Dataset.from_parquet(str(federation[3]))
@@ -124,9 +113,7 @@ def test_pruning_by_three_scores(federation, quick, tmp_path):
     assert len(Path(f"{output}.md").read_text().splitlines()) == 2 + 1 + 3 * 2 + 2 * 2
 
 
-def test_pruned_entries_by_hand(monkeypatch):
-    monkeypatch.syspath_prepend(SCRIPTS)
-    pruned = importlib.import_module("refiner_pruning").pruned
+def test_pruned_entries_by_hand():
     gradient = {"a": torch.tensor([4.0, -1.0]), "b": torch.tensor([[3.0], [2.0]])}
     weights = {"a": torch.tensor([0.1, -5.0]), "b": torch.tensor([[1.0], [-2.0]])}
     kept = {name: torch.cat([t.flatten() for t in pruned(gradient, weights, name, 0.5).values()]).tolist() for name in
