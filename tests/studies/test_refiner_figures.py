@@ -56,7 +56,7 @@ def test_ablations(federation, quick, tmp_path, capsys):
 
     # Run again, nothing is computed: what is there is shown.
     for row in figures.values():
-        row["accuracy"] = {"0": 0.5, "1": 0.5}
+        row["accuracy"] = dict.fromkeys(row["accuracy"], 0.5)
     figures["alpha=0.9"]["accuracy"] = {"0": 0.25, "1": 0.375}
     study.overwrite(figures)
     capsys.readouterr()
@@ -116,6 +116,9 @@ def test_pruning_by_three_scores(federation, quick, tmp_path):
 def test_pruned_entries_by_hand():
     gradient = {"a": torch.tensor([4.0, -1.0]), "b": torch.tensor([[3.0], [2.0]])}
     weights = {"a": torch.tensor([0.1, -5.0]), "b": torch.tensor([[1.0], [-2.0]])}
-    kept = {name: torch.cat([t.flatten() for t in pruned(gradient, weights, name, 0.5).values()]).tolist() for name in
-            ("weight", "gradient", "product")}  # fmt: skip
+    kept = {
+        name: torch.cat([t.flatten() for t in pruned(gradient, weights, name, 0.5).values()])
+        for name in ("weight", "gradient", "product")
+    }
+    kept = {name: entries.tolist() for name, entries in kept.items()}
     assert kept == {"weight": [0, -1, 0, 2], "gradient": [4, 0, 3, 0], "product": [0, -1, 0, 2]}

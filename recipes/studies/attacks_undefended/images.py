@@ -4,7 +4,7 @@
         --mnist MNIST.npz --output docs/results/undefended_images
 
 The first 16 of each file, one a gradient, initial weights, labels read off the gradient. Means with
-95 % bootstrap intervals. HOURS
+95 % bootstrap intervals. Half an hour of one core.
 """
 
 import functools

@@ -1,10 +1,8 @@
-"""What the attacks recover from gradients that nobody defended: images on the leakage papers'
-LeNet, sentences on an encoder.
+"""What the attacks recover from gradients that nobody defended.
 
-    python -m recipes.studies.attacks_undefended.run images --cifar10 LOSSLESS.npz \
-        --mnist MNIST.npz --output docs/results/undefended_images
-    python -m recipes.studies.attacks_undefended.run text --model MODEL --data_dir SST2 \
-        --output docs/results/undefended_text
+    python -m recipes.studies.attacks_undefended.run PART --help
+
+Each part's help has its command: `images` and `text`.
 """
 
 from ..lib.command import main

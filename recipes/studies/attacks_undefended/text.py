@@ -4,7 +4,8 @@
         --output docs/results/undefended_text
 
 The first 20 sentences of SST-2's dev set with 8 to 20 words, one a gradient, a new classification
-head, token embeddings withheld, label and length known. Means with 95 % bootstrap intervals. HOURS
+head, token embeddings withheld, label and length known. Means with 95 % bootstrap intervals. Half
+an hour of one core.
 """
 
 import torch

@@ -7,7 +7,8 @@ DATA: a folder with sst2/dev.tsv, wikitext2/test.txt, cifar10/cifar10_lossless_t
 mnist/mnist.npz (`x_test`). MODEL: sentence-transformers/all-MiniLM-L6-v2, or a folder with it. The
 first 2,000 images or texts of each. Beside the other files, OUTPUT_NETWORK.md is all of one
 network's figures, which `--cards` puts between the `figures` marks of its card. Blended texts have
-every token's embedding mixed with a random token's, where the others have tokens replaced. HOURS
+every token's embedding mixed with a random token's, where the others have tokens replaced. Ten
+minutes of one core.
 """
 
 import re

@@ -1,7 +1,8 @@
 """Push an evaluation network to the Hub, or several: each becomes NAMESPACE/folder-name.
 
     python recipes/studies/evaluation_networks/publish.py NAMESPACE model_cards/*/
-    python recipes/studies/evaluation_networks/publish.py --private NAMESPACE model_cards/image-evaluation-network-32
+    python recipes/studies/evaluation_networks/publish.py --private NAMESPACE \
+        model_cards/image-evaluation-network-32
 
 Log in first with `hf auth login`, or set HF_TOKEN. `gradguard evalnet push FOLDER REPO` does the
 same for one folder.

@@ -1,7 +1,6 @@
-"""How well the packaged evaluation networks do on data sets they never saw.
+"""The packaged evaluation networks: how well they do on data sets they never saw.
 
-    python -m recipes.studies.evaluation_networks.run figures --data DATA --model MODEL \
-        --cards model_cards --output docs/results/evalnets
+    python -m recipes.studies.evaluation_networks.run figures --help
 
 `train.py` trains them, `publish.py` pushes them to the Hub.
 """

@@ -1,4 +1,4 @@
-"""Networks, and the data sets that they are judged on; files are in the folder that --data names."""
+"""Networks, and data sets that they are judged on: files in the folder that `--data` names."""
 
 IMAGE, TEXT = "image-evaluation-network-32", "text-evaluation-network-minilm-l6"
 IMAGES = {

@@ -1,6 +1,7 @@
 """Train the evaluation networks that come with the package.
 
-    python -m recipes.studies.evaluation_networks.train text --model MODEL --data wikitext2/train.txt
+    python -m recipes.studies.evaluation_networks.train text --model MODEL \
+        --data wikitext2/train.txt
     python -m recipes.studies.evaluation_networks.train image --data tinyimagenet32_10k_2k.npz
 
 MODEL: sentence-transformers/all-MiniLM-L6-v2, or a folder with it. The data: WikiText-2's raw

@@ -1,6 +1,7 @@
 """One picture: what each defense hides from the span attack, and what it costs in accuracy.
 
-    python -m recipes.studies.hiding_and_learning.run picture --output docs/results/hiding_and_learning
+    python -m recipes.studies.hiding_and_learning.run picture \
+        --output docs/results/hiding_and_learning
 
 Puts figures of span.py (single sentences, before fine-tuning) beside those of accuracy.py (300
 steps on messages of 16 sentences) where both have the same defense at the same strength. Messages

@@ -1,12 +1,9 @@
 """What each defense hides from the span attack on text, and what it costs in accuracy on SST-2.
 
-    python -m recipes.studies.hiding_and_learning.run span --model MODEL --data_dir SST2 \
-        --output docs/results/span_attack
-    python -m recipes.studies.hiding_and_learning.run accuracy --model MODEL --data_dir SST2 \
-        --output docs/results/sst2
-    python -m recipes.studies.hiding_and_learning.run accuracy --model MODEL --data_dir SST2 \
-        --seconds --output docs/results/sst2_seconds
-    python -m recipes.studies.hiding_and_learning.run picture --output docs/results/hiding_and_learning
+    python -m recipes.studies.hiding_and_learning.run PART --help
+
+Each part's help has its command: `span` (what is hidden), `accuracy` (what is learned, and how
+fast), `picture` (both).
 """
 
 from ..lib.command import main

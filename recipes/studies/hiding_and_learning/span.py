@@ -7,7 +7,8 @@ behind defenses.
 Sentences of 8 to 20 words of SST-2's dev set, the model as it is before fine-tuning (new head, no
 dropout), token embeddings withheld, lengths known. A token counts as found if it is among those
 recovered at its position, special tokens included; "together" also asks for the right sentence,
-matched by assignment. Writes OUTPUT.md, OUTPUT_noise.md and OUTPUT_defenses.md. HOURS
+matched by assignment. Writes OUTPUT.md, OUTPUT_noise.md and OUTPUT_defenses.md. Up to an hour of
+one core.
 """
 
 import itertools

@@ -9,7 +9,7 @@ input by I(δ) = size/√λ along u: an MSE of size²/(λm). Eigenvalues are tak
 the largest to the smallest. The leakage papers' LeNet before training, one image a gradient, label
 known, DLG by L-BFGS from one random start. The MSE is that of the attack's own input; clipped to
 the pixel range, which first order knows nothing of, it is smaller. Below what is left undefended
-nothing can be seen. HOURS
+nothing can be seen. About half an hour of one core.
 """
 
 import functools

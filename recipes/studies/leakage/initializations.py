@@ -7,7 +7,8 @@ The leakage papers' LeNet before training, with weights and biases uniform in ±
 variance 0.5, or weights after Kaiming or Xavier (uniform, PyTorch's defaults) and no biases; new
 weights for every image, one image a gradient, label known, Gaussian noise of one variance for all,
 DLG by L-BFGS, pixels clipped to their range. Beside the MSE: the eigenvalues of J Jᵀ, drawn for the
-first image, and the norm of the gradient, which one noise drowns or does not. HOURS
+first image, and the norm of the gradient, which one noise drowns or does not. About half an hour of
+one core.
 """
 
 import numpy as np

@@ -9,7 +9,7 @@ N(0, σ²I). By the implicit function theorem ∂w*/∂x_j = -H⁻¹B_j/n with B
 that FIM_j = B_jᵀH⁻²B_j/(σn)² in closed form. The attack is Balle et al.'s on generalized linear
 models, with the label given as well: whoever knows all other records reads c·x off the stationarity
 of w*, with c = p - y. It is run on the 8 records of highest and of lowest dFIL and on `targets`
-evenly over its ranks. HOURS
+evenly over its ranks. About ten minutes of one core.
 """
 
 import functools

@@ -10,7 +10,7 @@ Images: the leakage papers' LeNet before training, Inverting Gradients by L-BFGS
 reaches 13 dB undefended, so 32), pixels clipped to their range. Sentences of 8 to 20 words: a
 random BERT of 2 layers, token embeddings withheld, TAG with 300 steps, which find all of an
 undefended sentence. Influences are norms, rmse is a coordinate's; I itself takes the damping 1e-3
-λ_max. HOURS
+λ_max. About an hour of one core.
 """
 
 import functools

@@ -8,7 +8,7 @@ it hides.
 
 After Tables 5 to 8 and 10 and Appendix J of the Refiner paper (2025), in the federation of
 federation.py: PMM with 95 % t-intervals over seeds (rows of ε, and 20 iterations: one seed), PSNR
-with those over images. HOURS
+with those over images. About six hours of one core.
 """
 
 from ..lib.tables import interval, write_table

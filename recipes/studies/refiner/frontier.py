@@ -9,7 +9,7 @@ federation.py: clients with equal shares of the images, and with labels drawn fr
 distribution of parameter 1. PSNR is at the initial weights and does not depend on the partition;
 "known" is that of an attacker who knows the defense: he weighs total variation as is best on images
 of his own behind it, matches only what a pruning left, or leaves out Soteria's layer. For time,
-Soteria has one ratio and one seed, with equal shares only. HOURS
+Soteria has one ratio and one seed, with equal shares only. About nine hours of one core.
 """
 
 import numpy as np

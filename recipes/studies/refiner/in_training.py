@@ -7,7 +7,7 @@ refining add?
 Before and after fine-tuning undefended on SST-2 (80 batches of 32, AdamW, 5e-5), compares over
 batches of 16 the true gradient with that of data blended with noise, and refined from there.
 "Together" is the cosine between the averages over the batches: what an optimizer that averages over
-steps gets to see. HOURS
+steps gets to see. A quarter of an hour of one core.
 """
 
 import functools

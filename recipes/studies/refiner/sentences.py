@@ -7,7 +7,8 @@ trade, and what does ε do?
 Refines each of the first sentences of SST-2's dev set by itself, with the model as it is before
 fine-tuning (a new head, no dropout): how often the utility metric UM fell and the noise ratio D
 rose, the cosine of the shared with the true gradient, and the share of words whose nearest token
-embedding is still their own. Writes OUTPUT.md and OUTPUT_projection.md. HOURS
+embedding is still their own. Writes OUTPUT.md and OUTPUT_projection.md. About half an hour of one
+core.
 """
 
 import math

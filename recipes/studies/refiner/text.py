@@ -10,7 +10,7 @@ attacks get 500 evaluations: TAG 500 updates, Inverting Gradients 25 steps of L-
 its best of seven settings on three other, undefended sentences: Adam, signed or not, stays far
 behind. Token F1 with 95 % bootstrap intervals. Rows called "paper" have the paper's strengths (its
 BERT is fine-tuned, its samples 1,000); the others are those whose accuracies hiding_and_learning
-has, shown beside them. HOURS
+has, shown beside them. About an hour of one core.
 """
 
 from pathlib import Path
