@@ -12,7 +12,7 @@ from ..registry import ATTACKS, make
 from .base import Attack, Reconstruction
 from .labels import recover_labels
 from .length import observed_length
-from .matching.descent import GradientMatching
+from .matching.attack import GradientMatching
 from .observation import Observation, average
 
 __all__ = [

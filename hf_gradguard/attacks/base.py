@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -28,6 +28,10 @@ class Reconstruction:
             clipped; lower is a better match.
         seconds: Time taken.
         history: The objective on the way, if the attack iterates.
+
+    Example:
+        >>> Reconstruction(token_ids=[[101, 7592, 102]], text=["hello"]).text
+        ['hello']
     """
 
     input: Tensor | None = None
@@ -44,9 +48,34 @@ class Attack:
     `reconstruct`.
 
     An attack reads the observation and nothing else, and leaves the model as it found it.
+    `hf_gradguard.testing.check_attack` checks this and the rest of the contract.
+
+    Attributes:
+        name: What it is called, as in the registry.
+        domains: What it works on: `"text"`, `"image"` or both.
+        does: Where it works on one domain only, what it does that the other has no place for.
+
+    Example:
+        >>> @dataclass
+        ... class FirstWord(Attack):
+        ...     name = "first_word"
+        ...     domains = ("text",)
+        ...     does = "repeats a word"
+        ...     token: int = 7
+        ...
+        ...     def reconstruct(self, seen, generator):
+        ...         rows, columns = seen.input_shape
+        ...         return Reconstruction(token_ids=[[self.token] * columns] * rows)
+        >>> len(FirstWord()(seen).token_ids)
+        2
+        >>> FirstWord()(image_seen)  # doctest: +ELLIPSIS
+        Traceback (most recent call last):
+        ValueError: first_word repeats a word, so it is for text, but the input is pixels...
     """
 
     name: ClassVar[str]
+    domains: ClassVar[tuple[str, ...]] = ("text", "image")
+    does: ClassVar[str] = "works on nothing else"
 
     def __call__(
         self, seen: Observation, generator: torch.Generator | None = None
@@ -59,21 +88,60 @@ class Attack:
 
         Raises:
             ValueError: If the attack cannot work on what was seen, with the reason.
+            TypeError: If the attack breaks its contract and returns something else than a
+                reconstruction of so many samples.
         """
-        return self.reconstruct(seen, generator or private_generator(seen.device))
+        self.check_domain(seen)
+        found = self.reconstruct(seen, generator or private_generator(seen.device))
+        _check_returned(self.name, found, seen.batch_size)
+        return found
+
+    def check_domain(self, seen: Observation) -> None:
+        """Refuse what the attack was not made for.
+
+        Raises:
+            ValueError: If the observation is of another domain than the attack's, with an attack
+                to take in its place.
+        """
+        if seen.domain.name not in self.domains:
+            content = seen.domain.content
+            raise ValueError(
+                f"{self.name} {self.does}, so it is for {' and '.join(self.domains)}, but the "
+                f"input is {content}. For {content} take {_INSTEAD[seen.domain.name]}."
+            )
 
     def reconstruct(self, seen: Observation, generator: torch.Generator) -> Reconstruction:
         """The attack itself. Implemented by subclasses."""
         raise NotImplementedError
 
 
-def texts(token_ids: list[list[int]], tokenizer: object) -> list[str] | None:
+def as_text(token_ids: list[list[int]], tokenizer: Any) -> list[str] | None:
     """Ids as strings, without special tokens and positions where nothing was found; `None` without
     a tokenizer.
+
+    Example:
+        >>> as_text([[-1, *tokenizer("a fine film").input_ids]], tokenizer)
+        ['a fine film']
+        >>> as_text([[7]], None) is None
+        True
     """
     if tokenizer is None:
         return None
     return [
-        tokenizer.decode([index for index in ids if index >= 0], skip_special_tokens=True)  # type: ignore[attr-defined]
+        tokenizer.decode([index for index in ids if index >= 0], skip_special_tokens=True)
         for ids in token_ids
     ]
+
+
+def _check_returned(name: str, found: Any, batch_size: int) -> None:
+    if not isinstance(found, Reconstruction):
+        raise TypeError(f"{name} returned {type(found).__name__}, and not a Reconstruction.")
+    for part in ("input", "token_ids", "text", "labels"):
+        value = getattr(found, part)
+        if value is not None and len(value) != batch_size:
+            raise TypeError(
+                f"{name} returned {part} of {len(value)} samples, where the batch has {batch_size}."
+            )
+
+
+_INSTEAD = {"text": "tag", "image": "inverting_gradients"}

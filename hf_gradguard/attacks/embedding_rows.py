@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..gradient_map.domain import TEXT
-from .base import Attack, Reconstruction, texts
+from .base import Attack, Reconstruction, as_text
 from .observation import Observation
 from .span.subspace import distances, row_space
 
@@ -32,10 +32,17 @@ class EmbeddingRows(Attack):
     first.
 
     Example:
-        >>> EmbeddingRows()(Observation(model=model, gradient=shared, input_shape=(1, 12), tokenizer=tokenizer)).text
+        >>> from hf_gradguard import GradientMap
+        >>> whole = GradientMap(model, batch, share_input_embeddings=True).gradient()
+        >>> found = EmbeddingRows()(Observation(model, whole, input_shape=(2, 8)))
+        >>> words = batch["input_ids"][batch["attention_mask"].bool()]
+        >>> set(found.token_ids[0]) == set(words.tolist())
+        True
     """
 
     name: ClassVar[str] = "embedding_rows"
+    domains: ClassVar[tuple[str, ...]] = ("text",)
+    does: ClassVar[str] = "looks for vocabulary tokens"
 
     def reconstruct(self, seen: Observation, generator: torch.Generator) -> Reconstruction:
         start = time.perf_counter()
@@ -50,7 +57,7 @@ class EmbeddingRows(Attack):
         ids = [tokens.tolist() for _ in range(seen.batch_size)]
         return Reconstruction(
             token_ids=ids,
-            text=texts(ids, seen.tokenizer),
+            text=as_text(ids, seen.tokenizer),
             labels=seen.labels,
             objective=1 - float(norms[tokens].square().sum() / norms.square().sum()),
             seconds=time.perf_counter() - start,
@@ -63,8 +70,6 @@ def _gradient(seen: Observation) -> tuple[Tensor, bool]:
     Raises:
         ValueError: If it was not shared, or says nothing.
     """
-    if not seen.is_text:
-        raise ValueError("embedding_rows looks for vocabulary tokens, but the input is pixels.")
     weight = TEXT.embedding(seen.model).weight
     names = [name for name, p in seen.model.named_parameters(remove_duplicate=False) if p is weight]
     shared = [name for name in names if name in seen.gradient]

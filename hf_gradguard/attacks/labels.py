@@ -20,6 +20,11 @@ def recover_labels(seen: Observation) -> Tensor:
 
     Raises:
         ValueError: If the model's last layer gives no class scores, or its gradient was not shared.
+
+    Example:
+        >>> from dataclasses import replace
+        >>> recover_labels(replace(image_seen, labels=None)).shape
+        torch.Size([2])
     """
     slope = last_layer_slope(seen)
     if seen.batch_size == 1:
@@ -27,7 +32,9 @@ def recover_labels(seen: Observation) -> Tensor:
     counts = seen.batch_size * (_mean_prediction(seen) - slope)
     counts = counts.clamp_min(0) * (seen.batch_size / counts.clamp_min(0).sum().clamp_min(1e-12))
     whole = counts.floor()
-    for index in (counts - whole).argsort(descending=True)[: seen.batch_size - int(whole.sum())]:
+    for index in (counts - whole).argsort(descending=True, stable=True)[
+        : seen.batch_size - int(whole.sum())
+    ]:
         whole[index] += 1
     return torch.repeat_interleave(torch.arange(len(whole), device=seen.device), whole.long())
 
@@ -39,6 +46,11 @@ def last_layer_slope(seen: Observation) -> Tensor:
     Without a bias, row c of the weight's gradient is (p - y)_c h with the features h of the one
     sample. The label's entry is minus the sum of the others, so its row is the longest, and it
     points away from them.
+
+    Example:
+        >>> slope = last_layer_slope(seen)  # softmax minus one-hot sums to zero
+        >>> slope.shape, bool(slope.sum().abs() < 1e-5)
+        (torch.Size([2]), True)
     """
     classes = getattr(getattr(seen.model, "config", None), "num_labels", None)
     parameters = dict(seen.model.named_parameters())
@@ -71,20 +83,23 @@ def _mean_prediction(seen: Observation, draws: int = 8) -> Tensor:
     total: Tensor | float = 0.0
     with torch.no_grad(), without_dropout(seen.model):
         for _ in range(draws):
-            batch = seen.placeholder()
-            if seen.is_text:
-                size = seen.model.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
-                drawn = torch.randint(
-                    size, seen.input_shape, generator=generator, device=seen.device
-                )
-                batch["input_ids"] = torch.where(seen.known_ids() >= 0, batch["input_ids"], drawn)
-            else:
-                batch["pixel_values"] = torch.rand(
-                    seen.input_shape,
-                    generator=generator,
-                    device=seen.device,
-                    dtype=batch["pixel_values"].dtype,
-                )
+            batch = _RANDOM[seen.domain.name](seen, generator)
             total = total + seen.model(**batch).logits.softmax(-1).mean(0) / draws
     assert isinstance(total, Tensor)
     return total
+
+
+def _random_ids(seen: Observation, generator: torch.Generator) -> dict[str, Tensor]:
+    batch = seen.placeholder()
+    size = seen.model.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
+    drawn = torch.randint(size, seen.input_shape, generator=generator, device=seen.device)
+    return {**batch, "input_ids": torch.where(seen.known_ids() >= 0, batch["input_ids"], drawn)}
+
+
+def _random_pixels(seen: Observation, generator: torch.Generator) -> dict[str, Tensor]:
+    like = seen.placeholder()["pixel_values"]
+    drawn = torch.rand(like.shape, generator=generator, device=like.device, dtype=like.dtype)
+    return {"pixel_values": drawn}
+
+
+_RANDOM = {"text": _random_ids, "image": _random_pixels}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ..gradient_map.domain import TEXT
 from .observation import Observation, ordinary_id
 from .span.layer_inputs import is_causal_lm, run
 
@@ -22,10 +21,15 @@ def observed_length(seen: Observation) -> int | None:
     Returns:
         The length; `None` if the model learns no position embeddings, their gradient was not
         shared, or noise covers it.
+
+    Example:
+        >>> observed_length(seen) == int(batch["attention_mask"].sum(1).max())
+        True
     """
-    if not seen.is_text:
+    tokens = seen.domain.embedding(seen.model)
+    if tokens is None:  # pixels
         return None
-    found = _positions(seen)
+    found = _positions(seen, tokens)
     if found is None:
         return None
     gradient, offset = found
@@ -38,7 +42,7 @@ def observed_length(seen: Observation) -> int | None:
     return int(used.max()) + 1 + int(is_causal_lm(seen.model))
 
 
-def _positions(seen: Observation) -> tuple[Tensor, int] | None:
+def _positions(seen: Observation, tokens: nn.Module) -> tuple[Tensor, int] | None:
     """The gradient of the embedding that is read at consecutive rows, and the row of the first
     position.
     """
@@ -47,9 +51,7 @@ def _positions(seen: Observation) -> tuple[Tensor, int] | None:
     modules = [
         m
         for m in seen.model.modules()
-        if isinstance(m, nn.Embedding)
-        and m is not TEXT.embedding(seen.model)
-        and id(m.weight) in names
+        if isinstance(m, nn.Embedding) and m is not tokens and id(m.weight) in names
     ]
 
     def catch(module: nn.Module, args: tuple[Tensor, ...]) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..gradient_map import GradientMap, Tensors
+from ..gradient_map.domain import Domain, domain_of_shape
 from ..gradient_map.inputs import LossFunction
 
 
@@ -43,8 +44,15 @@ class Observation:
         FloatingPointError: If a gradient holds NaN or infinity.
 
     Example:
-        >>> seen = Observation(model=model, gradient=shared, input_shape=(1, 12), labels=labels, tokenizer=tokenizer)
-        >>> make_attack("tag", steps=1500)(seen).text
+        >>> seen = Observation(
+        ...     model=model,
+        ...     gradient=shared,
+        ...     input_shape=batch["input_ids"].shape,
+        ...     labels=batch["labels"],
+        ...     tokenizer=tokenizer,
+        ... )
+        >>> seen.domain.name, seen.batch_size
+        ('text', 2)
     """
 
     model: nn.Module
@@ -99,9 +107,9 @@ class Observation:
         )
 
     @property
-    def is_text(self) -> bool:
-        """Whether the private input was token ids, and not pixels."""
-        return len(self.input_shape) == 2
+    def domain(self) -> Domain:
+        """What the private input was made of: text or image."""
+        return domain_of_shape(self.input_shape)
 
     @property
     def batch_size(self) -> int:
@@ -151,14 +159,7 @@ class Observation:
         """A batch of the right shapes that holds nothing private: to run the model on candidates of
         the attacker.
         """
-        if not self.is_text:
-            dtype = next(p.dtype for p in self.model.parameters() if torch.is_floating_point(p))
-            return {"pixel_values": torch.zeros(self.input_shape, dtype=dtype, device=self.device)}
-        ids = self.known_ids()
-        ids = torch.where(ids >= 0, ids, ordinary_id(self.model, self.tokenizer))
-        # Without the mask every position is taken for a token; models that derive one from padding
-        # ids need to be told.
-        return {"input_ids": ids, "attention_mask": self.tokens.long()}
+        return _PLACEHOLDERS[self.domain.name](self)
 
     def gradient_map(self, labels: Tensor, loss_fn: LossFunction | None = None) -> GradientMap:
         """The map x ↦ g(x) that the attacker can evaluate at its own candidates.
@@ -185,6 +186,11 @@ def average(observations: Sequence[Observation]) -> Observation:
 
     Raises:
         ValueError: If there are none, or they name different parameters.
+
+    Example:
+        >>> mean = average([replace(seen, noise_variance=0.04)] * 4)
+        >>> mean.noise_variance
+        0.01
     """
     if not observations or any(
         seen.gradient.keys() != observations[0].gradient.keys() for seen in observations
@@ -205,8 +211,30 @@ def average(observations: Sequence[Observation]) -> Observation:
     return replace(first, gradient=mean, noise_variance=variance)
 
 
+def _placeholder_ids(seen: Observation) -> dict[str, Tensor]:
+    ids = seen.known_ids()
+    ids = torch.where(ids >= 0, ids, ordinary_id(seen.model, seen.tokenizer))
+    # Without the mask every position is taken for a token; models that derive one from padding
+    # ids need to be told.
+    return {"input_ids": ids, "attention_mask": seen.tokens.long()}
+
+
+def _placeholder_pixels(seen: Observation) -> dict[str, Tensor]:
+    dtype = next(p.dtype for p in seen.model.parameters() if torch.is_floating_point(p))
+    return {"pixel_values": torch.zeros(seen.input_shape, dtype=dtype, device=seen.device)}
+
+
+_PLACEHOLDERS = {"text": _placeholder_ids, "image": _placeholder_pixels}
+
+
 def special_frame(tokenizer: Any) -> tuple[list[int], list[int]]:
-    """The special ids that a tokenizer puts before and after a text."""
+    """The special ids that a tokenizer puts before and after a text.
+
+    Example:
+        >>> before, after = special_frame(tokenizer)
+        >>> tokenizer.convert_ids_to_tokens([*before, *after])
+        ['[CLS]', '[SEP]']
+    """
     special = set(tokenizer.all_special_ids)
     ids = tokenizer("a")["input_ids"]
     ordinary = [place for place, token in enumerate(ids) if token not in special]
@@ -219,6 +247,10 @@ def special_frame(tokenizer: Any) -> tuple[list[int], list[int]]:
 def ordinary_id(model: nn.Module, tokenizer: Any) -> int:
     """A token id that is not special: some models derive masks and positions from the padding
     id.
+
+    Example:
+        >>> ordinary_id(model, tokenizer) in tokenizer.all_special_ids
+        False
     """
     special = set(tokenizer.all_special_ids) if tokenizer is not None else set()
     padding = getattr(getattr(model, "config", None), "pad_token_id", None)
@@ -230,6 +262,14 @@ def ordinary_id(model: nn.Module, tokenizer: Any) -> int:
 def without_dropout(model: nn.Module) -> Iterator[None]:
     """Eval mode, but for batch normalization, which stays as the client ran it. The attacker cannot
     know dropout's draws.
+
+    Example:
+        >>> model = model.train()
+        >>> with without_dropout(model):
+        ...     model.training
+        False
+        >>> model.training
+        True
     """
     modes = {module: module.training for module in model.modules()}
     try:

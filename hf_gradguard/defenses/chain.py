@@ -29,7 +29,10 @@ class Chain(Defense):
         noise = two.noise if one.exact else one.noise
         masks = [m.transmitted for m in (one, two) if m.transmitted is not None]
         transmitted = {n: masks[0][n] & masks[-1][n] for n in masks[0]} if masks else None
-        return Message(two, noise=noise, transmitted=transmitted, exact=one.exact and two.exact)
+        shared = dict(two)
+        if one.transmitted is not None:  # what was withheld stays so, whatever came after
+            shared = {name: t.masked_fill(~one.transmitted[name], 0) for name, t in two.items()}
+        return Message(shared, noise=noise, transmitted=transmitted, exact=one.exact and two.exact)
 
     def prepare(self, model: nn.Module, processing_class: Any = None) -> None:
         for part in (self.first, self.second):

@@ -21,10 +21,12 @@ class Domain(ABC):
     Attributes:
         name: `"text"` or `"image"`.
         key: The entry of the batch that is private.
+        content: What that entry holds, in a word.
     """
 
     name: ClassVar[str]
     key: ClassVar[str]
+    content: ClassVar[str]
 
     def main_input(self, batch: Mapping[str, Any]) -> Tensor:
         """The private entry of a batch, of one row a sample."""
@@ -47,7 +49,7 @@ class Domain(ABC):
 class Text(Domain):
     """Token ids, of which a model makes embeddings `(B, T, H)`."""
 
-    name, key = "text", "input_ids"
+    name, key, content = "text", "input_ids", "tokens"
 
     def present(self, batch: Mapping[str, Any]) -> Tensor | None:
         mask = batch.get("attention_mask")
@@ -85,7 +87,7 @@ class Text(Domain):
 class Image(Domain):
     """Pixels `(B, C, H, W)`."""
 
-    name, key = "image", "pixel_values"
+    name, key, content = "image", "pixel_values", "pixels"
 
     def present(self, batch: Mapping[str, Any]) -> Tensor | None:
         return None

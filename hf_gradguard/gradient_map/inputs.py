@@ -80,6 +80,18 @@ class ContinuousInput:
         return seen[0], loss
 
 
+def model_loss(model: nn.Module, batch: dict[str, Any]) -> Tensor:
+    """The loss that a Hugging Face model returns when the batch holds labels."""
+    outputs = model(**batch)
+    loss = outputs.get("loss") if isinstance(outputs, dict) else outputs[0]
+    if loss is None:
+        raise ValueError(
+            f"{type(model).__name__} returned no loss on a batch of {sorted(batch)}. Add `labels` "
+            "to the batch, use a model with a task head, or pass loss_fn."
+        )
+    return loss
+
+
 def find_input(model: nn.Module, batch: Batch) -> ContinuousInput:
     """The continuous input of `model` on `batch`.
 

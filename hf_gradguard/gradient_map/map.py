@@ -15,12 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..randomness import private_generator
 from .candidates import Candidates, differentiate
 from .domain import Domain
 from .factors import Factors
-from .inputs import Batch, LossFunction, find_input, shared_parameters
+from .inputs import Batch, LossFunction, find_input, model_loss, shared_parameters
+from .jacobian import Jacobian
 from .replay import Replay
+from .sensitivity import estimate_squares
 
 Tensors = dict[str, Tensor]
 """One tensor a shared parameter, by name and in its shape."""
@@ -82,8 +83,7 @@ class GradientMap:
                 "the batch mean, computed from the model's output."
             )
         self._gradient: Tensors | None = None
-        self._input_gradient: Tensor | None = None
-        self._differentiable_gradient: Tensors | None = None
+        self._jacobian = Jacobian(self._loss, self._x, self._parameters, self.replay)
         self._candidates: dict[bool, Candidates] = {}
 
     @property
@@ -264,36 +264,7 @@ class GradientMap:
             ValueError: If a name or a shape is not one of the shared gradient's.
         """
         self._require_second_order("vjp")
-        for name, tensor in delta.items():
-            if name not in self._parameters:
-                raise ValueError(
-                    f"{name!r} is no shared parameter of this map. They are: "
-                    f"{', '.join(self._parameters)}."
-                )
-            if tensor.shape != self._parameters[name].shape:
-                raise ValueError(
-                    f"delta[{name!r}] has shape {tuple(tensor.shape)}, the parameter "
-                    f"{tuple(self._parameters[name].shape)}."
-                )
-        with torch.enable_grad(), self.replay.kernels():
-            if self._differentiable_gradient is None:
-                self._differentiable_gradient = differentiate(
-                    self._loss, self._parameters, create_graph=True
-                )
-            # A gradient that does not depend on x has no graph: its rows of δ contribute nothing.
-            names = [name for name in delta if self._differentiable_gradient[name].requires_grad]
-            if not names:
-                return torch.zeros_like(self._x)
-            (product,) = torch.autograd.grad(
-                [self._differentiable_gradient[name] for name in names],
-                self._x,
-                grad_outputs=[
-                    delta[name].to(self._differentiable_gradient[name].dtype) for name in names
-                ],
-                retain_graph=True,
-                allow_unused=True,
-            )
-        return torch.zeros_like(self._x) if product is None else product
+        return self._jacobian.vjp(delta)
 
     def jvp(self, v: Tensor) -> Tensors:
         """Jᵀ v = ∇_θ ⟨∇_x L, v⟩, which is d/dα g(x + αv) at α = 0.
@@ -306,7 +277,7 @@ class GradientMap:
             raise ValueError(
                 f"v has shape {tuple(v.shape)}, but this batch's input has {tuple(shape)}."
             )
-        products = zip(self.parameters, self._jvps(v[None]), strict=True)
+        products = zip(self.parameters, self.jvps(v[None]), strict=True)
         return {name: tensor[0] for name, tensor in products}
 
     def squared_sensitivity(
@@ -330,31 +301,7 @@ class GradientMap:
         Returns:
             Non-negative tensors in the parameters' shapes, at least in float32.
         """
-        if num_probes < 1 or probe_chunk < 1:
-            raise ValueError(
-                f"num_probes and probe_chunk must be at least 1, but are {num_probes} and "
-                f"{probe_chunk}."
-            )
-        x = self.input
-        generator = generator or private_generator(x.device)
-        total = {
-            name: torch.zeros(
-                p.shape, device=p.device, dtype=torch.promote_types(p.dtype, torch.float32)
-            )
-            for name, p in self.parameters.items()
-        }
-        dtype = next(iter(total.values())).dtype
-        for start in range(0, num_probes, probe_chunk):
-            shape = (min(probe_chunk, num_probes - start), *x.shape)
-            probes = torch.randn(shape, generator=generator, device=x.device, dtype=dtype)
-            # Checkpointed layers run again in the backward pass, and vmap refuses their dropout:
-            # one probe at a time.
-            for chunk in probes.split(1 if self.replay.recomputes() else len(probes)):
-                products = self._jvps(chunk.to(x.dtype))
-                for squares, several in zip(total.values(), products, strict=True):
-                    for product in several:
-                        squares.addcmul_(product, product, value=1 / num_probes)
-        return total
+        return estimate_squares(self, num_probes, generator, probe_chunk)
 
     @property
     def transmitted(self) -> Tensors | None:
@@ -367,57 +314,15 @@ class GradientMap:
         """
         return tensors
 
-    def _jvps(self, directions: Tensor) -> Sequence[Tensor]:
+    def jvps(self, directions: Tensor) -> Sequence[Tensor]:
         """Jᵀ v for a stack of directions (k, *input.shape): one tensor (k, *parameter.shape) a
         parameter.
         """
         self._require_second_order("jvp and squared_sensitivity")
-        parameters = list(self._parameters.values())
-        with torch.enable_grad(), self.replay.kernels():
-            if self._input_gradient is None:
-                (self._input_gradient,) = torch.autograd.grad(
-                    self._loss,
-                    self._x,
-                    create_graph=True,
-                    allow_unused=True,
-                    materialize_grads=True,
-                )
-            if (
-                not self._input_gradient.requires_grad
-            ):  # L is linear in x, or does not depend on it: J is zero
-                return [p.new_zeros((len(directions), *p.shape)) for p in parameters]
-            batched = len(directions) > 1
-            products = torch.autograd.grad(
-                self._input_gradient,
-                parameters,
-                grad_outputs=directions if batched else directions[0],
-                retain_graph=True,
-                allow_unused=True,
-                is_grads_batched=batched,
-            )
-        return [
-            p.new_zeros((len(directions), *p.shape))
-            if product is None
-            else product
-            if batched
-            else product[None]
-            for p, product in zip(parameters, products, strict=True)
-        ]
+        return self._jacobian.jvps(directions)
 
     def _require_second_order(self, what: str) -> None:
         if not self.replay.second_order:
             raise RuntimeError(
                 f"{what} differentiates twice; this GradientMap was made with second_order=False."
             )
-
-
-def model_loss(model: nn.Module, batch: dict[str, Any]) -> Tensor:
-    """The loss that a Hugging Face model returns when the batch holds labels."""
-    outputs = model(**batch)
-    loss = outputs.get("loss") if isinstance(outputs, dict) else outputs[0]
-    if loss is None:
-        raise ValueError(
-            f"{type(model).__name__} returned no loss on a batch of {sorted(batch)}. Add `labels` "
-            "to the batch, use a model with a task head, or pass loss_fn."
-        )
-    return loss

@@ -97,8 +97,8 @@ class View(GradientMap):
     def restrict(self, tensors: Tensors) -> Tensors:
         return self.base.restrict(tensors)
 
-    def _jvps(self, directions: Tensor) -> Sequence[Tensor]:
-        return self.base._jvps(directions)
+    def jvps(self, directions: Tensor) -> Sequence[Tensor]:
+        return self.base.jvps(directions)
 
 
 class MaskedMap(View):
@@ -210,8 +210,8 @@ class ClippedMap(View):
     ) -> Tensors:
         return GradientMap.squared_sensitivity(self, num_probes, generator, probe_chunk)
 
-    def _jvps(self, directions: Tensor) -> Sequence[Tensor]:
-        products = self.base._jvps(directions)
+    def jvps(self, directions: Tensor) -> Sequence[Tensor]:
+        products = self.base.jvps(directions)
         gradients = list(self.base.gradient().values())
         inner = torch.stack(
             [(p * g).flatten(1).sum(1) for p, g in zip(products, gradients, strict=True)]

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from hf_gradguard import GradientMap, make_defense
 from hf_gradguard.attacks import ATTACKS, Observation, average, make_attack, recover_labels
-from hf_gradguard.attacks.matching.descent import Problem
 from hf_gradguard.attacks.matching.objectives import (
     TagDistance,
     cosine_distance,
@@ -27,6 +26,7 @@ from hf_gradguard.attacks.matching.priors import (
     embedding_length,
     total_variation,
 )
+from hf_gradguard.attacks.matching.problem import Problem
 from hf_gradguard.attacks.matching.vocabulary import Vocabulary
 from hf_gradguard.models import (
     DeepConvNetConfig,
@@ -183,7 +183,7 @@ def test_the_private_batch_cannot_be_reached(task: str) -> None:
     gmap = GradientMap(model, batch)
     seen = observe(model, batch, gmap.gradient(), labels=batch["labels"])
     private = batch[key].double()
-    problem = Problem([seen], make_attack("tag" if task == "bert" else "dlg"))  # type: ignore[arg-type]
+    problem = make_attack("tag" if task == "bert" else "dlg").problem([seen])  # type: ignore[attr-defined]
     for root in (seen, problem):
         for tensor in reachable(root):
             assert tensor.data_ptr() != batch[key].data_ptr()
@@ -326,15 +326,23 @@ def test_dlg_recovers_pixels_and_the_label() -> None:
     assert psnr(found.input, batch["pixel_values"]) > 30
 
 
+LBFGS = {
+    "steps": 60,
+    "optimizer": "lbfgs",
+    "learning_rate": 1.0,
+    "schedule": "constant",
+    "start": "uniform",
+}
+
+
 @pytest.mark.parametrize(
     ("name", "settings"),
     [
         ("idlg", {"steps": 60, "start": "uniform"}),
-        ("inverting_gradients", {"steps": 60, "optimizer": "lbfgs", "signed": False, "learning_rate": 1.0,
-                                 "schedule": "constant", "start": "uniform", "total_variation": 0.0}),
-        ("grad_inversion", {"steps": 60, "optimizer": "lbfgs", "learning_rate": 1.0, "schedule": "constant", "start": "uniform", "total_variation": 0.0, "squared_norm": 0.0}),
+        ("inverting_gradients", LBFGS | {"signed": False, "total_variation": 0.0}),
+        ("grad_inversion", LBFGS | {"total_variation": 0.0, "squared_norm": 0.0}),
     ],
-)  # fmt: skip
+)
 def test_image_attacks_recover_pixels(name: str, settings: dict[str, Any]) -> None:
     model = small_lenet()
     batch = {"pixel_values": image_batch(1)["pixel_values"], "labels": torch.tensor([2])}
@@ -674,12 +682,12 @@ def test_lamp_moves_words_and_nothing_else() -> None:
     model, batch, tokenizer = text_task()
     seen = observe(model, batch, labels=batch["labels"], tokenizer=tokenizer)
     attack = make_attack("lamp")
-    problem = Problem([seen], attack)  # type: ignore[arg-type]
+    problem = attack.problem([seen])  # type: ignore[attr-defined]
     x = GradientMap(model, batch).input
     orders = set()
     draw = rng()
     for _ in range(60):
-        ids = problem.vocabulary.nearest(attack._rearranged(problem, x, draw))[0].tolist()  # type: ignore[union-attr, attr-defined]
+        ids = problem.space.vocabulary.nearest(attack._rearranged(problem, x, draw))[0].tolist()  # type: ignore[union-attr, attr-defined]
         assert sorted(ids) == sorted(batch["input_ids"][0].tolist())
         assert (ids[0], ids[-1]) == (2, 3)
         orders.add(tuple(ids))
@@ -701,7 +709,7 @@ def test_a_language_model_tells_orders_apart() -> None:
     seen = observe(model, batch, labels=batch["labels"], tokenizer=tokenizer)
     language, _ = make_task("gpt2_lm", batch_size=1)
     attack = make_attack("lamp", language_model=language, language_weight=2.0)
-    problem = Problem([seen], attack)  # type: ignore[arg-type]
+    problem = attack.problem([seen])  # type: ignore[attr-defined]
     x = GradientMap(model, batch).input
     with torch.no_grad():
         plain = make_attack("lamp")._score(problem, x, 0)  # type: ignore[attr-defined]

@@ -33,6 +33,12 @@ def in_lockstep(
     Raises:
         BaseException: What a run or `evaluate` raises; it ends the other runs at their next
             question.
+
+    Example:
+        >>> def run(ask):
+        ...     return ask(1) + ask(2)
+        >>> in_lockstep([run, run], lambda numbers, questions: [10 * q for q in questions])
+        [30, 30]
     """
     table = _Table()
     with ThreadPoolExecutor(len(runs)) as pool, table.changed:

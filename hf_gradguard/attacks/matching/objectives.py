@@ -23,7 +23,12 @@ _TINY = 1e-30
 
 
 def squared_distance(candidate: Candidate, shared: Tensors) -> Tensor:
-    """Σ_i (ĝ_i - g_i)². (Zhu, Liu and Han, "Deep Leakage from Gradients", 2019.)"""
+    """Σ_i (ĝ_i - g_i)². (Zhu, Liu and Han, "Deep Leakage from Gradients", 2019.)
+
+    Example:
+        >>> squared_distance({"w": torch.tensor([1.0, 4.0])}, {"w": torch.tensor([1.0, 2.0])})
+        tensor(4.)
+    """
     return _distance(candidate, shared, 1.0)
 
 
@@ -33,6 +38,10 @@ def cosine_distance(candidate: Candidate, shared: Tensors) -> Tensor:
 
     Computed as ½ ‖ĝ/‖ĝ‖ - g/‖g‖‖²: one minus a cosine near one is nothing but rounding error in
     float32.
+
+    Example:
+        >>> cosine_distance({"w": torch.tensor([0.0, 4.0])}, {"w": torch.tensor([1.0, 0.0])})
+        tensor(1.)
     """
     there = inverse_norm(candidate[name] for name in shared)
     here = inverse_norm(shared.values())
@@ -42,7 +51,13 @@ def cosine_distance(candidate: Candidate, shared: Tensors) -> Tensor:
 
 
 def layerwise_cosine_distance(candidate: Candidate, shared: Tensors) -> Tensor:
-    """Σ over tensors of 1 - cosine: every tensor counts alike, however small its gradient."""
+    """Σ over tensors of 1 - cosine: every tensor counts alike, however small its gradient.
+
+    Example:
+        >>> shared = {"w": torch.tensor([1.0, 0.0]), "b": torch.tensor([1e-3])}
+        >>> layerwise_cosine_distance({"w": shared["w"], "b": -shared["b"]}, shared)
+        tensor(2.)
+    """
     there = {name: inverse_norm([candidate[name]]) for name in shared}
     here = {name: inverse_norm([g]) for name, g in shared.items()}
     return _distance(
@@ -58,6 +73,11 @@ class TagDistance:
 
     Args:
         absolute: a, the weight of the absolute differences.
+
+    Example:
+        >>> shared = {"layer.0.weight": torch.tensor([1.0])}
+        >>> TagDistance(absolute=0.5)({"layer.0.weight": torch.tensor([3.0])}, shared)
+        tensor(3.)
     """
 
     def __init__(self, absolute: float = 0.1) -> None:
@@ -73,7 +93,12 @@ class TagDistance:
 
 
 def inverse_norm(tensors: Iterable[Tensor | Factors]) -> Tensor:
-    """1 / ‖g‖ over all tensors together."""
+    """1 / ‖g‖ over all tensors together.
+
+    Example:
+        >>> inverse_norm([torch.tensor([0.0, 4.0]), torch.tensor([3.0])])
+        tensor(0.2000)
+    """
     squares = [t.squared_norm() if isinstance(t, Factors) else t.square().sum() for t in tensors]
     return torch.stack(squares).sum().clamp_min(_TINY).rsqrt()
 

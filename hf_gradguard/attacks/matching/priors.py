@@ -11,20 +11,34 @@ from torch import Tensor, nn
 
 
 def total_variation(x: Tensor) -> Tensor:
-    """Mean absolute difference between neighboring pixels, of images `(K, B, C, H, W)`."""
+    """Mean absolute difference between neighboring pixels, of images `(K, B, C, H, W)`.
+
+    Example:
+        >>> total_variation(torch.tensor([[0.0, 1.0], [3.0, 3.0]]).view(1, 1, 1, 2, 2))
+        tensor([3.])
+    """
     down = (x[..., 1:, :] - x[..., :-1, :]).abs().flatten(1).mean(1)
     right = (x[..., 1:] - x[..., :-1]).abs().flatten(1).mean(1)
     return down + right
 
 
 def squared_norm(x: Tensor) -> Tensor:
-    """Mean square of the entries."""
+    """Mean square of the entries.
+
+    Example:
+        >>> squared_norm(torch.tensor([[[3.0, 4.0]]]))
+        tensor([12.5000])
+    """
     return x.flatten(1).square().mean(1)
 
 
 def embedding_length(x: Tensor, mean_norm: Tensor) -> Tensor:
     """(mean norm of the candidate's embeddings - the vocabulary's)². (Balunović et al., "LAMP",
     2022, Eq. 5.)
+
+    Example:
+        >>> embedding_length(torch.tensor([[[[3.0, 4.0]]]]), torch.tensor(2.0))
+        tensor([9.])
     """
     return (x.norm(dim=-1).flatten(1).mean(1) - mean_norm).square()
 
@@ -35,6 +49,10 @@ def batch_norm_distance(model: nn.Module, x: Tensor) -> Tensor:
 
     (Yin et al., "See through Gradients", 2021, Eq. 10.) Running statistics are part of the model
     that the server knows.
+
+    Example:
+        >>> batch_norm_distance(image_model, image_gmap.input[None])  # which has none
+        tensor([0.])
     """
     values = []
     for images in x:

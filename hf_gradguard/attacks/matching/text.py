@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
 
-from .descent import GradientMatching, Problem
+from .attack import GradientMatching
 from .objectives import Objective, TagDistance, cosine_distance
 from .priors import embedding_length
+from .problem import Problem
+from .space import Tokens
 
 
 @dataclass
@@ -21,6 +23,11 @@ class Tag(GradientMatching):
         absolute: Weight of the absolute differences.
 
     Reference: Deng et al., "TAG: Gradient Attack on Transformer-based Language Models", 2021.
+
+    Example:
+        >>> found = Tag(steps=3)(seen)
+        >>> len(found.history), len(found.text)
+        (3, 2)
     """
 
     name: ClassVar[str] = "tag"
@@ -55,9 +62,16 @@ class Lamp(GradientMatching):
 
     Reference: Balunović et al., "LAMP: Extracting Text from Gradients with Language Model Priors",
         2022.
+
+    Example:
+        >>> found = Lamp(steps=4, every=2, moves=3)(seen)
+        >>> [len(ids) for ids in found.token_ids] == seen.tokens.sum(1).tolist()
+        True
     """
 
     name: ClassVar[str] = "lamp"
+    domains: ClassVar[tuple[str, ...]] = ("text",)
+    does: ClassVar[str] = "moves words"
     steps: int = 1500
     learning_rate: float = 0.01
     schedule: str = "linear"
@@ -86,12 +100,8 @@ class Lamp(GradientMatching):
 
     def penalty(self, problem: Problem, x: Tensor) -> Tensor | float:
         value = super().penalty(problem, x)
-        if problem.vocabulary is None:
-            raise ValueError(
-                "lamp moves words, so it is for text. For images take inverting_gradients."
-            )
         if self.length_weight:
-            mean = problem.vocabulary.norms[problem.vocabulary.candidates].mean()
+            mean = cast(Tokens, problem.space).mean_norm()
             value = value + self.length_weight * embedding_length(x, mean)
         return value
 
@@ -110,8 +120,7 @@ class Lamp(GradientMatching):
     def _score(self, problem: Problem, x: Tensor, candidate: int) -> Tensor:
         value = problem.distance(x, candidate)
         if self._language is not None:
-            assert problem.vocabulary is not None
-            ids = problem.vocabulary.nearest(x)
+            ids = cast(Tokens, problem.space).vocabulary.nearest(x)
             labels, mask = ids.masked_fill(~problem.seen.tokens, -100), problem.seen.tokens.long()
             with torch.no_grad():
                 loss = self._language(input_ids=ids, attention_mask=mask, labels=labels).loss
@@ -125,7 +134,7 @@ class Lamp(GradientMatching):
             return int(torch.randint(below, (), generator=generator, device=x.device))
 
         row = draw(len(x))
-        places = problem.free[row, :, 0].nonzero().flatten()
+        places = problem.space.free[row, :, 0].nonzero().flatten()
         order = list(range(len(places)))
         if len(order) > 1:
             i, j = sorted((draw(len(order)), draw(len(order))))

@@ -20,6 +20,12 @@ class Vocabulary:
     Rows of norm zero (often the padding token's) have no direction: a cosine with them is NaN, so
     they are never decoded to. Special tokens are decoded only where the tokenizer is known to put
     them.
+
+    Example:
+        >>> vocabulary = Vocabulary(seen)
+        >>> ids = vocabulary.nearest(gmap.input)  # the true embeddings
+        >>> torch.equal(ids[1], batch["input_ids"][1])  # the longest text
+        True
     """
 
     def __init__(self, seen: Observation) -> None:

@@ -17,6 +17,11 @@ def complete(matrix: Tensor, rank: int, iterations: int = 30) -> Tensor:
         matrix: `(M, H)`. One without zeros is returned as it is.
         rank: Of the matrix, if nothing were missing.
         iterations: Of filling and truncating.
+
+    Example:
+        >>> pruned = torch.tensor([[2.0, 4.0, 2.0], [2.0, 4.0, 2.0], [2.0, 4.0, 0.0]])
+        >>> torch.allclose(complete(pruned, rank=1)[2], torch.tensor([2.0, 4.0, 2.0]), atol=0.01)
+        True
     """
     missing = matrix == 0
     if not bool(missing.any()) or bool(missing.all()) or rank >= min(matrix.shape):

@@ -30,6 +30,11 @@ class Readers:
         mixing: On what the input at a position depends: `"none"`, on the token there (and its
             position) alone; `"causal"`, on the tokens up to there; `"full"`, on others too.
         positional: Whether one token gives different inputs at different positions.
+
+    Example:
+        >>> first = find_readers(seen)[0]
+        >>> [name.split(".")[-2] for name in first.names], first.mixing, first.positional
+        (['query', 'key', 'value'], 'none', True)
     """
 
     modules: tuple[nn.Module, ...]
@@ -67,6 +72,10 @@ def find_readers(seen: Observation) -> list[Readers]:
 
     Layers that run more than once a pass are left out: their gradient is a sum over different
     inputs.
+
+    Example:
+        >>> sorted({readers.mixing for readers in find_readers(seen)})  # of an encoder
+        ['full', 'none']
     """
     names = {
         id(p): name
@@ -116,6 +125,10 @@ def layer_inputs(
     Args:
         ids: `(B, T)` token ids.
         mask: `(B, T)`; default: all ones.
+
+    Example:
+        >>> layer_inputs(seen, find_readers(seen)[0], batch["input_ids"]).shape == gmap.input.shape
+        True
     """
     caught: list[Tensor] = []
 
@@ -134,7 +147,12 @@ def layer_inputs(
 
 
 def is_causal_lm(model: nn.Module) -> bool:
-    """Whether the loss is over next tokens, so that it does not depend on a text's last one."""
+    """Whether the loss is over next tokens, so that it does not depend on a text's last one.
+
+    Example:
+        >>> is_causal_lm(model)  # a classifier
+        False
+    """
     base = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
     return type(base).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
 
@@ -144,7 +162,17 @@ class _Stop(Exception):
 
 
 def run(seen: Observation, ids: Tensor, mask: Tensor | None = None) -> None:
-    """A forward pass of the model on candidates, without dropout, for what hooks see of it."""
+    """A forward pass of the model on candidates, without dropout, for what hooks see of it.
+
+    Example:
+        >>> lengths = []
+        >>> def note(module, args):
+        ...     lengths.append(args[0].shape[1])
+        >>> handle = model.get_input_embeddings().register_forward_pre_hook(note)
+        >>> run(seen, torch.tensor([[5, 6, 7]]))
+        >>> lengths
+        [3]
+    """
     batch = {
         "input_ids": ids,
         "attention_mask": torch.ones_like(ids) if mask is None else mask.long(),

@@ -6,6 +6,8 @@ their gradients' rows exactly if the sentence is right.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -36,22 +38,23 @@ def extend(
 
     Returns:
         `(B, T)` ids, -1 where nothing was looked for.
+
+    Raises:
+        ValueError: If a text is not padded on the right.
+
+    Example:
+        >>> from hf_gradguard.attacks.span.layer_inputs import find_readers
+        >>> from hf_gradguard.attacks.span.subspace import row_space
+        >>> readers = find_readers(seen)[1]
+        >>> space = row_space(readers.gradients(seen), None, rank=8)
+        >>> found = {place: [5, 6] for place in range(8)}
+        >>> extend(seen, readers, space, seen.tokens, seen.known_ids(), found, beams=1).shape
+        torch.Size([2, 8])
     """
     lengths = heard.sum(1).tolist()
     if any(not bool(row[:length].all()) for row, length in zip(heard, lengths, strict=True)):
         raise ValueError("span extends a decoder's texts from their first token: pad on the right.")
-    directions, trust = space.directions()
-    levels: list[dict[tuple[int, ...], float]] = [{(): 0.0}]
-    for place in range(max(lengths)):
-        going = sum(length > place for length in lengths)
-        unknown = int(((known[:, place] < 0) & heard[:, place]).sum())
-        tokens = found.get(0 if list(found) == [0] else place, [])
-        certain = known[heard[:, place], place]
-        tokens = sorted({*certain[certain >= 0].tolist(), *(tokens if unknown else [])})
-        longer = [(*prefix, token) for prefix in levels[-1] for token in tokens]
-        scores = _last_distances(seen, readers, space, longer, directions, trust)
-        totals = {p: levels[-1][p[:-1]] + s for p, s in zip(longer, scores, strict=True)}
-        levels.append(dict(sorted(totals.items(), key=lambda item: item[1])[: beams * going]))
+    levels = _prefixes(seen, readers, space, heard, known, found, beams)
     rows = torch.full_like(known, -1)
     taken: list[tuple[int, ...]] = []
     for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
@@ -71,6 +74,32 @@ def extend(
         taken.append(best)
         rows[index, : len(best)] = torch.tensor(best, dtype=torch.long, device=rows.device)
     return rows
+
+
+def _prefixes(
+    seen: Observation,
+    readers: Readers,
+    space: RowSpace,
+    heard: Tensor,
+    known: Tensor,
+    found: dict[int, list[int]],
+    beams: int,
+) -> list[dict[tuple[int, ...], float]]:
+    """The best prefixes of every length, with the sums of their tokens' distances."""
+    lengths = heard.sum(1).tolist()
+    directions, trust = space.directions()
+    levels: list[dict[tuple[int, ...], float]] = [{(): 0.0}]
+    for place in range(max(lengths)):
+        going = sum(length > place for length in lengths)
+        unknown = int(((known[:, place] < 0) & heard[:, place]).sum())
+        tokens = found.get(0 if list(found) == [0] else place, [])
+        certain = known[heard[:, place], place]
+        tokens = sorted({*certain[certain >= 0].tolist(), *(tokens if unknown else [])})
+        longer = [(*prefix, token) for prefix in levels[-1] for token in tokens]
+        scores = _last_distances(seen, readers, space, longer, directions, trust)
+        totals = {p: levels[-1][p[:-1]] + s for p, s in zip(longer, scores, strict=True)}
+        levels.append(dict(sorted(totals.items(), key=lambda item: item[1])[: beams * going]))
+    return levels
 
 
 def group(
@@ -95,18 +124,21 @@ def group(
 
     Returns:
         `(B, T)` ids.
+
+    Example:
+        >>> from hf_gradguard.attacks.span.layer_inputs import find_readers
+        >>> from hf_gradguard.attacks.span.subspace import row_space
+        >>> mixed = [readers for readers in find_readers(seen) if readers.mixing == "full"]
+        >>> views = [(r, row_space(r.gradients(seen), None, rank=13)) for r in mixed]
+        >>> ids, heard = batch["input_ids"], batch["attention_mask"].bool()
+        >>> swapped = ids.clone()
+        >>> swapped[:, 1] = ids[:, 1].flip(0)  # the first word of the other sentence
+        >>> torch.equal(group(seen, views, heard, heard, swapped), ids)
+        True
     """
     rows = rows.clone()
     trusted = [(readers, space.columns, *space.directions()) for readers, space in views]
-
-    def score(candidates: Tensor, masks: Tensor) -> Tensor:
-        filled = torch.where(candidates >= 0, candidates, ordinary_id(seen.model, seen.tokenizer))
-        total = torch.zeros(len(filled), dtype=torch.float64, device=filled.device)
-        for readers, columns, directions, trust in trusted:
-            x = layer_inputs(seen, readers, filled, masks).double() * columns
-            total += (distances(x, directions, trust).clamp(min=0) * masks).sum(1)
-        return total
-
+    score = functools.partial(_whole_distances, seen, trusted)
     current = score(rows, heard)
     for _ in range(sweeps):
         changed = False
@@ -128,6 +160,21 @@ def group(
         if not changed:
             break
     return rows
+
+
+def _whole_distances(
+    seen: Observation,
+    views: list[tuple[Readers, Tensor, Tensor, Tensor]],
+    candidates: Tensor,
+    masks: Tensor,
+) -> Tensor:
+    """`(K,)`: of sentences `(K, T)`, the sums of their tokens' distances in all views."""
+    filled = torch.where(candidates >= 0, candidates, ordinary_id(seen.model, seen.tokenizer))
+    total = torch.zeros(len(filled), dtype=torch.float64, device=filled.device)
+    for readers, columns, directions, trust in views:
+        x = layer_inputs(seen, readers, filled, masks).double() * columns
+        total += (distances(x, directions, trust).clamp(min=0) * masks).sum(1)
+    return total
 
 
 def _last_distances(

@@ -24,6 +24,12 @@ class RowSpace:
         count: M, how many rows G has.
         noise: Standard deviation of an entry of E.
         columns: `(H,)` factors that candidates must be multiplied by, as G's columns were.
+
+    Example:
+        >>> space = row_space([torch.tensor([[3.0, 0.0, 0.0], [0.0, 4.0, 0.0]])], None, rank=2)
+        >>> directions, trust = space.directions()
+        >>> len(directions), bool((trust > 0.99).all())
+        (2, True)
     """
 
     factor: Tensor
@@ -69,6 +75,11 @@ def row_space(blocks: list[Tensor], variances: list[Tensor] | None, rank: int) -
         variances: Of the entries' noise, in the blocks' shapes, if known. Rows and columns are then
             scaled to unit noise.
         rank: The largest rank that the blocks can have without noise: what comes after it is noise.
+
+    Example:
+        >>> space = row_space([torch.ones(5, 4), torch.ones(2, 4)], None, rank=1)
+        >>> space.count, len(space.directions()[0])
+        (7, 1)
     """
     epsilon = torch.finfo(blocks[0].dtype).eps
     matrices = [block.double() for block in blocks]
@@ -93,6 +104,11 @@ def row_space(blocks: list[Tensor], variances: list[Tensor] | None, rank: int) -
 def distances(vectors: Tensor, directions: Tensor, trust: Tensor) -> Tensor:
     """1 - Σ_i trust_i ⟨v_i, x⟩²/‖x‖² of `(..., H)` vectors: squared relative distance from the
     span. 2 for zero vectors.
+
+    Example:
+        >>> basis = torch.tensor([[1.0, 0.0]])
+        >>> distances(torch.tensor([[2.0, 0.0], [0.0, 5.0], [0.0, 0.0]]), basis, torch.ones(1))
+        tensor([0., 1., 2.])
     """
     squares = vectors.square().sum(-1)
     inside = ((vectors @ directions.T).square() * trust).sum(-1)
@@ -115,6 +131,13 @@ def select(space: RowSpace, known: Tensor, candidates: Tensor, capacity: Tensor)
 
     Returns:
         For each place the indices of its candidates, the best first.
+
+    Example:
+        >>> true = torch.eye(4, dtype=torch.float64)[:2]
+        >>> others = torch.eye(4, dtype=torch.float64)[2:]
+        >>> candidates = torch.stack([true[:1], others[:1]], 1)  # one place, two candidates
+        >>> select(row_space([true], None, 2), true[1:], candidates, torch.tensor([1]))
+        [[0]]
     """
     candidates, known = candidates * space.columns, known * space.columns
     basis = _orthonormal(known)

@@ -1,0 +1,93 @@
+"""Products with the Jacobian J[a, i] = ∂g_i/∂x_a of one evaluated loss."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from .candidates import differentiate
+from .replay import Replay
+
+
+class Jacobian:
+    """Products with J, each by differentiating twice. Graphs are made when first needed, and kept.
+
+    Args:
+        loss: A scalar, with its graph.
+        x: The continuous input that it was computed from.
+        parameters: Those of the shared gradient.
+        replay: What holds while the graph is walked.
+    """
+
+    def __init__(
+        self, loss: Tensor, x: Tensor, parameters: Mapping[str, nn.Parameter], replay: Replay
+    ) -> None:
+        self._loss, self._x, self._parameters, self._replay = loss, x, parameters, replay
+        self._gradient: dict[str, Tensor] | None = None
+        self._input_gradient: Tensor | None = None
+
+    def vjp(self, delta: Mapping[str, Tensor]) -> Tensor:
+        """J δ, in the shape of x. Names that δ leaves out count as zero.
+
+        Raises:
+            ValueError: If a name or a shape is not one of the gradient's.
+        """
+        for name, tensor in delta.items():
+            if name not in self._parameters:
+                raise ValueError(
+                    f"{name!r} is no shared parameter of this map. They are: "
+                    f"{', '.join(self._parameters)}."
+                )
+            if tensor.shape != self._parameters[name].shape:
+                raise ValueError(
+                    f"delta[{name!r}] has shape {tuple(tensor.shape)}, the parameter "
+                    f"{tuple(self._parameters[name].shape)}."
+                )
+        with torch.enable_grad(), self._replay.kernels():
+            if self._gradient is None:
+                self._gradient = differentiate(self._loss, self._parameters, create_graph=True)
+            # A gradient that does not depend on x has no graph: its rows of δ contribute nothing.
+            rows = {name: self._gradient[name] for name in delta}
+            rows = {name: row for name, row in rows.items() if row.requires_grad}
+            if not rows:
+                return torch.zeros_like(self._x)
+            (product,) = torch.autograd.grad(
+                list(rows.values()),
+                self._x,
+                grad_outputs=[delta[name].to(row.dtype) for name, row in rows.items()],
+                retain_graph=True,
+                allow_unused=True,
+            )
+        return torch.zeros_like(self._x) if product is None else product
+
+    def jvps(self, directions: Tensor) -> Sequence[Tensor]:
+        """Jᵀ v for a stack of directions `(k, *x.shape)`: one tensor `(k, *parameter.shape)` per
+        parameter.
+        """
+        parameters, count = list(self._parameters.values()), len(directions)
+        with torch.enable_grad(), self._replay.kernels():
+            if self._input_gradient is None:
+                (self._input_gradient,) = torch.autograd.grad(
+                    self._loss,
+                    self._x,
+                    create_graph=True,
+                    allow_unused=True,
+                    materialize_grads=True,
+                )
+            if not self._input_gradient.requires_grad:
+                # L is linear in x, or does not depend on it: J is zero.
+                return [p.new_zeros((count, *p.shape)) for p in parameters]
+            products = torch.autograd.grad(
+                self._input_gradient,
+                parameters,
+                grad_outputs=directions if count > 1 else directions[0],
+                retain_graph=True,
+                allow_unused=True,
+                is_grads_batched=count > 1,
+            )
+        return [
+            p.new_zeros((count, *p.shape)) if product is None else product.view(count, *p.shape)
+            for p, product in zip(parameters, products, strict=True)
+        ]

@@ -1,0 +1,43 @@
+"""Estimates of how strongly each parameter's gradient depends on the input."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..randomness import private_generator
+
+if TYPE_CHECKING:
+    from .map import GradientMap, Tensors
+
+
+def estimate_squares(
+    gmap: GradientMap, num_probes: int, generator: torch.Generator | None, probe_chunk: int
+) -> Tensors:
+    """s_i² from random probes; see `GradientMap.squared_sensitivity`."""
+    if num_probes < 1 or probe_chunk < 1:
+        raise ValueError(
+            f"num_probes and probe_chunk must be at least 1, but are {num_probes} and "
+            f"{probe_chunk}."
+        )
+    x = gmap.input
+    generator = generator or private_generator(x.device)
+    total = {
+        name: torch.zeros(
+            p.shape, device=p.device, dtype=torch.promote_types(p.dtype, torch.float32)
+        )
+        for name, p in gmap.parameters.items()
+    }
+    dtype = next(iter(total.values())).dtype
+    for start in range(0, num_probes, probe_chunk):
+        shape = (min(probe_chunk, num_probes - start), *x.shape)
+        probes = torch.randn(shape, generator=generator, device=x.device, dtype=dtype)
+        # Checkpointed layers run again in the backward pass, and vmap refuses their dropout: one
+        # probe at a time.
+        for chunk in probes.split(1 if gmap.replay.recomputes() else len(probes)):
+            products = gmap.jvps(chunk.to(x.dtype))
+            for squares, several in zip(total.values(), products, strict=True):
+                for product in several:
+                    squares.addcmul_(product, product, value=1 / num_probes)
+    return total
