@@ -44,9 +44,7 @@ def test_figures_and_cards(data: Path, encoder: Path, quick, monkeypatch, tmp_pa
         embedding, tokenizer, texts, steps=2, max_length=12, progress=False, width=16, num_layers=1
     )
     monkeypatch.setattr(
-        evalnet_figures,
-        "load_network",
-        lambda name: small if name == TEXT else load_network(name),
+        evalnet_figures, "load_network", lambda name: small if name == TEXT else load_network(name)
     )
     output, cards = (
         tmp_path / "evalnets",

@@ -7,14 +7,7 @@ from hf_gradguard import GradientMap
 from hf_gradguard.attacks import Observation, average
 
 from ..lib.tables import bracketed, plt, save, write_table
-from .settings import (
-    CLIPS,
-    NOISE,
-    QUICK_DEFENSES,
-    QUICK_NETWORK_STEPS,
-    QUICK_SAMPLES,
-    UPLOADS,
-)
+from .settings import CLIPS, NOISE, QUICK_DEFENSES, QUICK_NETWORK_STEPS, QUICK_SAMPLES, UPLOADS
 
 
 def quickly(plan: dict) -> dict:

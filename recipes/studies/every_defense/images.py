@@ -29,10 +29,7 @@ from ..lib.tables import summary
 from .attackers import cells_of, present, quickly, share
 from .settings import IMAGES
 
-ARGUMENTS = {
-    "--images": "npz with x (N, 32, 32, 3) and y",
-    "--evaluation_network": "Refiner's",
-}
+ARGUMENTS = {"--images": "npz with x (N, 32, 32, 3) and y", "--evaluation_network": "Refiner's"}
 
 
 def plan(args) -> dict:

@@ -31,20 +31,23 @@ ARGUMENTS = SINGLE_IMAGES
 DATA = {"MNIST": "mnist", "CIFAR-10": "cifar10"}
 
 
+def plan(args) -> dict:
+    return QUICK_DIRECTIONS if args.quick else DIRECTIONS
+
+
 def cells(args) -> dict:
-    settings = dict(QUICK_DIRECTIONS if args.quick else DIRECTIONS)
-    samples = settings.pop("samples")
+    settings = {name: value for name, value in plan(args).items() if name != "samples"}
     return {
         (data, str(sample)): {"data": data, "sample": sample, **settings}
         for data in DATA
-        for sample in range(samples)
+        for sample in range(plan(args)["samples"])
     }
 
 
 def prepare(args):
     @functools.cache
     def started(data: str, side: int) -> tuple:
-        batches = single_images(getattr(args, DATA[data]), None, side)
+        batches = single_images(getattr(args, DATA[data]), plan(args)["samples"], side)
         set_seed(0)
         return lenet_for(batches[0]), batches
 
@@ -55,14 +58,14 @@ def prepare(args):
     return measure
 
 
-def attacked(plan: dict, model, batch: dict[str, torch.Tensor]) -> list[dict]:
+def attacked(cell: dict, model, batch: dict[str, torch.Tensor]) -> list[dict]:
     """One image, its gradient perturbed in four directions."""
     image, gmap = batch["pixel_values"], GradientMap(model, batch)
     gradient, start = (
         gmap.gradient(),
         torch.rand(image.shape, generator=torch.Generator().manual_seed(0)),
     )
-    dlg = make_attack("dlg", steps=plan["steps"], start=start)
+    dlg = make_attack("dlg", steps=cell["steps"], start=start)
 
     def found(shared: dict[str, torch.Tensor]) -> torch.Tensor:
         # As if pixels came from -50 to 50: this attacker does not know their range.
@@ -80,10 +83,10 @@ def attacked(plan: dict, model, batch: dict[str, torch.Tensor]) -> list[dict]:
         # the largest.
         root = torch.cat([d.flatten() for d in direction.values()]).norm()
         guess = found(
-            {name: g + plan["size"] / root * direction[name] for name, g in gradient.items()}
+            {name: g + cell["size"] / root * direction[name] for name, g in gradient.items()}
         )
         mse, clipped = ((x - image).square().mean() for x in (guess, guess.clamp(0, 1)))
-        point = {"eigenvalue": root**2, "predicted": plan["size"] ** 2 / root**2 / image.numel()}
+        point = {"eigenvalue": root**2, "predicted": cell["size"] ** 2 / root**2 / image.numel()}
         point |= {"undefended": undefended, "mse": mse, "clipped": clipped}
         points.append({key: float(f"{float(value):.4g}") for key, value in point.items()})
     return points

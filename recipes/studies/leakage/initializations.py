@@ -77,9 +77,9 @@ def started(name: str, sample: int, batch: dict[str, Tensor]) -> nn.Module:
     return model
 
 
-def attacked(plan: dict, name: str, batches: list[dict[str, Tensor]]) -> dict:
-    noise = make_defense("gaussian_noise", scale=plan["variance"] ** 0.5)
-    dlg = make_attack("dlg", steps=plan["steps"], start="uniform", patience=5)
+def attacked(cell: dict, name: str, batches: list[dict[str, Tensor]]) -> dict:
+    noise = make_defense("gaussian_noise", scale=cell["variance"] ** 0.5)
+    dlg = make_attack("dlg", steps=cell["steps"], start="uniform", patience=5)
     mse, norms, largest = [], [], []
     for sample, batch in enumerate(batches):
         image, model = batch["pixel_values"], started(name, sample, batch)

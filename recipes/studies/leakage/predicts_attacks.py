@@ -43,13 +43,17 @@ STRENGTH = {"gaussian_noise": "scale", "pruning": "ratio"}  # the argument of a 
 TITLES = {"rmse": "RMSE", "rougeL": "ROUGE-L", "google_bleu": "Google BLEU"}
 
 
+def plan(args) -> dict:
+    return QUICK_PREDICTS if args.quick else PREDICTS
+
+
 def cells(args) -> dict:
-    plan, found = QUICK_PREDICTS if args.quick else PREDICTS, {}
+    sizes, found = plan(args), {}
     for data in SCORES:
         groups = IMAGE_GROUPS if data in DATA else TEXT_GROUPS
-        image = {"side": plan["side"], "steps": plan["lbfgs"]}
-        settings = image if data in DATA else {"steps": plan["tag"]}
-        for sample in range(plan["samples"]):
+        image = {"side": sizes["side"], "steps": sizes["lbfgs"]}
+        settings = image if data in DATA else {"steps": sizes["tag"]}
+        for sample in range(sizes["samples"]):
             for number, strengths in enumerate(QUICK_GROUPS if args.quick else groups):
                 one = {"data": data, "sample": sample, "strengths": strengths, **settings}
                 found[data, str(sample), str(number)] = one
@@ -62,7 +66,7 @@ def prepare(args):
         """The model, all samples, and the tokenizer if there is one."""
         set_seed(0)
         if data in DATA:
-            batches = single_images(getattr(args, DATA[data]), None, side)
+            batches = single_images(getattr(args, DATA[data]), plan(args)["samples"], side)
             return lenet_for(batches[0]), batches, None
         tokenizer = AutoTokenizer.from_pretrained(args.tokenizer)
         batches = batches_of_one(tokenizer, of_usual_length(sst2(args.sst2)))

@@ -10,10 +10,10 @@ QUICK_LOGISTIC = LOGISTIC | {"trials": 3, "targets": 8, "records": 400}
 # predicts_attacks.py: strengths, all attacked together; a new defense is a new group
 RATIOS = [0.3, 0.5, 0.7, 0.9]
 IMAGE_GROUPS = [  # the gradient's RMS is about 0.2
-    {"gaussian_noise": [1e-4, 1e-3, 1e-2, 1e-1, 1.0], "pruning": RATIOS},
+    {"gaussian_noise": [1e-4, 1e-3, 1e-2, 1e-1, 1.0], "pruning": RATIOS}
 ]
 TEXT_GROUPS = [  # about 0.01
-    {"gaussian_noise": [1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2], "pruning": RATIOS},
+    {"gaussian_noise": [1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2], "pruning": RATIOS}
 ]
 QUICK_GROUPS = [{"gaussian_noise": [1e-3, 1e-2], "pruning": [0.5, 0.9]}]
 PREDICTS = {"samples": 12, "side": 32, "lbfgs": 60, "tag": 300}

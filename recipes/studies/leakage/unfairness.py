@@ -29,9 +29,7 @@ from .settings import QUICK_UNFAIR, UNFAIR
 
 ARGUMENTS = {
     "--mnist": "npz with x_train, y_train, x_test and y_test",
-    "--pictures": {
-        "help": "PNG of the best and worst reconstructions; holds images of the data set"
-    },
+    "--pictures": {"help": "PNG of the best and worst guesses; holds images of the data set"},
 }
 
 
@@ -49,12 +47,6 @@ def cells(args) -> dict:
 
 
 @functools.cache
-def network(path: str, side: int, steps: int) -> LeakageLeNetForImageClassification:
-    """Trained; only where figures are missing."""
-    return trained(path, side, steps)
-
-
-@functools.cache
 def images(path: str, side: int) -> list[dict[str, Tensor]]:
     return single_images(path, None, side, split="test")
 
@@ -68,7 +60,7 @@ def chosen(cell: dict, tests: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 def prepare(args):
     def measure(cell: dict):
         tests = images(args.mnist, cell["side"])
-        model = network(args.mnist, cell["side"], cell["training_steps"])
+        model = trained(args.mnist, cell["side"], cell["training_steps"])
         if cell["measure"] == "accuracy":
             return accuracy(model, tests)
         batch = chosen(cell, tests)
@@ -88,13 +80,14 @@ def report(figures: dict, args) -> None:
         ends = [*mse.argsort()[:4], *mse.argsort()[-4:]]
         wanted = [cells(args)["attacked", str(number)] for number in ends]
         tests = images(args.mnist, plan["side"])
-        model = network(args.mnist, plan["side"], plan["training_steps"])
+        model = trained(args.mnist, plan["side"], plan["training_steps"])
         batches = [chosen(cell, tests) for cell in wanted]
         pairs = zip(wanted, batches, strict=True)
         guesses = [attacked(cell, model, batch) for cell, batch in pairs]
         show(args.pictures, mse[ends], [batch["pixel_values"] for batch in batches], guesses)
 
 
+@functools.cache  # only where figures are missing
 def trained(path: str, side: int, steps: int) -> LeakageLeNetForImageClassification:
     with np.load(path) as file:
         x, y = torch.from_numpy(file["x_train"])[:, None, :side, :side], file["y_train"]
