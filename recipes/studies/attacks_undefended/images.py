@@ -1,4 +1,4 @@
-"""Images on the leakage papers' LeNet.
+r"""Images on the leakage papers' LeNet.
 
     python -m recipes.studies.attacks_undefended.run images --cifar10 LOSSLESS.npz \
         --mnist MNIST.npz --output docs/results/undefended_images

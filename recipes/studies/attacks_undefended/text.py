@@ -1,4 +1,4 @@
-"""Sentences on an encoder.
+r"""Sentences on an encoder.
 
     python -m recipes.studies.attacks_undefended.run text --model MODEL --data_dir SST2 \
         --output docs/results/undefended_text

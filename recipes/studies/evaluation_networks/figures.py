@@ -1,4 +1,4 @@
-"""How well the packaged evaluation networks do on data sets they never saw.
+r"""How well the packaged evaluation networks do on data sets they never saw.
 
     python -m recipes.studies.evaluation_networks.run figures --data DATA --model MODEL \
         --cards model_cards --output docs/results/evalnets

@@ -1,4 +1,4 @@
-"""Push an evaluation network to the Hub, or several: each becomes NAMESPACE/folder-name.
+r"""Push an evaluation network to the Hub, or several: each becomes NAMESPACE/folder-name.
 
     python recipes/studies/evaluation_networks/publish.py NAMESPACE model_cards/*/
     python recipes/studies/evaluation_networks/publish.py --private NAMESPACE \

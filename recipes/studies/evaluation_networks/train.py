@@ -1,4 +1,4 @@
-"""Train the evaluation networks that come with the package.
+r"""Train the evaluation networks that come with the package.
 
     python -m recipes.studies.evaluation_networks.train text --model MODEL \
         --data wikitext2/train.txt

@@ -1,4 +1,4 @@
-"""Every defense against attacks on images.
+r"""Every defense against attacks on images.
 
     python -m recipes.studies.evaluation_networks.train image \
         --data tinyimagenet32_10k_2k.npz --filters 32 64 128 --output NETWORK

@@ -1,4 +1,4 @@
-"""Every defense against every attack on text.
+r"""Every defense against every attack on text.
 
     python -m recipes.studies.every_defense.run text --tokenizer MODEL --data_dir SST2 \
         --output docs/results/text_defenses

@@ -1,4 +1,4 @@
-"""Accuracy of each defense on SST-2, two ranks, matched strength; or what a step costs.
+r"""Accuracy of each defense on SST-2, two ranks, matched strength; or what a step costs.
 
     python -m recipes.studies.hiding_and_learning.run accuracy --model MODEL --data_dir SST2 \
         --output docs/results/sst2

@@ -1,4 +1,4 @@
-"""One picture: what each defense hides from the span attack, and what it costs in accuracy.
+r"""One picture: what each defense hides from the span attack, and what it costs in accuracy.
 
     python -m recipes.studies.hiding_and_learning.run picture \
         --output docs/results/hiding_and_learning

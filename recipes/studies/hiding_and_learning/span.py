@@ -1,4 +1,4 @@
-"""What the span attack reads from MiniLM's and GPT-2's gradients: undefended, under noise, and
+r"""What the span attack reads from MiniLM's and GPT-2's gradients: undefended, under noise, and
 behind defenses.
 
     python -m recipes.studies.hiding_and_learning.run span --model MODEL --data_dir SST2 \

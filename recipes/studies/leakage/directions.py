@@ -1,4 +1,4 @@
-"""A perturbation of one size along four eigenvectors of J Jᵀ, and what DLG makes of it: Zhang et
+r"""A perturbation of one size along four eigenvectors of J Jᵀ, and what DLG makes of it: Zhang et
 al. (2023), Figure 6.
 
     python -m recipes.studies.leakage.run directions --mnist MNIST.npz --cifar10 LOSSLESS.npz \

@@ -1,4 +1,4 @@
-"""Four initializations under the same noise: Zhang et al. (2023), Figures 5 and 8.
+r"""Four initializations under the same noise: Zhang et al. (2023), Figures 5 and 8.
 
     python -m recipes.studies.leakage.run initializations --mnist MNIST.npz \
         --cifar10 LOSSLESS.npz --output docs/results/influence_initializations

@@ -1,4 +1,4 @@
-"""Whether the influence's lower bound says how well an attack will do: Zhang et al. (2023), Figures
+r"""Whether the influence's lower bound says how well an attack will do: Zhang et al. (2023), Figures
 2, 4 and 16.
 
     python -m recipes.studies.leakage.run predicts_attacks --mnist MNIST.npz \

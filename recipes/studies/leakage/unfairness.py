@@ -1,4 +1,4 @@
-"""The same noise protects some samples and classes and not others: Zhang et al. (2023), Figure 7.
+r"""The same noise protects some samples and classes and not others: Zhang et al. (2023), Figure 7.
 
     python -m recipes.studies.leakage.run unfairness --mnist MNIST.npz \
         --output docs/results/influence_unfairness

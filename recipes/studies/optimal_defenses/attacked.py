@@ -1,4 +1,4 @@
-"""What an attack sees of a batch behind them, and how well the batch is learned.
+r"""What an attack sees of a batch behind them, and how well the batch is learned.
 
     python -m recipes.studies.optimal_defenses.run attacked mnist --data MNIST.npz \
         --output docs/results/optimal_defenses_mnist

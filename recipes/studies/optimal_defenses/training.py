@@ -1,4 +1,4 @@
-"""What a network learns of MNIST with them, and where the noise goes.
+r"""What a network learns of MNIST with them, and where the noise goes.
 
     python -m recipes.studies.optimal_defenses.run training --data MNIST.npz \
         --output docs/results/optimal_defenses_training

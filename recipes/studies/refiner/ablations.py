@@ -1,4 +1,4 @@
-"""Refiner's ablations on CIFAR-10 with the leakage papers' LeNet: what each setting costs and what
+r"""Refiner's ablations on CIFAR-10 with the leakage papers' LeNet: what each setting costs and what
 it hides.
 
     python -m recipes.studies.evaluation_networks.train image \

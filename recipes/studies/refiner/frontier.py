@@ -1,4 +1,4 @@
-"""Refiner against the other defenses on CIFAR-10: what each strength costs in accuracy, and what it
+r"""Refiner against the other defenses on CIFAR-10: what each strength costs in accuracy, and what it
 hides.
 
     python -m recipes.studies.refiner.run frontier --train TRAIN.parquet --test TEST.parquet \

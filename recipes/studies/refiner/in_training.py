@@ -1,4 +1,4 @@
-"""Does Refiner's gradient still point the right way once a model has begun to learn, and what does
+r"""Does Refiner's gradient still point the right way once a model has begun to learn, and what does
 refining add?
 
     python -m recipes.studies.refiner.run in_training --model MODEL --data_dir SST2 \

@@ -1,4 +1,4 @@
-"""Does Refiner do what its equation says, sentence by sentence? What do α and the learning rate
+r"""Does Refiner do what its equation says, sentence by sentence? What do α and the learning rate
 trade, and what does ε do?
 
     python -m recipes.studies.refiner.run sentences --model MODEL --data_dir SST2 \

@@ -1,4 +1,4 @@
-"""What TAG and Inverting Gradients read of sentences behind pruning, Gaussian noise and Refiner:
+r"""What TAG and Inverting Gradients read of sentences behind pruning, Gaussian noise and Refiner:
 Refiner paper (2025), Table 13.
 
     python -m recipes.studies.refiner.run text --model MODEL --data_dir SST2 \
