@@ -2,7 +2,8 @@
 # make demo      train on two ranks with and without protection, compare, and attack what was shared (a few minutes, no downloads)
 # make test      the test suite
 # make lint      what CI checks before the tests
-# make results   docs/results.md anew; only commands that mention X with ONLY=X (data sets: see the head of that page)
+# make results   figures, tables and pictures of docs/results.md anew; only run X with ONLY=X (data sets: see that page)
+# make tables    its tables and pictures, of the figures that are there
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -15,7 +16,7 @@ refiner_SETTINGS := {"evaluation_network": "runs/demo/network", "iterations": 2,
 OFFLINE := HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=1
 
 .NOTPARALLEL:
-.PHONY: install demo test lint slow results clean
+.PHONY: install demo test lint slow results tables clean
 
 install: .venv/installed
 
@@ -56,6 +57,9 @@ lint: install
 
 results: install
 	@PATH="$(CURDIR)/$(BIN):$$PATH" python recipes/results.py $(ONLY)
+
+tables: install
+	@$(BIN)/python recipes/results.py --tables $(ONLY)
 
 clean:
 	rm -rf .venv runs .pytest_cache .mypy_cache .ruff_cache

@@ -1,4 +1,4 @@
-"""Train an image classifier so that ranks share only protected gradients.
+r"""Train an image classifier so that ranks share only protected gradients.
 
     accelerate launch recipes/image_classification.py --dataset uoft-cs/cifar10 \
         --defense optimal_noise

@@ -1,4 +1,4 @@
-"""Fine-tune a text classifier on SST-2 so that ranks share only protected gradients.
+r"""Fine-tune a text classifier on SST-2 so that ranks share only protected gradients.
 
     accelerate launch recipes/sst2.py --defense optimal_noise
     accelerate launch --multi_gpu --num_processes 2 recipes/sst2.py --num_ranks 2 \

@@ -1,7 +1,7 @@
 """How fast TAG runs, beside the plainest correct implementation: sentences attacked one by one, and
 several at once.
 
-    python recipes/benchmarks/attacks.py --model MODEL --output docs/results/attack_speed
+    python -m recipes.benchmarks.attacks --model MODEL --output docs/results/attack_speed
 
 The plain implementation differentiates the loss by all parameters with `create_graph=True`, writes
 TAG's distance down as it is printed, and differentiates again. Both start at the same input: their
@@ -11,22 +11,19 @@ objectives are compared before anything is timed.
 import statistics
 
 import torch
-from measuring import cells, classifier, clock, parser_with_model, random_batch, spread, write
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hf_gradguard import GradientMap
 from hf_gradguard.attacks import Observation, make_attack
 from hf_gradguard.gradient_map.layers import layer_numbers
 
-LENGTH, STEPS, ROUNDS = (
-    16,
-    100,
-    3,
-)  # steps of an attack, each time; setting up and decoding count too
+from .measuring import cells, classifier, clock, main, random_batch, spread
+
+LENGTH, ROUNDS = 16, 3
+STEPS = 100  # of an attack, each time; setting up and decoding count too
 
 
-def main() -> None:
-    args = parser_with_model(__doc__).parse_args()
+def measure(args) -> dict:
     torch.set_num_threads(1)
     steps, rounds = (3, 1) if args.quick else (STEPS, ROUNDS)
     model = classifier(args.model).eval()
@@ -42,9 +39,8 @@ def main() -> None:
         return plain_tag(model, seen[0], start, steps)
 
     ours, theirs = torch.tensor(attack(seen[0]).history), torch.tensor(plain())
-    torch.testing.assert_close(
-        ours[:25], theirs[:25], rtol=1e-3, atol=0
-    )  # later, rounding grows: Adam follows signs
+    # Later, rounding grows: Adam follows signs.
+    torch.testing.assert_close(ours[:25], theirs[:25], rtol=1e-3, atol=0)
     cases = {
         "one sentence": (lambda: attack(seen[0]), 1),
         "eight sentences together": (lambda: attack.together(seen), 8),
@@ -57,12 +53,7 @@ def main() -> None:
             "times as fast as plain": spread([a / b for a, b in zip(slow, fast, strict=True)]),
             "steps a second and sentence": round(steps * count / statistics.median(fast), 2),
         }
-    write(
-        args.output,
-        report,
-        ["", "times as fast", "range", "steps a second and sentence"],
-        table(report),
-    )
+    return report
 
 
 def plain_tag(
@@ -98,12 +89,12 @@ def plain_tag(
     return history
 
 
-def table(report: dict) -> list[list[str]]:
-    return [
+def table(report: dict) -> tuple[list[str], list[list[str]]]:
+    return ["", "times as fast", "range", "steps a second and sentence"], [
         [label, *cells(one["times as fast as plain"]), f"{one['steps a second and sentence']:.1f}"]
         for label, one in report["cases"].items()
     ]
 
 
 if __name__ == "__main__":
-    main()
+    main(__doc__, measure, table)

@@ -1,7 +1,7 @@
 """What protection costs: sensitivities in plain gradients of the same batch, steps in plain steps
 (AdamW included).
 
-    python recipes/benchmarks/defenses.py --model MODEL --output docs/results/speed
+    python -m recipes.benchmarks.defenses --model MODEL --output docs/results/speed
 
 The floor of a probe is 4/3: a plain gradient takes three matrix products a weight (forward, and two
 backward), a probe four (two through the graph of ∇_x L, two through the forward pass), so k probes
@@ -11,21 +11,28 @@ cost at least 4k/3, plus 2/3 for the forward pass and ∇_x L that they start fr
 from collections.abc import Callable
 
 import torch
-from measuring import RATIO, alternate, cells, classifier, parser_with_model, random_batch, write
 
 from hf_gradguard import GradientMap, make_defense
 
+from .measuring import RATIO, alternate, cells, classifier, main, random_batch
+
 THREADS, BATCH, LENGTH, PROBES, ROUNDS = 2, 16, 16, 10, 7
 EVERY_TENTH = {"refresh_every": 10}
-DEFENSES = [
-    ("none", {}), ("gaussian_noise", {}), ("laplace_noise", {}), ("optimal_noise", {}), ("optimal_noise", EVERY_TENTH),
-    ("pruning", {}), ("pruning", {"utility": 0.9}), ("optimal_pruning", {}), ("optimal_pruning", EVERY_TENTH),
+DEFENSES: list[tuple[str, dict]] = [
+    ("none", {}),
+    ("gaussian_noise", {}),
+    ("laplace_noise", {}),
+    ("optimal_noise", {}),
+    ("optimal_noise", EVERY_TENTH),
+    ("pruning", {}),
+    ("pruning", {"utility": 0.9}),
+    ("optimal_pruning", {}),
+    ("optimal_pruning", EVERY_TENTH),
     ("quantization", {}),
-]  # fmt: skip
+]
 
 
-def main() -> None:
-    args = parser_with_model(__doc__).parse_args()
+def measure(args) -> dict:
     torch.set_num_threads(1 if args.quick else THREADS)
     size, k, rounds = (2, 2, 1) if args.quick else (BATCH, PROBES, ROUNDS)
     model = classifier(args.model)
@@ -64,8 +71,7 @@ def main() -> None:
 
     parameters = sum(p.numel() for p in GradientMap(model, batch).parameters.values())
     report = {"batch": [size, LENGTH], "parameters": parameters, "threads": torch.get_num_threads()}
-    report |= {"in plain gradients": gradients, "in plain steps, AdamW included": steps}
-    write(args.output, report, ["", *RATIO], table(report))
+    return report | {"in plain gradients": gradients, "in plain steps, AdamW included": steps}
 
 
 def training_steps(
@@ -112,13 +118,13 @@ def functional_jvp(model: torch.nn.Module, batch: dict) -> None:
     torch.autograd.functional.jvp(gradient, embeddings, torch.randn_like(embeddings))
 
 
-def table(report: dict) -> list[list[str]]:
+def table(report: dict) -> tuple[list[str], list[list[str]]]:
     rows = []
     for part in ("in plain gradients", "in plain steps, AdamW included"):
         rows.append([f"**{part}**", "", ""])
         rows += [[label, *cells(ratio)] for label, ratio in report[part].items()]
-    return rows
+    return ["", *RATIO], rows
 
 
 if __name__ == "__main__":
-    main()
+    main(__doc__, measure, table)

@@ -1,6 +1,6 @@
 """What leakage estimates cost, each against its alternative in the same run.
 
-    python recipes/benchmarks/leakage.py --model MODEL --output docs/results/leakage_speed
+    python -m recipes.benchmarks.leakage --model MODEL --output docs/results/leakage_speed
 
 1. λ_max(J Jᵀ) by Lanczos in input space, against the same eigenvalue of JᵀJ in parameter space by
    `scipy.sparse.linalg.eigsh`, whose workspace holds 20 vectors of all parameters (relative
@@ -14,28 +14,19 @@ import resource
 
 import numpy as np
 import torch
-from measuring import (
-    DEVICE,
-    RATIO,
-    alternate,
-    cells,
-    classifier,
-    parser_with_model,
-    random_batch,
-    write,
-)
 from scipy.sparse.linalg import LinearOperator, eigsh
 
 from hf_gradguard import GradientMap
 from hf_gradguard.attacks import Observation, make_attack
 from hf_gradguard.leakage import dfil, inversion_influence_lower_bound, largest_eigenvalue
 
+from .measuring import DEVICE, RATIO, alternate, cells, classifier, main, random_batch
+
 LENGTH, BATCH, PROBES, ROUNDS, TOLERANCE = 16, 16, 10, 3, 1e-4
 ATTACK_STEPS, TIMED_STEPS = 1500, 25
 
 
-def main() -> None:
-    args = parser_with_model(__doc__).parse_args()
+def measure(args) -> dict:
     torch.set_num_threads(1)
     size, timed, rounds = (2, 3, 1) if args.quick else (BATCH, TIMED_STEPS, ROUNDS)
     model = classifier(args.model).eval()
@@ -73,10 +64,8 @@ def main() -> None:
     def plain() -> None:
         GradientMap(model, many, second_order=False).gradient()
 
-    (
-        input_space(),
-        parameter_space(),
-    )  # in this order, so that each side's growth of peak memory shows
+    input_space()  # in this order, so that each side's growth of peak memory shows
+    parameter_space()
     report = {
         "threads": 1,
         "length": LENGTH,
@@ -95,7 +84,7 @@ def main() -> None:
             leakage, plain, rounds
         ),
     }
-    write(args.output, report, ["", *RATIO], table(report))
+    return report
 
 
 def eigsh_eigenvalue(gmap: GradientMap) -> tuple[float, int]:
@@ -125,9 +114,10 @@ def high_water() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
 
 
-def table(report: dict) -> list[list[str]]:
-    return [[label, *cells(ratio, 1)] for label, ratio in report["ratios"].items()]
+def table(report: dict) -> tuple[list[str], list[list[str]]]:
+    rows = [[label, *cells(ratio, 1)] for label, ratio in report["ratios"].items()]
+    return ["", *RATIO], rows
 
 
 if __name__ == "__main__":
-    main()
+    main(__doc__, measure, table)

@@ -1,34 +1,59 @@
 """What the benchmarks share. Nothing to run by itself.
 
 Machines are noisy, so each figure is a ratio: what is measured and its unit take turns, and the
-median of the ratios over the rounds stands with their range. Every benchmark takes `--model MODEL
---output OUTPUT`, measures anew, and writes OUTPUT.json and OUTPUT.md; `--quick` takes seconds, and
-its figures mean nothing.
+median of the ratios over the rounds stands with their range. Every benchmark is run as `python -m
+recipes.benchmarks.NAME --model MODEL --output OUTPUT`, measures anew, and writes OUTPUT.json and
+OUTPUT.md; `--quick` takes seconds, and its figures mean nothing; `--tables` measures nothing.
 """
 
 import argparse
 import json
 import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / "reproductions"))
-from reporting import named, parser_of, write_table
+from recipes.studies.lib.command import common
+from recipes.studies.lib.results import named
+from recipes.studies.lib.tables import write_table
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 RATIO = ("median", "range")  # what `cells` holds
 
 
-def parser_with_model(description: str | None) -> argparse.ArgumentParser:
-    parser = parser_of(description)
-    parser.add_argument("--model", required=True, help="a text encoder")
-    return parser
+def main(
+    doc: str | None,
+    measure: Callable[[argparse.Namespace], dict],
+    table: Callable[[dict], tuple[Sequence[str], list]],
+    argv: Sequence[str] | None = None,
+    **arguments: dict,
+) -> None:
+    """The command line of a benchmark.
+
+    Args:
+        doc: Its docstring.
+        measure: From the arguments to a report.
+        table: From a report to the table's header and rows.
+        argv: Instead of the process's own.
+        **arguments: Further ones, as keywords of `add_argument`.
+    """
+    parser = argparse.ArgumentParser(description=doc)
+    common(parser)
+    for name, more in ({"model": {"help": "a text encoder"}} | arguments).items():
+        parser.add_argument(f"--{name}", **more)
+    args = parser.parse_args(argv)
+    path = named(args.output, ".json")
+    if not args.tables:
+        if args.model is None:
+            parser.error("give --model, a text encoder")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        report = measure(args) | {"torch": torch.__version__}
+        text = json.dumps(report, indent=1, ensure_ascii=False)
+        path.write_text(text + "\n", encoding="utf-8")
+    write_table(args.output, *table(json.loads(path.read_text(encoding="utf-8"))))
 
 
 def classifier(name: str) -> PreTrainedModel:
@@ -103,11 +128,3 @@ def peak(function: Callable[[], object]) -> int:
 def cells(ratio: dict[str, float], digits: int = 2) -> list[str]:
     median, least, most = (f"{ratio[name]:.{digits}f}" for name in ("median", "min", "max"))
     return [median, f"{least} to {most}"]
-
-
-def write(output: Path, report: dict, header: Sequence[str], rows: list) -> None:
-    """OUTPUT.json and OUTPUT.md."""
-    output.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(report | {"torch": torch.__version__}, indent=1, ensure_ascii=False) + "\n"
-    named(output, ".json").write_text(text, encoding="utf-8")
-    write_table(output, header, rows)

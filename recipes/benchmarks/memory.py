@@ -1,19 +1,19 @@
 """The memory that `squared_sensitivity` takes beyond the graph it starts from, in gradients, by
 probe chunk.
 
-python recipes/benchmarks/memory.py --model MODEL --output docs/results/memory
+    python -m recipes.benchmarks.memory --model MODEL --output docs/results/memory
 """
 
 import torch
-from measuring import classifier, parser_with_model, peak, random_batch, write
 
 from hf_gradguard import GradientMap
+
+from .measuring import classifier, main, peak, random_batch
 
 BATCH, LENGTH, PROBES, CHUNKS = 16, 16, 10, [1, 2, 5, 10]
 
 
-def main() -> None:
-    args = parser_with_model(__doc__).parse_args()
+def measure(args) -> dict:
     model = classifier(args.model)
     batch = random_batch(model, 2 if args.quick else BATCH, LENGTH)
     gradient = sum(
@@ -22,20 +22,17 @@ def main() -> None:
     peaks = {}
     for chunk in CHUNKS:
         gmap = GradientMap(model, batch)
-        gmap.jvp(
-            torch.ones_like(gmap.input)
-        )  # the graph of ∇_x L stands; what follows is the probes' own
+        gmap.jvp(torch.ones_like(gmap.input))  # the graph of ∇_x L; the rest is the probes' own
         used = peak(
             lambda gmap=gmap, chunk=chunk: gmap.squared_sensitivity(PROBES, probe_chunk=chunk)
         )
         peaks[chunk] = round(used / gradient, 2)
-    report = {
+    return {
         "batch": list(batch["input_ids"].shape),
         "probes": PROBES,
         "gradient_bytes": gradient,
         "gradients": peaks,
     }
-    write(args.output, report, *table(report))
 
 
 def table(report: dict) -> tuple[list[str], list]:
@@ -44,4 +41,4 @@ def table(report: dict) -> tuple[list[str], list]:
 
 
 if __name__ == "__main__":
-    main()
+    main(__doc__, measure, table)

@@ -1,6 +1,6 @@
 """What refining a batch costs, in plain gradients of the same batch, and the memory it takes.
 
-    python recipes/benchmarks/refiner.py --model MODEL --output docs/results/refiner_speed
+    python -m recipes.benchmarks.refiner --model MODEL --output docs/results/refiner_speed
 
 The floor: an iteration takes seven matrix products a weight (forward, two backward, and four back
 through both), where a plain gradient takes three, so ι iterations cost 7ι/3 plain gradients; the
@@ -11,21 +11,14 @@ evaluation network and back.
 from collections.abc import Callable
 
 import torch
-from measuring import (
-    DEVICE,
-    RATIO,
-    alternate,
-    cells,
-    classifier,
-    parser_with_model,
-    peak,
-    random_batch,
-    write,
-)
 
 from hf_gradguard import GradientMap, make_defense
+from recipes.studies.lib.text import NETWORK
+
+from .measuring import DEVICE, RATIO, alternate, cells, classifier, main, peak, random_batch
 
 BATCH, LENGTH, ROUNDS = 16, 16, 3
+ARGUMENTS = {"evaluation_network": NETWORK}
 CASES = {  # settings, and iterations that a visit takes
     "10 iterations": ({"iterations": 10}, 10),
     "5 iterations": ({"iterations": 5}, 5),
@@ -33,12 +26,7 @@ CASES = {  # settings, and iterations that a visit takes
 }
 
 
-def main() -> None:
-    parser = parser_with_model(__doc__)
-    parser.add_argument(
-        "--evaluation_network", default="text-evaluation-network-minilm-l6", help="of --model"
-    )
-    args = parser.parse_args()
+def measure(args) -> dict:
     torch.set_num_threads(1)
     size, rounds = (2, 1) if args.quick else (BATCH, ROUNDS)
     model = classifier(args.model)
@@ -66,17 +54,16 @@ def main() -> None:
         "refiner": round(peak(refined(iterations=2)) / gradient, 2),
     }
     report = {"batch": [size, LENGTH], "gradient_bytes": gradient, "device": DEVICE}
-    report |= {"in plain gradients": ratios, "peak memory in gradients": memory}
-    write(args.output, report, ["", *RATIO, "floor"], table(report))
+    return report | {"in plain gradients": ratios, "peak memory in gradients": memory}
 
 
-def table(report: dict) -> list[list[str]]:
+def table(report: dict) -> tuple[list[str], list[list[str]]]:
     ratios = report["in plain gradients"]
-    return [
+    return ["", *RATIO, "floor"], [
         [label, *cells(ratios[label], 1), f"{7 * count / 3 + 2:.1f}"]
         for label, (_, count) in CASES.items()
     ]
 
 
 if __name__ == "__main__":
-    main()
+    main(__doc__, measure, table, **ARGUMENTS)

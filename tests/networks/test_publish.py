@@ -40,8 +40,8 @@ def load(name):
     return float(load_network(name).noise_ratio(torch.full((1, 1, 8, 8), 0.3)))
 
 def recipe(*arguments):
-    sys.argv = ["publish_evalnets.py", *arguments]
-    runpy.run_path("recipes/publish_evalnets.py", run_name="__main__")
+    sys.argv = ["publish.py", *arguments]
+    runpy.run_path("recipes/studies/evaluation_networks/publish.py", run_name="__main__")
 
 def token(value):
     os.environ["HF_TOKEN"] = value

@@ -1,0 +1,12 @@
+"""What the attacks recover from gradients that nobody defended.
+
+    python -m recipes.studies.attacks_undefended.run PART --help
+
+Each part's help has its command: `images` and `text`.
+"""
+
+from ..lib.command import main
+from . import images, text
+
+if __name__ == "__main__":
+    main(__doc__, [images, text])

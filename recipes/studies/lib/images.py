@@ -1,0 +1,80 @@
+"""Single images, the leakage papers' LeNet, and the attack that reads most of its gradients."""
+
+import statistics
+
+import numpy as np
+import torch
+from datasets import load_dataset
+from torch import Tensor
+
+from hf_gradguard.attacks import Observation, make_attack
+from hf_gradguard.metrics import score_images
+from hf_gradguard.models import LeakageLeNetConfig, LeakageLeNetForImageClassification
+
+# Inverting Gradients by L-BFGS, far stronger than as published on these small smooth networks
+INVERTING = {"optimizer": "lbfgs", "learning_rate": 1.0, "schedule": "constant", "signed": False}
+INVERTING |= {"start": "uniform", "total_variation": 1e-5}
+# Behind a defense it has to smooth more, by how much depends on the defense; it stops when 5 steps
+# brought no better match.
+SMOOTHING = {"total_variation": [1e-5, 1e-4, 1e-3, 1e-2, 3e-2, 1e-1], "patience": 5}
+
+SINGLE_IMAGES = {
+    "--mnist": "npz with x_train and y_train", "--cifar10": "npz with x (N, 32, 32, 3) and y"
+}  # fmt: skip
+
+
+def single_images(
+    path: str, samples: int | None, side: int | None = None, split: str = "train"
+) -> list[dict[str, Tensor]]:
+    """Batches of one: the first images of an npz with x and y, or x_train and the like; larger ones
+    are cut to `side`.
+    """
+    with np.load(path) as file:
+        names = (f"x_{split}", f"y_{split}") if f"x_{split}" in file else ("x", "y")
+        pixels, labels = (torch.from_numpy(file[name][:samples]) for name in names)
+    pixels = pixels[:, None] if pixels.dim() == 3 else pixels.permute(0, 3, 1, 2)
+    pixels = pixels[..., :side, :side].float() / 255
+    return [
+        {"pixel_values": x, "labels": y}
+        for x, y in zip(pixels.split(1), labels.long().split(1), strict=True)
+    ]
+
+
+def parquet_images(path: str) -> tuple[Tensor, Tensor]:
+    """`img` (N, 3, H, W) in uint8, and `label`."""
+    data = load_dataset("parquet", data_files=path, split="train")
+    pixels = torch.from_numpy(np.stack([np.asarray(image) for image in data["img"]]))
+    return pixels.permute(0, 3, 1, 2), torch.tensor(data["label"])
+
+
+def lenet_for(batch: dict[str, Tensor]) -> LeakageLeNetForImageClassification:
+    """Before training: weights from the global generator."""
+    _, channels, side, _ = batch["pixel_values"].shape
+    return LeakageLeNetForImageClassification(
+        LeakageLeNetConfig(num_channels=channels, image_size=side)
+    ).eval()
+
+
+def smoothed(settings: dict, own: list[Observation], images: list[Tensor]) -> dict:
+    """Inverting Gradients with the one of several `total_variation` that shows most of images of
+    the attacker's own.
+
+    Args:
+        settings: Of the attack, which tries with one start each. Returned as they are if there are
+            not several.
+        own: What the defense makes of these images' gradients.
+        images: `(1, C, H, W)` each.
+    """
+    if not isinstance(tried := settings.get("total_variation"), list):
+        return settings
+
+    def shown(total_variation: float) -> float:
+        attack = make_attack(
+            "inverting_gradients", **settings | {"total_variation": total_variation, "restarts": 1}
+        )
+        found = attack.together(own, torch.Generator().manual_seed(0))
+        return statistics.mean(
+            score_images([one.input.nan_to_num(0.5) for one in found], images).per_sample["psnr"]
+        )
+
+    return settings | {"total_variation": max(tried, key=shown)}

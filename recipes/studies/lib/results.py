@@ -1,0 +1,70 @@
+"""Figures on disk, cell by cell: each stands beside the settings that it depends on, and is found
+by these alone. A new row adds cells and leaves the others as they are.
+"""
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+Place = tuple[str, ...]  # where a table shows a cell: ("pruning ratio=0.9", "tag, adaptive")
+
+
+def named(output: Path, ending: str) -> Path:
+    """OUTPUT with an ending; names may hold dots."""
+    return output.with_name(output.name + ending)
+
+
+class Results(Mapping):
+    """Figures by settings, in OUTPUT.json: a list of `{"settings": ..., "figures": ...}`.
+
+    Data and networks that a command names are not among the settings: keep to one OUTPUT for each.
+    """
+
+    def __init__(self, output: Path) -> None:
+        self.path = named(output, ".json")
+        found = json.loads(self.path.read_text(encoding="utf-8")) if self.path.exists() else []
+        self._cells = {_key(one["settings"]): one for one in found}
+
+    def __getitem__(self, settings: dict) -> Any:
+        return self._cells[_key(settings)]["figures"]
+
+    def __iter__(self) -> Iterator[dict]:
+        return (one["settings"] for one in self._cells.values())
+
+    def __len__(self) -> int:
+        return len(self._cells)
+
+    def add(self, settings: dict, figures: Any) -> None:
+        """Writes the file anew, with this cell. An interrupt does not cost what was there."""
+        cell = {"settings": settings, "figures": figures}
+        self._cells[_key(settings)] = json.loads(json.dumps(cell))
+        cells = [
+            ",\n ".join(f"{_line(name)}: {_line(part)}" for name, part in one.items())
+            for one in self._cells.values()
+        ]
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        aside = named(self.path, ".new")
+        aside.write_text("[\n{" + "},\n{".join(cells) + "}\n]\n", encoding="utf-8")
+        os.replace(aside, self.path)
+
+
+def _key(settings: dict) -> str:
+    return json.dumps(settings, sort_keys=True)
+
+
+def _line(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def nested(cells: dict[Place, dict], results: Results) -> dict:
+    """The figures of all cells that are there, as `{"row": {"column": figures}}`."""
+    whole: dict = {}
+    for place, settings in cells.items():
+        if settings in results:
+            part = whole
+            for name in place[:-1]:
+                part = part.setdefault(name, {})
+            part[place[-1]] = results[settings]
+    return whole

@@ -1,0 +1,54 @@
+"""Tables, and the figures in their cells."""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import matplotlib
+import numpy as np
+import scipy.stats
+
+from .results import named
+
+matplotlib.use("agg")
+from matplotlib import pyplot as plt
+
+__all__ = ["bracketed", "interval", "plt", "save", "summary", "write_table"]
+
+
+def write_table(output: Path, header: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+    """OUTPUT.md, and the same on the screen."""
+    lines = ["| " + " | ".join(map(str, row)) + " |" for row in (header, *rows)]
+    lines.insert(1, "|---" * len(header) + "|")
+    output.parent.mkdir(parents=True, exist_ok=True)
+    named(output, ".md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    print("\n".join(lines))
+
+
+def save(figure: plt.Figure, output: Path, dpi: int = 100) -> None:
+    """OUTPUT.png."""
+    figure.savefig(named(output, ".png"), dpi=dpi)
+    plt.close(figure)
+
+
+def summary(scores, names: Sequence[str]) -> dict[str, list[float]]:
+    """Mean of each score with the ends of its 95 % bootstrap interval, of `score_text` or
+    `score_images`.
+    """
+    return {
+        name: [round(float(v), 4) for v in (scores.mean[name], *scores.interval[name])]
+        for name in names
+    }
+
+
+def bracketed(values: Sequence[float], form: str) -> str:
+    """What `summary` gives, as mean [low, high], each in the given format."""
+    mean, low, high = (format(value, form) for value in values)
+    return f"{mean} [{low}, {high}]"
+
+
+def interval(values: Sequence[float], digits: int = 3) -> str:
+    """Mean and 95 % interval of it (Student's t) over seeds or samples; of one value, that."""
+    if len(values) < 2:
+        return f"{values[0]:.{digits}f}"
+    half = scipy.stats.t.ppf(0.975, len(values) - 1) * scipy.stats.sem(values)
+    return f"{np.mean(values):.{digits}f} ± {half:.{digits}f}"

@@ -1,0 +1,45 @@
+"""Sentences of GLUE SST-2, and models that read them."""
+
+from collections.abc import Iterable
+
+import torch
+from datasets import Dataset, load_dataset
+from torch import Tensor
+from transformers import BertConfig, BertForSequenceClassification
+
+NETWORK = {"default": "text-evaluation-network-minilm-l6", "help": "Refiner's, of --model"}
+SMALL = {  # of a BERT that every attack can afford
+    "hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 256,
+    "max_position_embeddings": 64, "initializer_range": 0.05,
+}  # fmt: skip
+
+
+def sst2(folder: str, split: str = "dev") -> Dataset:
+    """`sentence` and `label` of FOLDER/SPLIT.tsv."""
+    return load_dataset(
+        "csv", data_files={split: f"{folder}/{split}.tsv"}, delimiter="\t", quoting=3
+    )[split]
+
+
+def of_usual_length(rows: Iterable[dict]) -> list[dict]:
+    """Those of 8 to 20 words."""
+    return [row for row in rows if 8 <= len(row["sentence"].split()) <= 20]
+
+
+def batches_of_one(tokenizer, rows: Iterable[dict], **settings) -> list[dict[str, Tensor]]:
+    """Each sentence as a batch with its label."""
+    return [
+        dict(tokenizer(row["sentence"], return_tensors="pt", **settings))
+        | {"labels": torch.tensor([row["label"]])}
+        for row in rows
+    ]
+
+
+def of_length(batches: Iterable[dict], length: int, count: int) -> list[dict[str, Tensor]]:
+    """The first of so many tokens."""
+    return [batch for batch in batches if batch["input_ids"].shape[1] == length][:count]
+
+
+def small_bert(tokenizer) -> BertForSequenceClassification:
+    """A random one, from the global generator."""
+    return BertForSequenceClassification(BertConfig(vocab_size=len(tokenizer), **SMALL)).eval()

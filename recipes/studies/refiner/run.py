@@ -1,0 +1,13 @@
+"""Refiner's price and worth: the tables and curves of the Refiner paper (2025), and our own.
+
+    python -m recipes.studies.refiner.run PART --help
+
+Each part's help has its command: `sentences`, `in_training`, `text`, `ablations`, `frontier` and
+`pruning`.
+"""
+
+from ..lib.command import main
+from . import ablations, frontier, in_training, pruning, sentences, text
+
+if __name__ == "__main__":
+    main(__doc__, [sentences, in_training, text, ablations, frontier, pruning])

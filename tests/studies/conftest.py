@@ -1,0 +1,136 @@
+"""Generated data in the formats that the studies read, and a way to run one in quick mode."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import shutil
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import numpy as np
+import pytest
+import torch
+from helpers import save_encoder, word_tokenizer
+from transformers import AutoModelForSequenceClassification
+
+import hf_gradguard
+from hf_gradguard.networks import (
+    TextEvaluationNetwork,
+    TextEvaluationNetworkConfig,
+    embedding_fingerprint,
+)
+from recipes.studies.lib import command
+from recipes.studies.lib.results import Results, nested
+
+SENTIMENT = Path(hf_gradguard.__file__).parent / "data" / "sentiment"
+
+
+@pytest.fixture(scope="session")
+def mnist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    draw, path = np.random.default_rng(0), tmp_path_factory.mktemp("data") / "mnist.npz"
+    images = {
+        f"x_{split}": draw.integers(0, 256, (n, 28, 28), dtype=np.uint8)
+        for split, n in (("train", 96), ("test", 10))
+    }
+    labels = {  # every class among the images to test on
+        "y_train": draw.integers(0, 10, 96, dtype=np.uint8),
+        "y_test": draw.permutation(10).astype(np.uint8),
+    }
+    np.savez(path, **images, **labels)
+    return path
+
+
+@pytest.fixture(scope="session")
+def cifar10(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    draw, path = np.random.default_rng(0), tmp_path_factory.mktemp("data") / "cifar10.npz"
+    np.savez(
+        path, x=draw.integers(0, 256, (24, 32, 32, 3), dtype=np.uint8), y=draw.integers(0, 10, 24)
+    )
+    return path
+
+
+@pytest.fixture(scope="session")
+def sst2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with train.tsv and dev.tsv."""
+    return Path(shutil.copytree(SENTIMENT, tmp_path_factory.mktemp("data") / "sst2"))
+
+
+@pytest.fixture(scope="session")
+def encoder(tmp_path_factory: pytest.TempPathFactory, sst2: Path) -> Path:
+    """A folder with a random BERT of two layers and a tokenizer that knows the words of `sst2`."""
+    words = sorted(
+        {word for split in ("train", "dev") for word in (sst2 / f"{split}.tsv").read_text().split()}
+    )
+    return save_encoder(
+        tmp_path_factory.mktemp("data") / "encoder", word_tokenizer(words), hidden_size=16
+    )
+
+
+@pytest.fixture
+def network(tmp_path: Path, encoder: Path) -> Path:
+    """A folder with a random evaluation network for the embeddings of `encoder`."""
+    embedding = (
+        AutoModelForSequenceClassification.from_pretrained(encoder).get_input_embeddings().weight
+    )
+    sizes = {
+        "hidden_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 8,
+    }
+    config = TextEvaluationNetworkConfig(
+        embedding_size=embedding.shape[1],
+        embedding_fingerprint=embedding_fingerprint(embedding),
+        special_token_ids=[0, 1, 2, 3],
+        **sizes,
+    )
+    torch.manual_seed(0)
+    made = TextEvaluationNetwork(config)
+    made.set_embedding_statistics(embedding)
+    made.save_pretrained(tmp_path / "network")
+    return tmp_path / "network"
+
+
+class Study:
+    """A part of a study in quick mode: `Study("refiner", "ablations", "--train", ..., output=...)`
+    runs it; once it ran, so does `again()`.
+    """
+
+    def __init__(self, study: str, part: str, *arguments: object, output: Path) -> None:
+        part_of = importlib.import_module(f"recipes.studies.{study}.{part}")
+        flags = [part, *map(str, arguments), "--output", str(output), "--quick"]
+        self.output, self.args = output, command.parse(None, [part_of], flags)
+        self.cells = command.cells_of(part_of, self.args)
+        self.again()
+
+    def again(self, **changed: object) -> None:
+        """Runs it, some of its arguments changed."""
+        args = argparse.Namespace(**vars(self.args) | changed)
+        command.run(args.module, args)
+        plt.close("all")
+
+    @property
+    def figures(self) -> dict:
+        return nested(self.cells, Results(self.output))
+
+    def overwrite(self, figures: dict) -> None:
+        """Puts these figures in the file, and no others."""
+        Path(f"{self.output}.json").unlink()
+        results = Results(self.output)
+        for place, settings in self.cells.items():
+            found = figures
+            for name in place:
+                found = found.get(name, {}) if isinstance(found, dict) else {}
+            if found != {}:
+                results.add(settings, found)
+
+    def rows(self, ending: str = "") -> list[list[str]]:
+        """Cells of OUTPUT.md, its header left out."""
+        lines = Path(f"{self.output}{ending}.md").read_text().splitlines()[2:]
+        return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+@pytest.fixture
+def quick() -> type[Study]:
+    return Study

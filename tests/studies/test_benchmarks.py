@@ -1,0 +1,95 @@
+"""Benchmarks in quick mode: they run, and their tables hold their figures. How fast anything is, no
+test says.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture
+def measure(encoder, tmp_path):
+    """Runs a benchmark; its report, and the cells of its table below the header."""
+
+    def run(name: str, *arguments: object) -> tuple[dict, list[list[str]]]:
+        module = importlib.import_module(f"recipes.benchmarks.{name}")
+        output = tmp_path / "measured"
+        flags = ["--model", encoder, "--output", output, "--quick", *arguments]
+        module.main(
+            None,
+            module.measure,
+            module.table,
+            list(map(str, flags)),
+            **getattr(module, "ARGUMENTS", {}),
+        )
+        lines = Path(f"{output}.md").read_text().splitlines()[2:]
+        rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+        return json.loads(Path(f"{output}.json").read_text()), rows
+
+    return run
+
+
+def cells(ratio: dict, digits: int) -> list[str]:
+    assert 0 < ratio["min"] <= ratio["median"] <= ratio["max"]
+    return [
+        f"{ratio['median']:.{digits}f}",
+        f"{ratio['min']:.{digits}f} to {ratio['max']:.{digits}f}",
+    ]
+
+
+def test_defenses(measure):
+    report, rows = measure("defenses")
+    gradients, steps = report["in plain gradients"], report["in plain steps, AdamW included"]
+    assert [row[0] for row in rows] == [
+        "**in plain gradients**",
+        *gradients,
+        "**in plain steps, AdamW included**",
+        *steps,
+    ]
+    shown = {row[0]: row[1:] for row in rows}
+    for label, ratio in (gradients | steps).items():
+        assert shown[label] == cells(ratio, 2)
+    assert "step with optimal_pruning, refresh_every=10" in steps
+
+
+def test_memory(measure):
+    report, rows = measure("memory")
+    assert rows == [[chunk, f"{peak:.2f}"] for chunk, peak in report["gradients"].items()]
+    peaks = list(report["gradients"].values())
+    assert peaks[0] > 1  # the sum over probes is as large as a gradient
+    assert peaks == sorted(peaks)
+    # What a probe holds is the same for every probe that runs at once.
+    each = [(b - a) / n for a, b, n in zip(peaks, peaks[1:], (1, 3, 5), strict=False)]
+    assert each == pytest.approx([each[-1]] * 3, rel=0.2)
+
+
+def test_refiner(measure, network):
+    report, rows = measure("refiner", "--evaluation_network", network)
+    ratios = report["in plain gradients"]
+    assert rows == [[label, *cells(ratio, 1), floor] for (label, ratio), floor in zip(
+        ratios.items(), ["25.3", "13.7", "13.7"], strict=True)]  # fmt: skip
+    memory = report["peak memory in gradients"]
+    assert memory["refiner"] > memory["plain"] >= 1
+
+
+def test_attacks(measure):
+    report, rows = measure("attacks")  # compares both implementations' objectives itself
+    for (label, one), row in zip(report["cases"].items(), rows, strict=True):
+        speed = one["steps a second and sentence"]
+        assert row == [label, *cells(one["times as fast as plain"], 2), f"{speed:.1f}"]
+        assert speed > 0
+
+
+def test_leakage(measure):
+    report, rows = measure("leakage")
+    assert rows == [[label, *cells(ratio, 1)] for label, ratio in report["ratios"].items()]
+    found = report["eigenvalue"]
+    # J Jᵀ and JᵀJ have the same largest eigenvalue.
+    assert found["input space"]["value"] == pytest.approx(
+        found["parameter space"]["value"], rel=1e-3
+    )
+    assert f"({found['parameter space']['products']} products)" in rows[0][0]

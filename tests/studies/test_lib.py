@@ -1,0 +1,96 @@
+"""The studies' library: cells are found by their settings alone, and only missing ones are
+computed.
+"""
+
+from __future__ import annotations
+
+import json
+from types import ModuleType
+
+import pytest
+
+from recipes.studies.lib import command
+from recipes.studies.lib.results import Results, nested
+
+
+@pytest.fixture
+def toy(tmp_path):
+    """A part that squares numbers; `part.rows` are its rows, `part.computed` what it computed."""
+    part = ModuleType("toy")
+    part.__doc__ = "Squares."
+    part.ARGUMENTS = {"--data": "a file", "--factor": {"type": int, "default": 1}}
+    part.rows, part.computed, part.shown = {"two": 2, "three": 3}, [], []
+    part.cells = lambda args: {(row, "square"): {"of": n} for row, n in part.rows.items()}
+
+    def prepare(args):
+        def measure(cell):
+            part.computed.append(cell["of"])
+            return args.factor * cell["of"] ** 2
+
+        return measure
+
+    part.prepare = prepare
+    part.report = lambda figures, args: part.shown.append(figures)
+    part.run = lambda *flags: command.main(
+        None, [part], ["toy", "--output", str(tmp_path / "toy"), *flags]
+    )
+    return part
+
+
+def test_a_new_row_computes_only_its_own_cell(toy, tmp_path):
+    toy.run("--data", "x")
+    before = (tmp_path / "toy.json").read_text()
+    toy.rows = {"one": 1, "also two": 2, **toy.rows}
+    toy.run("--data", "x", "--factor", "7")
+    assert toy.computed == [2, 3, 1]
+    squares = {"one": 7, "also two": 4, "two": 4, "three": 9}
+    assert toy.shown[-1] == {row: {"square": square} for row, square in squares.items()}
+    assert before.rstrip("]\n") in (tmp_path / "toy.json").read_text()  # lines are only added
+
+
+def test_what_is_there_needs_no_data(toy, tmp_path):
+    with pytest.raises(SystemExit, match="2 cells are to be computed: give --data"):
+        toy.run()
+    with pytest.raises(SystemExit, match="lacks 2 of 2 cells"):
+        toy.run("--tables")
+    toy.run("--data", "x")
+    toy.run("--tables")
+    toy.run()
+    assert toy.shown == [{"two": {"square": 4}, "three": {"square": 9}}] * 3
+
+
+def test_quick_cells_are_never_taken_for_others(toy, tmp_path):
+    toy.run("--data", "x", "--quick")
+    toy.run("--data", "x")
+    assert toy.computed == [2, 3, 2, 3]
+    assert len(Results(tmp_path / "toy")) == 4
+
+
+def test_an_interrupted_run_goes_on(toy, tmp_path):
+    def prepare(args):
+        def measure(cell):
+            if cell["of"] == 3:
+                raise KeyboardInterrupt
+            return 4
+
+        return measure
+
+    whole, toy.prepare = toy.prepare, prepare
+    with pytest.raises(KeyboardInterrupt):
+        toy.run("--data", "x")
+    toy.prepare = whole
+    toy.run("--data", "x")
+    assert toy.computed == [3]
+
+
+def test_cells_are_found_by_their_settings_alone(tmp_path):
+    output = tmp_path / "some.0"
+    Results(output).add({"a": 1, "b": {"c": (0.5, None), "d": "ε"}}, {"of each": [1.0]})
+    assert json.loads((tmp_path / "some.0.json").read_text()) == [
+        {"settings": {"a": 1, "b": {"c": [0.5, None], "d": "ε"}}, "figures": {"of each": [1.0]}}
+    ]
+    results, swapped = Results(output), {"b": {"d": "ε", "c": [0.5, None]}, "a": 1}
+    assert results[swapped] == {"of each": [1.0]}
+    assert {"a": 1} not in results
+    places = {("row", "column"): swapped, ("row", "other"): {"a": 1}}
+    assert nested(places, results) == {"row": {"column": {"of each": [1.0]}}}

@@ -1,0 +1,124 @@
+"""Studies of Refiner's price and worth, in quick mode on generated images."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset
+from PIL import Image
+from transformers import set_seed
+
+from hf_gradguard.models import LeakageLeNetConfig, LeakageLeNetForImageClassification
+from hf_gradguard.networks import ImageEvaluationNetwork, ImageEvaluationNetworkConfig
+from recipes.studies.refiner.pruning import pruned
+
+
+@pytest.fixture(scope="module")
+def federation(tmp_path_factory: pytest.TempPathFactory, cifar10: Path) -> list[object]:
+    """The arguments: images to train and test on, images to attack, a small random
+    network.
+    """
+    folder, draw = tmp_path_factory.mktemp("federation"), np.random.default_rng(0)
+    for split, count in (("train", 400), ("test", 50)):
+        images = [
+            Image.fromarray(x) for x in draw.integers(0, 256, (count, 32, 32, 3), dtype=np.uint8)
+        ]
+        labels = draw.integers(0, 10, count).tolist()
+        Dataset.from_dict({"img": images, "label": labels}).to_parquet(folder / f"{split}.parquet")
+    torch.manual_seed(0)
+    ImageEvaluationNetwork(ImageEvaluationNetworkConfig(filters=[4, 4, 4])).save_pretrained(
+        folder / "network"
+    )
+    data = [
+        "--train",
+        folder / "train.parquet",
+        "--test",
+        folder / "test.parquet",
+        "--images",
+        cifar10,
+    ]
+    return [*data, "--evaluation_network", folder / "network"]
+
+
+def test_ablations(federation, quick, tmp_path, capsys):
+    study = quick("refiner", "ablations", *federation, output=tmp_path / "ablations")
+    figures = study.figures
+    assert list(figures) == ["none", "alpha=0.9", "epsilon=0.05", "beta=1000.0"]
+    assert figures["none"]["attack"]["distance"] == 0
+    assert figures["epsilon=0.05"]["attack"]["distance"] <= 0.05 * (1 + 1e-5)
+    assert figures["alpha=0.9"]["attack"]["distance"] > 0.05
+    for row in figures.values():
+        assert all(0 <= accuracy <= 1 for accuracy in row["accuracy"].values())
+        assert len(row["attack"]["psnr"]) == 2
+
+    # Run again, nothing is computed: what is there is shown.
+    for row in figures.values():
+        row["accuracy"] = dict.fromkeys(row["accuracy"], 0.5)
+    figures["alpha=0.9"]["accuracy"] = {"0": 0.25, "1": 0.375}
+    study.overwrite(figures)
+    capsys.readouterr()
+    study.again()
+    # Student's t for two seeds: 12.706 · |75 - 50|/2 and a half of it.
+    assert "| alpha=0.9 | 62 ± 159 | 31.2 ± 79.4 | " in capsys.readouterr().out
+    assert study.figures == figures
+
+
+def test_frontier(federation, quick, tmp_path):
+    output = tmp_path / "frontier"
+    figures = quick("refiner", "frontier", *federation, output=output).figures
+    assert figures["none"]["attack"]["cosine"] == pytest.approx(1)
+    for name, size in (
+        ("gaussian_noise relative_scale=0.01", 0.01),
+        ("optimal_noise relative_scale=0.03", 0.03),
+    ):
+        found = figures[name]["attack"]
+        assert found["distance"] == pytest.approx(size * found["norm"], rel=0.1), name
+    for row, found in figures.items():
+        soteria = row.startswith("soteria")
+        assert set(found) == {"attack", "known", "iid"} | (set() if soteria else {"dirichlet"})
+        assert row == "none" or found["known"]["psnr"] != found["attack"]["psnr"]
+        assert list(found["iid"]) == (["0"] if soteria else ["0", "1"])
+        assert soteria or list(found["dirichlet"]) == ["0", "1"]
+    assert Path(f"{output}.png").read_bytes().startswith(b"\x89PNG")
+    table = Path(f"{output}.md").read_text().splitlines()
+    assert [line.split(" | ")[0].removeprefix("| ") for line in table[2:]] == list(figures)
+    assert table[-1].endswith("|  |  |")  # Soteria, labels unevenly spread: not trained
+
+
+def test_pruning_by_three_scores(federation, quick, tmp_path):
+    output = tmp_path / "pruning"
+    figures = quick("refiner", "pruning", *federation[:4], output=output).figures
+    # Without any entry nothing is learned: the accuracies are those of the initial weights,
+    # whatever the score.
+    test = Dataset.from_parquet(str(federation[3]))
+    pixels = (
+        torch.from_numpy(np.stack([np.asarray(image) for image in test["img"]]))
+        .permute(0, 3, 1, 2)
+        .float()
+        / 255
+    )
+    for seed in ("0", "1"):
+        set_seed(int(seed))
+        with torch.no_grad():
+            found = LeakageLeNetForImageClassification(LeakageLeNetConfig())(pixels).logits.argmax(
+                1
+            )
+        right = float((found == torch.tensor(test["label"])).float().mean())
+        assert [
+            figures[name]["1.0"][seed] for name in ("weight", "gradient", "product")
+        ] == pytest.approx([right] * 3)
+    assert len(Path(f"{output}.md").read_text().splitlines()) == 2 + 1 + 3 * 2 + 2 * 2
+
+
+def test_pruned_entries_by_hand():
+    gradient = {"a": torch.tensor([4.0, -1.0]), "b": torch.tensor([[3.0], [2.0]])}
+    weights = {"a": torch.tensor([0.1, -5.0]), "b": torch.tensor([[1.0], [-2.0]])}
+    kept = {
+        name: torch.cat([t.flatten() for t in pruned(gradient, weights, name, 0.5).values()])
+        for name in ("weight", "gradient", "product")
+    }
+    kept = {name: entries.tolist() for name, entries in kept.items()}
+    assert kept == {"weight": [0, -1, 0, 2], "gradient": [4, 0, 3, 0], "product": [0, -1, 0, 2]}

@@ -1,0 +1,87 @@
+"""docs/results.md: what it links is there, its tables are those of the figures, and
+`recipes/results.py` runs what it names.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import sys
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import pytest
+
+from recipes import results
+from recipes.studies.evaluation_networks.settings import IMAGE, TEXT
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE, PUBLISHED = ROOT / "docs" / "results.md", ROOT / "docs" / "results"
+
+
+@pytest.mark.parametrize("run", results.RUNS, ids=lambda run: run.output)
+def test_tables_are_those_of_the_figures(run, monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "argv", [])
+    if (PUBLISHED / f"{run.output}.json").exists():
+        shutil.copy(PUBLISHED / f"{run.output}.json", tmp_path)
+    run.make_tables(tmp_path)
+    plt.close("all")
+    tables = list(tmp_path.glob("*.md"))
+    assert tables
+    for table in tables:
+        assert table.read_text() == (PUBLISHED / table.name).read_text(), table.name
+    assert (tmp_path / f"{run.output}.png").exists() == (PUBLISHED / f"{run.output}.png").exists()
+
+
+def test_cards_hold_the_tables_of_their_networks():
+    for network in (IMAGE, TEXT):
+        card = (ROOT / "model_cards" / network / "README.md").read_text()
+        assert (PUBLISHED / f"evalnets_{network}.md").read_text() in card
+
+
+def test_every_study_and_benchmark_is_run():
+    runs = {".".join([run.module, *run.part.split()[:1]]) for run in results.RUNS}
+    found = set()
+    for folder, mark in (("studies", "def report("), ("benchmarks", "def table(")):
+        for path in (ROOT / "recipes" / folder).rglob("*.py"):
+            if mark in path.read_text(encoding="utf-8"):
+                name = path.relative_to(ROOT / "recipes").with_suffix("").parts
+                found.add(".".join([*name[:-1], *(["run"] * (folder == "studies")), name[-1]]))
+    assert runs == found
+
+
+def test_every_run_table_and_picture_is_on_the_page():
+    page = PAGE.read_text(encoding="utf-8")
+    named = set(re.findall(r"make results ONLY=(\w+)", page)) - {"NAME"}
+    assert named == {run.output for run in results.RUNS}
+    links = set(re.findall(r"\]\(([^#)]+?)(?:#[^)]*)?\)", page))
+    assert not [link for link in links if not (PAGE.parent / link).exists()]
+    files = [*PUBLISHED.glob("*.md"), *PUBLISHED.glob("*.png")]
+    cards = {f"results/evalnets_{network}.md" for network in (IMAGE, TEXT)}  # on their cards
+    assert {f"results/{path.name}" for path in files} - cards <= links
+    headings = {
+        re.sub(r"[^\w\- ]", "", line.lstrip("# ").lower()).replace(" ", "-")
+        for line in page.splitlines()
+        if line.startswith("#")
+    }
+    assert set(re.findall(r"\]\(#(.*?)\)", page)) <= headings
+
+
+def test_runs_are_chosen_by_output_or_by_what_they_mention():
+    assert [run.output for run in results.named(["sst2"])] == ["sst2"]
+    assert [run.output for run in results.named(["benchmarks.attacks"])] == [
+        "attack_speed",
+        "attack_speed_kept",
+    ]
+    assert results.named([]) == results.RUNS
+
+
+def test_commands_run(monkeypatch, tmp_path, capfd):
+    monkeypatch.delenv("NOT_SET_ANYWHERE", raising=False)
+    results.execute(["echo '| a |' > one.md"], tmp_path)
+    assert (tmp_path / "one.md").read_text() == "| a |\n"
+    with pytest.raises(SystemExit, match="Set NOT_SET_ANYWHERE"):
+        results.execute(["echo $NOT_SET_ANYWHERE two"], tmp_path)
+    monkeypatch.setenv("NOT_SET_ANYWHERE", "1")
+    results.execute(["echo $NOT_SET_ANYWHERE two"], tmp_path)
+    assert "1 two" in capfd.readouterr().out

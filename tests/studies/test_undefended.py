@@ -1,0 +1,25 @@
+"""Attacks on undefended gradients, in quick mode on generated data."""
+
+from __future__ import annotations
+
+
+def test_images(cifar10, mnist, quick, tmp_path):
+    data = ("--cifar10", cifar10, "--mnist", mnist)
+    study = quick("attacks_undefended", "images", *data, output=tmp_path / "images")
+    figures = study.figures
+    attacks = ("dlg", "idlg", "inverting_gradients", "inverting_gradients, as published")
+    assert list(figures) == [
+        f"{data}, {attack}" for data in ("cifar10", "mnist") for attack in attacks
+    ]
+    # Batch 1: the sign of the last bias says it.
+    assert all(found["labels right"] == 1 for found in figures.values())
+    mean, low, high = figures["mnist, idlg"]["psnr"]
+    row = study.rows()[5]
+    assert row[:2] == ["mnist, idlg", f"{mean:.3g} [{low:.3g}, {high:.3g}]"]
+
+
+def test_text(encoder, sst2, quick, tmp_path):
+    data = ("--model", encoder, "--data_dir", sst2)
+    (found,) = quick("attacks_undefended", "text", *data, output=tmp_path / "t").figures.values()
+    assert found["labels right"] == 1
+    assert found["token_f1"][0] == sum(found["token_f1 of each"]) / 2
