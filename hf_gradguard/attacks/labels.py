@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..gradient_map.domain import IMAGE
 from .observation import Observation, without_dropout
 
 
@@ -97,9 +98,9 @@ def _random_ids(seen: Observation, generator: torch.Generator) -> dict[str, Tens
 
 
 def _random_pixels(seen: Observation, generator: torch.Generator) -> dict[str, Tensor]:
-    like = seen.placeholder()["pixel_values"]
+    like = IMAGE.main_input(seen.placeholder())
     drawn = torch.rand(like.shape, generator=generator, device=like.device, dtype=like.dtype)
-    return {"pixel_values": drawn}
+    return {IMAGE.key: drawn}
 
 
 _RANDOM = {"text": _random_ids, "image": _random_pixels}

@@ -229,7 +229,7 @@ class Images:
         mode = "L" if getattr(config, "num_channels", 3) == 1 else "RGB"
         images = [_to_pil(image, mode) for image, _ in samples]
         if self.processor is not None:
-            pixels = self.processor(images, return_tensors="pt")["pixel_values"]
+            pixels = self.processor(images, return_tensors="pt")[IMAGE.key]
         else:
             arrays = [
                 np.asarray(image.resize((config.image_size, config.image_size))) for image in images
@@ -237,12 +237,12 @@ class Images:
             stacked = torch.from_numpy(np.stack(arrays)).float() / 255
             pixels = stacked[:, None] if mode == "L" else stacked.permute(0, 3, 1, 2).contiguous()
         dtype = next(p.dtype for p in self.model.parameters() if torch.is_floating_point(p))
-        return {"pixel_values": pixels.to(dtype), "labels": _labels(self.model, samples)}
+        return {IMAGE.key: pixels.to(dtype), "labels": _labels(self.model, samples)}
 
     def observed(self, batch: dict[str, Tensor]) -> dict[str, Any]:
         """What an Observation holds of an image besides the gradient."""
         return {
-            "input_shape": tuple(batch["pixel_values"].shape),
+            "input_shape": tuple(IMAGE.main_input(batch).shape),
             "image_mean": self.mean,
             "image_std": self.std,
         }
@@ -266,7 +266,7 @@ class Images:
         # Anybody can clip to the range of pixels, and an attack that diverged knows no more than
         # one that says gray.
         images = torch.nan_to_num(
-            self._plain({"pixel_values": found.input}), nan=0.5, posinf=1.0, neginf=0.0
+            self._plain({IMAGE.key: found.input}), nan=0.5, posinf=1.0, neginf=0.0
         ).clamp(0, 1)
         scores = score_images(images, self._plain(batch), bootstrap=0)
         ordered = [images[at] for at in scores.matched if at is not None]
@@ -297,7 +297,7 @@ class Images:
 
     def _plain(self, batch: dict[str, Tensor]) -> Tensor:
         """`(B, C, H, W)` pixels in [0, 1]."""
-        pixels = batch["pixel_values"].detach().float().cpu()
+        pixels = IMAGE.main_input(batch).detach().float().cpu()
         return PixelSpace(pixels, self.mean, self.std).plain(pixels)
 
 

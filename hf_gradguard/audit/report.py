@@ -33,7 +33,10 @@ def write_report(summary: Summary, folder: str | os.PathLike[str]) -> Path:
         The path of `report.html`.
 
     Example:
-        >>> write_report(summarize(result), "runs/audit")
+        >>> from hf_gradguard.audit import audit, summarize
+        >>> result = audit(model, tokenizer, samples, "pruning", "span", output="runs/audit")
+        >>> write_report(summarize(result), "runs/audit").name
+        'report.html'
     """
     write_text(Path(folder) / "table.md", markdown_table(summary))
     path = Path(folder) / "report.html"

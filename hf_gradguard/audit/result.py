@@ -23,6 +23,12 @@ class Audit:
             defense refused; or `crash`, if it failed.
         cells: One entry a message, repeat, defense and attack: `scores` and the reconstruction;
             or `reason`, if the attack is not applicable; or `crash`, if it failed.
+
+    Example:
+        >>> from hf_gradguard.audit import audit
+        >>> result = audit(model, tokenizer, samples, "pruning", "span", output="runs/audit")
+        >>> [cell["defense"] for cell in result.cells]  # two messages under two defenses
+        ['none', 'pruning', 'none', 'pruning']
     """
 
     settings: dict[str, Any]

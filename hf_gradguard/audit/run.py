@@ -67,9 +67,10 @@ def audit(
         OSError: If `output` cannot be written to. Said before any work.
 
     Example:
-        >>> defenses = ["optimal_noise:relative_scale=1"]
-        >>> result = audit(model, tokenizer, samples, defenses, "tag:steps=500", output="runs/a")
-        >>> summarize(result).verdicts
+        >>> defenses = ["gaussian_noise:relative_scale=1", "pruning:ratio=0.5+gaussian_noise"]
+        >>> result = audit(model, tokenizer, samples, defenses, "span", output="runs/audit")
+        >>> [verdict.defense for verdict in summarize(result).verdicts]
+        ['none', 'gaussian_noise:relative_scale=1', 'pruning:ratio=0.5+gaussian_noise']
     """
     terms = AuditSettings.of(settings)
     reference = make_defenses("none") if terms.reference else {}

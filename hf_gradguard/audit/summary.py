@@ -36,6 +36,12 @@ class Summary:
         silent: Which estimators say nothing of which defenses, with the reason.
         samples: How many samples were attacked.
         unfinished: If the audit has not come to its end, how far it has come, in a sentence.
+
+    Example:
+        >>> from hf_gradguard.audit import audit, summarize
+        >>> result = audit(model, tokenizer, samples, "pruning", "span", output="runs/audit")
+        >>> [row.attack for row in summarize(result).rows]
+        ['span', 'span']
     """
 
     audit: Audit
@@ -71,8 +77,10 @@ def summarize(result: Audit) -> Summary:
         result: Of `audit`, whole or of the first messages only.
 
     Example:
-        >>> for verdict in summarize(result).verdicts:
-        ...     print(verdict.defense, verdict.standing)
+        >>> from hf_gradguard.audit import audit, summarize
+        >>> result = audit(model, tokenizer, samples, "pruning", "span", output="runs/audit")
+        >>> [verdict.defense for verdict in summarize(result).verdicts]
+        ['none', 'pruning']
     """
     cells: dict[tuple[str, str], list[dict[str, Any]]] = {
         (defense, attack): [] for defense in result.defenses for attack in result.attacks

@@ -14,7 +14,10 @@ def markdown_table(summary: Summary) -> str:
     below.
 
     Example:
-        >>> print(markdown_table(summarize(result)))
+        >>> from hf_gradguard.audit import audit, summarize
+        >>> result = audit(model, tokenizer, samples, "pruning", "span", output="runs/audit")
+        >>> "| defense | span |" in markdown_table(summarize(result))
+        True
     """
     lines = [f"**{summary.unfinished}**", ""] if summary.unfinished else []
     lines += [f"- **{verdict.defense}**: {verdict.text}" for verdict in summary.verdicts]

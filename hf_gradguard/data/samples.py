@@ -49,6 +49,11 @@ def load_samples(
     Raises:
         ValueError: If there are fewer, there is no such column, or a label is no class of the
             model.
+
+    Example:
+        >>> written = (tmp_path / "few.tsv").write_text("sentence\\tlabel\\na fine film\\t1\\n")
+        >>> load_samples(str(tmp_path / "few.tsv"), kind="text", count=1)
+        [('a fine film', 1)]
     """
     usual = _COLUMNS[kind]
     if dataset.endswith(".npz"):

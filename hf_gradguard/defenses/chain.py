@@ -16,7 +16,13 @@ from .message import Message
 
 @dataclass
 class Chain(Defense):
-    """Applies `second` to what `first` would share."""
+    """Applies `second` to what `first` would share; what `first` withheld stays withheld.
+
+    Example:
+        >>> first, second = make_defense("pruning"), make_defense("gaussian_noise")
+        >>> Chain(first, second)(gmap).transmitted is not None
+        True
+    """
 
     name: ClassVar[str] = "chain"
     first: Defense

@@ -23,6 +23,11 @@ class Noise(NamedTuple):
         num_probes: How many probes `squares` come from.
         shaping_probes: The same, if Σ follows them entry by entry, and their sum is too small for
             that (see `fisher_trace_from_sensitivity`).
+
+    Example:
+        >>> noise = make_defense("gaussian_noise", scale=0.1)(gmap).noise
+        >>> bool(torch.isclose(noise.added["classifier.bias"], torch.tensor(0.01)).all())
+        True
     """
 
     variance: Tensors

@@ -34,8 +34,13 @@ class SensitivityDefense(Defense):
         granularity: `"parameter"`, or `"layer"`: one s and one |g| a tensor, their norms over it.
         refresh_every: Estimate anew at every n-th call and reuse in between. The reused values
             belong to an earlier batch: protection is then optimal for that one, and cheaper by
-                nearly n.
+            nearly n.
         probe_chunk: Probes that run at once; bounds memory, see `GradientMap.squared_sensitivity`.
+
+    Example:
+        >>> defense = make_defense("optimal_pruning", refresh_every=2)
+        >>> [(defense(gmap), defense.needs_jacobian)[1] for _ in range(3)]
+        [False, True, False]
     """
 
     num_probes: int = 10

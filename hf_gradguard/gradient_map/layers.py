@@ -18,7 +18,7 @@ def layer_numbers(names: Iterable[str]) -> dict[str, int]:
         names: Parameter names, as `model.named_parameters()` lists them.
 
     Example:
-        >>> names = ["embed.weight", "layer.0.weight", "layer.0.bias", "layer.1.weight", "head.bias"]
+        >>> names = ["embed.weight", "layer.0.weight", "layer.0.bias", "layer.1.bias", "head.bias"]
         >>> list(layer_numbers(names).values())
         [1, 2, 2, 3, 4]
     """

@@ -67,6 +67,14 @@ class GradGuardConfig(TrainingArguments):
         >>> args = GradGuardConfig("out", defense="pruning", defense_kwargs={"ratio": 0.9})
         >>> args.share_input_embeddings
         False
+
+    Example:
+        >>> GradGuardConfig("out", defense="pruning", defense_kwargs={"ratio": 0.5}).defense
+        'pruning'
+        >>> GradGuardConfig("out", defense="prunning")
+        Traceback (most recent call last):
+        ...
+        hf_gradguard.registry.UnknownNameError: There is no defense 'prunning'. Did you mean ...
     """
 
     _VALID_DICT_FIELDS = [*TrainingArguments._VALID_DICT_FIELDS, "defense_kwargs"]
