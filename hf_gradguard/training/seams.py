@@ -90,6 +90,16 @@ SEAMS = (
         "training/batch_statistics.py and gradient_map/replay.py find batch statistics",
     ),
     Seam("torch:Tensor", "_version", "gradient_map/map.py sees that a defense wrote to a tensor"),
+    *(
+        Seam(owner, name, "testing/facts.py sees that an attack or a defense left a hook")
+        for owner, name in (
+            (_MODULE, "_forward_hooks"),
+            (_MODULE, "_forward_pre_hooks"),
+            (_MODULE, "_backward_hooks"),
+            (_MODULE, "_backward_pre_hooks"),
+            ("torch:Tensor", "_backward_hooks"),
+        )
+    ),
 )
 
 
