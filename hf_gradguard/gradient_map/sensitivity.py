@@ -36,8 +36,9 @@ def estimate_squares(
         # Checkpointed layers run again in the backward pass, and vmap refuses their dropout: one
         # probe at a time.
         for chunk in probes.split(1 if gmap.replay.recomputes() else len(probes)):
-            products = gmap.jvps(chunk.to(x.dtype))
-            for squares, several in zip(total.values(), products, strict=True):
+            products = zip(total.values(), gmap.jvps(chunk.to(x.dtype)), strict=True)
+            for squares, several in products:
                 for product in several:
                     squares.addcmul_(product, product, value=1 / num_probes)
+            del products, several, product  # before the next chunk's are there
     return total

@@ -1,4 +1,5 @@
-r"""What a private logistic regression on MNIST 0 against 1 leaks: Guo et al. (2022), Section 7.
+r"""What a private logistic regression on MNIST 0 against 1 leaks: Guo et al. (2022), Section 7.1
+and 7.2.
 
     python -m recipes.studies.leakage.run logistic --data MNIST.npz \
         --output docs/results/fil_logistic_mnist

@@ -1,5 +1,5 @@
-r"""Whether the influence's lower bound says how well an attack does: Zhang et al. (2023), Figures
-2, 4, 16.
+r"""Whether the influence's lower bound says how well an attack will do: Zhang et al. (2023),
+Figures 2, 4 and 16.
 
     python -m recipes.studies.leakage.run predicts_attacks --mnist MNIST.npz \
         --cifar10 LOSSLESS.npz --sst2 SST2 --tokenizer MODEL \

@@ -1,4 +1,5 @@
-r"""Refiner against the other defenses on CIFAR-10: what each strength costs, and what it hides.
+r"""Refiner against the other defenses on CIFAR-10: what each strength costs in accuracy, and what
+it hides.
 
     python -m recipes.studies.refiner.run frontier --train TRAIN.parquet --test TEST.parquet \
         --images LOSSLESS.npz --evaluation_network NETWORK --output docs/results/refiner_frontier

@@ -1,4 +1,5 @@
-r"""Which entries of a gradient can be left out: those of small |θ|, small |g|, or small |g θ|?
+r"""Which entries of a gradient can be left out: those of small |θ|, of small |g|, or of small |g
+θ|?
 
     python -m recipes.studies.refiner.run pruning --train TRAIN.parquet --test TEST.parquet \
         --output docs/results/refiner_pruning
