@@ -1,4 +1,4 @@
-"""Refiner: share the gradient of robust data, which looks like noise and teaches nearly the same.
+"""Refiner: share the gradient of robust data, which looks like noise.
 
     x* = argmin UM(x*) - β D(x*)
     UM(x*) = Σ_l ‖w_l ⊙ (g_l(x*) - g_l(x))‖²,   w_l = |g_l(x) ⊙ θ_l| τ^l
