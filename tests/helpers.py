@@ -46,6 +46,7 @@ from transformers import (
 
 from hf_gradguard import GradientMap
 from hf_gradguard.defenses.noise import NoiseDefense
+from hf_gradguard.randomness import Stream
 
 VOCABULARY = 24
 PAD = 0
@@ -449,7 +450,13 @@ def pad(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     }
 
 
-def rng(seed: int = 5) -> torch.Generator:
+def rng(seed: int = 5) -> Stream:
+    """What defenses draw from."""
+    return Stream.from_seeds(seed)
+
+
+def torch_rng(seed: int = 5) -> torch.Generator:
+    """What tests draw from."""
     return torch.Generator().manual_seed(seed)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 
 import torch
-from helpers import dense_reference, flat, make_task, rng, small_convolution, split_like
+from helpers import dense_reference, flat, make_task, small_convolution, split_like, torch_rng
 from torch import Tensor, nn
 
 from hf_gradguard import GradientMap
@@ -40,13 +40,16 @@ def dense_case(name: str) -> tuple[GradientMap, Tensor]:
 
 def perturbation(gmap: GradientMap, seed: int = 3) -> dict[str, Tensor]:
     size = sum(p.numel() for p in gmap.parameters.values())
-    return split_like(torch.randn(size, generator=rng(seed), dtype=torch.float64), gmap.gradient())
+    return split_like(
+        torch.randn(size, generator=torch_rng(seed), dtype=torch.float64), gmap.gradient()
+    )
 
 
 def uneven_variance(gmap: GradientMap) -> dict[str, Tensor]:
     """Variances between 1e-4 and 1e-2, another for every coordinate."""
     return {
-        name: 10 ** (-2 - 2 * torch.rand(g.shape, generator=rng(len(name)), dtype=torch.float64))
+        name: 10
+        ** (-2 - 2 * torch.rand(g.shape, generator=torch_rng(len(name)), dtype=torch.float64))
         for name, g in gmap.gradient().items()
     }
 
@@ -82,7 +85,7 @@ def by_hand(a: list[float]) -> GradientMap:
 
 def random_jacobian(seed: int, rows: int = 6, columns: int = 9) -> Tensor:
     """Singular values fall from 1 by up to three orders of magnitude."""
-    generator = rng(seed)
+    generator = torch_rng(seed)
     u, _, vh = torch.linalg.svd(
         torch.randn(rows, columns, generator=generator, dtype=torch.float64), full_matrices=False
     )

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from hf_gradguard import GradGuardConfig, GradGuardTrainer, GradientMap, make_defense
 from hf_gradguard.attacks import Observation, make_attack
 from hf_gradguard.leakage import dfil, inversion_influence_lower_bound, largest_eigenvalue
+from hf_gradguard.randomness import Stream
 
 DEVICE = "cuda"
 pytestmark = [
@@ -81,7 +82,7 @@ def test_defenses_stay_on_the_device(name: str, task: str) -> None:
     network = SmallNetwork("image" if task == "vit" else "text", 3 if task == "vit" else 8)
     settings = SETTINGS[name] | ({"evaluation_network": network} if name == "refiner" else {})
     gmap = GradientMap(model, batch)
-    shared = make_defense(name, **settings)(gmap, generator=torch.Generator(DEVICE).manual_seed(0))
+    shared = make_defense(name, **settings)(gmap, generator=Stream.from_seeds(0))
     assert all(tensor.device.type == DEVICE for tensor in shared.values())
     assert all(torch.isfinite(tensor).all() for tensor in shared.values())
     assert (name == "none") == all(torch.equal(shared[n], g) for n, g in gmap.gradient().items())
@@ -91,7 +92,7 @@ def test_estimators_are_those_of_the_cpu() -> None:
     found = []
     for gmap in (GradientMap(*make_task("bert")), GradientMap(*on_device(*make_task("bert")))):
         noise = {name: torch.ones_like(g) for name, g in gmap.gradient().items()}
-        generator = torch.Generator(gmap.input.device).manual_seed(0)
+        generator = Stream.from_seeds(0)
         assert dfil(gmap, 1.0, num_probes=4, generator=generator).value.device == gmap.input.device
         found.append(
             [float(largest_eigenvalue(gmap)), float(inversion_influence_lower_bound(gmap, noise))]

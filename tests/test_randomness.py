@@ -1,143 +1,238 @@
-"""Generators: private ones cannot be repeated, seeded ones can."""
+"""The stream that everything which protects is drawn from: published vectors, distributions,
+independence.
+"""
 
 from __future__ import annotations
 
-import secrets
+import copy
+import math
+import multiprocessing
+import pickle
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
+from scipy import stats
 from torch import Tensor
 
-from hf_gradguard.randomness import private_generator, seeded_generator
+from hf_gradguard.randomness import Stream, _keystream, chacha20_words, normal
 
-OFFSET, WORDS = 24, 624  # of the Mersenne Twister's words in torch's state: checked below
-
-
-def words_of(generator: torch.Generator) -> np.ndarray:
-    return generator.get_state().numpy()[OFFSET : OFFSET + 8 * WORDS].view("<u8")
-
-
-def draws(generator: torch.Generator, count: int = 1500) -> Tensor:
-    """Raw output, 31 bits a number. More numbers than words, so that the state is mixed at least
-    twice.
-    """
-    return torch.empty(count, dtype=torch.int32).random_(generator=generator)
-
-
-@pytest.mark.parametrize("seed", [0, 1, 12345, 2**32 - 1])
-def test_layout_of_torchs_state(seed: int) -> None:
-    """NumPy's RandomState is the same Mersenne Twister, seeded in the same way: words and output
-    must be equal.
-    """
-    generator, reference = torch.Generator().manual_seed(seed), np.random.RandomState(seed)
-    words = reference.get_state()[1]
-    assert np.array_equal(words_of(generator), words)
-    assert generator.get_state().numel() >= OFFSET + 8 * WORDS
-    expected = reference.randint(0, 2**32, 1500, dtype=np.uint32) % 2**31
-    assert np.array_equal(draws(generator).numpy(), expected)
-
-
-def test_private_words_are_the_state(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is drawn from the system is what the Twister runs on: NumPy's from the same words gives
-    the same output.
-    """
-    entropy = np.random.default_rng(0).bytes(4 * WORDS)
-    monkeypatch.setattr(secrets, "token_bytes", lambda size: entropy[:size])
-    reference = np.random.RandomState()
-    reference.set_state(("MT19937", np.frombuffer(entropy, dtype="<u4"), WORDS))
-    expected = reference.randint(0, 2**32, 1500, dtype=np.uint32) % 2**31
-    assert np.array_equal(draws(private_generator()).numpy(), expected)
+# RFC 8439: Section 2.3.2, and Appendix A.1, test vectors 1 to 5: key, nonce, block, keystream.
+VECTORS = {
+    "2.3.2": (
+        bytes(range(32)).hex(), "000000090000004a00000000", 1,
+        "10f1e7e4d13b5915500fdd1fa32071c4c7d1f4c733c068030422aa9ac3d46c4e"
+        "d2826446079faa0914c2d705d98b02a2b5129cd1de164eb9cbd083e8a2503c4e",
+    ),
+    "A.1 1": (
+        "00" * 32, "00" * 12, 0,
+        "76b8e0ada0f13d90405d6ae55386bd28bdd219b8a08ded1aa836efcc8b770dc7"
+        "da41597c5157488d7724e03fb8d84a376a43b8f41518a11cc387b669b2ee6586",
+    ),
+    "A.1 2": (
+        "00" * 32, "00" * 12, 1,
+        "9f07e7be5551387a98ba977c732d080dcb0f29a048e3656912c6533e32ee7aed"
+        "29b721769ce64e43d57133b074d839d531ed1f28510afb45ace10a1f4b794d6f",
+    ),
+    "A.1 3": (
+        "00" * 31 + "01", "00" * 12, 1,
+        "3aeb5224ecf849929b9d828db1ced4dd832025e8018b8160b82284f3c949aa5a"
+        "8eca00bbb4a73bdad192b5c42f73f2fd4e273644c8b36125a64addeb006c13a0",
+    ),
+    "A.1 4": (
+        "00ff" + "00" * 30, "00" * 12, 2,
+        "72d54dfbf12ec44b362692df94137f328fea8da73990265ec1bbbea1ae9af0ca"
+        "13b25aa26cb4a648cb9b9d1be65b2c0924a66c54d545ec1b7374f4872e99f096",
+    ),
+    "A.1 5": (
+        "00" * 32, "00" * 11 + "02", 0,
+        "c2c64d378cd536374ae204b9ef933fcd1a8b2288b3dfa49672ab765b54ee27c7"
+        "8a970e0e955c14f3a88e741b97c286f75f8fc299e8148362fa198a39531bed6d",
+    ),
+}  # fmt: skip
 
 
-def test_private_generators_differ() -> None:
+@pytest.mark.parametrize("vector", VECTORS)
+def test_the_keystream_is_rfc_8439s(vector: str) -> None:
+    key, nonce, block, expected = VECTORS[vector]
+    words = chacha20_words(bytes.fromhex(key), bytes.fromhex(nonce), block, 1, "cpu")
+    assert words.numpy().tobytes().hex() == expected
+    parts = _keystream(bytes.fromhex(key), bytes.fromhex(nonce), [16] * (block + 1))
+    assert [part.numpy().tobytes().hex() for part in parts][block] == expected
+
+
+@pytest.mark.parametrize("first", [0, 7, 2**31 - 2, 2**32 - 3])
+def test_torchs_operations_and_the_library_agree(first: int) -> None:
+    """Also where the block's number crosses a sign, which torch's integers have."""
+    key, nonce = bytes(range(32)), bytes(range(12))
+    words = chacha20_words(key, nonce, first, 3, "cpu")
+    if first < 100:
+        expected = torch.cat([p.clone() for p in _keystream(key, nonce, [16] * (first + 3))])
+        assert torch.equal(words, expected[16 * first :])
+    each = [chacha20_words(key, nonce, first + k, 1, "cpu") for k in range(3)]
+    assert torch.equal(words, torch.cat(each))
+    assert len({tuple(one.tolist()) for one in each}) == 3
+
+
+def test_an_accelerators_path_draws_from_the_same_keystream(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In parts that end within a block: what was cut off is not used again."""
+    key = bytes(range(1, 33))
+    expected = Stream(key).uniform((1000,))
+    monkeypatch.setattr("hf_gradguard.randomness._on_cpu", lambda device: False)
+    for chunk in (16, 48, 2**20):
+        monkeypatch.setattr("hf_gradguard.randomness._CHUNK_ELSEWHERE", chunk)
+        assert torch.equal(Stream(key).uniform((1000,)), expected)
+
+
+DRAWS: dict[str, tuple[Callable[[Stream, int], Tensor], stats.rv_continuous]] = {
+    "normal": (lambda s, n: s.normal((n,)), stats.norm),
+    "normal, float64": (lambda s, n: s.normal((n,), dtype=torch.float64), stats.norm),
+    "exponential": (lambda s, n: s.exponential((n,)), stats.expon),
+    "uniform": (lambda s, n: s.uniform((n,)), stats.uniform),
+    "uniform, float64": (lambda s, n: s.uniform((n,), dtype=torch.float64), stats.uniform),
+}
+
+
+@pytest.mark.parametrize("what", DRAWS)
+def test_distributions(what: str) -> None:
+    """Kolmogorov and Smirnov's test on a million; seeds are fixed, so it cannot fail by chance."""
+    draw, law = DRAWS[what]
+    for seed in (1, 2, 3):
+        found = draw(Stream.from_seeds(seed), 10**6).double().numpy()
+        assert stats.kstest(found, law.cdf).pvalue > 0.01
+
+
+@pytest.mark.slow
+def test_distribution_of_a_hundred_million() -> None:
+    """Histograms at 10⁸ draws against the exact law, with tails, moments and pairs."""
+    stream, count, parts = Stream.from_seeds(4), 10**7, 10
+    edges = np.concatenate([[-np.inf], np.linspace(-5.5, 5.5, 221), [np.inf]])
+    seen, moments, lag = np.zeros(len(edges) - 1), np.zeros(4), 0.0
+    for _ in range(parts):
+        x = stream.normal((count,)).double().numpy()
+        seen += np.histogram(x, edges)[0]
+        moments += [(x**power).mean() / parts for power in (1, 2, 3, 4)]
+        lag += float((x[1:] * x[:-1]).mean()) / parts
+    total = count * parts
+    expected = np.diff(stats.norm.cdf(edges)) * total
+    assert stats.chisquare(seen, expected).pvalue > 0.01
+    distance = np.abs(np.cumsum(seen) - np.cumsum(expected)).max() / total
+    assert distance < 1.63 / math.sqrt(total)  # 1 % of Kolmogorov and Smirnov's
+    assert np.abs(moments - [0, 1, 0, 3]).max() < 6 * math.sqrt(96 / total)
+    assert abs(lag) < 6 / math.sqrt(total)
+
+
+def test_tails_reach_beyond_eight_deviations() -> None:
+    """The smallest u there is gives 8.7 σ; torch's own, of 24 bits, end at 5.8."""
+    from hf_gradguard.randomness import _exponential
+
+    extremes = torch.tensor([-(2**63), 2**63 - 1, 0])
+    largest, least, middle = (2 * _exponential(extremes)).sqrt().tolist()
+    assert 8.7 < largest < 8.8
+    assert least == 0
+    assert middle == pytest.approx(math.sqrt(2 * math.log(2)))
+
+
+def test_integers() -> None:
+    found = Stream.from_seeds(1).integers(7, (70_000,))
+    assert stats.chisquare(found.bincount(minlength=7).numpy()).pvalue > 0.01
+    assert not Stream().integers(1, (5,)).any()
+    assert Stream().integers(2**32, (1000,)).max() >= 2**31
+    for high in (0, 2**32 + 1):
+        with pytest.raises(ValueError, match=r"from 1 to 2\*\*32"):
+            Stream().integers(high, (1,))
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (0,), (3, 5), (2**16 + 1,), (2**17 + 3,)])
+def test_shapes_and_types(shape: tuple[int, ...]) -> None:
+    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
+        for draw in (Stream().normal, Stream().uniform, Stream().exponential):
+            found = draw(shape, dtype=dtype)
+            assert (found.shape, found.dtype) == (torch.Size(shape), dtype)
+            assert torch.isfinite(found).all()
+
+
+# Who can repeat it
+
+
+def test_streams_are_the_systems() -> None:
+    draws = [tuple(Stream().normal((8,)).tolist()) for _ in range(50)]
+    draws += [tuple(Stream.from_seeds(seed).normal((8,)).tolist()) for seed in range(50)]
     torch.manual_seed(0)
-    state = torch.get_rng_state()
-    one, two = private_generator(), private_generator()
-    assert torch.equal(torch.get_rng_state(), state)  # and do not touch the global one
-    streams = [draws(one), draws(two), draws(torch.default_generator)]
+    one = Stream().normal((8,))
     torch.manual_seed(0)
-    streams += [draws(private_generator())]
-    for i, a in enumerate(streams):
-        for b in streams[:i]:
-            assert (a == b).sum() < 10  # of 1,500 numbers of 31 bits
+    assert not torch.equal(one, Stream().normal((8,)))
+    assert len(set(draws)) == 100
 
 
-def test_private_state_is_more_than_a_seed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the seed forced to be equal, the streams still differ: 2³² trials do not find them."""
-    monkeypatch.setattr(secrets, "randbits", lambda bits: 7)
-    one, two = private_generator(), private_generator()
-    assert one.initial_seed() == two.initial_seed()
-    assert (words_of(one) != words_of(two)).sum() > WORDS - 5
-    assert (draws(one) == draws(two)).sum() < 10
+def test_seeds_reproduce_and_differ_by_each() -> None:
+    first = Stream.from_seeds(1, 2, 3)
+    again = Stream.from_seeds(1, 2, 3)
+    for _ in range(3):
+        assert torch.equal(first.normal((9,)), again.normal((9,)))
+    others = [(), (1,), (1, 2), (1, 2, 4), (12, 3), (1, 23), (123,), (3, 2, 1), (1, 2, 3, 0)]
+    base = Stream.from_seeds(1, 2, 3).bytes(32)
+    assert all(Stream.from_seeds(*seeds).bytes(32) != base for seeds in others)
+    with pytest.raises(ValueError, match="at least 0"):
+        Stream.from_seeds(1, -2)
 
 
-def test_private_state_is_no_seeds_expansion() -> None:
-    """`manual_seed` computes each word from the one before it; here hardly any follows from its
-    predecessor.
-    """
-
-    def following(words: np.ndarray) -> int:
-        words = words.astype(np.uint64)
-        i = np.arange(1, WORDS, dtype=np.uint64)
-        successor = (1812433253 * (words[:-1] ^ (words[:-1] >> np.uint64(30))) + i) % 2**32
-        return int((successor == words[1:]).sum())
-
-    assert following(words_of(torch.Generator().manual_seed(5))) == WORDS - 1
-    assert following(words_of(private_generator())) < 5
-    assert following(words_of(seeded_generator("cpu", 5))) < 5
+def test_draws_of_one_stream_do_not_repeat() -> None:
+    """Correlations of every two of a hundred draws are those of independent numbers."""
+    stream = Stream.from_seeds(6)
+    draws = torch.stack([stream.normal((10_000,)) for _ in range(100)])
+    correlation = (draws @ draws.T / 10_000 - torch.eye(100)).abs()
+    correlation.fill_diagonal_(0)
+    assert correlation.max() < 6 / 100
 
 
-@pytest.mark.parametrize("word", [0, 1, 311, 623])
-def test_every_word_counts(word: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    entropy = bytearray(np.random.default_rng(1).bytes(4 * WORDS))
-    monkeypatch.setattr(secrets, "token_bytes", lambda size: bytes(entropy[:size]))
-    before = draws(private_generator())
-    entropy[4 * word + 3] ^= 0x80  # the top bit, the only one of word 0 that the algorithm uses
-    assert not torch.equal(draws(private_generator()), before)
+def test_spawned_streams_are_independent_of_their_parent() -> None:
+    parent = Stream.from_seeds(7)
+    children = [parent.spawn() for _ in range(3)]
+    several = torch.stack([s.normal((10_000,)) for s in (parent, *children)])
+    assert (several @ several.T / 10_000 - torch.eye(4)).fill_diagonal_(0).abs().max() < 6 / 100
+    again = Stream.from_seeds(7)
+    assert torch.equal(again.spawn().normal((10_000,)), several[1])
 
 
-def test_seeded_generators_are_reproducible() -> None:
-    assert torch.equal(
-        draws(seeded_generator("cpu", 1, 2, 3)), draws(seeded_generator("cpu", 1, 2, 3))
-    )
-    state = torch.get_rng_state()
-    seeded_generator("cpu", 1)
-    assert torch.equal(torch.get_rng_state(), state)
+def _draw_in_a_fork(queue: multiprocessing.Queue, stream: Stream, fixed: Stream) -> None:
+    child = stream.spawn()
+    queue.put((stream.bytes(16), child.bytes(16), fixed.bytes(16)))
 
 
-@pytest.mark.parametrize(
-    "other", [(2, 2, 3), (1, 3, 3), (1, 2, 4), (2, 1, 3), (1, 2), (1,), (1, 2, 3 + 2**32)]
-)
-def test_seeded_generators_differ_by_each_seed(other: tuple[int, ...]) -> None:
-    assert (
-        draws(seeded_generator("cpu", 1, 2, 3)) == draws(seeded_generator("cpu", *other))
-    ).sum() < 10
+def test_forks_draw_their_own() -> None:
+    """As workers of a data loader are: a copy of the parent's memory. Seeds stay seeds."""
+    context = multiprocessing.get_context("fork")
+    queue, stream, fixed = context.Queue(), Stream(), Stream.from_seeds(8)
+    workers = [
+        context.Process(target=_draw_in_a_fork, args=(queue, stream, fixed)) for _ in range(3)
+    ]
+    for worker in workers:
+        worker.start()
+    found = [queue.get(timeout=60) for _ in workers]
+    for worker in workers:
+        worker.join()
+    private = [stream.bytes(16), *(each for one in found for each in one[:2])]
+    assert len(set(private)) == 7
+    assert {one[2] for one in found} == {fixed.bytes(16)}
 
 
-def test_seeded_generators_have_more_than_a_seed() -> None:
-    """Two that torch's own seed could not tell apart: the words come from more than it."""
-    words = words_of(seeded_generator("cpu", 1, 2, 3))
-    seed = seeded_generator("cpu", 1, 2, 3).initial_seed()
-    assert (words != words_of(torch.Generator().manual_seed(seed))).sum() > WORDS - 5
+def test_keys_are_not_copied_and_not_stored() -> None:
+    for copied in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match="not copied and not stored"):
+            copied(Stream())
+    assert not any(character in repr(Stream(bytes(32))) for character in ("\\x00", "0000"))
+    with pytest.raises(ValueError, match="A key has 32 bytes, but this one has 3"):
+        Stream(b"abc")
 
 
-def test_seeds_must_not_be_negative() -> None:
-    with pytest.raises(ValueError, match="non-negative"):
-        seeded_generator("cpu", 1, -2)
-
-
-@pytest.mark.parametrize("kind", ["private", "seeded"])
-def test_normals(kind: str) -> None:
-    """Moments within 6 standard errors of n = 10⁶ draws: a private stream fails once in 10⁸
-    runs.
-    """
-    generator = private_generator() if kind == "private" else seeded_generator("cpu", 1, 2)
-    n = 10**6
-    x = torch.randn(n, generator=generator, dtype=torch.float64)
-    assert abs(x.mean()) < 6 * n**-0.5
-    assert abs(x.square().mean() - 1) < 6 * (2 / n) ** 0.5
-    assert abs(x.pow(3).mean()) < 6 * (15 / n) ** 0.5
-    assert abs(x.pow(4).mean() - 3) < 6 * (96 / n) ** 0.5
-    assert abs((x[1:] * x[:-1]).mean()) < 6 * n**-0.5
-    assert abs((x[WORDS:] * x[:-WORDS]).mean()) < 6 * n**-0.5
+def test_estimates_take_either_kind() -> None:
+    cpu = torch.device("cpu")
+    torch_s = normal(torch.Generator().manual_seed(1), (5,), cpu, torch.float32)
+    assert torch.equal(torch_s, torch.randn(5, generator=torch.Generator().manual_seed(1)))
+    ours = normal(Stream.from_seeds(1), (5,), cpu, torch.float64)
+    assert torch.equal(ours, Stream.from_seeds(1).normal((5,), dtype=torch.float64))
+    assert normal(None, (2, 3), cpu, torch.float32).shape == (2, 3)

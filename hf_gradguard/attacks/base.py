@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..randomness import private_generator
+from ..randomness import Stream, torch_generator
 from .observation import Observation
 
 
@@ -78,7 +78,7 @@ class Attack:
     does: ClassVar[str] = "works on nothing else"
 
     def __call__(
-        self, seen: Observation, generator: torch.Generator | None = None
+        self, seen: Observation, generator: Stream | torch.Generator | None = None
     ) -> Reconstruction:
         """Reconstruct the batch behind an observation.
 
@@ -92,7 +92,7 @@ class Attack:
                 reconstruction of so many samples.
         """
         self.check_domain(seen)
-        found = self.reconstruct(seen, generator or private_generator(seen.device))
+        found = self.reconstruct(seen, torch_generator(generator, seen.device))
         _check_returned(self.name, found, seen.batch_size)
         return found
 

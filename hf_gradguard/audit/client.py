@@ -15,7 +15,7 @@ from transformers.utils import logging
 
 from ..attacks.observation import Observation
 from ..gradient_map import GradientMap
-from ..randomness import seeded_generator
+from ..randomness import Stream
 from ..registry import ESTIMATORS
 
 if TYPE_CHECKING:
@@ -52,9 +52,9 @@ class Client:
         self.share_embeddings = share_embeddings
         self._estimators: dict[str, Estimator] = {}
 
-    def generator(self, stream: int) -> torch.Generator:
+    def generator(self, stream: int) -> Stream:
         """A fresh one, the same at every call."""
-        return seeded_generator(self.batch["labels"].device, *self.seeds, stream)
+        return Stream.from_seeds(*self.seeds, stream)
 
     @cached_property
     def gmap(self) -> GradientMap:
@@ -166,13 +166,13 @@ def _outcome(make: Callable[[], Cell], *refusals: type[Exception]) -> Cell:
 
 
 @contextmanager
-def _reproducible(model: nn.Module, generator: torch.Generator) -> Iterator[None]:
-    """Draws of dropout that the generator determines, and buffers (batch statistics) put back
+def _reproducible(model: nn.Module, stream: Stream) -> Iterator[None]:
+    """Draws of dropout that the stream determines, and buffers (batch statistics) put back
     afterwards.
     """
     buffers = {name: tensor.clone() for name, tensor in model.named_buffers()}
     devices = {p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"}
-    seed = int(torch.randint(2**62, (), generator=generator, device=generator.device))
+    seed = int.from_bytes(stream.bytes(8), "little") >> 1
     with torch.random.fork_rng(devices=sorted(devices)):
         torch.manual_seed(seed)
         try:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..gradient_map.domain import IMAGE, TEXT, PixelSpace, domain_of_model
 from ..metrics import Scores, score_images, score_text
-from ..randomness import seeded_generator
+from ..randomness import Stream
 
 if TYPE_CHECKING:
     from ..attacks import Reconstruction
@@ -170,13 +170,11 @@ class Texts:
         return score_text(ids, self.references(batch), tokenizer=self.tokenizer, bootstrap=0)
 
     def _random_words(self, batch: dict[str, Tensor], seed: int, draw: int) -> list[list[int]]:
-        generator = seeded_generator("cpu", seed, draw)
+        stream = Stream.from_seeds(seed, draw)
         words = sorted(set(self.tokenizer.get_vocab().values()) - set(self.special_ids))
         return [
             [
-                i
-                if i in self.special_ids
-                else words[int(torch.randint(len(words), (), generator=generator))]
+                i if i in self.special_ids else words[int(stream.integers(len(words), ()))]
                 for i in ids
             ]
             for ids in self.references(batch)

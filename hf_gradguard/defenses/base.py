@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..gradient_map import GradientMap, Tensors
-from ..randomness import private_generator
+from ..randomness import Stream
 from .message import Message, check_untouched, checked_message
 
 
@@ -31,13 +31,13 @@ class Defense:
 
     name: ClassVar[str]
 
-    def __call__(self, gmap: GradientMap, generator: torch.Generator | None = None) -> Message:
+    def __call__(self, gmap: GradientMap, generator: Stream | None = None) -> Message:
         """What a client shares in place of its gradient.
 
         Args:
             gmap: The client's gradient map.
-            generator: Source of all randomness, on the input's device. Default: a fresh one from
-                the system's entropy.
+            generator: Source of all randomness. Default: a new one, with a key from the operating
+                system.
 
         Returns:
             One finite tensor per shared parameter, in the parameters' shapes and types.
@@ -45,11 +45,18 @@ class Defense:
         Raises:
             FloatingPointError: If a true or a protected gradient is not finite. Names the
                 parameter.
-            TypeError: If what the defense made is no mapping of tensors.
+            TypeError: If what the defense made is no mapping of tensors, or for a
+                `torch.Generator`, whose numbers can be predicted.
             ValueError: If a name is missing or unknown, or a shape, type or device differs.
             RuntimeError: If the defense wrote to what belongs to the map or the model.
         """
-        generator = generator or private_generator(gmap.input.device)
+        if isinstance(generator, torch.Generator):
+            raise TypeError(
+                f"{self.name} takes no torch.Generator: whoever sees one message can compute its "
+                "state, and with it all the noise. Leave generator out, or pass a "
+                "hf_gradguard.randomness.Stream; in tests Stream.from_seeds(1)."
+            )
+        generator = generator or Stream()
         before = gmap.versions()
         message = checked_message(self.name, self.protect(gmap, generator), gmap)
         check_untouched(self.name, before, gmap.versions())
@@ -59,7 +66,7 @@ class Defense:
         )
         return message
 
-    def protect(self, gmap: GradientMap, generator: torch.Generator) -> Mapping[str, Tensor]:
+    def protect(self, gmap: GradientMap, generator: Stream) -> Mapping[str, Tensor]:
         """The defense itself. Implemented by subclasses: a `Message`, or a plain mapping if there
         is nothing to say of it.
         """

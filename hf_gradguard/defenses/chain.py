@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import torch
 from torch import nn
 
 from ..gradient_map import GradientMap, Tensors
 from ..gradient_map.views import MaskedMap
+from ..randomness import Stream
 from .base import Defense
 from .message import Message
 
@@ -28,7 +28,7 @@ class Chain(Defense):
     first: Defense
     second: Defense
 
-    def protect(self, gmap: GradientMap, generator: torch.Generator) -> Message:
+    def protect(self, gmap: GradientMap, generator: Stream) -> Message:
         one = self.first(gmap, generator)
         two = self.second(MaskedMap(gmap, one, one.transmitted), generator)
         # What comes after noise only processes what that noise released.

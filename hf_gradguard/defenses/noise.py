@@ -21,6 +21,7 @@ from torch import Tensor
 from transformers.utils import logging
 
 from ..gradient_map import GradientMap, Tensors
+from ..randomness import Stream
 from .base import Defense, cast_like, is_number, norm, total, true_gradient
 from .message import Message, Noise
 from .sensitivity import Sensitivity, SensitivityDefense
@@ -94,7 +95,7 @@ class NoiseDefense(Defense):
         """
         return variance
 
-    def shape(self, gmap: GradientMap, gradient: Tensors, generator: torch.Generator) -> Shape:
+    def shape(self, gmap: GradientMap, gradient: Tensors, generator: Stream) -> Shape:
         """Variances up to a common factor. Here: the same everywhere that an earlier defense left
         something.
         """
@@ -130,7 +131,7 @@ class NoiseDefense(Defense):
             / size
         )
 
-    def protect(self, gmap: GradientMap, generator: torch.Generator) -> Message:
+    def protect(self, gmap: GradientMap, generator: Stream) -> Message:
         true = true_gradient(gmap)
         gradient = self.clipped(true)
         shape = self.shape(gmap, gradient, generator)
@@ -159,9 +160,9 @@ class NoiseDefense(Defense):
             variance = {name: v.masked_fill(~sent[name], math.inf) for name, v in variance.items()}
         return Noise(variance, added, shape.squares, shape.num_probes, shape.shaping_probes)
 
-    def draw(self, like: Tensor, generator: torch.Generator) -> Tensor:
+    def draw(self, like: Tensor, generator: Stream) -> Tensor:
         """Noise of unit variance in the shape of `like`."""
-        return torch.randn(like.shape, generator=generator, device=like.device, dtype=like.dtype)
+        return generator.normal(like.shape, device=like.device, dtype=like.dtype)
 
 
 @dataclass
@@ -179,12 +180,10 @@ class LaplaceNoise(NoiseDefense):
 
     name: ClassVar[str] = "laplace_noise"
 
-    def draw(self, like: Tensor, generator: torch.Generator) -> Tensor:
-        # The difference of two unit exponentials -ln(1 - u) is Laplace(0, 1), of variance 2.
+    def draw(self, like: Tensor, generator: Stream) -> Tensor:
+        # The difference of two unit exponentials is Laplace(0, 1), of variance 2.
         one, two = (
-            torch.rand(like.shape, generator=generator, device=like.device, dtype=like.dtype)
-            .neg_()
-            .log1p_()
+            generator.exponential(like.shape, device=like.device, dtype=like.dtype)
             for _ in range(2)
         )
         return (one - two) / math.sqrt(2)
@@ -204,7 +203,7 @@ class OptimalNoise(SensitivityDefense, NoiseDefense):
         NoiseDefense.__post_init__(self)
         SensitivityDefense.__post_init__(self)
 
-    def shape(self, gmap: GradientMap, gradient: Tensors, generator: torch.Generator) -> Shape:
+    def shape(self, gmap: GradientMap, gradient: Tensors, generator: Stream) -> Shape:
         sensitivity = self.sensitivity(gmap, generator)
         return self._shape(gmap.restrict(self.ratio(sensitivity.roots, gradient)), sensitivity)
 
@@ -304,7 +303,7 @@ class OptimalDPSGD(OptimalNoise):
     def referred(self, gradient: Tensors, variance: Tensors) -> Tensors:
         return _infinite_where_clipped(gradient, variance, self.clip)
 
-    def shape(self, gmap: GradientMap, gradient: Tensors, generator: torch.Generator) -> Shape:
+    def shape(self, gmap: GradientMap, gradient: Tensors, generator: Stream) -> Shape:
         within = {name: g.abs() < self.clip for name, g in gradient.items()}
         found = self.sensitivity(gmap, generator)
         sensitivity = {name: s * within[name] for name, s in found.roots.items()}

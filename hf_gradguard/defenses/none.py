@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
-
 from ..gradient_map import GradientMap
+from ..randomness import Stream
 from .base import Defense, cast_like, true_gradient
 from .message import Message
 
@@ -22,5 +21,5 @@ class NoDefense(Defense):
     def exact(self) -> bool:
         return True
 
-    def protect(self, gmap: GradientMap, generator: torch.Generator) -> Message:
+    def protect(self, gmap: GradientMap, generator: Stream) -> Message:
         return Message(cast_like(true_gradient(gmap), gmap), exact=True)

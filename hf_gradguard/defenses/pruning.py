@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..gradient_map import GradientMap, Tensors
+from ..randomness import Stream
 from .base import Defense, cast_like, floor_share, is_number, true_gradient
 from .message import Message
 from .sensitivity import SensitivityDefense
@@ -47,11 +48,11 @@ class PruningDefense(Defense):
         if self.utility is not None and not (is_number(self.utility) and 0 < self.utility <= 1):
             raise ValueError(f"utility must be above 0 and at most 1, but is {self.utility!r}.")
 
-    def worth(self, gmap: GradientMap, gradient: Tensors, generator: torch.Generator) -> Tensors:
+    def worth(self, gmap: GradientMap, gradient: Tensors, generator: Stream) -> Tensors:
         """Non-negative ranks: the smallest are pruned first."""
         raise NotImplementedError
 
-    def protect(self, gmap: GradientMap, generator: torch.Generator) -> Message:
+    def protect(self, gmap: GradientMap, generator: Stream) -> Message:
         gradient = true_gradient(gmap)
         worth = _flatten(self.worth(gmap, gradient, generator))
         if self.utility is not None:
@@ -78,7 +79,7 @@ class Pruning(PruningDefense):
 
     name: ClassVar[str] = "pruning"
 
-    def worth(self, gmap: GradientMap, gradient: Tensors, generator: torch.Generator) -> Tensors:
+    def worth(self, gmap: GradientMap, gradient: Tensors, generator: Stream) -> Tensors:
         return {name: g.abs() for name, g in gradient.items()}
 
 
@@ -97,7 +98,7 @@ class OptimalPruning(SensitivityDefense, PruningDefense):
         PruningDefense.__post_init__(self)
         SensitivityDefense.__post_init__(self)
 
-    def worth(self, gmap: GradientMap, gradient: Tensors, generator: torch.Generator) -> Tensors:
+    def worth(self, gmap: GradientMap, gradient: Tensors, generator: Stream) -> Tensors:
         magnitude = self.at_granularity(gradient)
         sensitivity = self.at_granularity(self.sensitivity(gmap, generator).roots)
         # s_i above 1e-30: coordinates that leak nothing are worth the more the larger they are, and

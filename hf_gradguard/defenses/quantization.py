@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from ..gradient_map import GradientMap
+from ..randomness import Stream
 from .base import Defense, cast_like, true_gradient
 from .message import Message
 
@@ -38,15 +38,15 @@ class Quantization(Defense):
         if not self.sign_only and (isinstance(self.bits, bool) or self.bits not in range(1, 33)):
             raise ValueError(f"bits must be a whole number from 1 to 32, but is {self.bits!r}.")
 
-    def protect(self, gmap: GradientMap, generator: torch.Generator) -> Message:
+    def protect(self, gmap: GradientMap, generator: Stream) -> Message:
         quantize = self._sign if self.sign_only else self._round
         rounded = {name: quantize(g, generator) for name, g in true_gradient(gmap).items()}
         return Message(cast_like(rounded, gmap))
 
-    def _sign(self, gradient: Tensor, _generator: torch.Generator) -> Tensor:
+    def _sign(self, gradient: Tensor, _generator: Stream) -> Tensor:
         return gradient.sign() * gradient.abs().mean()
 
-    def _round(self, gradient: Tensor, generator: torch.Generator) -> Tensor:
+    def _round(self, gradient: Tensor, generator: Stream) -> Tensor:
         assert self.bits is not None
         low, high = gradient.min().double(), gradient.max().double()
         if low == high:
@@ -54,9 +54,7 @@ class Quantization(Defense):
         step = (high - low) / (2**self.bits - 1)
         levels = (gradient.double() - low) / step
         if self.stochastic:
-            offset = torch.rand(
-                levels.shape, generator=generator, device=levels.device, dtype=levels.dtype
-            )
+            offset = generator.uniform(levels.shape, device=levels.device, dtype=levels.dtype)
             levels = (levels + offset).floor().clamp(max=2**self.bits - 1)
         else:
             levels = levels.round()

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from ..gradient_map import GradientMap, Tensors
 from ..gradient_map.layers import layer_numbers
+from ..randomness import Stream
 from .base import Defense, cast_like, check_whole, is_number, norm, true_gradient
 from .message import Message
 from .robust_input import Pixels, Words
@@ -152,7 +153,7 @@ class Refiner(Defense):
             self._loaded = load_network(self.evaluation_network)
         return self._loaded
 
-    def protect(self, gmap: GradientMap, generator: torch.Generator) -> Message:
+    def protect(self, gmap: GradientMap, generator: Stream) -> Message:
         robust = self.refine(gmap, generator).gradient
         return Message(cast_like(self.project(true_gradient(gmap), robust), gmap))
 
@@ -170,7 +171,7 @@ class Refiner(Defense):
             return shared
         return {name: g + (shared[name] - g) * (bound / distance) for name, g in gradient.items()}
 
-    def refine(self, gmap: GradientMap, generator: torch.Generator) -> RobustData:
+    def refine(self, gmap: GradientMap, generator: Stream) -> RobustData:
         """Robust data for the map's batch, with the course of UM and D.
 
         Raises:
@@ -264,7 +265,7 @@ class Refiner(Defense):
         return {name: weight / (size or 1.0) for name, weight in weights.items()}
 
     def _start(
-        self, x: Tensor, inputs: Words | Pixels, digests: list[str], generator: torch.Generator
+        self, x: Tensor, inputs: Words | Pixels, digests: list[str], generator: Stream
     ) -> tuple[Tensor, int]:
         """(1-α) x + α v, or what was found at the examples' last visit; and how many iterations to
         go from there.

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..gradient_map import GradientMap
+from ..randomness import Stream
 
 
 class Words:
@@ -39,17 +40,16 @@ class Words:
             )
         self.free = words[..., None]
 
-    def noise(self, like: Tensor, generator: torch.Generator) -> Tensor:
+    def noise(self, like: Tensor, generator: Stream) -> Tensor:
         """v: embeddings of tokens drawn uniformly from the vocabulary without the special ones."""
-        ordinary = torch.ones(len(self.embedding.weight), device=like.device)  # type: ignore[arg-type]
-        ordinary[[index for index in self.special if index < len(ordinary)]] = 0
-        drawn = torch.multinomial(ordinary, self.ids.numel(), replacement=True, generator=generator)
+        allowed = torch.ones(len(self.embedding.weight), dtype=torch.bool)  # type: ignore[arg-type]
+        allowed[[index for index in self.special if index < len(allowed)]] = False
+        ordinary = allowed.nonzero().flatten().to(like.device)
+        drawn = ordinary[generator.integers(len(ordinary), self.ids.shape, device=like.device)]
         with (
             torch.no_grad()
         ):  # the class's own method: hooks (NEFTune's, say) are for the model's passes
-            return (
-                type(self.embedding).forward(self.embedding, drawn.view_as(self.ids)).to(like.dtype)
-            )
+            return type(self.embedding).forward(self.embedding, drawn).to(like.dtype)
 
     def project_(self, x: Tensor) -> None:
         """Embeddings have no range to stay in."""
@@ -93,9 +93,9 @@ class Pixels:
             )
         self.free = torch.ones_like(x[:, :1], dtype=torch.bool)
 
-    def noise(self, like: Tensor, generator: torch.Generator) -> Tensor:
+    def noise(self, like: Tensor, generator: Stream) -> Tensor:
         """v: uniform over the pixel range."""
-        drawn = torch.rand(like.shape, generator=generator, device=like.device, dtype=like.dtype)
+        drawn = generator.uniform(like.shape, device=like.device, dtype=like.dtype)
         return self.low + drawn * (self.high - self.low)
 
     def project_(self, x: Tensor) -> None:

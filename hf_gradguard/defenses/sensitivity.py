@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from ..gradient_map import GradientMap, Tensors
+from ..randomness import Stream
 from .base import Defense, check_finite, check_whole, total
 
 Granularity = Literal["parameter", "layer"]
@@ -62,7 +63,7 @@ class SensitivityDefense(Defense):
     def needs_jacobian(self) -> bool:
         return self._calls_left == 0
 
-    def sensitivity(self, gmap: GradientMap, generator: torch.Generator) -> Sensitivity:
+    def sensitivity(self, gmap: GradientMap, generator: Stream) -> Sensitivity:
         """s_i for every shared parameter, estimated now or at most `refresh_every - 1` calls ago.
 
         Coordinates of the gradient that are not zero never count as insensitive by accident: where

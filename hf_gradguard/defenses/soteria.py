@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ..gradient_map import GradientMap
+from ..randomness import Stream
 from .base import Defense, cast_like, check_whole, floor_share, is_number, true_gradient
 from .message import Message
 
@@ -50,7 +51,7 @@ class Soteria(Defense):
     def exact(self) -> bool:
         return True
 
-    def protect(self, gmap: GradientMap, generator: torch.Generator) -> Message:
+    def protect(self, gmap: GradientMap, generator: Stream) -> Message:
         gradient = true_gradient(gmap)
         found = representation(gmap, generator, self.neuron_chunk)
         size = found.values.norm(dim=0)
@@ -78,17 +79,15 @@ class Representation(NamedTuple):
     sensitivity: Tensor
 
 
-def representation(
-    gmap: GradientMap, generator: torch.Generator, neuron_chunk: int = 1
-) -> Representation:
+def representation(gmap: GradientMap, generator: Stream, neuron_chunk: int = 1) -> Representation:
     """What enters the last dense layer, and how strongly each of its neurons depends on the input.
 
     Costs one forward pass, and per neuron one pass backward through what lies before that layer.
 
     Args:
         gmap: The client's gradient map.
-        generator: Source of one random sign per sample, on the input's device. Without batch
-            statistics the signs cancel; with them the squares of the result are unbiased.
+        generator: Source of one random sign per sample. Without batch statistics the signs cancel;
+            with them the squares of the result are unbiased.
         neuron_chunk: How many neurons run at once. Bounds memory.
 
     Raises:
@@ -96,7 +95,7 @@ def representation(
             something else than one vector per sample, or shares no weight gradient.
 
     Example:
-        >>> found = representation(gmap, torch.Generator())
+        >>> found = representation(gmap, Stream())
         >>> found.layer
         'classifier.weight'
         >>> found.values.shape[0] == len(batch["labels"])
@@ -139,13 +138,11 @@ def representation(
     )
 
 
-def _norms(
-    gmap: GradientMap, r: Tensor, x: Tensor, generator: torch.Generator, chunk: int
-) -> Tensor:
+def _norms(gmap: GradientMap, r: Tensor, x: Tensor, generator: Stream, chunk: int) -> Tensor:
     """‖∂r_j/∂x‖ of every column of `r`, `(n,)`."""
     if not r.requires_grad:
         return torch.zeros_like(r[0])
-    signs = torch.randint(2, (len(r),), generator=generator, device=r.device).to(r.dtype) * 2 - 1
+    signs = generator.integers(2, (len(r),), device=r.device).to(r.dtype) * 2 - 1
     chunk, norms = 1 if gmap.replay.recomputes() else chunk, []
     for neurons in torch.arange(r.shape[1], device=r.device).split(chunk):
         count = len(neurons)

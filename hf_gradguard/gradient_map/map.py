@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..randomness import Stream
 from .candidates import Candidates, differentiate
 from .domain import Domain
 from .factors import Factors
@@ -281,7 +282,10 @@ class GradientMap:
         return {name: tensor[0] for name, tensor in products}
 
     def squared_sensitivity(
-        self, num_probes: int = 10, generator: torch.Generator | None = None, probe_chunk: int = 1
+        self,
+        num_probes: int = 10,
+        generator: Stream | torch.Generator | None = None,
+        probe_chunk: int = 1,
     ) -> Tensors:
         """Estimate s_i² = Σ_a J[a, i]² for every shared parameter: (1/k) Σ_j (Jᵀv_j)_i², v_j ~ N(0,
         I).
@@ -292,8 +296,8 @@ class GradientMap:
 
         Args:
             num_probes: k ≥ 1.
-            generator: Source of the probes, on the input's device. Default: a fresh one from the
-                system's entropy.
+            generator: Source of the probes, a `Stream` or a generator on the input's device.
+                Default: a new `Stream`.
             probe_chunk: How many probes run at once. Peak memory beyond the graph is `probe_chunk`
                 gradients and their intermediate results; larger chunks help where small tensors
                 leave a device idle.

@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..randomness import private_generator
+from ..randomness import Stream, normal
 
 if TYPE_CHECKING:
     from .map import GradientMap, Tensors
 
 
 def estimate_squares(
-    gmap: GradientMap, num_probes: int, generator: torch.Generator | None, probe_chunk: int
+    gmap: GradientMap, num_probes: int, generator: Stream | torch.Generator | None, probe_chunk: int
 ) -> Tensors:
     """s_i² from random probes; see `GradientMap.squared_sensitivity`."""
     if num_probes < 1 or probe_chunk < 1:
@@ -22,7 +22,7 @@ def estimate_squares(
             f"{probe_chunk}."
         )
     x = gmap.input
-    generator = generator or private_generator(x.device)
+    generator = generator or Stream()
     total = {
         name: torch.zeros(
             p.shape, device=p.device, dtype=torch.promote_types(p.dtype, torch.float32)
@@ -32,7 +32,7 @@ def estimate_squares(
     dtype = next(iter(total.values())).dtype
     for start in range(0, num_probes, probe_chunk):
         shape = (min(probe_chunk, num_probes - start), *x.shape)
-        probes = torch.randn(shape, generator=generator, device=x.device, dtype=dtype)
+        probes = normal(generator, shape, x.device, dtype)
         # Checkpointed layers run again in the backward pass, and vmap refuses their dropout: one
         # probe at a time.
         for chunk in probes.split(1 if gmap.replay.recomputes() else len(probes)):

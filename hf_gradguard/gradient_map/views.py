@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..randomness import Stream
 from .domain import Domain
 from .factors import Factors
 from .inputs import Batch
@@ -86,7 +87,10 @@ class View(GradientMap):
         return self.base.jvp(v)
 
     def squared_sensitivity(
-        self, num_probes: int = 10, generator: torch.Generator | None = None, probe_chunk: int = 1
+        self,
+        num_probes: int = 10,
+        generator: Stream | torch.Generator | None = None,
+        probe_chunk: int = 1,
     ) -> Tensors:
         return self.base.squared_sensitivity(num_probes, generator, probe_chunk)
 
@@ -206,7 +210,10 @@ class ClippedMap(View):
         return GradientMap.jvp(self, v)
 
     def squared_sensitivity(
-        self, num_probes: int = 10, generator: torch.Generator | None = None, probe_chunk: int = 1
+        self,
+        num_probes: int = 10,
+        generator: Stream | torch.Generator | None = None,
+        probe_chunk: int = 1,
     ) -> Tensors:
         return GradientMap.squared_sensitivity(self, num_probes, generator, probe_chunk)
 

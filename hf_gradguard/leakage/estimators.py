@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..gradient_map import GradientMap
+from ..randomness import Stream
 from ..registry import ESTIMATORS
 from .bounds import mse_bound_from_dfil
 from .figures import Eigenvalue
@@ -49,13 +50,15 @@ class Estimator(ABC):
     def __init__(self, gmap: GradientMap) -> None:
         self.gmap = gmap
 
-    def __call__(self, message: Message, generator: torch.Generator | None = None) -> Tensor:
+    def __call__(
+        self, message: Message, generator: Stream | torch.Generator | None = None
+    ) -> Tensor:
         """The error of every sample that is to be expected from this message.
 
         Args:
             message: What a defense shared of the map's gradient.
-            generator: Source of random probes, on the input's device. Default: a fresh one from the
-                system's entropy.
+            generator: Source of random probes, a `Stream` or a generator on the input's device.
+                Default: a new `Stream`.
 
         Returns:
             `(B,)` errors of the input, from 0 (all is known) to infinity (nothing is).
@@ -74,7 +77,7 @@ class Estimator(ABC):
         return errors
 
     @abstractmethod
-    def estimate(self, message: Message, generator: torch.Generator | None) -> Tensor:
+    def estimate(self, message: Message, generator: Stream | torch.Generator | None) -> Tensor:
         """The estimate itself. Implemented by subclasses."""
 
 
@@ -94,7 +97,7 @@ class I2FLowerBound(Estimator):
         """λ_max(J Jᵀ), which no defense changes."""
         return largest_eigenvalue(self.gmap)
 
-    def estimate(self, message: Message, generator: torch.Generator | None) -> Tensor:
+    def estimate(self, message: Message, generator: Stream | torch.Generator | None) -> Tensor:
         delta = {name: message[name] - g for name, g in self.gmap.gradient().items()}
         bound = inversion_influence_lower_bound(self.gmap, delta, eigenvalue=self.eigenvalue)
         return bound.per_sample
@@ -112,7 +115,7 @@ class DFILBound(Estimator):
     )
     probes: ClassVar[int] = 50
 
-    def estimate(self, message: Message, generator: torch.Generator | None) -> Tensor:
+    def estimate(self, message: Message, generator: Stream | torch.Generator | None) -> Tensor:
         if message.noise is None:
             raise ValueError(
                 "What was shared is not the true gradient with Gaussian noise of known covariance."

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from ..gradient_map import GradientMap, Tensors
-from ..randomness import private_generator
+from ..randomness import Stream
 from .figures import Eigenvalue, Estimate, mean_square_norm
 from .influence import check_probes, gaussian
 from .krylov import largest_eigenpair, not_finite
@@ -49,7 +49,7 @@ def dfil(
     gmap: GradientMap,
     noise_variance: NoiseVariance,
     num_probes: int | None = 50,
-    generator: torch.Generator | None = None,
+    generator: Stream | torch.Generator | None = None,
 ) -> DFIL:
     """η̄² = Tr FIM_j / m_j for every sample j: its leakage per coordinate, private like the sample.
 
@@ -60,8 +60,8 @@ def dfil(
             shared.
         num_probes: Independent draws, one pass each for the whole batch. `None` computes it
             exactly, in m passes.
-        generator: Source of the draws, on the input's device. Default: a fresh one from the
-            system's entropy.
+        generator: Source of the draws, a `Stream` or a generator on the input's device. Default: a
+            new `Stream`.
 
     Returns:
         η̄² and its standard error, one per sample. m_j counts pixels, or real tokens times hidden
@@ -92,7 +92,7 @@ def fisher_trace(
     gmap: GradientMap,
     noise_variance: NoiseVariance,
     num_probes: int | None = None,
-    generator: torch.Generator | None = None,
+    generator: Stream | torch.Generator | None = None,
 ) -> Estimate:
     """Tr J_F = Tr(J Σ⁻¹ Jᵀ) = Σ_i s_i²/Σ_ii of the whole batch.
 
@@ -100,8 +100,8 @@ def fisher_trace(
         gmap: The client's gradient map.
         noise_variance: Diagonal Σ, as in `dfil`.
         num_probes: Independent draws, one pass each. `None` computes it exactly, in m passes.
-        generator: Source of the draws, on the input's device. Default: a fresh one from the
-            system's entropy.
+        generator: Source of the draws, a `Stream` or a generator on the input's device. Default: a
+            new `Stream`.
 
     Returns:
         A float with its `standard_error`. Infinite if a coordinate without noise depends on the
@@ -226,13 +226,13 @@ def _gram(
     unknowns: Unknowns,
     variance: Tensors,
     num_probes: int,
-    generator: torch.Generator | None,
+    generator: Stream | torch.Generator | None,
 ) -> Tensor:
     """Inner products of the (Jw)_j of k independent w ~ N(0, Σ⁻¹), `(B, k, k)`. Keeps k vectors of
     the input's size.
     """
     check_probes(num_probes)
-    generator = generator or private_generator(gmap.input.device)
+    generator = generator or Stream()
     deviation = {name: _precision(v).sqrt() for name, v in variance.items()}
     draws = torch.stack(
         [unknowns.vjp(gaussian(gmap, deviation, generator)) for _ in range(num_probes)]

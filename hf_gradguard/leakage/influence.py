@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from ..gradient_map import GradientMap, Tensors
-from ..randomness import private_generator
+from ..randomness import Stream, normal
 from .figures import Eigenvalue, Estimate, Influence
 from .krylov import largest_eigenpair, solve
 from .unknowns import NoiseVariance, Unknowns, variances
@@ -217,7 +217,7 @@ def expected_squared_influence(
     damping: float = 0.0,
     *,
     num_probes: int | None = None,
-    generator: torch.Generator | None = None,
+    generator: Stream | torch.Generator | None = None,
     sample: int | None = None,
     tolerance: float = 1e-3,
 ) -> Estimate:
@@ -230,8 +230,8 @@ def expected_squared_influence(
         num_probes: How many δ to draw and solve for. `None` computes it exactly from a dense J Jᵀ,
             where at ε = 0 eigenvalues below m · eps · λ_max count as directions that the gradient
             says nothing about, as in a pseudo-inverse.
-        generator: Source of the draws, on the input's device. Default: a fresh one from the
-            system's entropy.
+        generator: Source of the draws, a `Stream` or a generator on the input's device. Default: a
+            new `Stream`.
         sample: Count only this sample's coordinates as unknown.
         tolerance: Relative error at which to stop solving, in I.
 
@@ -254,7 +254,7 @@ def expected_squared_influence(
         inverse = torch.where(values > cutoff, 1 / (values + damping), 0.0)
         return Estimate.exact((inverse.square() * spread.diagonal()).sum())
     check_probes(num_probes)
-    generator = generator or private_generator(gmap.input.device)
+    generator = generator or Stream()
     deviation = {name: v.sqrt() for name, v in variance.items()}
     errors = []
     for _ in range(num_probes):
@@ -266,13 +266,12 @@ def expected_squared_influence(
     return Estimate.mean(vectors @ vectors.T)
 
 
-def gaussian(gmap: GradientMap, deviation: Tensors, generator: torch.Generator) -> Tensors:
+def gaussian(gmap: GradientMap, deviation: Tensors, generator: Stream | torch.Generator) -> Tensors:
     """Independent normal numbers of the given standard deviations, in the shared parameters'
     shapes.
     """
     return {
-        name: deviation[name]
-        * torch.randn(p.shape, generator=generator, device=p.device, dtype=p.dtype)
+        name: deviation[name] * normal(generator, p.shape, p.device, p.dtype)
         for name, p in gmap.parameters.items()
     }
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ..defenses import Chain, Defense, Message, make_defense
 from ..gradient_map import GradientMap
+from ..randomness import Stream
 from .facts import model_facts, random_states, same
 from .small import SMALL_TASKS
 
@@ -118,7 +119,7 @@ class _Contract:
             torch.manual_seed(0)  # dropout draws from the process's generator
             gmap = GradientMap(model, batch, second_order=defense.needs_jacobian)
         gmap.gradient()
-        generator = torch.Generator(gmap.input.device).manual_seed(seed)
+        generator = Stream.from_seeds(seed)
         with self.unchanged(gmap, batch):
             try:
                 message = defense(gmap, generator)

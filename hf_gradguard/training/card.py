@@ -48,7 +48,8 @@ def privacy_section(trainer: GradGuardTrainer) -> str:
         f"Clients: {_clients(trainer)}; every micro-batch is a message protected by itself",
         _embeddings(trainer),
         _statistics(trainer),
-        "The noise was drawn from the operating system's entropy."
+        "The noise was drawn by ChaCha20, with a new key from the operating system for every "
+        "message."
         if getattr(args, "noise_seed", None) is None
         else "**The noise was drawn from a fixed seed, so it hides nothing from whoever knows the "
         "seed.**",

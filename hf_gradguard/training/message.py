@@ -12,7 +12,7 @@ from transformers.utils import logging
 
 from ..gradient_map import GradientMap
 from ..gradient_map.inputs import LossFunction
-from ..randomness import private_generator, seeded_generator
+from ..randomness import Stream
 from .clients import ClientBatch
 from .meter import LeakageMeter
 
@@ -20,39 +20,37 @@ logger = logging.get_logger(__name__)
 
 
 class Draws:
-    """The generators of messages: of their noise, and of the leakage meter's probes, since
+    """A stream for every message: one of its noise, and one of the leakage meter's probes, since
     measuring a message must not change its noise.
 
     Args:
-        device: Of the messages.
-        seed: Makes all draws reproducible, which is unsafe; `None` takes the system's entropy.
+        seed: Makes all draws reproducible, which is unsafe. `None`: every message has a new key
+            from the operating system, so that what is found out about one says nothing of another.
         rank: So that ranks draw differently under one seed.
 
     Example:
-        >>> noise, probes = Draws(torch.device("cpu")).at(step=0)
+        >>> noise, probes = Draws().at(step=0)
     """
 
-    def __init__(self, device: torch.device, seed: int | None = None, rank: int = 0) -> None:
-        self._device, self._seed, self._rank = device, seed, rank
+    def __init__(self, seed: int | None = None, rank: int = 0) -> None:
+        self._seed, self._rank = seed, rank
         self._last = (-1, 0)  # the optimizer step, and how many messages of it were drawn for
-        if seed is None:
-            self._private = private_generator(device), private_generator(device)
-        else:
+        if seed is not None:
             logger.warning(
                 f"UNSAFE: noise_seed={seed} makes all noise reproducible by anybody who knows it. "
                 "Leave it out wherever the data matters."
             )
 
-    def at(self, step: int) -> tuple[torch.Generator, torch.Generator]:
+    def at(self, step: int) -> tuple[Stream, Stream]:
         """For the next message of an optimizer step. A seed gives the same ones at the same step,
         also to a run that is resumed.
         """
         if self._seed is None:
-            return self._private
+            return Stream(), Stream()
         last, count = self._last
         self._last = (step, count + 1 if step == last else 0)
         seeds = (self._seed, self._rank, *self._last)
-        return seeded_generator(self._device, *seeds), seeded_generator(self._device, *seeds, 1)
+        return Stream.from_seeds(*seeds), Stream.from_seeds(*seeds, 1)
 
 
 class MessageMaker:
@@ -65,7 +63,7 @@ class MessageMaker:
 
     Example:
         >>> from transformers import TrainingArguments
-        >>> defense, draws = make_defense("pruning", ratio=0.9), Draws(torch.device("cpu"))
+        >>> defense, draws = make_defense("pruning", ratio=0.9), Draws()
         >>> meter = LeakageMeter(TrainingArguments("out"), defense, None)
         >>> maker = MessageMaker(draws, meter, share_input_embeddings=False)
         >>> client = ClientBatch(defense, batch, weight=1.0)

@@ -25,6 +25,7 @@ from ..leakage import (
     mse_bound_from_dfil,
 )
 from ..leakage.unknowns import Unknowns
+from ..randomness import Stream
 
 logger = logging.get_logger(__name__)
 
@@ -44,7 +45,7 @@ def message_dfil(
     gmap: GradientMap,
     noise: Noise,
     num_probes: int | None = None,
-    generator: torch.Generator | None = None,
+    generator: Stream | torch.Generator | None = None,
 ) -> MessageDFIL:
     """dFIL of a message under the noise that a defense added to it.
 
@@ -92,7 +93,7 @@ class LeakageMeter:
         >>> from hf_gradguard import GradGuardConfig
         >>> defense = make_defense("gaussian_noise", scale=0.1)
         >>> meter = LeakageMeter(GradGuardConfig("out", leakage_logging_steps=1), defense, None)
-        >>> meter.admits(gmap, defense(gmap), step=0, generator=torch.Generator())
+        >>> meter.admits(gmap, defense(gmap), step=0, generator=Stream())
         True
         >>> sorted(meter.take())[0]
         'leakage/dfil_max'
@@ -139,7 +140,7 @@ class LeakageMeter:
         gmap: GradientMap,
         message: Message,
         step: int,
-        generator: torch.Generator,
+        generator: Stream | torch.Generator,
     ) -> bool:
         """Measure a message that is about to be shared. Returns whether it may be.
 
@@ -208,7 +209,7 @@ class LeakageMeter:
         return {"leakage/skipped": float(skipped)}
 
     def _dfil(
-        self, gmap: GradientMap, noise: Noise | None, generator: torch.Generator
+        self, gmap: GradientMap, noise: Noise | None, generator: Stream | torch.Generator
     ) -> MessageDFIL | None:
         if noise is None:
             if self._binding:

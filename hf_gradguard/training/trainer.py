@@ -125,9 +125,7 @@ class GradGuardTrainer(SeamTrainer):
         self.shared_names = list(shared_parameters(self.model, self._share_input_embeddings))
         self._weights = LossWeights(self._loss)
         self._meter = LeakageMeter(args, self.defense, accountant)
-        draws = Draws(
-            args.device, getattr(args, "noise_seed", None), self.accelerator.process_index
-        )
+        draws = Draws(getattr(args, "noise_seed", None), self.accelerator.process_index)
         self._messages = MessageMaker(draws, self._meter, self._share_input_embeddings)
 
     def _host_clients(self) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 import torch
 
 from hf_gradguard import GradientMap, make_defense
+from hf_gradguard.randomness import Stream
 
 from .measuring import RATIO, alternate, cells, classifier, main, random_batch
 
@@ -80,7 +81,7 @@ def training_steps(
     """Training steps with a defense; without a name, the stock forward and backward pass. AdamW
     updates in both.
     """
-    generator = torch.Generator(device=batch["labels"].device).manual_seed(0)
+    generator = Stream.from_seeds(0)
 
     def run() -> None:
         defense = make_defense(name, **settings) if name else None

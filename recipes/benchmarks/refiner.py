@@ -13,6 +13,7 @@ from collections.abc import Callable
 import torch
 
 from hf_gradguard import GradientMap, make_defense
+from hf_gradguard.randomness import Stream
 from recipes.studies.lib.text import NETWORK
 
 from .measuring import DEVICE, RATIO, alternate, cells, classifier, main, peak, random_batch
@@ -31,7 +32,7 @@ def measure(args) -> dict:
     size, rounds = (2, 1) if args.quick else (BATCH, ROUNDS)
     model = classifier(args.model)
     batch = random_batch(model, size, LENGTH)
-    generator = torch.Generator(device=DEVICE).manual_seed(0)
+    generator = Stream.from_seeds(0)
 
     def plain() -> None:
         GradientMap(model, batch, second_order=False).gradient()

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import TASKS, flat, image_batch, make_task, rng, word_tokenizer
+from helpers import TASKS, flat, image_batch, make_task, rng, torch_rng, word_tokenizer
 from torch import Tensor
 
 from hf_gradguard import GradientMap, make_defense
@@ -77,7 +77,7 @@ def psnr(found: Tensor, true: Tensor) -> float:
 
 def some_gradients() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     shapes = {"layer.0.weight": (4, 3), "layer.1.weight": (2, 4), "head.bias": (2,)}
-    draw = rng()
+    draw = torch_rng()
     candidate, shared = (
         {n: torch.randn(s, generator=draw, dtype=torch.float64) for n, s in shapes.items()}
         for _ in range(2)
@@ -125,8 +125,8 @@ def test_objectives_have_their_derivatives(objective: Any) -> None:
 
 
 def test_cosine_distance_sees_what_float32_subtraction_would_lose() -> None:
-    g = torch.randn(10_000, generator=rng())
-    step = torch.randn(10_000, generator=rng(1))
+    g = torch.randn(10_000, generator=torch_rng())
+    step = torch.randn(10_000, generator=torch_rng(1))
     step -= g * (step * g).sum() / g.square().sum()
     there = g + 1e-4 * step * g.norm() / step.norm()
     expected = 0.5e-8  # 1 - cos of an angle of 1e-4
@@ -146,7 +146,7 @@ def test_batch_norm_distance_is_zero_where_statistics_agree() -> None:
     model = torch.nn.Module()
     model.norm = torch.nn.BatchNorm2d(3).eval()
     model.forward = lambda pixel_values: model.norm(pixel_values)  # type: ignore[method-assign]
-    x = torch.rand(1, 4, 3, 5, 5, generator=rng())
+    x = torch.rand(1, 4, 3, 5, 5, generator=torch_rng())
     model.norm.running_mean.copy_(x[0].mean((0, 2, 3)))
     model.norm.running_var.copy_(x[0].var((0, 2, 3), unbiased=False))
     assert batch_norm_distance(model, x).item() < 1e-10
@@ -260,7 +260,7 @@ def test_the_labels_of_a_batch_are_counted() -> None:
     torch.manual_seed(0)
     model = LeakageLeNetForImageClassification(LeakageLeNetConfig(initializer_range=None)).eval()
     labels = torch.tensor([3, 3, 7, 0, 9, 3])
-    batch = {"pixel_values": torch.rand(6, 3, 32, 32, generator=rng()), "labels": labels}
+    batch = {"pixel_values": torch.rand(6, 3, 32, 32, generator=torch_rng()), "labels": labels}
     assert recover_labels(observe(model, batch)).tolist() == sorted(labels.tolist())
 
 
@@ -288,7 +288,7 @@ def test_zero_rows_and_special_tokens_are_never_decoded_to() -> None:
         weight[0] = 0  # padding, as many models have it
         weight[9] = 0
     vocabulary = Vocabulary(observe(model, batch, tokenizer=tokenizer))
-    x = torch.randn(50, *batch["input_ids"].shape, 8, generator=rng(), dtype=torch.float64)
+    x = torch.randn(50, *batch["input_ids"].shape, 8, generator=torch_rng(), dtype=torch.float64)
     ids = vocabulary.nearest(x)
     assert (ids[..., 0] == 2).all()
     assert (ids[..., -1] == 3).all()
@@ -309,7 +309,7 @@ def test_padding_of_a_known_mask_is_left_out() -> None:
     padded = {"input_ids": ids, "attention_mask": mask, "labels": batch["labels"]}
     seen = observe(model, padded, tokenizer=tokenizer, attention_mask=mask)
     assert seen.known_ids().tolist() == [[2, -1, -1, -1, 3, 0, 0]]
-    found = make_attack("tag", steps=2)(seen, rng())
+    found = make_attack("tag", steps=2)(seen, torch_rng())
     assert [len(row) for row in found.token_ids or []] == [5]
 
 
@@ -319,7 +319,7 @@ def test_padding_of_a_known_mask_is_left_out() -> None:
 def test_dlg_recovers_pixels_and_the_label() -> None:
     model = small_lenet()
     batch = {"pixel_values": image_batch(1)["pixel_values"], "labels": torch.tensor([2])}
-    found = make_attack("dlg", steps=60, start="uniform")(observe(model, batch), rng())
+    found = make_attack("dlg", steps=60, start="uniform")(observe(model, batch), torch_rng())
     assert found.labels is not None
     assert found.labels.tolist() == [2]
     assert found.input is not None
@@ -346,7 +346,7 @@ LBFGS = {
 def test_image_attacks_recover_pixels(name: str, settings: dict[str, Any]) -> None:
     model = small_lenet()
     batch = {"pixel_values": image_batch(1)["pixel_values"], "labels": torch.tensor([2])}
-    found = make_attack(name, **settings)(observe(model, batch), rng())
+    found = make_attack(name, **settings)(observe(model, batch), torch_rng())
     assert found.input is not None
     assert psnr(found.input, batch["pixel_values"]) > 30
 
@@ -356,7 +356,7 @@ def test_lbfgs_of_several_candidates_is_that_of_each() -> None:
     end.
     """
     model = small_lenet()
-    start = torch.rand(1, 3, 8, 8, generator=rng(), dtype=torch.float64)
+    start = torch.rand(1, 3, 8, 8, generator=torch_rng(), dtype=torch.float64)
     settings = {
         "optimizer": "lbfgs",
         "learning_rate": 1.0,
@@ -370,9 +370,9 @@ def test_lbfgs_of_several_candidates_is_that_of_each() -> None:
         observe(model, {"pixel_values": x, "labels": torch.tensor([k])})
         for k, x in enumerate(pixels)
     ]
-    alone = [attack(one, rng()) for one in seen]
+    alone = [attack(one, torch_rng()) for one in seen]
     assert len({len(one.history) for one in alone}) > 1  # they do not end at once
-    for one, other in zip(alone, attack.together(seen, rng()), strict=True):
+    for one, other in zip(alone, attack.together(seen, torch_rng()), strict=True):
         assert other.history == pytest.approx(one.history, rel=1e-6, abs=1e-12)
         torch.testing.assert_close(other.input, one.input, rtol=1e-5, atol=1e-7)
 
@@ -385,7 +385,7 @@ def test_lbfgs_together_weighs_each_by_its_own_gradient() -> None:
         for k, x in enumerate(pixels)
     ]
     seen = [observe(model, gmap.batch, make_defense("pruning", ratio=0.2)(gmap)) for gmap in maps]
-    start = torch.rand(1, 3, 8, 8, generator=rng(), dtype=torch.float64)
+    start = torch.rand(1, 3, 8, 8, generator=torch_rng(), dtype=torch.float64)
     settings = {
         "optimizer": "lbfgs",
         "learning_rate": 1.0,
@@ -395,7 +395,7 @@ def test_lbfgs_together_weighs_each_by_its_own_gradient() -> None:
     }
     attack = make_attack("inverting_gradients", start=start, match_nonzero=True, **settings)
     for one, other in zip(
-        [attack(one, rng()) for one in seen], attack.together(seen, rng()), strict=True
+        [attack(one, torch_rng()) for one in seen], attack.together(seen, torch_rng()), strict=True
     ):
         assert other.history == pytest.approx(one.history, rel=1e-6, abs=1e-12)
 
@@ -405,7 +405,9 @@ def test_dlg_finds_the_labels_of_several_restarts_too() -> None:
         small_lenet(),
         {"pixel_values": image_batch(1)["pixel_values"], "labels": torch.tensor([2])},
     )
-    found = make_attack("dlg", steps=60, start="uniform", restarts=3)(observe(model, batch), rng())
+    found = make_attack("dlg", steps=60, start="uniform", restarts=3)(
+        observe(model, batch), torch_rng()
+    )
     assert found.labels is not None
     assert found.labels.tolist() == [2]
     assert found.input is not None
@@ -426,8 +428,8 @@ def test_lbfgs_on_a_model_that_cannot_run_vectorized() -> None:
         "steps": 2,
     }
     with pytest.raises(RuntimeError):
-        make_attack("inverting_gradients", restarts=2, steps=1)(seen, rng())
-    found = make_attack("inverting_gradients", restarts=2, **settings)(seen, rng())
+        make_attack("inverting_gradients", restarts=2, steps=1)(seen, torch_rng())
+    found = make_attack("inverting_gradients", restarts=2, **settings)(seen, torch_rng())
     assert found.objective < found.history[0]
 
 
@@ -453,7 +455,7 @@ def test_lamp_by_lbfgs_scores_each_candidate_by_its_own_gradient(
         "every": 1,
         "moves": 1,
     }
-    make_attack("lamp", steps=1, **settings).together(seen, rng())
+    make_attack("lamp", steps=1, **settings).together(seen, torch_rng())
     assert sorted(asked) == [0, 0, 1, 1]
 
 
@@ -475,7 +477,7 @@ def test_recovered_pixels_are_in_range() -> None:
         start="uniform",
     )
     found = attack(
-        observe(model, batch, shared), rng()
+        observe(model, batch, shared), torch_rng()
     ).input  # many evaluations, and no step after them
     assert found is not None
     assert (float(found.min()), float(found.max())) == (0.0, 1.0)
@@ -488,7 +490,7 @@ def test_text_attacks_recover_words(name: str) -> None:
     attack = make_attack(
         name, steps=15, optimizer="lbfgs", learning_rate=1.0, schedule="constant", **settings
     )
-    found = attack(observe(model, batch, labels=batch["labels"], tokenizer=tokenizer), rng(1))
+    found = attack(observe(model, batch, labels=batch["labels"], tokenizer=tokenizer), torch_rng(1))
     assert found.token_ids == batch["input_ids"].tolist()
     assert found.text == [" ".join(f"w{3 * i % 20}" for i in range(5))]
 
@@ -496,17 +498,17 @@ def test_text_attacks_recover_words(name: str) -> None:
 def test_tag_leads_a_blurred_text_back() -> None:
     model, batch, tokenizer = text_task()
     true = GradientMap(model, batch).input
-    blurred = true + true.std() * torch.randn(true.shape, generator=rng(), dtype=true.dtype)
+    blurred = true + true.std() * torch.randn(true.shape, generator=torch_rng(), dtype=true.dtype)
     seen = observe(model, batch, labels=batch["labels"], tokenizer=tokenizer)
     assert Vocabulary(seen).nearest(blurred).tolist() != batch["input_ids"].tolist()
-    found = make_attack("tag", steps=150, start=blurred)(seen, rng())
+    found = make_attack("tag", steps=150, start=blurred)(seen, torch_rng())
     assert found.token_ids == batch["input_ids"].tolist()
 
 
 def test_the_true_input_is_a_fixed_point() -> None:
     model, batch, tokenizer = text_task()
     seen = observe(model, batch, labels=batch["labels"], tokenizer=tokenizer)
-    found = make_attack("tag", start=GradientMap(model, batch).input, steps=3)(seen, rng())
+    found = make_attack("tag", start=GradientMap(model, batch).input, steps=3)(seen, torch_rng())
     assert found.objective < 1e-12
     assert found.token_ids == batch["input_ids"].tolist()
 
@@ -522,11 +524,13 @@ def test_observations_attacked_together_end_as_by_themselves(task: str) -> None:
             for sample in one
         ]
     seen = [observe(model, sample, labels=sample["labels"]) for sample in one]
-    start = torch.rand(GradientMap(model, one[0]).input.shape, generator=rng(), dtype=torch.float64)
+    start = torch.rand(
+        GradientMap(model, one[0]).input.shape, generator=torch_rng(), dtype=torch.float64
+    )
     attack = make_attack("tag" if task == "bert" else "grad_inversion", steps=12, start=start)
-    together = attack.together(seen, rng())  # type: ignore[attr-defined]
+    together = attack.together(seen, torch_rng())  # type: ignore[attr-defined]
     for result, single in zip(together, seen, strict=True):
-        alone = attack(single, rng())
+        alone = attack(single, torch_rng())
         torch.testing.assert_close(result.input, alone.input)
         assert result.objective == pytest.approx(alone.objective)
         assert result.history == pytest.approx(alone.history)
@@ -536,8 +540,8 @@ def test_observations_attacked_together_end_as_by_themselves(task: str) -> None:
 def test_restarts_return_the_best_match() -> None:
     model, batch, tokenizer = text_task()
     seen = observe(model, batch, labels=batch["labels"], tokenizer=tokenizer)
-    singles = make_attack("tag", steps=20).together([seen] * 4, rng(3))  # type: ignore[attr-defined]
-    best = make_attack("tag", steps=20, restarts=4)(seen, rng(3))
+    singles = make_attack("tag", steps=20).together([seen] * 4, torch_rng(3))  # type: ignore[attr-defined]
+    best = make_attack("tag", steps=20, restarts=4)(seen, torch_rng(3))
     assert best.objective == pytest.approx(min(single.objective for single in singles))
     assert len({round(single.objective, 9) for single in singles}) == 4
 
@@ -550,7 +554,7 @@ def test_an_attack_leaves_the_model_as_it_found_it() -> None:
     state = torch.get_rng_state()
     for name in ("tag", "lamp"):
         make_attack(name, steps=3, **({"every": 2, "moves": 2} if name == "lamp" else {}))(
-            seen, rng()
+            seen, torch_rng()
         )
     assert torch.equal(torch.get_rng_state(), state)
     assert all(module.training for module in model.modules())
@@ -566,9 +570,11 @@ def test_attacks_run_without_dropout() -> None:
     model.train()
     start = torch.zeros(*batch["input_ids"].shape, 8, dtype=torch.float64)
     attack = make_attack("tag", steps=2, start=start)
-    while_training = attack(observe(model, batch, plain.gradient, labels=batch["labels"]), rng())
+    while_training = attack(
+        observe(model, batch, plain.gradient, labels=batch["labels"]), torch_rng()
+    )
     model.eval()
-    assert while_training.history == pytest.approx(attack(plain, rng()).history)
+    assert while_training.history == pytest.approx(attack(plain, torch_rng()).history)
 
 
 # --- adaptive attackers
@@ -579,8 +585,8 @@ def test_matching_only_what_pruning_left_explains_it_exactly() -> None:
     gmap = GradientMap(model, batch)
     pruned = make_defense("pruning", ratio=0.7)(gmap)
     seen = observe(model, batch, pruned, labels=batch["labels"], tokenizer=tokenizer)
-    blind = make_attack("tag", steps=1, start=gmap.input)(seen, rng())
-    adaptive = make_attack("tag", steps=1, start=gmap.input, match_nonzero=True)(seen, rng())
+    blind = make_attack("tag", steps=1, start=gmap.input)(seen, torch_rng())
+    adaptive = make_attack("tag", steps=1, start=gmap.input, match_nonzero=True)(seen, torch_rng())
     assert adaptive.objective < 1e-12 < 1e-4 < blind.objective
 
 
@@ -588,7 +594,7 @@ def test_known_noise_covariance_weighs_the_squared_distance() -> None:
     model = small_lenet()
     batch = {"pixel_values": image_batch(1)["pixel_values"], "labels": torch.tensor([2])}
     gmap = GradientMap(model, batch)
-    draw = rng()
+    draw = torch_rng()
     variance = {
         n: 0.1 + torch.rand(g.shape, generator=draw, dtype=g.dtype)
         for n, g in gmap.gradient().items()
@@ -598,7 +604,7 @@ def test_known_noise_covariance_weighs_the_squared_distance() -> None:
         for n, g in gmap.gradient().items()
     }
     seen = observe(model, batch, noisy, labels=batch["labels"], noise_variance=variance)
-    found = make_attack("idlg", steps=1, start=gmap.input)(seen, rng())
+    found = make_attack("idlg", steps=1, start=gmap.input)(seen, torch_rng())
     mean = torch.cat([v.flatten() for v in variance.values()]).mean()
     likelihood = sum(
         ((noisy[n] - g).square() / variance[n]).sum() for n, g in gmap.gradient().items()
@@ -616,12 +622,12 @@ def test_layers_can_be_left_out() -> None:
     seen = observe(model, batch, spoiled, labels=batch["labels"], tokenizer=tokenizer)
     assert (
         make_attack("tag", steps=1, start=gmap.input, leave_out=["classifier"])(
-            seen, rng()
+            seen, torch_rng()
         ).objective
         < 1e-12
     )
     with pytest.raises(ValueError, match="leave_out"):
-        make_attack("tag", leave_out=["bert", "classifier"])(seen, rng())
+        make_attack("tag", leave_out=["bert", "classifier"])(seen, torch_rng())
 
 
 @pytest.mark.parametrize("attack", ["tag", "idlg", "inverting_gradients"])
@@ -633,21 +639,26 @@ def test_candidates_are_clipped_by_norm_as_the_defense_does(attack: str) -> None
     clipped = {n: g / 3 for n, g in gmap.gradient().items()}
     seen = observe(model, batch, clipped, labels=batch["labels"], tokenizer=tokenizer)
     assert (
-        make_attack(attack, steps=1, start=gmap.input, clip_norm=clip)(seen, rng()).objective
+        make_attack(attack, steps=1, start=gmap.input, clip_norm=clip)(seen, torch_rng()).objective
         < 1e-12
     )
     whole = observe(model, batch, gmap.gradient(), labels=batch["labels"], tokenizer=tokenizer)
     assert (
-        make_attack(attack, steps=1, start=gmap.input, clip_norm=4 * clip)(whole, rng()).objective
+        make_attack(attack, steps=1, start=gmap.input, clip_norm=4 * clip)(
+            whole, torch_rng()
+        ).objective
         < 1e-12
     )
     without = {
         "leave_out": ["classifier"],
         "clip_norm": clip,
     }  # the norm is that of all that was shared
-    assert make_attack(attack, steps=1, start=gmap.input, **without)(seen, rng()).objective < 1e-12
+    assert (
+        make_attack(attack, steps=1, start=gmap.input, **without)(seen, torch_rng()).objective
+        < 1e-12
+    )
     if attack != "inverting_gradients":  # which compares directions
-        assert make_attack(attack, steps=1, start=gmap.input)(seen, rng()).objective > 1e-6
+        assert make_attack(attack, steps=1, start=gmap.input)(seen, torch_rng()).objective > 1e-6
 
 
 def test_coordinates_at_the_bound_match_whatever_lies_beyond() -> None:
@@ -657,13 +668,15 @@ def test_coordinates_at_the_bound_match_whatever_lies_beyond() -> None:
     clip = float(torch.cat([g.flatten() for g in gmap.gradient().values()]).abs().quantile(0.8))
     clipped = {n: g.clamp(-clip, clip) for n, g in gmap.gradient().items()}
     seen = observe(model, batch, clipped, labels=batch["labels"])
-    assert make_attack("idlg", steps=1, start=gmap.input)(seen, rng()).history[0] > 1e-6
+    assert make_attack("idlg", steps=1, start=gmap.input)(seen, torch_rng()).history[0] > 1e-6
     assert (
-        make_attack("idlg", steps=1, start=gmap.input, clip_coordinate=clip)(seen, rng()).history[0]
+        make_attack("idlg", steps=1, start=gmap.input, clip_coordinate=clip)(
+            seen, torch_rng()
+        ).history[0]
         < 1e-12
     )
 
-    elsewhere = torch.rand(gmap.input.shape, generator=rng(), dtype=gmap.input.dtype)
+    elsewhere = torch.rand(gmap.input.shape, generator=torch_rng(), dtype=gmap.input.dtype)
     pairs = zip(gmap.gradient_at(elsewhere).values(), clipped.values(), strict=True)
     by_hand = 0.0  # one-sided at either bound
     for ours, theirs in pairs:
@@ -671,7 +684,7 @@ def test_coordinates_at_the_bound_match_whatever_lies_beyond() -> None:
         by_hand += float(
             torch.where(theirs <= -clip, (ours + clip).clamp(min=0), missing).square().sum()
         )
-    found = make_attack("idlg", steps=1, start=elsewhere, clip_coordinate=clip)(seen, rng())
+    found = make_attack("idlg", steps=1, start=elsewhere, clip_coordinate=clip)(seen, torch_rng())
     assert found.history[0] == pytest.approx(by_hand)
 
 
@@ -685,7 +698,7 @@ def test_lamp_moves_words_and_nothing_else() -> None:
     problem = attack.problem([seen])  # type: ignore[attr-defined]
     x = GradientMap(model, batch).input
     orders = set()
-    draw = rng()
+    draw = torch_rng()
     for _ in range(60):
         ids = problem.space.vocabulary.nearest(attack._rearranged(problem, x, draw))[0].tolist()  # type: ignore[union-attr, attr-defined]
         assert sorted(ids) == sorted(batch["input_ids"][0].tolist())
@@ -700,7 +713,7 @@ def test_lamp_puts_words_in_the_order_that_matches() -> None:
     x = GradientMap(model, batch).input
     shuffled = x[:, [0, 3, 2, 1, 4, 5, 6]]
     attack = make_attack("lamp", steps=2, every=1, moves=60, learning_rate=1e-9, start=shuffled)
-    found = attack(seen, rng())
+    found = attack(seen, torch_rng())
     assert found.token_ids == batch["input_ids"].tolist()
 
 
@@ -775,7 +788,7 @@ def test_lamp_is_for_text() -> None:
 def test_an_attack_stops_early() -> None:
     model, batch, _ = text_task()
     seen = observe(model, batch, labels=batch["labels"])
-    assert len(make_attack("tag", steps=50, time_budget=0.0)(seen, rng()).history) == 1
-    assert len(make_attack("tag", steps=50, tolerance=1e9)(seen, rng()).history) == 1
-    stuck = make_attack("tag", steps=50, learning_rate=1e-300, patience=4)(seen, rng())
+    assert len(make_attack("tag", steps=50, time_budget=0.0)(seen, torch_rng()).history) == 1
+    assert len(make_attack("tag", steps=50, tolerance=1e9)(seen, torch_rng()).history) == 1
+    stuck = make_attack("tag", steps=50, learning_rate=1e-300, patience=4)(seen, torch_rng())
     assert len(stuck.history) == 5

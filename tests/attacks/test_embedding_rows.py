@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import rng
+from helpers import torch_rng
 from test_span import TOKENIZER, build, collate, observe, sentences
 from torch import Tensor, nn
 
@@ -31,7 +31,7 @@ def share_all(
     gradient = GradientMap(
         model, batch | {"labels": labels}, share_input_embeddings=True, second_order=False
     ).gradient()
-    generator = rng(9)
+    generator = torch_rng(9)
     gradient = {
         key: g
         + noise

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import SPECIAL_TOKENS, make_task, randomize, rng, word_tokenizer
+from helpers import SPECIAL_TOKENS, make_task, randomize, torch_rng, word_tokenizer
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import (
@@ -80,7 +80,7 @@ def build(name: str, dtype: torch.dtype = torch.float64) -> nn.Module:
 
 def sentences(batch_size: int, lengths: tuple[int, ...] = (7, 9, 6, 8)) -> list[list[int]]:
     """Random sentences of distinct words, with their special tokens."""
-    generator = rng()
+    generator = torch_rng()
     return [
         [
             2,
@@ -106,7 +106,7 @@ def observe(
     else:
         labels = torch.arange(len(texts)) % 2
     gradient = GradientMap(model, batch | {"labels": labels}, second_order=False).gradient()
-    generator = rng(7)
+    generator = torch_rng(7)
     gradient = {
         name: g
         + noise
@@ -280,7 +280,7 @@ def test_known_noise_is_weighed() -> None:
     """Noise on one half of the columns only: rows and columns are scaled to equal noise, and the
     clean half decides.
     """
-    generator = rng(3)
+    generator = torch_rng(3)
     x, delta = (
         torch.randn(4, 20, generator=generator).double(),
         torch.randn(30, 4, generator=generator).double(),
@@ -306,7 +306,7 @@ def test_an_attacker_who_knows_the_noise(name: str) -> None:
     """
     texts, model = sentences(1, (6,)), build(name)
     clean = observe(model, texts)
-    generator, gradient, variance = rng(8), {}, {}
+    generator, gradient, variance = torch_rng(8), {}, {}
     for key, g in clean.gradient.items():
         deviation = torch.full_like(g, 1e-7 * float(g.square().mean().sqrt()))
         if g.dim() == 2 and "c_attn" in key:
@@ -324,7 +324,7 @@ def test_trust_is_the_cosine_between_noisy_and_true_directions() -> None:
     """One direction of strength 3 in unit noise of 400 x 100, over 40 draws: mean squared cosine
     within 0.02 of the formula.
     """
-    generator = rng(2)
+    generator = torch_rng(2)
     strength, cosines, trusts = 3.0 * 400**0.5, [], []
     for _ in range(40):
         left, right = (
@@ -347,7 +347,7 @@ def test_selection_projects_out_what_it_found() -> None:
     """Candidates that share a large common part with the matrix are near its span, and are not
     chosen all the same.
     """
-    generator = rng(4)
+    generator = torch_rng(4)
     common = 30 * torch.randn(24, generator=generator).double()
     candidates = common + torch.randn(6, 12, 24, generator=generator).double()
     true = candidates[torch.arange(6), torch.arange(6)]
@@ -364,7 +364,7 @@ def test_selection_projects_out_what_it_found() -> None:
 
 
 def test_completion_fills_what_a_pruning_left_out() -> None:
-    generator = rng(6)
+    generator = torch_rng(6)
     whole = (
         torch.randn(60, 2, generator=generator).double()
         @ torch.randn(2, 40, generator=generator).double()

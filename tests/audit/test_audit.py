@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
-from helpers import make_task, rng, word_tokenizer
+from helpers import make_task, torch_rng, word_tokenizer
 from PIL import Image
 from torch import nn
 from transformers import ResNetConfig, ResNetForImageClassification, ViTImageProcessorPil
@@ -30,6 +30,7 @@ from hf_gradguard.cli import main
 from hf_gradguard.defenses import Defense
 from hf_gradguard.defenses.noise import NoiseDefense
 from hf_gradguard.metrics import score_text
+from hf_gradguard.randomness import Stream
 
 WORDS = [f"w{i}" for i in range(20)]
 TEXTS = [("w1 w2 w3", 1), ("w2 w3 w4 w5", 0), ("w7 w8", 2), ("w1 w9 w10 w11", 1)]
@@ -506,7 +507,7 @@ def test_a_defense_that_refuses_is_recorded(
     class Shy(Defense):
         name: ClassVar[str] = "shy"
 
-        def protect(self, gmap: GradientMap, generator: torch.Generator) -> Any:
+        def protect(self, gmap: GradientMap, generator: Stream) -> Any:
             raise ValueError("not this batch")
 
     monkeypatch.setitem(DEFENSES, "shy", Shy)
@@ -734,7 +735,7 @@ def test_marks_by_hand() -> None:
 
 
 def test_marks_agree_with_the_scores() -> None:
-    draw, tokenizer = rng(), word_tokenizer(WORDS)
+    draw, tokenizer = torch_rng(), word_tokenizer(WORDS)
     for length in (3, 6, 6, 6, 9, 12):
         original = [2, *torch.randint(1, 10, (6,), generator=draw).tolist(), 3]
         found = torch.randint(-1, 10, (length + 2,), generator=draw).tolist()

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-import torch
 from test_audit import TEXTS, Spy, spy, text_model  # noqa: F401
 
 from hf_gradguard import DEFENSES, GradientMap
@@ -20,6 +19,7 @@ from hf_gradguard.audit import audit, markdown_table, summarize
 from hf_gradguard.audit.cells import code_digest, modules_of
 from hf_gradguard.audit.report import html_report
 from hf_gradguard.defenses import Defense
+from hf_gradguard.randomness import Stream
 
 # ruff: noqa: F811
 
@@ -154,7 +154,7 @@ def test_a_defense_that_crashes_stops_nothing_else(
     class Broken(Defense):
         name: ClassVar[str] = "broken"
 
-        def protect(self, gmap: GradientMap, generator: torch.Generator) -> Any:
+        def protect(self, gmap: GradientMap, generator: Stream) -> Any:
             raise KeyError("weight")
 
     monkeypatch.setitem(DEFENSES, "broken", Broken)

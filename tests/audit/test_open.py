@@ -21,6 +21,7 @@ from hf_gradguard.audit.report import html_report
 from hf_gradguard.audit.specs import make_attacks, make_defenses, parse_specs
 from hf_gradguard.defenses import Defense, Message, chain, make_defense
 from hf_gradguard.leakage.estimators import Estimator
+from hf_gradguard.randomness import Stream
 from hf_gradguard.registry import ESTIMATORS
 
 
@@ -31,7 +32,7 @@ class Shrunk(Defense):
     name: ClassVar[str] = "shrunk"
     factor: float = 0.5
 
-    def protect(self, gmap: GradientMap, generator: torch.Generator) -> Mapping[str, Tensor]:
+    def protect(self, gmap: GradientMap, generator: Stream) -> Mapping[str, Tensor]:
         return {name: self.factor * g for name, g in gmap.gradient().items()}
 
 

@@ -15,6 +15,7 @@ from helpers import (
     rng,
     small_convolution,
     standard_deviations,
+    torch_rng,
 )
 from torch import Tensor
 
@@ -235,7 +236,7 @@ def test_optimal_noise_attains_the_least_information_at_its_utility(
     uniform = at_utility(torch.ones_like(g), g, utility)
     assert information(s, uniform) > 1.2 * attained
     for spread in (0.05, 0.3, 1.0, 3.0):  # random Σ, from near the optimum to anywhere
-        factors = (spread * torch.randn(100, len(g), generator=rng(), dtype=g.dtype)).exp()
+        factors = (spread * torch.randn(100, len(g), generator=torch_rng(), dtype=g.dtype)).exp()
         for start in (variance, torch.ones_like(g)):
             other = at_utility(start * factors, g, utility)
             assert (information(s, other) > attained).all()
@@ -272,7 +273,7 @@ def test_layer_noise_is_the_best_with_one_variance_a_tensor(name: str) -> None:
     assert math.isclose(attained, (s * g).sum().square() / utility, rel_tol=1e-6)
     assert information(s, at_utility(torch.ones_like(g), g, utility)) > 1.02 * attained
     for spread in (0.05, 0.3, 1.0, 3.0):
-        factors = (spread * torch.randn(100, len(g), generator=rng(), dtype=g.dtype)).exp()
+        factors = (spread * torch.randn(100, len(g), generator=torch_rng(), dtype=g.dtype)).exp()
         assert (information(s, at_utility(variance * factors, g, utility)) > attained).all()
     # One variance a tensor is a restriction: it cannot beat one a parameter.
     fine = flat(standard_deviations(make("optimal", scale=0.25), gmap)).square()

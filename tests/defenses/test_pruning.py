@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import exact_map, flat, rng, split_like
+from helpers import exact_map, flat, rng, split_like, torch_rng
 from torch import Tensor
 
 from hf_gradguard import GradientMap, make_defense
@@ -164,16 +164,16 @@ def selected(worth: Tensor, wanted: float, weight: Tensor) -> Tensor:
 @pytest.mark.parametrize("kind", ["spread", "close", "ties", "zeros and infinities"])
 def test_selection_equals_a_sorts(dtype: torch.dtype, kind: str) -> None:
     worth = {
-        "spread": torch.randn(5000, generator=rng(), dtype=dtype).mul(20).exp(),
-        "close": 1 + 1e-6 * torch.rand(5000, generator=rng(), dtype=dtype),
-        "ties": torch.randint(0, 7, (5000,), generator=rng()).to(dtype),
-        "zeros and infinities": torch.randint(-1, 4, (5000,), generator=rng())
+        "spread": torch.randn(5000, generator=torch_rng(), dtype=dtype).mul(20).exp(),
+        "close": 1 + 1e-6 * torch.rand(5000, generator=torch_rng(), dtype=dtype),
+        "ties": torch.randint(0, 7, (5000,), generator=torch_rng()).to(dtype),
+        "zeros and infinities": torch.randint(-1, 4, (5000,), generator=torch_rng())
         .to(dtype)
         .clamp(min=0)
         .reciprocal(),
     }[kind]
     weight = torch.randint(
-        0, 9, (5000,), generator=rng(6)
+        0, 9, (5000,), generator=torch_rng(6)
     ).double()  # whole numbers, so that sums are exact
     for amount in (1, 2, 17, 2500, 4999, 5000):
         assert torch.equal(largest(worth, amount), selected(worth, amount, torch.ones(5000)))
@@ -231,7 +231,7 @@ def test_no_set_of_equal_utility_leaks_less(model: str, settings: dict[str, floa
     utility, leakage = g[kept].square().sum(), s[kept].square().sum()
     order_of = ratios(gmap).log()
     for disturbance in (0.01, 0.1, 0.5, 2.0, 1e6):
-        noise = torch.randn(200, len(g), generator=rng(), dtype=g.dtype)
+        noise = torch.randn(200, len(g), generator=torch_rng(), dtype=g.dtype)
         order = (order_of + disturbance * noise).argsort(1)
         reached = g.square()[order].cumsum(1) >= utility
         assert reached[:, -1].all()

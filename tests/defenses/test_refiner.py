@@ -208,8 +208,11 @@ def test_longer_descent_lowers_the_objective() -> None:
     objective = [u - d for u, d in zip(found.utility_metric, found.noise_ratio, strict=True)]
     assert len(objective) == 31
     assert objective[-1] < objective[0]
-    assert found.utility_metric[-1] < found.utility_metric[0]
     assert found.noise_ratio[-1] > found.noise_ratio[0]
+    # Where D is all there is to gain, UM may rise; by itself it falls.
+    settings = {"iterations": 30, "learning_rate": 0.02, "beta": 0.0}
+    alone = refiner(**settings).refine(GradientMap(model, batch), rng())
+    assert alone.utility_metric[-1] < alone.utility_metric[0]
 
 
 def test_noise_can_follow() -> None:
@@ -228,7 +231,7 @@ def test_noise_can_follow() -> None:
 # Projection
 
 
-@pytest.mark.parametrize("settings", [{"epsilon": 0.05}, {"relative_epsilon": 0.1}])
+@pytest.mark.parametrize("settings", [{"epsilon": 0.05}, {"relative_epsilon": 0.02}])
 def test_projection_is_at_the_distance_asked_for(settings: dict[str, float]) -> None:
     gmap = GradientMap(*text_task())
     gradient, free = flat(gmap.gradient()), flat(refiner()(gmap, rng()))

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import make_task, reference_input, reference_loss, rng, small_convolution
+from helpers import make_task, reference_input, reference_loss, rng, small_convolution, torch_rng
 from torch import Tensor, nn
 
 from hf_gradguard import GradientMap, chain, make_defense
@@ -234,7 +234,7 @@ def test_the_attacker_who_leaves_the_layer_out_undoes_it() -> None:
     )
     model = LeakageLeNetForImageClassification(config).double().eval()
     batch = {
-        "pixel_values": torch.rand(1, 3, 8, 8, generator=rng(), dtype=torch.float64),
+        "pixel_values": torch.rand(1, 3, 8, 8, generator=torch_rng(), dtype=torch.float64),
         "labels": torch.tensor([2]),
     }
     shared = make_defense("soteria", ratio=0.9)(GradientMap(model, batch), rng())

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from hf_gradguard import DEFENSES, GradGuardConfig, GradGuardTrainer, GradientMap
 from hf_gradguard.defenses import Defense
+from hf_gradguard.randomness import Stream
 
 BROKEN_SAMPLE = 13  # of the fourth batch, rank 1's second
 
@@ -25,12 +26,12 @@ class InPlace(Defense):
     name: ClassVar[str] = "in_place"
     calls: ClassVar[int] = 0
 
-    def protect(self, gmap: GradientMap, generator: torch.Generator) -> dict[str, Tensor]:
+    def protect(self, gmap: GradientMap, generator: Stream) -> dict[str, Tensor]:
         gradient = gmap.gradient()
         InPlace.calls += 1
         if InPlace.calls == 2 and torch.distributed.get_rank() == 1:
             for tensor in gradient.values():
-                tensor += torch.randn(tensor.shape, generator=generator)
+                tensor += generator.normal(tensor.shape)
         return gradient
 
 

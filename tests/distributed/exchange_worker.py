@@ -19,6 +19,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_gradguard import GradGuardConfig, GradGuardTrainer, make_defense
 from hf_gradguard.defenses.noise import GaussianNoise
+from hf_gradguard.randomness import Stream
 
 STEPS = 3
 # Strong noise: a tensor whose gradient is large, or that optimal noise spares, resembles its
@@ -143,7 +144,7 @@ class WatchedNoise(GaussianNoise):
 
     log: ClassVar[list[Tensor]] = []
 
-    def protect(self, gmap: Any, generator: torch.Generator) -> dict[str, Tensor]:
+    def protect(self, gmap: Any, generator: Stream) -> dict[str, Tensor]:
         shared = super().protect(gmap, generator)
         self.log.append(torch.cat([(shared[n] - g).flatten() for n, g in gmap.gradient().items()]))
         return shared

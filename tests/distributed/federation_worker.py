@@ -13,6 +13,7 @@ from transformers import TrainerCallback
 
 from hf_gradguard import GradGuardConfig, GradGuardTrainer, GradientMap
 from hf_gradguard.defenses.noise import GaussianNoise
+from hf_gradguard.randomness import Stream
 
 SETTINGS: dict[str, Any] = {
     "num_clients": 6, "clients_per_process": 2, "partition": "dirichlet", "dirichlet_alpha": 2.0,
@@ -31,7 +32,7 @@ class Watched(GaussianNoise):
 
     messages: list[tuple[int, list[float]]] = []
 
-    def protect(self, gmap: GradientMap, generator: torch.Generator) -> dict[str, Tensor]:
+    def protect(self, gmap: GradientMap, generator: Stream) -> dict[str, Tensor]:
         self.messages.append((id(self), gmap.input.flatten(1).sum(1).tolist()))
         return super().protect(gmap, generator)
 

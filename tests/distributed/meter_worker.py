@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import TrainerCallback
 
 from hf_gradguard import GradGuardConfig, GradGuardTrainer, GradientMap, make_defense
-from hf_gradguard.randomness import seeded_generator
+from hf_gradguard.randomness import Stream
 
 STEPS, SEED = 3, 6
 
@@ -80,9 +80,7 @@ def error_of_skipped_step(trainer: Watched, gradients: Gradients, rank: int) -> 
     total = count.clone()
     torch.distributed.all_reduce(total)
     gmap = GradientMap(make_model("gpt2_lm", dropout=0.0).train(), batch)
-    shared = make_defense("gaussian_noise", scale=0.01)(
-        gmap, seeded_generator("cpu", SEED, rank, 0, 0)
-    )
+    shared = make_defense("gaussian_noise", scale=0.01)(gmap, Stream.from_seeds(SEED, rank, 0, 0))
     expected = {
         name: tensor * (count / total if rank == 0 else 0.0) for name, tensor in shared.items()
     }

@@ -14,7 +14,9 @@ from launcher import launch
 from torch import Tensor
 from transformers import set_seed
 
-from hf_gradguard.randomness import seeded_generator
+from hf_gradguard.randomness import Stream, normal
+
+CPU = torch.device("cpu")
 
 pytestmark = pytest.mark.distributed
 PROTECTED = ["gaussian_noise", "shared embeddings", "optimal_noise", "dp_sgd", "2 clients"]
@@ -180,12 +182,14 @@ def _cosines(one: Tensor, two: Tensor) -> Tensor:
     return (unit[0] @ unit[1].T).abs()
 
 
-def _stream(generator: torch.Generator, shapes: list[tuple[int, ...]], messages: int) -> Tensor:
+def _stream(
+    generator: Stream | torch.Generator, shapes: list[tuple[int, ...]], messages: int
+) -> Tensor:
     """What a peer who knows the generator's state draws for `messages` messages, in the way of a
     defense.
     """
     draws = [
-        torch.cat([torch.randn(shape, generator=generator).flatten() for shape in shapes])
+        torch.cat([normal(generator, shape, CPU, torch.float32).flatten() for shape in shapes])
         for _ in range(messages)
     ]
     return torch.stack(draws)
@@ -229,8 +233,8 @@ def test_peer_who_knows_the_seed_cannot_repeat_the_noise(
         _global_after(lambda: torch.manual_seed(seed)),
         _global_after(lambda: set_seed(seed)),
         torch.Generator().manual_seed(seed),
-        seeded_generator("cpu", seed),
-        *[seeded_generator("cpu", seed, rank) for rank in range(2)],
+        Stream.from_seeds(seed),
+        *[Stream.from_seeds(seed, rank) for rank in range(2)],
         *[torch.Generator().manual_seed(seed + rank) for rank in range(2)],
     ]
     for rank in ranks:  # the state that every rank's global generator is in when training starts
@@ -256,5 +260,5 @@ def test_peer_who_knows_the_noise_seed_repeats_the_noise(ranks: list[dict[str, A
         noise, shapes = rank["noise"]["seeded"]["noise"], rank["noise"]["seeded"]["shapes"]
         per_step = len(noise) // STEPS
         for number, message in enumerate(noise):
-            generator = seeded_generator("cpu", 7, index, *divmod(number, per_step))
+            generator = Stream.from_seeds(7, index, *divmod(number, per_step))
             assert _cosines(_stream(generator, shapes, 1), message[None]).min() > 0.999

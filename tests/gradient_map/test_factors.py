@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import TASKS, make_task, rng
+from helpers import TASKS, make_task, torch_rng
 from torch import Tensor, nn
 
 from hf_gradguard import GradientMap
@@ -44,10 +44,10 @@ def test_factors_are_the_gradient(task: str, count: int) -> None:
     model.train()
     gmap = GradientMap(model, batch)
     xs = gmap.input + 0.1 * torch.randn(
-        count, *gmap.input.shape, generator=rng(), dtype=torch.float64
+        count, *gmap.input.shape, generator=torch_rng(), dtype=torch.float64
     )
     extras = {
-        n: torch.randn(count, *p.shape, generator=rng(), dtype=torch.float64)
+        n: torch.randn(count, *p.shape, generator=torch_rng(), dtype=torch.float64)
         for n, p in gmap.parameters.items()
     }
     kinds: set[type] = set()
@@ -75,10 +75,10 @@ def test_objectives_are_the_same_in_factors(
     monkeypatch.setattr("hf_gradguard.attacks.matching.objectives._CACHED", cached)
     gmap = GradientMap(*make_task(task))
     xs = gmap.input + 0.1 * torch.randn(
-        count, *gmap.input.shape, generator=rng(), dtype=torch.float64
+        count, *gmap.input.shape, generator=torch_rng(), dtype=torch.float64
     )
     extras = {
-        n: torch.randn(count, *p.shape, generator=rng(), dtype=torch.float64)
+        n: torch.randn(count, *p.shape, generator=torch_rng(), dtype=torch.float64)
         for n, p in gmap.parameters.items()
     }
     expected = gmap.slopes_at(in_full(objective), xs, extras)
@@ -86,7 +86,9 @@ def test_objectives_are_the_same_in_factors(
 
 
 def test_squared_norm_is_that_of_the_matrix() -> None:
-    factors = Factors(torch.randn(4, 5, generator=rng()), torch.randn(4, 7, generator=rng()))
+    factors = Factors(
+        torch.randn(4, 5, generator=torch_rng()), torch.randn(4, 7, generator=torch_rng())
+    )
     torch.testing.assert_close(factors.squared_norm(), factors.dense().square().sum())
     torch.testing.assert_close((factors * torch.tensor(3.0)).dense(), 3 * factors.dense())
 
@@ -119,7 +121,7 @@ def test_weights_that_are_used_in_other_ways(count: int) -> None:
     }
     gmap = GradientMap(model, batch, loss_fn=lambda model, batch: model(**batch).loss)
     assert set(linear_layers(model, gmap.parameters)) == {"repeated.weight", "lent.weight"}
-    xs = torch.rand(count, *gmap.input.shape, generator=rng(), dtype=torch.float64)
+    xs = torch.rand(count, *gmap.input.shape, generator=torch_rng(), dtype=torch.float64)
     extras = {
         name: torch.zeros(count, *p.shape, dtype=torch.float64)
         for name, p in gmap.parameters.items()

@@ -23,6 +23,7 @@ from helpers import (
     rng,
     small_convolution,
     token_batch,
+    torch_rng,
 )
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
@@ -56,11 +57,11 @@ class Embedder(nn.Module):
 
 
 def direction(gmap: GradientMap, seed: int = 5) -> Tensor:
-    return torch.randn(gmap.input.shape, generator=rng(seed), dtype=gmap.input.dtype)
+    return torch.randn(gmap.input.shape, generator=torch_rng(seed), dtype=gmap.input.dtype)
 
 
 def parameter_direction(gmap: GradientMap, seed: int = 6) -> dict[str, Tensor]:
-    generator = rng(seed)
+    generator = torch_rng(seed)
     return {
         n: torch.randn(p.shape, generator=generator, dtype=p.dtype)
         for n, p in gmap.parameters.items()
@@ -779,7 +780,7 @@ def test_lora_on_the_embedding_is_withheld(name: str) -> None:
     with torch.no_grad():
         for n, p in model.named_parameters():
             if "lora_" in n:
-                p.normal_(generator=rng())
+                p.normal_(generator=torch_rng())
     trainable = {n for n, p in model.named_parameters() if p.requires_grad}
     embedding = {n for n in trainable if "lora_embedding" in n}
     assert len(embedding) == 2
@@ -986,10 +987,12 @@ def test_several_inputs_at_once_are_as_one_by_one(task: str) -> None:
     model, batch = make_task(task, dropout=0.2)
     model.train()
     gmap = GradientMap(model, batch)
-    xs = gmap.input + 0.1 * torch.randn(3, *gmap.input.shape, generator=rng(), dtype=torch.float64)
+    xs = gmap.input + 0.1 * torch.randn(
+        3, *gmap.input.shape, generator=torch_rng(), dtype=torch.float64
+    )
     labels = torch.stack([batch["labels"], batch["labels"].flip(0), batch["labels"].roll(1, 0)])
     extras = {
-        name: torch.randn(3, *p.shape, generator=rng(), dtype=torch.float64)
+        name: torch.randn(3, *p.shape, generator=torch_rng(), dtype=torch.float64)
         for name, p in gmap.parameters.items()
     }
     values, slopes, _ = gmap.slopes_at(sum_of_squares, xs, extras, labels=labels)
@@ -1006,7 +1009,7 @@ def test_slopes_are_finite_differences() -> None:
     extras = {
         name: torch.zeros(2, *p.shape, dtype=torch.float64) for name, p in gmap.parameters.items()
     }
-    step = 1e-5 * torch.randn(gmap.input.shape, generator=rng(), dtype=torch.float64)
+    step = 1e-5 * torch.randn(gmap.input.shape, generator=torch_rng(), dtype=torch.float64)
     values, slopes, _ = gmap.slopes_at(
         sum_of_squares, torch.stack([gmap.input + step, gmap.input - step]), extras
     )
@@ -1023,10 +1026,10 @@ def test_slopes_by_soft_labels(count: int) -> None:
         batch = dict(batch)
         return -(batch.pop("labels") * model(**batch).logits.log_softmax(-1)).sum(-1).mean()
 
-    labels = torch.rand(count, 2, 3, generator=rng(), dtype=torch.float64)
+    labels = torch.rand(count, 2, 3, generator=torch_rng(), dtype=torch.float64)
     gmap = GradientMap(model, {**batch, "labels": labels[0]}, loss_fn=soft)
     xs = gmap.input + 0.1 * torch.randn(
-        count, *gmap.input.shape, generator=rng(), dtype=torch.float64
+        count, *gmap.input.shape, generator=torch_rng(), dtype=torch.float64
     )
     extras = {
         name: torch.zeros(count, *p.shape, dtype=torch.float64)

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from helpers import make_task, rng, small_convolution
+from helpers import make_task, small_convolution, torch_rng
 from hypothesis import given
 from hypothesis import strategies as st
 from leakage_helpers import linear_map, random_jacobian
@@ -93,7 +93,7 @@ def test_subsampling_by_hand() -> None:
 
 def test_a_thousand_steps_interrupted_lose_nothing() -> None:
     """Saved to bytes and restored in the middle: bit for bit what an uninterrupted run has."""
-    generator = rng(1)
+    generator = torch_rng(1)
     steps = [
         (
             torch.randperm(40, generator=generator)[:8].tolist(),
@@ -193,7 +193,7 @@ def test_cramer_rao_is_reached_by_the_linear_attacker() -> None:
     other bounds.
     """
     jacobian = random_jacobian(5)
-    noise = 0.1 * torch.randn(20_000, 9, generator=rng(), dtype=torch.float64)
+    noise = 0.1 * torch.randn(20_000, 9, generator=torch_rng(), dtype=torch.float64)
     errors = noise @ jacobian.T @ torch.linalg.inv(jacobian @ jacobian.T)
     mse = float(errors.square().mean())
     gmap = linear_map(jacobian)

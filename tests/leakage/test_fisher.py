@@ -8,7 +8,7 @@ import math
 
 import pytest
 import torch
-from helpers import flat, make_task, rng, small_convolution, split_like
+from helpers import flat, make_task, rng, small_convolution, split_like, torch_rng
 from leakage_helpers import (
     DENSE,
     by_hand,
@@ -353,7 +353,7 @@ def test_clipped_map_equals_the_dense_jacobian(clip: float) -> None:
     gmap = smoothly_clipped(GradientMap(*small_convolution(1)), clip)
     jacobian = dense_convolution(1, clip)
     delta = perturbation(gmap)
-    v = torch.randn(gmap.input.shape, generator=rng(), dtype=torch.float64)
+    v = torch.randn(gmap.input.shape, generator=torch_rng(), dtype=torch.float64)
     torch.testing.assert_close(gmap.vjp(delta).flatten(), jacobian @ flat(delta))
     torch.testing.assert_close(flat(gmap.jvp(v)), v.flatten() @ jacobian)
     some = {"head.bias": delta["head.bias"]}

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from helpers import flat, make_task, rng
+from helpers import flat, make_task, rng, torch_rng
 from leakage_helpers import (
     DENSE,
     by_hand,
@@ -90,7 +90,7 @@ def test_lower_bound_never_exceeds_influence() -> None:
     """200 random Jacobians, perturbations and dampings; a quarter near the direction in which the
     two are equal.
     """
-    generator = rng(8)
+    generator = torch_rng(8)
     tightest = 0.0
     for case in range(200):
         gmap = linear_map(random_jacobian(case))
@@ -235,7 +235,7 @@ def test_estimated_expectation_and_its_standard_error() -> None:
     gmap, damping = linear_map(jacobian), 0.1
     exact = float(expected_squared_influence(gmap, 1e-2, damping))
     figures = [
-        expected_squared_influence(gmap, 1e-2, damping, num_probes=10, generator=rng(seed))
+        expected_squared_influence(gmap, 1e-2, damping, num_probes=10, generator=torch_rng(seed))
         for seed in range(200)
     ]
     values = torch.tensor([float(figure) for figure in figures], dtype=torch.float64)

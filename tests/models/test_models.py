@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import rng
+from helpers import torch_rng
 from torch import nn
 from transformers import AutoConfig, AutoModelForImageClassification, PreTrainedConfig
 
@@ -55,7 +55,7 @@ def build(name: str) -> nn.Module:
 def images(name: str, count: int = 2) -> torch.Tensor:
     config = CONFIGS[name]
     return torch.rand(
-        count, config.num_channels, config.image_size, config.image_size, generator=rng()
+        count, config.num_channels, config.image_size, config.image_size, generator=torch_rng()
     )
 
 

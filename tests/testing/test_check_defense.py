@@ -17,6 +17,7 @@ from hf_gradguard.networks import (
     TextEvaluationNetworkConfig,
     embedding_fingerprint,
 )
+from hf_gradguard.randomness import Stream
 from hf_gradguard.testing import check_defense
 from hf_gradguard.testing.small import small_text_task
 
@@ -83,6 +84,20 @@ def test_chains_keep_the_contract(which: str) -> None:
     check_defense(CHAINS[which]())
 
 
+@pytest.mark.parametrize("name", [name for name in DEFENSES if name != NEEDS_A_NETWORK])
+def test_no_defense_draws_from_torch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's generators can be computed backward from what one message shows of their numbers."""
+    gmap = GradientMap(*small_text_task()[:2])
+    gmap.gradient()
+    for draw in ("randn", "rand", "randint", "randperm", "multinomial", "normal", "bernoulli"):
+        monkeypatch.setattr(torch, draw, lambda *_, draw=draw, **__: pytest.fail(draw))
+    for draw in ("normal_", "uniform_", "exponential_", "random_", "bernoulli_"):
+        monkeypatch.setattr(Tensor, draw, lambda *_, draw=draw, **__: pytest.fail(draw))
+    make_defense(name)(gmap)
+    with pytest.raises(TypeError, match=rf"{name} takes no torch\.Generator.*Stream"):
+        make_defense(name)(gmap, torch.Generator())  # type: ignore[arg-type]
+
+
 # Breaches. Each is one line away from a defense that keeps the contract.
 
 
@@ -97,14 +112,14 @@ class Toy(Defense):
     def adds_gaussian_noise(self) -> bool:
         return True
 
-    def protect(self, gmap: GradientMap, generator: torch.Generator) -> Message:
+    def protect(self, gmap: GradientMap, generator: Stream) -> Message:
         gradient = gmap.gradient()
         variance = {name: torch.full_like(g, self.scale**2) for name, g in gradient.items()}
         noisy = {n: g + self.scale * self.draw(g, generator) for n, g in gradient.items()}
         return Message(noisy, noise=Noise(variance, variance))
 
-    def draw(self, like: Tensor, generator: torch.Generator) -> Tensor:
-        return torch.randn(like.shape, generator=generator, dtype=like.dtype)
+    def draw(self, like: Tensor, generator: Stream) -> Tensor:
+        return generator.normal(like.shape, dtype=like.dtype)
 
 
 def test_the_toy_keeps_the_contract() -> None:
@@ -116,19 +131,19 @@ def first(gmap: GradientMap) -> str:
 
 
 class Missing(Toy):
-    def protect(self, gmap: GradientMap, generator: torch.Generator) -> Any:
+    def protect(self, gmap: GradientMap, generator: Stream) -> Any:
         shared = dict(super().protect(gmap, generator))
         shared.pop(first(gmap))
         return shared
 
 
 class Extra(Toy):
-    def protect(self, gmap: GradientMap, generator: torch.Generator) -> Any:
+    def protect(self, gmap: GradientMap, generator: Stream) -> Any:
         return {**super().protect(gmap, generator), "more": torch.zeros(1)}
 
 
 class NoMapping(Toy):
-    def protect(self, gmap: GradientMap, generator: torch.Generator) -> Any:
+    def protect(self, gmap: GradientMap, generator: Stream) -> Any:
         return list(super().protect(gmap, generator).values())
 
 
@@ -136,7 +151,7 @@ def changed(change: Callable[[Tensor], Any]) -> type[Toy]:
     """A defense that does something to the first tensor that it shares."""
 
     class Changed(Toy):
-        def protect(self, gmap: GradientMap, generator: torch.Generator) -> Any:
+        def protect(self, gmap: GradientMap, generator: Stream) -> Any:
             shared = dict(super().protect(gmap, generator))
             return {**shared, first(gmap): change(shared[first(gmap)])}
 
@@ -144,44 +159,42 @@ def changed(change: Callable[[Tensor], Any]) -> type[Toy]:
 
 
 class InPlace(Toy):
-    def protect(self, gmap: GradientMap, generator: torch.Generator) -> Any:
+    def protect(self, gmap: GradientMap, generator: Stream) -> Any:
         return {n: g.add_(self.draw(g, generator)) for n, g in gmap.gradient().items()}
 
 
 class InPlaceUnseen(Toy):
-    def protect(self, gmap: GradientMap, generator: torch.Generator) -> Any:
+    def protect(self, gmap: GradientMap, generator: Stream) -> Any:
         return {n: g.data.add_(self.draw(g, generator)) for n, g in gmap.gradient().items()}
 
 
 class WritesWeights(Toy):
-    def protect(self, gmap: GradientMap, generator: torch.Generator) -> Message:
+    def protect(self, gmap: GradientMap, generator: Stream) -> Message:
         with torch.no_grad():
             gmap.parameters[first(gmap)].mul_(0.5)
         return super().protect(gmap, generator)
 
 
 class LeavesAGradient(Toy):
-    def protect(self, gmap: GradientMap, generator: torch.Generator) -> Message:
+    def protect(self, gmap: GradientMap, generator: Stream) -> Message:
         gmap.parameters[first(gmap)].grad = gmap.gradient()[first(gmap)].clone()
         return super().protect(gmap, generator)
 
 
 class LeavesAHook(Toy):
-    def protect(self, gmap: GradientMap, generator: torch.Generator) -> Message:
+    def protect(self, gmap: GradientMap, generator: Stream) -> Message:
         gmap.model.register_forward_hook(lambda *_: None)
         return super().protect(gmap, generator)
 
 
 class OwnRandomness(Toy):
-    def draw(self, like: Tensor, generator: torch.Generator) -> Tensor:
+    def draw(self, like: Tensor, generator: Stream) -> Tensor:
         return torch.randn_like(like)
 
 
 class FreshRandomness(Toy):
-    def draw(self, like: Tensor, generator: torch.Generator) -> Tensor:
-        own = torch.Generator()
-        own.seed()
-        return torch.randn(like.shape, generator=own, dtype=like.dtype)
+    def draw(self, like: Tensor, generator: Stream) -> Tensor:
+        return Stream().normal(like.shape, dtype=like.dtype)
 
 
 class SharesTheTruth(Toy):
@@ -191,7 +204,7 @@ class SharesTheTruth(Toy):
     def adds_gaussian_noise(self) -> bool:
         return False
 
-    def protect(self, gmap: GradientMap, generator: torch.Generator) -> Any:
+    def protect(self, gmap: GradientMap, generator: Stream) -> Any:
         return dict(gmap.gradient())
 
 
@@ -200,18 +213,18 @@ class SaysExact(SharesTheTruth):
     def exact(self) -> bool:
         return True
 
-    def protect(self, gmap: GradientMap, generator: torch.Generator) -> Message:
+    def protect(self, gmap: GradientMap, generator: Stream) -> Message:
         return Message({n: g * 0.9 for n, g in gmap.gradient().items()}, exact=True)
 
 
 class SaysNotTransmitted(SaysExact):
-    def protect(self, gmap: GradientMap, generator: torch.Generator) -> Message:
+    def protect(self, gmap: GradientMap, generator: Stream) -> Message:
         nothing = {n: torch.zeros_like(g, dtype=torch.bool) for n, g in gmap.gradient().items()}
         return Message(gmap.gradient(), transmitted=nothing, exact=True)
 
 
 class SaysMoreNoise(Toy):
-    def draw(self, like: Tensor, generator: torch.Generator) -> Tensor:
+    def draw(self, like: Tensor, generator: Stream) -> Tensor:
         return 0.9 * super().draw(like, generator)
 
 
@@ -226,7 +239,7 @@ class Counts(Toy):
 
     calls: int = 0
 
-    def protect(self, gmap: GradientMap, generator: torch.Generator) -> Message:
+    def protect(self, gmap: GradientMap, generator: Stream) -> Message:
         self.calls += 1
         shared = super().protect(gmap, generator)
         first_more = {first(gmap): shared[first(gmap)] + 0.01 * self.calls}
@@ -239,7 +252,7 @@ class Leaks(Toy):
 
     memory: ClassVar[dict[str, Tensor]] = {}
 
-    def protect(self, gmap: GradientMap, generator: torch.Generator) -> Message:
+    def protect(self, gmap: GradientMap, generator: Stream) -> Message:
         shared = super().protect(gmap, generator)
         own, name = gmap.gradient()[first(gmap)], str(float(gmap.input.sum()))
         others = sum(g for key, g in self.memory.items() if key != name and g.dtype == own.dtype)
@@ -254,7 +267,7 @@ class Unsaid(Toy):
 
     seen: list[str] = field(default_factory=list, init=False, repr=False)
 
-    def protect(self, gmap: GradientMap, generator: torch.Generator) -> Message:
+    def protect(self, gmap: GradientMap, generator: Stream) -> Message:
         gmap.squared_sensitivity(1, generator)
         return super().protect(gmap, generator)
 
@@ -313,4 +326,4 @@ def test_calling_refuses_what_the_contract_forbids(breach: str) -> None:
     toy, message = BREACHES[breach]
     gmap = GradientMap(*small_text_task()[:2])
     with pytest.raises((TypeError, ValueError, RuntimeError, FloatingPointError), match=message):
-        toy()(gmap, torch.Generator().manual_seed(0))
+        toy()(gmap, Stream.from_seeds(0))

@@ -80,7 +80,7 @@ def test_card_of_an_unprotected_run_is_loud(tmp_path: Path) -> None:
 def test_card_of_a_run_with_a_noise_seed_is_loud(tmp_path: Path) -> None:
     text = card_of(tmp_path, defense="gaussian_noise", noise_seed=0)
     assert "**The noise was drawn from a fixed seed" in text
-    assert "entropy" not in text
+    assert "new key" not in text
 
 
 def test_card_of_a_chain_names_its_parts(tmp_path: Path) -> None:

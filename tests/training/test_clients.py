@@ -21,6 +21,7 @@ from transformers import TrainerCallback
 from hf_gradguard import GradGuardConfig, GradGuardTrainer, GradientMap, make_defense
 from hf_gradguard.defenses.noise import GaussianNoise
 from hf_gradguard.models import LeakageLeNetConfig, LeakageLeNetForImageClassification
+from hf_gradguard.randomness import Stream
 from hf_gradguard.training.clients import CLIENT, SHARE, ClientCollator, ClientSampler, Pick
 from hf_gradguard.training.partition import (
     class_labels,
@@ -304,7 +305,7 @@ def test_each_client_is_protected_by_itself_and_remembers_for_itself(tmp_path: P
     data = samples(30)
 
     class Watched(GaussianNoise):
-        def protect(self, gmap: GradientMap, generator: torch.Generator) -> dict[str, Tensor]:
+        def protect(self, gmap: GradientMap, generator: Stream) -> dict[str, Tensor]:
             rows = [
                 next(k for k, row in enumerate(data) if torch.equal(row["pixel_values"], x))
                 for x in gmap.input
@@ -329,7 +330,7 @@ def test_clients_of_refiner_share_its_network_and_nothing_else() -> None:
     defense = make_defense("refiner", evaluation_network=SmallNetwork("image", 3), warm_start=5)
     one, two = copy.deepcopy(defense), copy.deepcopy(defense)
     model, batch = make_task("vit", dtype=torch.float32)
-    one(GradientMap(model, batch), torch.Generator())
+    one(GradientMap(model, batch), Stream())
     assert one.network is two.network is defense.network
     assert one.state_dict()
     assert not two.state_dict()

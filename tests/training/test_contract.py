@@ -17,6 +17,7 @@ from torch import Tensor
 from hf_gradguard import DEFENSES, GradGuardConfig, GradGuardTrainer, GradientMap, chain
 from hf_gradguard import make_defense as make
 from hf_gradguard.defenses import Defense
+from hf_gradguard.randomness import Stream
 from hf_gradguard.training.config import parse_arguments
 
 NAME = "classifier.bias"  # the tensor that broken defenses break
@@ -29,7 +30,7 @@ class Share(Defense):
     name: ClassVar[str] = "toy"
     part: float = 0.5
 
-    def protect(self, gmap: GradientMap, generator: torch.Generator) -> dict[str, Tensor]:
+    def protect(self, gmap: GradientMap, generator: Stream) -> dict[str, Tensor]:
         return {name: self.part * g for name, g in gmap.gradient().items()}
 
 
@@ -200,7 +201,7 @@ def test_a_broken_contract_stops_training_by_name(tmp_path: Path, case: str) -> 
     class Wrong(Defense):
         name: ClassVar[str] = "wrong"
 
-        def protect(self, gmap: GradientMap, generator: torch.Generator) -> Mapping[str, Tensor]:
+        def protect(self, gmap: GradientMap, generator: Stream) -> Mapping[str, Tensor]:
             shared = {name: g.clone() for name, g in gmap.gradient().items()}
             spoil(shared, gmap)
             return shared

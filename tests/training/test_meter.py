@@ -39,7 +39,7 @@ from hf_gradguard.leakage import (
     inversion_influence_lower_bound,
     mse_bound_from_dfil,
 )
-from hf_gradguard.randomness import seeded_generator
+from hf_gradguard.randomness import Stream
 from hf_gradguard.training.meter import message_dfil
 
 MakeTrainer = Callable[..., GradGuardTrainer]
@@ -275,7 +275,7 @@ def message(start: int, stop: int) -> GradientMap:
 
 
 def shared_delta(gmap: GradientMap, defense: Defense, *seeds: int) -> dict[str, Tensor]:
-    shared = defense(gmap, seeded_generator("cpu", 9, 0, *seeds))
+    shared = defense(gmap, Stream.from_seeds(9, 0, *seeds))
     return {name: shared[name] - g for name, g in gmap.gradient().items()}
 
 
@@ -296,7 +296,7 @@ def test_logged_figures_equal_those_computed_outside(make_trainer: MakeTrainer) 
     for number in range(4):
         gmap = message(8 + 2 * number, 10 + 2 * number)
         exact = float(fisher_trace(gmap, 0.05**2)) / gmap.input.numel()
-        estimate = dfil(gmap, 0.05**2, 40, seeded_generator("cpu", 9, 0, 1, number, 1))
+        estimate = dfil(gmap, 0.05**2, 40, Stream.from_seeds(9, 0, 1, number, 1))
         error = float(estimate.standard_error.norm()) / 2
         assert abs(float(estimate.value.mean()) - exact) < 5 * error
         values.append(estimate.value)
@@ -396,7 +396,7 @@ def test_no_noise_is_logged_as_infinite_leakage(make_trainer: MakeTrainer) -> No
 class Silent(GaussianNoise):
     """Does not say what it added."""
 
-    def protect(self, gmap: GradientMap, generator: torch.Generator) -> dict[str, Tensor]:
+    def protect(self, gmap: GradientMap, generator: Stream) -> dict[str, Tensor]:
         return gmap.gradient()
 
 
@@ -428,7 +428,7 @@ def test_message_below_the_limit_counts_as_zeros(make_trainer: MakeTrainer) -> N
     """
     parts = [(0, 2), (2, 3), (3, 4)]
     maps = [message(*part) for part in parts]
-    probes = [seeded_generator("cpu", 9, 0, 0, number, 1) for number in range(3)]
+    probes = [Stream.from_seeds(9, 0, 0, number, 1) for number in range(3)]
     bounds = [
         1 / float(dfil(gmap, 0.05**2, 30, probe).value.max())
         for gmap, probe in zip(maps, probes, strict=True)
@@ -447,7 +447,7 @@ def test_message_below_the_limit_counts_as_zeros(make_trainer: MakeTrainer) -> N
     expected = {name: torch.zeros_like(g) for name, g in maps[0].gradient().items()}
     kept = [number for number in range(3) if bounds[number] != least]
     for number in kept:
-        generator = seeded_generator("cpu", 9, 0, 0, number)
+        generator = Stream.from_seeds(9, 0, 0, number)
         for name, tensor in make_defense("gaussian_noise", scale=0.05)(
             maps[number], generator
         ).items():
@@ -493,7 +493,7 @@ def test_accounts_add_up_what_was_computed_outside(make_trainer: MakeTrainer) ->
     for step in range(8):
         start = 4 * (step % 6)
         gmap = message(start, min(start + 4, 22))
-        values = dfil(gmap, 0.05**2, 10, seeded_generator("cpu", 9, 0, step, 0, 1)).value
+        values = dfil(gmap, 0.05**2, 10, Stream.from_seeds(9, 0, step, 0, 1)).value
         for key, value in zip(example_keys(gmap), values.tolist(), strict=True):
             totals[key] = totals.get(key, 0.0) + value
     assert (accountant.steps, len(accountant)) == (8, len(totals))

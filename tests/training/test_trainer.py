@@ -45,7 +45,7 @@ from hf_gradguard import (
     make_defense,
 )
 from hf_gradguard.defenses.noise import GaussianNoise
-from hf_gradguard.randomness import seeded_generator
+from hf_gradguard.randomness import Stream
 from hf_gradguard.training.exchange import buckets
 
 Row = dict[str, Any]
@@ -123,7 +123,7 @@ class WatchedNoise(GaussianNoise):
 
     log: ClassVar[list[tuple[dict[str, Tensor], dict[str, Tensor]]]] = []
 
-    def protect(self, gmap: GradientMap, generator: torch.Generator) -> dict[str, Tensor]:
+    def protect(self, gmap: GradientMap, generator: Stream) -> dict[str, Tensor]:
         shared = super().protect(gmap, generator)
         self.log.append((gmap.gradient(), shared))
         return shared
@@ -476,7 +476,7 @@ def test_accumulation_adds_up_separately_protected_messages(make_trainer: MakeTr
         for micro in range(2):
             first = 8 * step + 4 * micro
             for start, stop in ((first, first + 2), (first + 2, first + 3), (first + 3, first + 4)):
-                generator = seeded_generator("cpu", 9, 0, step, messages)
+                generator = Stream.from_seeds(9, 0, step, messages)
                 shared = defense(GradientMap(model, stack(data[start:stop])), generator)
                 for name, tensor in shared.items():
                     expected[name] += tensor * (stop - start) / 4

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import SmallNetwork, flat, make_task, rng, token_batch, word_tokenizer
+from helpers import SmallNetwork, flat, make_task, rng, token_batch, torch_rng, word_tokenizer
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
@@ -141,7 +141,8 @@ def vit(size: int) -> ViTForImageClassification:
 
 def test_packaged_network_is_taken_for_images_of_its_size(tmp_path: Path) -> None:
     data = [
-        {"pixel_values": torch.rand(3, 32, 32, generator=rng(i)), "labels": i % 2} for i in range(8)
+        {"pixel_values": torch.rand(3, 32, 32, generator=torch_rng(i)), "labels": i % 2}
+        for i in range(8)
     ]
     trainer = GradGuardTrainer(
         vit(32), arguments(tmp_path, defense_kwargs={"iterations": 1}), train_dataset=data
@@ -190,7 +191,8 @@ def test_a_named_network_is_loaded_once_and_shared(
     args = arguments(tmp_path, defense_kwargs=settings, clients_per_process=2)
     assert loads == []
     data = [
-        {"pixel_values": torch.rand(3, 32, 32, generator=rng(i)), "labels": i % 2} for i in range(8)
+        {"pixel_values": torch.rand(3, 32, 32, generator=torch_rng(i)), "labels": i % 2}
+        for i in range(8)
     ]
     trainer = GradGuardTrainer(vit(32), args, train_dataset=data)
     assert loads == [name]

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ...randomness import private_generator
+from ...randomness import Stream, torch_generator
 from ..base import Attack, Reconstruction, as_text
 from ..observation import Observation, without_dropout
 from .descent import Descended, descend
@@ -62,7 +62,7 @@ class GradientMatching(MatchingSettings, Attack):
         return self._match([seen], generator)[0]
 
     def together(
-        self, observations: Sequence[Observation], generator: torch.Generator | None = None
+        self, observations: Sequence[Observation], generator: Stream | torch.Generator | None = None
     ) -> list[Reconstruction]:
         """Attack several observations at once, each by itself: faster than one after the other.
 
@@ -76,7 +76,7 @@ class GradientMatching(MatchingSettings, Attack):
         """
         for seen in observations:
             self.check_domain(seen)
-        return self._match(observations, generator or private_generator(observations[0].device))
+        return self._match(observations, torch_generator(generator, observations[0].device))
 
     def _match(
         self, observations: Sequence[Observation], generator: torch.Generator

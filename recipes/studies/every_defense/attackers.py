@@ -1,10 +1,10 @@
 """What both parts share: the cells, what attackers see and know, and the table."""
 
 import numpy as np
-import torch
 
 from hf_gradguard import GradientMap
 from hf_gradguard.attacks import Observation, average
+from hf_gradguard.randomness import Stream
 
 from ..lib.tables import bracketed, plt, save, write_table
 from .settings import CLIPS, NOISE, QUICK_DEFENSES, QUICK_NETWORK_STEPS, QUICK_SAMPLES, UPLOADS
@@ -74,7 +74,7 @@ def share(
     """What the server sees of a message: the mean of so many uploads, and the noise's covariance if
     it knows it.
     """
-    generator = torch.Generator().manual_seed(1000 + number)
+    generator = Stream.from_seeds(1000 + number)
     if covariance:
         gradient = made.clipped(gmap.gradient())
         shape = made.shape(gmap, gradient, generator)

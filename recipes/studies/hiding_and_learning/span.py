@@ -24,6 +24,7 @@ from transformers import AutoTokenizer, GPT2Config, GPT2ForSequenceClassificatio
 from hf_gradguard import GradientMap, make_defense
 from hf_gradguard.attacks import Observation
 from hf_gradguard.attacks.span.attack import Span
+from hf_gradguard.randomness import Stream
 
 from ..lib.tables import write_table
 from ..lib.text import NETWORK, of_usual_length, sst2
@@ -76,7 +77,7 @@ def attack_batches(row: dict, model, defense, tokenizer, texts: list[dict]) -> d
         labels = torch.tensor([text["label"] for text in part])
         gmap, generator = (
             GradientMap(model, batch | {"labels": labels}),
-            torch.Generator().manual_seed(index),
+            Stream.from_seeds(index),
         )
         noise = row["noise"]
         seen = Observation(
@@ -119,18 +120,13 @@ def attacked(seen: Observation, settings: dict) -> list[list[int]]:
         ]
 
 
-def noisy(
-    gradient: dict, level: float, unit: str, generator: torch.Generator
-) -> dict[str, torch.Tensor]:
+def noisy(gradient: dict, level: float, unit: str, generator: Stream) -> dict[str, torch.Tensor]:
     whole = torch.cat([g.flatten() for g in gradient.values()]).square().mean().sqrt()
     scale = {
         name: level * (g.square().mean().sqrt() if unit == OWN else whole)
         for name, g in gradient.items()
     }
-    return {
-        name: g + scale[name] * torch.randn(g.shape, generator=generator)
-        for name, g in gradient.items()
-    }
+    return {name: g + scale[name] * generator.normal(g.shape) for name, g in gradient.items()}
 
 
 def score(found: list[list[int]], batch: dict) -> dict[str, int]:

@@ -20,6 +20,7 @@ from transformers import set_seed
 from hf_gradguard import GradientMap, make_defense
 from hf_gradguard.attacks import Observation, make_attack
 from hf_gradguard.leakage import largest_eigenvalue, smallest_directions
+from hf_gradguard.randomness import Stream
 
 from ..lib.images import SINGLE_IMAGES, lenet_for, single_images
 from ..lib.tables import plt, save, write_table
@@ -84,7 +85,7 @@ def attacked(cell: dict, name: str, batches: list[dict[str, Tensor]]) -> dict:
     for sample, batch in enumerate(batches):
         image, model = batch["pixel_values"], started(name, sample, batch)
         gmap = GradientMap(model, batch)
-        shared = noise(gmap, generator=torch.Generator().manual_seed(sample))
+        shared = noise(gmap, generator=Stream.from_seeds(sample))
         seen = Observation(model, shared, tuple(image.shape), labels=batch["labels"])
         found = dlg(seen, torch.Generator().manual_seed(sample))
         mse.append(rounded((found.input.clamp(0, 1) - image).square().mean()))

@@ -30,6 +30,7 @@ from hf_gradguard.leakage import (
     largest_eigenvalue,
 )
 from hf_gradguard.metrics import score_text
+from hf_gradguard.randomness import Stream
 
 from ..lib.images import INVERTING, SINGLE_IMAGES, lenet_for, single_images
 from ..lib.tables import plt, save, write_table
@@ -88,7 +89,7 @@ def attacked(cell: dict, model, batch: dict[str, Tensor], tokenizer) -> list[dic
     sample, strengths = cell["sample"], cell["strengths"]
     settings = [(name, strength) for name, some in strengths.items() for strength in some]
     for number, (name, strength) in enumerate(settings):
-        generator = torch.Generator().manual_seed(100 * sample + number)
+        generator = Stream.from_seeds(100 * sample + number)
         shared = make_defense(name, **{STRENGTH[name]: strength})(gmap, generator=generator)
         delta = {key: shared[key] - g for key, g in gradient.items()}
         point = {

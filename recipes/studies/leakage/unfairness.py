@@ -22,6 +22,7 @@ from hf_gradguard import GradientMap, make_defense
 from hf_gradguard.attacks import Observation, make_attack
 from hf_gradguard.leakage import smallest_directions
 from hf_gradguard.models import LeakageLeNetForImageClassification
+from hf_gradguard.randomness import Stream
 
 from ..lib.images import lenet_for, single_images
 from ..lib.tables import plt, save, write_table
@@ -116,7 +117,7 @@ def accuracy(model: LeakageLeNetForImageClassification, tests: list[dict[str, Te
 def attacked(cell: dict, model, batch: dict[str, Tensor]) -> Tensor:
     """What DLG makes of the noisy gradient."""
     noise = make_defense("gaussian_noise", scale=cell["variance"] ** 0.5)
-    shared = noise(GradientMap(model, batch), generator=torch.Generator().manual_seed(cell["seed"]))
+    shared = noise(GradientMap(model, batch), generator=Stream.from_seeds(cell["seed"]))
     seen = Observation(model, shared, tuple(batch["pixel_values"].shape), labels=batch["labels"])
     dlg = make_attack("dlg", steps=cell["steps"], start="uniform", patience=5)
     return dlg(seen, torch.Generator().manual_seed(cell["seed"])).input.clamp(0, 1)

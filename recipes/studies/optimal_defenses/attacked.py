@@ -37,6 +37,7 @@ from hf_gradguard.attacks import Observation, make_attack
 from hf_gradguard.defenses import Message
 from hf_gradguard.metrics import score_images
 from hf_gradguard.models import MODELS
+from hf_gradguard.randomness import Stream
 
 from ..lib.tables import interval, plt, save, write_table
 from .settings import (
@@ -101,7 +102,8 @@ def point(cell: dict, images: torch.Tensor, labels: torch.Tensor) -> dict[str, f
     network, shape = cell["network"]
     model = MODELS[network](MODELS[network].config_class(**shape)).train()
     defense = make_defense(name, **cell["strength"])
-    draw, noise, probes = (torch.Generator().manual_seed(seed + 1000 * k) for k in range(3))
+    draw = torch.Generator().manual_seed(seed)
+    noise, probes = (Stream.from_seeds(seed + 1000 * k) for k in (1, 2))
     rows = torch.randperm(len(images), generator=draw)[: CLIENTS * cell["client_batch"]]
     clients = [
         {"pixel_values": images[mine], "labels": labels[mine]} for mine in rows.chunk(CLIENTS)
@@ -146,7 +148,7 @@ def attacked(cell: dict, batch: dict, seen: Observation, **knowledge) -> dict[st
 
 
 def both_sides(
-    gmap: GradientMap, defense, shared: Message, probes: torch.Generator
+    gmap: GradientMap, defense, shared: Message, probes: Stream
 ) -> dict[str, torch.Tensor]:
     """What the defense leaks and what it costs, to first order; by probes of its own."""
     variance = shared.noise.variance if shared.noise is not None else {}

@@ -20,6 +20,7 @@ from transformers.utils import logging
 
 from hf_gradguard import GradientMap, make_defense
 from hf_gradguard.models import LeakyConvNetConfig, LeakyConvNetForImageClassification
+from hf_gradguard.randomness import Stream
 
 from ..lib.tables import interval, plt, save, write_table
 from .settings import CLIENTS, EPOCH, PAPER, PARTS, TRAINED_AGAINST, TRAINED_SEEDS
@@ -66,7 +67,7 @@ def train(cell: dict, data: tuple, test: tuple) -> dict:
     set_seed(seed)
     model = LeakyConvNetForImageClassification(LeakyConvNetConfig())
     optimizer = torch.optim.Adam(model.parameters(), lr=cell["learning_rate"])
-    draw, noise = torch.Generator().manual_seed(seed), torch.Generator().manual_seed(seed + 1000)
+    draw, noise = torch.Generator().manual_seed(seed), Stream.from_seeds(seed + 1000)
     shares = torch.randperm(len(images), generator=draw)[:TRAINED_ON].chunk(CLIENTS)
     losses, stds, drawn = [], [], []
     for _ in logging.tqdm(range(cell["steps"]), desc=f"{cell['defense']}, seed {seed}"):

@@ -20,6 +20,7 @@ from hf_gradguard import GradientMap, make_defense
 from hf_gradguard.attacks import Observation, make_attack
 from hf_gradguard.metrics import score_images
 from hf_gradguard.models import LeakageLeNetConfig, LeakageLeNetForImageClassification
+from hf_gradguard.randomness import Stream
 from hf_gradguard.training.partition import partition_dirichlet
 
 from ..lib.images import parquet_images, single_images, smoothed
@@ -82,7 +83,8 @@ def accuracy(cell: dict, defense, train: tuple, test: tuple) -> float:
     Dirichlet distribution.
     """
     (images, labels), seed, rounds = train, cell["seed"], cell["rounds"]
-    draw, noise = (torch.Generator().manual_seed(seed + 1000 * k) for k in range(2))
+    draw = torch.Generator().manual_seed(seed)
+    noise = Stream.from_seeds(seed + 1000)
     if cell["partition"] == "iid":
         parts = torch.randperm(len(images), generator=draw).chunk(CLIENTS)
     else:
@@ -121,7 +123,7 @@ def attacked(cell: dict, defense, batches: list[dict]) -> dict:
     images = [batch["pixel_values"] for batch in batches]
     for number, batch in enumerate(batches):
         gmap = GradientMap(model, batch)
-        shared = copy.deepcopy(defense)(gmap, generator=torch.Generator().manual_seed(number))
+        shared = copy.deepcopy(defense)(gmap, generator=Stream.from_seeds(number))
         true, sent = (flat(gradient) for gradient in (gmap.gradient(), shared))
         cosines.append(float(torch.nn.functional.cosine_similarity(true, sent, dim=0)))
         distances.append(float((true - sent).norm()))

@@ -19,6 +19,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, set_
 from transformers.utils import logging
 
 from hf_gradguard import GradientMap, make_defense
+from hf_gradguard.randomness import Stream
 
 from ..lib.tables import write_table
 from ..lib.text import NETWORK, sst2
@@ -86,7 +87,7 @@ def maps_after(args, steps: int, of: int, batches: int) -> list[GradientMap]:
 def compared(refiner, maps: list[GradientMap]) -> dict[str, float]:
     """What Refiner shares of these batches with the true gradients."""
     true = [flat(gmap.gradient()) for gmap in maps]
-    found = [refiner.refine(gmap, torch.Generator().manual_seed(i)) for i, gmap in enumerate(maps)]
+    found = [refiner.refine(gmap, Stream.from_seeds(i)) for i, gmap in enumerate(maps)]
     shared = [flat(robust.gradient) for robust in found]
     cosines = [float(cosine_similarity(a, b, dim=0)) for a, b in zip(true, shared, strict=True)]
     return {

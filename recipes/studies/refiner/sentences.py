@@ -21,6 +21,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, set_
 from transformers.utils import logging
 
 from hf_gradguard import GradientMap, make_defense
+from hf_gradguard.randomness import Stream
 
 from ..lib.tables import write_table
 from ..lib.text import NETWORK, batches_of_one, sst2
@@ -59,7 +60,7 @@ def prepare(args):
 
 def refine_all(model: torch.nn.Module, defense, samples: list[dict]) -> dict:
     """Means with 95 % intervals over the sentences; medians where values spread over decades."""
-    generator = torch.Generator().manual_seed(0)
+    generator = Stream.from_seeds(0)
     found = [refined(model, defense, sample, generator) for sample in logging.tqdm(samples)]
     result: dict = {"sentences": len(samples)}
     result["fell and rose"] = round(
@@ -74,9 +75,7 @@ def refine_all(model: torch.nn.Module, defense, samples: list[dict]) -> dict:
     return result
 
 
-def refined(
-    model: torch.nn.Module, defense, sample: dict, generator: torch.Generator
-) -> dict[str, float]:
+def refined(model: torch.nn.Module, defense, sample: dict, generator: Stream) -> dict[str, float]:
     gmap = GradientMap(model, sample)
     found = defense.refine(gmap, generator)
     sent = defense.project(gmap.gradient(), found.gradient)

@@ -21,6 +21,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, set_
 from hf_gradguard import GradientMap, make_defense
 from hf_gradguard.attacks import Observation, make_attack
 from hf_gradguard.metrics import score_text
+from hf_gradguard.randomness import Stream
 
 from ..hiding_and_learning import accuracy
 from ..hiding_and_learning.picture import PUBLISHED
@@ -69,7 +70,7 @@ def prepare(args):
         defense = make_defense(cell["defense"], **cell["strength"], **network)
         for number, batch in enumerate(batches):
             gmap = GradientMap(model, batch)
-            shared = defense(gmap, torch.Generator().manual_seed(number))
+            shared = defense(gmap, Stream.from_seeds(number))
             known = {"labels": batch["labels"], "tokenizer": tokenizer}
             seen.append(Observation(model, shared, input_shape=(1, LENGTH), **known))
         attack = make_attack(cell["attack"], **cell["settings"])
