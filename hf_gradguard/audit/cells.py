@@ -22,6 +22,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ..data.private import make_private_folder, write_private
+
 PACKAGE = __name__.partition(".")[0]
 # These only list names: a defense more must not undo the results of all others.
 _LISTS = {PACKAGE, f"{PACKAGE}.registry"}
@@ -35,7 +37,8 @@ class Cells:
     other cells.
 
     Args:
-        folder: Where they lie. Made if it is not there.
+        folder: Where they lie. Made if it is not there, for its owner alone: cells hold private
+            data.
 
     Attributes:
         made: How many were not there and had to be made.
@@ -47,7 +50,8 @@ class Cells:
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder, self.made = Path(folder), 0
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            make_private_folder(self.folder.parent)
+            make_private_folder(self.folder)
             with tempfile.TemporaryFile(dir=self.folder):
                 pass
         except OSError as error:
@@ -79,13 +83,8 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a UTF-8 file, whole or not at all."""
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        part.write_text(text, encoding="utf-8")
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
+    """Write a UTF-8 file, whole or not at all, for its owner alone: it may hold private texts."""
+    write_private(path, text.encode())
 
 
 def digest(*parts: Any) -> str:

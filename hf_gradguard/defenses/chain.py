@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from torch import nn
+from torch import Tensor, nn
 
 from ..gradient_map import GradientMap, Tensors
 from ..gradient_map.views import MaskedMap
 from ..randomness import Stream
 from .base import Defense
-from .message import Message
+from .message import Message, Noise
 
 
 @dataclass
@@ -31,14 +33,22 @@ class Chain(Defense):
     def protect(self, gmap: GradientMap, generator: Stream) -> Message:
         one = self.first(gmap, generator)
         two = self.second(MaskedMap(gmap, one, one.transmitted), generator)
-        # What comes after noise only processes what that noise released.
-        noise = two.noise if one.exact else one.noise
         masks = [m.transmitted for m in (one, two) if m.transmitted is not None]
         transmitted = {n: masks[0][n] & masks[-1][n] for n in masks[0]} if masks else None
         shared = dict(two)
         if one.transmitted is not None:  # what was withheld stays so, whatever came after
             shared = {name: t.masked_fill(~one.transmitted[name], 0) for name, t in two.items()}
-        return Message(shared, noise=noise, transmitted=transmitted, exact=one.exact and two.exact)
+
+        def noise() -> Noise | None:
+            # What comes after noise only processes what that noise released.
+            return _within(two.noise, one.transmitted) if one.exact else one.noise
+
+        return Message(
+            shared,
+            noise=noise if self.adds_gaussian_noise else None,
+            transmitted=transmitted,
+            exact=one.exact and two.exact,
+        )
 
     def prepare(self, model: nn.Module, processing_class: Any = None) -> None:
         for part in (self.first, self.second):
@@ -69,6 +79,16 @@ class Chain(Defense):
             prefix = f"{part}."
             own = {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)}
             getattr(self, part).load_state_dict(own)
+
+
+def _within(noise: Noise | None, transmitted: Mapping[str, Tensor] | None) -> Noise | None:
+    """Noise as it is where something was transmitted: elsewhere nothing was shared."""
+    if noise is None or transmitted is None:
+        return noise
+    return noise._replace(
+        variance={n: v.masked_fill(~transmitted[n], math.inf) for n, v in noise.variance.items()},
+        added={n: v.masked_fill(~transmitted[n], 0) for n, v in noise.added.items()},
+    )
 
 
 def chain(*defenses: Defense) -> Defense:

@@ -64,7 +64,7 @@ class Message(Mapping[str, Tensor]):
         self,
         tensors: Mapping[str, Tensor],
         *,
-        noise: Noise | Callable[[], Noise] | None = None,
+        noise: Noise | Callable[[], Noise | None] | None = None,
         transmitted: Mapping[str, Tensor] | None = None,
         exact: bool = False,
     ) -> None:

@@ -142,7 +142,8 @@ class NoiseDefense(Defense):
         }
 
         def noise() -> Noise:
-            return self._noise(gmap, shape, self.referred(true, variance), variance)
+            referred = self.referred(true, variance)
+            return Noise(referred, variance, shape.squares, shape.num_probes, shape.shaping_probes)
 
         return Message(
             cast_like(noisy, gmap),
@@ -153,12 +154,6 @@ class NoiseDefense(Defense):
     @property
     def adds_gaussian_noise(self) -> bool:
         return type(self).draw is NoiseDefense.draw
-
-    def _noise(self, gmap: GradientMap, shape: Shape, variance: Tensors, added: Tensors) -> Noise:
-        sent = gmap.transmitted
-        if sent is not None:
-            variance = {name: v.masked_fill(~sent[name], math.inf) for name, v in variance.items()}
-        return Noise(variance, added, shape.squares, shape.num_probes, shape.shaping_probes)
 
     def draw(self, like: Tensor, generator: Stream) -> Tensor:
         """Noise of unit variance in the shape of `like`."""

@@ -4,19 +4,23 @@ given away.
 
 from __future__ import annotations
 
+import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
 from transformers.utils import logging
 
+from ..data.private import write_private
 from ..defenses import Defense
 from ..leakage import FisherAccountant
 
 logger = logging.get_logger(__name__)
 
-_ACCOUNT = "accountant/"
+_ACCOUNT, _CHECKSUM = "accountant/", "gradguard_sha256"
 _NO_ACCOUNT = (
     "{} holds no accountant's state of this rank, so what was shared until then would not be "
     "counted. Resume with as many ranks as were saved, from a run that had an accountant, or "
@@ -27,7 +31,8 @@ _NO_ACCOUNT = (
 def save_private_state(
     folder: str, rank: int, clients: Sequence[Defense], accountant: FisherAccountant | None
 ) -> None:
-    """Write the state of each client's defense, and of the accountant.
+    """Write the state of each client's defense, and of the accountant, to a file that only its
+    owner can read: it depends on the client's data.
 
     Example:
         >>> save_private_state(".", 0, [make_defense("optimal_noise")], accountant=None)
@@ -41,7 +46,7 @@ def save_private_state(
     }
     if accountant is not None:
         state |= {f"{_ACCOUNT}{key}": tensor for key, tensor in accountant.state_dict().items()}
-    save_file(state, _file(folder, rank))
+    write_private(_file(folder, rank), save(state, {_CHECKSUM: _checksum(state)}))
 
 
 def load_private_state(
@@ -54,7 +59,8 @@ def load_private_state(
     """Restore them.
 
     Raises:
-        ValueError: If there is an accountant, and the folder holds none of this rank.
+        ValueError: If there is an accountant, and the folder holds none of this rank; or if the
+            file is damaged.
 
     Example:
         >>> one, other = make_defense("optimal_noise"), make_defense("optimal_noise")
@@ -71,7 +77,7 @@ def load_private_state(
             f"{folder} holds no defense state of this rank. Sensitivities are estimated anew."
         )
         return
-    saved = load_file(_file(folder, rank))
+    saved = _read(_file(folder, rank))
     account = {
         key.removeprefix(_ACCOUNT): saved.pop(key)
         for key in list(saved)
@@ -95,6 +101,34 @@ def load_private_state(
             if key.startswith(prefix)
         }
         defense.load_state_dict(own)
+
+
+def _read(path: str) -> dict[str, Tensor]:
+    """The tensors of a private file, as they were written."""
+    try:
+        with safe_open(path, "pt") as file:
+            checksum = (file.metadata() or {}).get(_CHECKSUM)
+            state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except SafetensorError as error:
+        raise ValueError(_DAMAGED.format(path, error)) from error
+    if checksum != _checksum(state):
+        raise ValueError(_DAMAGED.format(path, "its checksum is another"))
+    return state
+
+
+def _checksum(state: Mapping[str, Tensor]) -> str:
+    found = hashlib.sha256()
+    for name in sorted(state):
+        tensor = state[name].detach().cpu().contiguous()
+        found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)};".encode())
+        found.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
+
+
+_DAMAGED = (
+    "{} is cut off or was changed ({}), so what defenses remember and what was given away cannot "
+    "be told. Resume from an earlier checkpoint."
+)
 
 
 def _file(folder: str, rank: int) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from test_audit import TEXTS, Spy, spy, text_model  # noqa: F401
 from hf_gradguard import DEFENSES, GradientMap
 from hf_gradguard.attacks import ATTACKS, Observation, Reconstruction
 from hf_gradguard.audit import audit, markdown_table, summarize
-from hf_gradguard.audit.cells import code_digest, modules_of
+from hf_gradguard.audit.cells import Cells, code_digest, modules_of
 from hf_gradguard.audit.report import html_report
 from hf_gradguard.defenses import Defense
 from hf_gradguard.randomness import Stream
@@ -207,3 +208,17 @@ def test_files_are_written_after_every_message(
     model, tokenizer = text_model()
     audit(model, tokenizer, TEXTS, "none", "spy", output=tmp_path)
     assert written == [0, 1, 2, 3]
+
+
+def test_an_audits_files_are_their_owners_alone(tmp_path: Path) -> None:
+    """They hold private texts, and what attacks made of them."""
+    before = os.umask(0o000)
+    try:
+        cells = Cells(tmp_path / "runs" / "audit" / "cells")
+        cells.once("key", lambda: {"scores": {}})
+    finally:
+        os.umask(before)
+    folders = [tmp_path / "runs" / "audit", tmp_path / "runs" / "audit" / "cells"]
+    assert [folder.stat().st_mode & 0o777 for folder in folders] == [0o700, 0o700]
+    (file,) = folders[1].iterdir()
+    assert file.stat().st_mode & 0o777 == 0o600
