@@ -24,6 +24,7 @@ from torch import Tensor
 KEY_BYTES, BLOCK_WORDS = 32, 16
 _CHUNK = 2**16  # pairs of numbers at once: what is made of them stays in a processor's cache
 _CHUNK_ELSEWHERE = 2**24
+_ZEROS = memoryview(bytes(16 * _CHUNK))  # what is encrypted: the keystream is what comes out
 
 
 class Stream:
@@ -75,8 +76,8 @@ class Stream:
 
     def bytes(self, count: int) -> bytes:
         """So many bytes."""
-        words = next(self._words((count + 3) // 4, count, torch.device("cpu")))
-        return words.numpy().tobytes()[:count]
+        parts = self._words(1, (count + 3) // 4, torch.device("cpu"), _CHUNK)
+        return b"".join(words.numpy().tobytes() for words in parts)[:count]
 
     def normal(
         self,
@@ -168,9 +169,7 @@ class Stream:
             done += len(made)
         return out.view(tuple(shape))
 
-    def _words(
-        self, each: int, count: int, device: torch.device, chunk: int = 2**20
-    ) -> Iterator[Tensor]:
+    def _words(self, each: int, count: int, device: torch.device, chunk: int) -> Iterator[Tensor]:
         """One draw: `each` 32-bit words for each of `count` things, `chunk` things at a time."""
         if self._private and os.getpid() != self._process:  # a fork would draw what its parent does
             self._key, self._process = os.urandom(KEY_BYTES), os.getpid()
@@ -236,9 +235,9 @@ def _keystream(key: bytes, nonce: bytes, parts: Sequence[int]) -> Iterator[Tenso
     if not parts:
         return
     encryptor = Cipher(algorithms.ChaCha20(key, bytes(4) + nonce), mode=None).encryptor()
-    zeros, buffer = bytes(4 * max(parts)), bytearray(4 * max(parts) + 63)
+    buffer = bytearray(4 * max(parts) + 63)
     for size in parts:
-        encryptor.update_into(memoryview(zeros)[: 4 * size], buffer)
+        encryptor.update_into(_ZEROS[: 4 * size], buffer)
         yield torch.frombuffer(buffer, dtype=torch.int32, count=size)
 
 

@@ -155,6 +155,14 @@ def test_shapes_and_types(shape: tuple[int, ...]) -> None:
             assert torch.isfinite(found).all()
 
 
+@pytest.mark.parametrize("count", [0, 1, 3, 4, 64, 65, 2**18 + 5])
+def test_bytes(count: int) -> None:
+    """As many as asked for, from the beginning of the draw's keystream."""
+    key = bytes(range(32))
+    whole = chacha20_words(key, bytes(12), 0, count // 64 + 1, "cpu").numpy().tobytes()
+    assert Stream(key).bytes(count) == whole[:count]
+
+
 # Who can repeat it
 
 
