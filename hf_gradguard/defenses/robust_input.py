@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..gradient_map import GradientMap
+from ..gradient_map.domain import PixelSpace, embed
 from ..randomness import Stream
 
 
@@ -46,10 +47,7 @@ class Words:
         allowed[[index for index in self.special if index < len(allowed)]] = False
         ordinary = allowed.nonzero().flatten().to(like.device)
         drawn = ordinary[generator.integers(len(ordinary), self.ids.shape, device=like.device)]
-        with (
-            torch.no_grad()
-        ):  # the class's own method: hooks (NEFTune's, say) are for the model's passes
-            return type(self.embedding).forward(self.embedding, drawn).to(like.dtype)
+        return embed(self.embedding, drawn).to(like.dtype)
 
     def project_(self, x: Tensor) -> None:
         """Embeddings have no range to stay in."""
@@ -81,10 +79,8 @@ class Pixels:
     ) -> None:
         x = gmap.input
         self.images = x
-        self.mean = torch.tensor(mean or [0.0], device=x.device, dtype=x.dtype).view(1, -1, 1, 1)
-        self.std = torch.tensor(std or [1.0], device=x.device, dtype=x.dtype).view(1, -1, 1, 1)
-        self.low, self.high = (0 - self.mean) / self.std, (1 - self.mean) / self.std
-        pixels = x * self.std + self.mean
+        self.space = PixelSpace(x, mean, std)
+        pixels = self.space.plain(x)
         if pixels.min() < -1e-3 or pixels.max() > 1 + 1e-3:
             raise ValueError(
                 f"Pixels range from {float(pixels.min()):.3g} to {float(pixels.max()):.3g}, where "
@@ -96,13 +92,13 @@ class Pixels:
     def noise(self, like: Tensor, generator: Stream) -> Tensor:
         """v: uniform over the pixel range."""
         drawn = generator.uniform(like.shape, device=like.device, dtype=like.dtype)
-        return self.low + drawn * (self.high - self.low)
+        return self.space.low + drawn * (self.space.high - self.space.low)
 
     def project_(self, x: Tensor) -> None:
-        torch.minimum(torch.maximum(x, self.low), self.high, out=x)
+        self.space.project_(x)
 
     def noise_ratio(self, network: Any, x: Tensor) -> Tensor:
-        return network.noise_ratio((x * self.std + self.mean).float()).mean()
+        return network.noise_ratio(self.space.plain(x).float()).mean()
 
     def digests(self) -> list[str]:
         """A name for each image, by its pixels."""

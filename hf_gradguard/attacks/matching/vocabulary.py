@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...gradient_map.domain import TEXT
+from ...gradient_map.domain import TEXT, embed
 from ..observation import Observation
 
 
@@ -48,11 +48,8 @@ class Vocabulary:
         self._directions = F.normalize(self.matrix[self.candidates], dim=1)
 
     def embed(self, ids: Tensor) -> Tensor:
-        """`(*ids.shape, H)`: the module's own forward pass, which may scale; hooks are for the
-        model's passes.
-        """
-        output: Tensor = type(self.module).forward(self.module, ids)
-        return output.detach()
+        """`(*ids.shape, H)`: as the model embeds them, without hooks."""
+        return embed(self.module, ids)
 
     def nearest(self, x: Tensor) -> Tensor:
         """`(..., T, H)` embeddings to `(..., T)` ids of the nearest allowed token by cosine; known
