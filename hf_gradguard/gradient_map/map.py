@@ -23,6 +23,7 @@ from .inputs import Batch, LossFunction, find_input, model_loss, shared_paramete
 from .jacobian import Jacobian
 from .replay import Replay
 from .sensitivity import estimate_squares
+from .tables import find_tables
 
 Tensors = dict[str, Tensor]
 """One tensor a shared parameter, by name and in its shape."""
@@ -42,8 +43,10 @@ class GradientMap:
         batch: What a collator returns, labels included, on the model's device.
         loss_fn: `(model, batch) -> scalar`, the batch-mean loss. Default: the loss that the model
             returns.
-        share_input_embeddings: Count the token embeddings' gradient among what is shared (see
-            `shared_parameters`).
+        share_input_embeddings: Count the gradient of token embeddings, and of other tables that the
+            input indexes, among what is shared (see `shared_parameters`). Without it the first map
+            of a model runs it two times more, to find such tables (see `find_tables`).
+        withhold: Patterns of parameters' names that are not shared in any case.
         second_order: `False` leaves the model's own attention kernels in use and refuses what
             differentiates twice. By default attention runs in plain mathematics, the only form with
             second derivatives, while this object computes; the model's setting stands again after
@@ -68,12 +71,15 @@ class GradientMap:
         *,
         loss_fn: LossFunction | None = None,
         share_input_embeddings: bool = False,
+        withhold: Sequence[str] = (),
         second_order: bool = True,
     ) -> None:
         self.model, self._batch = model, batch
         self._loss_fn = loss_fn or model_loss
         self._source = find_input(model, batch)
-        self._parameters = shared_parameters(model, share_input_embeddings)
+        if not share_input_embeddings:
+            find_tables(model, batch, self._loss_fn)
+        self._parameters = shared_parameters(model, share_input_embeddings, withhold)
         self.replay = Replay(model, second_order)
         with torch.enable_grad(), self.replay.kernels():
             self._x, self._loss = self._source.evaluate(self._loss_fn, model, batch)

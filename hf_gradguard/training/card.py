@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from huggingface_hub import ModelCard
 
-from ..gradient_map.inputs import withheld_parameters
+from ..gradient_map.inputs import withheld_by_name, withheld_parameters
 from .batch_statistics import tracking_layers
 
 if TYPE_CHECKING:
@@ -87,11 +87,17 @@ def _clients(trainer: GradGuardTrainer) -> str:
 
 def _embeddings(trainer: GradGuardTrainer) -> str:
     shared = getattr(trainer.args, "share_input_embeddings", False)
-    withheld = [] if shared else list(withheld_parameters(trainer.model))
-    if not withheld:
-        return "No parameter was withheld."
-    names = ", ".join(f"`{name}`" for name in withheld)
-    return f"Input embeddings ({names}) were withheld: neither shared nor trained."
+    tables = [] if shared else list(withheld_parameters(trainer.model))
+    told = withheld_by_name(trainer.model, getattr(trainer.args, "withhold", None) or [])
+    told = [name for name in told if name not in tables]
+    said = []
+    if tables:
+        names = ", ".join(f"`{name}`" for name in tables)
+        said.append(f"Input embeddings ({names}) were withheld: neither shared nor trained.")
+    if told:
+        names = ", ".join(f"`{name}`" for name in told)
+        said.append(f"So were, as told, {names}." if tables else f"{names} were withheld, as told.")
+    return " ".join(said) or "No parameter was withheld."
 
 
 def _statistics(trainer: GradGuardTrainer) -> str:

@@ -36,8 +36,10 @@ class GradGuardConfig(TrainingArguments):
         defense: A name of `DEFENSES`. Has to be given here or to the Trainer; no protection is
             spelled `"none"`.
         defense_kwargs: The defense's settings; JSON on the command line.
-        share_input_embeddings: Share the token embeddings' gradient, which names the batch's
-            tokens.
+        share_input_embeddings: Share the gradient of the token embeddings, which names the batch's
+            tokens, and of other tables that the input indexes.
+        withhold: Patterns of parameters' names (`"*.experts.*"`) that are neither shared nor
+            trained, beside these.
         batch_statistics: Running statistics of batch normalization: `"local"`, each rank its own,
             of which rank 0's are saved; `"shared"`, averaged over ranks at every optimizer step,
             unprotected; `"frozen"`, those that the model came with.
@@ -92,6 +94,10 @@ class GradGuardConfig(TrainingArguments):
     share_input_embeddings: bool = field(
         default=False,
         metadata={"help": "Share the token embeddings' gradient too. It names the batch's tokens."},
+    )
+    withhold: list[str] | None = field(
+        default=None,
+        metadata={"help": "Patterns of parameters' names, neither shared nor trained."},
     )
     batch_statistics: str = field(
         default="local",
@@ -161,6 +167,8 @@ class GradGuardConfig(TrainingArguments):
                 f"defense must be a name here, but is {self.defense!r}: arguments are saved as "
                 "JSON. Pass the object to the Trainer, as its defense=."
             )
+        if isinstance(self.withhold, str):
+            raise ValueError(f"withhold is a list of patterns: write [{self.withhold!r}].")
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ValueError(

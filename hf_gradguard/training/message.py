@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from ..gradient_map.inputs import LossFunction
 from ..randomness import Stream
 from .clients import ClientBatch
 from .meter import LeakageMeter
+from .tables import RowGuard
 
 logger = logging.get_logger(__name__)
 
@@ -60,6 +61,7 @@ class MessageMaker:
         draws: Of the noise.
         meter: Says which messages may be shared.
         share_input_embeddings: As for `GradientMap`.
+        withhold: As for `GradientMap`.
 
     Example:
         >>> from transformers import TrainingArguments
@@ -72,9 +74,15 @@ class MessageMaker:
         True
     """
 
-    def __init__(self, draws: Draws, meter: LeakageMeter, share_input_embeddings: bool) -> None:
-        self._draws, self._meter = draws, meter
-        self._share_input_embeddings = share_input_embeddings
+    def __init__(
+        self,
+        draws: Draws,
+        meter: LeakageMeter,
+        share_input_embeddings: bool,
+        withhold: Sequence[str] = (),
+    ) -> None:
+        self._draws, self._meter, self._rows = draws, meter, RowGuard()
+        self._share_input_embeddings, self._withhold = share_input_embeddings, withhold
         self._figures: dict[str, list[float]] = defaultdict(list)
 
     def share(
@@ -93,9 +101,11 @@ class MessageMaker:
             client.batch,
             loss_fn=loss_fn,
             share_input_embeddings=self._share_input_embeddings,
+            withhold=self._withhold,
             second_order=client.defense.needs_jacobian or measured,
         )
         gradient = gmap.gradient()
+        self._rows.see(gradient)
         norm = _norm(gradient)  # waits for the device: what follows times the defense alone
         noise, probes = self._draws.at(step)
         start = time.perf_counter()

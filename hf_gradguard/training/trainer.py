@@ -40,6 +40,7 @@ from .message import Draws, MessageMaker
 from .meter import LeakageMeter
 from .private_state import load_private_state, save_private_state
 from .seams import SeamTrainer, check_seams
+from .tables import AgreedTables
 from .weights import LossWeights, Normalization
 
 
@@ -122,11 +123,15 @@ class GradGuardTrainer(SeamTrainer):
         self._batch_statistics: str = getattr(args, "batch_statistics", "local")
         if self.is_world_process_zero():
             warn_of_statistics(self.model, self._batch_statistics)
-        self.shared_names = list(shared_parameters(self.model, self._share_input_embeddings))
+        self._withhold = getattr(args, "withhold", None) or []
+        self._tables = AgreedTables(self.accelerator)
+        self.shared_names = list(self._shared(self.model))
         self._weights = LossWeights(self._loss)
         self._meter = LeakageMeter(args, self.defense, accountant)
         draws = Draws(getattr(args, "noise_seed", None), self.accelerator.process_index)
-        self._messages = MessageMaker(draws, self._meter, self._share_input_embeddings)
+        self._messages = MessageMaker(
+            draws, self._meter, self._share_input_embeddings, self._withhold
+        )
 
     def _host_clients(self) -> None:
         """Each client that lives on this rank gets a defense of its own."""
@@ -148,9 +153,14 @@ class GradGuardTrainer(SeamTrainer):
         normalization = Normalization.of(self, num_items_in_batch)
         mean_loss = functools.partial(normalization.mean_loss, self._loss)
         step = self.state.global_step
+        clients = self._clients_of(module, inputs, normalization)
+        if not self._share_input_embeddings and self._tables.settle(
+            module, clients[0].batch, mean_loss
+        ):
+            self.shared_names = list(self._shared(module))
         losses = [
             client.weight * self._messages.share(module, client, mean_loss, step)
-            for client in self._clients_of(module, inputs, normalization)
+            for client in clients
             if client.weight
         ]
         steps = self.args.torch_empty_cache_steps
@@ -194,9 +204,13 @@ class GradGuardTrainer(SeamTrainer):
             for number, share, batch in drawn(inputs)
         ]
 
+    def _shared(self, module: nn.Module) -> dict[str, nn.Parameter]:
+        """What is shared of a model, as far as it is known: its tables are found at a batch."""
+        return shared_parameters(module, self._share_input_embeddings, self._withhold)
+
     def _exchange(self, module: nn.Module) -> None:
         """Average over ranks what they have protected, and agree on going on."""
-        parameters = shared_parameters(module, self._share_input_embeddings)
+        parameters = self._shared(module)
         average_gradients(parameters.values(), self.accelerator)
         # A rank that left alone would leave the others waiting for it.
         if self._meter.stops and any_rank(self._meter.stop_due, self.accelerator):
