@@ -77,10 +77,11 @@ class GradientMap:
         self.model, self._batch = model, batch
         self._loss_fn = loss_fn or model_loss
         self._source = find_input(model, batch)
-        if not share_input_embeddings:
-            find_tables(model, batch, self._loss_fn)
-        self._parameters = shared_parameters(model, share_input_embeddings, withhold)
         self.replay = Replay(model, second_order)
+        if not share_input_embeddings:
+            with self.replay.kernels():
+                find_tables(model, batch, self._loss_fn)
+        self._parameters = shared_parameters(model, share_input_embeddings, withhold)
         with torch.enable_grad(), self.replay.kernels():
             self._x, self._loss = self._source.evaluate(self._loss_fn, model, batch)
         if self._loss.dim() or not self._loss.requires_grad:
