@@ -128,16 +128,28 @@ def last_layer_slope(seen: Observation) -> Tensor:
             f"The last layer ({last}) has no bias, and is no linear layer of the features. Pass "
             "labels to the Observation."
         )
-    size = head.mean.square().sum()
-    by_weight = rows @ head.mean / size
     if bias not in seen.gradient:
-        return by_weight
-    by_bias = seen.gradient[bias]
-    noise = _noise(seen)
-    spread = (head.features @ head.mean / size).var() * by_weight.square().mean()
-    doubt = noise / size + spread
-    share = noise / (noise + doubt).clamp_min(1e-38)
-    return share * by_weight + (1 - share) * by_bias
+        return rows @ head.mean / head.mean.square().sum()
+    return _both(rows, seen.gradient[bias], head, _noise(seen))[0]
+
+
+def _both(rows: Tensor, by_bias: Tensor, head: _Head, noise: Tensor) -> tuple[Tensor, Tensor]:
+    """The slope of weight and bias together, `(C,)`, and mean features of the batch, `(H,)`.
+
+    What the batch's features are like is read off the weight's gradient by the slope, as far as it
+    stands out of the noise: a trained model's own inputs look otherwise than an attacker's.
+    """
+    slope, prior = by_bias, head.mean.square().mean().clamp_min(1e-30)
+    for _ in range(3):
+        size = (slope.square().sum() - len(slope) * noise).clamp_min(0)
+        ridge = noise / prior + 1e-12 * slope.square().sum()
+        mean = (ridge * head.mean + rows.T @ slope) / (size + ridge).clamp_min(1e-30)
+        by_weight = rows @ mean / mean.square().sum().clamp_min(1e-30)
+        spread = (head.features @ head.mean / head.mean.square().sum()).var() + 0.02
+        doubt = noise / mean.square().sum() + spread * by_weight.square().mean()
+        share = noise / (noise + doubt).clamp_min(1e-38)
+        slope = share * by_weight + (1 - share) * by_bias
+    return slope, mean
 
 
 @dataclass(frozen=True)
@@ -190,10 +202,12 @@ def _predictions(seen: Observation, head: _Head | None, slope: Tensor) -> Tensor
     weight, bias = _Head.names(seen)
     if head is None or weight not in seen.gradient:
         return _mean_prediction(seen).expand(len(slope), -1)
-    features = head.mean.expand(len(slope), -1).clone()
-    present = slope < 0
-    noise, between = _noise(seen), head.features.var(0).mean() + head.mean.square().mean()
-    ratio = seen.gradient[weight][present] / slope[present, None]
+    noise, mean, rows = _noise(seen), head.mean, seen.gradient[weight].flatten(1)
+    if bias in seen.gradient:
+        mean = _both(rows, seen.gradient[bias], head, noise)[1]
+    features = mean.expand(len(slope), -1).clone()
+    present, between = slope < 0, mean.square().mean()
+    ratio = rows[present] / slope[present, None]
     trust = between / (between + noise / slope[present, None].square()).clamp_min(1e-38)
     features[present] = features[present] + trust * (ratio - features[present])
     with torch.no_grad():
