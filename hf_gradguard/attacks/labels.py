@@ -13,6 +13,8 @@ If the last layer is withheld, the layer below still gets (p - y) through its kn
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -74,7 +76,7 @@ def recover_labels_below(seen: Observation) -> Tensor:
     names = [name for name in names if name.rpartition(".")[0] == module]
     shared = torch.cat([seen.gradient[name].flatten() for name in names]).double()
     generator, columns = _generator(seen), []
-    with without_dropout(seen.model):
+    with _as_it_was(seen.model):
         for label in range(classes):
             total = torch.zeros_like(shared)
             for _ in range(_DRAWS):
@@ -181,7 +183,7 @@ class _Head:
         handle = layer.register_forward_pre_hook(lambda _, args: found.append(args[0].detach()))
         generator = _generator(seen)
         try:
-            with torch.no_grad(), without_dropout(seen.model):
+            with torch.no_grad(), _as_it_was(seen.model):
                 for _ in range(_DRAWS):
                     seen.model(**_RANDOM[seen.domain.name](seen, generator))
         finally:
@@ -261,12 +263,24 @@ def _mean_prediction(seen: Observation) -> Tensor:
     """p̄ `(C,)` at random inputs."""
     generator = _generator(seen)
     total: Tensor | float = 0.0
-    with torch.no_grad(), without_dropout(seen.model):
+    with torch.no_grad(), _as_it_was(seen.model):
         for _ in range(_DRAWS):
             batch = _RANDOM[seen.domain.name](seen, generator)
             total = total + seen.model(**batch).logits.softmax(-1).mean(0) / _DRAWS
     assert isinstance(total, Tensor)
     return total
+
+
+@contextmanager
+def _as_it_was(model: nn.Module) -> Iterator[None]:
+    """Without dropout; batch statistics are put back."""
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    try:
+        with without_dropout(model):
+            yield
+    finally:
+        for buffer, copy in buffers:
+            buffer.data.copy_(copy)
 
 
 def _random_ids(seen: Observation, generator: torch.Generator) -> dict[str, Tensor]:
