@@ -47,6 +47,7 @@ def privacy_section(trainer: GradGuardTrainer) -> str:
         f"Defense: `{defense.name}`, with hf-gradguard",
         f"Clients: {_clients(trainer)}; every micro-batch is a message protected by itself",
         _embeddings(trainer),
+        _labels(trainer),
         _statistics(trainer),
         "The noise was drawn by ChaCha20, with a new key from the operating system for every "
         "message."
@@ -98,6 +99,16 @@ def _embeddings(trainer: GradGuardTrainer) -> str:
         names = ", ".join(f"`{name}`" for name in told)
         said.append(f"So were, as told, {names}." if tables else f"{names} were withheld, as told.")
     return " ".join(said) or "No parameter was withheld."
+
+
+def _labels(trainer: GradGuardTrainer) -> str:
+    epsilon = getattr(trainer.args, "label_epsilon", None)
+    if epsilon is None:
+        return ""
+    return (
+        f"Labels were randomized once for each row and rank, with ε = {epsilon:g} (randomized "
+        "response): ε-label differential privacy for what each rank shared about a row."
+    )
 
 
 def _statistics(trainer: GradGuardTrainer) -> str:

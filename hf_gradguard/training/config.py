@@ -19,6 +19,7 @@ _CHOICES = {
     "batch_statistics": CHOICES,
     "partition": PARTITIONS,
     "leakage_action": ("skip", "stop"),
+    "protect_labels": (None, "randomized_response"),
 }
 _LEAST = {
     "clients_per_process": 1,
@@ -40,6 +41,9 @@ class GradGuardConfig(TrainingArguments):
             tokens, and of other tables that the input indexes.
         withhold: Patterns of parameters' names (`"*.experts.*"`) that are neither shared nor
             trained, beside these.
+        protect_labels: `"randomized_response"` randomizes the labels of the training data before
+            anything is computed from them.
+        label_epsilon: Of that: ε-label differential privacy for each row. Smaller protects more.
         batch_statistics: Running statistics of batch normalization: `"local"`, each rank its own,
             of which rank 0's are saved; `"shared"`, averaged over ranks at every optimizer step,
             unprotected; `"frozen"`, those that the model came with.
@@ -98,6 +102,13 @@ class GradGuardConfig(TrainingArguments):
     withhold: list[str] | None = field(
         default=None,
         metadata={"help": "Patterns of parameters' names, neither shared nor trained."},
+    )
+    protect_labels: str | None = field(
+        default=None,
+        metadata={"help": "randomized_response: randomize labels of the training data."},
+    )
+    label_epsilon: float | None = field(
+        default=None, metadata={"help": "Of randomized labels: the smaller, the more protection."}
     )
     batch_statistics: str = field(
         default="local",
@@ -169,16 +180,19 @@ class GradGuardConfig(TrainingArguments):
             )
         if isinstance(self.withhold, str):
             raise ValueError(f"withhold is a list of patterns: write [{self.withhold!r}].")
+        if (self.protect_labels is None) != (self.label_epsilon is None):
+            raise ValueError("protect_labels and label_epsilon belong together: set both.")
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ValueError(
-                    f"{name} must be one of {', '.join(choices)}, but is {getattr(self, name)!r}."
+                    f"{name} must be one of {', '.join(map(str, choices))}, but is "
+                    f"{getattr(self, name)!r}."
                 )
         for name, least in _LEAST.items():
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ValueError(f"{name} must be at least {least}, but is {value}.")
-        for name in ("dirichlet_alpha", "leakage_limit"):
+        for name in ("dirichlet_alpha", "leakage_limit", "label_epsilon"):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
                 raise ValueError(f"{name} must be a finite number above 0, but is {value!r}.")

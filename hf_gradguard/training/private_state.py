@@ -17,10 +17,15 @@ from transformers.utils import logging
 from ..data.private import write_private
 from ..defenses import Defense
 from ..leakage import FisherAccountant
+from .labels import LabelKey
 
 logger = logging.get_logger(__name__)
 
-_ACCOUNT, _CHECKSUM = "accountant/", "gradguard_sha256"
+_ACCOUNT, _CHECKSUM, _LABEL_KEY = "accountant/", "gradguard_sha256", "label_key"
+_NO_LABEL_KEY = (
+    "{} holds no key of this rank's randomized labels, so going on would release each label a "
+    "second time. Resume with as many ranks as were saved, from a run with protect_labels."
+)
 _NO_ACCOUNT = (
     "{} holds no accountant's state of this rank, so what was shared until then would not be "
     "counted. Resume with as many ranks as were saved, from a run that had an accountant, or "
@@ -29,10 +34,14 @@ _NO_ACCOUNT = (
 
 
 def save_private_state(
-    folder: str, rank: int, clients: Sequence[Defense], accountant: FisherAccountant | None
+    folder: str,
+    rank: int,
+    clients: Sequence[Defense],
+    accountant: FisherAccountant | None,
+    label_key: LabelKey | None = None,
 ) -> None:
-    """Write the state of each client's defense, and of the accountant, to a file that only its
-    owner can read: it depends on the client's data.
+    """Write the state of each client's defense, of the accountant, and the key of randomized
+    labels, to a file that only its owner can read: it depends on the client's data.
 
     Example:
         >>> save_private_state(".", 0, [make_defense("optimal_noise")], accountant=None)
@@ -46,6 +55,8 @@ def save_private_state(
     }
     if accountant is not None:
         state |= {f"{_ACCOUNT}{key}": tensor for key, tensor in accountant.state_dict().items()}
+    if label_key is not None:
+        state[_LABEL_KEY] = label_key.tensor()
     write_private(_file(folder, rank), save(state, {_CHECKSUM: _checksum(state)}))
 
 
@@ -55,6 +66,7 @@ def load_private_state(
     clients: Sequence[Defense],
     accountant: FisherAccountant | None,
     device: torch.device,
+    label_key: LabelKey | None = None,
 ) -> None:
     """Restore them.
 
@@ -73,11 +85,18 @@ def load_private_state(
     if not os.path.isfile(_file(folder, rank)):
         if accountant is not None:
             raise ValueError(_NO_ACCOUNT.format(folder))
+        if label_key is not None:
+            raise ValueError(_NO_LABEL_KEY.format(folder))
         logger.warning(
             f"{folder} holds no defense state of this rank. Sensitivities are estimated anew."
         )
         return
     saved = _read(_file(folder, rank))
+    own_key = saved.pop(_LABEL_KEY, None)
+    if label_key is not None:
+        if own_key is None:
+            raise ValueError(_NO_LABEL_KEY.format(folder))
+        label_key.load(own_key)
     account = {
         key.removeprefix(_ACCOUNT): saved.pop(key)
         for key in list(saved)

@@ -35,6 +35,7 @@ from .clients import (
 )
 from .config import GradGuardConfig, resolve_defense
 from .exchange import StartAlike, any_rank, average_gradients
+from .labels import LabelKey, RandomizedLabels, number_of_classes
 from .loading import load_model, load_tokenizer
 from .message import Draws, MessageMaker
 from .meter import LeakageMeter
@@ -109,7 +110,14 @@ class GradGuardTrainer(SeamTrainer):
         super().__init__(model, args, *positional, **kwargs)
         check_model(self.model)
         check_accelerator(self.accelerator, self.train_dataset)
+        self._label_key: LabelKey | None = None
         own_batches = type(self).get_train_dataloader is not GradGuardTrainer.get_train_dataloader
+        if own_batches and getattr(args, "protect_labels", None) is not None:
+            raise NotImplementedError(
+                "GradGuardTrainer does not support protect_labels with a get_train_dataloader of "
+                "your own: labels are randomized in train_dataset, which it need not read. Give "
+                "the data as train_dataset."
+            )
         check_leakage(args, self.defense, accountant, own_batches)
         self.defense.prepare(self.model, self.processing_class)
         # "Evaluation mode" is Accelerate's word for preparing a model (device, autocast) without
@@ -118,6 +126,7 @@ class GradGuardTrainer(SeamTrainer):
             self.accelerator.prepare_model, evaluation_mode=True
         )
         self.add_callback(StartAlike())
+        self._protect_labels()
         self._host_clients()
         self._share_input_embeddings: bool = getattr(args, "share_input_embeddings", False)
         self._batch_statistics: str = getattr(args, "batch_statistics", "local")
@@ -132,6 +141,18 @@ class GradGuardTrainer(SeamTrainer):
         self._messages = MessageMaker(
             draws, self._meter, self._share_input_embeddings, self._withhold
         )
+
+    def _protect_labels(self) -> None:
+        """From here on the training data have randomized labels, if that was asked for."""
+        epsilon = getattr(self.args, "label_epsilon", None)
+        if epsilon is None or isinstance(self.train_dataset, RandomizedLabels | None):
+            return
+        if self._label_key is None:
+            seed = getattr(self.args, "noise_seed", None)
+            rank = self.accelerator.process_index
+            self._label_key = LabelKey(None if seed is None else (seed, rank))
+        classes = number_of_classes(self.model)
+        self.train_dataset = RandomizedLabels(self.train_dataset, epsilon, classes, self._label_key)
 
     def _host_clients(self) -> None:
         """Each client that lives on this rank gets a defense of its own."""
@@ -220,6 +241,7 @@ class GradGuardTrainer(SeamTrainer):
 
     def get_train_dataloader(self) -> DataLoader:
         """As in `Trainer`; with `num_clients`, of the clients that each step draws."""
+        self._protect_labels()  # also of data that were given later
         if not self._parts:
             return super().get_train_dataloader()
         sampler = round_sampler(self._parts, self.args, self.accelerator.num_processes)
@@ -270,12 +292,12 @@ class GradGuardTrainer(SeamTrainer):
         on as if it had not been.
         """
         rank = self.accelerator.process_index
-        save_private_state(folder, rank, self._clients, self.accountant)
+        save_private_state(folder, rank, self._clients, self.accountant, self._label_key)
 
     def load_state_of_rank(self, folder: str) -> None:
         """What `save_state_of_rank` wrote."""
         rank, device = self.accelerator.process_index, self.args.device
-        load_private_state(folder, rank, self._clients, self.accountant, device)
+        load_private_state(folder, rank, self._clients, self.accountant, device, self._label_key)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """As in `Trainer`, with a section on what was protected and what was not."""
