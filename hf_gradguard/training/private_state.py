@@ -27,10 +27,9 @@ _NO_ACCOUNT = (
     "without one."
 )
 _BY_CONTENT = (
-    "{} holds an account that knows examples by their content, as hf-gradguard did before 0.3. Here "
-    "they are known by their row in the data set, so each would be counted twice over and at half. "
-    "Resume with the version that wrote it, or without an accountant; a new accountant leaves out "
-    "what was shared until then."
+    "{} holds an account that knows examples by their content, as hf-gradguard 0.2 did. Here "
+    "they are known by their row in the data set, so one's total would be in two parts, each too "
+    "small. Resume with the version that wrote it, or without an accountant."
 )
 
 

@@ -95,9 +95,7 @@ def language_rows() -> datasets.Dataset:
 
 
 def ragged_texts() -> list[dict[str, Tensor]]:
-    return [
-        {**row, "labels": torch.tensor(index % 3)} for index, row in enumerate(ragged_rows(22))
-    ]
+    return [{**row, "labels": torch.tensor(index % 3)} for index, row in enumerate(ragged_rows(22))]
 
 
 def collate(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
@@ -208,7 +206,10 @@ def test_own_batches_must_say_which_rows_they_are(make_trainer: MakeTrainer) -> 
     for kind in (Unnumbered, Numbered):
         trainer = make_trainer(defense="gaussian_noise")
         found[kind] = kind(
-            trainer.model, trainer.args, train_dataset=rows(), defense="gaussian_noise",
+            trainer.model,
+            trainer.args,
+            train_dataset=rows(),
+            defense="gaussian_noise",
             accountant=FisherAccountant(),
         )
     with pytest.raises(ValueError, match=r"which rows of the data set.*self\.loader_of"):
