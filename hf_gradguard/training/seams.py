@@ -163,7 +163,9 @@ class RenamedWeightsTrainer(Trainer):
                 f"{folder} holds other weights than {type(model).__name__} has: it is of another "
                 "model."
             )
-        loaded, found = type(model).from_pretrained(folder, output_loading_info=True)
+        loaded, found = type(model).from_pretrained(
+            folder, output_loading_info=True, trust_remote_code=False
+        )
         if found["missing_keys"] or found["unexpected_keys"]:
             raise RuntimeError(
                 f"{folder} holds other weights than {type(model).__name__} has. Missing: "
