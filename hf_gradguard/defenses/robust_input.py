@@ -44,8 +44,9 @@ class SpecialTokens(NamedTuple):
     def of(cls, processing_class: Any) -> SpecialTokens:
         """Of a tokenizer, or of a processor that has one."""
         tokenizer = getattr(processing_class, "tokenizer", processing_class)
-        marks = {getattr(tokenizer, f"{mark}_token_id", None) for mark in _MARKS} - {None}
-        ids = set(getattr(tokenizer, "all_special_ids", ())) | marks
+        found = (getattr(tokenizer, f"{mark}_token_id", None) for mark in _MARKS)
+        marks: set[int] = {index for index in found if index is not None}
+        ids = marks.union(getattr(tokenizer, "all_special_ids", ()))
         return cls(tuple(sorted(ids)), tuple(sorted(marks)))
 
 

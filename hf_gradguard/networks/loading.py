@@ -38,7 +38,7 @@ _CONFIGS: dict[str, type[EvaluationNetworkConfig]] = {
     config.model_type: config
     for config in (ImageEvaluationNetworkConfig, TextEvaluationNetworkConfig)
 }
-_GENERAL = {field.name for field in fields(PreTrainedConfig)}  # type: ignore[arg-type]
+_GENERAL = {field.name for field in fields(PreTrainedConfig)}
 _MOST_CONFIG = _MOST_HEADER = 2**20  # bytes
 # In a wheel the cards lie inside the package; in a checkout, beside it.
 _PACKAGE = Path(__file__).resolve().parents[1]
@@ -230,7 +230,7 @@ def _read_config(folder: Path, name: str | Path) -> EvaluationNetworkConfig:
             f"{name} is a {given.get('model_type')!r} model, no evaluation network. Train one with "
             "`gradguard evalnet train`."
         )
-    own = {field.name for field in fields(kind)} - _GENERAL  # type: ignore[arg-type]
+    own = {field.name for field in fields(kind)} - _GENERAL
     try:
         return kind(**{key: value for key, value in given.items() if key in own})
     except (ValueError, TypeError, StrictDataclassError) as error:
@@ -288,7 +288,7 @@ def _build(
         else ImageEvaluationNetwork
     )
     with torch.device("meta"):  # draws no starting weights
-        network: EvaluationNetwork = kind(config)  # type: ignore[arg-type]
+        network: EvaluationNetwork = kind(config)
     try:
         network.load_state_dict(weights, assign=True)
     except RuntimeError as error:

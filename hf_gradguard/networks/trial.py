@@ -128,8 +128,8 @@ def check_special(network: nn.Module, special: Sequence[int]) -> None:
         raise ValueError(
             f"The evaluation network {name_of(network)} takes {len(others)} token(s) for special "
             f"that the tokenizer does not, the first of them {others[:5]}: it would not read them, "
-            "and they would not be hidden. It was trained with another tokenizer, or was tampered "
-            f"with: {_WAY_OUT}"
+            "and they would not be hidden. It was trained with another tokenizer (if its folder is "
+            f"in the cache, delete that), or was tampered with: {_WAY_OUT}"
         )
 
 
