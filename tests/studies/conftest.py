@@ -10,7 +10,7 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 import numpy as np
 import pytest
-from helpers import save_encoder, word_tokenizer
+from helpers import UNHEARD, save_encoder, word_tokenizer
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 import hf_gradguard
@@ -57,9 +57,9 @@ def encoder(tmp_path_factory: pytest.TempPathFactory, sst2: Path) -> Path:
     words = sorted(
         {word for split in ("train", "dev") for word in (sst2 / f"{split}.tsv").read_text().split()}
     )
-    return save_encoder(
-        tmp_path_factory.mktemp("data") / "encoder", word_tokenizer(words), hidden_size=16
-    )
+    words += [f"{UNHEARD}{index}" for index in range(2 * len(words))]
+    folder = tmp_path_factory.mktemp("data") / "encoder"
+    return save_encoder(folder, word_tokenizer(words), hidden_size=16)
 
 
 @pytest.fixture
