@@ -40,8 +40,7 @@ class Chain(Defense):
             shared = {name: t.masked_fill(~one.transmitted[name], 0) for name, t in two.items()}
 
         def noise() -> Noise | None:
-            # What comes after noise only processes what that noise released.
-            return _within(two.noise, one.transmitted) if one.exact else one.noise
+            return _within(two.noise, one.transmitted) if one.exact else _after(one.noise, two)
 
         return Message(
             shared,
@@ -87,8 +86,42 @@ def _within(noise: Noise | None, transmitted: Mapping[str, Tensor] | None) -> No
         return noise
     return noise._replace(
         variance={n: v.masked_fill(~transmitted[n], math.inf) for n, v in noise.variance.items()},
-        added={n: v.masked_fill(~transmitted[n], 0) for n, v in noise.added.items()},
+        added=_masked(noise.added, transmitted),
+        plain=False,
     )
+
+
+def _after(noise: Noise | None, message: Message) -> Noise | None:
+    """Noise after which another defense made `message`.
+
+    Plain noise adds its variance. Its strength may be relative to the noisy gradient's norm, which
+    counts as a constant: it is one but for a share of 1/√d. Whatever else was done only processes
+    what the noise released, so that its variance bounds the information as before, but what is
+    shared carries noise of another kind.
+    """
+    if noise is None:
+        return None
+    if message.exact:
+        if message.transmitted is None:
+            return noise
+        return noise._replace(added=_masked(noise.added, message.transmitted), plain=False)
+    more = message.noise
+    if more is None or more.added is None or noise.added is None or not more.plain:
+        return noise._replace(added=None, plain=False)
+    kept = noise.squares if noise.shaping_probes is None else None  # Σ is no longer that shape
+    return Noise(
+        {name: variance + more.added[name] for name, variance in noise.variance.items()},
+        {name: variance + more.added[name] for name, variance in noise.added.items()},
+        kept,
+        0 if kept is None else noise.num_probes,
+        plain=noise.plain,
+    )
+
+
+def _masked(variance: Tensors | None, transmitted: Mapping[str, Tensor]) -> Tensors | None:
+    if variance is None:
+        return None
+    return {name: v.masked_fill(~transmitted[name], 0) for name, v in variance.items()}
 
 
 def chain(*defenses: Defense) -> Defense:
