@@ -288,7 +288,8 @@ def together(
     parts: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         other = next(iter(parts.values()), tensor)
-        fits = sum(part.numel() for part in parts.values()) + tensor.numel() <= _CHUNK
+        size = sum(part.numel() for part in parts.values()) + tensor.numel()
+        fits = size <= _chunk(tensor.device)
         if not (fits and (tensor.dtype, tensor.device) == (other.dtype, other.device)):
             yield from _cut(parts, draw)
             parts = {}
