@@ -62,7 +62,9 @@ def measure(args) -> dict:
 
 def small(name: str) -> torch.nn.Module:
     torch.manual_seed(0)
-    config = AutoConfig.from_pretrained(name, num_labels=2, **SMALL, intermediate_size=64)
+    config = AutoConfig.from_pretrained(
+        name, num_labels=2, **SMALL, intermediate_size=64, trust_remote_code=False
+    )
     model = AutoModelForSequenceClassification.from_config(config).to(DEVICE).train()
     model.get_input_embeddings().requires_grad_(False)
     return model
