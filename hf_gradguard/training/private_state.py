@@ -97,11 +97,7 @@ def load_private_state(
         )
         return
     saved = _read(_file(folder, rank))
-    own_key = saved.pop(_LABEL_KEY, None)
-    if label_key is not None:
-        if own_key is None:
-            raise ValueError(_NO_LABEL_KEY.format(folder))
-        label_key.load(own_key)
+    _load_label_key(saved, folder, label_key)
     account = {
         key.removeprefix(_ACCOUNT): saved.pop(key)
         for key in list(saved)
@@ -127,6 +123,14 @@ def load_private_state(
             if key.startswith(prefix)
         }
         defense.load_state_dict(own)
+
+
+def _load_label_key(saved: dict[str, Tensor], folder: str, label_key: LabelKey | None) -> None:
+    own = saved.pop(_LABEL_KEY, None)
+    if label_key is not None:
+        if own is None:
+            raise ValueError(_NO_LABEL_KEY.format(folder))
+        label_key.load(own)
 
 
 def _read(path: str) -> dict[str, Tensor]:
