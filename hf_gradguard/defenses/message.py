@@ -19,10 +19,8 @@ class Noise(NamedTuple):
             input as well, or less well: infinite where the coordinate was not shared, or was
             clipped to a constant.
         added: Diagonal covariance of what was added to what is shared: 0 where nothing was.
-        squares: Estimates of s_i² on this very batch that Σ was shaped by, if there are any.
-        num_probes: How many probes `squares` come from.
-        shaping_probes: The same, if Σ follows them entry by entry, and their sum is too small for
-            that (see `fisher_trace_from_sensitivity`).
+        shape_trace: The trace of the Fisher information about the batch's input that lies in Σ
+            itself, ½ Σ_i ‖∂ log Σ_ii/∂x‖²: 0 where Σ's shape is no function of the batch.
 
     Example:
         >>> noise = make_defense("gaussian_noise", scale=0.1)(gmap).noise
@@ -32,9 +30,7 @@ class Noise(NamedTuple):
 
     variance: Tensors
     added: Tensors
-    squares: Tensors | None = None
-    num_probes: int = 0
-    shaping_probes: int | None = None
+    shape_trace: float = 0.0
 
 
 class Message(Mapping[str, Tensor]):

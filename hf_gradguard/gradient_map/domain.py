@@ -14,6 +14,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from ..randomness import Stream
+
 
 class Domain(ABC):
     """What an input is made of.
@@ -44,6 +46,84 @@ class Domain(ABC):
     @abstractmethod
     def token_embeddings(self, model: nn.Module) -> list[nn.Module]:
         """Every module that embeds token ids: the model's, and an encoder-decoder's two."""
+
+    def random_batch(
+        self,
+        model: nn.Module,
+        batch: Mapping[str, Any],
+        generator: Stream,
+        special: Sequence[int] = (),
+    ) -> dict[str, Any]:
+        """A batch of the same shapes with nothing of the content: random inputs and labels, no
+        padding.
+
+        Args:
+            model: Says how many tokens and classes there are.
+            batch: For shapes and types.
+            generator: Of the inputs and labels.
+            special: Ids of special tokens. Texts begin and end with those that the batch's do.
+
+        Raises:
+            ValueError: For an entry that it cannot make up, by name.
+        """
+        made: dict[str, Any] = {
+            self.key: self.random_input(model, self.main_input(batch), generator, special)
+        }
+        for key, value in batch.items():
+            if key == self.key or value is None or isinstance(value, bool):
+                made.setdefault(key, value)
+            elif not isinstance(value, Tensor):
+                made[key] = value
+            elif key.endswith("attention_mask") and value.dim() == 2:
+                made[key] = torch.ones_like(value)
+            elif key == "token_type_ids":
+                made[key] = torch.zeros_like(value)
+            elif key == "position_ids":
+                made[key] = torch.arange(value.shape[-1], device=value.device).expand_as(value)
+            else:
+                made[key] = self._random_labels(model, key, batch, made[self.key], generator)
+        return made
+
+    @abstractmethod
+    def random_input(
+        self, model: nn.Module, like: Tensor, generator: Stream, special: Sequence[int]
+    ) -> Tensor:
+        """The private entry, drawn at random."""
+
+    def _random_labels(
+        self,
+        model: nn.Module,
+        key: str,
+        batch: Mapping[str, Any],
+        made: Tensor,
+        generator: Stream,
+    ) -> Tensor:
+        value: Tensor = batch[key]
+        config = getattr(model, "config", None)
+        private = self.main_input(batch)
+        classes = int(getattr(config, "num_labels", 0) or 0)
+        if key != "labels" and key != "label":
+            raise ValueError(_NOT_MADE_UP.format(repr(key)))
+        if value.is_floating_point():
+            if getattr(config, "problem_type", None) == "multi_label_classification":
+                return generator.integers(2, value.shape, device=value.device).to(value.dtype)
+            return generator.normal(value.shape, device=value.device).to(value.dtype)
+        if value.dim() == 1 and classes > 1:
+            return generator.integers(classes, value.shape, device=value.device).to(value.dtype)
+        if value.dim() == 2 and _writes(model):
+            counted = value != -100
+            if value.shape == private.shape and bool((value == private)[counted].all()):
+                return made.clone()  # what is read is what is to be written
+            words = len(model.get_output_embeddings().weight)  # type: ignore[operator]
+            drawn = generator.integers(words, value.shape, device=value.device)
+            if value.shape == private.shape:  # masked: which places is drawn as well
+                chosen = generator.uniform(value.shape, device=value.device) < 0.15
+                chosen[:, 0] = True
+                drawn = drawn.masked_fill(~chosen, -100)
+            return drawn.to(value.dtype)
+        if value.shape == private.shape and classes > 1:
+            return generator.integers(classes, value.shape, device=value.device).to(value.dtype)
+        raise ValueError(_NOT_MADE_UP.format(f"labels of shape {tuple(value.shape)}"))
 
 
 class Text(Domain):
@@ -83,6 +163,22 @@ class Text(Domain):
             owners += [whole.get_encoder(), whole.get_decoder()]
         return [module for module in map(_embedding_of, owners) if module is not None]
 
+    def random_input(
+        self, model: nn.Module, like: Tensor, generator: Stream, special: Sequence[int]
+    ) -> Tensor:
+        """Tokens drawn from the vocabulary without special ones, which stand at the ends only."""
+        words = len(self.embedding(model).weight)  # type: ignore[arg-type]
+        allowed = torch.ones(words, dtype=torch.bool)
+        allowed[[index for index in special if index < words]] = False
+        ordinary = allowed.nonzero().flatten().to(like.device)
+        ids = ordinary[generator.integers(len(ordinary), like.shape, device=like.device)]
+        first, last = _ends(like, special)
+        if first is not None:
+            ids[:, 0] = first
+        if last is not None and ids.shape[1] > 1:
+            ids[:, -1] = last
+        return ids.to(like.dtype)
+
 
 class Image(Domain):
     """Pixels `(B, C, H, W)`."""
@@ -95,6 +191,17 @@ class Image(Domain):
     def embedding(self, model: nn.Module) -> None:
         return None
 
+    def random_input(
+        self, model: nn.Module, like: Tensor, generator: Stream, special: Sequence[int]
+    ) -> Tensor:
+        """Patches of even color under fine noise, of mean 0 and deviation 1: more like images than
+        white noise is.
+        """
+        coarse = generator.normal((*like.shape[:2], 4, 4), device=like.device)
+        smooth = nn.functional.interpolate(coarse, size=like.shape[2:], mode="bilinear")
+        fine = generator.normal(like.shape, device=like.device)
+        return (smooth + 0.3 * fine).to(like.dtype)
+
     def token_embeddings(self, model: nn.Module) -> list[nn.Module]:
         # Vision models call their patch projection an input embedding; it is shared like any
         # other weight.
@@ -103,6 +210,39 @@ class Image(Domain):
 
 TEXT, IMAGE = Text(), Image()
 DOMAINS: dict[str, Domain] = {domain.name: domain for domain in (TEXT, IMAGE)}
+
+
+def special_ids(model: nn.Module, processing_class: Any = None) -> list[int]:
+    """Ids of special tokens: the tokenizer's, or without one those that the config names."""
+    found = getattr(processing_class, "all_special_ids", None)
+    if found is None:
+        config = getattr(model, "config", None)
+        names = ("bos", "eos", "cls", "sep", "pad", "mask")
+        found = [getattr(config, f"{name}_token_id", None) for name in names]
+    return sorted({index for index in found if isinstance(index, int)})
+
+
+_NOT_MADE_UP = (
+    "Random inputs with {} cannot be made up, so noise and pruning have no public shape. Choose "
+    "shape='past', averages over the client's earlier batches, or shape='own'."
+)
+
+
+def _writes(model: nn.Module) -> bool:
+    """Whether a model's output is words."""
+    try:
+        return getattr(model.get_output_embeddings(), "weight", None) is not None  # type: ignore[operator]
+    except (AttributeError, NotImplementedError, TypeError):
+        return False
+
+
+def _ends(ids: Tensor, special: Sequence[int]) -> tuple[int | None, int | None]:
+    """The special tokens with which all texts begin, and with which one of the longest ends."""
+    known = set(special)
+    first, last = ids[:, 0].unique().tolist(), ids[:, -1].unique().tolist()
+    begins = first[0] if len(first) == 1 and first[0] in known else None
+    ends = [index for index in last if index in known]
+    return begins, ends[0] if ends else None
 
 
 def domain_of_batch(batch: Mapping[str, Any]) -> Domain:
