@@ -287,16 +287,15 @@ class GradientMap:
         num_probes: int = 1,
         generator: Stream | torch.Generator | None = None,
         *,
+        split: bool = True,
         method: Method | None = None,
     ) -> Tensors:
         """Estimate s_i² = Σ_a J[a, i]² for every parameter: (1/k) Σ_j (Jᵀv_j)_i², v_j ~ N(0, I).
 
-        Differences of two passes are squared sample by sample where layers know samples apart.
-        Exact probes differentiate twice, and are not split.
-
         Args:
             num_probes: k ≥ 1. Relative variance 2/k per parameter, split about 2/(k B).
             generator: Of the probes, a `Stream` or a generator on the input's device.
+            split: Square differences sample by sample, where layers know samples apart.
             method: `"difference"`: for smooth activations in float32, off by 0.2 to 0.5 %.
                 `"exact"`: by second derivatives. Default: differences where two steps agree, which
                 is tried out once a model, or else exact.
@@ -307,7 +306,7 @@ class GradientMap:
         Raises:
             RuntimeError: If the method does not work for this model; without one, if none does.
         """
-        return estimate_squares(self, num_probes, generator, method)
+        return estimate_squares(self, num_probes, generator, split, method)
 
     @property
     def undefended(self) -> GradientMap:
