@@ -95,9 +95,7 @@ class View(GradientMap):
         split: bool = True,
         method: Method | None = None,
     ) -> Tensors:
-        return self.base.squared_sensitivity(
-            num_probes, generator, split=split, method=method
-        )
+        return self.base.squared_sensitivity(num_probes, generator, split=split, method=method)
 
     def twice(self) -> GradientMap:
         return self.base.twice()
