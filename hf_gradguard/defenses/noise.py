@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers.utils import logging
 
 from ..gradient_map import GradientMap, Tensors
-from ..randomness import Stream
+from ..randomness import Stream, together
 from .base import Defense, cast_like, is_number, norm, total, true_gradient
 from .message import Message, Noise
 from .sensitivity import SensitivityDefense
@@ -123,12 +123,13 @@ class NoiseDefense(Defense):
         shape, shape_trace = self.shaped(gmap, gradient, generator)
         variance = self.variance(gradient, shape)
         noisy = {
-            name: torch.addcmul(g, variance[name].sqrt(), self.draw(g, generator))
-            for name, g in gradient.items()
+            name: torch.addcmul(gradient[name], variance[name].sqrt(), drawn)
+            for name, drawn in together(gradient, lambda like: self.draw(like, generator))
         }
 
         def noise() -> Noise:
-            return Noise(self.referred(true, variance), variance, shape_trace)
+            referred = self.referred(true, variance)
+            return Noise(referred, variance, shape_trace, plain=self._plain)
 
         return Message(
             cast_like(noisy, gmap),
@@ -140,8 +141,16 @@ class NoiseDefense(Defense):
     def adds_gaussian_noise(self) -> bool:
         return type(self).draw is NoiseDefense.draw
 
+    @property
+    def _plain(self) -> bool:
+        """Whether covariances add up where Gaussian noise was before; see `Noise`."""
+        constant = getattr(self, "shape", None) != "own"  # of defenses that weigh by sensitivity
+        return constant and type(self).clipped is NoiseDefense.clipped
+
     def draw(self, like: Tensor, generator: Stream) -> Tensor:
-        """Noise of unit variance in the shape of `like`."""
+        """Independent noise of unit variance in the shape, type and place of `like`, whose values
+        mean nothing.
+        """
         return generator.normal(like.shape, device=like.device, dtype=like.dtype)
 
 
