@@ -779,8 +779,9 @@ def test_no_two_messages_have_related_noise(
     drawn: list[Tensor] = []
 
     def draw(defense: GaussianNoise, like: Tensor, generator: Stream) -> Tensor:
-        drawn.append(generator.normal(like.shape, dtype=like.dtype))
-        return drawn[-1]
+        noise = generator.normal(like.shape, dtype=like.dtype)
+        drawn.append(noise.clone())  # the message is made where the noise was
+        return noise
 
     monkeypatch.setattr(GaussianNoise, "draw", draw)
 
