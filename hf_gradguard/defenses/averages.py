@@ -145,4 +145,5 @@ def _matrix(parts: tuple[Tensor, ...], shape: torch.Size) -> Tensor:
 
 
 def _total(sums: dict[str, tuple[Tensor, ...]]) -> float:
-    return float(torch.stack([parts[0].sum().double() for parts in sums.values()]).sum())
+    # Exact, so that a state that was loaded in another order gives the same.
+    return math.fsum(float(parts[0].sum()) for parts in sums.values())
