@@ -22,9 +22,9 @@ from hf_gradguard import GradientMap, make_defense
 
 from ..lib.tables import write_table
 from ..lib.text import batches_of_one, of_usual_length, sst2
-from .settings import CANDIDATES, HISTORY, MESSAGES, STRENGTHS, TARGETS, TRIALS
+from .settings import CANDIDATES, HISTORY, MESSAGES, SENTENCES, STRENGTHS, TARGETS, TRIALS
 
-ARGUMENTS = {"--model": "a BERT and its tokenizer", "--sst2": "folder of dev.tsv"}
+ARGUMENTS = {"--model": "a BERT and its tokenizer", "--sst2": "folder of train.tsv"}
 
 
 def cells(args) -> dict:
@@ -52,7 +52,9 @@ def prepare(args):
     model = AutoModelForSequenceClassification.from_pretrained(
         args.model, num_hidden_layers=2, trust_remote_code=False
     ).eval()
-    texts = batches_of_one(tokenizer, of_usual_length(sst2(args.sst2)))
+    texts = batches_of_one(
+        tokenizer, of_usual_length(sst2(args.sst2, "train").select(range(SENTENCES)))
+    )
     lengths = [text["input_ids"].shape[1] for text in texts]
     common = max(set(lengths), key=lengths.count)
     alike = [t for t, n in zip(texts, lengths, strict=True) if n == common and t["labels"] == 1]

@@ -34,4 +34,4 @@ MESSAGES = {
 }
 STRENGTHS = {"noise": [{"relative_scale": s} for s in (1, 10, 100)], "pruning": [{"ratio": 0.9}]}
 TARGETS = ("this message", "the message before")
-CANDIDATES, TRIALS, HISTORY = 28, 20, 10
+CANDIDATES, TRIALS, HISTORY, SENTENCES = 28, 20, 10, 4000
