@@ -11,7 +11,8 @@ from helpers import exact_map, flat, make_task, rng, small_convolution
 from torch import Tensor
 
 from hf_gradguard import GradientMap, chain, make_defense
-from hf_gradguard.defenses import Chain
+from hf_gradguard.defenses import Chain, Defense
+from hf_gradguard.randomness import Stream
 
 
 @pytest.fixture
@@ -86,10 +87,13 @@ NOISES: list[tuple[str, dict[str, Any]]] = [
     ("laplace_noise", {}),
     ("dp_sgd", {"clip": 0.5}),
     ("dp_sgd", {"clip": 0.05, "clip_by": "coordinate"}),
-    ("optimal_noise", {}),
-    ("optimal_noise", {"granularity": "layer"}),
-    ("optimal_dp_sgd", {"clip": 0.05}),
-    ("optimal_dp_sgd", {"clip": 0.05, "granularity": "layer"}),
+    ("optimal_noise", {"shape": "own"}),
+    ("optimal_noise", {"shape": "own", "granularity": "layer"}),
+    ("optimal_noise", {"shape": "public"}),
+    ("optimal_noise", {"shape": "past"}),
+    ("optimal_dp_sgd", {"shape": "own", "clip": 0.05}),
+    ("optimal_dp_sgd", {"shape": "own", "clip": 0.05, "granularity": "layer"}),
+    ("optimal_dp_sgd", {"shape": "public", "clip": 0.05}),
 ]
 
 
@@ -132,7 +136,7 @@ def test_layer_noise_after_pruning_weighs_by_what_pruning_left() -> None:
     gmap = exact_map("bert")
     pruning, noise = (
         make_defense("pruning", ratio=0.7),
-        make_defense("optimal_noise", scale=1, granularity="layer"),
+        make_defense("optimal_noise", scale=1, granularity="layer", shape="own"),
     )
     shared, squares = pruning(gmap, rng()), gmap.squared_sensitivity()
     variance = {}
@@ -162,19 +166,18 @@ def test_scale_in_a_chain_still_counts_all_parameters(noise: str, settings: dict
     assert abs(std.square().mean() / 0.01 - 1) < 1e-12
 
 
-def test_kept_sensitivities_follow_what_each_step_transmits() -> None:
-    """With refresh_every the estimate is of an earlier call, in which other coordinates were
-    pruned.
-    """
+@pytest.mark.parametrize("shape", ["public", "past"])
+def test_averages_follow_what_each_step_transmits(shape: str) -> None:
+    """They are of all coordinates, whatever was pruned of the batches that they are of."""
     model, batch = small_convolution()
     defense = chain(
         make_defense("pruning", ratio=0.7),
-        make_defense("optimal_noise", scale=0.1, refresh_every=3),
+        make_defense("optimal_noise", scale=0.1, refresh_every=3, shape=shape),
     )
     sets = []
     for label in (0, 1, 2):
         batch["labels"].fill_(label)
-        gmap = GradientMap(model, batch, second_order=defense.needs_jacobian)
+        gmap = GradientMap(model, batch, second_order=False)
         left = flat(make_defense("pruning", ratio=0.7)(gmap, rng())) != 0
         assert left.sum() == 116 - 81
         shared = flat(defense(gmap, rng()))
@@ -196,28 +199,44 @@ def test_three_in_a_row(gmap: GradientMap) -> None:
 # -------------------------------------------------------------------------------------------- state
 
 
+class Sharp(Defense):
+    """Differentiates twice at every other call."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    @property
+    def needs_jacobian(self) -> bool:
+        return self.calls % 2 == 0
+
+    def protect(self, gmap: GradientMap, generator: Stream) -> dict[str, Tensor]:
+        if self.needs_jacobian:
+            gmap.vjp(gmap.gradient())
+        self.calls += 1
+        return gmap.gradient()
+
+
 def test_needs_jacobian() -> None:
-    plain, sharp = make_defense("pruning"), make_defense("optimal_noise", refresh_every=2)
+    plain = make_defense("pruning")
     assert not chain(plain, plain).needs_jacobian
-    for defense in (chain(plain, sharp), chain(sharp, plain), chain(plain, plain, sharp)):
-        assert defense.needs_jacobian
-    model, batch = make_task("bert")
-    defense = chain(
-        make_defense("optimal_pruning", refresh_every=3),
-        make_defense("optimal_noise", refresh_every=2),
-    )
-    told = []
-    for _ in range(7):
-        told.append(defense.needs_jacobian)
-        defense(GradientMap(model, batch, second_order=told[-1]), rng())
-    assert told == [i % 3 == 0 or i % 2 == 0 for i in range(7)]
+    # Sensitivities are from differences.
+    assert not chain(make_defense("optimal_pruning"), make_defense("optimal_noise")).needs_jacobian
+    for defense in (chain(plain, Sharp()), chain(Sharp(), plain), chain(plain, plain, Sharp())):
+        model, batch = small_convolution()
+        told = []
+        for _ in range(3):
+            told.append(defense.needs_jacobian)
+            defense(GradientMap(model, batch, second_order=told[-1]), rng())
+        assert told == [True, False, True]
 
 
 def make_stateful() -> Chain:
     return chain(
         make_defense("optimal_pruning", ratio=0.5, refresh_every=3, num_probes=2),
         make_defense("quantization"),
-        make_defense("optimal_noise", relative_scale=0.1, refresh_every=2, num_probes=2),
+        make_defense(
+            "optimal_noise", relative_scale=0.1, refresh_every=2, num_probes=2, shape="past"
+        ),
     )
 
 
@@ -231,15 +250,16 @@ def test_state_dict_round_trip(gmap: GradientMap, calls_before: int, tmp_path: P
     restored.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
     generators = [rng(9), rng(9)]
     for _ in range(6):
-        assert defense.needs_jacobian == restored.needs_jacobian
         one, two = (flat(d(gmap, g)) for d, g in zip((defense, restored), generators, strict=True))
         assert torch.equal(one, two)
 
 
 def test_state_names_say_whose_they_are(gmap: GradientMap) -> None:
     defense = make_stateful()
-    defense(gmap, rng())
-    prefixes = {name.split("squares")[0].split("calls_left")[0] for name in defense.state_dict()}
-    assert prefixes == {"first.first.", "second."}
-    values: list[Tensor] = [t for n, t in defense.state_dict().items() if n.endswith("calls_left")]
-    assert sorted(int(v) for v in values) == [1, 2]
+    for _ in range(2):
+        defense(gmap, rng())
+    calls = {name: int(t) for name, t in defense.state_dict().items() if name.endswith("calls")}
+    assert calls == {"first.first.calls": 2, "second.calls": 2}
+    kinds = {"calls", "squares", "powers", "shape"}
+    found = {name.split(kind)[0] for name in defense.state_dict() for kind in kinds if kind in name}
+    assert found == {"first.first.", "second."}
