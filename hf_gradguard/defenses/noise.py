@@ -30,8 +30,6 @@ logger = logging.get_logger(__name__)
 
 SMALLEST_GRADIENT = 1e-8
 LARGEST_RATIO = 1e6
-EVEN_SHARE = 0.2
-"""Of the power of noise that averages shape: what is spread over all coordinates alike."""
 
 
 @dataclass
@@ -177,15 +175,21 @@ class OptimalNoise(SensitivityDefense, NoiseDefense):
     given utility, of all shapes that know s and g.
 
     With `shape="own"` they are this batch's, as published, and parameters with s_i = 0 get no
-    noise. With `"public"` and `"past"` Σ does not depend on the batch; a fifth of the noise's power
-    is spread evenly, so that no coordinate of an unusual batch stays bare.
+    noise. With `"public"` and `"past"` Σ does not depend on the batch.
+
+    Args:
+        floor: ρ in [0, 1], the share of the noise's power that `"public"` and `"past"` spread over
+            all coordinates alike, so that none of an unusual batch stays bare.
     """
 
     name: ClassVar[str] = "optimal_noise"
+    floor: float = 0.2
 
     def __post_init__(self) -> None:
         NoiseDefense.__post_init__(self)
         SensitivityDefense.__post_init__(self)
+        if not (is_number(self.floor) and 0 <= self.floor <= 1):
+            raise ValueError(f"floor must be from 0 to 1, but is {self.floor!r}.")
 
     def shaped(
         self, gmap: GradientMap, gradient: Tensors, generator: Stream
@@ -200,7 +204,7 @@ class OptimalNoise(SensitivityDefense, NoiseDefense):
         even = gmap.restrict({name: torch.ones_like(r) for name, r in shape.items()})
         mean = float(total(shape) / total(even).clamp(min=1))
         return {
-            name: r.mul(1 - EVEN_SHARE).add_(even[name], alpha=EVEN_SHARE * mean)
+            name: r.mul(1 - self.floor).add_(even[name], alpha=self.floor * mean)
             for name, r in shape.items()
         }, 0.0
 

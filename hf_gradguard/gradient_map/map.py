@@ -287,27 +287,25 @@ class GradientMap:
         num_probes: int = 1,
         generator: Stream | torch.Generator | None = None,
         *,
+        split: bool = True,
         method: Method | None = None,
     ) -> Tensors:
         """Estimate s_i² = Σ_a J[a, i]² for every parameter: (1/k) Σ_j (Jᵀv_j)_i², v_j ~ N(0, I).
 
-        Differences of two passes are squared sample by sample where layers know samples apart.
-        Exact probes differentiate twice, and are not split.
-
         Args:
-            num_probes: k ≥ 1. Relative variance 2/k per parameter, split about 2/(k B).
+            num_probes: k ≥ 1. Relative variance 2/k per parameter; split, about 2/(k B).
             generator: Of the probes, a `Stream` or a generator on the input's device.
-            method: `"difference"`: for smooth activations in float32, off by 0.2 to 0.5 %.
-                `"exact"`: by second derivatives. Default: differences where two steps agree, which
-                is tried out once a model, or else exact.
+            split: Square differences sample by sample, where layers know samples apart.
+            method: `"difference"`, off by 0.2 to 0.5 % in float32, or `"exact"`, by second
+                derivatives. Default: differences where two steps agree (tried out once a model).
 
         Returns:
             Non-negative tensors in the parameters' shapes, at least in float32.
 
         Raises:
-            RuntimeError: If the method does not work for this model; without one, if none does.
+            RuntimeError: If no method, or not the one asked for, works for this model.
         """
-        return estimate_squares(self, num_probes, generator, method)
+        return estimate_squares(self, num_probes, generator, split, method)
 
     @property
     def undefended(self) -> GradientMap:
@@ -315,9 +313,7 @@ class GradientMap:
         return self
 
     def of_batch(self, batch: Batch, second_order: bool = False) -> GradientMap:
-        """The same model and loss on another batch, with this one's random draws. Generators and
-        batch statistics stay as they are.
-        """
+        """The same model, loss and random draws on another batch. Nothing is left changed."""
         loss_fn, share = self._loss_fn, self._share_input_embeddings
         with self.replay.draws():
             return GradientMap(
@@ -331,7 +327,7 @@ class GradientMap:
 
     @property
     def transmitted(self) -> Tensors | None:
-        """Masks of what an earlier defense of the chain left; `None` if all is left."""
+        """Masks of what an earlier defense of the chain left; `None` for all."""
         return None
 
     def restrict(self, tensors: Tensors) -> Tensors:

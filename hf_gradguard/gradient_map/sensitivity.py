@@ -49,6 +49,7 @@ def estimate_squares(
     gmap: GradientMap,
     num_probes: int,
     generator: Stream | torch.Generator | None,
+    split: bool,
     method: Method | None,
 ) -> Tensors:
     """s_i² from random probes; see `GradientMap.squared_sensitivity`."""
@@ -58,7 +59,7 @@ def estimate_squares(
         )
         for name, p in gmap.parameters.items()
     }
-    for name, squares in probe_squares(gmap, num_probes, generator, method):
+    for name, squares in probe_squares(gmap, num_probes, generator, split, method):
         total[name].add_(squares, alpha=1 / num_probes)
     return total
 
@@ -67,6 +68,7 @@ def probe_squares(
     gmap: GradientMap,
     num_probes: int,
     generator: Stream | torch.Generator | None = None,
+    split: bool = True,
     method: Method | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
     """An estimate of s_i² from each probe, one parameter at a time: all names, `num_probes` times.
@@ -75,7 +77,8 @@ def probe_squares(
         gmap: The map.
         num_probes: At least 1.
         generator: Of the probes.
-        method: As for `GradientMap.squared_sensitivity`.
+        split: As for `GradientMap.squared_sensitivity`.
+        method: Likewise.
 
     Raises:
         ValueError: If there are no probes, or the method is unknown.
@@ -91,7 +94,7 @@ def probe_squares(
         return _exact(gmap, num_probes, generator)
     plan = plan_of(gmap)
     if plan.error <= TOLERANCE:
-        return _differences(gmap, plan, num_probes, generator)
+        return _differences(gmap, plan.split if split else frozenset(), num_probes, generator)
     reason = (
         f"Differences of {type(gmap.model).__name__}'s gradients are off by {plan.error:.0%}: "
         "its activations have kinks, or its arithmetic is too coarse."
@@ -172,11 +175,14 @@ def step_size(x: Tensor) -> float:
 
 
 def _differences(
-    gmap: GradientMap, plan: Plan, num_probes: int, generator: Stream | torch.Generator
+    gmap: GradientMap,
+    split: frozenset[str],
+    num_probes: int,
+    generator: Stream | torch.Generator,
 ) -> Iterator[tuple[str, Tensor]]:
     x, step = gmap.input, step_size(gmap.input)
     found = layers_of(gmap.model, gmap.parameters)
-    layers = {name: layer for name, layer in found.items() if name in plan.split}
+    layers = {name: layer for name, layer in found.items() if name in split}
     start = Pass.of(gmap, x, layers)
     for _ in range(num_probes):
         end = Pass.of(gmap, x + step * normal(generator, x.shape, x.device, x.dtype), layers)

@@ -92,9 +92,10 @@ class View(GradientMap):
         num_probes: int = 1,
         generator: Stream | torch.Generator | None = None,
         *,
+        split: bool = True,
         method: Method | None = None,
     ) -> Tensors:
-        return self.base.squared_sensitivity(num_probes, generator, method=method)
+        return self.base.squared_sensitivity(num_probes, generator, split=split, method=method)
 
     def twice(self) -> GradientMap:
         return self.base.twice()
@@ -226,9 +227,12 @@ class ClippedMap(View):
         num_probes: int = 1,
         generator: Stream | torch.Generator | None = None,
         *,
+        split: bool = True,
         method: Method | None = None,
     ) -> Tensors:
-        return GradientMap.squared_sensitivity(self, num_probes, generator, method=method)
+        return GradientMap.squared_sensitivity(
+            self, num_probes, generator, split=split, method=method
+        )
 
     def twice(self) -> GradientMap:
         return self
