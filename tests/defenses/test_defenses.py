@@ -13,7 +13,6 @@ from torch import Tensor
 
 from hf_gradguard import DEFENSES, GradientMap, chain, make_defense
 from hf_gradguard.defenses import Defense, sensitivity
-from hf_gradguard.defenses.noise import EVEN_SHARE
 
 OWN = {"shape": "own", "num_probes": 2}
 """As published: weighed by sensitivities of the batch itself."""
@@ -85,6 +84,10 @@ RANGES: list[tuple[str, str, str, tuple[Any, ...]]] = [
         for defense in ("optimal_noise", "optimal_dp_sgd", "optimal_pruning")
     ),
     *(
+        (defense, "floor", "floor must be from 0 to 1", (-0.1, 1.1, math.nan, "1", True, None))
+        for defense in ("optimal_noise", "optimal_dp_sgd")
+    ),
+    *(
         (defense, "granularity", "granularity must be 'parameter' or 'layer'", ("tensor", None))
         for defense in ("optimal_noise", "optimal_dp_sgd", "optimal_pruning")
     ),
@@ -125,7 +128,7 @@ def bert_map(**settings: Any) -> GradientMap:
 
 
 def assert_same(one: dict[str, Tensor], two: dict[str, Tensor]) -> None:
-    assert list(one) == list(two)
+    assert sorted(one) == sorted(two)
     for name, tensor in one.items():
         assert torch.equal(tensor, two[name]), name
 
@@ -236,7 +239,12 @@ def test_settings_that_exclude_each_other(
         ("dp_sgd", {"relative_scale": 1.0, "clip": 1.0, "clip_by": "norm"}),
         (
             "optimal_noise",
-            {"relative_scale": 1.0, "shape": "public", "granularity": "parameter"},
+            {
+                "relative_scale": 1.0,
+                "shape": "public",
+                "granularity": "parameter",
+                "floor": 0.2,
+            },
         ),
     ],
 )
@@ -655,7 +663,7 @@ def test_averages_leave_nothing_bare(name: str) -> None:
     assert all((tensor > 0).all() for tensor in ratio.values())
     if name == "optimal_noise":
         shape, _ = defense.shaped(gmap, gmap.gradient(), rng())
-        assert shape[position][3:5].min() >= EVEN_SHARE * flat(shape).mean() * (1 - 1e-6)
+        assert shape[position][3:5].min() >= defense.floor * flat(shape).mean() * (1 - 1e-6)
 
 
 def test_own_sensitivities_that_underflow_are_not_zero() -> None:
