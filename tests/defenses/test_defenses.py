@@ -547,7 +547,7 @@ def test_an_estimate_that_is_not_finite_is_not_kept(
         return ((name, squares * math.nan) for name, squares in probe(*args))
 
     monkeypatch.setattr(sensitivity, "probe_squares", overflown)
-    with pytest.raises(FloatingPointError, match="sensitivity of .* is not finite"):
+    with pytest.raises(FloatingPointError, match=r"sensitivity of .* is not finite"):
         defense(GradientMap(model, batch), rng())
     assert defense.state_dict() == {}
     monkeypatch.undo()

@@ -313,9 +313,9 @@ def test_coordinates_are_clipped(name: str) -> None:
 def test_optimal_dp_sgd_adds_noise_within_the_bound_only(granularity: str) -> None:
     gmap = GradientMap(*make_task("bert"))
     shared = flat(
-        make_defense(
-            "optimal_dp_sgd", clip=0.05, scale=0.1, granularity=granularity, shape="own"
-        )(gmap, rng())
+        make_defense("optimal_dp_sgd", clip=0.05, scale=0.1, granularity=granularity, shape="own")(
+            gmap, rng()
+        )
     )
     gradient = flat(gmap.gradient())
     clipped = gradient.abs() >= 0.05
@@ -333,7 +333,9 @@ def test_optimal_dp_sgd_is_optimal_within_the_bound(name: str) -> None:
     clip = float(g.median())
     free = free & (g < clip)
     variance = flat(
-        standard_deviations(make_defense("optimal_dp_sgd", clip=clip, scale=0.25, shape="own"), gmap)
+        standard_deviations(
+            make_defense("optimal_dp_sgd", clip=clip, scale=0.25, shape="own"), gmap
+        )
     ).square()
     assert not variance[g >= clip].any()
     s, g, variance = s[free], g[free], variance[free]

@@ -257,7 +257,7 @@ def test_gradient_that_does_not_depend_on_the_input_has_no_jacobian() -> None:
 @pytest.mark.parametrize("method", ["difference", "exact"])
 @pytest.mark.parametrize("name", DENSE)
 def test_squared_sensitivity_is_unbiased(name: str, method: str) -> None:
-    """Of k exact probes, k·estimate/s² is χ² with k degrees of freedom, so its mean has standard error
+    """Of k exact probes, k·estimate/s² is χ² with k degrees of freedom: its mean has standard error
     sqrt(2/k).
 
     Each parameter within 6 of them (χ²'s tail is heavier than a normal one), and the sum over all
