@@ -18,9 +18,13 @@ class Noise(NamedTuple):
         variance: Diagonal Σ that noise on the undefended gradient would have to have to hide its
             input as well, or less well: infinite where the coordinate was not shared, or was
             clipped to a constant.
-        added: Diagonal covariance of what was added to what is shared: 0 where nothing was.
+        added: Diagonal covariance of what was added to what is shared: 0 where nothing was. `None`
+            if that is not known, because something came after the noise that changed it.
         shape_trace: The trace of the Fisher information about the batch's input that lies in Σ
             itself, ½ Σ_i ‖∂ log Σ_ii/∂x‖²: 0 where Σ's shape is no function of the batch.
+        plain: Whether it was added to all of the gradient, unclipped, with a covariance that does
+            not follow the gradient entry by entry. Where there was Gaussian noise before, the
+            covariances then add up.
 
     Example:
         >>> noise = make_defense("gaussian_noise", scale=0.1)(gmap).noise
@@ -29,8 +33,9 @@ class Noise(NamedTuple):
     """
 
     variance: Tensors
-    added: Tensors
+    added: Tensors | None
     shape_trace: float = 0.0
+    plain: bool = False
 
 
 class Message(Mapping[str, Tensor]):

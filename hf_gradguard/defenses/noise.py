@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers.utils import logging
 
 from ..gradient_map import GradientMap, Tensors
-from ..randomness import Stream
+from ..randomness import Stream, together
 from .base import Defense, cast_like, is_number, norm, total, true_gradient
 from .message import Message, Noise
 from .sensitivity import SensitivityDefense
@@ -85,7 +85,8 @@ class NoiseDefense(Defense):
         """Variances up to a common factor, and `Noise.shape_trace`. Here: the same everywhere that
         an earlier defense left something.
         """
-        return gmap.restrict({name: torch.ones_like(g) for name, g in gradient.items()}), 0.0
+        one = {name: g.new_ones(()).expand_as(g) for name, g in gradient.items()}  # no memory
+        return gmap.restrict(one), 0.0
 
     def variance(self, gradient: Tensors, shape: Tensors) -> Tensors:
         """The diagonal of Σ: `shape` times the factor λ that gives the strength asked for."""
@@ -107,7 +108,7 @@ class NoiseDefense(Defense):
             )
             return {name: torch.zeros_like(g) for name, g in gradient.items()}
         factor = float(wanted / power)
-        return {name: tensor * factor for name, tensor in shape.items()}
+        return {name: _scaled(tensor, factor) for name, tensor in shape.items()}
 
     def _relative_variance(self, gradient: Tensors, size: int) -> float:
         assert self.relative_scale is not None  # __post_init__ leaves exactly one of the three set
@@ -123,12 +124,13 @@ class NoiseDefense(Defense):
         shape, shape_trace = self.shaped(gmap, gradient, generator)
         variance = self.variance(gradient, shape)
         noisy = {
-            name: torch.addcmul(g, variance[name].sqrt(), self.draw(g, generator))
-            for name, g in gradient.items()
+            name: torch.addcmul(gradient[name], variance[name].sqrt(), drawn, out=drawn)
+            for name, drawn in together(gradient, lambda like: self.draw(like, generator))
         }
 
         def noise() -> Noise:
-            return Noise(self.referred(true, variance), variance, shape_trace)
+            referred = self.referred(true, variance)
+            return Noise(referred, variance, shape_trace, plain=self._plain)
 
         return Message(
             cast_like(noisy, gmap),
@@ -140,9 +142,23 @@ class NoiseDefense(Defense):
     def adds_gaussian_noise(self) -> bool:
         return type(self).draw is NoiseDefense.draw
 
+    @property
+    def _plain(self) -> bool:
+        """Whether covariances add up where Gaussian noise was before; see `Noise`."""
+        return type(self).clipped is NoiseDefense.clipped
+
     def draw(self, like: Tensor, generator: Stream) -> Tensor:
-        """Noise of unit variance in the shape of `like`."""
+        """Independent noise of unit variance in the shape, type and place of `like`, whose values
+        mean nothing. The message is written where the noise was.
+        """
         return generator.normal(like.shape, device=like.device, dtype=like.dtype)
+
+
+def _scaled(tensor: Tensor, factor: float) -> Tensor:
+    """In place where that is possible, and one number for one number."""
+    if tensor.numel() and not any(tensor.stride()):
+        return (tensor.flatten()[0] * factor).expand_as(tensor)
+    return tensor.mul_(factor)
 
 
 @dataclass
@@ -190,6 +206,10 @@ class OptimalNoise(SensitivityDefense, NoiseDefense):
         SensitivityDefense.__post_init__(self)
         if not (is_number(self.floor) and 0 <= self.floor <= 1):
             raise ValueError(f"floor must be from 0 to 1, but is {self.floor!r}.")
+
+    @property
+    def _plain(self) -> bool:
+        return super()._plain and self.shape != "own"
 
     def shaped(
         self, gmap: GradientMap, gradient: Tensors, generator: Stream

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import defaultdict
 from collections.abc import Mapping
@@ -106,7 +107,7 @@ class MessageMaker:
             return gmap.loss  # nothing is added: to the other ranks it is a gradient of zeros
         with torch.no_grad():
             for name, parameter in gmap.parameters.items():
-                part = shared[name].to(parameter.dtype) * client.weight
+                part = shared.pop(name).to(parameter.dtype).mul(client.weight)
                 parameter.grad = part if parameter.grad is None else parameter.grad.add_(part)
         return gmap.loss
 
@@ -127,7 +128,7 @@ class MessageMaker:
         self._figures["defense/seconds"].append(time.perf_counter() - start)
         if not norm:
             return
-        error = _norm({name: shared[name] - g for name, g in gradient.items()})
+        error = math.hypot(*(float((shared[name] - g).norm()) for name, g in gradient.items()))
         self._figures["defense/relative_error"].append(error / norm)
         if size:
             inner = sum(
