@@ -233,6 +233,9 @@ SUMS: dict[str, tuple[Callable[[], Defense], float]] = {
     "clipped, then uniform": (
         lambda: chain(make_defense("dp_sgd", clip=0.1, scale=0.3), uniform(scale=0.4)), 0.25
     ),
+    "uniform, then of a public shape": (
+        lambda: chain(uniform(scale=0.3), make_defense("optimal_noise", scale=0.4)), 0.25
+    ),
     "pruned, then twice": (
         lambda: chain(make_defense("pruning"), uniform(scale=0.3), uniform(scale=0.4)), 0.25
     ),
@@ -270,13 +273,14 @@ def test_added_noise_is_what_estimators_count() -> None:
     assert one.noise is not None
     found, expected = flat(both.noise.variance), flat(one.noise.variance)
     torch.testing.assert_close(found, expected)
-    shaped = chain(make_defense("optimal_noise", scale=0.3), uniform(scale=0.4))(gmap, rng())
-    alone = make_defense("optimal_noise", scale=0.3)(gmap, rng())
+    shaped = chain(make_defense("optimal_noise", scale=0.3, shape="own"), uniform(scale=0.4))(
+        gmap, rng()
+    )
+    alone = make_defense("optimal_noise", scale=0.3, shape="own")(gmap, rng())
     assert shaped.noise is not None
     assert alone.noise is not None
-    assert alone.noise.shaping_probes == 10
-    # Their correction holds for noise that is all of that shape only.
-    assert (shaped.noise.squares, shaped.noise.shaping_probes) == (None, None)
+    assert alone.noise.shape_trace > 0
+    assert shaped.noise.shape_trace == alone.noise.shape_trace  # more noise hides no less of it
     expected = flat(alone.noise.variance) + 0.16
     torch.testing.assert_close(flat(shaped.noise.variance), expected)
 
@@ -284,8 +288,8 @@ def test_added_noise_is_what_estimators_count() -> None:
 @pytest.mark.parametrize(
     ("name", "settings"),
     [
-        ("quantization", {}), ("laplace_noise", {}), ("optimal_noise", {"scale": 5.0}),
-        ("dp_sgd", {"scale": 0.1}), ("optimal_dp_sgd", {"scale": 0.1}),
+        ("quantization", {}), ("laplace_noise", {}), ("dp_sgd", {"scale": 0.1}),
+        ("optimal_noise", {"scale": 5.0, "shape": "own"}), ("optimal_dp_sgd", {"scale": 0.1}),
     ],
 )  # fmt: skip
 def test_noise_that_was_processed_has_no_covariance_that_is_known(
@@ -306,7 +310,7 @@ def test_noise_that_follows_noise_does_not_have_the_covariance_it_would_say() ->
     of the variance that the sum of what both say would be, by far more than chance.
     """
     gmap, generator = shaped_map(), rng()
-    first, second = uniform(scale=1.0), make_defense("optimal_noise", scale=1.0)
+    first, second = uniform(scale=1.0), make_defense("optimal_noise", scale=1.0, shape="own")
     ratios = []
     for _ in range(400):
         one = first(gmap, generator)
