@@ -108,16 +108,23 @@ class Averages:
         }
 
     def load_state_dict(self, state: Tensors) -> None:
-        """What `state_dict` returned."""
+        """What `state_dict` returned.
+
+        Raises:
+            ValueError: For anything else.
+        """
         self.__init__()  # type: ignore[misc]
         for key, tensor in sorted(state.items()):
             kind, _, rest = key.partition(".")
+            if kind not in ("shape", *_KINDS):
+                raise ValueError(f"{key!r} is nothing of running averages.")
             if kind == "shape":
                 self._shapes[rest] = torch.Size(tensor.tolist())
                 continue
             name = rest.partition(".")[2]
             self._sums[kind][name] = (*self._sums[kind].get(name, ()), tensor)
-        self._shapes = {name: self._shapes[name] for name in self._sums["squares"]}
+        if any(sums.keys() != self._shapes.keys() for sums in self._sums.values()):
+            raise ValueError("These are not the sums and shapes of running averages.")
 
 
 def _sums(tensor: Tensor) -> tuple[Tensor, ...]:
@@ -145,5 +152,6 @@ def _matrix(parts: tuple[Tensor, ...], shape: torch.Size) -> Tensor:
 
 
 def _total(sums: dict[str, tuple[Tensor, ...]]) -> float:
-    # Exact, so that a state that was loaded in another order gives the same.
-    return math.fsum(float(parts[0].sum()) for parts in sums.values())
+    # In one order, whichever a loaded state has, so that a run that goes on has the same bits.
+    parts = [sums[name][0].sum().double() for name in sorted(sums)]
+    return float(torch.stack(parts).sum())

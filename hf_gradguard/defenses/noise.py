@@ -330,6 +330,19 @@ class OptimalDPSGD(OptimalNoise):
     def referred(self, gradient: Tensors, variance: Tensors) -> Tensors:
         return _infinite_where_clipped(gradient, variance, self.clip)
 
+    def shaped(
+        self, gmap: GradientMap, gradient: Tensors, generator: Stream
+    ) -> tuple[Tensors, float]:
+        shape, trace = super().shaped(gmap, gradient, generator)
+        if self.shape == "own":  # with one ratio a tensor the clipped ones have it too
+            shape = {name: tensor * self._within(gradient[name]) for name, tensor in shape.items()}
+        return shape, trace
+
     def learned(self, gradient: Tensors, squares: Tensors) -> tuple[Tensors, Tensors]:
-        within = {name: g.abs() < self.clip for name, g in gradient.items()}
-        return self.clipped(gradient), {name: s * within[name] for name, s in squares.items()}
+        squares = {name: s * self._within(gradient[name]) for name, s in squares.items()}
+        if self.shape == "own":
+            return {name: g * self._within(g) for name, g in gradient.items()}, squares
+        return self.clipped(gradient), squares
+
+    def _within(self, g: Tensor) -> Tensor:
+        return g.abs() < self.clip

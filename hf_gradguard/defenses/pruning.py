@@ -110,12 +110,14 @@ class OptimalPruning(SensitivityDefense, PruningDefense):
                 for name, s in roots.items()
             }
         ratio = self.averaged_ratio(gmap, generator)
-        if ratio is None:
-            return {
+        if ratio is not None:
+            worth = {name: 1 / r for name, r in ratio.items()}
+        else:
+            worth = {
                 name: generator.uniform(g.shape, device=g.device, dtype=g.dtype)
                 for name, g in gradient.items()
             }
-        return {name: 1 / r for name, r in ratio.items()}
+        return gmap.restrict(worth)  # what is withheld already goes first
 
 
 def largest(worth: Tensor, amount: float, weight: Tensor | None = None) -> Tensor:

@@ -79,14 +79,14 @@ class SensitivityDefense(Defense):
         plain = gmap.undefended
         if not self._averages.knows(plain.parameters):
             self._averages, self._calls = Averages(), 0
-        due = self._calls % (self.refresh_every or 10) == 0
-        self._calls += 1
+        due = not self._averages or self._calls % (self.refresh_every or 10) == 0
         if self.shape == "public" and due:
             made = gmap.domain.random_batch(gmap.model, gmap.batch, generator, self._special)
             self._learn(plain.of_batch(made), generator)
         ratio = self._averages.ratio(self.granularity == "layer") if self._averages else None
         if self.shape == "past" and due:
             self._learn(plain, generator)
+        self._calls += 1
         if ratio is None:
             return None
         return {name: ratio[name] for name in gmap.parameters}  # a loaded state has its own order

@@ -66,14 +66,17 @@ class Domain(ABC):
         Raises:
             ValueError: For an entry that it cannot make up, by name.
         """
+        like, present = self.main_input(batch), self.present(batch)
         made: dict[str, Any] = {
-            self.key: self.random_input(model, self.main_input(batch), generator, special)
+            self.key: self.random_input(model, like, generator, special, present)
         }
         for key, value in batch.items():
-            if key == self.key or value is None or isinstance(value, bool):
-                made.setdefault(key, value)
-            elif not isinstance(value, Tensor):
+            if key == self.key:
+                continue
+            if value is None or isinstance(value, bool | int | float | str):
                 made[key] = value
+            elif not isinstance(value, Tensor):
+                raise ValueError(_NOT_MADE_UP.format(repr(key)))
             elif key.endswith("attention_mask") and value.dim() == 2:
                 made[key] = torch.ones_like(value)
             elif key == "token_type_ids":
@@ -86,9 +89,14 @@ class Domain(ABC):
 
     @abstractmethod
     def random_input(
-        self, model: nn.Module, like: Tensor, generator: Stream, special: Sequence[int]
+        self,
+        model: nn.Module,
+        like: Tensor,
+        generator: Stream,
+        special: Sequence[int],
+        present: Tensor | None = None,
     ) -> Tensor:
-        """The private entry, drawn at random."""
+        """The private entry, drawn at random. `present` is as of the method of that name."""
 
     def _random_labels(
         self,
@@ -164,7 +172,12 @@ class Text(Domain):
         return [module for module in map(_embedding_of, owners) if module is not None]
 
     def random_input(
-        self, model: nn.Module, like: Tensor, generator: Stream, special: Sequence[int]
+        self,
+        model: nn.Module,
+        like: Tensor,
+        generator: Stream,
+        special: Sequence[int],
+        present: Tensor | None = None,
     ) -> Tensor:
         """Tokens drawn from the vocabulary without special ones, which stand at the ends only."""
         words = len(self.embedding(model).weight)  # type: ignore[arg-type]
@@ -172,7 +185,7 @@ class Text(Domain):
         allowed[[index for index in special if index < words]] = False
         ordinary = allowed.nonzero().flatten().to(like.device)
         ids = ordinary[generator.integers(len(ordinary), like.shape, device=like.device)]
-        first, last = _ends(like, special)
+        first, last = _ends(like, special, present)
         if first is not None:
             ids[:, 0] = first
         if last is not None and ids.shape[1] > 1:
@@ -192,7 +205,12 @@ class Image(Domain):
         return None
 
     def random_input(
-        self, model: nn.Module, like: Tensor, generator: Stream, special: Sequence[int]
+        self,
+        model: nn.Module,
+        like: Tensor,
+        generator: Stream,
+        special: Sequence[int],
+        present: Tensor | None = None,
     ) -> Tensor:
         """Patches of even color under fine noise, of mean 0 and deviation 1: more like images than
         white noise is.
@@ -236,13 +254,20 @@ def _writes(model: nn.Module) -> bool:
         return False
 
 
-def _ends(ids: Tensor, special: Sequence[int]) -> tuple[int | None, int | None]:
-    """The special tokens with which all texts begin, and with which one of the longest ends."""
-    known = set(special)
-    first, last = ids[:, 0].unique().tolist(), ids[:, -1].unique().tolist()
-    begins = first[0] if len(first) == 1 and first[0] in known else None
-    ends = [index for index in last if index in known]
-    return begins, ends[0] if ends else None
+def _ends(
+    ids: Tensor, special: Sequence[int], present: Tensor | None
+) -> tuple[int | None, int | None]:
+    """The special tokens with which all texts begin and end, if there are such. Padding is none of
+    a text.
+    """
+    mask = torch.ones_like(ids) if present is None else present.int()
+    ends = mask.argmax(1), ids.shape[1] - 1 - mask.flip(1).argmax(1)
+    rows = torch.arange(len(ids), device=ids.device)
+    found = [ids[rows, place].unique().tolist() for place in ends]
+    begins, closes = (
+        index[0] if len(index) == 1 and index[0] in set(special) else None for index in found
+    )
+    return begins, closes
 
 
 def domain_of_batch(batch: Mapping[str, Any]) -> Domain:

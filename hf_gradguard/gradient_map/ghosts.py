@@ -38,7 +38,7 @@ def sample_gram(gmap: GradientMap, probes: Tensor, weights: Tensors) -> Tensor |
     plan = plan_of(gmap)
     found = layers_of(gmap.model, gmap.parameters)
     layers = {name: layer for name, layer in found.items() if name in plan.split}
-    if gmap.undefended is not gmap or plan.error > TOLERANCE or not layers:
+    if gmap.undefended is not gmap or not plan.error <= TOLERANCE or not layers:
         return None
     x, step = gmap.input, step_size(gmap.input)
     start = Pass.of(gmap, x, layers)

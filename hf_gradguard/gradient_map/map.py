@@ -71,13 +71,13 @@ class GradientMap:
         second_order: bool = True,
     ) -> None:
         self.model, self._batch = model, batch
-        self._loss_fn = loss_fn or model_loss
+        self.loss_fn = loss_fn or model_loss
         self._share_input_embeddings = share_input_embeddings
         self._source = find_input(model, batch)
         self._parameters = shared_parameters(model, share_input_embeddings)
         self.replay = Replay(model, second_order)
         with torch.enable_grad(), self.replay.kernels():
-            self._x, self._loss = self._source.evaluate(self._loss_fn, model, batch)
+            self._x, self._loss = self._source.evaluate(self.loss_fn, model, batch)
         if self._loss.dim() or not self._loss.requires_grad:
             raise ValueError(
                 "The loss must be a differentiable scalar, but has shape "
@@ -128,7 +128,7 @@ class GradientMap:
             entries: Entries of the batch to put in the place of its own.
         """
         batch = {**self._batch, **(entries or {})}
-        return self._source.evaluate(self._loss_fn, self.model, batch, value=x)[1]
+        return self._source.evaluate(self.loss_fn, self.model, batch, value=x)[1]
 
     def versions(self) -> dict[str, int]:
         """A count of in-place writes for everything that is the map's own or its model's: equal
@@ -314,7 +314,7 @@ class GradientMap:
 
     def of_batch(self, batch: Batch, second_order: bool = False) -> GradientMap:
         """The same model, loss and random draws on another batch. Nothing is left changed."""
-        loss_fn, share = self._loss_fn, self._share_input_embeddings
+        loss_fn, share = self.loss_fn, self._share_input_embeddings
         with self.replay.draws():
             return GradientMap(
                 self.model, batch, loss_fn=loss_fn, share_input_embeddings=share,

@@ -89,9 +89,10 @@ class Replay:
     def full_precision(self) -> Iterator[None]:
         """No autocast inside the model: differences of two passes would drown in its rounding."""
         kinds = [kind for kind in ("cpu", "cuda") if self._on(kind)]
+        before = {kind: torch.is_autocast_enabled(kind) for kind in kinds}
 
         def leave_autocast(_module: nn.Module, _args: object) -> None:
-            for kind in kinds:  # whoever entered it restores what was before
+            for kind in kinds:  # a model that entered it restores what was before
                 if torch.is_autocast_enabled(kind):
                     torch.set_autocast_enabled(kind, False)
 
@@ -101,6 +102,8 @@ class Replay:
         finally:
             for handle in handles:
                 handle.remove()
+            for kind, enabled in before.items():
+                torch.set_autocast_enabled(kind, enabled)
 
     def _on(self, kind: str) -> bool:
         return kind == "cuda" if self._devices else kind == "cpu"

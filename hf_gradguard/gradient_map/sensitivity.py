@@ -112,6 +112,8 @@ def plan_of(gmap: GradientMap) -> Plan:
         len(gmap.input) > 1,
         gmap.input.dtype,
         tuple(module.training for module in gmap.replay.modules),
+        gmap.replay.recomputes(),
+        getattr(gmap.loss_fn, "__code__", gmap.loss_fn),  # a lambda is made anew every time
     )
     if key not in plans:
         plans[key] = _try_out(gmap)
@@ -132,15 +134,15 @@ def _try_out(gmap: GradientMap) -> Plan:
     one = torch.zeros_like(direction)
     one[0] = direction[0]
     alone = Pass.of(gmap, x + step * one, layers) if samples > 1 else None
-    split, errors = set(), []
-    for name in layers:
+    whole = Pass.of(gmap, x, {}).rest
+    apart: dict[str, bool | None] = {}
+    errors = []
+    for name, layer in layers.items():
         long = Change.between(start, longer, name, step, samples)
         short = Change.between(start, shorter, name, step / 4, samples)
-        apart = alone is None or _first_alone(
-            Change.between(start, alone, name, step, samples), samples
+        apart[name] = _adds_up(start, name, layer, samples, whole) and (
+            alone is None or _first_alone(Change.between(start, alone, name, step, samples))
         )
-        if long is not None and short is not None and apart:
-            split.add(name)
         if long is not None and short is not None:
             pairs = [*zip(long.slopes, short.slopes, strict=True)]
             errors += [_relative(one, other) for one, other in pairs]
@@ -148,11 +150,16 @@ def _try_out(gmap: GradientMap) -> Plan:
         pair = (longer.rest[name] - rest) / step, (shorter.rest[name] - rest) / (step / 4)
         errors.append(_relative(*pair))
     found = [error for error in errors if error is not None]
+    # What stands still (LoRA at its start) shows nothing: it is taken to be as the others are.
+    others = all(known for known in apart.values() if known is not None)
+    split = {name for name, known in apart.items() if (others if known is None else known)}
     return Plan(frozenset(split), float(torch.tensor(found).mean()) if found else 0.0)
 
 
-def _first_alone(change: Change | None, samples: int) -> bool:
-    """Whether a change of the first sample left all others as they were."""
+def _first_alone(change: Change | None) -> bool | None:
+    """Whether a change of the first sample left all others as they were; `None` if it changed no
+    slopes at all.
+    """
     if change is None:
         return False
     for parts in (change.slopes, change.features):
@@ -160,6 +167,32 @@ def _first_alone(change: Change | None, samples: int) -> bool:
             sizes = part.flatten(1).square().sum(1)
             if sizes[1:].sum() > 1e-6 * sizes[0]:
                 return False
+    return True if any(slopes.any() for slopes in change.slopes) else None
+
+
+def _adds_up(start: Pass, name: str, layer: Layer, samples: int, gradient: Tensors) -> bool:
+    """Whether the samples' products are all of the gradient: a weight may be used without its
+    layer, as fused losses use a head's.
+    """
+    rows = start.rows(name, samples)
+    if rows is None:
+        return False
+    scale = float(sum(slopes.norm() * (1 + features.norm()) for slopes, features in rows))
+    for kind in ("weight", "bias"):
+        parameter = getattr(layer, kind)
+        if parameter is None:
+            continue
+        missing = gradient[parameter].clone()
+        for slopes, features in rows:
+            for one in range(samples):
+                some = slopes[one : one + 1], features[one : one + 1]
+                missing -= (
+                    layer.weight_gradients(*some)
+                    if kind == "weight"
+                    else layer.bias_gradients(some[0])
+                )[0]
+        if missing.norm() > max(1e-3 * float(gradient[parameter].norm()), 1e-5 * scale):
+            return False
     return True
 
 
