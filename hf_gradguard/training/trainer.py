@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,13 +17,22 @@ from accelerate.utils.memory import clear_device_cache
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, TrainingArguments
+from transformers.trainer_utils import TrainOutput
 
 from ..defenses import Defense
 from ..gradient_map.inputs import shared_parameters
 from ..leakage import FisherAccountant
+from .asked import Asked, changes
 from .batch_statistics import average_statistics, freeze_statistics, warn_of_statistics
 from .card import add_privacy_section
-from .checks import check_accelerator, check_arguments, check_leakage, check_model
+from .checkpoints import check_checkpoint, newest_complete
+from .checks import (
+    check_accelerator,
+    check_arguments,
+    check_collator,
+    check_leakage,
+    check_model,
+)
 from .clients import (
     CLIENT,
     ClientBatch,
@@ -33,8 +43,10 @@ from .clients import (
     round_sampler,
     split,
 )
-from .config import GradGuardConfig, resolve_defense
+from .asked import Asked, changes
+from .config import GradGuardConfig
 from .exchange import StartAlike, any_rank, average_gradients
+from .ledger import Ledger
 from .loading import load_model, load_tokenizer
 from .message import Draws, MessageMaker
 from .meter import LeakageMeter
@@ -100,39 +112,115 @@ class GradGuardTrainer(SeamTrainer):
             model, args = args, model
         args = args or GradGuardConfig(output_dir="tmp_trainer")
         check_arguments(args)
-        self.defense = resolve_defense(defense, args)
+        self._asked, self._bound = Asked(args, defense), {}
+        self._ledger = Ledger()
+        self._accountant = accountant
         if model is None and kwargs.get("model_init") is None:
             model = load_model(args)
             if kwargs.get("processing_class") is None and len(positional) < 4:
                 kwargs["processing_class"] = load_tokenizer(args)
         super().__init__(model, args, *positional, **kwargs)
-        check_model(self.model)
-        check_accelerator(self.accelerator, self.train_dataset)
-        own_batches = type(self).get_train_dataloader is not GradGuardTrainer.get_train_dataloader
-        check_leakage(args, self.defense, accountant, own_batches)
-        self.defense.prepare(self.model, self.processing_class)
+        self.add_callback(self._ledger)
+        self._bind()
+
+    @property
+    def defense(self) -> Defense:
+        """What protects the messages: each client has a copy. Setting it, by name or as an object,
+        or changing `args.defense` and the other arguments of `GradGuardConfig`, counts from the
+        next training on.
+        """
+        return self._asked.defense
+
+    @defense.setter
+    def defense(self, defense: str | Defense) -> None:
+        self._asked = Asked(self.args, defense)
+
+    @property
+    def shared_names(self) -> list[str]:
+        """The parameters that a message would be of now: withheld and frozen ones are not."""
+        return list(shared_parameters(self.model, self._share_input_embeddings))
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """As in `Trainer`, which makes a new one for every trial of a search."""
+        super().create_accelerator_and_postprocess()
         # "Evaluation mode" is Accelerate's word for preparing a model (device, autocast) without
         # wrapping it in DDP.
         self.accelerator.prepare_model = functools.partial(
             self.accelerator.prepare_model, evaluation_mode=True
         )
-        self.add_callback(StartAlike())
-        self._host_clients()
-        self._share_input_embeddings: bool = getattr(args, "share_input_embeddings", False)
-        self._batch_statistics: str = getattr(args, "batch_statistics", "local")
+        self._ledger.guard(self.accelerator)
+
+    def train(
+        self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any
+    ) -> TrainOutput:
+        """As in `Trainer`, with the defense and all arguments as they are now.
+
+        Args:
+            resume_from_checkpoint: `True` takes the newest checkpoint that is complete, and warns
+                of newer ones that a killed run left behind; where there is none, training begins
+                anew.
+            *args: As for `Trainer`.
+            **kwargs: As for `Trainer`.
+
+        Raises:
+            ValueError: If a checkpoint is named that is not complete.
+            RuntimeError: If anything but the exchange put a gradient where the optimizer finds it.
+        """
+        if resume_from_checkpoint is True:
+            folder = Path(str(self.args.output_dir))
+            resume_from_checkpoint = newest_complete(folder, self.accelerator)
+        elif resume_from_checkpoint:
+            check_checkpoint(Path(resume_from_checkpoint))
+        return super().train(resume_from_checkpoint, *args, **kwargs)
+
+    def before_training(self) -> None:
+        """Follow what changed since the last training: arguments, defense, model, data."""
+        self._bind()
+
+    def _bind(self) -> None:
+        """Check and prepare what the arguments and the defense say. Clients forget what they
+        remember if any of it, the model or the data changed.
+        """
+        if isinstance(self.args, GradGuardConfig):
+            self.args.check()
+        self._asked.resolve()
+        found = self._asked.settings() | {
+            "model": self.model,
+            "train_dataset": self.train_dataset,
+            "processing_class": self.processing_class,
+        }
+        if not changes(self._bound, found):
+            return
+        check_arguments(self.args)
+        check_model(self.model)
+        check_accelerator(self.accelerator, self.train_dataset)
+        own_batches = type(self).get_train_dataloader is not GradGuardTrainer.get_train_dataloader
+        check_leakage(self.args, self.defense, self._accountant, own_batches)
+        self.defense.prepare(self.model, self.processing_class)
+        if self._bound.get("model") is not self.model:
+            self.remove_callback(StartAlike)
+            self.add_callback(StartAlike())
+        self._share_input_embeddings: bool = getattr(self.args, "share_input_embeddings", False)
+        self._batch_statistics: str = getattr(self.args, "batch_statistics", "local")
         if self.is_world_process_zero():
             warn_of_statistics(self.model, self._batch_statistics)
-        self.shared_names = list(shared_parameters(self.model, self._share_input_embeddings))
+        shared_parameters(self.model, self._share_input_embeddings)  # refuse none, name withheld
+        self._host_clients()
         self._weights = LossWeights(self._loss)
-        self._meter = LeakageMeter(args, self.defense, accountant)
-        draws = Draws(getattr(args, "noise_seed", None), self.accelerator.process_index)
-        self._messages = MessageMaker(draws, self._meter, self._share_input_embeddings)
+        self._meter = LeakageMeter(self.args, self.defense, self._accountant)
+        draws = Draws(getattr(self.args, "noise_seed", None), self.accelerator.process_index)
+        self._messages = MessageMaker(
+            draws, self._meter, self._ledger, self._share_input_embeddings
+        )
+        self._bound = found | self._asked.settings()  # `prepare` may have filled some in
 
     def _host_clients(self) -> None:
         """Each client that lives on this rank gets a defense of its own."""
         ranks = self.accelerator.num_processes
         self._parts = divide(self.train_dataset, self.args, ranks)
         hosted = len(self._parts) // ranks or getattr(self.args, "clients_per_process", 1)
+        if hosted > 1:
+            check_collator(self.data_collator)
         self._clients = [copy.deepcopy(self.defense) for _ in range(hosted)]
 
     def training_step(
@@ -144,13 +232,15 @@ class GradGuardTrainer(SeamTrainer):
         """One micro-batch: differentiate, protect and accumulate locally; average over ranks when a
         step is due.
         """
+        self._check_unchanged()
         module, inputs = self._ready(model), dict(self._prepare_inputs(inputs))
         normalization = Normalization.of(self, num_items_in_batch)
-        mean_loss = functools.partial(normalization.mean_loss, self._loss)
+        clients, spread = self._clients_of(module, inputs, normalization)
+        mean_loss = functools.partial(normalization.mean_loss, self._loss, spread)
         step = self.state.global_step
         losses = [
             client.weight * self._messages.share(module, client, mean_loss, step)
-            for client in self._clients_of(module, inputs, normalization)
+            for client in clients
             if client.weight
         ]
         steps = self.args.torch_empty_cache_steps
@@ -159,6 +249,15 @@ class GradGuardTrainer(SeamTrainer):
         if self.accelerator.sync_gradients:
             self._exchange(module)
         return torch.stack(losses).sum() if losses else torch.zeros((), device=self.args.device)
+
+    def _check_unchanged(self) -> None:
+        """What is bound holds for the whole training."""
+        if changed := changes(self._bound, self._asked.settings()):
+            raise RuntimeError(
+                f"{', '.join(changed)} changed while training, where it would not be followed. "
+                "Change settings between trainings; for a schedule within one, write a Defense "
+                "that counts its calls."
+            )
 
     def _ready(self, model: nn.Module) -> nn.Module:
         """The bare model in training mode."""
@@ -177,12 +276,12 @@ class GradGuardTrainer(SeamTrainer):
 
     def _clients_of(
         self, module: nn.Module, inputs: dict[str, Any], normalization: Normalization
-    ) -> list[ClientBatch]:
-        """What of a rank's batch is whose, and how much it counts."""
+    ) -> tuple[list[ClientBatch], float]:
+        """What of a rank's batch is whose, how much it counts, and the spread of `Weights`."""
         if CLIENT not in inputs:
             batches = split(inputs, len(self._clients))
-            weights = self._weights(module, batches, normalization)
-            return list(map(ClientBatch, self._clients, batches, weights))
+            factors, spread = self._weights(module, batches, normalization)
+            return list(map(ClientBatch, self._clients, batches, factors)), spread
         # n_k/Σn over all ranks; ranks are averaged, and accumulated steps added up, later
         ranks, steps = self.accelerator.num_processes, normalization.accumulation
         return [
@@ -192,12 +291,14 @@ class GradGuardTrainer(SeamTrainer):
                 0.0 if normalization.items(batch) == 0 else share * ranks / steps,
             )
             for number, share, batch in drawn(inputs)
-        ]
+        ], 1.0
 
     def _exchange(self, module: nn.Module) -> None:
         """Average over ranks what they have protected, and agree on going on."""
-        parameters = shared_parameters(module, self._share_input_embeddings)
-        average_gradients(parameters.values(), self.accelerator)
+        parameters = shared_parameters(module, self._share_input_embeddings).values()
+        self._ledger.check(parameters, "exchange gradients")
+        average_gradients(parameters, self.accelerator)
+        self._ledger.exchange(parameters)
         # A rank that left alone would leave the others waiting for it.
         if self._meter.stops and any_rank(self._meter.stop_due, self.accelerator):
             self.control.should_training_stop = True
@@ -236,7 +337,7 @@ class GradGuardTrainer(SeamTrainer):
     @property
     def accountant(self) -> FisherAccountant | None:
         """What this rank has shared about each of its examples. Private to the rank."""
-        return self._meter.accountant
+        return self._accountant
 
     def mean_leakage(self) -> dict[str, float]:
         """Means over ranks of the `leakage/dfil_mean` and `leakage/i2f_lower_bound` that each
@@ -255,13 +356,14 @@ class GradGuardTrainer(SeamTrainer):
         """What a defense remembers belongs in a checkpoint: a run that is killed and resumed goes
         on as if it had not been.
         """
-        rank = self.accelerator.process_index
-        save_private_state(folder, rank, self._clients, self.accountant)
+        rank, names = self.accelerator.process_index, self._messages.names_of(self._clients)
+        save_private_state(folder, rank, self._clients, self.accountant, names)
 
     def load_state_of_rank(self, folder: str) -> None:
         """What `save_state_of_rank` wrote."""
         rank, device = self.accelerator.process_index, self.args.device
-        load_private_state(folder, rank, self._clients, self.accountant, device)
+        names = load_private_state(folder, rank, self._clients, self.accountant, device)
+        self._messages.expect(self._clients, names)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """As in `Trainer`, with a section on what was protected and what was not."""
