@@ -1,9 +1,9 @@
-"""What a Trainer was asked for, which may change between trainings: the defense and its settings."""
+"""What a Trainer was asked for, which may change between trainings."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
 from transformers import TrainingArguments
@@ -31,54 +31,72 @@ class Asked:
         >>> args = GradGuardConfig("out", defense="pruning", defense_kwargs={"ratio": 0.5})
         >>> asked = Asked(args, None)
         >>> args.defense_kwargs = {"ratio": 0.9}
-        >>> asked.resolve()
+        >>> asked.resolve(args)
         >>> asked.defense.ratio
         0.9
     """
 
     def __init__(self, args: TrainingArguments, keyword: str | Defense | None) -> None:
-        self._args, self._keyword = args, keyword
-        self.resolve()
+        self._bound: dict[str, Any] = {}
+        self.ask(args, keyword)
 
-    def resolve(self) -> None:
+    def ask(self, args: TrainingArguments, keyword: str | Defense | None) -> None:
+        """The Trainer's keyword is another now."""
+        self.defense = resolve_defense(keyword, args)
+        self._keyword, self._named = keyword, _named(args)
+
+    def resolve(self, args: TrainingArguments) -> None:
         """Make the defense anew if its name or its settings in the arguments are others now."""
-        named = self._named()
-        if not hasattr(self, "defense") or named != self._resolved:
-            self.defense = resolve_defense(self._keyword, self._args)
-            self._resolved = named
+        if self._named != _named(args):
+            self.ask(args, self._keyword)
 
-    def settings(self) -> dict[str, Any]:
-        """All that was asked for, as it is now: to be compared by `changes`."""
-        named = {f"args.{name}": _frozen(getattr(self._args, name, None)) for name in _ARGUMENTS}
-        return named | {"the defense": _frozen(self.defense)}
+    def changed(
+        self, args: TrainingArguments, objects: Mapping[str, Any] | None = None
+    ) -> list[str]:
+        """The names of what is another than when it was bound: arguments, settings of the defense,
+        and `objects`, which count by identity.
+        """
+        return [
+            name
+            for name, value in self._settings(args, objects or {}).items()
+            if name not in self._bound or self._bound[name] != value
+        ]
 
-    def _named(self) -> tuple[Any, ...]:
-        return tuple(
-            _frozen(getattr(self._args, name, None)) for name in ("defense", "defense_kwargs")
-        )
+    def bind(self, args: TrainingArguments, objects: Mapping[str, Any]) -> None:
+        """All this holds until it is bound again."""
+        self._bound = self._settings(args, objects)
+
+    def check_unchanged(self, args: TrainingArguments) -> None:
+        """Refuse changes within a training.
+
+        Raises:
+            RuntimeError: With what changed, and the way out.
+        """
+        if changed := self.changed(args):
+            raise RuntimeError(
+                f"{', '.join(changed)} changed while training, where it would not be followed. "
+                "Change settings between trainings; for a schedule within one, write a Defense "
+                "that counts its calls."
+            )
+
+    def _settings(self, args: TrainingArguments, objects: Mapping[str, Any]) -> dict[str, Any]:
+        return {
+            **{f"args.{name}": _frozen(getattr(args, name, None)) for name in _ARGUMENTS},
+            "the defense": _frozen(self.defense),
+            **{name: _Same(value) for name, value in objects.items()},
+        }
 
 
-def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """The names of what is another now: objects count by identity, plain values by value.
-
-    Example:
-        >>> changes({"a": 1, "b": 2}, {"a": 1, "b": 3})
-        ['b']
-    """
-    return [
-        name
-        for name, value in now.items()
-        if name not in before
-        or not (before[name] is value or (_is_plain(value) and before[name] == value))
-    ]
+def _named(args: TrainingArguments) -> tuple[Any, ...]:
+    return tuple(_frozen(getattr(args, name, None)) for name in ("defense", "defense_kwargs"))
 
 
 def _frozen(value: Any) -> Any:
     """A value that does not follow what is later written into it: a defense by its settings, also
     those of its parts, a collection by its entries, anything else by its identity.
     """
-    if isinstance(value, Defense) and dataclasses.is_dataclass(value):
-        named = ((f.name, getattr(value, f.name)) for f in dataclasses.fields(value))
+    if isinstance(value, Defense):
+        named = ((f.name, getattr(value, f.name)) for f in fields(value))  # type: ignore[arg-type]
         return (type(value), *((name, _frozen(entry)) for name, entry in named))
     if isinstance(value, dict):
         return ("a dict", *((_frozen(key), _frozen(entry)) for key, entry in value.items()))
@@ -98,10 +116,6 @@ class _Same:
 
     def __hash__(self) -> int:
         return id(self._value)
-
-
-def _is_plain(value: Any) -> bool:
-    return isinstance(value, (*_PLAIN, tuple, _Same))
 
 
 _PLAIN = (str, int, float, bool, type(None))

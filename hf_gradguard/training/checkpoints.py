@@ -1,8 +1,8 @@
 """Which checkpoints are complete: a run that is killed while it saves leaves one that is not.
 
-Once every rank has written its files, the first writes a list of what resuming will read, with sizes. The
-Trainer's own state comes last, before it deletes older checkpoints. A checkpoint of the stock
-Trainer has no such list: it is taken as complete if that last file is readable.
+Once every rank has written its files, the first writes a list of what resuming will read, with
+sizes. The Trainer's own state comes last, before it deletes older checkpoints. A checkpoint of the
+stock Trainer has no such list: it is taken as complete if that last file is readable.
 """
 
 from __future__ import annotations

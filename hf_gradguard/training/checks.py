@@ -71,6 +71,22 @@ def check_accelerator(accelerator: Accelerator, train_dataset: Any = None) -> No
     _raise_first(_accelerator_refusals(accelerator, train_dataset))
 
 
+def check_training(
+    args: TrainingArguments, model: nn.Module, accelerator: Accelerator, train_dataset: Any
+) -> None:
+    """All of these.
+
+    Raises:
+        NotImplementedError: With the reason and what to use instead.
+
+    Example:
+        >>> check_training(TrainingArguments("out"), model, Accelerator(cpu=True), None)
+    """
+    check_arguments(args)
+    check_model(model)
+    check_accelerator(accelerator, train_dataset)
+
+
 def check_leakage(
     args: TrainingArguments,
     defense: Defense,
@@ -106,6 +122,7 @@ def check_collator(collator: Any) -> None:
         NotImplementedError: With the reason and what to use instead.
 
     Example:
+        >>> from transformers import DefaultDataCollator
         >>> check_collator(DefaultDataCollator())
     """
     if isinstance(collator, DataCollatorWithFlattening):

@@ -22,17 +22,11 @@ from transformers.trainer_utils import TrainOutput
 from ..defenses import Defense
 from ..gradient_map.inputs import shared_parameters
 from ..leakage import FisherAccountant
-from .asked import Asked, changes
+from .asked import Asked
 from .batch_statistics import average_statistics, freeze_statistics, warn_of_statistics
 from .card import add_privacy_section
 from .checkpoints import check_checkpoint, newest_complete
-from .checks import (
-    check_accelerator,
-    check_arguments,
-    check_collator,
-    check_leakage,
-    check_model,
-)
+from .checks import check_arguments, check_collator, check_leakage, check_training
 from .clients import (
     CLIENT,
     ClientBatch,
@@ -43,7 +37,6 @@ from .clients import (
     round_sampler,
     split,
 )
-from .asked import Asked, changes
 from .config import GradGuardConfig
 from .exchange import StartAlike, any_rank, average_gradients
 from .ledger import Ledger
@@ -112,16 +105,14 @@ class GradGuardTrainer(SeamTrainer):
             model, args = args, model
         args = args or GradGuardConfig(output_dir="tmp_trainer")
         check_arguments(args)
-        self._asked, self._bound = Asked(args, defense), {}
-        self._ledger = Ledger()
-        self._accountant = accountant
+        self._asked, self._ledger, self._accountant = Asked(args, defense), Ledger(), accountant
         if model is None and kwargs.get("model_init") is None:
             model = load_model(args)
             if kwargs.get("processing_class") is None and len(positional) < 4:
                 kwargs["processing_class"] = load_tokenizer(args)
         super().__init__(model, args, *positional, **kwargs)
         self.add_callback(self._ledger)
-        self._bind()
+        self.before_training()
 
     @property
     def defense(self) -> Defense:
@@ -133,7 +124,7 @@ class GradGuardTrainer(SeamTrainer):
 
     @defense.setter
     def defense(self, defense: str | Defense) -> None:
-        self._asked = Asked(self.args, defense)
+        self._asked.ask(self.args, defense)
 
     @property
     def shared_names(self) -> list[str]:
@@ -174,30 +165,26 @@ class GradGuardTrainer(SeamTrainer):
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def before_training(self) -> None:
-        """Follow what changed since the last training: arguments, defense, model, data."""
-        self._bind()
-
-    def _bind(self) -> None:
-        """Check and prepare what the arguments and the defense say. Clients forget what they
-        remember if any of it, the model or the data changed.
+        """Check and prepare what was asked for. Clients forget what they remember if arguments,
+        defense, model or data changed since the last training.
         """
         if isinstance(self.args, GradGuardConfig):
             self.args.check()
-        self._asked.resolve()
-        found = self._asked.settings() | {
+        self._asked.resolve(self.args)
+        self._weights = LossWeights(self._loss)
+        objects = {
             "model": self.model,
             "train_dataset": self.train_dataset,
             "processing_class": self.processing_class,
         }
-        if not changes(self._bound, found):
-            return
-        check_arguments(self.args)
-        check_model(self.model)
-        check_accelerator(self.accelerator, self.train_dataset)
+        check_training(self.args, self.model, self.accelerator, self.train_dataset)
         own_batches = type(self).get_train_dataloader is not GradGuardTrainer.get_train_dataloader
         check_leakage(self.args, self.defense, self._accountant, own_batches)
+        changed = self._asked.changed(self.args, objects)
+        if not changed:
+            return
         self.defense.prepare(self.model, self.processing_class)
-        if self._bound.get("model") is not self.model:
+        if "model" in changed:
             self.remove_callback(StartAlike)
             self.add_callback(StartAlike())
         self._share_input_embeddings: bool = getattr(self.args, "share_input_embeddings", False)
@@ -206,13 +193,12 @@ class GradGuardTrainer(SeamTrainer):
             warn_of_statistics(self.model, self._batch_statistics)
         shared_parameters(self.model, self._share_input_embeddings)  # refuse none, name withheld
         self._host_clients()
-        self._weights = LossWeights(self._loss)
         self._meter = LeakageMeter(self.args, self.defense, self._accountant)
         draws = Draws(getattr(self.args, "noise_seed", None), self.accelerator.process_index)
         self._messages = MessageMaker(
             draws, self._meter, self._ledger, self._share_input_embeddings
         )
-        self._bound = found | self._asked.settings()  # `prepare` may have filled some in
+        self._asked.bind(self.args, objects)
 
     def _host_clients(self) -> None:
         """Each client that lives on this rank gets a defense of its own."""
@@ -232,7 +218,7 @@ class GradGuardTrainer(SeamTrainer):
         """One micro-batch: differentiate, protect and accumulate locally; average over ranks when a
         step is due.
         """
-        self._check_unchanged()
+        self._asked.check_unchanged(self.args)
         module, inputs = self._ready(model), dict(self._prepare_inputs(inputs))
         normalization = Normalization.of(self, num_items_in_batch)
         clients, spread = self._clients_of(module, inputs, normalization)
@@ -250,15 +236,6 @@ class GradGuardTrainer(SeamTrainer):
             self._exchange(module)
         return torch.stack(losses).sum() if losses else torch.zeros((), device=self.args.device)
 
-    def _check_unchanged(self) -> None:
-        """What is bound holds for the whole training."""
-        if changed := changes(self._bound, self._asked.settings()):
-            raise RuntimeError(
-                f"{', '.join(changed)} changed while training, where it would not be followed. "
-                "Change settings between trainings; for a schedule within one, write a Defense "
-                "that counts its calls."
-            )
-
     def _ready(self, model: nn.Module) -> nn.Module:
         """The bare model in training mode."""
         model.train()
@@ -268,7 +245,7 @@ class GradGuardTrainer(SeamTrainer):
             self.optimizer.train()
         return self.accelerator.unwrap_model(model)
 
-    def _loss(self, module: nn.Module, batch: dict[str, Any], items: int | None) -> Tensor:
+    def _loss(self, module: nn.Module, batch: dict[str, Any], items: float | None) -> Tensor:
         """The Trainer's own loss, which a subclass may have overridden."""
         count = None if items is None else torch.tensor(items, device=self.args.device)
         with self.compute_loss_context_manager():
