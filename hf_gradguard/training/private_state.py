@@ -79,7 +79,7 @@ def load_private_state(
         >>> one, other = make_defense("optimal_noise"), make_defense("optimal_noise")
         >>> message = one(gmap)
         >>> save_private_state(".", 0, [one], accountant=None)
-        >>> load_private_state(".", 0, [other], None, torch.device("cpu"))
+        >>> names = load_private_state(".", 0, [other], None, torch.device("cpu"))
         >>> one.state_dict().keys() == other.state_dict().keys()
         True
     """

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import functools
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +16,6 @@ from accelerate.utils.memory import clear_device_cache
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, TrainingArguments
-from transformers.trainer_utils import TrainOutput
 
 from ..defenses import Defense
 from ..gradient_map.inputs import shared_parameters
@@ -25,7 +23,6 @@ from ..leakage import FisherAccountant
 from .asked import Asked
 from .batch_statistics import average_statistics, freeze_statistics, warn_of_statistics
 from .card import add_privacy_section
-from .checkpoints import check_checkpoint, newest_complete
 from .checks import check_arguments, check_collator, check_leakage, check_training
 from .clients import (
     CLIENT,
@@ -39,16 +36,16 @@ from .clients import (
 )
 from .config import GradGuardConfig
 from .exchange import StartAlike, any_rank, average_gradients
-from .ledger import Ledger
+from .guarded import GuardedTrainer, noting
 from .loading import load_model, load_tokenizer
 from .message import Draws, MessageMaker
 from .meter import LeakageMeter
 from .private_state import load_private_state, save_private_state
-from .seams import SeamTrainer, check_seams
+from .seams import check_seams
 from .weights import LossWeights, Normalization
 
 
-class GradGuardTrainer(SeamTrainer):
+class GradGuardTrainer(GuardedTrainer):
     """Drop-in `Trainer` in which each rank's local gradient is replaced by a protected one before
     anything is exchanged.
 
@@ -105,13 +102,12 @@ class GradGuardTrainer(SeamTrainer):
             model, args = args, model
         args = args or GradGuardConfig(output_dir="tmp_trainer")
         check_arguments(args)
-        self._asked, self._ledger, self._accountant = Asked(args, defense), Ledger(), accountant
+        self._asked, self._accountant = Asked(args, defense), accountant
         if model is None and kwargs.get("model_init") is None:
             model = load_model(args)
             if kwargs.get("processing_class") is None and len(positional) < 4:
                 kwargs["processing_class"] = load_tokenizer(args)
         super().__init__(model, args, *positional, **kwargs)
-        self.add_callback(self._ledger)
         self.before_training()
 
     @property
@@ -130,39 +126,6 @@ class GradGuardTrainer(SeamTrainer):
     def shared_names(self) -> list[str]:
         """The parameters that a message would be of now: withheld and frozen ones are not."""
         return list(shared_parameters(self.model, self._share_input_embeddings))
-
-    def create_accelerator_and_postprocess(self) -> None:
-        """As in `Trainer`, which makes a new one for every trial of a search."""
-        super().create_accelerator_and_postprocess()
-        # "Evaluation mode" is Accelerate's word for preparing a model (device, autocast) without
-        # wrapping it in DDP.
-        self.accelerator.prepare_model = functools.partial(
-            self.accelerator.prepare_model, evaluation_mode=True
-        )
-        self._ledger.guard(self.accelerator)
-
-    def train(
-        self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any
-    ) -> TrainOutput:
-        """As in `Trainer`, with the defense and all arguments as they are now.
-
-        Args:
-            resume_from_checkpoint: `True` takes the newest checkpoint that is complete, and warns
-                of newer ones that a killed run left behind; where there is none, training begins
-                anew.
-            *args: As for `Trainer`.
-            **kwargs: As for `Trainer`.
-
-        Raises:
-            ValueError: If a checkpoint is named that is not complete.
-            RuntimeError: If anything but the exchange put a gradient where the optimizer finds it.
-        """
-        if resume_from_checkpoint is True:
-            folder = Path(str(self.args.output_dir))
-            resume_from_checkpoint = newest_complete(folder, self.accelerator)
-        elif resume_from_checkpoint:
-            check_checkpoint(Path(resume_from_checkpoint))
-        return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def before_training(self) -> None:
         """Check and prepare what was asked for. Clients forget what they remember if arguments,
@@ -195,9 +158,7 @@ class GradGuardTrainer(SeamTrainer):
         self._host_clients()
         self._meter = LeakageMeter(self.args, self.defense, self._accountant)
         draws = Draws(getattr(self.args, "noise_seed", None), self.accelerator.process_index)
-        self._messages = MessageMaker(
-            draws, self._meter, self._ledger, self._share_input_embeddings
-        )
+        self._messages = MessageMaker(draws, self._meter, self.ledger, self._share_input_embeddings)
         self._asked.bind(self.args, objects)
 
     def _host_clients(self) -> None:
@@ -221,14 +182,15 @@ class GradGuardTrainer(SeamTrainer):
         self._asked.check_unchanged(self.args)
         module, inputs = self._ready(model), dict(self._prepare_inputs(inputs))
         normalization = Normalization.of(self, num_items_in_batch)
-        clients, spread = self._clients_of(module, inputs, normalization)
-        mean_loss = functools.partial(normalization.mean_loss, self._loss, spread)
         step = self.state.global_step
-        losses = [
-            client.weight * self._messages.share(module, client, mean_loss, step)
-            for client in clients
-            if client.weight
-        ]
+        with noting(inputs):
+            clients, spread = self._clients_of(module, inputs, normalization)
+            mean_loss = functools.partial(normalization.mean_loss, self._loss, spread)
+            losses = [
+                client.weight * self._messages.share(module, client, mean_loss, step)
+                for client in clients
+                if client.weight
+            ]
         steps = self.args.torch_empty_cache_steps
         if steps is not None and step % steps == 0:
             clear_device_cache()
@@ -273,9 +235,9 @@ class GradGuardTrainer(SeamTrainer):
     def _exchange(self, module: nn.Module) -> None:
         """Average over ranks what they have protected, and agree on going on."""
         parameters = shared_parameters(module, self._share_input_embeddings).values()
-        self._ledger.check(parameters, "exchange gradients")
+        self.ledger.check(parameters, "exchange gradients")
         average_gradients(parameters, self.accelerator)
-        self._ledger.exchange(parameters)
+        self.ledger.exchange(parameters)
         # A rank that left alone would leave the others waiting for it.
         if self._meter.stops and any_rank(self._meter.stop_due, self.accelerator):
             self.control.should_training_stop = True
