@@ -98,6 +98,8 @@ def noting(batch: Mapping[str, Any]) -> Iterator[None]:
     except Exception as error:
         held = [f"{name} {_described(value)}" for name, value in batch.items()]
         error.add_note(f"The batch holds {', '.join(held)}.")
+        if "more than 1 value per channel" in str(error):
+            error.add_note(_SINGLE)
         raise
 
 
@@ -110,3 +112,9 @@ def _described(value: Any) -> str:
         low, high = value.aminmax()
         about += f" from {int(low)} to {int(high)}"
     return about
+
+
+_SINGLE = (
+    "A client of one row has no batch statistics. Take larger batches, fewer clients_per_process, "
+    "dataloader_drop_last=True, or batch_statistics='frozen'."
+)
