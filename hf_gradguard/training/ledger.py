@@ -79,9 +79,10 @@ class Ledger(TrainerCallback):
 
     def guard(self, accelerator: Accelerator) -> None:
         """Let an accelerator clip what was exchanged, and keep it from differentiating."""
-        accelerator.backward = _refuse_backward
-        for name in ("clip_grad_norm_", "clip_grad_value_"):
-            setattr(accelerator, name, self._clipping(getattr(accelerator, name)))
+        clips = ("clip_grad_norm_", "clip_grad_value_")
+        guarded = {name: self._clipping(getattr(accelerator, name)) for name in clips}
+        for name, method in {"backward": _refuse_backward, **guarded}.items():
+            setattr(accelerator, name, method)
 
     def on_train_begin(
         self,
