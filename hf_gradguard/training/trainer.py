@@ -26,9 +26,12 @@ from .card import add_privacy_section
 from .checks import check_arguments, check_collator, check_leakage, check_training
 from .clients import (
     CLIENT,
+    ROW,
     ClientBatch,
     ClientCollator,
     ClientRows,
+    NumberedCollator,
+    NumberedRows,
     divide,
     drawn,
     round_sampler,
@@ -55,8 +58,8 @@ class GradGuardTrainer(GuardedTrainer):
         args: `GradGuardConfig` or plain `TrainingArguments`.
         defense: A name of `DEFENSES` (its settings come from `args.defense_kwargs`) or a `Defense`.
             Required here or in `args`.
-        accountant: Gets the dFIL of every example that this rank shares something about, and is
-            checkpointed with it.
+        accountant: Gets the dFIL of every example that this rank shares something about, known by
+            its row in `train_dataset`, and is checkpointed with it.
         **kwargs: All other arguments of `Trainer`.
 
     Logs `defense/relative_error` (‖shared - g‖/‖g‖), `defense/cosine` and `defense/seconds` (per
@@ -142,7 +145,8 @@ class GradGuardTrainer(GuardedTrainer):
         }
         check_training(self.args, self.model, self.accelerator, self.train_dataset)
         own_batches = type(self).get_train_dataloader is not GradGuardTrainer.get_train_dataloader
-        check_leakage(self.args, self.defense, self._accountant, own_batches)
+        account, data = self._accountant, self.train_dataset
+        check_leakage(self.args, self.defense, account, own_batches, data)
         changed = self._asked.changed(self.args, objects)
         if not changed:
             return
@@ -219,8 +223,9 @@ class GradGuardTrainer(GuardedTrainer):
         """What of a rank's batch is whose, how much it counts, and the spread of `Weights`."""
         if CLIENT not in inputs:
             batches = split(inputs, len(self._clients))
+            rows = [batch.pop(ROW, None) for batch in batches]
             factors, spread = self._weights(module, batches, normalization)
-            return list(map(ClientBatch, self._clients, batches, factors)), spread
+            return list(map(ClientBatch, self._clients, batches, factors, rows)), spread
         # n_k/Σn over all ranks; ranks are averaged, and accumulated steps added up, later
         ranks, steps = self.accelerator.num_processes, normalization.accumulation
         return [
@@ -228,8 +233,9 @@ class GradGuardTrainer(GuardedTrainer):
                 self._clients[number // ranks],
                 batch,
                 0.0 if normalization.items(batch) == 0 else share * ranks / steps,
+                rows,
             )
-            for number, share, batch in drawn(inputs)
+            for number, share, rows, batch in drawn(inputs)
         ], 1.0
 
     def _exchange(self, module: nn.Module) -> None:
@@ -252,8 +258,15 @@ class GradGuardTrainer(GuardedTrainer):
         return self.loader_of(ClientRows(self.train_dataset), sampler)
 
     def training_collator(self, collate: Any) -> Any:
-        """With `num_clients`, batches say whose the rows are."""
-        return ClientCollator(collate) if self._parts else collate
+        """With `num_clients` batches say whose the rows are, and with an accountant which ones."""
+        if self._parts:
+            return ClientCollator(collate)
+        return collate if self.accountant is None else NumberedCollator(collate)
+
+    def training_data(self, dataset: Any) -> Any:
+        """With an accountant, rows that know their number."""
+        numbered = self._parts or self.accountant is None
+        return dataset if numbered else NumberedRows(dataset)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """As in `Trainer`, with the defense's figures beside the training loss, and the last ones
