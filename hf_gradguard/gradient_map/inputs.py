@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers.utils import logging
 
 from .domain import Domain, domain_of_batch, domain_of_model
-from .tables import known_tables
+from .tables import find_tables, known_tables
 
 logger = logging.get_logger(__name__)
 
@@ -143,6 +143,19 @@ def shared_parameters(
         if chosen:
             logger.warning_once(f"Withheld as told: {', '.join(chosen)}.")
     return shared
+
+
+def shared_by_batch(
+    model: nn.Module,
+    batch: Batch,
+    loss_fn: LossFunction,
+    share_input_embeddings: bool = False,
+    withhold: Sequence[str] = (),
+) -> dict[str, nn.Parameter]:
+    """`shared_parameters`, after a look at which tables the batch indexes."""
+    if not share_input_embeddings:
+        find_tables(model, batch, loss_fn)
+    return shared_parameters(model, share_input_embeddings, withhold)
 
 
 def withheld_parameters(model: nn.Module) -> dict[str, list[str]]:

@@ -95,7 +95,7 @@ def _other_ids(model: nn.Module, ids: Tensor, special: set[int]) -> Tensor:
         return ids
     free = torch.isin(ids, ordinary)
     steps = torch.arange(ids.numel(), device=ids.device).view_as(ids) * 31 % (len(ordinary) - 1)
-    places = (torch.searchsorted(ordinary, ids) + 1 + steps) % len(ordinary)
+    places = (torch.searchsorted(ordinary, ids.contiguous()) + 1 + steps) % len(ordinary)
     return torch.where(free, ordinary[places].to(ids.dtype), ids)
 
 

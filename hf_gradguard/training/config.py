@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 import yaml
 from transformers import HfArgumentParser, TrainingArguments
+from transformers.hf_argparser import string_to_bool
 
 from ..defenses import Defense, make_defense
 from ..registry import DEFENSES
@@ -20,6 +22,12 @@ _CHOICES = {
     "partition": PARTITIONS,
     "leakage_action": ("skip", "stop"),
     "protect_labels": (None, "randomized_response"),
+}
+_KINDS: dict[str, tuple[tuple[type, ...], str]] = {
+    "bool": ((bool,), "true or false"),
+    "int": ((int,), "a whole number"),
+    "float": ((int, float), "a number"),
+    "str": ((str,), "text"),
 }
 _LEAST = {
     "clients_per_process": 1,
@@ -168,6 +176,25 @@ class GradGuardConfig(TrainingArguments):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.check()
+
+    def check(self) -> None:
+        """Refuse what cannot be meant. Runs again when training begins, so that a later change is
+        checked like an argument.
+
+        Raises:
+            ValueError: With the argument's name.
+
+        Example:
+            >>> args = GradGuardConfig("out", share_input_embeddings="false")
+            >>> args.share_input_embeddings
+            False
+            >>> args.clients_per_process = 0
+            >>> args.check()
+            Traceback (most recent call last):
+            ValueError: clients_per_process must be at least 1, but is 0.
+        """
+        self._check_types()
         if not isinstance(self.defense_kwargs, dict | None):
             raise ValueError(
                 f"defense_kwargs must be a dict, or JSON that starts with '{{', but is "
@@ -204,6 +231,20 @@ class GradGuardConfig(TrainingArguments):
             )
         if self.defense is not None:
             make_defense(self.defense, **(self.defense_kwargs or {}))
+
+    def _check_types(self) -> None:
+        for name, annotation in GradGuardConfig.__annotations__.items():
+            kind, _, optional = annotation.partition(" | ")
+            value = getattr(self, name, None)
+            if kind not in _KINDS or name.startswith("defense") or (optional and value is None):
+                continue
+            if kind == "bool" and isinstance(value, str):
+                with contextlib.suppress(argparse.ArgumentTypeError):  # refused below
+                    value = string_to_bool(value)  # as on the command line
+                    setattr(self, name, value)
+            types, called = _KINDS[kind]
+            if not isinstance(value, types) or isinstance(value, bool) != (kind == "bool"):
+                raise ValueError(f"{name} must be {called}, but is {value!r}.")
 
     def _check_clients(self, num_clients: int) -> None:
         if num_clients < self.clients_per_process:

@@ -67,6 +67,14 @@ class LabelKey:
         stream = Stream() if seed is None else Stream.from_seeds(*seed)
         self._key = stream.bytes(32)
 
+    @classmethod
+    def asked(cls, args: Any, rank: int) -> LabelKey | None:
+        """One for training arguments with `protect_labels`."""
+        if getattr(args, "protect_labels", None) is None:
+            return None
+        seed = getattr(args, "noise_seed", None)
+        return cls(None if seed is None else (seed, rank))
+
     def of(self, row: int) -> Stream:
         """For a row of the data set."""
         return Stream.from_seeds(int.from_bytes(self._key, "big"), row)
@@ -128,6 +136,52 @@ class RandomizedLabels(Dataset):
         own = row[name]
         kept = torch.full_like(own, new) if isinstance(own, Tensor) else new
         return {**row, name: kept}
+
+
+def protect_labels(
+    data: Any, args: Any, model: nn.Module, key: LabelKey, own_batches: bool
+) -> RandomizedLabels:
+    """Training data with randomized labels; those that have them already, as they are.
+
+    Args:
+        data: The Trainer's.
+        args: Training arguments with `label_epsilon`.
+        model: Whose classes the labels are.
+        key: Of the draws.
+        own_batches: Whether the Trainer's class reads its batches in a way of its own.
+
+    Raises:
+        NotImplementedError: If labels are no classes, or batches need not come from `data`.
+        ValueError: If the labels were randomized with another ε.
+
+    Example:
+        >>> from hf_gradguard import GradGuardConfig
+        >>> asked = {"protect_labels": "randomized_response", "label_epsilon": 50.0}
+        >>> args, key = GradGuardConfig("out", **asked), LabelKey()
+        >>> data = protect_labels([{"labels": 1}], args, model, key, own_batches=False)
+        >>> protect_labels(data, args, model, key, own_batches=False) is data
+        True
+    """
+    if own_batches:
+        raise NotImplementedError(
+            "GradGuardTrainer does not support protect_labels with a get_train_dataloader of your "
+            "own: labels are randomized in train_dataset, which it need not read. Give the data as "
+            "train_dataset."
+        )
+    epsilon = getattr(args, "label_epsilon", None)
+    if epsilon is None:
+        raise ValueError(
+            "protect_labels was set at an earlier training, and no longer is: true labels would be "
+            "shared of rows whose labels were protected. Leave it set, or make a new Trainer."
+        )
+    if not isinstance(data, RandomizedLabels):
+        return RandomizedLabels(data, epsilon, number_of_classes(model), key)
+    if data.epsilon != epsilon:
+        raise ValueError(
+            f"These labels were randomized with label_epsilon={data.epsilon:g}, and "
+            f"{epsilon:g} would release each a second time. Go on with the former."
+        )
+    return data
 
 
 def number_of_classes(model: nn.Module) -> int:

@@ -21,7 +21,8 @@ from .labels import LabelKey
 
 logger = logging.get_logger(__name__)
 
-_ACCOUNT, _CHECKSUM, _LABEL_KEY = "accountant/", "gradguard_sha256", "label_key"
+_ACCOUNT, _CHECKSUM, _NAMES = "accountant/", "gradguard_sha256", "gradguard_parameters"
+_LABEL_KEY = "label_key"
 _NO_LABEL_KEY = (
     "{} holds no key of this rank's randomized labels, so going on would release each label a "
     "second time. Resume with as many ranks as were saved, from a run with protect_labels."
@@ -43,10 +44,19 @@ def save_private_state(
     rank: int,
     clients: Sequence[Defense],
     accountant: FisherAccountant | None,
+    names: Sequence[str] = (),
     label_key: LabelKey | None = None,
 ) -> None:
     """Write the state of each client's defense, of the accountant, and the key of randomized
     labels, to a file that only its owner can read: it depends on the client's data.
+
+    Args:
+        folder: Of the checkpoint.
+        rank: Whose it is.
+        clients: Each client's defense.
+        accountant: The rank's, if it has one.
+        names: What stands for the parameters that each client's last message was of.
+        label_key: Of randomized labels, if there are any.
 
     Example:
         >>> save_private_state(".", 0, [make_defense("optimal_noise")], accountant=None)
@@ -62,7 +72,8 @@ def save_private_state(
         state |= {f"{_ACCOUNT}{key}": tensor for key, tensor in accountant.state_dict().items()}
     if label_key is not None:
         state[_LABEL_KEY] = label_key.tensor()
-    write_private(_file(folder, rank), save(state, {_CHECKSUM: _checksum(state)}))
+    about = {_CHECKSUM: _checksum(state), _NAMES: " ".join(names)}
+    write_private(_file(folder, rank), save(state, about))
 
 
 def load_private_state(
@@ -72,8 +83,9 @@ def load_private_state(
     accountant: FisherAccountant | None,
     device: torch.device,
     label_key: LabelKey | None = None,
-) -> None:
-    """Restore them.
+) -> list[str]:
+    """Restore them. Returns what stands for the parameters that each client's last message was of,
+    nothing if the file does not say.
 
     Raises:
         ValueError: If there is an accountant, and the folder holds none of this rank, or one that
@@ -83,7 +95,7 @@ def load_private_state(
         >>> one, other = make_defense("optimal_noise"), make_defense("optimal_noise")
         >>> message = one(gmap)
         >>> save_private_state(".", 0, [one], accountant=None)
-        >>> load_private_state(".", 0, [other], None, torch.device("cpu"))
+        >>> names = load_private_state(".", 0, [other], None, torch.device("cpu"))
         >>> one.state_dict().keys() == other.state_dict().keys()
         True
     """
@@ -95,8 +107,8 @@ def load_private_state(
         logger.warning(
             f"{folder} holds no defense state of this rank. Sensitivities are estimated anew."
         )
-        return
-    saved = _read(_file(folder, rank))
+        return []
+    saved, names = _read(_file(folder, rank))
     _load_label_key(saved, folder, label_key)
     account = {
         key.removeprefix(_ACCOUNT): saved.pop(key)
@@ -123,6 +135,7 @@ def load_private_state(
             if key.startswith(prefix)
         }
         defense.load_state_dict(own)
+    return names
 
 
 def _load_label_key(saved: dict[str, Tensor], folder: str, label_key: LabelKey | None) -> None:
@@ -133,17 +146,17 @@ def _load_label_key(saved: dict[str, Tensor], folder: str, label_key: LabelKey |
         label_key.load(own)
 
 
-def _read(path: str) -> dict[str, Tensor]:
-    """The tensors of a private file, as they were written."""
+def _read(path: str) -> tuple[dict[str, Tensor], list[str]]:
+    """The tensors of a private file as they were written, and the parameters they are of."""
     try:
         with safe_open(path, "pt") as file:
-            checksum = (file.metadata() or {}).get(_CHECKSUM)
+            about = file.metadata() or {}
             state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except SafetensorError as error:
         raise ValueError(_DAMAGED.format(path, error)) from error
-    if checksum != _checksum(state):
+    if about.get(_CHECKSUM) != _checksum(state):
         raise ValueError(_DAMAGED.format(path, "its checksum is another"))
-    return state
+    return state, about.get(_NAMES, "").split()
 
 
 def _checksum(state: Mapping[str, Tensor]) -> str:

@@ -11,12 +11,15 @@ import inspect
 import pkgutil
 from collections.abc import Iterable
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import datasets
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 from transformers import PreTrainedModel, Trainer
+
+from .checkpoints import begin_checkpoint, list_checkpoint
 
 
 class Seam(NamedTuple):
@@ -73,6 +76,9 @@ SEAMS = (
     Seam(_TRAINER, "_maybe_log_save_evaluate", "training/seams.py logs leakage before a save"),
     Seam(_TRAINER, "_save_rng_state", "training/seams.py writes defenses' state to a checkpoint"),
     Seam(_TRAINER, "_load_optimizer_and_scheduler", "training/seams.py reads that state again"),
+    Seam(_TRAINER, "_hp_search_setup", "training/seams.py reads the settings when training begins"),
+    Seam(_TRAINER, "_save_checkpoint", "training/seams.py marks complete checkpoints"),
+    Seam(_TRAINER, "_get_output_dir", "training/seams.py finds the folder of a checkpoint"),
     Seam(_TRAINER, "_load_from_checkpoint", "training/seams.py finds renamed weights"),
     Seam(_TRAINER, "_load_best_model", "training/seams.py finds renamed weights"),
     Seam(_TRAINER, "_issue_warnings_after_load", "training/seams.py notices renamed weights"),
@@ -95,7 +101,11 @@ SEAMS = (
     Seam(
         "torch._ops:OpOverload", "_schema", "gradient_map/tables.py sees what is written in place"
     ),
-    Seam("torch:Tensor", "_version", "gradient_map/map.py sees that a defense wrote to a tensor"),
+    Seam(
+        "torch:Tensor",
+        "_version",
+        "gradient_map/map.py and training/ledger.py see that a tensor was written to",
+    ),
     *(
         Seam(owner, name, "testing/facts.py sees that an attack or a defense left a hook")
         for owner, name in (
@@ -200,6 +210,11 @@ class SeamTrainer(RenamedWeightsTrainer):
     def before_saving(self) -> None:
         """After every optimizer step, before anything is logged, evaluated or saved."""
 
+    def before_training(self) -> None:
+        """When training begins, after `model_init` and a trial's settings, before anything is
+        loaded.
+        """
+
     def save_state_of_rank(self, folder: str) -> None:
         """Write what this rank alone remembers to a checkpoint's folder."""
 
@@ -244,9 +259,24 @@ class SeamTrainer(RenamedWeightsTrainer):
         self.before_saving()
         super()._maybe_log_save_evaluate(*args, **kwargs)
 
+    def _hp_search_setup(self, trial: Any) -> None:
+        super()._hp_search_setup(trial)
+        self.before_training()
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        folder = Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}"
+        if self.args.should_save:
+            begin_checkpoint(folder)
+        self.accelerator.wait_for_everyone()
+        super()._save_checkpoint(model, trial)
+
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)
         self.save_state_of_rank(output_dir)
+        # Before rank 0 writes its own state, the last file, and deletes older checkpoints.
+        self.accelerator.wait_for_everyone()
+        if self.args.should_save:
+            list_checkpoint(Path(output_dir))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         # Not beside the random state, which a resumed run may leave behind.

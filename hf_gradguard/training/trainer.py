@@ -20,9 +20,10 @@ from transformers import PreTrainedModel, TrainingArguments
 from ..defenses import Defense
 from ..gradient_map.inputs import shared_parameters
 from ..leakage import FisherAccountant
+from .asked import Asked
 from .batch_statistics import average_statistics, freeze_statistics, warn_of_statistics
 from .card import add_privacy_section
-from .checks import check_accelerator, check_arguments, check_leakage, check_model
+from .checks import check_arguments, check_collator, check_leakage, check_training
 from .clients import (
     CLIENT,
     ROW,
@@ -36,19 +37,20 @@ from .clients import (
     round_sampler,
     split,
 )
-from .config import GradGuardConfig, resolve_defense
+from .config import GradGuardConfig
 from .exchange import StartAlike, any_rank, average_gradients
-from .labels import LabelKey, RandomizedLabels, number_of_classes
+from .guarded import GuardedTrainer, noting
+from .labels import LabelKey, protect_labels
 from .loading import load_model, load_tokenizer
 from .message import Draws, MessageMaker
 from .meter import LeakageMeter
 from .private_state import load_private_state, save_private_state
-from .seams import SeamTrainer, check_seams
+from .seams import check_seams
 from .tables import AgreedTables
 from .weights import LossWeights, Normalization
 
 
-class GradGuardTrainer(SeamTrainer):
+class GradGuardTrainer(GuardedTrainer):
     """Drop-in `Trainer` in which each rank's local gradient is replaced by a protected one before
     anything is exchanged.
 
@@ -107,63 +109,88 @@ class GradGuardTrainer(SeamTrainer):
             model, args = args, model
         args = args or GradGuardConfig(output_dir="tmp_trainer")
         check_arguments(args)
-        self.defense = resolve_defense(defense, args)
+        self._asked, self._accountant = Asked(args, defense), accountant
+        self._label_key: LabelKey | None = None
         if model is None and kwargs.get("model_init") is None:
             model = load_model(args)
             if kwargs.get("processing_class") is None and len(positional) < 4:
                 kwargs["processing_class"] = load_tokenizer(args)
         super().__init__(model, args, *positional, **kwargs)
-        check_model(self.model)
-        check_accelerator(self.accelerator, self.train_dataset)
-        self._label_key: LabelKey | None = None
+        self.before_training()
+
+    @property
+    def defense(self) -> Defense:
+        """What protects the messages: each client has a copy. Setting it, by name or as an object,
+        or changing `args.defense` and the other arguments of `GradGuardConfig`, counts from the
+        next training on.
+        """
+        return self._asked.defense
+
+    @defense.setter
+    def defense(self, defense: str | Defense) -> None:
+        self._asked.ask(self.args, defense)
+
+    @property
+    def shared_names(self) -> list[str]:
+        """The parameters that a message would be of now: withheld and frozen ones are not."""
+        return list(self._shared(self.model))
+
+    def before_training(self) -> None:
+        """Check and prepare what was asked for. Clients forget what they remember if arguments,
+        defense, model or data changed since the last training.
+        """
+        if isinstance(self.args, GradGuardConfig):
+            self.args.check()
+        self._asked.resolve(self.args)
+        self._weights = LossWeights(self._loss)
         own_batches = type(self).get_train_dataloader is not GradGuardTrainer.get_train_dataloader
-        if own_batches and getattr(args, "protect_labels", None) is not None:
-            raise NotImplementedError(
-                "GradGuardTrainer does not support protect_labels with a get_train_dataloader of "
-                "your own: labels are randomized in train_dataset, which it need not read. Give "
-                "the data as train_dataset."
+        rank = self.accelerator.process_index
+        self._label_key = self._label_key or LabelKey.asked(self.args, rank)
+        if self._label_key is not None and self.train_dataset is not None:
+            self.train_dataset = protect_labels(
+                self.train_dataset, self.args, self.model, self._label_key, own_batches
             )
-        check_leakage(args, self.defense, accountant, own_batches, self.train_dataset)
+        objects = {
+            "model": self.model,
+            "train_dataset": self.train_dataset,
+            "processing_class": self.processing_class,
+        }
+        check_training(self.args, self.model, self.accelerator, self.train_dataset)
+        account, data = self._accountant, self.train_dataset
+        check_leakage(self.args, self.defense, account, own_batches, data)
+        changed = self._asked.changed(self.args, objects)
+        if not changed:
+            return
         self.defense.prepare(self.model, self.processing_class)
-        # "Evaluation mode" is Accelerate's word for preparing a model (device, autocast) without
-        # wrapping it in DDP.
-        self.accelerator.prepare_model = functools.partial(
-            self.accelerator.prepare_model, evaluation_mode=True
-        )
-        self.add_callback(StartAlike())
-        self._protect_labels()
-        self._host_clients()
-        self._share_input_embeddings: bool = getattr(args, "share_input_embeddings", False)
-        self._batch_statistics: str = getattr(args, "batch_statistics", "local")
+        if "model" in changed:
+            self.remove_callback(StartAlike)
+            self.add_callback(StartAlike())
+        self._share_input_embeddings: bool = getattr(self.args, "share_input_embeddings", False)
+        self._batch_statistics: str = getattr(self.args, "batch_statistics", "local")
         if self.is_world_process_zero():
             warn_of_statistics(self.model, self._batch_statistics)
-        self._withhold = getattr(args, "withhold", None) or []
+        self._withhold = getattr(self.args, "withhold", None) or []
         self._tables = AgreedTables(self.accelerator)
-        self.shared_names = list(self._shared(self.model))
-        self._weights = LossWeights(self._loss)
-        self._meter = LeakageMeter(args, self.defense, accountant)
-        draws = Draws(getattr(args, "noise_seed", None), self.accelerator.process_index)
+        self._shared(self.model)  # refuse none, name withheld
+        self._host_clients()
+        self._meter = LeakageMeter(self.args, self.defense, self._accountant)
+        draws = Draws(getattr(self.args, "noise_seed", None), rank)
         self._messages = MessageMaker(
-            draws, self._meter, self._share_input_embeddings, self._withhold
+            draws, self._meter, self.ledger, self._share_input_embeddings, self._withhold
         )
+        self._asked.bind(self.args, objects)
 
-    def _protect_labels(self) -> None:
-        """From here on the training data have randomized labels, if that was asked for."""
-        epsilon = getattr(self.args, "label_epsilon", None)
-        if epsilon is None or isinstance(self.train_dataset, RandomizedLabels | None):
-            return
-        if self._label_key is None:
-            seed = getattr(self.args, "noise_seed", None)
-            rank = self.accelerator.process_index
-            self._label_key = LabelKey(None if seed is None else (seed, rank))
-        classes = number_of_classes(self.model)
-        self.train_dataset = RandomizedLabels(self.train_dataset, epsilon, classes, self._label_key)
+    def _shared(self, module: nn.Module) -> dict[str, nn.Parameter]:
+        """What is shared of a model, as far as it is known: tables are found at the first batch."""
+        return shared_parameters(module, self._share_input_embeddings, self._withhold)
 
     def _host_clients(self) -> None:
         """Each client that lives on this rank gets a defense of its own."""
         ranks = self.accelerator.num_processes
         self._parts = divide(self.train_dataset, self.args, ranks)
         hosted = len(self._parts) // ranks or getattr(self.args, "clients_per_process", 1)
+        if hosted > 1:
+            check_collator(self.data_collator)
         self._clients = [copy.deepcopy(self.defense) for _ in range(hosted)]
 
     def training_step(
@@ -175,20 +202,20 @@ class GradGuardTrainer(SeamTrainer):
         """One micro-batch: differentiate, protect and accumulate locally; average over ranks when a
         step is due.
         """
+        self._asked.check_unchanged(self.args)
         module, inputs = self._ready(model), dict(self._prepare_inputs(inputs))
         normalization = Normalization.of(self, num_items_in_batch)
-        mean_loss = functools.partial(normalization.mean_loss, self._loss)
         step = self.state.global_step
-        clients = self._clients_of(module, inputs, normalization)
-        if not self._share_input_embeddings and self._tables.settle(
-            module, clients[0].batch, mean_loss
-        ):
-            self.shared_names = list(self._shared(module))
-        losses = [
-            client.weight * self._messages.share(module, client, mean_loss, step)
-            for client in clients
-            if client.weight
-        ]
+        with noting(inputs):
+            clients, spread = self._clients_of(module, inputs, normalization)
+            mean_loss = functools.partial(normalization.mean_loss, self._loss, spread)
+            if not self._share_input_embeddings:
+                self._tables.settle(module, clients[0].batch, mean_loss)
+            losses = [
+                client.weight * self._messages.share(module, client, mean_loss, step)
+                for client in clients
+                if client.weight
+            ]
         steps = self.args.torch_empty_cache_steps
         if steps is not None and step % steps == 0:
             clear_device_cache()
@@ -205,7 +232,7 @@ class GradGuardTrainer(SeamTrainer):
             self.optimizer.train()
         return self.accelerator.unwrap_model(model)
 
-    def _loss(self, module: nn.Module, batch: dict[str, Any], items: int | None) -> Tensor:
+    def _loss(self, module: nn.Module, batch: dict[str, Any], items: float | None) -> Tensor:
         """The Trainer's own loss, which a subclass may have overridden."""
         count = None if items is None else torch.tensor(items, device=self.args.device)
         with self.compute_loss_context_manager():
@@ -213,13 +240,13 @@ class GradGuardTrainer(SeamTrainer):
 
     def _clients_of(
         self, module: nn.Module, inputs: dict[str, Any], normalization: Normalization
-    ) -> list[ClientBatch]:
-        """What of a rank's batch is whose, and how much it counts."""
+    ) -> tuple[list[ClientBatch], float]:
+        """What of a rank's batch is whose, how much it counts, and the spread of `Weights`."""
         if CLIENT not in inputs:
             batches = split(inputs, len(self._clients))
             rows = [batch.pop(ROW, None) for batch in batches]
-            weights = self._weights(module, batches, normalization)
-            return list(map(ClientBatch, self._clients, batches, weights, rows))
+            factors, spread = self._weights(module, batches, normalization)
+            return list(map(ClientBatch, self._clients, batches, factors, rows)), spread
         # n_k/Σn over all ranks; ranks are averaged, and accumulated steps added up, later
         ranks, steps = self.accelerator.num_processes, normalization.accumulation
         return [
@@ -230,16 +257,14 @@ class GradGuardTrainer(SeamTrainer):
                 rows,
             )
             for number, share, rows, batch in drawn(inputs)
-        ]
-
-    def _shared(self, module: nn.Module) -> dict[str, nn.Parameter]:
-        """What is shared of a model, as far as it is known: its tables are found at a batch."""
-        return shared_parameters(module, self._share_input_embeddings, self._withhold)
+        ], 1.0
 
     def _exchange(self, module: nn.Module) -> None:
         """Average over ranks what they have protected, and agree on going on."""
-        parameters = self._shared(module)
-        average_gradients(parameters.values(), self.accelerator)
+        parameters = self._shared(module).values()
+        self.ledger.check(parameters, "exchange gradients")
+        average_gradients(parameters, self.accelerator)
+        self.ledger.exchange(parameters)
         # A rank that left alone would leave the others waiting for it.
         if self._meter.stops and any_rank(self._meter.stop_due, self.accelerator):
             self.control.should_training_stop = True
@@ -248,7 +273,6 @@ class GradGuardTrainer(SeamTrainer):
 
     def get_train_dataloader(self) -> DataLoader:
         """As in `Trainer`; with `num_clients`, of the clients that each step draws."""
-        self._protect_labels()  # also of data that were given later
         if not self._parts:
             return super().get_train_dataloader()
         sampler = round_sampler(self._parts, self.args, self.accelerator.num_processes)
@@ -286,7 +310,7 @@ class GradGuardTrainer(SeamTrainer):
     @property
     def accountant(self) -> FisherAccountant | None:
         """What this rank has shared about each of its examples. Private to the rank."""
-        return self._meter.accountant
+        return self._accountant
 
     def mean_leakage(self) -> dict[str, float]:
         """Means over ranks of the `leakage/dfil_mean` and `leakage/i2f_lower_bound` that each
@@ -305,13 +329,16 @@ class GradGuardTrainer(SeamTrainer):
         """What a defense remembers belongs in a checkpoint: a run that is killed and resumed goes
         on as if it had not been.
         """
-        rank = self.accelerator.process_index
-        save_private_state(folder, rank, self._clients, self.accountant, self._label_key)
+        rank, names = self.accelerator.process_index, self._messages.names_of(self._clients)
+        save_private_state(folder, rank, self._clients, self.accountant, names, self._label_key)
 
     def load_state_of_rank(self, folder: str) -> None:
         """What `save_state_of_rank` wrote."""
         rank, device = self.accelerator.process_index, self.args.device
-        load_private_state(folder, rank, self._clients, self.accountant, device, self._label_key)
+        names = load_private_state(
+            folder, rank, self._clients, self.accountant, device, self._label_key
+        )
+        self._messages.expect(self._clients, names)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """As in `Trainer`, with a section on what was protected and what was not."""
