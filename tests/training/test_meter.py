@@ -115,12 +115,17 @@ def test_what_a_chain_says_of_its_noise() -> None:
     scale = 0.3**2 * len(kept) / int(kept.sum())  # all the noise power falls on what is left
     torch.testing.assert_close(after[kept], torch.full_like(after[kept], scale))
     # What comes after noise only processes it.
-    for later in (pruned, make_defense("quantization"), make_defense("optimal_noise", scale=5)):
+    own = make_defense("optimal_noise", scale=5, shape="own")
+    for later in (pruned, make_defense("quantization"), own):
         first = chain(gaussian, later)
         assert first.adds_gaussian_noise
         torch.testing.assert_close(
             flat(noise_of(first, gmap).variance), torch.full((len(kept),), 0.09).double()
         )
+    # Noise whose shape is of no one's batch adds its variance.
+    public = [make_defense("optimal_noise", scale=5) for _ in range(2)]
+    more = flat(noise_of(chain(gaussian, public[0]), gmap).variance)
+    torch.testing.assert_close(more, 0.09 + flat(noise_of(chain(public[1]), gmap).variance))
     nested = chain(make_defense("none"), pruned, gaussian, pruned)
     assert torch.equal(flat(noise_of(nested, gmap).variance), after)
     for others in (
