@@ -47,6 +47,7 @@ class Chain(Defense):
             noise=noise if self.adds_gaussian_noise else None,
             transmitted=transmitted,
             exact=one.exact and two.exact,
+            figures=one.figures | two.figures,
         )
 
     def prepare(self, model: nn.Module, processing_class: Any = None) -> None:

@@ -51,6 +51,8 @@ class Message(Mapping[str, Tensor]):
         transmitted: Masks of the entries that were transmitted; the others are zero and carry
             nothing. `None`: all but what turned to zero.
         exact: Whether the transmitted entries are the true gradient's, unchanged.
+        figures: What else the defense says of this message, by name; the Trainer logs each as
+            `defense/<name>`. They stay on the rank.
 
     Example:
         >>> message = make_defense("pruning", ratio=0.9)(gmap)
@@ -68,9 +70,10 @@ class Message(Mapping[str, Tensor]):
         noise: Noise | Callable[[], Noise | None] | None = None,
         transmitted: Mapping[str, Tensor] | None = None,
         exact: bool = False,
+        figures: Mapping[str, float] | None = None,
     ) -> None:
         self._tensors, self._noise = dict(tensors), noise
-        self.transmitted, self.exact = transmitted, exact
+        self.transmitted, self.exact, self.figures = transmitted, exact, dict(figures or {})
 
     @property
     def noise(self) -> Noise | None:

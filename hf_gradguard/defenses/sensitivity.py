@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ..gradient_map import GradientMap, Tensors
-from ..gradient_map.domain import special_ids
+from ..gradient_map.random_labels import special_ids
 from ..gradient_map.sensitivity import probe_squares
 from ..randomness import Stream
 from .averages import Averages

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..randomness import Stream
+from .random_labels import NOT_MADE_UP, ends, random_labels
 
 
 class Domain(ABC):
@@ -76,7 +77,7 @@ class Domain(ABC):
             if value is None or isinstance(value, bool | int | float | str):
                 made[key] = value
             elif not isinstance(value, Tensor):
-                raise ValueError(_NOT_MADE_UP.format(repr(key)))
+                raise ValueError(NOT_MADE_UP.format(repr(key)))
             elif key.endswith("attention_mask") and value.dim() == 2:
                 made[key] = torch.ones_like(value)
             elif key == "token_type_ids":
@@ -84,7 +85,8 @@ class Domain(ABC):
             elif key == "position_ids":
                 made[key] = torch.arange(value.shape[-1], device=value.device).expand_as(value)
             else:
-                made[key] = self._random_labels(model, key, batch, made[self.key], generator)
+                private = self.main_input(batch)
+                made[key] = random_labels(model, key, batch, private, made[self.key], generator)
         return made
 
     @abstractmethod
@@ -97,41 +99,6 @@ class Domain(ABC):
         present: Tensor | None = None,
     ) -> Tensor:
         """The private entry, drawn at random. `present` is as of the method of that name."""
-
-    def _random_labels(
-        self,
-        model: nn.Module,
-        key: str,
-        batch: Mapping[str, Any],
-        made: Tensor,
-        generator: Stream,
-    ) -> Tensor:
-        value: Tensor = batch[key]
-        config = getattr(model, "config", None)
-        private = self.main_input(batch)
-        classes = int(getattr(config, "num_labels", 0) or 0)
-        if key != "labels" and key != "label":
-            raise ValueError(_NOT_MADE_UP.format(repr(key)))
-        if value.is_floating_point():
-            if getattr(config, "problem_type", None) == "multi_label_classification":
-                return generator.integers(2, value.shape, device=value.device).to(value.dtype)
-            return generator.normal(value.shape, device=value.device).to(value.dtype)
-        if value.dim() == 1 and classes > 1:
-            return generator.integers(classes, value.shape, device=value.device).to(value.dtype)
-        if value.dim() == 2 and _writes(model):
-            counted = value != -100
-            if value.shape == private.shape and bool((value == private)[counted].all()):
-                return made.clone()  # what is read is what is to be written
-            words = len(model.get_output_embeddings().weight)  # type: ignore[operator]
-            drawn = generator.integers(words, value.shape, device=value.device)
-            if value.shape == private.shape:  # masked: which places is drawn as well
-                chosen = generator.uniform(value.shape, device=value.device) < 0.15
-                chosen[:, 0] = True
-                drawn = drawn.masked_fill(~chosen, -100)
-            return drawn.to(value.dtype)
-        if value.shape == private.shape and classes > 1:
-            return generator.integers(classes, value.shape, device=value.device).to(value.dtype)
-        raise ValueError(_NOT_MADE_UP.format(f"labels of shape {tuple(value.shape)}"))
 
 
 class Text(Domain):
@@ -185,7 +152,7 @@ class Text(Domain):
         allowed[[index for index in special if index < words]] = False
         ordinary = allowed.nonzero().flatten().to(like.device)
         ids = ordinary[generator.integers(len(ordinary), like.shape, device=like.device)]
-        first, last = _ends(like, special, present)
+        first, last = ends(like, special, present)
         if first is not None:
             ids[:, 0] = first
         if last is not None and ids.shape[1] > 1:
@@ -228,46 +195,6 @@ class Image(Domain):
 
 TEXT, IMAGE = Text(), Image()
 DOMAINS: dict[str, Domain] = {domain.name: domain for domain in (TEXT, IMAGE)}
-
-
-def special_ids(model: nn.Module, processing_class: Any = None) -> list[int]:
-    """Ids of special tokens: the tokenizer's, or without one those that the config names."""
-    found = getattr(processing_class, "all_special_ids", None)
-    if found is None:
-        config = getattr(model, "config", None)
-        names = ("bos", "eos", "cls", "sep", "pad", "mask")
-        found = [getattr(config, f"{name}_token_id", None) for name in names]
-    return sorted({index for index in found if isinstance(index, int)})
-
-
-_NOT_MADE_UP = (
-    "Random inputs with {} cannot be made up, so noise and pruning have no public shape. Choose "
-    "shape='past', averages over the client's earlier batches, or shape='own'."
-)
-
-
-def _writes(model: nn.Module) -> bool:
-    """Whether a model's output is words."""
-    try:
-        return getattr(model.get_output_embeddings(), "weight", None) is not None  # type: ignore[operator]
-    except (AttributeError, NotImplementedError, TypeError):
-        return False
-
-
-def _ends(
-    ids: Tensor, special: Sequence[int], present: Tensor | None
-) -> tuple[int | None, int | None]:
-    """The special tokens with which all texts begin and end, if there are such. Padding is none of
-    a text.
-    """
-    mask = torch.ones_like(ids) if present is None else present.int()
-    ends = mask.argmax(1), ids.shape[1] - 1 - mask.flip(1).argmax(1)
-    rows = torch.arange(len(ids), device=ids.device)
-    found = [ids[rows, place].unique().tolist() for place in ends]
-    begins, closes = (
-        index[0] if len(index) == 1 and index[0] in set(special) else None for index in found
-    )
-    return begins, closes
 
 
 def domain_of_batch(batch: Mapping[str, Any]) -> Domain:

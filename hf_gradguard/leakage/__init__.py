@@ -9,7 +9,7 @@ Example:
 
 from ..gradient_map.views import smooth_clip, smoothly_clipped
 from ..registry import ESTIMATORS
-from .accountant import FisherAccountant, example_keys, subsampling_factor
+from .accountant import FisherAccountant, example_keys, gaussian_epsilon, subsampling_factor
 from .bounds import (
     mse_bound_from_dfil,
     mse_bound_from_norm,
@@ -43,6 +43,7 @@ __all__ = [
     "expected_squared_influence",
     "fisher_norm",
     "fisher_trace",
+    "gaussian_epsilon",
     "ghost_dfil",
     "inversion_influence",
     "inversion_influence_lower_bound",

@@ -62,10 +62,12 @@ def measure(args) -> dict:
 
 def small(name: str) -> torch.nn.Module:
     torch.manual_seed(0)
-    config = AutoConfig.from_pretrained(name, num_labels=2, **SMALL, intermediate_size=64)
-    model = AutoModelForSequenceClassification.from_config(config).to(DEVICE).train()
+    config = AutoConfig.from_pretrained(
+        name, num_labels=2, **SMALL, intermediate_size=64, trust_remote_code=False
+    )
+    model = AutoModelForSequenceClassification.from_config(config, trust_remote_code=False)
     model.get_input_embeddings().requires_grad_(False)
-    return model
+    return model.to(DEVICE).train()
 
 
 def one_by_one(

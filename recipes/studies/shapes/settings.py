@@ -23,15 +23,15 @@ BATCH = 16  # that training takes
 
 # naming.py
 MESSAGES = {
-    "optimal_noise, own": ["optimal_noise", {"shape": "own"}],
+    "optimal_noise, own": ["optimal_noise", {"shape": "own", "num_probes": 3}],
     "optimal_noise, past": ["optimal_noise", {"shape": "past", "refresh_every": 1}],
     "optimal_noise, public": ["optimal_noise", {"shape": "public", "refresh_every": 1}],
     "gaussian_noise": ["gaussian_noise", {}],
-    "optimal_pruning, own": ["optimal_pruning", {"shape": "own"}],
+    "optimal_pruning, own": ["optimal_pruning", {"shape": "own", "num_probes": 3}],
     "optimal_pruning, past": ["optimal_pruning", {"shape": "past", "refresh_every": 1}],
     "optimal_pruning, public": ["optimal_pruning", {"shape": "public", "refresh_every": 1}],
     "pruning": ["pruning", {}],
 }
 STRENGTHS = {"noise": [{"relative_scale": s} for s in (1, 10, 100)], "pruning": [{"ratio": 0.9}]}
 TARGETS = ("this message", "the message before")
-CANDIDATES, TRIALS, HISTORY = 28, 20, 10
+CANDIDATES, TRIALS, HISTORY, SENTENCES = 28, 20, 4, 4000
