@@ -147,6 +147,13 @@ class Stream:
             2, shape, device, torch.int64, lambda w: _shifted(w.view(torch.int64), 1) % high
         )
 
+    def words(self, count: int, *, device: torch.device | str = "cpu") -> Iterator[Tensor]:
+        """So many uniform words of 32 bits, as int32, some at a time: each part is to be used
+        before the next one is asked for. The same on every device.
+        """
+        device = torch.device(device)
+        return self._words(1, count, device, _chunk(device))
+
     def __getstate__(self) -> object:
         raise TypeError(
             "A Stream is not copied and not stored: the same numbers would be drawn twice, and its "

@@ -34,12 +34,14 @@ from .clients import (
     split,
 )
 from .config import GradGuardConfig, resolve_defense
-from .exchange import StartAlike, any_rank, average_gradients
+from .exchange import StartAlike, any_rank, average, average_gradients
 from .loading import load_model, load_tokenizer
 from .message import Draws, MessageMaker
 from .meter import LeakageMeter
 from .private_state import load_private_state, save_private_state
 from .seams import SeamTrainer, check_seams
+from .secure_aggregation import secure_aggregation_of
+from .summed_noise import share_of_noise
 from .weights import LossWeights, Normalization
 
 
@@ -108,6 +110,8 @@ class GradGuardTrainer(SeamTrainer):
         super().__init__(model, args, *positional, **kwargs)
         check_model(self.model)
         check_accelerator(self.accelerator, self.train_dataset)
+        self._secure = secure_aggregation_of(args, self.accelerator)
+        self.defense = share_of_noise(self.defense, args, self.accelerator.num_processes)
         own_batches = type(self).get_train_dataloader is not GradGuardTrainer.get_train_dataloader
         check_leakage(args, self.defense, accountant, own_batches)
         self.defense.prepare(self.model, self.processing_class)
@@ -116,7 +120,7 @@ class GradGuardTrainer(SeamTrainer):
         self.accelerator.prepare_model = functools.partial(
             self.accelerator.prepare_model, evaluation_mode=True
         )
-        self.add_callback(StartAlike())
+        self.add_callback(StartAlike(self._secure))
         self._host_clients()
         self._share_input_embeddings: bool = getattr(args, "share_input_embeddings", False)
         self._batch_statistics: str = getattr(args, "batch_statistics", "local")
@@ -197,12 +201,16 @@ class GradGuardTrainer(SeamTrainer):
     def _exchange(self, module: nn.Module) -> None:
         """Average over ranks what they have protected, and agree on going on."""
         parameters = shared_parameters(module, self._share_input_embeddings)
-        average_gradients(parameters.values(), self.accelerator)
+        average_gradients(parameters.values(), self.accelerator, self._secure)
         # A rank that left alone would leave the others waiting for it.
-        if self._meter.stops and any_rank(self._meter.stop_due, self.accelerator):
+        if self._meter.stops and any_rank(self._meter.stop_due, self.accelerator, self._secure):
             self.control.should_training_stop = True
         if self._batch_statistics == "shared":
-            average_statistics(module, self.accelerator)
+            average_statistics(module, self.accelerator, self._secure)
+
+    def average_over_ranks(self, figure: Tensor) -> None:
+        """Of losses and counts, which the stock Trainer gathers from every rank."""
+        average([figure], self.accelerator, self._secure)
 
     def get_train_dataloader(self) -> DataLoader:
         """As in `Trainer`; with `num_clients`, of the clients that each step draws."""
@@ -243,13 +251,14 @@ class GradGuardTrainer(SeamTrainer):
         logged last.
 
         Every rank has to call it, and by that sends its figures out: nothing else does. The sum is
-        taken by the ranks themselves, so a peer that carries messages sees some of its parts.
+        taken by the ranks themselves, so without `secure_aggregation` a peer that carries messages
+        sees some of its parts.
 
         Raises:
             NotImplementedError: On two ranks, where each would learn the other's figures from the
                 mean and its own.
         """
-        return self._meter.mean_over_ranks(self.accelerator)
+        return self._meter.mean_over_ranks(self.accelerator, self._secure)
 
     def save_state_of_rank(self, folder: str) -> None:
         """What a defense remembers belongs in a checkpoint: a run that is killed and resumed goes
