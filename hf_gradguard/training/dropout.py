@@ -28,7 +28,7 @@ def private_draws(stream: Stream | None, device: torch.device | str) -> Iterator
 
     Example:
         >>> with private_draws(Stream(), "cpu"):
-        ...     mask = nn.functional.dropout(torch.ones(9))
+        ...     mask = torch.nn.functional.dropout(torch.ones(9))
     """
     if stream is None:
         yield

@@ -80,8 +80,8 @@ def _agreed(
     if count:
         own = f"This rank's largest is {largest:g}." if refuses else "This rank's are within it."
         advice = {
-            32: "Set a higher secure_aggregation_range, the same on all ranks, or make gradients or "
-            "noise smaller.",
+            32: "Set a higher secure_aggregation_range, the same on all ranks, or make gradients "
+            "or noise smaller.",
             64: "Losses, counts and statistics so large have no room: look for one that diverges.",
         }
         raise OverflowError(

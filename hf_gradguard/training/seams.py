@@ -194,6 +194,8 @@ class SeamTrainer(RenamedWeightsTrainer):
         True
     """
 
+    current_flos: float
+
     def training_collator(self, collate: Any) -> Any:
         """What makes batches of rows that are not of `datasets`, given what the Trainer has."""
         return collate
