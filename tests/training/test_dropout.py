@@ -21,8 +21,8 @@ def test_the_generators_state_is_the_streams_words() -> None:
     twister = np.random.RandomState()
     words = torch.cat([part.clone() for part in Stream.from_seeds(3).words(624)]).numpy()
     twister.set_state(("MT19937", words.view(np.uint32), 624))
-    expected = twister.randint(0, 2**32, 2000, dtype=np.uint32) % 2**31
-    with private_draws(Stream.from_seeds(3), "cpu"):  # numbers below 2³² are words, cut to size
+    expected = twister.randint(0, 2**32, 4000, dtype=np.uint32)[1::2] % 2**31
+    with private_draws(Stream.from_seeds(3), "cpu"):  # two words a number, the lower one last
         drawn = [int(torch.randint(0, 2**31, ())) for _ in range(2000)]
     assert len(set(drawn)) > 1990
     assert drawn == expected.tolist()
