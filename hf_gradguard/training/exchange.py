@@ -97,8 +97,9 @@ def _reduced(tensor: Tensor, accelerator: Accelerator, reduction: str) -> Tensor
     except RuntimeError as error:
         raise RuntimeError(
             f"Rank {accelerator.process_index} could not exchange with the others, so the weights "
-            "stay as they were before this step: a rank died or did not answer in time "
-            "(ddp_timeout). Look at the other ranks' errors, and resume from the last checkpoint."
+            "stay as they were before this step: a rank died, or did not answer within the "
+            "process group's timeout. Look at the other ranks' errors, and resume from the last "
+            "checkpoint."
         ) from error
 
 
