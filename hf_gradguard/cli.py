@@ -125,9 +125,9 @@ def _train_evalnet(args: argparse.Namespace) -> None:
         from transformers import AutoModel, AutoTokenizer
 
         texts = load_texts(args.dataset, **source)
-        tokenizer = AutoTokenizer.from_pretrained(args.model)
+        tokenizer = AutoTokenizer.from_pretrained(args.model, trust_remote_code=False)
         embedding = AutoModel.from_pretrained(
-            args.model, dtype=torch.float32
+            args.model, dtype=torch.float32, trust_remote_code=False
         ).get_input_embeddings()
         # A folder's path means nothing to whoever loads the network elsewhere.
         base_model = args.base_model or ("" if os.path.isdir(args.model) else args.model)

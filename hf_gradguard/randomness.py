@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
@@ -269,6 +269,51 @@ def _chunk(device: torch.device) -> int:
 
 def _on_cpu(device: torch.device) -> bool:
     return device.type == "cpu"
+
+
+def together(
+    tensors: Mapping[str, Tensor], draw: Callable[[Tensor], Tensor]
+) -> Iterator[tuple[str, Tensor]]:
+    """Random tensors in the shapes of those given. Small neighbors are cut from one draw, since a
+    draw costs as much as a thousand numbers. Large ones have draws of their own, so that no more is
+    held than one of them.
+
+    Args:
+        tensors: By name.
+        draw: Gives a random tensor in the shape, type and place of the one that it gets, whose
+            entries are independent of each other.
+
+    Yields:
+        A name, and what was drawn for it, in the order of `tensors`.
+
+    Example:
+        >>> like = {"weight": torch.zeros(4, 3), "bias": torch.zeros(4)}
+        >>> drawn = dict(together(like, lambda tensor: Stream().normal(tensor.shape)))
+        >>> drawn["weight"].shape, drawn["bias"].shape
+        (torch.Size([4, 3]), torch.Size([4]))
+    """
+    parts: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        other = next(iter(parts.values()), tensor)
+        size = sum(part.numel() for part in parts.values()) + tensor.numel()
+        fits = size <= _chunk(tensor.device)
+        if not (fits and (tensor.dtype, tensor.device) == (other.dtype, other.device)):
+            yield from _cut(parts, draw)
+            parts = {}
+        parts[name] = tensor
+    yield from _cut(parts, draw)
+
+
+def _cut(
+    parts: Mapping[str, Tensor], draw: Callable[[Tensor], Tensor]
+) -> Iterator[tuple[str, Tensor]]:
+    if len(parts) < 2:
+        yield from ((name, draw(part)) for name, part in parts.items())
+        return
+    sizes = [part.numel() for part in parts.values()]
+    drawn = draw(next(iter(parts.values())).new_zeros(sum(sizes))).split(sizes)
+    for (name, part), own in zip(parts.items(), drawn, strict=True):
+        yield name, own.view(part.shape)
 
 
 def normal(

@@ -116,13 +116,15 @@ def main() -> None:
         sizes = {"num_channels": 1 if first.mode == "L" else 3, "image_size": max(first.size)}
         sizes |= json.loads(recipe.model_config)
         config = AutoConfig.for_model(recipe.from_scratch, **sizes, **labels)
-        model = AutoModelForImageClassification.from_config(config)
+        model = AutoModelForImageClassification.from_config(config, trust_remote_code=False)
         gray = [0.5] * sizes["num_channels"]
         processor = ViTImageProcessor(size=sizes["image_size"], image_mean=gray, image_std=gray)
     else:
-        processor = AutoImageProcessor.from_pretrained(args.model_name_or_path)
+        processor = AutoImageProcessor.from_pretrained(
+            args.model_name_or_path, trust_remote_code=False
+        )
         model = AutoModelForImageClassification.from_pretrained(
-            args.model_name_or_path, ignore_mismatched_sizes=True, **labels
+            args.model_name_or_path, ignore_mismatched_sizes=True, **labels, trust_remote_code=False
         )
     mode = "L" if getattr(model.config, "num_channels", 3) == 1 else "RGB"
 

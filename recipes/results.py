@@ -83,6 +83,7 @@ RUNS = [
     Run("text_defenses", EVERY, "text", "--tokenizer $MODEL --data_dir $SST2", 4),
     Run("image_defenses", EVERY, "images", ATTACKED, 4),
     Run("speed", "benchmarks.defenses", "", "--model $MODEL", 0.1),
+    Run("randomness_speed", "benchmarks.randomness", "", "--model $MODEL", 0.05),
     Run("memory", "benchmarks.memory", "", "--model $MODEL", 0.1),
     Run("refiner_speed", "benchmarks.refiner", "", "--model $MODEL", 0.1),
     Run("exchange_cost", "benchmarks.exchange", "", "--model $MODEL", 0.1),

@@ -98,7 +98,7 @@ def main() -> None:
         with state.main_process_first():
             if state.is_main_process:
                 train_tokenizer(data, folder)
-            tokenizer = BertTokenizerFast.from_pretrained(folder)
+            tokenizer = BertTokenizerFast.from_pretrained(folder, trust_remote_code=False)
         sizes = {
             "hidden_size": 128,
             "num_hidden_layers": 2,
@@ -109,9 +109,9 @@ def main() -> None:
         # Withheld embeddings stay as random as they start: a wider start tells tokens apart better.
         model = BertForSequenceClassification(BertConfig(**sizes, initializer_range=0.05))
     else:
-        tokenizer = AutoTokenizer.from_pretrained(args.model_name_or_path)
+        tokenizer = AutoTokenizer.from_pretrained(args.model_name_or_path, trust_remote_code=False)
         model = AutoModelForSequenceClassification.from_pretrained(
-            args.model_name_or_path, num_labels=2
+            args.model_name_or_path, num_labels=2, trust_remote_code=False
         )
 
     def tokenize(rows: dict) -> dict:

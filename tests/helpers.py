@@ -392,6 +392,7 @@ class SmallNetwork(nn.Module):
         )
 
 
+UNHEARD = "unheard"
 SPECIAL_TOKENS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
 
 
@@ -412,7 +413,11 @@ def word_tokenizer(words: list[str]) -> PreTrainedTokenizerFast:
 
 
 def save_encoder(folder: Path, tokenizer: PreTrainedTokenizerFast, hidden_size: int) -> Path:
-    """Saves a random BERT classifier of two layers with that tokenizer."""
+    """Saves a random BERT classifier of two layers with that tokenizer.
+
+    Words that begin with `UNHEARD` lie apart from the others, so that even a small evaluation
+    network soon knows noise.
+    """
     sizes = {"hidden_size": hidden_size, "num_hidden_layers": 2, "num_attention_heads": 2}
     config = BertConfig(
         vocab_size=len(tokenizer),
@@ -422,7 +427,11 @@ def save_encoder(folder: Path, tokenizer: PreTrainedTokenizerFast, hidden_size: 
         **sizes,
     )
     torch.manual_seed(0)
-    BertForSequenceClassification(config).save_pretrained(folder)
+    model = BertForSequenceClassification(config)
+    unheard = [index for word, index in tokenizer.get_vocab().items() if word.startswith(UNHEARD)]
+    with torch.no_grad():
+        model.get_input_embeddings().weight[unheard] += 0.1 * (-1) ** torch.arange(hidden_size)
+    model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
 

@@ -199,6 +199,28 @@ def test_who_differentiates() -> None:
     assert not wrong, "\n".join(sorted(wrong))
 
 
+def test_no_code_from_elsewhere() -> None:
+    """Everything that builds a thing by name says that no code comes with it, and nothing is
+    unpickled.
+    """
+    wrong, found = [], 0
+    recipes = (PACKAGE.parent / "recipes").rglob("*.py")
+    for path in [*modules().values(), *recipes]:
+        for node in ast.walk(tree(path)):
+            if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+                continue
+            says = {word.arg: ast.unparse(word.value) for word in node.keywords}
+            if node.func.attr in ("from_pretrained", "from_config"):
+                found += 1
+                if says.get("trust_remote_code") != "False":
+                    wrong.append(f"{path}:{node.lineno} trusts what it loads")
+            called = ast.unparse(node.func)
+            if called in ("torch.load", "pickle.load", "pickle.loads", "torch.hub.load"):
+                wrong.append(f"{path}:{node.lineno} unpickles")
+    assert not wrong, "\n".join(wrong)
+    assert found > 20
+
+
 def test_who_asks_text_or_image() -> None:
     found = {
         str(path.relative_to(PACKAGE)) for path in modules().values() if any(_asks(tree(path)))

@@ -15,8 +15,9 @@ import pytest
 import torch
 from scipy import stats
 from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
 
-from hf_gradguard.randomness import Stream, _keystream, chacha20_words, normal
+from hf_gradguard.randomness import Stream, _keystream, chacha20_words, normal, together
 
 # RFC 8439: Section 2.3.2, and Appendix A.1, test vectors 1 to 5: key, nonce, block, keystream.
 VECTORS = {
@@ -226,6 +227,66 @@ def test_forks_draw_their_own() -> None:
     private = [stream.bytes(16), *(each for one in found for each in one[:2])]
     assert len(set(private)) == 7
     assert {one[2] for one in found} == {fixed.bytes(16)}
+
+
+class _Noise(Dataset):
+    """A data set that draws in the worker that reads it."""
+
+    def __init__(self, draw: Callable[[], Tensor]) -> None:
+        self.draw = draw
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> Tensor:
+        return self.draw()
+
+
+def test_workers_of_a_data_loader_draw_their_own() -> None:
+    """In every epoch anew, and not what the parent draws. The control: torch's generator repeats
+    itself in every worker.
+    """
+
+    def drawn(draw: Callable[[], Tensor]) -> Tensor:
+        loader = DataLoader(
+            _Noise(draw), batch_size=None, num_workers=2, multiprocessing_context="fork"
+        )
+        found = torch.stack([*loader, *loader, draw()])
+        correlation = torch.corrcoef(found).abs().fill_diagonal_(0)
+        return correlation.max() * 2000**0.5
+
+    generator, stream = torch.Generator().manual_seed(1), Stream()
+    assert drawn(lambda: torch.randn(2000, generator=generator)) > 40
+    assert drawn(lambda: stream.normal((2000,))) < 6
+
+
+def test_small_tensors_are_cut_from_one_draw(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neighbors up to a size, of one type; larger ones alone, as they are."""
+    monkeypatch.setattr("hf_gradguard.randomness._CHUNK", 10)
+    sizes = {"a": (2, 3), "b": (4,), "c": (1,), "large": (11,), "d": (), "e": (0,), "f": (3, 3)}
+    tensors = {name: torch.ones(shape) for name, shape in sizes.items()}
+    tensors["g"] = torch.ones(1, dtype=torch.float64)
+    seen = []
+
+    def draw(like: Tensor) -> Tensor:
+        seen.append(
+            (like.numel(), like.dtype, next((n for n, t in tensors.items() if t is like), ""))
+        )
+        start = sum(size for size, *_ in seen[:-1])
+        return torch.arange(start, start + like.numel(), dtype=like.dtype).view(like.shape)
+
+    drawn = dict(together(tensors, draw))
+    single, double = torch.float32, torch.float64
+    assert seen == [
+        (10, single, ""), (1, single, "c"), (11, single, "large"), (10, single, ""),
+        (1, double, "g"),
+    ]  # fmt: skip
+    assert [*drawn] == [*tensors]
+    for name, tensor in tensors.items():
+        assert (drawn[name].shape, drawn[name].dtype) == (tensor.shape, tensor.dtype)
+    every = torch.cat([part.flatten().double() for part in drawn.values()])
+    assert torch.equal(every, torch.arange(33.0, dtype=double))  # each number once, and in order
+    assert dict(together({}, draw)) == {}
 
 
 def test_keys_are_not_copied_and_not_stored() -> None:

@@ -147,7 +147,7 @@ class Upload:
     def _noise_variance(self) -> Mapping[str, Tensor] | None:
         """Σ of the noise in the message, if the threat model grants it and there is any."""
         noise = self.message.noise
-        if not self.noise_known or noise is None:
+        if not self.noise_known or noise is None or noise.added is None:
             return None
         return noise.added if any(bool(tensor.any()) for tensor in noise.added.values()) else None
 

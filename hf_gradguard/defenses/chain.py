@@ -40,14 +40,14 @@ class Chain(Defense):
             shared = {name: t.masked_fill(~one.transmitted[name], 0) for name, t in two.items()}
 
         def noise() -> Noise | None:
-            # What comes after noise only processes what that noise released.
-            return _within(two.noise, one.transmitted) if one.exact else one.noise
+            return _within(two.noise, one.transmitted) if one.exact else _after(one, two)
 
         return Message(
             shared,
             noise=noise if self.adds_gaussian_noise else None,
             transmitted=transmitted,
             exact=one.exact and two.exact,
+            figures=one.figures | two.figures,
         )
 
     def prepare(self, model: nn.Module, processing_class: Any = None) -> None:
@@ -87,8 +87,47 @@ def _within(noise: Noise | None, transmitted: Mapping[str, Tensor] | None) -> No
         return noise
     return noise._replace(
         variance={n: v.masked_fill(~transmitted[n], math.inf) for n, v in noise.variance.items()},
-        added={n: v.masked_fill(~transmitted[n], 0) for n, v in noise.added.items()},
+        added=_masked(noise.added, transmitted),
+        plain=False,
     )
+
+
+def _after(one: Message, two: Message) -> Noise | None:
+    """The noise of `two`, which was made from `one`, whose own noise it carries.
+
+    Plain noise adds its variance. Its strength may be relative to the noisy gradient's norm, which
+    counts as a constant: it is one but for a share of 1/√d. Whatever else was done only processes
+    what the noise released: its variance bounds the information as before, but what is shared
+    carries noise of another kind.
+    """
+    noise, more = one.noise, two.noise
+    if noise is None:
+        return None
+    if two.exact:
+        if two.transmitted is None:
+            return noise
+        return noise._replace(added=_masked(noise.added, two.transmitted), plain=False)
+    chosen = one.transmitted is not None and any(
+        bool((variance.isfinite() & ~one.transmitted[name]).any())
+        for name, variance in noise.variance.items()
+    )  # by what is noisy: that choice tells of the first noise alone
+    if noise.added is None or more is None or more.added is None or not more.plain or chosen:
+        return noise._replace(added=None, plain=False)
+    added = more.added
+    whole = noise.shaping_probes is None  # otherwise Σ has no longer the shape of its sensitivities
+    return Noise(
+        {name: variance + added[name] for name, variance in noise.variance.items()},
+        {name: variance + added[name] for name, variance in noise.added.items()},
+        noise.squares if whole else None,
+        noise.num_probes if whole else 0,
+        plain=noise.plain,
+    )
+
+
+def _masked(variance: Tensors | None, transmitted: Mapping[str, Tensor]) -> Tensors | None:
+    if variance is None:
+        return None
+    return {name: v.masked_fill(~transmitted[name], 0) for name, v in variance.items()}
 
 
 def chain(*defenses: Defense) -> Defense:

@@ -18,11 +18,15 @@ class Noise(NamedTuple):
         variance: Diagonal Σ that noise on the undefended gradient would have to have to hide its
             input as well, or less well: infinite where the coordinate was not shared, or was
             clipped to a constant.
-        added: Diagonal covariance of what was added to what is shared: 0 where nothing was.
+        added: Diagonal covariance of what was added to what is shared: 0 where nothing was. `None`
+            if that is not known, because something came after the noise that changed it.
         squares: Estimates of s_i² on this very batch that Σ was shaped by, if there are any.
         num_probes: How many probes `squares` come from.
         shaping_probes: The same, if Σ follows them entry by entry, and their sum is too small for
             that (see `fisher_trace_from_sensitivity`).
+        plain: Whether it was added to all of the gradient, unclipped, with a covariance that does
+            not follow the gradient entry by entry. Where there was Gaussian noise before, the
+            covariances then add up.
 
     Example:
         >>> noise = make_defense("gaussian_noise", scale=0.1)(gmap).noise
@@ -31,10 +35,11 @@ class Noise(NamedTuple):
     """
 
     variance: Tensors
-    added: Tensors
+    added: Tensors | None
     squares: Tensors | None = None
     num_probes: int = 0
     shaping_probes: int | None = None
+    plain: bool = False
 
 
 class Message(Mapping[str, Tensor]):
@@ -50,6 +55,8 @@ class Message(Mapping[str, Tensor]):
         transmitted: Masks of the entries that were transmitted; the others are zero and carry
             nothing. `None`: all but what turned to zero.
         exact: Whether the transmitted entries are the true gradient's, unchanged.
+        figures: What else the defense says of this message, by name; the Trainer logs each as
+            `defense/<name>`. They stay on the rank.
 
     Example:
         >>> message = make_defense("pruning", ratio=0.9)(gmap)
@@ -67,9 +74,10 @@ class Message(Mapping[str, Tensor]):
         noise: Noise | Callable[[], Noise | None] | None = None,
         transmitted: Mapping[str, Tensor] | None = None,
         exact: bool = False,
+        figures: Mapping[str, float] | None = None,
     ) -> None:
         self._tensors, self._noise = dict(tensors), noise
-        self.transmitted, self.exact = transmitted, exact
+        self.transmitted, self.exact, self.figures = transmitted, exact, dict(figures or {})
 
     @property
     def noise(self) -> Noise | None:

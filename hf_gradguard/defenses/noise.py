@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers.utils import logging
 
 from ..gradient_map import GradientMap, Tensors
-from ..randomness import Stream
+from ..randomness import Stream, together
 from .base import Defense, cast_like, is_number, norm, total, true_gradient
 from .message import Message, Noise
 from .sensitivity import Sensitivity, SensitivityDefense
@@ -137,13 +137,14 @@ class NoiseDefense(Defense):
         shape = self.shape(gmap, gradient, generator)
         variance = self.variance(gradient, shape.variance)
         noisy = {
-            name: torch.addcmul(g, variance[name].sqrt(), self.draw(g, generator))
-            for name, g in gradient.items()
+            name: torch.addcmul(gradient[name], variance[name].sqrt(), drawn)
+            for name, drawn in together(gradient, lambda like: self.draw(like, generator))
         }
 
         def noise() -> Noise:
             referred = self.referred(true, variance)
-            return Noise(referred, variance, shape.squares, shape.num_probes, shape.shaping_probes)
+            probes = (shape.num_probes, shape.shaping_probes)
+            return Noise(referred, variance, shape.squares, *probes, plain=self._plain)
 
         return Message(
             cast_like(noisy, gmap),
@@ -155,8 +156,15 @@ class NoiseDefense(Defense):
     def adds_gaussian_noise(self) -> bool:
         return type(self).draw is NoiseDefense.draw
 
+    @property
+    def _plain(self) -> bool:
+        own = type(self)
+        return own.shape is NoiseDefense.shape and own.clipped is NoiseDefense.clipped
+
     def draw(self, like: Tensor, generator: Stream) -> Tensor:
-        """Noise of unit variance in the shape of `like`."""
+        """Independent noise of unit variance in the shape, type and place of `like`, whose values
+        mean nothing.
+        """
         return generator.normal(like.shape, device=like.device, dtype=like.dtype)
 
 

@@ -23,11 +23,16 @@ import torch
 from torch import Tensor, nn
 
 from ..gradient_map import GradientMap, Tensors
+from ..gradient_map.domain import domain_of_model
 from ..gradient_map.layers import layer_numbers
+from ..networks.loading import check_digest
+from ..networks.trial import name_of
 from ..randomness import Stream
 from .base import Defense, cast_like, check_whole, is_number, norm, true_gradient
 from .message import Message
-from .robust_input import Pixels, Words
+from .robust_input import Pixels, SpecialTokens, Words, try_on_batch
+
+_PINS = ("revision", "sha256")
 
 
 @dataclass
@@ -39,12 +44,14 @@ class RobustData:
         gradient: g(x*).
         utility_metric: UM at the start and after every iteration.
         noise_ratio: D likewise, averaged over the batch.
+        movable_share: Of the batch's content, the share that was hidden.
     """
 
     input: Tensor
     gradient: Tensors
     utility_metric: list[float]
     noise_ratio: list[float]
+    movable_share: float
 
 
 @dataclass
@@ -52,12 +59,20 @@ class Refiner(Defense):
     """Gradient of robust data: found by Adam on the continuous input from a start that is blended
     with noise.
 
-    Of a text, only words move: padding and special tokens keep their embeddings. An image stays in
-    its pixel range. All samples of a batch are refined together, since they share one gradient.
+    Of a text, only words move: padding and the tokenizer's special tokens keep their embeddings.
+    The Trainer logs the share of the words that is hidden (`defense/movable_share`); under 0.9
+    nothing is shared. An image stays in its pixel range. All samples of a batch are refined
+    together, since they share one gradient.
+
+    The evaluation network decides what is shared. One of `hf_gradguard.networks` is tried before
+    it is believed: `prepare` sees that it knows noise, and each client's first batch that it rises
+    from that data to noise. A network of a class of your own is your code, and is not tried.
 
     Args:
         evaluation_network: A network of `hf_gradguard.networks`, or where to load it from, which
             `prepare` does, or the first call. Left out, `prepare` finds one that fits the model.
+        revision: Of its Hub repository; a commit pins it.
+        sha256: Of its model.safetensors: any other is refused.
         alpha: Share of noise in the start (1-α) x + α v. v is uniform over the pixel range, or
             embeddings of random tokens. (The paper has 0.5, at which a third of a text's words stay
             where they are.)
@@ -83,6 +98,8 @@ class Refiner(Defense):
 
     name: ClassVar[str] = "refiner"
     evaluation_network: Any = None
+    revision: str | None = None
+    sha256: str | None = None
     alpha: float = 0.6
     beta: float = 1.0
     tau: float = 0.95
@@ -119,9 +136,12 @@ class Refiner(Defense):
                 "evaluation_network must be a network of hf_gradguard.networks or where to load it "
                 f"from, but is a {type(given).__name__}."
             )
+        if self.revision is not None and not isinstance(given, str):
+            raise ValueError("revision is of a Hub repository: give its name in evaluation_network")
         # The settings keep a name: what it stands for is loaded once, and clients share it.
         self._loaded = None if isinstance(given, str) else given
         self._remembered: OrderedDict[str, Tensor] = OrderedDict()
+        self._special, self._tried = SpecialTokens(), False
         self._checked: tuple[int, int] | None = None
 
     @property
@@ -129,10 +149,10 @@ class Refiner(Defense):
         return True
 
     def prepare(self, model: nn.Module, processing_class: Any = None) -> None:
-        """Load the evaluation network, or find one if none was given, and the image processor's
-        normalization.
+        """Load the evaluation network, or find one if none was given, and try it on noise; take
+        the image processor's normalization, or the tokenizer's special tokens.
         """
-        from ..networks import network_for
+        from ..networks import check_network, network_for
 
         if self.image_mean is None and getattr(processing_class, "do_normalize", False):
             self.image_mean, self.image_std = (
@@ -141,6 +161,9 @@ class Refiner(Defense):
             )
         if self.network is None:
             self._loaded = network_for(model, processing_class, self.public_text)
+        self._special, self._tried = SpecialTokens.of(processing_class), False
+        special = None if processing_class is None else self._special.ids
+        check_network(self.network, domain_of_model(model).embedding(model), special)
 
     @property
     def network(self) -> Any:
@@ -150,12 +173,16 @@ class Refiner(Defense):
         if self._loaded is None and self.evaluation_network is not None:
             from ..networks import load_network
 
-            self._loaded = load_network(self.evaluation_network)
+            pins = {pin: getattr(self, pin) for pin in _PINS if getattr(self, pin) is not None}
+            self._loaded = load_network(self.evaluation_network, **pins)
+        if self._loaded is not None:
+            check_digest(name_of(self._loaded), getattr(self._loaded, "sha256", None), self.sha256)
         return self._loaded
 
     def protect(self, gmap: GradientMap, generator: Stream) -> Message:
-        robust = self.refine(gmap, generator).gradient
-        return Message(cast_like(self.project(true_gradient(gmap), robust), gmap))
+        robust = self.refine(gmap, generator)
+        shared = self.project(true_gradient(gmap), robust.gradient)
+        return Message(cast_like(shared, gmap), figures={"movable_share": robust.movable_share})
 
     def project(self, gradient: Tensors, shared: Tensors) -> Tensors:
         """g + ε (g(x*) - g)/‖g(x*) - g‖ where `shared`, g(x*), is farther than ε from `gradient`,
@@ -175,15 +202,18 @@ class Refiner(Defense):
         """Robust data for the map's batch, with the course of UM and D.
 
         Raises:
-            ValueError: If there is no evaluation network, if it is one for another kind of input,
-                or if the batch holds nothing that could be refined.
+            ValueError: If there is no evaluation network, if it does not tell this input from
+                noise, or if the batch holds too little that could be refined.
         """
         network = self._network(gmap)
         inputs = (
-            Words(gmap, network)
+            Words(gmap, network, self._special)
             if gmap.embedding is not None
             else Pixels(gmap, self.image_mean, self.image_std)
         )
+        if not self._tried:  # a few words do not say much: then the next batch is tried too
+            try_on_batch(gmap, network, inputs)
+            self._tried = not inputs.few
         gradient = true_gradient(gmap)
         weights = self._weights(gmap, gradient)
         digests = inputs.digests() if self.warm_start else []
@@ -206,7 +236,7 @@ class Refiner(Defense):
             metrics.append(float(_weighted_distance(there, gradient, weights)))
             ratios.append(float(inputs.noise_ratio(network, x)))
         self._remember(x, inputs, digests)
-        return RobustData(x, there, metrics, ratios)
+        return RobustData(x, there, metrics, ratios, inputs.movable_share)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Refiner:
         """A client's own: what it remembers is copied, the network, which never changes, is not."""
@@ -238,12 +268,10 @@ class Refiner(Defense):
                     "and training them changes the space that the evaluation network knows. Leave "
                     "share_input_embeddings at False."
                 )
-            if self._checked != (
-                weight.data_ptr(),
-                weight._version,
-            ):  # hashing the matrix takes longer than a step
+            version = (weight.data_ptr(), weight._version)
+            if self._checked != version:  # hashing the matrix takes longer than a step
                 network.check_embedding(weight)
-                self._checked = (weight.data_ptr(), weight._version)
+                self._checked, self._tried = version, False
         return network.to(gmap.input.device).eval().requires_grad_(False)
 
     def _weights(self, gmap: GradientMap, gradient: Tensors) -> Tensors:
@@ -303,7 +331,8 @@ class Refiner(Defense):
         if given is None:
             return settings
         name = given if isinstance(given, str) else given.name_or_path or "unnamed"
-        return settings | {"evaluation_network": name}
+        found = {pin: getattr(self._loaded, pin, None) for pin in _PINS}
+        return settings | {"evaluation_network": name} | {k: v for k, v in found.items() if v}
 
 
 def _weighted_distance(there: Tensors, here: Tensors, weights: Tensors) -> Tensor:

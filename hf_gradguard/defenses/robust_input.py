@@ -5,34 +5,75 @@ and what stays.
 from __future__ import annotations
 
 import hashlib
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..gradient_map import GradientMap
 from ..gradient_map.domain import PixelSpace, embed
+from ..networks.base import EvaluationNetworkBase
+from ..networks.trial import FEW_WORDS, LEAST_GAP, check_order, check_slope, ordinary_ids
 from ..randomness import Stream
+
+LEAST_MOVABLE = 0.9
+"""Of a batch's tokens, marks and padding left out, the share that has to be hidden."""
+_MARKS = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+
+
+class SpecialTokens(NamedTuple):
+    """What a tokenizer says is special.
+
+    Args:
+        ids: All of it: these keep their embeddings.
+        marks: Of those, the ones with a role of their own ([CLS], padding and so on), at most
+            seven. They are no content that would have to be hidden; others may be.
+
+    Example:
+        >>> SpecialTokens.of(tokenizer)
+        SpecialTokens(ids=(0, 1, 2, 3), marks=(0, 1, 2, 3))
+        >>> SpecialTokens.of(None)  # nothing is special: everything is hidden
+        SpecialTokens(ids=(), marks=())
+    """
+
+    ids: tuple[int, ...] = ()
+    marks: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, processing_class: Any) -> SpecialTokens:
+        """Of a tokenizer, or of a processor that has one."""
+        tokenizer = getattr(processing_class, "tokenizer", processing_class)
+        found = (getattr(tokenizer, f"{mark}_token_id", None) for mark in _MARKS)
+        marks: set[int] = {index for index in found if index is not None}
+        ids = marks.union(getattr(tokenizer, "all_special_ids", ()))
+        return cls(tuple(sorted(ids)), tuple(sorted(marks)))
 
 
 class Words:
     """Token embeddings `(B, T, H)`. Padding and special tokens keep theirs; noise is embeddings of
     random tokens.
 
+    Args:
+        gmap: The batch's map.
+        network: The evaluation network, if it does not read every token.
+        special: What the tokenizer says is special. Only that counts, never what a network says.
+
     Raises:
-        ValueError: If every token of the batch is padding or special.
+        ValueError: If every token of the batch is padding or special; or if of the rest, more than
+            a tenth would not move or is not read by the network.
     """
 
-    def __init__(self, gmap: GradientMap, network: Any) -> None:
+    def __init__(self, gmap: GradientMap, network: Any, special: SpecialTokens) -> None:
         assert gmap.embedding is not None
         self.embedding, self.ids = gmap.embedding, gmap.batch["input_ids"]
         self.mask = gmap.batch.get("attention_mask")
-        self.special = sorted(set(network.config.special_token_ids))
+        self.special = special.ids
         present = (
             torch.ones_like(self.ids, dtype=torch.bool) if self.mask is None else self.mask.bool()
         )
         self.present = present
-        words = present & ~torch.isin(self.ids, torch.tensor(self.special, device=self.ids.device))
+        words = present & ~_among(self.ids, self.special)
         if not words.any():
             raise ValueError(
                 "The batch holds no word: every token is padding or special, so there is nothing "
@@ -40,12 +81,24 @@ class Words:
                 "data set."
             )
         self.free = words[..., None]
+        self.few = int(words.sum()) < FEW_WORDS
+        content = present & ~_among(self.ids, special.marks)
+        hidden = words & network.reads(gmap.input) if hasattr(network, "reads") else words
+        self.movable_share = float(hidden.sum() / content.sum())
+        if self.movable_share < LEAST_MOVABLE:
+            raise ValueError(
+                f"Of the {int(content.sum())} tokens in this batch that are neither padding nor a "
+                f"mark such as [CLS], only {self.movable_share:.0%} would be hidden, and at least "
+                f"{LEAST_MOVABLE:.0%} must be, so nothing was shared. Words that the tokenizer or "
+                "the evaluation network takes for special stay as they are. Give the tokenizer "
+                "(processing_class of the Trainer, or `prepare(model, tokenizer)`), leave ordinary "
+                "words out of its special tokens, and take a network that was trained with it."
+            )
 
     def noise(self, like: Tensor, generator: Stream) -> Tensor:
         """v: embeddings of tokens drawn uniformly from the vocabulary without the special ones."""
-        allowed = torch.ones(len(self.embedding.weight), dtype=torch.bool)  # type: ignore[arg-type]
-        allowed[[index for index in self.special if index < len(allowed)]] = False
-        ordinary = allowed.nonzero().flatten().to(like.device)
+        count = len(self.embedding.weight)  # type: ignore[arg-type]
+        ordinary = ordinary_ids(count, self.special).to(like.device)
         drawn = ordinary[generator.integers(len(ordinary), self.ids.shape, device=like.device)]
         return embed(self.embedding, drawn).to(like.dtype)
 
@@ -53,6 +106,7 @@ class Words:
         """Embeddings have no range to stay in."""
 
     def noise_ratio(self, network: Any, x: Tensor) -> Tensor:
+        """D of each sample that holds a word, averaged."""
         return network.noise_ratio(x.float(), self.mask).mean()
 
     def digests(self) -> list[str]:
@@ -68,7 +122,7 @@ class Words:
 
 class Pixels:
     """Images `(B, C, H, W)` whose pixels were in [0, 1] before mean and deviation were taken out.
-    Noise is uniform.
+    Noise is uniform. All of an image moves.
 
     Raises:
         ValueError: If pixels are outside that range.
@@ -88,6 +142,7 @@ class Pixels:
                 "or pass the processor to the Trainer as processing_class."
             )
         self.free = torch.ones_like(x[:, :1], dtype=torch.bool)
+        self.few, self.movable_share = False, 1.0
 
     def noise(self, like: Tensor, generator: Stream) -> Tensor:
         """v: uniform over the pixel range."""
@@ -109,6 +164,30 @@ class Pixels:
 
     def memory(self, x: Tensor, row: int) -> Tensor:
         return x[row]
+
+
+def try_on_batch(gmap: GradientMap, network: Any, inputs: Words | Pixels) -> None:
+    """See that D rises from a client's own data to noise, and can be raised in between.
+
+    Draws from a stream of its own: a resumed run, which tries again, shares what it would have.
+
+    Raises:
+        ValueError: If not, with the figures. Networks of a class of one's own are not tried.
+    """
+    if not isinstance(network, EvaluationNetworkBase):
+        return
+    x, noise = gmap.input, inputs.noise(gmap.input, Stream())
+    half, whole = (
+        torch.where(inputs.free, torch.lerp(x, noise, share), x).detach() for share in (0.5, 1.0)
+    )
+    ratios = [inputs.noise_ratio(network, at) for at in (x, half.requires_grad_(), whole)]
+    check_order(network, [float(r.detach()) for r in ratios], 0.0 if inputs.few else LEAST_GAP)
+    (slope,) = gmap.input_gradient(ratios[1], half)
+    check_slope(network, slope * inputs.free)
+
+
+def _among(ids: Tensor, listed: Sequence[int]) -> Tensor:
+    return torch.isin(ids, torch.tensor(list(listed), dtype=ids.dtype, device=ids.device))
 
 
 def _digest(content: Tensor) -> str:

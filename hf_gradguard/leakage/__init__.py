@@ -9,7 +9,7 @@ Example:
 
 from ..gradient_map.views import smooth_clip, smoothly_clipped
 from ..registry import ESTIMATORS
-from .accountant import FisherAccountant, example_keys, subsampling_factor
+from .accountant import FisherAccountant, example_keys, gaussian_epsilon, subsampling_factor
 from .bounds import (
     mse_bound_from_dfil,
     mse_bound_from_norm,
@@ -44,6 +44,7 @@ __all__ = [
     "fisher_norm",
     "fisher_trace",
     "fisher_trace_from_sensitivity",
+    "gaussian_epsilon",
     "inversion_influence",
     "inversion_influence_lower_bound",
     "largest_eigenvalue",

@@ -1,11 +1,14 @@
 """How much a whole training run has leaked about each example, so far.
 
-    FIM(z) ≼ Σ_t κ FIM_t(z),    κ = q/(q + (1-q) e^{-ε}),    ε = 1.115 · 2 √(2 ln(1.25/δ)) / σ
+    FIM(z) ≼ Σ_t κ FIM_t(z),    κ = q/(q + (1-q) e^{-ε})
 
 The sum over steps holds for any schedule. The factor κ < 1 is for batches drawn at random and kept
-secret, with Gaussian noise on smoothly clipped gradients, and fails with probability δ a step.
+secret, with Gaussian noise on smoothly clipped gradients, and fails with probability δ a step. ε is
+that of the noise's (ε, δ)-differential privacy. Guo et al. take the classical ε = μ √(2 ln(1.25/δ))
+with μ = 2 · 1.115/σ, which is proved for ε < 1 only; here it is the exact one.
 
-Reference: Guo et al. (2022), Theorems 3 and 4, Eq. 4 and Algorithm 1.
+References: Guo et al. (2022), Theorems 3 and 4, Eq. 4 and Algorithm 1; Balle and Wang, "Improving
+the Gaussian Mechanism for Differential Privacy" (2018), Theorem 8.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -37,10 +41,11 @@ def subsampling_factor(sampling_rate: float, noise_multiplier: float, delta: flo
 
     Raises:
         ValueError: If an argument is out of range.
+        ImportError: Without `dp-accounting`, which the extra `accounting` brings.
 
     Example:
         >>> round(subsampling_factor(sampling_rate=0.01, noise_multiplier=10.0, delta=1e-5), 4)
-        0.0289
+        0.0224
     """
     if not 0 < sampling_rate <= 1:
         raise ValueError(f"sampling_rate must be above 0 and at most 1, but is {sampling_rate}.")
@@ -48,8 +53,38 @@ def subsampling_factor(sampling_rate: float, noise_multiplier: float, delta: flo
         raise ValueError(f"noise_multiplier must be above 0, but is {noise_multiplier}.")
     if not 0 < delta < 1:
         raise ValueError(f"delta must be between 0 and 1, but is {delta}.")
-    epsilon = SMOOTH_CLIP_NORM * 2 * math.sqrt(2 * math.log(1.25 / delta)) / noise_multiplier
+    # replacing one example moves the sum by up to twice the norm that smooth clipping leaves
+    epsilon = gaussian_epsilon(noise_multiplier / (2 * SMOOTH_CLIP_NORM), delta)
     return sampling_rate / (sampling_rate + (1 - sampling_rate) * math.exp(-epsilon))
+
+
+def gaussian_epsilon(noise_multiplier: float, delta: float) -> float:
+    """The smallest ε for which Gaussian noise is (ε, δ)-differentially private, by `dp-accounting`:
+    the root of δ = Φ(1/2σ - εσ) - e^ε Φ(-1/2σ - εσ).
+
+    Args:
+        noise_multiplier: σ: standard deviation of the noise, divided by the largest change that
+            replacing one record makes.
+        delta: δ, between 0 and 1.
+
+    Raises:
+        ImportError: Without `dp-accounting`, which the extra `accounting` brings.
+
+    Reference: Balle and Wang (2018), Theorem 8.
+
+    Example:
+        >>> round(gaussian_epsilon(noise_multiplier=3.730632, delta=1e-5), 6)
+        1.0
+    """
+    try:
+        from dp_accounting import get_epsilon_gaussian
+    except ImportError as error:
+        raise ImportError(
+            "The privacy of Gaussian noise is computed by the package dp-accounting. Install it "
+            "with: pip install 'hf-gradguard[accounting]'"
+        ) from error
+    with np.errstate(divide="ignore"):  # log 0 where its search starts too far to the right
+        return float(get_epsilon_gaussian(noise_multiplier, delta))
 
 
 class FisherAccountant:
@@ -102,7 +137,7 @@ class FisherAccountant:
         the sum of theirs, and ‖a_1 + … + a_n‖² ≤ n Σ ‖a_i‖².
 
         Args:
-            keys: Which example each row of the batch is: its index, or its content
+            keys: Which example each row of the batch is: its index in the data set, or its content
                 (`example_keys`).
             dfil: η̄² of each row, `(B,)`.
             standard_error: Of `dfil`, if it is an estimate; taken as independent between steps.

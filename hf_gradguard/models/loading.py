@@ -41,19 +41,20 @@ def load_classifier(name: str) -> tuple[nn.Module, Any]:
         >>> classifier.num_labels, processor.pad_token
         (2, '[PAD]')
     """
-    config = AutoConfig.from_pretrained(name)
+    config = AutoConfig.from_pretrained(name, trust_remote_code=False)
     architecture = (getattr(config, "architectures", None) or [""])[0]
     images = {*MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES, *MODELS}
     if "ForImageClassification" in architecture or (
         config.model_type in images and "ForSequenceClassification" not in architecture
     ):
-        model = AutoModelForImageClassification.from_pretrained(name)
+        model = AutoModelForImageClassification.from_pretrained(name, trust_remote_code=False)
         has_processor = not os.path.isdir(name) or os.path.exists(
             os.path.join(name, "preprocessor_config.json")
         )
-        return model, AutoImageProcessor.from_pretrained(name) if has_processor else None
+        if not has_processor:
+            return model, None
+        return model, AutoImageProcessor.from_pretrained(name, trust_remote_code=False)
     if config.model_type in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES:
-        return AutoModelForSequenceClassification.from_pretrained(
-            name
-        ), AutoTokenizer.from_pretrained(name)
+        model = AutoModelForSequenceClassification.from_pretrained(name, trust_remote_code=False)
+        return model, AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     raise ValueError(f"{name} ({config.model_type}) is no model for text or image classification.")

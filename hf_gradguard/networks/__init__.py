@@ -17,6 +17,7 @@ from .loading import (
 from .noise import blend_images, replace_tokens
 from .text import TextEvaluationNetwork, embedding_fingerprint
 from .training import train_image_network, train_text_network
+from .trial import check_network, check_order, check_slope, check_special, try_on_noise
 
 __all__ = [
     "ImageEvaluationNetwork",
@@ -28,6 +29,10 @@ __all__ = [
     "blend_images",
     "cache_folder",
     "cached_text_network",
+    "check_network",
+    "check_order",
+    "check_slope",
+    "check_special",
     "embedding_fingerprint",
     "evaluate_image_network",
     "evaluate_text_network",
@@ -40,4 +45,5 @@ __all__ = [
     "save_network",
     "train_image_network",
     "train_text_network",
+    "try_on_noise",
 ]

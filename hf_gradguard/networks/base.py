@@ -29,7 +29,15 @@ class EvaluationNetworkOutput(ModelOutput):
 
 
 class EvaluationNetworkBase(PreTrainedModel):
-    """What both kinds share: initial weights by PyTorch's own rules."""
+    """What both kinds share: initial weights by PyTorch's own rules, and where they are from.
+
+    Attributes:
+        revision: The Hub's commit, if it was loaded from there.
+        sha256: Of the file that the weights were loaded from.
+    """
+
+    revision: str | None = None
+    sha256: str | None = None
 
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, nn.Linear | nn.Conv1d | nn.Conv2d):

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
+
+MAX_LAYERS, MAX_SIDE, MAX_SPECIAL, MAX_PARAMETERS = 100, 8192, 10_000, 100_000_000
+"""A configuration may come from anywhere. Beyond these no network is built: the published ones have
+3 layers and 1.5 million parameters.
+"""
 
 
 @strict
@@ -18,7 +24,7 @@ class ImageEvaluationNetworkConfig(PreTrainedConfig):
         filters: Output channels of the convolutions, each of which halves the image.
 
     Raises:
-        ValueError: If a size is below 1.
+        ValueError: If a size is below 1, or the network would be larger than any is meant to be.
 
     Example:
         >>> ImageEvaluationNetworkConfig(num_channels=1, image_size=28).size
@@ -39,7 +45,24 @@ class ImageEvaluationNetworkConfig(PreTrainedConfig):
                 "num_channels, image_size and every entry of filters must be at least 1, but are "
                 f"{self.num_channels}, {self.image_size} and {self.filters}."
             )
+        _check_most("layers", len(self.filters), MAX_LAYERS)
+        _check_most("pixels a side", max(self.size), MAX_SIDE)
+        _check_most("parameters", self.num_parameters, MAX_PARAMETERS)
         super().__post_init__(**kwargs)
+
+    @property
+    def num_parameters(self) -> int:
+        """Of the network, which need not be there yet."""
+        channels, (height, width) = [self.num_channels, *self.filters], self.size
+        for _ in self.filters:
+            height, width = (height + 1) // 2, (width + 1) // 2
+        convolutions = sum((9 * a + 1) * b for a, b in itertools.pairwise(channels))
+        return convolutions + channels[-1] * height * width + 1
+
+    @property
+    def num_entries(self) -> int:
+        """Of all that is saved: the parameters."""
+        return self.num_parameters
 
     @property
     def size(self) -> tuple[int, int]:
@@ -67,7 +90,8 @@ class TextEvaluationNetworkConfig(PreTrainedConfig):
         kernel_size: Tokens that one convolution sees; odd.
 
     Raises:
-        ValueError: If a size is below 1, or kernel_size even.
+        ValueError: If a size is below 1, kernel_size even, or the network would be larger than any
+            is meant to be.
 
     Example:
         >>> TextEvaluationNetworkConfig(embedding_size=384, special_token_ids=[0, 101, 102]).width
@@ -95,4 +119,29 @@ class TextEvaluationNetworkConfig(PreTrainedConfig):
                 "kernel_size must be odd, so that a token is in its middle, but is "
                 f"{self.kernel_size}."
             )
+        _check_most("layers", self.num_layers, MAX_LAYERS)
+        _check_most("special tokens", len(self.special_token_ids), MAX_SPECIAL)
+        _check_most("parameters and kept embeddings", self.num_entries, MAX_PARAMETERS)
         super().__post_init__(**kwargs)
+
+    @property
+    def num_parameters(self) -> int:
+        """Of the network, which need not be there yet."""
+        size, width = self.embedding_size, self.width
+        norm, convolution = 2 * width, (self.kernel_size * width + 1) * width
+        layer = norm + convolution + 2 * (width + 1) * width
+        return 2 * size + (size + 1) * width + self.num_layers * layer + width + 1
+
+    @property
+    def num_entries(self) -> int:
+        """Of all that is saved: parameters, mean and deviation, special tokens' embeddings."""
+        return self.num_parameters + (2 + len(self.special_token_ids)) * self.embedding_size
+
+
+def _check_most(what: str, number: int, most: int) -> None:
+    if number > most:
+        raise ValueError(
+            f"An evaluation network of {number:,} {what} is refused before it is built: {most:,} "
+            "are the most. Nothing that judges noise needs more, and a configuration can come from "
+            "anywhere."
+        )

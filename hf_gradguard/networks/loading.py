@@ -1,10 +1,17 @@
-"""Loading evaluation networks: packaged ones, folders, and the Hub. Weights are read from
-safetensors alone.
+"""Loading evaluation networks: packaged ones, folders, and the Hub.
+
+What a network says decides what is shared, and it may come from anywhere: of a folder two files are
+read, config.json as plain JSON and the weights from safetensors. Nothing is built that is larger
+than a network has reason to be.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
+from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
@@ -14,9 +21,10 @@ from huggingface_hub.errors import (
     LocalEntryNotFoundError,
     StrictDataclassError,
 )
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoConfig, PreTrainedModel
+from transformers import PreTrainedConfig
 
 from .configuration import ImageEvaluationNetworkConfig, TextEvaluationNetworkConfig
 from .image import ImageEvaluationNetwork
@@ -25,27 +33,36 @@ from .text import TextEvaluationNetwork
 EvaluationNetwork = ImageEvaluationNetwork | TextEvaluationNetwork
 EvaluationNetworkConfig = ImageEvaluationNetworkConfig | TextEvaluationNetworkConfig
 
-WEIGHTS = "model.safetensors"
-_CLASSES: dict[type, type[PreTrainedModel]] = {
-    ImageEvaluationNetworkConfig: ImageEvaluationNetwork,
-    TextEvaluationNetworkConfig: TextEvaluationNetwork,
+WEIGHTS, CONFIG = "model.safetensors", "config.json"
+_CONFIGS: dict[str, type[EvaluationNetworkConfig]] = {
+    config.model_type: config
+    for config in (ImageEvaluationNetworkConfig, TextEvaluationNetworkConfig)
 }
+_GENERAL = {field.name for field in fields(PreTrainedConfig)}
+_MOST_CONFIG = _MOST_HEADER = 2**20  # bytes
 # In a wheel the cards lie inside the package; in a checkout, beside it.
 _PACKAGE = Path(__file__).resolve().parents[1]
 _CARDS = (_PACKAGE / "model_cards", _PACKAGE.parent / "model_cards")
 
 
-def load_network(name_or_path: str | Path, *, revision: str | None = None) -> EvaluationNetwork:
+def load_network(
+    name_or_path: str | Path, *, revision: str | None = None, sha256: str | None = None
+) -> EvaluationNetwork:
     """Load an evaluation network, in float32 and eval mode, frozen.
+
+    Its `revision` (the Hub's commit, or `None`) and `sha256` (of model.safetensors) say what was
+    loaded.
 
     Args:
         name_or_path: A packaged network's name (see `packaged_networks`), a local folder, or a Hub
             name.
-        revision: A branch, tag or commit of the Hub repository.
+        revision: A branch, tag or commit of the Hub repository. Only a commit stays what it is.
+        sha256: What `sha256sum model.safetensors` has to print, as the Hub's page shows it too.
 
     Raises:
-        ValueError: If what is there is no evaluation network, or its weights do not fit its
-            configuration or are not finite.
+        ValueError: If what is there is no evaluation network, is not the one of that `sha256`, is
+            larger than any has to be, or its weights do not fit its configuration or are not
+            finite; and for a `revision` of what is not on the Hub.
         OSError: If there is nothing of that name, or the weights are missing, corrupted or not in
             safetensors.
 
@@ -53,40 +70,37 @@ def load_network(name_or_path: str | Path, *, revision: str | None = None) -> Ev
         >>> network = load_network("image-evaluation-network-32")
         >>> network.noise_ratio(image_batch["pixel_values"]).shape
         torch.Size([2])
+        >>> load_network("image-evaluation-network-32", sha256=network.sha256).sha256[:6]
+        '4aec0d'
     """
-    folder = _find(name_or_path, revision)
+    folder, commit = _find(name_or_path, revision)
     config = _read_config(folder, name_or_path)
-    _check_weights(folder, name_or_path)
-    # Half-precision files become float32: second derivatives of a half-precision network would be
-    # noise.
-    try:
-        network, report = _CLASSES[type(config)].from_pretrained(
-            folder,
-            config=config,
-            dtype=torch.float32,
-            use_safetensors=True,
-            output_loading_info=True,
-        )
-    except RuntimeError as error:  # sizes that differ
-        raise ValueError(
-            f"The weights of {name_or_path} do not fit its config.json: {error}"
-        ) from error
-    wrong = {
-        kind: sorted(report[kind])
-        for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")
-        if report[kind]
-    }
-    if wrong:
-        raise ValueError(f"The weights of {name_or_path} do not fit its config.json: {wrong}.")
-    for name, tensor in network.state_dict().items():
-        if not bool(tensor.isfinite().all()):
-            raise ValueError(
-                f"{name} of {name_or_path} holds NaN or infinity. Get the file again, or train the "
-                "network."
-            )
+    _check_weights(folder, name_or_path, config)
+    found = check_digest(name_or_path, _digest(folder / WEIGHTS), sha256)
+    network = _build(config, _read_weights(folder / WEIGHTS), name_or_path)
     # As it was asked for: cards and logs say it, and a cache's path is nobody's business.
     network.name_or_path = str(name_or_path)
+    network.revision, network.sha256 = commit, found
     return network.eval().requires_grad_(False)
+
+
+def check_digest(name: str | Path, found: str | None, sha256: str | None) -> str | None:
+    """`found`, unless another one was asked for.
+
+    Raises:
+        ValueError: If so.
+
+    Example:
+        >>> check_digest("me/network", "ab" * 32, "ab" * 32)[:4]
+        'abab'
+    """
+    if sha256 is not None and sha256.lower() != found:
+        raise ValueError(
+            f"{name} is not the evaluation network that was asked for: the sha256 of {WEIGHTS} is "
+            f"{found or 'unknown'}, not {sha256}. Somebody changed it, or the pin is of another "
+            "one. Compare with who published it before you change the pin."
+        )
+    return found
 
 
 def save_network(network: EvaluationNetwork, folder: str | Path) -> None:
@@ -156,24 +170,19 @@ def packaged_text_network(fingerprint: str) -> str | None:
     return None
 
 
-def _find(name_or_path: str | Path, revision: str | None) -> Path:
-    name = str(name_or_path)
-    for cards in _CARDS:
-        if "/" not in name and (cards / name / "config.json").is_file():
-            return cards / name
-    folder = Path(name).expanduser()
-    if folder.is_dir():
-        return folder
-    packaged = ", ".join(packaged_networks()) or "none"
-    if folder.exists():
-        raise OSError(f"{name} is a file. Give the folder that holds config.json and {WEIGHTS}.")
-    try:
-        # Two kinds of file only: nothing that could run code is ever fetched.
-        return Path(
-            snapshot_download(
-                name, revision=revision, allow_patterns=["config.json", "*.safetensors"]
+def _find(name_or_path: str | Path, revision: str | None) -> tuple[Path, str | None]:
+    """The folder, and the commit if it is the Hub's."""
+    if folder := _find_here(name_or_path):
+        if revision is not None:
+            raise ValueError(
+                f"{name_or_path} is on this machine, and has no revision. Leave revision out, and "
+                "pin the weights by sha256."
             )
-        )
+        return folder, None
+    name = str(name_or_path)
+    try:
+        # Two files: nothing that could run code is ever fetched.
+        folder = Path(snapshot_download(name, revision=revision, allow_patterns=[CONFIG, WEIGHTS]))
     except (
         HfHubHTTPError,
         HFValidationError,
@@ -181,28 +190,54 @@ def _find(name_or_path: str | Path, revision: str | None) -> Path:
         StrictDataclassError,
         OSError,
     ) as error:
+        packaged = ", ".join(packaged_networks()) or "none"
         raise OSError(
             f"There is no evaluation network {name!r}: no packaged one (they are: {packaged}), no "
             f"folder, and the Hub gave none: {str(error).splitlines()[0]}"
         ) from error
+    return folder, folder.name
+
+
+def _find_here(name_or_path: str | Path) -> Path | None:
+    name = str(name_or_path)
+    for cards in _CARDS:
+        if "/" not in name and (cards / name / "config.json").is_file():
+            return cards / name
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.exists():
+        raise OSError(f"{name} is a file. Give the folder that holds {CONFIG} and {WEIGHTS}.")
+    return None
 
 
 def _read_config(folder: Path, name: str | Path) -> EvaluationNetworkConfig:
-    if not (folder / "config.json").is_file():
-        raise ValueError(f"{name} has no config.json, so it is no evaluation network.")
+    """Only the entries that evaluation networks have: a configuration of Transformers knows many
+    more, some of which load or build things.
+    """
+    path = folder / CONFIG
+    if not path.is_file():
+        raise ValueError(f"{name} has no {CONFIG}, so it is no evaluation network.")
+    if path.stat().st_size > _MOST_CONFIG:
+        raise ValueError(f"{name} is no evaluation network: its {CONFIG} is over 1 MiB.")
     try:
-        config = AutoConfig.from_pretrained(folder)
-    except (ValueError, OSError, KeyError, TypeError, StrictDataclassError) as error:
-        raise ValueError(f"{name} is no evaluation network: {error}") from error
-    if not isinstance(config, ImageEvaluationNetworkConfig | TextEvaluationNetworkConfig):
+        given: dict[str, Any] = dict(json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, TypeError, RecursionError) as error:
+        raise ValueError(f"{name} is no evaluation network: {CONFIG}: {error}") from error
+    kind = _CONFIGS.get(str(given.get("model_type")))
+    if kind is None:
         raise ValueError(
-            f"{name} is a {config.model_type!r} model, no evaluation network. Train one with "
+            f"{name} is a {given.get('model_type')!r} model, no evaluation network. Train one with "
             "`gradguard evalnet train`."
         )
-    return config
+    own = {field.name for field in fields(kind)} - _GENERAL
+    try:
+        return kind(**{key: value for key, value in given.items() if key in own})
+    except (ValueError, TypeError, StrictDataclassError) as error:
+        raise ValueError(f"{name} is no evaluation network: {error}") from error
 
 
-def _check_weights(folder: Path, name: str | Path) -> None:
+def _check_weights(folder: Path, name: str | Path, config: EvaluationNetworkConfig) -> None:
     path = folder / WEIGHTS
     if not path.is_file():
         pickled = sorted(
@@ -218,12 +253,50 @@ def _check_weights(folder: Path, name: str | Path) -> None:
             f"{name} has no {WEIGHTS}. Get the folder again, or train with `gradguard evalnet "
             "train`."
         )
+    most = 8 * config.num_entries + _MOST_HEADER
+    if path.stat().st_size > most:
+        raise ValueError(
+            f"{path} has {path.stat().st_size:,} bytes, and the network that {CONFIG} describes "
+            f"has at most {most:,}: it does not fit, and is not read."
+        )
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _read_weights(path: Path) -> dict[str, Tensor]:
+    """Half-precision files become float32: second derivatives of a half-precision network would be
+    noise.
+    """
     try:
-        with safe_open(path, framework="pt") as file:
-            for key in file.keys():  # noqa: SIM118  (safe_open is no dict)
-                tensor: Tensor = file.get_tensor(key)
-                del tensor
+        weights = load_file(path)
     except (SafetensorError, OSError) as error:
         raise OSError(
             f"{path} is corrupted: {error}. Get it again, or train with `gradguard evalnet train`."
         ) from error
+    return {name: tensor.float() for name, tensor in weights.items()}
+
+
+def _build(
+    config: EvaluationNetworkConfig, weights: dict[str, Tensor], name: str | Path
+) -> EvaluationNetwork:
+    kind = (
+        TextEvaluationNetwork
+        if isinstance(config, TextEvaluationNetworkConfig)
+        else ImageEvaluationNetwork
+    )
+    with torch.device("meta"):  # draws no starting weights
+        network: EvaluationNetwork = kind(config)
+    try:
+        network.load_state_dict(weights, assign=True)
+    except RuntimeError as error:
+        what = " ".join(str(error).split())
+        raise ValueError(f"The weights of {name} do not fit its {CONFIG}: {what}") from error
+    for key, tensor in weights.items():
+        if not bool(tensor.isfinite().all()):
+            raise ValueError(
+                f"{key} of {name} holds NaN or infinity. Get the file again, or train the network."
+            )
+    return network

@@ -7,9 +7,9 @@ from pathlib import Path
 from huggingface_hub import HfApi, ModelCard, ModelCardData
 
 from .configuration import TextEvaluationNetworkConfig
-from .loading import EvaluationNetwork, load_network
+from .loading import CONFIG, WEIGHTS, EvaluationNetwork, load_network
 
-_FILES = ["config.json", "*.safetensors", "README.md"]
+_FILES = [CONFIG, WEIGHTS, "README.md"]
 
 
 def push_network(
@@ -18,7 +18,7 @@ def push_network(
     """Create the Hub repository if need be, and push a network's folder to it in one commit.
 
     The folder is loaded first: what `load_network` refuses is not pushed. Only config.json,
-    README.md and safetensors files go.
+    README.md and model.safetensors go.
 
     Args:
         folder: The folder of the network.

@@ -113,6 +113,10 @@ class TextEvaluationNetwork(EvaluationNetworkBase):
         output = EvaluationNetworkOutput(loss=loss, noise_ratio=ratio)
         return output if return_dict else output.to_tuple()
 
+    def reads(self, x: Tensor) -> Tensor:
+        """`(B, T)`: which of these embeddings it reads, all but those of its special tokens."""
+        return self._ordinary(x.detach())
+
     def check_embedding(self, weight: Tensor) -> None:
         """Raise ValueError unless `weight`, `(V, H)`, is the embedding matrix the network was
         trained on.

@@ -180,14 +180,18 @@ class _Contract:
         """Two messages differ by noise of the variances that they say, if nothing came after it."""
         if one.noise is None or other.noise is None:
             raise AssertionError(f"{self.name}: one message says its noise, and another does not.")
+        added, others = one.noise.added or {}, other.noise.added or {}
+        for said in (one.noise.variance, added, others):
+            for name, variance in said.items():
+                self.require(
+                    bool((variance >= 0).all()),
+                    f"a variance is not below 0, but one of {name!r} is.",
+                )
+        if not added or not others:  # what came after the noise changed it
+            return
         ratios = []
-        for name, added in one.noise.added.items():
-            both = added + other.noise.added[name]
-            variances = (added, other.noise.added[name], one.noise.variance[name])
-            self.require(
-                all(bool((variance >= 0).all()) for variance in variances),
-                f"a variance is not below 0, but one of {name!r} is.",
-            )
+        for name in added:
+            both = added[name] + others[name]
             change = (one[name] - other[name]).to(both.dtype)
             self.require(
                 self.processed or not change[both == 0].any(),

@@ -76,6 +76,7 @@ def check_leakage(
     defense: Defense,
     accountant: FisherAccountant | None,
     own_batches: bool,
+    train_dataset: Any = None,
 ) -> None:
     """Refuse limits and accounts that nothing could keep.
 
@@ -84,6 +85,7 @@ def check_leakage(
         defense: What protects the messages.
         accountant: Of the Trainer's messages, if there is one.
         own_batches: Whether the Trainer's class draws its batches in a way of its own.
+        train_dataset: By whose rows an accountant knows the examples.
 
     Raises:
         NotImplementedError: With the reason and what to use instead.
@@ -97,6 +99,8 @@ def check_leakage(
     """
     limit = getattr(args, "leakage_limit", None)
     _raise_first(_leakage_refusals(limit is not None, defense, accountant, own_batches))
+    if accountant is not None and _is_iterable(train_dataset):
+        raise NotImplementedError(_UNNUMBERED)
 
 
 def _raise_first(refusals: Iterator[str]) -> None:
@@ -265,6 +269,11 @@ def _is_iterable(dataset: Any) -> bool:
     return isinstance(dataset, IterableDataset | datasets.IterableDataset)
 
 
+_UNNUMBERED = (
+    "GradGuardTrainer does not support an accountant with an iterable data set: its rows have no "
+    "numbers, and by its content an example that is augmented or masked anew would be another one "
+    "at every visit. Use a data set with rows (datasets: load it without streaming)."
+)
 _DEEPSPEED = (
     "DeepSpeed: its engine owns the backward pass and reduces inside it. Use DDP (accelerate "
     "launch --multi_gpu)."

@@ -21,8 +21,10 @@ from ..defenses import Defense
 from ..gradient_map.domain import domain_of_batch
 from .partition import Rows, make_partition
 
-CLIENT, SHARE = "gradguard_client", "gradguard_share"
-"""Entries of a collated batch: each row's client, and that client's share of the round."""
+CLIENT, SHARE, ROW = "gradguard_client", "gradguard_share", "gradguard_row"
+"""Entries of a collated batch: each row's client, that client's share of the round, and which row
+of the data set it is.
+"""
 
 
 class Pick(NamedTuple):
@@ -124,7 +126,7 @@ class ClientCollator:
     Example:
         >>> places = [({"labels": 1}, Pick(3, 5, 0.5)), (None, Pick(None, 5, 0.5))]
         >>> ClientCollator(lambda rows: {"labels": [row["labels"] for row in rows]})(places)
-        {'labels': [1], 'gradguard_client': tensor([5]), 'gradguard_share': tensor([0.5000])}
+        {'labels': [1], 'gradguard_client': tensor([5]), ..., 'gradguard_row': tensor([3])}
     """
 
     collate: Callable[[list[Any]], dict[str, Any]]
@@ -134,6 +136,48 @@ class ClientCollator:
         batch = dict(self.collate([row for row, _ in filled]))
         batch[CLIENT] = torch.tensor([pick.client for _, pick in filled])
         batch[SHARE] = torch.tensor([pick.share for _, pick in filled])
+        batch.setdefault(ROW, torch.tensor([pick.row for _, pick in filled]))
+        return batch
+
+
+class NumberedRows(Dataset):
+    """A data set whose rows know their number.
+
+    Example:
+        >>> NumberedRows(["zero", "one"])[1]
+        ('one', 1)
+    """
+
+    def __init__(self, data: Any) -> None:
+        self.data = data
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, row: int) -> tuple[Any, int]:
+        return self.data[row], row
+
+    def __getitems__(self, rows: list[int]) -> list[tuple[Any, int]]:
+        """A batch at once, where the data set can."""
+        fetch = getattr(self.data, "__getitems__", None)
+        found = fetch(rows) if fetch else [self.data[row] for row in rows]
+        return list(zip(found, rows, strict=True))
+
+
+@dataclass
+class NumberedCollator:
+    """Collates as `collate` does, and says which rows of the data set they are, unless it did.
+
+    Example:
+        >>> NumberedCollator(lambda rows: {"labels": rows})([("zero", 0), ("one", 1)])
+        {'labels': ['zero', 'one'], 'gradguard_row': tensor([0, 1])}
+    """
+
+    collate: Callable[[list[Any]], dict[str, Any]]
+
+    def __call__(self, numbered: list[tuple[Any, int]]) -> dict[str, Any]:
+        batch = dict(self.collate([row for row, _ in numbered]))
+        batch.setdefault(ROW, torch.tensor([number for _, number in numbered]))
         return batch
 
 
@@ -180,11 +224,13 @@ class ClientBatch(NamedTuple):
         defense: The client's own.
         batch: Its rows.
         weight: Of its mean loss in the loss of the step; 0 if nothing in the batch counts.
+        rows: Which rows of the data set they are, `(B,)`, if the batch says so.
     """
 
     defense: Defense
     batch: dict[str, Any]
     weight: float
+    rows: Tensor | None = None
 
 
 def split(batch: dict[str, Any], parts: int) -> list[dict[str, Any]]:
@@ -202,19 +248,24 @@ def split(batch: dict[str, Any], parts: int) -> list[dict[str, Any]]:
     return [_take(batch, index, len(rows)) for index in parts_of]
 
 
-def drawn(batch: dict[str, Any]) -> Iterator[tuple[int, float, dict[str, Any]]]:
-    """The clients of a batch of `ClientCollator`: number, share of the round, and rows of each.
+def drawn(
+    batch: dict[str, Any],
+) -> Iterator[tuple[int, float, Tensor | None, dict[str, Any]]]:
+    """The clients of a batch of `ClientCollator`: number, share of the round, which rows of the
+    data set it has in the batch, and those.
 
     Example:
         >>> whose = {CLIENT: torch.tensor([5, 0]), SHARE: torch.tensor([0.25, 0.75])}
-        >>> [(number, share) for number, share, _ in drawn({**batch, **whose})]
-        [(0, 0.75), (5, 0.25)]
+        >>> rows = {ROW: torch.tensor([3, 8])}
+        >>> [found[:3] for found in drawn({**batch, **whose, **rows})]
+        [(0, 0.75, tensor([8])), (5, 0.25, tensor([3]))]
     """
     rest = {key: value for key, value in batch.items() if key not in (CLIENT, SHARE)}
     numbers, shares = batch[CLIENT], batch[SHARE]
     for number in numbers.unique():
         index = (numbers == number).nonzero().flatten()
-        yield int(number), float(shares[index[0]]), _take(rest, index, len(numbers))
+        own = _take(rest, index, len(numbers))
+        yield int(number), float(shares[index[0]]), own.pop(ROW, None), own
 
 
 def _take(batch: dict[str, Any], index: Tensor, rows: int) -> dict[str, Any]:

@@ -26,7 +26,7 @@ def load_model(args: TrainingArguments) -> PreTrainedModel:
         raise ValueError(
             "There is no model: pass model=, model_init=, or model_name_or_path in GradGuardConfig."
         )
-    named = AutoConfig.from_pretrained(path).architectures or []
+    named = AutoConfig.from_pretrained(path, trust_remote_code=False).architectures or []
     model_class = getattr(transformers, named[0], None) if named else None
     if model_class is None:
         raise ValueError(
@@ -39,7 +39,7 @@ def load_model(args: TrainingArguments) -> PreTrainedModel:
             "head. To put a new head on it, load it with an AutoModelFor... class and pass it as "
             "model=."
         )
-    return model_class.from_pretrained(path)
+    return model_class.from_pretrained(path, trust_remote_code=False)
 
 
 def load_tokenizer(args: TrainingArguments) -> Any:
@@ -52,7 +52,7 @@ def load_tokenizer(args: TrainingArguments) -> Any:
         True
     """
     try:
-        return AutoTokenizer.from_pretrained(args.model_name_or_path)
+        return AutoTokenizer.from_pretrained(args.model_name_or_path, trust_remote_code=False)
     except (OSError, ValueError, KeyError):
         # vision models, and folders that hold a model alone: as if none had been passed
         return None

@@ -119,7 +119,9 @@ class MessageMaker:
         message = client.defense(gmap, noise)
         shared = dict(message.items())
         self._record(gradient, shared, norm, start)
-        if measured and not self._meter.admits(gmap, message, step, probes):
+        for name, value in message.figures.items():
+            self._figures[f"defense/{name}"].append(value)
+        if measured and not self._meter.admits(gmap, message, step, probes, client.rows):
             return gmap.loss  # nothing is added: to the other ranks it is a gradient of zeros
         with torch.no_grad():
             for name, parameter in gmap.parameters.items():

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 from accelerate import Accelerator
+from torch import Tensor
 from transformers import TrainingArguments
 from transformers.utils import logging
 
@@ -19,13 +20,13 @@ from ..leakage import (
     DFIL,
     FisherAccountant,
     dfil,
-    example_keys,
     fisher_trace_from_sensitivity,
     inversion_influence_lower_bound,
     mse_bound_from_dfil,
 )
 from ..leakage.unknowns import Unknowns
 from ..randomness import Stream
+from .clients import ROW
 from .exchange import average
 from .secure_aggregation import SecureAggregation
 
@@ -143,12 +144,20 @@ class LeakageMeter:
         message: Message,
         step: int,
         generator: Stream | torch.Generator,
+        rows: Tensor | None = None,
     ) -> bool:
         """Measure a message that is about to be shared. Returns whether it may be.
 
+        Args:
+            gmap: The message's gradient map.
+            message: What is about to be shared.
+            step: Optimizer steps that are finished.
+            generator: Of the probes.
+            rows: `(B,)`, which rows of the data set the message is about; an accountant needs them.
+
         Raises:
-            ValueError: If a limit or an accountant needs a dFIL that cannot be computed. Nothing is
-                shared then.
+            ValueError: If a limit or an accountant needs a dFIL that cannot be computed, or an
+                accountant cannot tell whose it is. Nothing is shared then.
             ArithmeticError: Likewise.
         """
         found = self._dfil(gmap, message.noise, generator)
@@ -169,7 +178,7 @@ class LeakageMeter:
             )
             return False
         if self.accountant is not None and found is not None:
-            self.accountant.step(example_keys(gmap), *found.samples)
+            self.accountant.step(_numbers(gmap, rows), *found.samples)
         return True
 
     def take(self) -> dict[str, float]:
@@ -242,3 +251,24 @@ class LeakageMeter:
             logger.warning_once(
                 f"leakage/i2f_lower_bound is not logged where it cannot be computed. {error}"
             )
+
+
+def _numbers(gmap: GradientMap, rows: Tensor | None) -> list[int]:
+    """The data-set rows that an accountant knows a batch's examples by."""
+    samples = len(gmap.input)
+    if rows is None:
+        raise ValueError(
+            "The batch does not say which rows of the data set it holds, so the accountant cannot "
+            "tell whose leakage it is, and nothing was shared. In an own get_train_dataloader "
+            "return `self.loader_of(self.train_dataset, sampler)`, which says it, or let the "
+            f"collator add a tensor {ROW!r}, one number a sample."
+        )
+    if rows.shape != (samples,):
+        raise ValueError(
+            f"The collator made {samples} sample(s) out of {rows.numel()} row(s) of the data set, "
+            "so the accountant cannot tell whose leakage it is, and nothing was shared. Let the "
+            f"collator make one sample of each row, or add a tensor {ROW!r} of its own, one number "
+            "a sample."
+        )
+    numbers: list[int] = rows.tolist()
+    return numbers

@@ -26,6 +26,11 @@ _NO_ACCOUNT = (
     "counted. Resume with as many ranks as were saved, from a run that had an accountant, or "
     "without one."
 )
+_BY_CONTENT = (
+    "{} holds an account that knows examples by their content, as hf-gradguard 0.2 did. Here "
+    "they are known by their row in the data set, so one's total would be in two parts, each too "
+    "small. Resume with the version that wrote it, or without an accountant."
+)
 
 
 def save_private_state(
@@ -59,8 +64,8 @@ def load_private_state(
     """Restore them.
 
     Raises:
-        ValueError: If there is an accountant, and the folder holds none of this rank; or if the
-            file is damaged.
+        ValueError: If there is an accountant, and the folder holds none of this rank, or one that
+            knows examples by their content; or if the file is damaged.
 
     Example:
         >>> one, other = make_defense("optimal_noise"), make_defense("optimal_noise")
@@ -87,6 +92,8 @@ def load_private_state(
         if not account:
             raise ValueError(_NO_ACCOUNT.format(folder))
         accountant.load_state_dict(account)
+        if any(isinstance(key, str) for key in accountant):
+            raise ValueError(_BY_CONTENT.format(folder))
     elif account:
         logger.warning(
             f"{folder} holds an accountant's state, which this run leaves behind: it has no "

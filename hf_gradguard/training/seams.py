@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from importlib.metadata import version
 from typing import Any, NamedTuple
 
+import datasets
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Sampler
@@ -65,6 +66,7 @@ SEAMS = (
     Seam(_TRAINER, "_prepare_inputs", "training/trainer.py moves a batch to the device"),
     Seam(_TRAINER, "_loss_shifts_labels", "training/weights.py counts labels as the loss does"),
     Seam(_TRAINER, "_get_dataloader", "training/seams.py loads what a sampler of ours draws"),
+    Seam(_TRAINER, "_remove_unused_columns", "training/seams.py numbers the rows that are left"),
     Seam(
         _TRAINER,
         "_get_collator_with_removed_columns",
@@ -174,7 +176,9 @@ class RenamedWeightsTrainer(Trainer):
                 f"{folder} holds other weights than {type(model).__name__} has: it is of another "
                 "model."
             )
-        loaded, found = type(model).from_pretrained(folder, output_loading_info=True)
+        loaded, found = type(model).from_pretrained(
+            folder, output_loading_info=True, trust_remote_code=False
+        )
         if found["missing_keys"] or found["unexpected_keys"]:
             raise RuntimeError(
                 f"{folder} holds other weights than {type(model).__name__} has. Missing: "
@@ -199,6 +203,10 @@ class SeamTrainer(RenamedWeightsTrainer):
     def training_collator(self, collate: Any) -> Any:
         """What makes batches of rows that are not of `datasets`, given what the Trainer has."""
         return collate
+
+    def training_data(self, dataset: Any) -> Any:
+        """What training batches are read from, given what their sampler knows."""
+        return dataset
 
     def before_saving(self) -> None:
         """After every optimizer step, before anything is logged, evaluated or saved."""
@@ -229,6 +237,24 @@ class SeamTrainer(RenamedWeightsTrainer):
             sampler_fn=lambda _: sampler,
             is_training=True,
         )
+
+    def _get_dataloader(
+        self,
+        dataset: Any,
+        description: str,
+        batch_size: int,
+        sampler_fn: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> DataLoader:
+        read = dataset
+        if description == _TRAINING and (read := self.training_data(dataset)) is not dataset:
+            if isinstance(dataset, datasets.Dataset):  # as for a data set that is read as it is
+                dataset = self._remove_unused_columns(dataset, description=description)
+                read = self.training_data(dataset)
+            draw = sampler_fn
+            sampler_fn = None if draw is None else lambda _: draw(dataset)
+        return super()._get_dataloader(read, description, batch_size, sampler_fn, *args, **kwargs)
 
     def _get_collator_with_removed_columns(
         self, data_collator: Any, description: str | None = None

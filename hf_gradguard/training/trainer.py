@@ -25,9 +25,12 @@ from .card import add_privacy_section
 from .checks import check_accelerator, check_arguments, check_leakage, check_model
 from .clients import (
     CLIENT,
+    ROW,
     ClientBatch,
     ClientCollator,
     ClientRows,
+    NumberedCollator,
+    NumberedRows,
     divide,
     drawn,
     round_sampler,
@@ -55,8 +58,8 @@ class GradGuardTrainer(SeamTrainer):
         args: `GradGuardConfig` or plain `TrainingArguments`.
         defense: A name of `DEFENSES` (its settings come from `args.defense_kwargs`) or a `Defense`.
             Required here or in `args`.
-        accountant: Gets the dFIL of every example that this rank shares something about, and is
-            checkpointed with it.
+        accountant: Gets the dFIL of every example that this rank shares something about, known by
+            its row in `train_dataset`, and is checkpointed with it.
         **kwargs: All other arguments of `Trainer`.
 
     Logs `defense/relative_error` (‖shared - g‖/‖g‖), `defense/cosine` and `defense/seconds` (per
@@ -113,7 +116,7 @@ class GradGuardTrainer(SeamTrainer):
         self._secure = secure_aggregation_of(args, self.accelerator)
         self.defense = share_of_noise(self.defense, args, self.accelerator.num_processes)
         own_batches = type(self).get_train_dataloader is not GradGuardTrainer.get_train_dataloader
-        check_leakage(args, self.defense, accountant, own_batches)
+        check_leakage(args, self.defense, accountant, own_batches, self.train_dataset)
         self.defense.prepare(self.model, self.processing_class)
         # "Evaluation mode" is Accelerate's word for preparing a model (device, autocast) without
         # wrapping it in DDP.
@@ -185,8 +188,9 @@ class GradGuardTrainer(SeamTrainer):
         """What of a rank's batch is whose, and how much it counts."""
         if CLIENT not in inputs:
             batches = split(inputs, len(self._clients))
+            rows = [batch.pop(ROW, None) for batch in batches]
             weights = self._weights(module, batches, normalization)
-            return list(map(ClientBatch, self._clients, batches, weights))
+            return list(map(ClientBatch, self._clients, batches, weights, rows))
         # n_k/Σn over all ranks; ranks are averaged, and accumulated steps added up, later
         ranks, steps = self.accelerator.num_processes, normalization.accumulation
         return [
@@ -194,8 +198,9 @@ class GradGuardTrainer(SeamTrainer):
                 self._clients[number // ranks],
                 batch,
                 0.0 if normalization.items(batch) == 0 else share * ranks / steps,
+                rows,
             )
-            for number, share, batch in drawn(inputs)
+            for number, share, rows, batch in drawn(inputs)
         ]
 
     def _exchange(self, module: nn.Module) -> None:
@@ -220,8 +225,15 @@ class GradGuardTrainer(SeamTrainer):
         return self.loader_of(ClientRows(self.train_dataset), sampler)
 
     def training_collator(self, collate: Any) -> Any:
-        """With `num_clients`, batches say whose the rows are."""
-        return ClientCollator(collate) if self._parts else collate
+        """With `num_clients` batches say whose the rows are, and with an accountant which ones."""
+        if self._parts:
+            return ClientCollator(collate)
+        return collate if self.accountant is None else NumberedCollator(collate)
+
+    def training_data(self, dataset: Any) -> Any:
+        """With an accountant, rows that know their number."""
+        numbered = self._parts or self.accountant is None
+        return dataset if numbered else NumberedRows(dataset)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """As in `Trainer`, with the defense's figures beside the training loss, and the last ones

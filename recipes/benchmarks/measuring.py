@@ -62,7 +62,11 @@ def classifier(name: str) -> PreTrainedModel:
     """
     torch.manual_seed(0)
     model = (
-        AutoModelForSequenceClassification.from_pretrained(name, num_labels=2).to(DEVICE).train()
+        AutoModelForSequenceClassification.from_pretrained(
+            name, num_labels=2, trust_remote_code=False
+        )
+        .to(DEVICE)
+        .train()
     )
     model.get_input_embeddings().requires_grad_(False)
     return model

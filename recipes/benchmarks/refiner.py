@@ -9,14 +9,18 @@ evaluation network and back.
 """
 
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
+from transformers import AutoTokenizer
 
+import hf_gradguard
 from hf_gradguard import GradientMap, make_defense
+from hf_gradguard.data.files import load_texts
 from hf_gradguard.randomness import Stream
 from recipes.studies.lib.text import NETWORK
 
-from .measuring import DEVICE, RATIO, alternate, cells, classifier, main, peak, random_batch
+from .measuring import DEVICE, RATIO, alternate, cells, classifier, main, peak
 
 BATCH, LENGTH, ROUNDS = 16, 16, 3
 ARGUMENTS = {"evaluation_network": NETWORK}
@@ -27,11 +31,21 @@ CASES = {  # settings, and iterations that a visit takes
 }
 
 
+def words(tokenizer, size: int) -> dict[str, torch.Tensor]:
+    """Sentences of `LENGTH` tokens: of random words, Refiner refuses a network as useless."""
+    lines = load_texts(str(Path(hf_gradguard.__file__).parent / "data" / "sentiment" / "train.tsv"))
+    texts = [" ".join(lines[4 * row : 4 * row + 4]) for row in range(size)]
+    batch = dict(tokenizer(texts, truncation=True, max_length=LENGTH, return_tensors="pt"))
+    batch["labels"] = torch.arange(size) % 2
+    return {name: tensor.to(DEVICE) for name, tensor in batch.items()}
+
+
 def measure(args) -> dict:
     torch.set_num_threads(1)
     size, rounds = (2, 1) if args.quick else (BATCH, ROUNDS)
     model = classifier(args.model)
-    batch = random_batch(model, size, LENGTH)
+    tokenizer = AutoTokenizer.from_pretrained(args.model, trust_remote_code=False)
+    batch = words(tokenizer, size)
     generator = Stream.from_seeds(0)
 
     def plain() -> None:
@@ -39,6 +53,7 @@ def measure(args) -> dict:
 
     def refined(**settings: int) -> Callable[[], object]:
         defense = make_defense("refiner", evaluation_network=args.evaluation_network, **settings)
+        defense.prepare(model, tokenizer)
         return lambda: defense(GradientMap(model, batch), generator)
 
     # `alternate` runs each case once before it times it: the first visit of the warm start is not

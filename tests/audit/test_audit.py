@@ -349,6 +349,25 @@ def test_the_granted_covariance_is_the_noises_own(
         )
 
 
+@pytest.mark.parametrize(
+    ("spec", "granted"),
+    [
+        ("gaussian_noise:scale=3+gaussian_noise:scale=4", 25.0),
+        ("gaussian_noise:scale=3+quantization", None),
+        ("gaussian_noise:scale=3+optimal_noise:scale=4", None),
+    ],
+)
+def test_of_a_chain_the_covariance_of_the_sum_is_granted_or_none(
+    tmp_path: Path, spy: type[Spy], spec: str, granted: float | None
+) -> None:
+    audit(*text_model(), TEXTS[:1], spec, "spy", output=tmp_path, noise_known=True, reference=False)
+    ((seen, _),) = spy.seen
+    if granted is None:
+        assert seen.noise_variance is None
+    else:
+        assert all((v - granted).abs().max() < 1e-4 for v in seen.noise_variance.values())
+
+
 def test_every_message_is_a_defenses_first(tmp_path: Path, spy: type[Spy]) -> None:
     """Else a resumed audit would differ, for sensitivities are kept between calls."""
     model, tokenizer = text_model()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ from helpers import exact_map, flat, make_task, rng, small_convolution
 from torch import Tensor
 
 from hf_gradguard import GradientMap, chain, make_defense
-from hf_gradguard.defenses import Chain
+from hf_gradguard.defenses import Chain, Defense
+from hf_gradguard.gradient_map.views import MaskedMap
 
 
 @pytest.fixture
@@ -191,6 +193,141 @@ def test_three_in_a_row(gmap: GradientMap) -> None:
     left = flat(chain(one, two)(gmap, rng())) != 0
     assert left.sum() == len(left) - int(0.8 * len(left))
     assert torch.equal(shared != 0, left)
+
+
+# ------------------------------------------------------------------------------- noise after noise
+
+
+def shaped_map() -> GradientMap:
+    """Of 116 parameters, with the same sensitivities at every call, so that optimal noise has the
+    same covariance in every message.
+    """
+    gmap = GradientMap(*small_convolution())
+    squares = gmap.squared_sensitivity(10, rng())
+    gmap.squared_sensitivity = lambda *_args, **_kwargs: squares  # type: ignore[method-assign]
+    return gmap
+
+
+def uniform(**settings: Any) -> Defense:
+    return make_defense("gaussian_noise", **settings)
+
+
+SUMS: dict[str, tuple[Callable[[], Defense], float]] = {
+    "two": (lambda: chain(uniform(scale=0.3), uniform(scale=0.4)), 0.09 + 0.16),
+    "three": (lambda: chain(*(uniform(scale=s) for s in (0.3, 0.4, 1.2))), 1.69),
+    "the other way": (
+        lambda: Chain(uniform(scale=0.3), Chain(uniform(scale=0.4), uniform(scale=1.2))), 1.69
+    ),
+    "none between": (
+        lambda: chain(uniform(scale=0.3), make_defense("none"), uniform(scale=0.4)), 0.25
+    ),
+    "relative to what is noisy": (
+        lambda: chain(uniform(scale=2.0), uniform(relative_scale=0.5)), 4.0 * 1.25
+    ),
+    "optimal, then uniform": (
+        lambda: chain(make_defense("optimal_noise", scale=0.3), uniform(scale=0.4)), 0.25
+    ),
+    "clipped, then uniform": (
+        lambda: chain(make_defense("dp_sgd", clip=0.1, scale=0.3), uniform(scale=0.4)), 0.25
+    ),
+    "pruned, then twice": (
+        lambda: chain(make_defense("pruning"), uniform(scale=0.3), uniform(scale=0.4)), 0.25
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("which", SUMS)
+def test_noises_add_their_covariances(which: str) -> None:
+    """Against the covariance of 400 messages: each one's change, in what its message says."""
+    make, power = SUMS[which]
+    gmap, generator, defense = shaped_map(), rng(), make()
+    messages = [defense(gmap, generator) for _ in range(400)]
+    assert all(message.noise is not None for message in messages)
+    said = torch.stack([flat(message.noise.added) for message in messages])  # type: ignore[union-attr,arg-type]
+    shared = torch.stack([flat(message) for message in messages])
+    noisy = said[0] > 0
+    assert torch.equal(noisy, flat(messages[0].transmitted or gmap.gradient()) != 0)
+    tolerance = 0.15 if which.startswith("relative") else 1e-6  # 116 numbers' own norm varies
+    assert abs(float(said.mean()) / power - 1) < tolerance
+    change = ((shared - shared.mean(0)) / said.sqrt())[:, noisy]
+    covariance = change.T @ change / (len(messages) - 1)
+    entries, error = len(covariance), 6 / len(messages) ** 0.5
+    assert abs(float(covariance.diagonal().mean()) - 1) < error * (2 / entries) ** 0.5
+    assert (covariance.diagonal() - 1).abs().max() < error * 2**0.5
+    assert (covariance - torch.diag(covariance.diagonal())).abs().max() < error
+    assert not (shared - shared[0])[:, ~noisy].any()
+
+
+def test_added_noise_is_what_estimators_count() -> None:
+    """The information of two noises is that of one of their power, and not of the first alone."""
+    gmap = shaped_map()
+    both = chain(uniform(scale=0.3), uniform(scale=0.4))(gmap, rng())
+    one = uniform(scale=0.5)(gmap, rng())
+    assert both.noise is not None
+    assert one.noise is not None
+    found, expected = flat(both.noise.variance), flat(one.noise.variance)
+    torch.testing.assert_close(found, expected)
+    shaped = chain(make_defense("optimal_noise", scale=0.3), uniform(scale=0.4))(gmap, rng())
+    alone = make_defense("optimal_noise", scale=0.3)(gmap, rng())
+    assert shaped.noise is not None
+    assert alone.noise is not None
+    assert alone.noise.shaping_probes == 10
+    # Their correction holds for noise that is all of that shape only.
+    assert (shaped.noise.squares, shaped.noise.shaping_probes) == (None, None)
+    expected = flat(alone.noise.variance) + 0.16
+    torch.testing.assert_close(flat(shaped.noise.variance), expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("quantization", {}), ("laplace_noise", {}), ("optimal_noise", {"scale": 5.0}),
+        ("dp_sgd", {"scale": 0.1}), ("optimal_dp_sgd", {"scale": 0.1}),
+    ],
+)  # fmt: skip
+def test_noise_that_was_processed_has_no_covariance_that_is_known(
+    name: str, settings: dict[str, Any]
+) -> None:
+    """What the first one released still bounds the information."""
+    gmap = shaped_map()
+    defense = chain(uniform(scale=0.3), make_defense(name, **settings))
+    for last in (defense, chain(defense, uniform(scale=0.1)), chain(defense, make_defense("none"))):
+        noise = last(gmap, rng()).noise
+        assert noise is not None
+        assert (noise.added, noise.plain) == (None, False)
+        torch.testing.assert_close(flat(noise.variance), torch.full((116,), 0.09).double())
+
+
+def test_noise_that_follows_noise_does_not_have_the_covariance_it_would_say() -> None:
+    """Why: optimal noise is large just where noise before it left little, so that the two are not
+    of the variance that the sum of what both say would be, by far more than chance.
+    """
+    gmap, generator = shaped_map(), rng()
+    first, second = uniform(scale=1.0), make_defense("optimal_noise", scale=1.0)
+    ratios = []
+    for _ in range(400):
+        one = first(gmap, generator)
+        two = second(MaskedMap(gmap, one, None), generator)
+        assert two.noise is not None
+        assert two.noise.added is not None
+        said = 1.0 + flat(two.noise.added)
+        ratios.append((flat(two) - flat(gmap.gradient())).square() / said)
+    assert abs(float(torch.stack(ratios).mean()) - 1) > 8 * (2 / 400 / 116) ** 0.5
+
+
+def test_what_is_pruned_after_noise_carries_none() -> None:
+    gmap = shaped_map()
+    message = chain(uniform(scale=0.3), make_defense("pruning", ratio=0.5))(gmap, rng())
+    assert message.noise is not None
+    assert message.noise.added is not None
+    assert message.transmitted is not None
+    expected = flat(message.transmitted) * 0.3**2
+    torch.testing.assert_close(flat(message.noise.added), expected.double())
+    # What was kept tells of the first noise, and no second one hides that.
+    more = chain(uniform(scale=0.3), make_defense("pruning"), uniform(scale=0.4))(gmap, rng())
+    assert more.noise is not None
+    assert more.noise.added is None
+    torch.testing.assert_close(flat(more.noise.variance), torch.full((116,), 0.09).double())
 
 
 # -------------------------------------------------------------------------------------------- state

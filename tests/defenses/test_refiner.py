@@ -21,8 +21,17 @@ def network_for(task: str) -> SmallNetwork:
     return SmallNetwork("image", 3) if task in ("vit", "convnext") else SmallNetwork("text", 8)
 
 
+class Marks:
+    """What Refiner asks of a tokenizer."""
+
+    all_special_ids = SPECIAL
+    pad_token_id, cls_token_id, sep_token_id = SPECIAL
+
+
 def refiner(task: str = "bert", **settings: Any) -> Any:
-    return make_defense("refiner", evaluation_network=network_for(task), **settings)
+    defense = make_defense("refiner", evaluation_network=network_for(task), **settings)
+    defense.prepare(make_task("bert")[0], Marks())
+    return defense
 
 
 def text_task(**settings: Any) -> tuple[nn.Module, dict[str, Tensor]]:

@@ -14,7 +14,7 @@ from launcher import launch
 from torch import Tensor
 from transformers import set_seed
 
-from hf_gradguard.randomness import Stream, normal
+from hf_gradguard.randomness import Stream, normal, together
 
 CPU = torch.device("cpu")
 
@@ -199,9 +199,13 @@ def _stream(
     """What a peer who knows the generator's state draws for `messages` messages, in the way of a
     defense.
     """
+    like = {str(index): torch.empty(shape) for index, shape in enumerate(shapes)}
+
+    def draw(tensor: Tensor) -> Tensor:
+        return normal(generator, tensor.shape, CPU, torch.float32)
+
     draws = [
-        torch.cat([normal(generator, shape, CPU, torch.float32).flatten() for shape in shapes])
-        for _ in range(messages)
+        torch.cat([drawn.flatten() for _, drawn in together(like, draw)]) for _ in range(messages)
     ]
     return torch.stack(draws)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import mpmath
 import pytest
 import torch
 from helpers import make_task, small_convolution, torch_rng
@@ -20,6 +21,7 @@ from hf_gradguard.leakage import (
     expected_squared_influence,
     fisher_norm,
     fisher_trace,
+    gaussian_epsilon,
     mse_bound_from_dfil,
     mse_bound_from_norm,
     mse_bound_from_rdp,
@@ -71,9 +73,52 @@ def test_an_example_twice_in_a_batch_counts_four_times() -> None:
     assert accountant.dfil("z") == pytest.approx(float(fisher_trace(linear_map(2 * a), 1.0)))
 
 
+def hockey_stick(mean: float, epsilon: float) -> float:
+    """∫ max(0, p - e^ε q) for p = N(mean, 1) and q = N(0, 1), integrated in 60 digits: the smallest
+    δ for which (ε, δ) holds.
+    """
+    with mpmath.workdps(60):
+        mean, epsilon = mpmath.mpf(mean), mpmath.mpf(epsilon)
+        start = epsilon / mean + mean / 2  # from here on p is above e^ε q
+        ends = [start, start + 2, start + 6, start + 20, start + 60]
+        found = mpmath.quad(
+            lambda t: mpmath.npdf(t, mean) - mpmath.exp(epsilon) * mpmath.npdf(t), ends
+        )
+        return float(found)
+
+
+@pytest.mark.parametrize("multiplier", [0.1, 0.5 / 2.23, 1.0, 4.0, 30.0])
+@pytest.mark.parametrize("delta", [1e-3, 1e-5, 1e-9])
+def test_epsilon_is_that_of_the_divergence(multiplier: float, delta: float) -> None:
+    epsilon = gaussian_epsilon(multiplier, delta)
+    assert hockey_stick(1 / multiplier, epsilon) == pytest.approx(delta, rel=1e-6)
+
+
+def test_epsilon_that_was_published() -> None:
+    """Noise calibrated by Balle and Wang's own program for sensitivity 1."""
+    assert gaussian_epsilon(3.730631634816464, 1e-5) == pytest.approx(1.0, rel=1e-9)
+    assert gaussian_epsilon(0.5, 0.7) == 0  # 2Φ(1) - 1 = 0.683: (0, δ) already
+
+
+def test_the_classical_epsilon_promised_too_much() -> None:
+    """At σ = 0.5 it holds with 265 times the δ that it was computed for. Such an ε is no longer
+    taken: κ is larger.
+    """
+    delta, sigma, q = 1e-5, 0.5, 0.01
+    mean = 2 * 1.115 / sigma
+    classical = mean * math.sqrt(2 * math.log(1.25 / delta))
+    assert hockey_stick(mean, classical) / delta == pytest.approx(265, rel=0.01)
+    kappa = subsampling_factor(q, sigma, delta)
+    epsilon = -math.log(q * (1 / kappa - 1) / (1 - q))
+    assert epsilon > classical
+    assert hockey_stick(mean, epsilon) == pytest.approx(delta, rel=1e-5)
+
+
 def test_subsampling_by_hand() -> None:
-    """ε = 1.115 · 2 √(2 ln(1.25/δ))/σ with δ = 1.25/e^2, σ = 4.46: ε = 2.23 · 2/4.46 = 1."""
-    delta = 1.25 / math.e**2
+    """Replacing one example moves the sum by μ = 2 · 1.115/σ of the noise's deviations: 0.5 at σ =
+    4.46. δ is what the hockey-stick divergence of such Gaussians is at ε = 1.
+    """
+    delta = hockey_stick(0.5, 1.0)
     kappa = subsampling_factor(0.01, 4.46, delta)
     assert kappa == pytest.approx(0.01 / (0.01 + 0.99 / math.e))
     assert subsampling_factor(1.0, 4.46, delta) == 1
@@ -86,7 +131,7 @@ def test_subsampling_by_hand() -> None:
     assert accountant.dfil(0) == pytest.approx(6 * kappa)
     assert accountant.standard_error(0) == pytest.approx(math.sqrt(3) * kappa)
     assert accountant.failure_probability == pytest.approx(3 * delta)
-    for _ in range(9):
+    for _ in range(150):
         accountant.step([0], row(0.0))
     assert accountant.failure_probability == 1
 
@@ -274,3 +319,5 @@ def test_rdp_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "dp_accounting", None)
     with pytest.raises(ImportError, match=r"pip install 'hf-gradguard\[accounting\]'"):
         rdp_of_order_two(1.0)
+    with pytest.raises(ImportError, match=r"pip install 'hf-gradguard\[accounting\]'"):
+        subsampling_factor(0.1, 1.0, 1e-5)

@@ -10,16 +10,11 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 import numpy as np
 import pytest
-import torch
-from helpers import save_encoder, word_tokenizer
-from transformers import AutoModelForSequenceClassification
+from helpers import UNHEARD, save_encoder, word_tokenizer
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 import hf_gradguard
-from hf_gradguard.networks import (
-    TextEvaluationNetwork,
-    TextEvaluationNetworkConfig,
-    embedding_fingerprint,
-)
+from hf_gradguard.networks import save_network, train_image_network, train_text_network
 from recipes.studies.lib import command
 from recipes.studies.lib.results import Results, nested
 
@@ -44,9 +39,9 @@ def mnist(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def cifar10(tmp_path_factory: pytest.TempPathFactory) -> Path:
     draw, path = np.random.default_rng(0), tmp_path_factory.mktemp("data") / "cifar10.npz"
-    np.savez(
-        path, x=draw.integers(0, 256, (24, 32, 32, 3), dtype=np.uint8), y=draw.integers(0, 10, 24)
-    )
+    # smooth, as pictures are: what looks like noise to an evaluation network is refused
+    x = np.kron(draw.integers(0, 256, (24, 4, 4, 3)), np.ones((1, 8, 8, 1))).astype(np.uint8)
+    np.savez(path, x=x, y=draw.integers(0, 10, 24))
     return path
 
 
@@ -62,34 +57,36 @@ def encoder(tmp_path_factory: pytest.TempPathFactory, sst2: Path) -> Path:
     words = sorted(
         {word for split in ("train", "dev") for word in (sst2 / f"{split}.tsv").read_text().split()}
     )
-    return save_encoder(
-        tmp_path_factory.mktemp("data") / "encoder", word_tokenizer(words), hidden_size=16
-    )
+    words += [f"{UNHEARD}{index}" for index in range(2 * len(words))]
+    folder = tmp_path_factory.mktemp("data") / "encoder"
+    return save_encoder(folder, word_tokenizer(words), hidden_size=16)
 
 
 @pytest.fixture
-def network(tmp_path: Path, encoder: Path) -> Path:
-    """A folder with a random evaluation network for the embeddings of `encoder`."""
-    embedding = (
-        AutoModelForSequenceClassification.from_pretrained(encoder).get_input_embeddings().weight
-    )
-    sizes = {
-        "hidden_size": 8,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "intermediate_size": 8,
-    }
-    config = TextEvaluationNetworkConfig(
-        embedding_size=embedding.shape[1],
-        embedding_fingerprint=embedding_fingerprint(embedding),
-        special_token_ids=[0, 1, 2, 3],
-        **sizes,
-    )
-    torch.manual_seed(0)
-    made = TextEvaluationNetwork(config)
-    made.set_embedding_statistics(embedding)
-    made.save_pretrained(tmp_path / "network")
+def network(tmp_path: Path, encoder: Path, sst2: Path) -> Path:
+    """A folder with a small evaluation network for the embeddings of `encoder`."""
+    model = AutoModelForSequenceClassification.from_pretrained(encoder)
+    sentences = [line.split("\t")[0] for line in (sst2 / "train.tsv").read_text().splitlines()]
+    sizes = {"steps": 300, "batch_size": 16, "learning_rate": 1e-2, "width": 16, "num_layers": 1}
+    made = train_text_network(
+        model.get_input_embeddings(), AutoTokenizer.from_pretrained(encoder), sentences,
+        max_length=16, progress=False, **sizes,
+    )  # fmt: skip
+    save_network(made, tmp_path / "network")
     return tmp_path / "network"
+
+
+@pytest.fixture(scope="session")
+def image_network(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a small evaluation network for 3 x 32 x 32 pixels, trained on smooth images."""
+    coarse = np.random.default_rng(1).random((200, 4, 4, 3))
+    made = train_image_network(
+        np.kron(coarse, np.ones((1, 8, 8, 1))), epochs=20, batch_size=20, learning_rate=5e-3,
+        augment=False, progress=False, filters=[8, 8],
+    )  # fmt: skip
+    folder = tmp_path_factory.mktemp("data") / "image_network"
+    save_network(made, folder)
+    return folder
 
 
 class Study:

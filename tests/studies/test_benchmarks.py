@@ -56,6 +56,21 @@ def test_defenses(measure):
     assert "step with optimal_pruning, refresh_every=10" in steps
 
 
+def test_randomness(measure):
+    report, rows = measure("randomness")
+    draws, steps = report["in torch.randn"], report["in steps without a defense"]
+    assert [row[1:] for row in rows if row[1]] == [
+        cells(ratio, 2) for ratio in (draws | steps).values()
+    ]
+    assert [row[0] for row in rows] == [
+        "**1,000 numbers, in torch.randn**",
+        *draws,
+        f"**steps of {report['tensors']} tensors, in those without**",
+        *steps,
+    ]
+    assert report["tensors"] > 30
+
+
 def test_memory(measure):
     report, rows = measure("memory")
     assert rows == [[chunk, f"{peak:.2f}"] for chunk, peak in report["gradients"].items()]

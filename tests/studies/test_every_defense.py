@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import torch
-
 from hf_gradguard import DEFENSES
-from hf_gradguard.networks import ImageEvaluationNetwork, ImageEvaluationNetworkConfig
 from recipes.studies.every_defense.attackers import cells_of
 from recipes.studies.every_defense.settings import IMAGES, TEXT
 
@@ -54,12 +51,8 @@ def test_texts(encoder, sst2, quick, tmp_path):
     assert none[header.index("span")] == "1.00 [1.00, 1.00]"
 
 
-def test_images(cifar10, quick, tmp_path, capsys):
-    torch.manual_seed(0)
-    ImageEvaluationNetwork(ImageEvaluationNetworkConfig(filters=[4, 4, 4])).save_pretrained(
-        tmp_path / "network"
-    )
-    data = ("--images", cifar10, "--evaluation_network", tmp_path / "network")
+def test_images(cifar10, image_network, quick, tmp_path, capsys):
+    data = ("--images", cifar10, "--evaluation_network", image_network)
     study = quick("every_defense", "images", *data, output=tmp_path / "images")
     figures = study.figures
     for row in ("none", "quantization bits=8"):

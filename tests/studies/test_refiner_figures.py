@@ -12,26 +12,22 @@ from PIL import Image
 from transformers import set_seed
 
 from hf_gradguard.models import LeakageLeNetConfig, LeakageLeNetForImageClassification
-from hf_gradguard.networks import ImageEvaluationNetwork, ImageEvaluationNetworkConfig
 from recipes.studies.refiner.pruning import pruned
+
+EVEN = np.ones((8, 8, 1))
 
 
 @pytest.fixture(scope="module")
-def federation(tmp_path_factory: pytest.TempPathFactory, cifar10: Path) -> list[object]:
-    """The arguments: images to train and test on, images to attack, a small random
-    network.
-    """
+def federation(
+    tmp_path_factory: pytest.TempPathFactory, cifar10: Path, image_network: Path
+) -> list[object]:
+    """The arguments: images to train and test on, images to attack, a small network."""
     folder, draw = tmp_path_factory.mktemp("federation"), np.random.default_rng(0)
     for split, count in (("train", 400), ("test", 50)):
-        images = [
-            Image.fromarray(x) for x in draw.integers(0, 256, (count, 32, 32, 3), dtype=np.uint8)
-        ]
+        coarse = draw.integers(0, 256, (count, 4, 4, 3))  # smooth: noise would be refused
+        images = [Image.fromarray(np.kron(x, EVEN).astype(np.uint8)) for x in coarse]
         labels = draw.integers(0, 10, count).tolist()
         Dataset.from_dict({"img": images, "label": labels}).to_parquet(folder / f"{split}.parquet")
-    torch.manual_seed(0)
-    ImageEvaluationNetwork(ImageEvaluationNetworkConfig(filters=[4, 4, 4])).save_pretrained(
-        folder / "network"
-    )
     data = [
         "--train",
         folder / "train.parquet",
@@ -40,7 +36,7 @@ def federation(tmp_path_factory: pytest.TempPathFactory, cifar10: Path) -> list[
         "--images",
         cifar10,
     ]
-    return [*data, "--evaluation_network", folder / "network"]
+    return [*data, "--evaluation_network", image_network]
 
 
 def test_ablations(federation, quick, tmp_path, capsys):

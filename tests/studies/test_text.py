@@ -17,7 +17,8 @@ from recipes.studies.lib.results import Results
 def encoder(tmp_path_factory: pytest.TempPathFactory, encoder: Path) -> Path:
     """As the common one, but wider than a batch has tokens, which the span attack asks for."""
     tokenizer = AutoTokenizer.from_pretrained(encoder)
-    return save_encoder(tmp_path_factory.mktemp("data") / "encoder", tokenizer, hidden_size=96)
+    folder = tmp_path_factory.mktemp("data") / "encoder"
+    return save_encoder(folder, tokenizer, hidden_size=96)
 
 
 def table(output: Path) -> list[list[str]]:

@@ -8,15 +8,11 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from helpers import SmallNetwork
 from torch import Tensor
 
 from hf_gradguard import DEFENSES, GradientMap, chain, make_defense
 from hf_gradguard.defenses import Defense, Message, Noise
-from hf_gradguard.networks import (
-    TextEvaluationNetwork,
-    TextEvaluationNetworkConfig,
-    embedding_fingerprint,
-)
 from hf_gradguard.randomness import Stream
 from hf_gradguard.testing import check_defense
 from hf_gradguard.testing.small import small_text_task
@@ -45,19 +41,10 @@ def test_every_variant_keeps_the_contract(name: str) -> None:
 
 
 def test_refiner_keeps_the_contract() -> None:
-    model, batch, tokenizer = small_text_task()
-    weight = model.get_input_embeddings().weight  # type: ignore[operator]
-    config = TextEvaluationNetworkConfig(
-        embedding_size=weight.shape[1],
-        hidden_size=8,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        intermediate_size=8,
-        special_token_ids=sorted(tokenizer.all_special_ids),  # type: ignore[union-attr]
-        embedding_fingerprint=embedding_fingerprint(weight),
-    )
-    torch.manual_seed(0)
-    network = TextEvaluationNetwork(config)
+    model, batch, _ = small_text_task()
+    width = model.get_input_embeddings().weight.shape[1]  # type: ignore[operator]
+    # its words are drawn at random, which no network of the package could tell from noise
+    network = SmallNetwork("text", width)
     settings = {"evaluation_network": network, "iterations": 2}
     check_defense(make_defense("refiner", **settings), [(model, batch)])
     check_defense(make_defense("refiner", warm_start=4, **settings), [(model, batch)])

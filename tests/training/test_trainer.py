@@ -770,6 +770,37 @@ def test_resumed_run_equals_one_left_alone(
     assert all(torch.equal(alone[name], resumed[name]) for name in alone)
 
 
+def test_no_two_messages_have_related_noise(
+    make_trainer: MakeTrainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two steps, two micro-batches, two clients, before and after resuming, with workers that
+    load the data. The control: with `noise_seed` a resumed run draws what was drawn before.
+    """
+    drawn: list[Tensor] = []
+
+    def draw(defense: GaussianNoise, like: Tensor, generator: Stream) -> Tensor:
+        drawn.append(generator.normal(like.shape, dtype=like.dtype))
+        return drawn[-1]
+
+    monkeypatch.setattr(GaussianNoise, "draw", draw)
+
+    def largest_correlation(**more: Any) -> float:
+        drawn.clear()
+        folder = tmp_path / str(len(more))
+        for checkpoint in (None, str(folder / "checkpoint-2"), str(folder / "checkpoint-2")):
+            make_trainer(
+                defense="gaussian_noise", max_steps=4, save_strategy="steps", save_steps=2,
+                clients_per_process=2, gradient_accumulation_steps=2, dataloader_num_workers=2,
+                output_dir=str(folder), **more,
+            ).train(resume_from_checkpoint=checkpoint)  # fmt: skip
+        messages = torch.stack([noise.flatten() for noise in drawn])
+        assert len(messages) == (4 + 2 + 2) * 2 * 2
+        return float(torch.corrcoef(messages).fill_diagonal_(0).abs().max()) * len(drawn[0]) ** 0.5
+
+    assert largest_correlation() < 6
+    assert largest_correlation(noise_seed=3) > 30
+
+
 def test_a_model_that_is_saved_under_other_names_resumes(
     make_trainer: MakeTrainer, tmp_path: Path
 ) -> None:

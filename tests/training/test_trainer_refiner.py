@@ -49,7 +49,8 @@ def sentences(tmp_path: Path) -> Path:
 def quick_training(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """A small network, trained for a few steps, in a cache of the test's own."""
     settings: dict[str, Any] = {
-        "steps": 20,
+        "steps": 400,
+        "learning_rate": 1e-2,
         "width": 8,
         "num_layers": 1,
         "cache": tmp_path / "cache",
@@ -139,11 +140,21 @@ def vit(size: int) -> ViTForImageClassification:
     )  # fmt: skip
 
 
-def test_packaged_network_is_taken_for_images_of_its_size(tmp_path: Path) -> None:
-    data = [
-        {"pixel_values": torch.rand(3, 32, 32, generator=torch_rng(i)), "labels": i % 2}
+def pictures() -> list[dict[str, Any]]:
+    """Smooth ones: what is noise to the network is refused."""
+    return [
+        {
+            "pixel_values": torch.nn.functional.interpolate(
+                torch.rand(1, 3, 3, 3, generator=torch_rng(i)), size=32, mode="bilinear"
+            )[0],
+            "labels": i % 2,
+        }
         for i in range(8)
     ]
+
+
+def test_packaged_network_is_taken_for_images_of_its_size(tmp_path: Path) -> None:
+    data = pictures()
     trainer = GradGuardTrainer(
         vit(32), arguments(tmp_path, defense_kwargs={"iterations": 1}), train_dataset=data
     )
@@ -190,10 +201,7 @@ def test_a_named_network_is_loaded_once_and_shared(
     settings = {"evaluation_network": name, "iterations": 1}
     args = arguments(tmp_path, defense_kwargs=settings, clients_per_process=2)
     assert loads == []
-    data = [
-        {"pixel_values": torch.rand(3, 32, 32, generator=torch_rng(i)), "labels": i % 2}
-        for i in range(8)
-    ]
+    data = pictures()
     trainer = GradGuardTrainer(vit(32), args, train_dataset=data)
     assert loads == [name]
     assert trainer.defense.evaluation_network == name
@@ -204,7 +212,7 @@ def test_a_named_network_is_loaded_once_and_shared(
 
     # without a Trainer: at the first call
     defense = make_defense("refiner", **settings)
-    model, batch = vit(32), {"pixel_values": torch.rand(1, 3, 32, 32), "labels": torch.tensor([0])}
+    model, batch = vit(32), {key: torch.as_tensor(value)[None] for key, value in data[0].items()}
     assert loads == [name]
     for _ in range(2):
         defense(GradientMap(model, batch), rng())

@@ -91,7 +91,9 @@ class Lamp(GradientMatching):
         if isinstance(self.language_model, str):
             from transformers import AutoModelForCausalLM
 
-            self._language = AutoModelForCausalLM.from_pretrained(self.language_model).eval()
+            self._language = AutoModelForCausalLM.from_pretrained(
+                self.language_model, trust_remote_code=False
+            ).eval()
         else:
             self._language = self.language_model
 

@@ -40,8 +40,10 @@ def cells(args) -> dict:
 
 def prepare(args):
     set_seed(0)
-    tokenizer = AutoTokenizer.from_pretrained(args.model)
-    model = AutoModelForSequenceClassification.from_pretrained(args.model, num_labels=2).eval()
+    tokenizer = AutoTokenizer.from_pretrained(args.model, trust_remote_code=False)
+    model = AutoModelForSequenceClassification.from_pretrained(
+        args.model, num_labels=2, trust_remote_code=False
+    ).eval()
     batches = batches_of_one(tokenizer, of_usual_length(sst2(args.data_dir)))
 
     def measure(cell: dict) -> dict:

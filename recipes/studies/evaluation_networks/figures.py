@@ -50,8 +50,11 @@ def prepare(args):
             pixels = load_images(path, column=cell["array"])[:count]
             return evaluate_image_network(network, pixels, seed=seed).to_dict()
         texts = [text for text in load_texts(path) if text.strip()][:count]
-        model = AutoModel.from_pretrained(args.model, dtype=torch.float32)
-        reads = (model.get_input_embeddings(), AutoTokenizer.from_pretrained(args.model))
+        model = AutoModel.from_pretrained(args.model, dtype=torch.float32, trust_remote_code=False)
+        reads = (
+            model.get_input_embeddings(),
+            AutoTokenizer.from_pretrained(args.model, trust_remote_code=False),
+        )
         found = evaluate_text_network(network, *reads, texts, seed=seed, blend=cell["blend"])
         return found.to_dict()
 

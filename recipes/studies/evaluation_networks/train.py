@@ -53,9 +53,9 @@ def main() -> None:
         )
         output = args.output or CARDS / IMAGE
     else:
-        tokenizer = AutoTokenizer.from_pretrained(args.model)
+        tokenizer = AutoTokenizer.from_pretrained(args.model, trust_remote_code=False)
         embedding = AutoModel.from_pretrained(
-            args.model, dtype=torch.float32
+            args.model, dtype=torch.float32, trust_remote_code=False
         ).get_input_embeddings()
         network = train_text_network(
             embedding,

@@ -47,7 +47,7 @@ def cells(args) -> dict:
 def prepare(args):
     torch.set_num_threads(1)
     set_seed(0)
-    tokenizer = AutoTokenizer.from_pretrained(args.tokenizer)
+    tokenizer = AutoTokenizer.from_pretrained(args.tokenizer, trust_remote_code=False)
     model = small_bert(tokenizer)
     samples = plan(args)["samples"]["samples"]
     batches = of_length(batches_of_one(tokenizer, sst2(args.data_dir)), LENGTH, samples)
@@ -67,6 +67,8 @@ def prepare(args):
         if cell["defense"] == "refiner":
             own = {"evaluation_network": network(cell["network_steps"])}
         made = make_defense(cell["defense"], **cell["strength"], **own)
+        if own:
+            made.prepare(model, tokenizer)
         seen = []
         for number, gmap in enumerate(maps):
             grants = {"input_shape": (1, LENGTH), "tokenizer": tokenizer}

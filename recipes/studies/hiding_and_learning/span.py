@@ -48,8 +48,8 @@ def cells(args) -> dict:
 
 def prepare(args):
     set_seed(0)
-    tokenizer = AutoTokenizer.from_pretrained(args.model)
-    bert = Classifier.from_pretrained(args.model, num_labels=2).eval()
+    tokenizer = AutoTokenizer.from_pretrained(args.model, trust_remote_code=False)
+    bert = Classifier.from_pretrained(args.model, num_labels=2, trust_remote_code=False).eval()
     small = {"n_layer": 2, "n_embd": 96 if args.quick else 768, "vocab_size": len(tokenizer)}
     config = GPT2Config(**small, pad_token_id=tokenizer.pad_token_id, num_labels=2)
     models = {"MiniLM": bert, "GPT-2": GPT2ForSequenceClassification(config).eval()}
@@ -59,6 +59,8 @@ def prepare(args):
         kind, strength = cell["defense"]
         network = {"evaluation_network": args.evaluation_network} if kind == "refiner" else {}
         defense = make_defense(kind, **strength, **network)
+        if network:
+            defense.prepare(models[cell["model"]], tokenizer)
         return attack_batches(cell, models[cell["model"]], defense, tokenizer, texts)
 
     return measure

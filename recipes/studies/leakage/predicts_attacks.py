@@ -69,7 +69,7 @@ def prepare(args):
         if data in DATA:
             batches = single_images(getattr(args, DATA[data]), plan(args)["samples"], side)
             return lenet_for(batches[0]), batches, None
-        tokenizer = AutoTokenizer.from_pretrained(args.tokenizer)
+        tokenizer = AutoTokenizer.from_pretrained(args.tokenizer, trust_remote_code=False)
         batches = batches_of_one(tokenizer, of_usual_length(sst2(args.sst2)))
         return small_bert(tokenizer), batches, tokenizer
 

@@ -52,7 +52,10 @@ def prepare(args):
         if "strength" not in cell:
             return statistics.mean(float(gmap.loss) for gmap in maps)
         network = {"evaluation_network": args.evaluation_network}
-        return compared(make_defense("refiner", **network, **cell["strength"]), maps)
+        defense = make_defense("refiner", **network, **cell["strength"])
+        tokenizer = AutoTokenizer.from_pretrained(args.model, trust_remote_code=False)
+        defense.prepare(maps[0].model, tokenizer)
+        return compared(defense, maps)
 
     return measure
 
@@ -62,8 +65,10 @@ def maps_after(args, steps: int, of: int, batches: int) -> list[GradientMap]:
     steps.
     """
     set_seed(0)
-    tokenizer = AutoTokenizer.from_pretrained(args.model)
-    model = AutoModelForSequenceClassification.from_pretrained(args.model, num_labels=2).train()
+    tokenizer = AutoTokenizer.from_pretrained(args.model, trust_remote_code=False)
+    model = AutoModelForSequenceClassification.from_pretrained(
+        args.model, num_labels=2, trust_remote_code=False
+    ).train()
     data = sst2(args.data_dir, "train").shuffle(seed=0)
 
     def batch(start: int, size: int) -> dict[str, torch.Tensor]:

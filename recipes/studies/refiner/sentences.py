@@ -45,15 +45,19 @@ def cells(args) -> dict:
 
 def prepare(args):
     set_seed(0)
-    tokenizer = AutoTokenizer.from_pretrained(args.model)
-    model = AutoModelForSequenceClassification.from_pretrained(args.model, num_labels=2).eval()
+    tokenizer = AutoTokenizer.from_pretrained(args.model, trust_remote_code=False)
+    model = AutoModelForSequenceClassification.from_pretrained(
+        args.model, num_labels=2, trust_remote_code=False
+    ).eval()
     data = sst2(args.data_dir)
 
     def measure(cell: dict) -> dict:
         rows = data.select(range(cell["sentences"]))
         samples = batches_of_one(tokenizer, rows, truncation=True, max_length=64)
         network = {"evaluation_network": args.evaluation_network}
-        return refine_all(model, make_defense("refiner", **network, **cell["strength"]), samples)
+        defense = make_defense("refiner", **network, **cell["strength"])
+        defense.prepare(model, tokenizer)
+        return refine_all(model, defense, samples)
 
     return measure
 

@@ -59,8 +59,10 @@ def cells(args) -> dict:
 
 def prepare(args):
     set_seed(0)
-    tokenizer = AutoTokenizer.from_pretrained(args.model)
-    model = AutoModelForSequenceClassification.from_pretrained(args.model, num_labels=2).eval()
+    tokenizer = AutoTokenizer.from_pretrained(args.model, trust_remote_code=False)
+    model = AutoModelForSequenceClassification.from_pretrained(
+        args.model, num_labels=2, trust_remote_code=False
+    ).eval()
     fitting = of_length(batches_of_one(tokenizer, sst2(args.data_dir)), LENGTH, SAMPLES)
 
     def measure(cell: dict) -> dict:
@@ -68,6 +70,7 @@ def prepare(args):
         if cell["defense"] == "refiner":
             network = {"evaluation_network": args.evaluation_network}
         defense = make_defense(cell["defense"], **cell["strength"], **network)
+        defense.prepare(model, tokenizer)
         for number, batch in enumerate(batches):
             gmap = GradientMap(model, batch)
             shared = defense(gmap, Stream.from_seeds(number))

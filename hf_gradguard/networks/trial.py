@@ -1,0 +1,202 @@
+"""Whether an evaluation network does what it is for: what it says decides what is shared, so it is
+tried before it is believed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from ..gradient_map.domain import embed
+from ..randomness import Stream
+from .base import EvaluationNetworkBase
+from .image import ImageEvaluationNetwork
+from .noise import embedding_weight
+from .text import TextEvaluationNetwork
+
+LEAST_NOISE, LEAST_GAP, FEW_WORDS = 0.5, 0.2, 8
+"""What pure noise must score at least, and how far above natural input. The published text network
+gives 0.94 on average and 0.76 at least, the gap is 0.36 at least over single sentences. Texts of
+fewer words must be in order only.
+"""
+
+_SAMPLES, _TOKENS = 32, 16
+
+
+@torch.no_grad()
+def try_on_noise(
+    network: EvaluationNetworkBase,
+    embedding: nn.Module | None = None,
+    special: Sequence[int] = (),
+) -> float:
+    """D of nothing but noise, which must be finite and near 1.
+
+    Args:
+        network: The network.
+        embedding: For a text network, the model's input-embedding module.
+        special: Its tokenizer's special tokens, which are no noise.
+
+    Returns:
+        The mean over 32 inputs.
+
+    Raises:
+        ValueError: If it is not finite, or below 0.5; with the figure.
+
+    Example:
+        >>> from hf_gradguard.networks import load_network
+        >>> try_on_noise(load_network("image-evaluation-network-32")) > 0.9
+        True
+    """
+    stream = Stream()  # noise that a network cannot know beforehand
+    if isinstance(network, TextEvaluationNetwork):
+        assert embedding is not None
+        weight = embedding_weight(embedding)
+        drawn = ordinary_ids(len(weight), special).to(weight.device)
+        picked = stream.integers(len(drawn), (_SAMPLES, _TOKENS), device=weight.device)
+        x = embed(embedding, drawn[picked]).float()
+    else:
+        assert isinstance(network, ImageEvaluationNetwork)
+        shape = (_SAMPLES, network.config.num_channels, *network.config.size)
+        x = stream.uniform(shape, device=network.device)
+    found = float(network.to(x.device).noise_ratio(x).mean())
+    if not found >= LEAST_NOISE:
+        raise ValueError(
+            f"The evaluation network {name_of(network)} gives pure noise a ratio of {found:.2f}, "
+            f"where 1 is right and {LEAST_NOISE} the least. Raising that would hide nothing. It is "
+            f"of another model, badly trained, or was tampered with: {_WAY_OUT}"
+        )
+    return found
+
+
+def ordinary_ids(count: int, special: Sequence[int]) -> Tensor:
+    """Ids below `count` that are not special.
+
+    Example:
+        >>> ordinary_ids(5, special=[0, 3, 99])
+        tensor([1, 2, 4])
+    """
+    allowed = torch.ones(count, dtype=torch.bool)
+    allowed[[index for index in special if index < count]] = False
+    return allowed.nonzero().flatten()
+
+
+def check_order(network: nn.Module, ratios: Sequence[float], least_gap: float = LEAST_GAP) -> None:
+    """D of a batch as it is, half way to noise, and of nothing but noise: it must rise.
+
+    Args:
+        network: The network, for its name.
+        ratios: The three.
+        least_gap: By how much the last must be above the first.
+
+    Raises:
+        ValueError: If they do not rise by so much, or are not finite; with the figures.
+
+    Example:
+        >>> check_order(nn.Identity(), [0.05, 0.50, 0.95])
+        >>> check_order(nn.Identity(), [0.95, 0.50, 0.05])
+        Traceback (most recent call last):
+        ValueError: The evaluation network Identity gives this data a ratio of 0.95, ...
+    """
+    natural, half, noise = ratios
+    if natural < half < noise and noise - natural >= least_gap:
+        return
+    raise ValueError(
+        f"The evaluation network {name_of(network)} gives this data a ratio of {natural:.2f}, the "
+        f"data half way to noise {half:.2f}, and noise {noise:.2f}. These must rise, by "
+        f"{least_gap:g} in all: by what it says now, noise could not be told from data, and "
+        f"nothing was shared. It is for other data, badly trained, or was tampered with: {_WAY_OUT}"
+    )
+
+
+def check_special(network: nn.Module, special: Sequence[int]) -> None:
+    """Every token that a text network takes for special must be special to the tokenizer: it reads
+    none of them.
+
+    Raises:
+        ValueError: If it lists others; with their number.
+
+    Example:
+        >>> from hf_gradguard.networks import load_network
+        >>> check_special(load_network("text-evaluation-network-minilm-l6"), [0, 100, 101, 102])
+        Traceback (most recent call last):
+        ValueError: The evaluation network text-evaluation-network-minilm-l6 takes 1 token(s) ...
+    """
+    listed = getattr(getattr(network, "config", None), "special_token_ids", ())
+    if others := sorted(set(listed) - set(special)):
+        raise ValueError(
+            f"The evaluation network {name_of(network)} takes {len(others)} token(s) for special "
+            f"that the tokenizer does not, the first of them {others[:5]}: it would not read them, "
+            "and they would not be hidden. It was trained with another tokenizer (if its folder is "
+            f"in the cache, delete that), or was tampered with: {_WAY_OUT}"
+        )
+
+
+def check_slope(network: nn.Module, slope: Tensor) -> None:
+    """D has to follow its input where it is to be raised.
+
+    Args:
+        network: The network, for its name.
+        slope: ∂D/∂x, half way from data to noise.
+
+    Raises:
+        ValueError: If it is zero everywhere, or not finite.
+
+    Example:
+        >>> check_slope(nn.Identity(), torch.zeros(2, 3))
+        Traceback (most recent call last):
+        ValueError: The evaluation network Identity is flat ...
+    """
+    if bool(slope.isfinite().all()) and bool(slope.any()):
+        return
+    raise ValueError(
+        f"The evaluation network {name_of(network)} is flat between data and noise, or its slope "
+        "is not finite: it cannot be raised, and nothing was shared. It is badly trained, or was "
+        f"tampered with: {_WAY_OUT}"
+    )
+
+
+def check_network(
+    network: nn.Module, embedding: nn.Module | None, special: Sequence[int] | None
+) -> None:
+    """What can be said of a network before there is data: `check_special`, `try_on_noise`, and that
+    a text network knows the embeddings.
+
+    Args:
+        network: One of this package; others are their owner's code, and pass.
+        embedding: The model's token embeddings; `None` for images.
+        special: The tokenizer's special tokens, if there is a tokenizer.
+
+    Raises:
+        ValueError: With what is wrong.
+
+    Example:
+        >>> from hf_gradguard.networks import load_network
+        >>> check_network(load_network("image-evaluation-network-32"), None, None)
+    """
+    if isinstance(network, TextEvaluationNetwork):
+        if embedding is None:
+            return  # of another kind of input, which the first batch says better
+        network.check_embedding(embedding_weight(embedding))
+        if special is not None:
+            check_special(network, special)
+        try_on_noise(network, embedding, special or ())
+    elif isinstance(network, ImageEvaluationNetwork):
+        try_on_noise(network)
+
+
+def name_of(network: nn.Module) -> str:
+    """What a network is called in messages.
+
+    Example:
+        >>> name_of(nn.Identity())
+        'Identity'
+    """
+    return getattr(network, "name_or_path", "") or type(network).__name__
+
+
+_WAY_OUT = (
+    "train one on the model's own tokens or images with `gradguard evalnet train`, or leave "
+    "evaluation_network out."
+)
