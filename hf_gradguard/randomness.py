@@ -148,11 +148,8 @@ class Stream:
         )
 
     def words(self, count: int, *, device: torch.device | str = "cpu") -> Iterator[Tensor]:
-        """So many uniform words of 32 bits, as int32, some at a time: each part is to be used
-        before the next one is asked for. The same on every device.
-        """
-        device = torch.device(device)
-        return self._words(1, count, device, _chunk(device))
+        """Uniform int32, alike on all devices; use each part before asking for the next one."""
+        return self._words(1, count, torch.device(device), _chunk(torch.device(device)))
 
     def __getstate__(self) -> object:
         raise TypeError(

@@ -17,20 +17,18 @@ from types import SimpleNamespace
 import torch
 from accelerate import Accelerator
 from torch.multiprocessing import get_context, spawn
-from transformers import AutoModelForSequenceClassification
 
 from hf_gradguard.training import exchange
 from hf_gradguard.training.secure_aggregation import FixedPoint, SecureAggregation
 
-from .measuring import cells, main, spread
+from .measuring import cells, classifier, main, spread
 
 RANKS, ROUNDS = (3, 4), 5
 
 
 def measure(args) -> dict:
     torch.set_num_threads(1)
-    model = AutoModelForSequenceClassification.from_pretrained(args.model, num_labels=2)
-    sizes = [parameter.numel() for parameter in model.parameters()]
+    sizes = [parameter.numel() for parameter in classifier(args.model).parameters()]
     rounds = 1 if args.quick else ROUNDS
     ranks = RANKS[:1] if args.quick else RANKS
     return {

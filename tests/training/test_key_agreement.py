@@ -17,13 +17,8 @@ import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.asymmetric.rsa import generate_private_key
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
-from cryptography.hazmat.primitives.serialization import (
-    BestAvailableEncryption,
-    Encoding,
-    NoEncryption,
-    PrivateFormat,
-    PublicFormat,
-)
+from cryptography.hazmat.primitives.serialization import BestAvailableEncryption
+from identities import private_pem, write, write_keys
 from torch import Tensor
 
 from hf_gradguard.training.key_agreement import agree, load_identity, pair_key, transcript_of
@@ -113,25 +108,6 @@ class Wire:
         for thread in threads:
             thread.join()
         return found
-
-
-def write_keys(folder: Path, ranks: int) -> Path:
-    folder.mkdir(exist_ok=True)
-    for rank in range(ranks):
-        key = Ed25519PrivateKey.generate()
-        write(folder / f"rank{rank}.pem", private_pem(key))
-        public = key.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
-        write(folder / f"rank{rank}.pub", public)
-    return folder
-
-
-def private_pem(key: Any, encryption: Any = None) -> bytes:
-    return key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, encryption or NoEncryption())
-
-
-def write(path: Path, content: bytes) -> None:
-    path.write_bytes(content)
-    path.chmod(0o600)
 
 
 @pytest.mark.parametrize("signs", [False, True])

@@ -19,10 +19,10 @@ import numpy as np
 import pytest
 import torch
 from dead_worker import TIMEOUT
+from identities import write_keys
 from launcher import HERE, environment, launch
 from secure_worker import BOUND, RUNS
 from torch import Tensor
-from training.test_key_agreement import write_keys
 
 from hf_gradguard.training.secure_aggregation import FixedPoint
 
