@@ -337,6 +337,7 @@ class Convolution(nn.Module):
 
     def __init__(self, batch_norm: bool = False) -> None:
         super().__init__()
+        self.config = SimpleNamespace(num_labels=LABELS)
         self.convolution = nn.Conv2d(3, 2, 3, stride=2)
         self.norm = nn.BatchNorm2d(2) if batch_norm else nn.Identity()
         self.unused = nn.Parameter(torch.ones(3))

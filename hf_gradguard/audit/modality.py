@@ -14,7 +14,8 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from ..gradient_map.domain import IMAGE, TEXT, PixelSpace, domain_of_model
+from ..gradient_map.domain import IMAGE, TEXT, domain_of_model
+from ..gradient_map.pixel_space import PixelSpace
 from ..metrics import Scores, score_images, score_text
 from ..randomness import Stream
 

@@ -74,7 +74,7 @@ class Defense:
 
     def prepare(self, model: nn.Module, processing_class: Any = None) -> None:
         """Load or make what the defense needs for this model and its tokenizer or image processor.
-        Called once.
+        Called before training, and again for every other model.
         """
 
     @property

@@ -114,13 +114,9 @@ def _after(one: Message, two: Message) -> Noise | None:
     if noise.added is None or more is None or more.added is None or not more.plain or chosen:
         return noise._replace(added=None, plain=False)
     added = more.added
-    whole = noise.shaping_probes is None  # otherwise Σ has no longer the shape of its sensitivities
-    return Noise(
-        {name: variance + added[name] for name, variance in noise.variance.items()},
-        {name: variance + added[name] for name, variance in noise.added.items()},
-        noise.squares if whole else None,
-        noise.num_probes if whole else 0,
-        plain=noise.plain,
+    return noise._replace(
+        variance={name: variance + added[name] for name, variance in noise.variance.items()},
+        added={name: variance + added[name] for name, variance in noise.added.items()},
     )
 
 

@@ -20,10 +20,8 @@ class Noise(NamedTuple):
             clipped to a constant.
         added: Diagonal covariance of what was added to what is shared: 0 where nothing was. `None`
             if that is not known, because something came after the noise that changed it.
-        squares: Estimates of s_i² on this very batch that Σ was shaped by, if there are any.
-        num_probes: How many probes `squares` come from.
-        shaping_probes: The same, if Σ follows them entry by entry, and their sum is too small for
-            that (see `fisher_trace_from_sensitivity`).
+        shape_trace: The trace of the Fisher information about the batch's input that lies in Σ
+            itself, ½ Σ_i ‖∂ log Σ_ii/∂x‖²: 0 where Σ's shape is no function of the batch.
         plain: Whether it was added to all of the gradient, unclipped, with a covariance that does
             not follow the gradient entry by entry. Where there was Gaussian noise before, the
             covariances then add up.
@@ -36,9 +34,7 @@ class Noise(NamedTuple):
 
     variance: Tensors
     added: Tensors | None
-    squares: Tensors | None = None
-    num_probes: int = 0
-    shaping_probes: int | None = None
+    shape_trace: float = 0.0
     plain: bool = False
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
-from typing import ClassVar, Literal, NamedTuple
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -24,28 +24,12 @@ from ..gradient_map import GradientMap, Tensors
 from ..randomness import Stream, together
 from .base import Defense, cast_like, is_number, norm, total, true_gradient
 from .message import Message, Noise
-from .sensitivity import Sensitivity, SensitivityDefense
+from .sensitivity import SensitivityDefense
 
 logger = logging.get_logger(__name__)
 
 SMALLEST_GRADIENT = 1e-8
 LARGEST_RATIO = 1e6
-
-
-class Shape(NamedTuple):
-    """Where noise goes.
-
-    Args:
-        variance: Up to a common factor.
-        squares: Estimates of s_i² on this very batch that it was made from, if there are any.
-        num_probes: How many probes those come from.
-        shaping_probes: The same, if it follows them entry by entry.
-    """
-
-    variance: Tensors
-    squares: Tensors | None = None
-    num_probes: int = 0
-    shaping_probes: int | None = None
 
 
 @dataclass
@@ -95,11 +79,14 @@ class NoiseDefense(Defense):
         """
         return variance
 
-    def shape(self, gmap: GradientMap, gradient: Tensors, generator: Stream) -> Shape:
-        """Variances up to a common factor. Here: the same everywhere that an earlier defense left
-        something.
+    def shaped(
+        self, gmap: GradientMap, gradient: Tensors, generator: Stream
+    ) -> tuple[Tensors, float]:
+        """Variances up to a common factor, and `Noise.shape_trace`. Here: the same everywhere that
+        an earlier defense left something.
         """
-        return Shape(gmap.restrict({name: torch.ones_like(g) for name, g in gradient.items()}))
+        one = {name: g.new_ones(()).expand_as(g) for name, g in gradient.items()}  # no memory
+        return gmap.restrict(one), 0.0
 
     def variance(self, gradient: Tensors, shape: Tensors) -> Tensors:
         """The diagonal of Σ: `shape` times the factor λ that gives the strength asked for."""
@@ -121,7 +108,7 @@ class NoiseDefense(Defense):
             )
             return {name: torch.zeros_like(g) for name, g in gradient.items()}
         factor = float(wanted / power)
-        return {name: tensor * factor for name, tensor in shape.items()}
+        return {name: _scaled(tensor, factor) for name, tensor in shape.items()}
 
     def _relative_variance(self, gradient: Tensors, size: int) -> float:
         assert self.relative_scale is not None  # __post_init__ leaves exactly one of the three set
@@ -134,17 +121,16 @@ class NoiseDefense(Defense):
     def protect(self, gmap: GradientMap, generator: Stream) -> Message:
         true = true_gradient(gmap)
         gradient = self.clipped(true)
-        shape = self.shape(gmap, gradient, generator)
-        variance = self.variance(gradient, shape.variance)
+        shape, shape_trace = self.shaped(gmap, gradient, generator)
+        variance = self.variance(gradient, shape)
         noisy = {
-            name: torch.addcmul(gradient[name], variance[name].sqrt(), drawn)
+            name: torch.addcmul(gradient[name], variance[name].sqrt(), drawn, out=drawn)
             for name, drawn in together(gradient, lambda like: self.draw(like, generator))
         }
 
         def noise() -> Noise:
             referred = self.referred(true, variance)
-            probes = (shape.num_probes, shape.shaping_probes)
-            return Noise(referred, variance, shape.squares, *probes, plain=self._plain)
+            return Noise(referred, variance, shape_trace, plain=self._plain)
 
         return Message(
             cast_like(noisy, gmap),
@@ -158,14 +144,21 @@ class NoiseDefense(Defense):
 
     @property
     def _plain(self) -> bool:
-        own = type(self)
-        return own.shape is NoiseDefense.shape and own.clipped is NoiseDefense.clipped
+        """Whether covariances add up where Gaussian noise was before; see `Noise`."""
+        return type(self).clipped is NoiseDefense.clipped
 
     def draw(self, like: Tensor, generator: Stream) -> Tensor:
         """Independent noise of unit variance in the shape, type and place of `like`, whose values
-        mean nothing.
+        mean nothing. The message is written where the noise was.
         """
         return generator.normal(like.shape, device=like.device, dtype=like.dtype)
+
+
+def _scaled(tensor: Tensor, factor: float) -> Tensor:
+    """In place where that is possible, and one number for one number."""
+    if tensor.numel() and not any(tensor.stride()):
+        return (tensor.flatten()[0] * factor).expand_as(tensor)
+    return tensor.mul_(factor)
 
 
 @dataclass
@@ -195,35 +188,67 @@ class LaplaceNoise(NoiseDefense):
 @dataclass
 class OptimalNoise(SensitivityDefense, NoiseDefense):
     """Noise shaped by sensitivity, Σ_ii = λ s_i / |g_i|: the least information about the input at a
-    given utility.
+    given utility, of all shapes that know s and g.
 
-    Parameters with s_i = 0 say nothing about the input to first order and get no noise.
+    With `shape="own"` they are this batch's, as published, and parameters with s_i = 0 get no
+    noise. With `"public"` and `"past"` Σ does not depend on the batch.
+
+    Args:
+        floor: ρ in [0, 1], the share of the noise's power that `"public"` and `"past"` spread over
+            all coordinates alike, so that none of an unusual batch stays bare.
     """
 
     name: ClassVar[str] = "optimal_noise"
+    floor: float = 0.2
 
     def __post_init__(self) -> None:
         NoiseDefense.__post_init__(self)
         SensitivityDefense.__post_init__(self)
+        if not (is_number(self.floor) and 0 <= self.floor <= 1):
+            raise ValueError(f"floor must be from 0 to 1, but is {self.floor!r}.")
 
-    def shape(self, gmap: GradientMap, gradient: Tensors, generator: Stream) -> Shape:
-        sensitivity = self.sensitivity(gmap, generator)
-        return self._shape(gmap.restrict(self.ratio(sensitivity.roots, gradient)), sensitivity)
+    @property
+    def _plain(self) -> bool:
+        return super()._plain and self.shape != "own"
 
-    def _shape(self, variance: Tensors, sensitivity: Sensitivity) -> Shape:
-        # A norm over a tensor averages the probes' errors out: Σ does not follow them.
-        shaping = self.num_probes if self.granularity == "parameter" else None
-        return Shape(variance, sensitivity.squares, self.num_probes, shaping)
-
-    def ratio(self, sensitivity: Tensors, gradient: Tensors) -> Tensors:
-        """s_i/|g_i| with |g_i| held above 1e-8 and the ratio below 1e6, so that no vanishing g_i
-        takes all the noise.
-        """
-        magnitude = self.at_granularity(gradient)
+    def shaped(
+        self, gmap: GradientMap, gradient: Tensors, generator: Stream
+    ) -> tuple[Tensors, float]:
+        if self.shape == "own":
+            ratio = _ratio(*self.own_sensitivity(gmap, gradient, generator))
+            return _capped(gmap.restrict(ratio)), _shape_trace(gmap.restrict(ratio))
+        averaged = self.averaged_ratio(gmap, generator)
+        if averaged is None:
+            return NoiseDefense.shaped(self, gmap, gradient, generator)
+        shape = gmap.restrict(averaged)
+        even = gmap.restrict({name: torch.ones_like(r) for name, r in shape.items()})
+        mean = float(total(shape) / total(even).clamp(min=1))
         return {
-            name: (s / magnitude[name].clamp(min=SMALLEST_GRADIENT)).clamp_(max=LARGEST_RATIO)
-            for name, s in self.at_granularity(sensitivity).items()
-        }
+            name: r.mul(1 - self.floor).add_(even[name], alpha=self.floor * mean)
+            for name, r in shape.items()
+        }, 0.0
+
+
+def _ratio(sensitivity: Tensors, magnitude: Tensors) -> Tensors:
+    """s_i/|g_i| with |g_i| held above 1e-8, so that no vanishing g_i takes all the noise."""
+    return {
+        name: s / magnitude[name].clamp(min=SMALLEST_GRADIENT) for name, s in sensitivity.items()
+    }
+
+
+def _capped(ratio: Tensors) -> Tensors:
+    return {name: r.clamp(max=LARGEST_RATIO) for name, r in ratio.items()}
+
+
+def _shape_trace(ratio: Tensors) -> float:
+    """½ Σ_i ‖∂ log Σ_ii/∂x‖² of Σ_ii ∝ s_i/|g_i|, with s_i held: ‖∂ log|g_i|/∂x‖ = s_i/|g_i|.
+
+    What changes of s_i is of third order in the loss, and small beside coordinates that are nearly
+    zero. Capped ratios do not follow the input. With one ratio a tensor it is an upper bound.
+    """
+    return float(
+        total({n: r.where(r < LARGEST_RATIO, 0).double().square() for n, r in ratio.items()}) / 2
+    )
 
 
 def _infinite_where_clipped(gradient: Tensors, variance: Tensors, clip: float) -> Tensors:
@@ -283,11 +308,10 @@ class DPSGD(NoiseDefense):
 
 @dataclass
 class OptimalDPSGD(OptimalNoise):
-    """Clip every coordinate to ±clip, then optimal noise on those within the bound and none on the
-    clipped ones.
+    """Clip every coordinate to ±clip, then optimal noise for what is left.
 
-    A clipped coordinate does not change with the input, so it needs no noise. (Theorem 3 of the
-    paper's first version.)
+    A clipped coordinate does not change with the input, so with `shape="own"` it gets no noise.
+    (Theorem 3 of the paper's first version.) Which ones are bare then says what was clipped.
 
     Args:
         clip: The bound P of every coordinate.
@@ -306,10 +330,19 @@ class OptimalDPSGD(OptimalNoise):
     def referred(self, gradient: Tensors, variance: Tensors) -> Tensors:
         return _infinite_where_clipped(gradient, variance, self.clip)
 
-    def shape(self, gmap: GradientMap, gradient: Tensors, generator: Stream) -> Shape:
-        within = {name: g.abs() < self.clip for name, g in gradient.items()}
-        found = self.sensitivity(gmap, generator)
-        sensitivity = {name: s * within[name] for name, s in found.roots.items()}
-        magnitude = {name: g * within[name] for name, g in gradient.items()}
-        ratio = self.ratio(sensitivity, magnitude)
-        return self._shape(gmap.restrict({n: r * within[n] for n, r in ratio.items()}), found)
+    def shaped(
+        self, gmap: GradientMap, gradient: Tensors, generator: Stream
+    ) -> tuple[Tensors, float]:
+        shape, trace = super().shaped(gmap, gradient, generator)
+        if self.shape == "own":  # with one ratio a tensor the clipped ones have it too
+            shape = {name: tensor * self._within(gradient[name]) for name, tensor in shape.items()}
+        return shape, trace
+
+    def learned(self, gradient: Tensors, squares: Tensors) -> tuple[Tensors, Tensors]:
+        squares = {name: s * self._within(gradient[name]) for name, s in squares.items()}
+        if self.shape == "own":
+            return {name: g * self._within(g) for name, g in gradient.items()}, squares
+        return self.clipped(gradient), squares
+
+    def _within(self, g: Tensor) -> Tensor:
+        return g.abs() < self.clip

@@ -88,8 +88,10 @@ class OptimalPruning(SensitivityDefense, PruningDefense):
     """The largest s_i/|g_i| over all tensors together are zeroed: the least leakage at a given
     utility.
 
-    Coordinates with g_i = 0 go first, because pruning them changes nothing. With granularity
-    "layer" all coordinates of a tensor rank alike, and go by position within it.
+    With `shape="own"`, as published, coordinates with g_i = 0 go first, because pruning them
+    changes nothing. With `"public"` and `"past"` the mask does not depend on the batch; the first
+    message of `"past"` keeps coordinates at random. With granularity "layer" all coordinates of a
+    tensor rank alike, and go by position within it.
     """
 
     name: ClassVar[str] = "optimal_pruning"
@@ -99,14 +101,23 @@ class OptimalPruning(SensitivityDefense, PruningDefense):
         SensitivityDefense.__post_init__(self)
 
     def worth(self, gmap: GradientMap, gradient: Tensors, generator: Stream) -> Tensors:
-        magnitude = self.at_granularity(gradient)
-        sensitivity = self.at_granularity(self.sensitivity(gmap, generator).roots)
-        # s_i above 1e-30: coordinates that leak nothing are worth the more the larger they are, and
-        # more than all others.
-        return {
-            name: (magnitude[name] / s.clamp(min=1e-30)).mul_(gradient[name] != 0)
-            for name, s in sensitivity.items()
-        }
+        if self.shape == "own":
+            roots, magnitude = self.own_sensitivity(gmap, gradient, generator)
+            # s_i above 1e-30: coordinates that leak nothing are worth the more the larger they are,
+            # and more than all others.
+            return {
+                name: (magnitude[name] / s.clamp(min=1e-30)).mul_(gradient[name] != 0)
+                for name, s in roots.items()
+            }
+        ratio = self.averaged_ratio(gmap, generator)
+        if ratio is not None:
+            worth = {name: 1 / r for name, r in ratio.items()}
+        else:
+            worth = {
+                name: generator.uniform(g.shape, device=g.device, dtype=g.dtype)
+                for name, g in gradient.items()
+            }
+        return gmap.restrict(worth)  # what is withheld already goes first
 
 
 def largest(worth: Tensor, amount: float, weight: Tensor | None = None) -> Tensor:

@@ -159,7 +159,7 @@ class Refiner(Defense):
                 list(processing_class.image_mean),
                 list(processing_class.image_std),
             )
-        if self.network is None:
+        if self.network is None or self.evaluation_network is None:  # one is found for each model
             self._loaded = network_for(model, processing_class, self.public_text)
         self._special, self._tried = SpecialTokens.of(processing_class), False
         special = None if processing_class is None else self._special.ids

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from ..gradient_map import GradientMap
-from ..gradient_map.domain import PixelSpace, embed
+from ..gradient_map.domain import embed
+from ..gradient_map.pixel_space import PixelSpace
 from ..networks.base import EvaluationNetworkBase
 from ..networks.trial import FEW_WORDS, LEAST_GAP, check_order, check_slope, ordinary_ids
 from ..randomness import Stream

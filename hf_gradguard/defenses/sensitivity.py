@@ -1,94 +1,119 @@
-"""What defenses that weigh parameters by sensitivity share: estimating it, and reusing it."""
+"""What defenses that weigh parameters by sensitivity share: where s and |g| come from."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, get_args
 
 import torch
+from torch import nn
 
 from ..gradient_map import GradientMap, Tensors
+from ..gradient_map.random_labels import special_ids
+from ..gradient_map.sensitivity import probe_squares
 from ..randomness import Stream
+from .averages import Averages
 from .base import Defense, check_finite, check_whole, total
 
 Granularity = Literal["parameter", "layer"]
-
-
-class Sensitivity(NamedTuple):
-    """s_i = ‖∂g_i/∂x‖ of every shared parameter.
-
-    Args:
-        roots: s_i.
-        squares: The estimates of s_i² that they are from, if those are of this very batch.
-    """
-
-    roots: Tensors
-    squares: Tensors | None
+ShapedBy = Literal["public", "past", "own"]
 
 
 @dataclass
 class SensitivityDefense(Defense):
-    """A defense that weighs every parameter by its sensitivity s_i = ‖∂g_i/∂x‖.
+    """A defense that weighs every parameter by s_i/|g_i|, with the sensitivity s_i = ‖∂g_i/∂x‖.
 
     Args:
-        num_probes: Random directions to estimate s_i² from; relative variance 2/num_probes.
+        shape: Where s and |g| are from. `"public"`: random inputs, so that the weights say nothing
+            of any client's data. `"past"`: averages over the client's earlier batches; the first
+            message has none, and weighs all alike. `"own"`: this very batch, as published. The
+            weights are then a function of the input, and can be read off what is shared.
+        num_probes: Random directions to estimate s² from. Default: 1, or 10 with `"own"`.
         granularity: `"parameter"`, or `"layer"`: one s and one |g| a tensor, their norms over it.
-        refresh_every: Estimate anew at every n-th call and reuse in between. The reused values
-            belong to an earlier batch: protection is then optimal for that one, and cheaper by
-            nearly n.
-        probe_chunk: Probes that run at once; bounds memory, see `GradientMap.squared_sensitivity`.
+        refresh_every: Measure at every n-th message, and weigh by averages in between. Default: 10;
+            `"own"` measures every message.
+
+    Raises:
+        ValueError: For a value out of range, or `refresh_every` with `"own"`.
 
     Example:
-        >>> defense = make_defense("optimal_pruning", refresh_every=2)
-        >>> [(defense(gmap), defense.needs_jacobian)[1] for _ in range(3)]
-        [False, True, False]
+        >>> defense = make_defense("optimal_noise", shape="past", refresh_every=5)
+        >>> defense(gmap).keys() == gmap.gradient().keys()
+        True
     """
 
-    num_probes: int = 10
+    shape: ShapedBy = "public"
+    num_probes: int | None = None
     granularity: Granularity = "parameter"
-    refresh_every: int = 1
-    probe_chunk: int = 1
+    refresh_every: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("num_probes", "refresh_every", "probe_chunk"):
-            check_whole(name, getattr(self, name), 1)
-        if self.granularity not in ("parameter", "layer"):
+        for name in ("num_probes", "refresh_every"):
+            if getattr(self, name) is not None:
+                check_whole(name, getattr(self, name), 1)
+        for name, choices in (("granularity", Granularity), ("shape", ShapedBy)):
+            if getattr(self, name) not in get_args(choices):
+                words = " or ".join(repr(choice) for choice in get_args(choices))
+                raise ValueError(f"{name} must be {words}, but is {getattr(self, name)!r}.")
+        if self.shape == "own" and self.refresh_every not in (None, 1):
             raise ValueError(
-                f"granularity must be 'parameter' or 'layer', but is {self.granularity!r}."
+                "shape='own' measures every message: leave refresh_every out. What is measured "
+                "now and then is an average: shape='public' or 'past'."
             )
-        self._squares: Tensors = {}
-        self._calls_left = 0
+        self._averages, self._calls = Averages(), 0
+        self._special: list[int] = []
 
-    @property
-    def needs_jacobian(self) -> bool:
-        return self._calls_left == 0
+    def prepare(self, model: nn.Module, processing_class: Any = None) -> None:
+        self._special = special_ids(model, processing_class)
 
-    def sensitivity(self, gmap: GradientMap, generator: Stream) -> Sensitivity:
-        """s_i for every shared parameter, estimated now or at most `refresh_every - 1` calls ago.
+    def averaged_ratio(self, gmap: GradientMap, generator: Stream) -> Tensors | None:
+        """√(s²/g²) of public or past batches, up to a common factor: not a function of this one.
 
-        Coordinates of the gradient that are not zero never count as insensitive by accident: where
-        an estimate on this very batch underflowed they have the smallest s there is, and where an
-        earlier batch did not reach them (other positions, another dropout mask) the root mean
-        square of their tensor's, or of all.
+        Args:
+            gmap: The client's map.
+            generator: Of probes and random inputs.
+
+        Returns:
+            One positive tensor a shared parameter; `None` if there is no earlier batch.
         """
-        if self._calls_left == 0 or self._squares.keys() != gmap.parameters.keys():
-            self._calls_left = 0
-            squares = gmap.squared_sensitivity(self.num_probes, generator, self.probe_chunk)
-            check_finite(
-                squares,
-                "The sensitivity of {} is not finite: the loss has no second derivative there.",
-            )
-            self._squares, self._calls_left = squares, self.refresh_every
-        fresh = self._calls_left == self.refresh_every
-        self._calls_left -= 1
-        squares = gmap.restrict(self._squares)
-        if not self._calls_left:
-            self._squares = {}
-        # A loaded state has an order of its own.
-        squares = {name: squares[name] for name in gmap.parameters}
-        filled = _filled(squares, gmap.gradient(), fresh)
-        roots = {name: square.sqrt() for name, square in filled.items()}
-        return Sensitivity(roots, squares if fresh else None)
+        plain = gmap.undefended
+        if not self._averages.knows(plain.parameters):
+            self._averages, self._calls = Averages(), 0
+        due = not self._averages or self._calls % (self.refresh_every or 10) == 0
+        if self.shape == "public" and due:
+            made = gmap.domain.random_batch(gmap.model, gmap.batch, generator, self._special)
+            self._learn(plain.of_batch(made), generator)
+        ratio = self._averages.ratio(self.granularity == "layer") if self._averages else None
+        if self.shape == "past" and due:
+            self._learn(plain, generator)
+        self._calls += 1
+        if ratio is None:
+            return None
+        return {name: ratio[name] for name in gmap.parameters}  # a loaded state has its own order
+
+    def own_sensitivity(
+        self, gmap: GradientMap, gradient: Tensors, generator: Stream
+    ) -> tuple[Tensors, Tensors]:
+        """s_i and |g_i| of this very batch.
+
+        A coordinate that is not zero never counts as insensitive because its estimate underflowed.
+        """
+        squares = gmap.squared_sensitivity(self.num_probes or 10, generator)
+        _check_squares(squares)
+        squares = gmap.restrict(squares)
+        if total(squares):
+            tiny = {name: torch.finfo(square.dtype).tiny for name, square in squares.items()}
+            squares = {
+                name: torch.where((square == 0) & (gradient[name] != 0), tiny[name], square)
+                for name, square in squares.items()
+            }
+        gradient, squares = self.learned(gradient, squares)
+        roots = {name: squares[name].sqrt() for name in gradient}
+        return self.at_granularity(roots), self.at_granularity(gradient)
+
+    def learned(self, gradient: Tensors, squares: Tensors) -> tuple[Tensors, Tensors]:
+        """What averages are of: g and s² of what the defense shares before noise."""
+        return gradient, squares
 
     def at_granularity(self, tensors: Tensors) -> Tensors:
         """Magnitudes entry by entry, or with granularity "layer" each tensor's norm in all its
@@ -99,30 +124,25 @@ class SensitivityDefense(Defense):
         return {name: tensor.abs() for name, tensor in tensors.items()}
 
     def state_dict(self) -> Tensors:
-        if not self._squares:
+        if not self._averages:
             return {}
-        return {"calls_left": torch.tensor(self._calls_left)} | {
-            f"squares.{n}": t for n, t in self._squares.items()
-        }
+        return {"calls": torch.tensor(self._calls)} | self._averages.state_dict()
 
     def load_state_dict(self, state: Tensors) -> None:
         state = dict(state)
-        self._calls_left = int(state.pop("calls_left", torch.tensor(0)))
-        self._squares = {name.removeprefix("squares."): tensor for name, tensor in state.items()}
+        self._calls = int(state.pop("calls", torch.tensor(0)))
+        self._averages.load_state_dict(state)
+
+    def _learn(self, gmap: GradientMap, generator: Stream) -> None:
+        squares: Tensors = {}
+        for name, found in probe_squares(gmap, self.num_probes or 1, generator):
+            squares[name] = squares[name] + found if name in squares else found
+        _check_squares(squares)
+        gradient, squares = self.learned(gmap.gradient(), squares)
+        self._averages.add(squares.items(), gradient)
 
 
-def _filled(squares: Tensors, gradient: Tensors, fresh: bool) -> Tensors:
-    overall = total(squares) / sum(square.numel() for square in squares.values())
-    if not overall:
-        return squares
-    filled = {}
-    for name, square in squares.items():
-        least = (
-            torch.finfo(square.dtype).tiny
-            if fresh
-            else square.mean()
-            if square.any()
-            else overall.to(square.dtype)
-        )
-        filled[name] = torch.where((square == 0) & (gradient[name] != 0), least, square)
-    return filled
+def _check_squares(squares: Tensors) -> None:
+    check_finite(
+        squares, "The sensitivity of {} is not finite: the loss has no second derivative there."
+    )

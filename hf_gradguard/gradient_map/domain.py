@@ -14,6 +14,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from ..randomness import Stream
+from .random_labels import NOT_MADE_UP, ends, random_labels
+
 
 class Domain(ABC):
     """What an input is made of.
@@ -22,11 +25,26 @@ class Domain(ABC):
         name: `"text"` or `"image"`.
         key: The entry of the batch that is private.
         content: What that entry holds, in a word.
+        shape: Of that entry, as its dimensions are called.
     """
 
     name: ClassVar[str]
     key: ClassVar[str]
     content: ClassVar[str]
+    shape: ClassVar[str]
+
+    @property
+    def dims(self) -> int:
+        """How many dimensions the private entry has at least."""
+        return len(self.shape.split(", "))
+
+    def check(self, model: nn.Module, batch: Mapping[str, Any]) -> None:  # noqa: B027
+        """Refuse entries that do not fit the private one, or a private one that does not fit the
+        model.
+
+        Raises:
+            ValueError: With the entry's name.
+        """
 
     def main_input(self, batch: Mapping[str, Any]) -> Tensor:
         """The private entry of a batch, of one row a sample."""
@@ -45,11 +63,83 @@ class Domain(ABC):
     def token_embeddings(self, model: nn.Module) -> list[nn.Module]:
         """Every module that embeds token ids: the model's, and an encoder-decoder's two."""
 
+    def random_batch(
+        self,
+        model: nn.Module,
+        batch: Mapping[str, Any],
+        generator: Stream,
+        special: Sequence[int] = (),
+    ) -> dict[str, Any]:
+        """A batch of the same shapes with nothing of the content: random inputs and labels, no
+        padding.
+
+        Args:
+            model: Says how many tokens and classes there are.
+            batch: For shapes and types.
+            generator: Of the inputs and labels.
+            special: Ids of special tokens. Texts begin and end with those that the batch's do.
+
+        Raises:
+            ValueError: For an entry that it cannot make up, by name.
+        """
+        like, present = self.main_input(batch), self.present(batch)
+        made: dict[str, Any] = {
+            self.key: self.random_input(model, like, generator, special, present)
+        }
+        for key, value in batch.items():
+            if key == self.key:
+                continue
+            if value is None or isinstance(value, bool | int | float | str):
+                made[key] = value
+            elif not isinstance(value, Tensor):
+                raise ValueError(NOT_MADE_UP.format(repr(key)))
+            elif key.endswith("attention_mask") and value.dim() == 2:
+                made[key] = torch.ones_like(value)
+            elif key == "token_type_ids":
+                made[key] = torch.zeros_like(value)
+            elif key == "position_ids":
+                made[key] = torch.arange(value.shape[-1], device=value.device).expand_as(value)
+            else:
+                private = self.main_input(batch)
+                made[key] = random_labels(model, key, batch, private, made[self.key], generator)
+        return made
+
+    @abstractmethod
+    def random_input(
+        self,
+        model: nn.Module,
+        like: Tensor,
+        generator: Stream,
+        special: Sequence[int],
+        present: Tensor | None = None,
+    ) -> Tensor:
+        """The private entry, drawn at random. `present` is as of the method of that name."""
+
 
 class Text(Domain):
     """Token ids, of which a model makes embeddings `(B, T, H)`."""
 
-    name, key, content = "text", "input_ids", "tokens"
+    name, key, content, shape = "text", "input_ids", "tokens", "(B, T)"
+
+    def check(self, model: nn.Module, batch: Mapping[str, Any]) -> None:
+        ids, mask = self.main_input(batch), batch.get("attention_mask")
+        if ids.is_floating_point():
+            raise ValueError(
+                f"`input_ids` of a batch are {ids.dtype}, where whole numbers are ids."
+            )
+        rows = getattr(self.embedding(model), "num_embeddings", None)
+        low, high = (int(end) for end in ids.aminmax())
+        if rows is not None and not 0 <= low <= high < rows:
+            raise ValueError(
+                f"`input_ids` of a batch go from {low} to {high}, but {type(model).__name__} "
+                f"embeds 0 to {rows - 1}. The tokenizer is another model's, or new tokens need "
+                "model.resize_token_embeddings."
+            )
+        if isinstance(mask, Tensor) and mask.dim() == ids.dim() and mask.shape != ids.shape:
+            raise ValueError(
+                f"`attention_mask` has shape {tuple(mask.shape)}, but `input_ids` have "
+                f"{tuple(ids.shape)}. Change the collator."
+            )
 
     def present(self, batch: Mapping[str, Any]) -> Tensor | None:
         mask = batch.get("attention_mask")
@@ -83,17 +173,54 @@ class Text(Domain):
             owners += [whole.get_encoder(), whole.get_decoder()]
         return [module for module in map(_embedding_of, owners) if module is not None]
 
+    def random_input(
+        self,
+        model: nn.Module,
+        like: Tensor,
+        generator: Stream,
+        special: Sequence[int],
+        present: Tensor | None = None,
+    ) -> Tensor:
+        """Tokens drawn from the vocabulary without special ones, which stand at the ends only."""
+        words = len(self.embedding(model).weight)  # type: ignore[arg-type]
+        allowed = torch.ones(words, dtype=torch.bool)
+        allowed[[index for index in special if index < words]] = False
+        ordinary = allowed.nonzero().flatten().to(like.device)
+        ids = ordinary[generator.integers(len(ordinary), like.shape, device=like.device)]
+        first, last = ends(like, special, present)
+        if first is not None:
+            ids[:, 0] = first
+        if last is not None and ids.shape[1] > 1:
+            ids[:, -1] = last
+        return ids.to(like.dtype)
+
 
 class Image(Domain):
     """Pixels `(B, C, H, W)`."""
 
-    name, key, content = "image", "pixel_values", "pixels"
+    name, key, content, shape = "image", "pixel_values", "pixels", "(B, C, H, W)"
 
     def present(self, batch: Mapping[str, Any]) -> Tensor | None:
         return None
 
     def embedding(self, model: nn.Module) -> None:
         return None
+
+    def random_input(
+        self,
+        model: nn.Module,
+        like: Tensor,
+        generator: Stream,
+        special: Sequence[int],
+        present: Tensor | None = None,
+    ) -> Tensor:
+        """Patches of even color under fine noise, of mean 0 and deviation 1: more like images than
+        white noise is.
+        """
+        coarse = generator.normal((*like.shape[:2], 4, 4), device=like.device)
+        smooth = nn.functional.interpolate(coarse, size=like.shape[2:], mode="bilinear")
+        fine = generator.normal(like.shape, device=like.device)
+        return (smooth + 0.3 * fine).to(like.dtype)
 
     def token_embeddings(self, model: nn.Module) -> list[nn.Module]:
         # Vision models call their patch projection an input embedding; it is shared like any
@@ -138,41 +265,47 @@ def domain_of_model(model: nn.Module) -> Domain:
     return IMAGE if named == IMAGE.key else TEXT
 
 
+def check_batch(model: nn.Module, batch: Any) -> None:
+    """Refuse a batch of which a model could make no loss, or one that says nothing of the batch.
+
+    Raises:
+        ValueError: With the entry's name, what it is, and what it should be.
+    """
+    if not isinstance(batch, Mapping) or not batch:
+        empty = " without entries" if isinstance(batch, Mapping) else ""
+        raise ValueError(
+            f"A batch is a {type(batch).__name__}{empty}, where a mapping of names to tensors is "
+            "needed: the model is called by names. Change the collator."
+        )
+    if embeds := sorted(key for key in batch if key.endswith("inputs_embeds")):
+        raise ValueError(
+            f"The batch holds {', '.join(embeds)}: what was embedded outside the model cannot be "
+            "told from what is private. Return `input_ids` from the collator instead."
+        )
+    domain = domain_of_batch(batch)
+    needed = getattr(model, "main_input_name", domain.key)
+    if needed not in batch:
+        raise ValueError(
+            f"{type(model).__name__} takes `{needed}`, but the batch holds {sorted(batch)}. Change "
+            "the collator or the model."
+        )
+    value = batch[domain.key]
+    if not isinstance(value, Tensor) or value.dim() < domain.dims or not value.numel():
+        found = (
+            f"have shape {tuple(value.shape)}"
+            if isinstance(value, Tensor)
+            else f"are a {type(value).__name__}"
+        )
+        raise ValueError(
+            f"`{domain.key}` of a batch {found}, where a tensor {domain.shape} of at least one row "
+            "is needed. Change the collator or the data."
+        )
+    domain.check(model, batch)
+
+
 def domain_of_shape(shape: Sequence[int]) -> Domain:
     """The domain of a batch's main input by its shape: `(B, T)` or `(B, C, H, W)`."""
     return TEXT if len(shape) == 2 else IMAGE
-
-
-class PixelSpace:
-    """Where images may lie whose pixels were in [0, 1] before mean and deviation were taken out.
-
-    Args:
-        like: Images `(B, C, H, W)`, for device and type.
-        mean: Per channel, what was subtracted; `None` is 0.
-        std: Per channel, what they were divided by afterwards; `None` is 1.
-    """
-
-    def __init__(
-        self, like: Tensor, mean: Sequence[float] | None = None, std: Sequence[float] | None = None
-    ) -> None:
-        self.mean, self.std = (
-            torch.tensor(list(values), device=like.device, dtype=like.dtype).view(1, -1, 1, 1)
-            for values in (mean or [0.0], std or [1.0])
-        )
-        self.low, self.high = (0 - self.mean) / self.std, (1 - self.mean) / self.std
-
-    def noise(self, shape: Sequence[int], like: Tensor, generator: torch.Generator) -> Tensor:
-        """Uniform over the pixel range."""
-        drawn = torch.rand(tuple(shape), generator=generator, device=like.device, dtype=like.dtype)
-        return self.low.to(like.dtype) + drawn * (self.high - self.low).to(like.dtype)
-
-    def project_(self, x: Tensor) -> None:
-        """Back into the pixel range, in place."""
-        torch.minimum(torch.maximum(x, self.low.to(x.dtype)), self.high.to(x.dtype), out=x)
-
-    def plain(self, x: Tensor) -> Tensor:
-        """Pixels as they were before normalization."""
-        return x * self.std + self.mean
 
 
 def embed(module: nn.Module, ids: Tensor) -> Tensor:

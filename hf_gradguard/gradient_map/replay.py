@@ -85,6 +85,29 @@ class Replay:
         with torch.enable_grad(), self.draws(), self.kernels():
             yield
 
+    @contextmanager
+    def full_precision(self) -> Iterator[None]:
+        """No autocast inside the model: differences of two passes would drown in its rounding."""
+        kinds = [kind for kind in ("cpu", "cuda") if self._on(kind)]
+        before = {kind: torch.is_autocast_enabled(kind) for kind in kinds}
+
+        def leave_autocast(_module: nn.Module, _args: object) -> None:
+            for kind in kinds:  # a model that entered it restores what was before
+                if torch.is_autocast_enabled(kind):
+                    torch.set_autocast_enabled(kind, False)
+
+        handles = [module.register_forward_pre_hook(leave_autocast) for module in self.modules]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+            for kind, enabled in before.items():
+                torch.set_autocast_enabled(kind, enabled)
+
+    def _on(self, kind: str) -> bool:
+        return kind == "cuda" if self._devices else kind == "cpu"
+
     def recomputes(self) -> bool:
         """Whether layers run again in the backward pass, under activation checkpointing."""
         return any(getattr(m, "gradient_checkpointing", False) and m.training for m in self.modules)

@@ -14,6 +14,7 @@ from .domain import Domain
 from .factors import Factors
 from .inputs import Batch
 from .map import GradientMap, Tensors
+from .sensitivity import Method
 
 SMOOTH_CLIP_NORM = 1.115
 """The largest norm that a smoothly clipped gradient can have, in units of C."""
@@ -88,11 +89,23 @@ class View(GradientMap):
 
     def squared_sensitivity(
         self,
-        num_probes: int = 10,
+        num_probes: int = 1,
         generator: Stream | torch.Generator | None = None,
-        probe_chunk: int = 1,
+        *,
+        split: bool = True,
+        method: Method | None = None,
     ) -> Tensors:
-        return self.base.squared_sensitivity(num_probes, generator, probe_chunk)
+        return self.base.squared_sensitivity(num_probes, generator, split=split, method=method)
+
+    def twice(self) -> GradientMap:
+        return self.base.twice()
+
+    @property
+    def undefended(self) -> GradientMap:
+        return self.base.undefended
+
+    def of_batch(self, batch: Batch, second_order: bool = False) -> GradientMap:
+        return self.base.of_batch(batch, second_order)
 
     @property
     def transmitted(self) -> Tensors | None:
@@ -211,11 +224,18 @@ class ClippedMap(View):
 
     def squared_sensitivity(
         self,
-        num_probes: int = 10,
+        num_probes: int = 1,
         generator: Stream | torch.Generator | None = None,
-        probe_chunk: int = 1,
+        *,
+        split: bool = True,
+        method: Method | None = None,
     ) -> Tensors:
-        return GradientMap.squared_sensitivity(self, num_probes, generator, probe_chunk)
+        return GradientMap.squared_sensitivity(
+            self, num_probes, generator, split=split, method=method
+        )
+
+    def twice(self) -> GradientMap:
+        return self
 
     def jvps(self, directions: Tensor) -> Sequence[Tensor]:
         products = self.base.jvps(directions)

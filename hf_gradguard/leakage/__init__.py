@@ -19,7 +19,7 @@ from .bounds import (
 )
 from .estimators import Estimator, make_estimator
 from .figures import Eigenvalue, Estimate, Influence
-from .fisher import DFIL, dfil, fisher_norm, fisher_trace, fisher_trace_from_sensitivity
+from .fisher import DFIL, dfil, fisher_norm, fisher_trace, ghost_dfil
 from .influence import (
     Directions,
     expected_squared_influence,
@@ -43,8 +43,8 @@ __all__ = [
     "expected_squared_influence",
     "fisher_norm",
     "fisher_trace",
-    "fisher_trace_from_sensitivity",
     "gaussian_epsilon",
+    "ghost_dfil",
     "inversion_influence",
     "inversion_influence_lower_bound",
     "largest_eigenvalue",

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from ..attacks import Attack, Observation, Reconstruction, make_attack
-from ..gradient_map.domain import DOMAINS, PixelSpace
+from ..gradient_map.domain import DOMAINS
+from ..gradient_map.pixel_space import PixelSpace
 from .facts import model_facts, random_states, same
 from .observations import other_cases, small_observation
 

@@ -107,7 +107,7 @@ def _aggregation(trainer: GradGuardTrainer) -> str:
     if not getattr(args, "secure_aggregation", False):
         return ""
     who = "signed" if args.secure_aggregation_keys else "taken as they came"
-    summed = "; the noise's scale below is of one message, its share of the sum's"
+    summed = "; the noise's scale below is of their sum, not of each"
     return (
         f"Messages were aggregated securely (the ranks' keys were {who}): ranks saw means alone"
         f"{summed if args.noise_for == 'sum' else ''}."

@@ -14,7 +14,7 @@ from accelerate.utils import DistributedType
 from torch import nn
 from torch._dynamo import OptimizedModule
 from torch.utils.data import IterableDataset
-from transformers import TrainingArguments
+from transformers import DataCollatorWithFlattening, TrainingArguments
 
 from ..defenses import Defense
 from ..defenses.noise import DPSGD
@@ -71,6 +71,22 @@ def check_accelerator(accelerator: Accelerator, train_dataset: Any = None) -> No
     _raise_first(_accelerator_refusals(accelerator, train_dataset))
 
 
+def check_training(
+    args: TrainingArguments, model: nn.Module, accelerator: Accelerator, train_dataset: Any
+) -> None:
+    """All of these.
+
+    Raises:
+        NotImplementedError: With the reason and what to use instead.
+
+    Example:
+        >>> check_training(TrainingArguments("out"), model, Accelerator(cpu=True), None)
+    """
+    check_arguments(args)
+    check_model(model)
+    check_accelerator(accelerator, train_dataset)
+
+
 def check_leakage(
     args: TrainingArguments,
     defense: Defense,
@@ -103,6 +119,20 @@ def check_leakage(
         raise NotImplementedError(_UNNUMBERED)
 
 
+def check_collator(collator: Any) -> None:
+    """Refuse collators of which a batch cannot be cut into clients.
+
+    Raises:
+        NotImplementedError: With the reason and what to use instead.
+
+    Example:
+        >>> from transformers import DefaultDataCollator
+        >>> check_collator(DefaultDataCollator())
+    """
+    if isinstance(collator, DataCollatorWithFlattening):
+        raise NotImplementedError(f"GradGuardTrainer does not support {PADDING_FREE}")
+
+
 def _raise_first(refusals: Iterator[str]) -> None:
     for reason in refusals:
         raise NotImplementedError(f"GradGuardTrainer does not support {reason}")
@@ -117,6 +147,11 @@ def _argument_refusals(args: TrainingArguments) -> Iterator[str]:
         yield _FP16
     if args.torch_compile:
         yield _COMPILE
+    if "layerwise" in str(getattr(args.optim, "value", args.optim)):
+        yield (
+            "layerwise optimizers: they step inside the backward pass, of which there is none, so "
+            "nothing would be trained. Use the optimizer of the same name without _layerwise."
+        )
     if "lomo" in str(getattr(args.optim, "value", args.optim)):
         yield (
             "LOMO optimizers: they update weights inside the backward pass, before the gradient is "
@@ -269,6 +304,11 @@ def _is_iterable(dataset: Any) -> bool:
     return isinstance(dataset, IterableDataset | datasets.IterableDataset)
 
 
+PADDING_FREE = (
+    "padding-free batches of several clients: all texts are one row, so that nothing says whose a "
+    "token is. Pad (DataCollatorWithPadding, DataCollatorForSeq2Seq, padding_free=False), or give "
+    "each rank one client: clients_per_process=1, num_clients left out."
+)
 _UNNUMBERED = (
     "GradGuardTrainer does not support an accountant with an iterable data set: its rows have no "
     "numbers, and by its content an example that is augmented or masked anew would be another one "

@@ -19,6 +19,7 @@ from transformers import TrainingArguments
 
 from ..defenses import Defense
 from ..gradient_map.domain import domain_of_batch
+from .checks import PADDING_FREE
 from .partition import Rows, make_partition
 
 CLIENT, SHARE, ROW = "gradguard_client", "gradguard_share", "gradguard_row"
@@ -244,6 +245,8 @@ def split(batch: dict[str, Any], parts: int) -> list[dict[str, Any]]:
     if parts == 1:
         return [dict(batch)]
     rows = domain_of_batch(batch).main_input(batch)
+    if len(rows) == 1 and _is_padding_free(batch):
+        raise NotImplementedError(f"GradGuardTrainer does not support {PADDING_FREE}")
     parts_of = torch.arange(len(rows), device=rows.device).tensor_split(parts)
     return [_take(batch, index, len(rows)) for index in parts_of]
 
@@ -262,6 +265,8 @@ def drawn(
     """
     rest = {key: value for key, value in batch.items() if key not in (CLIENT, SHARE)}
     numbers, shares = batch[CLIENT], batch[SHARE]
+    if len(domain_of_batch(rest).main_input(rest)) != len(numbers):
+        raise NotImplementedError(f"GradGuardTrainer does not support {PADDING_FREE}")
     for number in numbers.unique():
         index = (numbers == number).nonzero().flatten()
         own = _take(rest, index, len(numbers))
@@ -269,13 +274,37 @@ def drawn(
 
 
 def _take(batch: dict[str, Any], index: Tensor, rows: int) -> dict[str, Any]:
-    """Some rows of a batch; what is not of one entry a row stays whole."""
-    return {
-        key: value[index]
-        if isinstance(value, Tensor) and value.dim() and len(value) == rows
-        else value
-        for key, value in batch.items()
-    }
+    """Some rows of a batch; what holds for all of them stays whole."""
+    taken = {}
+    for key, value in batch.items():
+        whole = len(value) if isinstance(value, list | tuple) or _dim(value) else 1
+        if whole == rows:
+            chosen = (
+                value[index] if isinstance(value, Tensor) else [value[k] for k in index.tolist()]
+            )
+            taken[key] = chosen
+        elif whole == 1 or not isinstance(value, Tensor | list | tuple):
+            taken[key] = value
+        else:
+            raise NotImplementedError(
+                f"{key!r} of a batch has {whole} entries where the batch has {rows} rows, so it "
+                "cannot be cut into clients. Return one entry a row from the collator, or give "
+                "each rank one client: clients_per_process=1, num_clients left out."
+            )
+    return taken
+
+
+def _dim(value: Any) -> int:
+    return value.dim() if isinstance(value, Tensor) else 0
+
+
+def _is_padding_free(batch: dict[str, Any]) -> bool:
+    """Whether the row of a batch is several texts: their bounds are given, or positions begin
+    again.
+    """
+    positions = batch.get("position_ids")
+    restarts = isinstance(positions, Tensor) and bool((positions.diff(dim=-1) < 0).any())
+    return restarts or any(key.startswith(("cu_seq_lens", "seq_idx")) for key in batch)
 
 
 def _data_seed(args: TrainingArguments) -> int:

@@ -3,24 +3,33 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 import yaml
 from transformers import HfArgumentParser, TrainingArguments
+from transformers.hf_argparser import string_to_bool
 
 from ..defenses import Defense, make_defense
 from ..registry import DEFENSES
 from .batch_statistics import CHOICES
 from .partition import PARTITIONS
 from .summed_noise import CHOICES as NOISE_FOR
+from .summed_noise import check_noise_for
 
 _CHOICES = {
     "batch_statistics": CHOICES,
     "partition": PARTITIONS,
     "leakage_action": ("skip", "stop"),
     "noise_for": NOISE_FOR,
+}
+_KINDS: dict[str, tuple[tuple[type, ...], str]] = {
+    "bool": ((bool,), "true or false"),
+    "int": ((int,), "a whole number"),
+    "float": ((int, float), "a number"),
+    "str": ((str,), "text"),
 }
 _LEAST = {
     "clients_per_process": 1,
@@ -183,6 +192,25 @@ class GradGuardConfig(TrainingArguments):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.check()
+
+    def check(self) -> None:
+        """Refuse what cannot be meant. Runs again when training begins, so that a later change is
+        checked like an argument.
+
+        Raises:
+            ValueError: With the argument's name.
+
+        Example:
+            >>> args = GradGuardConfig("out", share_input_embeddings="false")
+            >>> args.share_input_embeddings
+            False
+            >>> args.clients_per_process = 0
+            >>> args.check()
+            Traceback (most recent call last):
+            ValueError: clients_per_process must be at least 1, but is 0.
+        """
+        self._check_types()
         if not isinstance(self.defense_kwargs, dict | None):
             raise ValueError(
                 f"defense_kwargs must be a dict, or JSON that starts with '{{', but is "
@@ -206,13 +234,7 @@ class GradGuardConfig(TrainingArguments):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
                 raise ValueError(f"{name} must be a finite number above 0, but is {value!r}.")
-        if not self.secure_aggregation and (
-            self.noise_for == "sum" or self.secure_aggregation_keys is not None
-        ):
-            raise ValueError(
-                "noise_for='sum' and secure_aggregation_keys need secure_aggregation=True: without "
-                "it others see each message, with its own noise alone."
-            )
+        check_noise_for(self)
         if self.num_clients is not None:
             self._check_clients(self.num_clients)
         elif self.partition != "iid":
@@ -221,6 +243,20 @@ class GradGuardConfig(TrainingArguments):
             )
         if self.defense is not None:
             make_defense(self.defense, **(self.defense_kwargs or {}))
+
+    def _check_types(self) -> None:
+        for name, annotation in GradGuardConfig.__annotations__.items():
+            kind, _, optional = annotation.partition(" | ")
+            value = getattr(self, name, None)
+            if kind not in _KINDS or name.startswith("defense") or (optional and value is None):
+                continue
+            if kind == "bool" and isinstance(value, str):
+                with contextlib.suppress(argparse.ArgumentTypeError):  # refused below
+                    value = string_to_bool(value)  # as on the command line
+                    setattr(self, name, value)
+            types, called = _KINDS[kind]
+            if not isinstance(value, types) or isinstance(value, bool) != (kind == "bool"):
+                raise ValueError(f"{name} must be {called}, but is {value!r}.")
 
     def _check_clients(self, num_clients: int) -> None:
         if num_clients < self.clients_per_process:

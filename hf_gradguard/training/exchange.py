@@ -161,11 +161,10 @@ def any_rank(due: bool, accelerator: Accelerator, secure: SecureAggregation | No
 
 class StartAlike(TrainerCallback):
     """What wrapping in DDP would have done: every rank starts from rank 0's parameters and
-    buffers, and with keys of its own, if messages are hidden.
+    buffers.
     """
 
-    def __init__(self, secure: SecureAggregation | None = None) -> None:
-        self._secure = secure
+    def __init__(self) -> None:
         self._started = False
 
     def on_train_begin(
@@ -177,5 +176,3 @@ class StartAlike(TrainerCallback):
             with torch.no_grad():
                 broadcast([tensor.detach() for tensor in (*model.parameters(), *buffers)])
         self._started = True
-        if self._secure is not None:
-            self._secure.agree()

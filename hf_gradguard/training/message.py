@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import hashlib
+import math
 import time
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 from transformers.utils import logging
 
+from ..defenses import Defense
 from ..defenses.none import NoDefense
 from ..gradient_map import GradientMap
 from ..gradient_map.inputs import LossFunction
 from ..randomness import Stream
 from .clients import ClientBatch
 from .dropout import private_draws
+from .ledger import Ledger
 from .meter import LeakageMeter
 
 logger = logging.get_logger(__name__)
@@ -62,21 +66,25 @@ class MessageMaker:
     Args:
         draws: Of the noise.
         meter: Says which messages may be shared.
+        ledger: Of what was written to `.grad`.
         share_input_embeddings: As for `GradientMap`.
 
     Example:
         >>> from transformers import TrainingArguments
         >>> defense, draws = make_defense("pruning", ratio=0.9), Draws()
         >>> meter = LeakageMeter(TrainingArguments("out"), defense, None)
-        >>> maker = MessageMaker(draws, meter, share_input_embeddings=False)
+        >>> maker = MessageMaker(draws, meter, Ledger(), share_input_embeddings=False)
         >>> client = ClientBatch(defense, batch, weight=1.0)
         >>> loss = maker.share(model, client, lambda model, batch: model(**batch).loss, step=0)
         >>> 0 < maker.take()["defense/cosine"] < 1
         True
     """
 
-    def __init__(self, draws: Draws, meter: LeakageMeter, share_input_embeddings: bool) -> None:
-        self._draws, self._meter = draws, meter
+    def __init__(
+        self, draws: Draws, meter: LeakageMeter, ledger: Ledger, share_input_embeddings: bool
+    ) -> None:
+        self._draws, self._meter, self._ledger = draws, meter, ledger
+        self._names: dict[int, str] = {}
         self._share_input_embeddings = share_input_embeddings
         self._figures: dict[str, list[float]] = defaultdict(list)
 
@@ -88,8 +96,9 @@ class MessageMaker:
         Raises:
             FloatingPointError: If the true or the protected gradient is not finite.
             RuntimeError, TypeError, ValueError: If the defense breaks its contract; see
-                `Defense.__call__`. Nothing was added then.
+                `Defense.__call__`; or if something else wrote to `.grad`. Nothing was added then.
         """
+        self._forget_others(client.defense, module)
         noise, probes, dropout = self._draws.at(step)
         protects = not isinstance(client.defense, NoDefense)
         device = next(module.parameters()).device
@@ -123,17 +132,44 @@ class MessageMaker:
             self._figures[f"defense/{name}"].append(value)
         if measured and not self._meter.admits(gmap, message, step, probes, client.rows):
             return gmap.loss  # nothing is added: to the other ranks it is a gradient of zeros
+        self._ledger.check(gmap.parameters.values(), "share a message")
         with torch.no_grad():
             for name, parameter in gmap.parameters.items():
-                part = shared[name].to(parameter.dtype) * client.weight
+                part = shared.pop(name).to(parameter.dtype).mul(client.weight)
                 parameter.grad = part if parameter.grad is None else parameter.grad.add_(part)
+        self._ledger.write(gmap.parameters.values())
         return gmap.loss
+
+    def names_of(self, clients: Sequence[Defense]) -> list[str]:
+        """What stands for the parameters that each client's last message was of, `"-"` before its
+        first.
+        """
+        return [self._names.get(id(defense), "-") for defense in clients]
+
+    def expect(self, clients: Sequence[Defense], names: Sequence[str]) -> None:
+        """What `names_of` said when the clients' state was saved."""
+        known = zip(clients, names, strict=False)
+        self._names = {id(defense): name for defense, name in known if name != "-"}
 
     def take(self) -> dict[str, float]:
         """What the defense did to messages since this was asked last: means over them."""
         figures = {name: sum(values) / len(values) for name, values in self._figures.items()}
         self._figures.clear()
         return figures
+
+    def _forget_others(self, defense: Defense, module: nn.Module) -> None:
+        """What a defense remembers is of the parameters that were trained. Where those are others
+        now, because some were frozen or unfrozen, it starts anew.
+        """
+        trained = (name for name, p in module.named_parameters() if p.requires_grad)
+        name, last = name_of(trained), self._names.get(id(defense))
+        self._names[id(defense)] = name
+        if last not in (None, name) and defense.state_dict():
+            defense.load_state_dict({})
+            logger.warning(
+                "Other parameters are trained than at the last message: some were frozen or "
+                f"unfrozen. {defense.name} forgot what it remembered of the former ones."
+            )
 
     def _record(
         self,
@@ -146,7 +182,7 @@ class MessageMaker:
         self._figures["defense/seconds"].append(time.perf_counter() - start)
         if not norm:
             return
-        error = _norm({name: shared[name] - g for name, g in gradient.items()})
+        error = math.hypot(*(float((shared[name] - g).norm()) for name, g in gradient.items()))
         self._figures["defense/relative_error"].append(error / norm)
         if size:
             inner = sum(
@@ -156,6 +192,16 @@ class MessageMaker:
             # Sums in float32 can end just outside.
             cosine = max(-1.0, min(1.0, inner / (norm * size)))
             self._figures["defense/cosine"].append(cosine)
+
+
+def name_of(parameters: Iterable[str]) -> str:
+    """A short name of a list of names.
+
+    Example:
+        >>> name_of(["a", "b"]) == name_of(["a", "b"]) != name_of(["ab"])
+        True
+    """
+    return hashlib.sha256("\n".join(parameters).encode()).hexdigest()
 
 
 def _norm(tensors: Mapping[str, Tensor]) -> float:

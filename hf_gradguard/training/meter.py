@@ -4,7 +4,6 @@ the rank.
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from typing import NamedTuple
 
@@ -20,7 +19,7 @@ from ..leakage import (
     DFIL,
     FisherAccountant,
     dfil,
-    fisher_trace_from_sensitivity,
+    ghost_dfil,
     inversion_influence_lower_bound,
     mse_bound_from_dfil,
 )
@@ -32,7 +31,7 @@ from .secure_aggregation import SecureAggregation
 
 logger = logging.get_logger(__name__)
 
-NUM_PROBES = 10
+NUM_PROBES, NUM_GHOSTS = 10, 3
 
 
 class MessageDFIL(NamedTuple):
@@ -50,21 +49,13 @@ def message_dfil(
     num_probes: int | None = None,
     generator: Stream | torch.Generator | None = None,
 ) -> MessageDFIL:
-    """dFIL of a message under the noise that a defense added to it.
+    """dFIL of a message under the noise that a defense added to it, and of that noise's own shape.
 
     Args:
         gmap: The message's gradient map.
         noise: What the message says of its noise.
-        num_probes: `None` takes the sensitivities that the noise was shaped by, at no pass at all,
-            and without those 10 probes. A number takes so many probes, one pass each for the whole
-            message.
+        num_probes: Of dFIL. By default 3 by differences, or 10 where those are not to be had.
         generator: Of the probes.
-
-    Returns:
-        From sensitivities, which do not know the samples apart, each sample's η̄² is the ceiling Tr
-        J_F/m_j: all of it could be one sample's. Exact in a message of one sample, up to B times
-        too much in one of B. Their standard error is then the largest that it can be, that of
-        information about a single direction.
 
     Example:
         >>> noise = make_defense("gaussian_noise", scale=0.1)(gmap).noise
@@ -72,15 +63,14 @@ def message_dfil(
         torch.Size([2])
     """
     unknowns = Unknowns(gmap)
-    if num_probes is None and noise.squares is not None and noise.num_probes >= 2:
-        trace = fisher_trace_from_sensitivity(
-            noise.squares, noise.variance, shaping_probes=noise.shaping_probes
-        )
-        ceilings = trace / unknowns.per_sample.double()
-        errors = (ceilings * math.sqrt(2 / noise.num_probes)).masked_fill(ceilings.isinf(), 0.0)
-        return MessageDFIL(DFIL(ceilings, errors), trace / unknowns.size)
-    samples = dfil(gmap, noise.variance, num_probes or NUM_PROBES, generator)
-    return MessageDFIL(samples, float((samples.value * unknowns.per_sample).sum()) / unknowns.size)
+    samples = ghost_dfil(gmap, noise.variance, num_probes or NUM_GHOSTS, generator)
+    if samples is None:
+        samples = dfil(gmap.twice(), noise.variance, num_probes or NUM_PROBES, generator)
+    mean = float((samples.value * unknowns.per_sample).sum()) / unknowns.size
+    if noise.shape_trace:  # all of it could be one sample's
+        added = noise.shape_trace / unknowns.per_sample
+        samples = samples._replace(value=samples.value + added)
+    return MessageDFIL(samples, mean + noise.shape_trace / unknowns.size)
 
 
 class LeakageMeter:

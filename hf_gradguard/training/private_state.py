@@ -20,7 +20,7 @@ from ..leakage import FisherAccountant
 
 logger = logging.get_logger(__name__)
 
-_ACCOUNT, _CHECKSUM = "accountant/", "gradguard_sha256"
+_ACCOUNT, _CHECKSUM, _NAMES = "accountant/", "gradguard_sha256", "gradguard_parameters"
 _NO_ACCOUNT = (
     "{} holds no accountant's state of this rank, so what was shared until then would not be "
     "counted. Resume with as many ranks as were saved, from a run that had an accountant, or "
@@ -34,10 +34,21 @@ _BY_CONTENT = (
 
 
 def save_private_state(
-    folder: str, rank: int, clients: Sequence[Defense], accountant: FisherAccountant | None
+    folder: str,
+    rank: int,
+    clients: Sequence[Defense],
+    accountant: FisherAccountant | None,
+    names: Sequence[str] = (),
 ) -> None:
     """Write the state of each client's defense, and of the accountant, to a file that only its
     owner can read: it depends on the client's data.
+
+    Args:
+        folder: Of the checkpoint.
+        rank: Whose it is.
+        clients: Each client's defense.
+        accountant: The rank's, if it has one.
+        names: What stands for the parameters that each client's last message was of.
 
     Example:
         >>> save_private_state(".", 0, [make_defense("optimal_noise")], accountant=None)
@@ -51,7 +62,8 @@ def save_private_state(
     }
     if accountant is not None:
         state |= {f"{_ACCOUNT}{key}": tensor for key, tensor in accountant.state_dict().items()}
-    write_private(_file(folder, rank), save(state, {_CHECKSUM: _checksum(state)}))
+    about = {_CHECKSUM: _checksum(state), _NAMES: " ".join(names)}
+    write_private(_file(folder, rank), save(state, about))
 
 
 def load_private_state(
@@ -60,8 +72,9 @@ def load_private_state(
     clients: Sequence[Defense],
     accountant: FisherAccountant | None,
     device: torch.device,
-) -> None:
-    """Restore them.
+) -> list[str]:
+    """Restore them. Returns what stands for the parameters that each client's last message was of,
+    nothing if the file does not say.
 
     Raises:
         ValueError: If there is an accountant, and the folder holds none of this rank, or one that
@@ -71,7 +84,7 @@ def load_private_state(
         >>> one, other = make_defense("optimal_noise"), make_defense("optimal_noise")
         >>> message = one(gmap)
         >>> save_private_state(".", 0, [one], accountant=None)
-        >>> load_private_state(".", 0, [other], None, torch.device("cpu"))
+        >>> names = load_private_state(".", 0, [other], None, torch.device("cpu"))
         >>> one.state_dict().keys() == other.state_dict().keys()
         True
     """
@@ -81,8 +94,8 @@ def load_private_state(
         logger.warning(
             f"{folder} holds no defense state of this rank. Sensitivities are estimated anew."
         )
-        return
-    saved = _read(_file(folder, rank))
+        return []
+    saved, names = _read(_file(folder, rank))
     account = {
         key.removeprefix(_ACCOUNT): saved.pop(key)
         for key in list(saved)
@@ -108,19 +121,20 @@ def load_private_state(
             if key.startswith(prefix)
         }
         defense.load_state_dict(own)
+    return names
 
 
-def _read(path: str) -> dict[str, Tensor]:
-    """The tensors of a private file, as they were written."""
+def _read(path: str) -> tuple[dict[str, Tensor], list[str]]:
+    """The tensors of a private file as they were written, and the parameters they are of."""
     try:
         with safe_open(path, "pt") as file:
-            checksum = (file.metadata() or {}).get(_CHECKSUM)
+            about = file.metadata() or {}
             state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except SafetensorError as error:
         raise ValueError(_DAMAGED.format(path, error)) from error
-    if checksum != _checksum(state):
+    if about.get(_CHECKSUM) != _checksum(state):
         raise ValueError(_DAMAGED.format(path, "its checksum is another"))
-    return state
+    return state, about.get(_NAMES, "").split()
 
 
 def _checksum(state: Mapping[str, Tensor]) -> str:

@@ -12,6 +12,7 @@ import pkgutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import datasets
@@ -19,6 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 from transformers import PreTrainedModel, Trainer
+
+from .checkpoints import begin_checkpoint, list_checkpoint
 
 
 class Seam(NamedTuple):
@@ -86,6 +89,9 @@ SEAMS = (
     ),
     Seam(_TRAINER, "_save_rng_state", "training/seams.py writes defenses' state to a checkpoint"),
     Seam(_TRAINER, "_load_optimizer_and_scheduler", "training/seams.py reads that state again"),
+    Seam(_TRAINER, "_hp_search_setup", "training/seams.py reads the settings when training begins"),
+    Seam(_TRAINER, "_save_checkpoint", "training/seams.py marks complete checkpoints"),
+    Seam(_TRAINER, "_get_output_dir", "training/seams.py finds the folder of a checkpoint"),
     Seam(_TRAINER, "_load_from_checkpoint", "training/seams.py finds renamed weights"),
     Seam(_TRAINER, "_load_best_model", "training/seams.py finds renamed weights"),
     Seam(_TRAINER, "_issue_warnings_after_load", "training/seams.py notices renamed weights"),
@@ -104,7 +110,11 @@ SEAMS = (
         "_NormBase",
         "training/batch_statistics.py and gradient_map/replay.py find batch statistics",
     ),
-    Seam("torch:Tensor", "_version", "gradient_map/map.py sees that a defense wrote to a tensor"),
+    Seam(
+        "torch:Tensor",
+        "_version",
+        "gradient_map/map.py and training/ledger.py see that a tensor was written to",
+    ),
     *(
         Seam(owner, name, "testing/facts.py sees that an attack or a defense left a hook")
         for owner, name in (
@@ -211,6 +221,11 @@ class SeamTrainer(RenamedWeightsTrainer):
     def before_saving(self) -> None:
         """After every optimizer step, before anything is logged, evaluated or saved."""
 
+    def before_training(self) -> None:
+        """When training begins, after `model_init` and a trial's settings, before anything is
+        loaded.
+        """
+
     def save_state_of_rank(self, folder: str) -> None:
         """Write what this rank alone remembers to a checkpoint's folder."""
 
@@ -291,9 +306,24 @@ class SeamTrainer(RenamedWeightsTrainer):
         finally:
             self.accelerator.gather = gather
 
+    def _hp_search_setup(self, trial: Any) -> None:
+        super()._hp_search_setup(trial)
+        self.before_training()
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        folder = Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}"
+        if self.args.should_save:
+            begin_checkpoint(folder)
+        self.accelerator.wait_for_everyone()
+        super()._save_checkpoint(model, trial)
+
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)
         self.save_state_of_rank(output_dir)
+        # Before rank 0 writes its own state, the last file, and deletes older checkpoints.
+        self.accelerator.wait_for_everyone()
+        if self.args.should_save:
+            list_checkpoint(Path(output_dir))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         # Not beside the random state, which a resumed run may leave behind.

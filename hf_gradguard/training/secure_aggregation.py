@@ -127,9 +127,9 @@ class Masks(NamedTuple):
 class SecureAggregation:
     """The keys of this rank, and new masks for every exchange.
 
-    Keys are agreed upon when training starts, a resumed one too, and never stored. An exchange
-    makes its masks of them, and then replaces each by one derived from it: no mask comes twice, and
-    whoever reads a rank's memory later cannot take masks off what was sent before.
+    Keys are agreed upon in the first exchange of a training, a resumed one too, and never stored.
+    An exchange makes its masks of them, and then replaces each by one derived from it: no mask
+    comes twice, and whoever reads a rank's memory later cannot take masks off what was sent before.
 
     Args:
         accelerator: Of the training.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 from transformers import TrainingArguments
 from transformers.utils import logging
@@ -14,6 +15,19 @@ from ..defenses.noise import NoiseDefense
 logger = logging.get_logger(__name__)
 
 CHOICES = ("message", "sum")
+
+
+def check_noise_for(args: Any) -> None:
+    """Refuse arguments of `GradGuardConfig` that need `secure_aggregation` without it.
+
+    Raises:
+        ValueError: With the way out.
+    """
+    if not args.secure_aggregation and (args.noise_for == "sum" or args.secure_aggregation_keys):
+        raise ValueError(
+            "noise_for='sum' and secure_aggregation_keys need secure_aggregation=True: without it "
+            "others see each message, with its own noise alone."
+        )
 
 
 def share_of_noise(defense: Defense, args: TrainingArguments, ranks: int) -> Defense:
@@ -50,7 +64,7 @@ def share_of_noise(defense: Defense, args: TrainingArguments, ranks: int) -> Def
         )
     messages = ranks * args.clients_per_process
     own = defense.scale / math.sqrt(messages)
-    logger.warning(
+    logger.warning_once(
         f"noise_for='sum': scale={defense.scale:g} is of the sum of {messages} messages, and each "
         f"has noise of scale {own:g}. Leakage figures, limits and accountants count that of one "
         "message alone."

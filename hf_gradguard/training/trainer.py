@@ -20,9 +20,10 @@ from transformers import PreTrainedModel, TrainingArguments
 from ..defenses import Defense
 from ..gradient_map.inputs import shared_parameters
 from ..leakage import FisherAccountant
+from .asked import Asked
 from .batch_statistics import average_statistics, freeze_statistics, warn_of_statistics
 from .card import add_privacy_section
-from .checks import check_accelerator, check_arguments, check_leakage, check_model
+from .checks import check_arguments, check_collator, check_leakage, check_training
 from .clients import (
     CLIENT,
     ROW,
@@ -36,19 +37,20 @@ from .clients import (
     round_sampler,
     split,
 )
-from .config import GradGuardConfig, resolve_defense
+from .config import GradGuardConfig
 from .exchange import StartAlike, any_rank, average, average_gradients
+from .guarded import GuardedTrainer, noting
 from .loading import load_model, load_tokenizer
 from .message import Draws, MessageMaker
 from .meter import LeakageMeter
 from .private_state import load_private_state, save_private_state
-from .seams import SeamTrainer, check_seams
+from .seams import check_seams
 from .secure_aggregation import secure_aggregation_of
 from .summed_noise import share_of_noise
 from .weights import LossWeights, Normalization
 
 
-class GradGuardTrainer(SeamTrainer):
+class GradGuardTrainer(GuardedTrainer):
     """Drop-in `Trainer` in which each rank's local gradient is replaced by a protected one before
     anything is exchanged.
 
@@ -105,42 +107,76 @@ class GradGuardTrainer(SeamTrainer):
             model, args = args, model
         args = args or GradGuardConfig(output_dir="tmp_trainer")
         check_arguments(args)
-        self.defense = resolve_defense(defense, args)
+        self._asked, self._accountant = Asked(args, defense), accountant
         if model is None and kwargs.get("model_init") is None:
             model = load_model(args)
             if kwargs.get("processing_class") is None and len(positional) < 4:
                 kwargs["processing_class"] = load_tokenizer(args)
         super().__init__(model, args, *positional, **kwargs)
-        check_model(self.model)
-        check_accelerator(self.accelerator, self.train_dataset)
-        self._secure = secure_aggregation_of(args, self.accelerator)
-        self.defense = share_of_noise(self.defense, args, self.accelerator.num_processes)
+        self.before_training()
+
+    @property
+    def defense(self) -> Defense:
+        """What protects the messages: each client has a copy. Setting it, by name or as an object,
+        or changing `args.defense` and the other arguments of `GradGuardConfig`, counts from the
+        next training on.
+        """
+        return self._asked.defense
+
+    @defense.setter
+    def defense(self, defense: str | Defense) -> None:
+        self._asked.ask(self.args, defense)
+
+    @property
+    def shared_names(self) -> list[str]:
+        """The parameters that a message would be of now: withheld and frozen ones are not."""
+        return list(shared_parameters(self.model, self._share_input_embeddings))
+
+    def before_training(self) -> None:
+        """Check and prepare what was asked for. Clients forget what they remember if arguments,
+        defense, model or data changed since the last training.
+        """
+        if isinstance(self.args, GradGuardConfig):
+            self.args.check()
+        self._asked.resolve(self.args)
+        self._weights = LossWeights(self._loss)
+        objects = {
+            "model": self.model,
+            "train_dataset": self.train_dataset,
+            "processing_class": self.processing_class,
+        }
+        check_training(self.args, self.model, self.accelerator, self.train_dataset)
+        self._secure = secure_aggregation_of(self.args, self.accelerator)
+        defense = share_of_noise(self.defense, self.args, self.accelerator.num_processes)
         own_batches = type(self).get_train_dataloader is not GradGuardTrainer.get_train_dataloader
-        check_leakage(args, self.defense, accountant, own_batches, self.train_dataset)
-        self.defense.prepare(self.model, self.processing_class)
-        # "Evaluation mode" is Accelerate's word for preparing a model (device, autocast) without
-        # wrapping it in DDP.
-        self.accelerator.prepare_model = functools.partial(
-            self.accelerator.prepare_model, evaluation_mode=True
-        )
-        self.add_callback(StartAlike(self._secure))
-        self._host_clients()
-        self._share_input_embeddings: bool = getattr(args, "share_input_embeddings", False)
-        self._batch_statistics: str = getattr(args, "batch_statistics", "local")
+        account, data = self._accountant, self.train_dataset
+        check_leakage(self.args, defense, account, own_batches, data)
+        changed = self._asked.changed(self.args, objects)
+        if not changed:
+            return
+        defense.prepare(self.model, self.processing_class)
+        if "model" in changed:
+            self.remove_callback(StartAlike)
+            self.add_callback(StartAlike())
+        self._share_input_embeddings: bool = getattr(self.args, "share_input_embeddings", False)
+        self._batch_statistics: str = getattr(self.args, "batch_statistics", "local")
         if self.is_world_process_zero():
             warn_of_statistics(self.model, self._batch_statistics)
-        self.shared_names = list(shared_parameters(self.model, self._share_input_embeddings))
-        self._weights = LossWeights(self._loss)
-        self._meter = LeakageMeter(args, self.defense, accountant)
-        draws = Draws(getattr(args, "noise_seed", None), self.accelerator.process_index)
-        self._messages = MessageMaker(draws, self._meter, self._share_input_embeddings)
+        shared_parameters(self.model, self._share_input_embeddings)  # refuse none, name withheld
+        self._host_clients(defense)
+        self._meter = LeakageMeter(self.args, defense, self._accountant)
+        draws = Draws(getattr(self.args, "noise_seed", None), self.accelerator.process_index)
+        self._messages = MessageMaker(draws, self._meter, self.ledger, self._share_input_embeddings)
+        self._asked.bind(self.args, objects)
 
-    def _host_clients(self) -> None:
+    def _host_clients(self, defense: Defense) -> None:
         """Each client that lives on this rank gets a defense of its own."""
         ranks = self.accelerator.num_processes
         self._parts = divide(self.train_dataset, self.args, ranks)
         hosted = len(self._parts) // ranks or getattr(self.args, "clients_per_process", 1)
-        self._clients = [copy.deepcopy(self.defense) for _ in range(hosted)]
+        if hosted > 1:
+            check_collator(self.data_collator)
+        self._clients = [copy.deepcopy(defense) for _ in range(hosted)]
 
     def training_step(
         self,
@@ -151,15 +187,18 @@ class GradGuardTrainer(SeamTrainer):
         """One micro-batch: differentiate, protect and accumulate locally; average over ranks when a
         step is due.
         """
+        self._asked.check_unchanged(self.args)
         module, inputs = self._ready(model), dict(self._prepare_inputs(inputs))
         normalization = Normalization.of(self, num_items_in_batch)
-        mean_loss = functools.partial(normalization.mean_loss, self._loss)
         step = self.state.global_step
-        losses = [
-            client.weight * self._messages.share(module, client, mean_loss, step)
-            for client in self._clients_of(module, inputs, normalization)
-            if client.weight
-        ]
+        with noting(inputs):
+            clients, spread = self._clients_of(module, inputs, normalization)
+            mean_loss = functools.partial(normalization.mean_loss, self._loss, spread)
+            losses = [
+                client.weight * self._messages.share(module, client, mean_loss, step)
+                for client in clients
+                if client.weight
+            ]
         steps = self.args.torch_empty_cache_steps
         if steps is not None and step % steps == 0:
             clear_device_cache()
@@ -176,7 +215,7 @@ class GradGuardTrainer(SeamTrainer):
             self.optimizer.train()
         return self.accelerator.unwrap_model(model)
 
-    def _loss(self, module: nn.Module, batch: dict[str, Any], items: int | None) -> Tensor:
+    def _loss(self, module: nn.Module, batch: dict[str, Any], items: float | None) -> Tensor:
         """The Trainer's own loss, which a subclass may have overridden."""
         count = None if items is None else torch.tensor(items, device=self.args.device)
         with self.compute_loss_context_manager():
@@ -184,13 +223,13 @@ class GradGuardTrainer(SeamTrainer):
 
     def _clients_of(
         self, module: nn.Module, inputs: dict[str, Any], normalization: Normalization
-    ) -> list[ClientBatch]:
-        """What of a rank's batch is whose, and how much it counts."""
+    ) -> tuple[list[ClientBatch], float]:
+        """What of a rank's batch is whose, how much it counts, and the spread of `Weights`."""
         if CLIENT not in inputs:
             batches = split(inputs, len(self._clients))
             rows = [batch.pop(ROW, None) for batch in batches]
-            weights = self._weights(module, batches, normalization)
-            return list(map(ClientBatch, self._clients, batches, weights, rows))
+            factors, spread = self._weights(module, batches, normalization)
+            return list(map(ClientBatch, self._clients, batches, factors, rows)), spread
         # n_k/Σn over all ranks; ranks are averaged, and accumulated steps added up, later
         ranks, steps = self.accelerator.num_processes, normalization.accumulation
         return [
@@ -201,12 +240,14 @@ class GradGuardTrainer(SeamTrainer):
                 rows,
             )
             for number, share, rows, batch in drawn(inputs)
-        ]
+        ], 1.0
 
     def _exchange(self, module: nn.Module) -> None:
         """Average over ranks what they have protected, and agree on going on."""
-        parameters = shared_parameters(module, self._share_input_embeddings)
-        average_gradients(parameters.values(), self.accelerator, self._secure)
+        parameters = shared_parameters(module, self._share_input_embeddings).values()
+        self.ledger.check(parameters, "exchange gradients")
+        average_gradients(parameters, self.accelerator, self._secure)
+        self.ledger.exchange(parameters)
         # A rank that left alone would leave the others waiting for it.
         if self._meter.stops and any_rank(self._meter.stop_due, self.accelerator, self._secure):
             self.control.should_training_stop = True
@@ -256,7 +297,7 @@ class GradGuardTrainer(SeamTrainer):
     @property
     def accountant(self) -> FisherAccountant | None:
         """What this rank has shared about each of its examples. Private to the rank."""
-        return self._meter.accountant
+        return self._accountant
 
     def mean_leakage(self) -> dict[str, float]:
         """Means over ranks of the `leakage/dfil_mean` and `leakage/i2f_lower_bound` that each
@@ -276,13 +317,14 @@ class GradGuardTrainer(SeamTrainer):
         """What a defense remembers belongs in a checkpoint: a run that is killed and resumed goes
         on as if it had not been.
         """
-        rank = self.accelerator.process_index
-        save_private_state(folder, rank, self._clients, self.accountant)
+        rank, names = self.accelerator.process_index, self._messages.names_of(self._clients)
+        save_private_state(folder, rank, self._clients, self.accountant, names)
 
     def load_state_of_rank(self, folder: str) -> None:
         """What `save_state_of_rank` wrote."""
         rank, device = self.accelerator.process_index, self.args.device
-        load_private_state(folder, rank, self._clients, self.accountant, device)
+        names = load_private_state(folder, rank, self._clients, self.accountant, device)
+        self._messages.expect(self._clients, names)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """As in `Trainer`, with a section on what was protected and what was not."""

@@ -6,9 +6,10 @@ before protection and applied after.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +17,7 @@ from transformers import Trainer
 
 from ..gradient_map.domain import domain_of_batch
 
-Loss = Callable[[nn.Module, dict[str, Any], int | None], Tensor]
+Loss = Callable[[nn.Module, dict[str, Any], float | None], Tensor]
 """`(module, batch, items)`: the Trainer's loss, with `items` as its `num_items_in_batch`."""
 
 
@@ -36,7 +37,7 @@ class Normalization:
     Example:
         >>> means = Normalization(None, 1.0, accumulation=2, accumulated=False, shifts_labels=False)
         >>> LossWeights(loss=lambda model, batch, items: model(**batch).loss)(model, [batch], means)
-        [0.5]
+        Weights(factors=[0.5], spread=1.0)
     """
 
     num_items: Tensor | int | None
@@ -73,13 +74,40 @@ class Normalization:
             labels = batch["labels"][..., 1:] if self.shifts_labels else batch["labels"]
         return int(labels.ne(-100).sum())
 
-    def mean_loss(self, loss: Loss, module: nn.Module, batch: dict[str, Any]) -> Tensor:
-        """A client's mean loss: the Trainer's own, normalized by the client's items."""
-        return loss(module, batch, self.items(batch)) / self.rank_factor
+    def mean_loss(
+        self, loss: Loss, spread: float, module: nn.Module, batch: dict[str, Any]
+    ) -> Tensor:
+        """A client's mean loss: the Trainer's own, normalized by the client's items.
+
+        A loss A/n + B of n items becomes A/n + `spread` · B; see `LossWeights`.
+        """
+        items = self.items(batch)
+        if items is not None and spread != 1:
+            return loss(module, batch, items * spread) * (spread / self.rank_factor)
+        return loss(module, batch, items) / self.rank_factor
+
+
+class Weights(NamedTuple):
+    """How clients' mean losses enter the loss of a step.
+
+    Args:
+        factors: Of each client's mean loss; 0 for one in which nothing counts.
+        spread: How much the part of the loss that is not divided by the number of items counts in
+            a mean loss.
+    """
+
+    factors: list[float]
+    spread: float = 1.0
 
 
 class LossWeights:
     """The factors that the stock Trainer would have given clients' mean losses.
+
+    A loss that is given the number of items n of the whole step is A/n + B: A alone for a sum over
+    tokens, B alone where a model takes its own mean, both in a mixture of experts with a router
+    loss. The stock Trainer adds up A_i/N + B_i over micro-batches i, so a micro-batch of C items
+    counts as C/N times its mean loss A_i/C + (N/C) B_i. Clients share A_i and B_i in proportion to
+    their items.
 
     Args:
         loss: The Trainer's.
@@ -87,57 +115,71 @@ class LossWeights:
 
     def __init__(self, loss: Loss) -> None:
         self._loss = loss
-        self._divides: bool | None = None
+        self._form: str | None = None
 
     def __call__(
         self, module: nn.Module, batches: Sequence[dict[str, Any]], normalization: Normalization
-    ) -> list[float]:
-        """The factor of each batch; 0 for one in which nothing counts.
+    ) -> Weights:
+        """The factor of each batch, and the spread of all.
 
         Raises:
-            NotImplementedError: If the loss neither divides by `num_items_in_batch` nor ignores it.
+            NotImplementedError: If the loss depends on `num_items_in_batch` in another way.
         """
         counts = [normalization.items(batch) for batch in batches]
         sizes = [
             len(domain_of_batch(batch).main_input(batch)) if count is None else count
             for batch, count in zip(batches, counts, strict=True)
         ]
-        whole = float(sum(sizes))
+        whole, spread = float(sum(sizes)), 1.0
         if normalization.num_items is not None and whole:
             fullest = batches[max(range(len(sizes)), key=sizes.__getitem__)]
-            if self._divides_by_items(module, fullest):
-                whole = float(normalization.num_items)
+            form = self._form_of_loss(module, fullest)
+            if form != _MEAN:
+                items = float(normalization.num_items)
+                spread, whole = (items / whole if form == _BOTH else 1.0), items
         factor = normalization.rank_factor
         if not normalization.accumulated:
             factor /= normalization.accumulation
-        return [size * factor / whole if size else 0.0 for size in sizes]
+        return Weights([size * factor / whole if size else 0.0 for size in sizes], spread)
 
-    def _divides_by_items(self, module: nn.Module, batch: dict[str, Any]) -> bool:
-        """Whether the loss is a sum over `num_items_in_batch`. Some models accept that argument and
-        take their own mean.
+    def _form_of_loss(self, module: nn.Module, batch: dict[str, Any]) -> str:
+        """Which parts of A/n + B there are. Where a batch cannot tell, both are: that is right for
+        each.
         """
-        if self._divides is None:
-            one, two = self._losses(module, batch)
-            if not one or not abs(one) < float("inf"):
-                # a vanishing loss cannot tell, and one that is not finite is refused later
-                return False
-            if min(abs(one / two - 1), abs(one / two - 2)) > 1e-3:
+        if self._form is None:
+            one, two, many = self._losses(module, batch)
+            largest = max(abs(one), abs(two), abs(many))
+            if not 0 < largest < math.inf:
+                return (
+                    _BOTH  # a vanishing loss cannot tell; one that is not finite is refused later
+                )
+            if abs(two - (one + many) / 2) > 1e-2 * largest:
                 raise NotImplementedError(
                     f"The loss changes by a factor of {two / one:g} when num_items_in_batch "
-                    "doubles. It has to halve (a sum divided by it) or to stay (a mean that "
-                    "ignores it): change compute_loss_func or compute_loss."
+                    "doubles. It has to be a sum divided by it, a mean that ignores it, or one of "
+                    "each added up: change compute_loss_func or compute_loss."
                 )
-            self._divides = abs(one / two - 2) <= 1e-3
-        return self._divides
+            # n is a power of two, so a sum divided by it is exact; so small a B, and so small an A
+            # against it, make no difference that arithmetic could tell.
+            if abs(many * _MANY - one) <= 1e-5 * abs(one):
+                self._form = _SUM
+            else:
+                self._form = _MEAN if abs(one - many) <= 1e-6 * largest else _BOTH
+        return self._form
 
-    def _losses(self, module: nn.Module, batch: dict[str, Any]) -> tuple[float, float]:
-        """The loss per item, and per two items."""
+    def _losses(self, module: nn.Module, batch: dict[str, Any]) -> tuple[float, float, float]:
+        """The loss per item, per two items, and per so many that only B is left."""
         modes = {part: part.training for part in module.modules()}
         # no dropout and no batch statistics: the global generator and the buffers stay as they are
         module.eval()
         try:
             with torch.no_grad():
-                return float(self._loss(module, batch, 1)), float(self._loss(module, batch, 2))
+                one, two, many = (float(self._loss(module, batch, n)) for n in (1, 2, _MANY))
         finally:
             for part, mode in modes.items():
                 part.training = mode
+        return one, two, many
+
+
+_MANY = 2**30
+_SUM, _MEAN, _BOTH = "A/n", "B", "A/n + B"

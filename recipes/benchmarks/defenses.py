@@ -3,9 +3,11 @@
 
     python -m recipes.benchmarks.defenses --model MODEL --output docs/results/speed
 
-The floor of a probe is 4/3: a plain gradient takes three matrix products a weight (forward, and two
-backward), a probe four (two through the graph of ∇_x L, two through the forward pass), so k probes
-cost at least 4k/3, plus 2/3 for the forward pass and ∇_x L that they start from.
+The floor of a probe by differences is a plain gradient, plus one for all probes; split by sample,
+weights have twice as many tokens in one of three products: 4/3. Exact: a plain gradient takes three
+matrix products a weight (forward, and two backward), a probe four (two through the graph of ∇_x L,
+two through the forward pass), so k probes cost at least 4k/3, plus 2/3 for the forward pass and
+∇_x L that they start from.
 """
 
 from collections.abc import Callable
@@ -18,16 +20,16 @@ from hf_gradguard.randomness import Stream
 from .measuring import RATIO, alternate, cells, classifier, main, random_batch
 
 THREADS, BATCH, LENGTH, PROBES, ROUNDS = 2, 16, 16, 10, 7
-EVERY_TENTH = {"refresh_every": 10}
+OWN, EVERY_TENTH = {"shape": "own"}, {"refresh_every": 10}
 DEFENSES: list[tuple[str, dict]] = [
     ("none", {}),
     ("gaussian_noise", {}),
     ("laplace_noise", {}),
-    ("optimal_noise", {}),
+    ("optimal_noise", OWN),
     ("optimal_noise", EVERY_TENTH),
     ("pruning", {}),
     ("pruning", {"utility": 0.9}),
-    ("optimal_pruning", {}),
+    ("optimal_pruning", OWN),
     ("optimal_pruning", EVERY_TENTH),
     ("quantization", {}),
 ]
@@ -42,19 +44,25 @@ def measure(args) -> dict:
     def plain() -> None:
         GradientMap(model, batch, second_order=False).gradient()
 
-    def sensitivities(chunk: int) -> Callable[[], object]:
-        return lambda: GradientMap(model, batch).squared_sensitivity(k, probe_chunk=chunk)
+    def sensitivities(probes: int, **settings) -> Callable[[], object]:
+        second = settings.get("method") == "exact"
+
+        def run() -> None:
+            GradientMap(model, batch, second_order=second).squared_sensitivity(probes, **settings)
+
+        return run
 
     def jvp_loop() -> None:
         for _ in range(k):
             functional_jvp(model, batch)
 
     gradients = {
-        f"squared_sensitivity, k={k}, one probe at a time": alternate(
-            sensitivities(1), plain, rounds
+        "squared_sensitivity, k=1": alternate(sensitivities(1), plain, rounds),
+        f"squared_sensitivity, k={k}, split=False": alternate(
+            sensitivities(k, split=False), plain, rounds
         ),
-        f"squared_sensitivity, k={k}, all probes at once": alternate(
-            sensitivities(k), plain, max(rounds // 2, 1)
+        f"squared_sensitivity, k={k}, method='exact'": alternate(
+            sensitivities(k, method="exact"), plain, max(rounds // 2, 1)
         ),
         f"loop over torch.autograd.functional.jvp, k={k}": alternate(
             jvp_loop, plain, max(rounds // 2, 1)

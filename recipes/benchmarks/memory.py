@@ -1,16 +1,18 @@
-"""The memory that `squared_sensitivity` takes beyond the graph it starts from, in gradients, by
-probe chunk.
+"""The memory that `squared_sensitivity` takes, in gradients, by method.
 
-    python -m recipes.benchmarks.memory --model MODEL --output docs/results/memory
+python -m recipes.benchmarks.memory --model MODEL --output docs/results/memory
 """
-
-import torch
 
 from hf_gradguard import GradientMap
 
 from .measuring import classifier, main, peak, random_batch
 
-BATCH, LENGTH, PROBES, CHUNKS = 16, 16, 10, [1, 2, 5, 10]
+BATCH, LENGTH, PROBES = 16, 16, 2
+WAYS = {
+    "differences, split by sample": {},
+    "differences": {"split": False},
+    "exact": {"method": "exact"},
+}
 
 
 def measure(args) -> dict:
@@ -20,13 +22,13 @@ def measure(args) -> dict:
         p.numel() * p.element_size() for p in GradientMap(model, batch).parameters.values()
     )
     peaks = {}
-    for chunk in CHUNKS:
-        gmap = GradientMap(model, batch)
-        gmap.jvp(torch.ones_like(gmap.input))  # the graph of ∇_x L; the rest is the probes' own
+    for way, settings in WAYS.items():
+        gmap = GradientMap(model, batch, second_order=way == "exact")
+        gmap.squared_sensitivity(1, **settings)  # trials, and graphs, come first
         used = peak(
-            lambda gmap=gmap, chunk=chunk: gmap.squared_sensitivity(PROBES, probe_chunk=chunk)
+            lambda gmap=gmap, settings=settings: gmap.squared_sensitivity(PROBES, **settings)
         )
-        peaks[chunk] = round(used / gradient, 2)
+        peaks[way] = round(used / gradient, 2)
     return {
         "batch": list(batch["input_ids"].shape),
         "probes": PROBES,
@@ -36,8 +38,10 @@ def measure(args) -> dict:
 
 
 def table(report: dict) -> tuple[list[str], list]:
-    header = ["`probe_chunk`", f"peak, in gradients of {report['gradient_bytes'] / 2**20:.3g} MiB"]
-    return header, [(chunk, f"{peak:.2f}") for chunk, peak in report["gradients"].items()]
+    # Figures of an earlier version are by `probe_chunk`, its probes at once.
+    first = "`probe_chunk`" if "1" in report["gradients"] else "`squared_sensitivity`"
+    header = [first, f"peak, in gradients of {report['gradient_bytes'] / 2**20:.3g} MiB"]
+    return header, [(way, f"{peak:.2f}") for way, peak in report["gradients"].items()]
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from torch import Tensor
 from hf_gradguard import GradientMap, chain, make_defense
 from hf_gradguard.defenses import Chain, Defense
 from hf_gradguard.gradient_map.views import MaskedMap
+from hf_gradguard.randomness import Stream
 
 
 @pytest.fixture
@@ -88,10 +89,13 @@ NOISES: list[tuple[str, dict[str, Any]]] = [
     ("laplace_noise", {}),
     ("dp_sgd", {"clip": 0.5}),
     ("dp_sgd", {"clip": 0.05, "clip_by": "coordinate"}),
-    ("optimal_noise", {}),
-    ("optimal_noise", {"granularity": "layer"}),
-    ("optimal_dp_sgd", {"clip": 0.05}),
-    ("optimal_dp_sgd", {"clip": 0.05, "granularity": "layer"}),
+    ("optimal_noise", {"shape": "own"}),
+    ("optimal_noise", {"shape": "own", "granularity": "layer"}),
+    ("optimal_noise", {"shape": "public"}),
+    ("optimal_noise", {"shape": "past"}),
+    ("optimal_dp_sgd", {"shape": "own", "clip": 0.05}),
+    ("optimal_dp_sgd", {"shape": "own", "clip": 0.05, "granularity": "layer"}),
+    ("optimal_dp_sgd", {"shape": "public", "clip": 0.05}),
 ]
 
 
@@ -134,7 +138,7 @@ def test_layer_noise_after_pruning_weighs_by_what_pruning_left() -> None:
     gmap = exact_map("bert")
     pruning, noise = (
         make_defense("pruning", ratio=0.7),
-        make_defense("optimal_noise", scale=1, granularity="layer"),
+        make_defense("optimal_noise", scale=1, granularity="layer", shape="own"),
     )
     shared, squares = pruning(gmap, rng()), gmap.squared_sensitivity()
     variance = {}
@@ -152,31 +156,30 @@ def test_scale_in_a_chain_still_counts_all_parameters(noise: str, settings: dict
     """Equal `scale` is equal noise power over all shared parameters: on fewer coordinates it is
     more on each.
     """
-    gmap = exact_map("bert")
-    pruning, defense = (
-        make_defense("pruning", ratio=0.7),
-        make_defense(noise, scale=0.1, **settings),
-    )
-    defense.draw = lambda like, _generator: torch.ones_like(like)
-    shared = flat(chain(pruning, defense)(gmap, rng()))
-    defense.draw = lambda like, _generator: -torch.ones_like(like)
-    std = (shared - flat(chain(pruning, defense)(gmap, rng()))) / 2
+    gmap, shared = exact_map("bert"), []
+    for sign in (1, -1):
+        pruning, defense = (
+            make_defense("pruning", ratio=0.7),
+            make_defense(noise, scale=0.1, **settings),
+        )
+        defense.draw = lambda like, _generator, sign=sign: sign * torch.ones_like(like)
+        shared.append(flat(chain(pruning, defense)(gmap, rng())))
+    std = (shared[0] - shared[1]) / 2
     assert abs(std.square().mean() / 0.01 - 1) < 1e-12
 
 
-def test_kept_sensitivities_follow_what_each_step_transmits() -> None:
-    """With refresh_every the estimate is of an earlier call, in which other coordinates were
-    pruned.
-    """
+@pytest.mark.parametrize("shape", ["public", "past"])
+def test_averages_follow_what_each_step_transmits(shape: str) -> None:
+    """They are of all coordinates, whatever was pruned of the batches that they are of."""
     model, batch = small_convolution()
     defense = chain(
         make_defense("pruning", ratio=0.7),
-        make_defense("optimal_noise", scale=0.1, refresh_every=3),
+        make_defense("optimal_noise", scale=0.1, refresh_every=3, shape=shape),
     )
     sets = []
     for label in (0, 1, 2):
         batch["labels"].fill_(label)
-        gmap = GradientMap(model, batch, second_order=defense.needs_jacobian)
+        gmap = GradientMap(model, batch, second_order=False)
         left = flat(make_defense("pruning", ratio=0.7)(gmap, rng())) != 0
         assert left.sum() == 116 - 81
         shared = flat(defense(gmap, rng()))
@@ -230,6 +233,9 @@ SUMS: dict[str, tuple[Callable[[], Defense], float]] = {
     "clipped, then uniform": (
         lambda: chain(make_defense("dp_sgd", clip=0.1, scale=0.3), uniform(scale=0.4)), 0.25
     ),
+    "uniform, then of a public shape": (
+        lambda: chain(uniform(scale=0.3), make_defense("optimal_noise", scale=0.4)), 0.25
+    ),
     "pruned, then twice": (
         lambda: chain(make_defense("pruning"), uniform(scale=0.3), uniform(scale=0.4)), 0.25
     ),
@@ -267,13 +273,14 @@ def test_added_noise_is_what_estimators_count() -> None:
     assert one.noise is not None
     found, expected = flat(both.noise.variance), flat(one.noise.variance)
     torch.testing.assert_close(found, expected)
-    shaped = chain(make_defense("optimal_noise", scale=0.3), uniform(scale=0.4))(gmap, rng())
-    alone = make_defense("optimal_noise", scale=0.3)(gmap, rng())
+    shaped = chain(make_defense("optimal_noise", scale=0.3, shape="own"), uniform(scale=0.4))(
+        gmap, rng()
+    )
+    alone = make_defense("optimal_noise", scale=0.3, shape="own")(gmap, rng())
     assert shaped.noise is not None
     assert alone.noise is not None
-    assert alone.noise.shaping_probes == 10
-    # Their correction holds for noise that is all of that shape only.
-    assert (shaped.noise.squares, shaped.noise.shaping_probes) == (None, None)
+    assert alone.noise.shape_trace > 0
+    assert shaped.noise.shape_trace == alone.noise.shape_trace  # more noise hides no less of it
     expected = flat(alone.noise.variance) + 0.16
     torch.testing.assert_close(flat(shaped.noise.variance), expected)
 
@@ -281,8 +288,8 @@ def test_added_noise_is_what_estimators_count() -> None:
 @pytest.mark.parametrize(
     ("name", "settings"),
     [
-        ("quantization", {}), ("laplace_noise", {}), ("optimal_noise", {"scale": 5.0}),
-        ("dp_sgd", {"scale": 0.1}), ("optimal_dp_sgd", {"scale": 0.1}),
+        ("quantization", {}), ("laplace_noise", {}), ("dp_sgd", {"scale": 0.1}),
+        ("optimal_noise", {"scale": 5.0, "shape": "own"}), ("optimal_dp_sgd", {"scale": 0.1}),
     ],
 )  # fmt: skip
 def test_noise_that_was_processed_has_no_covariance_that_is_known(
@@ -303,7 +310,7 @@ def test_noise_that_follows_noise_does_not_have_the_covariance_it_would_say() ->
     of the variance that the sum of what both say would be, by far more than chance.
     """
     gmap, generator = shaped_map(), rng()
-    first, second = uniform(scale=1.0), make_defense("optimal_noise", scale=1.0)
+    first, second = uniform(scale=1.0), make_defense("optimal_noise", scale=1.0, shape="own")
     ratios = []
     for _ in range(400):
         one = first(gmap, generator)
@@ -333,28 +340,46 @@ def test_what_is_pruned_after_noise_carries_none() -> None:
 # -------------------------------------------------------------------------------------------- state
 
 
+class Sharp(Defense):
+    """Differentiates twice at every other call."""
+
+    name = "sharp"
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    @property
+    def needs_jacobian(self) -> bool:
+        return self.calls % 2 == 0
+
+    def protect(self, gmap: GradientMap, generator: Stream) -> dict[str, Tensor]:
+        if self.needs_jacobian:
+            gmap.vjp(gmap.gradient())
+        self.calls += 1
+        return gmap.gradient()
+
+
 def test_needs_jacobian() -> None:
-    plain, sharp = make_defense("pruning"), make_defense("optimal_noise", refresh_every=2)
+    plain = make_defense("pruning")
     assert not chain(plain, plain).needs_jacobian
-    for defense in (chain(plain, sharp), chain(sharp, plain), chain(plain, plain, sharp)):
-        assert defense.needs_jacobian
-    model, batch = make_task("bert")
-    defense = chain(
-        make_defense("optimal_pruning", refresh_every=3),
-        make_defense("optimal_noise", refresh_every=2),
-    )
-    told = []
-    for _ in range(7):
-        told.append(defense.needs_jacobian)
-        defense(GradientMap(model, batch, second_order=told[-1]), rng())
-    assert told == [i % 3 == 0 or i % 2 == 0 for i in range(7)]
+    # Sensitivities are from differences.
+    assert not chain(make_defense("optimal_pruning"), make_defense("optimal_noise")).needs_jacobian
+    for defense in (chain(plain, Sharp()), chain(Sharp(), plain), chain(plain, plain, Sharp())):
+        model, batch = small_convolution()
+        told = []
+        for _ in range(3):
+            told.append(defense.needs_jacobian)
+            defense(GradientMap(model, batch, second_order=told[-1]), rng())
+        assert told == [True, False, True]
 
 
 def make_stateful() -> Chain:
     return chain(
         make_defense("optimal_pruning", ratio=0.5, refresh_every=3, num_probes=2),
         make_defense("quantization"),
-        make_defense("optimal_noise", relative_scale=0.1, refresh_every=2, num_probes=2),
+        make_defense(
+            "optimal_noise", relative_scale=0.1, refresh_every=2, num_probes=2, shape="past"
+        ),
     )
 
 
@@ -368,15 +393,16 @@ def test_state_dict_round_trip(gmap: GradientMap, calls_before: int, tmp_path: P
     restored.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
     generators = [rng(9), rng(9)]
     for _ in range(6):
-        assert defense.needs_jacobian == restored.needs_jacobian
         one, two = (flat(d(gmap, g)) for d, g in zip((defense, restored), generators, strict=True))
         assert torch.equal(one, two)
 
 
 def test_state_names_say_whose_they_are(gmap: GradientMap) -> None:
     defense = make_stateful()
-    defense(gmap, rng())
-    prefixes = {name.split("squares")[0].split("calls_left")[0] for name in defense.state_dict()}
-    assert prefixes == {"first.first.", "second."}
-    values: list[Tensor] = [t for n, t in defense.state_dict().items() if n.endswith("calls_left")]
-    assert sorted(int(v) for v in values) == [1, 2]
+    for _ in range(2):
+        defense(gmap, rng())
+    calls = {name: int(t) for name, t in defense.state_dict().items() if name.endswith("calls")}
+    assert calls == {"first.first.calls": 2, "second.calls": 2}
+    kinds = {"calls", "squares", "powers", "shape"}
+    found = {name.split(kind)[0] for name in defense.state_dict() for kind in kinds if kind in name}
+    assert found == {"first.first.", "second."}

@@ -12,28 +12,35 @@ from helpers import exact_map, flat, make_task, rng, small_convolution, split_li
 from torch import Tensor
 
 from hf_gradguard import DEFENSES, GradientMap, chain, make_defense
-from hf_gradguard.defenses import Defense
-from hf_gradguard.defenses.sensitivity import _filled
+from hf_gradguard.defenses import Defense, sensitivity
+
+OWN = {"shape": "own", "num_probes": 2}
+"""As published: weighed by sensitivities of the batch itself."""
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gaussian_noise": ("gaussian_noise", {"relative_scale": 0.1}),
     "laplace_noise": ("laplace_noise", {"relative_scale": 0.1}),
-    "optimal_noise": ("optimal_noise", {"relative_scale": 0.1, "num_probes": 2}),
+    "optimal_noise": ("optimal_noise", {"relative_scale": 0.1, **OWN}),
     "optimal_noise_layer": (
         "optimal_noise",
-        {"relative_scale": 0.1, "granularity": "layer", "num_probes": 2},
+        {"relative_scale": 0.1, "granularity": "layer", **OWN},
     ),
+    "optimal_noise_public": ("optimal_noise", {"relative_scale": 0.1}),
+    "optimal_noise_past": ("optimal_noise", {"relative_scale": 0.1, "shape": "past"}),
     "dp_sgd_norm": ("dp_sgd", {"clip": 0.5, "relative_scale": 0.1}),
     "dp_sgd_coordinate": ("dp_sgd", {"clip": 0.01, "clip_by": "coordinate", "relative_scale": 0.1}),
-    "optimal_dp_sgd": ("optimal_dp_sgd", {"clip": 0.01, "relative_scale": 0.1, "num_probes": 2}),
+    "optimal_dp_sgd": ("optimal_dp_sgd", {"clip": 0.01, "relative_scale": 0.1, **OWN}),
+    "optimal_dp_sgd_public": ("optimal_dp_sgd", {"clip": 0.01, "relative_scale": 0.1}),
     "pruning": ("pruning", {"ratio": 0.5}),
     "pruning_utility": ("pruning", {"utility": 0.9}),
-    "optimal_pruning": ("optimal_pruning", {"ratio": 0.5, "num_probes": 2}),
+    "optimal_pruning": ("optimal_pruning", {"ratio": 0.5, **OWN}),
     "optimal_pruning_layer": (
         "optimal_pruning",
-        {"ratio": 0.5, "granularity": "layer", "num_probes": 2},
+        {"ratio": 0.5, "granularity": "layer", **OWN},
     ),
-    "optimal_pruning_utility": ("optimal_pruning", {"utility": 0.9, "num_probes": 2}),
+    "optimal_pruning_utility": ("optimal_pruning", {"utility": 0.9, **OWN}),
+    "optimal_pruning_public": ("optimal_pruning", {"ratio": 0.5}),
+    "optimal_pruning_past": ("optimal_pruning", {"ratio": 0.5, "shape": "past"}),
     "quantization": ("quantization", {"bits": 4}),
     "quantization_stochastic": ("quantization", {"bits": 4, "stochastic": True}),
     "quantization_sign": ("quantization", {"sign_only": True}),
@@ -44,7 +51,7 @@ DETERMINISTIC = {"pruning", "pruning_utility", "quantization", "quantization_sig
 
 # Of every setting: what its error says, and values outside its range.
 NUMBERS = (-1, -1e-9, math.nan, math.inf, -math.inf, "1", True)
-COUNTS = (0, -1, 1.5, 2.0, "3", True, None, math.nan)
+COUNTS = (0, -1, 1.5, 2.0, "3", True, math.nan)
 RANGES: list[tuple[str, str, str, tuple[Any, ...]]] = [
     *(
         (defense, setting, rf"{setting} must be a finite number of at least 0", NUMBERS)
@@ -70,7 +77,15 @@ RANGES: list[tuple[str, str, str, tuple[Any, ...]]] = [
     *(
         (defense, setting, rf"{setting} must be a whole number of at least 1", COUNTS)
         for defense in ("optimal_noise", "optimal_dp_sgd", "optimal_pruning")
-        for setting in ("num_probes", "refresh_every", "probe_chunk")
+        for setting in ("num_probes", "refresh_every")
+    ),
+    *(
+        (defense, "shape", "shape must be 'public' or 'past' or 'own'", ("private", None, 1))
+        for defense in ("optimal_noise", "optimal_dp_sgd", "optimal_pruning")
+    ),
+    *(
+        (defense, "floor", "floor must be from 0 to 1", (-0.1, 1.1, math.nan, "1", True, None))
+        for defense in ("optimal_noise", "optimal_dp_sgd")
     ),
     *(
         (defense, "granularity", "granularity must be 'parameter' or 'layer'", ("tensor", None))
@@ -113,7 +128,7 @@ def bert_map(**settings: Any) -> GradientMap:
 
 
 def assert_same(one: dict[str, Tensor], two: dict[str, Tensor]) -> None:
-    assert list(one) == list(two)
+    assert sorted(one) == sorted(two)
     for name, tensor in one.items():
         assert torch.equal(tensor, two[name]), name
 
@@ -200,6 +215,10 @@ def test_every_setting_has_its_range_tested() -> None:
         ),
         ("pruning", {"ratio": 0.5, "utility": 0.5}, "ratio or utility, not both"),
         ("optimal_pruning", {"ratio": 0, "utility": 0.5}, "ratio or utility, not both"),
+        *(
+            (name, {"shape": "own", "refresh_every": 2}, "shape='own' measures every message")
+            for name in ("optimal_noise", "optimal_dp_sgd", "optimal_pruning")
+        ),
         ("quantization", {"sign_only": True, "bits": 2}, "sign_only has no levels"),
         ("quantization", {"sign_only": True, "stochastic": True}, "sign_only has no levels"),
     ],
@@ -222,10 +241,9 @@ def test_settings_that_exclude_each_other(
             "optimal_noise",
             {
                 "relative_scale": 1.0,
-                "num_probes": 10,
+                "shape": "public",
                 "granularity": "parameter",
-                "refresh_every": 1,
-                "probe_chunk": 1,
+                "floor": 0.2,
             },
         ),
     ],
@@ -366,11 +384,11 @@ def test_zero_sensitivities_get_no_noise_and_one_warning(
     name: str, strength: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     gmap = exact_map("bert")
-    gmap.squared_sensitivity = lambda *_: {
+    gmap.squared_sensitivity = lambda *_, **__: {
         n: torch.zeros_like(g) for n, g in gmap.gradient().items()
     }
     defense = make_defense(
-        name, **{strength: 0.5}, **({"clip": 1e9} if name == "optimal_dp_sgd" else {})
+        name, **{strength: 0.5}, **OWN, **({"clip": 1e9} if name == "optimal_dp_sgd" else {})
     )
     caplog.clear()
     for _ in range(3):
@@ -382,10 +400,10 @@ def test_zero_sensitivities_get_no_noise_and_one_warning(
 
 def test_zero_sensitivities_are_pruned_by_size() -> None:
     gmap = exact_map("bert")
-    gmap.squared_sensitivity = lambda *_: {
+    gmap.squared_sensitivity = lambda *_, **__: {
         n: torch.zeros_like(g) for n, g in gmap.gradient().items()
     }
-    shared = make_defense("optimal_pruning", ratio=0.5)(gmap, rng())
+    shared = make_defense("optimal_pruning", ratio=0.5, shape="own")(gmap, rng())
     assert torch.equal(flat(shared), flat(make_defense("pruning", ratio=0.5)(gmap, rng())))
 
 
@@ -404,7 +422,8 @@ def test_parameter_that_the_loss_does_not_use(case: str) -> None:
     shared = make(case)(gmap, rng())
     assert torch.isfinite(flat(shared)).all()
     uniform = {"gaussian_noise", "laplace_noise", "dp_sgd_norm", "dp_sgd_coordinate"}
-    assert bool(shared["unused"].any()) == (case in uniform)
+    spread = {"optimal_noise_public", "optimal_noise_past", "optimal_dp_sgd_public"}
+    assert bool(shared["unused"].any()) == (case in uniform | spread)
 
 
 @pytest.mark.parametrize("case", [*CASES, "none", "chain"])
@@ -435,23 +454,11 @@ def test_sensitivities_that_are_not_finite(name: str) -> None:
     gmap = exact_map("bert")
     squares = {n: t.clone() for n, t in gmap.squared_sensitivity().items()}
     squares["classifier.weight"][0, 0] = math.nan
-    gmap.squared_sensitivity = lambda *_: squares
+    gmap.squared_sensitivity = lambda *_, **__: squares
     with pytest.raises(
         FloatingPointError, match=r"sensitivity of classifier\.weight is not finite"
     ):
-        make_defense(name)(gmap, rng())
-
-
-def test_an_estimate_that_is_not_finite_is_not_kept() -> None:
-    """One bad batch must not stop the `refresh_every` steps after it."""
-    gmap, defense = exact_map("bert"), make_defense("optimal_noise", refresh_every=5)
-    exact = gmap.squared_sensitivity
-    gmap.squared_sensitivity = lambda *_: {n: s * math.nan for n, s in exact().items()}
-    with pytest.raises(FloatingPointError):
-        defense(gmap, rng())
-    assert defense.needs_jacobian
-    gmap.squared_sensitivity = exact
-    assert torch.isfinite(flat(defense(gmap, rng()))).all()
+        make_defense(name, shape="own")(gmap, rng())
 
 
 @pytest.mark.parametrize("name", ["gaussian_noise", "laplace_noise", "optimal_noise", "dp_sgd"])
@@ -467,53 +474,107 @@ def test_noise_that_overflows_is_not_shared(name: str) -> None:
 SENSITIVE = ("optimal_noise", "optimal_dp_sgd", "optimal_pruning")
 
 
-@pytest.mark.parametrize("name", SENSITIVE)
-@pytest.mark.parametrize("refresh_every", [1, 2, 3])
-def test_refresh_every(name: str, refresh_every: int) -> None:
-    """One estimate in n calls, and `needs_jacobian` says before which; in between first-order maps
-    do.
+AVERAGED = [(name, shape) for name in SENSITIVE for shape in ("public", "past")]
+
+
+class Calls(list[tuple[GradientMap, int]]):
+    """The maps that probes were made of, and how many."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        probe = sensitivity.probe_squares
+
+        def counted(gmap: GradientMap, num_probes: int, *rest: Any) -> Any:
+            self.append((gmap, num_probes))
+            return probe(gmap, num_probes, *rest)
+
+        monkeypatch.setattr(sensitivity, "probe_squares", counted)
+
+
+@pytest.mark.parametrize(("name", "shape"), AVERAGED)
+@pytest.mark.parametrize("refresh_every", [1, 3, None])
+def test_averages_are_fed_at_every_nth_message(
+    name: str, shape: str, refresh_every: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every tenth without the setting. `"past"` is fed the message's own batch, `"public"` never
+    that. First-order maps do.
     """
-    model, batch = make_task("bert")
-    defense = make_defense(name, refresh_every=refresh_every, num_probes=2)
-    estimates, told = [], []
-    for _ in range(2 * refresh_every + 1):
-        gmap = GradientMap(model, batch, second_order=defense.needs_jacobian)
-        estimate = gmap.squared_sensitivity
-        calls = []
-        gmap.squared_sensitivity = lambda *args, estimate=estimate, calls=calls: (
-            calls.append(args) or estimate(*args)
-        )
-        told.append(defense.needs_jacobian)
+    model, batch = small_convolution()
+    defense, calls, fed = make_defense(name, shape=shape, refresh_every=refresh_every), [], []
+    calls = Calls(monkeypatch)
+    for _ in range(11 if refresh_every is None else 2 * refresh_every + 1):
+        gmap = GradientMap(model, batch, second_order=False)
+        assert not defense.needs_jacobian
         defense(gmap, rng())
-        estimates.append(len(calls))
-    assert estimates == [1 if i % refresh_every == 0 else 0 for i in range(2 * refresh_every + 1)]
-    assert told == [bool(count) for count in estimates]
-
-
-def test_refresh_uses_the_kept_values_with_the_new_gradient() -> None:
-    model, batch = make_task("bert")
-    other = {**batch, "labels": (batch["labels"] + 1) % 3}
-    defense = make_defense("optimal_pruning", ratio=0.5, refresh_every=2)
-    defense(GradientMap(model, batch), rng())
-    squares = {
-        n.removeprefix("squares."): t
-        for n, t in defense.state_dict().items()
-        if n.startswith("squares.")
-    }
-    gmap = GradientMap(model, other, second_order=False)
-    shared, gradient = flat(defense(gmap, rng())), flat(gmap.gradient())
-    ratio = (flat(squares).sqrt() / gradient.abs()).nan_to_num(torch.inf)
-    assert ratio[shared != 0].max() <= ratio[shared == 0].min()
+        fed.append(len(calls))
+        assert all((seen is gmap) == (shape == "past") for seen, _ in calls)
+        calls.clear()
+    every = refresh_every or 10
+    assert fed == [1 if i % every == 0 else 0 for i in range(len(fed))]
 
 
 @pytest.mark.parametrize("name", SENSITIVE)
-def test_settings_reach_the_estimate(name: str) -> None:
-    gmap, seen = exact_map("bert"), []
-    exact = gmap.squared_sensitivity
-    gmap.squared_sensitivity = lambda *args: seen.append(args) or exact()
-    generator = rng()
-    make_defense(name, num_probes=7, probe_chunk=3)(gmap, generator)
-    assert seen == [(7, generator, 3)]
+def test_own_shapes_measure_every_message(name: str) -> None:
+    """With the probes that are asked for, and by default ten."""
+    for settings, probes in (({}, 10), ({"num_probes": 7}, 7)):
+        gmap, seen = exact_map("bert"), []
+        exact, generator = gmap.squared_sensitivity(), rng()
+        gmap.squared_sensitivity = lambda *args, seen=seen, exact=exact: seen.append(args) or exact
+        defense = make_defense(name, shape="own", **settings)
+        for _ in range(2):
+            defense(gmap, generator)
+        assert seen == [(probes, generator)] * 2
+        assert defense.state_dict() == {}
+
+
+@pytest.mark.parametrize("name", SENSITIVE)
+def test_settings_reach_the_averages(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = Calls(monkeypatch)
+    for settings in ({}, {"num_probes": 7}):
+        make_defense(name, **settings)(GradientMap(*small_convolution()), rng())
+    assert [count for _, count in calls] == [1, 7]
+
+
+@pytest.mark.parametrize("shape", ["public", "past"])
+def test_an_estimate_that_is_not_finite_is_not_kept(
+    shape: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One bad batch must not stop the messages after it, nor leave them without their shape."""
+    model, batch = small_convolution()
+    defense = make_defense("optimal_noise", shape=shape, refresh_every=5)
+    probe = sensitivity.probe_squares
+
+    def overflown(*args: Any) -> Any:
+        return ((name, squares * math.nan) for name, squares in probe(*args))
+
+    monkeypatch.setattr(sensitivity, "probe_squares", overflown)
+    with pytest.raises(FloatingPointError, match=r"sensitivity of .* is not finite"):
+        defense(GradientMap(model, batch), rng())
+    assert defense.state_dict() == {}
+    monkeypatch.undo()
+    calls = Calls(monkeypatch)
+    for _ in range(2):
+        assert torch.isfinite(flat(defense(GradientMap(model, batch), rng()))).all()
+    assert len(calls) == 1  # at once, not after five messages
+    assert defense.state_dict()
+
+
+@pytest.mark.parametrize(("name", "shape"), AVERAGED)
+def test_the_state_is_rows_and_columns(name: str, shape: str) -> None:
+    """O(rows + columns) numbers for each matrix, twice: of s² and of g²."""
+    gmap = bert_map()
+    defense = make_defense(name, shape=shape)
+    defense(gmap, rng())
+    sizes = {}
+    for key, tensor in defense.state_dict().items():
+        kind, _, rest = key.partition(".")
+        if kind in ("squares", "powers"):
+            parameter = rest.partition(".")[2]
+            sizes[kind, parameter] = sizes.get((kind, parameter), 0) + tensor.numel()
+    for parameter, g in gmap.gradient().items():
+        expected = len(g) + g[0].numel() if g.dim() > 1 else g.numel()
+        for kind in ("squares", "powers"):
+            assert sizes[kind, parameter] == expected
+    assert len(sizes) == 2 * len(gmap.gradient())
 
 
 @pytest.mark.parametrize("name", sorted(set(DEFENSES) - set(SENSITIVE) - {"refiner", "soteria"}))
@@ -527,12 +588,11 @@ def test_the_others_need_no_jacobian_and_keep_nothing(name: str) -> None:
         defense.load_state_dict({"calls_left": torch.tensor(1)})
 
 
-@pytest.mark.parametrize("name", SENSITIVE)
+@pytest.mark.parametrize(("name", "shape"), AVERAGED)
 @pytest.mark.parametrize("calls_before", [0, 1, 2, 3])
-def test_state_dict_round_trip(name: str, calls_before: int, tmp_path: Any) -> None:
-    model, batch = make_task("bert")
-    gmap, generator = GradientMap(model, batch), rng()
-    defense, restored = (make_defense(name, refresh_every=3, num_probes=2) for _ in range(2))
+def test_state_dict_round_trip(name: str, shape: str, calls_before: int, tmp_path: Any) -> None:
+    gmap, generator = GradientMap(*small_convolution()), rng()
+    defense, restored = (make_defense(name, shape=shape, refresh_every=3) for _ in range(2))
     for _ in range(calls_before):
         defense(gmap, generator)
     torch.save(defense.state_dict(), tmp_path / "state.pt")
@@ -540,8 +600,18 @@ def test_state_dict_round_trip(name: str, calls_before: int, tmp_path: Any) -> N
     restored.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
     generators = [rng(9), rng(9)]
     for _ in range(4):
-        assert defense.needs_jacobian == restored.needs_jacobian
         assert_same(defense(gmap, generators[0]), restored(gmap, generators[1]))
+        assert_same(defense.state_dict(), restored.state_dict())
+
+
+def test_a_state_in_another_order_is_the_same() -> None:
+    """Files of tensors come back sorted by name."""
+    gmap = GradientMap(*small_convolution())
+    defense, restored = (make_defense("optimal_noise", scale=0.1) for _ in range(2))
+    defense(gmap, rng())
+    state = defense.state_dict()
+    restored.load_state_dict({name: state[name] for name in sorted(state, reverse=True)})
+    assert_same(defense(gmap, rng(9)), restored(gmap, rng(9)))
 
 
 def test_a_state_is_not_changed_by_later_calls() -> None:
@@ -552,15 +622,24 @@ def test_a_state_is_not_changed_by_later_calls() -> None:
     for seed in (2, 3):
         defense(gmap, rng(seed))
     assert_same(state, kept)
+    assert any((defense.state_dict()[name] != tensor).any() for name, tensor in kept.items())
 
 
-def test_a_changed_set_of_parameters_is_estimated_anew() -> None:
+@pytest.mark.parametrize("shape", ["public", "past"])
+def test_a_changed_set_of_parameters_is_averaged_anew(
+    shape: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, batch = make_task("bert")
-    defense = make_defense("optimal_noise", refresh_every=5)
-    defense(GradientMap(model, batch), rng())
+    defense = make_defense("optimal_noise", refresh_every=5, shape=shape)
+    calls = Calls(monkeypatch)
+    for _ in range(2):
+        defense(GradientMap(model, batch), rng())
+    assert len(calls) == 1
     model.bert.pooler.requires_grad_(False)
     gmap = GradientMap(model, batch)
     assert list(defense(gmap, rng())) == list(gmap.gradient())
+    assert len(calls) == 2
+    assert not any("pooler" in name for name in defense.state_dict())
 
 
 def test_split_like_undoes_flat() -> None:
@@ -569,44 +648,37 @@ def test_split_like_undoes_flat() -> None:
 
 
 @pytest.mark.parametrize("name", ["optimal_noise", "optimal_pruning"])
-def test_reused_sensitivities_leave_nothing_bare(name: str) -> None:
-    """Positions that the batch before did not reach are shared as if they were as sensitive as the
-    others.
-    """
+def test_averages_leave_nothing_bare(name: str) -> None:
+    """Positions that the batches before did not reach are noisy as well."""
     model, batch = make_task("bert")
     short = {key: value[:, :3] if value.dim() > 1 else value for key, value in batch.items()}
-    settings = {"relative_scale": 1.0} if name == "optimal_noise" else {"ratio": 0.5}
-    defense = make_defense(name, refresh_every=2, **settings)
-    defense(GradientMap(model, short), rng())
+    defense = make_defense(name, shape="past")
+    for _ in range(2):
+        defense(GradientMap(model, short), rng())
     gmap = GradientMap(model, batch)
-    sensitivity = defense.sensitivity(gmap, rng()).roots
     position = next(n for n in gmap.parameters if "position_embeddings" in n)
     unseen = gmap.gradient()[position][3:5]
     assert (unseen != 0).any()
-    before = sensitivity[position][:3]
-    expected = (before.square().sum() / sensitivity[position].numel()).sqrt()
-    torch.testing.assert_close(
-        sensitivity[position][3:5], expected.expand(2, 8).where(unseen != 0, 0.0)
-    )
-    assert all((sensitivity[n] > 0)[g != 0].all() for n, g in gmap.gradient().items())
+    ratio = defense.averaged_ratio(gmap, rng())
+    assert all((tensor > 0).all() for tensor in ratio.values())
+    if name == "optimal_noise":
+        shape, _ = defense.shaped(gmap, gmap.gradient(), rng())
+        assert shape[position][3:5].min() >= defense.floor * flat(shape).mean() * (1 - 1e-6)
 
 
-def test_sensitivities_that_underflow_are_not_zero() -> None:
-    squares = {"a": torch.tensor([0.0, 4.0, 0.0]), "b": torch.zeros(2), "c": torch.tensor([1.0])}
-    gradient = {
-        "a": torch.tensor([1e-30, 1.0, 0.0]),
-        "b": torch.tensor([1.0, 0.0]),
-        "c": torch.tensor([0.0]),
-    }
-    tiny = torch.finfo(torch.float32).tiny
-    now, later = (_filled(squares, gradient, fresh) for fresh in (True, False))
-    assert torch.equal(now["a"], torch.tensor([tiny, 4.0, 0.0]))
-    assert torch.equal(now["b"], torch.tensor([tiny, 0.0]))
-    # Reused: the tensor's mean square, 4/3, or that of all, 5/6.
-    torch.testing.assert_close(later["a"], torch.tensor([4 / 3, 4.0, 0.0]))
-    torch.testing.assert_close(later["b"], torch.tensor([5 / 6, 0.0]))
-    assert torch.equal(later["c"], squares["c"])
-    nothing = {name: torch.zeros_like(square) for name, square in squares.items()}
-    assert (
-        _filled(nothing, gradient, False) is nothing
-    )  # a loss without second derivatives needs no noise
+def test_own_sensitivities_that_underflow_are_not_zero() -> None:
+    """A coordinate that is not zero is not shared bare because its estimate underflowed."""
+    gmap = GradientMap(*small_convolution(dtype=torch.float32))
+    squares = gmap.squared_sensitivity(3, rng())
+    weight = "convolution.weight"
+    squares[weight] = torch.zeros_like(squares[weight])
+    gmap.squared_sensitivity = lambda *_: squares
+    defense = make_defense("optimal_noise", shape="own")
+    roots, _ = defense.own_sensitivity(gmap, gmap.gradient(), rng())
+    tiny = torch.tensor(torch.finfo(torch.float32).tiny).sqrt()
+    assert (gmap.gradient()[weight] != 0).all()
+    torch.testing.assert_close(roots[weight], tiny.expand_as(roots[weight]))
+    assert not roots["unused"].any()  # zero there, and its gradient too
+    gmap.squared_sensitivity = lambda *_: {n: torch.zeros_like(t) for n, t in squares.items()}
+    roots, _ = defense.own_sensitivity(gmap, gmap.gradient(), rng())
+    assert not flat(roots).any()  # a loss without second derivatives needs no noise

@@ -26,12 +26,15 @@ MODELS = ("bert", "gpt2", "vit")
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "gaussian": ("gaussian_noise", {}),
     "laplace": ("laplace_noise", {}),
-    "optimal": ("optimal_noise", {}),
-    "optimal_layer": ("optimal_noise", {"granularity": "layer"}),
+    "optimal": ("optimal_noise", {"shape": "own"}),
+    "optimal_layer": ("optimal_noise", {"shape": "own", "granularity": "layer"}),
     "dp_sgd": ("dp_sgd", {"clip": 0.3}),
     "dp_sgd_coordinate": ("dp_sgd", {"clip": 0.02, "clip_by": "coordinate"}),
-    "optimal_dp_sgd": ("optimal_dp_sgd", {"clip": 0.02}),
-    "optimal_dp_sgd_layer": ("optimal_dp_sgd", {"clip": 0.02, "granularity": "layer"}),
+    "optimal_dp_sgd": ("optimal_dp_sgd", {"shape": "own", "clip": 0.02}),
+    "optimal_dp_sgd_layer": (
+        "optimal_dp_sgd",
+        {"shape": "own", "clip": 0.02, "granularity": "layer"},
+    ),
 }
 
 
@@ -100,7 +103,7 @@ def test_optimal_noise_follows_its_formula() -> None:
     gradient[weight][0, :4] = torch.tensor([0.0, 1e-9, -1e-9, 1e-4], dtype=torch.float64)
     squares[weight][0, :5] = torch.tensor([1e-12, 1e-12, 1.0, 1e6, 0.0], dtype=torch.float64)
     gmap._gradient = gradient
-    gmap.squared_sensitivity = lambda *_: squares
+    gmap.squared_sensitivity = lambda *_, **__: squares
     std = standard_deviations(make("optimal", scale=1), gmap)
 
     s, g = flat(squares).sqrt(), flat(gradient).abs()
@@ -141,18 +144,12 @@ def test_variance_over_many_draws(kind: str) -> None:
     Within 5 of them.
     """
     gmap, generator, n = GradientMap(*small_convolution()), rng(), 2000
-    defense = make(
-        kind, scale=0.25, **({"refresh_every": 10**6} if kind.startswith("optimal") else {})
-    )
-    defense(gmap, generator)
-    state = defense.state_dict()
+    squares = gmap.squared_sensitivity(10, generator)
+    gmap.squared_sensitivity = lambda *_, **__: squares
+    defense = make(kind, scale=0.25)
     expected = flat(standard_deviations(defense, gmap)).square()
     if kind == "optimal":  # what is expected must itself be right
-        s, g = (
-            flat({k: t for k, t in state.items() if k.startswith("squares.")}).sqrt(),
-            flat(gmap.gradient()).abs(),
-        )
-        ratio = s / g.clamp(min=1e-8)
+        ratio = flat(squares).sqrt() / flat(gmap.gradient()).abs().clamp(min=1e-8)
         torch.testing.assert_close(expected, 0.25**2 * ratio / ratio.mean(), rtol=1e-9, atol=1e-12)
     draws = torch.stack([flat(defense(gmap, generator)) for _ in range(n)]) - clipped_gradient(
         kind, gmap
@@ -179,9 +176,8 @@ def test_fourth_moment_tells_laplace_from_gaussian(
     """E z⁴ of standardized noise from n draws, standard error sqrt((E z⁸ - (E z⁴)²)/n). Within 5 of
     them.
     """
-    gmap, generator = GradientMap(*make_task("bert")), rng()
-    defense = make(kind, scale=0.25, **({"refresh_every": 10**6} if kind == "optimal" else {}))
-    defense(gmap, generator)
+    gmap, generator = exact_map("bert"), rng()
+    defense = make(kind, scale=0.25)
     std = flat(standard_deviations(defense, gmap))
     base = clipped_gradient(kind, gmap)
     z = torch.cat([((flat(defense(gmap, generator)) - base) / std)[std > 1e-6] for _ in range(150)])
@@ -317,7 +313,9 @@ def test_coordinates_are_clipped(name: str) -> None:
 def test_optimal_dp_sgd_adds_noise_within_the_bound_only(granularity: str) -> None:
     gmap = GradientMap(*make_task("bert"))
     shared = flat(
-        make_defense("optimal_dp_sgd", clip=0.05, scale=0.1, granularity=granularity)(gmap, rng())
+        make_defense("optimal_dp_sgd", clip=0.05, scale=0.1, granularity=granularity, shape="own")(
+            gmap, rng()
+        )
     )
     gradient = flat(gmap.gradient())
     clipped = gradient.abs() >= 0.05
@@ -335,7 +333,9 @@ def test_optimal_dp_sgd_is_optimal_within_the_bound(name: str) -> None:
     clip = float(g.median())
     free = free & (g < clip)
     variance = flat(
-        standard_deviations(make_defense("optimal_dp_sgd", clip=clip, scale=0.25), gmap)
+        standard_deviations(
+            make_defense("optimal_dp_sgd", clip=clip, scale=0.25, shape="own"), gmap
+        )
     ).square()
     assert not variance[g >= clip].any()
     s, g, variance = s[free], g[free], variance[free]
@@ -343,10 +343,11 @@ def test_optimal_dp_sgd_is_optimal_within_the_bound(name: str) -> None:
     assert math.isclose(information(s, variance), least, rel_tol=1e-6)
 
 
-def test_optimal_dp_sgd_without_anything_clipped_is_optimal_noise() -> None:
+@pytest.mark.parametrize("shape", ["public", "own"])
+def test_optimal_dp_sgd_without_anything_clipped_is_optimal_noise(shape: str) -> None:
     gmap = GradientMap(*make_task("bert"))
     one, two = (
-        make_defense(name, scale=0.1, **settings)(gmap, rng())
+        make_defense(name, scale=0.1, shape=shape, **settings)(gmap, rng())
         for name, settings in (("optimal_dp_sgd", {"clip": 1e9}), ("optimal_noise", {}))
     )
     assert torch.equal(flat(one), flat(two))
@@ -357,6 +358,6 @@ def test_everything_clipped_gets_no_noise_and_a_warning(caplog: pytest.LogCaptur
     # Some coordinates are zero or a rounding error, by which CPU: none may have the sign 0.
     gmap._gradient = {n: 1.0 - 2.0 * (g < 0).to(g.dtype) for n, g in gmap.gradient().items()}
     caplog.clear()
-    shared = make_defense("optimal_dp_sgd", clip=0.5, scale=1)(gmap, rng())
+    shared = make_defense("optimal_dp_sgd", clip=0.5, scale=1, shape="own")(gmap, rng())
     assert torch.equal(flat(shared), 0.5 * flat(gmap.gradient()))
     assert any("optimal_dp_sgd added no noise" in record.getMessage() for record in caplog.records)

@@ -27,12 +27,14 @@ def map_with(gradient: Tensor, sensitivity: Tensor | None = None) -> GradientMap
     squares = split_like(
         (torch.ones_like(gradient) if sensitivity is None else sensitivity).square(), like
     )
-    gmap.squared_sensitivity = lambda *_: squares
+    gmap.squared_sensitivity = lambda *_, **__: squares
     return gmap
 
 
 def pruned(name: str, gmap: GradientMap, **settings: Any) -> Tensor:
-    return flat(make_defense(name, **settings)(gmap, rng()))
+    """What is shared; of optimal pruning as it was published."""
+    own = {"shape": "own"} if name == "optimal_pruning" else {}
+    return flat(make_defense(name, **own, **settings)(gmap, rng()))
 
 
 def ratios(gmap: GradientMap) -> Tensor:
@@ -131,7 +133,9 @@ def test_layers_go_as_a_whole() -> None:
     """
     gmap = exact_map("bert")
     squares, gradient = gmap.squared_sensitivity(), gmap.gradient()
-    shared = make_defense("optimal_pruning", ratio=0.7, granularity="layer")(gmap, rng())
+    shared = make_defense("optimal_pruning", ratio=0.7, granularity="layer", shape="own")(
+        gmap, rng()
+    )
     k = {n: float(squares[n].sum().sqrt() / gradient[n].norm()) for n in gradient}
     whole = {n for n, t in shared.items() if not t.any()}
     kept = {n for n, t in shared.items() if torch.equal(t, gradient[n])}

@@ -45,14 +45,14 @@ def train(
     callbacks: Any = None,
     accountant: FisherAccountant | None = None,
 ) -> dict[str, Tensor]:
-    """The final weights. Sensitivities last four micro-batches, and the checkpoint comes after
+    """The final weights. Averages are fed at every fourth message, and the checkpoint comes after
     six.
     """
     args = GradGuardConfig(
         output_dir=str(folder), max_steps=STEPS, save_steps=SAVED, per_device_train_batch_size=4,
         learning_rate=1e-2, gradient_accumulation_steps=2, use_cpu=True, report_to="none",
         disable_tqdm=True, logging_steps=1, defense="optimal_noise",
-        defense_kwargs={"num_probes": 2, "refresh_every": 4}, clients_per_process=2, noise_seed=3,
+        defense_kwargs={"shape": "past", "refresh_every": 4}, clients_per_process=2, noise_seed=3,
     )  # fmt: skip
     model = make_model("bert", dropout=0.1)
     trainer = GradGuardTrainer(

@@ -220,7 +220,8 @@ def test_parameters_that_the_loss_does_not_use_get_zeros() -> None:
         gmap.gradient(),
         gmap.gradient_at(gmap.input),
         gmap.jvp(v),
-        gmap.squared_sensitivity(3, probe_chunk=2),
+        gmap.squared_sensitivity(3),
+        gmap.squared_sensitivity(3, method="exact"),
     )
     for tensors in products:
         assert torch.equal(tensors["unused"], torch.zeros(3, dtype=torch.float64))
@@ -245,26 +246,28 @@ def test_gradient_that_does_not_depend_on_the_input_has_no_jacobian() -> None:
     assert torch.equal(gmap.gradient()["weight"], torch.full((2,), 2.0, dtype=torch.float64))
     assert not gmap.jvp(direction(gmap))["weight"].any()
     assert not gmap.vjp({"weight": torch.ones(2)}).any()
-    assert not gmap.squared_sensitivity(4, probe_chunk=3)["weight"].any()
+    for method in (None, "exact"):
+        assert not gmap.squared_sensitivity(4, method=method)["weight"].any()
 
 
 # ---------------------------------------------------------------------------------------- squared
 # sensitivity
 
 
-@pytest.mark.parametrize("probe_chunk", [1, 3])
+@pytest.mark.parametrize("method", ["difference", "exact"])
 @pytest.mark.parametrize("name", DENSE)
-def test_squared_sensitivity_is_unbiased(name: str, probe_chunk: int) -> None:
-    """Of k probes, k·estimate/s² is χ² with k degrees of freedom, so its mean has standard error
+def test_squared_sensitivity_is_unbiased(name: str, method: str) -> None:
+    """Of k exact probes, k·estimate/s² is χ² with k degrees of freedom: its mean has standard error
     sqrt(2/k).
 
     Each parameter within 6 of them (χ²'s tail is heavier than a normal one), and the sum over all
-    parameters, an estimate of Tr(JJᵀ) with standard error sqrt(2/k)·‖JJᵀ‖_F, within 4.
+    parameters, an estimate of Tr(JJᵀ) with standard error sqrt(2/k)·‖JJᵀ‖_F, within 4. Those of
+    differences err by no more: sums over samples of such squares.
     """
     _, jacobian = dense_reference(name)
     model, batch = make_task(name)
-    probes = 199  # not a multiple of the chunk
-    estimate = flat(GradientMap(model, batch).squared_sensitivity(probes, rng(), probe_chunk))
+    probes = 199
+    estimate = flat(GradientMap(model, batch).squared_sensitivity(probes, rng(), method=method))
     exact = jacobian.square().sum(0)
     depends = (
         exact > 1e-12 * exact.max()
@@ -278,8 +281,7 @@ def test_squared_sensitivity_is_unbiased(name: str, probe_chunk: int) -> None:
     )
 
 
-@pytest.mark.parametrize("probe_chunk", [1, 3])
-def test_squared_sensitivity_has_relative_variance_two_over_k(probe_chunk: int) -> None:
+def test_exact_squared_sensitivity_has_relative_variance_two_over_k() -> None:
     """From n = 800 estimates with k = 4, of one parameter in each of three tensors; s² from a dense
     Jacobian.
 
@@ -289,7 +291,7 @@ def test_squared_sensitivity_has_relative_variance_two_over_k(probe_chunk: int) 
     """
     model, batch = small_convolution()
     gmap, generator, k, n = GradientMap(model, batch), rng(), 4, 800
-    draws = [gmap.squared_sensitivity(k, generator, probe_chunk) for _ in range(n)]
+    draws = [gmap.squared_sensitivity(k, generator, method="exact") for _ in range(n)]
     for name in ("convolution.weight", "head.weight", "head.bias"):
         parameter = dict(model.named_parameters())[name]
 
@@ -316,10 +318,17 @@ def test_squared_sensitivity_takes_its_randomness_from_the_generator() -> None:
     assert not torch.equal(first, flat(gmap.squared_sensitivity(2)))
 
 
-@pytest.mark.parametrize("settings", [{"num_probes": 0}, {"num_probes": -1}, {"probe_chunk": 0}])
-def test_squared_sensitivity_refuses_no_probes(settings: dict[str, int]) -> None:
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"num_probes": 0}, "num_probes must be at least 1, but is 0"),
+        ({"num_probes": -1}, "num_probes must be at least 1, but is -1"),
+        ({"method": "dense"}, "method must be 'difference' or 'exact', but is 'dense'"),
+    ],
+)
+def test_squared_sensitivity_refuses(settings: dict[str, Any], message: str) -> None:
     gmap = GradientMap(*small_convolution())
-    with pytest.raises(ValueError, match="num_probes and probe_chunk must be at least 1"):
+    with pytest.raises(ValueError, match=message):
         gmap.squared_sensitivity(**settings)
 
 
@@ -347,7 +356,8 @@ def test_one_dropout_mask(name: str) -> None:
         "gradient_at": lambda: flat(gmap.gradient_at(gmap.input)),
         "jvp": lambda: flat(gmap.jvp(v)),
         "vjp": lambda: gmap.vjp(delta),
-        "squared_sensitivity": lambda: flat(gmap.squared_sensitivity(3, rng(), 2)),
+        "squared_sensitivity": lambda: flat(gmap.squared_sensitivity(3, rng())),
+        "exact": lambda: flat(gmap.squared_sensitivity(3, rng(), method="exact")),
     }
     first = {call: run() for call, run in calls.items()}
     assert torch.equal(torch.get_rng_state(), after_one_forward)
@@ -469,7 +479,8 @@ def test_model_is_untouched_by_every_call(training: bool, attention: str, grads:
         lambda: gmap.gradient_at(gmap.input, create_graph=True),
         lambda: gmap.vjp(gmap.gradient()),
         lambda: gmap.jvp(gmap.input),
-        lambda: gmap.squared_sensitivity(2, probe_chunk=2),
+        lambda: gmap.squared_sensitivity(2),
+        lambda: gmap.squared_sensitivity(2, method="exact"),
     ):
         call()
         assert state_of(model) == before
@@ -585,7 +596,6 @@ def test_first_order_maps_give_the_same_gradient_and_refuse_the_rest(name: str) 
     for call in (
         lambda: first.vjp(full.gradient()),
         lambda: first.jvp(first.input),
-        first.squared_sensitivity,
         lambda: first.gradient_at(first.input, create_graph=True),
     ):
         with pytest.raises(RuntimeError, match="second_order=False"):
@@ -629,28 +639,11 @@ def test_activation_checkpointing_changes_nothing(name: str, dropout: float) -> 
         (lambda gmap: flat(gmap.jvp(v)), 1e-12),
         (lambda gmap: gmap.vjp(delta), 1e-12),
         (lambda gmap: flat(gmap.gradient_at(v)), 1e-12),
-        (lambda gmap: flat(gmap.squared_sensitivity(2, rng())), 1e-12),
+        (lambda gmap: flat(gmap.squared_sensitivity(2, rng(), method="exact")), 1e-12),
     ):
         assert relative_error(call(checkpointed), call(plain)) < tolerance
     assert passes > 2  # it did recompute
     assert torch.equal(torch.get_rng_state(), state)
-
-
-@pytest.mark.parametrize("dropout", [0.0, 0.2])
-def test_activation_checkpointing_with_several_probes_at_once(dropout: float) -> None:
-    estimates = []
-    for checkpointing in (False, True):
-        model, batch = make_task("bert", dropout=dropout)
-        model.train()
-        if checkpointing:
-            model.activation_checkpointing_enable(
-                activation_checkpointing_kwargs={"use_reentrant": False}
-            )
-        torch.manual_seed(9)
-        estimates.append(
-            flat(GradientMap(model, batch).squared_sensitivity(4, rng(), probe_chunk=2))
-        )
-    assert relative_error(*estimates) < 1e-12
 
 
 @pytest.mark.parametrize("name", ["bert", "gpt2_lm", "vit", "t5"])
@@ -682,10 +675,8 @@ def test_bfloat16_parameters() -> None:
     assert {t.dtype for t in gmap.gradient().values()} == {torch.bfloat16}
     assert {t.dtype for t in gmap.jvp(gmap.input).values()} == {torch.bfloat16}
     assert gmap.vjp(gmap.gradient()).dtype == torch.bfloat16
-    for chunk in (1, 2):  # sums of squares need more digits
-        assert {t.dtype for t in gmap.squared_sensitivity(3, probe_chunk=chunk).values()} == {
-            torch.float32
-        }
+    # Sums of squares need more digits.
+    assert {t.dtype for t in gmap.squared_sensitivity(3).values()} == {torch.float32}
 
 
 # ------------------------------------------------------------------------------------------ what is

@@ -54,6 +54,8 @@ def test_defenses(measure):
     for label, ratio in (gradients | steps).items():
         assert shown[label] == cells(ratio, 2)
     assert "step with optimal_pruning, refresh_every=10" in steps
+    assert "step with optimal_pruning, shape=own" in steps
+    assert "squared_sensitivity, k=1" in gradients
 
 
 def test_randomness(measure):
@@ -73,13 +75,9 @@ def test_randomness(measure):
 
 def test_memory(measure):
     report, rows = measure("memory")
-    assert rows == [[chunk, f"{peak:.2f}"] for chunk, peak in report["gradients"].items()]
-    peaks = list(report["gradients"].values())
-    assert peaks[0] > 1  # the sum over probes is as large as a gradient
-    assert peaks == sorted(peaks)
-    # What a probe holds is the same for every probe that runs at once.
-    each = [(b - a) / n for a, b, n in zip(peaks, peaks[1:], (1, 3, 5), strict=False)]
-    assert each == pytest.approx([each[-1]] * 3, rel=0.2)
+    assert rows == [[way, f"{peak:.2f}"] for way, peak in report["gradients"].items()]
+    peaks = report["gradients"]
+    assert min(peaks.values()) > 1  # the sum over probes is as large as a gradient
 
 
 def test_refiner(measure, network):

@@ -19,8 +19,8 @@ from hf_gradguard.testing.small import small_text_task
 
 NEEDS_A_NETWORK = "refiner"
 VARIANTS: dict[str, dict[str, Any]] = {
-    "optimal_noise": {"refresh_every": 3, "num_probes": 2},
-    "optimal_dp_sgd": {"refresh_every": 2, "num_probes": 2, "clip": 0.01},
+    "optimal_noise": {"shape": "past", "refresh_every": 3, "num_probes": 2},
+    "optimal_dp_sgd": {"shape": "own", "num_probes": 2, "clip": 0.01},
     "optimal_pruning": {"refresh_every": 2, "num_probes": 2, "granularity": "layer"},
     "dp_sgd": {"clip": 0.05, "clip_by": "coordinate", "scale": 0.1},
     "quantization": {"bits": 3, "stochastic": True},
@@ -60,7 +60,7 @@ CHAINS: dict[str, Callable[[], Defense]] = {
     "three, two with a memory": lambda: chain(
         make_defense("optimal_pruning", refresh_every=3, num_probes=1),
         make_defense("quantization"),
-        make_defense("optimal_noise", refresh_every=2, num_probes=1),
+        make_defense("optimal_noise", refresh_every=2, num_probes=1, shape="past"),
     ),
     "only none": lambda: chain(make_defense("none"), make_defense("none")),
 }
@@ -255,7 +255,7 @@ class Unsaid(Toy):
     seen: list[str] = field(default_factory=list, init=False, repr=False)
 
     def protect(self, gmap: GradientMap, generator: Stream) -> Message:
-        gmap.squared_sensitivity(1, generator)
+        gmap.vjp(gmap.gradient())
         return super().protect(gmap, generator)
 
 

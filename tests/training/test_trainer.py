@@ -541,7 +541,7 @@ def test_every_client_with_data_sends_one_message(
 
 
 def test_clients_keep_what_they_remember_to_themselves(make_trainer: MakeTrainer) -> None:
-    given = make_defense("optimal_noise", num_probes=1, refresh_every=100)
+    given = make_defense("optimal_noise", shape="past", refresh_every=100)
     trainer = make_trainer(defense=given, clients_per_process=2)
     trainer.train()
     one, two = (client.state_dict() for client in trainer._clients)
@@ -747,12 +747,12 @@ def test_early_stopping_stops_as_ever(make_trainer: MakeTrainer) -> None:
 def test_resumed_run_equals_one_left_alone(
     make_trainer: MakeTrainer, tmp_path: Path, saved: int, chained: bool
 ) -> None:
-    """Sensitivities last four steps, so that both checkpoints are in between; dropout and noise go
-    on where they were.
+    """Averages are fed at every fourth message, so that both checkpoints are in between; dropout
+    and noise go on where they were.
     """
 
     def run(folder: str, checkpoint: str | None = None, **more: Any) -> dict[str, Tensor]:
-        noise = make_defense("optimal_noise", num_probes=2, refresh_every=4)
+        noise = make_defense("optimal_noise", shape="past", refresh_every=4)
         defense = (
             chain(make_defense("optimal_pruning", num_probes=2, refresh_every=5), noise)
             if chained
@@ -779,8 +779,9 @@ def test_no_two_messages_have_related_noise(
     drawn: list[Tensor] = []
 
     def draw(defense: GaussianNoise, like: Tensor, generator: Stream) -> Tensor:
-        drawn.append(generator.normal(like.shape, dtype=like.dtype))
-        return drawn[-1]
+        noise = generator.normal(like.shape, dtype=like.dtype)
+        drawn.append(noise.clone())  # the message is made where the noise was
+        return noise
 
     monkeypatch.setattr(GaussianNoise, "draw", draw)
 
@@ -839,15 +840,22 @@ def test_a_checkpoint_of_another_model_is_refused(
 
 def test_private_state_is_safetensors(make_trainer: MakeTrainer, tmp_path: Path) -> None:
     trainer = make_trainer(
-        defense="optimal_noise", defense_kwargs={"num_probes": 1, "refresh_every": 4},
+        defense="optimal_noise", defense_kwargs={"refresh_every": 4},
         save_strategy="steps", save_steps=3,
     )  # fmt: skip
     trainer.train()
     state = load_file(tmp_path / "out" / "checkpoint-3" / "gradguard_private_rank0.safetensors")
-    assert int(state.pop("0/calls_left")) == 1
-    assert state.keys() == {f"0/squares.{name}" for name in trainer.shared_names}
+    assert int(state.pop("0/calls")) == 3
     for name in trainer.shared_names:
-        assert state[f"0/squares.{name}"].shape == trainer.model.get_parameter(name).shape
+        shape = trainer.model.get_parameter(name).shape
+        assert state.pop(f"0/shape.{name}").tolist() == list(shape)
+        for kind in ("squares", "powers"):
+            sizes = [len(state.pop(f"0/{kind}.0.{name}"))]
+            if len(shape) > 1:
+                sizes.append(len(state.pop(f"0/{kind}.1.{name}")))
+            expected = [shape[0], shape[1:].numel()] if len(shape) > 1 else [shape.numel()]
+            assert sizes == expected  # rows and columns
+    assert not state
 
 
 def test_defense_without_memory_saves_an_empty_file(

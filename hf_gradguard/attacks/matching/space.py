@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...gradient_map.domain import PixelSpace
+from ...gradient_map.pixel_space import PixelSpace
 from ..observation import Observation
 from .priors import batch_norm_distance, total_variation
 from .vocabulary import Vocabulary

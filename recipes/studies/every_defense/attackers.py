@@ -77,8 +77,8 @@ def share(
     generator = Stream.from_seeds(1000 + number)
     if covariance:
         gradient = made.clipped(gmap.gradient())
-        shape = made.shape(gmap, gradient, generator)
-        grants = grants | {"noise_variance": made.variance(gradient, shape.variance)}
+        shape, _ = made.shaped(gmap, gradient, generator)
+        grants = grants | {"noise_variance": made.variance(gradient, shape)}
     return average(
         [Observation(model, made(gmap, generator=generator), **grants) for _ in range(uploads)]
     )

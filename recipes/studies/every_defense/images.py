@@ -20,10 +20,11 @@ PSNR with 95 % bootstrap intervals. About four hours of one core.
 import torch
 from transformers import set_seed
 
-from hf_gradguard import GradientMap, make_defense
+from hf_gradguard import GradientMap
 from hf_gradguard.attacks import make_attack
 from hf_gradguard.metrics import score_images
 
+from ..lib.defenses import published
 from ..lib.images import lenet_for, single_images, smoothed
 from ..lib.tables import summary
 from .attackers import cells_of, present, quickly, share
@@ -57,7 +58,7 @@ def prepare(args):
         network = {}
         if cell["defense"] == "refiner":
             network = {"evaluation_network": args.evaluation_network}
-        made = make_defense(cell["defense"], **cell["strength"], **network)
+        made = published(cell["defense"], **cell["strength"], **network)
         seen = [
             share(model, gmap, made, number, grants, **cell["seen"])
             for number, gmap in enumerate(maps)

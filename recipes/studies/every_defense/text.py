@@ -19,11 +19,12 @@ import functools
 import torch
 from transformers import AutoTokenizer, set_seed
 
-from hf_gradguard import GradientMap, make_defense
+from hf_gradguard import GradientMap
 from hf_gradguard.attacks import Observation, make_attack
 from hf_gradguard.metrics import score_text
 from hf_gradguard.networks import train_text_network
 
+from ..lib.defenses import published
 from ..lib.tables import summary
 from ..lib.text import batches_of_one, of_length, small_bert, sst2
 from .attackers import cells_of, present, quickly, share
@@ -66,7 +67,7 @@ def prepare(args):
         own = {}
         if cell["defense"] == "refiner":
             own = {"evaluation_network": network(cell["network_steps"])}
-        made = make_defense(cell["defense"], **cell["strength"], **own)
+        made = published(cell["defense"], **cell["strength"], **own)
         if own:
             made.prepare(model, tokenizer)
         seen = []

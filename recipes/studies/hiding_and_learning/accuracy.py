@@ -18,6 +18,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from ..lib.defenses import as_published
 from ..lib.tables import write_table
 from .settings import ACCURACY, NETWORK, OPTIMAL, QUICK, STEPS, UNTIMED
 
@@ -54,7 +55,8 @@ def cells(args) -> dict:
 
 def prepare(args):
     def measure(cell: dict) -> dict:
-        settings, steps = json.dumps(cell["settings"]), cell["steps"]
+        settings = json.dumps(as_published(cell["defense"], cell["settings"]))
+        steps = cell["steps"]
         flags = ["--defense", cell["defense"], "--defense_kwargs", settings]
         flags += ["--seed", str(cell["seed"]), "--max_steps", str(steps), *FLAGS]
         flags += ["--logging_steps", str(min(50, steps))]

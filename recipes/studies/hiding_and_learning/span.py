@@ -21,11 +21,12 @@ import torch
 from transformers import AutoModelForSequenceClassification as Classifier
 from transformers import AutoTokenizer, GPT2Config, GPT2ForSequenceClassification, set_seed
 
-from hf_gradguard import GradientMap, make_defense
+from hf_gradguard import GradientMap
 from hf_gradguard.attacks import Observation
 from hf_gradguard.attacks.span.attack import Span
 from hf_gradguard.randomness import Stream
 
+from ..lib.defenses import published
 from ..lib.tables import write_table
 from ..lib.text import NETWORK, of_usual_length, sst2
 from .settings import DEFENSES, NOISE, OWN, SLOW, SPAN, WHOLE
@@ -58,7 +59,7 @@ def prepare(args):
     def measure(cell: dict) -> dict:
         kind, strength = cell["defense"]
         network = {"evaluation_network": args.evaluation_network} if kind == "refiner" else {}
-        defense = make_defense(kind, **strength, **network)
+        defense = published(kind, **strength, **network)
         if network:
             defense.prepare(models[cell["model"]], tokenizer)
         return attack_batches(cell, models[cell["model"]], defense, tokenizer, texts)

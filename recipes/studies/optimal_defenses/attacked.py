@@ -32,13 +32,14 @@ import numpy as np
 import torch
 from transformers import set_seed
 
-from hf_gradguard import GradientMap, make_defense
+from hf_gradguard import GradientMap
 from hf_gradguard.attacks import Observation, make_attack
 from hf_gradguard.defenses import Message
 from hf_gradguard.metrics import score_images
 from hf_gradguard.models import MODELS
 from hf_gradguard.randomness import Stream
 
+from ..lib.defenses import published
 from ..lib.tables import interval, plt, save, write_table
 from .settings import (
     AGAINST,
@@ -101,7 +102,7 @@ def point(cell: dict, images: torch.Tensor, labels: torch.Tensor) -> dict[str, f
     set_seed(seed)
     network, shape = cell["network"]
     model = MODELS[network](MODELS[network].config_class(**shape)).train()
-    defense = make_defense(name, **cell["strength"])
+    defense = published(name, **cell["strength"])
     draw = torch.Generator().manual_seed(seed)
     noise, probes = (Stream.from_seeds(seed + 1000 * k) for k in (1, 2))
     rows = torch.randperm(len(images), generator=draw)[: CLIENTS * cell["client_batch"]]
@@ -152,9 +153,10 @@ def both_sides(
 ) -> dict[str, torch.Tensor]:
     """What the defense leaks and what it costs, to first order; by probes of its own."""
     variance = shared.noise.variance if shared.noise is not None else {}
+    squares = gmap.squared_sensitivity(10, probes, method="exact")
     s2, g, sent, v = (
         torch.cat([tensor.flatten().double() for tensor in some.values()] or [torch.empty(0)])
-        for some in (gmap.squared_sensitivity(10, probes), gmap.gradient(), shared, variance)
+        for some in (squares, gmap.gradient(), shared, variance)
     )
     if not len(v):
         return {

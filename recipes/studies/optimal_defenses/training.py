@@ -18,10 +18,11 @@ import torch
 from transformers import set_seed
 from transformers.utils import logging
 
-from hf_gradguard import GradientMap, make_defense
+from hf_gradguard import GradientMap
 from hf_gradguard.models import LeakyConvNetConfig, LeakyConvNetForImageClassification
 from hf_gradguard.randomness import Stream
 
+from ..lib.defenses import published
 from ..lib.tables import interval, plt, save, write_table
 from .settings import CLIENTS, EPOCH, PAPER, PARTS, TRAINED_AGAINST, TRAINED_SEEDS
 
@@ -63,7 +64,7 @@ def report(figures: dict, args) -> None:
 
 def train(cell: dict, data: tuple, test: tuple) -> dict:
     (images, labels), seed = data, cell["seed"]
-    defense = make_defense(cell["defense"], **cell["strength"])
+    defense = published(cell["defense"], **cell["strength"])
     set_seed(seed)
     model = LeakyConvNetForImageClassification(LeakyConvNetConfig())
     optimizer = torch.optim.Adam(model.parameters(), lr=cell["learning_rate"])

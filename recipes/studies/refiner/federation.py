@@ -16,13 +16,14 @@ import torch
 from transformers import set_seed
 from transformers.utils import logging
 
-from hf_gradguard import GradientMap, make_defense
+from hf_gradguard import GradientMap
 from hf_gradguard.attacks import Observation, make_attack
 from hf_gradguard.metrics import score_images
 from hf_gradguard.models import LeakageLeNetConfig, LeakageLeNetForImageClassification
 from hf_gradguard.randomness import Stream
 from hf_gradguard.training.partition import partition_dirichlet
 
+from ..lib.defenses import published
 from ..lib.images import parquet_images, single_images, smoothed
 from .settings import (
     ATTACKED,
@@ -69,7 +70,7 @@ def prepare(args):
         network = {}
         if cell["defense"] == "refiner":
             network = {"evaluation_network": args.evaluation_network}
-        defense = make_defense(cell["defense"], **cell["strength"], **network)
+        defense = published(cell["defense"], **cell["strength"], **network)
         if cell["measure"] == "accuracy":
             return accuracy(cell, defense, train, test)
         images = single_images(args.images, cell["samples"] + cell.get("own", 0))

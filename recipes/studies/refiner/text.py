@@ -18,13 +18,14 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, set_seed
 
-from hf_gradguard import GradientMap, make_defense
+from hf_gradguard import GradientMap
 from hf_gradguard.attacks import Observation, make_attack
 from hf_gradguard.metrics import score_text
 from hf_gradguard.randomness import Stream
 
 from ..hiding_and_learning import accuracy
 from ..hiding_and_learning.picture import PUBLISHED
+from ..lib.defenses import published
 from ..lib.results import Results, nested
 from ..lib.tables import bracketed, summary, write_table
 from ..lib.text import NETWORK, batches_of_one, of_length, sst2
@@ -69,7 +70,7 @@ def prepare(args):
         network, batches, seen = {}, fitting[: cell["samples"]], []
         if cell["defense"] == "refiner":
             network = {"evaluation_network": args.evaluation_network}
-        defense = make_defense(cell["defense"], **cell["strength"], **network)
+        defense = published(cell["defense"], **cell["strength"], **network)
         defense.prepare(model, tokenizer)
         for number, batch in enumerate(batches):
             gmap = GradientMap(model, batch)

@@ -1,0 +1,157 @@
+"""Running averages of s² and g², of which a matrix keeps the sums of rows and of columns."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from ..gradient_map import Tensors
+
+DECAY = 0.7
+"""What an average keeps at every step: about the last three batches count."""
+PRIOR = 1e-3
+"""How much of all parameters' mean is added to each one's, so that none that happened to be still
+takes all the noise, or none.
+"""
+
+_KINDS = ("squares", "powers")
+
+
+class Averages:
+    """Exponential averages of s² and g² over batches.
+
+    A matrix is kept as its row and column sums r and c, and read as r cᵀ/Σr: s² of a layer's weight
+    is very nearly that, and its probes' errors average out over a row.
+
+    Example:
+        >>> averages = Averages()
+        >>> ones = {"weight": torch.ones(2, 3)}
+        >>> averages.add(ones.items(), ones)
+        >>> averages.ratio()["weight"]
+        tensor([[1., 1., 1.],
+                [1., 1., 1.]])
+    """
+
+    def __init__(self) -> None:
+        self._sums: dict[str, dict[str, tuple[Tensor, ...]]] = {kind: {} for kind in _KINDS}
+        self._shapes: dict[str, torch.Size] = {}
+        self._probes = 0.0
+
+    def __bool__(self) -> bool:
+        return bool(self._shapes)
+
+    def knows(self, names: Iterable[str]) -> bool:
+        """Whether it is of these parameters and no others."""
+        return set(self._shapes) == set(names)
+
+    def add(self, squares: Iterable[tuple[str, Tensor]], gradient: Tensors) -> None:
+        """Take in a batch.
+
+        Args:
+            squares: Estimates of s_i², one parameter at a time, of one probe or of several after
+                each other.
+            gradient: g.
+        """
+        if not self.knows(gradient):
+            self.__init__()  # type: ignore[misc]
+        self._shapes = {name: tensor.shape for name, tensor in gradient.items()}
+        new: dict[str, dict[str, tuple[Tensor, ...]]] = {kind: {} for kind in _KINDS}
+        for name, tensor in squares:
+            _accumulate(new["squares"], name, _sums(tensor))
+        for name, g in gradient.items():
+            _accumulate(new["powers"], name, _sums(g.float().square()))
+        for kind, sums in new.items():
+            size = _total(sums) or 1.0  # batches count alike, whatever their scale
+            for name, parts in sums.items():
+                old = self._sums[kind].get(name)
+                fresh = tuple(part / size for part in parts)
+                if old is not None:
+                    fresh = tuple(f + DECAY * o for f, o in zip(fresh, old, strict=True))
+                self._sums[kind][name] = fresh
+
+    def ratio(self, by_tensor: bool = False) -> Tensors:
+        """√(s²/g²) up to a common factor, in the parameters' shapes.
+
+        Args:
+            by_tensor: One ratio a tensor, of its sums.
+        """
+        entries = sum(math.prod(shape) for shape in self._shapes.values())
+        priors = {k: PRIOR * _total(sums) / entries or 1.0 for k, sums in self._sums.items()}
+        return {
+            name: self._mean("squares", name, by_tensor)
+            .add_(priors["squares"])
+            .div_(self._mean("powers", name, by_tensor).add_(priors["powers"]))
+            .sqrt_()
+            .expand(shape)
+            for name, shape in self._shapes.items()
+        }
+
+    def _mean(self, kind: str, name: str, by_tensor: bool) -> Tensor:
+        parts, shape = self._sums[kind][name], self._shapes[name]
+        if by_tensor:
+            return parts[0].sum() / math.prod(shape)
+        return _matrix(parts, shape)
+
+    def state_dict(self) -> Tensors:
+        """O(rows + columns) numbers. Private if the batches were."""
+        return {
+            f"{kind}.{part}.{name}": tensor
+            for kind, sums in self._sums.items()
+            for name, parts in sums.items()
+            for part, tensor in enumerate(parts)
+        } | {
+            f"shape.{name}": torch.tensor(list(shape), dtype=torch.int64)
+            for name, shape in self._shapes.items()
+        }
+
+    def load_state_dict(self, state: Tensors) -> None:
+        """What `state_dict` returned.
+
+        Raises:
+            ValueError: For anything else.
+        """
+        self.__init__()  # type: ignore[misc]
+        for key, tensor in sorted(state.items()):
+            kind, _, rest = key.partition(".")
+            if kind not in ("shape", *_KINDS):
+                raise ValueError(f"{key!r} is nothing of running averages.")
+            if kind == "shape":
+                self._shapes[rest] = torch.Size(tensor.tolist())
+                continue
+            name = rest.partition(".")[2]
+            self._sums[kind][name] = (*self._sums[kind].get(name, ()), tensor)
+        if any(sums.keys() != self._shapes.keys() for sums in self._sums.values()):
+            raise ValueError("These are not the sums and shapes of running averages.")
+
+
+def _sums(tensor: Tensor) -> tuple[Tensor, ...]:
+    """Row and column sums of a matrix, or of what is flattened to one; others as they are."""
+    if tensor.dim() < 2:
+        return (tensor,)
+    matrix = tensor.flatten(1)
+    return matrix.sum(1), matrix.sum(0)
+
+
+def _accumulate(sums: dict[str, tuple[Tensor, ...]], name: str, parts: tuple[Tensor, ...]) -> None:
+    before = sums.get(name)
+    sums[name] = (
+        parts if before is None else tuple(a + b for a, b in zip(before, parts, strict=True))
+    )
+
+
+def _matrix(parts: tuple[Tensor, ...], shape: torch.Size) -> Tensor:
+    if len(parts) == 1:
+        return parts[0].clone().view(shape)
+    rows, columns = parts
+    size = rows.sum()
+    scale = torch.where(size > 0, 1 / size, 0)
+    return torch.outer(rows * scale, columns).view(shape)
+
+
+def _total(sums: dict[str, tuple[Tensor, ...]]) -> float:
+    # In one order, whichever a loaded state has, so that a run that goes on has the same bits.
+    parts = [sums[name][0].sum().double() for name in sorted(sums)]
+    return float(torch.stack(parts).sum())

@@ -1,0 +1,96 @@
+"""What every sample of a batch adds to a quadratic form in its gradient, from a few passes for all.
+
+A linear layer's share of ⟨J_bᵀv, J_bᵀw⟩ is that of two short factors, (LᵀR)·(L'ᵀR') =
+Σ (L L'ᵀ) ⊙ (R R'ᵀ): the gradient itself is never written out.
+
+Reference: Li et al., "Large Language Models Can Be Strong Differentially Private Learners" (2022),
+Section 4, for norms of gradients.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from .per_sample import LINEAR, Change, Layer, Pass, layers_of
+from .sensitivity import TOLERANCE, plan_of, step_size
+
+if TYPE_CHECKING:
+    from .map import GradientMap, Tensors
+
+
+def sample_gram(gmap: GradientMap, probes: Tensor, weights: Tensors) -> Tensor | None:
+    """⟨J_bᵀv_b, D J_bᵀw_b⟩ for every sample b, v and w among the probes, by differences.
+
+    Args:
+        gmap: A client's own map.
+        probes: `(k, *input.shape)`.
+        weights: The diagonal D, of the parameters' shapes or broadcast to them. With one number for
+            a linear layer nothing is written out.
+
+    Returns:
+        `(B, k, k)` in float64. Of parameters whose samples are not known apart, all samples
+        together count in full for each: never too little. `None` where differences are not to be
+        used, or samples are coupled.
+    """
+    plan = plan_of(gmap)
+    found = layers_of(gmap.model, gmap.parameters)
+    layers = {name: layer for name, layer in found.items() if name in plan.split}
+    if gmap.undefended is not gmap or not plan.error <= TOLERANCE or not layers:
+        return None
+    x, step = gmap.input, step_size(gmap.input)
+    start = Pass.of(gmap, x, layers)
+    ends = [Pass.of(gmap, x + step * probe, layers) for probe in probes]
+    count, samples = len(ends), len(x)
+    gram = torch.zeros(samples, count, count, dtype=torch.float64, device=x.device)
+    for name, rest in start.rest.items():
+        moved = torch.stack([((end.rest[name] - rest) / step).flatten() for end in ends]).double()
+        weight = weights[name].expand_as(rest).flatten()
+        gram += (moved * weight) @ moved.T
+    for name, layer in layers.items():
+        changes = [Change.between(start, end, name, step, samples) for end in ends]
+        if any(change is None for change in changes):
+            return None
+        several = [change for change in changes if change is not None and change.slopes]
+        if len(several) == count:  # a layer that did not run has nothing to say
+            gram += _of_layer(layer, several, weights)
+    return gram
+
+
+def _of_layer(layer: Layer, changes: list[Change], weights: Tensors) -> Tensor | float:
+    total: Tensor | float = 0.0
+    if layer.bias is not None:
+        moved = torch.stack([change.bias(layer) for change in changes], 1)  # (B, k, n)
+        total = total + _inner(moved, weights[layer.bias])
+    if layer.weight is None:
+        return total
+    weight = weights[layer.weight]
+    if weight.numel() == 1 and isinstance(layer.module, LINEAR):
+        return total + float(weight) * _of_factors(changes)
+    parts = zip(*(change.weight(layer) for change in changes), strict=True)
+    grams = [_inner(torch.stack(several, 1).flatten(2), weight) for several in parts]
+    return total + torch.cat(grams)
+
+
+def _inner(moved: Tensor, weight: Tensor) -> Tensor:
+    flat = weight.flatten() if weight.numel() > 1 else weight
+    return ((moved * flat) @ moved.mT).double()
+
+
+def _of_factors(changes: list[Change]) -> Tensor:
+    factors = [
+        (
+            torch.cat([*change.slopes, *change.mean_slopes], 1),
+            torch.cat([*change.mean_features, *change.features], 1),
+        )
+        for change in changes
+    ]
+    rows = [
+        torch.stack(
+            [((left @ other.mT) * (right @ last.mT)).sum((1, 2)) for other, last in factors], 1
+        )
+        for left, right in factors
+    ]
+    return torch.stack(rows, 1).double()

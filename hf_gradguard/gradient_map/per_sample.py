@@ -1,0 +1,234 @@
+"""How each sample's share of the gradient answers to a change of the input, without second
+derivatives.
+
+Jᵀv = d/dα g(x + αv) is the difference of two plain gradients, over a small step. And what a layer's
+weight has as its gradient is a sum over samples of products of what went into the layer (its
+features a) with the loss's derivative by what came out (its slopes δ). Both passes' a and δ give
+the difference sample by sample,
+
+    δ'ᵀa' - δᵀa = (δ' - δ)ᵀ (a' + a)/2 + (δ' + δ)ᵀ/2 (a' - a),
+
+with what nearly cancels taken before any sum.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import grad
+from transformers.pytorch_utils import Conv1D
+
+from .candidates import differentiate
+
+if TYPE_CHECKING:
+    from .map import GradientMap, Tensors
+
+LINEAR, _CONVOLUTIONS = (nn.Linear, Conv1D), (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_ENTRIES = 2**24  # of several samples' weight gradients, written out at once
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A layer whose gradient is a sum of samples' products.
+
+    Args:
+        module: A linear layer, a convolution or a layer normalization.
+        weight: The name of its weight, if that is shared.
+        bias: The name of its bias, if that is shared.
+    """
+
+    module: nn.Module
+    weight: str | None
+    bias: str | None
+
+    def features(self, entered: Tensor) -> Tensor:
+        """What slopes are multiplied with to give the weight's gradient."""
+        m = self.module
+        if isinstance(m, nn.LayerNorm):
+            return nn.functional.layer_norm(entered, m.normalized_shape, eps=m.eps)
+        return entered
+
+    def rows(self, tensor: Tensor, samples: int) -> Tensor | None:
+        """Features or slopes with a first dimension of samples: `(B, T, F)`, of a convolution
+        `(B, F, …)`. `None` if its first dimension is of something else.
+        """
+        if isinstance(self.module, _CONVOLUTIONS):
+            return tensor if len(tensor) == samples and tensor.dim() > 2 else None
+        if len(tensor) % samples:
+            return None
+        return tensor.reshape(samples, -1, tensor.shape[-1])
+
+    def weight_gradients(self, slopes: Tensor, features: Tensor) -> Tensor:
+        """`(B, *weight.shape)` from rows of both."""
+        m: Any = self.module
+        if isinstance(m, nn.Linear):
+            return slopes.mT @ features
+        if isinstance(m, Conv1D):  # (in, out), where nn.Linear has (out, in)
+            return features.mT @ slopes
+        if isinstance(m, nn.LayerNorm):
+            return (slopes * features).sum(1)
+        # A group of channels for each sample keeps samples apart.
+        size, samples = m.weight.shape, len(slopes)
+        function = getattr(grad, f"conv{len(size) - 2}d_weight")
+        found: Tensor = function(
+            features.flatten(0, 1)[None],
+            (samples * size[0], *size[1:]),
+            slopes.flatten(0, 1)[None],
+            m.stride, m.padding, m.dilation, m.groups * samples,
+        )  # fmt: skip
+        return found.view(samples, *size)
+
+    def bias_gradients(self, slopes: Tensor) -> Tensor:
+        """`(B, *bias.shape)` from rows."""
+        if isinstance(self.module, _CONVOLUTIONS):
+            return slopes.flatten(2).sum(2)
+        return slopes.sum(1)
+
+
+def layers_of(model: nn.Module, parameters: Mapping[str, Tensor]) -> dict[str, Layer]:
+    """The layers with shared parameters that no other module holds, by the modules' names."""
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    modules = dict(model.named_modules())
+    holders = Counter(id(p) for m in modules.values() for p in m.parameters(recurse=False))
+    found = {}
+    for name, module in modules.items():
+        if type(module) not in (*LINEAR, *_CONVOLUTIONS, nn.LayerNorm):
+            continue
+        plain = getattr(module, "padding_mode", "zeros") == "zeros"
+        if not plain or isinstance(getattr(module, "padding", None), str):
+            continue
+        if isinstance(module, nn.LayerNorm) and len(module.normalized_shape) > 1:
+            continue
+        weight, bias = (
+            names.get(id(p)) if p is not None and holders[id(p)] == 1 else None
+            for p in (module.weight, module.bias)
+        )
+        if weight or bias:
+            found[name] = Layer(module, weight, bias)
+    return found
+
+
+@dataclass
+class Pass:
+    """One evaluation of a map: what layers took in, the loss's slopes there, and the gradients of
+    all other parameters.
+    """
+
+    layers: Mapping[str, Layer]
+    features: dict[str, list[Tensor]] = field(default_factory=dict)
+    slopes: dict[str, dict[int, Tensor]] = field(default_factory=dict)
+    rest: Tensors = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, gmap: GradientMap, x: Tensor, layers: Mapping[str, Layer]) -> Pass:
+        """At an input x, with the map's own random draws."""
+        split = {name for layer in layers.values() for name in (layer.weight, layer.bias)}
+        others = {name: p for name, p in gmap.parameters.items() if name not in split}
+        found = cls(layers)
+        with gmap.replay.run(), gmap.replay.full_precision():
+            x = x.detach().requires_grad_()
+            with found._listening():
+                loss = gmap.evaluate(x)
+            found.rest = differentiate(loss, {**others, "": x})
+        del found.rest[""]
+        return found
+
+    def rows(self, name: str, samples: int) -> list[tuple[Tensor, Tensor]] | None:
+        """Slopes and features of each call of a layer, of samples; `None` if it does not know them
+        apart.
+        """
+        layer, found = self.layers[name], []
+        for number, features in enumerate(self.features.get(name, [])):
+            slopes = self.slopes[name].get(number)
+            if slopes is None:  # this call did not reach the loss
+                continue
+            pair = layer.rows(slopes, samples), layer.rows(features, samples)
+            if pair[0] is None or pair[1] is None:
+                return None
+            found.append((pair[0], pair[1]))
+        return found
+
+    @contextmanager
+    def _listening(self) -> Iterator[None]:
+        handles = [
+            layer.module.register_forward_hook(self._hook(name, layer), prepend=True)
+            for name, layer in self.layers.items()
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _hook(self, name: str, layer: Layer) -> Any:
+        def called(_module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+            calls = self.features.setdefault(name, [])
+            slopes, number = self.slopes.setdefault(name, {}), len(calls)
+            calls.append(layer.features(args[0].detach()))
+            if output.requires_grad:
+                output.register_hook(lambda slope: slopes.__setitem__(number, slope))
+
+        return called
+
+
+class Change(NamedTuple):
+    """What a step changes of a layer's calls, and the means of both ends, as rows of samples.
+
+    Args:
+        slopes: δ' - δ over the step, of each call.
+        mean_features: (a' + a)/2.
+        mean_slopes: (δ' + δ)/2.
+        features: a' - a over the step.
+    """
+
+    slopes: list[Tensor]
+    mean_features: list[Tensor]
+    mean_slopes: list[Tensor]
+    features: list[Tensor]
+
+    @classmethod
+    def between(cls, start: Pass, end: Pass, name: str, step: float, samples: int) -> Change | None:
+        """Of a layer; `None` if it does not know samples apart."""
+        one, other = start.rows(name, samples), end.rows(name, samples)
+        if one is None or other is None:
+            return None
+        found = cls([], [], [], [])
+        for (slopes, features), (later_slopes, later_features) in zip(one, other, strict=True):
+            if slopes.shape != later_slopes.shape or features.shape != later_features.shape:
+                return None
+            found.slopes.append((later_slopes - slopes) / step)
+            found.mean_features.append((later_features + features) / 2)
+            found.mean_slopes.append((later_slopes + slopes) / 2)
+            found.features.append((later_features - features) / step)
+        return found
+
+    def bias(self, layer: Layer) -> Tensor:
+        """J_bᵀv of the bias, `(B, *bias.shape)`."""
+        return torch.stack([layer.bias_gradients(slopes) for slopes in self.slopes]).sum(0)
+
+    def weight(self, layer: Layer) -> Iterator[Tensor]:
+        """J_bᵀv of the weight, some samples at a time: `(b, *weight.shape)`."""
+        size = layer.module.weight.numel()  # type: ignore[operator]
+        samples = len(self.slopes[0]) if self.slopes else 0
+        several = max(1, _ENTRIES // size)
+        for first in range(0, samples, several):
+            some = slice(first, first + several)
+            total: Tensor | None = None
+            for parts in zip(*self, strict=True):
+                slopes, mean_features, mean_slopes, features = (part[some] for part in parts)
+                if isinstance(layer.module, LINEAR):  # one product, of twice as many tokens
+                    found = layer.weight_gradients(
+                        torch.cat([slopes, mean_slopes], 1), torch.cat([mean_features, features], 1)
+                    )
+                else:
+                    found = layer.weight_gradients(slopes, mean_features)
+                    found = found + layer.weight_gradients(mean_slopes, features)
+                total = found if total is None else total + found
+            assert total is not None
+            yield total

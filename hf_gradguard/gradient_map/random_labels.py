@@ -1,0 +1,101 @@
+"""Labels that are drawn at random, and which ids are special: what a random batch takes beside its
+inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..randomness import Stream
+
+
+def random_labels(
+    model: nn.Module,
+    key: str,
+    batch: Mapping[str, Any],
+    private: Tensor,
+    made: Tensor,
+    generator: Stream,
+) -> Tensor:
+    """An entry of a batch, drawn at random.
+
+    Args:
+        model: Says how many classes or words there are.
+        key: Of the entry.
+        batch: For its shape and type.
+        private: The batch's inputs: what is to be written may be what is read.
+        made: Those that were drawn.
+        generator: Of the labels.
+
+    Raises:
+        ValueError: If it is none of the labels that can be made up, by name.
+    """
+    value: Tensor = batch[key]
+    config = getattr(model, "config", None)
+    classes = int(getattr(config, "num_labels", 0) or 0)
+    if key != "labels" and key != "label":
+        raise ValueError(NOT_MADE_UP.format(repr(key)))
+    if value.is_floating_point():
+        if getattr(config, "problem_type", None) == "multi_label_classification":
+            return generator.integers(2, value.shape, device=value.device).to(value.dtype)
+        return generator.normal(value.shape, device=value.device).to(value.dtype)
+    if value.dim() == 1 and classes > 1:
+        return generator.integers(classes, value.shape, device=value.device).to(value.dtype)
+    if value.dim() == 2 and _writes(model):
+        counted = value != -100
+        if value.shape == private.shape and bool((value == private)[counted].all()):
+            return made.clone()  # what is read is what is to be written
+        words = len(model.get_output_embeddings().weight)  # type: ignore[operator]
+        drawn = generator.integers(words, value.shape, device=value.device)
+        if value.shape == private.shape:  # masked: which places is drawn as well
+            chosen = generator.uniform(value.shape, device=value.device) < 0.15
+            chosen[:, 0] = True
+            drawn = drawn.masked_fill(~chosen, -100)
+        return drawn.to(value.dtype)
+    if value.shape == private.shape and classes > 1:
+        return generator.integers(classes, value.shape, device=value.device).to(value.dtype)
+    raise ValueError(NOT_MADE_UP.format(f"labels of shape {tuple(value.shape)}"))
+
+
+def special_ids(model: nn.Module, processing_class: Any = None) -> list[int]:
+    """Ids of special tokens: the tokenizer's, or without one those that the config names."""
+    found = getattr(processing_class, "all_special_ids", None)
+    if found is None:
+        config = getattr(model, "config", None)
+        names = ("bos", "eos", "cls", "sep", "pad", "mask")
+        found = [getattr(config, f"{name}_token_id", None) for name in names]
+    return sorted({index for index in found if isinstance(index, int)})
+
+
+NOT_MADE_UP = (
+    "Random inputs with {} cannot be made up, so noise and pruning have no public shape. Choose "
+    "shape='past', averages over the client's earlier batches, or shape='own'."
+)
+
+
+def _writes(model: nn.Module) -> bool:
+    """Whether a model's output is words."""
+    try:
+        return getattr(model.get_output_embeddings(), "weight", None) is not None  # type: ignore[operator]
+    except (AttributeError, NotImplementedError, TypeError):
+        return False
+
+
+def ends(
+    ids: Tensor, special: Sequence[int], present: Tensor | None
+) -> tuple[int | None, int | None]:
+    """The special tokens with which all texts begin and end, if there are such. Padding is none of
+    a text.
+    """
+    mask = torch.ones_like(ids) if present is None else present.int()
+    ends = mask.argmax(1), ids.shape[1] - 1 - mask.flip(1).argmax(1)
+    rows = torch.arange(len(ids), device=ids.device)
+    found = [ids[rows, place].unique().tolist() for place in ends]
+    begins, closes = (
+        index[0] if len(index) == 1 and index[0] in set(special) else None for index in found
+    )
+    return begins, closes

@@ -1,0 +1,157 @@
+"""Which checkpoints are complete: a run that is killed while it saves leaves one that is not.
+
+Once every rank has written its files, the first writes a list of what resuming will read, with
+sizes. The Trainer's own state comes last, before it deletes older checkpoints. A checkpoint of the
+stock Trainer has no such list: it is taken as complete if that last file is readable.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.utils import logging
+
+from ..data.private import write_private
+
+logger = logging.get_logger(__name__)
+
+LIST = "gradguard_complete.json"
+_OF_RANKS = "gradguard_private_rank"  # has a checksum, and says by itself what it means to lack one
+
+
+def begin_checkpoint(folder: Path) -> None:
+    """Before anything is written to it, also if it was complete: it no longer is.
+
+    Example:
+        >>> begin_checkpoint(tmp_path / "checkpoint-1")
+    """
+    for name in (LIST, TRAINER_STATE_NAME):
+        (folder / name).unlink(missing_ok=True)
+
+
+def list_checkpoint(folder: Path) -> None:
+    """When all ranks have written theirs: what resuming will read, and sizes.
+
+    Example:
+        >>> folder = tmp_path / "checkpoint-1"
+        >>> folder.mkdir()
+        >>> list_checkpoint(folder)
+        >>> missing_from(folder)  # the Trainer writes that one last
+        'trainer_state.json is missing'
+    """
+    sizes = {str(path.relative_to(folder)): path.stat().st_size for path in _files(folder)}
+    write_private(folder / LIST, json.dumps(sizes, indent=1).encode())
+
+
+def missing_from(folder: Path) -> str:
+    """What keeps a checkpoint from being complete; nothing if it is.
+
+    Example:
+        >>> missing_from(tmp_path / "checkpoint-1")
+        'there is no such folder'
+    """
+    if not folder.is_dir():
+        return "there is no such folder"
+    try:
+        sizes = json.loads((folder / LIST).read_text()) if (folder / LIST).is_file() else {}
+    except ValueError:
+        return f"{LIST} is cut off"
+    for name, size in sizes.items():
+        path = folder / name
+        if not path.is_file():
+            return f"{name} is missing"
+        if path.stat().st_size != size:
+            return f"{name} has {path.stat().st_size} bytes, but was saved with {size}"
+    if not (folder / TRAINER_STATE_NAME).is_file():
+        return f"{TRAINER_STATE_NAME} is missing"
+    try:
+        json.loads((folder / TRAINER_STATE_NAME).read_text())
+    except ValueError:
+        return f"{TRAINER_STATE_NAME} is cut off"
+    if not any(path.suffix in (".safetensors", ".bin") for path in _files(folder)):
+        return "it holds no weights"
+    return ""
+
+
+def check_checkpoint(folder: Path) -> None:
+    """Refuse to resume from a checkpoint that is not complete.
+
+    Raises:
+        ValueError: With what it lacks, and the newest beside it that is complete.
+
+    Example:
+        >>> check_checkpoint(tmp_path / "checkpoint-1")
+        Traceback (most recent call last):
+        ValueError: ... is no complete checkpoint: there is no such folder. ...
+    """
+    if reason := missing_from(folder):
+        others = complete_steps(folder.parent)
+        known = (
+            f"The newest complete one beside it is {_PREFIX}{max(others)}."
+            if others
+            else "There is no complete one beside it."
+        )
+        raise ValueError(
+            f"{folder} is no complete checkpoint: {reason}. The run was killed while it saved it, "
+            f"or files were removed or cut off since. {known} resume_from_checkpoint=True finds it."
+        )
+
+
+def complete_steps(folder: Path) -> list[int]:
+    """The steps of the complete checkpoints in an output folder.
+
+    Example:
+        >>> complete_steps(tmp_path)
+        []
+    """
+    return [step for step, path in _checkpoints(folder) if not missing_from(path)]
+
+
+def newest_complete(folder: Path, accelerator: Accelerator) -> str | None:
+    """The newest checkpoint of an output folder that is complete on every rank. All ranks must ask.
+
+    Warns of newer ones that are not. `None`, with a warning, if there is none: a run that was
+    killed before its first checkpoint begins anew.
+
+    Example:
+        >>> newest_complete(tmp_path, Accelerator(cpu=True))
+    """
+    own = complete_steps(folder)
+    step = max(own, default=-1)
+    while True:
+        steps = accelerator.gather(torch.tensor([step], device=accelerator.device))
+        if steps.min() == steps.max():
+            break
+        step = max((s for s in own if s <= int(steps.min())), default=-1)
+    for newer, path in _checkpoints(folder):
+        if newer > step:
+            logger.warning(f"Skipped {path}: {missing_from(path) or 'another rank lacks it'}.")
+    if step < 0:
+        logger.warning(
+            f"There is no complete checkpoint in {folder} to resume from: training begins anew."
+        )
+        return None
+    return str(folder / f"{_PREFIX}{step}")
+
+
+def _checkpoints(folder: Path) -> Iterator[tuple[int, Path]]:
+    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+        if (found := re.fullmatch(rf"{_PREFIX}(\d+)", path.name)) and path.is_dir():
+            yield int(found[1]), path
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    """What resuming reads, but for what has a check of its own."""
+    for path in folder.rglob("*"):
+        ours = path.suffix in _SUFFIXES and not path.name.startswith((_OF_RANKS, "training_args"))
+        if ours and path.is_file():
+            yield path
+
+
+_PREFIX, _SUFFIXES = "checkpoint-", (".safetensors", ".bin", ".pt", ".pth")

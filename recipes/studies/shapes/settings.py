@@ -1,0 +1,37 @@
+"""Rows of the tables."""
+
+# quality.py
+EVERY = 10  # steps between messages that averages take in
+EACH = {"refresh_every": 1}
+SHAPES = {
+    "uniform": ["gaussian_noise", {}],
+    "public": ["optimal_noise", {"shape": "public", **EACH}],
+    "public, by tensor": ["optimal_noise", {"shape": "public", "granularity": "layer", **EACH}],
+    "past": ["optimal_noise", {"shape": "past", **EACH}],
+    "past, by tensor": ["optimal_noise", {"shape": "past", "granularity": "layer", **EACH}],
+    "own, 1 probe": ["optimal_noise", {"shape": "own", "num_probes": 1}],
+    "own, 10 probes": ["optimal_noise", {"shape": "own", "num_probes": 10}],
+}
+BEST = "the best that does not depend on the batch"
+TASKS = {
+    "minilm": {"learning_rate": 5e-5, "steps": (0, 20, 40, 100), "sizes": (16, 1)},
+    "vit": {"learning_rate": 1e-3, "steps": (0, 100), "sizes": (16,)},
+    "resnet": {"learning_rate": 1e-3, "steps": (0, 100), "sizes": (16,)},
+}
+SEEDS, BATCHES, PROBES = 2, 4, {16: 24, 1: 96}
+BATCH = 16  # that training takes
+
+# naming.py
+MESSAGES = {
+    "optimal_noise, own": ["optimal_noise", {"shape": "own", "num_probes": 3}],
+    "optimal_noise, past": ["optimal_noise", {"shape": "past", "refresh_every": 1}],
+    "optimal_noise, public": ["optimal_noise", {"shape": "public", "refresh_every": 1}],
+    "gaussian_noise": ["gaussian_noise", {}],
+    "optimal_pruning, own": ["optimal_pruning", {"shape": "own", "num_probes": 3}],
+    "optimal_pruning, past": ["optimal_pruning", {"shape": "past", "refresh_every": 1}],
+    "optimal_pruning, public": ["optimal_pruning", {"shape": "public", "refresh_every": 1}],
+    "pruning": ["pruning", {}],
+}
+STRENGTHS = {"noise": [{"relative_scale": s} for s in (1, 10, 100)], "pruning": [{"ratio": 0.9}]}
+TARGETS = ("this message", "the message before")
+CANDIDATES, TRIALS, HISTORY, SENTENCES = 28, 20, 4, 4000
