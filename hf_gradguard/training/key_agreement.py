@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import gather
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
@@ -176,7 +177,7 @@ def pair_key(
 
 def _gathered(own: bytes, accelerator: Accelerator) -> list[bytes]:
     """Every rank's bytes, in their order."""
-    everyone = accelerator.gather(torch.tensor(list(own), dtype=torch.uint8).to(accelerator.device))
+    everyone = gather(torch.tensor(list(own), dtype=torch.uint8).to(accelerator.device))
     return [bytes(part.tolist()) for part in everyone.cpu().view(-1, len(own))]
 
 

@@ -11,6 +11,7 @@ from itertools import combinations
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from cryptography.hazmat.primitives.serialization import BestAvailableEncryption
 from identities import private_pem, write, write_keys
 from torch import Tensor
 
+from hf_gradguard.training import key_agreement
 from hf_gradguard.training.key_agreement import agree, load_identity, pair_key, transcript_of
 
 # RFC 7748, Section 6.1
@@ -70,43 +72,40 @@ class Wire:
 
     def __init__(self, ranks: int, change: Callable[[int, int, int, bytes], bytes] | None) -> None:
         self.ranks, self.change = ranks, change or (lambda _round, _from, _to, content: content)
-        self.barrier = threading.Barrier(ranks)
+        self.barrier, self.local = threading.Barrier(ranks), threading.local()
         self.sent: list[list[bytes]] = [[], []]
         for content in self.sent:
             content += [b""] * ranks
 
-    def accelerator(self, rank: int) -> Any:
-        rounds = iter(range(2))
-
-        def gather(own: Tensor) -> Tensor:
-            number = next(rounds)
-            self.sent[number][rank] = bytes(own.tolist())
-            self.barrier.wait(10)
-            delivered = b"".join(
-                content if peer == rank else self.change(number, peer, rank, content)
-                for peer, content in enumerate(self.sent[number])
-            )
-            return torch.tensor(list(delivered), dtype=torch.uint8)
-
-        return SimpleNamespace(
-            process_index=rank, num_processes=self.ranks, gather=gather, device=torch.device("cpu")
+    def gather(self, own: Tensor) -> Tensor:
+        rank, number = self.local.rank, self.local.round
+        self.local.round += 1
+        self.sent[number][rank] = bytes(own.tolist())
+        self.barrier.wait(10)
+        delivered = b"".join(
+            content if peer == rank else self.change(number, peer, rank, content)
+            for peer, content in enumerate(self.sent[number])
         )
+        return torch.tensor(list(delivered), dtype=torch.uint8)
 
     def agree(self, folder: Path | None = None) -> list[dict[int, bytes] | ValueError]:
         found: list[Any] = [None] * self.ranks
 
         def one(rank: int) -> None:
             identity = None if folder is None else load_identity(str(folder), rank, self.ranks)
+            self.local.rank, self.local.round = rank, 0
+            accelerator: Any = SimpleNamespace(process_index=rank, device=torch.device("cpu"))
             try:
-                found[rank] = agree(self.accelerator(rank), identity)
+                found[rank] = agree(accelerator, identity)
             except ValueError as error:
                 found[rank] = error
 
         threads = [threading.Thread(target=one, args=[rank]) for rank in range(self.ranks)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with patch.object(key_agreement, "gather", self.gather):
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
         return found
 
 
