@@ -127,7 +127,7 @@ def expected(message, gmap, defense: str) -> Tensor:
     if "pruning" in defense:
         return marks(message, pruned=True)
     if defense == "gaussian_noise":  # were there a shape, then this one
-        shaped = make_defense("optimal_noise", shape="own", num_probes=3, relative_scale=1)
+        shaped = make_defense("optimal_noise", shape="own", num_probes=1, relative_scale=1)
         message = shaped(gmap)
     flat = torch.cat([tensor.flatten() for tensor in message.noise.added.values()])
     return flat.clamp(min=1e-30).log()

@@ -6,7 +6,7 @@ r"""What does noise cost whose shape does not depend on the batch?
 A client fine-tunes (AdamW, 16 samples a step); defenses measure at every tenth step and keep
 averages. At some steps other batches are looked at, of 16 samples and of one. Tr J_F·|U₂| does not
 depend on the noise's strength; its least value, (Σ s|g|)², needs s and |g| of the very batch. s² is
-from split probes (24, or 96 for one sample; exact ones for the ResNet, whose ReLU has kinks). dFIL
+from split probes (12, or 48 for one sample; exact ones for the ResNet, whose ReLU has kinks). dFIL
 is compared with that of uniform noise of equal power. The last row has the averages of the
 evaluated batches themselves, entry by entry. One hour of one core.
 """
