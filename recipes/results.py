@@ -87,6 +87,7 @@ RUNS = [
     Run("randomness_speed", "benchmarks.randomness", "", "--model $MODEL", 0.05),
     Run("memory", "benchmarks.memory", "", "--model $MODEL", 0.1),
     Run("refiner_speed", "benchmarks.refiner", "", "--model $MODEL", 0.1),
+    Run("exchange_cost", "benchmarks.exchange", "", "--model $MODEL", 0.1),
     Run("optimal_defenses_training", OPTIMAL, "training", "--data $MNIST", 0.6),
     Run("optimal_defenses_mnist", OPTIMAL, "attacked mnist", "--data $MNIST", 0.5),
     Run("optimal_defenses_cifar10", OPTIMAL, "attacked cifar10", "--data $CIFAR10_LOSSLESS", 3),

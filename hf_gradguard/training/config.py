@@ -16,11 +16,14 @@ from ..defenses import Defense, make_defense
 from ..registry import DEFENSES
 from .batch_statistics import CHOICES
 from .partition import PARTITIONS
+from .summed_noise import CHOICES as NOISE_FOR
+from .summed_noise import check_noise_for
 
 _CHOICES = {
     "batch_statistics": CHOICES,
     "partition": PARTITIONS,
     "leakage_action": ("skip", "stop"),
+    "noise_for": NOISE_FOR,
 }
 _KINDS: dict[str, tuple[tuple[type, ...], str]] = {
     "bool": ((bool,), "true or false"),
@@ -56,6 +59,17 @@ class GradGuardConfig(TrainingArguments):
             numbers of rows.
         partition: Of the data among `num_clients`: `"iid"`, or `"dirichlet"` by class.
         dirichlet_alpha: Of that partition: the smaller, the less alike are clients.
+        secure_aggregation: Show ranks, and who carries their messages, nothing but means: each
+            rank's gradient, loss and counts are masked so that the masks cancel in the sum. For
+            three ranks and more.
+        secure_aggregation_range: Largest size of an entry of a gradient, the same on all ranks; one
+            beyond it stops all of them. Entries are rounded to a unit of about n·range/2³¹ on n
+            ranks.
+        secure_aggregation_keys: Folder with this rank's Ed25519 key, `rankR.pem`, and every rank's
+            public one, `rankR.pub`. Without it ranks trust whoever answers, with a warning.
+        noise_for: `"message"`: a defense's `scale` is of each message. `"sum"`, with
+            `secure_aggregation` only: of the sum of the n messages that are exchanged at a time,
+            each with 1/√n of it.
         noise_seed: Makes all noise reproducible, by anybody. For tests only.
         leakage_logging_steps: Log leakage figures of what is about to be shared at every so many
             optimizer steps; 0 never.
@@ -123,6 +137,25 @@ class GradGuardConfig(TrainingArguments):
     )
     dirichlet_alpha: float = field(
         default=1.0, metadata={"help": "The smaller, the less alike are clients."}
+    )
+    secure_aggregation: bool = field(
+        default=False,
+        metadata={"help": "Show ranks nothing but means over ranks. For three ranks and more."},
+    )
+    secure_aggregation_range: float = field(
+        default=16.0,
+        metadata={"help": "Largest size of an entry of a gradient, the same on all ranks."},
+    )
+    secure_aggregation_keys: str | None = field(
+        default=None,
+        metadata={"help": "Folder with this rank's rankR.pem and every rank's rankR.pub."},
+    )
+    noise_for: str = field(
+        default="message",
+        metadata={
+            "help": "What a defense's scale is of: message, or sum (with secure_aggregation).",
+            "choices": list(NOISE_FOR),
+        },
     )
     noise_seed: int | None = field(
         default=None,
@@ -197,10 +230,11 @@ class GradGuardConfig(TrainingArguments):
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ValueError(f"{name} must be at least {least}, but is {value}.")
-        for name in ("dirichlet_alpha", "leakage_limit"):
+        for name in ("dirichlet_alpha", "leakage_limit", "secure_aggregation_range"):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
                 raise ValueError(f"{name} must be a finite number above 0, but is {value!r}.")
+        check_noise_for(self)
         if self.num_clients is not None:
             self._check_clients(self.num_clients)
         elif self.partition != "iid":
