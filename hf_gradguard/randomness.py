@@ -147,6 +147,10 @@ class Stream:
             2, shape, device, torch.int64, lambda w: _shifted(w.view(torch.int64), 1) % high
         )
 
+    def words(self, count: int, *, device: torch.device | str = "cpu") -> Iterator[Tensor]:
+        """Uniform int32, alike on all devices; use each part before asking for the next one."""
+        return self._words(1, count, torch.device(device), _chunk(torch.device(device)))
+
     def __getstate__(self) -> object:
         raise TypeError(
             "A Stream is not copied and not stored: the same numbers would be drawn twice, and its "

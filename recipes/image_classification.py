@@ -35,7 +35,7 @@ from transformers import (
 
 from hf_gradguard import GradGuardConfig, GradGuardTrainer
 from hf_gradguard.models import MODELS
-from hf_gradguard.training.config import parse_arguments
+from hf_gradguard.training.command_line import parse_arguments
 
 
 @dataclass

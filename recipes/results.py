@@ -57,6 +57,7 @@ UNDEFENDED = "studies.attacks_undefended.run"
 HIDING = "studies.hiding_and_learning.run"
 EVERY = "studies.every_defense.run"
 OPTIMAL = "studies.optimal_defenses.run"
+SHAPES = "studies.shapes.run"
 REFINER = "studies.refiner.run"
 LABELS = "studies.labels.run"
 LEAKAGE = "studies.leakage.run"
@@ -87,9 +88,12 @@ RUNS = [
     Run("randomness_speed", "benchmarks.randomness", "", "--model $MODEL", 0.05),
     Run("memory", "benchmarks.memory", "", "--model $MODEL", 0.1),
     Run("refiner_speed", "benchmarks.refiner", "", "--model $MODEL", 0.1),
+    Run("exchange_cost", "benchmarks.exchange", "", "--model $MODEL", 0.1),
     Run("optimal_defenses_training", OPTIMAL, "training", "--data $MNIST", 0.6),
     Run("optimal_defenses_mnist", OPTIMAL, "attacked mnist", "--data $MNIST", 0.5),
     Run("optimal_defenses_cifar10", OPTIMAL, "attacked cifar10", "--data $CIFAR10_LOSSLESS", 3),
+    Run("shapes_quality", SHAPES, "quality", f"{TEXT} --cifar10 $CIFAR10_LOSSLESS", 1),
+    Run("shapes_naming", SHAPES, "naming", TEXT, 0.7),
     Run("refiner_sentences", REFINER, "sentences", TEXT, 0.5),
     Run("refiner_in_training", REFINER, "in_training", TEXT, 0.25),
     Run("refiner_ablations", REFINER, "ablations", FEDERATION, 6),

@@ -31,7 +31,7 @@ from transformers import (
 )
 
 from hf_gradguard import GradGuardConfig, GradGuardTrainer
-from hf_gradguard.training.config import parse_arguments
+from hf_gradguard.training.command_line import parse_arguments
 
 
 @dataclass

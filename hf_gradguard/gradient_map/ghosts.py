@@ -40,7 +40,7 @@ def sample_gram(gmap: GradientMap, probes: Tensor, weights: Tensors) -> Tensor |
     layers = {name: layer for name, layer in found.items() if name in plan.split}
     if gmap.undefended is not gmap or not plan.error <= TOLERANCE or not layers:
         return None
-    x, step = gmap.input, step_size(gmap.input)
+    x, step = gmap.input, plan.shrink * step_size(gmap.input)
     start = Pass.of(gmap, x, layers)
     ends = [Pass.of(gmap, x + step * probe, layers) for probe in probes]
     count, samples = len(ends), len(x)

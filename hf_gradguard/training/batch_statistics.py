@@ -12,6 +12,7 @@ from torch import nn
 from transformers.utils import logging
 
 from .exchange import average
+from .secure_aggregation import SecureAggregation
 
 logger = logging.get_logger(__name__)
 
@@ -66,9 +67,11 @@ def freeze_statistics(model: nn.Module) -> None:
         layer.eval()
 
 
-def average_statistics(model: nn.Module, accelerator: Accelerator) -> None:
+def average_statistics(
+    model: nn.Module, accelerator: Accelerator, secure: SecureAggregation | None = None
+) -> None:
     """Replace running means and variances by their means over ranks, as federated averaging does.
-    Unprotected.
+    Unprotected but for `secure`, which hides each rank's behind the mean.
 
     Example:
         >>> average_statistics(nn.BatchNorm1d(4), Accelerator(cpu=True))
@@ -80,4 +83,4 @@ def average_statistics(model: nn.Module, accelerator: Accelerator) -> None:
         for buffer in (layer.running_mean, layer.running_var)
         if buffer is not None
     ]
-    average(buffers, accelerator)
+    average(buffers, accelerator, secure)

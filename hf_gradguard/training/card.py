@@ -49,6 +49,7 @@ def privacy_section(trainer: GradGuardTrainer) -> str:
         _embeddings(trainer),
         _labels(trainer),
         _statistics(trainer),
+        _aggregation(trainer),
         "The noise was drawn by ChaCha20, with a new key from the operating system for every "
         "message."
         if getattr(args, "noise_seed", None) is None
@@ -116,6 +117,18 @@ def _statistics(trainer: GradGuardTrainer) -> str:
         return ""
     choice = getattr(trainer.args, "batch_statistics", "local")
     return f"Batch statistics {_STATISTICS[choice]}"
+
+
+def _aggregation(trainer: GradGuardTrainer) -> str:
+    args = trainer.args
+    if not getattr(args, "secure_aggregation", False):
+        return ""
+    who = "signed" if args.secure_aggregation_keys else "taken as they came"
+    summed = "; the noise's scale below is of their sum, not of each"
+    return (
+        f"Messages were aggregated securely (the ranks' keys were {who}): ranks saw means alone"
+        f"{summed if args.noise_for == 'sum' else ''}."
+    )
 
 
 _STATISTICS = {

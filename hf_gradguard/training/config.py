@@ -1,28 +1,31 @@
-"""`GradGuardConfig`: training arguments with a defense, and the command line that fills them."""
+"""`GradGuardConfig`: training arguments with a defense."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
 import math
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
-import yaml
-from transformers import HfArgumentParser, TrainingArguments
+from transformers import TrainingArguments
 from transformers.hf_argparser import string_to_bool
 
 from ..defenses import Defense, make_defense
 from ..registry import DEFENSES
 from .batch_statistics import CHOICES
 from .partition import PARTITIONS
+from .summed_noise import CHOICES as NOISE_FOR
+from .summed_noise import check_noise_for
 
 _CHOICES = {
     "batch_statistics": CHOICES,
     "partition": PARTITIONS,
     "leakage_action": ("skip", "stop"),
     "protect_labels": (None, "randomized_response"),
+    "noise_for": NOISE_FOR,
 }
+_ABOVE_ZERO = ("dirichlet_alpha", "leakage_limit", "label_epsilon", "secure_aggregation_range")
 _KINDS: dict[str, tuple[tuple[type, ...], str]] = {
     "bool": ((bool,), "true or false"),
     "int": ((int,), "a whole number"),
@@ -62,6 +65,17 @@ class GradGuardConfig(TrainingArguments):
             numbers of rows.
         partition: Of the data among `num_clients`: `"iid"`, or `"dirichlet"` by class.
         dirichlet_alpha: Of that partition: the smaller, the less alike are clients.
+        secure_aggregation: Show ranks, and who carries their messages, nothing but means: each
+            rank's gradient, loss and counts are masked so that the masks cancel in the sum. For
+            three ranks and more.
+        secure_aggregation_range: Largest size of an entry of a gradient, the same on all ranks; one
+            beyond it stops all of them. Entries are rounded to a unit of about n·range/2³¹ on n
+            ranks.
+        secure_aggregation_keys: Folder with this rank's Ed25519 key, `rankR.pem`, and every rank's
+            public one, `rankR.pub`. Without it ranks trust whoever answers, with a warning.
+        noise_for: `"message"`: a defense's `scale` is of each message. `"sum"`, with
+            `secure_aggregation` only: of the sum of the n messages that are exchanged at a time,
+            each with 1/√n of it.
         noise_seed: Makes all noise reproducible, by anybody. For tests only.
         leakage_logging_steps: Log leakage figures of what is about to be shared at every so many
             optimizer steps; 0 never.
@@ -141,6 +155,25 @@ class GradGuardConfig(TrainingArguments):
     dirichlet_alpha: float = field(
         default=1.0, metadata={"help": "The smaller, the less alike are clients."}
     )
+    secure_aggregation: bool = field(
+        default=False,
+        metadata={"help": "Show ranks nothing but means over ranks. For three ranks and more."},
+    )
+    secure_aggregation_range: float = field(
+        default=16.0,
+        metadata={"help": "Largest size of an entry of a gradient, the same on all ranks."},
+    )
+    secure_aggregation_keys: str | None = field(
+        default=None,
+        metadata={"help": "Folder with this rank's rankR.pem and every rank's rankR.pub."},
+    )
+    noise_for: str = field(
+        default="message",
+        metadata={
+            "help": "What a defense's scale is of: message, or sum (with secure_aggregation).",
+            "choices": list(NOISE_FOR),
+        },
+    )
     noise_seed: int | None = field(
         default=None,
         metadata={
@@ -219,10 +252,11 @@ class GradGuardConfig(TrainingArguments):
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ValueError(f"{name} must be at least {least}, but is {value}.")
-        for name in ("dirichlet_alpha", "leakage_limit", "label_epsilon"):
+        for name in _ABOVE_ZERO:
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
                 raise ValueError(f"{name} must be a finite number above 0, but is {value!r}.")
+        check_noise_for(self)
         if self.num_clients is not None:
             self._check_clients(self.num_clients)
         elif self.partition != "iid":
@@ -299,40 +333,3 @@ def resolve_defense(defense: str | Defense | None, args: TrainingArguments) -> D
             "unprotected, say 'none'."
         )
     return make_defense(name, **settings)
-
-
-def parse_arguments(*dataclass_types: Any, argv: list[str] | None = None) -> tuple[Any, ...]:
-    """Command-line flags over a YAML file's values over the defaults.
-
-    Args:
-        *dataclass_types: What the flags fill, as for `HfArgumentParser`.
-        argv: The command line. Default: the program's. `--config FILE.yaml` names the file; its
-            keys are flags' names.
-
-    Returns:
-        One object a dataclass.
-
-    Raises:
-        ValueError: If the file holds a key that is no flag.
-
-    Example:
-        >>> argv = ["--output_dir=out", "--defense=pruning", '--defense_kwargs={"ratio": 0.9}']
-        >>> (args,) = parse_arguments(GradGuardConfig, argv=argv)
-        >>> args.defense_kwargs
-        {'ratio': 0.9}
-    """
-    parser = HfArgumentParser(dataclass_types)
-    finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    finder.add_argument("--config")
-    found, rest = finder.parse_known_args(argv)
-    if found.config is not None:
-        with open(found.config, encoding="utf-8") as file:
-            values = yaml.safe_load(file) or {}
-        known = {field.name for kind in dataclass_types for field in fields(kind) if field.init}
-        unknown = sorted(set(values) - known)
-        if unknown:
-            raise ValueError(
-                f"{found.config} holds {', '.join(unknown)}, which no flag is called. See --help."
-            )
-        parser.set_defaults(**values)
-    return parser.parse_args_into_dataclasses(args=rest)

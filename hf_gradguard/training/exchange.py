@@ -11,24 +11,96 @@ from accelerate.utils import broadcast
 from torch import Tensor, nn
 from transformers import TrainerCallback, TrainingArguments
 
+from .secure_aggregation import Bits, FixedPoint, Masks, SecureAggregation
 
-def average(tensors: Sequence[Tensor], accelerator: Accelerator) -> None:
+
+def average(
+    tensors: Sequence[Tensor],
+    accelerator: Accelerator,
+    secure: SecureAggregation | None = None,
+    bits: Bits = 64,
+) -> None:
     """Replace tensors by their means over ranks, in place. All ranks must give the same ones in the
     same order.
+
+    Args:
+        tensors: Floating-point ones.
+        accelerator: Carries them.
+        secure: Hides each rank's from the others and from who carries them, all but their mean.
+        bits: Of a word that an entry becomes there: 32 for gradients, 64 for figures.
+
+    Raises:
+        OverflowError: On all ranks, before anything is exchanged, if `secure` has no room for an
+            entry of one of them.
+        RuntimeError: If a rank died or does not answer, or ranks gave different tensors.
 
     Example:
         >>> average([torch.ones(3)], Accelerator(cpu=True))
     """
     if accelerator.num_processes == 1:
         return
+    point, masks = (None, None) if secure is None else _agreed(tensors, accelerator, secure, bits)
     for bucket in buckets(tensors):
-        mean = accelerator.reduce(
-            torch.cat([tensor.flatten() for tensor in bucket]), reduction="mean"
-        )
+        flat = torch.cat([tensor.flatten() for tensor in bucket])
+        if point is None or masks is None:
+            mean = _reduced(flat, accelerator, "mean")
+        else:
+            words = point.encode(flat)
+            masks.hide(words)
+            mean = point.mean(_reduced(words, accelerator, "sum"))
         for tensor, part in zip(
             bucket, mean.split([tensor.numel() for tensor in bucket]), strict=True
         ):
             tensor.copy_(part.view_as(tensor))
+
+
+def _agreed(
+    tensors: Sequence[Tensor], accelerator: Accelerator, secure: SecureAggregation, bits: Bits
+) -> tuple[FixedPoint, Masks]:
+    """The fixed point and the masks of an exchange that all ranks are ready for.
+
+    Ranks first add up, hidden likewise, how many of them have an entry too large. So no rank waits
+    for one that refuses, none learns which one it is, and nothing of a message has left any. The
+    sum is a small number only if all masks are gone from it: if every rank is at the same exchange
+    of the same tensors, and the sum wraps.
+    """
+    point = secure.point(bits)
+    masks = secure.masks(f"{point} {[(tensor.dtype, tensor.numel()) for tensor in tensors]}")
+    largest = point.largest(tensors)
+    refuses = not largest <= point.bound  # NaN is not
+    votes = torch.tensor([refuses, 0, 0, 0], dtype=point.word, device=accelerator.device)
+    masks.hide(votes)
+    count, *rest = _reduced(votes, accelerator, "sum").tolist()
+    if any(rest) or not 0 <= count <= point.ranks:
+        raise RuntimeError(
+            "The masks of secure_aggregation are not gone from the sum, so nothing was exchanged. "
+            "Ranks differ in what they exchange (the model, its types, secure_aggregation_range), "
+            "keys or messages were changed on their way, or this backend's sums do not wrap."
+        )
+    if count:
+        own = f"This rank's largest is {largest:g}." if refuses else "This rank's are within it."
+        advice = {
+            32: "Set a higher secure_aggregation_range, the same on all ranks, or make gradients "
+            "or noise smaller.",
+            64: "Losses, counts and statistics so large have no room: look for one that diverges.",
+        }
+        raise OverflowError(
+            f"{count} of {point.ranks} ranks have an entry that is not finite, or beyond "
+            f"±{point.bound:g}, so nothing was exchanged. {own} {advice[bits]}"
+        )
+    return point, masks
+
+
+def _reduced(tensor: Tensor, accelerator: Accelerator, reduction: str) -> Tensor:
+    try:
+        return accelerator.reduce(tensor, reduction=reduction)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"Rank {accelerator.process_index} could not exchange with the others, so the weights "
+            "stay as they were before this step: a rank died, or did not answer within the "
+            "process group's timeout. Look at the other ranks' errors, and resume from the last "
+            "checkpoint."
+        ) from error
 
 
 def buckets(tensors: Sequence[Tensor], entries: int = 2**23) -> Iterator[list[Tensor]]:
@@ -52,9 +124,16 @@ def buckets(tensors: Sequence[Tensor], entries: int = 2**23) -> Iterator[list[Te
         yield bucket
 
 
-def average_gradients(parameters: Iterable[nn.Parameter], accelerator: Accelerator) -> None:
+def average_gradients(
+    parameters: Iterable[nn.Parameter],
+    accelerator: Accelerator,
+    secure: SecureAggregation | None = None,
+) -> None:
     """Replace parameters' `.grad` by its mean over ranks: the only exchange of gradients there
     is.
+
+    Raises:
+        OverflowError, RuntimeError: As for `average`.
 
     Example:
         >>> average_gradients(model.parameters(), Accelerator(cpu=True))
@@ -64,10 +143,11 @@ def average_gradients(parameters: Iterable[nn.Parameter], accelerator: Accelerat
     for parameter in parameters:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-    average([p.grad for p in parameters if p.grad is not None], accelerator)
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    average(gradients, accelerator, secure, bits=32)
 
 
-def any_rank(due: bool, accelerator: Accelerator) -> bool:
+def any_rank(due: bool, accelerator: Accelerator, secure: SecureAggregation | None = None) -> bool:
     """Whether something is due on any rank. All ranks must ask.
 
     Example:
@@ -75,7 +155,8 @@ def any_rank(due: bool, accelerator: Accelerator) -> bool:
         True
     """
     found = torch.tensor(float(due), device=accelerator.device)
-    return bool(accelerator.reduce(found, reduction="sum"))
+    average([found], accelerator, secure)
+    return bool(found)
 
 
 class StartAlike(TrainerCallback):

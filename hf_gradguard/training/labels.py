@@ -140,11 +140,11 @@ class RandomizedLabels(Dataset):
 
 def protect_labels(
     data: Any, args: Any, model: nn.Module, key: LabelKey, own_batches: bool
-) -> RandomizedLabels:
+) -> RandomizedLabels | None:
     """Training data with randomized labels; those that have them already, as they are.
 
     Args:
-        data: The Trainer's.
+        data: The Trainer's, if it has any.
         args: Training arguments with `label_epsilon`.
         model: Whose classes the labels are.
         key: Of the draws.
@@ -162,6 +162,8 @@ def protect_labels(
         >>> protect_labels(data, args, model, key, own_batches=False) is data
         True
     """
+    if data is None:
+        return None
     if own_batches:
         raise NotImplementedError(
             "GradGuardTrainer does not support protect_labels with a get_train_dataloader of your "

@@ -13,10 +13,12 @@ from torch import Tensor, nn
 from transformers.utils import logging
 
 from ..defenses import Defense
+from ..defenses.none import NoDefense
 from ..gradient_map import GradientMap
 from ..gradient_map.inputs import LossFunction
 from ..randomness import Stream
 from .clients import ClientBatch
+from .dropout import private_draws
 from .ledger import Ledger
 from .meter import LeakageMeter
 from .tables import RowGuard
@@ -25,8 +27,8 @@ logger = logging.get_logger(__name__)
 
 
 class Draws:
-    """A stream for every message: one of its noise, and one of the leakage meter's probes, since
-    measuring a message must not change its noise.
+    """Streams for every message: of its noise, of the leakage meter's probes, since measuring a
+    message must not change its noise, and of its dropout.
 
     Args:
         seed: Makes all draws reproducible, which is unsafe. `None`: every message has a new key
@@ -34,7 +36,7 @@ class Draws:
         rank: So that ranks draw differently under one seed.
 
     Example:
-        >>> noise, probes = Draws().at(step=0)
+        >>> noise, probes, dropout = Draws().at(step=0)
     """
 
     def __init__(self, seed: int | None = None, rank: int = 0) -> None:
@@ -46,16 +48,17 @@ class Draws:
                 "Leave it out wherever the data matters."
             )
 
-    def at(self, step: int) -> tuple[Stream, Stream]:
+    def at(self, step: int) -> tuple[Stream, Stream, Stream]:
         """For the next message of an optimizer step. A seed gives the same ones at the same step,
         also to a run that is resumed.
         """
         if self._seed is None:
-            return Stream(), Stream()
+            return Stream(), Stream(), Stream()
         last, count = self._last
         self._last = (step, count + 1 if step == last else 0)
         seeds = (self._seed, self._rank, *self._last)
-        return Stream.from_seeds(*seeds), Stream.from_seeds(*seeds, 1)
+        probes, dropout = (Stream.from_seeds(*seeds, use) for use in (1, 2))
+        return Stream.from_seeds(*seeds), probes, dropout
 
 
 class MessageMaker:
@@ -104,6 +107,21 @@ class MessageMaker:
                 `Defense.__call__`; or if something else wrote to `.grad`. Nothing was added then.
         """
         self._forget_others(client.defense, module)
+        noise, probes, dropout = self._draws.at(step)
+        protects = not isinstance(client.defense, NoDefense)
+        device = next(module.parameters()).device
+        with private_draws(dropout if protects else None, device):
+            return self._share(module, client, loss_fn, step, noise, probes)
+
+    def _share(
+        self,
+        module: nn.Module,
+        client: ClientBatch,
+        loss_fn: LossFunction,
+        step: int,
+        noise: Stream,
+        probes: Stream,
+    ) -> Tensor:
         measured = self._meter.measures(step)
         gmap = GradientMap(
             module,
@@ -116,7 +134,6 @@ class MessageMaker:
         gradient = gmap.gradient()
         self._rows.see(gradient)
         norm = _norm(gradient)  # waits for the device: what follows times the defense alone
-        noise, probes = self._draws.at(step)
         start = time.perf_counter()
         message = client.defense(gmap, noise)
         shared = dict(message.items())

@@ -4,7 +4,6 @@ the rank.
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from typing import NamedTuple
 
@@ -27,6 +26,8 @@ from ..leakage import (
 from ..leakage.unknowns import Unknowns
 from ..randomness import Stream
 from .clients import ROW
+from .exchange import average
+from .secure_aggregation import SecureAggregation
 
 logger = logging.get_logger(__name__)
 
@@ -183,7 +184,9 @@ class LeakageMeter:
         self.last = figures or self.last
         return figures
 
-    def mean_over_ranks(self, accelerator: Accelerator) -> dict[str, float]:
+    def mean_over_ranks(
+        self, accelerator: Accelerator, secure: SecureAggregation | None = None
+    ) -> dict[str, float]:
         """Means over ranks of `leakage/dfil_mean` and `leakage/i2f_lower_bound` as they were taken
         last. All ranks must ask.
 
@@ -196,10 +199,11 @@ class LeakageMeter:
                 "client for what it wants to tell, or aggregate over three and more."
             )
         names = ("leakage/dfil_mean", "leakage/i2f_lower_bound")
-        own = [self.last.get(name, math.nan) for name in names]
-        means = accelerator.reduce(torch.tensor(own, device=accelerator.device), reduction="mean")
+        own = [[self.last.get(name, 0.0), float(name in self.last)] for name in names]
+        means = torch.tensor(own, dtype=torch.float64, device=accelerator.device)
+        average([means], accelerator, secure)
         found = zip(names, means.tolist(), strict=True)
-        return {name: mean for name, mean in found if not math.isnan(mean)}
+        return {name: mean for name, (mean, known) in found if known == 1}
 
     def take_skipped(self) -> dict[str, float]:
         """With a limit, how many messages were not shared since it was asked last."""

@@ -9,13 +9,15 @@ from __future__ import annotations
 import dis
 import inspect
 import pkgutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import datasets
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 from transformers import PreTrainedModel, Trainer
 
@@ -74,6 +76,17 @@ SEAMS = (
         "training/seams.py adds to a batch whose rows they are",
     ),
     Seam(_TRAINER, "_maybe_log_save_evaluate", "training/seams.py logs leakage before a save"),
+    Seam(_TRAINER, "_globalstep_last_logged", "training/seams.py averages a loss that is logged"),
+    Seam(
+        _TRAINER,
+        "_get_num_items_in_batch",
+        "training/seams.py reduces the counts of labels that it gathers",
+    ),
+    Seam(
+        _TRAINER,
+        "_track_num_input_tokens",
+        "training/seams.py reduces the counts of tokens that it gathers",
+    ),
     Seam(_TRAINER, "_save_rng_state", "training/seams.py writes defenses' state to a checkpoint"),
     Seam(_TRAINER, "_load_optimizer_and_scheduler", "training/seams.py reads that state again"),
     Seam(_TRAINER, "_hp_search_setup", "training/seams.py reads the settings when training begins"),
@@ -199,6 +212,8 @@ class SeamTrainer(RenamedWeightsTrainer):
         True
     """
 
+    current_flos: float
+
     def training_collator(self, collate: Any) -> Any:
         """What makes batches of rows that are not of `datasets`, given what the Trainer has."""
         return collate
@@ -220,6 +235,17 @@ class SeamTrainer(RenamedWeightsTrainer):
 
     def load_state_of_rank(self, folder: str) -> None:
         """Read it again."""
+
+    def average_over_ranks(self, figure: Tensor) -> None:
+        """Replace a figure of this rank by its mean over ranks, in place. Here: on one rank."""
+
+    def store_flos(self) -> None:
+        """As in `Trainer`, of a mean in place of this rank's own count, which tells its tokens."""
+        scale = 2.0**40  # a step's count is from 1e6 to 1e20
+        flos = torch.tensor(self.current_flos / scale, dtype=torch.float64, device=self.args.device)
+        self.average_over_ranks(flos)
+        self.current_flos = float(flos) * scale
+        super().store_flos()
 
     def loader_of(self, dataset: Dataset, sampler: Sampler) -> DataLoader:
         """Training batches of what `sampler` draws from `dataset`."""
@@ -255,9 +281,34 @@ class SeamTrainer(RenamedWeightsTrainer):
         collate = super()._get_collator_with_removed_columns(data_collator, description)
         return self.training_collator(collate) if description == _TRAINING else collate
 
-    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+    def _maybe_log_save_evaluate(self, tr_loss: Tensor, *args: Any, **kwargs: Any) -> None:
         self.before_saving()
-        super()._maybe_log_save_evaluate(*args, **kwargs)
+        if self.control.should_log and self.state.global_step > self._globalstep_last_logged:
+            self.average_over_ranks(tr_loss)  # which the Trainer then gathers
+        super()._maybe_log_save_evaluate(tr_loss, *args, **kwargs)
+
+    def _get_num_items_in_batch(self, *args: Any, **kwargs: Any) -> Tensor | int | None:
+        with self._reduced_counts():
+            return super()._get_num_items_in_batch(*args, **kwargs)
+
+    def _track_num_input_tokens(self, *args: Any, **kwargs: Any) -> None:
+        with self._reduced_counts():
+            super()._track_num_input_tokens(*args, **kwargs)
+
+    @contextmanager
+    def _reduced_counts(self) -> Iterator[None]:
+        """Counts that the Trainer would gather from all ranks, to add them up, arrive added up."""
+
+        def total(count: Tensor) -> Tensor:
+            mean = count.to(torch.float64, copy=True)  # whole numbers up to 2⁵³
+            self.average_over_ranks(mean)
+            return (mean * self.accelerator.num_processes).round().to(count.dtype)
+
+        gather, self.accelerator.gather = self.accelerator.gather, total
+        try:
+            yield
+        finally:
+            self.accelerator.gather = gather
 
     def _hp_search_setup(self, trial: Any) -> None:
         super()._hp_search_setup(trial)

@@ -15,6 +15,8 @@ from transformers.utils import logging
 
 from ..gradient_map.inputs import LossFunction
 from ..gradient_map.tables import find_tables, remember_tables
+from .exchange import average
+from .secure_aggregation import SecureAggregation
 
 logger = logging.get_logger(__name__)
 
@@ -41,8 +43,20 @@ class AgreedTables:
         self._model: ReferenceType[nn.Module] | None = None
         self._tables = frozenset[str]()
 
-    def settle(self, model: nn.Module, batch: Mapping[str, Any], loss_fn: LossFunction) -> bool:
+    def settle(
+        self,
+        model: nn.Module,
+        batch: Mapping[str, Any],
+        loss_fn: LossFunction,
+        secure: SecureAggregation | None = None,
+    ) -> bool:
         """Look for tables, once a model and kind of batch. All ranks must call it at every step.
+
+        Args:
+            model: The bare model.
+            batch: Of a client of this rank.
+            loss_fn: What runs the model.
+            secure: Hides what this rank alone found.
 
         Returns:
             Whether this was the model's first batch.
@@ -52,7 +66,7 @@ class AgreedTables:
         """
         found = find_tables(model, batch, loss_fn)
         if self._model is None or self._model() is not model:
-            self._tables = self._joined(model, found)
+            self._tables = self._joined(model, found, secure)
             remember_tables(model, self._tables)
             self._model = ref(model)
             return True
@@ -64,10 +78,13 @@ class AgreedTables:
             )
         return False
 
-    def _joined(self, model: nn.Module, found: frozenset[str]) -> frozenset[str]:
+    def _joined(
+        self, model: nn.Module, found: frozenset[str], secure: SecureAggregation | None
+    ) -> frozenset[str]:
         names = [name for name, _ in model.named_parameters()]
-        flags = torch.tensor([float(name in found) for name in names])
-        flags = self._accelerator.reduce(flags.to(self._accelerator.device), reduction="sum")
+        device = self._accelerator.device
+        flags = torch.tensor([float(name in found) for name in names], device=device)
+        average([flags], self._accelerator, secure)
         return frozenset(name for name, flag in zip(names, flags.tolist(), strict=True) if flag)
 
 

@@ -38,7 +38,7 @@ from .clients import (
     split,
 )
 from .config import GradGuardConfig
-from .exchange import StartAlike, any_rank, average_gradients
+from .exchange import StartAlike, any_rank, average, average_gradients
 from .guarded import GuardedTrainer, noting
 from .labels import LabelKey, protect_labels
 from .loading import load_model, load_tokenizer
@@ -46,6 +46,8 @@ from .message import Draws, MessageMaker
 from .meter import LeakageMeter
 from .private_state import load_private_state, save_private_state
 from .seams import check_seams
+from .secure_aggregation import secure_aggregation_of
+from .summed_noise import share_of_noise
 from .tables import AgreedTables
 from .weights import LossWeights, Normalization
 
@@ -144,24 +146,20 @@ class GradGuardTrainer(GuardedTrainer):
         self._asked.resolve(self.args)
         self._weights = LossWeights(self._loss)
         own_batches = type(self).get_train_dataloader is not GradGuardTrainer.get_train_dataloader
-        rank = self.accelerator.process_index
-        self._label_key = self._label_key or LabelKey.asked(self.args, rank)
-        if self._label_key is not None and self.train_dataset is not None:
-            self.train_dataset = protect_labels(
-                self.train_dataset, self.args, self.model, self._label_key, own_batches
-            )
-        objects = {
-            "model": self.model,
-            "train_dataset": self.train_dataset,
-            "processing_class": self.processing_class,
-        }
+        self._label_key = self._label_key or LabelKey.asked(self.args, self.args.process_index)
+        if self._label_key is not None:
+            data, key = self.train_dataset, self._label_key
+            self.train_dataset = protect_labels(data, self.args, self.model, key, own_batches)
+        watched = ("model", "train_dataset", "processing_class")
+        objects = {name: getattr(self, name) for name in watched}
         check_training(self.args, self.model, self.accelerator, self.train_dataset)
-        account, data = self._accountant, self.train_dataset
-        check_leakage(self.args, self.defense, account, own_batches, data)
+        self._secure = secure_aggregation_of(self.args, self.accelerator)
+        defense = share_of_noise(self.defense, self.args, self.accelerator.num_processes)
+        check_leakage(self.args, defense, self._accountant, own_batches, self.train_dataset)
         changed = self._asked.changed(self.args, objects)
         if not changed:
             return
-        self.defense.prepare(self.model, self.processing_class)
+        defense.prepare(self.model, self.processing_class)
         if "model" in changed:
             self.remove_callback(StartAlike)
             self.add_callback(StartAlike())
@@ -172,9 +170,9 @@ class GradGuardTrainer(GuardedTrainer):
         self._withhold = getattr(self.args, "withhold", None) or []
         self._tables = AgreedTables(self.accelerator)
         self._shared(self.model)  # refuse none, name withheld
-        self._host_clients()
-        self._meter = LeakageMeter(self.args, self.defense, self._accountant)
-        draws = Draws(getattr(self.args, "noise_seed", None), rank)
+        self._host_clients(defense)
+        self._meter = LeakageMeter(self.args, defense, self._accountant)
+        draws = Draws(getattr(self.args, "noise_seed", None), self.accelerator.process_index)
         self._messages = MessageMaker(
             draws, self._meter, self.ledger, self._share_input_embeddings, self._withhold
         )
@@ -184,14 +182,14 @@ class GradGuardTrainer(GuardedTrainer):
         """What is shared of a model, as far as it is known: tables are found at the first batch."""
         return shared_parameters(module, self._share_input_embeddings, self._withhold)
 
-    def _host_clients(self) -> None:
+    def _host_clients(self, defense: Defense) -> None:
         """Each client that lives on this rank gets a defense of its own."""
         ranks = self.accelerator.num_processes
         self._parts = divide(self.train_dataset, self.args, ranks)
         hosted = len(self._parts) // ranks or getattr(self.args, "clients_per_process", 1)
         if hosted > 1:
             check_collator(self.data_collator)
-        self._clients = [copy.deepcopy(self.defense) for _ in range(hosted)]
+        self._clients = [copy.deepcopy(defense) for _ in range(hosted)]
 
     def training_step(
         self,
@@ -210,7 +208,7 @@ class GradGuardTrainer(GuardedTrainer):
             clients, spread = self._clients_of(module, inputs, normalization)
             mean_loss = functools.partial(normalization.mean_loss, self._loss, spread)
             if not self._share_input_embeddings:
-                self._tables.settle(module, clients[0].batch, mean_loss)
+                self._tables.settle(module, clients[0].batch, mean_loss, self._secure)
             losses = [
                 client.weight * self._messages.share(module, client, mean_loss, step)
                 for client in clients
@@ -263,13 +261,17 @@ class GradGuardTrainer(GuardedTrainer):
         """Average over ranks what they have protected, and agree on going on."""
         parameters = self._shared(module).values()
         self.ledger.check(parameters, "exchange gradients")
-        average_gradients(parameters, self.accelerator)
+        average_gradients(parameters, self.accelerator, self._secure)
         self.ledger.exchange(parameters)
         # A rank that left alone would leave the others waiting for it.
-        if self._meter.stops and any_rank(self._meter.stop_due, self.accelerator):
+        if self._meter.stops and any_rank(self._meter.stop_due, self.accelerator, self._secure):
             self.control.should_training_stop = True
         if self._batch_statistics == "shared":
-            average_statistics(module, self.accelerator)
+            average_statistics(module, self.accelerator, self._secure)
+
+    def average_over_ranks(self, figure: Tensor) -> None:
+        """Of losses and counts, which the stock Trainer gathers from every rank."""
+        average([figure], self.accelerator, self._secure)
 
     def get_train_dataloader(self) -> DataLoader:
         """As in `Trainer`; with `num_clients`, of the clients that each step draws."""
@@ -317,13 +319,14 @@ class GradGuardTrainer(GuardedTrainer):
         logged last.
 
         Every rank has to call it, and by that sends its figures out: nothing else does. The sum is
-        taken by the ranks themselves, so a peer that carries messages sees some of its parts.
+        taken by the ranks themselves, so without `secure_aggregation` a peer that carries messages
+        sees some of its parts.
 
         Raises:
             NotImplementedError: On two ranks, where each would learn the other's figures from the
                 mean and its own.
         """
-        return self._meter.mean_over_ranks(self.accelerator)
+        return self._meter.mean_over_ranks(self.accelerator, self._secure)
 
     def save_state_of_rank(self, folder: str) -> None:
         """What a defense remembers belongs in a checkpoint: a run that is killed and resumed goes

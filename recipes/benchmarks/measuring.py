@@ -95,9 +95,9 @@ def alternate(
     return spread(ratios)
 
 
-def spread(values: Sequence[float]) -> dict[str, float]:
+def spread(values: Sequence[float], digits: int = 2) -> dict[str, float]:
     found = {"median": statistics.median(values), "min": min(values), "max": max(values)}
-    return {name: round(value, 2) for name, value in found.items()}
+    return {name: round(value, digits) for name, value in found.items()}
 
 
 def clock(function: Callable[[], object], times: int = 1) -> float:

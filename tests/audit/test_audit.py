@@ -354,7 +354,7 @@ def test_the_granted_covariance_is_the_noises_own(
     [
         ("gaussian_noise:scale=3+gaussian_noise:scale=4", 25.0),
         ("gaussian_noise:scale=3+quantization", None),
-        ("gaussian_noise:scale=3+optimal_noise:scale=4", None),
+        ("gaussian_noise:scale=3+optimal_noise:scale=4,shape=own", None),
     ],
 )
 def test_of_a_chain_the_covariance_of_the_sum_is_granted_or_none(

@@ -25,12 +25,15 @@ SENT = {
 
 
 class Recorder(dist.ProcessGroup):
-    """Delegates to gloo and appends `(collective, tensor)` to `sent` while `on`."""
+    """Delegates to gloo and appends `(collective, tensor)` to `sent` while `on`, and what comes of
+    it to `received`.
+    """
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
         self.gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
         self.sent: list[tuple[str, Tensor]] = []
+        self.received: list[tuple[str, Tensor]] = []
         self.on = False
         self.journal: Path | None = (
             None  # where it also writes when each collective starts and ends, for ranks that die
@@ -64,6 +67,10 @@ def _recorded(name: str, position: int) -> Any:
             self.write(f"starts {name} {' '.join(str(len(tensor)) for tensor in tensors)}")
         work = getattr(self.gloo, name)(*args)
         work.wait()
+        if self.on and args:
+            self.received += [
+                (name, tensor.detach().clone().flatten()) for tensor in _tensors(args[0])
+            ]
         self.write(f"ends {name}")
         return work
 

@@ -129,18 +129,29 @@ def test_one_bucket_a_step_is_all_that_is_exchanged(ranks: list[dict[str, Any]],
         if name != "shared embeddings":  # first, which tables a rank's batch indexes
             flags = [larger.pop(0)]
             assert flags == [("allreduce", len(truth))]
-            assert set(run["sent"][first_of(run, flags[0])][1].tolist()) <= {0.0, 1.0, 2.0}
+            assert set(run["sent"][first_of(run, flags[0])][1].tolist()) <= {0.0, 0.5, 1.0}
         assert larger == [("allreduce", entries)] * STEPS
-        # Everything else is one number: losses and token counts, as many as the stock Trainer
-        # exchanges.
+        # Everything else is one number. Losses and counts, as many as the stock Trainer gathers,
+        # are reduced.
         small = Counter(
-            (kind, t.dtype, len(t))
-            for kind, t in run["sent"]
-            if (kind, len(t)) not in (larger[0], *flags)
+            (kind, len(t)) for kind, t in run["sent"] if (kind, len(t)) not in (larger[0], *flags)
         )
-        stock = Counter((kind, t.dtype, len(t)) for kind, t in rank["runs"]["stock"]["sent"])
-        assert {(kind, size) for kind, _, size in small} == {("allgather", 1)}
-        assert small <= stock
+        stock = Counter((kind, len(t)) for kind, t in rank["runs"]["stock"]["sent"])
+        assert set(small) == {("allgather", 1), ("allreduce", 1)}
+        assert small["allreduce", 1] == stock["allgather", 1]
+        assert small["allgather", 1] <= stock["allgather", 1]
+
+
+@pytest.mark.parametrize("name", ["stock", "none", "gaussian_noise", "2 clients"])
+def test_what_is_gathered_is_no_ranks_own(ranks: list[dict[str, Any]], name: str) -> None:
+    """The stock Trainer gathers every rank's loss and counts; here they are means by then."""
+    one, two = (
+        [tensor for kind, tensor in rank["runs"][name]["sent"] if kind == "allgather"]
+        for rank in ranks
+    )
+    assert len(one) == len(two) >= STEPS
+    equal = [torch.equal(ours, theirs) for ours, theirs in zip(one, two, strict=True)]
+    assert all(equal) == (name != "stock")
 
 
 def test_embeddings_are_in_no_bucket(ranks: list[dict[str, Any]]) -> None:
@@ -154,7 +165,8 @@ def test_pruned_gradients_are_what_leaves(ranks: list[dict[str, Any]]) -> None:
     """A pruned gradient is the true one, masked: the 90 % of smallest size have to be gone."""
     for rank in ranks:
         run = rank["runs"]["pruning"]
-        _, *buckets = [t for kind, t in run["sent"] if kind == "allreduce"]  # after the tables
+        # after the tables
+        _, *buckets = [t for kind, t in run["sent"] if kind == "allreduce" and len(t) > 1]
         for bucket, truth in zip(buckets, run["steps"], strict=True):
             gradient = torch.cat([truth[name].flatten() for name in run["shared"]])
             gone = gradient.abs().argsort()[: len(gradient) * 9 // 10]

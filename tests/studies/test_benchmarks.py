@@ -106,3 +106,16 @@ def test_leakage(measure):
         found["parameter space"]["value"], rel=1e-3
     )
     assert f"({found['parameter space']['products']} products)" in rows[0][0]
+
+
+@pytest.mark.distributed
+def test_exchange(measure):
+    report, rows = measure("exchange")
+    found = report["ranks"]["3"]
+    assert found["bytes"]["plain"] == 4 * report["entries"]
+    # the votes of each exchange: four words
+    assert found["bytes"]["secure"] == 4 * report["entries"] + 16
+    shown = {row[0]: row[1:] for row in rows}
+    assert shown["secure in plain"] == cells(found["ratio"], 1)
+    assert shown["secure, s"][0] == f"{found['seconds']['secure']['median']:.2f}"
+    assert shown["masks for each peer, s"][0] == f"{report['alone']['masks']['median']:.3f}"

@@ -66,12 +66,12 @@ def test_frontier(federation, quick, tmp_path):
     output = tmp_path / "frontier"
     figures = quick("refiner", "frontier", *federation, output=output).figures
     assert figures["none"]["attack"]["cosine"] == pytest.approx(1)
-    for name, size in (
-        ("gaussian_noise relative_scale=0.01", 0.01),
-        ("optimal_noise relative_scale=0.03", 0.03),
+    for name, size, spread in (
+        ("gaussian_noise relative_scale=0.01", 0.01, 0.1),
+        ("optimal_noise relative_scale=0.03", 0.03, 0.3),  # few coordinates have most of it
     ):
         found = figures[name]["attack"]
-        assert found["distance"] == pytest.approx(size * found["norm"], rel=0.1), name
+        assert found["distance"] == pytest.approx(size * found["norm"], rel=spread), name
     for row, found in figures.items():
         soteria = row.startswith("soteria")
         assert set(found) == {"attack", "known", "iid"} | (set() if soteria else {"dirichlet"})

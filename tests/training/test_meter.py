@@ -121,6 +121,11 @@ def test_what_a_chain_says_of_its_noise() -> None:
         torch.testing.assert_close(
             flat(noise_of(first, gmap).variance), torch.full((len(kept),), 0.09).double()
         )
+    # Noise whose shape is of no one's batch adds its variance.
+    public = make_defense("optimal_noise", scale=5)
+    noise_of(public, gmap)  # what it measured now stands for several messages
+    more = flat(noise_of(chain(gaussian, public), gmap).variance)
+    torch.testing.assert_close(more, 0.09 + flat(noise_of(public, gmap).variance))
     nested = chain(make_defense("none"), pruned, gaussian, pruned)
     assert torch.equal(flat(noise_of(nested, gmap).variance), after)
     for others in (

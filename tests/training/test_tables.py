@@ -119,11 +119,11 @@ def test_the_guard_sees_rows_of_any_dimension_and_names_each_once() -> None:
 class Peer(SimpleNamespace):
     """An accelerator whose other rank found what it says."""
 
-    device = torch.device("cpu")
+    device, num_processes = torch.device("cpu"), 2
 
     def reduce(self, flags: Tensor, reduction: str) -> Tensor:
-        assert reduction == "sum"
-        return flags + torch.tensor([float(name in self.found) for name in self.names])
+        assert reduction == "mean"
+        return (flags + torch.tensor([float(name in self.found) for name in self.names])) / 2
 
 
 def test_ranks_withhold_what_any_of_them_found() -> None:

@@ -1,6 +1,6 @@
 r"""Does the shape of noise, or what pruning kept, name the text?
 
-    python -m recipes.studies.shapes.run naming --model MODEL --sst2 SST2 \
+    python -m recipes.studies.shapes.run naming --model MODEL --data_dir SST2 \
         --output docs/results/shapes_naming
 
 An encoder cut to two layers, and one sentence a message. An attacker has 28 sentences of equal
@@ -26,7 +26,7 @@ from ..lib.tables import write_table
 from ..lib.text import batches_of_one, of_usual_length, sst2
 from .settings import CANDIDATES, HISTORY, MESSAGES, SENTENCES, STRENGTHS, TARGETS, TRIALS
 
-ARGUMENTS = {"--model": "a BERT and its tokenizer", "--sst2": "folder of train.tsv"}
+ARGUMENTS = {"--model": "a BERT and its tokenizer", "--data_dir": "folder of train.tsv"}
 
 
 def cells(args) -> dict:
@@ -53,9 +53,7 @@ def prepare(args):
     model = AutoModelForSequenceClassification.from_pretrained(
         args.model, num_hidden_layers=2, trust_remote_code=False
     ).eval()
-    texts = batches_of_one(
-        tokenizer, of_usual_length(sst2(args.sst2, "train").select(range(SENTENCES)))
-    )
+    texts = batches_of_one(tokenizer, of_usual_length(sst2(args.data_dir, "train").take(SENTENCES)))
     lengths = [text["input_ids"].shape[1] for text in texts]
     common = max(set(lengths), key=lengths.count)
     alike = [t for t, n in zip(texts, lengths, strict=True) if n == common and t["labels"] == 1]
@@ -127,7 +125,7 @@ def expected(message, gmap, defense: str) -> Tensor:
     if "pruning" in defense:
         return marks(message, pruned=True)
     if defense == "gaussian_noise":  # were there a shape, then this one
-        shaped = make_defense("optimal_noise", shape="own", num_probes=3, relative_scale=1)
+        shaped = make_defense("optimal_noise", shape="own", num_probes=1, relative_scale=1)
         message = shaped(gmap)
     flat = torch.cat([tensor.flatten() for tensor in message.noise.added.values()])
     return flat.clamp(min=1e-30).log()

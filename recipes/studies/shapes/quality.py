@@ -1,12 +1,12 @@
 r"""What does noise cost whose shape does not depend on the batch?
 
-    python -m recipes.studies.shapes.run quality --model MODEL --sst2 SST2 --cifar10 CIFAR10 \
+    python -m recipes.studies.shapes.run quality --model MODEL --data_dir SST2 --cifar10 CIFAR10 \
         --output docs/results/shapes_quality
 
 A client fine-tunes (AdamW, 16 samples a step); defenses measure at every tenth step and keep
 averages. At some steps other batches are looked at, of 16 samples and of one. Tr J_F·|U₂| does not
 depend on the noise's strength; its least value, (Σ s|g|)², needs s and |g| of the very batch. s² is
-from split probes (24, or 96 for one sample; exact ones for the ResNet, whose ReLU has kinks). dFIL
+from split probes (12, or 48 for one sample; exact ones for the ResNet, whose ReLU has kinks). dFIL
 is compared with that of uniform noise of equal power. The last row has the averages of the
 evaluated batches themselves, entry by entry. One hour of one core.
 """
@@ -34,7 +34,7 @@ from .settings import BATCH, BATCHES, BEST, EVERY, PROBES, SEEDS, SHAPES, TASKS
 
 ARGUMENTS = {
     "--model": "a text encoder and its tokenizer",
-    "--sst2": "folder of train.tsv",
+    "--data_dir": "folder of train.tsv",
     "--cifar10": "npz with x, y in uint8",
 }
 
@@ -89,7 +89,7 @@ def _task(cell: dict, args) -> tuple:
         model = AutoModelForSequenceClassification.from_pretrained(
             args.model, trust_remote_code=False
         )
-        rows = sst2(args.sst2, "train")
+        rows = sst2(args.data_dir, "train")
 
         def draw(count: int) -> dict:
             some = rows.select(order.integers(len(rows), size=count))

@@ -14,20 +14,20 @@ SHAPES = {
 }
 BEST = "the best that does not depend on the batch"
 TASKS = {
-    "minilm": {"learning_rate": 5e-5, "steps": (0, 20, 40, 100), "sizes": (16, 1)},
+    "minilm": {"learning_rate": 5e-5, "steps": (0, 20, 100), "sizes": (16, 1)},
     "vit": {"learning_rate": 1e-3, "steps": (0, 100), "sizes": (16,)},
     "resnet": {"learning_rate": 1e-3, "steps": (0, 100), "sizes": (16,)},
 }
-SEEDS, BATCHES, PROBES = 2, 4, {16: 24, 1: 96}
+SEEDS, BATCHES, PROBES = 2, 3, {16: 12, 1: 48}
 BATCH = 16  # that training takes
 
 # naming.py
 MESSAGES = {
-    "optimal_noise, own": ["optimal_noise", {"shape": "own", "num_probes": 3}],
+    "optimal_noise, own": ["optimal_noise", {"shape": "own", "num_probes": 1}],
     "optimal_noise, past": ["optimal_noise", {"shape": "past", "refresh_every": 1}],
     "optimal_noise, public": ["optimal_noise", {"shape": "public", "refresh_every": 1}],
     "gaussian_noise": ["gaussian_noise", {}],
-    "optimal_pruning, own": ["optimal_pruning", {"shape": "own", "num_probes": 3}],
+    "optimal_pruning, own": ["optimal_pruning", {"shape": "own", "num_probes": 1}],
     "optimal_pruning, past": ["optimal_pruning", {"shape": "past", "refresh_every": 1}],
     "optimal_pruning, public": ["optimal_pruning", {"shape": "public", "refresh_every": 1}],
     "pruning": ["pruning", {}],

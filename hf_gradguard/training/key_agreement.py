@@ -1,0 +1,214 @@
+"""Every two ranks agree on a key that no other rank, and nobody who carries messages, knows.
+
+X25519 (RFC 7748) on fresh keys, all of them signed with Ed25519 (RFC 8032) if users gave their
+ranks identities, and HKDF-SHA256 (RFC 5869). All of it is the `cryptography` package's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+from cryptography.hazmat.primitives.serialization import load_pem_private_key, load_pem_public_key
+from transformers.utils import logging
+
+logger = logging.get_logger(__name__)
+
+KEY_BYTES, SIGNATURE_BYTES = 32, 64
+_LABEL = b"hf-gradguard: secure aggregation"
+_MAKE = (
+    "Make a pair with `openssl genpkey -algorithm ed25519 -out rank{0}.pem`, `chmod 600 "
+    "rank{0}.pem` and `openssl pkey -in rank{0}.pem -pubout -out rank{0}.pub`, and give the .pub "
+    "file to every rank."
+)
+
+
+class Identity(NamedTuple):
+    """Who a rank is, and who it knows the others to be.
+
+    Args:
+        own: Signs this rank's part of an agreement.
+        known: Every rank's public key, this one's among them.
+    """
+
+    own: Ed25519PrivateKey
+    known: list[Ed25519PublicKey]
+
+
+def load_identity(folder: str, rank: int, ranks: int) -> Identity:
+    """Read `rankR.pem`, this rank's private key, and `rank0.pub`, `rank1.pub`, and so on.
+
+    Raises:
+        FileNotFoundError: If a key is missing.
+        ValueError: If a file holds no Ed25519 key, if others can read the private one, or if it is
+            not the private one to this rank's public one.
+
+    Example:
+        >>> load_identity(".", rank=0, ranks=3)
+        Traceback (most recent call last):
+        ...
+        FileNotFoundError: ... has no rank0.pem. Make a pair with `openssl genpkey ...
+    """
+    own = _private_key(folder, rank)
+    if (mode := os.stat(Path(folder) / f"rank{rank}.pem").st_mode) & 0o077:
+        raise ValueError(
+            f"rank{rank}.pem in {folder} can be read by others (mode {mode & 0o777:o}), who could "
+            f"pose as this rank. Make a new pair if they may have, and `chmod 600 rank{rank}.pem`."
+        )
+    known = [_public_key(folder, peer) for peer in range(ranks)]
+    if own.public_key().public_bytes_raw() != known[rank].public_bytes_raw():
+        raise ValueError(
+            f"rank{rank}.pub in {folder} is not the public key of rank{rank}.pem. " + _made(rank)
+        )
+    return Identity(own, known)
+
+
+def agree(accelerator: Accelerator, identity: Identity | None) -> dict[int, bytes]:
+    """A new key of 32 bytes with each other rank. All ranks must call it.
+
+    A rank's signature is over everybody's fresh keys, so an older agreement cannot be played back.
+
+    Args:
+        accelerator: Carries 32 + 64 bytes of each rank to all.
+        identity: Without one, keys are taken as they come, with a warning.
+
+    Returns:
+        The keys, by rank.
+
+    Raises:
+        ValueError: If a rank's signature is missing or wrong, or its key is no fresh one.
+    """
+    rank, own = accelerator.process_index, X25519PrivateKey.generate()
+    publics = _gathered(own.public_key().public_bytes_raw(), accelerator)
+    if len(set(publics)) < len(publics) or publics[rank] != own.public_key().public_bytes_raw():
+        raise ValueError("Keys were changed on their way between ranks: nothing was exchanged.")
+    transcript = transcript_of(publics)
+    signature = identity.own.sign(signed(rank, transcript)) if identity else bytes(SIGNATURE_BYTES)
+    signatures = _gathered(signature, accelerator)
+    if identity is None:
+        logger.warning(
+            "secure_aggregation takes ranks' keys as they come: whoever carries their messages and "
+            "changes them could pose as each rank to the others and read every message. Give "
+            "secure_aggregation_keys, or compare over another channel: ranks that show the same "
+            f"fingerprint have each other's keys. This one's: {transcript.hex()}"
+        )
+    else:
+        check_signatures(signatures, identity.known, transcript)
+    return {
+        peer: pair_key(own, public, (rank, peer), transcript)
+        for peer, public in enumerate(publics)
+        if peer != rank
+    }
+
+
+def transcript_of(publics: Sequence[bytes]) -> bytes:
+    """SHA-256 of all ranks' fresh public keys, in their order.
+
+    Example:
+        >>> len(transcript_of([bytes(32), bytes(32)]))
+        32
+    """
+    return hashlib.sha256(_LABEL + b"".join(publics)).digest()
+
+
+def signed(rank: int, transcript: bytes) -> bytes:
+    """What a rank puts its name to.
+
+    Example:
+        >>> signed(2, b"...")
+        b'hf-gradguard: secure aggregation, keys as rank 2 has them: ...'
+    """
+    return _LABEL + f", keys as rank {rank} has them: ".encode() + transcript
+
+
+def check_signatures(
+    signatures: Sequence[bytes], known: Sequence[Ed25519PublicKey], transcript: bytes
+) -> None:
+    """Refuse an agreement that not every rank has put its name to.
+
+    Raises:
+        ValueError: With the rank.
+    """
+    for rank, (signature, key) in enumerate(zip(signatures, known, strict=True)):
+        try:
+            key.verify(signature, signed(rank, transcript))
+        except InvalidSignature:
+            raise ValueError(
+                f"Rank {rank} is not who rank{rank}.pub says, has no secure_aggregation_keys, or "
+                "keys were changed on their way. Nothing was exchanged."
+            ) from None
+
+
+def pair_key(
+    own: X25519PrivateKey, public: bytes, pair: tuple[int, int], transcript: bytes
+) -> bytes:
+    """The key of two ranks: HKDF-SHA256 of their X25519 secret, salted with the transcript.
+
+    Args:
+        own: One rank's fresh key.
+        public: The other's.
+        pair: The two ranks, in either order.
+        transcript: Of the agreement.
+
+    Raises:
+        ValueError: For a public key that gives everybody the same secret.
+
+    Example:
+        >>> one, two = X25519PrivateKey.generate(), X25519PrivateKey.generate()
+        >>> key = pair_key(one, two.public_key().public_bytes_raw(), (0, 1), b"")
+        >>> key == pair_key(two, one.public_key().public_bytes_raw(), (1, 0), b"")
+        True
+    """
+    info = _LABEL + f", ranks {min(pair)} and {max(pair)}".encode()
+    secret = own.exchange(X25519PublicKey.from_public_bytes(public))
+    return HKDF(SHA256(), KEY_BYTES, salt=transcript, info=info).derive(secret)
+
+
+def _gathered(own: bytes, accelerator: Accelerator) -> list[bytes]:
+    """Every rank's bytes, in their order."""
+    everyone = gather(torch.tensor(list(own), dtype=torch.uint8).to(accelerator.device))
+    return [bytes(part.tolist()) for part in everyone.cpu().view(-1, len(own))]
+
+
+def _private_key(folder: str, rank: int) -> Ed25519PrivateKey:
+    path, content = _read(folder, f"rank{rank}.pem", rank)
+    try:
+        key = load_pem_private_key(content, password=None)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{path} is no key without a password: {error}. {_made(rank)}") from error
+    if not isinstance(key, Ed25519PrivateKey):
+        raise ValueError(f"{path} is of another kind than Ed25519. {_made(rank)}")
+    return key
+
+
+def _public_key(folder: str, rank: int) -> Ed25519PublicKey:
+    path, content = _read(folder, f"rank{rank}.pub", rank)
+    try:
+        key = load_pem_public_key(content)
+    except ValueError as error:
+        raise ValueError(f"{path} is no public key: {error}. {_made(rank)}") from error
+    if not isinstance(key, Ed25519PublicKey):
+        raise ValueError(f"{path} is of another kind than Ed25519. {_made(rank)}")
+    return key
+
+
+def _read(folder: str, name: str, rank: int) -> tuple[Path, bytes]:
+    path = Path(folder) / name
+    if not path.is_file():
+        raise FileNotFoundError(f"secure_aggregation_keys={folder} has no {name}. {_made(rank)}")
+    return path, path.read_bytes()
+
+
+def _made(rank: int) -> str:
+    return _MAKE.format(rank)

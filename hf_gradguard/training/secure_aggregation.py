@@ -1,0 +1,212 @@
+"""Sums over ranks of which no rank, and nobody who carries messages, sees another's part.
+
+Numbers become whole ones (a fixed point), and every two ranks add and subtract the same random
+mask: what leaves a rank is uniform, and in the sum, modulo 2³² or 2⁶⁴, all masks are gone.
+
+Reference: Bonawitz et al., "Practical Secure Aggregation for Privacy-Preserving Machine Learning"
+(2017), without its recovery of clients that drop out: a rank that dies stops the step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+import torch
+from accelerate import Accelerator
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.kdf.hkdf import HKDFExpand
+from torch import Tensor
+from transformers import TrainingArguments
+
+from ..randomness import Stream
+from .key_agreement import KEY_BYTES, agree, load_identity
+
+Bits = Literal[32, 64]
+FIGURES = 2.0**32
+"""Largest size of what is no gradient: losses, counts, statistics. Their unit is below 4e-9 on
+up to four ranks.
+"""
+
+
+_CHUNK = 2**16  # entries at once on the CPU: they stay in a processor's cache
+
+
+def _parts(tensor: Tensor) -> Sequence[Tensor]:
+    flat = tensor.reshape(-1)
+    return flat.split(_CHUNK if tensor.device.type == "cpu" else max(len(flat), 1))
+
+
+class FixedPoint(NamedTuple):
+    """Whole numbers that stand for fractions.
+
+    Args:
+        bound: Largest |x| of a rank.
+        ranks: How many are added up.
+        bits: Of a word.
+
+    Example:
+        >>> point = FixedPoint(bound=1.0, ranks=3, bits=32)
+        >>> point.encode(torch.tensor([0.5, -1.0])) * point.unit
+        tensor([ 0.5000, -1.0000])
+    """
+
+    bound: float
+    ranks: int
+    bits: Bits
+
+    @property
+    def word(self) -> torch.dtype:
+        """The type of a word."""
+        return torch.int32 if self.bits == 32 else torch.int64
+
+    @property
+    def unit(self) -> float:
+        """What 1 stands for: a power of two, so that scaling by it rounds nothing. The sum stays
+        within 99 % of a word's range, which leaves room for rounding.
+        """
+        return 2.0 ** math.ceil(
+            math.log2(self.ranks * self.bound / (0.99 * 2.0 ** (self.bits - 1)))
+        )
+
+    def encode(self, values: Tensor) -> Tensor:
+        """To the nearest whole number of units."""
+        words = torch.empty(values.shape, dtype=self.word, device=values.device)
+        wide = torch.promote_types(values.dtype, self._wide)
+        for word, value in zip(_parts(words), _parts(values), strict=True):
+            word.copy_((value.to(wide) / self.unit).round_())
+        return words
+
+    def mean(self, words: Tensor) -> Tensor:
+        """Of a sum over ranks."""
+        values = torch.empty(words.shape, dtype=self._wide, device=words.device)
+        for value, word in zip(_parts(values), _parts(words), strict=True):
+            value.copy_(word).mul_(self.unit).div_(self.ranks)
+        return values
+
+    @property
+    def _wide(self) -> torch.dtype:
+        return torch.float32 if self.bits == 32 else torch.float64
+
+    def largest(self, tensors: Sequence[Tensor]) -> float:
+        """Of all |x|; NaN if one is."""
+        ends = [end for tensor in tensors if tensor.numel() for end in tensor.aminmax()]
+        return float(torch.stack([end.double().abs() for end in ends]).max()) if ends else 0.0
+
+
+class Masks(NamedTuple):
+    """The masks of one rank in one exchange.
+
+    Args:
+        streams: Of each other rank, and whether it is added: the lower rank of two adds.
+
+    Example:
+        >>> key, words = bytes(32), torch.tensor([1, 2])
+        >>> one, two = words.clone(), words.clone()
+        >>> Masks([(Stream(key), True)]).hide(one)
+        >>> Masks([(Stream(key), False)]).hide(two)
+        >>> one + two
+        tensor([2, 4])
+    """
+
+    streams: Sequence[tuple[Stream, bool]]
+
+    def hide(self, words: Tensor) -> None:
+        """Add and subtract the next masks, in place."""
+        each = words.element_size() // 4
+        for stream, adds in self.streams:
+            done = 0
+            for part in stream.words(each * len(words), device=words.device):
+                mask = part.view(words.dtype)
+                own = words[done : done + len(mask)]
+                own.add_(mask) if adds else own.sub_(mask)
+                done += len(mask)
+
+
+class SecureAggregation:
+    """The keys of this rank, and new masks for every exchange.
+
+    Keys are agreed upon in the first exchange of a training, a resumed one too, and never stored.
+    An exchange makes its masks of them, and then replaces each by one derived from it: no mask
+    comes twice, and whoever reads a rank's memory later cannot take masks off what was sent before.
+
+    Args:
+        accelerator: Of the training.
+        bound: Largest size of an entry of a gradient.
+        keys: Folder of identity keys, see `load_identity`.
+
+    Raises:
+        NotImplementedError: For fewer than three ranks.
+        FileNotFoundError: As for `load_identity`.
+        ValueError: As for `load_identity`.
+
+    Example:
+        >>> SecureAggregation(Accelerator(cpu=True))
+        Traceback (most recent call last):
+        ...
+        NotImplementedError: GradGuardTrainer does not support secure_aggregation on 1 rank(s)...
+    """
+
+    def __init__(
+        self, accelerator: Accelerator, bound: float = 16.0, keys: str | None = None
+    ) -> None:
+        rank, ranks = accelerator.process_index, accelerator.num_processes
+        if ranks < 3:
+            raise NotImplementedError(
+                f"GradGuardTrainer does not support secure_aggregation on {ranks} rank(s): of two, "
+                "each learns the other's message from the mean and its own. Take three ranks or "
+                "more, or leave it out."
+            )
+        self.bound = bound
+        self._accelerator, self._rank = accelerator, rank
+        self._identity = None if keys is None else load_identity(keys, rank, ranks)
+        self._keys: dict[int, bytes] = {}
+
+    def agree(self) -> None:
+        """New keys. All ranks must call it.
+
+        Raises:
+            ValueError: As for `agree`.
+        """
+        self._keys = agree(self._accelerator, self._identity)
+
+    def point(self, bits: Bits) -> FixedPoint:
+        """For gradients (32) or figures (64)."""
+        bound = self.bound if bits == 32 else FIGURES
+        return FixedPoint(bound, self._accelerator.num_processes, bits)
+
+    def masks(self, layout: str) -> Masks:
+        """Of the next exchange. They cancel only if all ranks describe it alike."""
+        if not self._keys:
+            self.agree()
+        streams = [
+            (Stream(_derived(key, f"masks of {layout}")), self._rank < peer)
+            for peer, key in self._keys.items()
+        ]
+        self._keys = {peer: _derived(key, "next key") for peer, key in self._keys.items()}
+        return Masks(streams)
+
+    def __getstate__(self) -> object:
+        raise TypeError("Keys are not copied and not stored: two exchanges would have one mask.")
+
+
+def secure_aggregation_of(
+    args: TrainingArguments, accelerator: Accelerator
+) -> SecureAggregation | None:
+    """What training arguments ask for.
+
+    Example:
+        >>> secure_aggregation_of(TrainingArguments("out"), Accelerator(cpu=True)) is None
+        True
+    """
+    if not getattr(args, "secure_aggregation", False):
+        return None
+    return SecureAggregation(
+        accelerator, args.secure_aggregation_range, args.secure_aggregation_keys
+    )
+
+
+def _derived(key: bytes, purpose: str) -> bytes:
+    info = b"hf-gradguard: secure aggregation, " + purpose.encode()
+    return HKDFExpand(SHA256(), KEY_BYTES, info).derive(key)

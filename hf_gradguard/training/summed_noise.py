@@ -1,0 +1,73 @@
+"""Noise whose strength is stated for the sum of all clients' messages."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+from transformers import TrainingArguments
+from transformers.utils import logging
+
+from ..defenses import Defense
+
+logger = logging.get_logger(__name__)
+
+CHOICES = ("message", "sum")
+
+
+def check_noise_for(args: Any) -> None:
+    """Refuse arguments of `GradGuardConfig` that need `secure_aggregation` without it.
+
+    Raises:
+        ValueError: With the way out.
+    """
+    if not args.secure_aggregation and (args.noise_for == "sum" or args.secure_aggregation_keys):
+        raise ValueError(
+            "noise_for='sum' and secure_aggregation_keys need secure_aggregation=True: without it "
+            "others see each message, with its own noise alone."
+        )
+
+
+def share_of_noise(defense: Defense, args: TrainingArguments, ranks: int) -> Defense:
+    """The defense of one message. With `noise_for="sum"`, each of the n messages that are exchanged
+    at a time gets 1/√n of `scale`, so that their sum has noise of `scale`.
+
+    Raises:
+        NotImplementedError: With `noise_for="sum"`, for a defense without Gaussian noise of a
+            stated `scale`, or a limit that would keep messages, and so their noise, back.
+
+    Example:
+        >>> from hf_gradguard import GradGuardConfig
+        >>> args = GradGuardConfig("out", secure_aggregation=True, noise_for="sum")
+        >>> share_of_noise(make_defense("gaussian_noise", scale=0.2), args, ranks=4).scale
+        0.1
+    """
+    if getattr(args, "noise_for", "message") != "sum":
+        return defense
+    from ..defenses.noise import NoiseDefense  # settings alone import no defense
+
+    if not (
+        isinstance(defense, NoiseDefense)
+        and defense.adds_gaussian_noise
+        and defense.scale is not None
+    ):
+        raise NotImplementedError(
+            f"GradGuardTrainer does not support noise_for='sum' with {defense}: its messages carry "
+            "no Gaussian noise of a stated scale, which alone adds up as is known. Use "
+            "gaussian_noise, optimal_noise, dp_sgd or optimal_dp_sgd with scale=, not in a chain, "
+            "or noise_for='message'."
+        )
+    if args.leakage_limit is not None:
+        raise NotImplementedError(
+            "GradGuardTrainer does not support noise_for='sum' with leakage_limit: a message that "
+            "is kept back takes its noise out of the sum. Leave one of them out."
+        )
+    messages = ranks * args.clients_per_process
+    own = defense.scale / math.sqrt(messages)
+    logger.warning_once(
+        f"noise_for='sum': scale={defense.scale:g} is of the sum of {messages} messages, and each "
+        f"has noise of scale {own:g}. Leakage figures, limits and accountants count that of one "
+        "message alone."
+    )
+    return dataclasses.replace(defense, scale=own)

@@ -1,0 +1,128 @@
+"""What secure aggregation costs: seconds and bytes of an exchange of all of a model's gradients, in
+those of the plain one, on ranks of this machine.
+
+    python -m recipes.benchmarks.exchange --model MODEL --output docs/results/exchange_cost
+
+Plain and secure exchanges take turns on the same ranks. Bytes are those that a rank hands to
+collectives. Ranks share this machine's processors, so what each computes by itself (masks, fixed
+point) is also timed on one alone, in one thread's processor seconds: on machines of their own that
+is all that is added.
+"""
+
+import os
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import torch
+from accelerate import Accelerator
+from torch.multiprocessing import get_context, spawn
+
+from hf_gradguard.training import exchange
+from hf_gradguard.training.secure_aggregation import FixedPoint, SecureAggregation
+
+from .measuring import cells, classifier, main, spread
+
+RANKS, ROUNDS = (3, 4), 5
+
+
+def measure(args) -> dict:
+    torch.set_num_threads(1)
+    sizes = [parameter.numel() for parameter in classifier(args.model).parameters()]
+    rounds = 1 if args.quick else ROUNDS
+    ranks = RANKS[:1] if args.quick else RANKS
+    return {
+        "entries": sum(sizes),
+        "ranks": {count: _on_ranks(count, sizes, rounds) for count in ranks},
+        "alone": _alone(sum(sizes), rounds),
+    }
+
+
+def _on_ranks(count: int, sizes: list[int], rounds: int) -> dict:
+    queue = get_context("spawn").SimpleQueue()
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True)
+    spawn(_rank, (count, store.port, sizes, rounds, queue), count)  # raises what a rank raises
+    return queue.get()
+
+
+def _rank(rank: int, count: int, port: int, sizes: list[int], rounds: int, queue) -> None:
+    torch.set_num_threads(1)
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in place.items()})
+    os.environ["MASTER_ADDR"] = "127.0.0.1"
+    store = torch.distributed.TCPStore("127.0.0.1", port, is_master=False)
+    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=count)
+    accelerator = Accelerator(cpu=True)
+    secure = SecureAggregation(accelerator)
+    start = time.perf_counter()
+    secure.agree()
+    agreement = time.perf_counter() - start
+    sent, reduce = [0], accelerator.reduce
+
+    def counted(tensor: torch.Tensor, **how) -> torch.Tensor:
+        sent[0] += tensor.numel() * tensor.element_size()
+        return reduce(tensor, **how)
+
+    accelerator.reduce = counted
+    gradients = [1e-3 * torch.randn(size) for size in sizes]
+    found: dict[str, list[float]] = {"plain": [], "secure": []}
+    bytes_sent = {}
+    for number in range(rounds + 1):
+        for name, how in (("plain", None), ("secure", secure)):
+            torch.distributed.barrier()
+            sent[0], start = 0, time.perf_counter()
+            exchange.average(gradients, accelerator, how, bits=32)
+            if number:  # the first round warms up
+                found[name].append(time.perf_counter() - start)
+            bytes_sent[name] = sent[0]
+    if not rank:
+        ratios = [s / p for s, p in zip(found["secure"], found["plain"], strict=True)]
+        seconds = {name: spread(values) for name, values in found.items()}
+        times = {"ratio": spread(ratios), "agreement": round(agreement, 3)}
+        queue.put({"seconds": seconds, "bytes": bytes_sent, **times})
+    torch.distributed.destroy_process_group()
+
+
+def _alone(entries: int, rounds: int) -> dict:
+    """Processor seconds that a rank computes by itself, for one peer."""
+    secure = SecureAggregation(SimpleNamespace(process_index=0, num_processes=3))
+    secure._keys = {1: bytes(32)}
+    words, point = torch.zeros(entries, dtype=torch.int32), FixedPoint(16.0, 3, 32)
+    parts = (1e-3 * torch.randn(entries)).split(2**23)
+
+    def fixed_point() -> None:
+        point.largest(parts)
+        for part in parts:
+            point.mean(point.encode(part))
+
+    cases = {"masks": lambda: secure.masks("").hide(words), "fixed point": fixed_point}
+    found = {}
+    for name, case in cases.items():
+        case()
+        found[name] = spread([_busy(case) for _ in range(rounds)], digits=3)
+    return found
+
+
+def _busy(case: Callable[[], object]) -> float:
+    """Seconds of the processor, whoever else wants it."""
+    start = time.process_time()
+    case()
+    return time.process_time() - start
+
+
+def table(report: dict) -> tuple[list[str], list]:
+    rows = []
+    for count, found in report["ranks"].items():
+        rows.append([f"**{count} ranks**", "", ""])
+        rows += [[f"{name}, s", *cells(found["seconds"][name], 2)] for name in found["seconds"]]
+        rows.append(["secure in plain", *cells(found["ratio"], 1)])
+        rows += [[f"{name}, bytes", f"{count:,}", ""] for name, count in found["bytes"].items()]
+        rows.append(["agreement on keys, once, s", f"{found['agreement']:.3f}", ""])
+    rows.append(["**a rank alone**", "", ""])
+    rows.append(["masks for each peer, s", *cells(report["alone"]["masks"], 3)])
+    rows.append(["fixed point there and back, s", *cells(report["alone"]["fixed point"], 3)])
+    return [f"{report['entries']:,} entries", "median", "range"], rows
+
+
+if __name__ == "__main__":
+    main(__doc__, measure, table)
