@@ -9,7 +9,7 @@ once each, in batches of 128, with Adam at 1e-3; gradients are otherwise undefen
 read off the last layer (`recover_labels`), or with it withheld off the one below
 (`recover_labels_below`). Chance is one over the number of classes; the bound is what no attack on
 one message can exceed on average, if all classes are equally likely. A seed is a start, an order
-and the draws of labels. 20 minutes of one core.
+and the draws of labels. 25 minutes of one core.
 """
 
 import copy
