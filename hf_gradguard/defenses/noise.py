@@ -154,11 +154,11 @@ class NoiseDefense(Defense):
         return generator.normal(like.shape, device=like.device, dtype=like.dtype)
 
 
-def _scaled(tensor: Tensor, factor: float) -> Tensor:
-    """In place where that is possible, and one number for one number."""
+def _scaled(tensor: Tensor, factor: float, offset: float = 0.0) -> Tensor:
+    """`factor * tensor + offset`, in place where that is possible, and one number for one."""
     if tensor.numel() and not any(tensor.stride()):
-        return (tensor.flatten()[0] * factor).expand_as(tensor)
-    return tensor.mul_(factor)
+        return (tensor.flatten()[0] * factor + offset).expand_as(tensor)
+    return tensor.mul_(factor).add_(offset)
 
 
 @dataclass
@@ -220,13 +220,11 @@ class OptimalNoise(SensitivityDefense, NoiseDefense):
         averaged = self.averaged_ratio(gmap, generator)
         if averaged is None:
             return NoiseDefense.shaped(self, gmap, gradient, generator)
-        shape = gmap.restrict(averaged)
-        even = gmap.restrict({name: torch.ones_like(r) for name, r in shape.items()})
-        mean = float(total(shape) / total(even).clamp(min=1))
-        return {
-            name: r.mul(1 - self.floor).add_(even[name], alpha=self.floor * mean)
-            for name, r in shape.items()
-        }, 0.0
+        shape, masks = gmap.restrict(averaged), gmap.transmitted
+        entries = sum(r.numel() if masks is None else masks[n].sum() for n, r in shape.items())
+        lift = self.floor * float(total(shape)) / max(int(entries), 1)
+        lifted = {name: _scaled(r, 1 - self.floor, lift) for name, r in shape.items()}
+        return gmap.restrict(lifted), 0.0
 
 
 def _ratio(sensitivity: Tensors, magnitude: Tensors) -> Tensors:

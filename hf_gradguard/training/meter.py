@@ -17,10 +17,12 @@ from ..defenses import Defense, Message, Noise
 from ..gradient_map import GradientMap
 from ..leakage import (
     DFIL,
+    Eigenvalue,
     FisherAccountant,
     dfil,
     ghost_dfil,
     inversion_influence_lower_bound,
+    largest_eigenvalue,
     mse_bound_from_dfil,
 )
 from ..leakage.unknowns import Unknowns
@@ -32,6 +34,7 @@ from .secure_aggregation import SecureAggregation
 logger = logging.get_logger(__name__)
 
 NUM_PROBES, NUM_GHOSTS = 10, 3
+EIGENVALUE_TOLERANCE = 0.1
 
 
 class MessageDFIL(NamedTuple):
@@ -71,6 +74,11 @@ def message_dfil(
         added = noise.shape_trace / unknowns.per_sample
         samples = samples._replace(value=samples.value + added)
     return MessageDFIL(samples, mean + noise.shape_trace / unknowns.size)
+
+
+def _top(gmap: GradientMap) -> Eigenvalue:
+    """Roughly: what is not known of it is added to it, so that the bound stays one."""
+    return largest_eigenvalue(gmap, tolerance=EIGENVALUE_TOLERANCE)
 
 
 class LeakageMeter:
@@ -235,7 +243,7 @@ class LeakageMeter:
         delta = {name: message[name] - g for name, g in gmap.gradient().items()}
         try:
             self._figures["leakage/i2f_lower_bound"].append(
-                float(inversion_influence_lower_bound(gmap, delta))
+                float(inversion_influence_lower_bound(gmap, delta, eigenvalue=_top(gmap)))
             )
         except (ValueError, ArithmeticError) as error:
             logger.warning_once(

@@ -7,7 +7,9 @@
    tolerance 1e-4 for both).
 2. I_lb of one sentence, against 1,500 steps of TAG. A few steps are timed, setting up included, and
    scaled up.
-3. dFIL of every sample of a batch, in plain gradients of that batch.
+3. dFIL of every sample of a batch, in plain gradients of that batch: by second derivatives, and as
+   the Trainer logs it, by differences; and I_lb as the Trainer logs it, from an eigenvalue known to
+   a tenth.
 """
 
 import resource
@@ -18,7 +20,13 @@ from scipy.sparse.linalg import LinearOperator, eigsh
 
 from hf_gradguard import GradientMap
 from hf_gradguard.attacks import Observation, make_attack
-from hf_gradguard.leakage import dfil, inversion_influence_lower_bound, largest_eigenvalue
+from hf_gradguard.leakage import (
+    dfil,
+    ghost_dfil,
+    inversion_influence_lower_bound,
+    largest_eigenvalue,
+)
+from hf_gradguard.training.meter import EIGENVALUE_TOLERANCE
 
 from .measuring import DEVICE, RATIO, alternate, cells, classifier, main, random_batch
 
@@ -61,6 +69,15 @@ def measure(args) -> dict:
     def leakage() -> None:
         dfil(GradientMap(model, many), 1e-6, PROBES, generator)
 
+    def ghosts() -> None:
+        ghost_dfil(GradientMap(model, many, second_order=False), 1e-6)
+
+    def logged() -> None:
+        gmap = GradientMap(model, many)
+        shared = {name: delta[name] for name in gmap.gradient()}
+        top = largest_eigenvalue(gmap, tolerance=EIGENVALUE_TOLERANCE)
+        inversion_influence_lower_bound(gmap, shared, eigenvalue=top)
+
     def plain() -> None:
         GradientMap(model, many, second_order=False).gradient()
 
@@ -82,6 +99,12 @@ def measure(args) -> dict:
         "one sentence": alternate(lambda: attack(seen), bound, rounds, ATTACK_STEPS / timed),
         f"dFIL of each of {size} samples, {PROBES} probes / plain gradient of the batch": alternate(
             leakage, plain, rounds
+        ),
+        f"`ghost_dfil` of each of {size} samples, 3 probes / plain gradient": alternate(
+            ghosts, plain, rounds
+        ),
+        f"I_lb of {size} samples, λ_max to a tenth / plain gradient": alternate(
+            logged, plain, rounds
         ),
     }
     return report

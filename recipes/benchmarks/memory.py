@@ -1,9 +1,13 @@
-"""The memory that `squared_sensitivity` takes, in gradients, by method.
+"""Memory, in gradients: what `squared_sensitivity` takes by method, and what a message does beyond
+the gradient that a stock step has.
 
-python -m recipes.benchmarks.memory --model MODEL --output docs/results/memory
+    python -m recipes.benchmarks.memory --model MODEL --output docs/results/memory
+
+A message is of one sentence, so that activations do not hide the rest. "Measuring" is one at which
+averages are fed; the others come in between.
 """
 
-from hf_gradguard import GradientMap
+from hf_gradguard import GradientMap, make_defense
 
 from .measuring import classifier, main, peak, random_batch
 
@@ -12,6 +16,16 @@ WAYS = {
     "differences, split by sample": {},
     "differences": {"split": False},
     "exact": {"method": "exact"},
+}
+
+
+MESSAGES = {
+    "none": ("none", {}),
+    "gaussian_noise": ("gaussian_noise", {}),
+    "pruning": ("pruning", {}),
+    "optimal_noise, in between": ("optimal_noise", {}),
+    "optimal_noise, measuring": ("optimal_noise", {"refresh_every": 1}),
+    "optimal_pruning, in between": ("optimal_pruning", {}),
 }
 
 
@@ -29,7 +43,29 @@ def measure(args) -> dict:
             lambda gmap=gmap, settings=settings: gmap.squared_sensitivity(PROBES, **settings)
         )
         peaks[way] = round(used / gradient, 2)
+    one, messages = random_batch(model, 1, LENGTH), {}
+
+    def stock() -> None:
+        model(**one).loss.backward()
+
+    def message(defense) -> None:
+        gmap = GradientMap(model, one, second_order=False)
+        for name, shared in defense(gmap).items():
+            gmap.parameters[name].grad = shared
+
+    shared = set(GradientMap(model, one).parameters)
+    for name, parameter in model.named_parameters():  # a stock step of the same parameters
+        parameter.requires_grad_(name in shared)
+    unit = peak(stock)
+    for row, (name, settings) in MESSAGES.items():
+        defense = make_defense(name, **settings)
+        model.zero_grad()
+        message(defense)  # trials, and the first averages
+        model.zero_grad()
+        messages[row] = round((peak(lambda defense=defense: message(defense)) - unit) / gradient, 2)
+    model.zero_grad()
     return {
+        "messages": messages,
         "batch": list(batch["input_ids"].shape),
         "probes": PROBES,
         "gradient_bytes": gradient,
@@ -38,10 +74,10 @@ def measure(args) -> dict:
 
 
 def table(report: dict) -> tuple[list[str], list]:
-    # Figures of an earlier version are by `probe_chunk`, its probes at once.
-    first = "`probe_chunk`" if "1" in report["gradients"] else "`squared_sensitivity`"
-    header = [first, f"peak, in gradients of {report['gradient_bytes'] / 2**20:.3g} MiB"]
-    return header, [(way, f"{peak:.2f}") for way, peak in report["gradients"].items()]
+    header = ["", f"peak, in gradients of {report['gradient_bytes'] / 2**20:.3g} MiB"]
+    rows = [(f"`squared_sensitivity`, {way}", f"{p:.2f}") for way, p in report["gradients"].items()]
+    more = [(f"message: {row}", f"{p:+.2f}") for row, p in report["messages"].items()]
+    return header, [*rows, ("**beyond a stock step**", ""), *more]
 
 
 if __name__ == "__main__":

@@ -75,7 +75,8 @@ def test_randomness(measure):
 
 def test_memory(measure):
     report, rows = measure("memory")
-    assert rows == [[way, f"{peak:.2f}"] for way, peak in report["gradients"].items()]
+    assert len(rows) == len(report["gradients"]) + 1 + len(report["messages"])
+    assert report["messages"]["gaussian_noise"] > report["messages"]["none"]
     peaks = report["gradients"]
     assert min(peaks.values()) > 1  # the sum over probes is as large as a gradient
 
