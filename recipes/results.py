@@ -59,6 +59,7 @@ EVERY = "studies.every_defense.run"
 OPTIMAL = "studies.optimal_defenses.run"
 SHAPES = "studies.shapes.run"
 REFINER = "studies.refiner.run"
+LABELS = "studies.labels.run"
 LEAKAGE = "studies.leakage.run"
 NETWORKS = "studies.evaluation_networks.run"
 TEXT = "--model $MODEL --data_dir $SST2"
@@ -99,6 +100,7 @@ RUNS = [
     Run("refiner_frontier", REFINER, "frontier", FEDERATION, 9),
     Run("refiner_text", REFINER, "text", TEXT, 1),
     Run("refiner_pruning", REFINER, "pruning", TRAINED, 1),
+    Run("labels", LABELS, "recovery", "--data $MNIST", 0.5),
     Run("evalnets", NETWORKS, "figures", "--data $DATA --model $MODEL --cards model_cards", 0.2),
     Run("fil_logistic_mnist", LEAKAGE, "logistic", "--data $MNIST", 0.2),
     Run("influence_predicts_attacks", LEAKAGE, "predicts_attacks", PREDICTS, 1),

@@ -10,7 +10,7 @@ from typing import Any
 
 from ..registry import ATTACKS, make
 from .base import Attack, Reconstruction
-from .labels import recover_labels
+from .labels import recover_labels, recover_labels_below
 from .length import observed_length
 from .matching.attack import GradientMatching
 from .observation import Observation, average
@@ -25,6 +25,7 @@ __all__ = [
     "make_attack",
     "observed_length",
     "recover_labels",
+    "recover_labels_below",
 ]
 
 

@@ -1,18 +1,32 @@
-"""Labels, read off the gradient of the last layer.
+"""Labels, read off the gradient of the last layer, or of the one below it.
 
 For cross-entropy over C classes the bias gradient of the last layer is mean_b (p_b - y_b): softmax
 probabilities minus the one-hot label. With one sample its only negative entry is the label (Zhao,
-Mopuri and Bilen, "iDLG", 2020). With several, B (p̄ - gradient) estimates how often each class
-occurs, with p̄ the mean prediction at inputs of the attacker's own.
+Mopuri and Bilen, "iDLG", 2020). The weight's gradient is mean_b (p_b - y_b) h_bᵀ with the features
+h_b, so its product with what features are like on average says the same, from many more entries:
+noise averages out. Its row of a class over the bias gradient of that class is about the features of
+the samples of that class, which give their predictions, and so how often each class occurs (Ma et
+al., "Instance-wise Batch Label Restoration via Gradients in Federated Learning", 2023).
+
+If the last layer is withheld, the layer below still gets (p - y) through its known weight.
 """
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 
+import numpy as np
+import torch
+from scipy.optimize import nnls
+from torch import Tensor, nn
+
+from ..gradient_map import GradientMap
 from ..gradient_map.domain import IMAGE
 from .observation import Observation, without_dropout
+
+_DRAWS = 8
 
 
 def recover_labels(seen: Observation) -> Tensor:
@@ -20,7 +34,8 @@ def recover_labels(seen: Observation) -> Tensor:
     ascending order for several.
 
     Raises:
-        ValueError: If the model's last layer gives no class scores, or its gradient was not shared.
+        ValueError: If the model's last layer gives no class scores, or its gradient was not shared
+            (`recover_labels_below` reads the layer below).
 
     Example:
         >>> from dataclasses import replace
@@ -30,7 +45,194 @@ def recover_labels(seen: Observation) -> Tensor:
     slope = last_layer_slope(seen)
     if seen.batch_size == 1:
         return slope.argmin()[None]
-    counts = seen.batch_size * (_mean_prediction(seen) - slope)
+    head = _Head.of(seen)
+    predictions = _predictions(seen, head, slope)
+    # Σ_c n_c (P_c - e_c) = B slope for counts n, with P_c the mean prediction of class c's samples
+    system = (predictions.T - torch.eye(len(slope), device=slope.device)).double()
+    system = torch.cat([system, torch.ones_like(system[:1])])
+    target = torch.cat([slope, torch.ones_like(slope[:1])]).double() * seen.batch_size
+    return _as_labels(_non_negative(system, target), seen)
+
+
+def recover_labels_below(seen: Observation) -> Tensor:
+    """`(B,)` class ids without the last layer's gradient: that of the last layer which was shared,
+    compared to what it is at the attacker's own inputs with each label.
+
+    Raises:
+        ValueError: If the model's last layer gives no class scores.
+
+    Example:
+        >>> from dataclasses import replace
+        >>> below = {n: g for n, g in seen.gradient.items() if not n.startswith("classifier")}
+        >>> recover_labels_below(replace(seen, gradient=below)).shape
+        torch.Size([2])
+    """
+    _, classes = _last_parameter(seen)
+    own = {name.rpartition(".")[0] for name in _Head.names(seen)}
+    names = [n for n in seen.gradient if n.rpartition(".")[0] not in own and seen.gradient[n].any()]
+    if not names:
+        raise ValueError("Nothing below the last layer was shared. Pass labels to the Observation.")
+    module = names[-1].rpartition(".")[0]
+    names = [name for name in names if name.rpartition(".")[0] == module]
+    shared = torch.cat([seen.gradient[name].flatten() for name in names]).double()
+    generator, columns = _generator(seen), []
+    with _as_it_was(seen.model):
+        for label in range(classes):
+            total = torch.zeros_like(shared)
+            for _ in range(_DRAWS):
+                labels = torch.full((seen.batch_size,), label, device=seen.device)
+                batch = _RANDOM[seen.domain.name](seen, generator) | {"labels": labels}
+                gradient = GradientMap(
+                    seen.model, batch, share_input_embeddings=True, second_order=False
+                ).gradient()
+                total += torch.cat([gradient[name].flatten() for name in names]).double() / _DRAWS
+            columns.append(total)
+    directions = torch.stack(columns)
+    if seen.batch_size == 1:
+        return torch.cosine_similarity(directions, shared[None]).argmax()[None]
+    size = directions.norm(dim=1).mean().clamp_min(1e-30)
+    system = torch.cat([directions.T / size, torch.ones(1, classes, device=seen.device)])
+    target = torch.cat([shared / size, torch.ones(1, device=seen.device)])
+    return _as_labels(_non_negative(system.double(), target.double()) * seen.batch_size, seen)
+
+
+def last_layer_slope(seen: Observation) -> Tensor:
+    """`(C,)`: mean_b (p_b - y_b), read off the last layer; of one sample without a bias only up to
+    a positive factor.
+
+    Bias and weight are weighed by how sure each is. All rows of the last layer's gradient sum to
+    zero, so what they do sum to is noise.
+
+    Example:
+        >>> slope = last_layer_slope(seen)  # softmax minus one-hot sums to zero
+        >>> slope.shape, bool(slope.sum().abs() < 1e-5)
+        (torch.Size([2]), True)
+    """
+    last, classes = _last_parameter(seen)
+    weight, bias = _Head.names(seen)
+    if not {weight, bias} & seen.gradient.keys():
+        raise ValueError(
+            f"The gradient of the last layer ({last}) was not shared. Pass labels to the "
+            "Observation, or read the layer below (recover_labels_below)."
+        )
+    if weight not in seen.gradient:
+        return seen.gradient[bias]
+    rows = seen.gradient[weight].flatten(1)
+    if bias not in seen.gradient and seen.batch_size == 1 and classes > 2:
+        # Row c is (p - y)_c h. The label's entry is minus the sum of the others, so its row is the
+        # longest, and it points away from them.
+        return -(rows @ rows[rows.norm(dim=1).argmax()])
+    head = _Head.of(seen)
+    if head is None:
+        if bias in seen.gradient:
+            return seen.gradient[bias]
+        raise ValueError(
+            f"The last layer ({last}) has no bias, and is no linear layer of the features. Pass "
+            "labels to the Observation."
+        )
+    if bias not in seen.gradient:
+        return rows @ head.mean / head.mean.square().sum()
+    return _both(rows, seen.gradient[bias], head, _noise(seen))[0]
+
+
+def _both(rows: Tensor, by_bias: Tensor, head: _Head, noise: Tensor) -> tuple[Tensor, Tensor]:
+    """The slope of weight and bias together, `(C,)`, and mean features of the batch, `(H,)`.
+
+    What the batch's features are like is read off the weight's gradient by the slope, as far as it
+    stands out of the noise: a trained model's own inputs look otherwise than an attacker's.
+    """
+    slope, prior = by_bias, head.mean.square().mean().clamp_min(1e-30)
+    for _ in range(3):
+        size = (slope.square().sum() - len(slope) * noise).clamp_min(0)
+        ridge = noise / prior + 1e-12 * slope.square().sum()
+        mean = (ridge * head.mean + rows.T @ slope) / (size + ridge).clamp_min(1e-30)
+        by_weight = rows @ mean / mean.square().sum().clamp_min(1e-30)
+        spread = (head.features @ head.mean / head.mean.square().sum()).var() + 0.02
+        doubt = noise / mean.square().sum() + spread * by_weight.square().mean()
+        share = noise / (noise + doubt).clamp_min(1e-38)
+        slope = share * by_weight + (1 - share) * by_bias
+    return slope, mean
+
+
+@dataclass(frozen=True)
+class _Head:
+    """The last layer, with features that the attacker's own inputs have in front of it."""
+
+    layer: nn.Linear
+    features: Tensor
+    """`(n, H)`."""
+
+    @property
+    def mean(self) -> Tensor:
+        return self.features.mean(0)
+
+    @staticmethod
+    def names(seen: Observation) -> tuple[str, str]:
+        """What the last layer's weight and bias are called, whether or not there are such."""
+        owner = _last_parameter(seen)[0].rpartition(".")[0]
+        prefix = f"{owner}." if owner else ""
+        return f"{prefix}weight", f"{prefix}bias"
+
+    @classmethod
+    def of(cls, seen: Observation) -> _Head | None:
+        """`None` if the last layer is not linear in features `(..., H)`."""
+        layer = seen.model.get_submodule(_Head.names(seen)[0].rpartition(".")[0])
+        if not isinstance(layer, nn.Linear):
+            return None
+        found: list[Tensor] = []
+        handle = layer.register_forward_pre_hook(lambda _, args: found.append(args[0].detach()))
+        generator = _generator(seen)
+        try:
+            with torch.no_grad(), _as_it_was(seen.model):
+                for _ in range(_DRAWS):
+                    seen.model(**_RANDOM[seen.domain.name](seen, generator))
+        finally:
+            handle.remove()
+        return (
+            cls(layer, torch.cat([features.flatten(0, -2) for features in found]))
+            if found
+            else None
+        )
+
+
+def _predictions(seen: Observation, head: _Head | None, slope: Tensor) -> Tensor:
+    """P `(C, C)`: the mean prediction for samples of each class.
+
+    Where the gradients of weight and bias say that a class occurs, their ratio gives its features,
+    as far as they stand out of the noise; elsewhere the attacker's own inputs' are taken.
+    """
+    weight, bias = _Head.names(seen)
+    if head is None or weight not in seen.gradient:
+        return _mean_prediction(seen).expand(len(slope), -1)
+    noise, mean, rows = _noise(seen), head.mean, seen.gradient[weight].flatten(1)
+    if bias in seen.gradient:
+        mean = _both(rows, seen.gradient[bias], head, noise)[1]
+    features = mean.expand(len(slope), -1).clone()
+    present, between = slope < 0, mean.square().mean()
+    ratio = rows[present] / slope[present, None]
+    trust = between / (between + noise / slope[present, None].square()).clamp_min(1e-38)
+    features[present] = features[present] + trust * (ratio - features[present])
+    with torch.no_grad():
+        return nn.functional.linear(features, head.layer.weight, head.layer.bias).softmax(-1)
+
+
+def _noise(seen: Observation) -> Tensor:
+    """The variance of noise on an entry of the last layer's gradient: without any, its rows sum to
+    zero.
+    """
+    names = [name for name in _Head.names(seen) if name in seen.gradient]
+    sums = torch.cat([seen.gradient[name].sum(0).flatten() for name in names])
+    return sums.square().mean() / len(seen.gradient[names[0]])
+
+
+def _non_negative(system: Tensor, target: Tensor) -> Tensor:
+    """The least-squares solution without negative entries."""
+    solution, _ = nnls(np.asarray(system.cpu()), np.asarray(target.cpu()))
+    return torch.from_numpy(solution).to(system.device)
+
+
+def _as_labels(counts: Tensor, seen: Observation) -> Tensor:
+    """Counts that add up to the batch, each class as often as it is said to occur."""
     counts = counts.clamp_min(0) * (seen.batch_size / counts.clamp_min(0).sum().clamp_min(1e-12))
     whole = counts.floor()
     for index in (counts - whole).argsort(descending=True, stable=True)[
@@ -40,54 +242,45 @@ def recover_labels(seen: Observation) -> Tensor:
     return torch.repeat_interleave(torch.arange(len(whole), device=seen.device), whole.long())
 
 
-def last_layer_slope(seen: Observation) -> Tensor:
-    """`(C,)`: mean_b (p_b - y_b), read off the last layer's bias; up to a positive factor if it has
-    none.
-
-    Without a bias, row c of the weight's gradient is (p - y)_c h with the features h of the one
-    sample. The label's entry is minus the sum of the others, so its row is the longest, and it
-    points away from them.
-
-    Example:
-        >>> slope = last_layer_slope(seen)  # softmax minus one-hot sums to zero
-        >>> slope.shape, bool(slope.sum().abs() < 1e-5)
-        (torch.Size([2]), True)
-    """
+def _last_parameter(seen: Observation) -> tuple[str, int]:
+    """The last parameter that has a row for each class, and how many there are."""
     classes = getattr(getattr(seen.model, "config", None), "num_labels", None)
     parameters = dict(seen.model.named_parameters())
     last = next((name for name in reversed(parameters) if len(parameters[name]) == classes), None)
-    if last is None:
+    if last is None or classes is None:
         raise ValueError(
             f"No parameter of {type(seen.model).__name__} has a row for each class, so labels "
             "cannot be read off its last layer. Pass labels to the Observation."
         )
-    if last not in seen.gradient:
-        raise ValueError(
-            f"The gradient of the last layer ({last}) was not shared. Pass labels to the "
-            "Observation."
-        )
-    slope = seen.gradient[last]
-    if slope.dim() == 1:
-        return slope
-    if seen.batch_size > 1 or classes == 2:
-        raise ValueError(
-            f"The last layer ({last}) has no bias. Its weight's gradient gives away the label of "
-            "one sample among more than two classes only. Pass labels to the Observation."
-        )
-    rows = slope.flatten(1)
-    return -(rows @ rows[rows.norm(dim=1).argmax()])
+    return last, classes
 
 
-def _mean_prediction(seen: Observation, draws: int = 8) -> Tensor:
+def _generator(seen: Observation) -> torch.Generator:
+    return torch.Generator(device=seen.device).manual_seed(0)
+
+
+def _mean_prediction(seen: Observation) -> Tensor:
     """p̄ `(C,)` at random inputs."""
-    generator = torch.Generator(device=seen.device).manual_seed(0)
+    generator = _generator(seen)
     total: Tensor | float = 0.0
-    with torch.no_grad(), without_dropout(seen.model):
-        for _ in range(draws):
+    with torch.no_grad(), _as_it_was(seen.model):
+        for _ in range(_DRAWS):
             batch = _RANDOM[seen.domain.name](seen, generator)
-            total = total + seen.model(**batch).logits.softmax(-1).mean(0) / draws
+            total = total + seen.model(**batch).logits.softmax(-1).mean(0) / _DRAWS
     assert isinstance(total, Tensor)
     return total
+
+
+@contextmanager
+def _as_it_was(model: nn.Module) -> Iterator[None]:
+    """Without dropout; batch statistics are put back."""
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    try:
+        with without_dropout(model):
+            yield
+    finally:
+        for buffer, copy in buffers:
+            buffer.data.copy_(copy)
 
 
 def _random_ids(seen: Observation, generator: torch.Generator) -> dict[str, Tensor]:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers.utils import logging
 
+from ..attacks.labels import recover_labels
 from ..attacks.observation import Observation
 from ..gradient_map import GradientMap
 from ..randomness import Stream
@@ -115,6 +116,18 @@ class Upload:
             return {"values": [value if math.isfinite(value) else None for value in errors]}
 
         return {"estimator": name, **_outcome(estimate, ValueError, ArithmeticError)}
+
+    def labelled(self, modality: Texts | Images) -> Cell:
+        """The labels that are read off it, whether or not attacks are granted them; or why none
+        are.
+        """
+
+        def read() -> Cell:
+            observed = modality.observed(self.client.batch)
+            seen = Observation(model=self.client.model, gradient=self.message, **observed)
+            return {"labels": recover_labels(seen).tolist()}
+
+        return _outcome(read, ValueError, FloatingPointError)
 
     def attacked(self, attack: Attack, modality: Texts | Images, labels_known: bool) -> Cell:
         """Scores and reconstruction, or why the attack is not applicable."""

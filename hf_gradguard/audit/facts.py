@@ -40,6 +40,7 @@ def facts(
         "training_mode": model.training,
         "samples": messages * settings.batch_size,
         "messages": messages,
+        "classes": getattr(getattr(model, "config", None), "num_labels", None),
         "chance": modality.describe_chance(messages),
         "threat_model": threat_model(model, modality, settings),
         "estimators": {

@@ -19,8 +19,9 @@ class Audit:
             `{score: one number per sample}`.
         shared: One entry a message, repeat and defense: `relative_error` ‖shared - g‖/‖g‖ and
             `cosine` of what was shared, `figures`, one number per sample for each estimator
-            (`None` is infinite), and `no_figures`, the reasons of the others; or `reason`, if the
-            defense refused; or `crash`, if it failed.
+            (`None` is infinite), `no_figures`, the reasons of the others, and `labels`, those that
+            were read off it, or `no_labels`, why none were; or `reason`, if the defense refused; or
+            `crash`, if it failed.
         cells: One entry a message, repeat, defense and attack: `scores` and the reconstruction;
             or `reason`, if the attack is not applicable; or `crash`, if it failed.
 

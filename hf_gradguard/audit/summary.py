@@ -11,11 +11,9 @@ import numpy as np
 
 from ..metrics.scores import bootstrap_intervals
 from .figures import Correlation, correlate, silent
+from .labels import Values, found_by_chance, found_under, share_found
 from .result import Audit
 from .verdicts import TELLING, TERMS, Estimate, Row, Terms, Verdict, verdicts
-
-Values = dict[int, dict[str, list[float]]]
-"""For each message, for each score, one number per sample."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +28,9 @@ class Summary:
         verdicts: One for every defense.
         shared: For each defense, means over what it shared of `relative_error`, `cosine` and every
             estimator's figure; `None` where there is none.
+        labels: For each defense, the share of labels read off what it shared, by `recover_labels`
+            and whether or not attacks were granted them; `None` where none could be read.
+        chance_labels: What drawing labels at random finds.
         correlations: One for every estimator and attack that have points in common.
         refusals: Which attacks were not applicable under which defenses, with the reason.
         crashes: Which failed, with the error.
@@ -50,6 +51,8 @@ class Summary:
     chance: Row
     verdicts: list[Verdict]
     shared: dict[str, dict[str, float | None]]
+    labels: dict[str, Estimate | None]
+    chance_labels: float | None
     correlations: list[Correlation]
     refusals: list[str]
     crashes: list[str]
@@ -100,6 +103,8 @@ def summarize(result: Audit) -> Summary:
         chance=chance,
         verdicts=verdicts(rows, chance, terms, samples),
         shared=_shared(result),
+        labels={one: _estimates(found_under(result, one)).get("labels") for one in result.defenses},
+        chance_labels=found_by_chance(result),
         correlations=correlate(result),
         refusals=_said({(r.attack, r.defense): r.reasons for r in rows}, len(result.defenses)),
         crashes=_said({(r.attack, r.defense): r.crashes for r in rows}, len(result.defenses)),
@@ -187,16 +192,13 @@ def _differences(ours: Values, theirs: Values, scores: set[str]) -> dict[str, Es
 
 def _labels_right(cells: Sequence[Mapping[str, Any]], result: Audit) -> float | None:
     """As many labels as a message's recovered and true ones have in common, over all."""
-    right = total = 0
+    shares, sizes = [], []
     for cell in cells:
         if cell.get("labels") is not None:
-            left = list(result.messages[cell["message"]]["labels"])
-            total += len(left)
-            for label in cell["labels"]:
-                if label in left:
-                    left.remove(label)
-                    right += 1
-    return right / total if total else None
+            true = result.messages[cell["message"]]["labels"]
+            shares.append(share_found(cell["labels"], true))
+            sizes.append(len(true))
+    return float(np.average(shares, weights=sizes)) if shares else None
 
 
 def _shared(result: Audit) -> dict[str, dict[str, float | None]]:

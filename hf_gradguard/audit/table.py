@@ -36,15 +36,23 @@ def markdown_table(summary: Summary) -> str:
 
 def _scores(summary: Summary) -> list[str]:
     audit, score = summary.audit, summary.terms.score
-    header = ["defense", *audit.attacks, "relative error", "cosine", *summary.figures.values()]
+    header = ["defense", *audit.attacks, "labels found", "relative error", "cosine"]
+    header += summary.figures.values()
     lines = [_line(header), _line(["---"] * len(header))]
     for defense, means in summary.shared.items():
         own = [row for row in summary.rows if row.defense == defense]
         entries = [_entry(row, score, len(audit.messages)) for row in own]
+        entries.append(_labels(summary.labels[defense]))
         lines.append(_line([f"`{defense}`", *entries, *map(show_mean, means.values())]))
     guess = show(summary.chance.scores[score])
     blanks = [""] * (2 + len(summary.figures))
-    return [*lines, _line(["chance", *[guess] * len(audit.attacks), *blanks])]
+    labels = "–" if summary.chance_labels is None else f"{summary.chance_labels:.2f}"
+    guesses = [*[guess] * len(audit.attacks), labels]
+    return [*lines, _line(["chance", *guesses, *blanks])]
+
+
+def _labels(found: Estimate | None) -> str:
+    return "–" if found is None else show(found)
 
 
 def _entry(row: Row, score: str, messages: int) -> str:
@@ -59,6 +67,8 @@ def _legend(summary: Summary) -> str:
     return (
         f"{summary.terms.legend}: mean over {summary.samples} samples, with 95 % bootstrap "
         f"intervals over messages of {settings['batch_size']}. Chance: {settings['chance']}. "
+        "Labels found: the share that is read off the last layer's gradient, also where attacks "
+        "are granted the labels; chance draws classes at random. "
         "Relative error and cosine: of what was shared, to the true gradient. Estimators predict "
         f"an error of the input, here as means over samples. {' '.join(summary.meanings)}"
     )

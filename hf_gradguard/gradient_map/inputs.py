@@ -8,7 +8,8 @@ called in their ordinary way, with token ids.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import fnmatch
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from transformers.utils import logging
 
 from .domain import Domain, domain_of_batch, domain_of_model
+from .tables import find_tables, known_tables
 
 logger = logging.get_logger(__name__)
 
@@ -104,57 +106,123 @@ def find_input(model: nn.Module, batch: Batch) -> ContinuousInput:
 
 
 def shared_parameters(
-    model: nn.Module, share_input_embeddings: bool = False
+    model: nn.Module, share_input_embeddings: bool = False, withhold: Sequence[str] = ()
 ) -> dict[str, nn.Parameter]:
     """The trainable parameters whose gradient a client shares, by name, in the model's own order.
 
-    Input embeddings are left out unless `share_input_embeddings`: their gradient is non-zero on
-    exactly the rows of the batch's tokens, so sharing it gives the words away whatever else is
-    done. An output head tied to them is the same tensor, and is withheld with them. Says so once.
+    Tables that the input indexes are left out unless `share_input_embeddings`: their gradient is
+    non-zero on exactly the rows that the batch looks up, so sharing it gives the words away
+    whatever else is done. They are the model's token embeddings and what `find_tables` found. An
+    output head tied to one is the same tensor, and is withheld with it. Says so once.
+
+    Args:
+        model: The model.
+        share_input_embeddings: Share these tables all the same.
+        withhold: Patterns of names (`"*.experts.*"`) that are left out in any case.
 
     Raises:
-        ValueError: If nothing is left to share.
+        ValueError: If nothing is left to share, or a pattern is of no parameter.
     """
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    withheld = {} if share_input_embeddings else withheld_parameters(model)
-    shared = {name: p for name, p in trainable.items() if name not in withheld}
+    tables = {} if share_input_embeddings else withheld_parameters(model)
+    chosen = withheld_by_name(model, withhold)
+    shared = {n: p for n, p in trainable.items() if n not in tables and n not in chosen}
     if not shared:
         raise ValueError(
             "There is no gradient to share: every trainable parameter is an input embedding, and "
             "those are withheld."
+            if trainable and not chosen
+            else "There is no gradient to share: every trainable parameter is withheld."
             if trainable
             else "There is no gradient to share: every parameter of the model is frozen "
             "(`requires_grad=False`)."
         )
-    if withheld and _is_first_rank():
-        names = sorted({alias for aliases in withheld.values() for alias in aliases})
-        tied = (
-            " The output head is the same tensor, so it is not trained either."
-            if len(names) > len(withheld)
-            else ""
-        )
-        logger.warning_once(
-            f"Withheld, neither shared nor trained: {', '.join(names)}. Its gradient is non-zero "
-            f"on exactly the batch's tokens.{tied} Set share_input_embeddings=True to share it all "
-            "the same."
-        )
+    if _is_first_rank():
+        ids = _token_embeddings(model)
+        _say_withheld(tables, {name for name in tables if id(trainable[name]) in ids})
+        if chosen:
+            logger.warning_once(f"Withheld as told: {', '.join(chosen)}.")
     return shared
 
 
+def shared_by_batch(
+    model: nn.Module,
+    batch: Batch,
+    loss_fn: LossFunction,
+    share_input_embeddings: bool = False,
+    withhold: Sequence[str] = (),
+) -> dict[str, nn.Parameter]:
+    """`shared_parameters`, after a look at which tables the batch indexes."""
+    if not share_input_embeddings:
+        find_tables(model, batch, loss_fn)
+    return shared_parameters(model, share_input_embeddings, withhold)
+
+
 def withheld_parameters(model: nn.Module) -> dict[str, list[str]]:
-    """Trainable parameters of the token embeddings: each name with all the names the same tensor
-    goes by.
+    """Trainable parameters of the tables that the input indexes: each name with all the names the
+    same tensor goes by.
+
+    They are those of the token embeddings, by name, and those that `find_tables` found. An adapter
+    of a table is withheld with it.
     """
-    tensors = {
-        id(p)
-        for module in domain_of_model(model).token_embeddings(model)
-        for p in module.parameters()
-    }
+    tables = _token_embeddings(model)
+    modules = dict(model.named_modules())
+    for name in known_tables(model):
+        tables.add(id(model.get_parameter(name)))
+        owner = name.rpartition(".")[0]
+        parts = owner.split(".")
+        for length in range(1, len(parts) + 1):
+            wrapper = modules[".".join(parts[:length])]
+            if hasattr(wrapper, "base_layer"):  # as PEFT calls what an adapter is put around
+                tables |= {id(parameter) for parameter in wrapper.parameters()}
     aliases: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        if id(parameter) in tensors and parameter.requires_grad:
+        if id(parameter) in tables and parameter.requires_grad:
             aliases.setdefault(id(parameter), []).append(name)
     return {names[0]: names for names in aliases.values()}
+
+
+def withheld_by_name(model: nn.Module, patterns: Sequence[str]) -> list[str]:
+    """Trainable parameters that a pattern names.
+
+    Raises:
+        ValueError: If a pattern is of none of the model's parameters.
+    """
+    names = [name for name, p in model.named_parameters() if p.requires_grad]
+    every = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    for pattern in patterns:
+        if not fnmatch.filter(every, pattern):
+            raise ValueError(
+                f"withhold={pattern!r} names no parameter of {type(model).__name__}. Its last are: "
+                f"{', '.join(every[-4:])}. `*` stands for anything."
+            )
+    return [name for name in names if any(fnmatch.fnmatchcase(name, one) for one in patterns)]
+
+
+def _token_embeddings(model: nn.Module) -> set[int]:
+    """The parameters of the modules that a model calls its token embeddings, by identity."""
+    modules = domain_of_model(model).token_embeddings(model)
+    return {id(p) for module in modules for p in module.parameters()}
+
+
+def _say_withheld(tables: Mapping[str, list[str]], embeddings: set[str]) -> None:
+    """Once for the token embeddings, and once for other tables."""
+    for which, why in (
+        (tables.keys() & embeddings, "Its gradient is non-zero on exactly the batch's tokens."),
+        (tables.keys() - embeddings, "The input says which rows of it are looked up, and its "
+         "gradient is non-zero on exactly these."),
+    ):  # fmt: skip
+        names = sorted({alias for name in which for alias in tables[name]})
+        tied = (
+            " The output head is the same tensor, so it is not trained either."
+            if len(names) > len(which)
+            else ""
+        )
+        if names:
+            logger.warning_once(
+                f"Withheld, neither shared nor trained: {', '.join(names)}. {why}{tied} Set "
+                "share_input_embeddings=True to share it all the same."
+            )
 
 
 def _is_first_rank() -> bool:

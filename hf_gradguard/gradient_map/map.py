@@ -19,7 +19,7 @@ from ..randomness import Stream
 from .candidates import Candidates, differentiate
 from .domain import Domain
 from .factors import Factors
-from .inputs import Batch, LossFunction, find_input, model_loss, shared_parameters
+from .inputs import Batch, LossFunction, find_input, model_loss, shared_by_batch
 from .jacobian import Jacobian
 from .replay import Replay
 from .sensitivity import Method, estimate_squares
@@ -42,16 +42,16 @@ class GradientMap:
         batch: What a collator returns, labels included, on the model's device.
         loss_fn: `(model, batch) -> scalar`, the batch-mean loss. Default: the loss that the model
             returns.
-        share_input_embeddings: Count the token embeddings' gradient among what is shared (see
-            `shared_parameters`).
+        share_input_embeddings: Share token embeddings and other tables that the input indexes (see
+            `shared_parameters`). To find these, a model's first map runs it two times more.
+        withhold: Patterns of parameters' names that are not shared in any case.
         second_order: `False` leaves the model's own attention kernels in use and refuses what
             differentiates twice. By default attention runs in plain mathematics, the only form with
             second derivatives, while this object computes; the model's setting stands again after
             every call.
 
     Raises:
-        ValueError: If batch and model have no usable continuous input, nothing to share, or no
-            loss.
+        ValueError: If there is no usable continuous input, nothing to share, or no loss.
 
     Example:
         >>> gmap = GradientMap(model, batch)
@@ -68,14 +68,17 @@ class GradientMap:
         *,
         loss_fn: LossFunction | None = None,
         share_input_embeddings: bool = False,
+        withhold: Sequence[str] = (),
         second_order: bool = True,
     ) -> None:
         self.model, self._batch = model, batch
         self.loss_fn = loss_fn or model_loss
-        self._share_input_embeddings = share_input_embeddings
+        share = share_input_embeddings
+        self._sharing: Any = {"share_input_embeddings": share, "withhold": withhold}
         self._source = find_input(model, batch)
-        self._parameters = shared_parameters(model, share_input_embeddings)
         self.replay = Replay(model, second_order)
+        with self.replay.kernels():
+            self._parameters = shared_by_batch(model, batch, self.loss_fn, **self._sharing)
         with torch.enable_grad(), self.replay.kernels():
             self._x, self._loss = self._source.evaluate(self.loss_fn, model, batch)
         if self._loss.dim() or not self._loss.requires_grad:
@@ -314,12 +317,9 @@ class GradientMap:
 
     def of_batch(self, batch: Batch, second_order: bool = False) -> GradientMap:
         """The same model, loss and random draws on another batch. Nothing is left changed."""
-        loss_fn, share = self.loss_fn, self._share_input_embeddings
+        sharing = {**self._sharing, "second_order": second_order}
         with self.replay.draws():
-            return GradientMap(
-                self.model, batch, loss_fn=loss_fn, share_input_embeddings=share,
-                second_order=second_order,
-            )  # fmt: skip
+            return GradientMap(self.model, batch, loss_fn=self.loss_fn, **sharing)
 
     def twice(self) -> GradientMap:
         """This map, made with `second_order=True`."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from huggingface_hub import ModelCard
 
-from ..gradient_map.inputs import withheld_parameters
+from ..gradient_map.inputs import withheld_by_name, withheld_parameters
 from .batch_statistics import tracking_layers
 
 if TYPE_CHECKING:
@@ -47,6 +47,7 @@ def privacy_section(trainer: GradGuardTrainer) -> str:
         f"Defense: `{defense.name}`, with hf-gradguard",
         f"Clients: {_clients(trainer)}; every micro-batch is a message protected by itself",
         _embeddings(trainer),
+        _labels(trainer),
         _statistics(trainer),
         _aggregation(trainer),
         "The noise was drawn by ChaCha20, with a new key from the operating system for every "
@@ -88,11 +89,27 @@ def _clients(trainer: GradGuardTrainer) -> str:
 
 def _embeddings(trainer: GradGuardTrainer) -> str:
     shared = getattr(trainer.args, "share_input_embeddings", False)
-    withheld = [] if shared else list(withheld_parameters(trainer.model))
-    if not withheld:
-        return "No parameter was withheld."
-    names = ", ".join(f"`{name}`" for name in withheld)
-    return f"Input embeddings ({names}) were withheld: neither shared nor trained."
+    tables = [] if shared else list(withheld_parameters(trainer.model))
+    told = withheld_by_name(trainer.model, getattr(trainer.args, "withhold", None) or [])
+    told = [name for name in told if name not in tables]
+    said = []
+    if tables:
+        names = ", ".join(f"`{name}`" for name in tables)
+        said.append(f"Input embeddings ({names}) were withheld: neither shared nor trained.")
+    if told:
+        names = ", ".join(f"`{name}`" for name in told)
+        said.append(f"So were, as told, {names}." if tables else f"{names} were withheld, as told.")
+    return " ".join(said) or "No parameter was withheld."
+
+
+def _labels(trainer: GradGuardTrainer) -> str:
+    epsilon = getattr(trainer.args, "label_epsilon", None)
+    if epsilon is None:
+        return ""
+    return (
+        f"Labels were randomized once for each row and rank, with ε = {epsilon:g} (randomized "
+        "response): ε-label differential privacy for what each rank shared about a row."
+    )
 
 
 def _statistics(trainer: GradGuardTrainer) -> str:

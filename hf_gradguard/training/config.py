@@ -22,8 +22,10 @@ _CHOICES = {
     "batch_statistics": CHOICES,
     "partition": PARTITIONS,
     "leakage_action": ("skip", "stop"),
+    "protect_labels": (None, "randomized_response"),
     "noise_for": NOISE_FOR,
 }
+_ABOVE_ZERO = ("dirichlet_alpha", "leakage_limit", "label_epsilon", "secure_aggregation_range")
 _KINDS: dict[str, tuple[tuple[type, ...], str]] = {
     "bool": ((bool,), "true or false"),
     "int": ((int,), "a whole number"),
@@ -46,8 +48,13 @@ class GradGuardConfig(TrainingArguments):
         defense: A name of `DEFENSES`. Has to be given here or to the Trainer; no protection is
             spelled `"none"`.
         defense_kwargs: The defense's settings; JSON on the command line.
-        share_input_embeddings: Share the token embeddings' gradient, which names the batch's
-            tokens.
+        share_input_embeddings: Share the gradient of the token embeddings, which names the batch's
+            tokens, and of other tables that the input indexes.
+        withhold: Patterns of parameters' names (`"*.experts.*"`) that are neither shared nor
+            trained, beside these.
+        protect_labels: `"randomized_response"` randomizes the labels of the training data before
+            anything is computed from them.
+        label_epsilon: Of that: ε-label differential privacy for each row. Smaller protects more.
         batch_statistics: Running statistics of batch normalization: `"local"`, each rank its own,
             of which rank 0's are saved; `"shared"`, averaged over ranks at every optimizer step,
             unprotected; `"frozen"`, those that the model came with.
@@ -113,6 +120,17 @@ class GradGuardConfig(TrainingArguments):
     share_input_embeddings: bool = field(
         default=False,
         metadata={"help": "Share the token embeddings' gradient too. It names the batch's tokens."},
+    )
+    withhold: list[str] | None = field(
+        default=None,
+        metadata={"help": "Patterns of parameters' names, neither shared nor trained."},
+    )
+    protect_labels: str | None = field(
+        default=None,
+        metadata={"help": "randomized_response: randomize labels of the training data."},
+    )
+    label_epsilon: float | None = field(
+        default=None, metadata={"help": "Of randomized labels: the smaller, the more protection."}
     )
     batch_statistics: str = field(
         default="local",
@@ -220,16 +238,21 @@ class GradGuardConfig(TrainingArguments):
                 f"defense must be a name here, but is {self.defense!r}: arguments are saved as "
                 "JSON. Pass the object to the Trainer, as its defense=."
             )
+        if isinstance(self.withhold, str):
+            raise ValueError(f"withhold is a list of patterns: write [{self.withhold!r}].")
+        if (self.protect_labels is None) != (self.label_epsilon is None):
+            raise ValueError("protect_labels and label_epsilon belong together: set both.")
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ValueError(
-                    f"{name} must be one of {', '.join(choices)}, but is {getattr(self, name)!r}."
+                    f"{name} must be one of {', '.join(map(str, choices))}, but is "
+                    f"{getattr(self, name)!r}."
                 )
         for name, least in _LEAST.items():
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ValueError(f"{name} must be at least {least}, but is {value}.")
-        for name in ("dirichlet_alpha", "leakage_limit", "secure_aggregation_range"):
+        for name in _ABOVE_ZERO:
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
                 raise ValueError(f"{name} must be a finite number above 0, but is {value!r}.")

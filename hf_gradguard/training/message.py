@@ -21,6 +21,7 @@ from .clients import ClientBatch
 from .dropout import private_draws
 from .ledger import Ledger
 from .meter import LeakageMeter
+from .tables import RowGuard
 
 logger = logging.get_logger(__name__)
 
@@ -68,6 +69,7 @@ class MessageMaker:
         meter: Says which messages may be shared.
         ledger: Of what was written to `.grad`.
         share_input_embeddings: As for `GradientMap`.
+        withhold: As for `GradientMap`.
 
     Example:
         >>> from transformers import TrainingArguments
@@ -81,11 +83,17 @@ class MessageMaker:
     """
 
     def __init__(
-        self, draws: Draws, meter: LeakageMeter, ledger: Ledger, share_input_embeddings: bool
+        self,
+        draws: Draws,
+        meter: LeakageMeter,
+        ledger: Ledger,
+        share_input_embeddings: bool,
+        withhold: Sequence[str] = (),
     ) -> None:
         self._draws, self._meter, self._ledger = draws, meter, ledger
         self._names: dict[int, str] = {}
-        self._share_input_embeddings = share_input_embeddings
+        self._rows = RowGuard()
+        self._share_input_embeddings, self._withhold = share_input_embeddings, withhold
         self._figures: dict[str, list[float]] = defaultdict(list)
 
     def share(
@@ -120,9 +128,11 @@ class MessageMaker:
             client.batch,
             loss_fn=loss_fn,
             share_input_embeddings=self._share_input_embeddings,
+            withhold=self._withhold,
             second_order=client.defense.needs_jacobian or measured,
         )
         gradient = gmap.gradient()
+        self._rows.see(gradient)
         norm = _norm(gradient)  # waits for the device: what follows times the defense alone
         start = time.perf_counter()
         message = client.defense(gmap, noise)

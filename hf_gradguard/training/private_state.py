@@ -17,10 +17,16 @@ from transformers.utils import logging
 from ..data.private import write_private
 from ..defenses import Defense
 from ..leakage import FisherAccountant
+from .labels import LabelKey
 
 logger = logging.get_logger(__name__)
 
 _ACCOUNT, _CHECKSUM, _NAMES = "accountant/", "gradguard_sha256", "gradguard_parameters"
+_LABEL_KEY = "label_key"
+_NO_LABEL_KEY = (
+    "{} holds no key of this rank's randomized labels, so going on would release each label a "
+    "second time. Resume with as many ranks as were saved, from a run with protect_labels."
+)
 _NO_ACCOUNT = (
     "{} holds no accountant's state of this rank, so what was shared until then would not be "
     "counted. Resume with as many ranks as were saved, from a run that had an accountant, or "
@@ -39,9 +45,10 @@ def save_private_state(
     clients: Sequence[Defense],
     accountant: FisherAccountant | None,
     names: Sequence[str] = (),
+    label_key: LabelKey | None = None,
 ) -> None:
-    """Write the state of each client's defense, and of the accountant, to a file that only its
-    owner can read: it depends on the client's data.
+    """Write the state of each client's defense, of the accountant, and the key of randomized
+    labels, to a file that only its owner can read: it depends on the client's data.
 
     Args:
         folder: Of the checkpoint.
@@ -49,6 +56,7 @@ def save_private_state(
         clients: Each client's defense.
         accountant: The rank's, if it has one.
         names: What stands for the parameters that each client's last message was of.
+        label_key: Of randomized labels, if there are any.
 
     Example:
         >>> save_private_state(".", 0, [make_defense("optimal_noise")], accountant=None)
@@ -62,6 +70,8 @@ def save_private_state(
     }
     if accountant is not None:
         state |= {f"{_ACCOUNT}{key}": tensor for key, tensor in accountant.state_dict().items()}
+    if label_key is not None:
+        state[_LABEL_KEY] = label_key.tensor()
     about = {_CHECKSUM: _checksum(state), _NAMES: " ".join(names)}
     write_private(_file(folder, rank), save(state, about))
 
@@ -72,6 +82,7 @@ def load_private_state(
     clients: Sequence[Defense],
     accountant: FisherAccountant | None,
     device: torch.device,
+    label_key: LabelKey | None = None,
 ) -> list[str]:
     """Restore them. Returns what stands for the parameters that each client's last message was of,
     nothing if the file does not say.
@@ -91,11 +102,14 @@ def load_private_state(
     if not os.path.isfile(_file(folder, rank)):
         if accountant is not None:
             raise ValueError(_NO_ACCOUNT.format(folder))
+        if label_key is not None:
+            raise ValueError(_NO_LABEL_KEY.format(folder))
         logger.warning(
             f"{folder} holds no defense state of this rank. Sensitivities are estimated anew."
         )
         return []
     saved, names = _read(_file(folder, rank))
+    _load_label_key(saved, folder, label_key)
     account = {
         key.removeprefix(_ACCOUNT): saved.pop(key)
         for key in list(saved)
@@ -122,6 +136,14 @@ def load_private_state(
         }
         defense.load_state_dict(own)
     return names
+
+
+def _load_label_key(saved: dict[str, Tensor], folder: str, label_key: LabelKey | None) -> None:
+    own = saved.pop(_LABEL_KEY, None)
+    if label_key is not None:
+        if own is None:
+            raise ValueError(_NO_LABEL_KEY.format(folder))
+        label_key.load(own)
 
 
 def _read(path: str) -> tuple[dict[str, Tensor], list[str]]:

@@ -110,6 +110,10 @@ SEAMS = (
         "_NormBase",
         "training/batch_statistics.py and gradient_map/replay.py find batch statistics",
     ),
+    Seam("torch:UntypedStorage", "_cdata", "gradient_map/tables.py tells storages apart"),
+    Seam(
+        "torch._ops:OpOverload", "_schema", "gradient_map/tables.py sees what is written in place"
+    ),
     Seam(
         "torch:Tensor",
         "_version",

@@ -40,6 +40,7 @@ from .clients import (
 from .config import GradGuardConfig
 from .exchange import StartAlike, any_rank, average, average_gradients
 from .guarded import GuardedTrainer, noting
+from .labels import LabelKey, protect_labels
 from .loading import load_model, load_tokenizer
 from .message import Draws, MessageMaker
 from .meter import LeakageMeter
@@ -47,6 +48,7 @@ from .private_state import load_private_state, save_private_state
 from .seams import check_seams
 from .secure_aggregation import secure_aggregation_of
 from .summed_noise import share_of_noise
+from .tables import AgreedTables
 from .weights import LossWeights, Normalization
 
 
@@ -93,6 +95,8 @@ class GradGuardTrainer(GuardedTrainer):
         ...
     """
 
+    train_dataset: Any
+
     def __init__(
         self,
         model: PreTrainedModel | nn.Module | TrainingArguments | None = None,
@@ -108,6 +112,7 @@ class GradGuardTrainer(GuardedTrainer):
         args = args or GradGuardConfig(output_dir="tmp_trainer")
         check_arguments(args)
         self._asked, self._accountant = Asked(args, defense), accountant
+        self._label_key: LabelKey | None = None
         if model is None and kwargs.get("model_init") is None:
             model = load_model(args)
             if kwargs.get("processing_class") is None and len(positional) < 4:
@@ -130,7 +135,7 @@ class GradGuardTrainer(GuardedTrainer):
     @property
     def shared_names(self) -> list[str]:
         """The parameters that a message would be of now: withheld and frozen ones are not."""
-        return list(shared_parameters(self.model, self._share_input_embeddings))
+        return list(self._shared(self.model))
 
     def before_training(self) -> None:
         """Check and prepare what was asked for. Clients forget what they remember if arguments,
@@ -140,17 +145,17 @@ class GradGuardTrainer(GuardedTrainer):
             self.args.check()
         self._asked.resolve(self.args)
         self._weights = LossWeights(self._loss)
-        objects = {
-            "model": self.model,
-            "train_dataset": self.train_dataset,
-            "processing_class": self.processing_class,
-        }
+        own_batches = type(self).get_train_dataloader is not GradGuardTrainer.get_train_dataloader
+        self._label_key = self._label_key or LabelKey.asked(self.args, self.args.process_index)
+        if self._label_key is not None:
+            data, key = self.train_dataset, self._label_key
+            self.train_dataset = protect_labels(data, self.args, self.model, key, own_batches)
+        watched = ("model", "train_dataset", "processing_class")
+        objects = {name: getattr(self, name) for name in watched}
         check_training(self.args, self.model, self.accelerator, self.train_dataset)
         self._secure = secure_aggregation_of(self.args, self.accelerator)
         defense = share_of_noise(self.defense, self.args, self.accelerator.num_processes)
-        own_batches = type(self).get_train_dataloader is not GradGuardTrainer.get_train_dataloader
-        account, data = self._accountant, self.train_dataset
-        check_leakage(self.args, defense, account, own_batches, data)
+        check_leakage(self.args, defense, self._accountant, own_batches, self.train_dataset)
         changed = self._asked.changed(self.args, objects)
         if not changed:
             return
@@ -162,12 +167,20 @@ class GradGuardTrainer(GuardedTrainer):
         self._batch_statistics: str = getattr(self.args, "batch_statistics", "local")
         if self.is_world_process_zero():
             warn_of_statistics(self.model, self._batch_statistics)
-        shared_parameters(self.model, self._share_input_embeddings)  # refuse none, name withheld
+        self._withhold = getattr(self.args, "withhold", None) or []
+        self._tables = AgreedTables(self.accelerator)
+        self._shared(self.model)  # refuse none, name withheld
         self._host_clients(defense)
         self._meter = LeakageMeter(self.args, defense, self._accountant)
         draws = Draws(getattr(self.args, "noise_seed", None), self.accelerator.process_index)
-        self._messages = MessageMaker(draws, self._meter, self.ledger, self._share_input_embeddings)
+        self._messages = MessageMaker(
+            draws, self._meter, self.ledger, self._share_input_embeddings, self._withhold
+        )
         self._asked.bind(self.args, objects)
+
+    def _shared(self, module: nn.Module) -> dict[str, nn.Parameter]:
+        """What is shared of a model, as far as it is known: tables are found at the first batch."""
+        return shared_parameters(module, self._share_input_embeddings, self._withhold)
 
     def _host_clients(self, defense: Defense) -> None:
         """Each client that lives on this rank gets a defense of its own."""
@@ -194,6 +207,8 @@ class GradGuardTrainer(GuardedTrainer):
         with noting(inputs):
             clients, spread = self._clients_of(module, inputs, normalization)
             mean_loss = functools.partial(normalization.mean_loss, self._loss, spread)
+            if not self._share_input_embeddings:
+                self._tables.settle(module, clients[0].batch, mean_loss, self._secure)
             losses = [
                 client.weight * self._messages.share(module, client, mean_loss, step)
                 for client in clients
@@ -244,7 +259,7 @@ class GradGuardTrainer(GuardedTrainer):
 
     def _exchange(self, module: nn.Module) -> None:
         """Average over ranks what they have protected, and agree on going on."""
-        parameters = shared_parameters(module, self._share_input_embeddings).values()
+        parameters = self._shared(module).values()
         self.ledger.check(parameters, "exchange gradients")
         average_gradients(parameters, self.accelerator, self._secure)
         self.ledger.exchange(parameters)
@@ -318,12 +333,14 @@ class GradGuardTrainer(GuardedTrainer):
         on as if it had not been.
         """
         rank, names = self.accelerator.process_index, self._messages.names_of(self._clients)
-        save_private_state(folder, rank, self._clients, self.accountant, names)
+        save_private_state(folder, rank, self._clients, self.accountant, names, self._label_key)
 
     def load_state_of_rank(self, folder: str) -> None:
         """What `save_state_of_rank` wrote."""
         rank, device = self.accelerator.process_index, self.args.device
-        names = load_private_state(folder, rank, self._clients, self.accountant, device)
+        names = load_private_state(
+            folder, rank, self._clients, self.accountant, device, self._label_key
+        )
         self._messages.expect(self._clients, names)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:

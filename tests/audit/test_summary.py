@@ -32,13 +32,13 @@ def test_a_report_bootstraps_no_more_than_its_rows_need(
     bootstraps: list[int], tmp_path: Path, spy: type[Spy]
 ) -> None:
     """For each of four rows its scores and their distance from chance, for three that from the
-    undefended gradient, and chance: 4 + 4 + 3 + 1.
+    undefended gradient, and chance: 4 + 4 + 3 + 1. For each of four defenses the labels: 4.
     """
     defenses = [f"pruning:ratio={ratio}" for ratio in (0.1, 0.5, 0.9)]
     result = audit(*text_model(), TEXTS, defenses, "spy", output=tmp_path)
     bootstraps.clear()
     write_report(summarize(result), tmp_path)
-    assert len(bootstraps) == 12
+    assert len(bootstraps) == 16
 
 
 def test_renderers_recompute_nothing(bootstraps: list[int]) -> None:

@@ -113,6 +113,11 @@ def test_refined_gradients_resemble_the_true_ones_and_equal_none(
             assert max(found.values()) < 0.9999, max(found, key=lambda n: found[n])
 
 
+def first_of(run: dict[str, Any], what: tuple[str, int]) -> int:
+    """Where a collective of that kind and size comes first."""
+    return [(kind, len(t)) for kind, t in run["sent"]].index(what)
+
+
 @pytest.mark.parametrize("name", ["none", *PROTECTED, "refiner", "pruning"])
 def test_one_bucket_a_step_is_all_that_is_exchanged(ranks: list[dict[str, Any]], name: str) -> None:
     for rank in ranks:
@@ -120,10 +125,17 @@ def test_one_bucket_a_step_is_all_that_is_exchanged(ranks: list[dict[str, Any]],
         truth = run["messages"][0]
         entries = sum(truth[n].numel() for n in run["shared"])
         larger = [(kind, len(t)) for kind, t in run["sent"] if t.is_floating_point() and len(t) > 1]
+        flags = []
+        if name != "shared embeddings":  # first, which tables a rank's batch indexes
+            flags = [larger.pop(0)]
+            assert flags == [("allreduce", len(truth))]
+            assert set(run["sent"][first_of(run, flags[0])][1].tolist()) <= {0.0, 0.5, 1.0}
         assert larger == [("allreduce", entries)] * STEPS
         # Everything else is one number. Losses and counts, as many as the stock Trainer gathers,
         # are reduced.
-        small = Counter((kind, len(t)) for kind, t in run["sent"] if (kind, len(t)) != larger[0])
+        small = Counter(
+            (kind, len(t)) for kind, t in run["sent"] if (kind, len(t)) not in (larger[0], *flags)
+        )
         stock = Counter((kind, len(t)) for kind, t in rank["runs"]["stock"]["sent"])
         assert set(small) == {("allgather", 1), ("allreduce", 1)}
         assert small["allreduce", 1] == stock["allgather", 1]
@@ -153,7 +165,8 @@ def test_pruned_gradients_are_what_leaves(ranks: list[dict[str, Any]]) -> None:
     """A pruned gradient is the true one, masked: the 90 % of smallest size have to be gone."""
     for rank in ranks:
         run = rank["runs"]["pruning"]
-        buckets = [t for kind, t in run["sent"] if kind == "allreduce" and len(t) > 1]
+        # after the tables
+        _, *buckets = [t for kind, t in run["sent"] if kind == "allreduce" and len(t) > 1]
         for bucket, truth in zip(buckets, run["steps"], strict=True):
             gradient = torch.cat([truth[name].flatten() for name in run["shared"]])
             gone = gradient.abs().argsort()[: len(gradient) * 9 // 10]

@@ -31,6 +31,8 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from hf_gradguard import GradientMap
+from hf_gradguard.gradient_map.inputs import model_loss
+from hf_gradguard.gradient_map.tables import find_tables
 from hf_gradguard.gradient_map.views import MaskedMap
 
 DENSE = ("bert", "gpt2", "vit")
@@ -627,6 +629,7 @@ def test_activation_checkpointing_changes_nothing(name: str, dropout: float) -> 
                 for n, m in model.named_modules()
                 if re.search(r"\.0\.(attention|attn|self_attn)$", n)
             )
+            find_tables(model, batch, model_loss)  # so that the map below runs the model once
             layer.register_forward_pre_hook(count)
         torch.manual_seed(9)
         maps.append(GradientMap(model, batch))

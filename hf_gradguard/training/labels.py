@@ -1,0 +1,208 @@
+"""Labels that are randomized before anything is computed from them.
+
+Randomized response (Warner, 1965; for K classes Kairouz, Oh and Viswanath, "Extremal Mechanisms for
+Local Differential Privacy", 2014): a label is kept with probability e^ε / (e^ε + K - 1), and else
+becomes one of the other classes, each as likely. Whatever is computed from the result is ε-label
+differentially private: for no message, whatever it is protected by, do odds of two labels of a row
+differ by more than e^ε.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset, IterableDataset
+
+from ..randomness import Stream
+
+_NAMES = ("labels", "label", "label_ids")
+
+
+def keep_probability(epsilon: float, classes: int) -> float:
+    """How likely a label stays: also the most that any attack finds of labels that were equally
+    likely before.
+
+    Example:
+        >>> round(keep_probability(1.0, classes=2), 3)
+        0.731
+        >>> keep_probability(0.0, classes=20)
+        0.05
+    """
+    return 1 / (1 + (classes - 1) * math.exp(-epsilon))
+
+
+def randomized_response(label: int, epsilon: float, classes: int, stream: Stream) -> int:
+    """One release of one label.
+
+    Raises:
+        ValueError: If the label is no class.
+
+    Example:
+        >>> randomized_response(1, 50.0, classes=2, stream=Stream())
+        1
+    """
+    if not 0 <= label < classes:
+        raise ValueError(f"A label must be a class id from 0 to {classes - 1}, but is {label!r}.")
+    if float(stream.uniform((), dtype=torch.float64)) < keep_probability(epsilon, classes):
+        return label
+    other = int(stream.integers(classes - 1, ()))
+    return other + (other >= label)
+
+
+class LabelKey:
+    """What a rank's randomized labels are drawn by: the same for one row at every epoch, so that it
+    is released once. Private to the rank, and checkpointed with it.
+
+    Example:
+        >>> key = LabelKey()
+        >>> key.load(key.tensor())
+    """
+
+    def __init__(self, seed: tuple[int, ...] | None = None) -> None:
+        stream = Stream() if seed is None else Stream.from_seeds(*seed)
+        self._key = stream.bytes(32)
+
+    @classmethod
+    def asked(cls, args: Any, rank: int) -> LabelKey | None:
+        """One for training arguments with `protect_labels`."""
+        if getattr(args, "protect_labels", None) is None:
+            return None
+        seed = getattr(args, "noise_seed", None)
+        return cls(None if seed is None else (seed, rank))
+
+    def of(self, row: int) -> Stream:
+        """For a row of the data set."""
+        return Stream.from_seeds(int.from_bytes(self._key, "big"), row)
+
+    def tensor(self) -> Tensor:
+        """To be saved."""
+        return torch.tensor(list(self._key), dtype=torch.uint8)
+
+    def load(self, saved: Tensor) -> None:
+        """What was saved."""
+        self._key = bytes(saved.tolist())
+
+
+class RandomizedLabels(Dataset):
+    """A data set with labels that randomized response made, each once and for all.
+
+    Args:
+        data: Rows by number, each a mapping with a class id called `labels` or `label`.
+        epsilon: ε, above 0.
+        classes: K.
+        key: Of the draws.
+
+    Raises:
+        NotImplementedError: If rows have no number, or a row's label is no class id.
+
+    Example:
+        >>> rows = [{"labels": 1}, {"labels": 0}]
+        >>> RandomizedLabels(rows, 50.0, classes=2, key=LabelKey())[0]
+        {'labels': 1}
+    """
+
+    def __init__(self, data: Any, epsilon: float, classes: int, key: LabelKey) -> None:
+        if isinstance(data, IterableDataset) or not hasattr(data, "__getitem__"):
+            raise NotImplementedError(
+                f"GradGuardTrainer does not support protect_labels with {type(data).__name__}: its "
+                "rows have no number, so a row that comes again would release its label again. Use "
+                "a data set with __getitem__ and __len__."
+            )
+        self.data, self.epsilon, self.classes, self.key = data, epsilon, classes, key
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        row = self.data[index]
+        name = next((name for name in _NAMES if isinstance(row, Mapping) and name in row), None)
+        label = None if name is None else row[name]
+        if isinstance(label, Tensor) and label.dim() == 0 and not label.is_floating_point():
+            label = int(label)
+        if name is None or isinstance(label, bool) or not isinstance(label, int | np.integer):
+            raise NotImplementedError(
+                "GradGuardTrainer does not support protect_labels for rows whose label is "
+                f"{'missing' if name is None else repr(row[name])[:60]}: randomized response is "
+                "for one class id a row. Labels of tokens, numbers of a regression and several "
+                "labels a row would each need a mechanism of its own: leave protect_labels out."
+            )
+        place = index % len(self.data) if index < 0 else index
+        new = randomized_response(int(label), self.epsilon, self.classes, self.key.of(place))
+        own = row[name]
+        kept = torch.full_like(own, new) if isinstance(own, Tensor) else new
+        return {**row, name: kept}
+
+
+def protect_labels(
+    data: Any, args: Any, model: nn.Module, key: LabelKey, own_batches: bool
+) -> RandomizedLabels | None:
+    """Training data with randomized labels; those that have them already, as they are.
+
+    Args:
+        data: The Trainer's, if it has any.
+        args: Training arguments with `label_epsilon`.
+        model: Whose classes the labels are.
+        key: Of the draws.
+        own_batches: Whether the Trainer's class reads its batches in a way of its own.
+
+    Raises:
+        NotImplementedError: If labels are no classes, or batches need not come from `data`.
+        ValueError: If the labels were randomized with another ε.
+
+    Example:
+        >>> from hf_gradguard import GradGuardConfig
+        >>> asked = {"protect_labels": "randomized_response", "label_epsilon": 50.0}
+        >>> args, key = GradGuardConfig("out", **asked), LabelKey()
+        >>> data = protect_labels([{"labels": 1}], args, model, key, own_batches=False)
+        >>> protect_labels(data, args, model, key, own_batches=False) is data
+        True
+    """
+    if data is None:
+        return None
+    if own_batches:
+        raise NotImplementedError(
+            "GradGuardTrainer does not support protect_labels with a get_train_dataloader of your "
+            "own: labels are randomized in train_dataset, which it need not read. Give the data as "
+            "train_dataset."
+        )
+    epsilon = getattr(args, "label_epsilon", None)
+    if epsilon is None:
+        raise ValueError(
+            "protect_labels was set at an earlier training, and no longer is: true labels would be "
+            "shared of rows whose labels were protected. Leave it set, or make a new Trainer."
+        )
+    if not isinstance(data, RandomizedLabels):
+        return RandomizedLabels(data, epsilon, number_of_classes(model), key)
+    if data.epsilon != epsilon:
+        raise ValueError(
+            f"These labels were randomized with label_epsilon={data.epsilon:g}, and "
+            f"{epsilon:g} would release each a second time. Go on with the former."
+        )
+    return data
+
+
+def number_of_classes(model: nn.Module) -> int:
+    """K of a model with a class for each label.
+
+    Raises:
+        NotImplementedError: If labels are no classes.
+
+    Example:
+        >>> number_of_classes(model)
+        2
+    """
+    config = getattr(model, "config", None)
+    classes = getattr(config, "num_labels", None)
+    problem = getattr(config, "problem_type", None)
+    if problem in (None, "single_label_classification") and classes is not None and classes > 1:
+        return int(classes)
+    raise NotImplementedError(
+        f"GradGuardTrainer does not support protect_labels with {type(model).__name__}, "
+        f"num_labels={classes} and problem_type={problem!r}: randomized response needs two classes "
+        "or more, and one label a row. Leave protect_labels out."
+    )

@@ -1,0 +1,158 @@
+"""Labels that are randomized before anything is computed from them."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import make_task
+from torch.utils.data import IterableDataset
+
+from hf_gradguard import GradGuardConfig, GradGuardTrainer
+from hf_gradguard.randomness import Stream
+from hf_gradguard.training.labels import (
+    LabelKey,
+    RandomizedLabels,
+    keep_probability,
+    randomized_response,
+)
+
+DRAWS = 6000
+
+
+@pytest.mark.parametrize(("epsilon", "classes"), [(0.5, 2), (1.0, 20), (3.0, 5)])
+def test_odds(epsilon: float, classes: int) -> None:
+    """Every probability within 5 deviations of its own; the largest odds are e^ε exactly."""
+    stream, label = Stream.from_seeds(0), classes - 2
+    drawn = Counter(randomized_response(label, epsilon, classes, stream) for _ in range(DRAWS))
+    keep = keep_probability(epsilon, classes)
+    other = (1 - keep) / (classes - 1)
+    assert keep / other == pytest.approx(math.exp(epsilon))
+    for value in range(classes):
+        expected = keep if value == label else other
+        tolerance = 5 * math.sqrt(expected * (1 - expected) / DRAWS)
+        assert drawn[value] / DRAWS == pytest.approx(expected, abs=tolerance)
+
+
+def rows(count: int = 40) -> list[dict[str, Any]]:
+    batch = make_task("bert", dtype=torch.float32, batch_size=count)[1]
+    return [{key: value[index] for key, value in batch.items()} for index in range(count)]
+
+
+def test_a_row_is_released_once() -> None:
+    """Not at every epoch: the same key and row give the same label, other keys another draw."""
+    data = [{"labels": 0}] * 200
+    one, again = (RandomizedLabels(data, 0.5, 3, key) for key in [LabelKey((1,))] * 2)
+    labels = [row["labels"] for row in map(one.__getitem__, range(200))]
+    assert labels == [again[index]["labels"] for index in range(200)]
+    assert labels[-1] == one[-1]["labels"]
+    other = RandomizedLabels(data, 0.5, 3, LabelKey())
+    assert labels != [other[index]["labels"] for index in range(200)]
+    assert len(set(labels)) == 3
+    assert data == [{"labels": 0}] * 200
+
+
+def config(tmp_path: Path, **more: Any) -> GradGuardConfig:
+    settings = {
+        "output_dir": str(tmp_path), "max_steps": 4, "per_device_train_batch_size": 4,
+        "use_cpu": True, "report_to": "none", "disable_tqdm": True, "save_strategy": "no",
+        "defense": "none", "protect_labels": "randomized_response", "label_epsilon": 0.5,
+    }  # fmt: skip
+    return GradGuardConfig(**(settings | more))
+
+
+class Seen(GradGuardTrainer):
+    """Notes the labels that a loss is computed from, by row."""
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        self.seen = getattr(self, "seen", {})
+        for ids, label in zip(inputs["input_ids"].tolist(), inputs["labels"].tolist(), strict=True):
+            if self.state.global_step >= 0 and model.training:
+                self.seen.setdefault(tuple(ids), set()).add(label)
+        return super().compute_loss(model, inputs, *args, **kwargs)
+
+
+def test_the_trainer_sees_nothing_but_randomized_labels(tmp_path: Path) -> None:
+    """Over three epochs one label a row; at ε = 0.5 and 3 classes about half of them wrong; the
+    evaluation's are true.
+    """
+    model, _ = make_task("bert", dtype=torch.float32)
+    data = rows()
+    trainer = Seen(model, config(tmp_path, max_steps=30), train_dataset=data, eval_dataset=data)
+    trainer.train()
+    truth = {tuple(row["input_ids"].tolist()): int(row["labels"]) for row in data}
+    assert trainer.seen.keys() == truth.keys()
+    assert all(len(labels) == 1 for labels in trainer.seen.values())
+    right = sum(truth[ids] in labels for ids, labels in trainer.seen.items()) / len(truth)
+    assert right == pytest.approx(keep_probability(0.5, 3), abs=0.35)
+    assert right < 1
+    assert not isinstance(trainer.eval_dataset, RandomizedLabels)
+
+
+def test_data_that_are_given_later_are_randomized_too(tmp_path: Path) -> None:
+    model, _ = make_task("bert", dtype=torch.float32)
+    trainer = Seen(model, config(tmp_path), train_dataset=rows())
+    trainer.train_dataset = rows()
+    trainer.train()
+    assert isinstance(trainer.train_dataset, RandomizedLabels)
+
+
+def test_resuming_goes_on_with_the_same_labels(tmp_path: Path) -> None:
+    model, _ = make_task("bert", dtype=torch.float32)
+    args = config(tmp_path, save_strategy="steps", save_steps=2)
+    first = GradGuardTrainer(model, args, train_dataset=rows())
+    first.train()
+    second = GradGuardTrainer(model, args, train_dataset=rows())
+    before = [int(second.train_dataset[i]["labels"]) for i in range(40)]
+    second.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    labels = [[int(t.train_dataset[i]["labels"]) for i in range(40)] for t in (first, second)]
+    assert labels[0] == labels[1] != before
+    (tmp_path / "checkpoint-2" / "gradguard_private_rank0.safetensors").unlink()
+    with pytest.raises(ValueError, match="release each label a second time"):
+        second.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+
+
+def test_the_card_says_it(tmp_path: Path) -> None:
+    model, _ = make_task("bert", dtype=torch.float32)
+    GradGuardTrainer(model, config(tmp_path), train_dataset=rows()).create_model_card()
+    assert "ε = 0.5 (randomized response)" in (tmp_path / "README.md").read_text()
+
+
+class Endless(IterableDataset):
+    def __iter__(self) -> Any:
+        return iter(rows())
+
+
+class OwnLoader(GradGuardTrainer):
+    def get_train_dataloader(self) -> Any:
+        return super().get_train_dataloader()
+
+
+def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
+    model, _ = make_task("bert", dtype=torch.float32)
+    with pytest.raises(NotImplementedError, match="rows have no number"):
+        GradGuardTrainer(model, config(tmp_path), train_dataset=Endless())
+    with pytest.raises(NotImplementedError, match="get_train_dataloader of"):
+        OwnLoader(model, config(tmp_path), train_dataset=rows())
+    for label in (0.5, [0, 1], torch.tensor([1.0, 0.0]), torch.tensor(0.5)):
+        data = RandomizedLabels([{"labels": label}], 1.0, 3, LabelKey())
+        with pytest.raises(NotImplementedError, match="one class id a row"):
+            data[0]
+    with pytest.raises(ValueError, match="from 0 to 2"):
+        RandomizedLabels([{"labels": 3}], 1.0, 3, LabelKey())[0]
+    model.config.problem_type = "regression"
+    with pytest.raises(NotImplementedError, match="problem_type='regression'"):
+        GradGuardTrainer(model, config(tmp_path), train_dataset=rows())
+    language_model, _ = make_task("gpt2_lm", dtype=torch.float32)
+    trainer = GradGuardTrainer(
+        language_model, config(tmp_path), train_dataset=[{"labels": torch.tensor([1, 2])}]
+    )
+    with pytest.raises(NotImplementedError, match="Labels of tokens"):
+        trainer.train_dataset[0]
+    for wrong in ({"label_epsilon": None}, {"label_epsilon": 0.0}, {"protect_labels": "head"}):
+        with pytest.raises(ValueError, match=r"label_epsilon|protect_labels"):
+            config(tmp_path, **wrong)
