@@ -10,8 +10,8 @@ BIN := .venv/bin
 RANKS := --multi_gpu --num_processes 2 --num_machines 1 --mixed_precision no --dynamo_backend no
 DEMO := none optimal_noise optimal_pruning refiner
 none_SETTINGS := {}
-optimal_noise_SETTINGS := {"refresh_every": 10}
-optimal_pruning_SETTINGS := {"refresh_every": 10}
+optimal_noise_SETTINGS := {}
+optimal_pruning_SETTINGS := {}
 refiner_SETTINGS := {"evaluation_network": "runs/demo/network", "iterations": 2, "warm_start": 500}
 OFFLINE := HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=1
 

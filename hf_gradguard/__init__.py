@@ -20,7 +20,7 @@ __all__ = [
     "chain",
     "make_defense",
 ]
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 _WHERE = {
     "DEFENSES": "registry",

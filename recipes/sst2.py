@@ -2,7 +2,7 @@ r"""Fine-tune a text classifier on SST-2 so that ranks share only protected grad
 
     accelerate launch recipes/sst2.py --defense optimal_noise
     accelerate launch --multi_gpu --num_processes 2 recipes/sst2.py --num_ranks 2 \
-        --defense optimal_pruning --defense_kwargs '{"ratio": 0.9, "refresh_every": 10}' \
+        --defense optimal_pruning --defense_kwargs '{"ratio": 0.9}' \
         --model_name_or_path FacebookAI/roberta-base
 
 Two ranks without GPUs: add `--mixed_precision no --dynamo_backend no` before the script and

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -10,8 +11,11 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast
 from torch import Tensor, nn
 from transformers import TrainerCallback, TrainingArguments
+from transformers.utils import logging
 
 from .secure_aggregation import Bits, FixedPoint, Masks, SecureAggregation
+
+logger = logging.get_logger(__name__)
 
 
 def average(
@@ -159,9 +163,24 @@ def any_rank(due: bool, accelerator: Accelerator, secure: SecureAggregation | No
     return bool(found)
 
 
+_PLANTED = (
+    "Rank 0 starts from another model than this rank has loaded: {} of {} tensors differ, and rank "
+    "0's were taken. Weights can be made so that gradients give away their data. If every rank was "
+    "to load the same checkpoint (and to make new heads under one seed), stop here."
+)
+
+
+def _digest(tensor: Tensor) -> bytes:
+    plain = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return hashlib.blake2b(plain.numpy().tobytes(), digest_size=16).digest()
+
+
 class StartAlike(TrainerCallback):
     """What wrapping in DDP would have done: every rank starts from rank 0's parameters and
     buffers.
+
+    Rank 0 could plant weights that make gradients leak. A rank that has loaded a model of its own
+    says so where rank 0's is another.
     """
 
     def __init__(self) -> None:
@@ -173,6 +192,12 @@ class StartAlike(TrainerCallback):
         if args.world_size > 1:
             # later on buffers hold statistics of rank 0's data
             buffers = [] if self._started else list(model.buffers())
+            tensors = [tensor.detach() for tensor in (*model.parameters(), *buffers)]
+            before = list(map(_digest, tensors))
             with torch.no_grad():
-                broadcast([tensor.detach() for tensor in (*model.parameters(), *buffers)])
+                broadcast(tensors)
+            pairs = zip(before, map(_digest, tensors), strict=True)
+            other = sum(one != after for one, after in pairs)
+            if other and not self._started:
+                logger.warning(_PLANTED.format(other, len(tensors)))
         self._started = True

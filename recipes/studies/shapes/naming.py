@@ -78,15 +78,16 @@ def name_all(cell: dict, model, texts: list[dict]) -> dict[str, list[bool]]:
         order = np.random.default_rng(trial).permutation(len(texts))
         chosen = [texts[i] for i in order[: cell["candidates"] + cell["history"] + 1]]
         candidates, past = chosen[: cell["candidates"]], chosen[cell["candidates"] :]
+        own = trial % len(candidates)  # equal scores must not favor the client's
         maps = [GradientMap(model, batch) for batch in candidates]
         earlier, later = [GradientMap(model, batch) for batch in past[1:]], past[0]
-        for strength, named in names_first(cell, maps, earlier, GradientMap(model, later)):
+        for strength, named in names(cell, maps, own, earlier, GradientMap(model, later)):
             found[strength].append(named)
     return found
 
 
-def names_first(cell: dict, maps: list, earlier: list, later) -> Iterator[tuple[str, bool]]:
-    """Whether the first candidate, who is the client's, is named, by strength."""
+def names(cell: dict, maps: list, own: int, earlier: list, later) -> Iterator[tuple[str, bool]]:
+    """Whether the candidate who is the client's is named, by strength."""
     pruned = "pruning" in cell["defense"][0]
 
     def client(strength: dict):
@@ -109,9 +110,9 @@ def names_first(cell: dict, maps: list, earlier: list, later) -> Iterator[tuple[
         expected(message(gmap, cell["strengths"][0]), gmap, cell["defense"][0]) for gmap in maps
     ]
     for strength in cell["strengths"]:
-        seen = marks(message(maps[0], strength), pruned)
+        seen = marks(message(maps[own], strength), pruned)
         scores = [correlation(seen, shape) for shape in shapes]
-        yield _said(strength), int(np.argmax(scores)) == 0
+        yield _said(strength), int(np.argmax(scores)) == own
 
 
 def marks(message, pruned: bool) -> Tensor:
