@@ -28,7 +28,6 @@ MESSAGES = {
     "optimal_noise, public": ["optimal_noise", {"shape": "public", "refresh_every": 1}],
     "gaussian_noise": ["gaussian_noise", {}],
     "optimal_pruning, own": ["optimal_pruning", {"shape": "own", "num_probes": 1}],
-    "optimal_pruning, past": ["optimal_pruning", {"shape": "past", "refresh_every": 1}],
     "optimal_pruning, public": ["optimal_pruning", {"shape": "public", "refresh_every": 1}],
     "pruning": ["pruning", {}],
 }
