@@ -9,6 +9,7 @@ Their first version says "smallest"; the second, its Eq. 13 and the proof say la
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -48,18 +49,23 @@ class PruningDefense(Defense):
         if self.utility is not None and not (is_number(self.utility) and 0 < self.utility <= 1):
             raise ValueError(f"utility must be above 0 and at most 1, but is {self.utility!r}.")
 
-    def worth(self, gmap: GradientMap, gradient: Tensors, generator: Stream) -> Tensors:
-        """Non-negative ranks: the smallest are pruned first."""
+    def worth(self, gmap: GradientMap, gradient: Tensors, generator: Stream) -> Iterable[Tensor]:
+        """Non-negative ranks, tensor by tensor in the gradient's order: the smallest are pruned
+        first.
+        """
         raise NotImplementedError
 
     def protect(self, gmap: GradientMap, generator: Stream) -> Message:
         gradient = true_gradient(gmap)
-        worth = _flatten(self.worth(gmap, gradient, generator))
+        size = sum(g.numel() for g in gradient.values())
+        worth = _flatten(self.worth(gmap, gradient, generator), size)
         if self.utility is not None:
-            pruned = ~largest(worth, self.utility, _flatten(gradient).double().square())
+            power = _flatten(gradient.values(), size).double().square()
+            pruned = ~largest(worth, self.utility, power)
         else:
             assert self.ratio is not None  # __post_init__ leaves exactly one of the two set
             pruned = ~largest(worth, len(worth) - floor_share(self.ratio, len(worth)))
+        del worth  # before the message is there
         masks = pruned.split([g.numel() for g in gradient.values()])
         left = {
             name: g.masked_fill(mask.view_as(g), 0.0)
@@ -79,8 +85,8 @@ class Pruning(PruningDefense):
 
     name: ClassVar[str] = "pruning"
 
-    def worth(self, gmap: GradientMap, gradient: Tensors, generator: Stream) -> Tensors:
-        return {name: g.abs() for name, g in gradient.items()}
+    def worth(self, gmap: GradientMap, gradient: Tensors, generator: Stream) -> Iterable[Tensor]:
+        return (g.abs() for g in gradient.values())
 
 
 @dataclass
@@ -100,24 +106,25 @@ class OptimalPruning(SensitivityDefense, PruningDefense):
         PruningDefense.__post_init__(self)
         SensitivityDefense.__post_init__(self)
 
-    def worth(self, gmap: GradientMap, gradient: Tensors, generator: Stream) -> Tensors:
+    def worth(self, gmap: GradientMap, gradient: Tensors, generator: Stream) -> Iterable[Tensor]:
         if self.shape == "own":
             roots, magnitude = self.own_sensitivity(gmap, gradient, generator)
             # s_i above 1e-30: coordinates that leak nothing are worth the more the larger they are,
             # and more than all others.
-            return {
-                name: (magnitude[name] / s.clamp(min=1e-30)).mul_(gradient[name] != 0)
+            return (
+                (magnitude[name] / s.clamp(min=1e-30)).mul_(gradient[name] != 0)
                 for name, s in roots.items()
-            }
+            )
         ratio = self.averaged_ratio(gmap, generator)
-        if ratio is not None:
-            worth = {name: 1 / r for name, r in ratio.items()}
-        else:
-            worth = {
-                name: generator.uniform(g.shape, device=g.device, dtype=g.dtype)
-                for name, g in gradient.items()
-            }
-        return gmap.restrict(worth)  # what is withheld already goes first
+
+        def one(name: str) -> Tensor:
+            if ratio is not None:
+                return 1 / ratio.pop(name)
+            g = gradient[name]
+            return generator.uniform(g.shape, device=g.device, dtype=g.dtype)
+
+        # What is withheld already goes first.
+        return (gmap.restrict({name: one(name)})[name] for name in gradient)
 
 
 def largest(worth: Tensor, amount: float, weight: Tensor | None = None) -> Tensor:
@@ -159,5 +166,13 @@ def largest(worth: Tensor, amount: float, weight: Tensor | None = None) -> Tenso
     return chosen
 
 
-def _flatten(tensors: Tensors) -> Tensor:
-    return torch.cat([tensor.flatten() for tensor in tensors.values()])
+def _flatten(tensors: Iterable[Tensor], size: int) -> Tensor:
+    """End to end, holding one at a time."""
+    flat, start = None, 0
+    for tensor in tensors:
+        if flat is None:
+            flat = tensor.new_empty(size)
+        flat[start : start + tensor.numel()] = tensor.flatten()
+        start += tensor.numel()
+    assert flat is not None
+    return flat
