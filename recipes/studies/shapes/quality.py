@@ -74,10 +74,15 @@ def report(figures: dict, args) -> None:
                 for row in (*SHAPES, BEST):
                     ratios = [r for found in seeds.values() for r in found[row]["ratios"]]
                     dfils = [r for found in seeds.values() for r in found[row]["dfils"]]
-                    low, high = np.quantile(ratios, (0.1, 0.9))
-                    said = f"{np.mean(ratios):.2f} [{low:.2f}, {high:.2f}]"
-                    rows.append([task, step, size, row, said, f"{max(dfils):.2f}"])
+                    said = (
+                        f"{short(np.median(ratios))} [{short(min(ratios))}, {short(max(ratios))}]"
+                    )
+                    rows.append([task, step, size, row, said, short(max(dfils))])
     write_table(args.output, header, rows)
+
+
+def short(value: float) -> str:
+    return f"{value:.2f}" if value < 100 else "over 100"
 
 
 def _task(cell: dict, args) -> tuple:

@@ -12,7 +12,7 @@ SHAPES = {
     "own, 1 probe": ["optimal_noise", {"shape": "own", "num_probes": 1}],
     "own, 10 probes": ["optimal_noise", {"shape": "own", "num_probes": 10}],
 }
-BEST = "the best that does not depend on the batch"
+BEST = "averages of the evaluated batches"
 TASKS = {
     "minilm": {"learning_rate": 5e-5, "steps": (0, 20, 100), "sizes": (16, 1)},
     "vit": {"learning_rate": 1e-3, "steps": (0, 100), "sizes": (16,)},
