@@ -76,6 +76,8 @@ class GradGuardConfig(TrainingArguments):
         noise_for: `"message"`: a defense's `scale` is of each message. `"sum"`, with
             `secure_aggregation` only: of the sum of the n messages that are exchanged at a time,
             each with 1/√n of it.
+        private_dropout: Under a defense, draw each message's dropout from a stream of its own:
+            ranks share `seed`, and would know each other's masks.
         noise_seed: Makes all noise reproducible, by anybody. For tests only.
         leakage_logging_steps: Log leakage figures of what is about to be shared at every so many
             optimizer steps; 0 never.
@@ -173,6 +175,10 @@ class GradGuardConfig(TrainingArguments):
             "help": "What a defense's scale is of: message, or sum (with secure_aggregation).",
             "choices": list(NOISE_FOR),
         },
+    )
+    private_dropout: bool = field(
+        default=True,
+        metadata={"help": "Under a defense, dropout that other ranks cannot repeat from the seed."},
     )
     noise_seed: int | None = field(
         default=None,

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
+from transformers import TrainingArguments
 from transformers.utils import logging
 
 from ..defenses import Defense
@@ -34,13 +35,16 @@ class Draws:
         seed: Makes all draws reproducible, which is unsafe. `None`: every message has a new key
             from the operating system, so that what is found out about one says nothing of another.
         rank: So that ranks draw differently under one seed.
+        private_dropout: Whether dropout has a stream; if not, it follows torch's generators.
 
     Example:
         >>> noise, probes, dropout = Draws().at(step=0)
     """
 
-    def __init__(self, seed: int | None = None, rank: int = 0) -> None:
-        self._seed, self._rank = seed, rank
+    def __init__(
+        self, seed: int | None = None, rank: int = 0, private_dropout: bool = True
+    ) -> None:
+        self._seed, self._rank, self._private_dropout = seed, rank, private_dropout
         self._last = (-1, 0)  # the optimizer step, and how many messages of it were drawn for
         if seed is not None:
             logger.warning(
@@ -48,17 +52,23 @@ class Draws:
                 "Leave it out wherever the data matters."
             )
 
-    def at(self, step: int) -> tuple[Stream, Stream, Stream]:
+    @classmethod
+    def asked(cls, args: TrainingArguments, rank: int) -> Draws:
+        """As training arguments say."""
+        seed, private = getattr(args, "noise_seed", None), getattr(args, "private_dropout", True)
+        return cls(seed, rank, private)
+
+    def at(self, step: int) -> tuple[Stream, Stream, Stream | None]:
         """For the next message of an optimizer step. A seed gives the same ones at the same step,
         also to a run that is resumed.
         """
         if self._seed is None:
-            return Stream(), Stream(), Stream()
+            return Stream(), Stream(), Stream() if self._private_dropout else None
         last, count = self._last
         self._last = (step, count + 1 if step == last else 0)
         seeds = (self._seed, self._rank, *self._last)
         probes, dropout = (Stream.from_seeds(*seeds, use) for use in (1, 2))
-        return Stream.from_seeds(*seeds), probes, dropout
+        return Stream.from_seeds(*seeds), probes, dropout if self._private_dropout else None
 
 
 class MessageMaker:

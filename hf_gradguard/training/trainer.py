@@ -172,7 +172,7 @@ class GradGuardTrainer(GuardedTrainer):
         self._shared(self.model)  # refuse none, name withheld
         self._host_clients(defense)
         self._meter = LeakageMeter(self.args, defense, self._accountant)
-        draws = Draws(getattr(self.args, "noise_seed", None), self.accelerator.process_index)
+        draws = Draws.asked(self.args, self.accelerator.process_index)
         self._messages = MessageMaker(
             draws, self._meter, self.ledger, self._share_input_embeddings, self._withhold
         )

@@ -802,6 +802,22 @@ def test_no_two_messages_have_related_noise(
     assert largest_correlation(noise_seed=3) > 30
 
 
+@pytest.mark.parametrize("private", [True, False])
+def test_private_dropout_is_a_setting(make_trainer: MakeTrainer, private: bool) -> None:
+    """Two runs of one seed: private masks differ, and so does what is learned. `pruning` draws
+    nothing itself.
+    """
+
+    def learned() -> Tensor:
+        trainer = make_trainer(
+            defense="pruning", dropout=0.5, private_dropout=private, max_steps=2, seed=3
+        )
+        trainer.train()
+        return torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
+
+    assert torch.equal(learned(), learned()) is not private
+
+
 def test_a_model_that_is_saved_under_other_names_resumes(
     make_trainer: MakeTrainer, tmp_path: Path
 ) -> None:
