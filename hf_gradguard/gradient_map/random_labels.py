@@ -37,6 +37,12 @@ def random_labels(
     value: Tensor = batch[key]
     config = getattr(model, "config", None)
     classes = int(getattr(config, "num_labels", 0) or 0)
+    if key in _PLACES and private.dim() == 2:
+        return generator.integers(private.shape[1], value.shape, device=value.device).to(
+            value.dtype
+        )
+    if key == "decoder_input_ids" and _writes(model):
+        return _words(model, value, generator)
     if key != "labels" and key != "label":
         raise ValueError(NOT_MADE_UP.format(repr(key)))
     if value.is_floating_point():
@@ -49,13 +55,12 @@ def random_labels(
         counted = value != -100
         if value.shape == private.shape and bool((value == private)[counted].all()):
             return made.clone()  # what is read is what is to be written
-        words = len(model.get_output_embeddings().weight)  # type: ignore[operator]
-        drawn = generator.integers(words, value.shape, device=value.device)
+        drawn = _words(model, value, generator)
         if value.shape == private.shape:  # masked: which places is drawn as well
             chosen = generator.uniform(value.shape, device=value.device) < 0.15
             chosen[:, 0] = True
             drawn = drawn.masked_fill(~chosen, -100)
-        return drawn.to(value.dtype)
+        return drawn
     if value.shape == private.shape and classes > 1:
         return generator.integers(classes, value.shape, device=value.device).to(value.dtype)
     raise ValueError(NOT_MADE_UP.format(f"labels of shape {tuple(value.shape)}"))
@@ -75,6 +80,14 @@ NOT_MADE_UP = (
     "Random inputs with {} cannot be made up, so noise and pruning have no public shape. Choose "
     "shape='past', averages over the client's earlier batches, or shape='own'."
 )
+
+
+_PLACES = ("start_positions", "end_positions")  # of an answer, in a text
+
+
+def _words(model: nn.Module, like: Tensor, generator: Stream) -> Tensor:
+    words = len(model.get_output_embeddings().weight)  # type: ignore[operator]
+    return generator.integers(words, like.shape, device=like.device).to(like.dtype)
 
 
 def _writes(model: nn.Module) -> bool:

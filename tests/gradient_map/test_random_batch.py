@@ -128,6 +128,27 @@ def test_labels_of_a_sequence_to_sequence_model_are_words() -> None:
     GradientMap(model, found, second_order=False).gradient()
 
 
+def test_a_decoders_inputs_are_words() -> None:
+    """As collators of sequence-to-sequence models make them."""
+    model, batch = make_task("t5")
+    given = torch.zeros(2, 5, dtype=torch.long)
+    found = made(model, batch | {"decoder_input_ids": given})["decoder_input_ids"]
+    assert found.shape == given.shape
+    assert found.any()
+    assert 0 <= int(found.min()) <= int(found.max()) < VOCABULARY
+    assert torch.equal(
+        found, made(model, batch | {"decoder_input_ids": given + 1})["decoder_input_ids"]
+    )
+
+
+def test_places_of_an_answer_are_places_of_the_text() -> None:
+    model, _ = make_task("bert")
+    batch = private(9, 0, 1) | {"start_positions": torch.tensor([2, 2])}
+    drawn = torch.stack([made(model, batch, seed)["start_positions"] for seed in range(30)])
+    assert set(drawn.flatten().tolist()) <= set(range(9))
+    assert len(drawn.unique()) > 5
+
+
 def test_labels_of_tokens() -> None:
     config = BertConfig(
         vocab_size=VOCABULARY, hidden_size=8, num_hidden_layers=1, num_attention_heads=2,
@@ -177,7 +198,7 @@ def test_other_entries_that_say_nothing() -> None:
     ("name", "entry"),
     [
         ("bbox", torch.zeros(2, 5, 4, dtype=torch.long)),
-        ("start_positions", torch.tensor([1, 2])),
+        ("next_words", torch.tensor([1, 2])),
         ("inputs_scores", torch.rand(2, 5)),
         ("words", ["what", "it was made from"]),
         ("extra", {"labels": torch.tensor([1, 2])}),
