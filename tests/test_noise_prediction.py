@@ -52,7 +52,7 @@ def share(gmap: GradientMap, defense: NoiseDefense, twister: bool) -> Victim:
             if twister
             else type(defense).draw(defense, like, own)
         )
-        drawn.append(noise.flatten())
+        drawn.append(noise.flatten().clone())  # the message is written where the noise was
         return noise
 
     defense.draw = draw  # type: ignore[method-assign]
