@@ -215,8 +215,8 @@ class OptimalNoise(SensitivityDefense, NoiseDefense):
         self, gmap: GradientMap, gradient: Tensors, generator: Stream
     ) -> tuple[Tensors, float]:
         if self.shape == "own":
-            ratio = _ratio(*self.own_sensitivity(gmap, gradient, generator))
-            return _capped(gmap.restrict(ratio)), _shape_trace(gmap.restrict(ratio))
+            ratio = gmap.restrict(_ratio(*self.own_sensitivity(gmap, gradient, generator)))
+            return _capped(ratio), _shape_trace(ratio)
         averaged = self.averaged_ratio(gmap, generator)
         if averaged is None:
             return NoiseDefense.shaped(self, gmap, gradient, generator)

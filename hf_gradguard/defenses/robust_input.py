@@ -14,8 +14,9 @@ from torch import Tensor
 from ..gradient_map import GradientMap
 from ..gradient_map.domain import embed
 from ..gradient_map.pixel_space import PixelSpace
+from ..gradient_map.random_labels import ordinary_ids
 from ..networks.base import EvaluationNetworkBase
-from ..networks.trial import FEW_WORDS, LEAST_GAP, check_order, check_slope, ordinary_ids
+from ..networks.trial import FEW_WORDS, LEAST_GAP, check_order, check_slope
 from ..randomness import Stream
 
 LEAST_MOVABLE = 0.9

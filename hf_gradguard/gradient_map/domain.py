@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..randomness import Stream
-from .random_labels import NOT_MADE_UP, ends, random_labels
+from .random_labels import NOT_MADE_UP, ends, ordinary_ids, random_labels
 
 
 class Domain(ABC):
@@ -100,8 +100,7 @@ class Domain(ABC):
             elif key == "position_ids":
                 made[key] = torch.arange(value.shape[-1], device=value.device).expand_as(value)
             else:
-                private = self.main_input(batch)
-                made[key] = random_labels(model, key, batch, private, made[self.key], generator)
+                made[key] = random_labels(model, key, batch, like, made[self.key], generator)
         return made
 
     @abstractmethod
@@ -183,9 +182,7 @@ class Text(Domain):
     ) -> Tensor:
         """Tokens drawn from the vocabulary without special ones, which stand at the ends only."""
         words = len(self.embedding(model).weight)  # type: ignore[arg-type]
-        allowed = torch.ones(words, dtype=torch.bool)
-        allowed[[index for index in special if index < words]] = False
-        ordinary = allowed.nonzero().flatten().to(like.device)
+        ordinary = ordinary_ids(words, special).to(like.device)
         ids = ordinary[generator.integers(len(ordinary), like.shape, device=like.device)]
         first, last = ends(like, special, present)
         if first is not None:

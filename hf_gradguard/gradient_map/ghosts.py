@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from .per_sample import LINEAR, Change, Layer, Pass, layers_of
+from .per_sample import LINEAR, Change, Layer, Pass
 from .sensitivity import TOLERANCE, plan_of, step_size
 
 if TYPE_CHECKING:
@@ -35,10 +35,11 @@ def sample_gram(gmap: GradientMap, probes: Tensor, weights: Tensors) -> Tensor |
         together count in full for each: never too little. `None` where differences are not to be
         used, or samples are coupled.
     """
+    if gmap.undefended is not gmap:
+        return None
     plan = plan_of(gmap)
-    found = layers_of(gmap.model, gmap.parameters)
-    layers = {name: layer for name, layer in found.items() if name in plan.split}
-    if gmap.undefended is not gmap or not plan.error <= TOLERANCE or not layers:
+    layers = plan.layers_of(gmap)
+    if not plan.error <= TOLERANCE or not layers:
         return None
     x, step = gmap.input, plan.shrink * step_size(gmap.input)
     start = Pass.of(gmap, x, layers)

@@ -76,6 +76,18 @@ def special_ids(model: nn.Module, processing_class: Any = None) -> list[int]:
     return sorted({index for index in found if isinstance(index, int)})
 
 
+def ordinary_ids(count: int, special: Sequence[int]) -> Tensor:
+    """Ids below `count` that are not special.
+
+    Example:
+        >>> ordinary_ids(5, special=[0, 3, 99])
+        tensor([1, 2, 4])
+    """
+    allowed = torch.ones(count, dtype=torch.bool)
+    allowed[[index for index in special if index < count]] = False
+    return allowed.nonzero().flatten()
+
+
 NOT_MADE_UP = (
     "Random inputs with {} cannot be made up, so noise and pruning have no public shape. Choose "
     "shape='past', averages over the client's earlier batches, or shape='own'."

@@ -59,6 +59,11 @@ class Plan(NamedTuple):
     error: float
     shrink: float = 1.0
 
+    def layers_of(self, gmap: GradientMap) -> dict[str, Layer]:
+        """The map's layers that are split."""
+        found = layers_of(gmap.model, gmap.parameters)
+        return {name: layer for name, layer in found.items() if name in self.split}
+
 
 _PLANS: WeakKeyDictionary[nn.Module, dict[object, tuple[Plan, int]]] = WeakKeyDictionary()
 
@@ -283,8 +288,7 @@ def _differences(
     gmap: GradientMap, plan: Plan, num_probes: int, generator: Stream | torch.Generator
 ) -> Iterator[tuple[str, Tensor]]:
     x, step = gmap.input, plan.shrink * step_size(gmap.input)
-    found = layers_of(gmap.model, gmap.parameters)
-    layers = {name: layer for name, layer in found.items() if name in plan.split}
+    layers = plan.layers_of(gmap)
     start = Pass.of(gmap, x, layers)
     for _ in range(num_probes):
         end = Pass.of(gmap, x + step * normal(generator, x.shape, x.device, x.dtype), layers)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..gradient_map.domain import embed
+from ..gradient_map.random_labels import ordinary_ids
 from ..randomness import Stream
 from .base import EvaluationNetworkBase
 from .image import ImageEvaluationNetwork
@@ -68,18 +69,6 @@ def try_on_noise(
             f"of another model, badly trained, or was tampered with: {_WAY_OUT}"
         )
     return found
-
-
-def ordinary_ids(count: int, special: Sequence[int]) -> Tensor:
-    """Ids below `count` that are not special.
-
-    Example:
-        >>> ordinary_ids(5, special=[0, 3, 99])
-        tensor([1, 2, 4])
-    """
-    allowed = torch.ones(count, dtype=torch.bool)
-    allowed[[index for index in special if index < count]] = False
-    return allowed.nonzero().flatten()
 
 
 def check_order(network: nn.Module, ratios: Sequence[float], least_gap: float = LEAST_GAP) -> None:

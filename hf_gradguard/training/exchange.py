@@ -193,11 +193,11 @@ class StartAlike(TrainerCallback):
             # later on buffers hold statistics of rank 0's data
             buffers = [] if self._started else list(model.buffers())
             tensors = [tensor.detach() for tensor in (*model.parameters(), *buffers)]
-            before = list(map(_digest, tensors))
+            compared = [] if self._started else tensors
+            before = list(map(_digest, compared))
             with torch.no_grad():
                 broadcast(tensors)
-            pairs = zip(before, map(_digest, tensors), strict=True)
-            other = sum(one != after for one, after in pairs)
-            if other and not self._started:
+            pairs = zip(before, map(_digest, compared), strict=True)
+            if other := sum(one != after for one, after in pairs):
                 logger.warning(_PLANTED.format(other, len(tensors)))
         self._started = True

@@ -12,7 +12,7 @@ from leakage_helpers import dense_case, dense_convolution, linear_map, uneven_va
 from torch import Tensor, nn
 
 from hf_gradguard import GradientMap
-from hf_gradguard.gradient_map import ghosts
+from hf_gradguard.gradient_map.per_sample import layers_of
 from hf_gradguard.gradient_map.sensitivity import plan_of
 from hf_gradguard.leakage import dfil, ghost_dfil
 
@@ -35,7 +35,7 @@ def assert_mean(values: Tensor, exact: Tensor) -> None:
 
 def all_apart(gmap: GradientMap) -> set[str]:
     """The parameters of layers that know their samples apart."""
-    layers = ghosts.layers_of(gmap.model, gmap.parameters)
+    layers = layers_of(gmap.model, gmap.parameters)
     split = plan_of(gmap).split
     named = (n for k in split for n in (layers[k].weight, layers[k].bias))
     return {name for name in named if name is not None}
