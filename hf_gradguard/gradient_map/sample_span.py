@@ -73,7 +73,7 @@ class SampleSpan:
             elif layer.weight is not None:
                 weights = [layer.weight_gradients(*row) for row in rows]
                 self._written[layer.weight] = torch.stack(weights).sum(0).flatten(1)
-        self._rest = found.rest
+        self.rest = found.rest
 
     def fit(self, wanted: Tensors) -> Fit:
         """The nearest point of the span, by least squares."""
@@ -88,10 +88,10 @@ class SampleSpan:
             gram += written @ written.T
         weights = _solve(gram, inner)
         nearest = self._weighted(weights)
-        power = sum(float(t.square().sum()) for t in self._rest.values())
-        along = sum(float((t * wanted[name]).sum()) for name, t in self._rest.items())
+        power = sum(float(t.square().sum()) for t in self.rest.values())
+        along = sum(float((t * wanted[name]).sum()) for name, t in self.rest.items())
         factor = along / power if power else 0.0
-        nearest |= {name: tensor * factor for name, tensor in self._rest.items()}
+        nearest |= {name: tensor * factor for name, tensor in self.rest.items()}
         return scaled(nearest, wanted, weights)
 
     def _weighted(self, weights: Tensor) -> Tensors:

@@ -385,7 +385,9 @@ def test_network_for_another_kind_of_input_is_an_error() -> None:
 
 
 def test_network_of_another_space_is_an_error() -> None:
-    defense = make_defense("refiner", objective="weighted", evaluation_network=SmallNetwork("text", 5))
+    defense = make_defense(
+        "refiner", objective="weighted", evaluation_network=SmallNetwork("text", 5)
+    )
     with pytest.raises(ValueError, match="another embedding space"):
         defense(GradientMap(*text_task()), rng())
 

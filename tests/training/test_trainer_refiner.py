@@ -173,7 +173,9 @@ def test_normalization_comes_from_the_image_processor(tmp_path: Path) -> None:
     class Processor:
         do_normalize, image_mean, image_std = True, [0.5, 0.4, 0.3], [0.2, 0.3, 0.4]
 
-    defense = make_defense("refiner", objective="weighted", evaluation_network=SmallNetwork("image", 3))
+    defense = make_defense(
+        "refiner", objective="weighted", evaluation_network=SmallNetwork("image", 3)
+    )
     defense.prepare(vit(32), Processor())
     assert (defense.image_mean, defense.image_std) == (Processor.image_mean, Processor.image_std)
 
@@ -185,7 +187,9 @@ def test_shared_embeddings_are_refused() -> None:
         ValueError,
         match=r"never shares the token embeddings.*Leave share_input_embeddings at False",
     ):
-        make_defense("refiner", objective="weighted", evaluation_network=SmallNetwork("text", 8))(gmap, rng())
+        make_defense("refiner", objective="weighted", evaluation_network=SmallNetwork("text", 8))(
+            gmap, rng()
+        )
     assert torch.isfinite(flat(gmap.gradient())).all()
 
 
