@@ -38,7 +38,7 @@ from .clients import (
     split,
 )
 from .config import GradGuardConfig
-from .exchange import StartAlike, any_rank, average, average_gradients
+from .exchange import any_rank, average, average_gradients
 from .guarded import GuardedTrainer, noting
 from .labels import LabelKey, protect_labels
 from .loading import load_model, load_tokenizer
@@ -47,6 +47,7 @@ from .meter import LeakageMeter
 from .private_state import load_private_state, save_private_state
 from .seams import check_seams
 from .secure_aggregation import secure_aggregation_of
+from .start import StartAlike
 from .summed_noise import share_of_noise
 from .tables import AgreedTables
 from .weights import LossWeights, Normalization
@@ -214,8 +215,7 @@ class GradGuardTrainer(GuardedTrainer):
                 for client in clients
                 if client.weight
             ]
-        steps = self.args.torch_empty_cache_steps
-        if steps is not None and step % steps == 0:
+        if (steps := self.args.torch_empty_cache_steps) is not None and step % steps == 0:
             clear_device_cache()
         if self.accelerator.sync_gradients:
             self._exchange(module)
