@@ -66,7 +66,7 @@ _TRAINER, _MODULE, _CONFIG = (
     "transformers:PreTrainedConfig",
 )
 SEAMS = (
-    Seam(_TRAINER, "_prepare_inputs", "training/trainer.py moves a batch to the device"),
+    Seam(_TRAINER, "_prepare_inputs", "training/mixin.py moves a batch to the device"),
     Seam(_TRAINER, "_loss_shifts_labels", "training/weights.py counts labels as the loss does"),
     Seam(_TRAINER, "_get_dataloader", "training/seams.py loads what a sampler of ours draws"),
     Seam(_TRAINER, "_remove_unused_columns", "training/seams.py numbers the rows that are left"),
