@@ -212,6 +212,18 @@ class GradGuardConfig(TrainingArguments):
         metadata={"help": "Model to load when the Trainer is given none: a folder or a Hub name."},
     )
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        order = cls.__mro__
+        for base in order[order.index(GradGuardConfig) + 1 : order.index(TrainingArguments)]:
+            raise TypeError(
+                f"{cls.__name__}: {base.__name__} has to stand before GradGuardConfig, or its "
+                f"defaults would be lost. Write class {cls.__name__}({base.__name__}, "
+                "GradGuardConfig)."
+            )
+        every = [name for base in order for name in vars(base).get("_VALID_DICT_FIELDS", ())]
+        cls._VALID_DICT_FIELDS = list(dict.fromkeys(every))
+
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check()

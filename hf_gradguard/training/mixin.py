@@ -21,6 +21,7 @@ from ..defenses import Defense
 from ..gradient_map.inputs import shared_parameters
 from ..leakage import FisherAccountant
 from .asked import Asked
+from .bases import alone, check_loss, check_order, draws_batches
 from .batch_statistics import average_statistics, freeze_statistics, warn_of_statistics
 from .card import add_privacy_section
 from .checks import check_arguments, check_collator, check_leakage, check_training
@@ -91,6 +92,10 @@ class GradGuardMixin(GuardedTrainer):
 
     train_dataset: Any
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        check_order(cls, GradGuardMixin)
+
     def __init__(
         self,
         *,
@@ -104,6 +109,7 @@ class GradGuardMixin(GuardedTrainer):
             check_arguments(args)
         self._asked, self._accountant = Asked(args, defense), accountant
         self._label_key: LabelKey | None = None
+        self._logs_next = False
         super().__init__(args=args, **kwargs)
         self.before_training()
 
@@ -132,7 +138,7 @@ class GradGuardMixin(GuardedTrainer):
             self.args.check()
         self._asked.resolve(self.args)
         self._weights = LossWeights(self._loss)
-        own_batches = type(self).get_train_dataloader is not GradGuardMixin.get_train_dataloader
+        own_batches = draws_batches(type(self), GradGuardMixin)
         self._label_key = self._label_key or LabelKey.asked(self.args, self.args.process_index)
         if self._label_key is not None:
             data, key = self.train_dataset, self._label_key
@@ -140,6 +146,7 @@ class GradGuardMixin(GuardedTrainer):
         watched = ("model", "train_dataset", "processing_class")
         objects = {name: getattr(self, name) for name in watched}
         check_training(self.args, self.model, self.accelerator, self.train_dataset)
+        check_loss(getattr(self, "loss", None))
         self._secure = secure_aggregation_of(self.args, self.accelerator)
         defense = share_of_noise(self.defense, self.args, self.accelerator.num_processes)
         check_leakage(self.args, defense, self._accountant, own_batches, self.train_dataset)
@@ -159,6 +166,7 @@ class GradGuardMixin(GuardedTrainer):
         self._shared(self.model)  # refuse none, name withheld
         self._host_clients(defense)
         self._meter = LeakageMeter(self.args, defense, self._accountant)
+        self.asks_for_input = defense.needs_input or self._meter.measures_any
         draws = Draws.asked(self.args, self.accelerator.process_index)
         self._messages = MessageMaker(
             draws, self._meter, self.ledger, self._share_input_embeddings, self._withhold
@@ -196,11 +204,12 @@ class GradGuardMixin(GuardedTrainer):
             mean_loss = functools.partial(normalization.mean_loss, self._loss, spread)
             if not self._share_input_embeddings:
                 self._tables.settle(module, clients[0].batch, mean_loss, self._secure)
-            losses = [
-                client.weight * self._messages.share(module, client, mean_loss, step)
-                for client in clients
-                if client.weight
-            ]
+            losses = []
+            for client in clients:
+                if client.weight:
+                    self._logs_next = True  # the message's own pass, before those of its defense
+                    loss = self._messages.share(module, client, mean_loss, step)
+                    losses.append(client.weight * loss)
         steps = self.args.torch_empty_cache_steps
         if steps is not None and step % steps == 0:
             clear_device_cache()
@@ -220,7 +229,9 @@ class GradGuardMixin(GuardedTrainer):
     def _loss(self, module: nn.Module, batch: dict[str, Any], items: float | None) -> Tensor:
         """The Trainer's own loss, which a subclass may have overridden."""
         count = None if items is None else torch.tensor(items, device=self.args.device)
-        with self.compute_loss_context_manager():
+        counts = self._logs_next and torch.is_grad_enabled()
+        self._logs_next = self._logs_next and not counts
+        with self.compute_loss_context_manager(), alone(self, counts):
             return self.compute_loss(module, dict(batch), num_items_in_batch=count)
 
     def _clients_of(
