@@ -26,6 +26,7 @@ class Quantization(Defense):
     """
 
     name: ClassVar[str] = "quantization"
+    first_order: ClassVar[bool] = True
     bits: int | None = None
     stochastic: bool = False
     sign_only: bool = False
