@@ -30,6 +30,7 @@ class Defense:
     """
 
     name: ClassVar[str]
+    first_order: ClassVar[bool] = False  # asks for the gradient alone, so takes any batch
     refused: ClassVar[dict[str, str]] = {
         "error_feedback": (
             "it shares the true gradient, or that with independent noise, which averages out over "
@@ -104,6 +105,11 @@ class Defense:
     def needs_jacobian(self) -> bool:
         """Whether the next call differentiates twice, so that its map needs `second_order=True`."""
         return False
+
+    @property
+    def needs_input(self) -> bool:
+        """Whether a call asks for the continuous input, or how the gradient depends on it."""
+        return not self.first_order
 
     def state_dict(self) -> Tensors:
         """What the defense remembers between calls. Private to the client: it depends on its

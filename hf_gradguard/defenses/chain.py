@@ -71,6 +71,10 @@ class Chain(Defense):
     def needs_jacobian(self) -> bool:
         return self.first.needs_jacobian or self.second.needs_jacobian
 
+    @property
+    def needs_input(self) -> bool:
+        return self.first.needs_input or self.second.needs_input
+
     def state_dict(self) -> Tensors:
         return {
             f"{part}.{k}": v

@@ -85,6 +85,7 @@ class Pruning(PruningDefense):
     """The smallest |g_i| over all tensors together are zeroed."""
 
     name: ClassVar[str] = "pruning"
+    first_order: ClassVar[bool] = True
 
     def worth(self, gmap: GradientMap, gradient: Tensors, generator: Stream) -> Iterable[Tensor]:
         return (g.abs() for g in gradient.values())

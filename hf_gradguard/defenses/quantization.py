@@ -27,6 +27,7 @@ class Quantization(BiasedDefense):
     """
 
     name: ClassVar[str] = "quantization"
+    first_order: ClassVar[bool] = True
     bits: int | None = None
     stochastic: bool = False
     sign_only: bool = False

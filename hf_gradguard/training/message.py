@@ -140,6 +140,7 @@ class MessageMaker:
             share_input_embeddings=self._share_input_embeddings,
             withhold=self._withhold,
             second_order=client.defense.needs_jacobian or measured,
+            needs_input=client.defense.needs_input or measured,
         )
         gradient = gmap.gradient()
         self._rows.see(gradient)
