@@ -2,8 +2,9 @@
 
     share Σ_b c_b g_b(x*),   c = argmin ‖v - Σ_b c_b g_b(x*)‖²,   ‖v - shared‖² = (1 - cos²) ‖v‖²
 
-x* is drawn at random, labels too, and holds nothing of the batch but its shape. Of v, a message
-holds as many numbers as there are factors c. Adam can bring x* nearer to v.
+x* is drawn at random, labels too, and holds nothing of the batch: neither the number of its texts
+nor their lengths. Of v, a message holds as many numbers as there are factors c. Adam can bring x*
+nearer to v.
 """
 
 from __future__ import annotations
@@ -23,10 +24,14 @@ from ..randomness import Stream
 Slope = Callable[[Tensor], Tensor]
 
 
+LENGTH = 16
+"""Tokens of a made-up text, if the model takes as many. Longer ones came no nearer."""
+
+
 def made_up(
     gmap: GradientMap, samples: int, generator: Stream, special: Sequence[int] = ()
 ) -> GradientMap:
-    """The client's model on random samples with random labels, as long as the batch's are.
+    """The client's model on random samples with random labels; texts are of 16 tokens.
 
     Args:
         gmap: The client's map.
@@ -38,17 +43,23 @@ def made_up(
         ValueError: For an entry of the batch that cannot be made up, by name.
 
     Example:
-        >>> made_up(gmap, 5, Stream()).input.shape[0]
-        5
+        >>> made_up(gmap, 5, Stream()).input.shape[:2]
+        torch.Size([5, 16])
     """
-    count = len(gmap.input)
-    index = torch.arange(samples, device=gmap.input.device) % count
+    x = gmap.input
+    count, length = len(x), x.shape[1] if x.dim() == 3 else None
+    rows = torch.arange(samples, device=x.device) % count
+    most = getattr(getattr(gmap.model, "config", None), "max_position_embeddings", None) or LENGTH
+    columns = torch.arange(min(LENGTH, most), device=x.device) % (length or 1)
 
-    def rows(value: Any) -> Any:
-        whole = isinstance(value, Tensor) and value.dim() and len(value) == count
-        return value[index] if whole else value
+    def resized(value: Any) -> Any:
+        if not isinstance(value, Tensor) or not value.dim():
+            return value
+        if value.dim() == 2 and value.shape[1] == length:
+            value = value[:, columns]
+        return value[rows] if len(value) == count else value
 
-    like = {name: rows(value) for name, value in gmap.batch.items()}
+    like = {name: resized(value) for name, value in gmap.batch.items()}
     made = gmap.domain.random_batch(gmap.model, like, generator, special)
     return gmap.undefended.of_batch(made)
 

@@ -88,18 +88,22 @@ def test_factors_by_sample_are_never_farther() -> None:
     assert each > one
 
 
-def test_nothing_of_the_batch_but_its_shape_is_made_up() -> None:
-    """Another batch of that shape, labels included, gives the same samples."""
+def test_nothing_of_the_batch_is_made_up() -> None:
+    """Another batch, of other texts and labels, more and shorter ones, gives the same samples."""
     gmap, stream = text_map(), Stream.from_seeds
     other = {**gmap.batch, "labels": (gmap.batch["labels"] + 1) % 3}
     other["input_ids"] = torch.where(
         torch.isin(other["input_ids"], torch.tensor(SPECIAL)), other["input_ids"], 7
     )
+    other = {name: torch.cat([value, value]) for name, value in other.items()}
+    other |= {name: other[name][:, [0, 1, 3]] for name in ("input_ids", "attention_mask")}
+    other["attention_mask"][:] = 1
+    other["input_ids"][:, -1] = 7
     two = GradientMap(gmap.model, other, second_order=False)
     found = [made_up(one, 5, stream(3), SPECIAL) for one in (gmap, two)]
     for name in found[0].batch:
         assert torch.equal(found[0].batch[name], found[1].batch[name])
-    assert found[0].batch["input_ids"].shape == (5, gmap.input.shape[1])
+    assert found[0].batch["input_ids"].shape == (5, 8)  # all that the model takes
     assert bool(found[0].batch["attention_mask"].all())
     assert not (found[0].batch["input_ids"] == PAD).any()
 
