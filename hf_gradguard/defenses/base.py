@@ -31,6 +31,14 @@ class Defense:
 
     name: ClassVar[str]
     first_order: ClassVar[bool] = False  # asks for the gradient alone, so takes any batch
+    refused: ClassVar[dict[str, str]] = {
+        "error_feedback": (
+            "it shares the true gradient, or that with independent noise, which averages out over "
+            "messages by itself. Fed back, each message would take back the noise of the one "
+            "before, and their sum would show the sum of the gradients"
+        )
+    }
+    """Settings that it has for a reason not."""
 
     def __call__(self, gmap: GradientMap, generator: Stream | None = None) -> Message:
         """What a client shares in place of its gradient.
@@ -77,6 +85,9 @@ class Defense:
         """Load or make what the defense needs for this model and its tokenizer or image processor.
         Called before training, and again for every other model.
         """
+
+    def at_step(self, step: int) -> None:
+        """Told before a message, by who counts them, how many optimizer steps are finished."""
 
     @property
     def adds_gaussian_noise(self) -> bool:

@@ -54,6 +54,10 @@ class Chain(Defense):
         for part in (self.first, self.second):
             part.prepare(model, processing_class)
 
+    def at_step(self, step: int) -> None:
+        for part in (self.first, self.second):
+            part.at_step(step)
+
     @property
     def exact(self) -> bool:
         return self.first.exact and self.second.exact

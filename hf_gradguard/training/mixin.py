@@ -39,7 +39,7 @@ from .clients import (
     split,
 )
 from .config import GradGuardConfig
-from .exchange import StartAlike, any_rank, average, average_gradients
+from .exchange import any_rank, average, average_gradients
 from .guarded import GuardedTrainer, noting
 from .labels import LabelKey, protect_labels
 from .message import Draws, MessageMaker
@@ -47,6 +47,7 @@ from .meter import LeakageMeter
 from .private_state import load_private_state, save_private_state
 from .seams import check_seams
 from .secure_aggregation import secure_aggregation_of
+from .start import StartAlike
 from .summed_noise import share_of_noise
 from .tables import AgreedTables
 from .weights import LossWeights, Normalization
