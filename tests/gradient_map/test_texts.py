@@ -124,7 +124,7 @@ def test_against_a_dense_jacobian(way: str, reference: bool) -> None:
     torch.testing.assert_close(found, v.flatten() @ jacobian)
 
 
-@pytest.mark.parametrize(("way", "reference"), WAYS)
+@pytest.mark.parametrize(("way", "reference"), [("together", False), ("twice", True)])
 @pytest.mark.parametrize("method", ["difference", "exact"])
 def test_sensitivities_against_a_dense_jacobian(way: str, reference: bool, method: Any) -> None:
     """The relative deviation of 400 probes' mean is √(2/400) = 7 %; each entry is within five of
