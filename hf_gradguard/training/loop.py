@@ -11,7 +11,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from transformers.utils import logging
 
-from ..defenses import Defense, make_defense
+from ..defenses import Defense, Message, make_defense
 from ..defenses.none import NoDefense
 from ..gradient_map import GradientMap
 from ..gradient_map.domain import check_batch
@@ -34,8 +34,8 @@ def protect(
 ) -> Tensor:
     """Differentiate the loss of a batch, and add the protected gradient to `.grad`.
 
-    It stands in the place of `loss = model(**batch).loss; accelerator.backward(loss)`. Nothing else
-    in the loop changes. Tables that the input indexes get no gradient.
+    It stands in the place of `loss = model(**batch).loss; accelerator.backward(loss)`. Tables that
+    the input indexes get no gradient.
 
     Args:
         model: Any that `GradientMap` takes. A wrapper of DDP or Fabric is taken off.
@@ -72,14 +72,7 @@ def protect(
     check_batch(module, batch, defense.needs_input)
     if ranks is not None:
         loop.tables(ranks).settle(module, batch, loss_fn)
-    noise, _, dropout = Draws().at(0)
-    device = next(module.parameters()).device
-    with private_draws(None if isinstance(defense, NoDefense) else dropout, device):
-        gmap = GradientMap(
-            module, batch, loss_fn=loss_fn,
-            second_order=defense.needs_jacobian, needs_input=defense.needs_input,
-        )  # fmt: skip
-        message = defense(gmap, noise)
+    gmap, message = _message(module, batch, defense, loss_fn)
     steps = getattr(accelerator, "gradient_accumulation_steps", 1)
     with torch.no_grad():
         shared = [message[n].to(p.dtype, copy=True) for n, p in gmap.parameters.items()]
@@ -89,6 +82,22 @@ def protect(
             part /= steps
             parameter.grad = part if parameter.grad is None else parameter.grad.add_(part)
     return gmap.loss
+
+
+def _message(
+    module: nn.Module, batch: Mapping[str, Any], defense: Defense, loss_fn: LossFunction
+) -> tuple[GradientMap, Message]:
+    noise, _, dropout = Draws().at(0)
+    device = next(module.parameters()).device
+    with private_draws(None if isinstance(defense, NoDefense) else dropout, device):
+        gmap = GradientMap(
+            module,
+            batch,
+            loss_fn=loss_fn,
+            second_order=defense.needs_jacobian,
+            needs_input=defense.needs_input,
+        )
+        return gmap, defense(gmap, noise)
 
 
 class _FabricRanks:
