@@ -97,6 +97,13 @@ class Defense:
         return False
 
     @property
+    def noise_ratio(self) -> float | None:
+        """The noise's norm over that of the gradient it is added to; `None` if settings do not say
+        it.
+        """
+        return 0.0
+
+    @property
     def exact(self) -> bool:
         """Whether its messages are `exact`: the true gradient wherever anything is transmitted."""
         return False

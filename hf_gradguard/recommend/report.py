@@ -43,6 +43,7 @@ def configuration(choice: Choice, terms: TrialSettings) -> str:
         "defense": defense.name,
         "defense_kwargs": _given(chosen.defense, defense.settings()),
         "learning_rate": float(f"{chosen.learning_rate:.3g}"),
+        "scale_learning_rate": False,  # it is in the rate
         "per_device_train_batch_size": terms.batch_size,
     }
     words = "\n".join(f"# {line}" for line in textwrap.wrap(choice.words, 96))
@@ -59,14 +60,14 @@ def _given(label: str, settings: dict[str, Any]) -> dict[str, Any]:
 def html_report(choice: Choice, chance: float, settings: TrialSettings, terms: Terms) -> str:
     """The page: one file, no script, nothing from elsewhere."""
     highest = max([terms.top, *(one.leak.high for one in choice.outcomes)])
-    lows = [one.accuracy.low for one in choice.outcomes]
-    lowest = min(lows) - 0.02
+    lowest = min(one.accuracy.low for one in choice.outcomes) - 0.02
+    best = min(max(one.accuracy.high for one in choice.outcomes) + 0.02, 1.0)
 
     def x(leak: float) -> float:
         return _LEFT + (_WIDTH - _LEFT - _RIGHT) * min(max(leak / highest, 0), 1)
 
     def y(accuracy: float) -> float:
-        share = (accuracy - lowest) / (1.0 - lowest)
+        share = (accuracy - lowest) / (best - lowest)
         return _HEIGHT - _BOTTOM - (_HEIGHT - _BOTTOM - _TOP) * share
 
     points = [
@@ -79,7 +80,7 @@ def html_report(choice: Choice, chance: float, settings: TrialSettings, terms: T
         for number, one in enumerate(choice.outcomes, 1)
     ]  # fmt: skip
     ticks = [i / 4 * highest for i in range(5)]
-    levels = [lowest + i / 4 * (1 - lowest) for i in range(5)]
+    levels = [lowest + i / 4 * (best - lowest) for i in range(5)]
     page: str = _template().render(
         choice=choice,
         settings=settings,

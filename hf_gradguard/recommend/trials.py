@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from ..audit.modality import Images, Texts
 from ..data.samples import Sample
 from ..defenses import Defense
 from ..training.config import GradGuardConfig
+from ..training.learning_rate import rate_factor
 from ..training.trainer import GradGuardTrainer
 from .settings import TrialSettings
 
@@ -109,8 +109,7 @@ class Trials:
 
     def rates(self, defense: Defense) -> list[float]:
         """Three, in steps of two."""
-        ratio = getattr(defense, "relative_scale", None) or 0.0
-        middle = self.terms.learning_rate * math.sqrt(1 + ratio**2)
+        middle = self.terms.learning_rate * (rate_factor(defense) or 1.0)
         return [middle / 2, middle, middle * 2]
 
     def trained(self, label: str, defense: Defense, rate: float) -> nn.Module:
@@ -140,7 +139,7 @@ class Trials:
                 folder, max_steps=terms.steps, per_device_train_batch_size=terms.batch_size,
                 learning_rate=rate, warmup_steps=0.1, seed=terms.seed,
                 save_strategy="no", logging_strategy="no", report_to="none", disable_tqdm=True,
-                remove_unused_columns=False, use_cpu=next(model.parameters()).device.type == "cpu",
+                remove_unused_columns=False, scale_learning_rate=False, use_cpu=next(model.parameters()).device.type == "cpu",
             )  # fmt: skip
             trainer = GradGuardTrainer(
                 model, args, defense=copy.deepcopy(defense), train_dataset=self.split.training,
