@@ -139,7 +139,8 @@ class Trials:
                 folder, max_steps=terms.steps, per_device_train_batch_size=terms.batch_size,
                 learning_rate=rate, warmup_steps=0.1, seed=terms.seed,
                 save_strategy="no", logging_strategy="no", report_to="none", disable_tqdm=True,
-                remove_unused_columns=False, scale_learning_rate=False, use_cpu=next(model.parameters()).device.type == "cpu",
+                remove_unused_columns=False, scale_learning_rate=False,
+                use_cpu=next(model.parameters()).device.type == "cpu",
             )  # fmt: skip
             trainer = GradGuardTrainer(
                 model, args, defense=copy.deepcopy(defense), train_dataset=self.split.training,
