@@ -115,8 +115,10 @@ class Defense:
 
     @property
     def needs_input(self) -> bool:
-        """Whether a call asks for the continuous input, or how the gradient depends on it."""
-        return not self.first_order
+        """Whether a call asks for the continuous input, or how the gradient depends on it. A
+        subclass does, unless it says that it is of first order itself.
+        """
+        return not vars(type(self)).get("first_order", False)
 
     def state_dict(self) -> Tensors:
         """What the defense remembers between calls. Private to the client: it depends on its
