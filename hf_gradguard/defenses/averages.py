@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..gradient_map import Tensors
+from ..gradient_map.marginals import Sums, sums_of
 
 DECAY = 0.7
 """What an average keeps at every step: about the last three batches count."""
@@ -36,7 +37,7 @@ class Averages:
     """
 
     def __init__(self) -> None:
-        self._sums: dict[str, dict[str, tuple[Tensor, ...]]] = {kind: {} for kind in _KINDS}
+        self._sums: dict[str, dict[str, Sums]] = {kind: {} for kind in _KINDS}
         self._shapes: dict[str, torch.Size] = {}
         self._probes = 0.0
 
@@ -47,22 +48,23 @@ class Averages:
         """Whether it is of these parameters and no others."""
         return set(self._shapes) == set(names)
 
-    def add(self, squares: Iterable[tuple[str, Tensor]], gradient: Tensors) -> None:
+    def add(self, squares: Iterable[tuple[str, Tensor | Sums]], gradient: Tensors) -> None:
         """Take in a batch.
 
         Args:
-            squares: Estimates of s_i², one parameter at a time, of one probe or of several after
-                each other.
+            squares: Estimates of s_i², or their sums, one parameter at a time, of one probe or of
+                several after each other.
             gradient: g.
         """
         if not self.knows(gradient):
             self.__init__()  # type: ignore[misc]
         self._shapes = {name: tensor.shape for name, tensor in gradient.items()}
-        new: dict[str, dict[str, tuple[Tensor, ...]]] = {kind: {} for kind in _KINDS}
-        for name, tensor in squares:
-            _accumulate(new["squares"], name, _sums(tensor))
+        new: dict[str, dict[str, Sums]] = {kind: {} for kind in _KINDS}
+        for name, found in squares:
+            parts = found if isinstance(found, tuple) else sums_of(found)
+            new["squares"][name] = added(new["squares"].get(name), parts)
         for name, g in gradient.items():
-            _accumulate(new["powers"], name, _sums(g.float().square()))
+            new["powers"][name] = sums_of(g.float().square())
         for kind, sums in new.items():
             size = _total(sums) or 1.0  # batches count alike, whatever their scale
             for name, parts in sums.items():
@@ -127,22 +129,12 @@ class Averages:
             raise ValueError("These are not the sums and shapes of running averages.")
 
 
-def _sums(tensor: Tensor) -> tuple[Tensor, ...]:
-    """Row and column sums of a matrix, or of what is flattened to one; others as they are."""
-    if tensor.dim() < 2:
-        return (tensor,)
-    matrix = tensor.flatten(1)
-    return matrix.sum(1), matrix.sum(0)
+def added(one: Sums | None, other: Sums) -> Sums:
+    """Sums of what is added up."""
+    return other if one is None else tuple(a + b for a, b in zip(one, other, strict=True))
 
 
-def _accumulate(sums: dict[str, tuple[Tensor, ...]], name: str, parts: tuple[Tensor, ...]) -> None:
-    before = sums.get(name)
-    sums[name] = (
-        parts if before is None else tuple(a + b for a, b in zip(before, parts, strict=True))
-    )
-
-
-def _matrix(parts: tuple[Tensor, ...], shape: torch.Size) -> Tensor:
+def _matrix(parts: Sums, shape: torch.Size) -> Tensor:
     if len(parts) == 1:
         return parts[0].clone().view(shape)
     rows, columns = parts
@@ -151,7 +143,7 @@ def _matrix(parts: tuple[Tensor, ...], shape: torch.Size) -> Tensor:
     return torch.outer(rows * scale, columns).view(shape)
 
 
-def _total(sums: dict[str, tuple[Tensor, ...]]) -> float:
+def _total(sums: dict[str, Sums]) -> float:
     # In one order, whichever a loaded state has, so that a run that goes on has the same bits.
     parts = [sums[name][0].sum().double() for name in sorted(sums)]
     return float(torch.stack(parts).sum())

@@ -342,5 +342,8 @@ class OptimalDPSGD(OptimalNoise):
             return {name: g * self._within(g) for name, g in gradient.items()}, squares
         return self.clipped(gradient), squares
 
+    def learns_all(self, gradient: Tensors) -> bool:
+        return all(bool(self._within(g).all()) for g in gradient.values())
+
     def _within(self, g: Tensor) -> Tensor:
         return g.abs() < self.clip

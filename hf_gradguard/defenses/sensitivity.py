@@ -9,10 +9,12 @@ import torch
 from torch import nn
 
 from ..gradient_map import GradientMap, Tensors
+from ..gradient_map.marginals import Sums, heard, probe_sums, sums_of
+from ..gradient_map.per_sample import Pass
 from ..gradient_map.random_labels import special_ids
 from ..gradient_map.sensitivity import probe_squares
 from ..randomness import Stream
-from .averages import Averages
+from .averages import Averages, added
 from .base import Defense, check_finite, check_whole, total
 
 Granularity = Literal["parameter", "layer"]
@@ -82,10 +84,10 @@ class SensitivityDefense(Defense):
         due = not self._averages or self._calls % (self.refresh_every or 10) == 0
         if self.shape == "public" and due:
             made = gmap.domain.random_batch(gmap.model, gmap.batch, generator, self._special)
-            self._learn(plain.of_batch(made), generator)
+            self._learn(*heard(plain, made), generator)
         ratio = self._averages.ratio(self.granularity == "layer") if self._averages else None
         if self.shape == "past" and due:
-            self._learn(plain, generator)
+            self._learn(plain, None, generator)
         self._calls += 1
         if ratio is None:
             return None
@@ -115,6 +117,10 @@ class SensitivityDefense(Defense):
         """What averages are of: g and s² of what the defense shares before noise."""
         return gradient, squares
 
+    def learns_all(self, gradient: Tensors) -> bool:
+        """Whether that is g and s² as they are."""
+        return True
+
     def at_granularity(self, tensors: Tensors) -> Tensors:
         """Magnitudes entry by entry, or with granularity "layer" each tensor's norm in all its
         entries.
@@ -133,12 +139,19 @@ class SensitivityDefense(Defense):
         self._calls = int(state.pop("calls", torch.tensor(0)))
         self._averages.load_state_dict(state)
 
-    def _learn(self, gmap: GradientMap, generator: Stream) -> None:
-        squares: Tensors = {}
-        for name, found in probe_squares(gmap, self.num_probes or 1, generator):
-            squares[name] = squares[name] + found if name in squares else found
-        _check_squares(squares)
-        gradient, squares = self.learned(gmap.gradient(), squares)
+    def _learn(self, gmap: GradientMap, start: Pass | None, generator: Stream) -> None:
+        gradient, probes = gmap.gradient(), self.num_probes or 1
+        squares: dict[str, Sums] = {}
+        if self.learns_all(gradient):
+            for name, sums in probe_sums(gmap, probes, generator, start):
+                squares[name] = added(squares.get(name), sums)
+        else:
+            dense = {name: torch.zeros_like(g) for name, g in gradient.items()}
+            for name, found in probe_squares(gmap, probes, generator, start=start):
+                dense[name].add_(found)
+            gradient, dense = self.learned(gradient, dense)
+            squares = {name: sums_of(tensor) for name, tensor in dense.items()}
+        _check_squares({name: torch.cat(sums) for name, sums in squares.items()})
         self._averages.add(squares.items(), gradient)
 
 
