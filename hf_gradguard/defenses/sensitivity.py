@@ -15,10 +15,13 @@ from ..gradient_map.random_labels import special_ids
 from ..gradient_map.sensitivity import probe_squares
 from ..randomness import Stream
 from .averages import PARTS, Averages, added
-from .base import Defense, check_finite, check_whole, total
+from .base import Defense, OnDemand, check_finite, check_whole, power, total
 
 Granularity = Literal["parameter", "layer"]
 ShapedBy = Literal["public", "past", "own"]
+
+SMALLEST_GRADIENT = 1e-8
+LARGEST_RATIO = 1e6
 
 
 @dataclass
@@ -70,7 +73,7 @@ class SensitivityDefense(Defense):
 
     def averaged_ratio(
         self, gmap: GradientMap, generator: Stream, waiting: Tensors | None = None
-    ) -> Tensors | None:
+    ) -> OnDemand | None:
         """√(s²/g²) of public or past batches, up to a common factor: not a function of this one.
 
         Args:
@@ -93,9 +96,7 @@ class SensitivityDefense(Defense):
         if self.shape == "past" and due:
             self._learn(plain, None, generator)
         self._calls += 1
-        if ratio is None:
-            return None
-        return {name: ratio[name] for name in gmap.parameters}  # a loaded state has its own order
+        return ratio
 
     def own_sensitivity(
         self, gmap: GradientMap, gradient: Tensors, generator: Stream
@@ -165,4 +166,26 @@ class SensitivityDefense(Defense):
 def _check_squares(squares: Tensors) -> None:
     check_finite(
         squares, "The sensitivity of {} is not finite: the loss has no second derivative there."
+    )
+
+
+def sensitivity_ratio(sensitivity: Tensors, magnitude: Tensors) -> Tensors:
+    """s_i/|g_i| with |g_i| held above 1e-8, so that no vanishing g_i takes all the noise."""
+    return {
+        name: s / magnitude[name].clamp(min=SMALLEST_GRADIENT) for name, s in sensitivity.items()
+    }
+
+
+def capped(ratio: Tensors) -> Tensors:
+    return {name: r.clamp(max=LARGEST_RATIO) for name, r in ratio.items()}
+
+
+def shape_trace(ratio: Tensors) -> float:
+    """½ Σ_i ‖∂ log Σ_ii/∂x‖² of Σ_ii ∝ s_i/|g_i|, with s_i held: ‖∂ log|g_i|/∂x‖ = s_i/|g_i|.
+
+    What changes of s_i is of third order in the loss, and small beside coordinates that are nearly
+    zero. Capped ratios do not follow the input. With one ratio a tensor it is an upper bound.
+    """
+    return float(
+        power(OnDemand(ratio, lambda n: ratio[n].where(ratio[n] < LARGEST_RATIO, 0).double())) / 2
     )
