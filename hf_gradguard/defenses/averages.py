@@ -155,7 +155,7 @@ def _matrix(parts: Sums, shape: torch.Size, prior: float) -> Tensor:
     rows, columns = parts
     size = rows.sum()
     scaled = rows * torch.where(size > 0, 1 / size, 0)
-    return torch.addcmul(rows.new_tensor(prior), scaled[:, None], columns[None]).view(shape)
+    return torch.outer(scaled, columns).add_(prior).view(shape)
 
 
 def _total(sums: dict[str, Sums]) -> float:

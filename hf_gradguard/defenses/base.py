@@ -215,7 +215,7 @@ def scaled(tensor: Tensor, factor: float, offset: float = 0.0) -> Tensor:
     """`factor * tensor + offset`, in place where that is possible, and one number for one."""
     if tensor.numel() and not any(tensor.stride()):
         return (tensor.flatten()[0] * factor + offset).expand_as(tensor)
-    return tensor.mul_(factor).add_(offset)
+    return tensor.mul_(factor).add_(offset) if offset else tensor.mul_(factor)
 
 
 def root(variance: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
 from torch import Tensor
 
 BLOCK_WORDS = 16
+_ZEROS = memoryview(bytes(2**19))  # what is encrypted: the keystream is what comes out
 
 
 def chacha20_words(
@@ -62,7 +63,8 @@ def keystream(key: bytes, nonce: bytes, parts: Sequence[int], block: int = 0) ->
     encryptor = Cipher(
         algorithms.ChaCha20(key, block.to_bytes(4, "little") + nonce), mode=None
     ).encryptor()
-    buffer, zeros = bytearray(4 * max(parts) + 63), memoryview(bytes(4 * max(parts)))
+    most = 4 * max(parts)
+    buffer, zeros = bytearray(most + 63), _ZEROS if most <= len(_ZEROS) else memoryview(bytes(most))
     for size in parts:
         encryptor.update_into(zeros[: 4 * size], buffer)
         yield torch.frombuffer(buffer, dtype=torch.int32, count=size)
