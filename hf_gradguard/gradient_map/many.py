@@ -69,9 +69,9 @@ class ManyGradients:
         self, batches: Sequence[Mapping[str, Any]]
     ) -> Iterator[tuple[list[int], dict[str, Tensor]]]:
         """Which batches, and their gradients `(k, *parameter.shape)`, until all had their turn."""
-        shapes: dict[Any, list[int]] = {}
+        shapes: dict[str, list[int]] = {}
         for number, batch in enumerate(batches):
-            shapes.setdefault(_shape(batch), []).append(number)
+            shapes.setdefault(repr(_shape(batch)), []).append(number)
         for numbers in shapes.values():
             for first in range(0, len(numbers), self.at_once):
                 rows = numbers[first : first + self.at_once]
@@ -182,16 +182,19 @@ def has_draws(model: nn.Module, batch: Mapping[str, Any]) -> bool:
 
 
 def _different(batches: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
-    """The entries that are not alike in all. Only these are vectorized: masks decide on the way that
-    a model takes.
-    """
+    """The entries that are not alike in all: only these are vectorized."""
     first = batches[0]
     keys = [key for key, value in first.items() if isinstance(value, Tensor)]
     return tuple(k for k in keys if any(not torch.equal(b[k], first[k]) for b in batches[1:]))
 
 
 def _shape(batch: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What batches must have alike to run together: shapes, and masks, which decide on the way that a
+    model takes.
+    """
     return tuple(
-        (key, tuple(value.shape), value.dtype) if isinstance(value, Tensor) else (key, repr(value))
+        (key, tuple(value.shape), value.dtype, key.endswith("mask") and value.tolist())
+        if isinstance(value, Tensor)
+        else (key, repr(value))
         for key, value in sorted(batch.items())
     )

@@ -233,7 +233,10 @@ class _Scorer:
         for at in rest:
             seen, law = self.observations[at], self.laws[at]
             weights, variance = self._weights(seen, law)
-            told = Filtered(dict(seen.gradient), center, seen.batch_size, variance)
+            scale = _fitted(seen.gradient, center) if law is None or law.clip_norm else 1.0
+            message = {name: g / scale for name, g in seen.gradient.items()}
+            variance = None if variance is None else variance / scale**2
+            told = Filtered(message, center, seen.batch_size, variance)
             plain = [g for g in groups if g[0] is None and weights is None]
             if plain:
                 plain[0][1].append(at)
@@ -327,6 +330,13 @@ def law_of(seen: Observation) -> Law | None:
     if seen.law is None and seen.noise_variance is not None:
         return Law(noise="gaussian", variance=seen.noise_variance)
     return seen.law
+
+
+def _fitted(message: Mapping[str, Tensor], center: Mapping[str, Tensor]) -> float:
+    """How large a message is in units of what it is on average: defenses may scale it down."""
+    product = sum(float((g.double() * center[name]).sum()) for name, g in message.items())
+    square = sum(float(center[name].double().square().sum()) for name in message)
+    return product / square if product > 1e-3 * square else 1.0
 
 
 def _averaged(uploads: Sequence[Observation]) -> Observation:

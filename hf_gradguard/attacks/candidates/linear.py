@@ -132,8 +132,8 @@ class MatchedFilter:
         energy = max(self.y_squares[message] - variance * self.size, 0.0)
         apart = variance + energy / self.length * (self.length < self.size)
         together = variance * max(1.0, self.size / self.length)
-        if together < apart:
-            variance, gram_norms = together, self.sketches.square().sum(1, dtype=torch.float64)
+        if together <= apart:
+            variance, gram_norms = together, self.sketches.double().square().sum(1)
             products = self.sketches.double() @ self.y_sketches[message].double()
         else:
             variance, gram_norms = apart, norms
@@ -199,21 +199,19 @@ class _Whitened:
         root = own.sqrt()
         wide = sketches.double()
         self.cross = (wide @ wide[chosen].T) * root  # h·h_c √p_c
-        self.share = share
-        system = share * root[:, None] * self.cross[chosen]
-        system = (system + system.T) / 2
-        # one, and what products of a common size round off
-        system.diagonal().add_(1.0 + 1e-12 * system.diagonal().mean())
-        self.factor = torch.linalg.cholesky(system)
-        self.root = root
+        # By eigenvalues: what is known to many digits more than the noise leaves would cancel in
+        # the factors of a solver.
+        system = root[:, None] * self.cross[chosen]
+        values, vectors = torch.linalg.eigh((system + system.T) / 2)
+        self.filter = share / (1 + share * values.clamp(min=0))
+        self.projected = self.cross @ vectors
+        self.vectors, self.root = vectors, root
 
     def __call__(self, products: Tensor) -> tuple[Tensor, Tensor]:
         """`(P,)` each: with y of these products with all candidates, and with themselves."""
-        solved = torch.cholesky_solve(
-            torch.cat([(self.root * products[self.chosen])[:, None], self.cross.T], 1), self.factor
-        )
-        matched = products - self.share * (self.cross @ solved[:, 0])
-        squares = self.norms - self.share * (self.cross * solved[:, 1:].T).sum(1)
+        b = self.vectors.T @ (self.root * products[self.chosen])
+        matched = products - self.projected @ (self.filter * b)
+        squares = self.norms - (self.projected.square() * self.filter).sum(1)
         return matched, squares.clamp(min=0)
 
 
