@@ -7,9 +7,9 @@ add noise of their own, with the covariance that candidates' gradients have,
     C = I + (B - 1)/B² Σ_c p_c h_c h_cᵀ,    log p(y | h in it)/p(y) = ⟨y, C⁻¹h⟩/B - ½ ⟨h, C⁻¹h⟩/B².
 
 By Woodbury's identity that takes products ⟨h, y⟩ and ⟨h, h'⟩ alone. The former, from which noise
-averages out over all coordinates, are exact. The latter are those of sketches: sums over random
-signs of coordinates, a thousandth as long (Charikar, Chen and Farach-Colton, "Finding Frequent
-Items in Data Streams", 2002).
+averages out over all coordinates, are exact. The latter are those of sketches: sums of coordinates
+under random signs, as long as there is memory for (Charikar, Chen and Farach-Colton, "Finding
+Frequent Items in Data Streams", 2002).
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from torch import Tensor
 
 from ...gradient_map import Tensors
 
-LENGTH = 16_381  # of sketches: a prime, so that no row of a matrix falls on the one before it
+ENTRIES = 2**26  # of all sketches together: 256 MiB
+SHORTEST = 16_381
 _REFERENCE = 2048  # candidates that say how gradients vary
 _RIDGE = 1e-7
 
@@ -78,11 +79,12 @@ class MatchedFilter:
         total = sum(t.numel() for t in first.values())
         # Of one sample nobody else is in the message: no products of candidates are asked for.
         self.alone = all(told.samples == 1 for told in messages)
-        self.length = 1 if self.alone else min(LENGTH, total)
+        longest = max(ENTRIES // max(count, 1), SHORTEST) | 1  # odd: rows of matrices do not align
+        self.length = 1 if self.alone else min(longest, total)
         # Nothing collides where a sketch has room for all.
         self._signs = {
             name: torch.ones(t.numel(), device=device, dtype=torch.float32)
-            if total <= LENGTH or self.alone
+            if total == self.length or self.alone
             else torch.randint(2, (t.numel(),), generator=generator, device=device).float() * 2 - 1
             for name, t in first.items()
         }
@@ -133,8 +135,8 @@ class MatchedFilter:
         apart = variance + energy / self.length * (self.length < self.size)
         together = variance * max(1.0, self.size / self.length)
         if together <= apart:
-            variance, gram_norms = together, self.sketches.double().square().sum(1)
-            products = self.sketches.double() @ self.y_sketches[message].double()
+            variance, gram_norms = together, _products(self.sketches, None)
+            products = _products(self.sketches, self.y_sketches[message][None])[:, 0]
         else:
             variance, gram_norms = apart, norms
         share = (samples - 1) / samples**2 / variance
@@ -149,15 +151,15 @@ class MatchedFilter:
 
     def _residual(self, message: int) -> float:
         """The variance of what candidates do not explain of a message."""
-        y, found = self.y_sketches[message].double(), self.sketches[:_REFERENCE].double()
-        whole = float(y.square().sum())
+        y, found = self.y_sketches[message][None], self.sketches[:_REFERENCE]
+        whole = float(_products(y, y))
         left = whole
         free = self.length - min(len(found), self.length)
         if free > self.length // 2 and len(found):
-            gram = found @ found.T
+            gram = _products(found, found)
             ridge = _RIDGE * float(gram.diagonal().mean()) + 1e-30
             gram.diagonal().add_(ridge)
-            b = found @ y
+            b = _products(found, y)[:, 0]
             left = whole - float(b @ torch.linalg.solve(gram, b))
         else:
             free = self.length
@@ -197,8 +199,7 @@ class _Whitened:
         self.chosen = chosen
         own = prior[chosen] / prior[chosen].sum()
         root = own.sqrt()
-        wide = sketches.double()
-        self.cross = (wide @ wide[chosen].T) * root  # h·h_c √p_c
+        self.cross = _products(sketches, sketches[chosen]) * root  # h·h_c √p_c
         # By eigenvalues: what is known to many digits more than the noise leaves would cancel in
         # the factors of a solver.
         system = root[:, None] * self.cross[chosen]
@@ -221,3 +222,16 @@ def _starts(tensors: Mapping[str, Tensor]) -> list[int]:
         starts.append(at)
         at += tensor.numel()
     return starts
+
+
+def _products(one: Tensor, other: Tensor | None) -> Tensor:
+    """Inner products of rows in float64, `(n, m)`; `(n,)` of each with itself."""
+    total: Tensor | float = 0.0
+    for at in range(0, one.shape[1], 2**14):
+        part = one[:, at : at + 2**14].double()
+        if other is None:
+            total = total + part.square().sum(1)
+        else:
+            total = total + part @ other[:, at : at + 2**14].double().T
+    assert isinstance(total, Tensor)
+    return total
