@@ -12,7 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from ..gradient_map import GradientMap, Tensors
+from ..gradient_map.law import Law
 from ..randomness import Stream
+from .knowledge import informed_settings, law_of
 from .message import Message, check_untouched, checked_message
 
 
@@ -97,6 +99,13 @@ class Defense:
         return False
 
     @property
+    def noise_ratio(self) -> float | None:
+        """The noise's norm over that of the gradient it is added to; `None` if settings do not say
+        it.
+        """
+        return 0.0
+
+    @property
     def exact(self) -> bool:
         """Whether its messages are `exact`: the true gradient wherever anything is transmitted."""
         return False
@@ -108,8 +117,23 @@ class Defense:
 
     @property
     def needs_input(self) -> bool:
-        """Whether a call asks for the continuous input, or how the gradient depends on it."""
-        return not self.first_order
+        """Whether a call asks for the continuous input, or how the gradient depends on it. A
+        subclass does, unless it says that it is of first order itself.
+        """
+        return not vars(type(self)).get("first_order", False)
+
+    def law(self, message: Message) -> Law | None:
+        """How its messages come from gradients, as whoever knows it and its settings knows it: what
+        audits grant informed attackers. `None` where no attacker can follow it.
+
+        Args:
+            message: One of its own.
+        """
+        return law_of(self, message)
+
+    def informed(self) -> dict[str, Any]:
+        """Settings of attackers who know it: each attack takes those that it has."""
+        return informed_settings(self)
 
     def state_dict(self) -> Tensors:
         """What the defense remembers between calls. Private to the client: it depends on its

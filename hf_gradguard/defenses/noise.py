@@ -145,6 +145,10 @@ class NoiseDefense(Defense):
         return type(self).draw is NoiseDefense.draw
 
     @property
+    def noise_ratio(self) -> float | None:
+        return self.relative_scale
+
+    @property
     def _plain(self) -> bool:
         """Whether covariances add up where Gaussian noise was before; see `Noise`."""
         return type(self).clipped is NoiseDefense.clipped
