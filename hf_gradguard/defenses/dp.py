@@ -113,14 +113,10 @@ class PrivateSGD(DPSGD):
     def exact(self) -> bool:
         return False
 
-    def calibrated(self, noise_multiplier: float, expected_batch_size: float) -> PrivateSGD:
-        """This defense, with σ and B as a Trainer found them."""
-        return dataclasses.replace(
-            self,
-            noise_multiplier=noise_multiplier,
-            target_epsilon=None,
-            expected_batch_size=expected_batch_size,
-        )
+    def calibrate(self, noise_multiplier: float, expected_batch_size: float) -> None:
+        """Take σ and B as a Trainer found them."""
+        self.noise_multiplier, self.target_epsilon = noise_multiplier, None
+        self.expected_batch_size = expected_batch_size
 
     def protect(self, gmap: GradientMap, generator: Stream) -> Message:
         if not self.per_sample:

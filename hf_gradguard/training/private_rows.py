@@ -1,0 +1,296 @@
+"""Differential privacy for the rows of a Trainer's data: batches by Poisson sampling, noise
+calibrated to the whole training, and the ε spent so far.
+
+Every client has rows of its own, that no other client has, and draws each of them for each batch
+with probability q, independently. So a row changes messages of one client only, by the clipping
+bound each. Which rows were drawn nobody else knows.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.data import Sampler
+from transformers import TrainerCallback, TrainingArguments
+from transformers.utils import logging
+
+from ..defenses import Chain, Defense
+from ..leakage import PrivacyAccount, dp_sgd_noise_multiplier
+from ..randomness import Stream
+from .checks import is_iterable
+from .clients import ClientBatch, Pick
+from .partition import Rows
+from .start import check_agreed
+
+if TYPE_CHECKING:
+    from ..defenses.dp import PrivateSGD
+
+logger = logging.get_logger(__name__)
+
+_DUMMY = -1
+"""The row that stands in an empty batch, for its shapes: the last one."""
+
+
+@dataclass
+class PoissonSampler(Sampler[list[Pick]]):
+    """Batches of every rank in turn, of which a rank draws its own; the others' are left empty.
+
+    Args:
+        parts: The rows of each client. Client k lives on rank k modulo `ranks`.
+        rates: The probability of each client's rows.
+        rank: This rank.
+        ranks: How many there are.
+        rounds: Batches of a rank in an epoch.
+        seed: Makes draws reproducible, by anybody. `None`: keys from the operating system.
+
+    Example:
+        >>> sampler = PoissonSampler([np.arange(4)], [1.0], rank=0, ranks=1, rounds=1)
+        >>> [[pick.row for pick in batch] for batch in sampler]
+        [[0, 1, 2, 3]]
+    """
+
+    parts: Sequence[Rows]
+    rates: Sequence[float]
+    rank: int
+    ranks: int
+    rounds: int
+    seed: int | None = None
+    epoch: int = 0
+
+    def __len__(self) -> int:
+        return self.rounds * self.ranks
+
+    def set_epoch(self, epoch: int) -> None:
+        """Called by the data loader, so that seeded epochs differ."""
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[list[Pick]]:
+        stream = Stream()
+        if self.seed is not None:
+            stream = Stream.from_seeds(self.seed, self.rank, self.epoch, 3)
+        share = 1 / len(self.parts)
+        for _ in range(self.rounds):
+            for rank in range(self.ranks):
+                if rank != self.rank:
+                    yield []
+                    continue
+                batch = []
+                for client in range(rank, len(self.parts), self.ranks):
+                    own = self.parts[client]
+                    drawn = stream.uniform((len(own),), dtype=torch.float64) < self.rates[client]
+                    rows = own[drawn.numpy()].tolist() or [_DUMMY]
+                    batch += [Pick(row, client, share) for row in rows]
+                yield batch
+
+
+class PrivateRows(TrainerCallback):
+    """Of a Trainer with `dp_sgd(per_sample=True)`.
+
+    Args:
+        defense: The one that was asked for.
+        args: Training arguments.
+        rows: How many the data set has.
+        rank: This rank.
+        ranks: How many there are.
+        account: Of what was shared so far of this data.
+
+    Attributes:
+        parts: The rows of each client on all ranks.
+        clients: The defenses of this rank's clients, which it calibrates when a training begins.
+        account: Of this rank's clients, each of which shares as many messages as the others.
+
+    Raises:
+        ValueError: If a client would have no rows.
+    """
+
+    def __init__(
+        self, defense: PrivateSGD, args: TrainingArguments, rows: int, rank: int, ranks: int,
+        account: PrivacyAccount | None = None,
+    ) -> None:  # fmt: skip
+        self.defense, self._args, self._rank, self._ranks = defense, args, rank, ranks
+        hosted = getattr(args, "clients_per_process", 1)
+        count = ranks * hosted
+        if rows < count:
+            raise ValueError(f"{rows} rows of train_dataset are too few for {count} clients.")
+        self.parts: list[Rows] = [np.arange(client, rows, count) for client in range(count)]
+        self.batch_size = args.per_device_train_batch_size / hosted
+        self._rates = [min(1.0, self.batch_size / len(part)) for part in self.parts]
+        self.rate = max(self._rates)
+        self.clients: list[Defense] = []
+        self.noise_multiplier = defense.noise_multiplier
+        self.account = account or PrivacyAccount()
+
+    @classmethod
+    def asked(cls, trainer: Any, own_batches: bool) -> PrivateRows | None:
+        """What a Trainer's defense asks for; `None` if it clips no samples.
+
+        Raises:
+            NotImplementedError: Where batches could not be drawn as (ε, δ) takes them to be.
+        """
+        defense, args = trainer.defense, trainer.args
+        parts = list(_parts_of(defense))
+        earlier = getattr(trainer, "_private", None)
+        trainer.remove_callback(PrivateRows)
+        if not any(getattr(part, "per_sample", False) for part in parts):
+            return None
+        _refuse(trainer, len(parts) > 1, own_batches)
+        if own_batches or trainer.train_dataset is None:
+            return None
+        found = cls(
+            defense, args, len(trainer.train_dataset), args.process_index,
+            trainer.accelerator.num_processes, None if earlier is None else earlier.account,
+        )  # fmt: skip
+        trainer.add_callback(found)
+        return found
+
+    def sampler(self) -> PoissonSampler:
+        """Draws the batches of an epoch: as many as would go through all rows once."""
+        rounds = math.ceil(min(map(len, self.parts)) / self.batch_size)
+        seed = getattr(self._args, "noise_seed", None)
+        return PoissonSampler(self.parts, self._rates, self._rank, self._ranks, rounds, seed)
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: Any, *_: Any, model: nn.Module, **kwargs: Any
+    ) -> None:
+        """Find the noise for the messages that are to come, when their number is known."""
+        messages = (state.max_steps - state.global_step) * args.gradient_accumulation_steps
+        if self.defense.target_epsilon is not None:
+            assert self.defense.delta is not None  # it was checked with it
+            target = self.defense.target_epsilon, self.defense.delta
+            if not self._keeps(messages, *target):
+                self.noise_multiplier = dp_sgd_noise_multiplier(
+                    *target, self.rate, messages, self.account
+                )
+        multiplier = self.noise_multiplier
+        assert multiplier is not None
+        if args.world_size > 1:
+            check_agreed({"the noise multiplier (rows, steps)": multiplier}, args.device)
+        each = multiplier
+        if getattr(args, "noise_for", "message") == "sum":
+            each /= math.sqrt(len(self.parts))
+        for client in self.clients:
+            client.calibrate(each, self.batch_size)  # type: ignore[attr-defined]
+        if self._rank == 0:
+            self._announce(messages, multiplier)
+
+    def _keeps(self, messages: int, target: float, delta: float) -> bool:
+        """Whether a training that goes on keeps its target with the noise that it had."""
+        if not self.account.messages:
+            return False
+        multiplier, rate = list(self.account.messages)[-1]
+        planned = PrivacyAccount(self.account.messages)
+        planned.add(multiplier, rate, messages)
+        if rate != self.rate or planned.epsilon(delta) > target:
+            return False
+        self.noise_multiplier = multiplier
+        return True
+
+    def _announce(self, messages: int, multiplier: float) -> None:
+        least, most = min(map(len, self.parts)), max(map(len, self.parts))
+        rows = f"{least}" if least == most else f"{least} to {most}"
+        text = (
+            f"dp_sgd per sample: each of {len(self.parts)} clients draws each of its {rows} rows "
+            f"with probability {self.rate:.4g} for each of {messages} messages; noise multiplier "
+            f"{multiplier:.4g}"
+        )
+        if (delta := self.defense.delta) is not None:
+            planned = PrivacyAccount(self.account.messages)
+            planned.add(multiplier, self.rate, messages)
+            text += f", ε = {planned.epsilon(delta):.4g} at δ = {delta:g} in the end"
+            if delta * most >= 1:
+                text += f". δ is no less than one over {most} rows: it would let a row be shown"
+        logger.warning(f"{text}. ε is of gradients alone, not of logged losses.")
+
+    def counted(self, batches: list[ClientBatch]) -> list[ClientBatch]:
+        """A step's clients, each of which now shares a message; of an empty batch noise alone."""
+        from ..defenses.dp import NoSample, PrivateSGD
+
+        assert self.noise_multiplier is not None
+        self.account.add(self.noise_multiplier, self.rate)
+        found = []
+        for batch in batches:
+            empty = batch.rows is not None and bool((batch.rows == _DUMMY).any())
+            if empty and isinstance(batch.defense, PrivateSGD) and batch.rows is not None:
+                noise = NoSample.of(batch.defense)
+                batch = batch._replace(defense=noise, rows=batch.rows[:0])
+            found.append(batch)
+        return found
+
+    @property
+    def epsilon(self) -> float | None:
+        """ε of what was shared so far, if a δ is set."""
+        return None if self.defense.delta is None else self.account.epsilon(self.defense.delta)
+
+    def figures(self) -> dict[str, float]:
+        """For the log."""
+        return {} if self.epsilon is None else {"defense/epsilon": self.epsilon}
+
+    def save(self, folder: str) -> None:
+        """Write the account to a checkpoint: it says nothing of the data."""
+        rows = [[*key, count] for key, count in self.account.messages.items()]
+        _file(folder, self._rank).write_text(json.dumps(rows))
+
+    def load(self, folder: str) -> None:
+        """Read it again.
+
+        Raises:
+            ValueError: If there is none of this rank.
+        """
+        if not (file := _file(folder, self._rank)).is_file():
+            raise ValueError(
+                f"{folder} holds no count of the messages that this rank shared, so ε would leave "
+                "them out. Resume with as many ranks as were saved, from a run of dp_sgd with "
+                "per_sample=True."
+            )
+        rows = torch.tensor(json.loads(file.read_text()), dtype=torch.float64).reshape(-1, 3)
+        self.account.load_state_dict({"messages": rows})
+
+
+def _file(folder: str, rank: int) -> Path:
+    return Path(folder) / f"gradguard_epsilon_rank{rank}.json"
+
+
+def _parts_of(defense: Defense) -> Iterator[Defense]:
+    if isinstance(defense, Chain):
+        yield from _parts_of(defense.first)
+        yield from _parts_of(defense.second)
+    else:
+        yield defense
+
+
+def _refuse(trainer: Any, chained: bool, own_batches: bool) -> None:
+    args, say = trainer.args, "GradGuardTrainer does not support dp_sgd with per_sample=True"
+    if chained:
+        raise NotImplementedError(
+            f"{say} in a chain: what stands beside it may look at the data again, and nothing says "
+            "that it does not. Use it alone."
+        )
+    if getattr(args, "num_clients", None):
+        raise NotImplementedError(
+            f"{say} with num_clients, which draws clients and a fixed number of their rows. Leave "
+            "it out: ranks and clients_per_process have fixed rows of their own here."
+        )
+    if own_batches or trainer.train_dataset is None or is_iterable(trainer.train_dataset):
+        if trainer.defense.delta is not None or is_iterable(trainer.train_dataset):
+            raise NotImplementedError(
+                f"{say} and delta where batches are not drawn by the Trainer itself, row by row "
+                "from a data set with a length: ε is of Poisson sampling. Leave get_train_dataloader "
+                "as it is, or give noise_multiplier without delta, and account for your own way of "
+                "drawing batches."
+            )
+        return
+    if getattr(args, "train_sampling_strategy", "random") != "random" or (
+        args.accelerator_config.split_batches
+    ):
+        raise NotImplementedError(
+            f"{say} where batches are made by length or split: ε is of rows that are drawn "
+            "independently. Leave train_sampling_strategy and split_batches at their defaults."
+        )
