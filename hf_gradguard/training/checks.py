@@ -116,7 +116,7 @@ def check_leakage(
     """
     limit = getattr(args, "leakage_limit", None)
     _raise_first(_leakage_refusals(limit is not None, defense, accountant, own_batches))
-    if accountant is not None and _is_iterable(train_dataset):
+    if accountant is not None and is_iterable(train_dataset):
         raise NotImplementedError(_UNNUMBERED)
 
 
@@ -259,7 +259,7 @@ def _accelerator_refusals(accelerator: Accelerator, train_dataset: Any) -> Itera
         )
     if accelerator.num_processes > 1 and train_dataset is not None:
         dispatch = accelerator.dataloader_config.dispatch_batches
-        if dispatch or (dispatch is None and _is_iterable(train_dataset)):
+        if dispatch or (dispatch is None and is_iterable(train_dataset)):
             yield (
                 "dispatched batches: rank 0 would read everybody's data and send it, unprotected, "
                 "to the other ranks. Set accelerator_config={'dispatch_batches': False} (it is on "
@@ -300,7 +300,8 @@ def _clips_by_norm(defense: Defense) -> bool:
     return isinstance(defense, DPSGD) and defense.clip_by == "norm" and defense.scale is not None
 
 
-def _is_iterable(dataset: Any) -> bool:
+def is_iterable(dataset: Any) -> bool:
+    """Whether a data set has no rows that could be drawn."""
     import datasets
 
     return isinstance(dataset, IterableDataset | datasets.IterableDataset)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import nn
-from torch.utils.data import Sampler
+from torch.utils.data import DataLoader, Dataset, Sampler
 from transformers import TrainerCallback, TrainingArguments
 from transformers.utils import logging
 
@@ -26,7 +26,8 @@ from ..defenses import Chain, Defense
 from ..leakage import PrivacyAccount, dp_sgd_noise_multiplier
 from ..randomness import Stream
 from .checks import is_iterable
-from .clients import ClientBatch, Pick
+from .clients import ClientBatch, Pick, divide, round_sampler
+from .guarded import GuardedTrainer
 from .partition import Rows
 from .start import check_agreed
 
@@ -100,11 +101,12 @@ class PrivateRows(TrainerCallback):
         rows: How many the data set has.
         rank: This rank.
         ranks: How many there are.
+        clients: Gives the defenses of this rank's clients, which are calibrated when a training
+            begins.
         account: Of what was shared so far of this data.
 
     Attributes:
         parts: The rows of each client on all ranks.
-        clients: The defenses of this rank's clients, which it calibrates when a training begins.
         account: Of this rank's clients, each of which shares as many messages as the others.
 
     Raises:
@@ -113,7 +115,7 @@ class PrivateRows(TrainerCallback):
 
     def __init__(
         self, defense: PrivateSGD, args: TrainingArguments, rows: int, rank: int, ranks: int,
-        account: PrivacyAccount | None = None,
+        clients: Callable[[], Sequence[Defense]], account: PrivacyAccount | None = None,
     ) -> None:  # fmt: skip
         self.defense, self._args, self._rank, self._ranks = defense, args, rank, ranks
         hosted = getattr(args, "clients_per_process", 1)
@@ -124,32 +126,9 @@ class PrivateRows(TrainerCallback):
         self.batch_size = args.per_device_train_batch_size / hosted
         self._rates = [min(1.0, self.batch_size / len(part)) for part in self.parts]
         self.rate = max(self._rates)
-        self.clients: list[Defense] = []
+        self._clients = clients
         self.noise_multiplier = defense.noise_multiplier
         self.account = account or PrivacyAccount()
-
-    @classmethod
-    def asked(cls, trainer: Any, own_batches: bool) -> PrivateRows | None:
-        """What a Trainer's defense asks for; `None` if it clips no samples.
-
-        Raises:
-            NotImplementedError: Where batches could not be drawn as (ε, δ) takes them to be.
-        """
-        defense, args = trainer.defense, trainer.args
-        parts = list(_parts_of(defense))
-        earlier = getattr(trainer, "_private", None)
-        trainer.remove_callback(PrivateRows)
-        if not any(getattr(part, "per_sample", False) for part in parts):
-            return None
-        _refuse(trainer, len(parts) > 1, own_batches)
-        if own_batches or trainer.train_dataset is None:
-            return None
-        found = cls(
-            defense, args, len(trainer.train_dataset), args.process_index,
-            trainer.accelerator.num_processes, None if earlier is None else earlier.account,
-        )  # fmt: skip
-        trainer.add_callback(found)
-        return found
 
     def sampler(self) -> PoissonSampler:
         """Draws the batches of an epoch: as many as would go through all rows once."""
@@ -176,7 +155,7 @@ class PrivateRows(TrainerCallback):
         each = multiplier
         if getattr(args, "noise_for", "message") == "sum":
             each /= math.sqrt(len(self.parts))
-        for client in self.clients:
+        for client in self._clients():
             client.calibrate(each, self.batch_size)  # type: ignore[attr-defined]
         if self._rank == 0:
             self._announce(messages, multiplier)
@@ -252,6 +231,83 @@ class PrivateRows(TrainerCallback):
             )
         rows = torch.tensor(json.loads(file.read_text()), dtype=torch.float64).reshape(-1, 3)
         self.account.load_state_dict({"messages": rows})
+
+
+class PrivateRowsTrainer(GuardedTrainer):
+    """A Trainer that draws rows as its defense needs them drawn, and keeps count of messages.
+
+    Attributes:
+        private_rows: Of `dp_sgd` with `per_sample`; `None` for all other defenses.
+
+    Example:
+        >>> PrivateRowsTrainer(model).private_rows is None
+        True
+    """
+
+    private_rows: PrivateRows | None = None
+    _clients: list[Defense]
+    defense: Defense
+
+    def divide_rows(self, own_batches: bool) -> list[Rows]:
+        """The rows of each client of the defense that is asked for now; none where batches are
+        drawn from all rows alike.
+
+        Args:
+            own_batches: Whether the class draws batches in a way of its own.
+
+        Raises:
+            NotImplementedError: Where batches could not be drawn as (ε, δ) takes them to be.
+        """
+        ranks, before = self.accelerator.num_processes, self.private_rows
+        self.remove_callback(PrivateRows)
+        self.private_rows, self.counts_items = None, True
+        parts = list(_parts_of(self.defense))
+        if not any(getattr(part, "per_sample", False) for part in parts):
+            return divide(self.train_dataset, self.args, ranks)
+        _refuse(self, len(parts) > 1, own_batches)
+        if own_batches or self.train_dataset is None:
+            return []
+        defense: Any = self.defense
+        self.private_rows = PrivateRows(
+            defense, self.args, len(self.train_dataset), self.args.process_index, ranks,
+            lambda: self._clients, None if before is None else before.account,
+        )  # fmt: skip
+        self.add_callback(self.private_rows)
+        self.counts_items = False  # each sample's loss is its own mean; counts would tell of rows
+        return self.private_rows.parts
+
+    def sampler_of(self, parts: Sequence[Rows]) -> Sampler:
+        """Draws batches of these clients' rows."""
+        if self.private_rows is not None:
+            return self.private_rows.sampler()
+        return round_sampler(parts, self.args, self.accelerator.num_processes)
+
+    def loader_of(
+        self, dataset: Dataset, sampler: Sampler, batch_size: int | None = None
+    ) -> DataLoader:
+        """As before; what a `PoissonSampler` draws at a time is a batch."""
+        batch_size = 1 if isinstance(sampler, PoissonSampler) else batch_size
+        return super().loader_of(dataset, sampler, batch_size)
+
+    def counted(self, batches: list[ClientBatch]) -> list[ClientBatch]:
+        """What clients are about to share messages of, counted where that is asked for."""
+        return batches if self.private_rows is None else self.private_rows.counted(batches)
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """As in `Trainer`, with ε so far beside the training loss."""
+        if self.private_rows is not None and ("loss" in logs or "train_loss" in logs):
+            logs.update(self.private_rows.figures())
+        super().log(logs, *args, **kwargs)
+
+    def save_state_of_rank(self, folder: str) -> None:
+        """The count of messages."""
+        if self.private_rows is not None:
+            self.private_rows.save(folder)
+
+    def load_state_of_rank(self, folder: str) -> None:
+        """The count of messages."""
+        if self.private_rows is not None:
+            self.private_rows.load(folder)
 
 
 def _file(folder: str, rank: int) -> Path:
