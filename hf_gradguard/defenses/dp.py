@@ -7,16 +7,15 @@ References: Abadi et al., "Deep Learning with Differential Privacy" (2016); Ball
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from torch import Tensor
 
 from ..gradient_map import GradientMap, Tensors
 from ..gradient_map.clipping import clipped_sum
+from ..gradient_map.law import Law
 from ..randomness import Stream, together
 from .base import cast_like, check_finite, is_number, true_gradient
 from .message import Message
@@ -53,6 +52,7 @@ class PrivateSGD(DPSGD):
     """
 
     name: ClassVar[str] = "dp_sgd"
+    first_order: ClassVar[bool] = True
     per_sample: bool = False
     noise_multiplier: float | None = None
     target_epsilon: float | None = None
@@ -109,9 +109,14 @@ class PrivateSGD(DPSGD):
         # for one a sample.
         return not self.per_sample
 
-    @property
-    def exact(self) -> bool:
-        return False
+    def law(self, message: Message) -> Law | None:
+        """As for any defense; what clipping left of each of several samples is not followed."""
+        if not self.per_sample:
+            return super().law(message)
+        samples = message.figures.get("samples", 1.0)
+        std = (self.noise_multiplier or 0.0) * self.clip / (self.expected_batch_size or samples)
+        bound = self.clip / (self.expected_batch_size or 1.0) if samples == 1 else None
+        return Law(clip_norm=bound, noise="gaussian", variance=std**2)
 
     def calibrate(self, noise_multiplier: float, expected_batch_size: float) -> None:
         """Take σ and B as a Trainer found them."""
@@ -128,10 +133,11 @@ class PrivateSGD(DPSGD):
         true_gradient(gmap)  # refuses one that is not finite
         found = clipped_sum(gmap, self.clip)
         check_finite(found.total, _NOT_FINITE)
-        clipped = float((found.norms > self.clip).double().mean())
-        return self._noisy(
-            gmap, found.total, len(found.norms), generator, {"clipped_samples": clipped}
-        )
+        figures = {
+            "clipped_samples": float((found.norms > self.clip).double().mean()),
+            "samples": float(len(found.norms)),
+        }
+        return self._noisy(gmap, found.total, len(found.norms), generator, figures)
 
     def _noisy(
         self, gmap: GradientMap, total: Tensors, samples: int, generator: Stream,

@@ -185,9 +185,7 @@ class PrivacyAccount:
             self.messages[key] = max(self.messages.get(key, 0), int(count))
 
 
-def _epsilon(
-    messages: Mapping[tuple[float, float], int], delta: float, interval: float
-) -> float:
+def _epsilon(messages: Mapping[tuple[float, float], int], delta: float, interval: float) -> float:
     try:
         import dp_accounting
         from dp_accounting.pld import PLDAccountant

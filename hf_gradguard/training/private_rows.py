@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,72 +23,17 @@ from transformers.utils import logging
 
 from ..defenses import Chain, Defense
 from ..leakage import PrivacyAccount, dp_sgd_noise_multiplier
-from ..randomness import Stream
 from .checks import is_iterable
-from .clients import ClientBatch, Pick, divide, round_sampler
+from .clients import ClientBatch, divide, round_sampler
 from .guarded import GuardedTrainer
 from .partition import Rows
+from .poisson import DUMMY, PoissonSampler
 from .start import check_agreed
 
 if TYPE_CHECKING:
     from ..defenses.dp import PrivateSGD
 
 logger = logging.get_logger(__name__)
-
-_DUMMY = -1
-"""The row that stands in an empty batch, for its shapes: the last one."""
-
-
-@dataclass
-class PoissonSampler(Sampler[list[Pick]]):
-    """Batches of every rank in turn, of which a rank draws its own; the others' are left empty.
-
-    Args:
-        parts: The rows of each client. Client k lives on rank k modulo `ranks`.
-        rates: The probability of each client's rows.
-        rank: This rank.
-        ranks: How many there are.
-        rounds: Batches of a rank in an epoch.
-        seed: Makes draws reproducible, by anybody. `None`: keys from the operating system.
-
-    Example:
-        >>> sampler = PoissonSampler([np.arange(4)], [1.0], rank=0, ranks=1, rounds=1)
-        >>> [[pick.row for pick in batch] for batch in sampler]
-        [[0, 1, 2, 3]]
-    """
-
-    parts: Sequence[Rows]
-    rates: Sequence[float]
-    rank: int
-    ranks: int
-    rounds: int
-    seed: int | None = None
-    epoch: int = 0
-
-    def __len__(self) -> int:
-        return self.rounds * self.ranks
-
-    def set_epoch(self, epoch: int) -> None:
-        """Called by the data loader, so that seeded epochs differ."""
-        self.epoch = epoch
-
-    def __iter__(self) -> Iterator[list[Pick]]:
-        stream = Stream()
-        if self.seed is not None:
-            stream = Stream.from_seeds(self.seed, self.rank, self.epoch, 3)
-        share = 1 / len(self.parts)
-        for _ in range(self.rounds):
-            for rank in range(self.ranks):
-                if rank != self.rank:
-                    yield []
-                    continue
-                batch = []
-                for client in range(rank, len(self.parts), self.ranks):
-                    own = self.parts[client]
-                    drawn = stream.uniform((len(own),), dtype=torch.float64) < self.rates[client]
-                    rows = own[drawn.numpy()].tolist() or [_DUMMY]
-                    batch += [Pick(row, client, share) for row in rows]
-                yield batch
 
 
 class PrivateRows(TrainerCallback):
@@ -196,7 +140,7 @@ class PrivateRows(TrainerCallback):
         self.account.add(self.noise_multiplier, self.rate)
         found = []
         for batch in batches:
-            empty = batch.rows is not None and bool((batch.rows == _DUMMY).any())
+            empty = batch.rows is not None and bool((batch.rows == DUMMY).any())
             if empty and isinstance(batch.defense, PrivateSGD) and batch.rows is not None:
                 noise = NoSample.of(batch.defense)
                 batch = batch._replace(defense=noise, rows=batch.rows[:0])
@@ -338,8 +282,8 @@ def _refuse(trainer: Any, chained: bool, own_batches: bool) -> None:
         if trainer.defense.delta is not None or is_iterable(trainer.train_dataset):
             raise NotImplementedError(
                 f"{say} and delta where batches are not drawn by the Trainer itself, row by row "
-                "from a data set with a length: ε is of Poisson sampling. Leave get_train_dataloader "
-                "as it is, or give noise_multiplier without delta, and account for your own way of "
+                "from a data set with a length: ε is of Poisson sampling. Leave "
+                "get_train_dataloader as it is, or give noise_multiplier without delta, and account for your own way of "
                 "drawing batches."
             )
         return
