@@ -120,7 +120,7 @@ def check_leakage(
     if args.use_liger_kernel and (measured or accountant is not None or defense.needs_jacobian):
         raise NotImplementedError(_LIGER.format(defense.name))
     _raise_first(_leakage_refusals(limit is not None, defense, accountant, own_batches))
-    if accountant is not None and _is_iterable(train_dataset):
+    if accountant is not None and is_iterable(train_dataset):
         raise NotImplementedError(_UNNUMBERED)
 
 
@@ -258,7 +258,7 @@ def _accelerator_refusals(accelerator: Accelerator, train_dataset: Any) -> Itera
         )
     if accelerator.num_processes > 1 and train_dataset is not None:
         dispatch = accelerator.dataloader_config.dispatch_batches
-        if dispatch or (dispatch is None and _is_iterable(train_dataset)):
+        if dispatch or (dispatch is None and is_iterable(train_dataset)):
             yield (
                 "dispatched batches: rank 0 would read everybody's data and send it, unprotected, "
                 "to the other ranks. Set accelerator_config={'dispatch_batches': False} (it is on "
@@ -299,7 +299,8 @@ def _clips_by_norm(defense: Defense) -> bool:
     return isinstance(defense, DPSGD) and defense.clip_by == "norm" and defense.scale is not None
 
 
-def _is_iterable(dataset: Any) -> bool:
+def is_iterable(dataset: Any) -> bool:
+    """Whether a data set has no rows that could be drawn."""
     import datasets
 
     return isinstance(dataset, IterableDataset | datasets.IterableDataset)
