@@ -254,7 +254,7 @@ DEFENSES: Registry[Any] = Registry(
         "gaussian_noise": "hf_gradguard.defenses.noise:GaussianNoise",
         "laplace_noise": "hf_gradguard.defenses.noise:LaplaceNoise",
         "optimal_noise": "hf_gradguard.defenses.noise:OptimalNoise",
-        "dp_sgd": "hf_gradguard.defenses.noise:DPSGD",
+        "dp_sgd": "hf_gradguard.defenses.dp:PrivateSGD",
         "optimal_dp_sgd": "hf_gradguard.defenses.noise:OptimalDPSGD",
         "pruning": "hf_gradguard.defenses.pruning:Pruning",
         "optimal_pruning": "hf_gradguard.defenses.pruning:OptimalPruning",
@@ -274,6 +274,7 @@ ATTACKS: Registry[Any] = Registry(
         "lamp": "hf_gradguard.attacks.matching.text:Lamp",
         "span": "hf_gradguard.attacks.span.attack:Span",
         "embedding_rows": "hf_gradguard.attacks.embedding_rows:EmbeddingRows",
+        "candidates": "hf_gradguard.attacks.candidates.attack:Candidates",
     },
 )
 ESTIMATORS: Registry[Any] = Registry(

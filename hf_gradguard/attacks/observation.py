@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ..gradient_map import GradientMap, Tensors
 from ..gradient_map.domain import Domain, domain_of_shape
 from ..gradient_map.inputs import LossFunction
+from ..gradient_map.law import Law
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,8 @@ class Observation:
             text.
         noise_variance: Variance of the defense's Gaussian noise, one for all or `{name: tensor}`,
             if the server knows it.
+        law: How messages come from gradients, if the server knows the defense: what
+            `Defense.law(message)` states.
         image_mean: Per channel, what was subtracted from pixels in [0, 1]. Public, as part of the
             image processor.
         image_std: Per channel, what they were divided by afterwards.
@@ -62,6 +65,7 @@ class Observation:
     attention_mask: Tensor | None = None
     tokenizer: Any = None
     noise_variance: float | Mapping[str, Tensor] | None = None
+    law: Law | None = None
     image_mean: Sequence[float] | None = None
     image_std: Sequence[float] | None = None
 
@@ -208,7 +212,8 @@ def average(observations: Sequence[Observation]) -> Observation:
         variance = {name: tensor / count for name, tensor in variance.items()}
     elif variance is not None:
         variance = variance / count
-    return replace(first, gradient=mean, noise_variance=variance)
+    law = None if first.law is None else first.law.of_mean(count)
+    return replace(first, gradient=mean, noise_variance=variance, law=law)
 
 
 def _placeholder_ids(seen: Observation) -> dict[str, Tensor]:
