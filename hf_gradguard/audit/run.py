@@ -58,8 +58,7 @@ def audit(
         processing_class: Its tokenizer or image processor; `None` for an image model that takes
             pixels in [0, 1].
         samples: `(text or image, class id)` each; images as PIL or bytes `(H, W)` or `(H, W, C)`.
-        defenses: Names with settings or objects, see `parse_specs`. Several strengths of one
-            defense are several rows.
+        defenses: Names with settings or objects, see `parse_specs`; each is a row.
         attacks: Names with settings or objects. Each also runs as somebody sets it who knows the
             defense, where that makes a difference.
         candidates: Texts or images that an attacker has: adds the attack `candidates`, which asks

@@ -43,6 +43,7 @@ def score_candidates(
     """Scores of an attack that ranks candidates, one number a member of each message.
 
     - `top1`: 1 if it is among the message's B best candidates, B being the number of its members.
+      Who scores like one that is not among them is not, either.
     - `rank`: 1 + how many candidates that are no members come before it; who scores alike counts
       half.
     - `tpr_1%`, `tpr_0.1%`: 1 if it scores above a threshold, one for all messages, that at most so
@@ -96,8 +97,7 @@ def _told(
     """The scores of one member."""
     value, rest = row[number], row[~own]
     before = float((rest > value).sum() + (rest == value).sum() / 2)
-    above = float((row > value).sum() + ((row == value).sum() - 1) / 2)
-    found = {"top1": float(above < own.sum()), "rank": 1 + before}
+    found = {"top1": float((row >= value).sum() <= own.sum()), "rank": 1 + before}
     return found | {name: float(value > limit) for name, limit in limits.items()}
 
 

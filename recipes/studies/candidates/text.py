@@ -32,8 +32,9 @@ POOL = 1000  # sentences that are kept out of training
 
 
 def cells(args) -> dict:
+    """Refiner's last, which ask for an evaluation network."""
     plan = QUICK if args.quick else PLAN
-    return {
+    found = {
         (defense, state, str(size)): {
             "defense": defense,
             "strengths": DEFENSES[defense],
@@ -47,6 +48,7 @@ def cells(args) -> dict:
         for defense in (QUICK_DEFENSES if args.quick else DEFENSES)
         if not args.quick or size < 16
     }
+    return dict(sorted(found.items(), key=lambda one: one[0][0] == "refiner"))
 
 
 def prepare(args):
