@@ -18,7 +18,7 @@ from .per_sample import Layer, layers_of
 from .shares import OfLayer, OfTable, Share, Written, of_module
 
 if TYPE_CHECKING:
-    from .map import GradientMap, Tensors
+    from .map import GradientMap
 
 
 class NotApartError(RuntimeError):
