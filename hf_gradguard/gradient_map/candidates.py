@@ -67,7 +67,7 @@ class Candidates:
     def _many(
         self, function: GradientFunction, xs: Tensor, extras: Tensors, free: Tensors, fixed: Tensors
     ) -> tuple[Tensor, Tensor, Tensors]:
-        gmap, held = self._gmap, _Held(self._gmap.model)
+        gmap, held = self._gmap, Held(self._gmap.model)
         parameters = {f"model.{name}": p.detach() for name, p in self._dense.items()}
         shared = gmap.parameters
         constants = {f"model.{name}": shared[name].detach() for name in self._layers}
@@ -124,7 +124,7 @@ def differentiate(
     }
 
 
-class _Held(nn.Module):
+class Held(nn.Module):
     """A module whose forward pass is a function that runs `model`: what `functional_call` needs to
     swap its parameters.
     """

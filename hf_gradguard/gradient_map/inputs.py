@@ -24,6 +24,8 @@ logger = logging.get_logger(__name__)
 
 Batch = Mapping[str, Any]
 LossFunction = Callable[[nn.Module, dict[str, Any]], Tensor]
+Input = Tensor | Callable[[Tensor], Tensor] | None
+"""To run a model with: a value, a function of the batch's own, or that itself."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,7 @@ class ContinuousInput:
     embedding: nn.Module | None = None
 
     def evaluate(
-        self, loss_fn: LossFunction, model: nn.Module, batch: Batch, value: Tensor | None = None
+        self, loss_fn: LossFunction, model: nn.Module, batch: Batch, value: Input = None
     ) -> tuple[Tensor, Tensor]:
         """Run the model with `value` in place of its continuous input.
 
@@ -49,19 +51,20 @@ class ContinuousInput:
             model: The model to run, in whatever mode it is in.
             batch: What a collator returns. Its token ids stay in use: they give shapes, masks and
                 the embedding rows.
-            value: The input to run with; `None` takes the batch's own, as a new leaf.
+            value: The input to run with, or a function of the batch's own; `None` takes that
+                itself, as a new leaf.
 
         Returns:
             The input as it entered the graph, and the loss.
         """
         if self.embedding is None:
-            x = _leaf(batch[self.domain.key]) if value is None else value
+            x = _replaced(batch[self.domain.key], value)
             return x, loss_fn(model, {**batch, self.domain.key: x})
 
         seen: list[Tensor] = []
 
         def replace(_module: nn.Module, _args: Any, output: Tensor) -> Tensor:
-            x = _leaf(output) if value is None else value
+            x = _replaced(output, value)
             seen.append(x)
             # The value is x. The graph keeps `output`, so the embedding matrix still gets its
             # gradient if it is shared.
@@ -232,5 +235,7 @@ def _is_first_rank() -> bool:
     )
 
 
-def _leaf(tensor: Tensor) -> Tensor:
-    return tensor.detach().clone().requires_grad_()
+def _replaced(own: Tensor, value: Input) -> Tensor:
+    if value is None:
+        return own.detach().clone().requires_grad_()
+    return value if isinstance(value, Tensor) else value(own.detach())

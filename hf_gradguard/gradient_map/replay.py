@@ -24,6 +24,9 @@ class Replay:
         second_order: Whether derivatives of derivatives are wanted.
     """
 
+    kind: str = ""
+    """Of maps that are tried out together: how well differences do on one says it of the others."""
+
     def __init__(self, model: nn.Module, second_order: bool) -> None:
         self.modules, self.second_order = list(model.modules()), second_order
         on_gpu = {p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"}

@@ -138,6 +138,7 @@ def plan_of(gmap: GradientMap) -> Plan:
         gmap.input.dtype,
         tuple(module.training for module in gmap.replay.modules),
         gmap.replay.recomputes(),
+        gmap.replay.kind,
         _code(gmap.loss_fn),
     )
     plan, uses = plans.get(key, (None, 0))
