@@ -118,3 +118,34 @@ def cut(whole: Tensor, rows: Sequence[int], shapes: Sequence[torch.Size] | None)
         part[tuple(slice(size) for size in shape)]
         for part, shape in zip(parts, shapes, strict=True)
     ]
+
+
+def pieces_of(whole: Batch, size: int | None) -> list[Batch]:
+    """A batch cut into batches of so many samples, the last one smaller where they do not come out
+    even. Entries that are not of samples are in every one.
+
+    Args:
+        whole: The batch.
+        size: At least 1; `None` for all samples.
+
+    Raises:
+        ValueError: If `size` is below 1.
+
+    Example:
+        >>> [len(piece["labels"]) for piece in pieces_of(batch, 1)]
+        [1, 1]
+    """
+    count = len(domain_of_batch(whole).main_input(whole))
+    if size is not None and size < 1:
+        raise ValueError(f"A local batch has at least one sample, not {size}.")
+    if size is None or size >= count:
+        return [whole]
+    return [
+        {
+            key: value[first : first + size]
+            if isinstance(value, Tensor) and value.dim() and len(value) == count
+            else value
+            for key, value in whole.items()
+        }
+        for first in range(0, count, size)
+    ]
