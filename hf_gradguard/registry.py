@@ -122,6 +122,9 @@ def make(registry: Registry[type[T]], name: str, settings: Mapping[str, Any]) ->
     known = [field.name for field in fields(found) if field.init]  # type: ignore[arg-type]
     unknown = sorted(settings.keys() - set(known))
     if unknown:
+        reasons = getattr(found, "refused", {})
+        if setting := next((setting for setting in unknown if setting in reasons), None):
+            raise TypeError(f"{name} has no setting {setting}: {reasons[setting]}.")
         has = f"It has: {', '.join(known)}." if known else "It has none."
         raise TypeError(f"{name} has no setting {', '.join(unknown)}. {has}")
     return found(**settings)

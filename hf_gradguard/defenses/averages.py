@@ -18,6 +18,8 @@ takes all the noise, or none.
 """
 
 _KINDS = ("squares", "powers")
+PARTS = ("shape", *_KINDS)
+"""What the names in an average's state begin with."""
 
 
 class Averages:
@@ -72,22 +74,25 @@ class Averages:
                     fresh = tuple(f + DECAY * o for f, o in zip(fresh, old, strict=True))
                 self._sums[kind][name] = fresh
 
-    def ratio(self, by_tensor: bool = False) -> Tensors:
+    def ratio(self, by_tensor: bool = False, waiting: Tensors | None = None) -> Tensors:
         """√(s²/g²) up to a common factor, in the parameters' shapes.
 
         Args:
             by_tensor: One ratio a tensor, of its sums.
+            waiting: To be added to g², whose sum over all parameters counts as 1.
         """
         entries = sum(math.prod(shape) for shape in self._shapes.values())
         priors = {k: PRIOR * _total(sums) / entries or 1.0 for k, sums in self._sums.items()}
-        return {
-            name: self._mean("squares", name, by_tensor)
-            .add_(priors["squares"])
-            .div_(self._mean("powers", name, by_tensor).add_(priors["powers"]))
-            .sqrt_()
-            .expand(shape)
-            for name, shape in self._shapes.items()
-        }
+        unit = _total(self._sums["powers"])
+        ratios = {}
+        for name, shape in self._shapes.items():
+            power = self._mean("powers", name, by_tensor).add_(priors["powers"])
+            if waiting is not None:
+                more = waiting[name].to(power)
+                power = power + unit * (more.mean() if by_tensor else more)
+            square = self._mean("squares", name, by_tensor).add_(priors["squares"])
+            ratios[name] = square.div_(power).sqrt_().expand(shape)
+        return ratios
 
     def _mean(self, kind: str, name: str, by_tensor: bool) -> Tensor:
         parts, shape = self._sums[kind][name], self._shapes[name]
@@ -116,7 +121,7 @@ class Averages:
         self.__init__()  # type: ignore[misc]
         for key, tensor in sorted(state.items()):
             kind, _, rest = key.partition(".")
-            if kind not in ("shape", *_KINDS):
+            if kind not in PARTS:
                 raise ValueError(f"{key!r} is nothing of running averages.")
             if kind == "shape":
                 self._shapes[rest] = torch.Size(tensor.tolist())

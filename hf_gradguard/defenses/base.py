@@ -30,6 +30,15 @@ class Defense:
     """
 
     name: ClassVar[str]
+    first_order: ClassVar[bool] = False  # asks for the gradient alone, so takes any batch
+    refused: ClassVar[dict[str, str]] = {
+        "error_feedback": (
+            "it shares the true gradient, or that with independent noise, which averages out over "
+            "messages by itself. Fed back, each message would take back the noise of the one "
+            "before, and their sum would show the sum of the gradients"
+        )
+    }
+    """Settings that it has for a reason not."""
 
     def __call__(self, gmap: GradientMap, generator: Stream | None = None) -> Message:
         """What a client shares in place of its gradient.
@@ -77,6 +86,9 @@ class Defense:
         Called before training, and again for every other model.
         """
 
+    def at_step(self, step: int) -> None:
+        """Told before a message, by who counts them, how many optimizer steps are finished."""
+
     @property
     def adds_gaussian_noise(self) -> bool:
         """Whether its messages carry `noise`: Gaussian noise of known covariance on the true
@@ -93,6 +105,11 @@ class Defense:
     def needs_jacobian(self) -> bool:
         """Whether the next call differentiates twice, so that its map needs `second_order=True`."""
         return False
+
+    @property
+    def needs_input(self) -> bool:
+        """Whether a call asks for the continuous input, or how the gradient depends on it."""
+        return not self.first_order
 
     def state_dict(self) -> Tensors:
         """What the defense remembers between calls. Private to the client: it depends on its

@@ -54,6 +54,10 @@ class Chain(Defense):
         for part in (self.first, self.second):
             part.prepare(model, processing_class)
 
+    def at_step(self, step: int) -> None:
+        for part in (self.first, self.second):
+            part.at_step(step)
+
     @property
     def exact(self) -> bool:
         return self.first.exact and self.second.exact
@@ -66,6 +70,10 @@ class Chain(Defense):
     @property
     def needs_jacobian(self) -> bool:
         return self.first.needs_jacobian or self.second.needs_jacobian
+
+    @property
+    def needs_input(self) -> bool:
+        return self.first.needs_input or self.second.needs_input
 
     def state_dict(self) -> Tensors:
         return {

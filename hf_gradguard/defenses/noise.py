@@ -166,6 +166,7 @@ class GaussianNoise(NoiseDefense):
     """The same Gaussian noise on every parameter: Σ = scale² I."""
 
     name: ClassVar[str] = "gaussian_noise"
+    first_order: ClassVar[bool] = True
 
 
 @dataclass
@@ -175,6 +176,7 @@ class LaplaceNoise(NoiseDefense):
     """
 
     name: ClassVar[str] = "laplace_noise"
+    first_order: ClassVar[bool] = True
 
     def draw(self, like: Tensor, generator: Stream) -> Tensor:
         # The difference of two unit exponentials is Laplace(0, 1), of variance 2.
@@ -277,6 +279,7 @@ class DPSGD(NoiseDefense):
     """
 
     name: ClassVar[str] = "dp_sgd"
+    first_order: ClassVar[bool] = True
     clip: float = 1.0
     clip_by: Literal["norm", "coordinate"] = "norm"
 

@@ -28,7 +28,8 @@ from ..gradient_map.layers import layer_numbers
 from ..networks.loading import check_digest
 from ..networks.trial import name_of
 from ..randomness import Stream
-from .base import Defense, cast_like, check_whole, is_number, norm, true_gradient
+from .base import cast_like, check_whole, is_number, norm, true_gradient
+from .feedback import BiasedDefense
 from .message import Message
 from .robust_input import Pixels, SpecialTokens, Words, try_on_batch
 
@@ -55,7 +56,7 @@ class RobustData:
 
 
 @dataclass
-class Refiner(Defense):
+class Refiner(BiasedDefense):
     """Gradient of robust data: found by Adam on the continuous input from a start that is blended
     with noise.
 
@@ -124,10 +125,8 @@ class Refiner(Defense):
         if self.epsilon is not None and self.relative_epsilon is not None:
             raise ValueError("Give epsilon or relative_epsilon, not both.")
         for name in ("epsilon", "relative_epsilon"):
-            if getattr(self, name) is not None:
-                _check_range(
-                    name, getattr(self, name), 0, math.inf, above=True
-                )  # at 0 it would share the true gradient
+            if getattr(self, name) is not None:  # at 0 it would share the true gradient
+                _check_range(name, getattr(self, name), 0, math.inf, above=True)
         if (self.image_mean is None) != (self.image_std is None):
             raise ValueError("Give image_mean and image_std together, or neither.")
         given = self.evaluation_network
@@ -316,13 +315,15 @@ class Refiner(Defense):
             self._remembered.popitem(last=False)
 
     def state_dict(self) -> Tensors:
-        return {
+        return super().state_dict() | {
             f"robust.{index}.{key}": data
             for index, (key, data) in enumerate(self._remembered.items())
         }
 
     def load_state_dict(self, state: Tensors) -> None:
-        ordered = sorted(state.items(), key=lambda item: int(item[0].split(".")[1]))
+        robust = {key: data for key, data in state.items() if key.startswith("robust.")}
+        super().load_state_dict({key: t for key, t in state.items() if key not in robust})
+        ordered = sorted(robust.items(), key=lambda item: int(item[0].split(".")[1]))
         self._remembered = OrderedDict((name.split(".")[2], data.cpu()) for name, data in ordered)
 
     def settings(self) -> dict[str, Any]:

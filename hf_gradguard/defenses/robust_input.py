@@ -68,12 +68,11 @@ class Words:
 
     def __init__(self, gmap: GradientMap, network: Any, special: SpecialTokens) -> None:
         assert gmap.embedding is not None
-        self.embedding, self.ids = gmap.embedding, gmap.batch["input_ids"]
-        self.mask = gmap.batch.get("attention_mask")
+        self.embedding, self.ids = gmap.embedding, gmap.domain.main_input(gmap.batch)
+        mask = gmap.domain.present(gmap.batch)
+        self.mask = None if mask is None else mask.long()
         self.special = special.ids
-        present = (
-            torch.ones_like(self.ids, dtype=torch.bool) if self.mask is None else self.mask.bool()
-        )
+        present = torch.ones_like(self.ids, dtype=torch.bool) if mask is None else mask
         self.present = present
         words = present & ~_among(self.ids, self.special)
         if not words.any():

@@ -12,7 +12,7 @@ from ..gradient_map import GradientMap, Tensors
 from ..gradient_map.random_labels import special_ids
 from ..gradient_map.sensitivity import probe_squares
 from ..randomness import Stream
-from .averages import Averages
+from .averages import PARTS, Averages
 from .base import Defense, check_finite, check_whole, total
 
 Granularity = Literal["parameter", "layer"]
@@ -66,12 +66,15 @@ class SensitivityDefense(Defense):
     def prepare(self, model: nn.Module, processing_class: Any = None) -> None:
         self._special = special_ids(model, processing_class)
 
-    def averaged_ratio(self, gmap: GradientMap, generator: Stream) -> Tensors | None:
+    def averaged_ratio(
+        self, gmap: GradientMap, generator: Stream, waiting: Tensors | None = None
+    ) -> Tensors | None:
         """√(s²/g²) of public or past batches, up to a common factor: not a function of this one.
 
         Args:
             gmap: The client's map.
             generator: Of probes and random inputs.
+            waiting: As for `Averages.ratio`.
 
         Returns:
             One positive tensor a shared parameter; `None` if there is no earlier batch.
@@ -83,7 +86,8 @@ class SensitivityDefense(Defense):
         if self.shape == "public" and due:
             made = gmap.domain.random_batch(gmap.model, gmap.batch, generator, self._special)
             self._learn(plain.of_batch(made), generator)
-        ratio = self._averages.ratio(self.granularity == "layer") if self._averages else None
+        by_tensor = self.granularity == "layer"
+        ratio = self._averages.ratio(by_tensor, waiting) if self._averages else None
         if self.shape == "past" and due:
             self._learn(plain, generator)
         self._calls += 1
@@ -124,14 +128,17 @@ class SensitivityDefense(Defense):
         return {name: tensor.abs() for name, tensor in tensors.items()}
 
     def state_dict(self) -> Tensors:
+        state = super().state_dict()
         if not self._averages:
-            return {}
-        return {"calls": torch.tensor(self._calls)} | self._averages.state_dict()
+            return state
+        return state | {"calls": torch.tensor(self._calls)} | self._averages.state_dict()
 
     def load_state_dict(self, state: Tensors) -> None:
         state = dict(state)
         self._calls = int(state.pop("calls", torch.tensor(0)))
-        self._averages.load_state_dict(state)
+        own = {key: state.pop(key) for key in list(state) if key.partition(".")[0] in PARTS}
+        self._averages.load_state_dict(own)
+        super().load_state_dict(state)
 
     def _learn(self, gmap: GradientMap, generator: Stream) -> None:
         squares: Tensors = {}

@@ -29,12 +29,11 @@ def protect_update(
     """Local training of K steps, and of its outcome what may be sent: a protected Δθ = θ_K - θ_0.
 
     The model stays as it is. A defense is one client's: give the same object in every round, and
-    keep its `state_dict()` in between. One that has to know the model or its tokenizer is prepared
-    by `defense.prepare(model, tokenizer)` first.
+    keep its `state_dict()` in between. It may have to know the model and its tokenizer: call
+    `defense.prepare(model, tokenizer)` first.
 
     **The unit of all settings is the update's**, that is the weights': `scale=1e-4` adds noise of
-    that standard deviation to Δθ. `relative_scale` is a multiple of the update's own size and means
-    the same as for gradients.
+    that standard deviation to Δθ. `relative_scale` is a multiple of the update's own size.
 
     Args:
         model: In the mode in which the client trains it.
@@ -43,7 +42,7 @@ def protect_update(
         learning_rate: η, or one of each step.
         optimizer: As for `UpdateMap`.
         optimizer_kwargs: Likewise.
-        loss_fn: As for `GradientMap`.
+        loss_fn: As for `GradientMap`, and so on.
         share_input_embeddings: Likewise.
         withhold: Likewise.
         generator: As for `Defense.__call__`.
@@ -71,5 +70,6 @@ def protect_update(
         share_input_embeddings=share_input_embeddings,
         withhold=withhold,
         second_order=made.needs_jacobian,
+        needs_input=made.needs_input,
     )
     return made(gmap, generator)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .domain import domain_of_batch
+from .domain import count_rows, domain_of_batch
 from .inputs import Batch
 
 
@@ -18,6 +18,8 @@ class Pieces:
     Args:
         batches: With the same entries. A tensor with a first dimension of samples is joined; all
             else must be the same in every batch.
+        needs_input: Whether anything asks for the continuous input. If not, batches may be
+            anything, and are not joined.
 
     Raises:
         ValueError: If there are none, entries differ, or lengths differ and nothing says where
@@ -30,13 +32,15 @@ class Pieces:
         (3, [2, 1])
     """
 
-    def __init__(self, batches: Sequence[Batch]) -> None:
+    def __init__(self, batches: Sequence[Batch], needs_input: bool = True) -> None:
         if not batches:
             raise ValueError("Local training needs at least one batch.")
         self.batches = list(batches)
+        self.rows = [count_rows(batch) for batch in batches]
+        if not needs_input:
+            return
         domain = domain_of_batch(batches[0])
         inputs = [domain.main_input(batch) for batch in batches]
-        self.rows = [len(values) for values in inputs]
         for batch in batches[1:]:
             if odd := set(batch) ^ set(batches[0]):
                 raise ValueError(f"{min(odd)!r} is in some of the batches, but not in all of them.")
@@ -135,7 +139,7 @@ def pieces_of(whole: Batch, size: int | None) -> list[Batch]:
         >>> [len(piece["labels"]) for piece in pieces_of(batch, 1)]
         [1, 1]
     """
-    count = len(domain_of_batch(whole).main_input(whole))
+    count = count_rows(whole)
     if size is not None and size < 1:
         raise ValueError(f"A local batch has at least one sample, not {size}.")
     if size is None or size >= count:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from .candidates import Held, differentiate
+from .domain import Text, embed
 from .factors import Factors
 from .inputs import Batch, LossFunction, find_input, model_loss, shared_by_batch
 from .jacobian import UnrolledJacobian
@@ -50,6 +51,7 @@ class UpdateMap(GradientMap):
         share_input_embeddings: Likewise.
         withhold: Likewise.
         second_order: Likewise.
+        needs_input: Likewise.
 
     Raises:
         ValueError: If there is no batch, batches do not belong together, learning rates are not
@@ -75,19 +77,21 @@ class UpdateMap(GradientMap):
         share_input_embeddings: bool = False,
         withhold: Sequence[str] = (),
         second_order: bool = True,
+        needs_input: bool = True,
     ) -> None:
         self.model, self.loss_fn = model, loss_fn or model_loss
+        self._needs_input = needs_input or second_order
         self._sharing: Any = {
             "share_input_embeddings": share_input_embeddings,
             "withhold": withhold,
         }
         self.optimizer = make_optimizer(optimizer, optimizer_kwargs)
         unique = {id(batch): batch for batch in batches}
-        self._pieces = Pieces(list(unique.values()))
+        self._pieces = Pieces(list(unique.values()), self._needs_input)
         self._order = [list(unique).index(id(batch)) for batch in batches]
         self.rates = _rates(learning_rate, len(self._order))
-        self._batch = self._pieces.joined()
-        self._source = find_input(model, self._batch)
+        self._batch = self._pieces.joined() if self._needs_input else batches[0]
+        self._source = find_input(model, self._batch, self._needs_input)
         self.replay = _Steps(model, second_order, f"{self.optimizer}, {len(self._order)} steps")
         with self.replay.kernels():
             for batch in self._pieces.batches:
@@ -98,7 +102,8 @@ class UpdateMap(GradientMap):
         with torch.enable_grad(), self.replay.kernels():
             self._gradient = self._train(self._pieces.batches, None, losses=losses)
         self._shapes = [part.shape for part in self._parts]
-        self._x, self._loss = join(self._parts), torch.stack(losses).mean()
+        self._x = join(self._parts) if self._needs_input else self._parts[0]
+        self._loss = torch.stack(losses).mean()
         self._jacobian = UnrolledJacobian(
             lambda x: self.gradient_at(x, create_graph=True), self._x, self._parameters, self.replay
         )
@@ -126,10 +131,9 @@ class UpdateMap(GradientMap):
         """Δθ at another input; arguments as for `GradientMap.gradient_at`, entries in the form of
         `batch`.
         """
-        if x.shape != self._x.shape:
+        if x.shape != (shape := self.input.shape):
             raise ValueError(
-                f"x has shape {tuple(x.shape)}, but this training's input has "
-                f"{tuple(self._x.shape)}."
+                f"x has shape {tuple(x.shape)}, but this training's input has {tuple(shape)}."
             )
         if create_graph:
             self._require_second_order("gradient_at(create_graph=True)")
@@ -176,6 +180,7 @@ class UpdateMap(GradientMap):
                 optimizer=self.optimizer,
                 loss_fn=self.loss_fn,
                 second_order=second_order,
+                needs_input=self._needs_input,
                 **self._sharing,
             )
 
@@ -201,10 +206,8 @@ class UpdateMap(GradientMap):
                 weights = {name: w.detach() for name, w in weights.items()}
             for weight in weights.values():
                 weight.requires_grad_()
-            value: Any = None
-            if parts is not None or index in seen:
-                value = self._moved(index, parts[index] if parts is not None else seen[index])
-            gradient, loss, x = self._step(weights, batches[index], value, create_graph)
+            part = None if parts is None else parts[index]
+            gradient, loss, x = self._step(weights, batches[index], part, index, create_graph)
             seen.setdefault(index, x.detach())
             if losses is not None:
                 losses.append(loss.detach())
@@ -215,21 +218,26 @@ class UpdateMap(GradientMap):
             self._parts = [seen[index] for index in range(len(batches))]
         return self.outcome(first, change)
 
-    def _moved(self, index: int, part: Tensor) -> Callable[[Tensor], Tensor] | Tensor:
-        """The input of a batch. Where its table is trained too, the input moves along."""
-        if not self._sharing["share_input_embeddings"]:
+    def _moved(self, index: int, part: Tensor, batch: Batch) -> Tensor:
+        """The input of a batch at the present weights: where its table is trained too, it moves
+        along.
+        """
+        domain, embedding = self.domain, self.embedding
+        if embedding is None or not self._sharing["share_input_embeddings"]:
             return part
-        start = self._parts[index] if self._parts else part
-        return lambda own: own + (part - start)
+        assert isinstance(domain, Text)
+        own = [embed(embedding, ids) for ids in domain.texts(batch).values()]
+        return torch.cat(own, 1) + (part - self._parts[index])
 
     def _step(
-        self, weights: Tensors, batch: Batch, value: Any, create_graph: bool
+        self, weights: Tensors, batch: Batch, part: Tensor | None, index: int, create_graph: bool
     ) -> tuple[Tensors, Tensor, Tensor]:
         """The gradient at some weights, the loss and the input. Differentiated while the weights
         are the model's: layers under activation checkpointing run again.
         """
 
         def run() -> tuple[Tensors, Tensor, Tensor]:
+            value = None if part is None else self._moved(index, part, batch)
             x, loss = self._source.evaluate(self.loss_fn, self.model, batch, value=value)
             if loss.dim() or not loss.requires_grad:
                 raise ValueError(

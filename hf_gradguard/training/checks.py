@@ -18,6 +18,7 @@ from transformers import DataCollatorWithFlattening, TrainingArguments
 
 from ..defenses import Defense
 from ..defenses.noise import DPSGD
+from .bases import base_refusals
 
 if TYPE_CHECKING:
     from ..leakage import FisherAccountant
@@ -143,6 +144,7 @@ def _argument_refusals(args: TrainingArguments) -> Iterator[str]:
         yield _DEEPSPEED
     if args.fsdp:
         yield _FSDP
+    yield from base_refusals(args)
     if args.fp16:
         yield _FP16
     if args.torch_compile:

@@ -18,7 +18,7 @@ from torch.utils.data import Dataset, Sampler
 from transformers import TrainingArguments
 
 from ..defenses import Defense
-from ..gradient_map.domain import domain_of_batch
+from ..gradient_map.domain import count_rows
 from .checks import PADDING_FREE
 from .partition import Rows, make_partition
 
@@ -244,11 +244,12 @@ def split(batch: dict[str, Any], parts: int) -> list[dict[str, Any]]:
     """
     if parts == 1:
         return [dict(batch)]
-    rows = domain_of_batch(batch).main_input(batch)
-    if len(rows) == 1 and _is_padding_free(batch):
+    rows = count_rows(batch)
+    if rows == 1 and _is_padding_free(batch):
         raise NotImplementedError(f"GradGuardTrainer does not support {PADDING_FREE}")
-    parts_of = torch.arange(len(rows), device=rows.device).tensor_split(parts)
-    return [_take(batch, index, len(rows)) for index in parts_of]
+    device = next(value.device for value in batch.values() if isinstance(value, Tensor))
+    parts_of = torch.arange(rows, device=device).tensor_split(parts)
+    return [_take(batch, index, rows) for index in parts_of]
 
 
 def drawn(
@@ -265,7 +266,7 @@ def drawn(
     """
     rest = {key: value for key, value in batch.items() if key not in (CLIENT, SHARE)}
     numbers, shares = batch[CLIENT], batch[SHARE]
-    if len(domain_of_batch(rest).main_input(rest)) != len(numbers):
+    if count_rows(rest) != len(numbers):
         raise NotImplementedError(f"GradGuardTrainer does not support {PADDING_FREE}")
     for number in numbers.unique():
         index = (numbers == number).nonzero().flatten()

@@ -15,8 +15,8 @@ from transformers.trainer_utils import TrainOutput
 
 from ..gradient_map.domain import check_batch
 from .checkpoints import check_checkpoint, newest_complete
+from .hooks import SeamTrainer
 from .ledger import Ledger
-from .seams import SeamTrainer
 
 
 class GuardedTrainer(SeamTrainer):
@@ -26,12 +26,16 @@ class GuardedTrainer(SeamTrainer):
     Attributes:
         ledger: Of the gradients that may be exchanged and trained on.
 
+        asks_for_input: Whether anything asks for the continuous input of a batch.
+
     Example:
         >>> trainer = GuardedTrainer(model)
         >>> trainer.accelerator.backward(model(**batch).loss)
         Traceback (most recent call last):
         RuntimeError: GradGuardTrainer differentiates and protects a batch by itself: ...
     """
+
+    asks_for_input: bool = True
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.ledger = Ledger()
@@ -76,7 +80,7 @@ class GuardedTrainer(SeamTrainer):
         """As in `Trainer`, of batches that can be protected."""
 
         def checked(batch: Any) -> Any:
-            check_batch(self.model, batch)
+            check_batch(self.model, batch, self.asks_for_input)
             return batch
 
         return super().get_batch_samples(map(checked, epoch_iterator), *args, **kwargs)

@@ -140,18 +140,24 @@ class MessageMaker:
             share_input_embeddings=self._share_input_embeddings,
             withhold=self._withhold,
             second_order=client.defense.needs_jacobian or measured,
+            needs_input=client.defense.needs_input or measured,
         )
         gradient = gmap.gradient()
         self._rows.see(gradient)
         norm = _norm(gradient)  # waits for the device: what follows times the defense alone
         start = time.perf_counter()
+        before = client.defense.state_dict() if measured else {}
+        client.defense.at_step(step)
         message = client.defense(gmap, noise)
         shared = dict(message.items())
         self._record(gradient, shared, norm, start)
         for name, value in message.figures.items():
             self._figures[f"defense/{name}"].append(value)
         if measured and not self._meter.admits(gmap, message, step, probes, client.rows):
-            return gmap.loss  # nothing is added: to the other ranks it is a gradient of zeros
+            # Nothing is added: to the other ranks it is a gradient of zeros. Nor does a later
+            # message hold anything of it.
+            client.defense.load_state_dict(before)
+            return gmap.loss
         self._ledger.check(gmap.parameters.values(), "share a message")
         with torch.no_grad():
             for name, parameter in gmap.parameters.items():

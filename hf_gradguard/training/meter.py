@@ -126,6 +126,11 @@ class LeakageMeter:
         """Whether ranks have to agree at every step on going on."""
         return self._stops
 
+    @property
+    def measures_any(self) -> bool:
+        """Whether any messages are measured."""
+        return bool(self._every) or self._binding
+
     def logs(self, step: int) -> bool:
         """Whether the figures of the step that comes after `step` finished ones are logged."""
         return bool(self._every) and (step + 1) % self._every == 0

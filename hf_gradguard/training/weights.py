@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Trainer
 
-from ..gradient_map.domain import domain_of_batch
+from ..gradient_map.domain import count_rows
 
 Loss = Callable[[nn.Module, dict[str, Any], float | None], Tensor]
 """`(module, batch, items)`: the Trainer's loss, with `items` as its `num_items_in_batch`."""
@@ -127,7 +127,7 @@ class LossWeights:
         """
         counts = [normalization.items(batch) for batch in batches]
         sizes = [
-            len(domain_of_batch(batch).main_input(batch)) if count is None else count
+            count_rows(batch) if count is None else count
             for batch, count in zip(batches, counts, strict=True)
         ]
         whole, spread = float(sum(sizes)), 1.0

@@ -1,4 +1,4 @@
-"""The Flower mod: on by default, off only when told, configured by the run, closed when in doubt."""
+"""The Flower mod: on by default, off only when told, set by the run, closed when in doubt."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ def _chosen(args) -> dict[str, float]:
     if not named(of_rates.output, ".json").exists():
         raise SystemExit(f"{results.path} is not there: run the part rates first.")
     for (row, rate), cell in rates.cells(of_rates).items():
-        found.setdefault(row, {})[rate] = results[cell] if cell in results else None
+        found.setdefault(row, {})[rate] = results.get(cell)
     done = {row: tried for row, tried in found.items() if None not in tried.values()}
     return rates.best(done)
 
