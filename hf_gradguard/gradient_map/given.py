@@ -31,6 +31,8 @@ class Given(GradientMap):
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._gradient = dict(tensors)
+        self.model: Any = _Unknown()
+        self.replay: Any = _Unknown()
 
     def gradient(self) -> Tensors:
         return dict(self._gradient or {})
@@ -40,20 +42,30 @@ class Given(GradientMap):
 
     @property
     def undefended(self) -> GradientMap:
-        self._refuse("undefended")
+        _refuse("undefended")
 
     @property
     def input(self) -> Tensor:
-        self._refuse("input")
+        _refuse("input")
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        self._refuse(name)
+        _refuse(name)
 
-    def _refuse(self, what: str) -> NoReturn:
-        raise RuntimeError(
-            f"This defense asks for the client's data ({what}), and here only the outcome of its "
-            "training is known. Take gaussian_noise, dp_sgd, pruning or quantization, or protect "
-            "where the data is, by protect_update."
-        )
+
+class _Unknown:
+    """In the place of a model that is not there."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        _refuse(name)
+
+
+def _refuse(what: str) -> NoReturn:
+    raise RuntimeError(
+        f"This defense asks for the client's data ({what}), and here only the outcome of its "
+        "training is known. Take gaussian_noise, dp_sgd, pruning or quantization, or protect "
+        "where the data is, by protect_update."
+    )

@@ -340,6 +340,33 @@ def test_a_killed_client_rejoins_with_its_state() -> None:
     torch.testing.assert_close(kept[powers], tensors_of(whole[-1].state[STATE])[powers])
 
 
+def test_what_was_left_out_comes_later_also_after_a_kill() -> None:
+    """Pruning with error feedback has no chance in it: a client that was killed in the middle of
+    its third round sends what it would have, and what waits is in `context.state` alone.
+    """
+
+    def run(killed: int | None) -> list[dict[str, Tensor]]:
+        settings = {"settings__ratio": 0.9, "settings__error_feedback": True}
+        kept, found = pickle.dumps(context(defense="pruning", **settings)), []
+        for number in range(4):
+            answer = plain(arrays=record_of({n: START[n] + (1 + number) * STEP[n] for n in START}))
+            if number == killed:
+                with pytest.raises(KeyboardInterrupt):
+                    app(dying(lambda *_, a=answer: a))(message(), pickle.loads(kept))
+            here = pickle.loads(kept)
+            found.append(sent(app(answer)(message(), here)))
+            kept = pickle.dumps(here)
+        return found
+
+    whole, again = run(None), run(2)
+    for one, other in zip(whole, again, strict=True):
+        assert all(torch.equal(one[name], other[name]) for name in one)
+    alone = sent(app(plain(arrays=record_of({n: START[n] + 4 * STEP[n] for n in START})))(
+        message(), context(defense="pruning", settings__ratio=0.9)
+    ))  # fmt: skip
+    assert distance(alone, whole[-1]) > 0.01
+
+
 def test_a_folder_keeps_what_the_node_lost(tmp_path: Path) -> None:
     settings = {
         "defense": "optimal_noise",
