@@ -5,11 +5,11 @@ with and without going through them.
         --output docs/results/updates_images
 
 A client has two images of CIFAR-10 and trains the leakage papers' LeNet (weights before training)
-by an optimizer of torch for two epochs, one image a step. Inverting Gradients with L-BFGS (60
+by an optimizer of torch for two epochs, one image a step. Inverting Gradients with L-BFGS (40
 steps) matches the change of weights in float64, labels known: through all the steps in the client's
 order; as if every step were on both images; and as if it were one gradient. Where the order is
 shuffled the attacker assumes the order of the first epoch. PSNR in dB with 95 % bootstrap intervals
-over four clients; images go to the nearer ones found. Half an hour of one core.
+over three clients; images go to the nearer ones found. Half an hour of one core.
 """
 
 import torch

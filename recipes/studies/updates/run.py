@@ -2,7 +2,7 @@
 
     python -m recipes.studies.updates.run PART --help
 
-Each part's help has its command: `words` and `images`.
+Each part's help has its command: `words`, `images` and `rounds`.
 """
 
 from ..lib.command import main

@@ -29,5 +29,42 @@ MATCHED = {
     "every step on all images": "order unknown",
     "as one gradient": "one gradient",
 }
-PAIRS, STEPS = 4, 60
+PAIRS, STEPS = 3, 40
 QUICK_STEPS = 2
+
+TASKS = {
+    "cifar10": {
+        "task": "cifar10", "learning-rate": 1e-3, "optimizer": "adamw", "batch-size": 16,
+        "local-steps": 4,
+    },
+    "sst2": {
+        "task": "sst2", "learning-rate": 2e-4, "optimizer": "adamw", "batch-size": 8,
+        "local-steps": 4,
+    },
+}  # fmt: skip
+
+
+def _defense(name: str, **settings) -> dict:
+    named = {f"gradguard.settings.{key}": value for key, value in settings.items()}
+    return {"gradguard.defense": name} | named
+
+
+TRAINED = {
+    "cifar10": {
+        "none": _defense("none"),
+        "gaussian_noise, relative_scale=0.5": _defense("gaussian_noise", relative_scale=0.5),
+        "gaussian_noise, relative_scale=2": _defense("gaussian_noise", relative_scale=2.0),
+        "optimal_noise, relative_scale=2": _defense("optimal_noise", relative_scale=2.0),
+        "pruning, ratio=0.95": _defense("pruning", ratio=0.95),
+        "pruning, ratio=0.95, error feedback": _defense("pruning", ratio=0.95, error_feedback=True),
+        "optimal_pruning, ratio=0.95": _defense("optimal_pruning", ratio=0.95),
+        "quantization, bits=4": _defense("quantization", bits=4),
+    },
+    "sst2": {
+        "none": _defense("none"),
+        "gaussian_noise, relative_scale=2": _defense("gaussian_noise", relative_scale=2.0),
+        "pruning, ratio=0.95": _defense("pruning", ratio=0.95),
+    },
+}
+ROUNDS, QUICK_ROUNDS = 20, 1
+SEEDS = {"cifar10": 2, "sst2": 1}
