@@ -19,6 +19,7 @@ from ..defenses import Defense, make_defense
 from ..gradient_map import Tensors
 from ..gradient_map.given import Given
 from ..randomness import Stream
+from ..registry import DEFENSES
 
 logger = logging.get_logger(__name__)
 
@@ -49,7 +50,7 @@ class GuardSettings:
             the process.
 
     Example:
-        >>> config = {"gradguard.defense": "pruning", "gradguard.settings.ratio": 0.8, "rounds": 3}
+        >>> config = {"gradguard.defense": "pruning", "gradguard.pruning.ratio": 0.8, "rounds": 3}
         >>> GuardSettings.of(config).settings
         {'ratio': 0.8}
     """
@@ -76,25 +77,32 @@ class GuardSettings:
     def of(cls, config: Mapping[str, Any]) -> GuardSettings:
         """Of a run's flat configuration; hyphens in names count as underscores.
 
+        A defense's own settings stand under its name (`gradguard.pruning.ratio`), so that a run may
+        choose another defense and leave them be.
+
         Raises:
             ValueError: For an entry under `gradguard.` that is none, with those there are, and for
                 values out of range.
             TypeError: For a setting that the defense does not have.
         """
-        known = [one.name for one in fields(cls)]
+        known = [one.name for one in fields(cls) if one.name != "settings"]
         found: dict[str, Any] = {}
-        settings: dict[str, Any] = {}
+        settings: dict[str, dict[str, Any]] = {}
         for key, value in config.items():
             if key != PREFIX[:-1] and not key.startswith(PREFIX):
                 continue
             name, _, setting = key.removeprefix(PREFIX).replace("-", "_").partition(".")
-            if name == "settings" and setting:
-                settings[setting] = value
-            elif name in known and name != "settings" and not setting:
+            if name in DEFENSES and setting:
+                settings.setdefault(name, {})[setting] = value
+            elif name in known and not setting:
                 found[name] = value
             else:
-                raise ValueError(f"There is no {key!r}. Under {PREFIX} there are: {known}.")
-        return cls(**found, settings=settings)
+                raise ValueError(
+                    f"There is no {key!r}. Under {PREFIX} there are {', '.join(known)}, and each "
+                    f"defense's settings under its name: {', '.join(DEFENSES)}."
+                )
+        defense = found.get("defense", cls.defense)
+        return cls(**found, settings=settings.get(defense, {}))
 
     @property
     def on(self) -> bool:

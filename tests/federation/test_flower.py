@@ -45,7 +45,11 @@ def _task() -> None:
 
 
 def context(**config: Any) -> Context:
-    named = {f"gradguard.{key.replace('__', '.')}": value for key, value in config.items()}
+    defense = config.get("defense", "gaussian_noise")
+    named = {
+        f"gradguard.{key.replace('settings__', f'{defense}.')}": value
+        for key, value in config.items()
+    }
     return Context(
         run_id=1, node_id=7, node_config={}, state=RecordDict(), run_config={"rounds": 3, **named}
     )
@@ -130,6 +134,7 @@ def test_opting_out_is_explicit(caplog: pytest.LogCaptureFixture) -> None:
     [
         ({"defence": "pruning"}, r"no 'gradguard\.defence'"),
         ({"settings": 3}, r"no 'gradguard\.settings'"),
+        ({"pruning": 3}, r"no 'gradguard\.pruning'"),
         ({"withheld": "no"}, "'zeros' or 'left out'"),
         ({"sends": "gradient"}, "'weights' or 'difference'"),
         ({"share-input-embeddings": "yes"}, "true or false"),
@@ -141,6 +146,11 @@ def test_a_wrong_setting_stops_before_training(config: dict[str, Any], words: st
     with pytest.raises(ValueError, match=words):
         app(lambda *_: ran.append(1))(message(), context(**config))
     assert not ran
+
+
+def test_settings_of_other_defenses_may_stay() -> None:
+    here = context(defense="none", **{"pruning.ratio": 0.5})
+    assert distance(sent(app(plain())(message(), here)), TRAINED) == 0
 
 
 def test_a_setting_that_the_defense_lacks_stops() -> None:
@@ -422,7 +432,7 @@ def test_secure_aggregation_sees_protected_updates() -> None:
     """Composed with Flower's SecAgg+ mod, through all its stages with three clients: the mean that
     the server unmasks is that of protected updates.
     """
-    config = {"gradguard.defense": "pruning", "gradguard.settings.ratio": 0.8}
+    config = {"gradguard.defense": "pruning", "gradguard.pruning.ratio": 0.8}
     plain_mean, found, protected = run_secagg(gradguard_mod, config)
     assert np.abs(found - protected).max() < 1e-4  # what SecAgg+ rounds
     assert np.abs(plain_mean - protected).max() > 1e-3

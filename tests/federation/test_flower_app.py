@@ -88,7 +88,7 @@ def test_without_noise_the_server_averages_local_training(app: Any, secure: bool
 
 
 def test_names_may_be_left_out(app: Any) -> None:
-    grid, accuracy = app(
+    _, accuracy = app(
         gradguard__defense="pruning", gradguard__withheld="left out", gradguard__withhold="conv*"
     )
     assert len(accuracy) == 2

@@ -2,7 +2,7 @@
 messages, with clients that take turns.
 
     python -m gradguard_flower.local rounds=3 task=cifar10 data=/data/cifar10.npz \
-        gradguard.defense=pruning gradguard.settings.ratio=0.9
+        gradguard.defense=pruning gradguard.pruning.ratio=0.9
 """
 
 import copy
@@ -86,8 +86,6 @@ def configuration(**changes: Any) -> dict[str, Any]:
                 flat[prefix + key] = value
 
     flatten(tomllib.loads(PROJECT.read_text())["tool"]["flwr"]["app"]["config"], "")
-    if "gradguard.defense" in changes:  # its settings are another defense's
-        flat = {key: value for key, value in flat.items() if ".settings." not in key}
     return flat | changes
 
 
