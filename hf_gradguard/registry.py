@@ -249,6 +249,7 @@ ATTACKS: Registry[Any] = Registry(
         "lamp": "hf_gradguard.attacks.matching.text:Lamp",
         "span": "hf_gradguard.attacks.span.attack:Span",
         "embedding_rows": "hf_gradguard.attacks.embedding_rows:EmbeddingRows",
+        "candidates": "hf_gradguard.attacks.candidates.attack:Candidates",
     },
 )
 ESTIMATORS: Registry[Any] = Registry(

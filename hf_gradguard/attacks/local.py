@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import cycle, islice
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..gradient_map import Batch, LossFunction, Tensors, UpdateMap
+from ..gradient_map.law import Law
 from ..gradient_map.optimizers import Optimizer, make_optimizer
 from ..gradient_map.pieces import pieces_of
 from ..gradient_map.update import MeanGradientMap, mean_gradient
@@ -67,14 +68,21 @@ class LocalTraining:
         """The mean gradient that a change of weights says; see `difference` for what it raises."""
         return mean_gradient(self.optimizer, self.rates, *difference(model, before, after))
 
-    def variance_behind(
-        self, noise: float | Mapping[str, Tensor] | None
-    ) -> float | dict[str, Tensor] | None:
-        """The variance that an update's noise has on the mean gradient."""
-        scale = self.optimizer.linear(list(self.rates))[1] ** 2
-        if isinstance(noise, Mapping):
-            return {name: variance / scale for name, variance in noise.items()}
-        return None if noise is None else noise / scale
+    def behind(self, grants: Mapping[str, Any]) -> dict[str, Any]:
+        """What is granted of an update's defense, as it is of the mean gradient."""
+        scale = self.optimizer.linear(list(self.rates))[1]
+        found = dict(grants)
+        if (variance := grants.get("noise_variance")) is not None:
+            found["noise_variance"] = _over(variance, scale**2)
+        law: Law | None = grants.get("law")
+        if law is not None:
+            found["law"] = replace(
+                law,
+                variance=None if law.variance is None else _over(law.variance, scale**2),
+                clip_norm=law.clip_norm and law.clip_norm / scale,
+                clip_coordinate=law.clip_coordinate and law.clip_coordinate / scale,
+            )
+        return found
 
     def batches(self, whole: Batch) -> list[Batch]:
         """What each step is on, of a batch of all samples."""
@@ -146,3 +154,9 @@ def with_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> nn.Module:
     copied = copy.deepcopy(model)
     copied.load_state_dict(mine, strict=False)
     return copied
+
+
+def _over(variance: float | Mapping[str, Tensor], scale: float) -> float | dict[str, Tensor]:
+    if isinstance(variance, Mapping):
+        return {name: tensor / scale for name, tensor in variance.items()}
+    return variance / scale

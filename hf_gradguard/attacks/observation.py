@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ..gradient_map import GradientMap, Tensors
 from ..gradient_map.domain import Domain, domain_of_shape
 from ..gradient_map.inputs import LossFunction
+from ..gradient_map.law import Law
 from ..gradient_map.optimizers import Optimizer
 from .local import LocalTraining, with_weights
 
@@ -35,6 +36,8 @@ class Observation:
             text.
         noise_variance: Variance of the defense's Gaussian noise, one for all or `{name: tensor}`,
             if the server knows it.
+        law: How messages come from gradients, if the server knows the defense: what
+            `Defense.law(message)` states.
         image_mean: Per channel, what was subtracted from pixels in [0, 1]. Public, as part of the
             image processor.
         image_std: Per channel, what they were divided by afterwards.
@@ -64,6 +67,7 @@ class Observation:
     attention_mask: Tensor | None = None
     tokenizer: Any = None
     noise_variance: float | Mapping[str, Tensor] | None = None
+    law: Law | None = None
     image_mean: Sequence[float] | None = None
     image_std: Sequence[float] | None = None
     local: LocalTraining | None = None
@@ -81,19 +85,16 @@ class Observation:
         batch_size: int | None = None,
         optimizer: str | Optimizer = "sgd",
         optimizer_kwargs: Mapping[str, Any] | None = None,
-        noise_variance: float | Mapping[str, Tensor] | None = None,
         **grants: Any,
     ) -> Observation:
-        """What a server sees of local training: the weights that it sent, and those that it got
-        back.
+        """What a server sees of local training: the weights it sent, and those it got back.
 
         The observation's `gradient` is the mean over the steps of what SGD added up, so that every
         attack on gradients works on it; of AdamW it is the mean of its normalized directions. And
         `gradient_map` goes through all the steps, so that gradient matching does.
 
         Args:
-            model: The model, in the mode in which the client ran it. It is copied if its weights
-                are not those of `before`.
+            model: As the client ran it; copied if its weights are not those of `before`.
             before: By name, as `state_dict()` has them.
             after: Likewise; what is missing or did not change counts as withheld.
             input_shape: Of all the client's samples.
@@ -102,8 +103,7 @@ class Observation:
             batch_size: Samples a step, if epochs do not shuffle them; see `LocalTraining`.
             optimizer: As for `UpdateMap`.
             optimizer_kwargs: Likewise.
-            noise_variance: Of the defense's noise on the *update*.
-            **grants: As for `Observation`.
+            **grants: As for `Observation`; noise and law are those of the *update*.
 
         Raises:
             ValueError: If names or shapes are not the model's, or nothing changed.
@@ -122,9 +122,8 @@ class Observation:
             model=with_weights(model, before),
             gradient=local.gradient_behind(model, before, after),
             input_shape=tuple(input_shape),
-            noise_variance=local.variance_behind(noise_variance),
             local=local,
-            **grants,
+            **local.behind(grants),
         )
 
     def __post_init__(self) -> None:
@@ -273,7 +272,8 @@ def average(observations: Sequence[Observation]) -> Observation:
         variance = {name: tensor / count for name, tensor in variance.items()}
     elif variance is not None:
         variance = variance / count
-    return replace(first, gradient=mean, noise_variance=variance)
+    law = None if first.law is None else first.law.of_mean(count)
+    return replace(first, gradient=mean, noise_variance=variance, law=law)
 
 
 def _placeholder_ids(seen: Observation) -> dict[str, Tensor]:

@@ -25,6 +25,7 @@ def load_samples(
     *,
     kind: str,
     count: int,
+    exactly: bool = True,
     seed: int = 0,
     classes: Mapping[str, int] | None = None,
     column: str | None = None,
@@ -39,6 +40,7 @@ def load_samples(
             npz file of images and labels, or a Hub name.
         kind: `"text"` or `"image"`: the name of a domain.
         count: How many.
+        exactly: Whether fewer are refused; otherwise as many as there are.
         seed: Of the draw.
         classes: The model's `label2id`, for labels that are names.
         column: Of texts or images. Default: the first usual name that there is.
@@ -63,20 +65,21 @@ def load_samples(
             labels: Any = arrays[
                 pick_column(names, label_column, _LABEL_COLUMNS, dataset, "--label_column")
             ]
-        chosen = _draw(len(inputs), count, seed, dataset)
+        chosen = _draw(len(inputs), count, exactly, seed, dataset)
         return [(inputs[i], _class_id(labels[i].item(), classes)) for i in chosen]
     rows = load_rows(dataset, split, config)
     name = pick_column(rows.column_names, column, usual, dataset)
     label_name = pick_column(
         rows.column_names, label_column, _LABEL_COLUMNS, dataset, "--label_column"
     )
-    rows = rows.select(_draw(len(rows), count, seed, dataset))
+    rows = rows.select(_draw(len(rows), count, exactly, seed, dataset))
     if kind == "image":
         rows = rows.cast_column(name, Image())
     return [(row[name], _class_id(row[label_name], classes)) for row in rows]
 
 
-def _draw(available: int, count: int, seed: int, dataset: str) -> list[int]:
+def _draw(available: int, count: int, exactly: bool, seed: int, dataset: str) -> list[int]:
+    count = count if exactly else min(count, available)
     if not 1 <= count <= available:
         raise ValueError(
             f"samples must be from 1 to the {available} that {dataset} has, but is {count}."

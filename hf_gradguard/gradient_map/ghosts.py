@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .per_sample import LINEAR, Change, Layer, Pass
-from .sensitivity import TOLERANCE, plan_of, step_size
+from .plans import TOLERANCE, plan_of, step_size
 
 if TYPE_CHECKING:
     from .map import GradientMap, Tensors

@@ -18,7 +18,7 @@ from torch.utils.data import Dataset, Sampler
 from transformers import TrainingArguments
 
 from ..defenses import Defense
-from ..gradient_map.domain import count_rows
+from ..gradient_map.domain import count_rows, domains_in
 from .checks import PADDING_FREE
 from .partition import Rows, make_partition
 
@@ -138,6 +138,33 @@ class ClientCollator:
         batch[CLIENT] = torch.tensor([pick.client for _, pick in filled])
         batch[SHARE] = torch.tensor([pick.share for _, pick in filled])
         batch.setdefault(ROW, torch.tensor([pick.row for _, pick in filled]))
+        return batch
+
+
+@dataclass
+class WholeCollator:
+    """Collates as `collate` does, no more than one row of each example: else nothing would say
+    which rows belong together.
+
+    Example:
+        >>> answers = WholeCollator(lambda rows: {"input_ids": torch.zeros(2 * len(rows), 3)})
+        >>> answers(["one", "two"])
+        Traceback (most recent call last):
+        NotImplementedError: A batch has 4 rows of 2 examples, ...
+    """
+
+    collate: Callable[[list[Any]], dict[str, Any]]
+
+    def __call__(self, examples: list[Any]) -> dict[str, Any]:
+        batch = self.collate(examples)
+        found = domains_in(batch) if isinstance(batch, dict) else []
+        rows = batch[found[0].key] if found else None
+        if isinstance(rows, Tensor) and rows.dim() and len(rows) > len(examples):
+            raise NotImplementedError(
+                f"A batch has {len(rows)} rows of {len(examples)} examples, such as preference "
+                "pairs, so it cannot be cut into clients. Give each rank one client: "
+                "clients_per_process=1, num_clients left out."
+            )
         return batch
 
 

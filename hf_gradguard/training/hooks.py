@@ -78,9 +78,10 @@ class SeamTrainer(RenamedWeightsTrainer):
     """
 
     current_flos: float
+    data_collator: Any
 
     def training_collator(self, collate: Any) -> Any:
-        """What makes batches of rows that are not of `datasets`, given what the Trainer has."""
+        """What makes training batches of rows, given what the Trainer has."""
         return collate
 
     def training_data(self, dataset: Any) -> Any:
@@ -138,7 +139,17 @@ class SeamTrainer(RenamedWeightsTrainer):
                 read = self.training_data(dataset)
             draw = sampler_fn
             sampler_fn = None if draw is None else lambda _: draw(dataset)
-        return super()._get_dataloader(read, description, batch_size, sampler_fn, *args, **kwargs)
+        collate = self.data_collator
+        if description == _TRAINING and isinstance(
+            read, datasets.Dataset | datasets.IterableDataset
+        ):
+            self.data_collator = self.training_collator(collate)  # which is taken as it is
+        try:
+            return super()._get_dataloader(
+                read, description, batch_size, sampler_fn, *args, **kwargs
+            )
+        finally:
+            self.data_collator = collate
 
     def _get_collator_with_removed_columns(
         self, data_collator: Any, description: str | None = None

@@ -33,6 +33,7 @@ from .clients import (
     ClientRows,
     NumberedCollator,
     NumberedRows,
+    WholeCollator,
     divide,
     drawn,
     round_sampler,
@@ -54,8 +55,8 @@ from .weights import LossWeights, Normalization
 
 
 class GradGuardMixin(GuardedTrainer):
-    """Replaces each rank's local gradient by a protected one before anything is exchanged: over
-    `Trainer` or a subclass of it, before which it has to stand.
+    """Replaces each rank's local gradient by a protected one before anything is exchanged: before
+    `Trainer` or a subclass of it.
 
     Args:
         args: `GradGuardConfig`, or training arguments of any other kind.
@@ -206,11 +207,10 @@ class GradGuardMixin(GuardedTrainer):
             if not self._share_input_embeddings:
                 self._tables.settle(module, clients[0].batch, mean_loss, self._secure)
             losses = []
-            for client in clients:
-                if client.weight:
-                    self._logs_next = True  # the message's own pass, before those of its defense
-                    loss = self._messages.share(module, client, mean_loss, step)
-                    losses.append(client.weight * loss)
+            for client in filter(lambda client: client.weight, clients):
+                self._logs_next = True  # the message's own pass, before those of its defense
+                loss = self._messages.share(module, client, mean_loss, step)
+                losses.append(client.weight * loss)
         steps = self.args.torch_empty_cache_steps
         if steps is not None and step % steps == 0:
             clear_device_cache()
@@ -281,6 +281,7 @@ class GradGuardMixin(GuardedTrainer):
 
     def training_collator(self, collate: Any) -> Any:
         """With `num_clients` batches say whose the rows are, and with an accountant which ones."""
+        collate = collate if len(self._clients) == 1 else WholeCollator(collate)
         if self._parts:
             return ClientCollator(collate)
         return collate if self.accountant is None else NumberedCollator(collate)

@@ -484,13 +484,13 @@ class Calls(list[tuple[GradientMap, int]]):
     """The maps that probes were made of, and how many."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        probe = sensitivity.probe_squares
+        probe = sensitivity.probe_sums
 
         def counted(gmap: GradientMap, num_probes: int, *rest: Any) -> Any:
             self.append((gmap, num_probes))
             return probe(gmap, num_probes, *rest)
 
-        monkeypatch.setattr(sensitivity, "probe_squares", counted)
+        monkeypatch.setattr(sensitivity, "probe_sums", counted)
 
 
 @pytest.mark.parametrize(("name", "shape"), AVERAGED)
@@ -544,12 +544,12 @@ def test_an_estimate_that_is_not_finite_is_not_kept(
     """One bad batch must not stop the messages after it, nor leave them without their shape."""
     model, batch = small_convolution()
     defense = make_defense("optimal_noise", shape=shape, refresh_every=5)
-    probe = sensitivity.probe_squares
+    probe = sensitivity.probe_sums
 
     def overflown(*args: Any) -> Any:
-        return ((name, squares * math.nan) for name, squares in probe(*args))
+        return ((name, tuple(s * math.nan for s in sums)) for name, sums in probe(*args))
 
-    monkeypatch.setattr(sensitivity, "probe_squares", overflown)
+    monkeypatch.setattr(sensitivity, "probe_sums", overflown)
     with pytest.raises(FloatingPointError, match=r"sensitivity of .* is not finite"):
         defense(GradientMap(model, batch), rng())
     assert defense.state_dict() == {}

@@ -114,7 +114,9 @@ def exchanged(group: recording.Recorder, folder: Path, name: str) -> dict[str, A
     model = make_model("bert", dropout=0.0)
     if name != "stock":
         refiner = (
-            make_defense("refiner", evaluation_network=SmallNetwork("text", WIDTH))
+            make_defense(
+                "refiner", objective="weighted", evaluation_network=SmallNetwork("text", WIDTH)
+            )
             if name == "refiner"
             else None
         )

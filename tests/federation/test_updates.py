@@ -27,8 +27,10 @@ CASES: dict[str, dict[str, Any]] = {
     "optimal_pruning": {"ratio": 0.5},
     "quantization": {"bits": 4},
     "soteria": {"ratio": 0.5},
-    "refiner": {"iterations": 2, "evaluation_network": SmallNetwork("text", 8)},
-}
+    "refiner": {
+        "objective": "weighted", "iterations": 2, "evaluation_network": SmallNetwork("text", 8),
+    },
+}  # fmt: skip
 
 
 class Marks:

@@ -34,7 +34,7 @@ DEFENSES: dict[str, dict[str, list[Any]]] = {
     "laplace_noise": {"scale": [0.1]},
     "quantization": {"bits": [2, 8], "stochastic": [True, False]},
     "soteria": {"ratio": [0.5]},
-    "refiner": {"iterations": [1]},
+    "refiner": {"objective": ["weighted", "cosine"], "iterations": [1]},
     "chain": {},
 }
 GAUSSIAN = ("gaussian_noise", "dp_sgd", "optimal_noise", "optimal_dp_sgd", "chain")

@@ -6,7 +6,7 @@ Each part's help has its command: `words`, `images` and `rounds`.
 """
 
 from ..lib.command import main
-from . import images, words
+from . import images, rounds, words
 
 if __name__ == "__main__":
-    main(__doc__, [words, images])
+    main(__doc__, [words, images, rounds])
