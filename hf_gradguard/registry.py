@@ -229,7 +229,7 @@ DEFENSES: Registry[Any] = Registry(
         "gaussian_noise": "hf_gradguard.defenses.noise:GaussianNoise",
         "laplace_noise": "hf_gradguard.defenses.noise:LaplaceNoise",
         "optimal_noise": "hf_gradguard.defenses.noise:OptimalNoise",
-        "dp_sgd": "hf_gradguard.defenses.noise:DPSGD",
+        "dp_sgd": "hf_gradguard.defenses.dp:PrivateSGD",
         "optimal_dp_sgd": "hf_gradguard.defenses.noise:OptimalDPSGD",
         "pruning": "hf_gradguard.defenses.pruning:Pruning",
         "optimal_pruning": "hf_gradguard.defenses.pruning:OptimalPruning",

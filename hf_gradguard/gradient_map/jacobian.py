@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +33,7 @@ class Jacobian:
         """g with its graph, made once."""
         if self._gradient is None:
             self._gradient = differentiate(self._loss, self._parameters, create_graph=True)
+            _check_whole(self._gradient.values())
         return self._gradient
 
     def vjp(self, delta: Mapping[str, Tensor]) -> Tensor:
@@ -81,6 +83,7 @@ class Jacobian:
                     allow_unused=True,
                     materialize_grads=True,
                 )
+                _check_whole([self._input_gradient])
             if not self._input_gradient.requires_grad:
                 # L is linear in x, or does not depend on it: J is zero.
                 return [p.new_zeros((count, *p.shape)) for p in parameters]
@@ -124,6 +127,7 @@ class UnrolledJacobian(Jacobian):
     def gradient(self) -> dict[str, Tensor]:
         if self._gradient is None:
             self._gradient = self._run(self._x)
+            _check_whole(self._gradient.values())
         return self._gradient
 
     def jvps(self, directions: Tensor) -> Sequence[Tensor]:
@@ -155,4 +159,28 @@ class UnrolledJacobian(Jacobian):
             retain_graph=True,
             allow_unused=True,
             materialize_grads=True,
+        )
+
+
+def nodes_of(tensors: Iterable[Tensor]) -> Iterator[Any]:
+    """Every step of autograd's that tensors were computed by."""
+    nodes, seen = [tensor.grad_fn for tensor in tensors], set()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        yield node
+        nodes += [after for after, _ in node.next_functions]
+
+
+def _check_whole(derivatives: Iterable[Tensor]) -> None:
+    """Raise if derivatives come through a kernel that is not to be differentiated twice: autograd
+    does so itself only where its path leads on, and leaves it out where it ends.
+    """
+    if any(node.name() == "torch::autograd::Error" for node in nodes_of(derivatives)):
+        raise RuntimeError(
+            "The model has a function that is marked once_differentiable, as fused kernels are: "
+            "without it second derivatives would be wrong. Run the model without that kernel, or "
+            "ask for nothing that differentiates twice (method='difference', second_order=False)."
         )

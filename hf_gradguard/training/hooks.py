@@ -79,6 +79,7 @@ class SeamTrainer(RenamedWeightsTrainer):
 
     current_flos: float
     data_collator: Any
+    counts_items: bool = True  # whether ranks add up the labels of a step
 
     def training_collator(self, collate: Any) -> Any:
         """What makes training batches of rows, given what the Trainer has."""
@@ -113,12 +114,14 @@ class SeamTrainer(RenamedWeightsTrainer):
         self.current_flos = float(flos) * scale
         super().store_flos()
 
-    def loader_of(self, dataset: Dataset, sampler: Sampler) -> DataLoader:
-        """Training batches of what `sampler` draws from `dataset`."""
+    def loader_of(
+        self, dataset: Dataset, sampler: Sampler, batch_size: int | None = None
+    ) -> DataLoader:
+        """Training batches of what `sampler` draws from `dataset`, so many draws each."""
         return self._get_dataloader(
             dataset=dataset,
             description=_TRAINING,
-            batch_size=self.args.per_device_train_batch_size,
+            batch_size=batch_size or self.args.per_device_train_batch_size,
             sampler_fn=lambda _: sampler,
             is_training=True,
         )
@@ -164,6 +167,8 @@ class SeamTrainer(RenamedWeightsTrainer):
         super()._maybe_log_save_evaluate(tr_loss, *args, **kwargs)
 
     def _get_num_items_in_batch(self, *args: Any, **kwargs: Any) -> Tensor | int | None:
+        if not self.counts_items:
+            return None
         with self._reduced_counts():
             return super()._get_num_items_in_batch(*args, **kwargs)
 

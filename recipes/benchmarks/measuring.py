@@ -82,15 +82,19 @@ def random_batch(model: PreTrainedModel, size: int, length: int) -> dict[str, to
 
 
 def alternate(
-    case: Callable[[], object], unit: Callable[[], object], rounds: int, factor: float = 1
+    case: Callable[[], object],
+    unit: Callable[[], object],
+    rounds: int,
+    factor: float = 1,
+    units: int = 3,
 ) -> dict:
-    """`factor` times `case` over `unit`, round by round, each against units run just before and
-    just after it.
+    """`factor` times `case` over `unit`, round by round, each against `units` units run just before
+    and just after it.
     """
     case(), unit()
     ratios = []
     for _ in range(rounds):
-        before, own, after = clock(unit, 3), clock(case), clock(unit, 3)
+        before, own, after = clock(unit, units), clock(case), clock(unit, units)
         ratios.append(factor * own / ((before + after) / 2))
     return spread(ratios)
 
@@ -101,13 +105,17 @@ def spread(values: Sequence[float], digits: int = 2) -> dict[str, float]:
 
 
 def clock(function: Callable[[], object], times: int = 1) -> float:
-    """Seconds."""
-    start = time.perf_counter()
+    """Seconds. On one thread of a CPU those that the process had of it, whoever else used the
+    machine.
+    """
+    alone = DEVICE == "cpu" and torch.get_num_threads() == 1
+    now = time.process_time if alone else time.perf_counter
+    start = now()
     for _ in range(times):
         function()
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-    return (time.perf_counter() - start) / times
+    return (now() - start) / times
 
 
 def peak(function: Callable[[], object]) -> int:

@@ -236,7 +236,7 @@ def test_statistics_of_a_batch_run_one_by_one() -> None:
     before = copy.deepcopy(model.state_dict())
     singles = [{key: entry[i : i + 1] for key, entry in batch.items()} for i in range(2)]
     many = ManyGradients(model, ["head.weight"])
-    ((_, found),) = many(singles)
+    (_, found), = many(singles)
     assert not any(many._allowed.values())
     for row, single in enumerate(singles):
         own = GradientMap(copy.deepcopy(model), single).gradient()["head.weight"]
@@ -342,9 +342,7 @@ def test_pure_noise_names_nobody() -> None:
         observations.append(replace(seen, gradient=noise, law=law if number % 2 else None))
     found = make_attack("candidates", candidates=list_).together(observations, torch_rng())
     for own in (found[::2], found[1::2]):
-        ranks = torch.tensor(
-            [one.ranking.tolist().index(i % 10) + 1.0 for i, one in enumerate(own)]
-        )
+        ranks = torch.tensor([one.ranking.tolist().index(i % 10) + 1.0 for i, one in enumerate(own)])
         # deviation of a mean of 60 ranks from 1 to 10: 0.37
         assert abs(float(ranks.mean()) - 5.5) < 1.5
         assert int((ranks == 1).sum()) <= 16  # 6 expected, deviation 2.3

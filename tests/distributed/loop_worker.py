@@ -8,10 +8,10 @@ from typing import Any
 
 import recording
 import torch
+from examples import example_names
 from launcher import begin, finish
 from torch import nn
 
-from examples import example_names
 from hf_gradguard import protect
 
 ROOT = Path(__file__).resolve().parents[2]

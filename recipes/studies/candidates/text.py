@@ -120,7 +120,9 @@ def rank(cell: dict, model, tokenizer, listed: list, inside: list, defenses: lis
     gmap = GradientMap(model, batch)
     for strength, defense in zip(cell["strengths"], defenses, strict=True):
         message = defense(gmap, Stream.from_seeds(cell["seed"], number))
-        seen = Observation(model, dict(message), shape, labels=batch["labels"], tokenizer=tokenizer)
+        seen = Observation(
+            model, dict(message), shape, labels=batch["labels"], tokenizer=tokenizer
+        )
         said = " ".join(f"{key}={value}" for key, value in strength.items())
         for knows, law in (("knows", defense.law(message)), ("does not", None)):
             if knows == "does not" or law is not None:
