@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from .gradient_map import GradientMap
     from .registry import DEFENSES
     from .training.config import GradGuardConfig
+    from .training.loop import protect
     from .training.mixin import GradGuardMixin
     from .training.trainer import GradGuardTrainer
 
@@ -21,6 +22,7 @@ __all__ = [
     "GradientMap",
     "chain",
     "make_defense",
+    "protect",
 ]
 __version__ = "0.3.0"
 
@@ -32,6 +34,7 @@ _WHERE = {
     "GradientMap": "gradient_map",
     "chain": "defenses",
     "make_defense": "defenses",
+    "protect": "training.loop",
 }
 
 

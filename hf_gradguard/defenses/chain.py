@@ -68,6 +68,12 @@ class Chain(Defense):
         return self.first.adds_gaussian_noise or after
 
     @property
+    def noise_ratio(self) -> float | None:
+        one, two = self.first.noise_ratio, self.second.noise_ratio
+        # the second is relative to what the first leaves, its noise included
+        return None if one is None or two is None else math.hypot(one, two, one * two)
+
+    @property
     def needs_jacobian(self) -> bool:
         return self.first.needs_jacobian or self.second.needs_jacobian
 

@@ -67,12 +67,11 @@ class PruningDefense(BiasedDefense):
             assert self.ratio is not None  # __post_init__ leaves exactly one of the two set
             pruned = ~largest(worth, len(worth) - floor_share(self.ratio, len(worth)))
         del worth  # before the message is there
+        left, transmitted = {}, {}
         masks = pruned.split([g.numel() for g in gradient.values()])
-        left = {
-            name: g.masked_fill(mask.view_as(g), 0.0)
-            for (name, g), mask in zip(gradient.items(), masks, strict=True)
-        }
-        transmitted = {name: tensor != 0 for name, tensor in left.items()}
+        for (name, g), mask in zip(gradient.items(), masks, strict=True):
+            left[name] = g.masked_fill(mask.view_as(g), 0.0)
+            transmitted[name] = torch.ne(left[name], 0, out=mask.view_as(g))
         return Message(cast_like(left, gmap), transmitted=transmitted, exact=True)
 
     @property
@@ -123,7 +122,7 @@ class OptimalPruning(SensitivityDefense, PruningDefense):
 
         def one(name: str) -> Tensor:
             if ratio is not None:
-                return 1 / ratio.pop(name)
+                return ratio[name].reciprocal()
             g = gradient[name]
             return generator.uniform(g.shape, device=g.device, dtype=g.dtype)
 

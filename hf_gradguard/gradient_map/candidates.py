@@ -110,7 +110,11 @@ def differentiate(
     retain_graph: bool = False,
     create_graph: bool = False,
 ) -> dict[str, Tensor]:
-    """The derivatives of a loss by leaves, zeros by those that it does not use."""
+    """The derivatives of a loss by leaves, zeros by those that it does not use.
+
+    Raises:
+        ValueError: If it uses none of them.
+    """
     gradients = torch.autograd.grad(
         loss,
         list(leaves.values()),
@@ -118,6 +122,12 @@ def differentiate(
         create_graph=create_graph,
         allow_unused=True,
     )
+    if all(gradient is None for gradient in gradients):
+        raise ValueError(
+            "The loss is not computed from any shared parameter, so there is no gradient of it. "
+            "Losses that differentiate by themselves and keep what they found (sentence-"
+            "transformers' Cached...Loss) are such: take the plain one, with smaller batches."
+        )
     return {
         name: torch.zeros_like(leaf, requires_grad=False) if gradient is None else gradient
         for (name, leaf), gradient in zip(leaves.items(), gradients, strict=True)

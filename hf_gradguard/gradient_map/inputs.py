@@ -61,7 +61,7 @@ class ContinuousInput:
 
         assert isinstance(self.domain, Text)
         texts = self.domain.texts(batch)
-        slots = Slots(list(texts.values()), value)
+        slots = Slots(list(texts.values()), value, only=len(self.domain.keys) == 1)
         handle = self.embedding.register_forward_hook(slots, with_kwargs=True)
         try:
             loss = loss_fn(model, dict(batch))

@@ -107,28 +107,35 @@ class Slots:
     it makes.
 
     A call without gradients, as of a reference model that shares its weights, is let through: it
-    counts as a constant. One with ids that were seen before is the same text.
+    counts as a constant. One with ids that were seen before is the same text. One with several of
+    the batch's texts, row under row, is those.
 
     Args:
         texts: The batch's, `(B, T)` each.
         value: The continuous input; `None` makes a new leaf of what the module makes.
+        only: Whether the batch has one text alone, of which a model may embed what it makes.
     """
 
-    def __init__(self, texts: Sequence[Tensor], value: Tensor | None) -> None:
-        self._texts, self.x, self._given = list(texts), value, value is not None
+    def __init__(self, texts: Sequence[Tensor], value: Tensor | None, only: bool) -> None:
+        self._texts, self.x, self._given, self._only = list(texts), value, value is not None, only
         self._ends = torch.tensor([text.shape[-1] for text in texts]).cumsum(0).tolist()
-        self._seen: list[tuple[int, Tensor, Tensor]] = []
+        self._seen: dict[int, tuple[Tensor, Tensor]] = {}
         self.strangers = 0
+        # Vectorized evaluations differentiate by themselves, with the engine's own graphs off.
+        self._enabled = torch.is_grad_enabled()
 
     def __call__(self, _module: nn.Module, args: Any, kwargs: Any, output: Tensor) -> Tensor | None:
-        if not torch.is_grad_enabled():
+        if self._enabled and not torch.is_grad_enabled():
             return None
         ids = args[0] if args else next(iter(kwargs.values()))
-        place = self._place(ids, output)
-        if place is None:
+        rows = len(ids) if self._only else len(self._texts[0])
+        parts = zip(ids.split(rows), output.split(rows), strict=True)
+        entered = [self._enter(own, made) for own, made in parts]
+        found = [x for x in entered if x is not None]
+        if len(found) < len(entered):
             self.strangers += 1
             return None
-        x = self._part(place, output)
+        x = found[0] if len(found) == 1 else torch.cat(found)
         # The value is x. The graph keeps `output`, so the embedding matrix still gets its gradient
         # if it is shared.
         return output + (x - output.detach())
@@ -138,45 +145,55 @@ class Slots:
         """How many texts were embedded."""
         return len(self._seen)
 
-    def _place(self, ids: Tensor, output: Tensor) -> int | None:
-        """Which text a call is of; `None` for one that is none of the batch's."""
-        for place, seen, made in self._seen:
-            if _same(ids, seen):
-                if not self._given and not torch.equal(made, output):
-                    raise ValueError(
-                        "A text was embedded twice, and not in the same way: noise on embeddings "
-                        "(neftune_noise_alpha) has no place in a loss that reads a text twice."
-                    )
-                return place
-        free: int | None
-        if len(self._texts) == 1:  # a model may embed what it makes of the ids
-            free = None if self._seen else 0
-        else:
-            same = (k for k, text in enumerate(self._texts) if _same(ids, text))
-            free = next(same, None)
-        if free is not None:
-            self._seen.append((free, ids, output.detach()))
+    def _enter(self, ids: Tensor, made: Tensor) -> Tensor | None:
+        """What stands in the place of an embedded text; `None` if it is none of the batch's."""
+        place = self._place(ids)
+        if place is None:
+            return None
+        length = made.shape[1] if self._only else self._texts[place].shape[1]
+        own = made[:, :length]  # what follows is padding
+        if place not in self._seen:
+            self._seen[place] = ids, own.detach()
             if not self._given:
-                self._fill(free, output)
-        return free
+                self._fill(place, own)
+        elif not self._given and not torch.equal(self._seen[place][1], own):
+            raise ValueError(
+                "A text was embedded twice, and not in the same way: noise on embeddings "
+                "(neftune_noise_alpha) has no place in a loss that reads a text twice."
+            )
+        x = self._part(place)
+        return x if length == made.shape[1] else torch.cat([x, made[:, length:].detach()], 1)
 
-    def _fill(self, place: int, output: Tensor) -> None:
+    def _place(self, ids: Tensor) -> int | None:
+        if self._only:
+            return 0 if not self._seen or _same(ids, self._seen[0][0]) else None
+        return next((k for k, text in enumerate(self._texts) if _pads(ids, text)), None)
+
+    def _fill(self, place: int, made: Tensor) -> None:
         """Write what was embedded to the leaf."""
         if len(self._texts) == 1:
-            self.x = output.detach().clone().requires_grad_()
+            self.x = made.detach().clone().requires_grad_()
             return
         if self.x is None:
-            shape = (len(output), self._ends[-1], output.shape[-1])
-            self.x = output.new_zeros(shape).requires_grad_()
+            shape = (len(made), self._ends[-1], made.shape[-1])
+            self.x = made.new_zeros(shape).requires_grad_()
         with torch.no_grad():
-            self._part(place, output).copy_(output)
+            self._part(place).copy_(made)
 
-    def _part(self, place: int, output: Tensor) -> Tensor:
+    def _part(self, place: int) -> Tensor:
         assert self.x is not None
         if len(self._texts) == 1:
             return self.x
         end = self._ends[place]
-        return self.x[:, end - output.shape[1] : end]
+        return self.x[:, end - self._texts[place].shape[1] : end]
+
+
+def _pads(ids: Tensor, text: Tensor) -> bool:
+    """Whether ids are a text's, with zeros after it: texts are embedded together, as wide as the
+    widest.
+    """
+    length = text.shape[1]
+    return _same(ids[:, :length], text) and not ids[:, length:].any()
 
 
 def _same(one: Tensor, other: Tensor) -> bool:

@@ -10,12 +10,15 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers.trainer_utils import TrainOutput
 
+from ..defenses import Defense
 from ..gradient_map.domain import check_batch
 from .checkpoints import check_checkpoint, newest_complete
 from .hooks import SeamTrainer
+from .learning_rate import scale_learning_rate
 from .ledger import Ledger
 
 
@@ -25,7 +28,7 @@ class GuardedTrainer(SeamTrainer):
 
     Attributes:
         ledger: Of the gradients that may be exchanged and trained on.
-
+        defense: Of the messages.
         asks_for_input: Whether anything asks for the continuous input of a batch.
 
     Example:
@@ -36,6 +39,7 @@ class GuardedTrainer(SeamTrainer):
     """
 
     asks_for_input: bool = True
+    defense: Defense
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.ledger = Ledger()
@@ -51,6 +55,13 @@ class GuardedTrainer(SeamTrainer):
             self.accelerator.prepare_model, evaluation_mode=True
         )
         self.ledger.guard(self.accelerator)
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
+        """As in `Trainer`, with rates that follow the noise; see `learning_rate.py`."""
+        made = self.optimizer is None
+        optimizer = super().create_optimizer(*args, **kwargs)
+        scale_learning_rate(optimizer, self.defense, self.args, made)
+        return optimizer
 
     def train(
         self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any

@@ -24,10 +24,14 @@ from ..base import Attack, Reconstruction, as_text
 from ..observation import Observation
 from .completion import complete
 from .layer_inputs import Readers, find_readers
-from .ordering import extend, group
+from .ordering import extend
 from .places import fill, heard_positions, largest_rank, places_to_search
 from .ranking import Search, vectors
+from .sentences import assemble
 from .subspace import RowSpace, row_space
+from .views import View
+
+VIEWS = 3  # that score an encoder's texts: the attention's output, and both feed-forward layers
 
 
 @dataclass
@@ -64,6 +68,7 @@ class Span(Attack):
     name: ClassVar[str] = "span"
     domains: ClassVar[tuple[str, ...]] = ("text",)
     does: ClassVar[str] = "looks for vocabulary tokens"
+    informed_by: ClassVar[frozenset[str]] = frozenset({"noise_variance"})
     threshold: float | None = None
     shortlist: int = 128
     beams: int = 2
@@ -91,15 +96,14 @@ class Span(Attack):
         places = places_to_search(wanted, first.positional)
         found = Search(seen, first, space, *places, known).nearest(self.shortlist, self.threshold)
         if behind and behind[0].mixing == "causal":
-            mixed = self.row_space(seen, behind[0], int(heard.sum()))
-            rows = extend(seen, behind[0], mixed, heard, known, found, self.beams)
+            widest = max(behind, key=lambda g: g.size)
+            view = View(widest, self.row_space(seen, widest, int(heard.sum())))
+            rows = extend(seen, view, heard, known, found, self.beams)
         else:
-            rows = fill(wanted, known, found, first.positional, decided=bool(behind))
-            if first.positional and seen.batch_size > 1:
-                spaces = [
-                    (readers, self.row_space(seen, readers, int(heard.sum()))) for readers in behind
-                ]
-                rows = group(seen, spaces, heard, wanted, rows)
+            views = self._views(seen, behind, heard)
+            rows = fill(wanted, known, found, first.positional, decided=bool(views))
+            if first.positional and seen.batch_size > 1 and views:
+                rows = assemble(seen, views, heard, known, found)
         ids = [row[present].tolist() for row, present in zip(rows, seen.tokens, strict=True)]
         return Reconstruction(
             token_ids=ids,
@@ -108,6 +112,16 @@ class Span(Attack):
             objective=_objective(seen, first, space, rows),
             seconds=time.perf_counter() - start,
         )
+
+    def _views(self, seen: Observation, behind: list[Readers], heard: Tensor) -> list[View]:
+        """The layers that tell whether a whole text is right, in the order in which they run."""
+        views = []
+        for readers in behind:
+            rank = len(heard) if readers.pooled else int(heard.sum()) * readers.calls
+            view = View(readers, self.row_space(seen, readers, rank))
+            if rank <= readers.size[0] and view.tells:
+                views.append(view)
+        return views[:VIEWS] + [v for v in views[VIEWS:] if v.readers.pooled]
 
     def row_space(self, seen: Observation, readers: Readers, rank: int) -> RowSpace:
         """The row space of some layers' gradients, weighed by the noise where it is known.
@@ -134,20 +148,16 @@ def _first(groups: list[Readers]) -> Readers:
             "them (in most models the first block's query, key and value), or it is zero: span has "
             "nothing to search. Attack by gradient matching, e.g. tag."
         )
-    return max(unmixed, key=lambda g: g.size)
+    return max(unmixed, key=lambda g: (-g.calls, g.size))
 
 
 def _behind(groups: list[Readers], first: Readers) -> list[Readers]:
-    """The readers of mixed inputs from after the first to its like in the next block, the largest
-    gradient first.
+    """The readers of mixed inputs from after the first to its like in the next block, and those of
+    whole texts behind the last.
     """
-    mixed = []
-    for readers in groups[groups.index(first) + 1 :]:
-        if readers.mixing != "none":
-            mixed.append(readers)
-            if readers.like(first):
-                break
-    return sorted(mixed, key=lambda g: g.size, reverse=True)
+    behind = [g for g in groups[groups.index(first) + 1 :] if g.mixing != "none"]
+    last = next((i for i, g in enumerate(behind) if g.calls == 1 and g.like(first)), len(behind))
+    return behind[: last + 1] + [g for g in behind[last + 1 :] if g.pooled]
 
 
 def _variances(seen: Observation, readers: Readers) -> list[Tensor] | None:

@@ -7,13 +7,15 @@ projections and LoRA are alike.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections import Counter
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+)
 from transformers.pytorch_utils import Conv1D
 
 from ...gradient_map.domain import TEXT
@@ -30,6 +32,9 @@ class Readers:
         mixing: On what the input at a position depends: `"none"`, on the token there (and its
             position) alone; `"causal"`, on the tokens up to there; `"full"`, on others too.
         positional: Whether one token gives different inputs at different positions.
+        call: Which of a pass's calls of the layers this is: blocks may share their weights.
+        calls: How many there are. Their inputs share one gradient, and so one row space.
+        pooled: Whether they read one input a text, and not one a position.
 
     Example:
         >>> first = find_readers(seen)[0]
@@ -41,6 +46,9 @@ class Readers:
     names: tuple[str, ...]
     mixing: str
     positional: bool
+    call: int = 0
+    calls: int = 1
+    pooled: bool = False
 
     def gradients(self, seen: Observation) -> list[Tensor]:
         """δᵀX of every layer: `(out, in)`."""
@@ -68,10 +76,7 @@ class Readers:
 
 def find_readers(seen: Observation) -> list[Readers]:
     """The linear layers whose gradient was shared, grouped by what they read, in the order in which
-    they run.
-
-    Layers that run more than once a pass are left out: their gradient is a sum over different
-    inputs.
+    they run. Layers that run several times a pass are there once for every call.
 
     Example:
         >>> sorted({readers.mixing for readers in find_readers(seen)})  # of an encoder
@@ -88,32 +93,37 @@ def find_readers(seen: Observation) -> list[Readers]:
         if isinstance(module, (nn.Linear, Conv1D)) and id(module.weight) in names
     }
     first, other = _two_tokens(seen)
-    passes = [_all_inputs(seen, list(modules), ids) for ids in ([first] * 3, [first, other, first])]
-    found: list[tuple[Tensor, Tensor, list[nn.Module]]] = []
-    for module, inputs in passes[0].items():
-        if len(inputs) != 1 or inputs[0].dim() != 3 or inputs[0].shape[:2] != (1, 3):
+    tail = _closing(seen)
+    passes = [
+        _all_inputs(seen, list(modules), [*ids, *tail])
+        for ids in ([first] * 3, [first, other, first])
+    ]
+    length, calls = 3 + len(tail), Counter(module for module, _ in passes[0])
+    found: list[tuple[Tensor, Tensor, int, list[nn.Module]]] = []
+    for (module, call), before in passes[0].items():
+        after = passes[1].get((module, call), before)
+        if before.shape != after.shape or before.shape[:-1] not in ((1, length), (1,)):
             continue
-        before, after = inputs[0][0], passes[1][module][0][0]
         for group in found:
-            if torch.equal(group[0], before) and torch.equal(group[1], after):
-                group[2].append(module)
+            same = group[2] == call and calls[group[3][0]] == calls[module]
+            if same and torch.equal(group[0], before[0]) and torch.equal(group[1], after[0]):
+                group[3].append(module)
                 break
         else:
-            found.append((before, after, [module]))
+            found.append((before[0], after[0], call, [module]))
     groups = []
-    for before, after, members in found:
+    for before, after, call, members in found:
+        pooled = before.dim() == 1
         changed = [not torch.equal(a, b) for a, b in zip(before, after, strict=True)]
-        if not changed[
-            1
-        ]:  # does not read the input ids at all: a decoder's side of an encoder-decoder
+        # What does not follow the tokens' places is a decoder's side of an encoder-decoder.
+        if not (any(changed) if pooled else changed[1]):
             continue
-        mixing = "full" if changed[0] else "causal" if changed[2] else "none"
-        positional = not torch.allclose(
+        mixing = "full" if pooled or changed[0] else "causal" if changed[2] else "none"
+        positional = not pooled and not torch.allclose(
             before[0], before[2], rtol=1e-5, atol=1e-6 * float(before.abs().max())
         )
-        groups.append(
-            Readers(tuple(members), tuple(modules[m] for m in members), mixing, positional)
-        )
+        parts = tuple(members), tuple(modules[m] for m in members)
+        groups.append(Readers(*parts, mixing, positional, call, calls[members[0]], pooled))
     return groups
 
 
@@ -130,20 +140,44 @@ def layer_inputs(
         >>> layer_inputs(seen, find_readers(seen)[0], batch["input_ids"]).shape == gmap.input.shape
         True
     """
-    caught: list[Tensor] = []
+    return all_inputs(seen, [readers], ids, mask)[0]
 
-    def stop(_module: nn.Module, args: tuple[Tensor, ...]) -> None:
-        caught.append(args[0])
-        raise _Stop
 
-    handle = readers.modules[0].register_forward_pre_hook(stop)
+def all_inputs(
+    seen: Observation, groups: list[Readers], ids: Tensor, mask: Tensor | None = None
+) -> list[Tensor]:
+    """What several groups of layers read in one pass, which stops behind the last of them.
+
+    Args:
+        ids: `(B, T)` token ids.
+        mask: `(B, T)`; default: all ones.
+
+    Example:
+        >>> groups = find_readers(seen)[:2]
+        >>> [x.shape == gmap.input.shape for x in all_inputs(seen, groups, batch["input_ids"])]
+        [True, True]
+    """
+    caught: dict[int, Tensor] = {}
+    counts: Counter[nn.Module] = Counter()
+
+    def catch(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        for index, readers in enumerate(groups):
+            if readers.modules[0] is module and readers.call == counts[module]:
+                caught[index] = args[0]
+        counts[module] += 1
+        if len(caught) == len(groups):
+            raise _Stop
+
+    modules = dict.fromkeys(readers.modules[0] for readers in groups)
+    handles = [module.register_forward_pre_hook(catch) for module in modules]
     try:
         run(seen, ids, mask)
     except _Stop:
         pass
     finally:
-        handle.remove()
-    return caught[0]
+        for handle in handles:
+            handle.remove()
+    return [caught[index] for index in range(len(groups))]
 
 
 def is_causal_lm(model: nn.Module) -> bool:
@@ -153,8 +187,7 @@ def is_causal_lm(model: nn.Module) -> bool:
         >>> is_causal_lm(model)  # a classifier
         False
     """
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
-    return type(base).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+    return _name(model) in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
 
 
 class _Stop(Exception):
@@ -177,7 +210,8 @@ def run(seen: Observation, ids: Tensor, mask: Tensor | None = None) -> None:
         "input_ids": ids,
         "attention_mask": torch.ones_like(ids) if mask is None else mask.long(),
     }
-    if getattr(getattr(seen.model, "config", None), "is_encoder_decoder", False):
+    # Translation models decode another text, which says nothing here; classifiers the same one.
+    if _name(seen.model) in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES.values():
         batch["decoder_input_ids"] = torch.full_like(
             ids[:, :1], ordinary_id(seen.model, seen.tokenizer)
         )
@@ -185,26 +219,38 @@ def run(seen: Observation, ids: Tensor, mask: Tensor | None = None) -> None:
         seen.model(**batch)
 
 
+def _name(model: nn.Module) -> str:
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
+    return type(base).__name__
+
+
+def _closing(seen: Observation) -> list[int]:
+    """What a made-up text must end with for the model to run to its end: classifiers of
+    encoder-decoders read their output at the end-of-sequence token.
+    """
+    config = getattr(seen.model, "config", None)
+    end = getattr(config, "eos_token_id", None)
+    return [int(end)] if getattr(config, "is_encoder_decoder", False) and end is not None else []
+
+
 def _all_inputs(
     seen: Observation, modules: list[nn.Module], ids: list[int]
-) -> dict[nn.Module, list[Tensor]]:
-    inputs: dict[nn.Module, list[Tensor]] = {}
-    with _watching(modules, inputs):
-        run(seen, torch.tensor([ids], device=seen.device))
-    return inputs
+) -> dict[tuple[nn.Module, int], Tensor]:
+    """What each module reads at each of its calls, in order."""
+    inputs: dict[tuple[nn.Module, int], Tensor] = {}
+    counts: Counter[nn.Module] = Counter()
 
-
-@contextmanager
-def _watching(modules: list[nn.Module], inputs: dict[nn.Module, list[Tensor]]) -> Iterator[None]:
     def watch(module: nn.Module, args: tuple[Tensor, ...]) -> None:
-        inputs.setdefault(module, []).append(args[0])
+        inputs[module, counts[module]] = args[0]
+        counts[module] += 1
 
     handles = [module.register_forward_pre_hook(watch) for module in modules]
     try:
-        yield
+        run(seen, torch.tensor([ids], device=seen.device))
     finally:
         for handle in handles:
             handle.remove()
+    return inputs
 
 
 def _two_tokens(seen: Observation) -> tuple[int, int]:

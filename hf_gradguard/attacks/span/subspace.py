@@ -140,7 +140,7 @@ def select(space: RowSpace, known: Tensor, candidates: Tensor, capacity: Tensor)
         [[0]]
     """
     candidates, known = candidates * space.columns, known * space.columns
-    basis = _orthonormal(known)
+    basis = orthonormal(known)
     left, rest = space.without(basis), candidates - (candidates @ basis.T) @ basis
     size = candidates.square().sum(-1)
     taken = rest.square().sum(-1) <= 1e-20 * size  # in the span of what is known, or zero
@@ -167,15 +167,19 @@ def select(space: RowSpace, known: Tensor, candidates: Tensor, capacity: Tensor)
                 taken[p, k] = True
                 room[p] -= 1
                 new.append(rest[p, k])
-        step = _orthonormal(torch.stack(new), basis)
+        step = orthonormal(torch.stack(new), basis)
         basis = torch.cat([basis, step])
         left, rest = left.without(step), rest - (rest @ step.T) @ step
     return chosen
 
 
-def _orthonormal(rows: Tensor, basis: Tensor | None = None) -> Tensor:
+def orthonormal(rows: Tensor, basis: Tensor | None = None, least: float = 1e-12) -> Tensor:
     """An orthonormal basis `(rank, H)` of the rows' span, without what an orthonormal `basis` has
-    of it already.
+    of it already, and without rows of which less than `least` of their length is new.
+
+    Example:
+        >>> orthonormal(torch.tensor([[3.0, 0.0], [4.0, 0.0]])).abs()
+        tensor([[1., 0.]])
     """
     if not len(rows):
         return rows
@@ -185,7 +189,7 @@ def _orthonormal(rows: Tensor, basis: Tensor | None = None) -> Tensor:
     ):  # a small rest is orthogonal to it only up to the rounding of what was large before
         rows = rows - (rows @ basis.T) @ basis
     q, r = torch.linalg.qr(rows.T)
-    return q.T[r.diagonal().abs() > 1e-12]
+    return q.T[r.diagonal().abs() > least]
 
 
 def _factor(matrix: Tensor) -> Tensor:

@@ -2,11 +2,11 @@
 
     python -m recipes.studies.attacks_undefended.run PART --help
 
-Each part's help has its command: `images` and `text`.
+Each part's help has its command: `images`, `text` and `families`.
 """
 
 from ..lib.command import main
-from . import images, text
+from . import families, images, text
 
 if __name__ == "__main__":
-    main(__doc__, [images, text])
+    main(__doc__, [families, images, text])

@@ -80,8 +80,8 @@ class Task:
                 folder, defense=cell["defense"], defense_kwargs=cell["strength"],
                 learning_rate=cell["learning_rate"], max_steps=cell["steps"], warmup_steps=0.1,
                 per_device_train_batch_size=cell["batch"], seed=cell["seed"], use_cpu=True,
-                noise_seed=cell["seed"], save_strategy="no", logging_strategy="no",
-                report_to="none", disable_tqdm=True,
+                noise_seed=cell["seed"], scale_learning_rate=False, save_strategy="no",
+                logging_strategy="no", report_to="none", disable_tqdm=True,
             )  # fmt: skip
             trainer = GradGuardTrainer(
                 model, args, train_dataset=rows, processing_class=self.tokenizer

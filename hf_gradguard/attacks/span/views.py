@@ -1,0 +1,135 @@
+"""Whole texts against the gradients of layers behind the attention: what a text's layer inputs
+leave outside their span, and what of their span a batch of texts leaves unexplained.
+
+Both count dimensions. A right text has all its inputs inside; but so has a text that repeats its
+first token behind causal attention without positions, which reads the same thing everywhere. Only
+the right batch also explains every direction of the gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ..observation import Observation, ordinary_id
+from .layer_inputs import Readers, all_inputs
+from .subspace import RowSpace, distances, orthonormal
+
+CHUNK = 2**14  # tokens a pass: much larger ones cost as much again in page faults
+SAME = 1e-5  # inputs of float32 that are nearer to each other's span than this are the same
+
+
+@dataclass(frozen=True)
+class View:
+    """Layers behind the attention, and the row space of their gradients.
+
+    Args:
+        readers: The layers.
+        space: The row space.
+
+    Example:
+        >>> from hf_gradguard.attacks.span.layer_inputs import find_readers
+        >>> from hf_gradguard.attacks.span.subspace import row_space
+        >>> mixed = next(r for r in find_readers(seen) if r.mixing == "full")
+        >>> view = View(mixed, row_space(mixed.gradients(seen), None, rank=13))
+        >>> ids, mask = batch["input_ids"], batch["attention_mask"].bool()
+        >>> far = outside(seen, [view], ids, mask)
+        >>> wrong = ids.clone()
+        >>> wrong[0, 2] = 5
+        >>> float(outside(seen, [view], wrong, mask)[0] / far[0]) > 1e3
+        True
+    """
+
+    readers: Readers
+    space: RowSpace
+    directions: Tensor = field(init=False)
+    trust: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        directions, trust = self.space.directions()
+        object.__setattr__(self, "directions", directions)
+        object.__setattr__(self, "trust", trust)
+
+    @property
+    def tells(self) -> bool:
+        """Whether anything lies outside the span: it is not everything."""
+        return 0 < len(self.directions) < len(self.space.columns)
+
+
+def outside(seen: Observation, views: Sequence[View], ids: Tensor, masks: Tensor) -> Tensor:
+    """`(K,)`: of texts `(K, T)`, the sums of their inputs' squared relative distances from the
+    spans. Positions out of `masks` do not count.
+    """
+    parts = []
+    ids = torch.where(ids >= 0, ids, ordinary_id(seen.model, seen.tokenizer))
+    step = max(1, CHUNK // ids.shape[1])
+    for start in range(0, len(ids), step):
+        mask = masks[start : start + step]
+        read = all_inputs(seen, [v.readers for v in views], ids[start : start + step], mask)
+        total = torch.zeros(len(mask), dtype=torch.float64, device=ids.device)
+        for view, x in zip(views, read, strict=True):
+            x = x.double() * view.space.columns
+            far = distances(x, view.directions, view.trust).clamp(min=0)
+            total += far if far.dim() == 1 else (far * mask).sum(1)
+        parts.append(total)
+    return torch.cat(parts)
+
+
+def vectors_of(
+    seen: Observation, views: Sequence[View], ids: Sequence[Sequence[int]]
+) -> list[list[Tensor]]:
+    """For every text and view the inputs that are read, `(T, H)` of unit length."""
+    found: list[list[Tensor]] = []
+    for text in ids:
+        read = all_inputs(
+            seen, [v.readers for v in views], torch.tensor([list(text)], device=seen.device)
+        )
+        found.append([])
+        for view, x in zip(views, read, strict=True):
+            rows = x[0, : len(text)] if x.dim() == 3 else x
+            rows = rows.double() * view.space.columns
+            found[-1].append(rows / rows.norm(dim=1, keepdim=True).clamp(min=1e-30))
+    return found
+
+
+class Explained:
+    """How much of the views' row spaces the texts taken so far explain.
+
+    Example:
+        >>> from hf_gradguard.attacks.span.layer_inputs import find_readers
+        >>> from hf_gradguard.attacks.span.subspace import row_space
+        >>> mixed = next(r for r in find_readers(seen) if r.mixing == "full")
+        >>> view = View(mixed, row_space(mixed.gradients(seen), None, rank=13))
+        >>> texts = [row[m].tolist() for row, m in zip(ids, ids > 0, strict=True)]
+        >>> explained = Explained([view])
+        >>> for vectors in vectors_of(seen, [view], texts):
+        ...     explained.take(vectors)
+        >>> explained.left < 1e-6
+        True
+    """
+
+    def __init__(self, views: Sequence[View]) -> None:
+        self.rest = [v.directions * v.trust.sqrt()[:, None] for v in views]
+        self.bases = [v.directions[:0] for v in views]
+
+    @property
+    def left(self) -> float:
+        """Directions that nothing explains, each counted as far as it is to be trusted."""
+        return sum(float(rest.square().sum()) for rest in self.rest)
+
+    def gain(self, vectors: Sequence[Tensor]) -> float:
+        """By how much `left` falls with a text."""
+        return sum(
+            float((rest @ orthonormal(x, basis, SAME).T).square().sum())
+            for x, rest, basis in zip(vectors, self.rest, self.bases, strict=True)
+        )
+
+    def take(self, vectors: Sequence[Tensor]) -> None:
+        """Count a text in."""
+        for i, x in enumerate(vectors):
+            new = orthonormal(x, self.bases[i], SAME)
+            self.rest[i] = self.rest[i] - (self.rest[i] @ new.T) @ new
+            self.bases[i] = torch.cat([self.bases[i], new])

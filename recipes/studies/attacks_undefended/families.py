@@ -1,0 +1,124 @@
+r"""The span attack on one text or several, over the architectures that people fine-tune.
+
+    python -m recipes.studies.attacks_undefended.run families --tokenizer MODEL \
+        --output docs/results/span_families
+
+Random models of width 384 and two blocks, the tokenizer of --tokenizer, plain English sentences
+that no other table uses, lengths known. A text counts as exact if every token that the loss depends
+on is right. Seconds are one thread's, on the processor.
+"""
+
+import time
+
+import torch
+from transformers import AutoTokenizer, set_seed
+
+from hf_gradguard import GradientMap
+from hf_gradguard.attacks import Observation, make_attack
+from hf_gradguard.attacks.span.places import heard_positions
+
+from ..lib.families import CLASSIFIER, DECODERS, ENCODERS, LM, MASKED, build
+from ..lib.tables import write_table
+from .settings import SENTENCES
+
+ARGUMENTS = {"--tokenizer": "of which the vocabulary is"}
+TASKS = dict.fromkeys(DECODERS, (LM, CLASSIFIER)) | {"bert": (CLASSIFIER, MASKED)}
+
+
+def cells(args) -> dict:
+    one, four, eight = (1, 1, 1) if args.quick else (20, 5, 3)
+    groups = [(1, one), (4, four), (8, eight)]
+    places = {}
+    for family in DECODERS | ENCODERS:
+        for task in TASKS.get(family, (CLASSIFIER,)):
+            for special in (True, False) if family in DECODERS else (True,):
+                for texts, batches in groups:
+                    name = f"{family}, {task}" + ("" if special else ", no special tokens")
+                    places[name, str(texts)] = {
+                        "family": family,
+                        "task": task,
+                        "special": special,
+                        "texts": texts,
+                        "batches": batches,
+                    }
+    return places
+
+
+def prepare(args):
+    torch.set_num_threads(1)
+    tokenizer = AutoTokenizer.from_pretrained(args.tokenizer, trust_remote_code=False)
+
+    def measure(cell: dict) -> dict:
+        set_seed(0)
+        model = build(cell["family"], cell["task"], tokenizer)
+        exact, right, tokens, seconds = 0, 0, 0, []
+        for number in range(cell["batches"]):
+            seen, truth = observe(model, tokenizer, number, **cell)
+            start = time.process_time()
+            found = make_attack("span")(seen).token_ids
+            seconds.append(time.process_time() - start)
+            rows = aligned(found, truth)
+            exact += sum(row == text for row, text in rows)
+            right += sum(a == b for row, text in rows for a, b in zip(row, text, strict=True))
+            tokens += sum(map(len, truth))
+        return {
+            "exact": exact,
+            "of": cell["texts"] * cell["batches"],
+            "tokens right": right / tokens,
+            "seconds": sum(seconds) / len(seconds),
+        }
+
+    return measure
+
+
+def observe(
+    model, tokenizer, number: int, task: str, special: bool, texts: int, **_
+) -> tuple[Observation, list[list[int]]]:
+    """What the server sees of a batch, and the tokens that its loss depends on."""
+    mine = [SENTENCES[(number * texts + i) % len(SENTENCES)] for i in range(texts)]
+    ids = tokenizer(mine, add_special_tokens=special)["input_ids"]
+    batch = dict(tokenizer.pad({"input_ids": ids}, return_tensors="pt"))
+    batch = {key: batch[key] for key in ("input_ids", "attention_mask")}
+    if task in (LM, MASKED):
+        labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+    else:
+        labels = torch.arange(texts) % 2
+    gradient = GradientMap(model, batch | {"labels": labels}, second_order=False).gradient()
+    seen = Observation(
+        model,
+        gradient,
+        tuple(batch["input_ids"].shape),
+        attention_mask=batch["attention_mask"],
+        tokenizer=tokenizer if special else None,
+    )
+    heard = heard_positions(seen).sum(1).tolist()
+    return seen, [row[:count] for row, count in zip(ids, heard, strict=True)]
+
+
+def aligned(
+    found: list[list[int]], truth: list[list[int]]
+) -> list[tuple[list[int], list[int]]]:
+    """Each true text with the found one that is nearest to it, of those that are left: a gradient
+    does not say in which order the texts were.
+    """
+    pairs, left = [], [list(row) for row in found]
+    for text in sorted(truth, key=len, reverse=True):
+        scores = [sum(a == b for a, b in zip(row, text, strict=False)) for row in left]
+        row = left.pop(scores.index(max(scores)))[: len(text)]
+        pairs.append((row + [-1] * (len(text) - len(row)), text))
+    return pairs
+
+
+def report(figures: dict, args) -> None:
+    rows = [
+        [name]
+        + [
+            f"{found['exact']} of {found['of']} · {found['tokens right']:.0%} · "
+            f"{found['seconds']:.1f} s"
+            for found in sizes.values()
+        ]
+        for name, sizes in figures.items()
+    ]
+    write_table(
+        args.output, ["exact · tokens · seconds a batch", "1 text", "4 texts", "8 texts"], rows
+    )
