@@ -127,6 +127,9 @@ SECOND_FORM: dict[str, tuple[str, dict, float]] = {  # the most telling first
     "a factor by sample and parameter": (
         "refiner", EACH | FEEDBACK | {"samples": 16, "iterations": 0}, 2e-4,
     ),
+    "a factor by sample and parameter, 64 samples": (
+        "refiner", EACH | FEEDBACK | {"samples": 64, "iterations": 0}, 2e-4,
+    ),
     "2 steps, without feedback": (
         "refiner", COSINE | NO_FEEDBACK | {"samples": 16, "iterations": 2}, 2e-4,
     ),
