@@ -252,10 +252,7 @@ def _check_clip(clip: float) -> None:
 
 @dataclass
 class DPSGD(NoiseDefense):
-    """Clip, then add the same Gaussian noise everywhere.
-
-    This clips the client's batch-mean gradient, not each sample's, so it gives no (ε, δ) guarantee
-    by itself.
+    """Clip the client's batch-mean gradient, then add the same Gaussian noise everywhere.
 
     Args:
         clip: The bound C.

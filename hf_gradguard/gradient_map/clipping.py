@@ -8,9 +8,8 @@ a batch-mean loss L = Σ_b w_b L_b (w_b = 1/B for a mean over rows, n_b/Σn for 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -79,6 +78,13 @@ def clipped_sum(gmap: GradientMap, clip: float) -> ClippedSum:
         >>> bool(torch.nn.utils.get_total_norm(list(total.values())) <= 0.1 * len(norms))
         True
     """
+    from .map import GradientMap
+
+    if type(gmap) is not GradientMap and gmap.undefended is gmap:
+        raise NotImplementedError(
+            f"{type(gmap).__name__}: only of a loss's gradient are there samples' gradients. Use "
+            "dp_sgd without per_sample, whose clipping is of all that a client shares."
+        )
     if gmap.undefended is not gmap:
         raise NotImplementedError(
             "Samples' gradients are clipped before anything else is done to them: put dp_sgd with "

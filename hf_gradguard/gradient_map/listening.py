@@ -18,7 +18,7 @@ from .per_sample import Layer, layers_of
 from .shares import OfLayer, OfTable, Share, Written, of_module
 
 if TYPE_CHECKING:
-    from .map import GradientMap, Tensors
+    from .map import GradientMap
 
 
 class NotApartError(RuntimeError):
@@ -83,9 +83,7 @@ class Listener:
                 handles.append(module.register_forward_hook(self._take_back(name, kept[name])))
             else:
                 hook = self._listen(name, type(module) is nn.Embedding)
-                handles.append(
-                    module.register_forward_hook(hook, prepend=True, with_kwargs=True)
-                )
+                handles.append(module.register_forward_hook(hook, prepend=True, with_kwargs=True))
         try:
             yield
         finally:

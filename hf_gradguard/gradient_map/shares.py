@@ -1,5 +1,5 @@
-"""What each sample adds to the gradient of a layer's parameters, kept in factors: its norm, and sums
-over samples with a factor for each, without a gradient of every sample in memory.
+"""What each sample adds to the gradient of a layer's parameters, kept in factors: its norm, and
+sums over samples with a factor for each, without a gradient of every sample in memory.
 
 References: Goodfellow, "Efficient Per-Example Gradient Computations" (2015); Li et al., "Large
 Language Models Can Be Strong Differentially Private Learners" (2022), Section 4; Bu et al.,

@@ -19,6 +19,8 @@ from transformers import DataCollatorWithFlattening, TrainingArguments
 from ..defenses import Defense
 from ..defenses.noise import DPSGD
 from .bases import base_refusals
+from .partition import is_of_datasets
+from .seams import read
 
 if TYPE_CHECKING:
     from ..leakage import FisherAccountant
@@ -120,7 +122,7 @@ def check_leakage(
     if args.use_liger_kernel and (measured or accountant is not None or defense.needs_jacobian):
         raise NotImplementedError(_LIGER.format(defense.name))
     _raise_first(_leakage_refusals(limit is not None, defense, accountant, own_batches))
-    if accountant is not None and _is_iterable(train_dataset):
+    if accountant is not None and is_iterable(train_dataset):
         raise NotImplementedError(_UNNUMBERED)
 
 
@@ -163,11 +165,10 @@ def _argument_refusals(args: TrainingArguments) -> Iterator[str]:
             "LOMO optimizers: they update weights inside the backward pass, before the gradient is "
             "whole. Use optim='adamw_torch'."
         )
-    if args.ddp_static_graph:
+    if read(args, "ddp_static_graph"):
         yield _STATIC_GRAPH
-    if args.activation_checkpointing and (args.activation_checkpointing_kwargs or {}).get(
-        "use_reentrant"
-    ):
+    checkpointing = read(args, "activation_checkpointing_kwargs") or {}
+    if read(args, "activation_checkpointing") and checkpointing.get("use_reentrant"):
         yield (
             "reentrant activation checkpointing: it cannot run under torch.autograd.grad. Set "
             "activation_checkpointing_kwargs={'use_reentrant': False}."
@@ -258,7 +259,7 @@ def _accelerator_refusals(accelerator: Accelerator, train_dataset: Any) -> Itera
         )
     if accelerator.num_processes > 1 and train_dataset is not None:
         dispatch = accelerator.dataloader_config.dispatch_batches
-        if dispatch or (dispatch is None and _is_iterable(train_dataset)):
+        if dispatch or (dispatch is None and is_iterable(train_dataset)):
             yield (
                 "dispatched batches: rank 0 would read everybody's data and send it, unprotected, "
                 "to the other ranks. Set accelerator_config={'dispatch_batches': False} (it is on "
@@ -299,10 +300,9 @@ def _clips_by_norm(defense: Defense) -> bool:
     return isinstance(defense, DPSGD) and defense.clip_by == "norm" and defense.scale is not None
 
 
-def _is_iterable(dataset: Any) -> bool:
-    import datasets
-
-    return isinstance(dataset, IterableDataset | datasets.IterableDataset)
+def is_iterable(dataset: Any) -> bool:
+    """Whether a data set has no rows that could be drawn."""
+    return isinstance(dataset, IterableDataset) or is_of_datasets(dataset, "IterableDataset")
 
 
 PADDING_FREE = (

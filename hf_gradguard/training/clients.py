@@ -116,7 +116,9 @@ class ClientRows(Dataset):
     def __len__(self) -> int:
         return len(self.data)
 
-    def __getitem__(self, pick: Pick) -> tuple[Any, Pick]:
+    def __getitem__(self, pick: Pick | list[Pick]) -> Any:
+        if isinstance(pick, list):  # a whole batch, where its size varies
+            return [self[one] for one in pick]
         return (None if pick.row is None else self.data[pick.row]), pick
 
 
@@ -132,7 +134,9 @@ class ClientCollator:
 
     collate: Callable[[list[Any]], dict[str, Any]]
 
-    def __call__(self, places: list[tuple[Any, Pick]]) -> dict[str, Any]:
+    def __call__(self, places: list[Any]) -> dict[str, Any]:
+        if isinstance(places[0], list):
+            (places,) = places
         filled = [(row, pick) for row, pick in places if pick.row is not None]
         batch = dict(self.collate([row for row, _ in filled]))
         batch[CLIENT] = torch.tensor([pick.client for _, pick in filled])
@@ -259,6 +263,11 @@ class ClientBatch(NamedTuple):
     batch: dict[str, Any]
     weight: float
     rows: Tensor | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether none of its batch is to count: rows stand there for their shapes alone."""
+        return self.rows is not None and not len(self.rows)
 
 
 def split(batch: dict[str, Any], parts: int) -> list[dict[str, Any]]:

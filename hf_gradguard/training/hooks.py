@@ -7,13 +7,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import datasets
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 from transformers import PreTrainedModel, Trainer
 
 from .checkpoints import begin_checkpoint, list_checkpoint
+from .partition import is_of_datasets
 
 
 class RenamedWeightsTrainer(Trainer):
@@ -79,6 +79,7 @@ class SeamTrainer(RenamedWeightsTrainer):
 
     current_flos: float
     data_collator: Any
+    counts_items: bool = True  # whether ranks add up the labels of a step
 
     def training_collator(self, collate: Any) -> Any:
         """What makes training batches of rows, given what the Trainer has."""
@@ -113,12 +114,14 @@ class SeamTrainer(RenamedWeightsTrainer):
         self.current_flos = float(flos) * scale
         super().store_flos()
 
-    def loader_of(self, dataset: Dataset, sampler: Sampler) -> DataLoader:
-        """Training batches of what `sampler` draws from `dataset`."""
+    def loader_of(
+        self, dataset: Dataset, sampler: Sampler, batch_size: int | None = None
+    ) -> DataLoader:
+        """Training batches of what `sampler` draws from `dataset`, so many draws each."""
         return self._get_dataloader(
             dataset=dataset,
             description=_TRAINING,
-            batch_size=self.args.per_device_train_batch_size,
+            batch_size=batch_size or self.args.per_device_train_batch_size,
             sampler_fn=lambda _: sampler,
             is_training=True,
         )
@@ -134,15 +137,13 @@ class SeamTrainer(RenamedWeightsTrainer):
     ) -> DataLoader:
         read = dataset
         if description == _TRAINING and (read := self.training_data(dataset)) is not dataset:
-            if isinstance(dataset, datasets.Dataset):  # as for a data set that is read as it is
+            if is_of_datasets(dataset, "Dataset"):  # as for a data set that is read as it is
                 dataset = self._remove_unused_columns(dataset, description=description)
                 read = self.training_data(dataset)
             draw = sampler_fn
             sampler_fn = None if draw is None else lambda _: draw(dataset)
         collate = self.data_collator
-        if description == _TRAINING and isinstance(
-            read, datasets.Dataset | datasets.IterableDataset
-        ):
+        if description == _TRAINING and is_of_datasets(read, "Dataset", "IterableDataset"):
             self.data_collator = self.training_collator(collate)  # which is taken as it is
         try:
             return super()._get_dataloader(
@@ -164,6 +165,8 @@ class SeamTrainer(RenamedWeightsTrainer):
         super()._maybe_log_save_evaluate(tr_loss, *args, **kwargs)
 
     def _get_num_items_in_batch(self, *args: Any, **kwargs: Any) -> Tensor | int | None:
+        if not self.counts_items:
+            return None
         with self._reduced_counts():
             return super()._get_num_items_in_batch(*args, **kwargs)
 

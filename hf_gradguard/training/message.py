@@ -109,7 +109,8 @@ class MessageMaker:
     def share(
         self, module: nn.Module, client: ClientBatch, loss_fn: LossFunction, step: int
     ) -> Tensor:
-        """Add a client's protected gradient, times its weight, to `.grad`. Returns its mean loss.
+        """Add a client's protected gradient, times its weight, to `.grad`. Returns its mean loss, 0
+        of an empty batch.
 
         Raises:
             FloatingPointError: If the true or the protected gradient is not finite.
@@ -150,7 +151,8 @@ class MessageMaker:
         client.defense.at_step(step)
         message = client.defense(gmap, noise)
         shared = dict(message.items())
-        self._record(gradient, shared, norm, start)
+        if not client.is_empty:
+            self._record(gradient, shared, norm, start)
         for name, value in message.figures.items():
             self._figures[f"defense/{name}"].append(value)
         if measured and not self._meter.admits(gmap, message, step, probes, client.rows):
@@ -164,7 +166,7 @@ class MessageMaker:
                 part = shared.pop(name).to(parameter.dtype).mul(client.weight)
                 parameter.grad = part if parameter.grad is None else parameter.grad.add_(part)
         self._ledger.write(gmap.parameters.values())
-        return gmap.loss
+        return torch.zeros_like(gmap.loss) if client.is_empty else gmap.loss
 
     def names_of(self, clients: Sequence[Defense]) -> list[str]:
         """What stands for the parameters that each client's last message was of, `"-"` before its

@@ -23,7 +23,7 @@ from ..leakage import FisherAccountant
 from .asked import Asked
 from .bases import alone, check_loss, check_order, draws_batches
 from .batch_statistics import average_statistics, freeze_statistics, warn_of_statistics
-from .card import add_privacy_section
+from .card import complete_card
 from .checks import check_arguments, check_collator, check_leakage, check_training
 from .clients import (
     CLIENT,
@@ -34,17 +34,17 @@ from .clients import (
     NumberedCollator,
     NumberedRows,
     WholeCollator,
-    divide,
     drawn,
-    round_sampler,
     split,
 )
 from .config import GradGuardConfig
 from .exchange import any_rank, average, average_gradients
-from .guarded import GuardedTrainer, noting
+from .guarded import noting
 from .labels import LabelKey, protect_labels
+from .launch import say_ranks
 from .message import Draws, MessageMaker
 from .meter import LeakageMeter
+from .private_rows import PrivateRowsTrainer
 from .private_state import load_private_state, save_private_state
 from .seams import check_seams
 from .secure_aggregation import secure_aggregation_of
@@ -54,7 +54,7 @@ from .tables import AgreedTables
 from .weights import LossWeights, Normalization
 
 
-class GradGuardMixin(GuardedTrainer):
+class GradGuardMixin(PrivateRowsTrainer):
     """Replaces each rank's local gradient by a protected one before anything is exchanged: before
     `Trainer` or a subclass of it.
 
@@ -67,9 +67,8 @@ class GradGuardMixin(GuardedTrainer):
         **kwargs: All other arguments of the Trainer, by keyword.
 
     Logs `defense/relative_error` (‖shared - g‖/‖g‖), `defense/cosine` and `defense/seconds` (per
-    message, on top of the plain gradient) beside the loss, and beside the summary of a training
-    that ends before the next log. They are rank 0's own, means over its messages since the last
-    log.
+    message, on top of the plain gradient) beside the loss and the summary: rank 0's own, means over
+    its messages since the last log.
 
     With `leakage_logging_steps=n` every n-th step also logs `leakage/dfil_mean`,
     `leakage/dfil_max`, `leakage/mse_bound` (of the sample that leaks most) and
@@ -83,8 +82,7 @@ class GradGuardMixin(GuardedTrainer):
     Raises:
         ValueError: If no defense is named, or one is named twice.
         NotImplementedError: For set-ups that cannot be protected; see `checks.py`.
-        ImportError: For a version of Transformers or torch that lacks a name this relies on; see
-            `seams.py`.
+        ImportError: For a version of a library that lacks a name this relies on; see `seams.py`.
 
     Example:
         >>> from transformers import Seq2SeqTrainer
@@ -162,11 +160,12 @@ class GradGuardMixin(GuardedTrainer):
         self._share_input_embeddings: bool = getattr(self.args, "share_input_embeddings", False)
         self._batch_statistics: str = getattr(self.args, "batch_statistics", "local")
         if self.is_world_process_zero():
+            say_ranks(self.accelerator.num_processes)
             warn_of_statistics(self.model, self._batch_statistics)
         self._withhold = getattr(self.args, "withhold", None) or []
         self._tables = AgreedTables(self.accelerator)
         self._shared(self.model)  # refuse none, name withheld
-        self._host_clients(defense)
+        self._host_clients(defense, own_batches)
         self._meter = LeakageMeter(self.args, defense, self._accountant)
         self.asks_for_input = defense.needs_input or self._meter.measures_any
         draws = Draws.asked(self.args, self.accelerator.process_index)
@@ -179,10 +178,10 @@ class GradGuardMixin(GuardedTrainer):
         """What is shared of a model, as far as it is known: tables are found at the first batch."""
         return shared_parameters(module, self._share_input_embeddings, self._withhold)
 
-    def _host_clients(self, defense: Defense) -> None:
+    def _host_clients(self, defense: Defense, own_batches: bool) -> None:
         """Each client that lives on this rank gets a defense of its own."""
         ranks = self.accelerator.num_processes
-        self._parts = divide(self.train_dataset, self.args, ranks)
+        self._parts = self.divide_rows(own_batches)
         hosted = len(self._parts) // ranks or getattr(self.args, "clients_per_process", 1)
         if hosted > 1:
             check_collator(self.data_collator)
@@ -246,7 +245,7 @@ class GradGuardMixin(GuardedTrainer):
             return list(map(ClientBatch, self._clients, batches, factors, rows)), spread
         # n_k/Σn over all ranks; ranks are averaged, and accumulated steps added up, later
         ranks, steps = self.accelerator.num_processes, normalization.accumulation
-        return [
+        batches = [
             ClientBatch(
                 self._clients[number // ranks],
                 batch,
@@ -254,7 +253,8 @@ class GradGuardMixin(GuardedTrainer):
                 rows,
             )
             for number, share, rows, batch in drawn(inputs)
-        ], 1.0
+        ]
+        return self.counted(batches), 1.0
 
     def _exchange(self, module: nn.Module) -> None:
         """Average over ranks what they have protected, and agree on going on."""
@@ -276,8 +276,7 @@ class GradGuardMixin(GuardedTrainer):
         """As in `Trainer`; with `num_clients`, of the clients that each step draws."""
         if not self._parts:
             return super().get_train_dataloader()
-        sampler = round_sampler(self._parts, self.args, self.accelerator.num_processes)
-        return self.loader_of(ClientRows(self.train_dataset), sampler)
+        return self.loader_of(ClientRows(self.train_dataset), self.sampler_of(self._parts))
 
     def training_collator(self, collate: Any) -> Any:
         """With `num_clients` batches say whose the rows are, and with an accountant which ones."""
@@ -332,19 +331,19 @@ class GradGuardMixin(GuardedTrainer):
         """What a defense remembers belongs in a checkpoint: a run that is killed and resumed goes
         on as if it had not been.
         """
+        super().save_state_of_rank(folder)
         rank, names = self.accelerator.process_index, self._messages.names_of(self._clients)
         save_private_state(folder, rank, self._clients, self.accountant, names, self._label_key)
 
     def load_state_of_rank(self, folder: str) -> None:
         """What `save_state_of_rank` wrote."""
-        rank, device = self.accelerator.process_index, self.args.device
-        names = load_private_state(
-            folder, rank, self._clients, self.accountant, device, self._label_key
-        )
+        super().load_state_of_rank(folder)
+        where = folder, self.accelerator.process_index, self._clients, self.accountant
+        names = load_private_state(*where, self.args.device, self._label_key)
         self._messages.expect(self._clients, names)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """As in `Trainer`, with a section on what was protected and what was not."""
         super().create_model_card(*args, **kwargs)
         if self.is_world_process_zero():
-            add_privacy_section(self)
+            complete_card(self)
