@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from . import installed as installed
+
+# isort: split
 import os
 import time
 from collections.abc import Sequence

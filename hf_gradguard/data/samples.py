@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from . import installed as installed
+
+# isort: split
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,5 +1,6 @@
 """How near a reconstruction is to what it reconstructs."""
 
+from . import installed as installed
 from .candidates import CandidateScores, score_candidates
 from .images import score_images
 from .scores import Scores
