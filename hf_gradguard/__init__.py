@@ -10,25 +10,31 @@ if TYPE_CHECKING:
     from .gradient_map import GradientMap
     from .registry import DEFENSES
     from .training.config import GradGuardConfig
+    from .training.loop import protect
+    from .training.mixin import GradGuardMixin
     from .training.trainer import GradGuardTrainer
 
 __all__ = [
     "DEFENSES",
     "GradGuardConfig",
+    "GradGuardMixin",
     "GradGuardTrainer",
     "GradientMap",
     "chain",
     "make_defense",
+    "protect",
 ]
 __version__ = "0.3.0"
 
 _WHERE = {
     "DEFENSES": "registry",
     "GradGuardConfig": "training.config",
+    "GradGuardMixin": "training.mixin",
     "GradGuardTrainer": "training.trainer",
     "GradientMap": "gradient_map",
     "chain": "defenses",
     "make_defense": "defenses",
+    "protect": "training.loop",
 }
 
 

@@ -7,7 +7,8 @@ import os
 from typing import Any
 
 from . import __version__
-from .audit.settings import add_flags
+from .audit.settings import add_fields, add_flags
+from .recommend.settings import CommandSettings, TrialSettings
 from .registry import ATTACKS, DEFENSES, Registry
 
 
@@ -22,6 +23,7 @@ def main(argv: list[str] | None = None) -> int:
     commands.add_parser("attacks", help="list the attacks with their settings and defaults")
     _add_evalnet(commands)
     _add_audit(commands)
+    _add_recommend(commands)
     arguments = parser.parse_args(argv)
     if arguments.command in ("defenses", "attacks"):
         print(describe(DEFENSES if arguments.command == "defenses" else ATTACKS))
@@ -30,16 +32,20 @@ def main(argv: list[str] | None = None) -> int:
             (_train_evalnet if arguments.action == "train" else _push_evalnet)(arguments)
         except (ValueError, OSError) as error:  # said for people already; a traceback would hide it
             parser.exit(1, f"gradguard evalnet {arguments.action}: {error}\n")
-    elif arguments.command == "audit":
-        from .audit.command import run_audit
-
+    else:
+        if arguments.command == "audit":
+            from .audit.command import run_audit as run
+        else:
+            from .recommend.command import run_recommend as run
         try:
-            run_audit({name: value for name, value in vars(arguments).items() if name != "command"})
+            run({name: value for name, value in vars(arguments).items() if name != "command"})
         except (ValueError, TypeError, OSError, ImportError, FloatingPointError) as error:
-            parser.exit(1, f"gradguard audit: {error}\n")
+            parser.exit(1, f"gradguard {arguments.command}: {error}\n")
         except KeyboardInterrupt:
             parser.exit(
-                130, "gradguard audit: interrupted. The same command goes on where it stopped.\n"
+                130,
+                f"gradguard {arguments.command}: interrupted. The same command goes on where it "
+                "stopped.\n",
             )
     return 0
 
@@ -154,3 +160,11 @@ def _add_audit(commands: Any) -> None:
         help="attack a model's shared gradients under chosen defenses; table, JSON, HTML",
     )
     add_flags(audit)
+
+
+def _add_recommend(commands: Any) -> None:
+    found = commands.add_parser(
+        "recommend",
+        help="short trainings under several defenses, attacked: which one to train with",
+    )
+    add_fields(found, CommandSettings, TrialSettings)

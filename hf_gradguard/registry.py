@@ -23,6 +23,31 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
+def need(room: str, extra: str, *modules: str) -> None:
+    """Say what to install where something is missing that a room of the package cannot do without.
+
+    Args:
+        room: Of the package.
+        extra: Of the package's installation, which brings the modules.
+        *modules: As they are imported.
+
+    Raises:
+        ImportError: With what is missing, and the command.
+
+    Example:
+        >>> need("attacks", "attacks", "numpy", "no_such_module")
+        Traceback (most recent call last):
+        ImportError: hf_gradguard.attacks needs no_such_module, which is not installed: ...
+    """
+    missing = [name for name in modules if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ImportError(
+            f"hf_gradguard.{room} needs {', '.join(missing)}, which "
+            f"{'is' if len(missing) == 1 else 'are'} not installed: "
+            f"pip install 'hf-gradguard[{extra}]'"
+        )
+
+
 class UnknownNameError(ValueError, KeyError):
     """A name that nothing is registered under."""
 
@@ -122,6 +147,9 @@ def make(registry: Registry[type[T]], name: str, settings: Mapping[str, Any]) ->
     known = [field.name for field in fields(found) if field.init]  # type: ignore[arg-type]
     unknown = sorted(settings.keys() - set(known))
     if unknown:
+        reasons = getattr(found, "refused", {})
+        if setting := next((setting for setting in unknown if setting in reasons), None):
+            raise TypeError(f"{name} has no setting {setting}: {reasons[setting]}.")
         has = f"It has: {', '.join(known)}." if known else "It has none."
         raise TypeError(f"{name} has no setting {', '.join(unknown)}. {has}")
     return found(**settings)
@@ -226,7 +254,7 @@ DEFENSES: Registry[Any] = Registry(
         "gaussian_noise": "hf_gradguard.defenses.noise:GaussianNoise",
         "laplace_noise": "hf_gradguard.defenses.noise:LaplaceNoise",
         "optimal_noise": "hf_gradguard.defenses.noise:OptimalNoise",
-        "dp_sgd": "hf_gradguard.defenses.noise:DPSGD",
+        "dp_sgd": "hf_gradguard.defenses.dp:PrivateSGD",
         "optimal_dp_sgd": "hf_gradguard.defenses.noise:OptimalDPSGD",
         "pruning": "hf_gradguard.defenses.pruning:Pruning",
         "optimal_pruning": "hf_gradguard.defenses.pruning:OptimalPruning",
@@ -246,6 +274,7 @@ ATTACKS: Registry[Any] = Registry(
         "lamp": "hf_gradguard.attacks.matching.text:Lamp",
         "span": "hf_gradguard.attacks.span.attack:Span",
         "embedding_rows": "hf_gradguard.attacks.embedding_rows:EmbeddingRows",
+        "candidates": "hf_gradguard.attacks.candidates.attack:Candidates",
     },
 )
 ESTIMATORS: Registry[Any] = Registry(

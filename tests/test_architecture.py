@@ -19,6 +19,7 @@ NAME = PACKAGE.name
 
 ROOMS = [
     "testing", "__main__", "cli",
+    "recommend",
     "audit", "federation",
     "training",
     "leakage", "attacks", "defenses", "metrics", "networks",

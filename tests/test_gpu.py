@@ -34,7 +34,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "optimal_pruning": {"ratio": 0.5},
     "quantization": {"bits": 4, "stochastic": True},
     "soteria": {"ratio": 0.5},
-    "refiner": {"iterations": 2},
+    "refiner": {"objective": "weighted", "iterations": 2},
 }
 TASKS = ["bert", "gpt2_lm", "vit"]
 

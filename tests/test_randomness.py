@@ -17,7 +17,8 @@ from scipy import stats
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from hf_gradguard.randomness import Stream, _keystream, chacha20_words, normal, together
+from hf_gradguard.randomness import Stream, normal, together
+from hf_gradguard.randomness.chacha import chacha20_words, keystream
 
 # RFC 8439: Section 2.3.2, and Appendix A.1, test vectors 1 to 5: key, nonce, block, keystream.
 VECTORS = {
@@ -59,7 +60,7 @@ def test_the_keystream_is_rfc_8439s(vector: str) -> None:
     key, nonce, block, expected = VECTORS[vector]
     words = chacha20_words(bytes.fromhex(key), bytes.fromhex(nonce), block, 1, "cpu")
     assert words.numpy().tobytes().hex() == expected
-    parts = _keystream(bytes.fromhex(key), bytes.fromhex(nonce), [16] * (block + 1))
+    parts = keystream(bytes.fromhex(key), bytes.fromhex(nonce), [16] * (block + 1))
     assert [part.numpy().tobytes().hex() for part in parts][block] == expected
 
 
@@ -69,7 +70,7 @@ def test_torchs_operations_and_the_library_agree(first: int) -> None:
     key, nonce = bytes(range(32)), bytes(range(12))
     words = chacha20_words(key, nonce, first, 3, "cpu")
     if first < 100:
-        expected = torch.cat([p.clone() for p in _keystream(key, nonce, [16] * (first + 3))])
+        expected = torch.cat([p.clone() for p in keystream(key, nonce, [16] * (first + 3))])
         assert torch.equal(words, expected[16 * first :])
     each = [chacha20_words(key, nonce, first + k, 1, "cpu") for k in range(3)]
     assert torch.equal(words, torch.cat(each))
@@ -154,6 +155,37 @@ def test_shapes_and_types(shape: tuple[int, ...]) -> None:
             found = draw(shape, dtype=dtype)
             assert (found.shape, found.dtype) == (torch.Size(shape), dtype)
             assert torch.isfinite(found).all()
+
+
+@pytest.mark.parametrize("size", [1, 2**15 + 1, 2**17 - 2, 2**18 + 5, 10**6 + 3])
+def test_threads_share_out_one_draw(size: int) -> None:
+    """Whatever their number, the same numbers come out, and the next draw is the next."""
+    draws: list[Callable[[Stream], Tensor]] = [
+        lambda s: s.normal((size,)),
+        lambda s: s.normal((size,), dtype=torch.float64),
+        lambda s: s.exponential((size,)),
+        lambda s: s.uniform((size,)),
+        lambda s: s.integers(1000, (size,)),
+    ]
+    before, found = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 3, 7):
+            torch.set_num_threads(threads)
+            stream = Stream.from_seeds(5)
+            found.append([draw(stream) for draw in draws])
+    finally:
+        torch.set_num_threads(before)
+    for others in found[1:]:
+        for one, other in zip(found[0], others, strict=True):
+            assert torch.equal(one, other)
+
+
+def test_a_thread_goes_on_in_the_middle_of_the_keystream() -> None:
+    """Block by block: what a thread encrypts from a later block is what one would have there."""
+    key, nonce = bytes(range(32)), bytes(range(12))
+    whole = torch.cat([part.clone() for part in keystream(key, nonce, [64] * 4)])
+    (later,) = keystream(key, nonce, [64], block=4)
+    assert torch.equal(later, whole[64:128])
 
 
 @pytest.mark.parametrize("count", [0, 1, 3, 4, 64, 65, 2**18 + 5])
@@ -262,7 +294,7 @@ def test_workers_of_a_data_loader_draw_their_own() -> None:
 
 def test_small_tensors_are_cut_from_one_draw(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neighbors up to a size, of one type; larger ones alone, as they are."""
-    monkeypatch.setattr("hf_gradguard.randomness._CHUNK", 10)
+    monkeypatch.setattr("hf_gradguard.randomness._TOGETHER", 10)
     sizes = {"a": (2, 3), "b": (4,), "c": (1,), "large": (11,), "d": (), "e": (0,), "f": (3, 3)}
     tensors = {name: torch.ones(shape) for name, shape in sizes.items()}
     tensors["g"] = torch.ones(1, dtype=torch.float64)

@@ -57,6 +57,8 @@ class Attack:
         name: What it is called, as in the registry.
         domains: What it works on: `"text"`, `"image"` or both.
         does: Where it works on one domain only, what it does that the other has no place for.
+        informed_by: What of an observation it makes use of if the server knows the defense:
+            `"noise_variance"`, `"law"`.
 
     Example:
         >>> @dataclass
@@ -79,6 +81,7 @@ class Attack:
     name: ClassVar[str]
     domains: ClassVar[tuple[str, ...]] = ("text", "image")
     does: ClassVar[str] = "works on nothing else"
+    informed_by: ClassVar[frozenset[str]] = frozenset()
 
     def __call__(
         self, seen: Observation, generator: Stream | torch.Generator | None = None

@@ -14,7 +14,7 @@ from numbers import Integral
 from typing import Any, Self, get_args, get_type_hints
 
 
-def _option(default: Any, text: str) -> Any:
+def option(default: Any, text: str) -> Any:
     """A field with its sentence of help, which the command line shows."""
     return field(default=default, metadata={"help": text})
 
@@ -31,7 +31,9 @@ class AuditSettings:
         labels_known: Grant the labels to the attacker.
         lengths_known: Grant the texts' lengths. Without it texts are padded to `max_length` and the
             mask is withheld.
-        noise_known: Grant the covariance of the Gaussian noise in a message.
+        noise_known: Grant the covariance of the Gaussian noise in a message to every attacker.
+        adaptive: Beside attackers who do not know the defense run those who do, with the settings
+            and grants that the defense names (`Defense.informed`, `Defense.law`).
         share_input_embeddings: Share the token embeddings' gradient, which names the words.
         reference: Add the row `none`, without which nobody can tell whether the attacks work at
             all.
@@ -44,15 +46,16 @@ class AuditSettings:
         1
     """
 
-    batch_size: int = _option(1, "samples in a message")
-    repeats: int = _option(1, "times each message is protected and attacked")
-    seed: int = _option(0, "of the draw, the defenses and the attacks")
-    max_length: int = _option(64, "tokens; longer texts are cut")
-    labels_known: bool = _option(True, "the attacker knows the labels")
-    lengths_known: bool = _option(True, "the attacker knows the texts' lengths")
-    noise_known: bool = _option(False, "the attacker knows the noise's covariance")
-    share_input_embeddings: bool = _option(False, "share the token embeddings' gradient")
-    reference: bool = _option(True, "the row without a defense")
+    batch_size: int = option(1, "samples in a message")
+    repeats: int = option(1, "times each message is protected and attacked")
+    seed: int = option(0, "of the draw, the defenses and the attacks")
+    max_length: int = option(64, "tokens; longer texts are cut")
+    labels_known: bool = option(True, "the attacker knows the labels")
+    lengths_known: bool = option(True, "the attacker knows the texts' lengths")
+    noise_known: bool = option(False, "the attacker knows the noise's covariance")
+    adaptive: bool = option(True, "run attackers who know the defense, too")
+    share_input_embeddings: bool = option(False, "share the token embeddings' gradient")
+    reference: bool = option(True, "the row without a defense")
 
     def __post_init__(self) -> None:
         for name, least in (("batch_size", 1), ("repeats", 1), ("seed", 0), ("max_length", 1)):
@@ -81,15 +84,15 @@ class AuditSettings:
 class CommandSettings(AuditSettings):
     """What `gradguard audit` takes: the terms of the audit, and what is audited with what."""
 
-    model: str = _option("", "text or image classifier: a folder or a Hub name")
-    dataset: str = _option(
+    model: str = option("", "text or image classifier: a folder or a Hub name")
+    dataset: str = option(
         "",
         "tsv, csv, json, parquet or npz (images) file, a folder of images, or a Hub name",
     )
-    dataset_config: str | None = _option(None, "of a Hub data set with several")
-    split: str = _option("train", "of a Hub data set or a folder")
-    column: str | None = _option(None, "of texts or images. Default: the usual ones")
-    label_column: str | None = _option(None, "of class ids or names. Default: the usual ones")
+    dataset_config: str | None = option(None, "of a Hub data set with several")
+    split: str = option("train", "of a Hub data set or a folder")
+    column: str | None = option(None, "of texts or images. Default: the usual ones")
+    label_column: str | None = option(None, "of class ids or names. Default: the usual ones")
     # A mapping in a file, so neither has a type that says more.
     defense: Any = field(
         default="none",
@@ -105,9 +108,15 @@ class CommandSettings(AuditSettings):
             "tag:steps=500,span"
         },
     )
-    output: str = _option("", "folder to write to; an interrupted audit in it goes on")
-    samples: int = _option(8, "drawn at random from the data")
-    device: str | None = _option(None, "Default: cuda if there is one")
+    output: str = option("", "folder to write to; an interrupted audit in it goes on")
+    samples: int = option(8, "drawn at random from the data")
+    decoys: int = option(
+        100, "samples more, among which the attack `candidates` has to find them; 0 leaves it out"
+    )
+    candidates: str | None = option(
+        None, "file of the attacker's own list, read like --dataset, in place of decoys"
+    )
+    device: str | None = option(None, "Default: cuda if there is one")
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -115,15 +124,20 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--config", help="YAML or JSON file of settings, called like the flags; flags override it"
     )
-    terms = {field.name for field in fields(AuditSettings)}
-    types = get_type_hints(CommandSettings)
-    for one in sorted(fields(CommandSettings), key=lambda field: field.name in terms):
+    add_fields(parser, CommandSettings, AuditSettings)
+
+
+def add_fields(parser: argparse.ArgumentParser, settings: type, last: type) -> None:
+    """One flag for each field of a class of settings; those that it has from `last` come last."""
+    terms = {field.name for field in fields(last)}
+    types = get_type_hints(settings)
+    for one in sorted(fields(settings), key=lambda field: field.name in terms):
         kinds = get_args(types[one.name]) or (types[one.name],)
         how: dict[str, Any] = {}
         if bool in kinds:
             how = {"action": argparse.BooleanOptionalAction}
-        elif int in kinds:
-            how = {"type": int}
+        elif int in kinds or float in kinds:
+            how = {"type": int if int in kinds else float}
         elif str not in kinds:  # specs of defenses and attacks
             how = {"action": "append"}
         parser.add_argument(
@@ -171,4 +185,4 @@ def _read(path: str | None) -> dict[str, Any]:
 def _said(default: object) -> str:
     if isinstance(default, bool):
         return f" (default: {'yes' if default else 'no'})"
-    return f" (default: {default})" if isinstance(default, int) or default else ""
+    return f" (default: {default})" if isinstance(default, int | float) or default else ""

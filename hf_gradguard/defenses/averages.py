@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
 
 from ..gradient_map import Tensors
+from ..gradient_map.marginals import Sums, sums_of
+from .base import OnDemand, total
 
 DECAY = 0.7
 """What an average keeps at every step: about the last three batches count."""
@@ -18,6 +20,8 @@ takes all the noise, or none.
 """
 
 _KINDS = ("squares", "powers")
+PARTS = ("shape", *_KINDS)
+"""What the names in an average's state begin with."""
 
 
 class Averages:
@@ -36,9 +40,9 @@ class Averages:
     """
 
     def __init__(self) -> None:
-        self._sums: dict[str, dict[str, tuple[Tensor, ...]]] = {kind: {} for kind in _KINDS}
+        self._sums: dict[str, dict[str, Sums]] = {kind: {} for kind in _KINDS}
         self._shapes: dict[str, torch.Size] = {}
-        self._probes = 0.0
+        self._totals: dict[bool, float] = {}
 
     def __bool__(self) -> bool:
         return bool(self._shapes)
@@ -47,22 +51,23 @@ class Averages:
         """Whether it is of these parameters and no others."""
         return set(self._shapes) == set(names)
 
-    def add(self, squares: Iterable[tuple[str, Tensor]], gradient: Tensors) -> None:
+    def add(self, squares: Iterable[tuple[str, Tensor | Sums]], gradient: Tensors) -> None:
         """Take in a batch.
 
         Args:
-            squares: Estimates of s_i², one parameter at a time, of one probe or of several after
-                each other.
+            squares: Estimates of s_i², or their sums, one parameter at a time, of one probe or of
+                several after each other.
             gradient: g.
         """
         if not self.knows(gradient):
             self.__init__()  # type: ignore[misc]
         self._shapes = {name: tensor.shape for name, tensor in gradient.items()}
-        new: dict[str, dict[str, tuple[Tensor, ...]]] = {kind: {} for kind in _KINDS}
-        for name, tensor in squares:
-            _accumulate(new["squares"], name, _sums(tensor))
+        new: dict[str, dict[str, Sums]] = {kind: {} for kind in _KINDS}
+        for name, found in squares:
+            parts = found if isinstance(found, tuple) else sums_of(found)
+            new["squares"][name] = added(new["squares"].get(name), parts)
         for name, g in gradient.items():
-            _accumulate(new["powers"], name, _sums(g.float().square()))
+            new["powers"][name] = sums_of(g.float().square())
         for kind, sums in new.items():
             size = _total(sums) or 1.0  # batches count alike, whatever their scale
             for name, parts in sums.items():
@@ -71,29 +76,37 @@ class Averages:
                 if old is not None:
                     fresh = tuple(f + DECAY * o for f, o in zip(fresh, old, strict=True))
                 self._sums[kind][name] = fresh
+        self._totals.clear()
 
-    def ratio(self, by_tensor: bool = False) -> Tensors:
-        """√(s²/g²) up to a common factor, in the parameters' shapes.
+    def ratio(
+        self, by_tensor: bool = False, waiting: Mapping[str, Tensor] | None = None
+    ) -> OnDemand:
+        """√(s²/g²) up to a common factor, in the parameters' shapes: as of now, and made when asked
+        for.
 
         Args:
             by_tensor: One ratio a tensor, of its sums.
+            waiting: To be added to g², whose sum over all parameters counts as 1.
         """
         entries = sum(math.prod(shape) for shape in self._shapes.values())
         priors = {k: PRIOR * _total(sums) / entries or 1.0 for k, sums in self._sums.items()}
-        return {
-            name: self._mean("squares", name, by_tensor)
-            .add_(priors["squares"])
-            .div_(self._mean("powers", name, by_tensor).add_(priors["powers"]))
-            .sqrt_()
-            .expand(shape)
-            for name, shape in self._shapes.items()
-        }
+        unit, shapes = _total(self._sums["powers"]), dict(self._shapes)
+        squares, powers = (dict(self._sums[kind]) for kind in _KINDS)
+        mean = _mean if by_tensor else _matrix
 
-    def _mean(self, kind: str, name: str, by_tensor: bool) -> Tensor:
-        parts, shape = self._sums[kind][name], self._shapes[name]
-        if by_tensor:
-            return parts[0].sum() / math.prod(shape)
-        return _matrix(parts, shape)
+        def make(name: str) -> Tensor:
+            square = mean(squares[name], shapes[name], priors["squares"])
+            power = mean(powers[name], shapes[name], priors["powers"])
+            if waiting is not None:
+                more = waiting[name].to(power)
+                power = power + unit * (more.mean() if by_tensor else more)
+            return square.div_(power).sqrt_().expand(shapes[name])
+
+        if waiting is not None:
+            return OnDemand(shapes, make)
+        if by_tensor not in self._totals:
+            self._totals[by_tensor] = float(total(OnDemand(sorted(shapes), make)))
+        return OnDemand(shapes, make, self._totals[by_tensor])
 
     def state_dict(self) -> Tensors:
         """O(rows + columns) numbers. Private if the batches were."""
@@ -116,7 +129,7 @@ class Averages:
         self.__init__()  # type: ignore[misc]
         for key, tensor in sorted(state.items()):
             kind, _, rest = key.partition(".")
-            if kind not in ("shape", *_KINDS):
+            if kind not in PARTS:
                 raise ValueError(f"{key!r} is nothing of running averages.")
             if kind == "shape":
                 self._shapes[rest] = torch.Size(tensor.tolist())
@@ -127,31 +140,25 @@ class Averages:
             raise ValueError("These are not the sums and shapes of running averages.")
 
 
-def _sums(tensor: Tensor) -> tuple[Tensor, ...]:
-    """Row and column sums of a matrix, or of what is flattened to one; others as they are."""
-    if tensor.dim() < 2:
-        return (tensor,)
-    matrix = tensor.flatten(1)
-    return matrix.sum(1), matrix.sum(0)
+def added(one: Sums | None, other: Sums) -> Sums:
+    """Sums of what is added up."""
+    return other if one is None else tuple(a + b for a, b in zip(one, other, strict=True))
 
 
-def _accumulate(sums: dict[str, tuple[Tensor, ...]], name: str, parts: tuple[Tensor, ...]) -> None:
-    before = sums.get(name)
-    sums[name] = (
-        parts if before is None else tuple(a + b for a, b in zip(before, parts, strict=True))
-    )
+def _mean(parts: Sums, shape: torch.Size, prior: float) -> Tensor:
+    return parts[0].sum() / math.prod(shape) + prior
 
 
-def _matrix(parts: tuple[Tensor, ...], shape: torch.Size) -> Tensor:
+def _matrix(parts: Sums, shape: torch.Size, prior: float) -> Tensor:
     if len(parts) == 1:
-        return parts[0].clone().view(shape)
+        return parts[0].view(shape) + prior
     rows, columns = parts
     size = rows.sum()
-    scale = torch.where(size > 0, 1 / size, 0)
-    return torch.outer(rows * scale, columns).view(shape)
+    scaled = rows * torch.where(size > 0, 1 / size, 0)
+    return torch.outer(scaled, columns).add_(prior).view(shape)
 
 
-def _total(sums: dict[str, tuple[Tensor, ...]]) -> float:
+def _total(sums: dict[str, Sums]) -> float:
     # In one order, whichever a loaded state has, so that a run that goes on has the same bits.
     parts = [sums[name][0].sum().double() for name in sorted(sums)]
     return float(torch.stack(parts).sum())

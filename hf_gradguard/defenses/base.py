@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields
 from decimal import Decimal
 from typing import Any, ClassVar
@@ -12,7 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from ..gradient_map import GradientMap, Tensors
+from ..gradient_map.law import Law
 from ..randomness import Stream
+from .knowledge import informed_settings, law_of
 from .message import Message, check_untouched, checked_message
 
 
@@ -30,6 +32,15 @@ class Defense:
     """
 
     name: ClassVar[str]
+    first_order: ClassVar[bool] = False  # asks for the gradient alone, so takes any batch
+    refused: ClassVar[dict[str, str]] = {
+        "error_feedback": (
+            "it shares the true gradient, or that with independent noise, which averages out over "
+            "messages by itself. Fed back, each message would take back the noise of the one "
+            "before, and their sum would show the sum of the gradients"
+        )
+    }
+    """Settings that it has for a reason not."""
 
     def __call__(self, gmap: GradientMap, generator: Stream | None = None) -> Message:
         """What a client shares in place of its gradient.
@@ -77,12 +88,22 @@ class Defense:
         Called before training, and again for every other model.
         """
 
+    def at_step(self, step: int) -> None:
+        """Told before a message, by who counts them, how many optimizer steps are finished."""
+
     @property
     def adds_gaussian_noise(self) -> bool:
         """Whether its messages carry `noise`: Gaussian noise of known covariance on the true
         gradient.
         """
         return False
+
+    @property
+    def noise_ratio(self) -> float | None:
+        """The noise's norm over that of the gradient it is added to; `None` if settings do not say
+        it.
+        """
+        return 0.0
 
     @property
     def exact(self) -> bool:
@@ -93,6 +114,29 @@ class Defense:
     def needs_jacobian(self) -> bool:
         """Whether the next call differentiates twice, so that its map needs `second_order=True`."""
         return False
+
+    @property
+    def needs_input(self) -> bool:
+        """Whether a call asks for the continuous input, or how the gradient depends on it. A
+        subclass does, unless it says that it is of first order itself.
+        """
+        return not vars(type(self)).get("first_order", False)
+
+    def law(self, message: Message) -> Law | None:
+        """How its messages come from gradients, as whoever knows it and its settings knows it: what
+        audits grant informed attackers. `None` where no attacker can follow it.
+
+        Args:
+            message: One of its own.
+        """
+        return law_of(self, message)
+
+    def informed(self) -> dict[str, Any]:
+        """What attackers who know it do about it: settings, of which each attack takes those that
+        it has, and grants by the names of an observation's fields. Empty where knowing it is of no
+        use.
+        """
+        return informed_settings(self)
 
     def state_dict(self) -> Tensors:
         """What the defense remembers between calls. Private to the client: it depends on its
@@ -150,14 +194,62 @@ def cast_like(shared: Tensors, gmap: GradientMap) -> Tensors:
     return {name: tensor.to(gradient[name].dtype) for name, tensor in shared.items()}
 
 
-def total(tensors: Tensors) -> Tensor:
+class OnDemand(Mapping[str, Tensor]):
+    """Tensors that are made when they are asked for, anew each time, so that none are kept.
+
+    Args:
+        names: Of all of them.
+        make: Gives the tensor of a name; whoever asks may write to it.
+        total: The sum of all their entries, if that is known.
+    """
+
+    def __init__(
+        self, names: Iterable[str], make: Callable[[str], Tensor], total: float | None = None
+    ) -> None:
+        self._names, self._make, self.total = dict.fromkeys(names), make, total
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._names:
+            raise KeyError(name)
+        return self._make(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+def total(tensors: Mapping[str, Tensor]) -> Tensor:
     """The sum over all entries of all tensors, tensors added up in float64."""
+    known = getattr(tensors, "total", None)
+    if known is not None:
+        return torch.tensor(known, dtype=torch.float64)
     return torch.stack([tensor.sum().double() for tensor in tensors.values()]).sum()
 
 
-def norm(tensors: Tensors) -> float:
+def power(tensors: Mapping[str, Tensor]) -> Tensor:
+    """The sum of squares, likewise."""
+    return torch.stack([tensor.square().sum().double() for tensor in tensors.values()]).sum()
+
+
+def norm(tensors: Mapping[str, Tensor]) -> float:
     """The Euclidean norm over all entries of all tensors."""
-    return float(total({name: tensor.square() for name, tensor in tensors.items()}).sqrt())
+    return float(power(tensors).sqrt())
+
+
+def scaled(tensor: Tensor, factor: float, offset: float = 0.0) -> Tensor:
+    """`factor * tensor + offset`, in place where that is possible, and one number for one."""
+    if tensor.numel() and not any(tensor.stride()):
+        return (tensor.flatten()[0] * factor + offset).expand_as(tensor)
+    return tensor.mul_(factor).add_(offset) if offset else tensor.mul_(factor)
+
+
+def root(variance: Tensor) -> Tensor:
+    """Standard deviations of variances, one number for one."""
+    if variance.numel() and not any(variance.stride()):
+        return variance.flatten()[0].sqrt().expand_as(variance)
+    return variance.sqrt()
 
 
 def is_number(value: object) -> bool:

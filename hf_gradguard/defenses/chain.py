@@ -54,6 +54,10 @@ class Chain(Defense):
         for part in (self.first, self.second):
             part.prepare(model, processing_class)
 
+    def at_step(self, step: int) -> None:
+        for part in (self.first, self.second):
+            part.at_step(step)
+
     @property
     def exact(self) -> bool:
         return self.first.exact and self.second.exact
@@ -64,8 +68,18 @@ class Chain(Defense):
         return self.first.adds_gaussian_noise or after
 
     @property
+    def noise_ratio(self) -> float | None:
+        one, two = self.first.noise_ratio, self.second.noise_ratio
+        # the second is relative to what the first leaves, its noise included
+        return None if one is None or two is None else math.hypot(one, two, one * two)
+
+    @property
     def needs_jacobian(self) -> bool:
         return self.first.needs_jacobian or self.second.needs_jacobian
+
+    @property
+    def needs_input(self) -> bool:
+        return self.first.needs_input or self.second.needs_input
 
     def state_dict(self) -> Tensors:
         return {

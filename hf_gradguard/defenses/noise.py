@@ -13,6 +13,7 @@ Their Algorithm 1 prints s_i squared; their theorem, its proof and this module h
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import ClassVar, Literal
 
@@ -22,14 +23,22 @@ from transformers.utils import logging
 
 from ..gradient_map import GradientMap, Tensors
 from ..randomness import Stream, together
-from .base import Defense, cast_like, is_number, norm, total, true_gradient
+from .base import (
+    Defense,
+    OnDemand,
+    cast_like,
+    is_number,
+    norm,
+    power,
+    root,
+    scaled,
+    total,
+    true_gradient,
+)
 from .message import Message, Noise
-from .sensitivity import SensitivityDefense
+from .sensitivity import SensitivityDefense, capped, sensitivity_ratio, shape_trace
 
 logger = logging.get_logger(__name__)
-
-SMALLEST_GRADIENT = 1e-8
-LARGEST_RATIO = 1e6
 
 
 @dataclass
@@ -81,42 +90,35 @@ class NoiseDefense(Defense):
 
     def shaped(
         self, gmap: GradientMap, gradient: Tensors, generator: Stream
-    ) -> tuple[Tensors, float]:
+    ) -> tuple[Mapping[str, Tensor], float]:
         """Variances up to a common factor, and `Noise.shape_trace`. Here: the same everywhere that
         an earlier defense left something.
         """
         one = {name: g.new_ones(()).expand_as(g) for name, g in gradient.items()}  # no memory
         return gmap.restrict(one), 0.0
 
-    def variance(self, gradient: Tensors, shape: Tensors) -> Tensors:
+    def variance(self, gradient: Tensors, shape: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """The diagonal of Σ: `shape` times the factor λ that gives the strength asked for."""
         if self.utility_budget is not None:
-            power = total({name: g.square() * shape[name] for name, g in gradient.items()})
-            wanted = self.utility_budget
+            each = OnDemand(gradient, lambda name: gradient[name].square() * shape[name])
+            unit, wanted = total(each), self.utility_budget
         else:
             size = sum(g.numel() for g in gradient.values())
-            power = total(shape) / size
-            wanted = (
-                self.scale**2 if self.scale is not None else self._relative_variance(gradient, size)
-            )
+            unit, wanted = total(shape) / size, (self.scale or 0.0) ** 2
+            if self.relative_scale is not None:
+                wanted = self.relative_scale**2 * float(power(gradient)) / size
         if not wanted:
             return {name: torch.zeros_like(g) for name, g in gradient.items()}
-        if not power:
+        if not unit:
             logger.warning_once(
                 f"{self.name} added no noise: the gradient or all its sensitivities are zero, so "
                 "to first order there is nothing about the input in it."
             )
             return {name: torch.zeros_like(g) for name, g in gradient.items()}
-        factor = float(wanted / power)
-        return {name: _scaled(tensor, factor) for name, tensor in shape.items()}
-
-    def _relative_variance(self, gradient: Tensors, size: int) -> float:
-        assert self.relative_scale is not None  # __post_init__ leaves exactly one of the three set
-        return (
-            self.relative_scale**2
-            * float(total({name: g.square() for name, g in gradient.items()}))
-            / size
-        )
+        factor = float(wanted / unit)
+        if isinstance(shape, OnDemand):
+            return OnDemand(gradient, lambda name: scaled(shape[name], factor))
+        return {name: scaled(tensor, factor) for name, tensor in shape.items()}
 
     def protect(self, gmap: GradientMap, generator: Stream) -> Message:
         true = true_gradient(gmap)
@@ -124,13 +126,13 @@ class NoiseDefense(Defense):
         shape, shape_trace = self.shaped(gmap, gradient, generator)
         variance = self.variance(gradient, shape)
         noisy = {
-            name: torch.addcmul(gradient[name], variance[name].sqrt(), drawn, out=drawn)
+            name: torch.addcmul(gradient[name], root(variance[name]), drawn, out=drawn)
             for name, drawn in together(gradient, lambda like: self.draw(like, generator))
         }
 
         def noise() -> Noise:
-            referred = self.referred(true, variance)
-            return Noise(referred, variance, shape_trace, plain=self._plain)
+            added = dict(variance)
+            return Noise(self.referred(true, added), added, shape_trace, plain=self._plain)
 
         return Message(
             cast_like(noisy, gmap),
@@ -141,6 +143,10 @@ class NoiseDefense(Defense):
     @property
     def adds_gaussian_noise(self) -> bool:
         return type(self).draw is NoiseDefense.draw
+
+    @property
+    def noise_ratio(self) -> float | None:
+        return self.relative_scale
 
     @property
     def _plain(self) -> bool:
@@ -154,18 +160,12 @@ class NoiseDefense(Defense):
         return generator.normal(like.shape, device=like.device, dtype=like.dtype)
 
 
-def _scaled(tensor: Tensor, factor: float, offset: float = 0.0) -> Tensor:
-    """`factor * tensor + offset`, in place where that is possible, and one number for one."""
-    if tensor.numel() and not any(tensor.stride()):
-        return (tensor.flatten()[0] * factor + offset).expand_as(tensor)
-    return tensor.mul_(factor).add_(offset)
-
-
 @dataclass
 class GaussianNoise(NoiseDefense):
     """The same Gaussian noise on every parameter: Σ = scale² I."""
 
     name: ClassVar[str] = "gaussian_noise"
+    first_order: ClassVar[bool] = True
 
 
 @dataclass
@@ -175,6 +175,7 @@ class LaplaceNoise(NoiseDefense):
     """
 
     name: ClassVar[str] = "laplace_noise"
+    first_order: ClassVar[bool] = True
 
     def draw(self, like: Tensor, generator: Stream) -> Tensor:
         # The difference of two unit exponentials is Laplace(0, 1), of variance 2.
@@ -213,40 +214,26 @@ class OptimalNoise(SensitivityDefense, NoiseDefense):
 
     def shaped(
         self, gmap: GradientMap, gradient: Tensors, generator: Stream
-    ) -> tuple[Tensors, float]:
+    ) -> tuple[Mapping[str, Tensor], float]:
         if self.shape == "own":
-            ratio = gmap.restrict(_ratio(*self.own_sensitivity(gmap, gradient, generator)))
-            return _capped(ratio), _shape_trace(ratio)
+            own = gmap.restrict(sensitivity_ratio(*self.own_sensitivity(gmap, gradient, generator)))
+            return capped(own), shape_trace(own)
         averaged = self.averaged_ratio(gmap, generator)
         if averaged is None:
             return NoiseDefense.shaped(self, gmap, gradient, generator)
-        shape, masks = gmap.restrict(averaged), gmap.transmitted
-        entries = sum(r.numel() if masks is None else masks[n].sum() for n, r in shape.items())
-        lift = self.floor * float(total(shape)) / max(int(entries), 1)
-        lifted = {name: _scaled(r, 1 - self.floor, lift) for name, r in shape.items()}
-        return gmap.restrict(lifted), 0.0
+        shape, masks = averaged, gmap.transmitted
+        entries = sum(g.numel() if masks is None else masks[n].sum() for n, g in gradient.items())
+        if masks is not None:
+            shape = OnDemand(gradient, lambda name: gmap.restrict({name: averaged[name]})[name])
+        whole = float(total(shape))
+        lift = self.floor * whole / max(int(entries), 1)
 
+        def lifted(name: str) -> Tensor:
+            one = scaled(shape[name], 1 - self.floor, lift)
+            return gmap.restrict({name: one})[name]
 
-def _ratio(sensitivity: Tensors, magnitude: Tensors) -> Tensors:
-    """s_i/|g_i| with |g_i| held above 1e-8, so that no vanishing g_i takes all the noise."""
-    return {
-        name: s / magnitude[name].clamp(min=SMALLEST_GRADIENT) for name, s in sensitivity.items()
-    }
-
-
-def _capped(ratio: Tensors) -> Tensors:
-    return {name: r.clamp(max=LARGEST_RATIO) for name, r in ratio.items()}
-
-
-def _shape_trace(ratio: Tensors) -> float:
-    """½ Σ_i ‖∂ log Σ_ii/∂x‖² of Σ_ii ∝ s_i/|g_i|, with s_i held: ‖∂ log|g_i|/∂x‖ = s_i/|g_i|.
-
-    What changes of s_i is of third order in the loss, and small beside coordinates that are nearly
-    zero. Capped ratios do not follow the input. With one ratio a tensor it is an upper bound.
-    """
-    return float(
-        total({n: r.where(r < LARGEST_RATIO, 0).double().square() for n, r in ratio.items()}) / 2
-    )
+        # The power that is lifted off is as much as what is spread.
+        return OnDemand(gradient, lifted, whole), 0.0
 
 
 def _infinite_where_clipped(gradient: Tensors, variance: Tensors, clip: float) -> Tensors:
@@ -265,10 +252,7 @@ def _check_clip(clip: float) -> None:
 
 @dataclass
 class DPSGD(NoiseDefense):
-    """Clip, then add the same Gaussian noise everywhere.
-
-    This clips the client's batch-mean gradient, not each sample's, so it gives no (ε, δ) guarantee
-    by itself.
+    """Clip the client's batch-mean gradient, then add the same Gaussian noise everywhere.
 
     Args:
         clip: The bound C.
@@ -277,6 +261,7 @@ class DPSGD(NoiseDefense):
     """
 
     name: ClassVar[str] = "dp_sgd"
+    first_order: ClassVar[bool] = True
     clip: float = 1.0
     clip_by: Literal["norm", "coordinate"] = "norm"
 
@@ -330,7 +315,7 @@ class OptimalDPSGD(OptimalNoise):
 
     def shaped(
         self, gmap: GradientMap, gradient: Tensors, generator: Stream
-    ) -> tuple[Tensors, float]:
+    ) -> tuple[Mapping[str, Tensor], float]:
         shape, trace = super().shaped(gmap, gradient, generator)
         if self.shape == "own":  # with one ratio a tensor the clipped ones have it too
             shape = {name: tensor * self._within(gradient[name]) for name, tensor in shape.items()}
@@ -341,6 +326,9 @@ class OptimalDPSGD(OptimalNoise):
         if self.shape == "own":
             return {name: g * self._within(g) for name, g in gradient.items()}, squares
         return self.clipped(gradient), squares
+
+    def learns_all(self, gradient: Tensors) -> bool:
+        return all(bool(self._within(g).all()) for g in gradient.values())
 
     def _within(self, g: Tensor) -> Tensor:
         return g.abs() < self.clip

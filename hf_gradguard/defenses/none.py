@@ -16,6 +16,7 @@ class NoDefense(Defense):
     """Shares the true gradient. Has to be asked for by name."""
 
     name: ClassVar[str] = "none"
+    first_order: ClassVar[bool] = True
 
     @property
     def exact(self) -> bool:

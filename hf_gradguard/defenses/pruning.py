@@ -18,13 +18,14 @@ from torch import Tensor
 
 from ..gradient_map import GradientMap, Tensors
 from ..randomness import Stream
-from .base import Defense, cast_like, floor_share, is_number, true_gradient
+from .base import cast_like, floor_share, is_number, true_gradient
+from .feedback import BiasedDefense
 from .message import Message
 from .sensitivity import SensitivityDefense
 
 
 @dataclass
-class PruningDefense(Defense):
+class PruningDefense(BiasedDefense):
     """Zeroes a share of all coordinates, ranked over all tensors together. At most one of the two.
 
     Args:
@@ -66,17 +67,16 @@ class PruningDefense(Defense):
             assert self.ratio is not None  # __post_init__ leaves exactly one of the two set
             pruned = ~largest(worth, len(worth) - floor_share(self.ratio, len(worth)))
         del worth  # before the message is there
+        left, transmitted = {}, {}
         masks = pruned.split([g.numel() for g in gradient.values()])
-        left = {
-            name: g.masked_fill(mask.view_as(g), 0.0)
-            for (name, g), mask in zip(gradient.items(), masks, strict=True)
-        }
-        transmitted = {name: tensor != 0 for name, tensor in left.items()}
+        for (name, g), mask in zip(gradient.items(), masks, strict=True):
+            left[name] = g.masked_fill(mask.view_as(g), 0.0)
+            transmitted[name] = torch.ne(left[name], 0, out=mask.view_as(g))
         return Message(cast_like(left, gmap), transmitted=transmitted, exact=True)
 
     @property
     def exact(self) -> bool:
-        return True
+        return not self.error_feedback
 
 
 @dataclass
@@ -84,6 +84,7 @@ class Pruning(PruningDefense):
     """The smallest |g_i| over all tensors together are zeroed."""
 
     name: ClassVar[str] = "pruning"
+    first_order: ClassVar[bool] = True
 
     def worth(self, gmap: GradientMap, gradient: Tensors, generator: Stream) -> Iterable[Tensor]:
         return (g.abs() for g in gradient.values())
@@ -97,7 +98,8 @@ class OptimalPruning(SensitivityDefense, PruningDefense):
     With `shape="own"`, as published, coordinates with g_i = 0 go first, because pruning them
     changes nothing. With `"public"` and `"past"` the mask does not depend on the batch; the first
     message of `"past"` keeps coordinates at random. With granularity "layer" all coordinates of a
-    tensor rank alike, and go by position within it.
+    tensor rank alike, and go by position within it. With error feedback g² counts as averaged g²
+    and e²: what waits gets its turn, by what earlier batches left.
     """
 
     name: ClassVar[str] = "optimal_pruning"
@@ -115,11 +117,12 @@ class OptimalPruning(SensitivityDefense, PruningDefense):
                 (magnitude[name] / s.clamp(min=1e-30)).mul_(gradient[name] != 0)
                 for name, s in roots.items()
             )
-        ratio = self.averaged_ratio(gmap, generator)
+        waiting = self._left_out.relative_squares() if self.error_feedback else None
+        ratio = self.averaged_ratio(gmap, generator, waiting)
 
         def one(name: str) -> Tensor:
             if ratio is not None:
-                return 1 / ratio.pop(name)
+                return ratio[name].reciprocal()
             g = gradient[name]
             return generator.uniform(g.shape, device=g.device, dtype=g.dtype)
 

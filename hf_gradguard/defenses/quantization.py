@@ -9,12 +9,13 @@ from torch import Tensor
 
 from ..gradient_map import GradientMap
 from ..randomness import Stream
-from .base import Defense, cast_like, true_gradient
+from .base import cast_like, true_gradient
+from .feedback import BiasedDefense
 from .message import Message
 
 
 @dataclass
-class Quantization(Defense):
+class Quantization(BiasedDefense):
     """Rounds every tensor to 2^bits uniform levels between its smallest and largest entry.
 
     Args:
@@ -26,6 +27,7 @@ class Quantization(Defense):
     """
 
     name: ClassVar[str] = "quantization"
+    first_order: ClassVar[bool] = True
     bits: int | None = None
     stochastic: bool = False
     sign_only: bool = False
@@ -35,6 +37,11 @@ class Quantization(Defense):
             raise ValueError("sign_only has no levels to choose: leave out bits and stochastic.")
         if self.bits is None and not self.sign_only:
             self.bits = 4
+        if self.stochastic and self.error_feedback:
+            raise ValueError(
+                "stochastic rounding keeps the mean, so it leaves nothing out that error_feedback "
+                "could make up for: leave out one of the two."
+            )
         if not self.sign_only and (isinstance(self.bits, bool) or self.bits not in range(1, 33)):
             raise ValueError(f"bits must be a whole number from 1 to 32, but is {self.bits!r}.")
 

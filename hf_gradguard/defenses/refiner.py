@@ -1,133 +1,134 @@
 """Refiner: share the gradient of robust data, which looks like noise.
 
-    x* = argmin UM(x*) - β D(x*)
-    UM(x*) = Σ_l ‖w_l ⊙ (g_l(x*) - g_l(x))‖²,   w_l = |g_l(x) ⊙ θ_l| τ^l
-
-UM, the utility metric, is small where the gradient stays what it was; l = 1 is the layer nearest
-the input. D in [0, 1] is an evaluation network's prediction of how much of its input is noise.
-
-Reference: "Refiner" (2025), Eq. 2 to 5 and Appendices F and J. As printed, UM holds |g θ|² and is
-many orders of magnitude below β D, so β = 1 would ignore it; by default it is divided by Σ_l ‖w_l ⊙
-g_l(x)‖², which makes it a relative error.
+The published form is in weighted.py, the one that teaches in made_up.py.
 """
 
 from __future__ import annotations
 
 import copy
 import math
-from collections import OrderedDict
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, ClassVar, get_args
 
 import torch
 from torch import Tensor, nn
 
 from ..gradient_map import GradientMap, Tensors
 from ..gradient_map.domain import domain_of_model
-from ..gradient_map.layers import layer_numbers
 from ..networks.loading import check_digest
 from ..networks.trial import name_of
 from ..randomness import Stream
-from .base import Defense, cast_like, check_whole, is_number, norm, true_gradient
+from .base import cast_like, check_whole, is_number, norm, true_gradient
+from .feedback import BiasedDefense
+from .made_up import Factors, MadeUp, made_up
 from .message import Message
-from .robust_input import Pixels, SpecialTokens, Words, try_on_batch
+from .objectives import Objective, take_defaults
+from .robust_input import MadeUpInput, Memory, Pixels, SpecialTokens, Words, try_on_batch
+from .weighted import Descent, RobustData, utility_weights
 
 _PINS = ("revision", "sha256")
 
 
 @dataclass
-class RobustData:
-    """What refining a batch found.
+class Refiner(BiasedDefense):
+    """Gradient of robust data, which looks like noise: of made-up samples, or of the batch itself,
+    moved toward noise.
 
-    Args:
-        input: x*, in the shape of the map's input.
-        gradient: g(x*).
-        utility_metric: UM at the start and after every iteration.
-        noise_ratio: D likewise, averaged over the batch.
-        movable_share: Of the batch's content, the share that was hidden.
-    """
+    With `objective="cosine"` samples are drawn at random and share nothing with the batch but its
+    shape. Their gradients are added up with the factors that bring the sum nearest to the client's;
+    with `iterations`, Adam brings the samples themselves nearer. What the sum leaves out, later
+    messages make up for. No evaluation network is needed.
 
-    input: Tensor
-    gradient: Tensors
-    utility_metric: list[float]
-    noise_ratio: list[float]
-    movable_share: float
-
-
-@dataclass
-class Refiner(Defense):
-    """Gradient of robust data: found by Adam on the continuous input from a start that is blended
-    with noise.
-
+    `objective="weighted"` is the published form: the batch's own data, blended with noise, moves
+    toward what an evaluation network takes for noise, while a weighted distance holds its gradient.
     Of a text, only words move: padding and the tokenizer's special tokens keep their embeddings.
     The Trainer logs the share of the words that is hidden (`defense/movable_share`); under 0.9
     nothing is shared. An image stays in its pixel range. All samples of a batch are refined
-    together, since they share one gradient.
+    together, since they share one gradient. One of `hf_gradguard.networks` is tried before it is
+    believed: `prepare` sees that it knows noise, and each client's first batch that it rises from
+    that data to noise. A network of a class of your own is your code, and is not tried.
 
-    The evaluation network decides what is shared. One of `hf_gradguard.networks` is tried before
-    it is believed: `prepare` sees that it knows noise, and each client's first batch that it rises
-    from that data to noise. A network of a class of your own is your code, and is not tried.
+    Settings that are left out are the objective's own (objectives.py), and those that are
+    of the other objective are refused.
 
     Args:
         evaluation_network: A network of `hf_gradguard.networks`, or where to load it from, which
-            `prepare` does, or the first call. Left out, `prepare` finds one that fits the model.
+            `prepare` does, or the first call. Left out where it is needed, `prepare` finds one that
+            fits the model.
         revision: Of its Hub repository; a commit pins it.
         sha256: Of its model.safetensors: any other is refused.
-        alpha: Share of noise in the start (1-α) x + α v. v is uniform over the pixel range, or
-            embeddings of random tokens. (The paper has 0.5, at which a third of a text's words stay
-            where they are.)
-        beta: Weight of D against UM.
-        tau: Weight of a layer relative to the one before it.
-        iterations: Steps of Adam. Each costs 7/3 plain gradients and one pass of the evaluation
-            network.
-        learning_rate: Of Adam, in the input's unit. Text models learn more with 0.001, and hide
-            less.
-        normalize: Divide UM by Σ ‖w ⊙ g‖². `False` is the formula as printed.
-        element_wise: `False` leaves |g ⊙ θ| out of w, for ablation.
-        epsilon: Share g + ε (g(x*) - g)/‖g(x*) - g‖ where g(x*) is farther than ε from g. **With ε
-            far below ‖g‖ this is the true gradient but for ε, and leaks like it.**
+        objective: `"cosine"` or `"weighted"`.
+        alpha: "weighted": share of noise in the start (1-α) x + α v. v is uniform over the pixel
+            range, or embeddings of random tokens. (The paper has 0.5, at which a third of a text's
+            words stay where they are.)
+        beta: Weight of D.
+        tau: "weighted": weight of a layer relative to the one before it.
+        iterations: Steps of Adam.
+        learning_rate: Of Adam: "weighted", in the input's unit (text models learn more with 0.001,
+            and hide less); "cosine", in units of its root mean square, falling to 0.
+        normalize: "weighted": divide UM by Σ ‖w ⊙ g‖². `False` is the formula as printed.
+        element_wise: "weighted": `False` leaves |g ⊙ θ| out of w, for ablation.
+        epsilon: "weighted": share g + ε (g(x*) - g)/‖g(x*) - g‖ where g(x*) is farther than ε from
+            g. **With ε far below ‖g‖ this is the true gradient but for ε, and leaks like it.**
         relative_epsilon: ε in units of ‖g‖.
-        warm_start: How many examples' robust data to remember and start from at their next visit,
-            with half the iterations. An example is known by its content.
+        warm_start: "weighted": how many examples' robust data to remember and start from at their
+            next visit, with half the iterations. An example is known by its content.
         public_text: Text that an evaluation network may be trained on when none fits: a file, or a
             Hub name. Default: WikiText-2.
         image_mean: Per channel, what was subtracted from pixels in [0, 1]. The Trainer asks the
             image processor.
         image_std: Per channel, what they were divided by afterwards.
+        samples: "cosine": how many samples are made up.
+        factors: "cosine": how many are fitted: one a `"message"`, one a `"sample"`, or one a sample
+            and `"parameter"`. The last has no `iterations`.
+        error_feedback: As for all biased defenses; on by default with "cosine".
     """
 
     name: ClassVar[str] = "refiner"
     evaluation_network: Any = None
     revision: str | None = None
     sha256: str | None = None
-    alpha: float = 0.6
-    beta: float = 1.0
-    tau: float = 0.95
-    iterations: int = 10
-    learning_rate: float = 0.01
-    normalize: bool = True
-    element_wise: bool = True
+    objective: Objective = "cosine"
+    alpha: float | None = None
+    beta: float | None = None
+    tau: float | None = None
+    iterations: int | None = None
+    learning_rate: float | None = None
+    normalize: bool | None = None
+    element_wise: bool | None = None
     epsilon: float | None = None
     relative_epsilon: float | None = None
     warm_start: int = 0
     public_text: str | None = None
     image_mean: list[float] | None = None
     image_std: list[float] | None = None
+    samples: int | None = None
+    factors: Factors | None = None
+    _: KW_ONLY
+    error_feedback: bool | None = None  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
-        _check_range("alpha", self.alpha, 0, 1)
+        take_defaults(self)
+        weighted = self.objective == "weighted"
+        if weighted:
+            _check_range("alpha", self.alpha, 0, 1)
+            _check_range("tau", self.tau, 0, math.inf, above=True)
+        else:
+            check_whole("samples", self.samples, 1)
+            if self.factors not in get_args(Factors):
+                names = " or ".join(map(repr, get_args(Factors)))
+                raise ValueError(f"factors must be {names}, but is {self.factors!r}.")
+            if self.factors == "parameter" and self.iterations:
+                raise ValueError("factors='parameter' has no iterations: leave them out.")
         _check_range("beta", self.beta, 0, math.inf)
-        _check_range("tau", self.tau, 0, math.inf, above=True)
         _check_range("learning_rate", self.learning_rate, 0, math.inf, above=True)
-        for name, least in (("iterations", 1), ("warm_start", 0)):
+        for name, least in (("iterations", int(weighted or self.beta != 0)), ("warm_start", 0)):
             check_whole(name, getattr(self, name), least)
         if self.epsilon is not None and self.relative_epsilon is not None:
             raise ValueError("Give epsilon or relative_epsilon, not both.")
         for name in ("epsilon", "relative_epsilon"):
-            if getattr(self, name) is not None:
-                _check_range(
-                    name, getattr(self, name), 0, math.inf, above=True
-                )  # at 0 it would share the true gradient
+            if getattr(self, name) is not None:  # at 0 it would share the true gradient
+                _check_range(name, getattr(self, name), 0, math.inf, above=True)
         if (self.image_mean is None) != (self.image_std is None):
             raise ValueError("Give image_mean and image_std together, or neither.")
         given = self.evaluation_network
@@ -140,13 +141,18 @@ class Refiner(Defense):
             raise ValueError("revision is of a Hub repository: give its name in evaluation_network")
         # The settings keep a name: what it stands for is loaded once, and clients share it.
         self._loaded = None if isinstance(given, str) else given
-        self._remembered: OrderedDict[str, Tensor] = OrderedDict()
+        self._memory = Memory(self.warm_start)
         self._special, self._tried = SpecialTokens(), False
         self._checked: tuple[int, int] | None = None
 
     @property
     def needs_jacobian(self) -> bool:
-        return True
+        return self.objective == "weighted"
+
+    @property
+    def uses_network(self) -> bool:
+        """Whether what is shared depends on an evaluation network."""
+        return self.objective == "weighted" or self.beta != 0
 
     def prepare(self, model: nn.Module, processing_class: Any = None) -> None:
         """Load the evaluation network, or find one if none was given, and try it on noise; take
@@ -154,14 +160,16 @@ class Refiner(Defense):
         """
         from ..networks import check_network, network_for
 
+        self._special, self._tried = SpecialTokens.of(processing_class), False
         if self.image_mean is None and getattr(processing_class, "do_normalize", False):
             self.image_mean, self.image_std = (
                 list(processing_class.image_mean),
                 list(processing_class.image_std),
             )
+        if not self.uses_network and self.evaluation_network is None:
+            return
         if self.network is None or self.evaluation_network is None:  # one is found for each model
             self._loaded = network_for(model, processing_class, self.public_text)
-        self._special, self._tried = SpecialTokens.of(processing_class), False
         special = None if processing_class is None else self._special.ids
         check_network(self.network, domain_of_model(model).embedding(model), special)
 
@@ -181,8 +189,14 @@ class Refiner(Defense):
 
     def protect(self, gmap: GradientMap, generator: Stream) -> Message:
         robust = self.refine(gmap, generator)
-        shared = self.project(true_gradient(gmap), robust.gradient)
-        return Message(cast_like(shared, gmap), figures={"movable_share": robust.movable_share})
+        if self.objective == "weighted":
+            shared = self.project(true_gradient(gmap), robust.gradient)
+            figures = {"movable_share": robust.movable_share}
+        else:
+            shared, figures = robust.gradient, {"fit": 1 - robust.utility_metric[-1]}
+            if robust.noise_ratio:
+                figures["noise_ratio"] = robust.noise_ratio[-1]
+        return Message(cast_like(shared, gmap), figures=figures)
 
     def project(self, gradient: Tensors, shared: Tensors) -> Tensors:
         """g + ε (g(x*) - g)/‖g(x*) - g‖ where `shared`, g(x*), is farther than ε from `gradient`,
@@ -199,13 +213,17 @@ class Refiner(Defense):
         return {name: g + (shared[name] - g) * (bound / distance) for name, g in gradient.items()}
 
     def refine(self, gmap: GradientMap, generator: Stream) -> RobustData:
-        """Robust data for the map's batch, with the course of UM and D.
+        """Robust data for the map's batch, with the course of what is minimized and of D.
 
         Raises:
-            ValueError: If there is no evaluation network, if it does not tell this input from
-                noise, or if the batch holds too little that could be refined.
+            ValueError: If an evaluation network is needed and there is none, if it does not tell
+                this input from noise, or if the batch holds too little that could be refined.
         """
-        network = self._network(gmap)
+        self._check_shared(gmap)
+        own: Any = self  # settings that were left out have been filled in
+        network = self._network(gmap) if self.uses_network or self.network is not None else None
+        if self.objective == "cosine":
+            return self._make_up(gmap, network, generator)
         inputs = (
             Words(gmap, network, self._special)
             if gmap.embedding is not None
@@ -215,28 +233,37 @@ class Refiner(Defense):
             try_on_batch(gmap, network, inputs)
             self._tried = not inputs.few
         gradient = true_gradient(gmap)
-        weights = self._weights(gmap, gradient)
-        digests = inputs.digests() if self.warm_start else []
-        x, iterations = self._start(gmap.input, inputs, digests, generator)
-        optimizer = torch.optim.Adam([x.requires_grad_()], lr=self.learning_rate)
-        metrics, ratios = [], []
-        for _ in range(iterations):
-            metric = _weighted_distance(gmap.gradient_at(x, create_graph=True), gradient, weights)
-            ratio = inputs.noise_ratio(network, x)
-            (slope,) = gmap.input_gradient(metric - self.beta * ratio, x)
-            x.grad = slope * inputs.free
-            metrics.append(float(metric.detach()))
-            ratios.append(float(ratio.detach()))
+        weights = utility_weights(gmap, gradient, own.tau, own.element_wise, own.normalize)
+        x = gmap.input
+        moved = (1 - own.alpha) * x + own.alpha * inputs.noise(x, generator)
+        start = torch.where(inputs.free, moved, x)
+        iterations = own.iterations
+        if self._memory.recall_(start, inputs):
+            iterations = math.ceil(iterations / 2)
+        descent = Descent(gmap, gradient, inputs, network, own.beta, weights)
+        found = descent.run(start, iterations, own.learning_rate)
+        self._memory.keep(found.input, inputs)
+        return found
+
+    def _make_up(self, gmap: GradientMap, network: Any, generator: Stream) -> RobustData:
+        own: Any = self
+        made = made_up(gmap, own.samples, generator, self._special.ids)
+        inputs = MadeUpInput(made, self._special, self.image_mean, self.image_std)
+
+        def brake(x: Tensor) -> Tensor:
+            with torch.enable_grad():
+                x = x.detach().requires_grad_()
+                (slope,) = torch.autograd.grad(-own.beta * inputs.noise_ratio(network, x), x)
+            return slope
+
+        search = MadeUp(made, true_gradient(gmap), own.factors)
+        pull = brake if own.beta else None
+        x, fit, cosines = search.descend(own.iterations, own.learning_rate, inputs.free, pull)
+        ratios = []
+        if network is not None:
             with torch.no_grad():
-                optimizer.step()
-                inputs.project_(x)
-        x = x.detach()
-        there = gmap.gradient_at(x)
-        with torch.no_grad():
-            metrics.append(float(_weighted_distance(there, gradient, weights)))
-            ratios.append(float(inputs.noise_ratio(network, x)))
-        self._remember(x, inputs, digests)
-        return RobustData(x, there, metrics, ratios, inputs.movable_share)
+                ratios = [float(inputs.noise_ratio(network, at)) for at in (made.input, x)]
+        return RobustData(x, fit.nearest, [1 - cosine for cosine in cosines], ratios, 1.0)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Refiner:
         """A client's own: what it remembers is copied, the network, which never changes, is not."""
@@ -244,6 +271,15 @@ class Refiner(Defense):
         copied = copy.copy(self)
         copied.__dict__ = copy.deepcopy(self.__dict__, memo)
         return copied
+
+    def _check_shared(self, gmap: GradientMap) -> None:
+        weight = None if gmap.embedding is None else gmap.embedding.weight
+        if weight is not None and any(p is weight for p in gmap.parameters.values()):
+            raise ValueError(
+                "refiner never shares the token embeddings: their gradient names the words, and "
+                "training them changes the space that an evaluation network knows. Leave "
+                "share_input_embeddings at False."
+            )
 
     def _network(self, gmap: GradientMap) -> Any:
         """The evaluation network, on the input's device and never trained."""
@@ -262,68 +298,17 @@ class Refiner(Defense):
             )
         if gmap.embedding is not None:
             weight: Tensor = gmap.embedding.weight  # type: ignore[assignment]
-            if any(parameter is weight for parameter in gmap.parameters.values()):
-                raise ValueError(
-                    "refiner never shares the token embeddings: their gradient names the words, "
-                    "and training them changes the space that the evaluation network knows. Leave "
-                    "share_input_embeddings at False."
-                )
             version = (weight.data_ptr(), weight._version)
             if self._checked != version:  # hashing the matrix takes longer than a step
                 network.check_embedding(weight)
                 self._checked, self._tried = version, False
         return network.to(gmap.input.device).eval().requires_grad_(False)
 
-    def _weights(self, gmap: GradientMap, gradient: Tensors) -> Tensors:
-        """w, divided by ‖w ⊙ g‖ if UM is to be relative."""
-        layers = layer_numbers(gmap.parameters)
-        weights = {}
-        for name, g in gradient.items():
-            weight = (
-                (g * gmap.parameters[name].detach()).abs()
-                if self.element_wise
-                else torch.ones_like(g)
-            )
-            weights[name] = weight * self.tau ** layers[name]
-        size = (
-            norm({name: weights[name] * g for name, g in gradient.items()})
-            if self.normalize
-            else 1.0
-        )
-        return {name: weight / (size or 1.0) for name, weight in weights.items()}
-
-    def _start(
-        self, x: Tensor, inputs: Words | Pixels, digests: list[str], generator: Stream
-    ) -> tuple[Tensor, int]:
-        """(1-α) x + α v, or what was found at the examples' last visit; and how many iterations to
-        go from there.
-        """
-        start = torch.where(
-            inputs.free, (1 - self.alpha) * x + self.alpha * inputs.noise(x, generator), x
-        )
-        remembered = [self._remembered.get(key) for key in digests]
-        for row, last in enumerate(remembered):
-            if last is not None:
-                inputs.recall_(start, row, last)
-        known = bool(remembered) and all(last is not None for last in remembered)
-        return start, math.ceil(self.iterations / 2) if known else self.iterations
-
-    def _remember(self, x: Tensor, inputs: Words | Pixels, digests: list[str]) -> None:
-        for row, key in enumerate(digests):
-            self._remembered[key] = inputs.memory(x, row).cpu().clone()
-            self._remembered.move_to_end(key)
-        while len(self._remembered) > self.warm_start:
-            self._remembered.popitem(last=False)
-
     def state_dict(self) -> Tensors:
-        return {
-            f"robust.{index}.{key}": data
-            for index, (key, data) in enumerate(self._remembered.items())
-        }
+        return super().state_dict() | self._memory.state_dict()
 
     def load_state_dict(self, state: Tensors) -> None:
-        ordered = sorted(state.items(), key=lambda item: int(item[0].split(".")[1]))
-        self._remembered = OrderedDict((name.split(".")[2], data.cpu()) for name, data in ordered)
+        super().load_state_dict(self._memory.load_state_dict(state))
 
     def settings(self) -> dict[str, Any]:
         settings = super().settings()
@@ -333,13 +318,6 @@ class Refiner(Defense):
         name = given if isinstance(given, str) else given.name_or_path or "unnamed"
         found = {pin: getattr(self._loaded, pin, None) for pin in _PINS}
         return settings | {"evaluation_network": name} | {k: v for k, v in found.items() if v}
-
-
-def _weighted_distance(there: Tensors, here: Tensors, weights: Tensors) -> Tensor:
-    """UM = Σ_l ‖w_l ⊙ (g_l(x*) - g_l(x))‖²."""
-    return torch.stack(
-        [(weights[name] * (there[name] - g)).square().sum() for name, g in here.items()]
-    ).sum()
 
 
 def _check_range(name: str, value: object, low: float, high: float, above: bool = False) -> None:

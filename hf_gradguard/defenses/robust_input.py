@@ -5,13 +5,14 @@ and what stays.
 from __future__ import annotations
 
 import hashlib
+from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..gradient_map import GradientMap
+from ..gradient_map import GradientMap, Tensors
 from ..gradient_map.domain import embed
 from ..gradient_map.pixel_space import PixelSpace
 from ..gradient_map.random_labels import ordinary_ids
@@ -68,12 +69,11 @@ class Words:
 
     def __init__(self, gmap: GradientMap, network: Any, special: SpecialTokens) -> None:
         assert gmap.embedding is not None
-        self.embedding, self.ids = gmap.embedding, gmap.batch["input_ids"]
-        self.mask = gmap.batch.get("attention_mask")
+        self.embedding, self.ids = gmap.embedding, gmap.domain.main_input(gmap.batch)
+        mask = gmap.domain.present(gmap.batch)
+        self.mask = None if mask is None else mask.long()
         self.special = special.ids
-        present = (
-            torch.ones_like(self.ids, dtype=torch.bool) if self.mask is None else self.mask.bool()
-        )
+        present = torch.ones_like(self.ids, dtype=torch.bool) if mask is None else mask
         self.present = present
         words = present & ~_among(self.ids, self.special)
         if not words.any():
@@ -166,6 +166,76 @@ class Pixels:
 
     def memory(self, x: Tensor, row: int) -> Tensor:
         return x[row]
+
+
+class MadeUpInput:
+    """Input of made-up samples: all moves but the marks at a text's ends.
+
+    Args:
+        made: Their map.
+        special: What the tokenizer says is special.
+        mean: Of pixels, as for `Pixels`.
+        std: Likewise.
+    """
+
+    def __init__(
+        self,
+        made: GradientMap,
+        special: SpecialTokens,
+        mean: list[float] | None,
+        std: list[float] | None,
+    ) -> None:
+        x, self._space = made.input, None
+        if made.embedding is None:
+            self.free = torch.ones_like(x[:, :1], dtype=torch.bool)
+            self._space = PixelSpace(x, mean, std)
+        else:
+            self.free = ~_among(made.batch["input_ids"], special.ids)[..., None]
+
+    def noise_ratio(self, network: Any, x: Tensor) -> Tensor:
+        """D, averaged over the samples."""
+        if self._space is None:
+            return network.noise_ratio(x.float(), None).mean()
+        return network.noise_ratio(self._space.plain(x).clamp(0, 1).float()).mean()
+
+
+class Memory:
+    """Robust data of examples that were refined before, by their content.
+
+    Args:
+        size: How many are kept, the last ones.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._size, self._known = size, OrderedDict[str, Tensor]()
+
+    def recall_(self, x: Tensor, inputs: Words | Pixels) -> bool:
+        """Write what is known of a batch's examples into `x`. Returns whether all are known."""
+        known = [self._known.get(key) for key in inputs.digests()] if self._size else []
+        for row, last in enumerate(known):
+            if last is not None:
+                inputs.recall_(x, row, last)
+        return bool(known) and all(last is not None for last in known)
+
+    def keep(self, x: Tensor, inputs: Words | Pixels) -> None:
+        """The batch's, with room for the last `size`."""
+        for row, key in enumerate(inputs.digests() if self._size else []):
+            self._known[key] = inputs.memory(x, row).cpu().clone()
+            self._known.move_to_end(key)
+        while len(self._known) > self._size:
+            self._known.popitem(last=False)
+
+    def state_dict(self) -> Tensors:
+        """Private to the client."""
+        known = enumerate(self._known.items())
+        return {f"robust.{index}.{key}": data for index, (key, data) in known}
+
+    def load_state_dict(self, state: Tensors) -> Tensors:
+        """Take what is the memory's. Returns the rest."""
+        own = [key for key in state if key.startswith("robust.")]
+        own.sort(key=lambda key: int(key.split(".")[1]))
+        self._known = OrderedDict((key.split(".")[2], state[key].cpu()) for key in own)
+        return {key: tensor for key, tensor in state.items() if key not in own}
 
 
 def try_on_batch(gmap: GradientMap, network: Any, inputs: Words | Pixels) -> None:

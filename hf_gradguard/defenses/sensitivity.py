@@ -9,14 +9,21 @@ import torch
 from torch import nn
 
 from ..gradient_map import GradientMap, Tensors
+from ..gradient_map.marginals import Sums, heard, probe_sums, sums_of
+from ..gradient_map.per_sample import Pass
+from ..gradient_map.plans import TOLERANCE, plan_of
 from ..gradient_map.random_labels import special_ids
 from ..gradient_map.sensitivity import probe_squares
 from ..randomness import Stream
-from .averages import Averages
-from .base import Defense, check_finite, check_whole, total
+from .averages import PARTS, Averages, added
+from .base import Defense, OnDemand, check_finite, check_whole, power, total
 
 Granularity = Literal["parameter", "layer"]
 ShapedBy = Literal["public", "past", "own"]
+
+OWN_PROBES, LEAST_PROBES = 10, 3
+SMALLEST_GRADIENT = 1e-8
+LARGEST_RATIO = 1e6
 
 
 @dataclass
@@ -28,7 +35,8 @@ class SensitivityDefense(Defense):
             of any client's data. `"past"`: averages over the client's earlier batches; the first
             message has none, and weighs all alike. `"own"`: this very batch, as published. The
             weights are then a function of the input, and can be read off what is shared.
-        num_probes: Random directions to estimate s² from. Default: 1, or 10 with `"own"`.
+        num_probes: Random directions to estimate s² from. Default: 1. With `"own"` 10, or where
+            samples are known apart so many that there are ten squares of samples, but 3 at least.
         granularity: `"parameter"`, or `"layer"`: one s and one |g| a tensor, their norms over it.
         refresh_every: Measure at every n-th message, and weigh by averages in between. Default: 10;
             `"own"` measures every message.
@@ -66,12 +74,15 @@ class SensitivityDefense(Defense):
     def prepare(self, model: nn.Module, processing_class: Any = None) -> None:
         self._special = special_ids(model, processing_class)
 
-    def averaged_ratio(self, gmap: GradientMap, generator: Stream) -> Tensors | None:
+    def averaged_ratio(
+        self, gmap: GradientMap, generator: Stream, waiting: Tensors | None = None
+    ) -> OnDemand | None:
         """√(s²/g²) of public or past batches, up to a common factor: not a function of this one.
 
         Args:
             gmap: The client's map.
             generator: Of probes and random inputs.
+            waiting: As for `Averages.ratio`.
 
         Returns:
             One positive tensor a shared parameter; `None` if there is no earlier batch.
@@ -82,14 +93,13 @@ class SensitivityDefense(Defense):
         due = not self._averages or self._calls % (self.refresh_every or 10) == 0
         if self.shape == "public" and due:
             made = gmap.domain.random_batch(gmap.model, gmap.batch, generator, self._special)
-            self._learn(plain.of_batch(made), generator)
-        ratio = self._averages.ratio(self.granularity == "layer") if self._averages else None
+            self._learn(*heard(plain, made), generator)
+        by_tensor = self.granularity == "layer"
+        ratio = self._averages.ratio(by_tensor, waiting) if self._averages else None
         if self.shape == "past" and due:
-            self._learn(plain, generator)
+            self._learn(plain, None, generator)
         self._calls += 1
-        if ratio is None:
-            return None
-        return {name: ratio[name] for name in gmap.parameters}  # a loaded state has its own order
+        return ratio
 
     def own_sensitivity(
         self, gmap: GradientMap, gradient: Tensors, generator: Stream
@@ -98,7 +108,7 @@ class SensitivityDefense(Defense):
 
         A coordinate that is not zero never counts as insensitive because its estimate underflowed.
         """
-        squares = gmap.squared_sensitivity(self.num_probes or 10, generator)
+        squares = gmap.squared_sensitivity(self.num_probes or _own_probes(gmap), generator)
         _check_squares(squares)
         squares = gmap.restrict(squares)
         if total(squares):
@@ -115,6 +125,10 @@ class SensitivityDefense(Defense):
         """What averages are of: g and s² of what the defense shares before noise."""
         return gradient, squares
 
+    def learns_all(self, gradient: Tensors) -> bool:
+        """Whether that is g and s² as they are."""
+        return True
+
     def at_granularity(self, tensors: Tensors) -> Tensors:
         """Magnitudes entry by entry, or with granularity "layer" each tensor's norm in all its
         entries.
@@ -124,25 +138,64 @@ class SensitivityDefense(Defense):
         return {name: tensor.abs() for name, tensor in tensors.items()}
 
     def state_dict(self) -> Tensors:
+        state = super().state_dict()
         if not self._averages:
-            return {}
-        return {"calls": torch.tensor(self._calls)} | self._averages.state_dict()
+            return state
+        return state | {"calls": torch.tensor(self._calls)} | self._averages.state_dict()
 
     def load_state_dict(self, state: Tensors) -> None:
         state = dict(state)
         self._calls = int(state.pop("calls", torch.tensor(0)))
-        self._averages.load_state_dict(state)
+        own = {key: state.pop(key) for key in list(state) if key.partition(".")[0] in PARTS}
+        self._averages.load_state_dict(own)
+        super().load_state_dict(state)
 
-    def _learn(self, gmap: GradientMap, generator: Stream) -> None:
-        squares: Tensors = {}
-        for name, found in probe_squares(gmap, self.num_probes or 1, generator):
-            squares[name] = squares[name] + found if name in squares else found
-        _check_squares(squares)
-        gradient, squares = self.learned(gmap.gradient(), squares)
+    def _learn(self, gmap: GradientMap, start: Pass | None, generator: Stream) -> None:
+        gradient, probes = gmap.gradient(), self.num_probes or 1
+        squares: dict[str, Sums] = {}
+        if self.learns_all(gradient):
+            for name, sums in probe_sums(gmap, probes, generator, start):
+                squares[name] = added(squares.get(name), sums)
+        else:
+            dense = {name: torch.zeros_like(g) for name, g in gradient.items()}
+            for name, found in probe_squares(gmap, probes, generator, start=start):
+                dense[name].add_(found)
+            gradient, dense = self.learned(gradient, dense)
+            squares = {name: sums_of(tensor) for name, tensor in dense.items()}
+        _check_squares({name: torch.cat(sums) for name, sums in squares.items()})
         self._averages.add(squares.items(), gradient)
+
+
+def _own_probes(gmap: GradientMap) -> int:
+    """Of one batch, whose estimates are averaged over nothing else."""
+    plan, samples = plan_of(gmap.undefended), len(gmap.input)
+    apart = plan.error <= TOLERANCE and bool(plan.split)
+    return max(LEAST_PROBES, -(-OWN_PROBES // samples)) if apart else OWN_PROBES
 
 
 def _check_squares(squares: Tensors) -> None:
     check_finite(
         squares, "The sensitivity of {} is not finite: the loss has no second derivative there."
+    )
+
+
+def sensitivity_ratio(sensitivity: Tensors, magnitude: Tensors) -> Tensors:
+    """s_i/|g_i| with |g_i| held above 1e-8, so that no vanishing g_i takes all the noise."""
+    return {
+        name: s / magnitude[name].clamp(min=SMALLEST_GRADIENT) for name, s in sensitivity.items()
+    }
+
+
+def capped(ratio: Tensors) -> Tensors:
+    return {name: r.clamp(max=LARGEST_RATIO) for name, r in ratio.items()}
+
+
+def shape_trace(ratio: Tensors) -> float:
+    """½ Σ_i ‖∂ log Σ_ii/∂x‖² of Σ_ii ∝ s_i/|g_i|, with s_i held: ‖∂ log|g_i|/∂x‖ = s_i/|g_i|.
+
+    What changes of s_i is of third order in the loss, and small beside coordinates that are nearly
+    zero. Capped ratios do not follow the input. With one ratio a tensor it is an upper bound.
+    """
+    return float(
+        power(OnDemand(ratio, lambda n: ratio[n].where(ratio[n] < LARGEST_RATIO, 0).double())) / 2
     )

@@ -18,12 +18,13 @@ from torch import Tensor, nn
 
 from ..gradient_map import GradientMap
 from ..randomness import Stream
-from .base import Defense, cast_like, check_whole, floor_share, is_number, true_gradient
+from .base import cast_like, check_whole, floor_share, is_number, true_gradient
+from .feedback import BiasedDefense
 from .message import Message
 
 
 @dataclass
-class Soteria(Defense):
+class Soteria(BiasedDefense):
     """Zeroes columns of the last dense layer's weight gradient; all else is shared as it is.
 
     An attacker who leaves that layer out of the matching (`leave_out`) undoes it: audit with such
@@ -49,7 +50,7 @@ class Soteria(Defense):
 
     @property
     def exact(self) -> bool:
-        return True
+        return not self.error_feedback
 
     def protect(self, gmap: GradientMap, generator: Stream) -> Message:
         gradient = true_gradient(gmap)

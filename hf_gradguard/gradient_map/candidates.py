@@ -67,7 +67,7 @@ class Candidates:
     def _many(
         self, function: GradientFunction, xs: Tensor, extras: Tensors, free: Tensors, fixed: Tensors
     ) -> tuple[Tensor, Tensor, Tensors]:
-        gmap, held = self._gmap, _Held(self._gmap.model)
+        gmap, held = self._gmap, Held(self._gmap.model)
         parameters = {f"model.{name}": p.detach() for name, p in self._dense.items()}
         shared = gmap.parameters
         constants = {f"model.{name}": shared[name].detach() for name in self._layers}
@@ -110,7 +110,11 @@ def differentiate(
     retain_graph: bool = False,
     create_graph: bool = False,
 ) -> dict[str, Tensor]:
-    """The derivatives of a loss by leaves, zeros by those that it does not use."""
+    """The derivatives of a loss by leaves, zeros by those that it does not use.
+
+    Raises:
+        ValueError: If it uses none of them.
+    """
     gradients = torch.autograd.grad(
         loss,
         list(leaves.values()),
@@ -118,13 +122,19 @@ def differentiate(
         create_graph=create_graph,
         allow_unused=True,
     )
+    if all(gradient is None for gradient in gradients):
+        raise ValueError(
+            "The loss is not computed from any shared parameter, so there is no gradient of it. "
+            "Losses that differentiate by themselves and keep what they found (sentence-"
+            "transformers' Cached...Loss) are such: take the plain one, with smaller batches."
+        )
     return {
         name: torch.zeros_like(leaf, requires_grad=False) if gradient is None else gradient
         for (name, leaf), gradient in zip(leaves.items(), gradients, strict=True)
     }
 
 
-class _Held(nn.Module):
+class Held(nn.Module):
     """A module whose forward pass is a function that runs `model`: what `functional_call` needs to
     swap its parameters.
     """

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from ..randomness import Stream
-from .random_labels import NOT_MADE_UP, ends, ordinary_ids, random_labels
+from .random_labels import ends, ordinary_ids, random_entries
+from .texts import IDS, check_text, distinct_texts, embedding_of, mask_of, owner_of, text_keys
 
 
 class Domain(ABC):
@@ -29,7 +30,7 @@ class Domain(ABC):
     """
 
     name: ClassVar[str]
-    key: ClassVar[str]
+    key: str
     content: ClassVar[str]
     shape: ClassVar[str]
 
@@ -82,26 +83,15 @@ class Domain(ABC):
         Raises:
             ValueError: For an entry that it cannot make up, by name.
         """
+        made: dict[str, Any] = self.random_inputs(model, batch, generator, special)
+        return made | random_entries(model, batch, self.key, made, generator)
+
+    def random_inputs(
+        self, model: nn.Module, batch: Mapping[str, Any], generator: Stream, special: Sequence[int]
+    ) -> dict[str, Tensor]:
+        """The private entries, drawn at random."""
         like, present = self.main_input(batch), self.present(batch)
-        made: dict[str, Any] = {
-            self.key: self.random_input(model, like, generator, special, present)
-        }
-        for key, value in batch.items():
-            if key == self.key:
-                continue
-            if value is None or isinstance(value, bool | int | float | str):
-                made[key] = value
-            elif not isinstance(value, Tensor):
-                raise ValueError(NOT_MADE_UP.format(repr(key)))
-            elif key.endswith("attention_mask") and value.dim() == 2:
-                made[key] = torch.ones_like(value)
-            elif key == "token_type_ids":
-                made[key] = torch.zeros_like(value)
-            elif key == "position_ids":
-                made[key] = torch.arange(value.shape[-1], device=value.device).expand_as(value)
-            else:
-                made[key] = random_labels(model, key, batch, like, made[self.key], generator)
-        return made
+        return {self.key: self.random_input(model, like, generator, special, present)}
 
     @abstractmethod
     def random_input(
@@ -116,33 +106,37 @@ class Domain(ABC):
 
 
 class Text(Domain):
-    """Token ids, of which a model makes embeddings `(B, T, H)`."""
+    """Token ids, of which a model makes embeddings `(B, T, H)`; of several texts side by side.
 
-    name, key, content, shape = "text", "input_ids", "tokens", "(B, T)"
+    Args:
+        keys: The entries of the batch that are texts.
+    """
+
+    name, content, shape = "text", "tokens", "(B, T)"
+
+    def __init__(self, keys: Sequence[str] = (IDS,)) -> None:
+        self.keys, self.key = keys, keys[0]
+
+    def texts(self, batch: Mapping[str, Any]) -> dict[str, Tensor]:
+        """The texts that differ, `(B, T)` each."""
+        if len(self.keys) == 1:
+            return {self.key: batch[self.key]}
+        return {key: batch[key] for key in distinct_texts(batch, self.keys)}
+
+    def main_input(self, batch: Mapping[str, Any]) -> Tensor:
+        texts = list(self.texts(batch).values())
+        return texts[0] if len(texts) == 1 else torch.cat(texts, 1)
 
     def check(self, model: nn.Module, batch: Mapping[str, Any]) -> None:
-        ids, mask = self.main_input(batch), batch.get("attention_mask")
-        if ids.is_floating_point():
-            raise ValueError(
-                f"`input_ids` of a batch are {ids.dtype}, where whole numbers are ids."
-            )
-        rows = getattr(self.embedding(model), "num_embeddings", None)
-        low, high = (int(end) for end in ids.aminmax())
-        if rows is not None and not 0 <= low <= high < rows:
-            raise ValueError(
-                f"`input_ids` of a batch go from {low} to {high}, but {type(model).__name__} "
-                f"embeds 0 to {rows - 1}. The tokenizer is another model's, or new tokens need "
-                "model.resize_token_embeddings."
-            )
-        if isinstance(mask, Tensor) and mask.dim() == ids.dim() and mask.shape != ids.shape:
-            raise ValueError(
-                f"`attention_mask` has shape {tuple(mask.shape)}, but `input_ids` have "
-                f"{tuple(ids.shape)}. Change the collator."
-            )
+        for key in self.keys:
+            check_text(model, self.embedding(model), batch, key)
 
     def present(self, batch: Mapping[str, Any]) -> Tensor | None:
-        mask = batch.get("attention_mask")
-        return None if mask is None else mask.bool()
+        masks = [mask_of(batch, key) for key in self.texts(batch)]
+        found = [mask.bool() for mask in masks if mask is not None]
+        if len(found) < len(masks):
+            return None
+        return found[0] if len(found) == 1 else torch.cat(found, 1)
 
     def embedding(self, model: nn.Module) -> nn.Module:
         """The module that embeds `input_ids`, in an encoder-decoder that of the encoder.
@@ -152,11 +146,10 @@ class Text(Domain):
         """
         # An encoder-decoder embeds its source in a module of the encoder's own: a hook on the
         # shared one never fires.
-        config = getattr(model, "config", None)
-        owner: Any = model
-        if getattr(config, "is_encoder_decoder", False):
+        owner = owner_of(model)
+        if getattr(getattr(owner, "config", None), "is_encoder_decoder", False):
             owner = owner.get_encoder()
-        embedding = _embedding_of(owner)
+        embedding = embedding_of(owner)
         if embedding is None:
             raise ValueError(
                 f"{type(model).__name__} names no input embedding, so `input_ids` give no "
@@ -166,11 +159,23 @@ class Text(Domain):
         return embedding
 
     def token_embeddings(self, model: nn.Module) -> list[nn.Module]:
-        whole: Any = model
+        whole = owner_of(model)
         owners = [whole]
-        if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        if getattr(getattr(whole, "config", None), "is_encoder_decoder", False):
             owners += [whole.get_encoder(), whole.get_decoder()]
-        return [module for module in map(_embedding_of, owners) if module is not None]
+        return [module for module in map(embedding_of, owners) if module is not None]
+
+    def random_inputs(
+        self, model: nn.Module, batch: Mapping[str, Any], generator: Stream, special: Sequence[int]
+    ) -> dict[str, Tensor]:
+        texts = distinct_texts(batch, self.keys) if len(self.keys) > 1 else {self.key: self.keys}
+        made: dict[str, Tensor] = {}
+        for first, names in texts.items():
+            mask = mask_of(batch, first)
+            present = None if mask is None else mask.bool()
+            drawn = self.random_input(model, batch[first], generator, special, present)
+            made |= dict.fromkeys(names, drawn)
+        return made
 
     def random_input(
         self,
@@ -229,13 +234,32 @@ TEXT, IMAGE = Text(), Image()
 DOMAINS: dict[str, Domain] = {domain.name: domain for domain in (TEXT, IMAGE)}
 
 
+def domains_in(batch: Mapping[str, Any]) -> list[Domain]:
+    """What a batch holds of texts and images."""
+    texts = text_keys(batch)
+    found: list[Domain] = [TEXT if texts == TEXT.keys else Text(texts)] if texts else []
+    return [*found, IMAGE] if IMAGE.key in batch else found
+
+
+def count_rows(batch: Mapping[str, Any]) -> int:
+    """How many rows a batch has, also one without text or image: of its first tensor that has any.
+
+    Example:
+        >>> count_rows(batch)
+        2
+    """
+    found = domains_in(batch)
+    tensors = (v for v in batch.values() if isinstance(v, Tensor) and v.dim())
+    return len(batch[found[0].key] if found else next(tensors))
+
+
 def domain_of_batch(batch: Mapping[str, Any]) -> Domain:
     """The domain of a collated batch.
 
     Raises:
         ValueError: If it holds no token ids or pixels, both, or pixels that are whole numbers.
     """
-    found = [domain for domain in DOMAINS.values() if domain.key in batch]
+    found = domains_in(batch)
     if len(found) > 1:
         raise ValueError(
             "The batch holds both `input_ids` and `pixel_values`. Protecting one of them would "
@@ -262,8 +286,14 @@ def domain_of_model(model: nn.Module) -> Domain:
     return IMAGE if named == IMAGE.key else TEXT
 
 
-def check_batch(model: nn.Module, batch: Any) -> None:
+def check_batch(model: nn.Module, batch: Any, needs_input: bool = True) -> None:
     """Refuse a batch of which a model could make no loss, or one that says nothing of the batch.
+
+    Args:
+        model: The model.
+        batch: What a collator returned.
+        needs_input: Whether anything asks for the continuous input. If not, what the model takes
+            may be anything.
 
     Raises:
         ValueError: With the entry's name, what it is, and what it should be.
@@ -279,6 +309,9 @@ def check_batch(model: nn.Module, batch: Any) -> None:
             f"The batch holds {', '.join(embeds)}: what was embedded outside the model cannot be "
             "told from what is private. Return `input_ids` from the collator instead."
         )
+    taken = getattr(model, "main_input_name", None)
+    if not needs_input and len(domains_in(batch)) != 1 and (taken is None or taken in batch):
+        return
     domain = domain_of_batch(batch)
     needed = getattr(model, "main_input_name", domain.key)
     if needed not in batch:
@@ -313,11 +346,3 @@ def embed(module: nn.Module, ids: Tensor) -> Tensor:
     with torch.no_grad():
         output: Tensor = type(module).forward(module, ids)
     return output
-
-
-def _embedding_of(owner: Any) -> nn.Module | None:
-    try:
-        embedding = owner.get_input_embeddings()
-    except (AttributeError, NotImplementedError):
-        return None
-    return embedding if isinstance(embedding, nn.Module) else None

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, nn
 from transformers.utils import logging
 
-from .domain import Domain, domain_of_batch, domain_of_model
+from .domain import Domain, Text, domain_of_batch, domain_of_model
 from .tables import find_tables, known_tables
+from .texts import Slots
 
 logger = logging.get_logger(__name__)
 
@@ -58,28 +59,59 @@ class ContinuousInput:
             x = _leaf(batch[self.domain.key]) if value is None else value
             return x, loss_fn(model, {**batch, self.domain.key: x})
 
-        seen: list[Tensor] = []
-
-        def replace(_module: nn.Module, _args: Any, output: Tensor) -> Tensor:
-            x = _leaf(output) if value is None else value
-            seen.append(x)
-            # The value is x. The graph keeps `output`, so the embedding matrix still gets its
-            # gradient if it is shared.
-            return output + (x - output.detach())
-
-        handle = self.embedding.register_forward_hook(replace)
+        assert isinstance(self.domain, Text)
+        texts = self.domain.texts(batch)
+        slots = Slots(list(texts.values()), value, only=len(self.domain.keys) == 1)
+        handle = self.embedding.register_forward_hook(slots, with_kwargs=True)
         try:
             loss = loss_fn(model, dict(batch))
         finally:
             handle.remove()
-        if len(seen) != 1:
+        if slots.strangers or slots.found != len(texts):
             raise ValueError(
                 f"The input embedding {type(self.embedding).__name__} of {type(model).__name__} "
-                f"ran {len(seen)} times in one forward pass, where exactly one is needed to say "
+                f"ran {slots.found + slots.strangers} times in one forward pass, on texts that "
+                f"differ, where the batch holds {len(texts)} ({', '.join(texts)}), so nothing says "
                 "what the continuous input is. Make `get_input_embeddings()` (for an "
-                "encoder-decoder: of `get_encoder()`) return the module that embeds `input_ids`."
+                "encoder-decoder: of `get_encoder()`) return the module that embeds them. "
+                "gaussian_noise, pruning and quantization need no such input."
             )
-        return seen[0], loss
+        assert slots.x is not None
+        return slots.x, loss
+
+    def checked(self, x: Tensor) -> Tensor:
+        """The input, as there is one."""
+        return x
+
+
+class NoInput:
+    """In the place of a continuous input that nobody asks for."""
+
+    embedding = None
+
+    @property
+    def domain(self) -> Domain:
+        """There is none."""
+        raise ValueError(_NOT_ASKED)
+
+    def evaluate(
+        self, loss_fn: LossFunction, model: nn.Module, batch: Batch, value: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Run the model as it is. What stands for the input is empty."""
+        if value is not None:
+            raise ValueError(_NOT_ASKED)
+        return torch.zeros(0), loss_fn(model, dict(batch))
+
+    def checked(self, x: Tensor) -> Tensor:
+        """There is none."""
+        raise ValueError(_NOT_ASKED)
+
+
+_NOT_ASKED = (
+    "This GradientMap was made with needs_input=False, so it has no continuous input. A defense "
+    "that asks for one has to say so: its property needs_input is True unless a class says "
+    "otherwise."
+)
 
 
 def model_loss(model: nn.Module, batch: dict[str, Any]) -> Tensor:
@@ -94,13 +126,15 @@ def model_loss(model: nn.Module, batch: dict[str, Any]) -> Tensor:
     return loss
 
 
-def find_input(model: nn.Module, batch: Batch) -> ContinuousInput:
-    """The continuous input of `model` on `batch`.
+def find_input(model: nn.Module, batch: Batch, needed: bool = True) -> ContinuousInput | NoInput:
+    """The continuous input of `model` on `batch`, if it is needed.
 
     Raises:
         ValueError: If the batch holds no token ids or pixels, holds both, or the model has no input
             embedding.
     """
+    if not needed:
+        return NoInput()
     domain = domain_of_batch(batch)
     return ContinuousInput(domain, domain.embedding(model))
 

@@ -49,6 +49,7 @@ class GradientMap:
             differentiates twice. By default attention runs in plain mathematics, the only form with
             second derivatives, while this object computes; the model's setting stands again after
             every call.
+        needs_input: `False`, with `second_order=False`, asks for no continuous input.
 
     Raises:
         ValueError: If there is no usable continuous input, nothing to share, or no loss.
@@ -70,12 +71,14 @@ class GradientMap:
         share_input_embeddings: bool = False,
         withhold: Sequence[str] = (),
         second_order: bool = True,
+        needs_input: bool = True,
     ) -> None:
         self.model, self._batch = model, batch
         self.loss_fn = loss_fn or model_loss
+        self._needs_input = needs_input or second_order
         share = share_input_embeddings
         self._sharing: Any = {"share_input_embeddings": share, "withhold": withhold}
-        self._source = find_input(model, batch)
+        self._source = find_input(model, batch, self._needs_input)
         self.replay = Replay(model, second_order)
         with self.replay.kernels():
             self._parameters = shared_by_batch(model, batch, self.loss_fn, **self._sharing)
@@ -96,7 +99,7 @@ class GradientMap:
         """The continuous input x: `(B, T, H)` token embeddings or `(B, C, H, W)` pixels,
         detached.
         """
-        return self._x.detach()
+        return self._source.checked(self._x).detach()
 
     @property
     def batch(self) -> Batch:
@@ -171,9 +174,9 @@ class GradientMap:
             ValueError: If the shape differs.
             RuntimeError: If `create_graph` on a map made with `second_order=False`.
         """
-        if x.shape != self._x.shape:
+        if x.shape != (shape := self.input.shape):
             raise ValueError(
-                f"x has shape {tuple(x.shape)}, but this batch's input has {tuple(self._x.shape)}."
+                f"x has shape {tuple(x.shape)}, but this batch's input has {tuple(shape)}."
             )
         if create_graph:
             self._require_second_order("gradient_at(create_graph=True)")
@@ -212,10 +215,9 @@ class GradientMap:
             RuntimeError: If K > 1 and the model cannot run vectorized: its control flow looks at
                 values, it checkpoints activations, or its batch normalization is in training mode.
         """
-        if xs.shape[1:] != self._x.shape:
+        if xs.shape[1:] != (shape := self.input.shape):
             raise ValueError(
-                f"xs has shape {tuple(xs.shape)}, but should be (K, "
-                f"{', '.join(map(str, self._x.shape))})."
+                f"xs has shape {tuple(xs.shape)}, but should be (K, {', '.join(map(str, shape))})."
             )
         self._require_second_order("slopes_at")
         if factored not in self._candidates:
@@ -277,13 +279,11 @@ class GradientMap:
         Args:
             v: A tensor in the shape of `input`.
         """
-        shape = self.input.shape
-        if v.shape != shape:
+        if v.shape != (shape := self.input.shape):
             raise ValueError(
                 f"v has shape {tuple(v.shape)}, but this batch's input has {tuple(shape)}."
             )
-        products = zip(self.parameters, self.jvps(v[None]), strict=True)
-        return {name: tensor[0] for name, tensor in products}
+        return {n: t[0] for n, t in zip(self.parameters, self.jvps(v[None]), strict=True)}
 
     def squared_sensitivity(
         self,
@@ -317,7 +317,7 @@ class GradientMap:
 
     def of_batch(self, batch: Batch, second_order: bool = False) -> GradientMap:
         """The same model, loss and random draws on another batch. Nothing is left changed."""
-        sharing = {**self._sharing, "second_order": second_order}
+        sharing = {**self._sharing, "needs_input": self._needs_input, "second_order": second_order}
         with self.replay.draws():
             return GradientMap(self.model, batch, loss_fn=self.loss_fn, **sharing)
 

@@ -14,7 +14,7 @@ with what nearly cancels taken before any sum.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -128,25 +128,30 @@ class Pass:
     @classmethod
     def of(cls, gmap: GradientMap, x: Tensor, layers: Mapping[str, Layer]) -> Pass:
         """At an input x, with the map's own random draws."""
+        if not layers:
+            with gmap.replay.full_precision():
+                return cls(layers, rest=gmap.gradient_at(x.detach()))
         split = {name for layer in layers.values() for name in (layer.weight, layer.bias)}
         others = {name: p for name, p in gmap.parameters.items() if name not in split}
         found = cls(layers)
         with gmap.replay.run(), gmap.replay.full_precision():
             x = x.detach().requires_grad_()
-            with found._listening():
+            with found.listening():
                 loss = gmap.evaluate(x)
             found.rest = differentiate(loss, {**others, "": x})
         del found.rest[""]
         return found
 
-    def rows(self, name: str, samples: int) -> list[tuple[Tensor, Tensor]] | None:
-        """Slopes and features of each call of a layer, of samples; `None` if it does not know them
-        apart.
+    def rows(
+        self, name: str, samples: int, calls: Collection[int] | None = None
+    ) -> list[tuple[Tensor, Tensor]] | None:
+        """Slopes and features of each call of a layer that reached the loss, or of these calls, of
+        samples; `None` if it does not know them apart.
         """
         layer, found = self.layers[name], []
         for number, features in enumerate(self.features.get(name, [])):
             slopes = self.slopes[name].get(number)
-            if slopes is None:  # this call did not reach the loss
+            if slopes is None or (calls is not None and number not in calls):
                 continue
             pair = layer.rows(slopes, samples), layer.rows(features, samples)
             if pair[0] is None or pair[1] is None:
@@ -155,7 +160,8 @@ class Pass:
         return found
 
     @contextmanager
-    def _listening(self) -> Iterator[None]:
+    def listening(self) -> Iterator[None]:
+        """Take down what layers take in meanwhile, and then the slopes that they get."""
         handles = [
             layer.module.register_forward_hook(self._hook(name, layer), prepend=True)
             for name, layer in self.layers.items()
@@ -195,8 +201,10 @@ class Change(NamedTuple):
     @classmethod
     def between(cls, start: Pass, end: Pass, name: str, step: float, samples: int) -> Change | None:
         """Of a layer; `None` if it does not know samples apart."""
-        one, other = start.rows(name, samples), end.rows(name, samples)
-        if one is None or other is None:
+        # A start that was asked for all gradients also has slopes of calls that do not see x.
+        one = start.rows(name, samples, end.slopes.get(name, {}).keys())
+        other = end.rows(name, samples)
+        if one is None or other is None or len(one) != len(other):
             return None
         found = cls([], [], [], [])
         for (slopes, features), (later_slopes, later_features) in zip(one, other, strict=True):

@@ -13,6 +13,48 @@ from torch import Tensor, nn
 from ..randomness import Stream
 
 
+def random_entries(
+    model: nn.Module,
+    batch: Mapping[str, Any],
+    private: str,
+    inputs: Mapping[str, Tensor],
+    generator: Stream,
+) -> dict[str, Any]:
+    """All entries of a batch but its inputs, with nothing of the content: random labels, no
+    padding.
+
+    Args:
+        model: Says how many classes there are.
+        batch: For shapes and types.
+        private: The entry that labels may be of.
+        inputs: Those that were drawn.
+        generator: Of the labels.
+
+    Raises:
+        ValueError: For an entry that it cannot make up, by name.
+    """
+    made: dict[str, Any] = {}
+    for key, value in batch.items():
+        if key in inputs:
+            continue
+        if value is None or isinstance(value, bool | int | float | str):
+            made[key] = value
+        elif not isinstance(value, Tensor):
+            raise ValueError(NOT_MADE_UP.format(repr(key)))
+        elif key.endswith("attention_mask") and value.dim() == 2:
+            made[key] = torch.ones_like(value)
+        elif key == "completion_mask":  # of a prompt and its answer, as long as each other
+            places = torch.arange(value.shape[-1], device=value.device)
+            made[key] = (2 * places >= len(places)).to(value.dtype).expand_as(value)
+        elif key.endswith("token_type_ids"):
+            made[key] = torch.zeros_like(value)
+        elif key.endswith("position_ids"):
+            made[key] = torch.arange(value.shape[-1], device=value.device).expand_as(value)
+        else:
+            made[key] = random_labels(model, key, batch, batch[private], inputs[private], generator)
+    return made
+
+
 def random_labels(
     model: nn.Module,
     key: str,

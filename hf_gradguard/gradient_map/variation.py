@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .domain import TEXT
+from .texts import text_keys
 
 STRUCTURE = re.compile(
     r"(.*_)?(masks?|position_ids|positions?|token_type_ids|segment_ids|lengths?)"
@@ -49,14 +50,14 @@ def vary(model: nn.Module, batch: Mapping[str, Any]) -> tuple[dict[str, Any], se
         False
     """
     special = special_ids(getattr(model, "config", None))
-    other = dict(batch)
+    other, texts = dict(batch), text_keys(batch)
     for key, value in batch.items():
         if not isinstance(value, Tensor) or key not in contents(batch) or not value.numel():
             continue
         if value.is_floating_point():
             other[key] = 0.5 * value.flip(0).roll(1, -1) + 0.1
         elif value.dtype != torch.bool:
-            changed = _other_ids(model, value, special) if key == TEXT.key else value
+            changed = _other_ids(model, value, special) if key in texts else value
             for change in (_next_row, _rolled, _halved):
                 if not torch.equal(changed, value):
                     break

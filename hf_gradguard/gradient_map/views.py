@@ -118,6 +118,30 @@ class View(GradientMap):
         return self.base.jvps(directions)
 
 
+class CorrectedMap(View):
+    """A map whose `gradient()` is another one: what earlier messages left out is added to it.
+
+    That is a constant, so derivatives and `gradient_at` are the client's own, as they were.
+
+    Args:
+        base: The client's map.
+        gradient: One tensor for every shared parameter.
+
+    Example:
+        >>> twice = CorrectedMap(gmap, {name: 2 * g for name, g in gmap.gradient().items()})
+        >>> g = gmap.gradient()["classifier.bias"]
+        >>> torch.equal(twice.gradient()["classifier.bias"], 2 * g)
+        True
+    """
+
+    def __init__(self, base: GradientMap, gradient: Tensors) -> None:
+        super().__init__(base)
+        self._corrected = gradient
+
+    def gradient(self) -> Tensors:
+        return self._corrected
+
+
 class MaskedMap(View):
     """A map as the next defense of a chain sees it: `gradient()` is what the one before would
     share.

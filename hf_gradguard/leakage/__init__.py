@@ -17,6 +17,7 @@ from .bounds import (
     mse_bound_with_prior,
     rdp_of_order_two,
 )
+from .differential_privacy import PrivacyAccount, dp_sgd_epsilon, dp_sgd_noise_multiplier
 from .estimators import Estimator, make_estimator
 from .figures import Eigenvalue, Estimate, Influence
 from .fisher import DFIL, dfil, fisher_norm, fisher_trace, ghost_dfil
@@ -38,7 +39,10 @@ __all__ = [
     "Estimator",
     "FisherAccountant",
     "Influence",
+    "PrivacyAccount",
     "dfil",
+    "dp_sgd_epsilon",
+    "dp_sgd_noise_multiplier",
     "example_keys",
     "expected_squared_influence",
     "fisher_norm",

@@ -8,8 +8,9 @@ from typing import Any
 
 from transformers import TrainingArguments
 
-from ..defenses import Defense
-from .config import GradGuardConfig, resolve_defense
+from ..defenses import Defense, make_defense
+from ..registry import DEFENSES
+from .config import GradGuardConfig
 
 _ARGUMENTS = [name for name in GradGuardConfig.__annotations__ if name != "model_name_or_path"]
 
@@ -85,6 +86,42 @@ class Asked:
             "the defense": _frozen(self.defense),
             **{name: _Same(value) for name, value in objects.items()},
         }
+
+
+def resolve_defense(defense: str | Defense | None, args: TrainingArguments) -> Defense:
+    """The defense that a Trainer was asked for, by its own keyword or in its arguments.
+
+    Args:
+        defense: A name, an object, or nothing.
+        args: Training arguments; `defense` and `defense_kwargs` count if they have them.
+
+    Raises:
+        ValueError: If there is none, if there are two, or an object comes with `defense_kwargs`.
+
+    Example:
+        >>> resolve_defense("pruning", GradGuardConfig("out", defense_kwargs={"ratio": 0.5})).ratio
+        0.5
+    """
+    named, settings = getattr(args, "defense", None), getattr(args, "defense_kwargs", None) or {}
+    if defense is not None and named is not None and defense != named:
+        raise ValueError(
+            f"Two defenses are named: {defense!r} to the Trainer and {named!r} in its arguments. "
+            "Give one."
+        )
+    if isinstance(defense, Defense):
+        if settings:
+            raise ValueError(
+                "A Defense object brings its own settings: leave defense_kwargs empty, or pass the "
+                "name."
+            )
+        return defense
+    name = defense if defense is not None else named
+    if name is None:
+        raise ValueError(
+            f"No defense is named. Pass defense=, one of: {', '.join(DEFENSES)}. To train "
+            "unprotected, say 'none'."
+        )
+    return make_defense(name, **settings)
 
 
 def _named(args: TrainingArguments) -> tuple[Any, ...]:

@@ -18,7 +18,7 @@ from torch.utils.data import Dataset, Sampler
 from transformers import TrainingArguments
 
 from ..defenses import Defense
-from ..gradient_map.domain import domain_of_batch
+from ..gradient_map.domain import count_rows, domains_in
 from .checks import PADDING_FREE
 from .partition import Rows, make_partition
 
@@ -116,7 +116,9 @@ class ClientRows(Dataset):
     def __len__(self) -> int:
         return len(self.data)
 
-    def __getitem__(self, pick: Pick) -> tuple[Any, Pick]:
+    def __getitem__(self, pick: Pick | list[Pick]) -> Any:
+        if isinstance(pick, list):  # a whole batch, where its size varies
+            return [self[one] for one in pick]
         return (None if pick.row is None else self.data[pick.row]), pick
 
 
@@ -132,12 +134,41 @@ class ClientCollator:
 
     collate: Callable[[list[Any]], dict[str, Any]]
 
-    def __call__(self, places: list[tuple[Any, Pick]]) -> dict[str, Any]:
+    def __call__(self, places: list[Any]) -> dict[str, Any]:
+        if isinstance(places[0], list):
+            (places,) = places
         filled = [(row, pick) for row, pick in places if pick.row is not None]
         batch = dict(self.collate([row for row, _ in filled]))
         batch[CLIENT] = torch.tensor([pick.client for _, pick in filled])
         batch[SHARE] = torch.tensor([pick.share for _, pick in filled])
         batch.setdefault(ROW, torch.tensor([pick.row for _, pick in filled]))
+        return batch
+
+
+@dataclass
+class WholeCollator:
+    """Collates as `collate` does, no more than one row of each example: else nothing would say
+    which rows belong together.
+
+    Example:
+        >>> answers = WholeCollator(lambda rows: {"input_ids": torch.zeros(2 * len(rows), 3)})
+        >>> answers(["one", "two"])
+        Traceback (most recent call last):
+        NotImplementedError: A batch has 4 rows of 2 examples, ...
+    """
+
+    collate: Callable[[list[Any]], dict[str, Any]]
+
+    def __call__(self, examples: list[Any]) -> dict[str, Any]:
+        batch = self.collate(examples)
+        found = domains_in(batch) if isinstance(batch, dict) else []
+        rows = batch[found[0].key] if found else None
+        if isinstance(rows, Tensor) and rows.dim() and len(rows) > len(examples):
+            raise NotImplementedError(
+                f"A batch has {len(rows)} rows of {len(examples)} examples, such as preference "
+                "pairs, so it cannot be cut into clients. Give each rank one client: "
+                "clients_per_process=1, num_clients left out."
+            )
         return batch
 
 
@@ -233,6 +264,11 @@ class ClientBatch(NamedTuple):
     weight: float
     rows: Tensor | None = None
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether none of its batch is to count: rows stand there for their shapes alone."""
+        return self.rows is not None and not len(self.rows)
+
 
 def split(batch: dict[str, Any], parts: int) -> list[dict[str, Any]]:
     """Cut a batch by rows into `parts` clients, the first ones larger by one row where it does not
@@ -244,11 +280,12 @@ def split(batch: dict[str, Any], parts: int) -> list[dict[str, Any]]:
     """
     if parts == 1:
         return [dict(batch)]
-    rows = domain_of_batch(batch).main_input(batch)
-    if len(rows) == 1 and _is_padding_free(batch):
+    rows = count_rows(batch)
+    if rows == 1 and _is_padding_free(batch):
         raise NotImplementedError(f"GradGuardTrainer does not support {PADDING_FREE}")
-    parts_of = torch.arange(len(rows), device=rows.device).tensor_split(parts)
-    return [_take(batch, index, len(rows)) for index in parts_of]
+    device = next(value.device for value in batch.values() if isinstance(value, Tensor))
+    parts_of = torch.arange(rows, device=device).tensor_split(parts)
+    return [_take(batch, index, rows) for index in parts_of]
 
 
 def drawn(
@@ -265,7 +302,7 @@ def drawn(
     """
     rest = {key: value for key, value in batch.items() if key not in (CLIENT, SHARE)}
     numbers, shares = batch[CLIENT], batch[SHARE]
-    if len(domain_of_batch(rest).main_input(rest)) != len(numbers):
+    if count_rows(rest) != len(numbers):
         raise NotImplementedError(f"GradGuardTrainer does not support {PADDING_FREE}")
     for number in numbers.unique():
         index = (numbers == number).nonzero().flatten()

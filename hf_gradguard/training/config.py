@@ -11,8 +11,7 @@ from typing import Any
 from transformers import TrainingArguments
 from transformers.hf_argparser import string_to_bool
 
-from ..defenses import Defense, make_defense
-from ..registry import DEFENSES
+from ..defenses import make_defense
 from .batch_statistics import CHOICES
 from .partition import PARTITIONS
 from .summed_noise import CHOICES as NOISE_FOR
@@ -76,6 +75,9 @@ class GradGuardConfig(TrainingArguments):
         noise_for: `"message"`: a defense's `scale` is of each message. `"sum"`, with
             `secure_aggregation` only: of the sum of the n messages that are exchanged at a time,
             each with 1/√n of it.
+        scale_learning_rate: Count `learning_rate` √(1 + r²) times under noise of r times the
+            gradient, if the optimizer is of Adam's kind, which divides its steps by as much. One
+            that the Trainer is given is left as it is.
         private_dropout: Under a defense, draw each message's dropout from a stream of its own:
             ranks share `seed`, and would know each other's masks.
         noise_seed: Makes all noise reproducible, by anybody. For tests only.
@@ -176,6 +178,10 @@ class GradGuardConfig(TrainingArguments):
             "choices": list(NOISE_FOR),
         },
     )
+    scale_learning_rate: bool = field(
+        default=True,
+        metadata={"help": "Under noise, raise Adam's rate by as much as the noise lowers it."},
+    )
     private_dropout: bool = field(
         default=True,
         metadata={"help": "Under a defense, dropout that other ranks cannot repeat from the seed."},
@@ -212,6 +218,18 @@ class GradGuardConfig(TrainingArguments):
         default=None,
         metadata={"help": "Model to load when the Trainer is given none: a folder or a Hub name."},
     )
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        order = cls.__mro__
+        for base in order[order.index(GradGuardConfig) + 1 : order.index(TrainingArguments)]:
+            raise TypeError(
+                f"{cls.__name__}: {base.__name__} has to stand before GradGuardConfig, or its "
+                f"defaults would be lost. Write class {cls.__name__}({base.__name__}, "
+                "GradGuardConfig)."
+            )
+        every = [name for base in order for name in vars(base).get("_VALID_DICT_FIELDS", ())]
+        cls._VALID_DICT_FIELDS = list(dict.fromkeys(every))
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -303,39 +321,3 @@ class GradGuardConfig(TrainingArguments):
                 "num_clients draws clients, and clients draw their rows, at random and per rank: "
                 "leave train_sampling_strategy and split_batches at their defaults."
             )
-
-
-def resolve_defense(defense: str | Defense | None, args: TrainingArguments) -> Defense:
-    """The defense that a Trainer was asked for, by its own keyword or in its arguments.
-
-    Args:
-        defense: A name, an object, or nothing.
-        args: Training arguments; `defense` and `defense_kwargs` count if they have them.
-
-    Raises:
-        ValueError: If there is none, if there are two, or an object comes with `defense_kwargs`.
-
-    Example:
-        >>> resolve_defense("pruning", GradGuardConfig("out", defense_kwargs={"ratio": 0.5})).ratio
-        0.5
-    """
-    named, settings = getattr(args, "defense", None), getattr(args, "defense_kwargs", None) or {}
-    if defense is not None and named is not None and defense != named:
-        raise ValueError(
-            f"Two defenses are named: {defense!r} to the Trainer and {named!r} in its arguments. "
-            "Give one."
-        )
-    if isinstance(defense, Defense):
-        if settings:
-            raise ValueError(
-                "A Defense object brings its own settings: leave defense_kwargs empty, or pass the "
-                "name."
-            )
-        return defense
-    name = defense if defense is not None else named
-    if name is None:
-        raise ValueError(
-            f"No defense is named. Pass defense=, one of: {', '.join(DEFENSES)}. To train "
-            "unprotected, say 'none'."
-        )
-    return make_defense(name, **settings)

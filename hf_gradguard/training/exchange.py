@@ -1,21 +1,14 @@
-"""All that ranks tell each other: the same start, averages, and when to stop."""
+"""What ranks tell each other at every step: averages, and when to stop."""
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import broadcast
 from torch import Tensor, nn
-from transformers import TrainerCallback, TrainingArguments
-from transformers.utils import logging
 
 from .secure_aggregation import Bits, FixedPoint, Masks, SecureAggregation
-
-logger = logging.get_logger(__name__)
 
 
 def average(
@@ -161,43 +154,3 @@ def any_rank(due: bool, accelerator: Accelerator, secure: SecureAggregation | No
     found = torch.tensor(float(due), device=accelerator.device)
     average([found], accelerator, secure)
     return bool(found)
-
-
-_PLANTED = (
-    "Rank 0 starts from another model than this rank has loaded: {} of {} tensors differ, and rank "
-    "0's were taken. Weights can be made so that gradients give away their data. If every rank was "
-    "to load the same checkpoint (and to make new heads under one seed), stop here."
-)
-
-
-def _digest(tensor: Tensor) -> bytes:
-    plain = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return hashlib.blake2b(plain.numpy().tobytes(), digest_size=16).digest()
-
-
-class StartAlike(TrainerCallback):
-    """What wrapping in DDP would have done: every rank starts from rank 0's parameters and
-    buffers.
-
-    Rank 0 could plant weights that make gradients leak. A rank that has loaded a model of its own
-    says so where rank 0's is another.
-    """
-
-    def __init__(self) -> None:
-        self._started = False
-
-    def on_train_begin(
-        self, args: TrainingArguments, *_: Any, model: nn.Module, **kwargs: Any
-    ) -> None:
-        if args.world_size > 1:
-            # later on buffers hold statistics of rank 0's data
-            buffers = [] if self._started else list(model.buffers())
-            tensors = [tensor.detach() for tensor in (*model.parameters(), *buffers)]
-            compared = [] if self._started else tensors
-            before = list(map(_digest, compared))
-            with torch.no_grad():
-                broadcast(tensors)
-            pairs = zip(before, map(_digest, compared), strict=True)
-            if other := sum(one != after for one, after in pairs):
-                logger.warning(_PLANTED.format(other, len(tensors)))
-        self._started = True

@@ -10,13 +10,16 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers.trainer_utils import TrainOutput
 
+from ..defenses import Defense
 from ..gradient_map.domain import check_batch
 from .checkpoints import check_checkpoint, newest_complete
+from .hooks import SeamTrainer
+from .learning_rate import scale_learning_rate
 from .ledger import Ledger
-from .seams import SeamTrainer
 
 
 class GuardedTrainer(SeamTrainer):
@@ -25,6 +28,8 @@ class GuardedTrainer(SeamTrainer):
 
     Attributes:
         ledger: Of the gradients that may be exchanged and trained on.
+        defense: Of the messages.
+        asks_for_input: Whether anything asks for the continuous input of a batch.
 
     Example:
         >>> trainer = GuardedTrainer(model)
@@ -32,6 +37,9 @@ class GuardedTrainer(SeamTrainer):
         Traceback (most recent call last):
         RuntimeError: GradGuardTrainer differentiates and protects a batch by itself: ...
     """
+
+    asks_for_input: bool = True
+    defense: Defense
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.ledger = Ledger()
@@ -47,6 +55,13 @@ class GuardedTrainer(SeamTrainer):
             self.accelerator.prepare_model, evaluation_mode=True
         )
         self.ledger.guard(self.accelerator)
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
+        """As in `Trainer`, with rates that follow the noise; see `learning_rate.py`."""
+        made = self.optimizer is None
+        optimizer = super().create_optimizer(*args, **kwargs)
+        scale_learning_rate(optimizer, self.defense, self.args, made)
+        return optimizer
 
     def train(
         self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any
@@ -76,7 +91,7 @@ class GuardedTrainer(SeamTrainer):
         """As in `Trainer`, of batches that can be protected."""
 
         def checked(batch: Any) -> Any:
-            check_batch(self.model, batch)
+            check_batch(self.model, batch, self.asks_for_input)
             return batch
 
         return super().get_batch_samples(map(checked, epoch_iterator), *args, **kwargs)

@@ -97,6 +97,14 @@ class Ledger(TrainerCallback):
         self._exchanged = False
         self._names = {parameter: name for name, parameter in model.named_parameters()}
         wrapped = getattr(optimizer, "optimizer", optimizer)  # Accelerate wraps it
+        held = [p for group in getattr(wrapped, "param_groups", []) for p in group["params"]]
+        if strangers := [p for p in held if p not in self._names]:
+            raise NotImplementedError(
+                f"GradGuardTrainer does not support {len(strangers)} of the optimizer's parameters "
+                f"(shapes {', '.join(str(tuple(p.shape)) for p in strangers[:3])}), which are none "
+                "of the model's: a loss has its own. They would not be trained. Make them part of "
+                "the model, or take a loss without any."
+            )
         if wrapped is not self._watched:
             wrapped.register_step_pre_hook(self._before_step)
             self._watched = wrapped

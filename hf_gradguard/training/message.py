@@ -109,7 +109,8 @@ class MessageMaker:
     def share(
         self, module: nn.Module, client: ClientBatch, loss_fn: LossFunction, step: int
     ) -> Tensor:
-        """Add a client's protected gradient, times its weight, to `.grad`. Returns its mean loss.
+        """Add a client's protected gradient, times its weight, to `.grad`. Returns its mean loss, 0
+        of an empty batch.
 
         Raises:
             FloatingPointError: If the true or the protected gradient is not finite.
@@ -140,25 +141,32 @@ class MessageMaker:
             share_input_embeddings=self._share_input_embeddings,
             withhold=self._withhold,
             second_order=client.defense.needs_jacobian or measured,
+            needs_input=client.defense.needs_input or measured,
         )
         gradient = gmap.gradient()
         self._rows.see(gradient)
         norm = _norm(gradient)  # waits for the device: what follows times the defense alone
         start = time.perf_counter()
+        before = client.defense.state_dict() if measured else {}
+        client.defense.at_step(step)
         message = client.defense(gmap, noise)
         shared = dict(message.items())
-        self._record(gradient, shared, norm, start)
+        if not client.is_empty:
+            self._record(gradient, shared, norm, start)
         for name, value in message.figures.items():
             self._figures[f"defense/{name}"].append(value)
         if measured and not self._meter.admits(gmap, message, step, probes, client.rows):
-            return gmap.loss  # nothing is added: to the other ranks it is a gradient of zeros
+            # Nothing is added: to the other ranks it is a gradient of zeros. Nor does a later
+            # message hold anything of it.
+            client.defense.load_state_dict(before)
+            return gmap.loss
         self._ledger.check(gmap.parameters.values(), "share a message")
         with torch.no_grad():
             for name, parameter in gmap.parameters.items():
                 part = shared.pop(name).to(parameter.dtype).mul(client.weight)
                 parameter.grad = part if parameter.grad is None else parameter.grad.add_(part)
         self._ledger.write(gmap.parameters.values())
-        return gmap.loss
+        return torch.zeros_like(gmap.loss) if client.is_empty else gmap.loss
 
     def names_of(self, clients: Sequence[Defense]) -> list[str]:
         """What stands for the parameters that each client's last message was of, `"-"` before its

@@ -43,8 +43,8 @@ def share_of_noise(defense: Defense, args: TrainingArguments, ranks: int) -> Def
         >>> share_of_noise(make_defense("gaussian_noise", scale=0.2), args, ranks=4).scale
         0.1
     """
-    if getattr(args, "noise_for", "message") != "sum":
-        return defense
+    if getattr(args, "noise_for", "message") != "sum" or getattr(defense, "per_sample", False):
+        return defense  # of a noise multiplier `PrivateRows` gives each message its share
     from ..defenses.noise import NoiseDefense  # settings alone import no defense
 
     if not (

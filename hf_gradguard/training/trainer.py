@@ -1,58 +1,22 @@
-"""`GradGuardTrainer`: the Trainer, sharing only protected gradients.
-
-The stock Trainer wraps the model in DDP, whose backward pass averages gradients over ranks as it
-goes. Here the model is never wrapped, so nothing in the process exchanges gradients by itself:
-every rank differentiates its own loss, protects the result, and averages what is protected by hand.
-"""
+"""`GradGuardTrainer`: the Trainer, sharing only protected gradients."""
 
 from __future__ import annotations
 
-import copy
-import functools
+import inspect
 from typing import Any
 
-import torch
-from accelerate.utils.memory import clear_device_cache
-from torch import Tensor, nn
-from torch.utils.data import DataLoader
-from transformers import PreTrainedModel, TrainingArguments
+from torch import nn
+from transformers import PreTrainedModel, Trainer, TrainingArguments
 
 from ..defenses import Defense
-from ..gradient_map.inputs import shared_parameters
-from ..leakage import FisherAccountant
-from .asked import Asked
-from .batch_statistics import average_statistics, freeze_statistics, warn_of_statistics
-from .card import add_privacy_section
-from .checks import check_arguments, check_collator, check_leakage, check_training
-from .clients import (
-    CLIENT,
-    ROW,
-    ClientBatch,
-    ClientCollator,
-    ClientRows,
-    NumberedCollator,
-    NumberedRows,
-    divide,
-    drawn,
-    round_sampler,
-    split,
-)
+from .asked import resolve_defense
+from .checks import check_arguments
 from .config import GradGuardConfig
-from .exchange import StartAlike, any_rank, average, average_gradients
-from .guarded import GuardedTrainer, noting
-from .labels import LabelKey, protect_labels
 from .loading import load_model, load_tokenizer
-from .message import Draws, MessageMaker
-from .meter import LeakageMeter
-from .private_state import load_private_state, save_private_state
-from .seams import check_seams
-from .secure_aggregation import secure_aggregation_of
-from .summed_noise import share_of_noise
-from .tables import AgreedTables
-from .weights import LossWeights, Normalization
+from .mixin import GradGuardMixin
 
 
-class GradGuardTrainer(GuardedTrainer):
+class GradGuardTrainer(GradGuardMixin):
     """Drop-in `Trainer` in which each rank's local gradient is replaced by a protected one before
     anything is exchanged.
 
@@ -60,25 +24,9 @@ class GradGuardTrainer(GuardedTrainer):
         model: As for `Trainer`. May be left out, also by passing `args` first: then
             `args.model_name_or_path` is loaded.
         args: `GradGuardConfig` or plain `TrainingArguments`.
-        defense: A name of `DEFENSES` (its settings come from `args.defense_kwargs`) or a `Defense`.
-            Required here or in `args`.
-        accountant: Gets the dFIL of every example that this rank shares something about, known by
-            its row in `train_dataset`, and is checkpointed with it.
-        **kwargs: All other arguments of `Trainer`.
-
-    Logs `defense/relative_error` (‖shared - g‖/‖g‖), `defense/cosine` and `defense/seconds` (per
-    message, on top of the plain gradient) beside the loss, and beside the summary of a training
-    that ends before the next log. They are rank 0's own, means over its messages since the last
-    log.
-
-    With `leakage_logging_steps=n` every n-th step also logs `leakage/dfil_mean`,
-    `leakage/dfil_max`, `leakage/mse_bound` (of the sample that leaks most) and
-    `leakage/i2f_lower_bound` of what is about to be shared. Every rank keeps its own in its
-    `state.log_history`; what is reported or saved is rank 0's. See `docs/estimators.md`.
-
-    Each client's micro-batch is one message, protected by itself; accumulation, averaging over
-    ranks, clipping and the optimizer only process messages that are protected. Noise is added to
-    the gradient of the client's *mean* loss.
+        defense: As for `GradGuardMixin`, like `accountant`.
+        *positional: All other arguments of `Trainer`.
+        **kwargs: Likewise.
 
     Raises:
         ValueError: If no defense is named, or one is named twice.
@@ -95,256 +43,22 @@ class GradGuardTrainer(GuardedTrainer):
         ...
     """
 
-    train_dataset: Any
-
     def __init__(
         self,
         model: PreTrainedModel | nn.Module | TrainingArguments | None = None,
         args: TrainingArguments | None = None,
         *positional: Any,
         defense: str | Defense | None = None,
-        accountant: FisherAccountant | None = None,
         **kwargs: Any,
     ) -> None:
-        check_seams()
         if isinstance(model, TrainingArguments):
             model, args = args, model
         args = args or GradGuardConfig(output_dir="tmp_trainer")
-        check_arguments(args)
-        self._asked, self._accountant = Asked(args, defense), accountant
-        self._label_key: LabelKey | None = None
+        named = inspect.signature(Trainer).bind_partial(model, args, *positional).arguments
         if model is None and kwargs.get("model_init") is None:
-            model = load_model(args)
-            if kwargs.get("processing_class") is None and len(positional) < 4:
+            check_arguments(args)  # what is refused anyway is noticed before a model is loaded
+            resolve_defense(defense, args)
+            named["model"] = load_model(args)
+            if (kwargs | named).get("processing_class") is None:
                 kwargs["processing_class"] = load_tokenizer(args)
-        super().__init__(model, args, *positional, **kwargs)
-        self.before_training()
-
-    @property
-    def defense(self) -> Defense:
-        """What protects the messages: each client has a copy. Setting it, by name or as an object,
-        or changing `args.defense` and the other arguments of `GradGuardConfig`, counts from the
-        next training on.
-        """
-        return self._asked.defense
-
-    @defense.setter
-    def defense(self, defense: str | Defense) -> None:
-        self._asked.ask(self.args, defense)
-
-    @property
-    def shared_names(self) -> list[str]:
-        """The parameters that a message would be of now: withheld and frozen ones are not."""
-        return list(self._shared(self.model))
-
-    def before_training(self) -> None:
-        """Check and prepare what was asked for. Clients forget what they remember if arguments,
-        defense, model or data changed since the last training.
-        """
-        if isinstance(self.args, GradGuardConfig):
-            self.args.check()
-        self._asked.resolve(self.args)
-        self._weights = LossWeights(self._loss)
-        own_batches = type(self).get_train_dataloader is not GradGuardTrainer.get_train_dataloader
-        self._label_key = self._label_key or LabelKey.asked(self.args, self.args.process_index)
-        if self._label_key is not None:
-            data, key = self.train_dataset, self._label_key
-            self.train_dataset = protect_labels(data, self.args, self.model, key, own_batches)
-        watched = ("model", "train_dataset", "processing_class")
-        objects = {name: getattr(self, name) for name in watched}
-        check_training(self.args, self.model, self.accelerator, self.train_dataset)
-        self._secure = secure_aggregation_of(self.args, self.accelerator)
-        defense = share_of_noise(self.defense, self.args, self.accelerator.num_processes)
-        check_leakage(self.args, defense, self._accountant, own_batches, self.train_dataset)
-        changed = self._asked.changed(self.args, objects)
-        if not changed:
-            return
-        defense.prepare(self.model, self.processing_class)
-        if "model" in changed:
-            self.remove_callback(StartAlike)
-            self.add_callback(StartAlike())
-        self._share_input_embeddings: bool = getattr(self.args, "share_input_embeddings", False)
-        self._batch_statistics: str = getattr(self.args, "batch_statistics", "local")
-        if self.is_world_process_zero():
-            warn_of_statistics(self.model, self._batch_statistics)
-        self._withhold = getattr(self.args, "withhold", None) or []
-        self._tables = AgreedTables(self.accelerator)
-        self._shared(self.model)  # refuse none, name withheld
-        self._host_clients(defense)
-        self._meter = LeakageMeter(self.args, defense, self._accountant)
-        draws = Draws.asked(self.args, self.accelerator.process_index)
-        self._messages = MessageMaker(
-            draws, self._meter, self.ledger, self._share_input_embeddings, self._withhold
-        )
-        self._asked.bind(self.args, objects)
-
-    def _shared(self, module: nn.Module) -> dict[str, nn.Parameter]:
-        """What is shared of a model, as far as it is known: tables are found at the first batch."""
-        return shared_parameters(module, self._share_input_embeddings, self._withhold)
-
-    def _host_clients(self, defense: Defense) -> None:
-        """Each client that lives on this rank gets a defense of its own."""
-        ranks = self.accelerator.num_processes
-        self._parts = divide(self.train_dataset, self.args, ranks)
-        hosted = len(self._parts) // ranks or getattr(self.args, "clients_per_process", 1)
-        if hosted > 1:
-            check_collator(self.data_collator)
-        self._clients = [copy.deepcopy(defense) for _ in range(hosted)]
-
-    def training_step(
-        self,
-        model: nn.Module,
-        inputs: dict[str, Any],
-        num_items_in_batch: Tensor | int | None = None,
-    ) -> Tensor:
-        """One micro-batch: differentiate, protect and accumulate locally; average over ranks when a
-        step is due.
-        """
-        self._asked.check_unchanged(self.args)
-        module, inputs = self._ready(model), dict(self._prepare_inputs(inputs))
-        normalization = Normalization.of(self, num_items_in_batch)
-        step = self.state.global_step
-        with noting(inputs):
-            clients, spread = self._clients_of(module, inputs, normalization)
-            mean_loss = functools.partial(normalization.mean_loss, self._loss, spread)
-            if not self._share_input_embeddings:
-                self._tables.settle(module, clients[0].batch, mean_loss, self._secure)
-            losses = [
-                client.weight * self._messages.share(module, client, mean_loss, step)
-                for client in clients
-                if client.weight
-            ]
-        steps = self.args.torch_empty_cache_steps
-        if steps is not None and step % steps == 0:
-            clear_device_cache()
-        if self.accelerator.sync_gradients:
-            self._exchange(module)
-        return torch.stack(losses).sum() if losses else torch.zeros((), device=self.args.device)
-
-    def _ready(self, model: nn.Module) -> nn.Module:
-        """The bare model in training mode."""
-        model.train()
-        if self._batch_statistics == "frozen":
-            freeze_statistics(model)
-        if callable(getattr(self.optimizer, "train", None)):
-            self.optimizer.train()
-        return self.accelerator.unwrap_model(model)
-
-    def _loss(self, module: nn.Module, batch: dict[str, Any], items: float | None) -> Tensor:
-        """The Trainer's own loss, which a subclass may have overridden."""
-        count = None if items is None else torch.tensor(items, device=self.args.device)
-        with self.compute_loss_context_manager():
-            return self.compute_loss(module, dict(batch), num_items_in_batch=count)
-
-    def _clients_of(
-        self, module: nn.Module, inputs: dict[str, Any], normalization: Normalization
-    ) -> tuple[list[ClientBatch], float]:
-        """What of a rank's batch is whose, how much it counts, and the spread of `Weights`."""
-        if CLIENT not in inputs:
-            batches = split(inputs, len(self._clients))
-            rows = [batch.pop(ROW, None) for batch in batches]
-            factors, spread = self._weights(module, batches, normalization)
-            return list(map(ClientBatch, self._clients, batches, factors, rows)), spread
-        # n_k/Σn over all ranks; ranks are averaged, and accumulated steps added up, later
-        ranks, steps = self.accelerator.num_processes, normalization.accumulation
-        return [
-            ClientBatch(
-                self._clients[number // ranks],
-                batch,
-                0.0 if normalization.items(batch) == 0 else share * ranks / steps,
-                rows,
-            )
-            for number, share, rows, batch in drawn(inputs)
-        ], 1.0
-
-    def _exchange(self, module: nn.Module) -> None:
-        """Average over ranks what they have protected, and agree on going on."""
-        parameters = self._shared(module).values()
-        self.ledger.check(parameters, "exchange gradients")
-        average_gradients(parameters, self.accelerator, self._secure)
-        self.ledger.exchange(parameters)
-        # A rank that left alone would leave the others waiting for it.
-        if self._meter.stops and any_rank(self._meter.stop_due, self.accelerator, self._secure):
-            self.control.should_training_stop = True
-        if self._batch_statistics == "shared":
-            average_statistics(module, self.accelerator, self._secure)
-
-    def average_over_ranks(self, figure: Tensor) -> None:
-        """Of losses and counts, which the stock Trainer gathers from every rank."""
-        average([figure], self.accelerator, self._secure)
-
-    def get_train_dataloader(self) -> DataLoader:
-        """As in `Trainer`; with `num_clients`, of the clients that each step draws."""
-        if not self._parts:
-            return super().get_train_dataloader()
-        sampler = round_sampler(self._parts, self.args, self.accelerator.num_processes)
-        return self.loader_of(ClientRows(self.train_dataset), sampler)
-
-    def training_collator(self, collate: Any) -> Any:
-        """With `num_clients` batches say whose the rows are, and with an accountant which ones."""
-        if self._parts:
-            return ClientCollator(collate)
-        return collate if self.accountant is None else NumberedCollator(collate)
-
-    def training_data(self, dataset: Any) -> Any:
-        """With an accountant, rows that know their number."""
-        numbered = self._parts or self.accountant is None
-        return dataset if numbered else NumberedRows(dataset)
-
-    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """As in `Trainer`, with the defense's figures beside the training loss, and the last ones
-        beside the summary.
-        """
-        if "loss" in logs or "train_loss" in logs:
-            figures = self._messages.take() | self._meter.take() | self._meter.take_skipped()
-            # beside the summary only if something came since the last log
-            if "loss" in logs or any(figures.values()):
-                logs.update(figures)
-        super().log(logs, *args, **kwargs)
-
-    def before_saving(self) -> None:
-        """Log leakage figures, so that a checkpoint of the same step holds them; where the loss is
-        logged they stand beside it.
-        """
-        if not self.control.should_log and (figures := self._meter.take()):
-            self.log(figures)
-
-    @property
-    def accountant(self) -> FisherAccountant | None:
-        """What this rank has shared about each of its examples. Private to the rank."""
-        return self._accountant
-
-    def mean_leakage(self) -> dict[str, float]:
-        """Means over ranks of the `leakage/dfil_mean` and `leakage/i2f_lower_bound` that each
-        logged last.
-
-        Every rank has to call it, and by that sends its figures out: nothing else does. The sum is
-        taken by the ranks themselves, so without `secure_aggregation` a peer that carries messages
-        sees some of its parts.
-
-        Raises:
-            NotImplementedError: On two ranks, where each would learn the other's figures from the
-                mean and its own.
-        """
-        return self._meter.mean_over_ranks(self.accelerator, self._secure)
-
-    def save_state_of_rank(self, folder: str) -> None:
-        """What a defense remembers belongs in a checkpoint: a run that is killed and resumed goes
-        on as if it had not been.
-        """
-        rank, names = self.accelerator.process_index, self._messages.names_of(self._clients)
-        save_private_state(folder, rank, self._clients, self.accountant, names, self._label_key)
-
-    def load_state_of_rank(self, folder: str) -> None:
-        """What `save_state_of_rank` wrote."""
-        rank, device = self.accelerator.process_index, self.args.device
-        names = load_private_state(
-            folder, rank, self._clients, self.accountant, device, self._label_key
-        )
-        self._messages.expect(self._clients, names)
-
-    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """As in `Trainer`, with a section on what was protected and what was not."""
-        super().create_model_card(*args, **kwargs)
-        if self.is_world_process_zero():
-            add_privacy_section(self)
+        super().__init__(**named, defense=defense, **kwargs)

@@ -224,3 +224,50 @@ def test_no_coordinate_is_below_the_floor(shape: str, floor: float) -> None:
     assert abs(float(found.mean()) / 0.01 - 1) < 1e-6
     assert found.min() >= floor * found.mean() * (1 - 1e-6)
     assert (found.max() / found.min() < 1 + 1e-6) == (floor == 1)
+
+
+@pytest.mark.parametrize("shape", ["public", "past"])
+@pytest.mark.parametrize("granularity", ["parameter", "layer"])
+def test_what_a_message_says_of_its_noise_is_of_its_own_time(shape: str, granularity: str) -> None:
+    """Variances are made when asked for: from the averages that shaped the noise, though "past" has
+    learned of this batch since; and they are the noise's own.
+    """
+    model, one, other = two_batches("bert")
+    settings = {"shape": shape, "granularity": granularity, "refresh_every": 1}
+    defense = make_defense("optimal_noise", relative_scale=1.0, **settings)
+    defense(GradientMap(model, other), rng())
+    state, gmap = defense.state_dict(), GradientMap(model, one)
+    late = defense(gmap, rng(5))
+    defense(GradientMap(model, other), rng())
+    found = late.noise.added
+    again = make_defense("optimal_noise", relative_scale=1.0, **settings)
+    again.load_state_dict(state)
+    early = again(gmap, rng(5))
+    assert early.noise is not None
+    for name, variance in found.items():
+        assert torch.equal(variance, early.noise.added[name])
+        assert torch.equal(late[name], early[name])
+    # Of unit variance, divided by what is said: mean and mean square of all entries.
+    unit = flat({n: (late[n] - g) / found[n].sqrt() for n, g in gmap.gradient().items()})
+    assert abs(float(unit.mean())) < 5 / len(unit) ** 0.5
+    assert abs(float(unit.square().mean()) - 1) < 5 * (2 / len(unit)) ** 0.5
+
+
+def test_a_ratio_is_made_anew_and_is_of_its_time() -> None:
+    averages = Averages()
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(2):
+        tensors = {n: torch.rand(s, generator=generator) for n, s in (("w", (4, 3)), ("b", (4,)))}
+        averages.add(tensors.items(), {n: t.sqrt() for n, t in tensors.items()})
+    ratio = averages.ratio()
+    before = {name: tensor.clone() for name, tensor in ratio.items()}
+    ratio["w"].zero_()
+    averages.add(tensors.items(), {n: torch.rand(t.shape) for n, t in tensors.items()})
+    for name, tensor in before.items():
+        assert torch.equal(ratio[name], tensor)
+        assert not torch.equal(averages.ratio()[name], tensor)
+    assert ratio.total == pytest.approx(float(flat(before).sum()), rel=1e-6)
+    assert averages.ratio().total != pytest.approx(ratio.total, rel=1e-6)
+    assert set(ratio) == {"w", "b"}
+    with pytest.raises(KeyError):
+        ratio["c"]

@@ -8,7 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import exact_map, flat, make_task, rng, small_convolution, split_like
+from helpers import (
+    exact_map,
+    flat,
+    make_task,
+    rng,
+    small_convolution,
+    split_like,
+    token_batch,
+)
 from torch import Tensor
 
 from hf_gradguard import DEFENSES, GradientMap, chain, make_defense
@@ -193,10 +201,10 @@ def test_values_out_of_range(defense: str, setting: str, message: str, value: An
 
 def test_every_setting_has_its_range_tested() -> None:
     tested = {(defense, setting) for defense, setting, *_ in RANGES}
-    flags = {("quantization", "stochastic"), ("quantization", "sign_only")}
+    flags = {"stochastic", "sign_only", "error_feedback"}
     for name, _ in CASES.values():
         for field in fields(DEFENSES[name]):
-            assert (name, field.name) in tested | flags
+            assert field.name in flags or (name, field.name) in tested
 
 
 @pytest.mark.parametrize(
@@ -234,8 +242,11 @@ def test_settings_that_exclude_each_other(
     ("defense", "settings"),
     [
         ("gaussian_noise", {"relative_scale": 1.0}),
-        ("pruning", {"ratio": 0.9}),
-        ("quantization", {"bits": 4, "stochastic": False, "sign_only": False}),
+        ("pruning", {"ratio": 0.9, "error_feedback": False}),
+        (
+            "quantization",
+            {"bits": 4, "stochastic": False, "sign_only": False, "error_feedback": False},
+        ),
         ("dp_sgd", {"relative_scale": 1.0, "clip": 1.0, "clip_by": "norm"}),
         (
             "optimal_noise",
@@ -481,13 +492,13 @@ class Calls(list[tuple[GradientMap, int]]):
     """The maps that probes were made of, and how many."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        probe = sensitivity.probe_squares
+        probe = sensitivity.probe_sums
 
         def counted(gmap: GradientMap, num_probes: int, *rest: Any) -> Any:
             self.append((gmap, num_probes))
             return probe(gmap, num_probes, *rest)
 
-        monkeypatch.setattr(sensitivity, "probe_squares", counted)
+        monkeypatch.setattr(sensitivity, "probe_sums", counted)
 
 
 @pytest.mark.parametrize(("name", "shape"), AVERAGED)
@@ -512,11 +523,23 @@ def test_averages_are_fed_at_every_nth_message(
     assert fed == [1 if i % every == 0 else 0 for i in range(len(fed))]
 
 
+def small_task(samples: int) -> tuple[Any, dict[str, Tensor]]:
+    """BERT with so many samples; with none, a model with ReLU."""
+    return (make_task("bert")[0], token_batch(samples)) if samples else make_task("distilbert")
+
+
 @pytest.mark.parametrize("name", SENSITIVE)
 def test_own_shapes_measure_every_message(name: str) -> None:
-    """With the probes that are asked for, and by default ten."""
-    for settings, probes in (({}, 10), ({"num_probes": 7}, 7)):
-        gmap, seen = exact_map("bert"), []
+    """With the probes that are asked for, and by default so many that there are ten squares of
+    samples, but three at least; ten where samples are not known apart.
+    """
+    one, many, kinked = (GradientMap(*small_task(n)) for n in (1, 7, 0))
+    assert len(kinked.input) > 1
+    for settings, probes, gmap in (
+        ({}, 5, exact_map("bert")), ({"num_probes": 7}, 7, exact_map("bert")), ({}, 10, one),
+        ({}, 3, many), ({}, 10, kinked),
+    ):  # fmt: skip
+        seen = []
         exact, generator = gmap.squared_sensitivity(), rng()
         gmap.squared_sensitivity = lambda *args, seen=seen, exact=exact: seen.append(args) or exact
         defense = make_defense(name, shape="own", **settings)
@@ -541,12 +564,12 @@ def test_an_estimate_that_is_not_finite_is_not_kept(
     """One bad batch must not stop the messages after it, nor leave them without their shape."""
     model, batch = small_convolution()
     defense = make_defense("optimal_noise", shape=shape, refresh_every=5)
-    probe = sensitivity.probe_squares
+    probe = sensitivity.probe_sums
 
     def overflown(*args: Any) -> Any:
-        return ((name, squares * math.nan) for name, squares in probe(*args))
+        return ((name, tuple(s * math.nan for s in sums)) for name, sums in probe(*args))
 
-    monkeypatch.setattr(sensitivity, "probe_squares", overflown)
+    monkeypatch.setattr(sensitivity, "probe_sums", overflown)
     with pytest.raises(FloatingPointError, match=r"sensitivity of .* is not finite"):
         defense(GradientMap(model, batch), rng())
     assert defense.state_dict() == {}

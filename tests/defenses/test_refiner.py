@@ -29,7 +29,8 @@ class Marks:
 
 
 def refiner(task: str = "bert", **settings: Any) -> Any:
-    defense = make_defense("refiner", evaluation_network=network_for(task), **settings)
+    published = {"objective": "weighted", "evaluation_network": network_for(task)}
+    defense = make_defense("refiner", **published | settings)
     defense.prepare(make_task("bert")[0], Marks())
     return defense
 
@@ -310,7 +311,7 @@ def test_memory_is_saved_and_loaded_in_order() -> None:
     defense, other = refiner(iterations=2, warm_start=12), refiner(iterations=2, warm_start=12)
     defense.refine(GradientMap(model, batch), rng())
     other.load_state_dict(dict(sorted(defense.state_dict().items())))
-    assert list(other._remembered) == list(defense._remembered)
+    assert list(other.state_dict()) == list(defense.state_dict())
     one, two = (d.refine(GradientMap(model, batch), rng()) for d in (defense, other))
     assert torch.equal(one.input, two.input)
     assert one.utility_metric == two.utility_metric
@@ -373,7 +374,7 @@ def test_pixels_outside_their_range_are_refused(shift: float) -> None:
 
 def test_missing_network_is_an_error() -> None:
     with pytest.raises(ValueError, match="refiner needs an evaluation network"):
-        make_defense("refiner")(GradientMap(*text_task()), rng())
+        make_defense("refiner", objective="weighted")(GradientMap(*text_task()), rng())
 
 
 def test_network_for_another_kind_of_input_is_an_error() -> None:
@@ -384,7 +385,9 @@ def test_network_for_another_kind_of_input_is_an_error() -> None:
 
 
 def test_network_of_another_space_is_an_error() -> None:
-    defense = make_defense("refiner", evaluation_network=SmallNetwork("text", 5))
+    defense = make_defense(
+        "refiner", objective="weighted", evaluation_network=SmallNetwork("text", 5)
+    )
     with pytest.raises(ValueError, match="another embedding space"):
         defense(GradientMap(*text_task()), rng())
 
@@ -419,7 +422,7 @@ def test_zero_gradient_stays_finite() -> None:
 )
 def test_bad_settings_say_the_range(settings: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
-        make_defense("refiner", **settings)
+        make_defense("refiner", **{"objective": "weighted", **settings})
 
 
 def test_settings_name_the_network() -> None:

@@ -114,7 +114,9 @@ def exchanged(group: recording.Recorder, folder: Path, name: str) -> dict[str, A
     model = make_model("bert", dropout=0.0)
     if name != "stock":
         refiner = (
-            make_defense("refiner", evaluation_network=SmallNetwork("text", WIDTH))
+            make_defense(
+                "refiner", objective="weighted", evaluation_network=SmallNetwork("text", WIDTH)
+            )
             if name == "refiner"
             else None
         )
@@ -195,13 +197,36 @@ def started_apart(folder: Path) -> list[float]:
     return torch.cat([p.detach().flatten() for p in model.parameters()]).tolist()
 
 
+def asked_apart(folder: Path) -> dict[str, str]:
+    """Why ranks do not begin a training that was not asked for alike."""
+    rank, found = torch.distributed.get_rank(), {}
+    for name, chosen in {
+        "max_steps": {"max_steps": STEPS + rank},
+        "leakage_action": {"leakage_limit": 1e-9, "leakage_action": ["skip", "stop"][rank]},
+        "frozen": {},
+    }.items():
+        model = make_model("plain")
+        if name == "frozen":
+            next(model.parameters()).requires_grad_(rank == 0)
+        args = GradGuardConfig(**settings(folder, **chosen))
+        trainer = GradGuardTrainer(
+            model, args, defense="gaussian_noise", train_dataset=rows("bert")
+        )
+        try:
+            trainer.train()
+        except ValueError as error:
+            found[name] = str(error)
+    return found
+
+
 def main() -> None:
     folder, _ = begin()
     group = recording.initialize()
     runs = {name: exchanged(group, folder, name) for name in RUNS}
     noise = {name: noises(folder, chosen) for name, chosen in NOISE_RUNS.items()}
     torch.save({"runs": runs, "noise": noise}, folder / f"tensors{group.rank()}.pt")
-    finish(folder, {"branching": branches(folder), "started apart": started_apart(folder)})
+    found = {"branching": branches(folder), "started apart": started_apart(folder)}
+    finish(folder, {**found, "asked apart": asked_apart(folder)})
 
 
 if __name__ == "__main__":

@@ -47,8 +47,8 @@ class Recorder(dist.ProcessGroup):
             with self.journal.open("a") as file:
                 print(line, file=file)
 
-    def barrier(self, *args: Any) -> Any:
-        return self.gloo.barrier(*args)
+    def barrier(self, *args: Any, **kwargs: Any) -> Any:
+        return self.gloo.barrier(*args, **kwargs)
 
     def recv(self, *args: Any) -> Any:
         return self.gloo.recv(*args)

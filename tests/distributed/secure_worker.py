@@ -164,6 +164,13 @@ def stopped(folder: Path, rank: int) -> int:
     return trainer.state.global_step
 
 
+def apart(folder: Path, rank: int) -> str:
+    """What a run says that hides sums on rank 1 only."""
+    args = GradGuardConfig(**settings(folder, **LORA, secure_aggregation=rank == 1))
+    trainer = GradGuardTrainer(make_model("bert_lora"), args, train_dataset=rows("bert", 60))
+    return says(trainer.train)
+
+
 class Dropping(Plain):
     """Keeps what its dropout leaves."""
 
@@ -193,6 +200,7 @@ def main() -> None:
         "direct": direct(group, folder),
         "runs": {name: trained(group, folder, name) for name in RUNS},
         "stopped": stopped(folder, rank),
+        "apart": apart(folder, rank),
         "dropout": {name: dropped(folder, chosen) for name, chosen in DROPOUT.items()},
     }
     torch.save(found, folder / f"tensors{rank}.pt")

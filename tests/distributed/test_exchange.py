@@ -189,6 +189,18 @@ def test_branch_that_one_rank_does_not_use_does_not_hang_with_noise(
     assert torch.equal(one, two)
 
 
+def test_ranks_that_ask_for_different_things_do_not_begin(ranks: list[dict[str, Any]]) -> None:
+    """Their exchanges would wait for each other, or mix up what is whose."""
+    whats = {
+        "max_steps": "max_steps",
+        "leakage_action": "leakage_action",
+        "frozen": "the model's parameters, and which of them are trained",
+    }
+    for rank in ranks:
+        told = {name: f"Ranks differ in {what}, so nothing" for name, what in whats.items()}
+        assert {n: e[: len(told[n])] for n, e in rank["asked apart"].items()} == told
+
+
 def test_ranks_that_start_apart_train_rank_0s_weights(ranks: list[dict[str, Any]]) -> None:
     one, two = (torch.tensor(rank["started apart"]) for rank in ranks)
     assert torch.isfinite(one).all()

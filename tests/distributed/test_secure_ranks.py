@@ -274,6 +274,7 @@ def test_what_has_no_room_is_refused_by_all_ranks(ranks: Reports) -> None:
 
 def test_ranks_that_differ_are_refused(ranks: Reports) -> None:
     for rank in ranks:
+        assert "ValueError: Ranks differ in secure_aggregation, so nothing" in rank["apart"]
         assert len(rank["direct"]["apart"]) == 2  # another shape, and another range
         for refusal in rank["direct"]["apart"]:
             assert refusal.startswith("RuntimeError: The masks of secure_aggregation are not gone")

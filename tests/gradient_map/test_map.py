@@ -943,11 +943,10 @@ def test_model_without_get_input_embeddings() -> None:
         GradientMap(Embedder(), token_batch())
 
 
-@pytest.mark.parametrize("times", [0, 2])
-def test_embedding_that_does_not_run_exactly_once(times: int) -> None:
-    model = Embedder(times)
+def test_embedding_that_does_not_run() -> None:
+    model = Embedder(0)
     model.get_input_embeddings = lambda: model.embedding
-    with pytest.raises(ValueError, match=f"Embedding of Embedder ran {times} times"):
+    with pytest.raises(ValueError, match="Embedding of Embedder ran 0 times"):
         GradientMap(model, token_batch())
     assert not model.embedding._forward_hooks
 

@@ -738,5 +738,7 @@ def test_packaged_text_network_on_data_it_never_saw(file: str, data_dir: Path) -
 
 
 def test_a_loaded_network_goes_by_the_name_it_was_asked_for() -> None:
-    defense = make_defense("refiner", evaluation_network="image-evaluation-network-32")
+    defense = make_defense(
+        "refiner", objective="weighted", evaluation_network="image-evaluation-network-32"
+    )
     assert defense.settings()["evaluation_network"] == "image-evaluation-network-32"

@@ -65,7 +65,9 @@ def honest(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def refiner(folder: Path, **settings: Any) -> Any:
-    return make_defense("refiner", evaluation_network=str(folder), iterations=2, **settings)
+    return make_defense(
+        "refiner", objective="weighted", evaluation_network=str(folder), iterations=2, **settings
+    )
 
 
 def poisoned(
@@ -315,9 +317,11 @@ def test_weights_are_pinned(honest: Path, tmp_path: Path) -> None:
         load_network(other, sha256=digest)
     for given in (str(other), load_network(other)):
         with pytest.raises(ValueError, match="is not the evaluation network that was asked for"):
-            make_defense("refiner", evaluation_network=given, sha256=digest).prepare(bert())
+            make_defense(
+                "refiner", objective="weighted", evaluation_network=given, sha256=digest
+            ).prepare(bert())
     with pytest.raises(ValueError, match="revision is of a Hub repository"):
-        make_defense("refiner", evaluation_network=network, revision="main")
+        make_defense("refiner", objective="weighted", evaluation_network=network, revision="main")
     with pytest.raises(ValueError, match="on this machine, and has no revision"):
         load_network(honest, revision="main")
 
@@ -408,6 +412,6 @@ def test_a_network_of_ones_own_is_ones_own(honest: Path) -> None:
         def noise_ratio(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
             return 0 * x.sum((1, 2))
 
-    defense = make_defense("refiner", evaluation_network=Own(), iterations=1)
+    defense = make_defense("refiner", objective="weighted", evaluation_network=Own(), iterations=1)
     defense.prepare(bert(), TOKENIZER)
     assert defense(GradientMap(bert(), batch())).figures["movable_share"] == 1

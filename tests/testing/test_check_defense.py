@@ -45,9 +45,19 @@ def test_refiner_keeps_the_contract() -> None:
     width = model.get_input_embeddings().weight.shape[1]  # type: ignore[operator]
     # its words are drawn at random, which no network of the package could tell from noise
     network = SmallNetwork("text", width)
-    settings = {"evaluation_network": network, "iterations": 2}
+    settings = {"objective": "weighted", "evaluation_network": network, "iterations": 2}
     check_defense(make_defense("refiner", **settings), [(model, batch)])
     check_defense(make_defense("refiner", warm_start=4, **settings), [(model, batch)])
+    check_defense(make_defense("refiner", objective="cosine", samples=3))
+    check_defense(make_defense("refiner", objective="cosine", samples=3, factors="parameter"))
+    braked = {
+        "objective": "cosine",
+        "evaluation_network": network,
+        "iterations": 2,
+        "beta": 0.5,
+        "factors": "message",
+    }
+    check_defense(make_defense("refiner", **braked), [(model, batch)])
 
 
 CHAINS: dict[str, Callable[[], Defense]] = {

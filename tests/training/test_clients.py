@@ -327,7 +327,9 @@ def test_each_client_is_protected_by_itself_and_remembers_for_itself(tmp_path: P
 
 
 def test_clients_of_refiner_share_its_network_and_nothing_else() -> None:
-    defense = make_defense("refiner", evaluation_network=SmallNetwork("image", 3), warm_start=5)
+    defense = make_defense(
+        "refiner", objective="weighted", evaluation_network=SmallNetwork("image", 3), warm_start=5
+    )
     one, two = copy.deepcopy(defense), copy.deepcopy(defense)
     model, batch = make_task("vit", dtype=torch.float32)
     one(GradientMap(model, batch), Stream())

@@ -249,7 +249,7 @@ def test_refiner_finds_a_network_for_every_model(
 
     monkeypatch.setattr("hf_gradguard.networks.network_for", network_for)
     options = {"model": None, "model_init": model_of}
-    trainer = trainer_of(tmp_path, make("refiner", iterations=1), options)
+    trainer = trainer_of(tmp_path, make("refiner", objective="weighted", iterations=1), options)
     trainer.train()
     assert found[-1] is trainer.model
     assert len(found) == 2

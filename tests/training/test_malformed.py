@@ -75,9 +75,6 @@ BATCHES: dict[str, tuple[str, Callable[[Batch], Any], str]] = {
     "decoder embeddings": (
         "t5", with_(decoder_inputs_embeds=torch.ones(4, 5, 8)), "holds decoder_inputs_embeds",
     ),
-    "text and pixels": (
-        "vit", with_(input_ids=torch.ones(4, 5).long()), "both `input_ids` and `pixel_values`",
-    ),
     "pixels for a text model": (
         "bert", only(pixel_values=torch.ones(4, 3, 8, 8)), "BertForSeq.* takes `input_ids`, but",
     ),
@@ -212,6 +209,14 @@ def test_malformed_batches_are_named(tmp_path: Path, case: str, clients: int) ->
     assert not isinstance(error.value, KeyError)
     assert trainer.state.global_step == 0
     assert all(torch.equal(p, before[n]) for n, p in trainer.model.named_parameters())
+
+
+def test_text_and_pixels_are_no_single_input(tmp_path: Path) -> None:
+    """Which a defense of first order does not ask for."""
+    both = with_(input_ids=torch.ones(4, 5).long())
+    trainer = trainer_of(tmp_path, "vit", lambda rows: both(stacked(rows)), defense="optimal_noise")
+    with pytest.raises(ValueError, match="both `input_ids` and `pixel_values`"):
+        trainer.train()
 
 
 def test_there_are_enough_of_them() -> None:

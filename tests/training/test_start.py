@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hf_gradguard.training import exchange
+from hf_gradguard.training import start as starting
 
 
 def start(monkeypatch: pytest.MonkeyPatch, received: float | None) -> nn.Module:
@@ -20,9 +20,9 @@ def start(monkeypatch: pytest.MonkeyPatch, received: float | None) -> nn.Module:
         if received is not None:
             tensors[0][0, 0] = received
 
-    monkeypatch.setattr(exchange, "broadcast", broadcast)
-    args: Any = SimpleNamespace(world_size=3)
-    exchange.StartAlike().on_train_begin(args, model=model)
+    monkeypatch.setattr(starting, "broadcast", broadcast)
+    args: Any = SimpleNamespace(world_size=3, device="cpu")
+    starting.StartAlike().on_train_begin(args, model=model)
     return model
 
 
@@ -44,6 +44,6 @@ def test_equal_weights_are_not(
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int64, torch.bool])
 def test_tensors_of_every_type_are_compared(dtype: torch.dtype) -> None:
     one = torch.tensor([0, 1, 1]).to(dtype)
-    assert exchange._digest(one) == exchange._digest(one.clone())
-    assert exchange._digest(one) != exchange._digest(one.flip(0))
-    assert exchange._digest(torch.zeros((), dtype=dtype)) != b""
+    assert starting._digest(one) == starting._digest(one.clone())
+    assert starting._digest(one) != starting._digest(one.flip(0))
+    assert starting._digest(torch.zeros((), dtype=dtype)) != b""

@@ -73,6 +73,7 @@ def bert() -> BertForSequenceClassification:
 
 
 def arguments(folder: Path, **settings: Any) -> GradGuardConfig:
+    settings["defense_kwargs"] = {"objective": "weighted", **settings.get("defense_kwargs", {})}
     return GradGuardConfig(
         output_dir=str(folder / "out"), max_steps=2, per_device_train_batch_size=4, use_cpu=True,
         report_to="none", disable_tqdm=True, save_strategy="no", logging_steps=1, defense="refiner",
@@ -172,7 +173,9 @@ def test_normalization_comes_from_the_image_processor(tmp_path: Path) -> None:
     class Processor:
         do_normalize, image_mean, image_std = True, [0.5, 0.4, 0.3], [0.2, 0.3, 0.4]
 
-    defense = make_defense("refiner", evaluation_network=SmallNetwork("image", 3))
+    defense = make_defense(
+        "refiner", objective="weighted", evaluation_network=SmallNetwork("image", 3)
+    )
     defense.prepare(vit(32), Processor())
     assert (defense.image_mean, defense.image_std) == (Processor.image_mean, Processor.image_std)
 
@@ -184,7 +187,9 @@ def test_shared_embeddings_are_refused() -> None:
         ValueError,
         match=r"never shares the token embeddings.*Leave share_input_embeddings at False",
     ):
-        make_defense("refiner", evaluation_network=SmallNetwork("text", 8))(gmap, rng())
+        make_defense("refiner", objective="weighted", evaluation_network=SmallNetwork("text", 8))(
+            gmap, rng()
+        )
     assert torch.isfinite(flat(gmap.gradient())).all()
 
 
@@ -211,7 +216,7 @@ def test_a_named_network_is_loaded_once_and_shared(
     assert loads == [name]
 
     # without a Trainer: at the first call
-    defense = make_defense("refiner", **settings)
+    defense = make_defense("refiner", objective="weighted", **settings)
     model, batch = vit(32), {key: torch.as_tensor(value)[None] for key, value in data[0].items()}
     assert loads == [name]
     for _ in range(2):
@@ -221,4 +226,4 @@ def test_a_named_network_is_loaded_once_and_shared(
 
 def test_what_is_no_network_is_refused() -> None:
     with pytest.raises(ValueError, match=r"evaluation_network must be a network of .* a int"):
-        make_defense("refiner", evaluation_network=3)
+        make_defense("refiner", objective="weighted", evaluation_network=3)

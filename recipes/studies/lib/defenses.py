@@ -5,11 +5,14 @@ from hf_gradguard.defenses import Defense
 
 
 def as_published(name: str, settings: dict) -> dict:
-    """Settings with which optimal defenses weigh by sensitivities of the very batch.
+    """Settings with which optimal defenses weigh by sensitivities of the very batch, and Refiner
+    moves the batch's own data.
 
     `refresh_every` of stored figures is from a time when those of a batch served for several: every
     batch has its own now.
     """
+    if name == "refiner":
+        return {"objective": "weighted", **settings}
     if not name.startswith("optimal_"):
         return settings
     own = {key: value for key, value in settings.items() if key != "refresh_every"}

@@ -52,7 +52,7 @@ def prepare(args):
         if "strength" not in cell:
             return statistics.mean(float(gmap.loss) for gmap in maps)
         network = {"evaluation_network": args.evaluation_network}
-        defense = make_defense("refiner", **network, **cell["strength"])
+        defense = make_defense("refiner", objective="weighted", **network, **cell["strength"])
         tokenizer = AutoTokenizer.from_pretrained(args.model, trust_remote_code=False)
         defense.prepare(maps[0].model, tokenizer)
         return compared(defense, maps)

@@ -55,7 +55,7 @@ def prepare(args):
         rows = data.select(range(cell["sentences"]))
         samples = batches_of_one(tokenizer, rows, truncation=True, max_length=64)
         network = {"evaluation_network": args.evaluation_network}
-        defense = make_defense("refiner", **network, **cell["strength"])
+        defense = make_defense("refiner", objective="weighted", **network, **cell["strength"])
         defense.prepare(model, tokenizer)
         return refine_all(model, defense, samples)
 

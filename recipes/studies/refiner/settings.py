@@ -108,3 +108,47 @@ PAPER_PRUNING = {
     "gradient": {0.2: 51.67, 0.4: 50.90, 0.6: 49.14, 0.8: 47.35},
     "product": {0.2: 52.88, 0.4: 51.45, 0.6: 50.96, 0.8: 49.54},
 }
+
+# second_form.py: defense, settings, learning rate
+WEIGHTED = {"objective": "weighted", "evaluation_network": "text-evaluation-network-minilm-l6"}
+SLOW = WEIGHTED | {"learning_rate": 0.001, "iterations": 4}
+COSINE = {"objective": "cosine", "factors": "sample"}
+ONE = COSINE | {"factors": "message"}
+EACH = COSINE | {"factors": "parameter"}
+FEEDBACK, NO_FEEDBACK = {"error_feedback": True}, {"error_feedback": False}
+SECOND_FORM: dict[str, tuple[str, dict, float]] = {  # the most telling first
+    "none": ("none", {}, 2e-4),
+    "a factor by sample, 16 samples": (
+        "refiner", COSINE | FEEDBACK | {"samples": 16, "iterations": 0}, 2e-4,
+    ),
+    "a factor by sample and parameter": (
+        "refiner", EACH | FEEDBACK | {"samples": 16, "iterations": 0}, 2e-4,
+    ),
+    "without feedback": (
+        "refiner", COSINE | NO_FEEDBACK | {"samples": 16, "iterations": 0}, 2e-4,
+    ),
+    "64 samples": ("refiner", COSINE | FEEDBACK | {"samples": 64, "iterations": 0}, 2e-4),
+    "uniform noise of 20": ("gaussian_noise", {"relative_scale": 20.0}, 3.2e-3),
+    "one factor, 4 steps": ("refiner", ONE | FEEDBACK | {"samples": 16, "iterations": 4}, 2e-4),
+    "one factor, 4 steps, without feedback": (
+        "refiner", ONE | NO_FEEDBACK | {"samples": 16, "iterations": 4}, 2e-4,
+    ),
+    "one factor, no step": ("refiner", ONE | FEEDBACK | {"samples": 16, "iterations": 0}, 2e-4),
+    "16 samples, 2 steps": ("refiner", COSINE | FEEDBACK | {"samples": 16, "iterations": 2}, 2e-4),
+    "4 samples": ("refiner", COSINE | FEEDBACK | {"samples": 4, "iterations": 0}, 2e-4),
+    "16 samples, rate 4e-4": (
+        "refiner", COSINE | FEEDBACK | {"samples": 16, "iterations": 0}, 4e-4,
+    ),
+    "published": ("refiner", WEIGHTED, 2e-4),
+    "published, 4 slow steps": ("refiner", SLOW | NO_FEEDBACK, 2e-4),
+    "published, 4 slow steps, feedback": ("refiner", SLOW | FEEDBACK, 2e-4),
+    "pruning 0.99": ("pruning", {"ratio": 0.99}, 2e-4),
+    "pruning 0.99, feedback": ("pruning", {"ratio": 0.99} | FEEDBACK, 2e-4),
+    "optimal pruning 0.9": ("optimal_pruning", {"ratio": 0.9, "shape": "own"}, 2e-4),
+    "optimal pruning 0.9, feedback": (
+        "optimal_pruning", {"ratio": 0.9, "shape": "own"} | FEEDBACK, 2e-4,
+    ),
+}  # fmt: skip
+QUICK_SECOND = ("none", "a factor by sample, 16 samples", "pruning 0.99, feedback")
+SECOND_SIZES, SECOND_SEEDS = {"steps": 200, "batch": 16}, 3
+SENTENCES_READ, CANDIDATES = 8, 64

@@ -14,17 +14,23 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
-from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from torch import Tensor
 
-KEY_BYTES, BLOCK_WORDS = 32, 16
-_CHUNK = 2**16  # pairs of numbers at once: what is made of them stays in a processor's cache
+from .chacha import BLOCK_WORDS, chacha20_words, keystream, shifted
+
+KEY_BYTES = 32
+# Pairs of numbers at once: what is made of them stays in a processor's cache, and torch, which
+# shares out what is longer, leaves them to the one thread that makes them.
+_CHUNK = 2**15
 _CHUNK_ELSEWHERE = 2**24
-_ZEROS = memoryview(bytes(16 * _CHUNK))  # what is encrypted: the keystream is what comes out
+_TOGETHER = 2**20  # numbers of small tensors in one draw
+
+_Draw = tuple[bytes, bytes]  # key and nonce
 
 
 class Stream:
@@ -76,7 +82,7 @@ class Stream:
 
     def bytes(self, count: int) -> bytes:
         """So many bytes."""
-        parts = self._words(1, (count + 3) // 4, torch.device("cpu"), _CHUNK)
+        parts = _words(*self._next_draw(), 1, (count + 3) // 4, torch.device("cpu"), _CHUNK)
         return b"".join(words.numpy().tobytes() for words in parts)[:count]
 
     def normal(
@@ -91,23 +97,20 @@ class Stream:
         The radius is from 64 bits and computed in float64, so that tails reach 8.7 σ; the angle is
         from 32 bits, for float64 from 64.
         """
-        device, size = torch.device(device), math.prod(shape)
         exact = dtype == torch.float64
-        out = torch.empty(size, device=device, dtype=dtype)
-        chunk, done = _chunk(device), 0
-        for words in self._words(4 if exact else 3, (size + 1) // 2, device, chunk):
+
+        def make(words: Tensor) -> tuple[Tensor, Tensor]:
             pairs = len(words) // (4 if exact else 3)
-            radius = _exponential(words[: 2 * pairs].view(torch.int64)).mul_(2).sqrt_()
+            radius, angle = words[: 2 * pairs].view(torch.int64), words[2 * pairs :]
             if exact:
-                angle = words[2 * pairs :].view(torch.int64).double().mul_(math.pi * 2.0**-63)
+                angle = angle.view(torch.int64).double().mul_(math.pi * 2.0**-63)
+                radius = _exponential(radius).mul_(2).sqrt_()
             else:
-                radius = radius.float()
-                angle = words[2 * pairs :].float().mul_(math.pi * 2.0**-31)
-            for part in (angle.cos(), angle.sin()):
-                taken = min(pairs, size - done)
-                out[done : done + taken] = part.mul_(radius)[:taken]
-                done += taken
-        return out.view(tuple(shape))
+                angle = angle.float().mul_(math.pi * 2.0**-31)
+                radius = _exponential(radius).mul_(2).float().sqrt_()
+            return angle.cos().mul_(radius), angle.sin_().mul_(radius)
+
+        return self._each(4 if exact else 3, shape, device, dtype, make, per=2)
 
     def exponential(
         self,
@@ -117,7 +120,7 @@ class Stream:
         dtype: torch.dtype = torch.float32,
     ) -> Tensor:
         """Exponential numbers of mean 1, from 64 bits each."""
-        return self._each(2, shape, device, dtype, lambda w: _exponential(w.view(torch.int64)))
+        return self._each(2, shape, device, dtype, lambda w: (_exponential(w.view(torch.int64)),))
 
     def uniform(
         self,
@@ -129,9 +132,9 @@ class Stream:
         """Uniform numbers in [0, 1): of 24 bits, or in float64 of 53."""
         if dtype == torch.float64:
             return self._each(
-                2, shape, device, dtype, lambda w: _shifted(w.view(torch.int64), 11) * 2.0**-53
+                2, shape, device, dtype, lambda w: (shifted(w.view(torch.int64), 11) * 2.0**-53,)
             )
-        return self._each(1, shape, device, dtype, lambda w: _shifted(w, 8).float() * 2.0**-24)
+        return self._each(1, shape, device, dtype, lambda w: (shifted(w, 8).float() * 2.0**-24,))
 
     def integers(
         self, high: int, shape: Sequence[int], *, device: torch.device | str = "cpu"
@@ -144,12 +147,13 @@ class Stream:
         if not 1 <= high <= 2**32:
             raise ValueError(f"high must be from 1 to 2**32, but is {high}.")
         return self._each(
-            2, shape, device, torch.int64, lambda w: _shifted(w.view(torch.int64), 1) % high
+            2, shape, device, torch.int64, lambda w: (shifted(w.view(torch.int64), 1) % high,)
         )
 
     def words(self, count: int, *, device: torch.device | str = "cpu") -> Iterator[Tensor]:
         """Uniform int32, alike on all devices; use each part before asking for the next one."""
-        return self._words(1, count, torch.device(device), _chunk(torch.device(device)))
+        device = torch.device(device)
+        return _words(*self._next_draw(), 1, count, device, _chunk(device))
 
     def __getstate__(self) -> object:
         raise TypeError(
@@ -163,101 +167,77 @@ class Stream:
         shape: Sequence[int],
         device: torch.device | str,
         dtype: torch.dtype,
-        make: Callable[[Tensor], Tensor],
+        make: Callable[[Tensor], tuple[Tensor, ...]],
+        per: int = 1,
     ) -> Tensor:
-        device, size = torch.device(device), math.prod(shape)
-        out, done = torch.empty(size, device=device, dtype=dtype), 0
-        for words in self._words(words_each, size, device, _chunk(device)):
-            made = make(words)[: size - done]
-            out[done : done + len(made)] = made
-            done += len(made)
+        """One draw: `make` gives `per` tensors of as many numbers as it gets `words_each` words."""
+        device, size, draw = torch.device(device), math.prod(shape), self._next_draw()
+        out, count, chunk = (
+            torch.empty(size, device=device, dtype=dtype),
+            -(-size // per),
+            _chunk(device),
+        )
+
+        def fill(first: int, last: int) -> None:
+            done = first * per
+            for words in _words(*draw, words_each, last - first, device, chunk, first):
+                for part in make(words):
+                    taken = min(len(part), size - done)
+                    out[done : done + taken] = part[:taken]
+                    done += taken
+
+        ends = _shares(count, chunk, device)
+        if len(ends) == 1:
+            fill(0, count)
+        else:  # each goes on in the middle of one keystream: what comes out is the same
+            with ThreadPoolExecutor(len(ends)) as threads:
+                list(threads.map(fill, [0, *ends[:-1]], ends))
         return out.view(tuple(shape))
 
-    def _words(self, each: int, count: int, device: torch.device, chunk: int) -> Iterator[Tensor]:
-        """One draw: `each` 32-bit words for each of `count` things, `chunk` things at a time."""
+    def _next_draw(self) -> _Draw:
+        """Key and nonce."""
         if self._private and os.getpid() != self._process:  # a fork would draw what its parent does
             self._key, self._process = os.urandom(KEY_BYTES), os.getpid()
         nonce = self._draws.to_bytes(12, "little")
         self._draws += 1
-        # Whole blocks, so that every part starts with one.
-        chunk = max(BLOCK_WORDS, chunk // BLOCK_WORDS * BLOCK_WORDS)
-        parts = [min(chunk, count - start) * each for start in range(0, count, chunk)]
-        if _on_cpu(device):
-            yield from _keystream(self._key, nonce, parts)
-            return
-        block = 0
-        for size in parts:
-            blocks = -(-size // BLOCK_WORDS)
-            yield chacha20_words(self._key, nonce, block, blocks, device)[:size]
-            block += blocks
+        return self._key, nonce
 
 
-def chacha20_words(
-    key: bytes, nonce: bytes, first: int, blocks: int, device: torch.device | str
-) -> Tensor:
-    """Blocks of ChaCha20's keystream in torch's integer operations, on any device.
-
-    Args:
-        key: 32 bytes.
-        nonce: 12 bytes.
-        first: The number of the first block.
-        blocks: How many.
-        device: Where to compute.
-
-    Returns:
-        `(16 * blocks,)` words as int32, as little-endian bytes give them.
-
-    Reference: RFC 8439, Section 2.3.
+def _words(
+    key: bytes,
+    nonce: bytes,
+    each: int,
+    count: int,
+    device: torch.device,
+    chunk: int,
+    first: int = 0,
+) -> Iterator[Tensor]:
+    """`each` 32-bit words for each of `count` things after the first ones, `chunk` things at a
+    time.
     """
-    constants = b"expand 32-byte k"
-    fixed = torch.frombuffer(bytearray(constants + key), dtype=torch.int32).to(device)
-    last = torch.frombuffer(bytearray(nonce), dtype=torch.int32).to(device)
-    counter = torch.arange(first, first + blocks, device=device)
-    start = torch.empty(BLOCK_WORDS, blocks, dtype=torch.int32, device=device)
-    start[:12], start[13:] = fixed[:, None], last[:, None]
-    start[12] = (counter - ((counter >> 31) << 32)).to(torch.int32)  # as unsigned 32 bits
-    # Four rows of four columns: a round works on all columns, and then on all diagonals, at once.
-    a, b, c, d = start.clone().view(4, 4, blocks)
-    for _ in range(10):
-        for turns in (1, -1):
-            a = a + b
-            d = _rotated(d ^ a, 16)
-            c = c + d
-            b = _rotated(b ^ c, 12)
-            a = a + b
-            d = _rotated(d ^ a, 8)
-            c = c + d
-            b = _rotated(b ^ c, 7)
-            b, c, d = b.roll(-turns, 0), c.roll(-2 * turns, 0), d.roll(-3 * turns, 0)
-    return (torch.cat([a, b, c, d]) + start).T.reshape(-1)
-
-
-def _keystream(key: bytes, nonce: bytes, parts: Sequence[int]) -> Iterator[Tensor]:
-    """So many words at a time of the keystream from block 0, on the CPU. Each part is to be used
-    before the next one is asked for.
-    """
-    if not parts:
+    # Whole blocks, so that every part starts with one.
+    chunk = max(BLOCK_WORDS, chunk // BLOCK_WORDS * BLOCK_WORDS)
+    parts = [min(chunk, count - start) * each for start in range(0, count, chunk)]
+    block = first * each // BLOCK_WORDS
+    if _on_cpu(device):
+        yield from keystream(key, nonce, parts, block)
         return
-    encryptor = Cipher(algorithms.ChaCha20(key, bytes(4) + nonce), mode=None).encryptor()
-    buffer = bytearray(4 * max(parts) + 63)
     for size in parts:
-        encryptor.update_into(_ZEROS[: 4 * size], buffer)
-        yield torch.frombuffer(buffer, dtype=torch.int32, count=size)
+        blocks = -(-size // BLOCK_WORDS)
+        yield chacha20_words(key, nonce, block, blocks, device)[:size]
+        block += blocks
+
+
+def _shares(count: int, chunk: int, device: torch.device) -> list[int]:
+    """Where the shares of threads end, in whole parts."""
+    parts = count // max(chunk, BLOCK_WORDS)
+    threads = min(torch.get_num_threads(), parts) if _on_cpu(device) else 1
+    return [round(n * parts / threads) * chunk for n in range(1, threads)] + [count]
 
 
 def _exponential(words: Tensor) -> Tensor:
     """-ln u in float64 for u uniform in (0, 1] from 64-bit words; u is at least 2⁻⁵⁵."""
     return words.double().mul_(2.0**-64).add_(0.5).add_(2.0**-55).log_().neg_()
-
-
-def _shifted(words: Tensor, bits: int) -> Tensor:
-    """Words shifted right as if they were unsigned."""
-    width = 8 * words.element_size()
-    return (words >> bits) & ((1 << (width - bits)) - 1)
-
-
-def _rotated(words: Tensor, bits: int) -> Tensor:
-    return (words << bits) | _shifted(words, 32 - bits)
 
 
 def _chunk(device: torch.device) -> int:
@@ -272,8 +252,8 @@ def together(
     tensors: Mapping[str, Tensor], draw: Callable[[Tensor], Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
     """Random tensors in the shapes of those given. Small neighbors are cut from one draw, since a
-    draw costs as much as a thousand numbers. Large ones have draws of their own, so that no more is
-    held than one of them.
+    draw costs as much as a thousand numbers, and a long one is shared out over torch's threads.
+    Large ones have draws of their own, so that no more is held than one of them.
 
     Args:
         tensors: By name.
@@ -293,7 +273,7 @@ def together(
     for name, tensor in tensors.items():
         other = next(iter(parts.values()), tensor)
         size = sum(part.numel() for part in parts.values()) + tensor.numel()
-        fits = size <= _chunk(tensor.device)
+        fits = size <= (_TOGETHER if _on_cpu(tensor.device) else _CHUNK_ELSEWHERE)
         if not (fits and (tensor.dtype, tensor.device) == (other.dtype, other.device)):
             yield from _cut(parts, draw)
             parts = {}

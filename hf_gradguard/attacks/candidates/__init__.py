@@ -1,0 +1,1 @@
+"""A list of candidates, and which of them is behind a message."""

@@ -1,0 +1,228 @@
+"""Which of a list of candidates is behind a message.
+
+An attacker who has a list (templates, a leaked corpus, the vocabulary at one place) need not
+search: each candidate's gradient is computed once, and compared to what was shared. Noise of a
+million coordinates does not hide one of a thousand candidates, where it hides words from every
+search.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ...randomness import Stream, torch_generator
+from ..base import Attack, Reconstruction, as_text
+from ..observation import Observation, average
+from .entries import Entries, at_places, make_entries
+from .scorer import Scorer
+
+
+@dataclass
+class Ranked(Reconstruction):
+    """How likely each of K candidates is to be in a message.
+
+    The best B of them stand as the reconstruction.
+
+    Args:
+        scores: `(K,)` in float64, logarithms: for one sample of p(message | candidate), up to what
+            all have in common; for several of p(message | candidate in it)/p(message).
+        ranking: `(K,)`: numbers of candidates, the likeliest first.
+        posterior: `(K,)`: the probability of each of being in the message, where all were equally
+            likely before and B of them are. They add up to B. Where the defense has no law that is
+            known, they are only as good as a guess at one.
+
+    Example:
+        >>> found = Candidates(["a fine film", "a dull plot"])(seen)
+        >>> found.scores.shape, found.ranking.sort().values.tolist(), found.text[0] in texts
+        (torch.Size([2]), [0, 1], True)
+    """
+
+    scores: Tensor = field(default_factory=lambda: torch.empty(0))
+    ranking: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.long))
+    posterior: Tensor = field(default_factory=lambda: torch.empty(0))
+
+
+@dataclass
+class Candidates(Attack):
+    """Ranks a list of texts or images by how well each explains the message. No search: one
+    gradient a candidate and label.
+
+    With the defense's law (`Observation.law`, or `noise_variance` of Gaussian noise) the score is
+    the log-likelihood: of noisy values, of the kept set and its values, of cells. Without one it is
+    the better of cosine and distance, with the mean gradient of the label taken off: the one in
+    which the best candidate stands out more. Of several samples it is the log-ratio of membership,
+    where other samples' gradients count as noise that varies as candidates do.
+
+    Args:
+        candidates: Texts, lists of token ids, tensors `(C, H, W)` of pixels as the model takes
+            them, or mappings of a batch's entries for one sample, `labels` included. With `places`,
+            one text. Entries of the other domain are passed over.
+        labels: One class id a candidate, if the attacker's list has them. Default: those that the
+            message may have.
+        places: Positions of a text (special tokens included) at which every word is tried.
+        words: Which words those are. Default: the vocabulary without special tokens.
+        draws: Where the client ran dropout, the attacker's gradients are means over so many draws
+            of their own, and how much these differ counts as noise.
+        rounding: How far evaluations of one gradient differ, in units of its root mean square.
+        vectorized: Evaluate several candidates in one pass, where the model allows it.
+
+    Example:
+        >>> found = make_attack("candidates", candidates=["a fine film", "a dull plot"])(seen)
+        >>> found.posterior.sum() > 1.99  # of two candidates two are in it
+        tensor(True)
+    """
+
+    name: ClassVar[str] = "candidates"
+    informed_by: ClassVar[frozenset[str]] = frozenset({"law"})
+    candidates: Any = None
+    labels: Sequence[Any] | None = None
+    places: Sequence[int] = ()
+    words: Sequence[Any] | None = None
+    draws: int = 4
+    rounding: float = 1e-4
+    vectorized: bool = True
+
+    def __post_init__(self) -> None:
+        if self.draws < 1:
+            raise ValueError(f"draws must be at least 1, but is {self.draws}.")
+        if not 0 < self.rounding < 1:
+            raise ValueError(f"rounding must be between 0 and 1, but is {self.rounding}.")
+
+    def reconstruct(self, seen: Observation, generator: torch.Generator) -> Ranked:
+        return self._rank([[seen]], generator)[0]
+
+    def together(
+        self, observations: Sequence[Observation], generator: Stream | torch.Generator | None = None
+    ) -> list[Ranked]:
+        """Attack several observations at one model, each by itself: every candidate's gradient is
+        computed once for all of them.
+
+        Args:
+            observations: All of one model and input shape, with gradients of the same parameters
+                and labels that are known alike.
+            generator: Source of all randomness.
+
+        Raises:
+            ValueError: If they differ in those, or this attack cannot work on them.
+        """
+        _check_together(observations)
+        drawn = torch_generator(generator, observations[0].device)
+        return self._rank([[seen] for seen in observations], drawn)
+
+    def history(
+        self, observations: Sequence[Observation], generator: Stream | torch.Generator | None = None
+    ) -> Ranked:
+        """Attack all uploads of the same batch together, each with the model at which it was made:
+        log-likelihoods add up, and what was uploaded at the same weights is averaged first.
+
+        Args:
+            observations: Of one client and one batch.
+            generator: Source of all randomness.
+
+        Raises:
+            ValueError: If there are none, or this attack cannot work on them.
+        """
+        if not observations:
+            raise ValueError("There is nothing to attack: give at least one observation.")
+        same: dict[int, list[Observation]] = {}
+        for seen in observations:
+            same.setdefault(id(seen.model), []).append(seen)
+        means = [_averaged(several) for several in same.values()]
+        return self._rank([means], torch_generator(generator, observations[0].device))[0]
+
+    def _rank(
+        self, targets: Sequence[Sequence[Observation]], generator: torch.Generator
+    ) -> list[Ranked]:
+        """One result a target: the uploads of one batch, each at a model of its own."""
+        started = time.perf_counter()
+        totals: list[Tensor] = []
+        for uploads in zip(*targets, strict=True):
+            entries = self._entries(uploads[0])
+            found = Scorer(self, uploads, entries, generator).scores()
+            totals = [a + b for a, b in zip(totals, found, strict=True)] if totals else found
+        firsts = [uploads[0] for uploads in targets]
+        seconds = (time.perf_counter() - started) / len(firsts)
+        return [
+            _ranked(seen, entries, scores, seconds)
+            for seen, scores in zip(firsts, totals, strict=True)
+        ]
+
+    def _entries(self, seen: Observation) -> Entries:
+        listed = self.candidates
+        if listed is None or (not self.places and isinstance(listed, str | Mapping)):
+            raise ValueError(
+                "There is nothing to compare with: give candidates, a list of texts or images, or "
+                "one text with places at which to try every word."
+            )
+        if self.places:
+            listed = at_places(seen, listed, self.places, self.words)
+        return make_entries(seen, listed, self.labels)
+
+
+def _averaged(uploads: Sequence[Observation]) -> Observation:
+    return uploads[0] if len(uploads) == 1 else average(uploads)
+
+
+def _ranked(seen: Observation, entries: Entries, scores: Tensor, seconds: float) -> Ranked:
+    ranking = scores.argsort(descending=True, stable=True)
+    best = [entries.inputs[int(k)] for k in ranking[: seen.batch_size]]
+    best += [best[-1]] * (seen.batch_size - len(best))  # a short list
+    labels = seen.labels
+    return Ranked(
+        **_SHOWN[seen.domain.name](seen, best),
+        labels=None if labels is None or labels.dim() != 1 else labels,
+        objective=-float(scores.max()),
+        seconds=seconds,
+        scores=scores,
+        ranking=ranking,
+        posterior=_posterior(scores, seen.batch_size),
+    )
+
+
+def _texts(seen: Observation, best: list[Tensor]) -> dict[str, Any]:
+    ids = [row[0, : seen.input_shape[1]].tolist() for row in best]
+    return {"token_ids": ids, "text": as_text(ids, seen.tokenizer)}
+
+
+def _images(seen: Observation, best: list[Tensor]) -> dict[str, Any]:
+    return {"input": torch.cat(best)}
+
+
+_SHOWN = {"text": _texts, "image": _images}
+
+
+def _posterior(scores: Tensor, samples: int) -> Tensor:
+    """`(K,)`: how likely each is to be one of so many, if all are among the candidates."""
+    if samples == 1:
+        return scores.softmax(0)
+    if samples >= len(scores):
+        return torch.ones_like(scores)
+    low, high = -float(scores.max()) - 50, -float(scores.min()) + 50
+    for _ in range(200):  # one number that makes them add up
+        middle = (low + high) / 2
+        few = float((scores + middle).sigmoid().sum()) < samples
+        low, high = (middle, high) if few else (low, middle)
+    return (scores + high).sigmoid()
+
+
+def _check_together(observations: Sequence[Observation]) -> None:
+    first = observations[0]
+    for other in observations[1:]:
+        known = (first.labels is None) == (other.labels is None)
+        if (
+            other.model is not first.model
+            or other.input_shape != first.input_shape
+            or other.gradient.keys() != first.gradient.keys()
+            or not known
+            or (first.labels is not None and not torch.equal(first.labels, other.labels))  # type: ignore[arg-type]
+        ):
+            raise ValueError(
+                "Observations that are attacked together must be of one model, input shape and "
+                "labels, with gradients of the same parameters. Attack the others by themselves."
+            )

@@ -1,0 +1,236 @@
+"""Which candidates a message is a sum of: a filter that knows how their gradients vary.
+
+A message of B samples is y = (1/B) Σ_b g_b + noise. With the mean gradient of each label taken off,
+and coordinates weighed by the noise's precision, one candidate h adds h/B, and the other samples
+add noise of their own, with the covariance that candidates' gradients have,
+
+    C = I + (B - 1)/B² Σ_c p_c h_c h_cᵀ,    log p(y | h in it)/p(y) = ⟨y, C⁻¹h⟩/B - ½ ⟨h, C⁻¹h⟩/B².
+
+By Woodbury's identity that takes products ⟨h, y⟩ and ⟨h, h'⟩ alone. The former, from which noise
+averages out over all coordinates, are exact. The latter are those of sketches: sums of coordinates
+under random signs, as long as there is memory for (Charikar, Chen and Farach-Colton, "Finding
+Frequent Items in Data Streams", 2002).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ...gradient_map import Tensors
+
+ENTRIES = 2**26  # of all sketches together: 256 MiB
+SHORTEST = 16_381
+_REFERENCE = 2048  # candidates that say how gradients vary
+_RIDGE = 1e-7
+
+
+@dataclass(frozen=True)
+class Filtered:
+    """What there is to know of a message beside its gradient.
+
+    Args:
+        message: What was shared.
+        center: What a message of these labels is on average.
+        samples: B.
+        variance: Of the noise on an entry, in units of the weights; `None` if it is not known.
+    """
+
+    message: Tensors
+    center: Mapping[str, Tensor]
+    samples: int
+    variance: float | None
+
+
+class MatchedFilter:
+    """Products of candidates' gradients with messages whose coordinates weigh alike.
+
+    Args:
+        messages: At least one, of the same parameters.
+        weights: What differences are multiplied by; `None` for 1 everywhere.
+        count: P, how many candidates there will be.
+        generator: Of the sketch's signs.
+
+    Example:
+        >>> y = {"w": torch.tensor([1.0, 0.0, 0.0])}
+        >>> told = Filtered(y, {"w": torch.zeros(3)}, samples=1, variance=0.5)
+        >>> found = MatchedFilter([told], None, 2, torch.Generator())
+        >>> found.add([0, 1], {"w": torch.tensor([[0.0, 1.0, 0.0], [1.0, 0.0, 0.0]])})
+        >>> found.log_ratio(0, torch.ones(2).double() / 2).tolist()
+        [-1.0, 1.0]
+    """
+
+    def __init__(
+        self,
+        messages: Sequence[Filtered],
+        weights: Tensors | None,
+        count: int,
+        generator: torch.Generator,
+    ) -> None:
+        self.messages, self.weights = list(messages), weights
+        first = messages[0].message
+        self.size = sum(t.numel() for t in first.values())
+        if weights is not None:
+            self.size = max(1, sum(int((w != 0).sum()) for w in weights.values()))
+        device = next(iter(first.values())).device
+        total = sum(t.numel() for t in first.values())
+        # Of one sample nobody else is in the message: no products of candidates are asked for.
+        self.alone = all(told.samples == 1 for told in messages)
+        longest = max(ENTRIES // max(count, 1), SHORTEST) | 1  # odd: rows of matrices do not align
+        self.length = 1 if self.alone else min(longest, total)
+        # Nothing collides where a sketch has room for all.
+        self._signs = {
+            name: torch.ones(t.numel(), device=device, dtype=torch.float32)
+            if total == self.length or self.alone
+            else torch.randint(2, (t.numel(),), generator=generator, device=device).float() * 2 - 1
+            for name, t in first.items()
+        }
+        self._starts = dict(zip(first, _starts(first), strict=True))
+        self.products = torch.zeros(count, len(messages), device=device, dtype=torch.float64)
+        self.norms = torch.zeros(count, device=device, dtype=torch.float64)
+        self.sketches = torch.zeros(count, self.length, device=device)
+        self._ys = {
+            name: torch.stack(
+                [self._weighed(name, (m.message[name] - m.center[name])[None])[0] for m in messages]
+            )
+            for name in first
+        }
+        self.y_sketches = torch.zeros(len(messages), self.length, device=device)
+        for name, y in self._ys.items():
+            self._sketch(self.y_sketches, slice(None), name, y)
+        self.y_squares = [
+            sum(float(y[at].double().square().sum()) for y in self._ys.values())
+            for at in range(len(messages))
+        ]
+
+    def add(self, rows: Sequence[int], changes: Mapping[str, Tensor]) -> None:
+        """Candidates `rows`, by their gradients minus their label's mean, `(k, *shape)`."""
+        at = torch.tensor(list(rows), device=self.norms.device)
+        for name, change in changes.items():
+            h = self._weighed(name, change)
+            self.norms[at] += torch.linalg.vecdot(h, h).double()
+            self.products[at] += (h @ self._ys[name].T).double()
+            self._sketch(self.sketches, at, name, h)
+
+    def log_ratio(self, message: int, prior: Tensor) -> Tensor:
+        """`(P,)`: of the message being so likely with each candidate in it, to without.
+
+        Args:
+            message: Its number.
+            prior: `(P,)`, the candidates' shares in the population; they add up to 1.
+        """
+        products, norms = self.products[:, message], self.norms
+        variance, samples = self.messages[message].variance, self.messages[message].samples
+        if samples == 1:  # a variance that is not known makes all of it larger or smaller
+            return (products - norms / 2) / (variance or 1.0)
+        if variance is None:
+            variance = self._residual(message)
+        # Others' gradients are known by their sketches: exact products do not agree with these,
+        # sketched ones do, but noise averages out less in them.
+        energy = max(self.y_squares[message] - variance * self.size, 0.0)
+        apart = variance + energy / self.length * (self.length < self.size)
+        together = variance * max(1.0, self.size / self.length)
+        if together <= apart:
+            variance, gram_norms = together, _products(self.sketches, None)
+            products = _products(self.sketches, self.y_sketches[message][None])[:, 0]
+        else:
+            variance, gram_norms = apart, norms
+        share = (samples - 1) / samples**2 / variance
+        inverse = _Whitened(self.sketches, prior, share, gram_norms)
+        matched, squares = inverse(products)
+        return (matched / samples - squares / (2 * samples**2)) / variance
+
+    def cosines(self, message: int) -> Tensor:
+        """`(P,)`, with what is left of the message when its mean is taken off."""
+        sizes = (self.norms * self.y_squares[message]).sqrt().clamp(min=1e-30)
+        return self.products[:, message] / sizes
+
+    def _residual(self, message: int) -> float:
+        """The variance of what candidates do not explain of a message."""
+        y, found = self.y_sketches[message][None], self.sketches[:_REFERENCE]
+        whole = float(_products(y, y))
+        left = whole
+        free = self.length - min(len(found), self.length)
+        if free > self.length // 2 and len(found):
+            gram = _products(found, found)
+            ridge = _RIDGE * float(gram.diagonal().mean()) + 1e-30
+            gram.diagonal().add_(ridge)
+            b = _products(found, y)[:, 0]
+            left = whole - float(b @ torch.linalg.solve(gram, b))
+        else:
+            free = self.length
+        # Never less than what evaluations differ in.
+        least = 1e-8 * self.y_squares[message] / self.size + 1e-38
+        per_entry = max(left, 0.0) / free * min(1.0, self.length / self.size)
+        return max(per_entry, least)
+
+    def _weighed(self, name: str, tensor: Tensor) -> Tensor:
+        flat = tensor.flatten(1).float()
+        return flat if self.weights is None else flat * self.weights[name].flatten()
+
+    def _sketch(self, into: Tensor, rows: Tensor | slice, name: str, h: Tensor) -> None:
+        if self.alone:
+            return
+        signed = h * self._signs[name]
+        start = self._starts[name] % self.length
+        lead = min(self.length - start, signed.shape[1])
+        into[rows, start : start + lead] += signed[:, :lead]
+        rest = signed[:, lead:]
+        whole = rest.shape[1] // self.length * self.length
+        if whole:
+            into[rows] += rest[:, :whole].reshape(len(h), -1, self.length).sum(1)
+        if whole < rest.shape[1]:
+            into[rows, : rest.shape[1] - whole] += rest[:, whole:]
+
+
+class _Whitened:
+    """⟨h, (I + share Σ_c p_c h_c h_cᵀ)⁻¹ y⟩ of all candidates h, from inner products."""
+
+    def __init__(self, sketches: Tensor, prior: Tensor, share: float, norms: Tensor) -> None:
+        self.norms = norms
+        chosen = slice(None)
+        if len(sketches) > _REFERENCE:
+            step = len(sketches) // _REFERENCE
+            chosen = slice(0, step * _REFERENCE, step)
+        self.chosen = chosen
+        own = prior[chosen] / prior[chosen].sum()
+        root = own.sqrt()
+        self.cross = _products(sketches, sketches[chosen]) * root  # h·h_c √p_c
+        # By eigenvalues: what is known to many digits more than the noise leaves would cancel in
+        # the factors of a solver.
+        system = root[:, None] * self.cross[chosen]
+        values, vectors = torch.linalg.eigh((system + system.T) / 2)
+        self.filter = share / (1 + share * values.clamp(min=0))
+        self.projected = self.cross @ vectors
+        self.vectors, self.root = vectors, root
+
+    def __call__(self, products: Tensor) -> tuple[Tensor, Tensor]:
+        """`(P,)` each: with y of these products with all candidates, and with themselves."""
+        b = self.vectors.T @ (self.root * products[self.chosen])
+        matched = products - self.projected @ (self.filter * b)
+        squares = self.norms - (self.projected.square() * self.filter).sum(1)
+        return matched, squares.clamp(min=0)
+
+
+def _starts(tensors: Mapping[str, Tensor]) -> list[int]:
+    starts, at = [], 0
+    for tensor in tensors.values():
+        starts.append(at)
+        at += tensor.numel()
+    return starts
+
+
+def _products(one: Tensor, other: Tensor | None) -> Tensor:
+    """Inner products of rows in float64, `(n, m)`; `(n,)` of each with itself."""
+    total: Tensor | float = 0.0
+    for at in range(0, one.shape[1], 2**14):
+        part = one[:, at : at + 2**14].double()
+        if other is None:
+            total = total + part.square().sum(1)
+        else:
+            total = total + part @ other[:, at : at + 2**14].double().T
+    assert isinstance(total, Tensor)
+    return total

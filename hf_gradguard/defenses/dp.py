@@ -1,0 +1,187 @@
+"""`dp_sgd`: clip and add Gaussian noise, of a client's mean gradient or of each sample's.
+
+References: Abadi et al., "Deep Learning with Differential Privacy" (2016); Balle and Wang,
+"Improving the Gaussian Mechanism for Differential Privacy" (2018).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from ..gradient_map import GradientMap, Tensors
+from ..gradient_map.clipping import clipped_sum
+from ..gradient_map.law import Law
+from ..randomness import Stream, together
+from .base import cast_like, check_finite, is_number, true_gradient
+from .message import Message
+from .noise import DPSGD
+
+_OF_MESSAGES = ("scale", "relative_scale", "utility_budget")
+
+
+@dataclass
+class PrivateSGD(DPSGD):
+    """Clip, then add the same Gaussian noise everywhere.
+
+    As it is, the client's batch-mean gradient is clipped. With `clip_by="norm"` and an absolute
+    `scale` every message is a Gaussian mechanism for the client as a whole: whatever its batch is
+    replaced by moves the message by 2C at most, so its noise multiplier is scale/(2C)
+    (`client_noise_multiplier`, logged as `defense/client_noise_multiplier`).
+
+    With `per_sample=True` each sample's gradient is clipped to norm C and the message is
+    (Σ_b clip(g_b) + σC N(0, I))/B: DP-SGD, which is (ε, δ)-differentially private for every row of
+    the data where a Trainer draws batches by Poisson sampling.
+
+    Args:
+        clip: The bound C.
+        clip_by: `"norm"` scales the whole gradient down to norm C; `"coordinate"` clips every
+            coordinate to ±C, the plain counterpart of `optimal_dp_sgd`.
+        per_sample: Clip each sample's gradient, that of its own mean loss.
+        noise_multiplier: σ, with `per_sample`.
+        target_epsilon: ε that a whole training may spend, with `per_sample` and `delta` in place of
+            σ: the Trainer, who knows steps and sampling rate, finds σ.
+        delta: δ, well below one over the number of rows. With it the Trainer logs
+            `defense/epsilon`.
+        expected_batch_size: B. Default: the rows that there are, which is right where their number
+            is no secret. The Trainer sets it.
+    """
+
+    name: ClassVar[str] = "dp_sgd"
+    first_order: ClassVar[bool] = True
+    per_sample: bool = False
+    noise_multiplier: float | None = None
+    target_epsilon: float | None = None
+    delta: float | None = None
+    expected_batch_size: float | None = None
+
+    def __post_init__(self) -> None:
+        if not self.per_sample:
+            private = ("noise_multiplier", "target_epsilon", "delta", "expected_batch_size")
+            if given := [name for name in private if getattr(self, name) is not None]:
+                raise ValueError(f"{' and '.join(given)} of dp_sgd: set per_sample=True too.")
+            super().__post_init__()
+            return
+        if given := [name for name in _OF_MESSAGES if getattr(self, name) is not None]:
+            raise ValueError(
+                f"dp_sgd with per_sample=True takes no {' and no '.join(given)}: its noise is "
+                "noise_multiplier times clip on the sum of samples' gradients, whatever they are. "
+                "Give noise_multiplier, or target_epsilon and delta."
+            )
+        self.relative_scale = 0.0  # super() wants one
+        super().__post_init__()
+        self.relative_scale = None
+        self._check_private()
+
+    def _check_private(self) -> None:
+        if self.clip_by != "norm":
+            raise ValueError("dp_sgd with per_sample=True clips by norm: leave clip_by out.")
+        if (self.noise_multiplier is None) == (self.target_epsilon is None):
+            raise ValueError(
+                "dp_sgd with per_sample=True needs noise_multiplier, or target_epsilon and delta: "
+                "one of both."
+            )
+        for name in ("noise_multiplier", "target_epsilon", "expected_batch_size"):
+            value = getattr(self, name)
+            if value is not None and not (is_number(value) and value > 0):
+                raise ValueError(f"{name} must be a finite number above 0, but is {value!r}.")
+        if self.delta is not None and not (is_number(self.delta) and 0 < self.delta < 1):
+            raise ValueError(f"delta must be between 0 and 1, but is {self.delta!r}.")
+        if self.target_epsilon is not None and self.delta is None:
+            raise ValueError("target_epsilon needs delta, well below one over the number of rows.")
+
+    @property
+    def client_noise_multiplier(self) -> float | None:
+        """Of each message, for a client whose whole batch is replaced: scale/(2C). `None` where
+        that does not hold: noise relative to the gradient, clipping by coordinate, or by sample.
+        """
+        if self.per_sample or self.clip_by != "norm" or not self.scale:
+            return None
+        return self.scale / (2 * self.clip)
+
+    @property
+    def adds_gaussian_noise(self) -> bool:
+        # Σ' on the undefended gradient that would hide as much exists for one clipping factor, not
+        # for one a sample.
+        return not self.per_sample
+
+    def law(self, message: Message) -> Law | None:
+        """As for any defense; what clipping left of each of several samples is not followed."""
+        if not self.per_sample:
+            return super().law(message)
+        samples = message.figures.get("samples", 1.0)
+        std = (self.noise_multiplier or 0.0) * self.clip / (self.expected_batch_size or samples)
+        bound = self.clip / (self.expected_batch_size or 1.0) if samples == 1 else None
+        return Law(clip_norm=bound, noise="gaussian", variance=std**2)
+
+    def calibrate(self, noise_multiplier: float, expected_batch_size: float) -> None:
+        """Take σ and B as a Trainer found them."""
+        self.noise_multiplier, self.target_epsilon = noise_multiplier, None
+        self.expected_batch_size = expected_batch_size
+
+    def protect(self, gmap: GradientMap, generator: Stream) -> Message:
+        if not self.per_sample:
+            message = super().protect(gmap, generator)
+            multiplier = self.client_noise_multiplier
+            if multiplier is not None and gmap.transmitted is None:
+                message.figures["client_noise_multiplier"] = multiplier
+            return message
+        true_gradient(gmap)  # refuses one that is not finite
+        found = clipped_sum(gmap, self.clip)
+        check_finite(found.total, _NOT_FINITE)
+        figures = {
+            "clipped_samples": float((found.norms > self.clip).double().mean()),
+            "samples": float(len(found.norms)),
+        }
+        return self._noisy(gmap, found.total, len(found.norms), generator, figures)
+
+    def _noisy(
+        self, gmap: GradientMap, total: Tensors, samples: int, generator: Stream,
+        figures: Mapping[str, float],
+    ) -> Message:  # fmt: skip
+        if self.noise_multiplier is None:
+            raise ValueError(
+                "dp_sgd with target_epsilon is calibrated by a Trainer, which knows the sampling "
+                "rate and the number of steps. Elsewhere give noise_multiplier, as "
+                "hf_gradguard.leakage.dp_sgd_noise_multiplier finds it."
+            )
+        size = self.expected_batch_size or samples
+        std = self.noise_multiplier * self.clip
+        shared = {
+            name: drawn.mul_(std).add_(total[name]).div_(size)
+            for name, drawn in together(total, lambda like: self.draw(like, generator))
+        }
+        return Message(cast_like(shared, gmap), figures=figures)
+
+
+@dataclass
+class NoSample(PrivateSGD):
+    """What `dp_sgd` with `per_sample` shares of a batch that turned out empty: noise alone. The map
+    it is called with is of any batch, for the shapes.
+    """
+
+    first_order: ClassVar[bool] = True
+
+    def protect(self, gmap: GradientMap, generator: Stream) -> Message:
+        zeros = {
+            name: torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32),
+                                   requires_grad=False)
+            for name, p in gmap.parameters.items()
+        }  # fmt: skip
+        return self._noisy(gmap, zeros, 0, generator, {})
+
+    @classmethod
+    def of(cls, defense: PrivateSGD) -> NoSample:
+        """For a client whose own is `defense`."""
+        settings = {f.name: getattr(defense, f.name) for f in dataclasses.fields(PrivateSGD)}
+        return cls(**settings)
+
+
+_NOT_FINITE = (
+    "A sample's gradient of {} is not finite, so nothing was shared. Look for an overflow in the "
+    "loss (in half precision use bf16)."
+)

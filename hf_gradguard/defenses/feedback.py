@@ -1,0 +1,139 @@
+"""Error feedback: what a message left out of the gradient is added to the next one.
+
+    v = g + e,   share C(v),   e ← v - C(v)
+
+So Σ shared = Σ g - e: what a biased defense leaves out is late, and not lost. Where C is a
+contraction, ‖v - C(v)‖² ≤ (1-δ)‖v‖², e stays within a constant of the gradients' size.
+
+Reference: Karimireddy, Rebjock, Stich, Jaggi, "Error Feedback Fixes SignSGD and other Gradient
+Compression Schemes" (ICML 2019).
+"""
+
+from __future__ import annotations
+
+from dataclasses import KW_ONLY, dataclass
+from functools import cached_property
+
+import torch
+
+from ..gradient_map import GradientMap, Tensors
+from ..gradient_map.views import CorrectedMap
+from ..randomness import Stream
+from .base import Defense, cast_like, norm, true_gradient
+from .message import Message
+
+LARGEST = 10.0
+"""e is dropped when its norm is more than so many times the gradient's: under a defense that is no
+contraction it would grow, and drown the gradient.
+"""
+STALE = 20
+"""e is dropped when the client's last message is more than so many optimizer steps old: it points
+from where the model was then.
+"""
+
+
+class LeftOut:
+    """e, which one client's earlier messages left out.
+
+    Example:
+        >>> left_out = LeftOut()
+        >>> left_out.add_to({"weight": torch.tensor([1.0, 3.0])})
+        {'weight': tensor([1., 3.])}
+        >>> left_out.keep({"weight": torch.tensor([1.0, 0.0])}, size=3.0)
+        >>> left_out.add_to({"weight": torch.tensor([1.0, 3.0])})
+        {'weight': tensor([2., 3.])}
+    """
+
+    def __init__(self) -> None:
+        self.error: Tensors = {}
+        self.size = 0.0  # of the gradient of the message before
+        self.step: int | None = None  # of the message that is being made, where steps are counted
+        self.last: int | None = None  # of the one before
+
+    def add_to(self, gradient: Tensors) -> Tensors:
+        """g + e, or g if e is not of these parameters, stale or too large. Then e is dropped."""
+        shapes = ({name: t.shape for name, t in some.items()} for some in (gradient, self.error))
+        same = next(shapes) == next(shapes)
+        known = self.step is not None and self.last is not None
+        stale = known and self.step - self.last > STALE  # type: ignore[operator]
+        if not same or stale or norm(self.error) > LARGEST * norm(gradient):
+            self.error = {}
+            return gradient
+        return {name: g + self.error[name].to(g) for name, g in gradient.items()}
+
+    def relative_squares(self) -> Tensors | None:
+        """e², where the power of the gradient before counts as 1; `None` if nothing waits."""
+        if not self.error or not self.size:
+            return None
+        return {name: (error / self.size).square() for name, error in self.error.items()}
+
+    def keep(self, error: Tensors, size: float) -> None:
+        """What a message of a gradient of that norm left out."""
+        self.error, self.size, self.last = error, size, self.step
+
+    def state_dict(self) -> Tensors:
+        """As private as the client's gradients are."""
+        if not self.error:
+            return {}
+        state = {f"error.{name}": tensor for name, tensor in self.error.items()}
+        state["error_size"] = torch.tensor(self.size, dtype=torch.float64)
+        return state if self.last is None else state | {"error_step": torch.tensor(self.last)}
+
+    def load_state_dict(self, state: Tensors) -> Tensors:
+        """Take what is e's. Returns the rest."""
+        rest = dict(state)
+        error = {key: rest.pop(key) for key in state if key.startswith("error.")}
+        self.error = {key.removeprefix("error."): tensor for key, tensor in error.items()}
+        self.size = float(rest.pop("error_size", torch.tensor(0.0)))
+        self.last = int(rest.pop("error_step")) if "error_step" in rest else None
+        return rest
+
+
+@dataclass
+class BiasedDefense(Defense):
+    """A defense whose messages leave out a part of the gradient, for which later ones can make up.
+
+    Args:
+        error_feedback: Add to each gradient what the client's earlier messages left out, e. This is
+            private state. It is dropped where ‖e‖ > 10 ‖g‖, when the last message is more than 20
+            optimizer steps old, and when other parameters are trained.
+
+    Example:
+        >>> defense = make_defense("pruning", ratio=0.9, error_feedback=True)
+        >>> once, again = defense(gmap), defense(gmap)
+        >>> once.exact, torch.equal(once["classifier.weight"], again["classifier.weight"])
+        (False, False)
+    """
+
+    _: KW_ONLY
+    error_feedback: bool = False
+
+    def __call__(self, gmap: GradientMap, generator: Stream | None = None) -> Message:
+        if not self.error_feedback:
+            return super().__call__(gmap, generator)
+        gradient = true_gradient(gmap)
+        wanted = self._left_out.add_to(gradient)
+        message = super().__call__(CorrectedMap(gmap, cast_like(wanted, gmap)), generator)
+        # What an earlier defense of a chain withheld stays withheld, and waits.
+        sent = gmap.restrict(dict(message))
+        error, size = {n: v - sent[n].to(v.dtype) for n, v in wanted.items()}, norm(gradient)
+        self._left_out.keep(error, size)
+        figures = {"left_out": norm(error) / size} if size else {}
+        # Nothing of it is the true gradient's, and earlier batches are in it: no other facts hold.
+        return Message(sent, transmitted=message.transmitted, figures=message.figures | figures)
+
+    @cached_property
+    def _left_out(self) -> LeftOut:
+        return LeftOut()
+
+    def at_step(self, step: int) -> None:
+        super().at_step(step)
+        self._left_out.step = step
+
+    def state_dict(self) -> Tensors:
+        return super().state_dict() | self._left_out.state_dict()
+
+    def load_state_dict(self, state: Tensors) -> None:
+        # Without feedback nobody takes it, and it is refused.
+        rest = self._left_out.load_state_dict(state) if self.error_feedback else state
+        super().load_state_dict(rest)

@@ -1,0 +1,128 @@
+"""Refiner's second form: the gradient of made-up samples, nearest to the one that is wanted.
+
+    share Σ_b c_b g_b(x*),   c = argmin ‖v - Σ_b c_b g_b(x*)‖²,   ‖v - shared‖² = (1 - cos²) ‖v‖²
+
+x* is drawn at random, labels too, and holds nothing of the batch: neither the number of its texts
+nor their lengths. Of v, a message holds as many numbers as there are factors c. Adam can bring x*
+nearer to v.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from ..gradient_map import GradientMap, Tensors
+from ..gradient_map.sample_span import Fit, SampleSpan, scaled
+from ..gradient_map.shifted import vjp_by_difference
+from ..randomness import Stream
+
+Slope = Callable[[Tensor], Tensor]
+Factors = Literal["message", "sample", "parameter"]
+
+
+LENGTH = 16
+"""Tokens of a made-up text, if the model takes as many. Longer ones came no nearer."""
+
+
+def made_up(
+    gmap: GradientMap, samples: int, generator: Stream, special: Sequence[int] = ()
+) -> GradientMap:
+    """The client's model on random samples with random labels; texts are of 16 tokens.
+
+    Args:
+        gmap: The client's map.
+        samples: How many.
+        generator: Of everything.
+        special: Ids of special tokens, which stand at a text's ends only.
+
+    Raises:
+        ValueError: For an entry of the batch that cannot be made up, by name.
+
+    Example:
+        >>> made_up(gmap, 5, Stream()).input.shape[:2]
+        torch.Size([5, 16])
+    """
+    x = gmap.input
+    count, length = len(x), x.shape[1] if x.dim() == 3 else None
+    rows = torch.arange(samples, device=x.device) % count
+    most = getattr(getattr(gmap.model, "config", None), "max_position_embeddings", None) or LENGTH
+    columns = torch.arange(min(LENGTH, most), device=x.device) % (length or 1)
+
+    def resized(value: Any) -> Any:
+        if not isinstance(value, Tensor) or not value.dim():
+            return value
+        if value.dim() == 2 and value.shape[1] == length:
+            value = value[:, columns]
+        return value[rows] if len(value) == count else value
+
+    like = {name: resized(value) for name, value in gmap.batch.items()}
+    made = gmap.domain.random_batch(gmap.model, like, generator, special)
+    return gmap.undefended.of_batch(made)
+
+
+@dataclass
+class MadeUp:
+    """Made-up samples, and how they are fitted.
+
+    Args:
+        gmap: Their map.
+        wanted: v.
+        factors: One for all, one a sample, or one a sample and parameter.
+    """
+
+    gmap: GradientMap
+    wanted: Tensors
+    factors: Factors
+
+    def fit(self, x: Tensor) -> Fit:
+        """At an input x*."""
+        if self.factors == "message":
+            return scaled(self.gmap.gradient_at(x), self.wanted)
+        span = SampleSpan(self.gmap, x)
+        return span.fit(self.wanted) if self.factors == "sample" else span.fit_each(self.wanted)
+
+    def slope(self, x: Tensor, fit: Fit) -> Tensor:
+        """∂(1 - cos)/∂x* where the factors are best, so that their own change changes nothing:
+        -Σ_b c_b J_b(v - shared)/(‖shared‖ ‖v‖). Parameters that no layer has count with the same
+        factors.
+        """
+        if not fit.cosine:
+            return torch.zeros_like(x)
+        left = {name: v - fit.nearest[name] for name, v in self.wanted.items()}
+        product = vjp_by_difference(self.gmap, x, left)
+        factors = fit.factors.to(product).view(-1, *[1] * (x.dim() - 1))
+        power = sum(float(v.double().square().sum()) for v in self.wanted.values())
+        return -factors * product / (fit.cosine * power)
+
+    def descend(
+        self, iterations: int, rate: float, free: Tensor, penalty: Slope | None = None
+    ) -> tuple[Tensor, Fit, list[float]]:
+        """Steps of Adam from where the samples are.
+
+        Args:
+            iterations: How many.
+            rate: Of the first step, in units of the input's root mean square; it falls to 0.
+            free: Mask of what moves, broadcast to the input.
+            penalty: The slope of what is added to 1 - cos.
+
+        Returns:
+            x*, the fit there, and cosines at the start and after every step.
+        """
+        x = self.gmap.input.clone()
+        size = float(x.square().mean().sqrt())
+        optimizer = torch.optim.Adam([x], lr=rate * size)
+        fit = self.fit(x)
+        cosines = [fit.cosine]
+        for step in range(iterations):
+            slope = self.slope(x, fit)
+            x.grad = free * (slope if penalty is None else slope + penalty(x))
+            optimizer.param_groups[0]["lr"] = rate * size * (1 - step / iterations)
+            optimizer.step()
+            fit = self.fit(x)
+            cosines.append(fit.cosine)
+        return x, fit, cosines

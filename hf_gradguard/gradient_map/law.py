@@ -1,0 +1,103 @@
+"""How a message comes from a client's gradient, as whoever knows the defense knows it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Law:
+    """What is done to a gradient on its way into a message, in this order: it is clipped, some of
+    its entries are withheld, the others are rounded, and noise is added.
+
+    It says how messages come about, and nothing of one client's data but what the message itself
+    shows. Attackers are granted it; defenses state it (`Defense.law`).
+
+    Args:
+        clip_norm: The gradient is scaled down to this norm.
+        clip_coordinate: Every entry is clipped to ± this bound.
+        kept: Which entries are transmitted: `"all"`; `"largest"`, those of the largest |g|; or
+            `"chosen"`, by a rule that the attacker does not follow. What was withheld is zero.
+        rounding: Of each tensor, to `levels` from its smallest to its largest entry: `"nearest"`,
+            or `"stochastic"` up or down; or `"sign"`, which shares signs times the mean |g|.
+        levels: How many there are.
+        noise: Its distribution.
+        variance: Of the noise: one number, or a tensor a parameter.
+
+    Raises:
+        ValueError: For names that there are not, or a variance without noise.
+
+    Example:
+        >>> Law(noise="gaussian", variance=0.01).uniform
+        True
+    """
+
+    clip_norm: float | None = None
+    clip_coordinate: float | None = None
+    kept: Literal["all", "largest", "chosen"] = "all"
+    rounding: Literal["nearest", "stochastic", "sign"] | None = None
+    levels: int | None = None
+    noise: Literal["gaussian", "laplace"] | None = None
+    variance: float | Mapping[str, Tensor] | None = None
+
+    def __post_init__(self) -> None:
+        for name, value, known in (
+            ("kept", self.kept, ("all", "largest", "chosen")),
+            ("rounding", self.rounding, (None, "nearest", "stochastic", "sign")),
+            ("noise", self.noise, (None, "gaussian", "laplace")),
+        ):
+            if value not in known:
+                raise ValueError(f"{name} must be one of {known}, but is {value!r}.")
+        if (self.noise is None) != (self.variance is None):
+            raise ValueError("Noise has a variance: give both, or neither.")
+        if (self.rounding in ("nearest", "stochastic")) != (self.levels is not None):
+            raise ValueError("Rounding to levels needs their number, and nothing else has one.")
+
+    def of_mean(self, count: int) -> Law | None:
+        """The law of the mean of so many messages of one gradient, whose noise is independent;
+        `None` where it has none of this kind.
+        """
+        if count == 1:
+            return self
+        if self.rounding == "stochastic":
+            return None
+        if self.variance is None:
+            return self
+        variance: float | dict[str, Tensor]
+        if isinstance(self.variance, Mapping):
+            variance = {name: tensor / count for name, tensor in self.variance.items()}
+        else:
+            variance = self.variance / count
+        return replace(self, noise="gaussian", variance=variance)  # Laplace's mean is nearly so
+
+    @property
+    def uniform(self) -> bool:
+        """Whether who compares gradients by their distance gains nothing by knowing it: entries
+        differ in nothing but noise of one variance.
+        """
+        if self.clip_norm or self.clip_coordinate or self.rounding or self.kept != "all":
+            return False
+        if not isinstance(self.variance, Mapping):
+            return True
+        ends = [(float(v.min()), float(v.max())) for v in self.variance.values() if v.numel()]
+        low, high = min(low for low, _ in ends), max(high for _, high in ends)
+        return math.isclose(low, high, rel_tol=1e-5)
+
+    def variance_of(self, name: str) -> Tensor | float:
+        """Of the noise on a parameter, to be broadcast; 0 without noise."""
+        if self.variance is None:
+            return 0.0
+        return self.variance[name] if isinstance(self.variance, Mapping) else self.variance
+
+    def mean_variance(self, gradient: Mapping[str, Tensor]) -> float:
+        """Of the noise, over all entries of a gradient."""
+        if not isinstance(self.variance, Mapping):
+            return float(self.variance or 0.0)
+        total = sum(float(torch.sum(self.variance[n], dtype=torch.float64)) for n in gradient)
+        return total / max(1, sum(self.variance[n].numel() for n in gradient))

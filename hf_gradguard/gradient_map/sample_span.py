@@ -1,0 +1,192 @@
+"""The span of what the samples of a batch add to its gradient, in which another gradient is fitted.
+
+What a linear layer's weight has as its gradient is a sum over samples of δ_bᵀa_b: its slopes and
+its features. Inner products and weighted sums come from these short factors, so no sample's
+gradient of such a weight is written out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers.pytorch_utils import Conv1D
+
+from .per_sample import LINEAR, Pass, layers_of
+
+if TYPE_CHECKING:
+    from .map import GradientMap, Tensors
+
+RIDGE = 1e-6
+"""Added to a Gram matrix of unit vectors: samples' gradients may be nearly alike."""
+
+
+class Fit(NamedTuple):
+    """A gradient's nearest point in a span.
+
+    Args:
+        nearest: One tensor a shared parameter, at least in float32.
+        cosine: Between the two, at least 0; 0 where either is zero.
+        factors: c of Σ_b c_b u_b, `(B,)`.
+    """
+
+    nearest: Tensors
+    cosine: float
+    factors: Tensor
+
+
+class SampleSpan:
+    """The span of B + 1 vectors: what each sample adds to the gradients of layers, and the gradient
+    of all parameters that no layer has (position embeddings, say).
+
+    Costs a pass without gradients of weights to make, and about a plain gradient and a half a fit.
+
+    Args:
+        gmap: A map of the samples.
+        x: Where, in the shape of the map's input. Default: at that.
+
+    Example:
+        >>> fit = SampleSpan(gmap).fit(gmap.gradient())  # which is in it
+        >>> round(fit.cosine, 3)
+        1.0
+    """
+
+    def __init__(self, gmap: GradientMap, x: Tensor | None = None) -> None:
+        count, layers = len(gmap.input), layers_of(gmap.model, gmap.parameters)
+        found = Pass.of(gmap, gmap.input if x is None else x, layers)
+        self._count = count
+        self._like = {name: p.detach() for name, p in gmap.parameters.items()}
+        self._factors: dict[str, _Factors] = {}
+        self._written: dict[str, _Written] = {}
+        for key, layer in layers.items():
+            rows = found.rows(key, count)
+            if not rows:  # it did not run, or mixes samples: nothing of it is in the span
+                continue
+            if layer.bias is not None:
+                biases = [layer.bias_gradients(slopes) for slopes, _ in rows]
+                self._written[layer.bias] = _Written(torch.stack(biases).sum(0).flatten(1))
+            if layer.weight is not None and isinstance(layer.module, LINEAR):
+                slopes, features = (torch.cat(parts, 1) for parts in zip(*rows, strict=True))
+                turned = isinstance(layer.module, Conv1D)  # (in, out), where others have (out, in)
+                self._factors[layer.weight] = _Factors(slopes, features, turned)
+            elif layer.weight is not None:
+                weights = [layer.weight_gradients(*row) for row in rows]
+                self._written[layer.weight] = _Written(torch.stack(weights).sum(0).flatten(1))
+        self.rest = found.rest
+
+    def fit(self, wanted: Tensors) -> Fit:
+        """The nearest point of the span, by least squares."""
+        some = next(iter(wanted.values()))
+        inner = some.new_zeros(self._count, dtype=torch.float64)
+        gram = some.new_zeros(self._count, self._count, dtype=torch.float64)
+        for name, part in self._parts():
+            inner += part.inner(wanted[name])
+            gram += part.gram()
+        weights = _solve(gram, inner)
+        return self._with_rest(
+            {n: part.weighted(weights) for n, part in self._parts()}, wanted, weights
+        )
+
+    def fit_each(self, wanted: Tensors) -> Fit:
+        """The nearest point where each parameter has factors of its own: that of the product of
+        their spans.
+        """
+        nearest = {}
+        for name, part in self._parts():
+            weights = _solve(part.gram().double(), part.inner(wanted[name]).double())
+            nearest[name] = part.weighted(weights)
+        return self._with_rest(nearest, wanted, torch.ones(self._count))
+
+    def _parts(self) -> Iterator[tuple[str, _Factors | _Written]]:
+        yield from self._factors.items()
+        yield from self._written.items()
+
+    def _with_rest(self, nearest: Tensors, wanted: Tensors, weights: Tensor) -> Fit:
+        """With the vector of what no layer has, and zeros where nothing ran."""
+        for name, like in self._like.items():
+            found = nearest.get(name)
+            nearest[name] = torch.zeros_like(like) if found is None else found.view(like.shape)
+        rest = {name: wanted[name] for name in self.rest}
+        nearest |= scaled(self.rest, rest).nearest if rest else {}
+        return scaled(nearest, wanted, weights)
+
+
+class _Factors(NamedTuple):
+    """Slopes `(B, T, out)` and features `(B, T, in)` of a linear layer."""
+
+    slopes: Tensor
+    features: Tensor
+    turned: bool
+
+    def inner(self, wanted: Tensor) -> Tensor:
+        """With each sample's gradient, `(B,)`."""
+        matrix = (wanted.T if self.turned else wanted).to(self.features)
+        return ((self.slopes @ matrix) * self.features).sum((1, 2))
+
+    def gram(self) -> Tensor:
+        """Between samples' gradients, `(B, B)`."""
+        count, length, _ = self.slopes.shape
+        slopes, features = self.slopes.flatten(0, 1), self.features.flatten(0, 1)
+        if length * length * count > slopes.shape[1] * features.shape[1]:  # shorter written out
+            written = (self.slopes.mT @ self.features).flatten(1)
+            return written @ written.T
+        products = (slopes @ slopes.T) * (features @ features.T)
+        return products.view(count, length, count, length).sum((1, 3))
+
+    def weighted(self, weights: Tensor) -> Tensor:
+        """Σ_b c_b times samples' gradients."""
+        slopes = self.slopes * weights.to(self.slopes)[:, None, None]
+        found = slopes.flatten(0, 1).T @ self.features.flatten(0, 1)
+        return found.T.contiguous() if self.turned else found
+
+
+class _Written(NamedTuple):
+    """Samples' gradients, `(B, numel)`."""
+
+    rows: Tensor
+
+    def inner(self, wanted: Tensor) -> Tensor:
+        return self.rows @ wanted.flatten().to(self.rows)
+
+    def gram(self) -> Tensor:
+        return self.rows @ self.rows.T
+
+    def weighted(self, weights: Tensor) -> Tensor:
+        return weights.to(self.rows) @ self.rows
+
+
+def _solve(gram: Tensor, inner: Tensor) -> Tensor:
+    """Least squares in float64, of vectors of unit length."""
+    sizes = gram.diagonal().clamp(min=0).sqrt()
+    scale = torch.where(sizes > 0, 1 / sizes, 0.0)
+    unit = gram * scale[:, None] * scale
+    unit = unit + RIDGE * torch.eye(len(unit), dtype=unit.dtype, device=unit.device)
+    return torch.linalg.solve(unit, inner * scale) * scale
+
+
+def scaled(found: Tensors, wanted: Tensors, factors: Tensor | None = None) -> Fit:
+    """`found` times the factor a with which it is nearest: what is left out is then orthogonal to
+    it, and has the share 1 - cos² of the power.
+
+    Args:
+        found: One tensor a shared parameter.
+        wanted: What it is to be near to.
+        factors: Those that made it, to be multiplied with a as well.
+
+    Example:
+        >>> found, wanted = {"w": torch.tensor([1.0, 0.0])}, {"w": torch.tensor([3.0, 4.0])}
+        >>> scaled(found, wanted)
+        Fit(nearest={'w': tensor([3., 0.])}, cosine=0.6, factors=tensor([3.]))
+    """
+    factors = torch.ones(1) if factors is None else factors
+    along, power, size = (
+        sum(float((one[n].double() * other[n].double()).sum()) for n in wanted)
+        for one, other in ((found, wanted), (found, found), (wanted, wanted))
+    )
+    if not power or not size:
+        return Fit({n: torch.zeros_like(t) for n, t in wanted.items()}, 0.0, 0 * factors)
+    factor = along / power
+    nearest = {name: found[name] * factor for name in wanted}
+    return Fit(nearest, abs(along) / (power * size) ** 0.5, factors * factor)

@@ -1,0 +1,128 @@
+"""How well a ranking of candidates tells who was in a message."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from .scores import Scores, check_bootstrap, summarize
+
+FALSE_POSITIVES = {"tpr_1%": 0.01, "tpr_0.1%": 0.001}
+
+
+@dataclass(frozen=True)
+class CandidateScores(Scores):
+    """`Scores` of members, with the curve that they are points of.
+
+    Args:
+        curve: `(n, 2)`: false and true positive rates at every threshold, from (0, 0) to (1, 1).
+        false_positives: How many candidates that were in no message the rates are shares of.
+    """
+
+    curve: list[tuple[float, float]]
+    false_positives: int
+
+    @property
+    def area(self) -> float:
+        """Under the curve: 0.5 is chance."""
+        x, y = np.array(self.curve).T
+        return float(np.trapezoid(y, x))
+
+
+def score_candidates(
+    scores: Sequence[Any],
+    members: Sequence[Sequence[int]],
+    *,
+    bootstrap: int = 2000,
+    confidence: float = 0.95,
+    seed: int = 0,
+) -> CandidateScores:
+    """Scores of an attack that ranks candidates, one number a member of each message.
+
+    - `top1`: 1 if it is among the message's B best candidates, B being the number of its members.
+      Who scores like one that is not among them is not, either.
+    - `rank`: 1 + how many candidates that are no members come before it; who scores alike counts
+      half.
+    - `tpr_1%`, `tpr_0.1%`: 1 if it scores above a threshold, one for all messages, that at most so
+      many of all candidates that are no members reach. Scores of one message are compared to those
+      of others by their distance from the logarithm of the sum of its likelihoods. With fewer than
+      1,000 such candidates, 0.1 % of them is none at all.
+
+    Args:
+        scores: One tensor or array `(K,)` of logarithms a message, as `Ranked.scores`.
+        members: For each message the numbers of those candidates that are in it.
+        bootstrap: Resamples of the intervals, over messages; thresholds stay as they are. 0 for
+            none.
+        confidence: Of the intervals.
+        seed: Of the resamples.
+
+    Raises:
+        ValueError: If there is no message, no member, no other candidate, or a score is no number.
+
+    Example:
+        >>> found = score_candidates([[0.0, 2.0, 1.0], [5.0, 1.0, 1.0]], [[1], [1]])
+        >>> found.per_sample["top1"], found.per_sample["rank"], round(found.area, 3)
+        ([1.0, 0.0], [1.0, 2.5], 0.438)
+    """
+    check_bootstrap(bootstrap, confidence)
+    rows = [np.asarray(row, dtype=float) for row in scores]
+    inside = [_inside(row, own) for row, own in zip(rows, members, strict=True)]
+    if not rows:
+        raise ValueError("There is no message to score.")
+    rows = [row - np.logaddexp.reduce(row) for row in rows]
+    others = np.sort(np.concatenate([row[~own] for row, own in zip(rows, inside, strict=True)]))
+    limits = {name: _threshold(others, rate) for name, rate in FALSE_POSITIVES.items()}
+    told = [
+        _told(row, own, number, limits)
+        for row, own, numbers in zip(rows, inside, members, strict=True)
+        for number in numbers
+    ]
+    plain = summarize(
+        told, [None] * len(told), [len(one) for one in members],
+        bootstrap=bootstrap, confidence=confidence, seed=seed,
+    )  # fmt: skip
+    own_scores = np.concatenate([row[own] for row, own in zip(rows, inside, strict=True)])
+    return CandidateScores(
+        plain.per_sample, plain.mean, plain.interval, plain.matched,
+        curve=_curve(own_scores, others), false_positives=len(others),
+    )  # fmt: skip
+
+
+def _told(
+    row: np.ndarray, own: np.ndarray, number: int, limits: dict[str, float]
+) -> dict[str, float]:
+    """The scores of one member."""
+    value, rest = row[number], row[~own]
+    before = float((rest > value).sum() + (rest == value).sum() / 2)
+    found = {"top1": float((row >= value).sum() <= own.sum()), "rank": 1 + before}
+    return found | {name: float(value > limit) for name, limit in limits.items()}
+
+
+def _inside(row: np.ndarray, members: Sequence[int]) -> np.ndarray:
+    if np.isnan(row).any():
+        raise ValueError("A score is no number.")
+    own = np.zeros(len(row), dtype=bool)
+    own[list(members)] = True
+    if not own.any() or own.all():
+        raise ValueError(
+            "Each message needs a candidate that was in it, and one that was not: there is nothing "
+            "to tell apart."
+        )
+    return own
+
+
+def _threshold(others: np.ndarray, rate: float) -> float:
+    """The least number that at most such a share of sorted scores is above."""
+    allowed = int(rate * len(others))
+    return float(others[len(others) - 1 - allowed])
+
+
+def _curve(members: np.ndarray, others: np.ndarray) -> list[tuple[float, float]]:
+    values = np.unique(np.concatenate([members, others]))[::-1]
+    high = np.searchsorted(np.sort(members), values, side="left")
+    false = np.searchsorted(others, values, side="left")
+    points = [(1 - f / len(others), 1 - t / len(members)) for f, t in zip(false, high, strict=True)]
+    return [(0.0, 0.0), *((float(x), float(y)) for x, y in points)]

@@ -1,0 +1,123 @@
+"""From trials to one setting, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class Estimate(NamedTuple):
+    """A mean with its 95 % interval."""
+
+    mean: float
+    low: float
+    high: float
+
+    def said(self, scale: float = 100, places: int = 0, unit: str = " %") -> str:
+        """As a person reads it.
+
+        Example:
+            >>> Estimate(0.831, 0.81, 0.85).said()
+            '83 % [81, 85]'
+        """
+        mean, low, high = (f"{scale * value:.{places}f}" for value in self)
+        return f"{mean}{unit} [{low}, {high}]"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one defense kept and gave away, at its own best learning rate.
+
+    Args:
+        defense: Its label, as `gradguard audit` writes it.
+        learning_rate: The best of those tried.
+        accuracy: On samples that chose no rate.
+        lost: Accuracy of the undefended model less this one's, on the same samples.
+        leak: Main score of the attacker that read most, at the stage where it did.
+        attack: Which one it was.
+        stage: `"start"` or `"end"` of the defense's own training.
+    """
+
+    defense: str
+    learning_rate: float
+    accuracy: Estimate
+    lost: Estimate
+    leak: Estimate
+    attack: str
+    stage: str
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What is recommended.
+
+    Args:
+        outcomes: One for every defense that was tried, the undefended first.
+        chosen: The one to train with; `None` if none keeps the accuracy asked for.
+        words: The same for a person.
+    """
+
+    outcomes: list[Outcome]
+    chosen: Outcome | None
+    words: str
+
+
+def choose(
+    outcomes: Sequence[Outcome], budget: float, chance: float, scale: float = 100, unit: str = " %"
+) -> Choice:
+    """The defense that gives away least among those that lose at most `budget` of accuracy.
+
+    A mean decides, and the words give its interval: a short training cannot tell single points
+    apart. Where intervals of what leaks overlap the least one's, the most accurate of these is
+    taken.
+
+    Args:
+        outcomes: The undefended one first.
+        budget: Accuracy that may be lost, as a share.
+        chance: Main score of a guess.
+        scale: What a score is multiplied by to be said in `unit`.
+        unit: That it is said in.
+
+    Raises:
+        ValueError: If the first is not the undefended one, or there is no other.
+
+    Example:
+        >>> def outcome(name: str, accuracy: float, leak: float) -> Outcome:
+        ...     around = Estimate(accuracy, accuracy - 0.01, accuracy + 0.01)
+        ...     lost = Estimate(0.9 - accuracy, 0.89 - accuracy, 0.91 - accuracy)
+        ...     read = Estimate(leak, leak - 0.01, leak + 0.01)
+        ...     return Outcome(name, 1e-3, around, lost, read, "span", "end")
+        >>> tried = [outcome("none", 0.9, 1.0), outcome("a", 0.7, 0.0), outcome("b", 0.89, 0.1)]
+        >>> choose(tried, budget=0.02, chance=0.1).chosen.defense
+        'b'
+    """
+    if len(outcomes) < 2 or outcomes[0].defense != "none":
+        raise ValueError("A choice needs the undefended outcome first, and a defense beside it.")
+    plain, *defended = outcomes
+    kept = [one for one in defended if one.lost.mean <= budget]
+    places = 0 if unit == " %" else 1
+    said = f"{plain.attack} reads {plain.leak.said(scale, places, unit)} undefended"
+    if not kept:
+        best = min(defended, key=lambda one: one.lost.mean)
+        words = (
+            f"None of the defenses tried kept accuracy within {100 * budget:g} points of the "
+            f"undefended {plain.accuracy.said()}. The nearest is {best.defense} at a learning rate "
+            f"of {best.learning_rate:g}: it loses {best.lost.said()}. Train longer (--steps), try "
+            "weaker settings, or allow more (--budget)."
+        )
+        return Choice(list(outcomes), None, words)
+    least = min(kept, key=lambda one: one.leak.mean)
+    alike = [one for one in kept if one.leak.low <= least.leak.high]
+    chosen = max(alike, key=lambda one: one.accuracy.mean)
+    words = (
+        f"Train with {chosen.defense} at a learning rate of {chosen.learning_rate:g}. It kept an "
+        f"accuracy of {chosen.accuracy.said()} in this short training (undefended "
+        f"{plain.accuracy.said()}; loss {chosen.lost.said()}), and the best of the attackers "
+        f"tried, {chosen.attack} at the {chosen.stage} of its training, reads "
+        f"{chosen.leak.said(scale, places, unit)} (a guess: {scale * chance:.{places}f}{unit}; "
+        f"{said})."
+    )
+    if chosen.leak.low > chance:
+        words += " That is more than a guess: it hides much, and not all."
+    return Choice(list(outcomes), chosen, words)

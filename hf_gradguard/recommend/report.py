@@ -1,0 +1,106 @@
+"""What was found, as a table, as a page, and as a file of flags."""
+
+from __future__ import annotations
+
+import textwrap
+from functools import cache
+from typing import Any
+
+import yaml
+from jinja2 import Environment, PackageLoader, Template
+
+from ..audit.specs import make_defenses
+from ..audit.verdicts import Terms
+from .choice import Choice, Outcome
+from .settings import TrialSettings
+
+_WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP, _RIGHT = 720, 380, 60, 50, 20, 20
+
+
+def markdown_table(choice: Choice, terms: Terms) -> str:
+    """The words, and a line for every defense."""
+    header = ["defense", "learning rate", "accuracy", "lost", f"{terms.score}, best attacker", "by"]
+    rows = [header, ["---"] * len(header), *(_cells(one, terms) for one in choice.outcomes)]
+    table = "\n".join("| " + " | ".join(row) + " |" for row in rows)
+    return f"{choice.words}\n\n{table}\n"
+
+
+def _cells(one: Outcome, terms: Terms) -> list[str]:
+    leak = one.leak.said(terms.scale, terms.places, f" {terms.unit}")
+    accuracies = [one.accuracy.said(places=1), one.lost.said(places=1)]
+    return [
+        f"`{one.defense}`", f"{one.learning_rate:.2g}", *accuracies, leak,
+        f"{one.attack}, {one.stage}",
+    ]  # fmt: skip
+
+
+def configuration(choice: Choice, terms: TrialSettings) -> str:
+    """A file of flags for the recipes: the setting that is recommended."""
+    chosen = choice.chosen
+    assert chosen is not None
+    (defense,) = make_defenses(chosen.defense).values()
+    values = {
+        "defense": defense.name,
+        "defense_kwargs": _given(chosen.defense, defense.settings()),
+        "learning_rate": float(f"{chosen.learning_rate:.3g}"),
+        "scale_learning_rate": False,  # it is in the rate
+        "per_device_train_batch_size": terms.batch_size,
+    }
+    words = "\n".join(f"# {line}" for line in textwrap.wrap(choice.words, 96))
+    return f"{words}\n{yaml.safe_dump(values, sort_keys=False)}"
+
+
+def _given(label: str, settings: dict[str, Any]) -> dict[str, Any]:
+    """The settings that a label names."""
+    named = label.partition(":")[2].split(",")
+    keys = {part.partition("=")[0] for part in named if part}
+    return {key: value for key, value in settings.items() if key in keys}
+
+
+def html_report(choice: Choice, chance: float, settings: TrialSettings, terms: Terms) -> str:
+    """The page: one file, no script, nothing from elsewhere."""
+    highest = max([terms.top, *(one.leak.high for one in choice.outcomes)])
+    lowest = min(one.accuracy.low for one in choice.outcomes) - 0.02
+    best = min(max(one.accuracy.high for one in choice.outcomes) + 0.02, 1.0)
+
+    def x(leak: float) -> float:
+        return _LEFT + (_WIDTH - _LEFT - _RIGHT) * min(max(leak / highest, 0), 1)
+
+    def y(accuracy: float) -> float:
+        share = (accuracy - lowest) / (best - lowest)
+        return _HEIGHT - _BOTTOM - (_HEIGHT - _BOTTOM - _TOP) * share
+
+    points = [
+        {
+            "number": number,
+            "x": x(one.leak.mean), "x_low": x(one.leak.low), "x_high": x(one.leak.high),
+            "y": y(one.accuracy.mean), "y_low": y(one.accuracy.low), "y_high": y(one.accuracy.high),
+            "chosen": one is choice.chosen, "plain": one.defense == "none",
+        }
+        for number, one in enumerate(choice.outcomes, 1)
+    ]  # fmt: skip
+    ticks = [i / 4 * highest for i in range(5)]
+    levels = [lowest + i / 4 * (best - lowest) for i in range(5)]
+    page: str = _template().render(
+        choice=choice,
+        settings=settings,
+        terms=terms,
+        rows=[_cells(one, terms) for one in choice.outcomes],
+        points=points,
+        ticks=[(x(value), terms.said(value)) for value in ticks],
+        levels=[(y(value), f"{100 * value:.0f} %") for value in levels],
+        floor=y(choice.outcomes[0].accuracy.mean - settings.budget),
+        chance=x(chance),
+        width=_WIDTH, height=_HEIGHT, left=_LEFT, bottom=_HEIGHT - _BOTTOM, top=_TOP,
+        right=_WIDTH - _RIGHT,
+    )  # fmt: skip
+    return page
+
+
+@cache
+def _template() -> Template:
+    environment = Environment(
+        loader=PackageLoader("hf_gradguard", "recommend"),
+        autoescape=True, trim_blocks=True, lstrip_blocks=True,
+    )  # fmt: skip
+    return environment.get_template("recommend.html.jinja")

@@ -1,0 +1,165 @@
+"""Trials and attacks, and what is recommended of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import nn
+from transformers.utils import logging
+
+from ..audit.cells import write_json, write_text
+from ..audit.modality import modality_of
+from ..audit.run import audit
+from ..audit.settings import AuditSettings
+from ..audit.specs import Spec, make_defenses
+from ..audit.summary import Summary, summarize
+from ..audit.verdicts import TERMS
+from ..data.samples import Sample
+from ..defenses import Defense
+from ..gradient_map.domain import domain_of_model
+from .choice import Choice, Estimate, Outcome, choose
+from .report import configuration, html_report, markdown_table
+from .settings import ATTACKS, DEFENSES, TrialSettings
+from .trials import Split, Trials
+
+logger = logging.get_logger(__name__)
+
+
+def recommend(
+    model: nn.Module,
+    processing_class: Any,
+    samples: Sequence[Sample],
+    defenses: Spec | Sequence[Spec] | None = None,
+    attacks: Spec | Sequence[Spec] | None = None,
+    *,
+    output: str | os.PathLike[str],
+    **settings: Any,
+) -> Choice:
+    """Train a model for a few steps under each defense, each at its own best learning rate, attack
+    each at the start and at the end of its own training, and say which one to train with.
+
+    In `output`: `recommend.json`, `recommend.md`, `recommend.html`, the audits, and, if one is
+    recommended, `recommended.yaml`, which `recipes/sst2.py --config` takes. Every training and
+    every attack is kept, so an interrupted run goes on where it stopped.
+
+    It measures short trainings: audit the long one once more.
+
+    Args:
+        model: A text or image classifier, as its training starts. Left as it was.
+        processing_class: Its tokenizer or image processor.
+        samples: `(text or image, class id)` each, in random order: all the data that is used.
+        defenses: As for `audit`. Default: noise and pruning in several strengths.
+        attacks: As for `audit`, by who knows the noise's covariance. Default: strong quick ones.
+        output: Folder to write to. Holds private data afterwards.
+        **settings: Fields of `TrialSettings`: `steps`, `batch_size`, `message_size`, `attacked`,
+            `learning_rate`, `budget`, `max_length`, `seed`.
+
+    Raises:
+        ValueError: If samples are too few, no attack reads `none`, or as `audit` says.
+        TypeError: For unknown settings.
+
+    Example:
+        >>> texts = [("a fine film", 1), ("the plot is long", 0)] * 20
+        >>> few = {"steps": 1, "batch_size": 4, "attacked": 1}
+        >>> found = recommend(model, tokenizer, texts, "pruning", "span", output="out", **few)
+        >>> [outcome.defense for outcome in found.outcomes]
+        ['none', 'pruning']
+    """
+    terms, folder = TrialSettings(**settings), Path(output)
+    kind = domain_of_model(model).name
+    made = make_defenses("none") | make_defenses(list(DEFENSES) if defenses is None else defenses)
+    split = Split.of(samples, terms.attacked, terms.batch_size)
+    server = _Server(terms, processing_class, split, attacks or ATTACKS[kind], folder / "audits")
+    modality = modality_of(model, processing_class, server.terms)
+    trials = Trials(model, processing_class, modality, split, terms, folder)
+    start = server.reads(model, made, "start")
+    outcomes: list[Outcome] = []
+    plain: list[int] | None = None
+    for number, (label, defense) in enumerate(logging.tqdm(made.items(), desc="defenses")):
+        rate, cell = trials.best(label, defense)
+        plain = plain or cell["judging"]
+        end = server.reads(trials.trained(label, defense, rate), {label: defense}, f"end{number}")
+        told = _told(label, {"start": start, "end": end})
+        outcomes += [_outcome(label, rate, cell["judging"], plain, told)] if told else []
+    said, chance = TERMS[kind], start.chance.scores[start.terms.score].mean
+    choice = choose(outcomes, terms.budget, chance, said.scale, f" {said.unit}")
+    _write(choice, chance, terms, folder, kind)
+    return choice
+
+
+class _Server:
+    """Attacks the same samples at every model, knowing the noise's covariance."""
+
+    def __init__(
+        self,
+        trial: TrialSettings,
+        processing_class: Any,
+        split: Split,
+        attacks: Spec | Sequence[Spec],
+        folder: Path,
+    ) -> None:
+        self.terms = AuditSettings(
+            batch_size=trial.message_size, seed=trial.seed, max_length=trial.max_length,
+            noise_known=True, reference=False,
+        )  # fmt: skip
+        self._processing_class, self._split = processing_class, split
+        self._attacks, self._folder = attacks, folder
+
+    def reads(self, model: nn.Module, defenses: dict[str, Defense], name: str) -> Summary:
+        specs = [{label: defense} for label, defense in defenses.items()]
+        found = audit(
+            model, self._processing_class, self._split.attacked, specs, self._attacks,
+            output=self._folder / name, **dataclasses.asdict(self.terms),
+        )  # fmt: skip
+        return summarize(found)
+
+
+def _told(label: str, stages: dict[str, Summary]) -> list[tuple[Any, str, str]]:
+    """What attackers read of a defense, by whom and when; nothing, with a warning, if none could be
+    applied: then nobody knows what it hides, and it is not recommended.
+    """
+    told = [
+        (row.scores[summary.terms.score], row.attack, stage)
+        for stage, summary in stages.items()
+        for row in summary.rows
+        if row.defense == label and row.scores
+    ]
+    if not told and label == "none":
+        raise ValueError("No attack reads this model's undefended gradient: give others (--attack)")
+    if not told:
+        logger.warning(f"{label} is left out: no attack could be applied. Give others (--attack).")
+    return told
+
+
+def _outcome(
+    label: str, rate: float, right: list[int], plain: list[int], told: list[tuple[Any, str, str]]
+) -> Outcome:
+    most, attack, stage = max(told, key=lambda one: one[0].mean)
+    low, high = (most.mean if end is None else end for end in (most.low, most.high))
+    lost = np.array(plain) - np.array(right)
+    leak = Estimate(most.mean, low, high)
+    return Outcome(label, rate, _mean(right), _mean(lost), leak, attack, stage)
+
+
+def _mean(values: Any) -> Estimate:
+    """Of samples, with the normal 95 % interval."""
+    found = np.asarray(values, dtype=float)
+    half = 1.96 * found.std(ddof=1) / np.sqrt(len(found))
+    return Estimate(float(found.mean()), float(found.mean() - half), float(found.mean() + half))
+
+
+def _write(choice: Choice, chance: float, terms: TrialSettings, folder: Path, kind: str) -> None:
+    write_json(folder / "recommend.json", {
+        "settings": dataclasses.asdict(terms), "chance": chance, **dataclasses.asdict(choice),
+    })  # fmt: skip
+    write_text(folder / "recommend.md", markdown_table(choice, TERMS[kind]))
+    write_text(folder / "recommend.html", html_report(choice, chance, terms, TERMS[kind]))
+    path = folder / "recommended.yaml"
+    path.unlink(missing_ok=True)
+    if choice.chosen is not None:
+        write_text(path, configuration(choice, terms))

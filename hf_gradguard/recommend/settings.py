@@ -1,0 +1,87 @@
+"""What `gradguard recommend` takes. Nothing heavy is imported here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..audit.settings import option
+
+DEFENSES = (
+    "gaussian_noise:relative_scale=5",
+    "gaussian_noise:relative_scale=20",
+    "gaussian_noise:relative_scale=50",
+    "optimal_noise:relative_scale=5",
+    "optimal_noise:relative_scale=20",
+    "pruning:ratio=0.99",
+    "optimal_pruning:ratio=0.9",
+)
+ATTACKS = {"text": "span,tag:steps=300", "image": "inverting_gradients"}
+
+
+@dataclass(kw_only=True)
+class TrialSettings:
+    """The terms of the trials, equal for all defenses.
+
+    Args:
+        steps: Optimizer steps of a training.
+        batch_size: Samples in a message of training.
+        message_size: Samples in a message that is attacked.
+        attacked: Samples that are attacked. They are never trained on.
+        learning_rate: Undefended rates are tried around it. For noise of r times the gradient,
+            around √(1 + r²) times it, because Adam divides its steps by as much.
+        budget: Accuracy that may be lost, as a share.
+        max_length: Longer texts are cut to so many tokens.
+        seed: Of the split, the trainings and the attacks.
+
+    Raises:
+        ValueError: For values out of range.
+    """
+
+    steps: int = option(100, "optimizer steps of a training")
+    batch_size: int = option(16, "samples in a message of training")
+    message_size: int = option(1, "samples in a message that is attacked")
+    attacked: int = option(8, "samples that are attacked")
+    learning_rate: float = option(2e-4, "undefended rates are tried around it")
+    budget: float = option(0.02, "accuracy that may be lost")
+    max_length: int = option(64, "tokens; longer texts are cut")
+    seed: int = option(0, "of the split, the trainings and the attacks")
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch_size", "message_size", "attacked", "max_length"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, but is {getattr(self, name)}.")
+        if not self.learning_rate > 0:
+            raise ValueError(f"learning_rate must be above 0, but is {self.learning_rate}.")
+        if not 0 <= self.budget < 1:
+            raise ValueError(f"budget must be from 0 to below 1, but is {self.budget}.")
+        if self.attacked % self.message_size:
+            raise ValueError(
+                f"{self.attacked} samples do not fill messages of {self.message_size}: take a "
+                "multiple."
+            )
+
+
+@dataclass(kw_only=True)
+class CommandSettings(TrialSettings):
+    """What the command takes beside them."""
+
+    model: str = option("", "text or image classifier: a folder or a Hub name")
+    dataset: str = option(
+        "", "tsv, csv, json, parquet or npz (images) file, a folder of images, or a Hub name"
+    )
+    dataset_config: str | None = option(None, "of a Hub data set with several")
+    split: str = option("train", "of a Hub data set or a folder")
+    column: str | None = option(None, "of texts or images. Default: the usual ones")
+    label_column: str | None = option(None, "of class ids or names. Default: the usual ones")
+    rows: int = option(3000, "of the data at most, drawn at random")
+    defense: Any = field(
+        default=None,
+        metadata={"help": "as for `gradguard audit`. Default: noise and pruning"},
+    )
+    attack: Any = field(
+        default=None,
+        metadata={"help": "as for `gradguard audit`. Default: the strongest that are quick"},
+    )
+    output: str = option("", "folder to write to; an interrupted run in it goes on")
+    device: str | None = option(None, "Default: cuda if there is one")

@@ -1,0 +1,169 @@
+"""Short trainings, each by `GradGuardTrainer` itself."""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import PrinterCallback
+from transformers.utils import logging
+
+from ..audit.cells import Cell, Cells, code_digest, digest
+from ..audit.modality import Images, Texts
+from ..data.samples import Sample
+from ..defenses import Defense
+from ..training.config import GradGuardConfig
+from ..training.learning_rate import rate_factor
+from ..training.trainer import GradGuardTrainer
+from .settings import TrialSettings
+
+
+@dataclass(frozen=True)
+class Split:
+    """Samples by what they are for. Nothing that is attacked or judges is trained on.
+
+    Args:
+        attacked: For attacks.
+        choosing: For choosing learning rates.
+        judging: For the accuracy that is reported.
+        training: All others.
+
+    Example:
+        >>> split = Split.of([("a film", 0)] * 100, attacked=8, batch_size=16)
+        >>> len(split.attacked), len(split.choosing), len(split.judging), len(split.training)
+        (8, 18, 18, 56)
+    """
+
+    attacked: list[Sample]
+    choosing: list[Sample]
+    judging: list[Sample]
+    training: list[Sample]
+
+    @classmethod
+    def of(cls, samples: Sequence[Sample], attacked: int, batch_size: int) -> Split:
+        """Of samples in random order: a fifth judges, and another chooses, 500 at most each.
+
+        Raises:
+            ValueError: If too few are left to train on.
+        """
+        rest = list(samples[attacked:])
+        held = min(500, len(rest) // 5)
+        if held < 2 or len(rest) - 2 * held < batch_size:
+            raise ValueError(
+                f"{len(samples)} samples are too few: {attacked} are attacked, two fifths "
+                f"of the others choose rates and judge, and the rest must fill a batch of "
+                f"{batch_size}."
+            )
+        return cls(list(samples[:attacked]), rest[:held], rest[held : 2 * held], rest[2 * held :])
+
+
+class Trials:
+    """Trainings of one model on one split, kept as cells.
+
+    Args:
+        model: As it starts. Never changed.
+        modality: Makes batches of samples.
+        split: Of the data.
+        terms: Of all trainings.
+        folder: Holds cells, and the trained weights of each defense's best rate.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        processing_class: Any,
+        modality: Texts | Images,
+        split: Split,
+        terms: TrialSettings,
+        folder: Path,
+    ) -> None:
+        self.model, self.modality, self.split, self.terms = model, modality, split, terms
+        self._processing_class = processing_class
+        self._cells, self._folder = Cells(folder / "cells"), folder / "cells"
+        sizes = (terms.steps, terms.batch_size, terms.max_length, terms.seed)
+        judged = [modality.batch(some) for some in (split.choosing, split.judging)]
+        codes = code_digest(GradGuardTrainer, type(modality))
+        self._key = digest(model, judged, len(split.training), sizes, codes)
+
+    def of(self, label: str, defense: Defense, rate: float) -> Cell:
+        """`choosing`, an accuracy, and `judging`, which of those samples are right."""
+        path = self._weights(label, defense, rate)
+        return self._cells.once(path.stem, lambda: self._run(defense, rate, path))
+
+    def best(self, label: str, defense: Defense) -> tuple[float, Cell]:
+        """The best learning rate of those tried, of equals the smallest, and its cell."""
+        rates = logging.tqdm(self.rates(defense), desc=f"train {label}", leave=False)
+        tried = {rate: self.of(label, defense, rate) for rate in rates}
+        best = max(tried, key=lambda rate: (tried[rate]["choosing"], -rate))
+        for rate in tried:
+            if rate != best:
+                self._weights(label, defense, rate).unlink(missing_ok=True)
+        return best, tried[best]
+
+    def rates(self, defense: Defense) -> list[float]:
+        """Three, in steps of two."""
+        middle = self.terms.learning_rate * (rate_factor(defense) or 1.0)
+        return [middle / 2, middle, middle * 2]
+
+    def trained(self, label: str, defense: Defense, rate: float) -> nn.Module:
+        """The model after that training."""
+        model, path = copy.deepcopy(self.model), self._weights(label, defense, rate)
+        if not path.exists():  # somebody removed it
+            self._run(defense, rate, path)
+        model.load_state_dict(load_file(path), strict=False)
+        return model.eval()
+
+    def _weights(self, label: str, defense: Defense, rate: float) -> Path:
+        return self._folder / f"{digest(self._key, label, defense, rate)}.safetensors"
+
+    def _run(self, defense: Defense, rate: float, path: Path) -> Cell:
+        model = copy.deepcopy(self.model)
+        self._train(model, defense, rate)
+        save_file(_state(model), path)
+        choosing, judging = (
+            self._right(model, some) for some in (self.split.choosing, self.split.judging)
+        )
+        return {"choosing": sum(choosing) / len(choosing), "judging": judging}
+
+    def _train(self, model: nn.Module, defense: Defense, rate: float) -> None:
+        terms = self.terms
+        with tempfile.TemporaryDirectory() as folder:
+            args = GradGuardConfig(
+                folder, max_steps=terms.steps, per_device_train_batch_size=terms.batch_size,
+                learning_rate=rate, warmup_steps=0.1, seed=terms.seed,
+                save_strategy="no", logging_strategy="no", report_to="none", disable_tqdm=True,
+                remove_unused_columns=False, scale_learning_rate=False,
+                use_cpu=next(model.parameters()).device.type == "cpu",
+            )  # fmt: skip
+            trainer = GradGuardTrainer(
+                model, args, defense=copy.deepcopy(defense), train_dataset=self.split.training,
+                data_collator=self.modality.batch, processing_class=self._processing_class,
+            )  # fmt: skip
+            trainer.remove_callback(PrinterCallback)
+            trainer.train()
+
+    def _right(self, model: nn.Module, samples: Sequence[Sample]) -> list[int]:
+        model.eval()
+        device, found = next(model.parameters()).device, list[int]()
+        for start in range(0, len(samples), 32):
+            batch = self.modality.batch(samples[start : start + 32])
+            labels = batch.pop("labels")
+            with torch.no_grad():
+                inputs = {name: tensor.to(device) for name, tensor in batch.items()}
+                classes = model(**inputs).logits.argmax(-1).cpu()
+            found += (classes == labels).int().tolist()
+        return found
+
+
+def _state(model: nn.Module) -> dict[str, torch.Tensor]:
+    trained = {n for n, p in model.named_parameters() if p.requires_grad}
+    buffers = {n for n, _ in model.named_buffers()}
+    state = model.state_dict()
+    return {n: t.detach().clone().contiguous() for n, t in state.items() if n in trained | buffers}

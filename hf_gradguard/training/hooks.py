@@ -1,0 +1,218 @@
+"""The Trainer that relies on another library's private names: it turns them into public ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, Sampler
+from transformers import PreTrainedModel, Trainer
+
+from .checkpoints import begin_checkpoint, list_checkpoint
+from .partition import is_of_datasets
+
+
+class RenamedWeightsTrainer(Trainer):
+    """`Trainer` that also resumes from weights which `save_pretrained` renamed.
+
+    Transformers 5.23 saves some models (ViT) under older names, which its own Trainer then does not
+    find when it resumes: it warns and leaves the weights as they start (its issue 43701).
+    `from_pretrained` knows both names.
+
+    Raises:
+        RuntimeError: If a checkpoint holds other weights than the model has.
+
+    Example:
+        >>> trainer = RenamedWeightsTrainer(model)
+    """
+
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        self._renamed = bool(load_result.missing_keys and load_result.unexpected_keys)
+        if not self._renamed:
+            super()._issue_warnings_after_load(load_result)
+
+    def _load_from_checkpoint(
+        self, resume_from_checkpoint: str, model: nn.Module | None = None
+    ) -> None:
+        self._renamed = False
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        self._load_renamed(resume_from_checkpoint, self.model if model is None else model)
+
+    def _load_best_model(self) -> None:
+        self._renamed = False
+        super()._load_best_model()
+        self._load_renamed(str(self.state.best_model_checkpoint), self.model)
+
+    def _load_renamed(self, folder: str, model: nn.Module) -> None:
+        if not self._renamed:
+            return
+        if not isinstance(model, PreTrainedModel):
+            raise RuntimeError(
+                f"{folder} holds other weights than {type(model).__name__} has: it is of another "
+                "model."
+            )
+        loaded, found = type(model).from_pretrained(
+            folder, output_loading_info=True, trust_remote_code=False
+        )
+        if found["missing_keys"] or found["unexpected_keys"]:
+            raise RuntimeError(
+                f"{folder} holds other weights than {type(model).__name__} has. Missing: "
+                f"{sorted(found['missing_keys'])[:5]}, unexpected: "
+                f"{sorted(found['unexpected_keys'])[:5]}. It is of another model, or another "
+                "version of it."
+            )
+        model.load_state_dict(loaded.state_dict())
+
+
+class SeamTrainer(RenamedWeightsTrainer):
+    """`Trainer` whose private methods call public ones, which a subclass fills in.
+
+    Example:
+        >>> trainer = SeamTrainer(model)
+        >>> trainer.training_collator(list) is list  # as it is, unless a subclass says otherwise
+        True
+    """
+
+    current_flos: float
+    data_collator: Any
+    counts_items: bool = True  # whether ranks add up the labels of a step
+
+    def training_collator(self, collate: Any) -> Any:
+        """What makes training batches of rows, given what the Trainer has."""
+        return collate
+
+    def training_data(self, dataset: Any) -> Any:
+        """What training batches are read from, given what their sampler knows."""
+        return dataset
+
+    def before_saving(self) -> None:
+        """After every optimizer step, before anything is logged, evaluated or saved."""
+
+    def before_training(self) -> None:
+        """When training begins, after `model_init` and a trial's settings, before anything is
+        loaded.
+        """
+
+    def save_state_of_rank(self, folder: str) -> None:
+        """Write what this rank alone remembers to a checkpoint's folder."""
+
+    def load_state_of_rank(self, folder: str) -> None:
+        """Read it again."""
+
+    def average_over_ranks(self, figure: Tensor) -> None:
+        """Replace a figure of this rank by its mean over ranks, in place. Here: on one rank."""
+
+    def store_flos(self) -> None:
+        """As in `Trainer`, of a mean in place of this rank's own count, which tells its tokens."""
+        scale = 2.0**40  # a step's count is from 1e6 to 1e20
+        flos = torch.tensor(self.current_flos / scale, dtype=torch.float64, device=self.args.device)
+        self.average_over_ranks(flos)
+        self.current_flos = float(flos) * scale
+        super().store_flos()
+
+    def loader_of(
+        self, dataset: Dataset, sampler: Sampler, batch_size: int | None = None
+    ) -> DataLoader:
+        """Training batches of what `sampler` draws from `dataset`, so many draws each."""
+        return self._get_dataloader(
+            dataset=dataset,
+            description=_TRAINING,
+            batch_size=batch_size or self.args.per_device_train_batch_size,
+            sampler_fn=lambda _: sampler,
+            is_training=True,
+        )
+
+    def _get_dataloader(
+        self,
+        dataset: Any,
+        description: str,
+        batch_size: int,
+        sampler_fn: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> DataLoader:
+        read = dataset
+        if description == _TRAINING and (read := self.training_data(dataset)) is not dataset:
+            if is_of_datasets(dataset, "Dataset"):  # as for a data set that is read as it is
+                dataset = self._remove_unused_columns(dataset, description=description)
+                read = self.training_data(dataset)
+            draw = sampler_fn
+            sampler_fn = None if draw is None else lambda _: draw(dataset)
+        collate = self.data_collator
+        if description == _TRAINING and is_of_datasets(read, "Dataset", "IterableDataset"):
+            self.data_collator = self.training_collator(collate)  # which is taken as it is
+        try:
+            return super()._get_dataloader(
+                read, description, batch_size, sampler_fn, *args, **kwargs
+            )
+        finally:
+            self.data_collator = collate
+
+    def _get_collator_with_removed_columns(
+        self, data_collator: Any, description: str | None = None
+    ) -> Any:
+        collate = super()._get_collator_with_removed_columns(data_collator, description)
+        return self.training_collator(collate) if description == _TRAINING else collate
+
+    def _maybe_log_save_evaluate(self, tr_loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        self.before_saving()
+        if self.control.should_log and self.state.global_step > self._globalstep_last_logged:
+            self.average_over_ranks(tr_loss)  # which the Trainer then gathers
+        super()._maybe_log_save_evaluate(tr_loss, *args, **kwargs)
+
+    def _get_num_items_in_batch(self, *args: Any, **kwargs: Any) -> Tensor | int | None:
+        if not self.counts_items:
+            return None
+        with self._reduced_counts():
+            return super()._get_num_items_in_batch(*args, **kwargs)
+
+    def _track_num_input_tokens(self, *args: Any, **kwargs: Any) -> None:
+        with self._reduced_counts():
+            super()._track_num_input_tokens(*args, **kwargs)
+
+    @contextmanager
+    def _reduced_counts(self) -> Iterator[None]:
+        """Counts that the Trainer would gather from all ranks, to add them up, arrive added up."""
+
+        def total(count: Tensor) -> Tensor:
+            mean = count.to(torch.float64, copy=True)  # whole numbers up to 2⁵³
+            self.average_over_ranks(mean)
+            return (mean * self.accelerator.num_processes).round().to(count.dtype)
+
+        gather, self.accelerator.gather = self.accelerator.gather, total
+        try:
+            yield
+        finally:
+            self.accelerator.gather = gather
+
+    def _hp_search_setup(self, trial: Any) -> None:
+        super()._hp_search_setup(trial)
+        self.before_training()
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        folder = Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}"
+        if self.args.should_save:
+            begin_checkpoint(folder)
+        self.accelerator.wait_for_everyone()
+        super()._save_checkpoint(model, trial)
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        super()._save_rng_state(output_dir)
+        self.save_state_of_rank(output_dir)
+        # Before rank 0 writes its own state, the last file, and deletes older checkpoints.
+        self.accelerator.wait_for_everyone()
+        if self.args.should_save:
+            list_checkpoint(Path(output_dir))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        # Not beside the random state, which a resumed run may leave behind.
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is not None:
+            self.load_state_of_rank(checkpoint)
+
+
+_TRAINING = "Training"  # what the Trainer calls its batches

@@ -1,0 +1,164 @@
+"""For training loops of one's own: what `backward` is elsewhere, with a protected gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+from transformers.utils import logging
+
+from ..defenses import Defense, Message, make_defense
+from ..defenses.none import NoDefense
+from ..gradient_map import GradientMap
+from ..gradient_map.domain import check_batch
+from ..gradient_map.inputs import LossFunction, model_loss
+from .checks import check_accelerator, check_model
+from .dropout import private_draws
+from .exchange import average
+from .message import Draws
+from .tables import AgreedTables
+
+logger = logging.get_logger(__name__)
+
+
+def protect(
+    model: nn.Module,
+    batch: Mapping[str, Any],
+    defense: str | Defense,
+    accelerator: Any = None,
+    loss_fn: LossFunction | None = None,
+) -> Tensor:
+    """Differentiate the loss of a batch, and add the protected gradient to `.grad`.
+
+    It stands in the place of `loss = model(**batch).loss; accelerator.backward(loss)`. Tables that
+    the input indexes get no gradient.
+
+    Args:
+        model: Any that `GradientMap` takes. A wrapper of DDP or Fabric is taken off.
+        batch: What a collator returns, labels included, on the model's device.
+        defense: A name, which stands for one defense as long as the model lives, or an object,
+            whose `state_dict` belongs in a checkpoint.
+        accelerator: Of Accelerate, or Lightning's Fabric: the gradient is averaged over its
+            processes, all of which have to call this, and divided by its accumulation steps.
+            Without one, the gradient is this process's own.
+        loss_fn: `(model, batch) -> scalar`, the batch-mean loss. Default: the loss that the model
+            returns.
+
+    Returns:
+        The batch-mean loss, detached.
+
+    Raises:
+        NotImplementedError: For models and accelerators that cannot be protected; see `checks.py`.
+        FloatingPointError: If the true or the protected gradient is not finite.
+        ValueError: If there is no usable continuous input, and the defense asks for one; nothing to
+            share; or no loss.
+
+    Example:
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> loss = protect(model, batch, "optimal_noise")
+        >>> optimizer.step()
+    """
+    module = _bare(model)
+    check_model(module)
+    if isinstance(accelerator, Accelerator):
+        check_accelerator(accelerator)
+    loop = _LOOPS.setdefault(module, _Loop())
+    ranks, loss_fn = loop.ranks(accelerator), loss_fn or model_loss
+    defense = loop.prepared(module, defense)
+    check_batch(module, batch, defense.needs_input)
+    if ranks is not None:
+        loop.tables(ranks).settle(module, batch, loss_fn)
+    gmap, message = _message(module, batch, defense, loss_fn)
+    steps = getattr(accelerator, "gradient_accumulation_steps", 1)
+    with torch.no_grad():
+        shared = [message[n].to(p.dtype, copy=True) for n, p in gmap.parameters.items()]
+        if ranks is not None:
+            average(shared, ranks)
+        for parameter, part in zip(gmap.parameters.values(), shared, strict=True):
+            part /= steps
+            parameter.grad = part if parameter.grad is None else parameter.grad.add_(part)
+    return gmap.loss
+
+
+def _message(
+    module: nn.Module, batch: Mapping[str, Any], defense: Defense, loss_fn: LossFunction
+) -> tuple[GradientMap, Message]:
+    noise, _, dropout = Draws().at(0)
+    device = next(module.parameters()).device
+    with private_draws(None if isinstance(defense, NoDefense) else dropout, device):
+        gmap = GradientMap(
+            module,
+            batch,
+            loss_fn=loss_fn,
+            second_order=defense.needs_jacobian,
+            needs_input=defense.needs_input,
+        )
+        return gmap, defense(gmap, noise)
+
+
+class _FabricRanks:
+    """Lightning's Fabric by the names that Accelerate has for the same things."""
+
+    def __init__(self, fabric: Any) -> None:
+        self._fabric = fabric
+        self.num_processes, self.process_index = fabric.world_size, fabric.global_rank
+        self.device = fabric.device
+
+    def reduce(self, tensor: Tensor, reduction: str) -> Tensor:
+        reduced: Tensor = self._fabric.all_reduce(tensor, reduce_op=reduction)
+        return reduced
+
+
+class _Loop:
+    """What is kept of a model's loop."""
+
+    def __init__(self) -> None:
+        self._named: dict[str, Defense] = {}
+        self._last: Defense | None = None
+        self._ranks: tuple[Any, Any] = None, None
+        self._tables: AgreedTables | None = None
+
+    def ranks(self, accelerator: Any) -> Any:
+        """What carries messages."""
+        if accelerator is not self._ranks[0]:
+            fabric = hasattr(accelerator, "all_reduce") and not isinstance(accelerator, Accelerator)
+            self._ranks = accelerator, _FabricRanks(accelerator) if fabric else accelerator
+            self._tables = None
+        return self._ranks[1]
+
+    def tables(self, ranks: Any) -> AgreedTables:
+        """Those that all ranks withhold."""
+        self._tables = self._tables or AgreedTables(ranks)
+        return self._tables
+
+    def prepared(self, module: nn.Module, defense: str | Defense) -> Defense:
+        """The defense, ready for the model."""
+        if isinstance(defense, str):
+            if defense not in self._named:
+                self._named[defense] = make_defense(defense)
+            defense = self._named[defense]
+        if defense is not self._last:
+            defense.prepare(module)
+            self._last = defense
+        return defense
+
+
+def _bare(model: nn.Module) -> nn.Module:
+    """The module inside a wrapper that would exchange gradients by itself."""
+    wrapped = isinstance(model, nn.parallel.DistributedDataParallel)
+    if not wrapped and type(model).__name__ != "_FabricModule":
+        return model
+    if wrapped:
+        logger.warning_once(
+            "The model is wrapped in DistributedDataParallel, whose reducer is not used: it would "
+            "average true gradients. protect() averages protected ones."
+        )
+    inner: Any = model.module
+    return _bare(inner)
+
+
+_LOOPS: WeakKeyDictionary[nn.Module, _Loop] = WeakKeyDictionary()

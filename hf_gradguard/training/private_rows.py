@@ -1,0 +1,296 @@
+"""Differential privacy for the rows of a Trainer's data: batches by Poisson sampling, noise
+calibrated to the whole training, and the ε spent so far.
+
+Every client has rows of its own, that no other client has, and draws each of them for each batch
+with probability q, independently. So a row changes messages of one client only, by the clipping
+bound each. Which rows were drawn nobody else knows.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, Sampler
+from transformers import TrainerCallback, TrainingArguments
+from transformers.utils import logging
+
+from ..defenses import Chain, Defense
+from ..leakage import PrivacyAccount, dp_sgd_noise_multiplier
+from .checks import is_iterable
+from .clients import ClientBatch, divide, round_sampler
+from .guarded import GuardedTrainer
+from .partition import Rows
+from .poisson import DUMMY, PoissonSampler
+from .start import check_agreed
+
+if TYPE_CHECKING:
+    from ..defenses.dp import PrivateSGD
+
+logger = logging.get_logger(__name__)
+
+
+class PrivateRows(TrainerCallback):
+    """Of a Trainer with `dp_sgd(per_sample=True)`.
+
+    Args:
+        defense: The one that was asked for.
+        args: Training arguments.
+        rows: How many the data set has.
+        rank: This rank.
+        ranks: How many there are.
+        clients: Gives the defenses of this rank's clients, which are calibrated when a training
+            begins.
+        account: Of what was shared so far of this data.
+
+    Attributes:
+        parts: The rows of each client on all ranks.
+        account: Of this rank's clients, each of which shares as many messages as the others.
+
+    Raises:
+        ValueError: If a client would have no rows.
+    """
+
+    def __init__(
+        self, defense: PrivateSGD, args: TrainingArguments, rows: int, rank: int, ranks: int,
+        clients: Callable[[], Sequence[Defense]], account: PrivacyAccount | None = None,
+    ) -> None:  # fmt: skip
+        self.defense, self._args, self._rank, self._ranks = defense, args, rank, ranks
+        hosted = getattr(args, "clients_per_process", 1)
+        count = ranks * hosted
+        if rows < count:
+            raise ValueError(f"{rows} rows of train_dataset are too few for {count} clients.")
+        self.parts: list[Rows] = [np.arange(client, rows, count) for client in range(count)]
+        self.batch_size = args.per_device_train_batch_size / hosted
+        self._rates = [min(1.0, self.batch_size / len(part)) for part in self.parts]
+        self.rate = max(self._rates)
+        self._clients = clients
+        self.noise_multiplier = defense.noise_multiplier
+        self.account = account or PrivacyAccount()
+
+    def sampler(self) -> PoissonSampler:
+        """Draws the batches of an epoch: as many as would go through all rows once."""
+        rounds = math.ceil(min(map(len, self.parts)) / self.batch_size)
+        seed = getattr(self._args, "noise_seed", None)
+        return PoissonSampler(self.parts, self._rates, self._rank, self._ranks, rounds, seed)
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: Any, *_: Any, model: nn.Module, **kwargs: Any
+    ) -> None:
+        """Find the noise for the messages that are to come, when their number is known."""
+        messages = (state.max_steps - state.global_step) * args.gradient_accumulation_steps
+        if self.defense.target_epsilon is not None:
+            assert self.defense.delta is not None  # it was checked with it
+            target = self.defense.target_epsilon, self.defense.delta
+            if not self._keeps(messages, *target):
+                self.noise_multiplier = dp_sgd_noise_multiplier(
+                    *target, self.rate, messages, self.account
+                )
+        multiplier = self.noise_multiplier
+        assert multiplier is not None
+        if args.world_size > 1:
+            check_agreed({"the noise multiplier (rows, steps)": multiplier}, args.device)
+        each = multiplier
+        if getattr(args, "noise_for", "message") == "sum":
+            each /= math.sqrt(len(self.parts))
+        for client in self._clients():
+            client.calibrate(each, self.batch_size)  # type: ignore[attr-defined]
+        if self._rank == 0:
+            self._announce(messages, multiplier)
+
+    def _keeps(self, messages: int, target: float, delta: float) -> bool:
+        """Whether a training that goes on keeps its target with the noise that it had."""
+        if not self.account.messages:
+            return False
+        multiplier, rate = list(self.account.messages)[-1]
+        planned = PrivacyAccount(self.account.messages)
+        planned.add(multiplier, rate, messages)
+        if rate != self.rate or planned.epsilon(delta) > target:
+            return False
+        self.noise_multiplier = multiplier
+        return True
+
+    def _announce(self, messages: int, multiplier: float) -> None:
+        least, most = min(map(len, self.parts)), max(map(len, self.parts))
+        rows = f"{least}" if least == most else f"{least} to {most}"
+        text = (
+            f"dp_sgd per sample: each of {len(self.parts)} clients draws each of its {rows} rows "
+            f"with probability {self.rate:.4g} for each of {messages} messages; noise multiplier "
+            f"{multiplier:.4g}"
+        )
+        if (delta := self.defense.delta) is not None:
+            planned = PrivacyAccount(self.account.messages)
+            planned.add(multiplier, self.rate, messages)
+            text += f", ε = {planned.epsilon(delta):.4g} at δ = {delta:g} in the end"
+            if delta * most >= 1:
+                text += f". δ is no less than one over {most} rows: it would let a row be shown"
+        logger.warning(f"{text}. ε is of gradients alone, not of logged losses.")
+
+    def counted(self, batches: list[ClientBatch]) -> list[ClientBatch]:
+        """A step's clients, each of which now shares a message; of an empty batch noise alone."""
+        from ..defenses.dp import NoSample, PrivateSGD
+
+        assert self.noise_multiplier is not None
+        self.account.add(self.noise_multiplier, self.rate)
+        found = []
+        for batch in batches:
+            empty = batch.rows is not None and bool((batch.rows == DUMMY).any())
+            if empty and isinstance(batch.defense, PrivateSGD) and batch.rows is not None:
+                noise = NoSample.of(batch.defense)
+                batch = batch._replace(defense=noise, rows=batch.rows[:0])
+            found.append(batch)
+        return found
+
+    @property
+    def epsilon(self) -> float | None:
+        """ε of what was shared so far, if a δ is set."""
+        return None if self.defense.delta is None else self.account.epsilon(self.defense.delta)
+
+    def figures(self) -> dict[str, float]:
+        """For the log."""
+        return {} if self.epsilon is None else {"defense/epsilon": self.epsilon}
+
+    def save(self, folder: str) -> None:
+        """Write the account to a checkpoint: it says nothing of the data."""
+        rows = [[*key, count] for key, count in self.account.messages.items()]
+        _file(folder, self._rank).write_text(json.dumps(rows))
+
+    def load(self, folder: str) -> None:
+        """Read it again.
+
+        Raises:
+            ValueError: If there is none of this rank.
+        """
+        if not (file := _file(folder, self._rank)).is_file():
+            raise ValueError(
+                f"{folder} holds no count of the messages that this rank shared, so ε would leave "
+                "them out. Resume with as many ranks as were saved, from a run of dp_sgd with "
+                "per_sample=True."
+            )
+        rows = torch.tensor(json.loads(file.read_text()), dtype=torch.float64).reshape(-1, 3)
+        self.account.load_state_dict({"messages": rows})
+
+
+class PrivateRowsTrainer(GuardedTrainer):
+    """A Trainer that draws rows as its defense needs them drawn, and keeps count of messages.
+
+    Attributes:
+        private_rows: Of `dp_sgd` with `per_sample`; `None` for all other defenses.
+
+    Example:
+        >>> PrivateRowsTrainer(model).private_rows is None
+        True
+    """
+
+    private_rows: PrivateRows | None = None
+    _clients: list[Defense]
+    defense: Defense
+
+    def divide_rows(self, own_batches: bool) -> list[Rows]:
+        """The rows of each client of the defense that is asked for now; none where batches are
+        drawn from all rows alike.
+
+        Args:
+            own_batches: Whether the class draws batches in a way of its own.
+
+        Raises:
+            NotImplementedError: Where batches could not be drawn as (ε, δ) takes them to be.
+        """
+        ranks, before = self.accelerator.num_processes, self.private_rows
+        self.remove_callback(PrivateRows)
+        self.private_rows, self.counts_items = None, True
+        parts = list(_parts_of(self.defense))
+        if not any(getattr(part, "per_sample", False) for part in parts):
+            return divide(self.train_dataset, self.args, ranks)
+        _refuse(self, len(parts) > 1, own_batches)
+        if own_batches or self.train_dataset is None:
+            return []
+        defense: Any = self.defense
+        self.private_rows = PrivateRows(
+            defense, self.args, len(self.train_dataset), self.args.process_index, ranks,
+            lambda: self._clients, None if before is None else before.account,
+        )  # fmt: skip
+        self.add_callback(self.private_rows)
+        self.counts_items = False  # each sample's loss is its own mean; counts would tell of rows
+        return self.private_rows.parts
+
+    def sampler_of(self, parts: Sequence[Rows]) -> Sampler:
+        """Draws batches of these clients' rows."""
+        if self.private_rows is not None:
+            return self.private_rows.sampler()
+        return round_sampler(parts, self.args, self.accelerator.num_processes)
+
+    def loader_of(
+        self, dataset: Dataset, sampler: Sampler, batch_size: int | None = None
+    ) -> DataLoader:
+        """As before; what a `PoissonSampler` draws at a time is a batch."""
+        batch_size = 1 if isinstance(sampler, PoissonSampler) else batch_size
+        return super().loader_of(dataset, sampler, batch_size)
+
+    def counted(self, batches: list[ClientBatch]) -> list[ClientBatch]:
+        """What clients are about to share messages of, counted where that is asked for."""
+        return batches if self.private_rows is None else self.private_rows.counted(batches)
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """As in `Trainer`, with ε so far beside the training loss."""
+        if self.private_rows is not None and ("loss" in logs or "train_loss" in logs):
+            logs.update(self.private_rows.figures())
+        super().log(logs, *args, **kwargs)
+
+    def save_state_of_rank(self, folder: str) -> None:
+        """The count of messages."""
+        if self.private_rows is not None:
+            self.private_rows.save(folder)
+
+    def load_state_of_rank(self, folder: str) -> None:
+        """The count of messages."""
+        if self.private_rows is not None:
+            self.private_rows.load(folder)
+
+
+def _file(folder: str, rank: int) -> Path:
+    return Path(folder) / f"gradguard_epsilon_rank{rank}.json"
+
+
+def _parts_of(defense: Defense) -> Iterator[Defense]:
+    if isinstance(defense, Chain):
+        yield from _parts_of(defense.first)
+        yield from _parts_of(defense.second)
+    else:
+        yield defense
+
+
+def _refuse(trainer: Any, chained: bool, own_batches: bool) -> None:
+    args, say = trainer.args, "GradGuardTrainer does not support dp_sgd with per_sample=True"
+    if chained:
+        raise NotImplementedError(
+            f"{say} in a chain: what stands beside it may look at the data again, and nothing says "
+            "that it does not. Use it alone."
+        )
+    if getattr(args, "num_clients", None):
+        raise NotImplementedError(
+            f"{say} with num_clients, which draws clients and a fixed number of their rows. Leave "
+            "it out: ranks and clients_per_process have fixed rows of their own here."
+        )
+    if own_batches or trainer.train_dataset is None or is_iterable(trainer.train_dataset):
+        if trainer.defense.delta is not None or is_iterable(trainer.train_dataset):
+            raise NotImplementedError(
+                f"{say} and delta where batches are not drawn by the Trainer itself, row by row "
+                "from a data set with a length: ε is of Poisson sampling. Leave "
+                "get_train_dataloader as it is, or give noise_multiplier without delta, and "
+                "account for your own way of drawing batches."
+            )
+        return
+    if getattr(args, "train_sampling_strategy", "random") != "random" or (
+        args.accelerator_config.split_batches
+    ):
+        raise NotImplementedError(
+            f"{say} where batches are made by length or split: ε is of rows that are drawn "
+            "independently. Leave train_sampling_strategy and split_batches at their defaults."
+        )

@@ -1,0 +1,109 @@
+"""Ranks begin alike: with the same settings and parameters, from the same weights."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from accelerate.utils import broadcast, gather
+from torch import Tensor, nn
+from transformers import TrainerCallback, TrainingArguments
+from transformers.utils import logging
+
+logger = logging.get_logger(__name__)
+
+# What decides which exchanges there are, and of what. Other settings may differ.
+_SETTINGS = (
+    "secure_aggregation", "secure_aggregation_range", "share_input_embeddings", "withhold",
+    "batch_statistics", "leakage_limit", "leakage_action", "noise_for", "num_clients",
+    "gradient_accumulation_steps", "max_steps", "num_train_epochs",
+)  # fmt: skip
+
+
+def agreed_upon(args: TrainingArguments, model: nn.Module) -> dict[str, Any]:
+    """What has to be the same on all ranks, by name. Limits count by whether they stop a run.
+
+    Example:
+        >>> agreed_upon(TrainingArguments("out", max_steps=3), model)["max_steps"]
+        3
+    """
+    found = {name: getattr(args, name, None) for name in _SETTINGS}
+    limit, action = found.pop("leakage_limit"), found.pop("leakage_action")
+    found["leakage_action"] = None if limit is None else action
+    parameters = [
+        (name, tuple(p.shape), str(p.dtype), p.requires_grad)
+        for name, p in model.named_parameters()
+    ]
+    return found | {"the model's parameters, and which of them are trained": parameters}
+
+
+def check_agreed(found: Mapping[str, Any], device: torch.device | str) -> None:
+    """Refuse to train where ranks differ, on all of them: their exchanges would not fit together,
+    wait for each other, or mix up what is whose. All ranks must call it.
+
+    Args:
+        found: As `agreed_upon` says. Ranks send 8 bytes of a hash of each entry.
+        device: That ranks exchange from.
+
+    Raises:
+        ValueError: With what differs.
+
+    Example:
+        >>> check_agreed({"max_steps": 3}, "cpu")
+    """
+    own = torch.frombuffer(bytearray(b"".join(map(_hashed, found.values()))), dtype=torch.int64)
+    everyone = gather(own.to(device)).view(-1, len(own))
+    if differ := [
+        name for name, same in zip(found, (everyone == everyone[0]).all(0), strict=True) if not same
+    ]:
+        raise ValueError(
+            f"Ranks differ in {', '.join(differ)}, so nothing was trained. Start every rank with "
+            "the same settings and the same model, frozen alike."
+        )
+
+
+def _hashed(value: Any) -> bytes:
+    return hashlib.blake2b(repr(value).encode(), digest_size=8).digest()
+
+
+_PLANTED = (
+    "Rank 0 starts from another model than this rank has loaded: {} of {} tensors differ, and rank "
+    "0's were taken. Weights can be made so that gradients give away their data. If every rank was "
+    "to load the same checkpoint (and to make new heads under one seed), stop here."
+)
+
+
+def _digest(tensor: Tensor) -> bytes:
+    plain = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return hashlib.blake2b(plain.numpy().tobytes(), digest_size=16).digest()
+
+
+class StartAlike(TrainerCallback):
+    """Every rank is asked for the same, and starts, as wrapping in DDP would have made it, from
+    rank 0's parameters and buffers.
+
+    Rank 0 could plant weights that make gradients leak. A rank that has loaded a model of its own
+    says so where rank 0's is another.
+    """
+
+    def __init__(self) -> None:
+        self._started = False
+
+    def on_train_begin(
+        self, args: TrainingArguments, *_: Any, model: nn.Module, **kwargs: Any
+    ) -> None:
+        if args.world_size > 1:
+            check_agreed(agreed_upon(args, model), args.device)
+            # later on buffers hold statistics of rank 0's data
+            buffers = [] if self._started else list(model.buffers())
+            tensors = [tensor.detach() for tensor in (*model.parameters(), *buffers)]
+            compared = [] if self._started else tensors
+            before = list(map(_digest, compared))
+            with torch.no_grad():
+                broadcast(tensors)
+            pairs = zip(before, map(_digest, compared), strict=True)
+            if other := sum(one != after for one, after in pairs):
+                logger.warning(_PLANTED.format(other, len(tensors)))
+        self._started = True

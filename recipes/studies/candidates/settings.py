@@ -1,0 +1,22 @@
+"""Rows (defenses at three strengths), and messages of how many sentences among how many."""
+
+RATIOS = [{"ratio": 0.5}, {"ratio": 0.9}, {"ratio": 0.99}]
+NOISE = [{"relative_scale": 1.0}, {"relative_scale": 10.0}, {"relative_scale": 100.0}]
+DEFENSES: dict[str, list[dict]] = {
+    "none": [{}],
+    "gaussian_noise": NOISE,
+    "pruning": RATIOS,
+    "quantization": [{"bits": 4}, {"bits": 2}, {"sign_only": True}],
+    "refiner": [{"alpha": 0.3}, {"alpha": 0.6}, {"alpha": 0.9}],
+    "optimal_noise": NOISE,
+    "laplace_noise": NOISE,
+    "optimal_pruning": RATIOS,
+    "soteria": RATIOS,
+    "dp_sgd": [{"clip": 1.0, **noise} for noise in NOISE],
+    "optimal_dp_sgd": [{"clip": 0.01, **noise} for noise in NOISE],
+}
+STATES = ("initial", "trained")
+MESSAGES = {1: 6, 16: 2, 4: 3}  # messages of so many sentences
+PLAN = {"layers": 2, "candidates": 48, "train_steps": 200, "network_steps": 400, "seed": 0}
+QUICK = {"layers": 2, "candidates": 6, "train_steps": 1, "network_steps": 400, "seed": 0}
+QUICK_DEFENSES = ("none", "gaussian_noise", "pruning")

@@ -1,0 +1,77 @@
+r"""The learning rate of each defense at each strength, chosen on a held-out part of SST-2's
+training set.
+
+    python -m recipes.studies.frontier.run rates --model MODEL --data_dir SST2 \
+        --output docs/results/frontier_rates
+
+A client of 16 phrases a message, 200 steps of AdamW with the Trainer's defaults, one seed that the
+frontier itself does not use. Rates come from one grid in steps of two. Three are tried: around
+2e-4, and for noise of r times the gradient around √(1 + r²) times that, because AdamW divides its
+steps by as much. Where the best is at an end, more are, until it is not. About two minutes of one
+core a cell.
+"""
+
+from ..lib.results import Results
+from ..lib.tables import write_table
+from .settings import BATCH, GRID, QUICK, QUICK_ROWS, RATES_SEED, ROWS, SPREAD, STEPS
+from .training import TEXTS, Task, rates, row_of
+
+ARGUMENTS = TEXTS
+
+
+def cells(args) -> dict:
+    """Those of the start, and those that they ask for next."""
+    sizes = QUICK if args.quick else {"steps": STEPS, "batch": BATCH}
+    results, found = Results(args.output), {}
+    for defense, strength in QUICK_ROWS if args.quick else ROWS:
+        common = {"defense": defense, "strength": strength, "seed": RATES_SEED, **sizes}
+        tried = list(rates(defense, strength, 0 if args.quick else SPREAD))
+        mark = {"quick": True} if args.quick else {}
+        while not args.quick and (more := _next(results, common | mark, tried)):
+            tried = sorted([*tried, more])
+        for rate in tried:
+            found[row_of(defense, strength), f"{rate:g}"] = common | {"learning_rate": rate}
+    return found
+
+
+def _next(results: Results, common: dict, tried: list[float]) -> float | None:
+    """The rate beyond the end that is best of those tried, if there is one."""
+    cells = [common | {"learning_rate": rate} for rate in tried]
+    if any(cell not in results for cell in cells):
+        return None
+    scores = [results[cell]["held_out"] for cell in cells]
+    best, place = scores.index(max(scores)), GRID.index(tried[0])
+    if best == 0 and place > 0:
+        return GRID[place - 1]
+    last = GRID.index(tried[-1])
+    if best == len(tried) - 1 and last + 1 < len(GRID):
+        return GRID[last + 1]
+    return None
+
+
+def prepare(args):
+    task = Task(args.model, args.data_dir)
+
+    def measure(cell: dict) -> dict:
+        model = task.train(cell)
+        return {"held_out": round(float(task.right(model, task.held_out()).mean()), 4)}
+
+    return measure
+
+
+def best(figures: dict) -> dict[str, float]:
+    """The best rate of each row; of equals the smaller."""
+    return {
+        row: float(min(tried, key=lambda rate: (-tried[rate]["held_out"], float(rate))))
+        for row, tried in figures.items()
+    }
+
+
+def report(figures: dict, args) -> None:
+    rates = best(figures)
+    rows = [
+        [f"`{row}`", f"{rates[row]:g}"]
+        + [f"{tried[f'{rate:g}']['held_out']:.3f}" if f"{rate:g}" in tried else "" for rate in GRID]
+        for row, tried in figures.items()
+    ]
+    write_table(args.output, ["", "chosen", *(f"{rate:g}" for rate in GRID)], rows)

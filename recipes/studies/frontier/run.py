@@ -1,0 +1,12 @@
+"""What does each defense hide, and what does it cost, each at its own best learning rate?
+
+    python -m recipes.studies.frontier.run PART --help
+
+Parts: `rates` first, then `text`, which reads what `rates` chose.
+"""
+
+from ..lib.command import main
+from . import rates, text
+
+if __name__ == "__main__":
+    main(__doc__, [rates, text])

@@ -1,0 +1,46 @@
+"""Defenses, strengths, rates and attackers of the frontier."""
+
+STEPS, BATCH, RATES_SEED, SEEDS = 200, 16, 100, 3
+HELD_OUT, LENGTH = 500, 64
+GRID = (5e-5, 1e-4, 2e-4, 4e-4, 8e-4, 1.6e-3, 3.2e-3)  # of learning rates, the same for all
+SPREAD = 1  # how many rates on either side of the one to start from are tried
+STAGES = {"start": 0.0, "middle": 0.5, "end": 1.0}  # of a client's own training
+NOISY = ("gaussian_noise", "laplace_noise", "optimal_noise", "dp_sgd", "optimal_dp_sgd")
+
+# By strength; the most useful first, since a budget may end before the last.
+_FIRST = {
+    "none": [{}],
+    "gaussian_noise": [{"relative_scale": 5.0}, {"relative_scale": 20.0}],
+    "optimal_noise": [{"relative_scale": 5.0}, {"relative_scale": 20.0}],
+    "pruning": [{"ratio": 0.99}],
+    "optimal_pruning": [{"ratio": 0.9}],
+}
+_THEN = {
+    "gaussian_noise": [{"relative_scale": s} for s in (1.0, 50.0, 100.0)],
+    "optimal_noise": [
+        *({"relative_scale": s} for s in (1.0, 50.0, 100.0)),
+        *({"relative_scale": s, "shape": "own"} for s in (5.0, 20.0)),
+    ],
+    "pruning": [{"ratio": r} for r in (0.5, 0.9, 0.999)],
+    "optimal_pruning": [{"ratio": r} for r in (0.5, 0.99, 0.999)],
+    "quantization": [{"bits": b} for b in (8, 4, 2, 1)],
+}
+ROWS = [
+    (name, strength)
+    for table in (_FIRST, _THEN)
+    for name, strengths in table.items()
+    for strength in strengths
+]
+
+# Messages of so many sentences, how many of them, and the attack's settings
+ATTACKS = {
+    ("span", 1): (8, {}),
+    ("span", 4): (3, {}),
+    ("tag", 1): (2, {"steps": 500}),
+}
+QUICK = {"steps": 2, "batch": 4}
+QUICK_ROWS = [
+    ("none", {}),
+    ("gaussian_noise", {"relative_scale": 20.0}),
+    ("pruning", {"ratio": 0.9}),
+]

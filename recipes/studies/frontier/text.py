@@ -1,0 +1,204 @@
+r"""Accuracy on SST-2 of each defense at its own best learning rate, and what attackers read of it
+at the start, in the middle and at the end of its own training.
+
+    python -m recipes.studies.frontier.run text --model MODEL --data_dir SST2 --models FOLDER \
+        --output docs/results/frontier_text
+
+One client of 16 phrases a message, 200 steps, seeds that chose no rate. Accuracy is of the 2,693
+sentences of SST-2's dev and SST's test set, compared with the undefended run of the same seed,
+sentence by sentence. Attacked are messages of sentences of the dev set, without dropout, labels
+and lengths known. Attackers know the defense: TAG weighs coordinates by the noise's covariance, or
+matches what a pruning left; span fills in what it pruned. FOLDER keeps what was trained, 45 MB a
+stage.
+"""
+
+import numpy as np
+import torch
+
+from hf_gradguard import GradientMap
+from hf_gradguard.attacks import Observation, make_attack
+from hf_gradguard.metrics import score_text
+from hf_gradguard.randomness import Stream
+
+from ..lib.results import Results, named
+from ..lib.tables import interval, plt, save, write_table
+from ..lib.text import of_usual_length, sst2
+from . import rates
+from .settings import ATTACKS, BATCH, QUICK, QUICK_ROWS, ROWS, SEEDS, STAGES, STEPS
+from .training import TEXTS, Stage, Task, row_of
+
+ARGUMENTS = TEXTS | {
+    "--models": "folder that keeps what was trained",
+    "--rates": {"default": "frontier_rates", "help": "results of the part rates, beside OUTPUT"},
+}
+ACCURACY = "accuracy"
+
+
+def cells(args) -> dict:
+    """Trainings first, then attacks from the strongest start: at the end, of one sentence."""
+    rows = QUICK_ROWS if args.quick else ROWS
+    chosen = {} if args.quick else _chosen(args)
+    sizes = QUICK if args.quick else {"steps": STEPS, "batch": BATCH}
+    found = {}
+    for seed in range(1 if args.quick else SEEDS):
+        trained = {
+            row_of(*row): {
+                "defense": row[0], "strength": row[1], "seed": seed,
+                "learning_rate": chosen.get(row_of(*row), 2e-4), **sizes,
+            }
+            for row in rows
+            if args.quick or row_of(*row) in chosen
+        }  # fmt: skip
+        found |= {(row, ACCURACY, str(seed)): cell for row, cell in trained.items()}
+        for (attack, size), (count, settings) in ATTACKS.items():
+            for stage in reversed(STAGES):
+                asked = {"stage": stage, "attack": attack, "size": size, "messages": count}
+                asked |= {"settings": settings}
+                if args.quick:
+                    asked |= {"messages": 1, "settings": settings and {"steps": 1}}
+                place = f"{attack}, {size}, {stage}"
+                found |= {(row, place, str(seed)): c | asked for row, c in trained.items()}
+    return found
+
+
+def _chosen(args) -> dict[str, float]:
+    """The rates of rows whose search has ended."""
+    of_rates = type(args)(**vars(args) | {"output": args.output.with_name(args.rates)})
+    results, found = Results(of_rates.output), {}
+    if not named(of_rates.output, ".json").exists():
+        raise SystemExit(f"{results.path} is not there: run the part rates first.")
+    for (row, rate), cell in rates.cells(of_rates).items():
+        found.setdefault(row, {})[rate] = results.get(cell)
+    done = {row: tried for row, tried in found.items() if None not in tried.values()}
+    return rates.best(done)
+
+
+def prepare(args):
+    task = Task(args.model, args.data_dir, args.models)
+    texts = of_usual_length(sst2(args.data_dir))
+
+    def measure(cell: dict) -> dict:
+        if "attack" not in cell:
+            model = task.train(cell, keep=True)
+            right = task.right(model, task.test_rows)
+            held_out = task.right(model, task.held_out())
+            bits = np.packbits(right).tobytes().hex()
+            return {"accuracy": float(right.mean()), "held_out": float(held_out.mean()),
+                    "right": bits, "of": len(right)}  # fmt: skip
+        training = {k: cell[k] for k in
+                    ("defense", "strength", "seed", "learning_rate", "steps", "batch")}  # fmt: skip
+        return attacked(cell, task.stage(training, cell["stage"]), task.tokenizer, texts)
+
+    return measure
+
+
+def attacked(cell: dict, stage: Stage, tokenizer, texts: list[dict]) -> dict:
+    """Token F1 of each sentence."""
+    size, truths, found = cell["size"], [], []
+    for number in range(cell["messages"]):
+        part = texts[number * size : (number + 1) * size]
+        batch = dict(tokenizer([t["sentence"] for t in part], padding=True, return_tensors="pt"))
+        labels = torch.tensor([t["label"] for t in part])
+        generator = Stream.from_seeds(cell["seed"], number)
+        seen, known = _observed(stage, batch | {"labels": labels}, tokenizer, generator)
+        attack = make_attack(cell["attack"], **cell["settings"] | known.get(cell["attack"], {}))
+        truth = [
+            ids[mask.bool()].tolist()
+            for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True)
+        ]
+        truths.append(truth)
+        found.append(_read(attack, seen, number))
+    scores = score_text(found, truths, tokenizer=tokenizer, bootstrap=0)
+    return {"token_f1": [round(float(f), 4) for f in scores.per_sample["token_f1"]]}
+
+
+def _observed(stage: Stage, batch: dict, tokenizer, generator: Stream) -> tuple:
+    """What a server that knows the defense has, and how it sets its attacks."""
+    message = stage.defense(GradientMap(stage.model, batch), generator)
+    noise = message.noise
+    seen = Observation(
+        model=stage.model,
+        gradient=message,
+        input_shape=tuple(batch["input_ids"].shape),
+        labels=batch["labels"],
+        attention_mask=batch["attention_mask"],
+        tokenizer=tokenizer,
+        noise_variance=None if noise is None else noise.added,
+    )
+    known = {"span": {"complete": True}, "tag": {"match_nonzero": True}} if message.exact else {}
+    return seen, known if message.transmitted is not None else {}
+
+
+def _read(attack, seen: Observation, number: int) -> list[list[int]]:
+    """Token ids; none where a pruning left nothing of the layers that the attack reads."""
+    try:
+        return attack(seen, generator=torch.Generator().manual_seed(number)).token_ids
+    except ValueError as error:
+        if "nothing to search" not in str(error):
+            raise
+        return [[] for _ in range(seen.batch_size)]
+
+
+def report(figures: dict, args) -> None:
+    columns = [f"{attack}, {size}, {stage}" for attack, size in ATTACKS for stage in STAGES]
+    plain = figures.get("none", {}).get(ACCURACY, {})
+    rows = []
+    for row, found in figures.items():
+        runs = found.get(ACCURACY, {})
+        accuracies = [run["accuracy"] for run in runs.values()]
+        shown = [f"`{row}`", interval(accuracies) if accuracies else "", lost(runs, plain)]
+        rows.append(shown + [read(found.get(column, {})) for column in columns])
+    write_table(args.output, ["", "accuracy", "less than none", *columns], rows)
+    picture(figures, args.output)
+
+
+def lost(runs: dict, plain: dict) -> str:
+    """The undefended runs' accuracy less this one's, with a 95 % bootstrap interval over seeds
+    and sentences, paired in both.
+    """
+    seeds = sorted(runs.keys() & plain.keys())
+    if not seeds:
+        return ""
+    apart = np.stack([_bits(plain[s]) - _bits(runs[s]) for s in seeds])
+    draws, means = np.random.default_rng(0), []
+    for _ in range(2000):
+        some = apart[draws.integers(len(seeds), size=len(seeds))]
+        means.append(some[:, draws.integers(apart.shape[1], size=apart.shape[1])].mean())
+    low, high = np.quantile(means, [0.025, 0.975])
+    return f"{apart.mean():.3f} [{low:.3f}, {high:.3f}]"
+
+
+def _bits(run: dict) -> np.ndarray:
+    packed = np.frombuffer(bytes.fromhex(run["right"]), dtype=np.uint8)
+    return np.unpackbits(packed)[: run["of"]].astype(float)
+
+
+def read(runs: dict) -> str:
+    """Mean token F1 with a 95 % interval over all sentences of all seeds."""
+    values = [f for run in runs.values() for f in run["token_f1"]]
+    return interval(values, 2) if values else ""
+
+
+def picture(figures: dict, output) -> None:
+    """Accuracy against the most that any attacker reads at any stage."""
+    figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
+    kinds = list(dict.fromkeys(row.split()[0] for row in figures))
+    for kind in kinds:
+        points = []
+        for row, found in figures.items():
+            worst = [
+                np.mean([f for run in runs.values() for f in run["token_f1"]])
+                for column, runs in found.items()
+                if column != ACCURACY
+            ]
+            if row.split()[0] == kind and worst and ACCURACY in found:
+                accuracy = np.mean([run["accuracy"] for run in found[ACCURACY].values()])
+                points.append((max(worst), accuracy, " ".join(row.split()[1:])))
+        if points:
+            axes.plot(*list(zip(*points, strict=True))[:2], "o", label=kind)
+            for x, y, name in points:
+                axes.annotate(name, (x, y), fontsize=7, xytext=(3, 3), textcoords="offset points")
+    axes.set_xlabel("token F1 of the best attacker at any stage (less is better)")
+    axes.set_ylabel("accuracy on SST-2")
+    axes.legend(fontsize=8)
+    save(figure, output)

@@ -1,0 +1,499 @@
+"""Rankings of candidates: likelihoods by hand, the filter against dense matrices, and who is found
+behind each defense.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from helpers import flat, make_task, rng, small_convolution, torch_rng, word_tokenizer
+from torch import Tensor, nn
+
+from hf_gradguard import GradientMap, chain, make_defense
+from hf_gradguard.attacks import Observation, average, make_attack
+from hf_gradguard.attacks.candidates import linear
+from hf_gradguard.attacks.candidates.likelihood import Likelihood
+from hf_gradguard.attacks.candidates.linear import Filtered, MatchedFilter
+from hf_gradguard.gradient_map.law import Law
+from hf_gradguard.gradient_map.many import ManyGradients, has_draws
+
+WORDS = [f"w{i}" for i in range(20)]
+
+
+def texts(count: int, length: int | None = None, seed: int = 1) -> list[list[int]]:
+    draw = torch_rng(seed)
+    sizes = torch.randint(3, 7, (count,), generator=draw).tolist()
+    return [torch.randint(4, 24, (length or n,), generator=draw).tolist() for n in sizes]
+
+
+def images(count: int, seed: int = 1) -> list[Tensor]:
+    return list(torch.rand((count, 3, 8, 8), generator=torch_rng(seed), dtype=torch.float64))
+
+
+def batch_of(chosen: list[Any], labels: list[int]) -> dict[str, Tensor]:
+    if isinstance(chosen[0], Tensor):
+        return {"pixel_values": torch.stack(chosen), "labels": torch.tensor(labels)}
+    longest = max(map(len, chosen))
+    ids = torch.tensor([row + [0] * (longest - len(row)) for row in chosen])
+    return {
+        "input_ids": ids,
+        "attention_mask": (ids != 0).long(),
+        "labels": torch.tensor(labels),
+    }
+
+
+def seen_by(model: nn.Module, batch: dict[str, Tensor], defense: Any = None, **granted: Any) -> Any:
+    """What a server sees, and is granted."""
+    gmap = GradientMap(model, batch)
+    message = defense(gmap, rng()) if defense is not None else None
+    main = batch["pixel_values"] if "pixel_values" in batch else batch["input_ids"]
+    settings = {"labels": batch["labels"], **granted}
+    if defense is not None and "law" not in granted:
+        settings["law"] = defense.law(message)
+    gradient = gmap.gradient() if message is None else dict(message)
+    return Observation(model, gradient, tuple(main.shape), **settings)
+
+
+def gradient_of(model: nn.Module, one: Any, label: int) -> Tensor:
+    return flat(GradientMap(model, batch_of([one], [label])).gradient())
+
+
+def like(vector: Tensor, seen: Observation) -> dict[str, Tensor]:
+    parts = vector.split([g.numel() for g in seen.gradient.values()])
+    return {
+        n: p.view_as(g) for (n, g), p in zip(seen.gradient.items(), parts, strict=True)
+    }  # fmt: skip
+
+
+# --- likelihoods by hand
+
+
+@pytest.mark.parametrize("noise", ["gaussian", "laplace"])
+def test_the_posterior_of_two_is_by_the_formula(noise: Any) -> None:
+    model, _ = make_task("bert")
+    two = texts(2, seed=3)
+    seen = seen_by(model, batch_of(two[:1], [1]))
+    g = [gradient_of(model, one, 1) for one in two]
+    variance = 0.5 + torch.rand(len(g[0]), generator=torch_rng(), dtype=torch.float64)
+    variance *= 4 * (g[0] - g[1]).square().sum()  # so that the posterior is neither 0 nor 1
+    y = g[0] + variance.sqrt() * torch.randn(len(g[0]), generator=torch_rng(2), dtype=torch.float64)
+    seen = replace(seen, gradient=like(y, seen))
+    law = Law(noise=noise, variance=like(variance, seen))
+    found = make_attack("candidates", candidates=two, rounding=1e-9)(replace(seen, law=law))
+    if noise == "gaussian":
+        logs = [float(-((y - one).square() / (2 * variance)).sum()) for one in g]
+    else:
+        logs = [float(-((y - one).abs() / (variance / 2).sqrt()).sum()) for one in g]
+    expected = 1 / (1 + math.exp(logs[1] - logs[0]))
+    assert 0.05 < expected < 0.95
+    assert float(found.posterior[0]) == pytest.approx(expected, abs=1e-6)
+    assert found.scores.tolist() == pytest.approx(logs, rel=1e-6)
+    if noise == "gaussian":  # the older grant says the same
+        same = replace(seen, noise_variance=like(variance, seen))
+        again = make_attack("candidates", candidates=two, rounding=1e-9)(same)
+        assert torch.equal(again.scores, found.scores)
+
+
+FLOOR = 0.5
+
+
+@pytest.mark.parametrize(
+    ("law", "message", "candidate", "expected"),
+    [
+        # exact values, in units of 2 · floor = 1
+        (Law(), [1.0, 2.0], [1.0, 4.0], -4.0),
+        (Law(kept="chosen"), [1.0, 0.0], [3.0, 9.0], -4.0),
+        # what was withheld is no larger than the least that was kept
+        (Law(kept="largest"), [2.0, 0.0], [2.0, 1.5], 0.0),
+        (Law(kept="largest"), [2.0, 0.0], [2.0, 3.0], -1.0),
+        # cells of width 1 around 0, 1, 2, 3
+        (Law(rounding="nearest", levels=4), [0.0, 1.0, 3.0], [0.4, 1.5, 3.0], 0.0),
+        (Law(rounding="nearest", levels=4), [0.0, 1.0, 3.0], [0.0, 2.5, 3.0], -1.0),
+        (
+            Law(rounding="stochastic", levels=4),
+            [0.0, 1.0, 3.0],
+            [0.25, 0.5, 3.0],
+            math.log(0.75 * 0.5),
+        ),
+        # signs times the mean size: a wrong sign by its size, and the mean's distance
+        (Law(rounding="sign"), [1.0, -1.0], [1.0, -1.0], 0.0),
+        (Law(rounding="sign"), [1.0, -1.0], [1.5, 0.5], -0.25),
+        # clipped to norm 5, then exact
+        (Law(clip_norm=5.0), [3.0, 4.0], [6.0, 8.0], 0.0),
+        (Law(clip_coordinate=2.0), [2.0, 1.0], [7.0, 1.0], 0.0),
+        # noise of variance 1.5, to which the floor is added
+        (Law(noise="gaussian", variance=1.5), [1.0, 2.0], [1.0, 4.0], -1.0),
+        (Law(noise="laplace", variance=1.5), [1.0, 2.0], [1.0, 4.0], -2.0),
+    ],
+)
+def test_likelihoods_by_hand(
+    law: Law, message: list[float], candidate: list[float], expected: float
+) -> None:
+    told = Likelihood(law, {"w": torch.tensor(message)}, {"w": FLOOR})
+    assert float(told({"w": torch.tensor([candidate])})[0]) == pytest.approx(expected, abs=1e-6)
+
+
+def test_behind_noise_the_kept_set_is_a_candidates_own() -> None:
+    """Two are kept. A candidate whose two largest are others is told by how far they are off."""
+    law = Law(kept="largest", noise="gaussian", variance=1e6)
+    told = Likelihood(law, {"w": torch.tensor([50.0, -30.0, 0.0])}, {"w": FLOOR})
+    right, wrong = told({"w": torch.tensor([[3.0, 2.0, 1.0], [1.0, 2.0, 4.0]])}).tolist()
+    assert right == pytest.approx(0, abs=0.01)
+    # its threshold is 2: the first entry, kept, has 1; the third, withheld, has 4
+    assert wrong == pytest.approx(-(1.0 + 4.0), abs=0.01)
+
+
+def test_the_filter_against_dense_matrices() -> None:
+    """Σ, a prior of unequal shares, and other members' covariance, all written out."""
+    draw = torch_rng()
+    h = torch.randn(6, 40, generator=draw, dtype=torch.float64)
+    y, prior = torch.randn(40, generator=draw, dtype=torch.float64), torch.rand(6, generator=draw)
+    prior = (prior / prior.sum()).double()
+    center = torch.randn(40, generator=draw, dtype=torch.float64)
+    precise = 0.5 + torch.rand(40, generator=draw, dtype=torch.float64)
+    for samples in (1, 3):
+        told = Filtered({"w": y + center}, {"w": center}, samples, 1.0)
+        one = MatchedFilter([told], {"w": precise}, 6, draw)
+        one.add([3, 4, 5], {"w": h[3:]})
+        one.add([0, 1, 2], {"w": h[:3]})
+        covariance = torch.diag(precise**-2)
+        covariance += (samples - 1) / samples**2 * (h.T * prior) @ h
+        inverse = torch.linalg.inv(covariance)
+        part = h / samples
+        expected = part @ inverse @ y - ((part @ inverse) * part).sum(1) / 2
+        torch.testing.assert_close(one.log_ratio(0, prior), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_sketches_keep_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "ENTRIES", 3 * 20_000)
+    draw = torch_rng()
+    h = torch.randn(3, 60_000, generator=draw)
+    h[1] += h[0]
+    shapes = {"a": (100, 100), "b": (200, 250)}
+    parts = {
+        n: p.reshape(-1, *s)
+        for (n, s), p in zip(shapes.items(), h.split([10_000, 50_000], 1), strict=True)
+    }
+    first = {n: p[0] for n, p in parts.items()}
+    told = Filtered(first, {n: torch.zeros_like(p) for n, p in first.items()}, 2, 1.0)
+    one = MatchedFilter([told], None, 3, draw)
+    one.add([0, 1, 2], parts)
+    exact, rough = h.double() @ h.double().T, (one.sketches @ one.sketches.T).double()
+    assert one.sketches.shape[1] == 20_001
+    assert (exact - rough).abs().max() < 0.06 * exact.max()  # some seven deviations
+    torch.testing.assert_close(one.products[:, 0], exact[0], rtol=1e-4, atol=0.05)
+    torch.testing.assert_close(one.norms, exact.diagonal(), rtol=1e-4, atol=0)
+
+
+# --- gradients of many batches
+
+
+@pytest.mark.parametrize("name", ["bert", "gpt2_lm", "bert_lora", "llama", "vit"])
+def test_vectorized_as_one_by_one(name: str) -> None:
+    model, batch = make_task(name, dtype=torch.float32, batch_size=5)
+    singles = [{key: entry[i : i + 1] for key, entry in batch.items()} for i in range(5)]
+    gmap = GradientMap(model, singles[0])
+    names = list(gmap.parameters)
+    fast, slow = ManyGradients(model, names), ManyGradients(model, names, vectorized=False)
+    found = dict(_rows(fast(singles)))
+    assert all(fast._allowed.values())  # it did run so
+    assert fast._allowed
+    for number, one in _rows(slow(singles)):
+        own = GradientMap(model, singles[number]).gradient()
+        size = flat(own).norm()
+        for other in (found[number], own):
+            assert (flat(one) - flat(other)).norm() < 1e-5 * size
+
+
+def _rows(found: Any) -> Any:
+    for rows, gradients in found:
+        for place, row in enumerate(rows):
+            yield row, {name: g[place] for name, g in gradients.items()}
+
+
+def test_scores_are_the_same_one_by_one() -> None:
+    model, _ = make_task("bert", dtype=torch.float32, num_hidden_layers=1)
+    list_ = texts(8, length=5)
+    noise = make_defense("gaussian_noise", relative_scale=1)
+    for size in (1, 3):
+        seen = seen_by(model, batch_of(list_[:size], [1, 0, 1][:size]), noise)
+        fast, slow = (
+            make_attack("candidates", candidates=list_, vectorized=v)(seen, torch_rng())
+            for v in (True, False)
+        )
+        scale = fast.scores.max() - fast.scores.min()
+        assert (fast.scores - slow.scores).abs().max() < 1e-4 * scale
+
+
+def test_statistics_of_a_batch_run_one_by_one() -> None:
+    """Batch normalization that counts cannot be vectorized; nothing of it is changed."""
+    model, batch = small_convolution(batch_norm=True)
+    before = copy.deepcopy(model.state_dict())
+    singles = [{key: entry[i : i + 1] for key, entry in batch.items()} for i in range(2)]
+    many = ManyGradients(model, ["head.weight"])
+    ((_, found),) = many(singles)
+    assert not any(many._allowed.values())
+    for row, single in enumerate(singles):
+        own = GradientMap(copy.deepcopy(model), single).gradient()["head.weight"]
+        torch.testing.assert_close(found["head.weight"][row], own)
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+
+
+def test_draws_of_dropout_are_averaged_and_counted() -> None:
+    model, batch = make_task("bert", dtype=torch.float32, dropout=0.3)
+    assert not has_draws(model, batch)
+    model.train()
+    assert has_draws(model, batch)
+    state = torch.get_rng_state()
+    one, two, both = (ManyGradients(model, ["classifier.weight"], s) for s in ([1], [2], [1, 2]))
+    values = [next(many([batch]))[1]["classifier.weight"] for many in (one, two, both)]
+    assert not torch.equal(values[0], values[1])
+    torch.testing.assert_close(values[2], (values[0] + values[1]) / 2)
+    spread = both.spread([batch])["classifier.weight"]
+    assert spread == pytest.approx(float((values[0] - values[1]).square().mean() / 2), rel=1e-4)
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_who_ran_dropout_is_found() -> None:
+    model, _ = make_task("bert", dtype=torch.float32, dropout=0.02, num_hidden_layers=1)
+    list_ = texts(8, length=5)
+    model.train()
+    ranks = []
+    for number in range(4):
+        torch.manual_seed(number)
+        seen = seen_by(model, batch_of([list_[number]], [1]), law=Law())
+        found = make_attack("candidates", candidates=list_)(seen, torch_rng())
+        ranks.append(found.ranking.tolist().index(number))
+    assert sum(rank == 0 for rank in ranks) >= 3, ranks
+
+
+# --- who is found
+
+LAWS = {
+    "none": make_defense("none"),
+    "gaussian": make_defense("gaussian_noise", relative_scale=0.05),
+    "laplace": make_defense("laplace_noise", relative_scale=0.05),
+    "optimal": make_defense("optimal_noise", relative_scale=0.05),
+    "dp_sgd": make_defense("dp_sgd", clip=0.1, relative_scale=0.05),
+    "coordinate": make_defense("optimal_dp_sgd", clip=0.05, relative_scale=0.05),
+    "pruning": make_defense("pruning", ratio=0.9),
+    "optimal_pruning": make_defense("optimal_pruning", ratio=0.9),
+    "nearest": make_defense("quantization", bits=2),
+    "stochastic": make_defense("quantization", bits=3, stochastic=True),
+    "sign": make_defense("quantization", sign_only=True),
+    "soteria": make_defense("soteria", ratio=0.5),
+    "chain": chain(
+        make_defense("pruning", ratio=0.5), make_defense("gaussian_noise", relative_scale=0.05)
+    ),
+    "chain_of_laplace": chain(
+        make_defense("pruning", ratio=0.5), make_defense("laplace_noise", relative_scale=0.05)
+    ),
+}
+
+
+@functools.cache
+def small(kind: str) -> tuple[nn.Module, list[Any]]:
+    """A model, and a list for it."""
+    model, _ = make_task(kind)
+    return model, images(14) if kind == "vit" else texts(14, length=5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [*(("bert", name) for name in LAWS), ("vit", "none"), ("vit", "nearest")]
+)
+def test_one_sample_is_found_behind_each_law(name: str, kind: str) -> None:
+    model, list_ = small(kind)
+    seen = seen_by(model, batch_of([list_[13]], [2]), LAWS[name])
+    assert seen.law is not None
+    found = make_attack("candidates", candidates=list_)(seen, torch_rng())
+    assert found.ranking[0] == 13
+    assert found.posterior[13] > 0.9
+    assert float(found.posterior.sum()) == pytest.approx(1)
+    # Not knowing the label costs little; nor does not knowing the defense, where it leaves most.
+    if name not in ("coordinate", "optimal_pruning", "sign"):
+        blind = make_attack("candidates", candidates=list_)(replace(seen, law=None), torch_rng())
+        assert 13 in blind.ranking[:3]
+    unlabelled = replace(seen, labels=None)
+    assert 13 in make_attack("candidates", candidates=list_)(unlabelled, torch_rng()).ranking[:2]
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [("bert_lora", "none"), ("bert_lora", "gaussian"), ("vit", "none"), ("vit", "optimal"),
+     ("bert", "pruning"), ("bert", "nearest")],
+)  # fmt: skip
+def test_members_of_a_batch_are_found(name: str, kind: str) -> None:
+    model, list_ = small(kind)
+    members = [3, 8, 12]
+    seen = seen_by(model, batch_of([list_[i] for i in members], [0, 1, 1]), LAWS[name])
+    found = make_attack("candidates", candidates=list_)(seen, torch_rng())
+    assert len(set(found.ranking[:3].tolist()) & set(members)) >= 2
+    assert float(found.posterior.sum()) == pytest.approx(3, abs=1e-3)
+    if name == "none":
+        assert sorted(found.ranking[:3].tolist()) == members
+        assert float(found.posterior[members].min()) > 0.9
+
+
+def test_pure_noise_names_nobody() -> None:
+    """Ranks are uniform over who is said to be the client's: their mean, and how many are first."""
+    model, _ = make_task("bert", dtype=torch.float32)
+    list_ = texts(10)
+    law = Law(noise="gaussian", variance=1.0)
+    observations, draw = [], torch_rng()
+    seen = seen_by(model, batch_of([list_[4]], [1]))
+    for number in range(120):
+        noise = {n: torch.randn(g.shape, generator=draw) for n, g in seen.gradient.items()}
+        observations.append(replace(seen, gradient=noise, law=law if number % 2 else None))
+    found = make_attack("candidates", candidates=list_).together(observations, torch_rng())
+    for own in (found[::2], found[1::2]):
+        ranks = torch.tensor(
+            [one.ranking.tolist().index(i % 10) + 1.0 for i, one in enumerate(own)]
+        )
+        # deviation of a mean of 60 ranks from 1 to 10: 0.37
+        assert abs(float(ranks.mean()) - 5.5) < 1.5
+        assert int((ranks == 1).sum()) <= 16  # 6 expected, deviation 2.3
+
+
+def test_together_is_each_by_itself() -> None:
+    model, _ = make_task("bert")
+    list_ = texts(8)
+    batch = batch_of(list_[:2], [1, 0])
+    observations = [seen_by(model, batch, LAWS[n]) for n in ("none", "gaussian", "pruning")]
+    observations.append(replace(observations[1], law=None))
+    attack = make_attack("candidates", candidates=list_)
+    for found, seen in zip(attack.together(observations, torch_rng()), observations, strict=True):
+        alone = attack(seen, torch_rng())
+        torch.testing.assert_close(found.scores, alone.scores, rtol=1e-6, atol=1e-6)
+    with pytest.raises(ValueError, match="one model"):
+        attack.together([observations[0], replace(observations[0], labels=None)])
+
+
+# --- several uploads
+
+
+def test_log_likelihoods_of_changing_weights_add_up() -> None:
+    list_, uploads = texts(8), []
+    for seed in range(3):
+        model, _ = make_task("bert")
+        with torch.no_grad():
+            for p in model.parameters():
+                p.add_(0.1 * torch.randn(p.shape, generator=torch_rng(seed), dtype=p.dtype))
+        noise = make_defense("gaussian_noise", relative_scale=5)
+        uploads.append(seen_by(model, batch_of([list_[2]], [1]), noise))
+    attack = make_attack("candidates", candidates=list_)
+    together = attack.history(uploads, torch_rng())
+    total = sum(attack(seen, torch_rng()).scores for seen in uploads)
+    torch.testing.assert_close(together.scores, total)
+    torch.testing.assert_close(together.posterior, total.softmax(0))
+
+
+def test_repeated_batches_are_averaged_first() -> None:
+    model, _ = make_task("bert")
+    list_ = texts(8)
+    seen = seen_by(model, batch_of([list_[2]], [1]), LAWS["gaussian"])
+    noise = [torch_rng(s) for s in (1, 2, 3, 4)]
+    uploads = [
+        replace(
+            seen,
+            gradient={
+                n: g + torch.randn(g.shape, generator=draw, dtype=g.dtype)
+                for n, g in seen.gradient.items()
+            },
+            law=Law(noise="gaussian", variance=1.0),
+        )
+        for draw in noise
+    ]
+    attack = make_attack("candidates", candidates=list_)
+    mean = average(uploads)
+    assert mean.law == Law(noise="gaussian", variance=0.25)
+    torch.testing.assert_close(attack.history(uploads).scores, attack(mean).scores)
+    with pytest.raises(ValueError, match="at least one"):
+        attack.history([])
+
+
+# --- lists
+
+
+def test_texts_ids_and_the_vocabulary_at_places() -> None:
+    model, _ = make_task("bert")
+    tokenizer = word_tokenizer(WORDS)
+    batch = {**tokenizer(["w3 w7 w5"], return_tensors="pt"), "labels": torch.tensor([1])}
+    seen = seen_by(model, batch, law=Law(), tokenizer=tokenizer)
+    found = make_attack("candidates", candidates=["w1 w2", "w3 w7 w5", "w9"])(seen)
+    assert found.text == ["w3 w7 w5"]
+    assert found.token_ids == batch["input_ids"].tolist()
+    every = make_attack("candidates", candidates="w3 w1 w5", places=[2])(seen)
+    assert len(every.scores) == 20
+    assert every.text == ["w3 w7 w5"]
+    few = make_attack(
+        "candidates", candidates=[2, 7, 4, 4, 3], places=[2, 3], words=["w7", "w5", 4]
+    )(seen)
+    assert few.scores.shape == (9,)
+    assert few.text == ["w3 w7 w5"]
+
+
+def test_own_labels_and_tokens() -> None:
+    model, _ = make_task("bert")
+    list_ = texts(6)
+    seen = seen_by(model, batch_of([list_[1]], [2]), law=Law())
+    own = make_attack("candidates", candidates=list_, labels=[0, 2, 1, 0, 1, 2])(seen)
+    assert own.ranking[0] == 1
+    lm, _ = make_task("gpt2_lm")
+    ids = torch.tensor([list_[1]])
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
+    seen = seen_by(lm, batch, law=Law())
+    assert make_attack("candidates", candidates=list_)(seen).ranking[0] == 1
+    mapped = [{"input_ids": torch.tensor([t]), "labels": torch.tensor([t])} for t in list_]
+    assert make_attack("candidates", candidates=mapped)(seen).ranking[0] == 1
+
+
+def test_shared_embeddings_count() -> None:
+    """Which rows of the table are not zero is the strongest fact there is."""
+    model, _ = make_task("bert", dtype=torch.float32)
+    list_ = texts(6)
+    batch = batch_of([list_[1]], [2])
+    gradient = GradientMap(model, batch, share_input_embeddings=True).gradient()
+    seen = Observation(model, gradient, (1, len(list_[1])), labels=batch["labels"], law=Law())
+    fast, slow = (
+        make_attack("candidates", candidates=list_, vectorized=v)(seen) for v in (True, False)
+    )
+    assert fast.ranking[0] == 1
+    torch.testing.assert_close(fast.scores, slow.scores, rtol=1e-4, atol=1.0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({}, "nothing to compare with"),
+        ({"candidates": "one text"}, "nothing to compare with"),
+        ({"candidates": [torch.rand(3, 8, 8)]}, "holds none for tokens"),
+        ({"candidates": [[5, 6]], "labels": [1, 2]}, "2 labels for 1 candidates"),
+        ({"candidates": ["w1"]}, "need a tokenizer"),
+        ({"candidates": [5, 6], "places": [2]}, "from 0 to 1"),
+        ({"candidates": [5, 6, 7], "places": [0, 1], "words": list(range(500))}, "more than"),
+    ],
+)
+def test_what_is_refused(settings: dict[str, Any], message: str) -> None:
+    model, _ = make_task("bert")
+    seen = seen_by(model, batch_of(texts(1), [1]))
+    with pytest.raises(ValueError, match=message):
+        make_attack("candidates", **settings)(seen)
+
+
+def test_settings_out_of_range() -> None:
+    with pytest.raises(ValueError, match="draws"):
+        make_attack("candidates", draws=0)
+    with pytest.raises(ValueError, match="rounding"):
+        make_attack("candidates", rounding=0)
+    with pytest.raises(ValueError, match="variance"):
+        Law(noise="gaussian")
+    with pytest.raises(ValueError, match="kept"):
+        Law(kept="some")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="levels"):
+        Law(levels=4)

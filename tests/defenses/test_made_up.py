@@ -1,0 +1,224 @@
+"""Refiner's second form: made-up samples, fitted to what is wanted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from helpers import PAD, SmallNetwork, flat, make_task, rng
+from torch import Tensor
+
+from hf_gradguard import GradientMap, make_defense
+from hf_gradguard.defenses.made_up import Factors, MadeUp, made_up
+from hf_gradguard.randomness import Stream
+
+SPECIAL = SmallNetwork.special_token_ids
+
+
+class Marks:
+    """What Refiner asks of a tokenizer."""
+
+    all_special_ids = SPECIAL
+    pad_token_id, cls_token_id, sep_token_id = SPECIAL
+
+
+def text_map(**settings: Any) -> GradientMap:
+    model, batch = make_task("bert", **settings)
+    batch["input_ids"][:, 0] = 1
+    batch["input_ids"][0, -1] = 2
+    batch["input_ids"][1:, -2] = 2
+    return GradientMap(model, batch, second_order=False)
+
+
+def refiner(**settings: Any) -> Any:
+    defense = make_defense("refiner", objective="cosine", **settings)
+    defense.prepare(make_task("bert")[0], Marks())
+    return defense
+
+
+def power(tensors: dict[str, Tensor]) -> float:
+    return float(flat(tensors).square().sum())
+
+
+# What is shared
+
+
+@pytest.mark.parametrize(
+    ("factors", "iterations"),
+    [("message", 0), ("message", 2), ("sample", 0), ("sample", 2), ("parameter", 0)],
+)
+@pytest.mark.parametrize("task", ["bert", "vit"])
+def test_what_is_left_out_is_the_rest_of_the_power(
+    task: str, factors: str, iterations: int
+) -> None:
+    """‖e‖² = (1 - cos²) ‖v‖², over messages that feed it back."""
+    model, batch = make_task(task)
+    gmap = GradientMap(model, batch, second_order=False)
+    defense = refiner(factors=factors, iterations=iterations, samples=4)
+    left, total, sent = dict.fromkeys(gmap.gradient(), 0.0), 0, 0
+    for seed in range(3):
+        wanted = {name: g + left[name] for name, g in gmap.gradient().items()}
+        message = defense(gmap, Stream.from_seeds(seed))
+        left = {name: v - message[name] for name, v in wanted.items()}
+        cosine = float(torch.nn.functional.cosine_similarity(flat(message), flat(wanted), dim=0))
+        assert cosine == pytest.approx(message.figures["fit"], rel=1e-6)
+        assert 0 < cosine < 1
+        assert power(left) == pytest.approx((1 - cosine**2) * power(wanted), rel=1e-9)
+        assert message.figures["left_out"] == pytest.approx(
+            (power(left) / power(gmap.gradient())) ** 0.5, rel=1e-6
+        )
+        total, sent = total + flat(gmap.gradient()), sent + flat(message)
+    torch.testing.assert_close(sent + flat(left), total)
+
+
+def test_one_factor_is_the_published_scale() -> None:
+    """a = ⟨g(x*), v⟩/‖g(x*)‖², of the samples' gradient as a whole."""
+    gmap = text_map()
+    wanted = gmap.gradient()
+    made = made_up(gmap, 3, rng())
+    there = made.gradient()
+    scale = float(torch.dot(flat(there), flat(wanted))) / power(there)
+    fit = MadeUp(made, wanted, "message").fit(made.input)
+    torch.testing.assert_close(flat(fit.nearest), scale * flat(there))
+
+
+def test_more_factors_are_never_farther() -> None:
+    gmap = text_map()
+    made = made_up(gmap, 6, rng())
+    found = [
+        MadeUp(made, gmap.gradient(), factors).fit(made.input).cosine
+        for factors in ("message", "sample", "parameter")
+    ]
+    assert found[0] < found[1] < found[2]
+
+
+def test_nothing_of_the_batch_is_made_up() -> None:
+    """Another batch, of other texts and labels, more and shorter ones, gives the same samples."""
+    gmap, stream = text_map(), Stream.from_seeds
+    other = {**gmap.batch, "labels": (gmap.batch["labels"] + 1) % 3}
+    other["input_ids"] = torch.where(
+        torch.isin(other["input_ids"], torch.tensor(SPECIAL)), other["input_ids"], 7
+    )
+    other = {name: torch.cat([value, value]) for name, value in other.items()}
+    other |= {name: other[name][:, [0, 1, 3]] for name in ("input_ids", "attention_mask")}
+    other["attention_mask"][:] = 1
+    other["input_ids"][:, -1] = 7
+    two = GradientMap(gmap.model, other, second_order=False)
+    found = [made_up(one, 5, stream(3), SPECIAL) for one in (gmap, two)]
+    for name in found[0].batch:
+        assert torch.equal(found[0].batch[name], found[1].batch[name])
+    assert found[0].batch["input_ids"].shape == (5, 8)  # all that the model takes
+    assert bool(found[0].batch["attention_mask"].all())
+    assert not (found[0].batch["input_ids"] == PAD).any()
+
+
+def test_messages_differ_and_repeat_with_the_stream() -> None:
+    gmap = text_map()
+    one, again, other = (
+        flat(refiner(error_feedback=False)(gmap, Stream.from_seeds(seed))) for seed in (1, 1, 2)
+    )
+    assert torch.equal(one, again)
+    assert not torch.equal(one, other)
+
+
+# The descent
+
+
+@pytest.mark.parametrize("factors", ["message", "sample"])
+def test_the_slope_is_that_of_the_objective(factors: Factors) -> None:
+    """Against central differences of 1 - cos in float64, factors fitted anew at each end. LoRA has
+    no parameters but those of layers.
+    """
+    model, batch = make_task("bert_lora", batch_size=3)
+    with torch.no_grad():  # LoRA starts at zero, where nothing depends on the input
+        for name, p in model.named_parameters():
+            if "lora_B" in name:
+                p.copy_(torch.linspace(-1, 1, p.numel(), dtype=p.dtype).view_as(p))
+    gmap = GradientMap(model, batch, second_order=False)
+    made = made_up(gmap, 3, Stream.from_seeds(4))
+    search = MadeUp(made, gmap.gradient(), factors)
+    x = made.input
+    slope = search.slope(x, search.fit(x))
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(3):
+        direction = torch.randn(x.shape, generator=generator, dtype=x.dtype)
+        step = 1e-4
+        ends = [1 - search.fit(x + sign * step * direction).cosine for sign in (1, -1)]
+        expected = (ends[0] - ends[1]) / (2 * step)
+        assert float((slope * direction).sum()) == pytest.approx(expected, rel=1e-3)
+
+
+@pytest.mark.parametrize("factors", ["message", "sample"])
+def test_steps_bring_it_nearer_and_marks_stay(factors: Factors) -> None:
+    gmap = text_map()
+    found = refiner(iterations=6, factors=factors, samples=2).refine(gmap, Stream.from_seeds(2))
+    assert len(found.utility_metric) == 7
+    assert found.utility_metric[-1] < found.utility_metric[0]
+    assert found.noise_ratio == []
+    made = made_up(gmap, 2, Stream.from_seeds(2), SPECIAL)
+    marks = torch.isin(made.batch["input_ids"], torch.tensor(SPECIAL))
+    assert torch.equal(found.input[marks], made.input[marks])
+    assert (found.input[~marks] != made.input[~marks]).any(1).all()
+
+
+def test_a_brake_raises_what_looks_like_noise() -> None:
+    network = SmallNetwork("text", 8)
+    ratios = []
+    for beta in (0.0, 50.0):
+        defense = refiner(evaluation_network=network, iterations=4, beta=beta)
+        found = defense.refine(text_map(), Stream.from_seeds(1))
+        ratios.append(found.noise_ratio)
+    assert ratios[0][0] == ratios[1][0]
+    assert ratios[1][1] > ratios[0][1]
+
+
+# Settings
+
+
+def test_no_evaluation_network_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(*_: Any, **__: Any) -> Any:
+        raise AssertionError("a network was asked for")
+
+    monkeypatch.setattr("hf_gradguard.networks.network_for", never)
+    monkeypatch.setattr("hf_gradguard.networks.load_network", never)
+    defense = refiner()
+    assert not defense.needs_jacobian
+    defense(text_map(), rng())
+    with pytest.raises(AssertionError, match="a network was asked for"):
+        refiner(beta=1.0, iterations=1)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"objective": "cosines"}, "objective must be 'cosine' or 'weighted'"),
+        ({"alpha": 0.5}, "alpha is a setting of objective='weighted'"),
+        ({"warm_start": 5}, "warm_start is a setting of objective='weighted'"),
+        ({"epsilon": 0.1}, "epsilon is a setting of objective='weighted'"),
+        ({"objective": "weighted", "samples": 3}, "samples is a setting of objective='cosine'"),
+        ({"factors": "token"}, "factors must be 'message' or 'sample' or 'parameter'"),
+        ({"factors": "parameter", "iterations": 1}, "factors='parameter' has no iterations"),
+        ({"samples": 0}, "samples must be a whole number of at least 1"),
+        ({"iterations": -1}, "iterations must be a whole number of at least 0"),
+        ({"beta": 1.0, "iterations": 0}, "iterations must be a whole number of at least 1"),
+    ],
+)
+def test_settings_of_the_other_form_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_defense("refiner", **{"objective": "cosine", **settings})
+
+
+def test_shared_embeddings_are_refused() -> None:
+    model, batch = make_task("bert")
+    gmap = GradientMap(model, batch, share_input_embeddings=True, second_order=False)
+    with pytest.raises(ValueError, match="never shares the token embeddings"):
+        refiner()(gmap, rng())
+
+
+@pytest.mark.parametrize("task", ["gpt2_lm", "llama", "convnext", "bert_mlm", "bert_lora"])
+def test_every_kind_of_model(task: str) -> None:
+    model, batch = make_task(task)
+    gmap = GradientMap(model, batch, second_order=False)
+    message = refiner(samples=3)(gmap, rng())
+    assert 0 < message.figures["fit"] < 1

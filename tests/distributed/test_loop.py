@@ -1,0 +1,44 @@
+"""README's loop without the Trainer, on two ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from launcher import launch
+
+pytestmark = pytest.mark.distributed
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return launch("loop_worker.py", tmp_path_factory.mktemp("loop"))
+
+
+def test_unprotected_it_trains_as_backward_does(reports: list[dict[str, Any]]) -> None:
+    for report in reports:
+        assert report["moved"] > 1e-3
+        # Adam divides what is rounded by its size: a ten-thousandth of a step
+        assert report["plain"] <= 1e-6
+
+
+def test_ranks_end_with_the_same_weights(reports: list[dict[str, Any]]) -> None:
+    one, other = reports
+    assert one["checksum"] == other["checksum"]
+    assert one["noisy"] > 1e-3
+
+
+def test_it_sends_messages_alone(reports: list[dict[str, Any]]) -> None:
+    """One a step, and at the first which tables there are."""
+    for report in reports:
+        messages = [size for size in report["sizes"] if size > 99]
+        assert len(messages) == 3
+        assert len(set(messages)) == 1
+
+
+def test_fabric_averages_over_ranks(reports: list[dict[str, Any]]) -> None:
+    if reports[0]["fabric"] is None:
+        pytest.skip("lightning-fabric is not installed")
+    for report in reports:
+        error, size = report["fabric"]
+        assert error <= 1e-6 < 1e-3 < size

@@ -1,0 +1,236 @@
+"""Sums of clipped gradients against a loop over samples, each a batch of its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from helpers import make_task, randomize
+from torch import Tensor, nn
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    LlamaConfig,
+    LlamaForCausalLM,
+    ResNetConfig,
+    ResNetForImageClassification,
+)
+
+from hf_gradguard import GradientMap, make_defense
+from hf_gradguard.defenses import chain
+from hf_gradguard.gradient_map import clipping
+from hf_gradguard.gradient_map.clipping import clipped_sum
+
+CLIP = 0.5
+ROWS = 4
+TOGETHER = [
+    "bert", "bert_lora", "distilbert", "electra", "gpt2", "gpt2_lm", "llama", "vit", "convnext",
+]  # fmt: skip
+ONE_BY_ONE = ["bert_mlm", "t5"]  # a bias in two modules; a table of positions that rows share
+
+
+def looped(
+    model: nn.Module, batch: dict[str, Tensor], parameters: dict[str, nn.Parameter], clip: float
+) -> tuple[dict[str, Tensor], Tensor]:
+    """The definition, in plain autograd."""
+    total = {name: torch.zeros_like(p).detach() for name, p in parameters.items()}
+    norms = []
+    for row in range(len(batch["labels"])):
+        loss = model(**{name: entry[row : row + 1] for name, entry in batch.items()}).loss
+        found = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
+        gradient = [
+            torch.zeros_like(p) if g is None else g
+            for g, p in zip(found, parameters.values(), strict=True)
+        ]
+        norm = torch.cat([g.flatten() for g in gradient]).norm()
+        norms.append(norm)
+        for name, g in zip(parameters, gradient, strict=True):
+            total[name] += g * min(1.0, clip / float(norm))
+    return total, torch.stack(norms)
+
+
+def check(model: nn.Module, batch: dict[str, Tensor], clip: float = CLIP, **sharing: Any) -> None:
+    gmap = GradientMap(model, batch, second_order=False, needs_input=False, **sharing)
+    found = clipped_sum(gmap, clip)
+    total, norms = looped(model, batch, gmap.parameters, clip)
+    assert torch.allclose(found.norms, norms.double(), rtol=1e-5)
+    size = torch.cat([tensor.flatten() for tensor in total.values()]).norm()
+    for name, tensor in total.items():
+        assert found.total[name].shape == tensor.shape
+        assert (found.total[name] - tensor).norm() < 1e-5 * size, name
+
+
+def plan(model: nn.Module) -> clipping.Plan:
+    (found,) = clipping._PLANS[model].values()
+    return found
+
+
+def uneven(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Rows with different numbers of labels."""
+    if batch["labels"].dim() > 1:
+        batch["labels"][0, 1:4] = -100
+    return batch
+
+
+@pytest.mark.parametrize("name", TOGETHER + ONE_BY_ONE)
+def test_agrees_with_a_loop_over_samples(name: str) -> None:
+    model, batch = make_task(name, batch_size=ROWS)
+    check(model, uneven(batch))
+    assert bool(plan(model).reason) == (name in ONE_BY_ONE)
+    if batch["labels"].dim() > 1:
+        assert plan(model).rules == (("shifted tokens",) if name == "gpt2_lm" else ("tokens",))
+
+
+def test_some_are_clipped_and_some_are_not() -> None:
+    model, batch = make_task("bert", batch_size=ROWS)
+    gmap = GradientMap(model, batch, second_order=False)
+    norms = clipped_sum(gmap, 1e9).norms
+    clip = float(norms.median())
+    assert norms.min() < clip < norms.max()
+    check(model, batch, clip)
+
+
+def test_nothing_clipped_is_the_gradient() -> None:
+    model, batch = make_task("vit", batch_size=ROWS)
+    gmap = GradientMap(model, batch, second_order=False)
+    total = clipped_sum(gmap, 1e9).total
+    for name, gradient in gmap.gradient().items():
+        assert torch.allclose(total[name] / ROWS, gradient, atol=1e-12)
+
+
+def test_llama_with_a_head_of_its_own_and_shared_embeddings() -> None:
+    config = LlamaConfig(
+        vocab_size=24, hidden_size=8, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, intermediate_size=12, max_position_embeddings=8, pad_token_id=0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = randomize(LlamaForCausalLM(config)).double().eval()
+    batch = uneven(make_task("gpt2_lm", batch_size=ROWS)[1])
+    check(model, batch, share_input_embeddings=True)
+    assert plan(model) == clipping.Plan(("shifted tokens",))
+
+
+def test_long_texts_and_short_ones_take_both_ways() -> None:
+    """Two T² against the size of the weight decides how a linear layer's norms are found."""
+    model, batch = make_task("bert", batch_size=3)
+    ids = torch.randint(1, 24, (3, 8), generator=torch.Generator().manual_seed(1))
+    check(model, {**batch, "input_ids": ids, "attention_mask": torch.ones_like(ids)})
+    check(model, {**batch, "input_ids": ids[:, :2], "attention_mask": torch.ones(3, 2).long()})
+
+
+def test_samples_that_are_cut_into_several_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    from hf_gradguard.gradient_map import shares
+
+    monkeypatch.setattr(shares, "ENTRIES", 40)
+    for name in ("convnext", "bert"):
+        model, batch = make_task(name, batch_size=ROWS)
+        check(model, batch)
+
+
+def test_frozen_and_withheld_parameters_count_nowhere() -> None:
+    model, batch = make_task("bert", batch_size=ROWS)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("layer.1" in name or "classifier" in name)
+    check(model, batch, withhold=["classifier.bias"])
+
+
+def test_a_samples_share_does_not_depend_on_the_others() -> None:
+    """Its own normalization: the other rows have other numbers of labels, and other contents."""
+    model, batch = make_task("gpt2_lm", batch_size=ROWS)
+    first = {name: entry[:2] for name, entry in uneven(batch).items()}
+    other = {name: entry.clone() for name, entry in first.items()}
+    other["input_ids"][1], other["labels"][1, 2:] = 3, -100
+    one, two = (
+        clipped_sum(GradientMap(model, b, second_order=False), CLIP).norms[0]
+        for b in (first, other)
+    )
+    assert torch.allclose(one, two, rtol=1e-6)
+
+
+def test_a_sample_without_labels_adds_nothing() -> None:
+    model, batch = make_task("gpt2_lm", batch_size=ROWS)
+    whole = {name: entry[1:] for name, entry in batch.items()}
+    batch["labels"][0] = -100
+    with_it, without = (
+        clipped_sum(GradientMap(model, b, second_order=False), CLIP) for b in (batch, whole)
+    )
+    assert with_it.norms[0] == 0
+    for name, tensor in without.total.items():
+        assert torch.allclose(with_it.total[name], tensor, atol=1e-7)
+
+
+def test_dropout_masks_are_those_of_the_map() -> None:
+    """The unclipped sum is the gradient under the very masks of the message's own pass."""
+    model, batch = make_task("bert", batch_size=ROWS, dropout=0.3)
+    model.train()
+    gmap = GradientMap(model, batch, second_order=False)
+    total = clipped_sum(gmap, 1e9).total
+    for name, gradient in gmap.gradient().items():
+        assert torch.allclose(total[name] / ROWS, gradient, atol=1e-10), name
+    assert model.training
+    assert all(module.training for module in model.modules())
+
+
+def test_norms_are_never_too_small_by_rounding() -> None:
+    """Tokens whose products cancel: a norm below the true one would clip too little."""
+    from hf_gradguard.gradient_map.shares import _ghost_squares
+
+    generator = torch.Generator().manual_seed(0)
+    slopes = torch.randn(6, 2, 50, generator=generator).repeat_interleave(2, 1)
+    features = torch.randn(6, 4, 50, generator=generator)
+    features[:, 1::2] = -features[:, ::2] * (1 + 1e-4 * torch.rand(6, 2, 1, generator=generator))
+    true = (slopes.double().mT @ features.double()).square().sum((1, 2))
+    found = _ghost_squares(slopes, features)
+    assert (found >= true).all()
+    assert (found < 2 * true + 1e-2).all()
+
+
+def test_checkpointed_layers_are_taken_one_by_one() -> None:
+    model, batch = make_task("bert", batch_size=ROWS)
+    model.train().gradient_checkpointing_enable({"use_reentrant": False})
+    check(model, batch)
+    assert "a second time" in plan(model).reason
+
+
+def test_batch_statistics_are_refused() -> None:
+    config = ResNetConfig(
+        embedding_size=4, hidden_sizes=[4], depths=[1], layer_type="basic", num_labels=3
+    )
+    torch.manual_seed(0)
+    model = ResNetForImageClassification(config).double()
+    batch = make_task("vit", batch_size=ROWS)[1]
+    with pytest.raises(NotImplementedError, match="statistics of the batch"):
+        clipped_sum(GradientMap(model.train(), batch, second_order=False), CLIP)
+    check(model.eval(), batch)
+    assert not plan(model).reason
+
+
+class Coupled(BertForSequenceClassification):
+    """A loss between samples, as contrastive ones are."""
+
+    def forward(self, labels: Tensor, **inputs: Any) -> Any:
+        output = super().forward(**inputs)
+        logits = nn.functional.normalize(output.logits, dim=-1)
+        target = torch.arange(len(labels), device=labels.device)
+        output.loss = nn.functional.cross_entropy(logits @ logits.mT, target)
+        return output
+
+
+def test_coupled_samples_are_refused() -> None:
+    config = BertConfig(
+        vocab_size=24, hidden_size=8, num_hidden_layers=1, num_attention_heads=2,
+        intermediate_size=12, max_position_embeddings=8, pad_token_id=0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = Coupled(config).double().eval()
+    batch = make_task("bert", batch_size=ROWS)[1]
+    with pytest.raises(NotImplementedError, match="coupled"):
+        clipped_sum(GradientMap(model, batch, second_order=False), CLIP)
+
+
+def test_nothing_may_come_before_it() -> None:
+    model, batch = make_task("bert", batch_size=ROWS)
+    private = make_defense("dp_sgd", per_sample=True, noise_multiplier=1.0)
+    with pytest.raises(NotImplementedError, match="first in a chain"):
+        chain(make_defense("pruning", ratio=0.5), private)(GradientMap(model, batch))

@@ -1,0 +1,127 @@
+"""`gradguard recommend` on a tiny model: what is written, kept and refused."""
+
+from __future__ import annotations
+
+import json
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import set_seed
+
+from hf_gradguard import GradGuardConfig, make_defense
+from hf_gradguard.cli import main
+from hf_gradguard.recommend import Choice, recommend
+from hf_gradguard.recommend.trials import Split
+from hf_gradguard.testing.small import WORDS, small_text_task
+from hf_gradguard.training.command_line import parse_arguments
+
+TEXTS = [(" ".join(WORDS[i : i + 4]), i % 2) for i in range(40)]
+FEW = {"steps": 1, "batch_size": 8, "attacked": 2, "budget": 0.99}
+DEFENSES = ["gaussian_noise:relative_scale=20", "pruning:ratio=0.9"]
+
+
+def run(folder: Path, **settings: Any) -> Choice:
+    set_seed(0)
+    model, _, tokenizer = small_text_task()
+    with torch.no_grad():
+        for parameter in model.eval().parameters():
+            parameter *= 1.5
+    return recommend(model, tokenizer, TEXTS, DEFENSES, "span", output=folder, **FEW | settings)
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Choice]:
+    folder = tmp_path_factory.mktemp("recommend")
+    return folder, run(folder)
+
+
+def test_every_defense_has_an_outcome(found: tuple[Path, Choice]) -> None:
+    plain, noise, pruned = found[1].outcomes
+    assert [plain.defense, noise.defense, pruned.defense] == ["none", *DEFENSES]
+    assert plain.lost.mean == 0
+    assert plain.leak.mean == 1  # span reads single texts
+    assert noise.leak.mean < 0.5
+    for one in found[1].outcomes:
+        assert one.accuracy.low <= one.accuracy.mean <= one.accuracy.high
+        assert one.lost.mean == pytest.approx(plain.accuracy.mean - one.accuracy.mean)
+
+
+def test_rates_follow_noise(found: tuple[Path, Choice]) -> None:
+    plain, noise, _ = found[1].outcomes
+    assert plain.learning_rate in (1e-4, 2e-4, 4e-4)
+    assert min(abs(noise.learning_rate / 20.025 / r - 1) for r in (1e-4, 2e-4, 4e-4)) < 1e-3
+
+
+def test_what_is_recommended_can_be_trained(found: tuple[Path, Choice], tmp_path: Path) -> None:
+    folder, choice = found
+    assert choice.chosen is choice.outcomes[1]
+    file = folder / "recommended.yaml"
+    text = file.read_text()
+    assert text.startswith("# Train with gaussian_noise:relative_scale=20 at a learning rate of")
+    argv = ["--config", str(file), "--output_dir", str(tmp_path), "--use_cpu"]
+    (args,) = parse_arguments(GradGuardConfig, argv=argv)
+    assert args.learning_rate == pytest.approx(choice.chosen.learning_rate, rel=1e-2)
+    assert args.per_device_train_batch_size == 8
+    made = make_defense(args.defense, **args.defense_kwargs)
+    assert made == make_defense("gaussian_noise", relative_scale=20.0)
+
+
+def test_pages_say_the_same(found: tuple[Path, Choice]) -> None:
+    folder, choice = found
+    stored = json.loads((folder / "recommend.json").read_text())
+    assert stored["chosen"]["defense"] == DEFENSES[0]
+    assert len(stored["outcomes"]) == 3
+    for name in ("recommend.md", "recommend.html"):
+        text = (folder / name).read_text()
+        assert choice.words in text
+        assert all(defense in text for defense in DEFENSES)
+    assert (folder / "recommend.html").read_text().count("<circle") == 3
+    private = [folder / "cells", folder / "audits" / "start"]
+    assert all(stat.S_IMODE(path.stat().st_mode) == 0o700 for path in private)
+
+
+def test_it_goes_on_where_it_stopped(found: tuple[Path, Choice]) -> None:
+    folder, choice = found
+    kept = {path: path.stat().st_mtime_ns for path in folder.rglob("cells/*")}
+    assert sum(path.suffix == ".safetensors" for path in kept) == 3  # each defense's best rate
+    again = run(folder)
+    assert again == choice
+    assert {path: path.stat().st_mtime_ns for path in folder.rglob("cells/*")} == kept
+
+
+def test_nothing_is_recommended_where_all_cost_too_much(found: tuple[Path, Choice]) -> None:
+    """The same trainings and attacks, with a budget that none keeps: they lose at least nothing."""
+    folder, choice = found
+    least = min(one.lost.mean for one in choice.outcomes[1:])
+    again = run(folder, budget=0.0)
+    assert (again.chosen is None) == (least > 0)
+    assert (folder / "recommended.yaml").exists() == (again.chosen is not None)
+    run(folder)
+
+
+def test_splits_do_not_overlap() -> None:
+    samples = [(str(i), 0) for i in range(200)]
+    split = Split.of(samples, 8, batch_size=16)
+    parts = [split.attacked, split.choosing, split.judging, split.training]
+    assert [len(part) for part in parts] == [8, 38, 38, 116]
+    assert sorted(one for part in parts for one in part) == sorted(samples)
+
+
+def test_too_few_samples_are_refused(tmp_path: Path) -> None:
+    model, _, tokenizer = small_text_task()
+    with pytest.raises(ValueError, match="20 samples are too few: 8 are attacked"):
+        recommend(model, tokenizer, TEXTS[:20], output=tmp_path)
+    with pytest.raises(ValueError, match="8 samples do not fill messages of 3"):
+        recommend(model, tokenizer, TEXTS, output=tmp_path, message_size=3)
+    with pytest.raises(TypeError, match="no_such"):
+        recommend(model, tokenizer, TEXTS, output=tmp_path, no_such=3)
+
+
+def test_the_command_says_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["recommend", "--model", "nowhere"])
+    assert stopped.value.code == 1
+    assert "gradguard recommend: --dataset, --output must be given." in capsys.readouterr().err

@@ -1,0 +1,167 @@
+"""The mixin before other Trainers than the stock one, on one rank. Two ranks are in
+`tests/distributed/test_frameworks.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from frameworks import Training, dpo, encoders, seq2seq, sft
+from torch import nn
+from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer
+
+from hf_gradguard import GradGuardConfig, GradGuardMixin, GradGuardTrainer
+
+pytest.importorskip("trl")
+pytest.importorskip("sentence_transformers")
+
+SHARED = {"defense": "none", "share_input_embeddings": True}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("encoder")
+
+
+def named(name: str, folder: Path) -> Training:
+    made = {
+        "seq2seq": seq2seq, "sft": sft, "dpo, LoRA": lambda: dpo(lora=True),
+        "triplets": lambda: encoders(folder, 3),
+    }  # fmt: skip
+    return made[name]()
+
+
+ONCE = ("optimal_noise", "seq2seq"), ("optimal_pruning", "sft"), ("optimal_dp_sgd", "dpo, LoRA")
+FAMILIES = [
+    *ONCE, ("gaussian_noise", "triplets"), ("laplace_noise", "sft"), ("dp_sgd", "triplets"),
+    ("pruning", "dpo, LoRA"), ("quantization", "triplets"), ("optimal_noise", "triplets"),
+    ("optimal_noise", "dpo, LoRA"), ("optimal_noise", "sft"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("defense", "name"), FAMILIES)
+def test_every_family_of_defense_protects(
+    tmp_path: Path, folder: Path, defense: str, name: str
+) -> None:
+    trainer = named(name, folder).run(tmp_path, {"defense": defense, "max_steps": 1})
+    (entry,) = (entry for entry in trainer.state.log_history if "loss" in entry)
+    assert entry["defense/relative_error"] > 1e-3
+    assert entry["grad_norm"] > 0
+
+
+REFUSED = {
+    "soteria": ("sft", r"no representation to weigh.*optimal_pruning"),
+    "refiner": ("triplets", r"No evaluation network fits.*public_text"),
+}
+
+
+@pytest.mark.parametrize("defense", REFUSED)
+def test_what_cannot_protect_says_why(tmp_path: Path, folder: Path, defense: str) -> None:
+    name, says = REFUSED[defense]
+    with pytest.raises(ValueError, match=f"(?s){says}"):
+        named(name, folder).run(tmp_path, {"defense": defense})
+
+
+def test_figures_that_a_trainer_logs_are_of_the_batch_alone(tmp_path: Path) -> None:
+    """A loss is computed several times a batch; what is counted beside it counts once."""
+    stock = sft().run(tmp_path, None)
+    ours = sft().run(tmp_path, SHARED | {"defense": "optimal_noise", "learning_rate": 0.0})
+    for one, other in zip(ours.state.log_history[:3], stock.state.log_history[:3], strict=True):
+        assert one["num_tokens"] == other["num_tokens"]
+    first, expected = ours.state.log_history[0], stock.state.log_history[0]
+    assert first["entropy"] == expected["entropy"]
+    assert first["mean_token_accuracy"] == expected["mean_token_accuracy"]
+
+
+def test_plain_arguments_of_another_library_are_taken(tmp_path: Path) -> None:
+    training = sft()
+    protected: Any = type("Protected", (GradGuardMixin, training.trainer), {})
+    args = training.config(str(tmp_path), max_steps=1, use_cpu=True, report_to="none", bf16=False)
+    trainer = protected(args=args, defense="pruning", **training.make())
+    assert trainer.defense.name == "pruning"
+
+
+# What is refused
+
+
+def test_losses_that_send_embeddings_are_refused(tmp_path: Path, folder: Path) -> None:
+    from sentence_transformers import losses
+
+    def gathering(model: nn.Module) -> nn.Module:
+        return losses.MultipleNegativesRankingLoss(model, gather_across_devices=True)
+
+    with pytest.raises(NotImplementedError, match="gather_across_devices=True: every rank would"):
+        encoders(folder, loss=gathering).run(tmp_path, {"defense": "gaussian_noise"})
+
+
+def test_losses_with_parameters_of_their_own_are_refused(tmp_path: Path, folder: Path) -> None:
+    class Scaled(nn.Module):
+        def __init__(self, model: nn.Module) -> None:
+            super().__init__()
+            self.model, self.scale = model, nn.Parameter(torch.ones(3))
+
+        def forward(self, features: Any, labels: Any) -> Any:
+            made = [self.model(feature)["sentence_embedding"] for feature in features]
+            return (made[0] * made[1]).sum() * self.scale.sum()
+
+    with pytest.raises(NotImplementedError, match=r"1 of the optimizer's parameters \(shapes \(3,"):
+        encoders(folder, loss=Scaled).run(tmp_path, {"defense": "gaussian_noise"})
+
+
+def test_losses_that_differentiate_by_themselves_are_refused(tmp_path: Path, folder: Path) -> None:
+    from sentence_transformers import losses
+
+    training = encoders(folder, loss=losses.CachedMultipleNegativesRankingLoss)
+    with pytest.raises(ValueError, match=r"not computed from any shared parameter.*take the plain"):
+        training.run(tmp_path, {"defense": "gaussian_noise"})
+
+
+@pytest.mark.parametrize("more", [{"clients_per_process": 2}, {"num_clients": 2}])
+def test_pairs_of_answers_are_not_cut_into_clients(tmp_path: Path, more: dict[str, int]) -> None:
+    """DPO's collator puts the chosen answers over the rejected ones."""
+    with pytest.raises(NotImplementedError, match="has 4 rows of 2 examples"):
+        dpo(lora=True).run(tmp_path, {"defense": "gaussian_noise", **more})
+
+
+def test_offloading_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(NotImplementedError, match="activation_offloading: it is entered"):
+        sft().run(tmp_path, {"defense": "gaussian_noise", "activation_offloading": True})
+
+
+def test_the_mixin_stands_first() -> None:
+    with pytest.raises(TypeError, match=r"Write class Wrong\(GradGuardMixin, Seq2SeqTrainer\)"):
+        type("Wrong", (Seq2SeqTrainer, GradGuardMixin), {})
+
+
+def test_a_training_step_of_another_library_is_refused() -> None:
+    class Stepping(Trainer):
+        def training_step(self, *args: Any, **kwargs: Any) -> Any:
+            return super().training_step(*args, **kwargs)
+
+    with pytest.raises(NotImplementedError, match="support Stepping: its own training_step would"):
+        type("Protected", (GradGuardMixin, Stepping), {})
+
+    class Last(GradGuardTrainer):  # before the mixin, it may end with the protected step
+        def training_step(self, *args: Any, **kwargs: Any) -> Any:
+            return super().training_step(*args, **kwargs)
+
+    assert Last.training_step is not GradGuardMixin.training_step
+
+
+def test_own_arguments_keep_their_defaults_and_dict_fields(tmp_path: Path) -> None:
+    config = sft().config
+
+    @dataclass
+    class Right(config, GradGuardConfig):  # type: ignore[valid-type, misc]
+        pass
+
+    args = Right(str(tmp_path), defense_kwargs='{"ratio": 0.5}', defense="pruning", bf16=False)
+    assert args.learning_rate == config(str(tmp_path), bf16=False).learning_rate
+    assert args.defense_kwargs == {"ratio": 0.5}
+    assert {"model_init_kwargs", "defense_kwargs"} <= set(Right._VALID_DICT_FIELDS)
+    with pytest.raises(TypeError, match=r"Write class Wrong\(Seq2SeqTrainingArguments, GradGuardC"):
+        type("Wrong", (GradGuardConfig, Seq2SeqTrainingArguments), {})
