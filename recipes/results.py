@@ -78,7 +78,6 @@ NETWORK = (  # what $NETWORK names, if it is not there
 RUNS = [
     Run("undefended_images", UNDEFENDED, "images", IMAGES, 0.5),
     Run("undefended_text", UNDEFENDED, "text", TEXT, 0.5),
-    Run("span_families", UNDEFENDED, "families", "--tokenizer $MODEL", 3),
     Run("span_attack", HIDING, "span", TEXT, 1),
     Run("sst2", HIDING, "accuracy", TEXT, 6),
     Run("sst2_seconds", HIDING, "accuracy --seconds", TEXT, 0.1),

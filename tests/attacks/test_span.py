@@ -295,7 +295,7 @@ def test_an_encoders_four_sentences() -> None:
     texts = sentences(4, (9, 9, 7, 8))
     texts[1][2], texts[3][4], texts[0][7] = texts[0][2], texts[2][4], texts[0][3]
     torch.manual_seed(0)
-    model = BertForSequenceClassification(BertConfig(**ENCODER | {"hidden_size": 96}))
+    model = BertForSequenceClassification(BertConfig(**ENCODER | {"hidden_size": 192}))
     found = Span()(observe(model.float().eval(), texts)).token_ids
     assert sorted(found) == sorted(texts)
 
