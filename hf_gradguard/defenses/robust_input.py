@@ -191,7 +191,7 @@ class MadeUpInput:
             self.free = torch.ones_like(x[:, :1], dtype=torch.bool)
             self._space = PixelSpace(x, mean, std)
         else:
-            self.free = ~_among(made.batch["input_ids"], special.ids)[..., None]
+            self.free = ~_among(made.domain.main_input(made.batch), special.ids)[..., None]
 
     def noise_ratio(self, network: Any, x: Tensor) -> Tensor:
         """D, averaged over the samples."""
