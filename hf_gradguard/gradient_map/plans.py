@@ -86,6 +86,7 @@ def _key(gmap: GradientMap) -> object:
         gmap.input.dtype,
         tuple(module.training for module in gmap.replay.modules),
         gmap.replay.recomputes(),
+        gmap.replay.kind,
         _code(gmap.loss_fn),
     )
 

@@ -27,6 +27,9 @@ class Replay:
         NotImplementedError: If they are, and the model has kernels whose own are silently wrong.
     """
 
+    kind: str = ""
+    """Of maps that are tried out together: how well differences do on one says it of the others."""
+
     def __init__(self, model: nn.Module, second_order: bool) -> None:
         self.modules, self.second_order = list(model.modules()), second_order
         if second_order and any(_is_ligers(module) for module in self.modules):

@@ -7,4 +7,11 @@ from .scores import Scores
 from .text import score_text
 from .text_reconstruction import TextReconstruction
 
-__all__ = ["CandidateScores", "Scores", "TextReconstruction", "score_candidates", "score_images", "score_text"]
+__all__ = [
+    "CandidateScores",
+    "Scores",
+    "TextReconstruction",
+    "score_candidates",
+    "score_images",
+    "score_text",
+]

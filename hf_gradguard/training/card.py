@@ -80,6 +80,7 @@ def privacy_section(trainer: GradGuardTrainer) -> str:
         _labels(trainer),
         _statistics(trainer),
         _aggregation(trainer),
+        _epsilon(trainer),
         "The noise was drawn by ChaCha20, with a new key from the operating system for every "
         "message."
         if getattr(args, "noise_seed", None) is None
@@ -100,6 +101,7 @@ def privacy_section(trainer: GradGuardTrainer) -> str:
         summary=summary,
         points="\n".join(f"- {point}" for point in points if point),
         settings=json.dumps(defense.settings(), indent=2, default=str),
+        memorized=_MEMORIZED if trainer.private_rows is None else _MEMORIZED_PRIVATELY,
     )
 
 
@@ -163,11 +165,43 @@ def _aggregation(trainer: GradGuardTrainer) -> str:
 
 _SCRATCH = "was trained from scratch"  # in the words of the Trainer's card
 _ALONE = "One process trained, so nothing left it: these clients were simulated."
+
+
+def _epsilon(trainer: GradGuardTrainer) -> str:
+    rows = trainer.private_rows
+    if rows is None:
+        return ""
+    messages = sum(rows.account.messages.values())
+    noise = ", ".join(f"{multiplier:.4g}" for multiplier, _ in rows.account.messages)
+    sampled = (
+        f"Each row's gradient was clipped, and rows were drawn by Poisson sampling (rate "
+        f"{rows.rate:.4g}): {messages} messages of each client, noise multiplier {noise or '-'}"
+    )
+    if rows.epsilon is None:
+        return f"{sampled}. No δ was set, so no ε was computed."
+    who = "each client's messages"
+    if getattr(trainer.args, "noise_for", "message") == "sum":
+        who = "the sums of all clients' messages, if every rank adds its noise"
+    return (
+        f"{sampled}. **ε = {rows.epsilon:.4g} at δ = {rows.defense.delta:g}** for {who}, and for "
+        "this model where nothing else chose it: data sets that differ in one row, added or "
+        "removed (privacy loss distributions, by dp-accounting)."
+    )
+
+
 _STATISTICS = {
     "local": "stayed on their ranks; those in this model are rank 0's, of its own data.",
     "shared": "were averaged over ranks unprotected; those in this model are of all ranks' data.",
     "frozen": "are those that the model started with.",
 }
+_MEMORIZED = (
+    "This model. Its weights may have memorized training data; gradient protection gives no "
+    "differential privacy."
+)
+_MEMORIZED_PRIVATELY = (
+    "What stands beside ε: logged losses, and what was chosen by them or by evaluation; people "
+    "with several rows, for whom it is larger."
+)
 _SECTION = """## Privacy
 
 {summary}
@@ -180,8 +214,7 @@ _SECTION = """## Privacy
 
 ### What is not protected
 
-- This model. Its weights may have memorized training data; gradient protection gives no \
-differential privacy.
+- {memorized}
 - What a client reveals beside gradients: the average loss, the number of label tokens, and \
 evaluation predictions.
 - Repetition: an attacker who sees many messages about the same example can average noise away.
