@@ -164,6 +164,8 @@ class NoSample(PrivateSGD):
     it is called with is of any batch, for the shapes.
     """
 
+    first_order: ClassVar[bool] = True
+
     def protect(self, gmap: GradientMap, generator: Stream) -> Message:
         zeros = {
             name: torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32),

@@ -24,6 +24,8 @@ after 14,000 messages, at a fifth of the time.
 """
 TOLERANCE = 1e-3
 """Of a calibrated noise multiplier, relative to it; upward."""
+SPENT = 0.99
+"""The share of a target after which it counts as spent: the rest would take noise without bounds."""
 LEAST = 0.3
 """Of noise multipliers that are calibrated: less is hardly noise."""
 
@@ -88,7 +90,7 @@ def dp_sgd_noise_multiplier(
         return account.epsilon(delta, interval)
 
     before = PrivacyAccount(spent).epsilon(delta)
-    if before >= target_epsilon:
+    if before >= SPENT * target_epsilon:
         raise ValueError(
             f"target_epsilon={target_epsilon:g} is spent: what was shared of this data so far has "
             f"ε = {before:.4g} at δ = {delta:g}. Stop here, or set a larger one."

@@ -54,15 +54,13 @@ def recommend(
         processing_class: Its tokenizer or image processor.
         samples: `(text or image, class id)` each, in random order: all the data that is used.
         defenses: As for `audit`. Default: noise and pruning in several strengths.
-        attacks: As for `audit`, applied by attackers who know the noise's covariance. Default: the
-            strongest that are quick.
+        attacks: As for `audit`, by who knows the noise's covariance. Default: strong quick ones.
         output: Folder to write to. Holds private data afterwards.
         **settings: Fields of `TrialSettings`: `steps`, `batch_size`, `message_size`, `attacked`,
             `learning_rate`, `budget`, `max_length`, `seed`.
 
     Raises:
-        ValueError: If samples are too few, no attack reads the undefended gradient, or as `audit`
-            says.
+        ValueError: If samples are too few, no attack reads `none`, or as `audit` says.
         TypeError: For unknown settings.
 
     Example:

@@ -15,8 +15,9 @@ if TYPE_CHECKING:
     from .trainer import GradGuardTrainer
 
 
-def add_privacy_section(trainer: GradGuardTrainer) -> None:
-    """Append `privacy_section` to the card in the Trainer's output folder.
+def complete_card(trainer: GradGuardTrainer) -> None:
+    """Append `privacy_section` to the card in the Trainer's output folder, and say what the model
+    was made of: a tag, the figures of its last evaluation, and the model that it started from.
 
     Example:
         >>> from hf_gradguard import GradGuardTrainer
@@ -26,8 +27,36 @@ def add_privacy_section(trainer: GradGuardTrainer) -> None:
     """
     path = os.path.join(str(trainer.args.output_dir), "README.md")
     card = ModelCard.load(path)
-    card.text = f"{card.text.rstrip()}\n\n{privacy_section(trainer)}"
+    tags = card.data.tags or []
+    card.data.tags = [*tags, *(["gradguard"] if "gradguard" not in tags else [])]
+    start = str(getattr(getattr(trainer.model, "config", None), "name_or_path", "") or "")
+    text = card.text
+    text = text.replace("is a fine-tuned version of [](https://huggingface.co/)", _SCRATCH)
+    if start and _SCRATCH in text:
+        name = os.path.basename(os.path.normpath(start)) if os.path.isdir(start) else start
+        text = text.replace(_SCRATCH, f"was fine-tuned from `{name}`")
+        if not os.path.isdir(start):
+            card.data.base_model = card.data.base_model or start
+    figures = _evaluated(trainer)
+    if figures:
+        card.data.metrics = card.data.metrics or sorted(figures)
+        lines = "\n".join(f"- {name}: {value:.4g}" for name, value in figures.items())
+        text = f"{text.rstrip()}\n\n## Evaluation\n\n{lines}"
+    card.text = f"{text.rstrip()}\n\n{privacy_section(trainer)}"
     card.save(path)
+
+
+def _evaluated(trainer: GradGuardTrainer) -> dict[str, float]:
+    """The last evaluation's figures, without those of its speed."""
+    logged = [entry for entry in trainer.state.log_history if "eval_loss" in entry]
+    if not logged:
+        return {}
+    about = ("runtime", "per_second", "loss", "_time")
+    return {
+        name.removeprefix("eval_"): value
+        for name, value in logged[-1].items()
+        if name.startswith("eval_") and not name.endswith(about) and isinstance(value, int | float)
+    }
 
 
 def privacy_section(trainer: GradGuardTrainer) -> str:
@@ -46,10 +75,12 @@ def privacy_section(trainer: GradGuardTrainer) -> str:
     points = [
         f"Defense: `{defense.name}`, with hf-gradguard",
         f"Clients: {_clients(trainer)}; every micro-batch is a message protected by itself",
+        "" if trainer.accelerator.num_processes > 1 else _ALONE,
         _embeddings(trainer),
         _labels(trainer),
         _statistics(trainer),
         _aggregation(trainer),
+        _epsilon(trainer),
         "The noise was drawn by ChaCha20, with a new key from the operating system for every "
         "message."
         if getattr(args, "noise_seed", None) is None
@@ -70,6 +101,7 @@ def privacy_section(trainer: GradGuardTrainer) -> str:
         summary=summary,
         points="\n".join(f"- {point}" for point in points if point),
         settings=json.dumps(defense.settings(), indent=2, default=str),
+        memorized=_MEMORIZED if trainer.private_rows is None else _MEMORIZED_PRIVATELY,
     )
 
 
@@ -131,11 +163,45 @@ def _aggregation(trainer: GradGuardTrainer) -> str:
     )
 
 
+_SCRATCH = "was trained from scratch"  # in the words of the Trainer's card
+_ALONE = "One process trained, so nothing left it: these clients were simulated."
+
+
+def _epsilon(trainer: GradGuardTrainer) -> str:
+    rows = trainer.private_rows
+    if rows is None:
+        return ""
+    messages = sum(rows.account.messages.values())
+    noise = ", ".join(f"{multiplier:.4g}" for multiplier, _ in rows.account.messages)
+    sampled = (
+        f"Each row's gradient was clipped, and rows were drawn by Poisson sampling (rate "
+        f"{rows.rate:.4g}): {messages} messages of each client, noise multiplier {noise or '-'}"
+    )
+    if rows.epsilon is None:
+        return f"{sampled}. No δ was set, so no ε was computed."
+    who = "each client's messages"
+    if getattr(trainer.args, "noise_for", "message") == "sum":
+        who = "the sums of all clients' messages, if every rank adds its noise"
+    return (
+        f"{sampled}. **ε = {rows.epsilon:.4g} at δ = {rows.defense.delta:g}** for {who}, and for "
+        "this model where nothing else chose it: data sets that differ in one row, added or "
+        "removed (privacy loss distributions, by dp-accounting)."
+    )
+
+
 _STATISTICS = {
     "local": "stayed on their ranks; those in this model are rank 0's, of its own data.",
     "shared": "were averaged over ranks unprotected; those in this model are of all ranks' data.",
     "frozen": "are those that the model started with.",
 }
+_MEMORIZED = (
+    "This model. Its weights may have memorized training data; gradient protection gives no "
+    "differential privacy."
+)
+_MEMORIZED_PRIVATELY = (
+    "What stands beside ε: logged losses, and what was chosen by them or by evaluation; people "
+    "with several rows, for whom it is larger."
+)
 _SECTION = """## Privacy
 
 {summary}
@@ -148,8 +214,7 @@ _SECTION = """## Privacy
 
 ### What is not protected
 
-- This model. Its weights may have memorized training data; gradient protection gives no \
-differential privacy.
+- {memorized}
 - What a client reveals beside gradients: the average loss, the number of label tokens, and \
 evaluation predictions.
 - Repetition: an attacker who sees many messages about the same example can average noise away.

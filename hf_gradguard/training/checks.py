@@ -19,6 +19,8 @@ from transformers import DataCollatorWithFlattening, TrainingArguments
 from ..defenses import Defense
 from ..defenses.noise import DPSGD
 from .bases import base_refusals
+from .partition import is_of_datasets
+from .seams import read
 
 if TYPE_CHECKING:
     from ..leakage import FisherAccountant
@@ -163,11 +165,10 @@ def _argument_refusals(args: TrainingArguments) -> Iterator[str]:
             "LOMO optimizers: they update weights inside the backward pass, before the gradient is "
             "whole. Use optim='adamw_torch'."
         )
-    if args.ddp_static_graph:
+    if read(args, "ddp_static_graph"):
         yield _STATIC_GRAPH
-    if args.activation_checkpointing and (args.activation_checkpointing_kwargs or {}).get(
-        "use_reentrant"
-    ):
+    checkpointing = read(args, "activation_checkpointing_kwargs") or {}
+    if read(args, "activation_checkpointing") and checkpointing.get("use_reentrant"):
         yield (
             "reentrant activation checkpointing: it cannot run under torch.autograd.grad. Set "
             "activation_checkpointing_kwargs={'use_reentrant': False}."
@@ -301,9 +302,7 @@ def _clips_by_norm(defense: Defense) -> bool:
 
 def is_iterable(dataset: Any) -> bool:
     """Whether a data set has no rows that could be drawn."""
-    import datasets
-
-    return isinstance(dataset, IterableDataset | datasets.IterableDataset)
+    return isinstance(dataset, IterableDataset) or is_of_datasets(dataset, "IterableDataset")
 
 
 PADDING_FREE = (

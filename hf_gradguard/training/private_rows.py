@@ -283,8 +283,8 @@ def _refuse(trainer: Any, chained: bool, own_batches: bool) -> None:
             raise NotImplementedError(
                 f"{say} and delta where batches are not drawn by the Trainer itself, row by row "
                 "from a data set with a length: ε is of Poisson sampling. Leave "
-                "get_train_dataloader as it is, or give noise_multiplier without delta, and account for your own way of "
-                "drawing batches."
+                "get_train_dataloader as it is, or give noise_multiplier without delta, and "
+                "account for your own way of drawing batches."
             )
         return
     if getattr(args, "train_sampling_strategy", "random") != "random" or (

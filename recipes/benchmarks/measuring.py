@@ -82,19 +82,15 @@ def random_batch(model: PreTrainedModel, size: int, length: int) -> dict[str, to
 
 
 def alternate(
-    case: Callable[[], object],
-    unit: Callable[[], object],
-    rounds: int,
-    factor: float = 1,
-    units: int = 3,
+    case: Callable[[], object], unit: Callable[[], object], rounds: int, factor: float = 1
 ) -> dict:
-    """`factor` times `case` over `unit`, round by round, each against `units` units run just before
-    and just after it.
+    """`factor` times `case` over `unit`, round by round, each against units run just before and
+    just after it.
     """
     case(), unit()
     ratios = []
     for _ in range(rounds):
-        before, own, after = clock(unit, units), clock(case), clock(unit, units)
+        before, own, after = clock(unit, 3), clock(case), clock(unit, 3)
         ratios.append(factor * own / ((before + after) / 2))
     return spread(ratios)
 

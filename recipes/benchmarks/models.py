@@ -4,10 +4,11 @@ beyond a stock step of the same parameters.
     python -m recipes.benchmarks.models --model MODEL --output docs/results/models_speed
 
 Weights are random; costs do not depend on them. One thread, processor time. "Measuring" are the
-messages at which averages are fed, every tenth by default. The last rows are arithmetic: what a
-message holds beyond the gradient, by gradients as measured, for LoRA on 8 billion parameters.
+messages at which averages are fed, every tenth by default. The last row is arithmetic: a gradient
+of LoRA on 8 billion parameters.
 """
 
+import json
 from collections.abc import Callable
 
 import torch
@@ -28,8 +29,9 @@ from transformers import (
 
 from hf_gradguard import GradientMap, make_defense
 from hf_gradguard.randomness import Stream
+from recipes.studies.lib.results import named
 
-from .measuring import DEVICE, alternate, cells, main, peak
+from .measuring import DEVICE, cells, clock, main, peak, spread
 
 ROUNDS = 3
 DEFENSES: dict[str, tuple[str, dict]] = {
@@ -107,12 +109,17 @@ def images(size: int, side: int) -> dict[str, torch.Tensor]:
 
 def measure(args) -> dict:
     torch.set_num_threads(1)
-    found = {}
+    kept, found = named(args.output, ".models.json"), {}
+    if kept.exists():  # what was stopped goes on
+        found = json.loads(kept.read_text(encoding="utf-8"))
     for label, make in MODELS.items():
+        if label in found:
+            continue
         torch.manual_seed(0)
         model, batch = make(args.model, args.quick)
         found[label] = measure_model(model.to(DEVICE).train(), batch, 1 if args.quick else ROUNDS)
-        print(label, found[label], flush=True)
+        kept.write_text(json.dumps(found), encoding="utf-8")
+    kept.unlink()
     return {"threads": 1, "models": found, "8 billion": eight_billion()}
 
 
@@ -120,42 +127,48 @@ def measure_model(model: nn.Module, batch: dict, rounds: int) -> dict:
     shared = GradientMap(model, batch, second_order=False).parameters
     for name, parameter in model.named_parameters():  # a stock step of the same parameters
         parameter.requires_grad_(name in shared)
-    optimizer = torch.optim.AdamW(shared.values(), lr=0.0)
+    optimizer, stream = torch.optim.AdamW(shared.values(), lr=0.0), Stream()
 
-    def stock(update: bool = True) -> None:
-        model(**batch).loss.backward()
+    def run(defense=None, update: bool = True) -> None:
+        if defense is None:
+            model(**batch).loss.backward()
+        else:
+            gmap = GradientMap(model, batch, second_order=False)
+            for name, tensor in defense(gmap, stream).items():
+                gmap.parameters[name].grad = tensor
         if update:
             optimizer.step()
             optimizer.zero_grad()
 
-    def step(defense, update: bool = True) -> None:
-        gmap = GradientMap(model, batch, second_order=False)
-        for name, tensor in defense(gmap, stream).items():
-            gmap.parameters[name].grad = tensor
-        if update:
-            optimizer.step()
-            optimizer.zero_grad()
-
-    stream, gradient = Stream(), sum(p.numel() * p.element_size() for p in shared.values())
-    stock()
-    unit, rows = peak(lambda: stock(update=False)), {}
-    model.zero_grad()
-    for row, (name, settings) in DEFENSES.items():
-        defense = make_defense(name, **settings)
-        step(defense)  # trials, and the first averages
-        ratio = alternate(lambda defense=defense: step(defense), stock, rounds, units=1)
-        used = peak(lambda defense=defense: step(defense, update=False)) - unit
-        model.zero_grad()
-        rows[row] = {
-            "steps": ratio,
-            "beyond_mib": round(used / 2**20, 1),
-            "beyond_gradients": round(used / gradient, 2),
-        }
+    defenses = {row: make_defense(name, **more) for row, (name, more) in DEFENSES.items()}
+    run()
+    for defense in defenses.values():
+        run(defense)  # trials, and the first averages
+    seconds: dict[str, list[float]] = {row: [] for row in defenses}
+    for _ in range(rounds):  # all take turns, between two stock steps
+        before = clock(run)
+        own = {row: clock(lambda one=one: run(one)) for row, one in defenses.items()}
+        unit = (before + clock(run)) / 2
+        for row, taken in own.items():
+            seconds[row].append(taken / unit)
+    beyond = {}
+    stock = peak(lambda: run(update=False))
+    for row, defense in defenses.items():
+        optimizer.zero_grad()
+        beyond[row] = peak(lambda one=defense: run(one, update=False)) - stock
+    gradient = sum(p.numel() * p.element_size() for p in shared.values())
     return {
         "parameters": sum(p.numel() for p in shared.values()),
         "gradient_mib": round(gradient / 2**20, 1),
-        "stock_mib": round(unit / 2**20, 1),
-        "rows": rows,
+        "stock_mib": round(stock / 2**20, 1),
+        "rows": {
+            row: {
+                "steps": spread(seconds[row]),
+                "beyond_mib": round(beyond[row] / 2**20, 1),
+                "beyond_gradients": round(beyond[row] / gradient, 2),
+            }
+            for row in defenses
+        },
     }
 
 
@@ -176,6 +189,9 @@ def table(report: dict) -> tuple[list[str], list[list[str]]]:
         for row, figures in model["rows"].items():
             beyond = f"{figures['beyond_mib']:+.1f}", f"{figures['beyond_gradients']:+.2f}"
             rows.append([row, *cells(figures["steps"]), *beyond])
+    large = report["8 billion"]
+    said = f"**LoRA of rank 16 on 8 billion** ({large['parameters'] / 1e6:.3g} M shared)"
+    rows.append([said, "", "", f"a gradient: {large['gradient_mib']:.1f}", ""])
     return header, rows
 
 

@@ -21,7 +21,7 @@ from accelerate.utils import (
     DistributedType,
     DynamoBackend,
 )
-from helpers import make_task
+from helpers import CHECKPOINTING, make_task
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import IterableDataset
@@ -79,8 +79,8 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
     ),
     "reentrant": (
         {
-            "activation_checkpointing": True,
-            "activation_checkpointing_kwargs": {"use_reentrant": True},
+            CHECKPOINTING: True,
+            f"{CHECKPOINTING}_kwargs": {"use_reentrant": True},
         },
         {},
         ("reentrant activation checkpointing", "torch.autograd.grad", "{'use_reentrant': False}"),
@@ -143,10 +143,10 @@ def test_trainer_refuses_arguments_before_it_touches_anything(
     [
         {},
         {"bf16": True},
-        {"activation_checkpointing": True},
+        {CHECKPOINTING: True},
         {
-            "activation_checkpointing": True,
-            "activation_checkpointing_kwargs": {"use_reentrant": False},
+            CHECKPOINTING: True,
+            f"{CHECKPOINTING}_kwargs": {"use_reentrant": False},
         },
         {"optim": "adafactor"},
         {"push_to_hub": True, "hub_strategy": "every_save"},

@@ -1,0 +1,265 @@
+"""A Trainer with per-sample clipping: which rows it draws, what it shares of them, and what it says
+of ε.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers import make_task
+from torch.utils.data import IterableDataset
+
+from hf_gradguard import GradGuardConfig, GradGuardTrainer, make_defense
+from hf_gradguard.defenses import Defense, chain
+from hf_gradguard.defenses.dp import NoSample
+from hf_gradguard.leakage import FisherAccountant, dp_sgd_epsilon
+from hf_gradguard.training.clients import ClientBatch
+from hf_gradguard.training.poisson import DUMMY, PoissonSampler
+from hf_gradguard.training.private_rows import PrivateRows
+
+ROWS = 24
+
+
+def data(task: str = "bert", count: int = ROWS) -> list[dict[str, Any]]:
+    batch = make_task(task, batch_size=count)[1]
+    return [{key: value[row] for key, value in batch.items()} for row in range(count)]
+
+
+def private(**settings: Any) -> Defense:
+    return make_defense("dp_sgd", per_sample=True, **{"noise_multiplier": 1.0, **settings})
+
+
+def trainer(folder: Path, defense: Defense, task: str = "bert", **settings: Any) -> Any:
+    model = make_task(task, dtype=torch.float32)[0]
+    args = GradGuardConfig(
+        str(folder), report_to=[], use_cpu=True, disable_tqdm=True, logging_steps=1,
+        **{"max_steps": 2, "per_device_train_batch_size": 6, "save_strategy": "no", **settings},
+    )  # fmt: skip
+    return GradGuardTrainer(model=model, args=args, defense=defense, train_dataset=data(task))
+
+
+# --- rows
+
+
+def sampler(**settings: Any) -> PoissonSampler:
+    parts = [np.arange(client, 30, 3) for client in range(3)]
+    whole = {"rates": [0.2, 0.3, 0.4], "rank": 0, "ranks": 1, "rounds": 3000, "seed": 1}
+    return PoissonSampler(parts, **{**whole, **settings})
+
+
+def test_every_row_is_drawn_independently() -> None:
+    counts, pairs, sizes = np.zeros(30), 0, []
+    for batch in sampler():
+        rows = [pick.row for pick in batch if pick.row != DUMMY]
+        assert len(rows) == len(set(rows))
+        counts[rows] += 1
+        pairs += {0, 3} <= set(rows)
+        sizes.append(sum(pick.client == 0 and pick.row != DUMMY for pick in batch))
+    rates = np.array([[0.2, 0.3, 0.4][row % 3] for row in range(30)])
+    assert np.abs(counts / 3000 - rates).max() < 5 * np.sqrt(0.24 / 3000)
+    assert pairs / 3000 == pytest.approx(0.2**2, abs=5 * math.sqrt(0.04 / 3000))
+    assert np.var(sizes) == pytest.approx(10 * 0.2 * 0.8, rel=0.15)
+
+
+def test_clients_draw_their_own_rows_and_an_empty_batch_is_marked() -> None:
+    for batch in sampler(rates=[0.02, 0.5, 1.0], rounds=40):
+        for client in range(3):
+            rows = [pick.row for pick in batch if pick.client == client]
+            assert rows == [DUMMY] or all(row % 3 == client for row in rows)
+            assert client < 2 or len(rows) == 10
+            assert all(pick.share == 1 / 3 for pick in batch)
+
+
+def test_ranks_draw_what_others_cannot_foresee() -> None:
+    first, second = (list(sampler(ranks=3, rank=rank, rounds=5)) for rank in (0, 1))
+    assert [bool(batch) for batch in first] == [True, False, False] * 5
+    assert [bool(batch) for batch in second] == [False, True, False] * 5
+    assert {pick.client for batch in second for pick in batch} == {1}
+    assert list(sampler(rounds=5)) == list(sampler(rounds=5))
+    assert list(sampler(rounds=5)) != list(sampler(rounds=5, epoch=1))
+    assert list(sampler(rounds=5, seed=None)) != list(sampler(rounds=5, seed=None))
+
+
+# --- messages
+
+
+@pytest.mark.parametrize("clients", [1, 2])
+def test_a_step_is_the_mean_of_clipped_gradients(tmp_path: Path, clients: int) -> None:
+    """Over B expected rows, and over accumulated messages, whatever was drawn."""
+    t = trainer(
+        tmp_path, private(clip=0.05, noise_multiplier=1e-6), max_steps=1, optim="sgd",
+        learning_rate=1.0, lr_scheduler_type="constant", max_grad_norm=0.0, noise_seed=5,
+        gradient_accumulation_steps=2, clients_per_process=clients, private_dropout=False,
+    )  # fmt: skip
+    before = {n: p.detach().clone() for n, p in t.model.named_parameters()}
+    drawn = list(t.private_rows.sampler())[:2]
+    t.train()
+    names = t.shared_names
+    wanted = {name: torch.zeros_like(before[name]) for name in names}
+    sizes = []
+    model = make_task("bert", dtype=torch.float32)[0]
+    for batch in drawn:
+        sizes.append(len(batch))
+        for pick in batch:
+            row = {k: v[None] for k, v in t.train_dataset[pick.row].items()}
+            parameters = [p for n, p in model.named_parameters() if n in names]
+            found = torch.autograd.grad(model(**row).loss, parameters)
+            norm = torch.cat([g.flatten() for g in found]).norm()
+            for name, g in zip(names, found, strict=True):
+                wanted[name] += g * min(1.0, 0.05 / float(norm)) / 6 / 2
+    assert sizes != [6, 6]  # the number of rows varies, what it is divided by does not
+    for name, p in t.model.named_parameters():
+        if name in names:
+            assert torch.allclose(before[name] - p, wanted[name], atol=2e-6), name
+    assert t.private_rows.account.messages == {(1e-6, 0.25): 2}
+
+
+def test_tokens_of_a_row_are_its_own_mean(tmp_path: Path) -> None:
+    """No counts of labels leave a rank, and a step with a language model works."""
+    t = trainer(tmp_path, private(), task="gpt2_lm")
+    assert not t.counts_items
+    assert t._get_num_items_in_batch([{"labels": torch.ones(2, 5)}], torch.device("cpu")) is None
+    t.train()
+    assert t.state.global_step == 2
+    t.defense = "pruning"
+    t.train()
+    assert t.counts_items
+    assert t.private_rows is None
+
+
+def test_an_empty_batch_shares_noise_and_counts(tmp_path: Path) -> None:
+    t = trainer(tmp_path, private(), per_device_train_batch_size=1, max_steps=6)
+    rows = t.private_rows
+    t.train()
+    assert rows.account.messages == {(1.0, 1 / ROWS): 6}
+    batch = ClientBatch(t._clients[0], {}, 1.0, torch.tensor([DUMMY]))
+    (empty,) = rows.counted([batch])
+    assert isinstance(empty.defense, NoSample)
+    assert empty.is_empty
+    (full,) = rows.counted([batch._replace(rows=torch.tensor([3, 5]))])
+    assert full.defense is t._clients[0]
+    assert not full.is_empty
+
+
+def test_training_on_empty_batches_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is drawn: weights move by noise, losses are 0, and nothing is said of a gradient."""
+    t = trainer(tmp_path, private())
+    monkeypatch.setattr(t.private_rows, "_rates", [0.0])
+    before = t.model.classifier.weight.detach().clone()
+    t.train()
+    assert not torch.equal(before, t.model.classifier.weight)
+    logged = [entry for entry in t.state.log_history if "loss" in entry]
+    assert [entry["loss"] for entry in logged] == [0.0, 0.0]
+    assert all("defense/cosine" not in entry for entry in logged)
+
+
+# --- ε
+
+
+def test_epsilon_is_logged_and_stays_within_its_target(tmp_path: Path) -> None:
+    defense = private(noise_multiplier=None, target_epsilon=4.0, delta=1e-3)
+    t = trainer(tmp_path, defense, gradient_accumulation_steps=2)
+    t.train()
+    (((multiplier, rate), messages),) = t.private_rows.account.messages.items()
+    assert (rate, messages) == (0.25, 4)
+    spent = [entry["defense/epsilon"] for entry in t.state.log_history if "loss" in entry]
+    assert spent == [
+        pytest.approx(dp_sgd_epsilon(multiplier, 0.25, count, 1e-3)) for count in (2, 4)
+    ]
+    assert 3.9 < spent[-1] <= 4.0
+    assert t.state.log_history[-1]["defense/epsilon"] == spent[-1]
+    assert t._clients[0].noise_multiplier == multiplier
+    assert t._clients[0].expected_batch_size == 6
+    t.create_model_card()
+    card = (tmp_path / "README.md").read_text()
+    assert f"ε = {spent[-1]:.4g} at δ = 0.001" in card
+    assert "no differential privacy" not in card.replace("\n", " ")
+    with pytest.raises(ValueError, match="is spent"):  # the same data again
+        t.train()
+
+
+def test_without_delta_there_is_no_epsilon(tmp_path: Path) -> None:
+    t = trainer(tmp_path, private())
+    t.train()
+    assert t.private_rows.epsilon is None
+    assert not any("defense/epsilon" in entry for entry in t.state.log_history)
+    t.create_model_card()
+    assert "no ε was computed" in (tmp_path / "README.md").read_text()
+
+
+def test_a_resumed_run_keeps_count(tmp_path: Path) -> None:
+    settings = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
+    defense = private(noise_multiplier=None, target_epsilon=4.0, delta=1e-3)
+    whole = trainer(tmp_path, defense, **settings)
+    whole.train()
+    resumed = trainer(tmp_path, defense, **settings)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert resumed.private_rows.account.messages == whole.private_rows.account.messages
+    assert resumed.private_rows.epsilon == whole.private_rows.epsilon
+    (tmp_path / "checkpoint-2" / "gradguard_epsilon_rank0.json").unlink()
+    again = trainer(tmp_path, defense, **settings)
+    with pytest.raises(ValueError, match="checkpoint-2"):
+        again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+
+
+@pytest.mark.parametrize(("noise_for", "each"), [("message", 3.0), ("sum", 1.0)])
+def test_noise_for_a_sum_is_shared_among_clients(noise_for: str, each: float) -> None:
+    """Nine messages a step with a third of the noise each sum up to all of it."""
+    args = GradGuardConfig(
+        "out", use_cpu=True, per_device_train_batch_size=6, clients_per_process=3,
+        secure_aggregation=True, noise_for=noise_for,
+    )  # fmt: skip
+    defense: Any = private(noise_multiplier=3.0, delta=1e-3)
+    clients = [private(noise_multiplier=3.0) for _ in range(3)]
+    rows = PrivateRows(defense, args, 90, 1, 3, lambda: clients)
+    state = type("State", (), {"max_steps": 5, "global_step": 0})
+    rows.on_train_begin(args, state, None, model=torch.nn.Linear(1, 1))
+    assert [client.noise_multiplier for client in clients] == [pytest.approx(each)] * 3
+    assert [client.expected_batch_size for client in clients] == [2.0] * 3
+    assert sorted(np.concatenate(rows.parts)) == list(range(90))
+    rows.counted([])
+    assert rows.epsilon == pytest.approx(dp_sgd_epsilon(3.0, 0.2, 1, 1e-3))
+
+
+# --- what is refused
+
+
+class Own(GradGuardTrainer):
+    """Draws batches in a way of its own."""
+
+    def get_train_dataloader(self) -> Any:
+        return super().get_train_dataloader()
+
+
+class Streamed(IterableDataset):
+    def __iter__(self) -> Any:
+        return iter(data())
+
+
+def test_what_epsilon_would_not_hold_of_is_refused(tmp_path: Path) -> None:
+    known = private(delta=1e-3)
+    with pytest.raises(NotImplementedError, match="in a chain"):
+        trainer(tmp_path, chain(known, make_defense("pruning", ratio=0.5)))
+    with pytest.raises(NotImplementedError, match="num_clients"):
+        trainer(tmp_path, known, num_clients=2)
+    with pytest.raises(NotImplementedError, match="made by length"):
+        trainer(tmp_path, known, train_sampling_strategy="group_by_length")
+    with pytest.raises(ValueError, match="too few"):
+        trainer(tmp_path, known, clients_per_process=ROWS + 1)
+    model = make_task("bert", dtype=torch.float32)[0]
+    settings: Any = {"model": model, "args": GradGuardConfig(str(tmp_path), use_cpu=True)}
+    with pytest.raises(NotImplementedError, match="Poisson sampling"):
+        Own(**settings, defense=known, train_dataset=data())
+    assert Own(**settings, defense=private(), train_dataset=data()).private_rows is None
+    settings["args"].max_steps = 1
+    with pytest.raises(NotImplementedError, match="Poisson sampling"):
+        GradGuardTrainer(**settings, defense=known, train_dataset=Streamed())
+    with pytest.raises(NotImplementedError, match="an accountant with dp_sgd"):
+        GradGuardTrainer(
+            **settings, defense=known, train_dataset=data(), accountant=FisherAccountant()
+        )
