@@ -2,6 +2,7 @@
 # make demo      train on two ranks with and without protection, compare, and attack what was shared (a few minutes, no downloads)
 # make test      the test suite
 # make lint      what CI checks before the tests
+# make test-versions   the Trainer's and the gradient map's tests with the oldest and the newest supported versions
 # make results   figures, tables and pictures of docs/results.md anew; only run X with ONLY=X (data sets: see that page)
 # make tables    its tables and pictures, of the figures that are there
 
@@ -16,7 +17,7 @@ refiner_SETTINGS := {"evaluation_network": "runs/demo/network", "iterations": 2,
 OFFLINE := HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=1
 
 .NOTPARALLEL:
-.PHONY: install demo test lint slow results tables clean
+.PHONY: install demo test lint slow test-versions results tables clean
 
 install: .venv/installed
 
@@ -50,6 +51,24 @@ test: install lint
 slow: install
 	$(OFFLINE) $(BIN)/python -m pytest -m slow
 
+test-versions: test-oldest test-newest
+
+VERSION_TESTS := tests/training tests/gradient_map/test_map.py tests/gradient_map/test_texts.py
+VERSION_EXTRAS := .[accounting,attacks,data,images,peft,plots]
+
+test-%: .venv-%/installed
+	$(OFFLINE) .venv-$*/bin/python -m pytest -m "not slow" --numprocesses auto --maxprocesses 4 $(VERSION_TESTS)
+
+.venv-oldest/installed: pyproject.toml constraints-oldest.txt
+.venv-newest/installed: pyproject.toml constraints.txt
+.venv-%/installed:
+	$(PYTHON) -m venv .venv-$*
+	if test $* = oldest; then cp constraints-oldest.txt .venv-$*/bounds.txt; else grep '^torch==' constraints.txt > .venv-$*/bounds.txt; fi
+	.venv-$*/bin/pip install --quiet --disable-pip-version-check --constraint .venv-$*/bounds.txt torch
+	.venv-$*/bin/pip install --quiet --disable-pip-version-check --constraint .venv-$*/bounds.txt \
+		--editable '$(VERSION_EXTRAS)' hypothesis pytest pytest-timeout pytest-xdist
+	touch $@
+
 lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -62,4 +81,4 @@ tables: install
 	@$(BIN)/python recipes/results.py --tables $(ONLY)
 
 clean:
-	rm -rf .venv runs .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv .venv-oldest .venv-newest runs .pytest_cache .mypy_cache .ruff_cache

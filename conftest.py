@@ -11,6 +11,7 @@ import os
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -18,6 +19,10 @@ import torch
 from transformers.utils import logging
 
 from hf_gradguard import registry
+
+# What wraps another library is collected where that is installed.
+_FLOWER = ["hf_gradguard/federation/flower.py", "tests/federation/secagg_driver.py"]
+collect_ignore = [] if find_spec("flwr") else _FLOWER
 
 
 @pytest.fixture(autouse=True)

@@ -23,6 +23,31 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
+def need(room: str, extra: str, *modules: str) -> None:
+    """Say what to install where something is missing that a room of the package cannot do without.
+
+    Args:
+        room: Of the package.
+        extra: Of the package's installation, which brings the modules.
+        *modules: As they are imported.
+
+    Raises:
+        ImportError: With what is missing, and the command.
+
+    Example:
+        >>> need("attacks", "attacks", "numpy", "no_such_module")
+        Traceback (most recent call last):
+        ImportError: hf_gradguard.attacks needs no_such_module, which is not installed: ...
+    """
+    missing = [name for name in modules if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ImportError(
+            f"hf_gradguard.{room} needs {', '.join(missing)}, which "
+            f"{'is' if len(missing) == 1 else 'are'} not installed: "
+            f"pip install 'hf-gradguard[{extra}]'"
+        )
+
+
 class UnknownNameError(ValueError, KeyError):
     """A name that nothing is registered under."""
 

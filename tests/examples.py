@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -36,10 +37,11 @@ def example_names() -> dict[str, Any]:
     - `seen`: what a server sees of `shared`, who knows labels and tokenizer.
     - `image_model`, `image_batch`, `image_gmap`, `image_seen`: the same for two images of 3 x 32 x
       32 pixels.
+    - `context`, `train_message`: of a node of Flower's, where that is installed.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        return {**IMPORTED, **_text(), **_images()}
+        return {**IMPORTED, **_text(), **_images(), **_flower()}
 
 
 def _text() -> dict[str, Any]:
@@ -98,3 +100,16 @@ def _seen(
         model=model, gradient=shared, input_shape=tuple(shape), labels=batch["labels"], **public
     )
     return gmap, shared, seen
+
+
+def _flower() -> dict[str, Any]:
+    if not find_spec("flwr"):
+        return {}
+    from flwr.app import Array, ArrayRecord, Context, Message, RecordDict
+    from flwr.supercore.task_identity import TaskIdentity
+
+    TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 1, 1, 1
+    context = Context(run_id=1, node_id=1, node_config={}, state=RecordDict(), run_config={})
+    weights = ArrayRecord({"w": Array(torch.ones(4).numpy())})
+    message = Message(RecordDict({"arrays": weights}), dst_node_id=1, message_type="train")
+    return {"context": context, "train_message": message}

@@ -40,6 +40,7 @@ from transformers import (
     PreTrainedTokenizerFast,
     T5Config,
     T5ForConditionalGeneration,
+    TrainingArguments,
     ViTConfig,
     ViTForImageClassification,
 )
@@ -393,6 +394,11 @@ class SmallNetwork(nn.Module):
         )
 
 
+CHECKPOINTING = next(  # as the installed version of Transformers calls it
+    name
+    for name in ("activation_checkpointing", "gradient_checkpointing")
+    if name in TrainingArguments.__dataclass_fields__
+)
 UNHEARD = "unheard"
 SPECIAL_TOKENS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
 

@@ -6,11 +6,16 @@ of their own; here only that every public name has one.
 A block that cannot run says so in a comment above it, with the reason:
 
     <!-- not run: needs the Hub -->
+
+One that needs a library which is no part of every installation names its module:
+
+    <!-- run with: trl -->
 """
 
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import inspect
 import pkgutil
 import re
@@ -19,9 +24,9 @@ import types
 from pathlib import Path
 
 import pytest
-from examples import example_names
 
 import hf_gradguard
+from examples import example_names
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted([ROOT / "README.md", *ROOT.glob("docs/*.md"), *ROOT.glob("model_cards/*/README.md")])
@@ -31,16 +36,24 @@ ROOMS = ["hf_gradguard"] + [
     if room.name != "__main__"  # runs when it is imported
 ]
 BLOCK = re.compile(
-    r"(?:^<!-- not run: (?P<reason>[^\n]+) -->\n+)?^```python\n(?P<code>.*?)^```$", re.M | re.S
+    r"(?:^<!-- (?:not run|run with): (?P<reason>[^\n]+) -->\n+)?^```python\n(?P<code>.*?)^```$",
+    re.M | re.S,
 )
 
 
 def blocks(text: str) -> list[tuple[int, str, str | None]]:
     """Line, code and the reason not to run it, of every Python block of a page."""
     return [
-        (text.count("\n", 0, found.start("code")), found["code"], found["reason"])
+        (text.count("\n", 0, found.start("code")), found["code"], _reason(found))
         for found in BLOCK.finditer(text)
     ]
+
+
+def _reason(found: re.Match[str]) -> str | None:
+    if found[0].startswith("<!-- run with"):
+        missing = [m for m in found["reason"].split(", ") if importlib.util.find_spec(m) is None]
+        return f"lacks {', '.join(missing)}" if missing else None
+    return found["reason"]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -61,6 +74,9 @@ def test_blocks_are_found() -> None:
     skipped = "<!-- not run: needs the Hub -->\n```python\nb\n```\n"
     page = f"```python\na = 1\n```\n\n{skipped}```bash\nc\n```"
     assert blocks(page) == [(1, "a = 1\n", None), (6, "b\n", "needs the Hub")]
+    assert blocks("<!-- run with: torch -->\n```python\na\n```\n") == [(2, "a\n", None)]
+    lacking = "<!-- run with: torch, no_such_module -->\n```python\na\n```\n"
+    assert blocks(lacking) == [(2, "a\n", "lacks no_such_module")]
     assert any(blocks(page.read_text(encoding="utf-8")) for page in PAGES)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..registry import ATTACKS, make
+from . import installed as installed
 from .base import Attack, Reconstruction
 from .labels import recover_labels, recover_labels_below
 from .length import observed_length

@@ -14,12 +14,13 @@ from ..gradient_map import GradientMap, Tensors
 from ..gradient_map.domain import Domain, domain_of_shape
 from ..gradient_map.inputs import LossFunction
 from ..gradient_map.law import Law
+from ..gradient_map.optimizers import Optimizer
+from .local import LocalTraining, with_weights
 
 
 @dataclass(frozen=True)
 class Observation:
-    """All that an attack may use: the model, the shared gradient, the input's shape, and what the
-    threat model grants.
+    """All that an attack may use: model, shared gradient, input's shape, and what is granted.
 
     Nothing here comes from the private batch unless the caller puts it in. Labels, mask and noise
     variance are grants: leave out what the server of your threat model does not know.
@@ -40,6 +41,7 @@ class Observation:
         image_mean: Per channel, what was subtracted from pixels in [0, 1]. Public, as part of the
             image processor.
         image_std: Per channel, what they were divided by afterwards.
+        local: How the client trained for several steps before it sent; `from_update` says it.
 
     Raises:
         ValueError: If a name or a shape is not the model's, nothing but zeros was shared, or labels
@@ -68,6 +70,61 @@ class Observation:
     law: Law | None = None
     image_mean: Sequence[float] | None = None
     image_std: Sequence[float] | None = None
+    local: LocalTraining | None = None
+
+    @classmethod
+    def from_update(
+        cls,
+        model: nn.Module,
+        before: Mapping[str, Tensor],
+        after: Mapping[str, Tensor],
+        *,
+        input_shape: tuple[int, ...],
+        learning_rate: float | Sequence[float],
+        steps: int = 1,
+        batch_size: int | None = None,
+        optimizer: str | Optimizer = "sgd",
+        optimizer_kwargs: Mapping[str, Any] | None = None,
+        **grants: Any,
+    ) -> Observation:
+        """What a server sees of local training: the weights it sent, and those it got back.
+
+        The observation's `gradient` is the mean over the steps of what SGD added up, so that every
+        attack on gradients works on it; of AdamW it is the mean of its normalized directions. And
+        `gradient_map` goes through all the steps, so that gradient matching does.
+
+        Args:
+            model: As the client ran it; copied if its weights are not those of `before`.
+            before: By name, as `state_dict()` has them.
+            after: Likewise; what is missing or did not change counts as withheld.
+            input_shape: Of all the client's samples.
+            learning_rate: Of the local steps, one for all or one each.
+            steps: K, over all epochs.
+            batch_size: Samples a step, if epochs do not shuffle them; see `LocalTraining`.
+            optimizer: As for `UpdateMap`.
+            optimizer_kwargs: Likewise.
+            **grants: As for `Observation`; noise and law are those of the *update*.
+
+        Raises:
+            ValueError: If names or shapes are not the model's, or nothing changed.
+
+        Example:
+            >>> before = {name: p.detach().clone() for name, p in model.named_parameters()}
+            >>> after = {name: before[name] - 0.1 * shared[name] for name in shared}
+            >>> seen = Observation.from_update(
+            ...     model, before, after, input_shape=(2, 8), learning_rate=0.1
+            ... )
+            >>> bool(torch.allclose(seen.gradient["classifier.bias"], shared["classifier.bias"]))
+            True
+        """
+        local = LocalTraining.of(learning_rate, steps, batch_size, optimizer, optimizer_kwargs)
+        return cls(
+            model=with_weights(model, before),
+            gradient=local.gradient_behind(model, before, after),
+            input_shape=tuple(input_shape),
+            local=local,
+            **local.behind(grants),
+        )
 
     def __post_init__(self) -> None:
         parameters = dict(self.model.named_parameters())
@@ -172,7 +229,10 @@ class Observation:
             labels: `(B,)` class ids, or what `loss_fn` takes as `labels`.
             loss_fn: As `GradientMap` takes it.
         """
-        return GradientMap(self.model, self.placeholder() | {"labels": labels}, loss_fn=loss_fn)
+        batch = self.placeholder() | {"labels": labels}
+        if self.local is not None:
+            return self.local.gradient_map(self.model, batch, loss_fn)
+        return GradientMap(self.model, batch, loss_fn=loss_fn)
 
     def _check_labels(self, labels: Tensor) -> None:
         classes = getattr(getattr(self.model, "config", None), "num_labels", None)

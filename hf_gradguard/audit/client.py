@@ -7,12 +7,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from transformers.utils import logging
 
+from ..attacks.candidates.attack import Candidates, Ranked
 from ..attacks.labels import recover_labels
 from ..attacks.observation import Observation
 from ..gradient_map import GradientMap
@@ -20,9 +21,10 @@ from ..randomness import Stream
 from ..registry import ESTIMATORS
 
 if TYPE_CHECKING:
-    from ..attacks import Attack
+    from ..attacks import Attack, Reconstruction
     from ..defenses import Defense, Message
     from ..leakage.estimators import Estimator
+    from .adaptive import Attacker
     from .cells import Cell
     from .modality import Images, Texts
 
@@ -75,11 +77,10 @@ class Upload:
     Args:
         client: The client.
         defense: Its defense.
-        noise_known: Whether the attacker is granted the covariance of the message's noise.
     """
 
-    def __init__(self, client: Client, defense: Defense, noise_known: bool) -> None:
-        self.client, self.defense, self.noise_known = client, defense, noise_known
+    def __init__(self, client: Client, defense: Defense) -> None:
+        self.client, self.defense = client, defense
 
     @cached_property
     def message(self) -> Message:
@@ -129,17 +130,17 @@ class Upload:
 
         return _outcome(read, ValueError, FloatingPointError)
 
-    def attacked(self, attack: Attack, modality: Texts | Images, labels_known: bool) -> Cell:
+    def attacked(self, attacker: Attacker, modality: Texts | Images, labels_known: bool) -> Cell:
         """Scores and reconstruction, or why the attack is not applicable."""
-        batch = self.client.batch
+        batch, attack = self.client.batch, attacker.attack
         labels = batch["labels"].clone() if labels_known else None
 
         def reconstruct() -> Cell:
             seen = Observation(
                 model=self.client.model,
                 gradient=self.message,
-                noise_variance=self._noise_variance(),
                 labels=labels,
+                **self._granted(attacker.grants),
                 **modality.observed(batch),
             )
             found = attack(seen, self.client.generator(_ATTACK))
@@ -147,9 +148,13 @@ class Upload:
                 scored = modality.score(found, batch)
             except ValueError as error:
                 raise ValueError(f"What the attack returned cannot be scored. {error}") from error
+            knows = attacker.knows and ("law" not in attacker.grants or seen.law is not None)
+            listed = _listed(found, attack, modality, batch)
             recovered = None if found.labels is None or labels_known else found.labels.tolist()
             return {
                 **scored,
+                **listed,
+                "knows": knows,
                 "labels": recovered,
                 "objective": _finite(found.objective),
                 "seconds": _finite(found.seconds),
@@ -157,12 +162,28 @@ class Upload:
 
         return _outcome(reconstruct, ValueError, FloatingPointError)
 
-    def _noise_variance(self) -> Mapping[str, Tensor] | None:
-        """Σ of the noise in the message, if the threat model grants it and there is any."""
+    def _granted(self, grants: frozenset[str]) -> dict[str, Any]:
+        """What of the defense the attacker is told, if there is any: Σ of Gaussian noise, and how
+        messages come from gradients.
+        """
+        found: dict[str, Any] = {}
         noise = self.message.noise
-        if not self.noise_known or noise is None or noise.added is None:
-            return None
-        return noise.added if any(bool(tensor.any()) for tensor in noise.added.values()) else None
+        added = None if noise is None or "noise_variance" not in grants else noise.added
+        if added is not None and any(bool(tensor.any()) for tensor in added.values()):
+            found["noise_variance"] = added
+        if "law" in grants:
+            found["law"] = self.defense.law(self.message)
+        return found
+
+
+def _listed(
+    found: Reconstruction, attack: Attack, modality: Texts | Images, batch: dict[str, Tensor]
+) -> Cell:
+    """Of a ranking of candidates their scores, and which of them were in the message."""
+    if not isinstance(found, Ranked) or not isinstance(attack, Candidates) or attack.places:
+        return {}
+    members = modality.among(attack.candidates, batch)
+    return {"ranked": {"scores": found.scores.tolist(), "members": members}}
 
 
 def _outcome(make: Callable[[], Cell], *refusals: type[Exception]) -> Cell:

@@ -19,6 +19,7 @@ from .modality import Images, Texts
 from .settings import AuditSettings
 from .verdicts import TERMS
 
+_MOST = 20  # entries of a list that is a setting
 GRANTS = ("labels_known", "lengths_known", "noise_known", "share_input_embeddings")
 """What decides on what the attacker sees."""
 
@@ -64,6 +65,9 @@ def threat_model(model: nn.Module, modality: Texts | Images, settings: AuditSett
         else "It does not know the labels: attacks have to recover them.",
         "It knows the covariance of the noise that a defense adds."
         if settings.noise_known
+        else "It does not know how a defense's noise was shaped, but where it is said to know the "
+        "defense."
+        if settings.adaptive
         else "It does not know how a defense's noise was shaped.",
         "The model ran in training mode: dropout draws hide something from the attacker."
         if model.training
@@ -89,6 +93,8 @@ def _plain(value: Any) -> Any:
         return value
     if isinstance(value, Mapping):
         return plain_settings(value)
+    if isinstance(value, list | tuple) and len(value) > _MOST:
+        return f"{len(value)} entries"
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     return repr(value) if isinstance(value, Defense) else type(value).__name__

@@ -4,20 +4,18 @@ being shown.
 
 from __future__ import annotations
 
-import base64
-import io
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor, nn
 
 from ..gradient_map.domain import IMAGE, TEXT, domain_of_model
 from ..gradient_map.pixel_space import PixelSpace
 from ..metrics import Scores, score_images, score_text
 from ..randomness import Stream
+from .pictures import png, to_pil
 
 if TYPE_CHECKING:
     from ..attacks import Reconstruction
@@ -85,6 +83,16 @@ class Texts:
             "attention_mask": mask,
             "tokenizer": self.tokenizer,
         }
+
+    def candidates(self, samples: Sequence[Any]) -> list[Any]:
+        """What an attacker makes of a list of texts: ids as clients have them, each once."""
+        encoded = self.tokenizer(list(samples), truncation=True, max_length=self.max_length)
+        return [list(ids) for ids in dict.fromkeys(map(tuple, encoded["input_ids"]))]
+
+    def among(self, candidates: Sequence[Any], batch: dict[str, Tensor]) -> list[int]:
+        """Which candidates are in a batch; those that are not listed are left out."""
+        inside = self.references(batch)
+        return [place for place, ids in enumerate(candidates) if list(ids) in inside]
 
     def references(self, batch: dict[str, Tensor]) -> list[list[int]]:
         """One list of ids a sample, special tokens included, padding left out."""
@@ -226,7 +234,7 @@ class Images:
         """The client's batch."""
         config: Any = self.model.config
         mode = "L" if getattr(config, "num_channels", 3) == 1 else "RGB"
-        images = [_to_pil(image, mode) for image, _ in samples]
+        images = [to_pil(image, mode) for image, _ in samples]
         if self.processor is not None:
             pixels = self.processor(images, return_tensors="pt")[IMAGE.key]
         else:
@@ -246,10 +254,20 @@ class Images:
             "image_std": self.std,
         }
 
+    def candidates(self, samples: Sequence[Any]) -> list[Any]:
+        """What an attacker makes of a list of images: pixels as clients have them, each once."""
+        pixels = IMAGE.main_input(self.batch([(image, 0) for image in samples]))
+        return [row for at, row in enumerate(pixels) if not _same_as(row, pixels[:at])]
+
+    def among(self, candidates: Sequence[Any], batch: dict[str, Tensor]) -> list[int]:
+        """Which candidates are in a batch; those that are not listed are left out."""
+        inside = IMAGE.main_input(batch).cpu()
+        return [at for at, row in enumerate(candidates) if _same_as(row.cpu(), inside)]
+
     def show(self, batch: dict[str, Tensor]) -> dict[str, Any]:
         """The originals, for the report."""
         return {
-            "images": [_png(image) for image in self._plain(batch)],
+            "images": [png(image) for image in self._plain(batch)],
             "labels": batch["labels"].tolist(),
         }
 
@@ -269,7 +287,7 @@ class Images:
         ).clamp(0, 1)
         scores = score_images(images, self._plain(batch), bootstrap=0)
         ordered = [images[at] for at in scores.matched if at is not None]
-        return {"scores": scores.per_sample, "images": [_png(image) for image in ordered]}
+        return {"scores": scores.per_sample, "images": [png(image) for image in ordered]}
 
     def chance(
         self, batches: Sequence[dict[str, Tensor]], index: int, seed: int
@@ -300,6 +318,10 @@ class Images:
         return PixelSpace(pixels, self.mean, self.std).plain(pixels)
 
 
+def _same_as(image: Tensor, others: Tensor) -> bool:
+    return any(torch.equal(image, other) for other in others)
+
+
 MODALITIES: dict[str, type[Texts] | type[Images]] = {TEXT.name: Texts, IMAGE.name: Images}
 """By a domain's name."""
 
@@ -316,27 +338,3 @@ def _labels(model: nn.Module, samples: Sequence[Sample]) -> Tensor:
                 f"is {label}."
             )
     return torch.tensor(labels, dtype=torch.long)
-
-
-def _to_pil(image: Any, mode: str) -> Image.Image:
-    """A PIL image, or an array or tensor of bytes `(H, W)` or `(H, W, C)`, as a PIL image."""
-    if not isinstance(image, Image.Image):
-        array = np.asarray(image)
-        if array.dtype != np.uint8 or array.ndim not in (2, 3):
-            raise ValueError(
-                "An image must be a PIL image or bytes of shape (H, W) or (H, W, C), but is "
-                f"{array.dtype} of shape {array.shape}."
-            )
-        image = Image.fromarray(array[..., 0] if array.ndim == 3 and array.shape[2] == 1 else array)
-    converted: Image.Image = image.convert(mode)
-    return converted
-
-
-def _png(image: Tensor) -> str:
-    """`(C, H, W)` pixels in [0, 1] as a PNG in base64."""
-    array = (image.clamp(0, 1) * 255).round().to(torch.uint8).permute(1, 2, 0).numpy()
-    file = io.BytesIO()
-    Image.fromarray(array[..., 0] if array.shape[2] == 1 else array[..., :3]).save(
-        file, format="PNG"
-    )
-    return base64.b64encode(file.getvalue()).decode()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from . import installed as installed
+
+# isort: split
 import os
 import time
 from collections.abc import Sequence
@@ -17,7 +20,9 @@ from transformers.utils import logging
 from ..attacks import Attack
 from ..data.samples import Sample
 from ..defenses import Defense
+from ..randomness import Stream
 from ..registry import ESTIMATORS
+from .adaptive import attackers, with_list
 from .cells import Cell, Cells, code_digest, digest, write_json
 from .client import Client, Upload
 from .facts import GRANTS, attack_settings, facts, plain_settings
@@ -27,6 +32,9 @@ from .result import Audit
 from .settings import AuditSettings
 from .specs import Spec, make_attacks, make_defenses
 from .summary import summarize
+from .verdicts import INFORMED, base_of
+
+_ORDER = 5  # a stream of random numbers, beside a client's
 
 
 def audit(
@@ -36,6 +44,7 @@ def audit(
     defenses: Spec | Sequence[Spec],
     attacks: Spec | Sequence[Spec],
     *,
+    candidates: Sequence[Any] | None = None,
     output: str | os.PathLike[str],
     **settings: Any,
 ) -> Audit:
@@ -44,21 +53,21 @@ def audit(
 
     A client's message is the gradient of one batch, protected by itself, in the mode in which the
     model is (`eval()` is without dropout: the attacker's best case). Every finished cell is kept in
-    `output/cells`, so an interrupted audit goes on where it stopped; other settings and other code
-    make new cells. After every message `audit.json`, `table.md` and `report.html` in `output` are
-    written anew.
+    `output/cells`, so an interrupted audit goes on where it stopped. After every message
+    `audit.json`, `table.md` and `report.html` in `output` are written anew.
 
     Args:
         model: A text or image classifier. Left as it was.
         processing_class: Its tokenizer or image processor; `None` for an image model that takes
             pixels in [0, 1].
         samples: `(text or image, class id)` each; images as PIL or bytes `(H, W)` or `(H, W, C)`.
-        defenses: Names with settings or objects, see `parse_specs`. Several strengths of one
-            defense are several rows.
-        attacks: Names with settings or objects.
+        defenses: Names with settings or objects, see `parse_specs`; each is a row.
+        attacks: Names with settings or objects. Each also runs as somebody sets it who knows the
+            defense, where that makes a difference.
+        candidates: Texts or images that an attacker has: adds the attack `candidates`, which asks
+            who of them is in a message. A sample that is not among them has no rank.
         output: Folder to write to. Holds private data afterwards.
-        **settings: Fields of `AuditSettings`: `batch_size`, `repeats`, `seed`, `max_length`,
-            `labels_known`, `lengths_known`, `noise_known`, `share_input_embeddings`, `reference`.
+        **settings: Fields of `AuditSettings`.
 
     Raises:
         ValueError: For unknown names, samples that do not fill the batches, labels out of range, or
@@ -75,17 +84,25 @@ def audit(
     terms = AuditSettings.of(settings)
     reference = make_defenses("none") if terms.reference else {}
     made_defenses, made_attacks = reference | make_defenses(defenses), make_attacks(attacks)
-    if not made_defenses or not made_attacks:
+    if not made_defenses or not (made_attacks or candidates):
         raise ValueError("An audit needs at least one defense and one attack.")
     if not samples or len(samples) % terms.batch_size:
         raise ValueError(f"{len(samples)} samples do not fill messages of {terms.batch_size}.")
     cells = Cells(Path(output) / "cells")
     modality = modality_of(model, processing_class, terms)
     batches = _batches(model, modality, samples, terms.batch_size)
+    listed = None if candidates is None else _shuffled(modality.candidates(candidates), terms.seed)
+    made_attacks = with_list(made_attacks, listed)
     for defense in made_defenses.values():
         defense.prepare(model, processing_class)
     run = _Run(model, modality, terms, made_defenses, made_attacks, cells, batches)
     return run.to(Path(output))
+
+
+def _shuffled(listed: list[Any], seed: int) -> list[Any]:
+    """The place in the list says nothing: who scores alike is ranked by it."""
+    order = Stream.from_seeds(seed, _ORDER).uniform((len(listed),)).argsort().tolist()
+    return [listed[at] for at in order]
 
 
 def _batches(
@@ -116,7 +133,15 @@ class _Run:
         self.batches = batches
         self.settings = facts(model, modality, terms, self.estimators, len(batches))
         self.defense_keys = {label: digest(one) for label, one in defenses.items()}
-        self.attack_keys = {label: digest(one) for label, one in attacks.items()}
+        self.attackers = {
+            (defense, label): found
+            for defense, made in defenses.items()
+            for name, attack in attacks.items()
+            for label, found in attackers(name, attack, made, terms).items()
+        }
+        self.attack_keys = {
+            place: digest(one.attack, sorted(one.grants)) for place, one in self.attackers.items()
+        }
         self.estimator_keys = {name: code_digest(one) for name, one in self.estimators.items()}
         makers = code_digest(Client, type(modality))
         grants = [getattr(terms, name) for name in GRANTS]
@@ -131,7 +156,8 @@ class _Run:
                 label: plain_settings(one.settings()) for label, one in self.defenses.items()
             },
             attacks={
-                label: plain_settings(attack_settings(one)) for label, one in self.attacks.items()
+                label: plain_settings(attack_settings(self.attacks[base_of(label)]))
+                for label in self._labels()
             },
             messages=[],
             chance=[],
@@ -140,9 +166,7 @@ class _Run:
         )
         count = len(self.batches)
         writer = _Writer(result, folder)
-        bar = logging.tqdm(
-            total=self.terms.repeats * count * len(self.defenses) * len(self.attacks), desc="audit"
-        )
+        bar = logging.tqdm(total=self.terms.repeats * count * len(self.attackers), desc="audit")
         try:
             for repeat, index in product(range(self.terms.repeats), range(count)):
                 made = self.cells.made
@@ -161,6 +185,11 @@ class _Run:
         writer.write()
         return result
 
+    def _labels(self) -> list[str]:
+        """Of attacks, each followed by what somebody made of it who knows the defense."""
+        used = {name for _, name in self.attackers}
+        return [n for label in self.attacks for n in (label, label + INFORMED) if n in used]
+
     def _message(self, index: int, repeat: int, bar: Any) -> tuple[list[Cell], list[Cell]]:
         """The rows of one message: what every defense shared, and what every attack found in it."""
         terms, batch = self.terms, self.batches[index]
@@ -171,16 +200,18 @@ class _Run:
         rows, found = [], []
         for label, defense in self.defenses.items():
             place: Cell = {"message": index, "repeat": repeat, "defense": label}
-            upload = Upload(client, defense, terms.noise_known)
+            upload = Upload(client, defense)
             row = self._shared(upload, digest(key, self.defense_keys[label]))
             rows.append({**place, **row})
             refused: Cell = {why: row[why] for why in ("reason", "crash") if why in row}
             # One seed for all attacks: they differ in nothing but themselves.
-            for name, attack in self.attacks.items():
+            for (where, name), attacker in self.attackers.items():
+                if where != label:
+                    continue
                 bar.set_postfix_str(f"{label}, {name}")
                 cell = refused or self.cells.once(
-                    digest(key, self.defense_keys[label], self.attack_keys[name]),
-                    partial(upload.attacked, attack, self.modality, terms.labels_known),
+                    digest(key, self.defense_keys[label], self.attack_keys[where, name]),
+                    partial(upload.attacked, attacker, self.modality, terms.labels_known),
                 )
                 found.append({**place, "attack": name, **cell})
                 bar.update()

@@ -31,7 +31,9 @@ class AuditSettings:
         labels_known: Grant the labels to the attacker.
         lengths_known: Grant the texts' lengths. Without it texts are padded to `max_length` and the
             mask is withheld.
-        noise_known: Grant the covariance of the Gaussian noise in a message.
+        noise_known: Grant the covariance of the Gaussian noise in a message to every attacker.
+        adaptive: Beside attackers who do not know the defense run those who do, with the settings
+            and grants that the defense names (`Defense.informed`, `Defense.law`).
         share_input_embeddings: Share the token embeddings' gradient, which names the words.
         reference: Add the row `none`, without which nobody can tell whether the attacks work at
             all.
@@ -51,6 +53,7 @@ class AuditSettings:
     labels_known: bool = option(True, "the attacker knows the labels")
     lengths_known: bool = option(True, "the attacker knows the texts' lengths")
     noise_known: bool = option(False, "the attacker knows the noise's covariance")
+    adaptive: bool = option(True, "run attackers who know the defense, too")
     share_input_embeddings: bool = option(False, "share the token embeddings' gradient")
     reference: bool = option(True, "the row without a defense")
 
@@ -107,6 +110,12 @@ class CommandSettings(AuditSettings):
     )
     output: str = option("", "folder to write to; an interrupted audit in it goes on")
     samples: int = option(8, "drawn at random from the data")
+    decoys: int = option(
+        100, "samples more, among which the attack `candidates` has to find them; 0 leaves it out"
+    )
+    candidates: str | None = option(
+        None, "file of the attacker's own list, read like --dataset, in place of decoys"
+    )
     device: str | None = option(None, "Default: cuda if there is one")
 
 

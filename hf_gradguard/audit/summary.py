@@ -12,8 +12,19 @@ import numpy as np
 from ..metrics.scores import bootstrap_intervals
 from .figures import Correlation, correlate, silent
 from .labels import Values, found_by_chance, found_under, share_found
+from .ranked import Listed, listed, percentiles
 from .result import Audit
-from .verdicts import TELLING, TERMS, Estimate, Row, Terms, Verdict, verdicts
+from .verdicts import (
+    PERCENTILE,
+    TELLING,
+    TERMS,
+    Estimate,
+    Row,
+    Terms,
+    Verdict,
+    base_of,
+    verdicts,
+)
 
 
 @dataclass(frozen=True)
@@ -32,6 +43,8 @@ class Summary:
             and whether or not attacks were granted them; `None` where none could be read.
         chance_labels: What drawing labels at random finds.
         correlations: One for every estimator and attack that have points in common.
+        ranked: For each defense and attack that ranks candidates how well it told who was in the
+            messages.
         refusals: Which attacks were not applicable under which defenses, with the reason.
         crashes: Which failed, with the error.
         silent: Which estimators say nothing of which defenses, with the reason.
@@ -54,6 +67,7 @@ class Summary:
     labels: dict[str, Estimate | None]
     chance_labels: float | None
     correlations: list[Correlation]
+    ranked: list[Listed]
     refusals: list[str]
     crashes: list[str]
     silent: list[str]
@@ -90,6 +104,8 @@ def summarize(result: Audit) -> Summary:
     }
     for cell in result.cells:
         cells[cell["defense"], cell["attack"]].append(cell)
+    # Somebody who knows a defense is there only where that makes a difference.
+    cells = {at: found for at, found in cells.items() if found or base_of(at[1]) == at[1]}
     values = {place: _values(found) for place, found in cells.items()}
     guesses = dict(enumerate(result.chance))
     rows = [_row(result, place, found, values, guesses) for place, found in cells.items()]
@@ -106,6 +122,7 @@ def summarize(result: Audit) -> Summary:
         labels={one: _estimates(found_under(result, one)).get("labels") for one in result.defenses},
         chance_labels=found_by_chance(result),
         correlations=correlate(result),
+        ranked=[one for at, found in cells.items() if (one := listed(at, found)) is not None],
         refusals=_said({(r.attack, r.defense): r.reasons for r in rows}, len(result.defenses)),
         crashes=_said({(r.attack, r.defense): r.crashes for r in rows}, len(result.defenses)),
         silent=silent(result),
@@ -125,23 +142,35 @@ def _row(
     over_chance = _differences(own, guesses, {main, *TELLING})
     under: dict[str, Estimate] = {}
     if defense != "none":
-        under = _differences(values.get(("none", attack), {}), own, {main})
+        under = _differences(values.get(("none", base_of(attack)), {}), own, {main})
+    scores, percentile = _estimates(own), _percentile(cells)
+    beats = [
+        score
+        for score, difference in over_chance.items()
+        if score in TELLING and difference.above_zero
+    ]
+    if percentile is not None:
+        scores[PERCENTILE] = percentile
+        above = percentile.low is not None and percentile.low > 0.5
+        beats += [PERCENTILE] * above
     return Row(
         defense=defense,
         attack=attack,
-        scores=_estimates(own),
+        scores=scores,
         messages=len(own),
         over_chance=over_chance.get(main),
-        beats_chance=tuple(
-            score
-            for score, difference in over_chance.items()
-            if score in TELLING and difference.above_zero
-        ),
+        beats_chance=tuple(beats),
         under_reference=under.get(main),
         labels=_labels_right(cells, result),
         reasons=sorted({cell["reason"] for cell in cells if "reason" in cell}),
         crashes=sorted({cell["crash"] for cell in cells if "crash" in cell}),
+        knows=any(cell.get("knows", False) for cell in cells),
     )
+
+
+def _percentile(cells: Sequence[Mapping[str, Any]]) -> Estimate | None:
+    """Of members among candidates, if the attack ranks these."""
+    return _estimates(percentiles(cells)).get(PERCENTILE)
 
 
 def _values(cells: Sequence[Mapping[str, Any]]) -> Values:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from .summary import Summary
-from .verdicts import Estimate, Row
+from .verdicts import Estimate, Row, base_of
 
 
 def markdown_table(summary: Summary) -> str:
@@ -22,6 +22,8 @@ def markdown_table(summary: Summary) -> str:
     lines = [f"**{summary.unfinished}**", ""] if summary.unfinished else []
     lines += [f"- **{verdict.defense}**: {verdict.text}" for verdict in summary.verdicts]
     lines += ["", *_scores(summary), "", _legend(summary)]
+    if summary.ranked:
+        lines += ["", *_ranked(summary)]
     if summary.correlations:
         lines += ["", *_correlations(summary)]
     for heading, several in (
@@ -40,8 +42,11 @@ def _scores(summary: Summary) -> list[str]:
     header += summary.figures.values()
     lines = [_line(header), _line(["---"] * len(header))]
     for defense, means in summary.shared.items():
-        own = [row for row in summary.rows if row.defense == defense]
-        entries = [_entry(row, score, len(audit.messages)) for row in own]
+        own = {row.attack: row for row in summary.rows if row.defense == defense}
+        entries = [
+            _entry(own[attack], score, len(audit.messages)) if attack in own else ""
+            for attack in audit.attacks
+        ]
         entries.append(_labels(summary.labels[defense]))
         lines.append(_line([f"`{defense}`", *entries, *map(show_mean, means.values())]))
     guess = show(summary.chance.scores[score])
@@ -49,6 +54,17 @@ def _scores(summary: Summary) -> list[str]:
     labels = "–" if summary.chance_labels is None else f"{summary.chance_labels:.2f}"
     guesses = [*[guess] * len(audit.attacks), labels]
     return [*lines, _line(["chance", *guesses, *blanks])]
+
+
+def _ranked(summary: Summary) -> list[str]:
+    header = ["defense", "a list of candidates", "knows the defense", "named", "mean rank"]
+    header += ["found at 1 % false alarms", "at 0.1 %"]
+    lines = [_line(header), _line(["---"] * len(header))]
+    for one in summary.ranked:
+        shown = [show(one.scores[name]) for name in ("top1", "rank", "tpr_1%", "tpr_0.1%")]
+        knows = "yes" if one.knows else "no"
+        lines.append(_line([f"`{one.defense}`", f"{one.candidates}", knows, *shown]))
+    return lines
 
 
 def _labels(found: Estimate | None) -> str:
@@ -67,10 +83,20 @@ def _legend(summary: Summary) -> str:
     return (
         f"{summary.terms.legend}: mean over {summary.samples} samples, with 95 % bootstrap "
         f"intervals over messages of {settings['batch_size']}. Chance: {settings['chance']}. "
+        f"{_who_knows(summary)}"
         "Labels found: the share that is read off the last layer's gradient, also where attacks "
         "are granted the labels; chance draws classes at random. "
         "Relative error and cosine: of what was shared, to the true gradient. Estimators predict "
         f"an error of the input, here as means over samples. {' '.join(summary.meanings)}"
+    )
+
+
+def _who_knows(summary: Summary) -> str:
+    if not any(base_of(label) != label for label in summary.audit.attacks):
+        return ""
+    return (
+        "An attacker who knows the defense has an entry where that changes what it does: its "
+        "settings, or what it is told. "
     )
 
 

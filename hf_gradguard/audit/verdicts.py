@@ -24,6 +24,8 @@ class Terms:
         note: What a reader should know of it.
         step: Between ticks of an axis.
         top: The least end of an axis.
+        well: How far above chance an attack has to be undefended, so that its failing says
+            something of a defense.
     """
 
     one: str
@@ -38,6 +40,7 @@ class Terms:
     note: str
     step: float
     top: float
+    well: float
 
     def said(self, mean: float) -> str:
         """A number in a sentence: `"92 %"`."""
@@ -58,6 +61,9 @@ class Terms:
         ]
 
 
+INFORMED = ", knows the defense"
+"""What the label of an attack ends with where somebody set it who does."""
+
 TERMS = {
     "text": Terms(
         one="text",
@@ -73,6 +79,7 @@ TERMS = {
         "counted.",
         step=0.25,
         top=1.0,
+        well=0.25,
     ),
     "image": Terms(
         one="image",
@@ -88,11 +95,15 @@ TERMS = {
         "a person recognizes.",
         step=10.0,
         top=30.0,
+        well=5.0,
     ),
 }
 """By a domain's name."""
 
-TELLING = ("token_f1", "position_accuracy", "psnr", "ssim")
+PERCENTILE = "percentile"
+"""Which share of candidates that were in no message come after one that was: 0.5 is chance."""
+
+TELLING = ("token_f1", "position_accuracy", "psnr", "ssim", PERCENTILE)
 """Scores that show a leak if they beat a guess. Few words, but each in its place, are no chance;
 nor is noise with a face in it.
 """
@@ -130,6 +141,7 @@ class Row:
         labels: Share of labels read off the gradient correctly, where they were not granted.
         reasons: Why the attack was not applicable to the other messages.
         crashes: How it failed on the others.
+        knows: Whether the attacker knows the defense, or there is nothing to know.
     """
 
     defense: str
@@ -142,6 +154,7 @@ class Row:
     labels: float | None = None
     reasons: list[str] = field(default_factory=list)
     crashes: list[str] = field(default_factory=list)
+    knows: bool = False
 
     @property
     def silence(self) -> str:
@@ -189,7 +202,7 @@ def _verdict(defense: str, own: Sequence[Row], reference: Sequence[Row], say: _W
     if defense == "none":
         return _undefended(what, own, say)
     if not any(row.beats_chance for row in own):
-        return _at_chance(defense, what, best.over_chance, reference, say)
+        return _at_chance(defense, what, best.over_chance, own, reference, say)
     if best.under_reference is None:
         text = f"{what}. {say.leak(own)} Undefended was not tried."
         return Verdict(defense, "unknown", text)
@@ -214,14 +227,42 @@ def _undefended(what: str, own: Sequence[Row], say: _Wording) -> Verdict:
     return Verdict("none", "unknown", text)
 
 
+def _untold(own: Sequence[Row], reference: Sequence[Row], terms: Terms) -> str:
+    """Why failing attackers say nothing of a defense; empty if one does who knows it, and whose
+    attack reads what is not defended.
+    """
+    informed = [row for row in own if row.knows]
+    if not informed:
+        return "No attacker was tried who knows the defense, so this says nothing."
+    read = {row.attack for row in reference if _reads(row, terms)}
+    if not any(base_of(row.attack) in read for row in informed):
+        return (
+            "Attackers who know the defense hardly read what is not defended, so this says nothing."
+        )
+    return ""
+
+
+def _reads(row: Row, terms: Terms) -> bool:
+    """Whether an attack is well above chance."""
+    over = row.over_chance
+    return over is not None and over.above_zero and over.mean >= terms.well
+
+
 def _at_chance(
-    defense: str, what: str, over_chance: Estimate, reference: Sequence[Row], say: _Wording
+    defense: str,
+    what: str,
+    over_chance: Estimate,
+    own: Sequence[Row],
+    reference: Sequence[Row],
+    say: _Wording,
 ) -> Verdict:
     if not any(row.beats_chance for row in reference):
         why = "fail" if reference else "may fail"
         tried = "" if reference else ", which was not tried"
         text = f"{what}. These attacks {why} undefended as well{tried}, so this says nothing."
         return Verdict(defense, "unknown", text)
+    if lacking := _untold(own, reference, say.terms):
+        return Verdict(defense, "unknown", f"{what}. {lacking}")
     below = over_chance.high is not None and over_chance.high < 0
     standing = "No better than chance" if below else "Not distinguishable from chance"
     return Verdict(defense, "chance", f"{what}. {standing} under these attacks on {say.data}.")
@@ -260,14 +301,25 @@ class _Wording:
             return "Better than chance: it still leaks."
         row = next(row for row in own if row.beats_chance)
         score = row.beats_chance[0]
-        figures = f"{row.scores[score].mean:.2f} against {self.chance.scores[score].mean:.2f}"
+        guess = 0.5 if score == PERCENTILE else self.chance.scores[score].mean
+        figures = f"{row.scores[score].mean:.2f} against {guess:.2f}"
         better = f"{self.attacks[row.attack]} is better than chance ({figures})"
         return f"In {score} {better}: it still leaks."
 
 
+def base_of(label: str) -> str:
+    """The attack that somebody set who knows the defense, as it is without that.
+
+    Example:
+        >>> base_of("tag" + INFORMED), base_of("span")
+        ('tag', 'span')
+    """
+    return label.removesuffix(INFORMED)
+
+
 def short_labels(labels: Sequence[str]) -> dict[str, str]:
     """Labels without their settings, where that leaves them apart."""
-    names = [label.split(":")[0] for label in labels]
+    names = [base_of(label).split(":")[0] + label[len(base_of(label)) :] for label in labels]
     return {
         label: name if names.count(name) == 1 else label
         for label, name in zip(labels, names, strict=True)

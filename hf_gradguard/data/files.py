@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from . import installed as installed
+
+# isort: split
 from pathlib import Path
 from typing import Any
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from . import installed as installed
+
+# isort: split
 from collections.abc import Mapping
 from typing import Any
 
@@ -25,6 +28,7 @@ def load_samples(
     *,
     kind: str,
     count: int,
+    spare: int = 0,
     exactly: bool = True,
     seed: int = 0,
     classes: Mapping[str, int] | None = None,
@@ -40,6 +44,7 @@ def load_samples(
             npz file of images and labels, or a Hub name.
         kind: `"text"` or `"image"`: the name of a domain.
         count: How many.
+        spare: How many more behind them, or as many as there are.
         exactly: Whether fewer are refused; otherwise as many as there are.
         seed: Of the draw.
         classes: The model's `label2id`, for labels that are names.
@@ -65,26 +70,57 @@ def load_samples(
             labels: Any = arrays[
                 pick_column(names, label_column, _LABEL_COLUMNS, dataset, "--label_column")
             ]
-        chosen = _draw(len(inputs), count, exactly, seed, dataset)
+        chosen = _draw(len(inputs), count, spare, exactly, seed, dataset)
         return [(inputs[i], _class_id(labels[i].item(), classes)) for i in chosen]
     rows = load_rows(dataset, split, config)
     name = pick_column(rows.column_names, column, usual, dataset)
     label_name = pick_column(
         rows.column_names, label_column, _LABEL_COLUMNS, dataset, "--label_column"
     )
-    rows = rows.select(_draw(len(rows), count, exactly, seed, dataset))
+    rows = rows.select(_draw(len(rows), count, spare, exactly, seed, dataset))
     if kind == "image":
         rows = rows.cast_column(name, Image())
     return [(row[name], _class_id(row[label_name], classes)) for row in rows]
 
 
-def _draw(available: int, count: int, exactly: bool, seed: int, dataset: str) -> list[int]:
+def load_inputs(
+    dataset: str,
+    *,
+    kind: str,
+    column: str | None = None,
+    split: str = "train",
+    config: str | None = None,
+) -> list[Any]:
+    """All texts or images of a data set, without labels. Arguments are those of `load_samples`.
+
+    Raises:
+        ValueError: If there is no such column.
+
+    Example:
+        >>> written = (tmp_path / "list.csv").write_text("text\na fine film\n")
+        >>> load_inputs(str(tmp_path / "list.csv"), kind="text")
+        ['a fine film']
+    """
+    usual = _COLUMNS[kind]
+    if dataset.endswith(".npz"):
+        with np.load(dataset, allow_pickle=False) as arrays:
+            return list(arrays[pick_column(list(arrays), column, usual, dataset)])
+    rows = load_rows(dataset, split, config)
+    name = pick_column(rows.column_names, column, usual, dataset)
+    if kind == "image":
+        rows = rows.cast_column(name, Image())
+    return list(rows[name])
+
+
+def _draw(
+    available: int, count: int, spare: int, exactly: bool, seed: int, dataset: str
+) -> list[int]:
     count = count if exactly else min(count, available)
     if not 1 <= count <= available:
         raise ValueError(
             f"samples must be from 1 to the {available} that {dataset} has, but is {count}."
         )
-    drawn: list[int] = np.random.default_rng(seed).permutation(available)[:count].tolist()
+    drawn: list[int] = np.random.default_rng(seed).permutation(available)[: count + spare].tolist()
     return drawn
 
 

@@ -132,7 +132,10 @@ class Defense:
         return law_of(self, message)
 
     def informed(self) -> dict[str, Any]:
-        """Settings of attackers who know it: each attack takes those that it has."""
+        """What attackers who know it do about it: settings, of which each attack takes those that
+        it has, and grants by the names of an observation's fields. Empty where knowing it is of no
+        use.
+        """
         return informed_settings(self)
 
     def state_dict(self) -> Tensors:

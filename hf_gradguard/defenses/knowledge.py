@@ -31,7 +31,9 @@ def law_of(defense: Defense, message: Message) -> Law | None:
 
 
 def informed_settings(defense: Defense) -> dict[str, Any]:
-    """Settings that attacks which have them take against a defense."""
+    """Settings that attacks which have them take against a defense, and what is to be granted them:
+    `noise_variance`, or `law` alone where nothing else would do.
+    """
     return dict(_SETTINGS.get(defense.name, lambda _: {})(defense))
 
 
@@ -46,7 +48,7 @@ def _clipped(defense: Any, message: Message) -> Law | None:
     return None if law is None else replace(law, **_clip(defense))
 
 
-def _clip(defense: Any) -> dict[str, float]:
+def _clip(defense: Any) -> dict[str, Any]:
     by_norm = getattr(defense, "clip_by", "coordinate") == "norm"
     return {"clip_norm" if by_norm else "clip_coordinate": defense.clip}
 
@@ -99,13 +101,20 @@ _LAWS: dict[str, Callable[[Any, Message], Law | None]] = {
     "chain": _chained,
 }
 
+
+def _shaped(_defense: Any) -> dict[str, Any]:
+    return {"noise_variance": True}
+
+
 _MATCH_KEPT = {"match_nonzero": True, "complete": True}
 _SETTINGS: dict[str, Callable[[Any], dict[str, Any]]] = {
     "pruning": lambda _: _MATCH_KEPT,
     "optimal_pruning": lambda _: _MATCH_KEPT,
     "soteria": lambda _: {"match_nonzero": True},
     "dp_sgd": _clip,
-    "optimal_dp_sgd": _clip,
+    "optimal_noise": _shaped,
+    "optimal_dp_sgd": lambda defense: _shaped(defense) | _clip(defense),
+    "quantization": lambda _: {"law": True},  # no setting matches cells
     "refiner": lambda _: {"restarts": 4},  # it hides where it started from
     "chain": lambda both: both.first.informed() | both.second.informed(),
 }

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from ..gradient_map.shifted import vjp_by_difference
 from ..randomness import Stream
 
 Slope = Callable[[Tensor], Tensor]
+Factors = Literal["message", "sample", "parameter"]
 
 
 LENGTH = 16
@@ -71,18 +72,19 @@ class MadeUp:
     Args:
         gmap: Their map.
         wanted: v.
-        by_sample: A factor a sample; if not, one for their gradient as a whole.
+        factors: One for all, one a sample, or one a sample and parameter.
     """
 
     gmap: GradientMap
     wanted: Tensors
-    by_sample: bool
+    factors: Factors
 
     def fit(self, x: Tensor) -> Fit:
         """At an input x*."""
-        if self.by_sample:
-            return SampleSpan(self.gmap, x).fit(self.wanted)
-        return scaled(self.gmap.gradient_at(x), self.wanted)
+        if self.factors == "message":
+            return scaled(self.gmap.gradient_at(x), self.wanted)
+        span = SampleSpan(self.gmap, x)
+        return span.fit(self.wanted) if self.factors == "sample" else span.fit_each(self.wanted)
 
     def slope(self, x: Tensor, fit: Fit) -> Tensor:
         """∂(1 - cos)/∂x* where the factors are best, so that their own change changes nothing:

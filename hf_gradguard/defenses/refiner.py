@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import math
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, get_args
 
 import torch
 from torch import Tensor, nn
@@ -20,31 +20,13 @@ from ..networks.trial import name_of
 from ..randomness import Stream
 from .base import cast_like, check_whole, is_number, norm, true_gradient
 from .feedback import BiasedDefense
-from .made_up import MadeUp, made_up
+from .made_up import Factors, MadeUp, made_up
 from .message import Message
+from .objectives import Objective, take_defaults
 from .robust_input import MadeUpInput, Memory, Pixels, SpecialTokens, Words, try_on_batch
 from .weighted import Descent, RobustData, utility_weights
 
-Objective = Literal["cosine", "weighted"]
-
 _PINS = ("revision", "sha256")
-
-
-WEIGHTED: dict[str, Any] = {
-    "alpha": 0.6, "beta": 1.0, "tau": 0.95, "iterations": 10, "learning_rate": 0.01,
-    "normalize": True, "element_wise": True, "error_feedback": False,
-}  # fmt: skip
-COSINE: dict[str, Any] = {
-    "beta": 0.0, "iterations": 0, "learning_rate": 0.2, "samples": 16, "by_sample": True,
-    "error_feedback": True,
-}  # fmt: skip
-"""What settings are where they are left out, by objective; the others are of the other objective
-alone.
-"""
-_ONLY = {
-    "weighted": ("alpha", "tau", "normalize", "element_wise", "epsilon", "relative_epsilon"),
-    "cosine": ("samples", "by_sample"),
-}
 
 
 @dataclass
@@ -66,7 +48,7 @@ class Refiner(BiasedDefense):
     believed: `prepare` sees that it knows noise, and each client's first batch that it rises from
     that data to noise. A network of a class of your own is your code, and is not tried.
 
-    Settings that are left out are the objective's own (`COSINE`, `WEIGHTED`), and those that are
+    Settings that are left out are the objective's own (objectives.py), and those that are
     of the other objective are refused.
 
     Args:
@@ -97,7 +79,8 @@ class Refiner(BiasedDefense):
             image processor.
         image_std: Per channel, what they were divided by afterwards.
         samples: "cosine": how many samples are made up.
-        by_sample: "cosine": a factor for each of them; `False`: one for all.
+        factors: "cosine": how many are fitted: one a `"message"`, one a `"sample"`, or one a sample
+            and `"parameter"`. The last has no `iterations`.
         error_feedback: As for all biased defenses; on by default with "cosine".
     """
 
@@ -120,18 +103,23 @@ class Refiner(BiasedDefense):
     image_mean: list[float] | None = None
     image_std: list[float] | None = None
     samples: int | None = None
-    by_sample: bool | None = None
+    factors: Factors | None = None
     _: KW_ONLY
     error_feedback: bool | None = None  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
-        self._take_defaults()
+        take_defaults(self)
         weighted = self.objective == "weighted"
         if weighted:
             _check_range("alpha", self.alpha, 0, 1)
             _check_range("tau", self.tau, 0, math.inf, above=True)
         else:
             check_whole("samples", self.samples, 1)
+            if self.factors not in get_args(Factors):
+                names = " or ".join(map(repr, get_args(Factors)))
+                raise ValueError(f"factors must be {names}, but is {self.factors!r}.")
+            if self.factors == "parameter" and self.iterations:
+                raise ValueError("factors='parameter' has no iterations: leave them out.")
         _check_range("beta", self.beta, 0, math.inf)
         _check_range("learning_rate", self.learning_rate, 0, math.inf, above=True)
         for name, least in (("iterations", int(weighted or self.beta != 0)), ("warm_start", 0)):
@@ -156,24 +144,6 @@ class Refiner(BiasedDefense):
         self._memory = Memory(self.warm_start)
         self._special, self._tried = SpecialTokens(), False
         self._checked: tuple[int, int] | None = None
-
-    def _take_defaults(self) -> None:
-        """Of the objective, where settings are left out."""
-        if self.objective not in ("cosine", "weighted"):
-            given = repr(self.objective)
-            raise ValueError(f"objective must be 'cosine' or 'weighted', but is {given}.")
-        other = "weighted" if self.objective == "cosine" else "cosine"
-        foreign = [name for name in _ONLY[other] if getattr(self, name) is not None]
-        if other == "weighted" and self.warm_start:
-            foreign.append("warm_start")
-        if foreign:
-            raise ValueError(
-                f"{foreign[0]} is a setting of objective={other!r}, and objective is "
-                f"{self.objective!r}. Leave it out, or give objective={other!r}."
-            )
-        for name, value in (COSINE if self.objective == "cosine" else WEIGHTED).items():
-            if getattr(self, name) is None:
-                setattr(self, name, value)
 
     @property
     def needs_jacobian(self) -> bool:
@@ -286,7 +256,7 @@ class Refiner(BiasedDefense):
                 (slope,) = torch.autograd.grad(-own.beta * inputs.noise_ratio(network, x), x)
             return slope
 
-        search = MadeUp(made, true_gradient(gmap), own.by_sample)
+        search = MadeUp(made, true_gradient(gmap), own.factors)
         pull = brake if own.beta else None
         x, fit, cosines = search.descend(own.iterations, own.learning_rate, inputs.free, pull)
         ratios = []

@@ -11,6 +11,7 @@ from torch import nn
 from ..gradient_map import GradientMap, Tensors
 from ..gradient_map.marginals import Sums, heard, probe_sums, sums_of
 from ..gradient_map.per_sample import Pass
+from ..gradient_map.plans import TOLERANCE, plan_of
 from ..gradient_map.random_labels import special_ids
 from ..gradient_map.sensitivity import probe_squares
 from ..randomness import Stream
@@ -20,6 +21,7 @@ from .base import Defense, OnDemand, check_finite, check_whole, power, total
 Granularity = Literal["parameter", "layer"]
 ShapedBy = Literal["public", "past", "own"]
 
+OWN_PROBES, LEAST_PROBES = 10, 3
 SMALLEST_GRADIENT = 1e-8
 LARGEST_RATIO = 1e6
 
@@ -33,7 +35,8 @@ class SensitivityDefense(Defense):
             of any client's data. `"past"`: averages over the client's earlier batches; the first
             message has none, and weighs all alike. `"own"`: this very batch, as published. The
             weights are then a function of the input, and can be read off what is shared.
-        num_probes: Random directions to estimate s² from. Default: 1, or 10 with `"own"`.
+        num_probes: Random directions to estimate s² from. Default: 1. With `"own"` 10, or where
+            samples are known apart so many that there are ten squares of samples, but 3 at least.
         granularity: `"parameter"`, or `"layer"`: one s and one |g| a tensor, their norms over it.
         refresh_every: Measure at every n-th message, and weigh by averages in between. Default: 10;
             `"own"` measures every message.
@@ -105,7 +108,7 @@ class SensitivityDefense(Defense):
 
         A coordinate that is not zero never counts as insensitive because its estimate underflowed.
         """
-        squares = gmap.squared_sensitivity(self.num_probes or 10, generator)
+        squares = gmap.squared_sensitivity(self.num_probes or _own_probes(gmap), generator)
         _check_squares(squares)
         squares = gmap.restrict(squares)
         if total(squares):
@@ -161,6 +164,13 @@ class SensitivityDefense(Defense):
             squares = {name: sums_of(tensor) for name, tensor in dense.items()}
         _check_squares({name: torch.cat(sums) for name, sums in squares.items()})
         self._averages.add(squares.items(), gradient)
+
+
+def _own_probes(gmap: GradientMap) -> int:
+    """Of one batch, whose estimates are averaged over nothing else."""
+    plan, samples = plan_of(gmap.undefended), len(gmap.input)
+    apart = plan.error <= TOLERANCE and bool(plan.split)
+    return max(LEAST_PROBES, -(-OWN_PROBES // samples)) if apart else OWN_PROBES
 
 
 def _check_squares(squares: Tensors) -> None:

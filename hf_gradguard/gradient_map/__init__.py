@@ -4,5 +4,6 @@ share.
 
 from .inputs import Batch, LossFunction
 from .map import GradientMap, Tensors
+from .update import UpdateMap
 
-__all__ = ["Batch", "GradientMap", "LossFunction", "Tensors"]
+__all__ = ["Batch", "GradientMap", "LossFunction", "Tensors", "UpdateMap"]

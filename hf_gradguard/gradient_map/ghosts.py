@@ -88,10 +88,10 @@ def _of_factors(changes: list[Change]) -> Tensor:
         )
         for change in changes
     ]
-    rows = [
-        torch.stack(
-            [((left @ other.mT) * (right @ last.mT)).sum((1, 2)) for other, last in factors], 1
-        )
-        for left, right in factors
-    ]
-    return torch.stack(rows, 1).double()
+    count = len(factors)
+    gram = factors[0][0].new_zeros(len(factors[0][0]), count, count)
+    for i, (left, right) in enumerate(factors):
+        for j, (other, last) in enumerate(factors[: i + 1]):
+            gram[:, i, j] = ((left @ other.mT) * (right @ last.mT)).sum((1, 2))
+            gram[:, j, i] = gram[:, i, j]
+    return gram.double()

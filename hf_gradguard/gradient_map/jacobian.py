@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +29,13 @@ class Jacobian:
         self._gradient: dict[str, Tensor] | None = None
         self._input_gradient: Tensor | None = None
 
+    def gradient(self) -> dict[str, Tensor]:
+        """g with its graph, made once."""
+        if self._gradient is None:
+            self._gradient = differentiate(self._loss, self._parameters, create_graph=True)
+            _check_whole(self._gradient.values())
+        return self._gradient
+
     def vjp(self, delta: Mapping[str, Tensor]) -> Tensor:
         """J δ, in the shape of x. Names that δ leaves out count as zero.
 
@@ -46,10 +54,9 @@ class Jacobian:
                     f"{tuple(self._parameters[name].shape)}."
                 )
         with torch.enable_grad(), self._replay.kernels():
-            if self._gradient is None:
-                self._gradient = differentiate(self._loss, self._parameters, create_graph=True)
+            gradient = self.gradient()
             # A gradient that does not depend on x has no graph: its rows of δ contribute nothing.
-            rows = {name: self._gradient[name] for name in delta}
+            rows = {name: gradient[name] for name in delta}
             rows = {name: row for name, row in rows.items() if row.requires_grad}
             if not rows:
                 return torch.zeros_like(self._x)
@@ -76,6 +83,7 @@ class Jacobian:
                     allow_unused=True,
                     materialize_grads=True,
                 )
+                _check_whole([self._input_gradient])
             if not self._input_gradient.requires_grad:
                 # L is linear in x, or does not depend on it: J is zero.
                 return [p.new_zeros((count, *p.shape)) for p in parameters]
@@ -91,3 +99,88 @@ class Jacobian:
             p.new_zeros((count, *p.shape)) if product is None else product.view(count, *p.shape)
             for p, product in zip(parameters, products, strict=True)
         ]
+
+
+class UnrolledJacobian(Jacobian):
+    """Of a gradient that is no derivative of one loss, such as the outcome of several steps.
+
+    Jᵀv is the derivative of ⟨J u, v⟩ by u, in which J u is linear.
+
+    Args:
+        run: The gradient at an input, with its graph.
+        x: The input.
+        parameters: Those of the gradient.
+        replay: What holds while the graph is walked.
+    """
+
+    def __init__(
+        self,
+        run: Callable[[Tensor], dict[str, Tensor]],
+        x: Tensor,
+        parameters: Mapping[str, nn.Parameter],
+        replay: Replay,
+    ) -> None:
+        super().__init__(x, x.detach().requires_grad_(), parameters, replay)
+        self._run, self._product = run, x
+        self._directions: list[Tensor] = []
+
+    def gradient(self) -> dict[str, Tensor]:
+        if self._gradient is None:
+            self._gradient = self._run(self._x)
+            _check_whole(self._gradient.values())
+        return self._gradient
+
+    def jvps(self, directions: Tensor) -> Sequence[Tensor]:
+        rows = {name: row for name, row in self.gradient().items() if row.requires_grad}
+        with torch.enable_grad(), self._replay.kernels():
+            if not self._directions and rows:
+                self._directions = [torch.zeros_like(r).requires_grad_() for r in rows.values()]
+                (self._product,) = torch.autograd.grad(
+                    list(rows.values()),
+                    self._x,
+                    grad_outputs=self._directions,
+                    create_graph=True,
+                    materialize_grads=True,
+                    allow_unused=True,
+                )
+            found = [dict(zip(rows, self._along(v), strict=True)) for v in directions]
+        return [
+            torch.stack([one.get(name, torch.zeros_like(p, requires_grad=False)) for one in found])
+            for name, p in self._parameters.items()
+        ]
+
+    def _along(self, direction: Tensor) -> Sequence[Tensor]:
+        if not self._product.requires_grad:
+            return [torch.zeros_like(u) for u in self._directions]
+        return torch.autograd.grad(
+            self._product,
+            self._directions,
+            grad_outputs=direction,
+            retain_graph=True,
+            allow_unused=True,
+            materialize_grads=True,
+        )
+
+
+def nodes_of(tensors: Iterable[Tensor]) -> Iterator[Any]:
+    """Every step of autograd's that tensors were computed by."""
+    nodes, seen = [tensor.grad_fn for tensor in tensors], set()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        yield node
+        nodes += [after for after, _ in node.next_functions]
+
+
+def _check_whole(derivatives: Iterable[Tensor]) -> None:
+    """Raise if derivatives come through a kernel that is not to be differentiated twice: autograd
+    does so itself only where its path leads on, and leaves it out where it ends.
+    """
+    if any(node.name() == "torch::autograd::Error" for node in nodes_of(derivatives)):
+        raise RuntimeError(
+            "The model has a function that is marked once_differentiable, as fused kernels are: "
+            "without it second derivatives would be wrong. Run the model without that kernel, or "
+            "ask for nothing that differentiates twice (method='difference', second_order=False)."
+        )

@@ -1,4 +1,4 @@
-"""How a message comes from a client's gradient, as far as everybody who knows the defense knows it."""
+"""How a message comes from a client's gradient, as whoever knows the defense knows it."""
 
 from __future__ import annotations
 
@@ -93,8 +93,7 @@ class Law:
         """Of the noise on a parameter, to be broadcast; 0 without noise."""
         if self.variance is None:
             return 0.0
-        found = self.variance[name] if isinstance(self.variance, Mapping) else self.variance
-        return found
+        return self.variance[name] if isinstance(self.variance, Mapping) else self.variance
 
     def mean_variance(self, gradient: Mapping[str, Tensor]) -> float:
         """Of the noise, over all entries of a gradient."""

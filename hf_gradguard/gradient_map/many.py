@@ -189,8 +189,8 @@ def _different(batches: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
 
 
 def _shape(batch: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What batches must have alike to run together: shapes, and masks, which decide on the way that a
-    model takes.
+    """What batches must have alike to run together: shapes, and masks, which decide on the way
+    that a model takes.
     """
     return tuple(
         (key, tuple(value.shape), value.dtype, key.endswith("mask") and value.tolist())

@@ -128,6 +128,9 @@ class Pass:
     @classmethod
     def of(cls, gmap: GradientMap, x: Tensor, layers: Mapping[str, Layer]) -> Pass:
         """At an input x, with the map's own random draws."""
+        if not layers:
+            with gmap.replay.full_precision():
+                return cls(layers, rest=gmap.gradient_at(x.detach()))
         split = {name for layer in layers.values() for name in (layer.weight, layer.bias)}
         others = {name: p for name, p in gmap.parameters.items() if name not in split}
         found = cls(layers)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..randomness import Stream, normal
+from .jacobian import nodes_of
 from .per_sample import Change, Layer, Pass, layers_of
 
 if TYPE_CHECKING:
@@ -85,6 +86,7 @@ def _key(gmap: GradientMap) -> object:
         gmap.input.dtype,
         tuple(module.training for module in gmap.replay.modules),
         gmap.replay.recomputes(),
+        gmap.replay.kind,
         _code(gmap.loss_fn),
     )
 
@@ -163,16 +165,7 @@ def _has_kinks(gmap: GradientMap) -> bool:
     """
     with gmap.replay.run():
         loss = gmap.evaluate(gmap.input.requires_grad_())
-    nodes, seen = [loss.grad_fn], set()
-    while nodes:
-        node = nodes.pop()
-        if node is None or node in seen:
-            continue
-        if _KINKS.match(node.name()):
-            return True
-        seen.add(node)
-        nodes += [after for after, _ in node.next_functions]
-    return False
+    return any(_KINKS.match(node.name()) for node in nodes_of([loss]))
 
 
 def _first_alone(change: Change | None) -> bool | None:

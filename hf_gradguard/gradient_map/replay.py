@@ -22,10 +22,22 @@ class Replay:
     Args:
         model: The model, in the mode in which it will run.
         second_order: Whether derivatives of derivatives are wanted.
+
+    Raises:
+        NotImplementedError: If they are, and the model has kernels whose own are silently wrong.
     """
+
+    kind: str = ""
+    """Of maps that are tried out together: how well differences do on one says it of the others."""
 
     def __init__(self, model: nn.Module, second_order: bool) -> None:
         self.modules, self.second_order = list(model.modules()), second_order
+        if second_order and any(_is_ligers(module) for module in self.modules):
+            raise NotImplementedError(
+                "Liger kernels compute gradients in the forward pass, so second derivatives are "
+                "silently wrong. Make the model without them (use_liger_kernel=False), or the map "
+                "with second_order=False, and ask it for nothing that differentiates twice."
+            )
         on_gpu = {p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"}
         self._devices = sorted(on_gpu)
         self._cpu = torch.get_rng_state()
@@ -111,3 +123,9 @@ class Replay:
     def recomputes(self) -> bool:
         """Whether layers run again in the backward pass, under activation checkpointing."""
         return any(getattr(m, "gradient_checkpointing", False) and m.training for m in self.modules)
+
+
+def _is_ligers(module: nn.Module) -> bool:
+    """Whether a module is one of Liger's, or runs a function of Liger's in its own's place."""
+    sources = (type(module), getattr(module.forward, "__func__", module.forward))
+    return any(str(getattr(s, "__module__", "")).startswith("liger_kernel") for s in sources)

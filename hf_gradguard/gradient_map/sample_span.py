@@ -7,6 +7,7 @@ gradient of such a weight is written out.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -58,21 +59,21 @@ class SampleSpan:
         self._count = count
         self._like = {name: p.detach() for name, p in gmap.parameters.items()}
         self._factors: dict[str, _Factors] = {}
-        self._written: dict[str, Tensor] = {}  # (B, numel)
+        self._written: dict[str, _Written] = {}
         for key, layer in layers.items():
             rows = found.rows(key, count)
             if not rows:  # it did not run, or mixes samples: nothing of it is in the span
                 continue
             if layer.bias is not None:
                 biases = [layer.bias_gradients(slopes) for slopes, _ in rows]
-                self._written[layer.bias] = torch.stack(biases).sum(0).flatten(1)
+                self._written[layer.bias] = _Written(torch.stack(biases).sum(0).flatten(1))
             if layer.weight is not None and isinstance(layer.module, LINEAR):
                 slopes, features = (torch.cat(parts, 1) for parts in zip(*rows, strict=True))
                 turned = isinstance(layer.module, Conv1D)  # (in, out), where others have (out, in)
                 self._factors[layer.weight] = _Factors(slopes, features, turned)
             elif layer.weight is not None:
                 weights = [layer.weight_gradients(*row) for row in rows]
-                self._written[layer.weight] = torch.stack(weights).sum(0).flatten(1)
+                self._written[layer.weight] = _Written(torch.stack(weights).sum(0).flatten(1))
         self.rest = found.rest
 
     def fit(self, wanted: Tensors) -> Fit:
@@ -80,28 +81,36 @@ class SampleSpan:
         some = next(iter(wanted.values()))
         inner = some.new_zeros(self._count, dtype=torch.float64)
         gram = some.new_zeros(self._count, self._count, dtype=torch.float64)
-        for name, part in self._factors.items():
+        for name, part in self._parts():
             inner += part.inner(wanted[name])
             gram += part.gram()
-        for name, written in self._written.items():
-            inner += written @ wanted[name].flatten().to(written)
-            gram += written @ written.T
         weights = _solve(gram, inner)
-        nearest = self._weighted(weights)
-        power = sum(float(t.square().sum()) for t in self.rest.values())
-        along = sum(float((t * wanted[name]).sum()) for name, t in self.rest.items())
-        factor = along / power if power else 0.0
-        nearest |= {name: tensor * factor for name, tensor in self.rest.items()}
-        return scaled(nearest, wanted, weights)
+        return self._with_rest(
+            {n: part.weighted(weights) for n, part in self._parts()}, wanted, weights
+        )
 
-    def _weighted(self, weights: Tensor) -> Tensors:
-        """Σ_b c_b u_b, of layers."""
-        nearest = {name: torch.zeros_like(like) for name, like in self._like.items()}
-        for name, part in self._factors.items():
+    def fit_each(self, wanted: Tensors) -> Fit:
+        """The nearest point where each parameter has factors of its own: that of the product of
+        their spans.
+        """
+        nearest = {}
+        for name, part in self._parts():
+            weights = _solve(part.gram().double(), part.inner(wanted[name]).double())
             nearest[name] = part.weighted(weights)
-        for name, written in self._written.items():
-            nearest[name] = (weights.to(written) @ written).view(self._like[name].shape)
-        return nearest
+        return self._with_rest(nearest, wanted, torch.ones(self._count))
+
+    def _parts(self) -> Iterator[tuple[str, _Factors | _Written]]:
+        yield from self._factors.items()
+        yield from self._written.items()
+
+    def _with_rest(self, nearest: Tensors, wanted: Tensors, weights: Tensor) -> Fit:
+        """With the vector of what no layer has, and zeros where nothing ran."""
+        for name, like in self._like.items():
+            found = nearest.get(name)
+            nearest[name] = torch.zeros_like(like) if found is None else found.view(like.shape)
+        rest = {name: wanted[name] for name in self.rest}
+        nearest |= scaled(self.rest, rest).nearest if rest else {}
+        return scaled(nearest, wanted, weights)
 
 
 class _Factors(NamedTuple):
@@ -131,6 +140,21 @@ class _Factors(NamedTuple):
         slopes = self.slopes * weights.to(self.slopes)[:, None, None]
         found = slopes.flatten(0, 1).T @ self.features.flatten(0, 1)
         return found.T.contiguous() if self.turned else found
+
+
+class _Written(NamedTuple):
+    """Samples' gradients, `(B, numel)`."""
+
+    rows: Tensor
+
+    def inner(self, wanted: Tensor) -> Tensor:
+        return self.rows @ wanted.flatten().to(self.rows)
+
+    def gram(self) -> Tensor:
+        return self.rows @ self.rows.T
+
+    def weighted(self, weights: Tensor) -> Tensor:
+        return weights.to(self.rows) @ self.rows
 
 
 def _solve(gram: Tensor, inner: Tensor) -> Tensor:

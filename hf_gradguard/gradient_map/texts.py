@@ -121,9 +121,11 @@ class Slots:
         self._ends = torch.tensor([text.shape[-1] for text in texts]).cumsum(0).tolist()
         self._seen: dict[int, tuple[Tensor, Tensor]] = {}
         self.strangers = 0
+        # Vectorized evaluations differentiate by themselves, with the engine's own graphs off.
+        self._enabled = torch.is_grad_enabled()
 
     def __call__(self, _module: nn.Module, args: Any, kwargs: Any, output: Tensor) -> Tensor | None:
-        if not torch.is_grad_enabled():
+        if self._enabled and not torch.is_grad_enabled():
             return None
         ids = args[0] if args else next(iter(kwargs.values()))
         rows = len(ids) if self._only else len(self._texts[0])

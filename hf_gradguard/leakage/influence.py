@@ -29,6 +29,9 @@ from .figures import Eigenvalue, Estimate, Influence
 from .krylov import largest_eigenpair, solve
 from .unknowns import NoiseVariance, Unknowns, variances
 
+MAX_ITERATIONS = 300
+"""Of the search for an eigenvalue."""
+
 
 def inversion_influence(
     gmap: GradientMap,
@@ -92,6 +95,8 @@ def inversion_influence_lower_bound(
     *,
     sample: int | None = None,
     eigenvalue: Eigenvalue | None = None,
+    tolerance: float = 1e-4,
+    random: bool = False,
 ) -> Influence:
     """I_lb(δ) = ‖J δ‖ / (λ_max(J Jᵀ) + ε), at most I(δ) at the same ε; needs no solving.
 
@@ -106,6 +111,10 @@ def inversion_influence_lower_bound(
         sample: Count only this sample's coordinates as unknown.
         eigenvalue: What `largest_eigenvalue(gmap)` returned, if it is known already: it does not
             depend on δ.
+        tolerance: Of the eigenvalue, if it is not known. Its residual is added to it.
+        random: Whether δ is noise on every coordinate. Jδ then has a share of all directions, the
+            more the larger their eigenvalue, and the search for the largest begins there: one
+            product less.
 
     Returns:
         A float that also has `rmse`, `per_sample`, `iterations` and `residual`. 0 where J is.
@@ -119,9 +128,12 @@ def inversion_influence_lower_bound(
     """
     _check_damping(damping)
     unknowns = Unknowns(gmap, sample)
-    if eigenvalue is None:
-        eigenvalue = largest_eigenvalue(gmap, sample=sample)
     product = unknowns.vjp(delta)
+    if eigenvalue is None:
+        start = product if random and product.any() else unknowns.random_vector()
+        eigenvalue = Eigenvalue.of(
+            largest_eigenpair(unknowns.gram, start, tolerance, MAX_ITERATIONS), unknowns
+        )
     # Lanczos approaches λ_max from below; with its residual added this stays a lower bound.
     divisor = float(eigenvalue) + eigenvalue.residual + damping
     scale = 1 / divisor if divisor else 0.0
@@ -137,7 +149,7 @@ def largest_eigenvalue(
     *,
     sample: int | None = None,
     tolerance: float = 1e-4,
-    max_iterations: int = 300,
+    max_iterations: int = MAX_ITERATIONS,
 ) -> Eigenvalue:
     """λ_max(J Jᵀ), by Lanczos in input space. It is also that of JᵀJ, at a small part of the
     memory.

@@ -1,9 +1,17 @@
 """How near a reconstruction is to what it reconstructs."""
 
+from . import installed as installed
 from .candidates import CandidateScores, score_candidates
 from .images import score_images
 from .scores import Scores
 from .text import score_text
 from .text_reconstruction import TextReconstruction
 
-__all__ = ["CandidateScores", "Scores", "TextReconstruction", "score_candidates", "score_images", "score_text"]
+__all__ = [
+    "CandidateScores",
+    "Scores",
+    "TextReconstruction",
+    "score_candidates",
+    "score_images",
+    "score_text",
+]

@@ -43,6 +43,7 @@ def score_candidates(
     """Scores of an attack that ranks candidates, one number a member of each message.
 
     - `top1`: 1 if it is among the message's B best candidates, B being the number of its members.
+      Who scores like one that is not among them is not, either.
     - `rank`: 1 + how many candidates that are no members come before it; who scores alike counts
       half.
     - `tpr_1%`, `tpr_0.1%`: 1 if it scores above a threshold, one for all messages, that at most so
@@ -74,17 +75,11 @@ def score_candidates(
     rows = [row - np.logaddexp.reduce(row) for row in rows]
     others = np.sort(np.concatenate([row[~own] for row, own in zip(rows, inside, strict=True)]))
     limits = {name: _threshold(others, rate) for name, rate in FALSE_POSITIVES.items()}
-    told = []
-    for row, own, numbers in zip(rows, inside, members, strict=True):
-        rest, count = row[~own], int(own.sum())
-        for number in numbers:
-            value = row[number]
-            before = float((rest > value).sum() + (rest == value).sum() / 2)
-            above = float((row > value).sum() + ((row == value).sum() - 1) / 2)
-            told.append(
-                {"top1": float(above < count), "rank": 1 + before}
-                | {name: float(value > limit) for name, limit in limits.items()}
-            )
+    told = [
+        _told(row, own, number, limits)
+        for row, own, numbers in zip(rows, inside, members, strict=True)
+        for number in numbers
+    ]
     plain = summarize(
         told, [None] * len(told), [len(one) for one in members],
         bootstrap=bootstrap, confidence=confidence, seed=seed,
@@ -94,6 +89,16 @@ def score_candidates(
         plain.per_sample, plain.mean, plain.interval, plain.matched,
         curve=_curve(own_scores, others), false_positives=len(others),
     )  # fmt: skip
+
+
+def _told(
+    row: np.ndarray, own: np.ndarray, number: int, limits: dict[str, float]
+) -> dict[str, float]:
+    """The scores of one member."""
+    value, rest = row[number], row[~own]
+    before = float((rest > value).sum() + (rest == value).sum() / 2)
+    found = {"top1": float((row >= value).sum() <= own.sum()), "rank": 1 + before}
+    return found | {name: float(value > limit) for name, limit in limits.items()}
 
 
 def _inside(row: np.ndarray, members: Sequence[int]) -> np.ndarray:
@@ -119,7 +124,5 @@ def _curve(members: np.ndarray, others: np.ndarray) -> list[tuple[float, float]]
     values = np.unique(np.concatenate([members, others]))[::-1]
     high = np.searchsorted(np.sort(members), values, side="left")
     false = np.searchsorted(others, values, side="left")
-    points = [
-        (1 - f / len(others), 1 - t / len(members)) for f, t in zip(false, high, strict=True)
-    ]
+    points = [(1 - f / len(others), 1 - t / len(members)) for f, t in zip(false, high, strict=True)]
     return [(0.0, 0.0), *((float(x), float(y)) for x, y in points)]

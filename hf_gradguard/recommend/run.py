@@ -27,6 +27,8 @@ from .report import configuration, html_report, markdown_table
 from .settings import ATTACKS, DEFENSES, TrialSettings
 from .trials import Split, Trials
 
+logger = logging.get_logger(__name__)
+
 
 def recommend(
     model: nn.Module,
@@ -52,14 +54,13 @@ def recommend(
         processing_class: Its tokenizer or image processor.
         samples: `(text or image, class id)` each, in random order: all the data that is used.
         defenses: As for `audit`. Default: noise and pruning in several strengths.
-        attacks: As for `audit`, applied by attackers who know the noise's covariance. Default: the
-            strongest that are quick.
+        attacks: As for `audit`, by who knows the noise's covariance. Default: strong quick ones.
         output: Folder to write to. Holds private data afterwards.
         **settings: Fields of `TrialSettings`: `steps`, `batch_size`, `message_size`, `attacked`,
             `learning_rate`, `budget`, `max_length`, `seed`.
 
     Raises:
-        ValueError: If samples are too few, or as `audit` says.
+        ValueError: If samples are too few, no attack reads `none`, or as `audit` says.
         TypeError: For unknown settings.
 
     Example:
@@ -83,8 +84,8 @@ def recommend(
         rate, cell = trials.best(label, defense)
         plain = plain or cell["judging"]
         end = server.reads(trials.trained(label, defense, rate), {label: defense}, f"end{number}")
-        both = {"start": start, "end": end}
-        outcomes.append(_outcome(label, rate, cell["judging"], plain, both))
+        told = _told(label, {"start": start, "end": end})
+        outcomes += [_outcome(label, rate, cell["judging"], plain, told)] if told else []
     said, chance = TERMS[kind], start.chance.scores[start.terms.score].mean
     choice = choose(outcomes, terms.budget, chance, said.scale, f" {said.unit}")
     _write(choice, chance, terms, folder, kind)
@@ -118,20 +119,26 @@ class _Server:
         return summarize(found)
 
 
-def _outcome(
-    label: str, rate: float, right: list[int], plain: list[int], stages: dict[str, Summary]
-) -> Outcome:
+def _told(label: str, stages: dict[str, Summary]) -> list[tuple[Any, str, str]]:
+    """What attackers read of a defense, by whom and when; nothing, with a warning, if none could be
+    applied: then nobody knows what it hides, and it is not recommended.
+    """
     told = [
         (row.scores[summary.terms.score], row.attack, stage)
         for stage, summary in stages.items()
         for row in summary.rows
         if row.defense == label and row.scores
     ]
+    if not told and label == "none":
+        raise ValueError("No attack reads this model's undefended gradient: give others (--attack)")
     if not told:
-        raise ValueError(
-            f"No attack could be applied to {label}, so nothing can be said of what it hides. Give "
-            "others with --attack."
-        )
+        logger.warning(f"{label} is left out: no attack could be applied. Give others (--attack).")
+    return told
+
+
+def _outcome(
+    label: str, rate: float, right: list[int], plain: list[int], told: list[tuple[Any, str, str]]
+) -> Outcome:
     most, attack, stage = max(told, key=lambda one: one[0].mean)
     low, high = (most.mean if end is None else end for end in (most.low, most.high))
     lost = np.array(plain) - np.array(right)

@@ -15,8 +15,9 @@ if TYPE_CHECKING:
     from .trainer import GradGuardTrainer
 
 
-def add_privacy_section(trainer: GradGuardTrainer) -> None:
-    """Append `privacy_section` to the card in the Trainer's output folder.
+def complete_card(trainer: GradGuardTrainer) -> None:
+    """Append `privacy_section` to the card in the Trainer's output folder, and say what the model
+    was made of: a tag, the figures of its last evaluation, and the model that it started from.
 
     Example:
         >>> from hf_gradguard import GradGuardTrainer
@@ -26,8 +27,36 @@ def add_privacy_section(trainer: GradGuardTrainer) -> None:
     """
     path = os.path.join(str(trainer.args.output_dir), "README.md")
     card = ModelCard.load(path)
-    card.text = f"{card.text.rstrip()}\n\n{privacy_section(trainer)}"
+    tags = card.data.tags or []
+    card.data.tags = [*tags, *(["gradguard"] if "gradguard" not in tags else [])]
+    start = str(getattr(getattr(trainer.model, "config", None), "name_or_path", "") or "")
+    text = card.text
+    text = text.replace("is a fine-tuned version of [](https://huggingface.co/)", _SCRATCH)
+    if start and _SCRATCH in text:
+        name = os.path.basename(os.path.normpath(start)) if os.path.isdir(start) else start
+        text = text.replace(_SCRATCH, f"was fine-tuned from `{name}`")
+        if not os.path.isdir(start):
+            card.data.base_model = card.data.base_model or start
+    figures = _evaluated(trainer)
+    if figures:
+        card.data.metrics = card.data.metrics or sorted(figures)
+        lines = "\n".join(f"- {name}: {value:.4g}" for name, value in figures.items())
+        text = f"{text.rstrip()}\n\n## Evaluation\n\n{lines}"
+    card.text = f"{text.rstrip()}\n\n{privacy_section(trainer)}"
     card.save(path)
+
+
+def _evaluated(trainer: GradGuardTrainer) -> dict[str, float]:
+    """The last evaluation's figures, without those of its speed."""
+    logged = [entry for entry in trainer.state.log_history if "eval_loss" in entry]
+    if not logged:
+        return {}
+    about = ("runtime", "per_second", "loss", "_time")
+    return {
+        name.removeprefix("eval_"): value
+        for name, value in logged[-1].items()
+        if name.startswith("eval_") and not name.endswith(about) and isinstance(value, int | float)
+    }
 
 
 def privacy_section(trainer: GradGuardTrainer) -> str:
@@ -46,6 +75,7 @@ def privacy_section(trainer: GradGuardTrainer) -> str:
     points = [
         f"Defense: `{defense.name}`, with hf-gradguard",
         f"Clients: {_clients(trainer)}; every micro-batch is a message protected by itself",
+        "" if trainer.accelerator.num_processes > 1 else _ALONE,
         _embeddings(trainer),
         _labels(trainer),
         _statistics(trainer),
@@ -131,6 +161,10 @@ def _aggregation(trainer: GradGuardTrainer) -> str:
         f"Messages were aggregated securely (the ranks' keys were {who}): ranks saw means alone"
         f"{summed if args.noise_for == 'sum' else ''}."
     )
+
+
+_SCRATCH = "was trained from scratch"  # in the words of the Trainer's card
+_ALONE = "One process trained, so nothing left it: these clients were simulated."
 
 
 def _epsilon(trainer: GradGuardTrainer) -> str:

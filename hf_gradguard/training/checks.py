@@ -19,6 +19,8 @@ from transformers import DataCollatorWithFlattening, TrainingArguments
 from ..defenses import Defense
 from ..defenses.noise import DPSGD
 from .bases import base_refusals
+from .partition import is_of_datasets
+from .seams import read
 
 if TYPE_CHECKING:
     from ..leakage import FisherAccountant
@@ -39,9 +41,9 @@ def check_arguments(args: TrainingArguments) -> None:
         NotImplementedError: With the reason and what to use instead.
 
     Example:
-        >>> check_arguments(TrainingArguments("out", use_liger_kernel=True))
+        >>> check_arguments(TrainingArguments("out", torch_compile=True))
         Traceback (most recent call last):
-        NotImplementedError: GradGuardTrainer does not support Liger kernels: ...
+        NotImplementedError: GradGuardTrainer does not support torch.compile: ...
     """
     _raise_first(_argument_refusals(args))
 
@@ -95,10 +97,11 @@ def check_leakage(
     own_batches: bool,
     train_dataset: Any = None,
 ) -> None:
-    """Refuse limits and accounts that nothing could keep.
+    """Refuse limits and accounts that nothing could keep, and second derivatives through kernels
+    that have none.
 
     Args:
-        args: Training arguments, whose `leakage_limit` counts.
+        args: Training arguments, whose `leakage_*` and `use_liger_kernel` count.
         defense: What protects the messages.
         accountant: Of the Trainer's messages, if there is one.
         own_batches: Whether the Trainer's class draws its batches in a way of its own.
@@ -115,6 +118,9 @@ def check_leakage(
         NotImplementedError: GradGuardTrainer does not support leakage_limit with pruning: ...
     """
     limit = getattr(args, "leakage_limit", None)
+    measured = bool(getattr(args, "leakage_logging_steps", 0)) or limit is not None
+    if args.use_liger_kernel and (measured or accountant is not None or defense.needs_jacobian):
+        raise NotImplementedError(_LIGER.format(defense.name))
     _raise_first(_leakage_refusals(limit is not None, defense, accountant, own_batches))
     if accountant is not None and is_iterable(train_dataset):
         raise NotImplementedError(_UNNUMBERED)
@@ -159,16 +165,10 @@ def _argument_refusals(args: TrainingArguments) -> Iterator[str]:
             "LOMO optimizers: they update weights inside the backward pass, before the gradient is "
             "whole. Use optim='adamw_torch'."
         )
-    if args.use_liger_kernel:
-        yield (
-            "Liger kernels: their fused losses compute gradients in the forward pass, so second "
-            "derivatives are silently wrong. Set use_liger_kernel=False."
-        )
-    if args.ddp_static_graph:
+    if read(args, "ddp_static_graph"):
         yield _STATIC_GRAPH
-    if args.activation_checkpointing and (args.activation_checkpointing_kwargs or {}).get(
-        "use_reentrant"
-    ):
+    checkpointing = read(args, "activation_checkpointing_kwargs") or {}
+    if read(args, "activation_checkpointing") and checkpointing.get("use_reentrant"):
         yield (
             "reentrant activation checkpointing: it cannot run under torch.autograd.grad. Set "
             "activation_checkpointing_kwargs={'use_reentrant': False}."
@@ -302,9 +302,7 @@ def _clips_by_norm(defense: Defense) -> bool:
 
 def is_iterable(dataset: Any) -> bool:
     """Whether a data set has no rows that could be drawn."""
-    import datasets
-
-    return isinstance(dataset, IterableDataset | datasets.IterableDataset)
+    return isinstance(dataset, IterableDataset) or is_of_datasets(dataset, "IterableDataset")
 
 
 PADDING_FREE = (
@@ -330,8 +328,15 @@ _FP16 = (
     "not know. Use bf16=True."
 )
 _COMPILE = (
-    "torch.compile: second derivatives of a compiled model silently come back as None. Leave "
-    "torch_compile off and pass the model as it was before compiling."
+    "torch.compile: compiled code does not run the hooks by which inputs and the tables that they "
+    "index are found, and its second derivatives silently come back as None. Leave torch_compile "
+    "off and pass the model as it was before compiling."
+)
+_LIGER = (
+    "GradGuardTrainer does not support Liger kernels where anything differentiates twice: their "
+    "fused losses compute gradients in the forward pass, so second derivatives are silently wrong. "
+    "Set use_liger_kernel=False; or use a defense that differentiates once (noise, pruning, "
+    "quantization; {} may not), with no leakage_logging_steps, leakage_limit or accountant."
 )
 _STATIC_GRAPH = (
     "a static DDP graph: it expects a backward pass through DDP at every step, and there is none. "

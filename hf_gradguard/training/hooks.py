@@ -7,13 +7,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import datasets
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 from transformers import PreTrainedModel, Trainer
 
 from .checkpoints import begin_checkpoint, list_checkpoint
+from .partition import is_of_datasets
 
 
 class RenamedWeightsTrainer(Trainer):
@@ -137,15 +137,13 @@ class SeamTrainer(RenamedWeightsTrainer):
     ) -> DataLoader:
         read = dataset
         if description == _TRAINING and (read := self.training_data(dataset)) is not dataset:
-            if isinstance(dataset, datasets.Dataset):  # as for a data set that is read as it is
+            if is_of_datasets(dataset, "Dataset"):  # as for a data set that is read as it is
                 dataset = self._remove_unused_columns(dataset, description=description)
                 read = self.training_data(dataset)
             draw = sampler_fn
             sampler_fn = None if draw is None else lambda _: draw(dataset)
         collate = self.data_collator
-        if description == _TRAINING and isinstance(
-            read, datasets.Dataset | datasets.IterableDataset
-        ):
+        if description == _TRAINING and is_of_datasets(read, "Dataset", "IterableDataset"):
             self.data_collator = self.training_collator(collate)  # which is taken as it is
         try:
             return super()._get_dataloader(

@@ -17,12 +17,10 @@ from ..defenses import Defense, Message, Noise
 from ..gradient_map import GradientMap
 from ..leakage import (
     DFIL,
-    Eigenvalue,
     FisherAccountant,
     dfil,
     ghost_dfil,
     inversion_influence_lower_bound,
-    largest_eigenvalue,
     mse_bound_from_dfil,
 )
 from ..leakage.unknowns import Unknowns
@@ -74,11 +72,6 @@ def message_dfil(
         added = noise.shape_trace / unknowns.per_sample
         samples = samples._replace(value=samples.value + added)
     return MessageDFIL(samples, mean + noise.shape_trace / unknowns.size)
-
-
-def _top(gmap: GradientMap) -> Eigenvalue:
-    """Roughly: what is not known of it is added to it, so that the bound stays one."""
-    return largest_eigenvalue(gmap, tolerance=EIGENVALUE_TOLERANCE)
 
 
 class LeakageMeter:
@@ -247,9 +240,12 @@ class LeakageMeter:
     def _measure_influence(self, gmap: GradientMap, message: Message) -> None:
         delta = {name: message[name] - g for name, g in gmap.gradient().items()}
         try:
-            self._figures["leakage/i2f_lower_bound"].append(
-                float(inversion_influence_lower_bound(gmap, delta, eigenvalue=_top(gmap)))
+            # Roughly: what is not known of the eigenvalue is added, so that the bound stays one.
+            noisy = message.noise is not None and message.noise.plain
+            found = inversion_influence_lower_bound(
+                gmap, delta, tolerance=EIGENVALUE_TOLERANCE, random=noisy
             )
+            self._figures["leakage/i2f_lower_bound"].append(float(found))
         except (ValueError, ArithmeticError) as error:
             logger.warning_once(
                 f"leakage/i2f_lower_bound is not logged where it cannot be computed. {error}"

@@ -23,7 +23,7 @@ from ..leakage import FisherAccountant
 from .asked import Asked
 from .bases import alone, check_loss, check_order, draws_batches
 from .batch_statistics import average_statistics, freeze_statistics, warn_of_statistics
-from .card import add_privacy_section
+from .card import complete_card
 from .checks import check_arguments, check_collator, check_leakage, check_training
 from .clients import (
     CLIENT,
@@ -41,6 +41,7 @@ from .config import GradGuardConfig
 from .exchange import any_rank, average, average_gradients
 from .guarded import noting
 from .labels import LabelKey, protect_labels
+from .launch import say_ranks
 from .message import Draws, MessageMaker
 from .meter import LeakageMeter
 from .private_rows import PrivateRowsTrainer
@@ -66,9 +67,8 @@ class GradGuardMixin(PrivateRowsTrainer):
         **kwargs: All other arguments of the Trainer, by keyword.
 
     Logs `defense/relative_error` (‖shared - g‖/‖g‖), `defense/cosine` and `defense/seconds` (per
-    message, on top of the plain gradient) beside the loss, and beside the summary of a training
-    that ends before the next log. They are rank 0's own, means over its messages since the last
-    log.
+    message, on top of the plain gradient) beside the loss and the summary: rank 0's own, means over
+    its messages since the last log.
 
     With `leakage_logging_steps=n` every n-th step also logs `leakage/dfil_mean`,
     `leakage/dfil_max`, `leakage/mse_bound` (of the sample that leaks most) and
@@ -82,8 +82,7 @@ class GradGuardMixin(PrivateRowsTrainer):
     Raises:
         ValueError: If no defense is named, or one is named twice.
         NotImplementedError: For set-ups that cannot be protected; see `checks.py`.
-        ImportError: For a version of Transformers or torch that lacks a name this relies on; see
-            `seams.py`.
+        ImportError: For a version of a library that lacks a name this relies on; see `seams.py`.
 
     Example:
         >>> from transformers import Seq2SeqTrainer
@@ -161,6 +160,7 @@ class GradGuardMixin(PrivateRowsTrainer):
         self._share_input_embeddings: bool = getattr(self.args, "share_input_embeddings", False)
         self._batch_statistics: str = getattr(self.args, "batch_statistics", "local")
         if self.is_world_process_zero():
+            say_ranks(self.accelerator.num_processes)
             warn_of_statistics(self.model, self._batch_statistics)
         self._withhold = getattr(self.args, "withhold", None) or []
         self._tables = AgreedTables(self.accelerator)
@@ -346,4 +346,4 @@ class GradGuardMixin(PrivateRowsTrainer):
         """As in `Trainer`, with a section on what was protected and what was not."""
         super().create_model_card(*args, **kwargs)
         if self.is_world_process_zero():
-            add_privacy_section(self)
+            complete_card(self)

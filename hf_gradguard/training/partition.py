@@ -6,14 +6,25 @@ Federated Visual Classification" (2019).
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
-import datasets
 import numpy as np
 
 PARTITIONS = ("iid", "dirichlet")
 Rows = np.ndarray
+
+
+def is_of_datasets(data: Any, *kinds: str) -> bool:
+    """Whether data is of these classes of the library `datasets`, which need not be installed.
+
+    Example:
+        >>> is_of_datasets([1, 2], "Dataset")
+        False
+    """
+    library = sys.modules.get("datasets")  # who holds an object of it has imported it
+    return library is not None and isinstance(data, tuple(getattr(library, k) for k in kinds))
 
 
 def partition_iid(rows: int, num_clients: int, generator: np.random.Generator) -> list[Rows]:
@@ -109,7 +120,7 @@ def class_labels(data: Any) -> Rows:
         >>> class_labels([{"label": 2}, {"label": 0}])
         array([2, 0])
     """
-    if isinstance(data, datasets.Dataset):
+    if is_of_datasets(data, "Dataset"):
         names, column = (
             data.column_names,
             data.with_format(None),

@@ -57,7 +57,6 @@ _TRAINER, _MODULE, _CONFIG = (
 )
 SEAMS = (
     Seam(_TRAINER, "_prepare_inputs", "training/mixin.py moves a batch to the device"),
-    Seam(_TRAINER, "_loss_shifts_labels", "training/weights.py counts labels as the loss does"),
     Seam(_TRAINER, "_get_dataloader", "training/hooks.py loads what a sampler of ours draws"),
     Seam(
         _TRAINER,
@@ -136,6 +135,57 @@ SEAMS = (
         )
     ),
 )
+
+
+class Reading(NamedTuple):
+    """An attribute of another library that not every supported version has.
+
+    Args:
+        older: What it was called before.
+        default: Its value where no version's name is there. `...`: it is refused.
+        used: The file that reads it, and for what.
+    """
+
+    older: tuple[str, ...]
+    default: Any
+    used: str
+
+
+READINGS = {
+    "activation_checkpointing": Reading(
+        ("gradient_checkpointing",), ..., "training/checks.py refuses the reentrant kind"
+    ),
+    "activation_checkpointing_kwargs": Reading(
+        ("gradient_checkpointing_kwargs",), ..., "training/checks.py refuses the reentrant kind"
+    ),
+    "ddp_static_graph": Reading((), None, "training/checks.py refuses a static graph"),
+    "loss_is_scaled_for_ga": Reading((), None, "training/weights.py: what a Trainer's class says"),
+    "_loss_shifts_labels": Reading((), False, "training/weights.py counts labels as the loss does"),
+}
+
+
+def read(owner: Any, name: str) -> Any:
+    """An attribute of `READINGS`, by the name that the installed version has for it.
+
+    Raises:
+        ImportError: If it has none, and nothing may be taken for granted.
+
+    Example:
+        >>> from transformers import TrainingArguments
+        >>> read(TrainingArguments("out"), "activation_checkpointing")
+        False
+    """
+    reading = READINGS[name]
+    for known in (name, *reading.older):
+        if hasattr(owner, known):
+            return getattr(owner, known)
+    if reading.default is ...:
+        raise ImportError(
+            f"{type(owner).__name__} of transformers {version('transformers')} has no {name}, "
+            f"which hf-gradguard relies on ({reading.used}). Install a version that hf-gradguard "
+            "was made for: `pip install hf-gradguard` picks one."
+        )
+    return reading.default
 
 
 def check_seams(seams: Iterable[Seam] = SEAMS) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import Trainer
 
 from ..gradient_map.domain import count_rows
+from .seams import read
 
 Loss = Callable[[nn.Module, dict[str, Any], float | None], Tensor]
 """`(module, batch, items)`: the Trainer's loss, with `items` as its `num_items_in_batch`."""
@@ -52,7 +53,7 @@ class Normalization:
         accepts = trainer.model_accepts_loss_kwargs and num_items is not None
         own = trainer.compute_loss_func is not None
         over_ranks = accepts or (own and num_items is not None)
-        scaled = trainer.loss_is_scaled_for_ga
+        scaled = read(trainer, "loss_is_scaled_for_ga")
         return cls(
             num_items,
             float(trainer.accelerator.num_processes)
@@ -60,7 +61,7 @@ class Normalization:
             else 1.0,
             trainer.current_gradient_accumulation_steps,
             (accepts or own) if scaled is None else scaled,
-            trainer._loss_shifts_labels,
+            read(trainer, "_loss_shifts_labels"),
         )
 
     def items(self, batch: dict[str, Any]) -> int | None:

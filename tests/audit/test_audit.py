@@ -634,6 +634,7 @@ def made(
             "scores": {"token_f1": [value]},
             "ids": [[5]],
             "pieces": [["x"]],
+            "knows": True,
         }
         for r in range(repeats)
         for key, values in scores.items()
@@ -901,8 +902,12 @@ def test_command_line_for_texts(text_folder: Path, capsys: pytest.CaptureFixture
     printed = capsys.readouterr().out
     record = json.loads((output / "audit.json").read_text())
     assert list(record["defenses"]) == ["none", "pruning:ratio=0.5", "pruning:ratio=0.9"]
-    assert list(record["attacks"]) == ["tag:steps=2", "lamp:steps=1"]
-    assert len(record["cells"]) == 3 * 3 * 2
+    two, knows = ["tag:steps=2", "lamp:steps=1"], ", knows the defense"
+    assert list(record["attacks"]) == [n for one in two for n in (one, one + knows)] + [
+        "candidates"
+    ]
+    # Undefended there is nothing to know; candidates always knows.
+    assert len(record["cells"]) == 3 * (3 + 5 + 5)
     assert record["settings"]["model"] == "model"  # a folder's path is nobody's business
     assert {tuple(message["labels"]) for message in record["messages"]} <= {(0,), (1,), (2,)}
     assert (output / "table.md").read_text() in printed

@@ -8,7 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import exact_map, flat, make_task, rng, small_convolution, split_like
+from helpers import (
+    exact_map,
+    flat,
+    make_task,
+    rng,
+    small_convolution,
+    split_like,
+    token_batch,
+)
 from torch import Tensor
 
 from hf_gradguard import DEFENSES, GradientMap, chain, make_defense
@@ -515,11 +523,23 @@ def test_averages_are_fed_at_every_nth_message(
     assert fed == [1 if i % every == 0 else 0 for i in range(len(fed))]
 
 
+def small_task(samples: int) -> tuple[Any, dict[str, Tensor]]:
+    """BERT with so many samples; with none, a model with ReLU."""
+    return (make_task("bert")[0], token_batch(samples)) if samples else make_task("distilbert")
+
+
 @pytest.mark.parametrize("name", SENSITIVE)
 def test_own_shapes_measure_every_message(name: str) -> None:
-    """With the probes that are asked for, and by default ten."""
-    for settings, probes in (({}, 10), ({"num_probes": 7}, 7)):
-        gmap, seen = exact_map("bert"), []
+    """With the probes that are asked for, and by default so many that there are ten squares of
+    samples, but three at least; ten where samples are not known apart.
+    """
+    one, many, kinked = (GradientMap(*small_task(n)) for n in (1, 7, 0))
+    assert len(kinked.input) > 1
+    for settings, probes, gmap in (
+        ({}, 5, exact_map("bert")), ({"num_probes": 7}, 7, exact_map("bert")), ({}, 10, one),
+        ({}, 3, many), ({}, 10, kinked),
+    ):  # fmt: skip
+        seen = []
         exact, generator = gmap.squared_sensitivity(), rng()
         gmap.squared_sensitivity = lambda *args, seen=seen, exact=exact: seen.append(args) or exact
         defense = make_defense(name, shape="own", **settings)

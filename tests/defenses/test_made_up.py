@@ -10,7 +10,7 @@ from helpers import PAD, SmallNetwork, flat, make_task, rng
 from torch import Tensor
 
 from hf_gradguard import GradientMap, make_defense
-from hf_gradguard.defenses.made_up import MadeUp, made_up
+from hf_gradguard.defenses.made_up import Factors, MadeUp, made_up
 from hf_gradguard.randomness import Stream
 
 SPECIAL = SmallNetwork.special_token_ids
@@ -44,16 +44,18 @@ def power(tensors: dict[str, Tensor]) -> float:
 # What is shared
 
 
-@pytest.mark.parametrize("by_sample", [False, True])
-@pytest.mark.parametrize("iterations", [0, 2])
+@pytest.mark.parametrize(
+    ("factors", "iterations"),
+    [("message", 0), ("message", 2), ("sample", 0), ("sample", 2), ("parameter", 0)],
+)
 @pytest.mark.parametrize("task", ["bert", "vit"])
 def test_what_is_left_out_is_the_rest_of_the_power(
-    task: str, by_sample: bool, iterations: int
+    task: str, factors: str, iterations: int
 ) -> None:
     """‖e‖² = (1 - cos²) ‖v‖², over messages that feed it back."""
     model, batch = make_task(task)
     gmap = GradientMap(model, batch, second_order=False)
-    defense = refiner(by_sample=by_sample, iterations=iterations, samples=4)
+    defense = refiner(factors=factors, iterations=iterations, samples=4)
     left, total, sent = dict.fromkeys(gmap.gradient(), 0.0), 0, 0
     for seed in range(3):
         wanted = {name: g + left[name] for name, g in gmap.gradient().items()}
@@ -77,15 +79,18 @@ def test_one_factor_is_the_published_scale() -> None:
     made = made_up(gmap, 3, rng())
     there = made.gradient()
     scale = float(torch.dot(flat(there), flat(wanted))) / power(there)
-    fit = MadeUp(made, wanted, by_sample=False).fit(made.input)
+    fit = MadeUp(made, wanted, "message").fit(made.input)
     torch.testing.assert_close(flat(fit.nearest), scale * flat(there))
 
 
-def test_factors_by_sample_are_never_farther() -> None:
+def test_more_factors_are_never_farther() -> None:
     gmap = text_map()
     made = made_up(gmap, 6, rng())
-    one, each = (MadeUp(made, gmap.gradient(), s).fit(made.input).cosine for s in (False, True))
-    assert each > one
+    found = [
+        MadeUp(made, gmap.gradient(), factors).fit(made.input).cosine
+        for factors in ("message", "sample", "parameter")
+    ]
+    assert found[0] < found[1] < found[2]
 
 
 def test_nothing_of_the_batch_is_made_up() -> None:
@@ -120,8 +125,8 @@ def test_messages_differ_and_repeat_with_the_stream() -> None:
 # The descent
 
 
-@pytest.mark.parametrize("by_sample", [False, True])
-def test_the_slope_is_that_of_the_objective(by_sample: bool) -> None:
+@pytest.mark.parametrize("factors", ["message", "sample"])
+def test_the_slope_is_that_of_the_objective(factors: Factors) -> None:
     """Against central differences of 1 - cos in float64, factors fitted anew at each end. LoRA has
     no parameters but those of layers.
     """
@@ -132,7 +137,7 @@ def test_the_slope_is_that_of_the_objective(by_sample: bool) -> None:
                 p.copy_(torch.linspace(-1, 1, p.numel(), dtype=p.dtype).view_as(p))
     gmap = GradientMap(model, batch, second_order=False)
     made = made_up(gmap, 3, Stream.from_seeds(4))
-    search = MadeUp(made, gmap.gradient(), by_sample)
+    search = MadeUp(made, gmap.gradient(), factors)
     x = made.input
     slope = search.slope(x, search.fit(x))
     generator = torch.Generator().manual_seed(0)
@@ -144,10 +149,10 @@ def test_the_slope_is_that_of_the_objective(by_sample: bool) -> None:
         assert float((slope * direction).sum()) == pytest.approx(expected, rel=1e-3)
 
 
-@pytest.mark.parametrize("by_sample", [False, True])
-def test_steps_bring_it_nearer_and_marks_stay(by_sample: bool) -> None:
+@pytest.mark.parametrize("factors", ["message", "sample"])
+def test_steps_bring_it_nearer_and_marks_stay(factors: Factors) -> None:
     gmap = text_map()
-    found = refiner(iterations=6, by_sample=by_sample, samples=2).refine(gmap, Stream.from_seeds(2))
+    found = refiner(iterations=6, factors=factors, samples=2).refine(gmap, Stream.from_seeds(2))
     assert len(found.utility_metric) == 7
     assert found.utility_metric[-1] < found.utility_metric[0]
     assert found.noise_ratio == []
@@ -192,6 +197,8 @@ def test_no_evaluation_network_is_loaded(monkeypatch: pytest.MonkeyPatch) -> Non
         ({"warm_start": 5}, "warm_start is a setting of objective='weighted'"),
         ({"epsilon": 0.1}, "epsilon is a setting of objective='weighted'"),
         ({"objective": "weighted", "samples": 3}, "samples is a setting of objective='cosine'"),
+        ({"factors": "token"}, "factors must be 'message' or 'sample' or 'parameter'"),
+        ({"factors": "parameter", "iterations": 1}, "factors='parameter' has no iterations"),
         ({"samples": 0}, "samples must be a whole number of at least 1"),
         ({"iterations": -1}, "iterations must be a whole number of at least 0"),
         ({"beta": 1.0, "iterations": 0}, "iterations must be a whole number of at least 1"),

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from helpers import LABELS, TASKS, VOCABULARY, WIDTH, make_task, ragged_rows
+from helpers import CHECKPOINTING, LABELS, TASKS, VOCABULARY, WIDTH, make_task, ragged_rows
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from transformers import ResNetConfig, ResNetForImageClassification
@@ -119,8 +119,8 @@ class Case:
 
 WITHHELD = {"guarded": {}, "freeze": True}
 CHECKPOINTED = {
-    "activation_checkpointing": True,
-    "activation_checkpointing_kwargs": {"use_reentrant": False},
+    CHECKPOINTING: True,
+    f"{CHECKPOINTING}_kwargs": {"use_reentrant": False},
 }
 UNEVEN = {
     "accelerator_config": {"even_batches": False}

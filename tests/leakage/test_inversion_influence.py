@@ -375,3 +375,33 @@ def test_dense_reference_of_the_convolution() -> None:
     jacobian = dense_convolution()
     assert jacobian.shape == (384, 116)
     assert (jacobian.abs().sum(0) == 0).sum() == 3
+
+
+@pytest.mark.parametrize("name", ["bert", "convolution"])
+def test_a_bound_that_begins_at_what_noise_moves(name: str) -> None:
+    """From Jδ of noise on all coordinates: never above the dense bound, near it, in no more
+    products on average than from a random vector.
+    """
+    gmap, jacobian = dense_case(name)
+    largest = float(torch.linalg.eigvalsh(jacobian @ jacobian.T)[-1])
+    products = []
+    for seed in range(5):
+        noise = torch.Generator().manual_seed(seed)
+        delta = {
+            n: torch.randn(g.shape, generator=noise, dtype=g.dtype)
+            for n, g in gmap.gradient().items()
+        }
+        exact = float((jacobian @ flat(delta)).norm()) / largest
+        rough = [
+            inversion_influence_lower_bound(gmap, delta, tolerance=0.1, random=random)
+            for random in (True, False)
+        ]
+        for bound in rough:
+            assert 0.85 * exact <= bound <= exact * (1 + 1e-9)
+        products.append([bound.iterations for bound in rough])
+        close = inversion_influence_lower_bound(gmap, delta, tolerance=1e-8, random=True)
+        assert close == pytest.approx(exact, rel=1e-6)
+    began, cold = torch.tensor(products).double().mean(0)
+    assert began <= cold
+    nothing = {n: torch.zeros_like(d) for n, d in delta.items()}
+    assert inversion_influence_lower_bound(gmap, nothing, random=True) == 0

@@ -17,7 +17,11 @@ from hf_gradguard.testing import check_attack
 from hf_gradguard.testing.observations import small_observation
 
 # What makes an attack quick. One that is not here runs for a single step, if it has steps.
-QUICK: dict[str, dict[str, Any]] = {"lamp": {"steps": 2, "every": 1, "moves": 2}}
+QUICK: dict[str, dict[str, Any]] = {
+    "lamp": {"steps": 2, "every": 1, "moves": 2},
+    # texts and images: each message is compared with its own kind
+    "candidates": {"candidates": [[2, 5, 6, 3], [2, 7, 3], [8], *torch.rand(3, 3, 16, 16)]},
+}
 
 
 def quick(name: str) -> Attack:

@@ -48,8 +48,15 @@ def test_refiner_keeps_the_contract() -> None:
     settings = {"objective": "weighted", "evaluation_network": network, "iterations": 2}
     check_defense(make_defense("refiner", **settings), [(model, batch)])
     check_defense(make_defense("refiner", warm_start=4, **settings), [(model, batch)])
-    check_defense(make_defense("refiner", samples=3))
-    braked = {"evaluation_network": network, "iterations": 2, "beta": 0.5, "by_sample": False}
+    check_defense(make_defense("refiner", objective="cosine", samples=3))
+    check_defense(make_defense("refiner", objective="cosine", samples=3, factors="parameter"))
+    braked = {
+        "objective": "cosine",
+        "evaluation_network": network,
+        "iterations": 2,
+        "beta": 0.5,
+        "factors": "message",
+    }
     check_defense(make_defense("refiner", **braked), [(model, batch)])
 
 

@@ -117,3 +117,30 @@ def test_card_is_written_when_training_saves(tmp_path: Path) -> None:
     text = (tmp_path / "README.md").read_text()
     assert "## Training procedure" in text
     assert text.index("## Training procedure") < text.index("## Privacy")
+
+
+def test_card_has_tag_start_and_figures(tmp_path: Path) -> None:
+    model, batch = make_task("bert", dtype=torch.float32, batch_size=4)
+    model.save_pretrained(tmp_path / "start")
+    loaded = type(model).from_pretrained(tmp_path / "start")
+    rows = [{key: value[k] for key, value in batch.items()} for k in range(4)]
+    args = GradGuardConfig(str(tmp_path / "out"), use_cpu=True, report_to="none", disable_tqdm=True)
+    trainer = GradGuardTrainer(
+        loaded, args, defense="pruning", train_dataset=rows, eval_dataset=rows,
+        compute_metrics=lambda found: {"accuracy": 0.625},
+    )  # fmt: skip
+    trainer.evaluate()
+    trainer.create_model_card(model_name="tiny")
+    card = ModelCard.load(tmp_path / "out" / "README.md")
+    assert "gradguard" in card.data.tags
+    assert card.data.metrics == ["accuracy"]
+    assert "## Evaluation\n\n- accuracy: 0.625" in card.text
+    assert "fine-tuned from `start`" in card.text
+    assert "from scratch" not in card.text
+    assert "One process trained, so nothing left it" in card.text
+
+
+def test_card_of_a_new_model_is_of_no_other(tmp_path: Path) -> None:
+    text = card_of(tmp_path, defense="pruning")
+    assert "fine-tuned" not in text
+    assert "was trained from scratch" in text

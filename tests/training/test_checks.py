@@ -21,14 +21,20 @@ from accelerate.utils import (
     DistributedType,
     DynamoBackend,
 )
-from helpers import make_task
+from helpers import CHECKPOINTING, make_task
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import IterableDataset
 from transformers import TrainingArguments
 
-from hf_gradguard import GradGuardConfig, GradGuardTrainer
-from hf_gradguard.training.checks import check_accelerator, check_arguments, check_model
+from hf_gradguard import GradGuardConfig, GradGuardTrainer, make_defense
+from hf_gradguard.leakage import FisherAccountant
+from hf_gradguard.training.checks import (
+    check_accelerator,
+    check_arguments,
+    check_leakage,
+    check_model,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -58,18 +64,13 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
     "compile": (
         {"torch_compile": True},
         {},
-        ("torch.compile", "second derivatives", "Leave torch_compile off"),
+        ("torch.compile", "hooks", "second derivatives", "Leave torch_compile off"),
     ),
     "lomo": ({"optim": "lomo"}, {}, ("LOMO", "inside the backward pass", "optim='adamw_torch'")),
     "adalomo": (
         {"optim": "adalomo"},
         {},
         ("LOMO", "inside the backward pass", "optim='adamw_torch'"),
-    ),
-    "liger": (
-        {"use_liger_kernel": True},
-        {},
-        ("Liger", "in the forward pass", "use_liger_kernel=False"),
     ),
     "static graph": (
         {"ddp_static_graph": True},
@@ -78,8 +79,8 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
     ),
     "reentrant": (
         {
-            "activation_checkpointing": True,
-            "activation_checkpointing_kwargs": {"use_reentrant": True},
+            CHECKPOINTING: True,
+            f"{CHECKPOINTING}_kwargs": {"use_reentrant": True},
         },
         {},
         ("reentrant activation checkpointing", "torch.autograd.grad", "{'use_reentrant': False}"),
@@ -142,10 +143,10 @@ def test_trainer_refuses_arguments_before_it_touches_anything(
     [
         {},
         {"bf16": True},
-        {"activation_checkpointing": True},
+        {CHECKPOINTING: True},
         {
-            "activation_checkpointing": True,
-            "activation_checkpointing_kwargs": {"use_reentrant": False},
+            CHECKPOINTING: True,
+            f"{CHECKPOINTING}_kwargs": {"use_reentrant": False},
         },
         {"optim": "adafactor"},
         {"push_to_hub": True, "hub_strategy": "every_save"},
@@ -355,3 +356,27 @@ def test_supported_set_ups(changes: dict[str, Any], data: Any) -> None:
 
 def test_real_accelerator_is_supported() -> None:
     check_accelerator(Accelerator(cpu=True), [1])
+
+
+@pytest.mark.parametrize("name", ["gaussian_noise", "optimal_noise", "pruning", "quantization"])
+def test_ligers_kernels_are_for_what_differentiates_once(name: str) -> None:
+    """Alone, and neither measured, bounded nor accounted."""
+    liger, defense = {"use_liger_kernel": True}, make_defense(name)
+    args = make_arguments(liger, {})
+    check_arguments(args)
+    check_leakage(args, defense, None, own_batches=False)
+    logged = make_arguments(liger | {"leakage_logging_steps": 5}, {})
+    limited = make_arguments(liger | {"leakage_limit": 0.1}, {})
+    for asked, accountant in ((logged, None), (limited, None), (args, FisherAccountant())):
+        with pytest.raises(NotImplementedError, match="Liger") as refusal:
+            check_leakage(asked, defense, accountant, own_batches=False)
+        for part in ("in the forward pass", "silently wrong", "use_liger_kernel=False"):
+            assert part in str(refusal.value)
+
+
+def test_ligers_kernels_are_refused_with_what_differentiates_twice() -> None:
+    args = make_arguments({"use_liger_kernel": True}, {})
+    defense = make_defense("refiner", objective="weighted")
+    assert defense.needs_jacobian
+    with pytest.raises(NotImplementedError, match=r"Liger kernels.*refiner may not"):
+        check_leakage(args, defense, None, own_batches=False)

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import LABELS, WITHHELD, SmallNetwork, make_task, pad, ragged_rows
+from helpers import CHECKPOINTING, LABELS, WITHHELD, SmallNetwork, make_task, pad, ragged_rows
 from torch import Tensor, nn
 from transformers import ResNetConfig, ResNetForImageClassification, Trainer, TrainingArguments
 
@@ -68,7 +68,7 @@ def configuration(seed: int) -> dict[str, Any]:
         },
     }
     if draw.random() < 0.2 and model not in ("resnet",):
-        found["args"]["activation_checkpointing"] = True
+        found["args"][CHECKPOINTING] = True
     if draw.random() < 0.2 and model in ("gpt2_lm", "bert_mlm"):
         found["args"]["label_smoothing_factor"] = 0.1
     if model == "resnet":

@@ -12,7 +12,7 @@ from transformers import Trainer
 import hf_gradguard
 from hf_gradguard import GradGuardConfig, GradGuardTrainer
 from hf_gradguard.training import seams
-from hf_gradguard.training.seams import SEAMS, Seam, check_seams
+from hf_gradguard.training.seams import READINGS, SEAMS, Seam, check_seams, read
 
 PACKAGE = Path(hf_gradguard.__file__).parent
 NAMES = {seam.name for seam in SEAMS}
@@ -78,3 +78,38 @@ def test_the_trainer_refuses_before_it_touches_anything(
     with pytest.raises(ImportError, match="has no _save_rng_state in transformers:Trainer"):
         GradGuardTrainer(make_task("bert")[0], args, defense="none")
     assert not list(tmp_path.iterdir())
+
+
+# What not every version has
+
+
+@pytest.mark.parametrize("name", READINGS)
+def test_files_that_read_an_attribute_are_the_ones_listed(name: str) -> None:
+    file = READINGS[name].used.split()[0].rstrip(":")
+    assert f'"{name}")' in (PACKAGE / file).read_text()
+    assert f".{name}" not in (PACKAGE / file).read_text()
+
+
+@pytest.mark.parametrize("name", READINGS)
+def test_an_attribute_is_read_by_its_older_name_or_taken_as_it_was(name: str) -> None:
+    reading = READINGS[name]
+    newest = type("Newest", (), {name: "new", **dict.fromkeys(reading.older, "old")})
+    assert read(newest(), name) == "new"
+    for older in reading.older:
+        assert read(type("Older", (), {older: "old"})(), name) == "old"
+    nothing = type("Nothing", (), {})()
+    if reading.default is ...:
+        with pytest.raises(ImportError, match=f"has no {name}, which .*Install a version"):
+            read(nothing, name)
+    else:
+        assert read(nothing, name) == reading.default
+
+
+def test_the_installed_version_has_them() -> None:
+    """A release that takes one away, and gives it no older name, has to be looked at."""
+    model, _ = make_task("bert")
+    trainer = Trainer(model, GradGuardConfig("out", use_cpu=True, report_to="none"))
+    for name, reading in READINGS.items():
+        owner = trainer if reading.used.startswith("training/weights") else trainer.args
+        if name != "loss_is_scaled_for_ga":  # came with 5.20 or so
+            assert any(hasattr(owner, known) for known in (name, *reading.older)), name

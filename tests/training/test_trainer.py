@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from helpers import (
+    CHECKPOINTING,
     PAD,
     VOCABULARY,
     SmallNetwork,
@@ -333,7 +334,7 @@ def question_answering() -> tuple[nn.Module, list[Row]]:
 SGD = {"optim": "sgd", "learning_rate": 0.05}
 IDENTITY: dict[str, tuple[str, dict[str, Any], float]] = {
     "accumulation 4, uneven": ("bert", {"gradient_accumulation_steps": 4}, 0.0),
-    "bf16, checkpointing": ("bert", {"bf16": True, "activation_checkpointing": True}, 0.0),
+    "bf16, checkpointing": ("bert", {"bf16": True, CHECKPOINTING: True}, 0.0),
     "noisy embeddings": ("bert", {"neftune_noise_alpha": 5.0}, 0.0),
     "causal lm": ("gpt2_lm", {**SGD, "gradient_accumulation_steps": 3}, 1e-6),
     "causal lm, label smoothing": ("gpt2_lm", {**SGD, "label_smoothing_factor": 0.1}, 1e-6),

@@ -1,4 +1,4 @@
-"""Which candidates a message is a sum of: a matched filter that knows how candidates' gradients vary.
+"""Which candidates a message is a sum of: a filter that knows how their gradients vary.
 
 A message of B samples is y = (1/B) Σ_b g_b + noise. With the mean gradient of each label taken off,
 and coordinates weighed by the noise's precision, one candidate h adds h/B, and the other samples
@@ -89,9 +89,8 @@ class MatchedFilter:
             for name, t in first.items()
         }
         self._starts = dict(zip(first, _starts(first), strict=True))
-        wide = {"dtype": torch.float64, "device": device}
-        self.products = torch.zeros(count, len(messages), **wide)  # type: ignore[arg-type]
-        self.norms = torch.zeros(count, **wide)  # type: ignore[arg-type]
+        self.products = torch.zeros(count, len(messages), device=device, dtype=torch.float64)
+        self.norms = torch.zeros(count, device=device, dtype=torch.float64)
         self.sketches = torch.zeros(count, self.length, device=device)
         self._ys = {
             name: torch.stack(

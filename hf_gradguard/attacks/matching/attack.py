@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -40,6 +41,8 @@ class GradientMatching(MatchingSettings, Attack):
         >>> len(found.token_ids), found.objective == min(found.history)
         (2, True)
     """
+
+    informed_by: ClassVar[frozenset[str]] = frozenset({"noise_variance"})
 
     def problem(self, observations: Sequence[Observation]) -> Problem:
         """The observations as this attack matches them.

@@ -166,9 +166,10 @@ def _descend_apart(
             try:
                 xs, labels = (torch.cat(parts) for parts in zip(*asked, strict=True))
                 found = problem.slopes(xs, labels, rows)
-            # a model that cannot run so, or no memory for it: the same numbers, in more time
-            except RuntimeError:
-                vectorized = False
+            except RuntimeError as error:
+                if not _only_together(error):
+                    raise
+                vectorized = False  # the same numbers, in more time
             else:
                 return [_row(found, i) for i in range(len(numbers))]
         return [
@@ -179,6 +180,15 @@ def _descend_apart(
     owns = [torch.Generator(device=generator.device).manual_seed(seed) for seed in seeds]
     runs = [functools.partial(run, k, own) for k, own in enumerate(owns)]
     return [found for alone in in_lockstep(runs, evaluate) for found in alone]
+
+
+def _only_together(error: RuntimeError) -> bool:
+    """Whether an error is about running several at once: no memory for it, which on the CPU has no
+    class of its own, or a model that torch cannot vectorize.
+    """
+    said = str(error)
+    memory = isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in said
+    return memory or any(word in said for word in ("vmap", "functorch", "torch.func"))
 
 
 def _row(found: Slopes, i: int) -> Slopes:

@@ -31,7 +31,7 @@ from .sentences import assemble
 from .subspace import RowSpace, row_space
 from .views import View
 
-VIEWS = 2  # layers that score an encoder's texts: the output and the feed-forward behind attention
+VIEWS = 3  # that score an encoder's texts: the attention's output, and both feed-forward layers
 
 
 @dataclass
@@ -68,6 +68,7 @@ class Span(Attack):
     name: ClassVar[str] = "span"
     domains: ClassVar[tuple[str, ...]] = ("text",)
     does: ClassVar[str] = "looks for vocabulary tokens"
+    informed_by: ClassVar[frozenset[str]] = frozenset({"noise_variance"})
     threshold: float | None = None
     shortlist: int = 128
     beams: int = 2

@@ -1,6 +1,6 @@
 """Who has a list of candidates: which of them were in a message, behind each defense?
 
-    python -m recipes.studies.candidates.run PART --help
+python -m recipes.studies.candidates.run PART --help
 """
 
 from ..lib.command import main

@@ -32,8 +32,9 @@ POOL = 1000  # sentences that are kept out of training
 
 
 def cells(args) -> dict:
+    """Refiner's last, which ask for an evaluation network."""
     plan = QUICK if args.quick else PLAN
-    return {
+    found = {
         (defense, state, str(size)): {
             "defense": defense,
             "strengths": DEFENSES[defense],
@@ -47,6 +48,7 @@ def cells(args) -> dict:
         for defense in (QUICK_DEFENSES if args.quick else DEFENSES)
         if not args.quick or size < 16
     }
+    return dict(sorted(found.items(), key=lambda one: one[0][0] == "refiner"))
 
 
 def prepare(args):
@@ -120,9 +122,7 @@ def rank(cell: dict, model, tokenizer, listed: list, inside: list, defenses: lis
     gmap = GradientMap(model, batch)
     for strength, defense in zip(cell["strengths"], defenses, strict=True):
         message = defense(gmap, Stream.from_seeds(cell["seed"], number))
-        seen = Observation(
-            model, dict(message), shape, labels=batch["labels"], tokenizer=tokenizer
-        )
+        seen = Observation(model, dict(message), shape, labels=batch["labels"], tokenizer=tokenizer)
         said = " ".join(f"{key}={value}" for key, value in strength.items())
         for knows, law in (("knows", defense.law(message)), ("does not", None)):
             if knows == "does not" or law is not None:

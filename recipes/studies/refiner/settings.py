@@ -112,13 +112,17 @@ PAPER_PRUNING = {
 # second_form.py: defense, settings, learning rate
 WEIGHTED = {"objective": "weighted", "evaluation_network": "text-evaluation-network-minilm-l6"}
 SLOW = WEIGHTED | {"learning_rate": 0.001, "iterations": 4}
-COSINE = {"objective": "cosine"}
-ONE = COSINE | {"by_sample": False}
+COSINE = {"objective": "cosine", "factors": "sample"}
+ONE = COSINE | {"factors": "message"}
+EACH = COSINE | {"factors": "parameter"}
 FEEDBACK, NO_FEEDBACK = {"error_feedback": True}, {"error_feedback": False}
 SECOND_FORM: dict[str, tuple[str, dict, float]] = {  # the most telling first
     "none": ("none", {}, 2e-4),
     "a factor by sample, 16 samples": (
         "refiner", COSINE | FEEDBACK | {"samples": 16, "iterations": 0}, 2e-4,
+    ),
+    "a factor by sample and parameter": (
+        "refiner", EACH | FEEDBACK | {"samples": 16, "iterations": 0}, 2e-4,
     ),
     "without feedback": (
         "refiner", COSINE | NO_FEEDBACK | {"samples": 16, "iterations": 0}, 2e-4,

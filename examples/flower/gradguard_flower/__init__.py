@@ -1,0 +1,1 @@
+"""Federated learning with Flower in which clients send protected updates only."""

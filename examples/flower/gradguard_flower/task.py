@@ -1,0 +1,105 @@
+"""What is learned, from what, and by whom: real SST-2 with a pretrained encoder, or CIFAR-10 with
+one of hf-gradguard's networks. Nothing here is about protection.
+"""
+
+import csv
+from collections.abc import Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from hf_gradguard.models import DeepConvNetConfig, DeepConvNetForImageClassification
+from hf_gradguard.training.partition import partition_dirichlet, partition_iid
+
+Batch = dict[str, Tensor]
+TESTED = 500
+
+
+class Task:
+    """A model and its data, as a run's configuration says.
+
+    Args:
+        config: `task`, `model`, `data`, `batch-size`, `alpha` and `seed`.
+    """
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        self.config = config
+        self.is_text = config["task"] == "sst2"
+        self.tokenizer = _tokenizer(config["model"]) if self.is_text else None
+
+    def model(self) -> nn.Module:
+        """The same weights on every node."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.config["seed"])
+            if self.is_text:
+                return AutoModelForSequenceClassification.from_pretrained(
+                    self.config["model"], num_labels=2, trust_remote_code=False
+                ).eval()
+            config = DeepConvNetConfig(
+                width=16, batch_norm=False, num_labels=10, negative_slope=0.1
+            )
+            return DeepConvNetForImageClassification(config)
+
+    def batches(self, client: int, clients: int, seed: int) -> Iterator[Batch]:
+        """Batches of a client's own rows in random order, without an end."""
+        inputs, labels = self._rows("train")
+        draws = np.random.default_rng(self.config["seed"])  # the same division on every node
+        alpha = self.config["alpha"]
+        parts = (
+            partition_dirichlet(labels, clients, alpha, draws)
+            if alpha
+            else partition_iid(len(labels), clients, draws)
+        )
+        order, size = np.random.default_rng([seed, client]), self.config["batch-size"]
+        while True:
+            rows = order.permutation(parts[client])
+            for first in range(0, len(rows) - size + 1, size):
+                yield self._batch(inputs, labels, rows[first : first + size])
+
+    def accuracy(self, model: nn.Module) -> float:
+        """Of held-out rows."""
+        inputs, labels = self._rows("test")
+        right, model = 0, model.eval()
+        for rows in np.arange(len(labels))[:TESTED].reshape(-1, 50):
+            batch = self._batch(inputs, labels, rows)
+            with torch.no_grad():
+                right += int((model(**batch).logits.argmax(1) == batch["labels"]).sum())
+        return right / min(len(labels), TESTED)
+
+    def _rows(self, split: str) -> tuple[Any, np.ndarray]:
+        return (_sentences if self.is_text else _images)(self.config["data"], split)
+
+    def _batch(self, inputs: Any, labels: np.ndarray, rows: np.ndarray) -> Batch:
+        truth = torch.from_numpy(labels[rows])
+        if not self.is_text:
+            pixels = torch.from_numpy(inputs[rows]).permute(0, 3, 1, 2).float() / 255
+            return {"pixel_values": pixels, "labels": truth}
+        texts = [inputs[row] for row in rows]
+        batch = dict(self.tokenizer(texts, padding=True, truncation=True, max_length=64,
+                                    return_tensors="pt"))  # fmt: skip
+        return batch | {"labels": truth}
+
+
+@cache
+def _tokenizer(name: str) -> Any:
+    return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+
+
+@cache
+def _sentences(folder: str, split: str) -> tuple[list[str], np.ndarray]:
+    path = Path(folder) / ("train.tsv" if split == "train" else "dev.tsv")
+    with path.open(encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE))
+    return [row["sentence"] for row in rows], np.array([int(row["label"]) for row in rows])
+
+
+@cache
+def _images(path: str, split: str) -> tuple[np.ndarray, np.ndarray]:
+    with np.load(path) as file:
+        x, y = file["x"], file["y"].astype(np.int64)
+    return (x[:-TESTED], y[:-TESTED]) if split == "train" else (x[-TESTED:], y[-TESTED:])

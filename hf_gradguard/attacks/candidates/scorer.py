@@ -1,0 +1,225 @@
+"""Candidates' gradients, each computed once, and read by everything that makes a score of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ...gradient_map import Tensors
+from ...gradient_map.law import Law
+from ...gradient_map.many import ManyGradients, has_draws
+from ..observation import Observation
+from .entries import Entries
+from .likelihood import Likelihood
+from .linear import Filtered, MatchedFilter
+
+_MEAN_OF = 64  # candidates of a label, whose gradients are averaged
+_SPREAD_OF = 4  # candidates, whose gradients are compared between draws of dropout
+
+
+class Settings(Protocol):
+    """What of an attack's settings matters here."""
+
+    draws: int
+    rounding: float
+    vectorized: bool
+
+
+class Scorer:
+    """Scores of all candidates for several observations at one model.
+
+    Args:
+        attack: Says how often dropout is drawn, what counts as rounding, and whether several
+            candidates run together.
+        observations: Of one model and input shape, with gradients of the same parameters.
+        entries: The candidates.
+        generator: Of draws and sketches.
+    """
+
+    def __init__(
+        self,
+        attack: Settings,
+        observations: Sequence[Observation],
+        entries: Entries,
+        generator: torch.Generator,
+    ) -> None:
+        self.attack, self.observations, self.entries = attack, observations, entries
+        self.generator, self.names = generator, list(observations[0].gradient)
+        seen, batches = observations[0], entries.batches
+        draws = attack.draws if has_draws(seen.model, batches[0]) else 1
+        seeds = torch.randint(2**31, (draws,), generator=generator, device=generator.device)
+        self.many = ManyGradients(
+            seen.model, self.names, seeds.tolist(), vectorized=attack.vectorized
+        )
+        self.spread = self.many.spread(batches[:: max(1, len(batches) // _SPREAD_OF)][:_SPREAD_OF])
+        self.spread = {name: (1 + 1 / draws) * value for name, value in self.spread.items()}
+        self.laws = [law_of(one) for one in observations]
+        self.direct = {
+            at: Likelihood(law, dict(one.gradient), self._floor(one))
+            for at, (one, law) in enumerate(zip(observations, self.laws, strict=True))
+            if law is not None and one.batch_size == 1
+        }
+
+    def scores(self) -> list[Tensor]:
+        """`(K,)` for each observation."""
+        pairs = len(self.entries.batches)
+        told = {at: self.entries.prior.new_zeros(pairs) for at in self.direct}
+        rest = [at for at in range(len(self.observations)) if at not in self.direct]
+        means, filters = ({}, []) if not rest else self._filters(rest)
+        size = self.entries.size
+        for rows, gradient in self.many(self.entries.batches):
+            if bool((size[rows] != 1).any()):
+                gradient = {n: _scaled(g, size[rows]) for n, g in gradient.items()}
+            for at, likelihood in self.direct.items():
+                told[at][rows] = likelihood(gradient)
+            if filters:
+                labels = torch.tensor([self.entries.label[row] for row in rows])
+                mean = {n: m[labels.to(m.device)] for n, m in means.items()}
+                changes = {name: gradient[name] - mean[name] for name in self.names}
+                for one, _ in filters:
+                    one.add(rows, changes)
+        found = {at: self._by_candidate(scores, one=True) for at, scores in told.items()}
+        for one, numbers in filters:
+            for place, at in enumerate(numbers):
+                found[at] = self._filtered(one, place, at)
+        return [found[at] for at in range(len(self.observations))]
+
+    def _filters(self, rest: list[int]) -> tuple[dict[str, Tensor], list[Any]]:
+        """Means of labels `(labels, *shape)`, and a filter for observations that weigh alike."""
+        means = self._means()
+        share = torch.tensor([self.entries.counts.get(i, 0.0) for i in range(self._classes)])
+        center = {
+            n: torch.tensordot(share.to(m), m, 1) / share.sum().to(m) for n, m in means.items()
+        }
+        groups: list[tuple[Tensors | None, list[int], list[Filtered]]] = []
+        for at in rest:
+            seen, law = self.observations[at], self.laws[at]
+            weights, variance = self._weights(seen, law)
+            scale = _fitted(seen.gradient, center) if law is None or law.clip_norm else 1.0
+            message = {name: g / scale for name, g in seen.gradient.items()}
+            variance = None if variance is None else variance / scale**2
+            told = Filtered(message, center, seen.batch_size, variance)
+            plain = [g for g in groups if g[0] is None and weights is None]
+            if plain:
+                plain[0][1].append(at)
+                plain[0][2].append(told)
+            else:
+                groups.append((weights, [at], [told]))
+        count = len(self.entries.batches)
+        return means, [
+            (MatchedFilter(several, weights, count, self.generator), numbers)
+            for weights, numbers, several in groups
+        ]
+
+    @property
+    def _classes(self) -> int:
+        return max(self.entries.label) + 1
+
+    def _means(self) -> dict[str, Tensor]:
+        """The mean gradient of each label, over some of its candidates."""
+        of: dict[int, list[int]] = {}
+        for row, label in enumerate(self.entries.label):
+            of.setdefault(label, []).append(row)
+        parameters = self.many.parameters
+        means = {n: p.new_zeros(self._classes, *p.shape).detach() for n, p in parameters.items()}
+        for label, rows in of.items():
+            step = max(1, len(rows) // _MEAN_OF)
+            chosen = rows[::step][:_MEAN_OF]
+            for some, gradient in self.many([self.entries.batches[row] for row in chosen]):
+                size = self.entries.size[[chosen[i] for i in some]]
+                for name, g in gradient.items():
+                    means[name][label] += _scaled(g, size).sum(0) / len(chosen)
+        return means
+
+    def _weights(self, seen: Observation, law: Law | None) -> tuple[Tensors | None, float | None]:
+        """What coordinates weigh, and the noise's variance in these units."""
+        if law is None or law.rounding == "sign":
+            return None, None
+        floor = self._floor(seen)
+        if law.uniform and law.rounding is None:
+            mean = sum(v * seen.gradient[n].numel() for n, v in floor.items())
+            size = sum(g.numel() for g in seen.gradient.values())
+            return None, law.mean_variance(seen.gradient) + mean / size
+        weights = {}
+        for name, y in seen.gradient.items():
+            variance = law.variance_of(name) + floor[name]
+            if law.levels is not None:  # uniform within its cell
+                step = float(y.max() - y.min()) / (law.levels - 1)
+                variance = variance + step**2 / (12 if law.rounding == "nearest" else 6)
+            precise = torch.as_tensor(variance, device=y.device).float().rsqrt()
+            weights[name] = precise.expand_as(y) * (y != 0 if law.kept != "all" else 1)
+        return weights, 1.0
+
+    def _floor(self, seen: Observation) -> dict[str, float]:
+        """The variance by which evaluations of one gradient differ, a parameter."""
+        size = sum(g.numel() for g in seen.gradient.values())
+        power = sum(float(g.double().square().sum()) for g in seen.gradient.values()) / size
+        eps = max(torch.finfo(g.dtype).eps for g in seen.gradient.values())
+        least = max(self.attack.rounding, 4 * eps) ** 2 * power + 1e-38
+        return {name: least + self.spread[name] for name in self.names}
+
+    def _filtered(self, one: MatchedFilter, place: int, at: int) -> Tensor:
+        seen = self.observations[at]
+        weight = self.entries.prior / self.entries.prior.sum()
+        ratios = self._by_candidate(one.log_ratio(place, weight), one=seen.batch_size == 1)
+        if self.laws[at] is not None and self.laws[at].rounding != "sign":  # type: ignore[union-attr]
+            return ratios
+        cosines = self._best(one.cosines(place))
+        return _standing_out([ratios, cosines], seen.batch_size)
+
+    def _by_candidate(self, scores: Tensor, one: bool) -> Tensor:
+        """`(P,)` of pairs to `(K,)`: the mean of what labels say, by how likely they are."""
+        weighed = scores + self.entries.prior.log()
+        most = self._best(weighed)
+        shifted = (weighed - most[self.entries.candidate]).exp()
+        sums = torch.zeros_like(most).index_add_(0, self.entries.candidate, shifted)
+        return most + sums.log()
+
+    def _best(self, scores: Tensor) -> Tensor:
+        count = len(self.entries.inputs)
+        found = scores.new_full((count,), -torch.inf)
+        return found.scatter_reduce_(0, self.entries.candidate, scores, "amax")
+
+
+def law_of(seen: Observation) -> Law | None:
+    """The law of a message as it was granted; of `noise_variance` alone that of Gaussian noise.
+
+    Example:
+        >>> from dataclasses import replace
+        >>> law_of(replace(seen, noise_variance=0.5)).variance, law_of(seen)
+        (0.5, None)
+    """
+    if seen.law is None and seen.noise_variance is not None:
+        return Law(noise="gaussian", variance=seen.noise_variance)
+    return seen.law
+
+
+def _standing_out(statistics: Sequence[Tensor], samples: int) -> Tensor:
+    """The statistic in which the best candidates stand out the most, as log-ratios.
+
+    In units of its own spread others are N(0, 1), and who is in the message is N(z, 1) with the z
+    that the best ones have.
+    """
+    found = []
+    for statistic in statistics:
+        middle = statistic.median()
+        spread = (statistic - middle).abs().median() * 1.4826
+        spread = spread if spread > 0 else statistic.std(correction=0)
+        z = (statistic - middle) / spread.clamp(min=1e-300)
+        top = z.topk(min(samples, len(z))).values.mean()
+        found.append((float(top), top * z - top**2 / 2))
+    return max(found, key=lambda one: one[0])[1]
+
+
+def _fitted(message: Mapping[str, Tensor], center: Mapping[str, Tensor]) -> float:
+    """How large a message is in units of what it is on average: defenses may scale it down."""
+    product = sum(float((g.double() * center[name]).sum()) for name, g in message.items())
+    square = sum(float(center[name].double().square().sum()) for name in message)
+    return product / square if product > 1e-3 * square else 1.0
+
+
+def _scaled(gradient: Tensor, size: Tensor) -> Tensor:
+    return gradient * size.to(gradient).view(-1, *[1] * (gradient.dim() - 1))

@@ -1,0 +1,54 @@
+"""What Refiner's settings are where they are left out."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+Objective = Literal["cosine", "weighted"]
+
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "cosine": {
+        "beta": 0.0, "iterations": 0, "learning_rate": 0.2, "samples": 16, "factors": "sample",
+        "error_feedback": True,
+    },
+    "weighted": {
+        "alpha": 0.6, "beta": 1.0, "tau": 0.95, "iterations": 10, "learning_rate": 0.01,
+        "normalize": True, "element_wise": True, "error_feedback": False,
+    },
+}  # fmt: skip
+"""By objective."""
+ONLY = {
+    "cosine": ("samples", "factors"),
+    "weighted": (
+        "alpha", "tau", "normalize", "element_wise", "epsilon", "relative_epsilon", "warm_start",
+    ),
+}  # fmt: skip
+"""Settings that one objective alone has."""
+
+
+def take_defaults(refiner: Any) -> None:
+    """Fill in what was left out.
+
+    Raises:
+        ValueError: For an unknown objective, or a setting of the other one.
+
+    Example:
+        >>> make_defense("refiner", objective="weighted").iterations
+        10
+    """
+    objective = refiner.objective
+    if objective not in DEFAULTS:
+        names = " or ".join(map(repr, DEFAULTS))
+        raise ValueError(f"objective must be {names}, but is {objective!r}.")
+    (other,) = DEFAULTS.keys() - {objective}
+    unset = {"warm_start": 0}
+    given = {name: getattr(refiner, name) for name in ONLY[other]}
+    foreign = [name for name, value in given.items() if value is not unset.get(name)]
+    if foreign:
+        raise ValueError(
+            f"{foreign[0]} is a setting of objective={other!r}, and objective is {objective!r}. "
+            f"Leave it out, or give objective={other!r}."
+        )
+    for name, value in DEFAULTS[objective].items():
+        if getattr(refiner, name) is None:
+            setattr(refiner, name, value)

@@ -1,0 +1,268 @@
+"""Protection of what a Flower `ClientApp` sends. Needs `pip install 'hf-gradguard[flower]'`.
+
+    app = ClientApp(mods=[gradguard_mod])
+
+From then on every update is protected, by what the run's config says under `gradguard.`: see
+`GuardSettings`. With secure aggregation, `mods=[secaggplus_mod, gradguard_mod]`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load, save
+from torch import Tensor
+from transformers.utils import logging
+
+from ..data.private import make_private_folder, write_private
+from .guard import PREFIX, Guard, GuardSettings, listed
+
+try:
+    from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord
+except ImportError as error:
+    raise ImportError(
+        "hf_gradguard.federation.flower needs Flower: pip install 'hf-gradguard[flower]'"
+    ) from error
+
+logger = logging.get_logger(__name__)
+
+STATE, SHARED = f"{PREFIX}state", f"{PREFIX}shared"
+_STATUS = ".status"  # of Flower's older clients: "fitres.status" holds a code and a word
+
+
+class ClientGuard(Guard):
+    """A node's guard: its settings are the run's, and what its defense remembers is in
+    `context.state`.
+
+    `gradguard_mod` has one of its own. A `ClientApp` makes one for a defense that needs the data:
+    it protects with `guard.defense` where the data is, and returns `guard.arrays(...)`.
+
+    Args:
+        context: Of the node.
+
+    Raises:
+        ValueError: If the run's config says something under `gradguard.` that there is not.
+
+    Example:
+        >>> guard = ClientGuard(context)
+        >>> guard.settings.defense
+        'gaussian_noise'
+    """
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(GuardSettings.of(context.run_config))
+        self._context = context
+        kind = repr(sorted(self.defense.settings().items(), key=str))
+        self._kind = {"defense": self.settings.defense, "settings": kind}
+        self._load()
+
+    def arrays(self, received: ArrayRecord, update: Mapping[str, Tensor]) -> ArrayRecord:
+        """What to return of an update that `guard.defense` protected: the mod lets exactly this
+        pass.
+
+        Args:
+            received: The weights that came with the message.
+            update: As `protect_update` made it, of all names or of some.
+
+        Raises:
+            ValueError: If a name or a shape was not received.
+        """
+        before = tensors_of(received)
+        for name, tensor in update.items():
+            if name not in before or tensor.shape != before[name].shape:
+                raise ValueError(f"{name!r} was not received in shape {tuple(tensor.shape)}.")
+        made = record_of(self.sent(before, update))
+        self._context.state[SHARED] = ConfigRecord({"sha256": digest(made)})
+        self.save()
+        return made
+
+    def save(self) -> None:
+        """Put what the defense remembers into `context.state`, and into the folder if one is
+        set.
+        """
+        state = {name: tensor.cpu() for name, tensor in self.defense.state_dict().items()}
+        self._context.state[STATE] = record_of(state)
+        self._context.state[f"{STATE}.of"] = ConfigRecord(dict(self._kind))
+        if (path := self._path()) is not None:
+            make_private_folder(path.parent)
+            write_private(path, save(state, metadata=self._kind))
+
+    def _load(self) -> None:
+        records = self._context.state
+        if STATE in records:
+            if dict(records[f"{STATE}.of"]) == self._kind:
+                self.defense.load_state_dict(tensors_of(records[STATE]))
+            else:
+                logger.warning("The defense is another one now: what the last remembered is gone.")
+        elif (path := self._path()) is not None and path.exists():
+            self.defense.load_state_dict(load(path.read_bytes()))
+
+    def _path(self) -> Path | None:
+        folder = self.settings.state_folder
+        if not folder:
+            return None
+        kind = hashlib.sha256(repr(self._kind).encode()).hexdigest()[:16]
+        return Path(folder) / f"node-{self._context.node_id}-{kind}.safetensors"
+
+
+def gradguard_mod(
+    message: Message, context: Context, call_next: Callable[[Message, Context], Message]
+) -> Message:
+    """A client mod: what the app after it returns is protected before anything is sent.
+
+    Give it last, nearest to the app: whatever comes before it sees protected updates only. It is on
+    without any settings (Gaussian noise as large as the update), and only
+    `gradguard.defense = "none"` turns it off. An answer that is not one record of weights trained
+    from those received, with single numbers beside it, is refused: the app fails, and nothing is
+    sent.
+
+    Raises:
+        ValueError: If the answer is not that, or the run's config is wrong.
+        FloatingPointError: If something in it is not finite.
+        RuntimeError: If the defense needs the data, and the app did not protect.
+
+    Example:
+        >>> from flwr.clientapp import ClientApp
+        >>> app = ClientApp(mods=[gradguard_mod])
+    """
+    guard = ClientGuard(context)
+    received = arrays_in(message)
+    given = {name: digest(record) for name, record in received.items()}
+    reply = call_next(message, context)
+    ticket = context.state.pop(SHARED, None)
+    if reply.has_error() or not guard.settings.on:
+        return reply
+    guard = ClientGuard(context)  # the app's own guard may have saved meanwhile
+    _check_others(reply, guard.settings)
+    answered = arrays_in(reply)
+    if not message.metadata.message_type.startswith("train"):
+        if answered:
+            raise ValueError(
+                f"Nothing was sent: an answer to {message.metadata.message_type!r} holds arrays "
+                f"({next(iter(answered))!r}), which are no update."
+            )
+        return reply
+    if len(received) != 1 or len(answered) != 1:
+        raise ValueError(
+            f"Nothing was sent: {len(received)} records of arrays were received and "
+            f"{len(answered)} were to be sent, where one of each is a difference of weights."
+        )
+    (key, record), (other, start) = *answered.items(), *received.items()
+    if ticket is not None and ticket["sha256"] == digest(record):
+        return reply
+    if digest(start) != given[other]:
+        raise ValueError(
+            "Nothing was sent: the app wrote to the weights that it received, so that what it "
+            "changed is not known. Train a copy."
+        )
+    reply.content[key] = record_of(guard.protect(tensors_of(start), tensors_of(record)))
+    guard.save()
+    return reply
+
+
+class MergeByName:
+    """For a server whose clients leave names out (`gradguard.withheld = "left out"`): what nobody
+    sends stays as it is.
+
+    Put it before a strategy of Flower's.
+
+    Example:
+        >>> from flwr.serverapp.strategy import FedAvg
+        >>> class Merging(MergeByName, FedAvg):
+        ...     pass
+        >>> strategy = Merging(fraction_evaluate=0.0)
+    """
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Any
+    ) -> Iterable[Message]:
+        """As the strategy's; remembers the weights that it sends."""
+        self._whole = arrays
+        found: Iterable[Message] = super().configure_train(  # type: ignore[misc]
+            server_round, arrays, config, grid
+        )
+        return found
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """As the strategy's, with the names that were left out.
+
+        Raises:
+            ValueError: If clients sent a name that they did not get.
+        """
+        arrays, metrics = super().aggregate_train(server_round, replies)  # type: ignore[misc]
+        if arrays is None:
+            return arrays, metrics
+        if unknown := [name for name in arrays if name not in self._whole]:
+            raise ValueError(f"Clients sent {unknown[0]!r}, which they did not get.")
+        whole = {name: arrays.get(name, array) for name, array in self._whole.items()}
+        return ArrayRecord(whole), metrics
+
+
+def arrays_in(message: Message) -> dict[str, ArrayRecord]:
+    """The records of arrays in a message, by name.
+
+    Example:
+        >>> list(arrays_in(train_message))
+        ['arrays']
+    """
+    return dict(message.content.array_records)
+
+
+def tensors_of(record: ArrayRecord) -> dict[str, Tensor]:
+    """The arrays of a record as tensors of their own.
+
+    Example:
+        >>> record = ArrayRecord({"w": Array(torch.ones(2).numpy())})
+        >>> tensors_of(record)
+        {'w': tensor([1., 1.])}
+    """
+    return {name: torch.from_numpy(array.numpy().copy()) for name, array in record.items()}
+
+
+def record_of(tensors: Mapping[str, Tensor]) -> ArrayRecord:
+    """Tensors as a record of arrays.
+
+    Example:
+        >>> list(record_of({"w": torch.ones(2)}))
+        ['w']
+    """
+    return ArrayRecord({name: Array(tensor.cpu().numpy()) for name, tensor in tensors.items()})
+
+
+def digest(record: ArrayRecord) -> bytes:
+    """SHA-256 of names and arrays.
+
+    Example:
+        >>> digest(record_of({"w": torch.ones(2)})) == digest(record_of({"w": torch.zeros(2)}))
+        False
+    """
+    found = hashlib.sha256()
+    for name, array in record.items():
+        for part in (name, array.dtype, str(tuple(array.shape)), array.stype):
+            found.update(hashlib.sha256(part.encode()).digest())
+        found.update(hashlib.sha256(array.data).digest())
+    return found.digest()
+
+
+def _check_others(reply: Message, settings: GuardSettings) -> None:
+    """Beside arrays, single numbers may pass, and what the run's config names."""
+    allowed = listed(settings.allow)
+    for key, record in reply.content.items():
+        if key in allowed or isinstance(record, ArrayRecord):
+            continue
+        for name, value in record.items():
+            if not isinstance(value, int | float) and not key.endswith(_STATUS):
+                raise ValueError(
+                    f"Nothing was sent: {key!r} holds {name!r}, a {type(value).__name__}. Single "
+                    f"numbers may be sent beside an update; for more, name {key!r} in "
+                    f"{PREFIX}allow."
+                )
+
+
+__all__ = ["ClientGuard", "MergeByName", "gradguard_mod"]

@@ -1,0 +1,75 @@
+"""What a client sends after a round of local training."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from ..defenses import Defense, Message, make_defense
+from ..gradient_map import Batch, LossFunction, UpdateMap
+from ..gradient_map.optimizers import Optimizer
+from ..randomness import Stream
+
+
+def protect_update(
+    model: nn.Module,
+    batches: Sequence[Batch],
+    defense: str | Defense,
+    *,
+    learning_rate: float | Sequence[float],
+    optimizer: str | Optimizer = "sgd",
+    optimizer_kwargs: Mapping[str, Any] | None = None,
+    loss_fn: LossFunction | None = None,
+    share_input_embeddings: bool = False,
+    withhold: Sequence[str] = (),
+    generator: Stream | None = None,
+) -> Message:
+    """Local training of K steps, and of its outcome what may be sent: a protected Δθ = θ_K - θ_0.
+
+    The model stays as it is. A defense is one client's: give the same object in every round, and
+    keep its `state_dict()` in between. It may have to know the model and its tokenizer: call
+    `defense.prepare(model, tokenizer)` first.
+
+    **The unit of all settings is the update's**, that is the weights': `scale=1e-4` adds noise of
+    that standard deviation to Δθ. `relative_scale` is a multiple of the update's own size.
+
+    Args:
+        model: In the mode in which the client trains it.
+        batches: Of the K steps, in order; see `UpdateMap`.
+        defense: Its name, with its default settings, or one made by `make_defense`.
+        learning_rate: η, or one of each step.
+        optimizer: As for `UpdateMap`.
+        optimizer_kwargs: Likewise.
+        loss_fn: As for `GradientMap`, and so on.
+        share_input_embeddings: Likewise.
+        withhold: Likewise.
+        generator: As for `Defense.__call__`.
+
+    Returns:
+        One tensor a shared parameter. Parameters that are withheld are not trained, and not in it.
+
+    Raises:
+        ValueError: For what `UpdateMap` or the defense refuse.
+        FloatingPointError: If training diverged.
+
+    Example:
+        >>> sent = protect_update(model, [batch] * 4, "pruning", learning_rate=0.1)
+        >>> sent.exact, sent.keys() == GradientMap(model, batch).gradient().keys()
+        (True, True)
+    """
+    made = make_defense(defense) if isinstance(defense, str) else defense
+    gmap = UpdateMap(
+        model,
+        batches,
+        learning_rate=learning_rate,
+        optimizer=optimizer,
+        optimizer_kwargs=optimizer_kwargs,
+        loss_fn=loss_fn,
+        share_input_embeddings=share_input_embeddings,
+        withhold=withhold,
+        second_order=made.needs_jacobian,
+        needs_input=made.needs_input,
+    )
+    return made(gmap, generator)

@@ -1,0 +1,254 @@
+"""Audits run attackers who know the defense, and call nothing hidden that one of them finds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+from helpers import make_task, rng, word_tokenizer
+from test_audit import HIGH, LOW, WORDS, image_model, images, made
+
+from hf_gradguard import GradientMap, make_defense
+from hf_gradguard.attacks import ATTACKS, Attack, Observation, Reconstruction, make_attack
+from hf_gradguard.audit import audit, markdown_table, summarize
+from hf_gradguard.audit.adaptive import attackers, with_list
+from hf_gradguard.audit.report import html_report
+from hf_gradguard.audit.settings import AuditSettings
+from hf_gradguard.audit.specs import make_defenses
+from hf_gradguard.audit.verdicts import INFORMED
+from hf_gradguard.defenses import DEFENSES
+from hf_gradguard.gradient_map.law import Law
+
+DRAW = np.random.default_rng(0)
+TEXTS = [" ".join(DRAW.choice(WORDS, size=5)) for _ in range(12)]
+SAMPLES = [(text, number % 3) for number, text in enumerate(TEXTS[:4])]
+
+
+def text_model() -> tuple[Any, Any]:
+    model, _ = make_task("bert", dtype=torch.float32, num_hidden_layers=1)
+    return model, word_tokenizer(WORDS)
+
+
+def known(attack: Any, spec: str, **terms: Any) -> dict[str, Any]:
+    """Settings and grants by label, and whether it counts as knowing the defense."""
+    ((_, defense),) = make_defenses(spec).items()
+    attack = make_attack(attack) if isinstance(attack, str) else attack
+    found = attackers("a", attack, defense, AuditSettings(**terms))
+    return {
+        label.replace("a" + INFORMED, "informed"): (one.attack, sorted(one.grants), one.knows)
+        for label, one in found.items()
+    }
+
+
+# --- who knows what
+
+
+@pytest.mark.parametrize(
+    ("attack", "spec", "changed"),
+    [
+        ("tag", "pruning:ratio=0.5", {"match_nonzero": True}),
+        ("span", "optimal_pruning:ratio=0.5", {"complete": True}),
+        ("tag", "dp_sgd:clip=0.3", {"clip_norm": 0.3}),
+        ("lamp", "dp_sgd:clip=0.3,clip_by=coordinate", {"clip_coordinate": 0.3}),
+        ("tag", "soteria", {"match_nonzero": True}),
+        ("tag", "refiner", {"restarts": 4}),
+        ("tag", "pruning:ratio=0.5+dp_sgd:clip=2", {"match_nonzero": True, "clip_norm": 2}),
+    ],
+)
+def test_each_attack_takes_the_settings_that_it_has(
+    attack: str, spec: str, changed: dict[str, Any]
+) -> None:
+    found = known(attack, spec)
+    plain, informed = found["a"], found["informed"]
+    assert plain == (make_attack(attack), [], False)
+    assert informed == (replace(make_attack(attack), **changed), [], True)  # type: ignore[type-var]
+    assert known(attack, spec, adaptive=False) == {"a": plain}
+
+
+def test_what_there_is_no_use_of_makes_no_difference() -> None:
+    for spec in ("none", "gaussian_noise:scale=1", "laplace_noise:scale=1"):
+        assert known("tag", spec) == {"a": (make_attack("tag"), [], True)}
+    # No setting follows cells; span has none against clipping by norm.
+    assert known("tag", "quantization") == {"a": (make_attack("tag"), [], False)}
+    assert known("span", "dp_sgd") == {"a": (make_attack("span"), [], False)}
+    # What a user has set is theirs.
+    own = make_attack("tag", match_nonzero=True)
+    assert known(own, "pruning") == {"a": (own, [], True)}
+    assert known(make_attack("tag", restarts=9), "refiner")["a"][0].restarts == 9
+
+
+def test_covariances_and_laws_are_granted_to_whom_they_serve() -> None:
+    found = known("tag", "optimal_noise")
+    assert found["a"][1:] == ([], False)
+    assert found["informed"][1:] == (["noise_variance"], True)
+    assert known("tag", "optimal_noise", noise_known=True)["a"][1:] == (["noise_variance"], True)
+    for spec in ("none", "quantization", "optimal_noise", "refiner"):
+        assert known("candidates", spec)["a"][1:] == (["law"], True)
+        assert known("candidates", spec, adaptive=False)["a"][1:] == ([], False)
+
+
+@pytest.mark.parametrize("name", [name for name in DEFENSES if name != "refiner"])
+def test_every_defense_states_its_law(name: str) -> None:
+    """Facts of the law against the message itself: what is zero, in cells, within bounds."""
+    settings: dict[str, Any] = {"clip": 0.05} if "dp_sgd" in name else {}
+    model, batch = make_task("bert", dtype=torch.float32)
+    gmap = GradientMap(model, batch)
+    defense = make_defense(name, **settings)
+    message = defense(gmap, rng())
+    law = defense.law(message)
+    assert law is not None
+    zeros = any(bool((tensor == 0).any()) for tensor in message.values())
+    assert (law.kept == "largest") == (name == "pruning")
+    assert (law.kept != "all") <= zeros
+    assert (law.noise is not None) == ("noise" in name or "dp_sgd" in name)
+    assert (law.levels is not None) == (name == "quantization")
+    if name == "laplace_noise":
+        true = {n: message[n] - g for n, g in gmap.gradient().items()}
+        power = sum(float(t.square().sum()) for t in true.values())
+        size = sum(t.numel() for t in true.values())
+        assert law.variance == pytest.approx(power / size, rel=0.1)
+    if name == "gaussian_noise":
+        assert law.uniform
+    if name == "optimal_noise":
+        assert not law.uniform
+
+
+def test_other_laws() -> None:
+    gmap = GradientMap(*make_task("bert", dtype=torch.float32))
+
+    def law(spec: str) -> Law | None:
+        ((_, defense),) = make_defenses(spec).items()
+        return defense.law(defense(gmap, rng()))
+
+    assert law("quantization:sign_only=true") == Law(rounding="sign")
+    assert law("quantization:bits=2,stochastic=true") == Law(rounding="stochastic", levels=4)
+    assert law("laplace_noise:scale=2") == Law(noise="laplace", variance=4.0)
+    assert law("laplace_noise:utility_budget=1") is None
+    assert law("pruning:ratio=0.9,error_feedback=true") is None
+    assert law("gaussian_noise+quantization") is None
+    assert law("laplace_noise:scale=1+quantization") is None
+    chained = law("pruning:ratio=0.5+laplace_noise:scale=1")
+    assert chained is not None
+    assert (chained.kept, chained.noise) == ("largest", "laplace")
+    # the same power on half of the entries
+    assert chained.variance == pytest.approx(2.0, rel=1e-3)
+    clipped = law("dp_sgd:clip=0.5,scale=1+gaussian_noise:scale=1")
+    assert clipped is not None
+    assert clipped.clip_norm == 0.5
+    assert all((v - 2).abs().max() < 1e-5 for v in clipped.variance.values())  # type: ignore[union-attr]
+
+
+# --- verdicts
+
+
+def test_at_chance_needs_somebody_who_knows_and_reads() -> None:
+    told = made({"none/tag": HIGH, "d/tag": LOW})
+    assert summarize(told).verdicts[1].standing == "chance"
+    blind = made({"none/tag": HIGH, "d/tag": LOW})
+    for cell in blind.cells:
+        cell["knows"] = cell["defense"] == "none"
+    verdict = summarize(blind).verdicts[1]
+    assert verdict.standing == "unknown"
+    assert "No attacker was tried who knows the defense" in verdict.text
+    # Six words in a hundred above chance are a leak, and no measure of a defense.
+    weak = [0.26, 0.27, 0.26, 0.27]
+    verdict = summarize(made({"none/tag": weak, "d/tag": LOW})).verdicts[1]
+    assert verdict.standing == "unknown"
+    assert "hardly read what is not defended" in verdict.text
+    # One attack knows, another one reads: neither says anything.
+    both = made({"none/tag": HIGH, "none/span": weak, "d/tag": LOW, "d/span": LOW})
+    for cell in both.cells:
+        cell["knows"] = cell["attack"] == "span"
+    assert summarize(both).verdicts[1].standing == "unknown"
+
+
+def test_who_knows_is_compared_with_the_same_attack_undefended() -> None:
+    names = {"none/tag": HIGH, "d/tag": LOW, f"d/tag{INFORMED}": LOW}
+    result = made(names)
+    for cell in result.cells:
+        cell["knows"] = cell["attack"] != "tag" or cell["defense"] == "none"
+    summary = summarize(result)
+    assert summary.verdicts[1].standing == "chance"
+    assert [(row.defense, row.attack, row.knows) for row in summary.rows] == [
+        ("none", "tag", True),
+        ("d", "tag", False),
+        ("d", f"tag{INFORMED}", True),
+    ]
+    table = markdown_table(summary)
+    assert f"| defense | tag | tag{INFORMED} |" in table
+    assert "An attacker who knows the defense has an entry where" in table
+
+
+@dataclass
+class Blunt(Attack):
+    """Answers with one word. It reads nothing, and has nothing to know."""
+
+    name: ClassVar[str] = "blunt"
+
+    def reconstruct(self, seen: Observation, generator: torch.Generator) -> Reconstruction:
+        return Reconstruction(token_ids=[[5]] * seen.batch_size)
+
+
+LEAKS = [
+    "pruning:ratio=0.3",
+    "gaussian_noise:relative_scale=0.001",
+    "dp_sgd:clip=0.01,relative_scale=0.001",
+    "soteria:ratio=0.5",
+    "quantization:bits=8",
+]
+
+
+def test_no_leak_is_at_chance_that_another_attacker_finds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(ATTACKS, "blunt", Blunt)
+    result = audit(
+        *text_model(), SAMPLES, LEAKS, "blunt", candidates=TEXTS, output=tmp_path / "both"
+    )
+    summary = summarize(result)
+    found = {(one.defense, one.attack): one for one in summary.ranked}
+    for verdict in summary.verdicts:
+        assert verdict.standing in ("open", "reduced"), verdict
+        one = found[verdict.defense, "candidates"]
+        assert one.scores["top1"].mean > 0.8, verdict
+        assert one.scores["tpr_1%"].mean > 0.5
+        assert (one.candidates, one.members, one.knows) == (12, 4, True)
+    # Without the attacker who finds them nothing is claimed either.
+    alone = audit(*text_model(), SAMPLES, LEAKS[:1], "blunt", output=tmp_path / "alone")
+    assert "chance" not in [verdict.standing for verdict in summarize(alone).verdicts]
+    table, page = markdown_table(summary), html_report(summary)
+    assert "| `soteria:ratio=0.5` | 12 | yes | 1.00" in table
+    assert "Who has a list of candidates" in page
+    assert "<th>knows the defense</th>" in page
+
+
+def test_what_hides_is_at_chance_and_batches_and_images_are_ranked(tmp_path: Path) -> None:
+    hidden = audit(
+        *text_model(), SAMPLES, "gaussian_noise:relative_scale=3e5", [],
+        candidates=TEXTS, output=tmp_path / "a", batch_size=2,
+    )  # fmt: skip
+    summary = summarize(hidden)
+    assert [verdict.standing for verdict in summary.verdicts] == ["open", "chance"]
+    assert {len(cell["ranked"]["members"]) for cell in hidden.cells} == {2}
+    pictures = images(8)
+    shown = audit(
+        *image_model(), pictures[:3], [], make_attack("candidates"),
+        candidates=[image for image, _ in pictures], output=tmp_path / "b",
+    )  # fmt: skip
+    (one,) = summarize(shown).ranked
+    assert one.scores["rank"].mean == 1
+    assert shown.attacks["candidates"]["candidates"] == ["Tensor"] * 8
+
+
+def test_the_list_says_nothing_by_its_order() -> None:
+    """Equal scores are ranked by place: the audited ones must not come first."""
+    spy = with_list({}, [[5], [6]])
+    assert spy["candidates"].candidates == [[5], [6]]  # type: ignore[attr-defined]
+    own = make_attack("candidates", candidates=[[7]])
+    kept = with_list({"mine": own, "theirs": make_attack("candidates")}, [[5]])
+    assert [one.candidates for one in kept.values()] == [[[7]], [[5]]]  # type: ignore[attr-defined]
+    assert with_list({"tag": make_attack("tag")}, None).keys() == {"tag"}
