@@ -38,7 +38,7 @@ class View:
         >>> ids, mask = batch["input_ids"], batch["attention_mask"].bool()
         >>> far = outside(seen, [view], ids, mask)
         >>> wrong = ids.clone()
-        >>> wrong[0, 2] = 5
+        >>> wrong[:, 1] = ids[:, 1].flip(0)  # the first word of the other sentence
         >>> bool(outside(seen, [view], wrong, mask)[0] > 2 * far[0])
         True
     """
