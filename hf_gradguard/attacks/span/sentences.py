@@ -91,7 +91,10 @@ def misfit(seen: Observation, views: Sequence[View], heard: Tensor, rows: Tensor
         >>> mixed = next(r for r in find_readers(seen) if r.mixing == "full")
         >>> views = [View(mixed, row_space(mixed.gradients(seen), None, rank=13))]
         >>> heard = batch["attention_mask"].bool()
-        >>> misfit(seen, views, heard, batch["input_ids"]) < 1e-6
+        >>> wrong = batch["input_ids"].clone()
+        >>> wrong[:, 1] = wrong[:, 1].flip(0)  # the first word of the other sentence
+        >>> right = misfit(seen, views, heard, batch["input_ids"])
+        >>> right < misfit(seen, views, heard, wrong)
         True
     """
     explained = Explained(views)
@@ -191,7 +194,8 @@ class _Descent:
                     left -= {(place, int(row[place])) for place in self.tokens}
             if sum(distance < near for distance in pool.values()) >= count:
                 break
-        return pool
+        right = {text: distance for text, distance in pool.items() if distance < near}
+        return right if len(right) >= count else pool
 
     def _starts(self, left: set[tuple[int, int]], turn: int) -> tuple[Tensor, int]:
         """`(S, T)` texts to start from: one for each token that is left over at the place that has
