@@ -115,6 +115,11 @@ SEAMS = (
         "_NormBase",
         "training/batch_statistics.py and gradient_map/replay.py find batch statistics",
     ),
+    Seam(
+        "torch.nn.modules.instancenorm",
+        "_InstanceNorm",
+        "gradient_map/clipping.py tells what mixes samples",
+    ),
     Seam("torch:UntypedStorage", "_cdata", "gradient_map/tables.py tells storages apart"),
     Seam(
         "torch._ops:OpOverload", "_schema", "gradient_map/tables.py sees what is written in place"

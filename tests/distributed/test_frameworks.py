@@ -69,4 +69,4 @@ def test_nothing_but_messages_leaves_a_rank(reports: Reports, name: str) -> None
             for kind, size in zip(found["names"], found["sizes"], strict=True)
             if size > 1
         )
-        assert found["smallest"] > 1
+        assert found["noise"] > 1e3  # of the gradient's norm
