@@ -100,7 +100,8 @@ class Listener:
         """
         edges = [call.output for calls in self._calls.values() for call in calls]
         copies = [copy for copies in self._copies.values() for copy in copies]
-        slopes = list(torch.autograd.grad(loss, [*edges, *copies], allow_unused=True))
+        heard: list[Any] = [*edges, *copies]
+        slopes = list(torch.autograd.grad(loss, heard, allow_unused=True))
         found: list[Share] = []
         for name, calls in self._calls.items():
             given = [(call, slopes.pop(0)) for call in calls]

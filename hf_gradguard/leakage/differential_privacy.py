@@ -25,7 +25,7 @@ after 14,000 messages, at a fifth of the time.
 TOLERANCE = 1e-3
 """Of a calibrated noise multiplier, relative to it; upward."""
 SPENT = 0.99
-"""The share of a target after which it counts as spent: the rest would take noise without bounds."""
+"""The share of a target after which it counts as spent: the rest takes noise without bounds."""
 LEAST = 0.3
 """Of noise multipliers that are calibrated: less is hardly noise."""
 
