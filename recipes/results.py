@@ -61,6 +61,7 @@ SHAPES = "studies.shapes.run"
 CANDIDATES = "studies.candidates.run"
 REFINER = "studies.refiner.run"
 LABELS = "studies.labels.run"
+UPDATES = "studies.updates.run"
 LEAKAGE = "studies.leakage.run"
 NETWORKS = "studies.evaluation_networks.run"
 TEXT = "--model $MODEL --data_dir $SST2"
@@ -102,6 +103,7 @@ RUNS = [
     Run("refiner_frontier", REFINER, "frontier", FEDERATION, 9),
     Run("refiner_text", REFINER, "text", TEXT, 1),
     Run("refiner_pruning", REFINER, "pruning", TRAINED, 1),
+    Run("updates_words", UPDATES, "words", TEXT, 0.2),
     Run("labels", LABELS, "recovery", "--data $MNIST", 0.5),
     Run("evalnets", NETWORKS, "figures", "--data $DATA --model $MODEL --cards model_cards", 0.2),
     Run("fil_logistic_mnist", LEAKAGE, "logistic", "--data $MNIST", 0.2),

@@ -2,11 +2,11 @@
 
     python -m recipes.studies.updates.run PART --help
 
-Each part's help has its command: `words`, `images` and `rounds`.
+Its part is `words`; its help has the command.
 """
 
 from ..lib.command import main
-from . import images, rounds, words
+from . import words
 
 if __name__ == "__main__":
-    main(__doc__, [words, images, rounds])
+    main(__doc__, [words])

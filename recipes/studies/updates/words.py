@@ -4,8 +4,8 @@ r"""What the span attack reads from the change of MiniLM's weights after several
         --output docs/results/updates_words
 
 A client has four sentences of 8 to 20 words of SST-2's dev set. It trains MiniLM with a new head
-(no dropout, token embeddings withheld) by an optimizer of torch, one sentence a step: SGD at 0.01
-or ten times that, AdamW at 5e-5. The server has the weights in float32 before and after. A token
+(no dropout, token embeddings withheld) by torch's SGD at 0.01 or ten times that, one sentence a
+step. The server has the weights in float32 before and after. A token
 counts as found if it is among those recovered at its position, special tokens included; "together"
 also asks for the right sentence. Five clients; 95 % bootstrap intervals over them. A few minutes of
 one core.
