@@ -8,7 +8,7 @@ import math
 import sys
 from dataclasses import fields
 
-from hf_gradguard import DEFENSES
+from hf_gradguard import DEFENSES, make_defense
 
 HEADER = (
     "defense",
@@ -30,6 +30,7 @@ def main(paths: list[str]) -> None:
             run = json.load(file)
         p, n = run["accuracy"], run.get("eval_sentences") or run["eval_images"]
         defaults = {field.name: field.default for field in fields(DEFENSES[run["defense"]])}
+        defaults |= make_defense(run["defense"]).settings()
         changed = {key: value for key, value in run["settings"].items() if value != defaults[key]}
         rows.append(
             (

@@ -58,6 +58,7 @@ HIDING = "studies.hiding_and_learning.run"
 EVERY = "studies.every_defense.run"
 OPTIMAL = "studies.optimal_defenses.run"
 SHAPES = "studies.shapes.run"
+CANDIDATES = "studies.candidates.run"
 REFINER = "studies.refiner.run"
 LABELS = "studies.labels.run"
 LEAKAGE = "studies.leakage.run"
@@ -94,6 +95,7 @@ RUNS = [
     Run("optimal_defenses_mnist", OPTIMAL, "attacked mnist", "--data $MNIST", 0.5),
     Run("optimal_defenses_cifar10", OPTIMAL, "attacked cifar10", "--data $CIFAR10_LOSSLESS", 3),
     Run("shapes_quality", SHAPES, "quality", f"{TEXT} --cifar10 $CIFAR10_LOSSLESS", 1),
+    Run("candidates", CANDIDATES, "text", TEXT, 1),
     Run("shapes_naming", SHAPES, "naming", TEXT, 0.7),
     Run("refiner_sentences", REFINER, "sentences", TEXT, 0.5),
     Run("refiner_in_training", REFINER, "in_training", TEXT, 0.25),

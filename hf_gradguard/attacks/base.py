@@ -28,6 +28,8 @@ class Reconstruction:
             clipped; lower is a better match.
         seconds: Time taken.
         history: The objective on the way, if the attack iterates.
+        undecided: What of this nothing in the gradient decided, in words: an order, whose a token
+            is. Empty if there is no such thing.
 
     Example:
         >>> Reconstruction(token_ids=[[101, 7592, 102]], text=["hello"]).text
@@ -41,6 +43,7 @@ class Reconstruction:
     objective: float = float("nan")
     seconds: float = float("nan")
     history: list[float] = field(default_factory=list)
+    undecided: str = ""
 
 
 class Attack:

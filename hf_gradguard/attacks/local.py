@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ..gradient_map import Batch, LossFunction, Tensors, UpdateMap
 from ..gradient_map.law import Law
+from ..gradient_map.many import ManyGradients
 from ..gradient_map.optimizers import Optimizer, make_optimizer
 from ..gradient_map.pieces import pieces_of
 from ..gradient_map.update import MeanGradientMap, mean_gradient
@@ -100,6 +101,38 @@ class LocalTraining:
             optimizer=self.optimizer,
             loss_fn=loss_fn,
         )
+
+    def many(self, model: nn.Module, names: Sequence[str], seeds: Sequence[int]) -> ManyGradients:
+        """Mean gradients of many candidates for a client's only batch."""
+        return _ManyTrainings(self, model, names, seeds)
+
+
+class _ManyTrainings(ManyGradients):
+    """What training on each batch adds up to, one after the other."""
+
+    def __init__(
+        self, local: LocalTraining, model: nn.Module, names: Sequence[str], seeds: Sequence[int]
+    ) -> None:
+        super().__init__(model, names, seeds, vectorized=False)
+        self._local, self._shares = local, False
+
+    def _one(self, batch: Mapping[str, Any], seed: int) -> Tensors:
+        with self._replay(seed).draws():
+            gmap = MeanGradientMap(
+                self.model,
+                self._local.batches(batch),
+                learning_rate=list(self._local.rates),
+                optimizer=self._local.optimizer,
+                loss_fn=self.loss_fn,
+                share_input_embeddings=self._shares,
+                second_order=False,
+                needs_input=False,
+            )
+        found = gmap.gradient()
+        if not self._shares and not self.parameters.keys() <= found.keys():
+            self._shares = True  # the client sent its embeddings, so it trained them
+            return self._one(batch, seed)
+        return {name: found[name] for name in self.parameters}
 
 
 def difference(

@@ -97,7 +97,7 @@ def load_inputs(
         ValueError: If there is no such column.
 
     Example:
-        >>> written = (tmp_path / "list.csv").write_text("text\na fine film\n")
+        >>> written = (tmp_path / "list.csv").write_text("text\\na fine film\\n")
         >>> load_inputs(str(tmp_path / "list.csv"), kind="text")
         ['a fine film']
     """

@@ -8,7 +8,7 @@ Objective = Literal["cosine", "weighted"]
 
 DEFAULTS: dict[str, dict[str, Any]] = {
     "cosine": {
-        "beta": 0.0, "iterations": 0, "learning_rate": 0.2, "samples": 16, "factors": "sample",
+        "beta": 0.0, "iterations": 2, "learning_rate": 0.2, "samples": 16, "factors": "sample",
         "error_feedback": True,
     },
     "weighted": {
@@ -49,6 +49,8 @@ def take_defaults(refiner: Any) -> None:
             f"{foreign[0]} is a setting of objective={other!r}, and objective is {objective!r}. "
             f"Leave it out, or give objective={other!r}."
         )
+    if refiner.factors == "parameter" and refiner.iterations is None:
+        refiner.iterations = 0  # it has no others
     for name, value in DEFAULTS[objective].items():
         if getattr(refiner, name) is None:
             setattr(refiner, name, value)

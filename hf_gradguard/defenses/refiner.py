@@ -88,7 +88,7 @@ class Refiner(BiasedDefense):
     evaluation_network: Any = None
     revision: str | None = None
     sha256: str | None = None
-    objective: Objective = "cosine"
+    objective: Objective = "weighted"
     alpha: float | None = None
     beta: float | None = None
     tau: float | None = None
@@ -253,8 +253,8 @@ class Refiner(BiasedDefense):
         def brake(x: Tensor) -> Tensor:
             with torch.enable_grad():
                 x = x.detach().requires_grad_()
-                (slope,) = torch.autograd.grad(-own.beta * inputs.noise_ratio(network, x), x)
-            return slope
+                penalty = -own.beta * inputs.noise_ratio(network, x)
+            return made.slope_of(penalty, x, torch.ones_like(penalty)[None])[0]
 
         search = MadeUp(made, true_gradient(gmap), own.factors)
         pull = brake if own.beta else None

@@ -17,6 +17,7 @@ from ..gradient_map.domain import embed
 from ..gradient_map.pixel_space import PixelSpace
 from ..gradient_map.random_labels import ordinary_ids
 from ..networks.base import EvaluationNetworkBase
+from ..networks.image import ImageEvaluationNetwork, judge_images
 from ..networks.trial import FEW_WORDS, LEAST_GAP, check_order, check_slope
 from ..randomness import Stream
 
@@ -155,7 +156,7 @@ class Pixels:
         self.space.project_(x)
 
     def noise_ratio(self, network: Any, x: Tensor) -> Tensor:
-        return network.noise_ratio(self.space.plain(x).float()).mean()
+        return _judged(self.space.plain(x).float(), network)
 
     def digests(self) -> list[str]:
         """A name for each image, by its pixels."""
@@ -190,13 +191,13 @@ class MadeUpInput:
             self.free = torch.ones_like(x[:, :1], dtype=torch.bool)
             self._space = PixelSpace(x, mean, std)
         else:
-            self.free = ~_among(made.batch["input_ids"], special.ids)[..., None]
+            self.free = ~_among(made.domain.main_input(made.batch), special.ids)[..., None]
 
     def noise_ratio(self, network: Any, x: Tensor) -> Tensor:
         """D, averaged over the samples."""
         if self._space is None:
             return network.noise_ratio(x.float(), None).mean()
-        return network.noise_ratio(self._space.plain(x).clamp(0, 1).float()).mean()
+        return _judged(self._space.plain(x).clamp(0, 1).float(), network)
 
 
 class Memory:
@@ -236,6 +237,13 @@ class Memory:
         own.sort(key=lambda key: int(key.split(".")[1]))
         self._known = OrderedDict((key.split(".")[2], state[key].cpu()) for key in own)
         return {key: tensor for key, tensor in state.items() if key not in own}
+
+
+def _judged(pixels: Tensor, network: Any) -> Tensor:
+    if isinstance(network, ImageEvaluationNetwork):  # of any size
+        return judge_images(pixels, network).mean()
+    ratio: Tensor = network.noise_ratio(pixels).mean()
+    return ratio
 
 
 def try_on_batch(gmap: GradientMap, network: Any, inputs: Words | Pixels) -> None:

@@ -82,6 +82,11 @@ def clipped_sum(gmap: GradientMap, clip: float) -> ClippedSum:
         >>> bool(torch.nn.utils.get_total_norm(list(total.values())) <= 0.1 * len(norms))
         True
     """
+    if gmap.replay.kind:
+        raise NotImplementedError(
+            "After several local steps a sample has no gradient of its own that could be clipped. "
+            "Clip the update as a whole: dp_sgd without per_sample."
+        )
     from .map import GradientMap
 
     if type(gmap) is not GradientMap and gmap.undefended is gmap:

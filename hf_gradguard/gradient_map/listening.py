@@ -98,9 +98,10 @@ class Listener:
         Raises:
             NotApartError: With the module in which samples are not rows.
         """
-        edges: list[Any] = [call.output for calls in self._calls.values() for call in calls]
+        edges = [call.output for calls in self._calls.values() for call in calls]
         copies = [copy for copies in self._copies.values() for copy in copies]
-        slopes = list(torch.autograd.grad(loss, [*edges, *copies], allow_unused=True))
+        heard: list[Any] = [*edges, *copies]
+        slopes = list(torch.autograd.grad(loss, heard, allow_unused=True))
         found: dict[str, Share] = {}
         for name, calls in self._calls.items():
             given = [(call, slopes.pop(0)) for call in calls]

@@ -42,7 +42,8 @@ class ManyGradients:
 
     Example:
         >>> many = ManyGradients(model, ["classifier.bias"])
-        >>> batches = [{key: entry[i : i + 1] for key, entry in batch.items()} for i in (0, 1)]
+        >>> one = {key: entry[:1] for key, entry in batch.items()}
+        >>> batches = [one, {**one, "labels": 1 - one["labels"]}]
         >>> [(rows, found["classifier.bias"].shape) for rows, found in many(batches)]
         [([0, 1], torch.Size([2, 2]))]
     """

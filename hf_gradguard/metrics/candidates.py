@@ -20,6 +20,10 @@ class CandidateScores(Scores):
     Args:
         curve: `(n, 2)`: false and true positive rates at every threshold, from (0, 0) to (1, 1).
         false_positives: How many candidates that were in no message the rates are shares of.
+
+    Example:
+        >>> score_candidates([[0.0, 2.0], [3.0, 1.0]], [[1], [0]]).area
+        1.0
     """
 
     curve: list[tuple[float, float]]

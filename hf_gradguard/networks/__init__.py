@@ -6,7 +6,7 @@ from .cache import cache_folder, cached_text_network
 from .configuration import ImageEvaluationNetworkConfig, TextEvaluationNetworkConfig
 from .evaluation import NetworkFigures, evaluate_image_network, evaluate_text_network
 from .fitting import network_for
-from .image import ImageEvaluationNetwork, adapt_images
+from .image import ImageEvaluationNetwork, adapt_images, judge_images
 from .loading import (
     load_network,
     packaged_image_network,
@@ -36,6 +36,7 @@ __all__ = [
     "embedding_fingerprint",
     "evaluate_image_network",
     "evaluate_text_network",
+    "judge_images",
     "load_network",
     "network_for",
     "packaged_image_network",

@@ -9,7 +9,13 @@ from torch import nn
 from ..data.files import load_texts
 from ..gradient_map.domain import IMAGE, TEXT, domain_of_model
 from .cache import cached_text_network
-from .loading import EvaluationNetwork, load_network, packaged_image_network
+from .configuration import ImageEvaluationNetworkConfig
+from .loading import (
+    EvaluationNetwork,
+    load_network,
+    packaged_image_network,
+    packaged_networks,
+)
 
 PUBLIC_TEXT, PUBLIC_TEXT_CONFIG = "Salesforce/wikitext", "wikitext-2-raw-v1"
 
@@ -52,7 +58,7 @@ def _for_images(model: nn.Module) -> EvaluationNetwork:
     config = getattr(model, "config", None)
     channels, size = getattr(config, "num_channels", 3), getattr(config, "image_size", None)
     height, width = (size, size) if isinstance(size, int) else tuple(size or (0, 0))
-    packaged = packaged_image_network(channels, (height, width))
+    packaged = packaged_image_network(channels, (height, width)) or _by_tiles(channels)
     if packaged is None:
         shape = (
             f"{channels} channels and {height}x{width} pixels"
@@ -65,6 +71,17 @@ def _for_images(model: nn.Module) -> EvaluationNetwork:
             "as evaluation_network in defense_kwargs."
         )
     return load_network(packaged)
+
+
+def _by_tiles(channels: int) -> str | None:
+    """A packaged network that judges images of another size, in a frame or tile by tile."""
+    for name, config in packaged_networks().items():
+        if isinstance(config, ImageEvaluationNetworkConfig) and channels in (
+            1,
+            config.num_channels,
+        ):
+            return name
+    return None
 
 
 def _public_text(public_text: str | None) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from typing import Any
 
 import torch
@@ -122,6 +123,40 @@ def adapt_images(x: Tensor, network: ImageEvaluationNetwork) -> Tensor:
     down, right = height - x.shape[2], width - x.shape[3]
     padded = F.pad(x, (right // 2, right - right // 2, down // 2, down - down // 2))
     return padded.expand(-1, channels, -1, -1)
+
+
+def judge_images(x: Tensor, network: ImageEvaluationNetwork) -> Tensor:
+    """How much of images of any size is noise: `(B,)`, differentiable.
+
+    Smaller and gray images pass through `adapt_images`. Larger ones are judged tile by tile, at
+    full resolution, and the tiles' ratios averaged: shrinking would average the noise away. Tiles
+    cover the image, and overlap where its size is no multiple of the network's.
+
+    Args:
+        x: `(B, C, H, W)` pixels in [0, 1].
+        network: The network that judges.
+
+    Raises:
+        ValueError: If the images have several channels, but not the network's number.
+
+    Example:
+        >>> network = ImageEvaluationNetwork(ImageEvaluationNetworkConfig(filters=[8]))
+        >>> judge_images(torch.rand(2, 3, 224, 224), network).shape
+        torch.Size([2])
+    """
+    height, width = network.config.size
+    tiles = [
+        adapt_images(x[:, :, top : top + height, left : left + width], network)
+        for top in _starts(x.shape[2], height)
+        for left in _starts(x.shape[3], width)
+    ]
+    return network.noise_ratio(torch.cat(tiles)).view(len(tiles), len(x)).mean(0)
+
+
+def _starts(length: int, tile: int) -> list[int]:
+    """Where tiles begin that cover a length."""
+    count = math.ceil(length / tile)
+    return [0] if count <= 1 else [round(k * (length - tile) / (count - 1)) for k in range(count)]
 
 
 AutoConfig.register(

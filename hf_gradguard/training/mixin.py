@@ -245,7 +245,7 @@ class GradGuardMixin(PrivateRowsTrainer):
             return list(map(ClientBatch, self._clients, batches, factors, rows)), spread
         # n_k/Σn over all ranks; ranks are averaged, and accumulated steps added up, later
         ranks, steps = self.accelerator.num_processes, normalization.accumulation
-        found = [
+        clients = [
             ClientBatch(
                 self._clients[number // ranks],
                 batch,
@@ -254,7 +254,7 @@ class GradGuardMixin(PrivateRowsTrainer):
             )
             for number, share, rows, batch in drawn(inputs)
         ]
-        return self.counted(found), 1.0
+        return self.counted(clients), 1.0
 
     def _exchange(self, module: nn.Module) -> None:
         """Average over ranks what they have protected, and agree on going on."""

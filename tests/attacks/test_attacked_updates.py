@@ -150,6 +150,41 @@ def test_matching_goes_through_the_steps() -> None:
     assert errors[0] < 0.5 * errors[1]
 
 
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_candidates_go_through_the_steps(optimizer: str) -> None:
+    """One text, four epochs at a high rate: among texts that differ in one word the true one has
+    the whole posterior, where noise as large as the mean gradient lies on the update.
+    """
+    model, batch = client()
+    randomize(model, 2)
+    one = {key: value[:1] for key, value in batch.items()}
+    rate = 0.3 if optimizer == "sgd" else 0.01
+    before, after = trained(model, one, 1, 4, rate, optimizer)
+    scale = 0.02 * rate
+    noisy = {
+        name: tensor + scale * torch.randn(tensor.shape, generator=torch_rng(5))
+        if tensor.is_floating_point() and "word_embeddings" not in name
+        else tensor
+        for name, tensor in after.items()
+    }
+    seen = Observation.from_update(
+        model, before, noisy, input_shape=(1, 5), learning_rate=rate, steps=4, batch_size=1,
+        optimizer=optimizer, labels=one["labels"], noise_variance=scale**2,
+    )  # fmt: skip
+    listed = []
+    for word in range(1, 30):
+        ids = one["input_ids"].clone()
+        ids[0, 2] = word
+        listed.append({"input_ids": ids, "attention_mask": torch.ones_like(ids)})
+    truth = int(one["input_ids"][0, 2])
+    if truth >= 30:
+        listed.append({k: one[k] for k in ("input_ids", "attention_mask")})
+        truth = 30
+    found: Any = make_attack("candidates", candidates=listed)(seen)
+    assert int(found.ranking[0]) == truth - 1
+    assert float(found.posterior[truth - 1]) > 0.99
+
+
 def test_a_model_with_other_weights_is_copied() -> None:
     model, batch = make_task("bert")
     before, after = trained(model, batch, 2, 1, 0.1)

@@ -4,6 +4,7 @@ elsewhere.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,8 +15,12 @@ from torch import Tensor, nn
 from transformers import (
     AlbertConfig,
     AlbertForSequenceClassification,
+    BartConfig,
+    BartForSequenceClassification,
     BertConfig,
     BertForSequenceClassification,
+    BloomConfig,
+    BloomForSequenceClassification,
     DistilBertConfig,
     DistilBertForSequenceClassification,
     ElectraConfig,
@@ -31,6 +36,8 @@ from transformers import (
     ModernBertForSequenceClassification,
     RobertaConfig,
     RobertaForSequenceClassification,
+    T5Config,
+    T5ForSequenceClassification,
 )
 
 from hf_gradguard import GradientMap
@@ -185,27 +192,112 @@ def test_other_families(name: str) -> None:
     assert sorted(found.token_ids) == sorted(texts)
 
 
-def test_blocks_that_share_weights_give_the_tokens_of_each_position() -> None:
-    """Nothing that is read behind the attention has a gradient of its own, so that nothing tells
-    which sentence a token is of: each position's go to the sentences by their ids.
+def test_blocks_that_share_weights_are_read_over_all_their_calls() -> None:
+    """The shared blocks' gradient spans what every call read, and the pooler's what it read of each
+    text: both tell which sentence a token is of.
     """
     torch.manual_seed(0)
     model = AlbertForSequenceClassification(AlbertConfig(**ENCODER, embedding_size=24))
     texts = sentences(2, (7, 7))
-    found = Span()(observe(randomize(model).double().eval(), texts)).token_ids
-    assert by_position(found) == by_position(texts)
-    assert found == [list(ids) for ids in zip(*by_position(texts), strict=True)]
+    seen = observe(randomize(model).double().eval(), texts)
+    shared = [(readers.call, readers.calls) for readers in find_readers(seen) if readers.calls > 1]
+    assert set(shared) == {(0, 2), (1, 2)}
+    found = Span()(seen)
+    assert sorted(found.token_ids) == sorted(texts)
+    assert found.undecided == ""
 
 
-def test_an_encoder_without_positions_gives_the_tokens_in_no_order() -> None:
+def test_what_nothing_decides_is_said() -> None:
+    """Of the first block's projections alone nobody can tell whose a token is: each position's go
+    to the sentences by their ids.
+    """
+    texts = sentences(2, (7, 7))
+    seen = observe(build("bert"), texts)
+    first = {n: g for n, g in seen.gradient.items() if "layer.0.attention.self" in n}
+    found = Span()(replace(seen, gradient=first))
+    assert found.token_ids == [list(ids) for ids in zip(*by_position(texts), strict=True)]
+    assert "of which sentence" in found.undecided
+
+
+def test_an_encoder_with_relative_positions_gives_the_order() -> None:
+    """What the attention reads of a token does not tell its place; what it makes of it does."""
     torch.manual_seed(0)
     model = ModernBertForSequenceClassification(
         ModernBertConfig(**ENCODER, bos_token_id=2, eos_token_id=3, cls_token_id=2, sep_token_id=3)
     )
     texts = sentences(1, (8,))
-    found = Span()(observe(randomize(model).double().eval(), texts))
-    assert found.token_ids != texts
+    seen = observe(randomize(model).double().eval(), texts)
+    assert not find_readers(seen)[0].positional
+    assert Span()(seen).token_ids == texts
+
+
+def test_the_bag_of_tokens_where_nothing_tells_their_order() -> None:
+    torch.manual_seed(0)
+    model = ModernBertForSequenceClassification(
+        ModernBertConfig(**ENCODER, bos_token_id=2, eos_token_id=3, cls_token_id=2, sep_token_id=3)
+    )
+    texts = sentences(1, (8,))
+    seen = observe(randomize(model).double().eval(), texts)
+    first = {n: g for n, g in seen.gradient.items() if "layers.0.attn.Wqkv" in n}
+    found = Span()(replace(seen, gradient=first))
     assert sorted(found.token_ids[0]) == sorted(texts[0])
+    assert "order" in found.undecided
+
+
+@pytest.mark.parametrize("name", ["bart", "t5"])
+def test_classifiers_of_encoder_decoders(name: str) -> None:
+    torch.manual_seed(0)
+    ends: dict[str, Any] = {
+        "bos_token_id": 2, "eos_token_id": 3, "decoder_start_token_id": 3, "d_model": 40,
+    }  # fmt: skip
+    if name == "bart":
+        model: nn.Module = BartForSequenceClassification(
+            BartConfig(
+                **COMMON, **ends, encoder_layers=2, decoder_layers=1, encoder_attention_heads=2,
+                decoder_attention_heads=2, encoder_ffn_dim=64, decoder_ffn_dim=64,
+                max_position_embeddings=16,
+            )
+        )  # fmt: skip
+    else:
+        model = T5ForSequenceClassification(
+            T5Config(**COMMON, **ends, d_kv=20, d_ff=64, num_layers=2, num_heads=2)
+        )
+    texts = sentences(1)
+    seen = observe(randomize(model).double().eval(), texts)
+    assert Span()(seen).token_ids == texts
+
+
+@pytest.mark.parametrize("special", [True, False])
+@pytest.mark.parametrize("family", ["llama", "bloom"])
+def test_a_decoders_first_token_is_not_taken_for_the_whole_text(family: str, special: bool) -> None:
+    """Behind causal attention without absolute positions one token, repeated, lies in the span as
+    well as the truth does, and explains one direction of it. A text that does repeat its first
+    token is found all the same.
+    """
+    torch.manual_seed(0)
+    if family == "llama":
+        model: nn.Module = MODELS["llama"]()
+    else:
+        model = BloomForSequenceClassification(
+            BloomConfig(**COMMON, hidden_size=40, n_layer=2, n_head=2)
+        )
+    model = randomize(model).float().eval()
+    frame = TOKENIZER if special else None
+    again = [40, 40, 41, 42, 40, 43, 41]
+    for texts in ([again], [again, [40, 44, 45, 41]]):
+        texts = [[2, *text, 3] for text in texts] if special else texts
+        found = Span()(observe(model, texts, tokenizer=frame)).token_ids
+        assert sorted(found) == sorted(texts)
+
+
+def test_an_encoders_four_sentences() -> None:
+    """Words that two sentences have at one place, and words that one has at two places."""
+    texts = sentences(4, (9, 9, 7, 8))
+    texts[1][2], texts[3][4], texts[0][7] = texts[0][2], texts[2][4], texts[0][3]
+    torch.manual_seed(0)
+    model = BertForSequenceClassification(BertConfig(**ENCODER | {"hidden_size": 192}))
+    found = Span()(observe(model.float().eval(), texts)).token_ids
+    assert sorted(found) == sorted(texts)
 
 
 def test_sentences_that_start_alike_and_a_word_twice() -> None:

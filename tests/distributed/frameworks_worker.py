@@ -66,11 +66,12 @@ def exchanged(training: Training, folder: Path, group: recording.Recorder) -> di
 
 
 def main() -> None:
-    folder, _ = begin()
+    folder, names = begin()
     group = recording.initialize()
     own = folder / f"rank{group.rank()}"
     results: dict[str, Any] = {}
-    for name, training in trainings(folder / "encoder").items():
+    for name in names:
+        training = trainings(folder / "encoder")[name]
         torch.manual_seed(0)
         results[name] = compare(training, own / "out")
         results[f"{name}, sent"] = exchanged(training, own / "out", group)

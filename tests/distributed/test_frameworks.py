@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,16 +13,32 @@ pytest.importorskip("trl")
 pytest.importorskip("sentence_transformers")
 pytestmark = pytest.mark.distributed
 Reports = list[dict[str, Any]]
-NAMES = [
-    "seq2seq", "sft", "sft, LoRA", "dpo", "dpo, LoRA", "pairs", "triplets", "pairs, LoRA",
-]  # fmt: skip
+FEW = ["sft", "dpo, LoRA", "triplets"]
+OTHERS = ["seq2seq", "sft, LoRA", "dpo", "pairs", "pairs, LoRA"]
+NAMES = [*FEW, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)]
 
 
 @pytest.fixture(scope="module")
-def reports(tmp_path_factory: pytest.TempPathFactory) -> Reports:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("frameworks")
     sentence_encoder(folder / "encoder")  # before ranks read it
-    return launch("frameworks_worker.py", folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def few(folder: Path) -> Reports:
+    return launch("frameworks_worker.py", folder, *FEW)
+
+
+@pytest.fixture(scope="module")
+def others(folder: Path) -> Reports:
+    return launch("frameworks_worker.py", folder, *OTHERS)
+
+
+@pytest.fixture
+def reports(name: str, request: pytest.FixtureRequest) -> Reports:
+    found: Reports = request.getfixturevalue("few" if name in FEW else "others")
+    return found
 
 
 @pytest.mark.parametrize("name", NAMES)

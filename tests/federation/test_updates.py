@@ -137,6 +137,13 @@ def test_soteria_needs_one_representation() -> None:
         protect_update(model, order, "soteria", learning_rate=RATE)
 
 
+def test_samples_of_several_steps_are_not_clipped_apart() -> None:
+    model, order = task()
+    defense = make_defense("dp_sgd", per_sample=True, clip=0.1, noise_multiplier=1.0)
+    with pytest.raises(NotImplementedError, match="dp_sgd without per_sample"):
+        protect_update(model, order, defense, learning_rate=RATE)
+
+
 def test_checkpointed_layers_are_not_differentiated_twice() -> None:
     """First-order defenses work, and are right; the others are refused with the way out."""
     model, order = task()

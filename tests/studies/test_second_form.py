@@ -24,7 +24,7 @@ def test_second_form(encoder: Path, folder: Path, quick, tmp_path: Path) -> None
     data = ("--model", encoder, "--data_dir", folder, "--models", tmp_path / "models")
     study = quick("refiner", "second_form", *data, output=tmp_path / "second_form")
     found = study.figures
-    assert list(found) == ["none", "a factor by sample, 16 samples", "pruning 0.99, feedback"]
+    assert list(found) == ["none", "a factor by sample, 2 steps", "pruning 0.99, feedback"]
     plain = found["none"]["read"]["0"]
     assert plain["cosine"] == [pytest.approx(1, abs=1e-3)]
     assert plain["rank"] == [0]

@@ -39,6 +39,8 @@ ONCE = ("optimal_noise", "seq2seq"), ("optimal_pruning", "sft"), ("optimal_dp_sg
 FAMILIES = [
     *ONCE, ("gaussian_noise", "triplets"), ("laplace_noise", "sft"), ("dp_sgd", "triplets"),
     ("pruning", "dpo, LoRA"), ("quantization", "triplets"), ("optimal_noise", "triplets"),
+    pytest.param("refiner", "triplets", marks=pytest.mark.slow),
+    pytest.param("refiner", "sft", marks=pytest.mark.slow),
     ("optimal_noise", "dpo, LoRA"), ("optimal_noise", "sft"),
 ]  # fmt: skip
 
@@ -53,17 +55,9 @@ def test_every_family_of_defense_protects(
     assert entry["grad_norm"] > 0
 
 
-REFUSED = {
-    "soteria": ("sft", r"no representation to weigh.*optimal_pruning"),
-    "refiner": ("triplets", r"No evaluation network fits.*public_text"),
-}
-
-
-@pytest.mark.parametrize("defense", REFUSED)
-def test_what_cannot_protect_says_why(tmp_path: Path, folder: Path, defense: str) -> None:
-    name, says = REFUSED[defense]
-    with pytest.raises(ValueError, match=f"(?s){says}"):
-        named(name, folder).run(tmp_path, {"defense": defense})
+def test_what_cannot_protect_says_why(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"(?s)no representation to weigh.*optimal_pruning"):
+        sft().run(tmp_path, {"defense": "soteria"})
 
 
 def test_figures_that_a_trainer_logs_are_of_the_batch_alone(tmp_path: Path) -> None:

@@ -39,8 +39,8 @@ class Ranked(Reconstruction):
 
     Example:
         >>> found = Candidates(["a fine film", "a dull plot"])(seen)
-        >>> found.scores.shape, found.ranking.sort().values.tolist(), found.text[0] in texts
-        (torch.Size([2]), [0, 1], True)
+        >>> found.scores.shape, found.ranking.sort().values.tolist()
+        (torch.Size([2]), [0, 1])
     """
 
     scores: Tensor = field(default_factory=lambda: torch.empty(0))
@@ -73,6 +73,7 @@ class Candidates(Attack):
         vectorized: Evaluate several candidates in one pass, where the model allows it.
 
     Example:
+        >>> from hf_gradguard.attacks import make_attack
         >>> found = make_attack("candidates", candidates=["a fine film", "a dull plot"])(seen)
         >>> found.posterior.sum() > 1.99  # of two candidates two are in it
         tensor(True)

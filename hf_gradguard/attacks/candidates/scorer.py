@@ -51,8 +51,10 @@ class Scorer:
         seen, batches = observations[0], entries.batches
         draws = attack.draws if has_draws(seen.model, batches[0]) else 1
         seeds = torch.randint(2**31, (draws,), generator=generator, device=generator.device)
-        self.many = ManyGradients(
-            seen.model, self.names, seeds.tolist(), vectorized=attack.vectorized
+        self.many = (
+            seen.local.many(seen.model, self.names, seeds.tolist())
+            if seen.local is not None and seen.batch_size == 1  # of several, to first order
+            else ManyGradients(seen.model, self.names, seeds.tolist(), vectorized=attack.vectorized)
         )
         self.spread = self.many.spread(batches[:: max(1, len(batches) // _SPREAD_OF)][:_SPREAD_OF])
         self.spread = {name: (1 + 1 / draws) * value for name, value in self.spread.items()}

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from ..base import Attack, Reconstruction, as_text
-from ..observation import Observation
+from ..observation import Observation, special_frame
 from .completion import complete
-from .layer_inputs import Readers, find_readers
+from .layer_inputs import Readers, find_readers, is_encoder_decoder
 from .ordering import extend
 from .places import fill, heard_positions, largest_rank, places_to_search
 from .ranking import Search, vectors
@@ -39,12 +39,12 @@ class Span(Attack):
     """Rank every vocabulary token at every position by its distance from the span of the first
     layer's gradients.
 
-    Encoders give each position's tokens; a batch's are put into sentences by the gradients behind
-    the attention, as far as those decide it. Where blocks share their weights (ALBERT) nothing
-    decides it: a position's tokens go to the sentences by their ids. Decoders give whole sentences,
-    extended token by token: what the layers behind the attention read for the last token of a right
-    prefix lies in the span of their gradients. Encoders without absolute positions give a bag of
-    tokens, the surest first.
+    Encoders give each position's tokens. Which of a batch's sentences a token is of, and the order
+    where positions are relative, are looked for by the gradients behind the attention; where none
+    was shared, or it tells nothing, `undecided` says so. Decoders give whole sentences, extended
+    token by token: what the layers behind the attention read for the last token of a right prefix
+    lies in the span of their gradients. Of the candidates those are taken that together leave the
+    least of that span unexplained.
 
     The attack needs fewer tokens in the batch than the layer is wide, or than LoRA matrices of the
     block have rows. The last token of a causal language model's text is not in any gradient but the
@@ -88,13 +88,15 @@ class Span(Attack):
         start = time.perf_counter()
         groups = find_readers(seen)
         first = _first(groups)
-        behind = _behind(groups, first)
+        behind = _behind(seen, groups, first)
         heard = heard_positions(seen)
         known = seen.known_ids().masked_fill(~heard, -1)
         wanted = heard & (known < 0)
         space = self.row_space(seen, first, largest_rank(known, wanted, first.positional))
         places = places_to_search(wanted, first.positional)
         found = Search(seen, first, space, *places, known).nearest(self.shortlist, self.threshold)
+        found = _without_frame(seen, found)
+        undecided = ""
         if behind and behind[0].mixing == "causal":
             widest = max(behind, key=lambda g: g.size)
             view = View(widest, self.row_space(seen, widest, int(heard.sum())))
@@ -102,8 +104,12 @@ class Span(Attack):
         else:
             views = self._views(seen, behind, heard)
             rows = fill(wanted, known, found, first.positional, decided=bool(views))
-            if first.positional and seen.batch_size > 1 and views:
-                rows = assemble(seen, views, heard, known, found)
+            if views and (seen.batch_size > 1 or not first.positional):
+                if not first.positional:
+                    found = dict.fromkeys(range(seen.input_shape[1]), found.get(0, []))
+                rows = assemble(seen, views, heard, known, found, rows, View(first, space))
+            else:
+                undecided = _undecided(seen, first)
         ids = [row[present].tolist() for row, present in zip(rows, seen.tokens, strict=True)]
         return Reconstruction(
             token_ids=ids,
@@ -111,6 +117,7 @@ class Span(Attack):
             labels=seen.labels,
             objective=_objective(seen, first, space, rows),
             seconds=time.perf_counter() - start,
+            undecided=undecided,
         )
 
     def _views(self, seen: Observation, behind: list[Readers], heard: Tensor) -> list[View]:
@@ -119,7 +126,7 @@ class Span(Attack):
         for readers in behind:
             rank = len(heard) if readers.pooled else int(heard.sum()) * readers.calls
             view = View(readers, self.row_space(seen, readers, rank))
-            if rank <= readers.size[0] and view.tells:
+            if rank < readers.size[0] and view.tells:
                 views.append(view)
         return views[:VIEWS] + [v for v in views[VIEWS:] if v.readers.pooled]
 
@@ -151,13 +158,37 @@ def _first(groups: list[Readers]) -> Readers:
     return max(unmixed, key=lambda g: (-g.calls, g.size))
 
 
-def _behind(groups: list[Readers], first: Readers) -> list[Readers]:
+def _behind(seen: Observation, groups: list[Readers], first: Readers) -> list[Readers]:
     """The readers of mixed inputs from after the first to its like in the next block, and those of
     whole texts behind the last.
     """
     behind = [g for g in groups[groups.index(first) + 1 :] if g.mixing != "none"]
     last = next((i for i, g in enumerate(behind) if g.calls == 1 and g.like(first)), len(behind))
-    return behind[: last + 1] + [g for g in behind[last + 1 :] if g.pooled]
+    # An encoder-decoder's output is read where its text ends, which is nowhere in wrong ones.
+    pooled = [] if is_encoder_decoder(seen.model) else [g for g in behind if g.pooled]
+    return [g for g in behind[: last + 1] if not g.pooled] + pooled
+
+
+def _without_frame(seen: Observation, found: dict[int, list[int]]) -> dict[int, list[int]]:
+    """Where lengths are known, the special tokens around a text stand at their places alone."""
+    if seen.tokenizer is None or seen.attention_mask is None:
+        return found
+    before, after = special_frame(seen.tokenizer)
+    frame = {*before, *after, seen.tokenizer.pad_token_id}
+    return {place: [t for t in tokens if t not in frame] for place, tokens in found.items()}
+
+
+def _undecided(seen: Observation, first: Readers) -> str:
+    """What is left open where no gradient behind the attention tells a right text from others."""
+    open_ = [
+        part
+        for part, holds in (
+            ("in which order the tokens were", not first.positional),
+            ("of which sentence a token is", seen.batch_size > 1),
+        )
+        if holds
+    ]
+    return f"No gradient behind the first attention tells {' nor '.join(open_)}." if open_ else ""
 
 
 def _variances(seen: Observation, readers: Readers) -> list[Tensor] | None:

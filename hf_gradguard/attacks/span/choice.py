@@ -34,7 +34,7 @@ def choose(
         >>> from hf_gradguard.attacks.span.subspace import row_space
         >>> mixed = next(r for r in find_readers(seen) if r.mixing == "full")
         >>> view = View(mixed, row_space(mixed.gradients(seen), None, rank=13))
-        >>> right = [tuple(row[row > 0].tolist()) for row in ids]
+        >>> right = [tuple(row[row > 0].tolist()) for row in batch["input_ids"]]
         >>> found = choose(seen, [view], [dict.fromkeys(right, 0.0)] * 2)
         >>> sorted(found) == sorted(right)
         True

@@ -190,6 +190,16 @@ def is_causal_lm(model: nn.Module) -> bool:
     return _name(model) in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
 
 
+def is_encoder_decoder(model: nn.Module) -> bool:
+    """Whether a decoder reads what an encoder made of the text.
+
+    Example:
+        >>> is_encoder_decoder(model)
+        False
+    """
+    return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
+
+
 class _Stop(Exception):
     """Ends a forward pass whose rest is not needed."""
 
@@ -228,9 +238,8 @@ def _closing(seen: Observation) -> list[int]:
     """What a made-up text must end with for the model to run to its end: classifiers of
     encoder-decoders read their output at the end-of-sequence token.
     """
-    config = getattr(seen.model, "config", None)
-    end = getattr(config, "eos_token_id", None)
-    return [int(end)] if getattr(config, "is_encoder_decoder", False) and end is not None else []
+    end = getattr(getattr(seen.model, "config", None), "eos_token_id", None)
+    return [int(end)] if is_encoder_decoder(seen.model) and end is not None else []
 
 
 def _all_inputs(

@@ -72,8 +72,9 @@ class Search:
             raise ValueError(
                 f"The gradients of {', '.join(self.readers.names)} span all "
                 f"{len(self.space.columns)} dimensions of their inputs, so that every token lies "
-                "in the span. span needs fewer tokens in a batch than the layer is wide (if there "
-                "are: give attention_mask, or the true T). Attack by gradient matching, e.g. tag."
+                "in the span. span needs fewer tokens in a batch than the layer is wide, of LoRA "
+                "fewer than its rank before the first step (if there are: give attention_mask, or "
+                "the true T). Attack by gradient matching, e.g. tag."
             )
         scores, ids = self._ranked(directions, trust, shortlist)
         if threshold is not None:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..observation import Observation
 from .choice import Text, choose
-from .views import View, outside
+from .views import Explained, View, outside, vectors_of
 
 SWEEPS, ROUNDS = 40, 4
 NEAR = 1e-4  # a position's squared distance that only right texts have, if there is no noise
@@ -28,6 +28,8 @@ def assemble(
     heard: Tensor,
     known: Tensor,
     found: dict[int, list[int]],
+    filled: Tensor,
+    first: View,
 ) -> Tensor:
     """An encoder's sentences.
 
@@ -36,6 +38,9 @@ def assemble(
         heard: `(B, T)`, true at tokens.
         known: `(B, T)` known ids, -1 elsewhere.
         found: Candidates by position, the best first.
+        filled: `(B, T)` the surest tokens of every position, in no order.
+        first: The layers in front of the attention: their span is explained by tokens at their
+            places, whatever stands beside them.
 
     Returns:
         `(B, T)` ids, -1 where nothing was looked for or found.
@@ -48,7 +53,7 @@ def assemble(
         >>> ids, heard = batch["input_ids"], batch["attention_mask"].bool()
         >>> known = ids.masked_fill((ids > 4) & heard, -1)
         >>> found = {place: ids[:, place].tolist() for place in range(1, 7)}
-        >>> rows = assemble(seen, views, heard, known, found)
+        >>> rows = assemble(seen, views, heard, known, found, ids, views[0])
         >>> sorted(rows.tolist()) == sorted(ids.tolist())
         True
     """
@@ -56,14 +61,94 @@ def assemble(
     for index, (present, given) in enumerate(zip(heard.tolist(), known.tolist(), strict=True)):
         patterns.setdefault((tuple(present), tuple(given)), []).append(index)
     pools: list[dict[Text, float]] = [{} for _ in heard]
+    surest = len(heard) if first.readers.positional else max(map(len, found.values()), default=0)
     left = {(place, token) for place, tokens in found.items() for token in tokens}
     for (present, given), indices in patterns.items():
-        pool = _Descent(seen, views, present, given, found, len(heard)).sentences(left, len(indices))
+        pool = _Descent(seen, views, present, given, found, surest).sentences(left, len(indices))
         for index in indices:
             pools[index] = pool
     rows = known.clone()
-    for index, text in enumerate(choose(seen, views, pools)):
+    for index, text in enumerate(choose(seen, [first, *views], pools)):
         rows[index, heard[index]] = torch.tensor(text, dtype=torch.long, device=rows.device)
+    near = len(rows[outside(seen, views, rows, heard) < NEAR * heard.sum(1)].unique(dim=0))
+    if near == len(rows):
+        return rows
+    # Noise, or a text that was not found: all tokens of a place are used before nearer texts are,
+    # but for those that are as near as only right ones are.
+    others = exchange(seen, views, heard, known < 0, filled)
+    far = outside(seen, views, others, heard)
+    if first.readers.positional and int((far < NEAR * heard.sum(1)).sum()) >= near:
+        return others
+    return min((others, rows), key=lambda each: misfit(seen, views, heard, each))
+
+
+def misfit(seen: Observation, views: Sequence[View], heard: Tensor, rows: Tensor) -> float:
+    """What texts `(B, T)` leave outside the views' spans, and unexplained of them; in dimensions.
+
+    Example:
+        >>> from hf_gradguard.attacks.span.layer_inputs import find_readers
+        >>> from hf_gradguard.attacks.span.subspace import row_space
+        >>> mixed = next(r for r in find_readers(seen) if r.mixing == "full")
+        >>> views = [View(mixed, row_space(mixed.gradients(seen), None, rank=13))]
+        >>> heard = batch["attention_mask"].bool()
+        >>> misfit(seen, views, heard, batch["input_ids"]) < 1e-6
+        True
+    """
+    explained = Explained(views)
+    ids = rows.clamp(min=0)
+    texts = [row[present].tolist() for row, present in zip(ids, heard, strict=True)]
+    for vectors in vectors_of(seen, views, texts):
+        explained.take(vectors)
+    return float(outside(seen, views, rows, heard).sum()) + explained.left
+
+
+def exchange(
+    seen: Observation, views: Sequence[View], heard: Tensor, wanted: Tensor, rows: Tensor
+) -> Tensor:
+    """Swap tokens at a position between sentences while they get nearer the views' spans.
+
+    Args:
+        views: Layers whose input depends on the whole sentence.
+        heard: `(B, T)`, true at tokens.
+        wanted: `(B, T)`, true where ids are not known beforehand.
+        rows: `(B, T)` ids to start from.
+
+    Returns:
+        `(B, T)` ids.
+
+    Example:
+        >>> from hf_gradguard.attacks.span.layer_inputs import find_readers
+        >>> from hf_gradguard.attacks.span.subspace import row_space
+        >>> mixed = [readers for readers in find_readers(seen) if readers.mixing == "full"][:2]
+        >>> views = [View(r, row_space(r.gradients(seen), None, rank=13)) for r in mixed]
+        >>> ids, heard = batch["input_ids"], batch["attention_mask"].bool()
+        >>> swapped = ids.clone()
+        >>> swapped[:, 1] = ids[:, 1].flip(0)  # the first word of the other sentence
+        >>> torch.equal(exchange(seen, views, heard, heard, swapped), ids)
+        True
+    """
+    rows = rows.clone()
+    current = outside(seen, views, rows, heard)
+    for _ in range(SWEEPS // 5):
+        changed = False
+        for place in range(rows.shape[1]):
+            there = wanted[:, place].nonzero().flatten().tolist()
+            found = [
+                (i, j) for i in there for j in there if i < j and rows[i, place] != rows[j, place]
+            ]
+            if not found:
+                continue
+            pairs = torch.tensor(found, device=rows.device)
+            swapped = rows[pairs]  # (pairs, 2, T)
+            swapped[:, :, place] = rows[pairs.flip(1), place]
+            new = outside(seen, views, swapped.flatten(0, 1), heard[pairs].flatten(0, 1))
+            gains = (current[pairs] - new.view(-1, 2)).sum(1)
+            best = int(gains.argmax())
+            if gains[best] > 1e-9 * current.sum():
+                rows[pairs[best]], current[pairs[best]] = swapped[best], new.view(-1, 2)[best]
+                changed = True
+        if not changed:
+            break
     return rows
 
 
@@ -77,9 +162,9 @@ class _Descent:
         present: tuple[bool, ...],
         given: Text,
         found: dict[int, list[int]],
-        rows: int,
+        surest: int,
     ) -> None:
-        self.seen, self.views, self.rows = seen, views, rows
+        self.seen, self.views, self.surest = seen, views, surest
         self.mask = torch.tensor(present, device=seen.device)
         self.given = torch.tensor(given, device=seen.device)
         self.tokens = {
@@ -96,19 +181,19 @@ class _Descent:
             count: How many are looked for.
         """
         pool: dict[Text, float] = {}
-        for _ in range(ROUNDS if self.tokens else 1):
-            rows, far = self.descend(*self._starts(left), count)
+        near = NEAR * int(self.mask.sum())
+        for turn in range(ROUNDS if self.tokens else 1):
+            rows, far = self.descend(*self._starts(left, turn), count if turn == 0 else None)
             for row, distance in zip(rows, far.tolist(), strict=True):
                 text = tuple(row[self.mask].tolist())
                 pool[text] = min(distance, pool.get(text, distance))
-            near = far.argsort()[:count].tolist()
-            used = {(place, int(rows[i, place])) for i in near for place in self.tokens}
-            left -= used
-            if sorted(pool.values())[count - 1 : count] < [NEAR * int(self.mask.sum())]:
+                if distance < near:
+                    left -= {(place, int(row[place])) for place in self.tokens}
+            if sum(distance < near for distance in pool.values()) >= count:
                 break
         return pool
 
-    def _starts(self, left: set[tuple[int, int]]) -> tuple[Tensor, int]:
+    def _starts(self, left: set[tuple[int, int]], turn: int) -> tuple[Tensor, int]:
         """`(S, T)` texts to start from: one for each token that is left over at the place that has
         the fewest to choose from; and that place.
         """
@@ -123,22 +208,26 @@ class _Descent:
         starts = row.repeat(len(over[anchor]), 1)
         for place, tokens in over.items():
             starts[:, place] = torch.tensor(
-                [tokens[i % len(tokens)] for i in range(len(starts))], device=row.device
+                [tokens[(i + turn * place) % len(tokens)] for i in range(len(starts))],
+                device=row.device,
             )
+        starts[:, anchor] = torch.tensor(over[anchor], device=row.device)
         return starts, anchor
 
-    def descend(self, rows: Tensor, anchor: int, count: int) -> tuple[Tensor, Tensor]:
+    def descend(self, rows: Tensor, anchor: int, count: int | None) -> tuple[Tensor, Tensor]:
         """Take at every place the token that brings the text nearest, and exchange those of two
         places, until nothing does.
 
         First by the attention's output and among the surest tokens alone, the anchor kept. Where
         word and position add up, that tells which tokens are of a sentence and not their order:
-        what is behind it does, which has no need of the starts that stayed far.
+        what is behind it does, which has no need of the starts that stayed far, but for `count`.
         """
-        best = outside(self.seen, self.views[:1], rows, self.mask.expand_as(rows))
-        few = {p: tokens[: self.rows] for p, tokens in self.tokens.items() if p != anchor}
-        rows, best = self._settle(rows.clone(), best, self.views[:1], few)
-        rows = rows[best.argsort()[: count + 1]].unique(dim=0)
+        rows = rows.clone()
+        if count is not None:
+            best = outside(self.seen, self.views[:1], rows, self.mask.expand_as(rows))
+            few = {p: tokens[: self.surest] for p, tokens in self.tokens.items() if p != anchor}
+            rows, best = self._settle(rows, best, self.views[:1], few)
+            rows = rows[best.argsort()[: count + 1]].unique(dim=0)
         best = outside(self.seen, self.views, rows, self.mask.expand_as(rows))
         return self._settle(rows, best, self.views, self.tokens)
 
@@ -153,19 +242,26 @@ class _Descent:
                     tried[:, :, place] = tokens
                     self._improve(rows, best, tried, views)
             if torch.equal(rows, before) and len(views) == len(self.views):
-                self._exchange(rows, best)
+                self._reorder(rows, best)
             if torch.equal(rows, before):
                 break
         return rows, best
 
-    def _exchange(self, rows: Tensor, best: Tensor) -> None:
-        """The best exchange of two places' tokens in each text, if it brings the text nearer."""
+    def _reorder(self, rows: Tensor, best: Tensor) -> None:
+        """The best exchange of two places' tokens in each text, or move of one to another place, if
+        it brings the text nearer.
+        """
         places = list(self.tokens)
-        pairs = [(p, q) for i, p in enumerate(places) for q in places[i + 1 :]]
-        if pairs:
-            tried = rows[:, None].repeat(1, len(pairs), 1)
-            for index, (p, q) in enumerate(pairs):
-                tried[:, index, p], tried[:, index, q] = rows[:, q], rows[:, p]
+        orders = []
+        for i in range(len(places)):
+            for j in range(len(places)):
+                exchanged, moved = list(places), list(places)
+                exchanged[i], exchanged[j] = places[j], places[i]
+                moved.insert(j, moved.pop(i))
+                orders += [exchanged] * (i < j) + [moved] * (abs(i - j) > 1)
+        if orders:
+            tried = rows[:, None].repeat(1, len(orders), 1)
+            tried[:, :, places] = rows[:, torch.tensor(orders, device=rows.device)]
             self._improve(rows, best, tried, self.views)
 
     def _improve(self, rows: Tensor, best: Tensor, tried: Tensor, views: Sequence[View]) -> None:

@@ -103,7 +103,7 @@ class Explained:
         >>> from hf_gradguard.attacks.span.subspace import row_space
         >>> mixed = next(r for r in find_readers(seen) if r.mixing == "full")
         >>> view = View(mixed, row_space(mixed.gradients(seen), None, rank=13))
-        >>> texts = [row[m].tolist() for row, m in zip(ids, ids > 0, strict=True)]
+        >>> texts = [row[row > 0].tolist() for row in batch["input_ids"]]
         >>> explained = Explained([view])
         >>> for vectors in vectors_of(seen, [view], texts):
         ...     explained.take(vectors)

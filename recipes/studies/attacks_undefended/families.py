@@ -95,9 +95,7 @@ def observe(
     return seen, [row[:count] for row, count in zip(ids, heard, strict=True)]
 
 
-def aligned(
-    found: list[list[int]], truth: list[list[int]]
-) -> list[tuple[list[int], list[int]]]:
+def aligned(found: list[list[int]], truth: list[list[int]]) -> list[tuple[list[int], list[int]]]:
     """Each true text with the found one that is nearest to it, of those that are left: a gradient
     does not say in which order the texts were.
     """

@@ -90,4 +90,8 @@ def config(family: str, tokenizer, **settings: Any) -> Any:
 
 def build(family: str, task: str, tokenizer, **settings: Any) -> nn.Module:
     """A random model, from the global generator, without dropout."""
-    return KINDS[task].from_config(config(family, tokenizer, **settings)).eval()
+    return (
+        KINDS[task]
+        .from_config(config(family, tokenizer, **settings), trust_remote_code=False)
+        .eval()
+    )

@@ -118,14 +118,17 @@ EACH = COSINE | {"factors": "parameter"}
 FEEDBACK, NO_FEEDBACK = {"error_feedback": True}, {"error_feedback": False}
 SECOND_FORM: dict[str, tuple[str, dict, float]] = {  # the most telling first
     "none": ("none", {}, 2e-4),
-    "a factor by sample, 16 samples": (
+    "a factor by sample, 2 steps": (
+        "refiner", COSINE | FEEDBACK | {"samples": 16, "iterations": 2}, 2e-4,
+    ),
+    "a factor by sample, no step": (
         "refiner", COSINE | FEEDBACK | {"samples": 16, "iterations": 0}, 2e-4,
     ),
     "a factor by sample and parameter": (
         "refiner", EACH | FEEDBACK | {"samples": 16, "iterations": 0}, 2e-4,
     ),
-    "without feedback": (
-        "refiner", COSINE | NO_FEEDBACK | {"samples": 16, "iterations": 0}, 2e-4,
+    "2 steps, without feedback": (
+        "refiner", COSINE | NO_FEEDBACK | {"samples": 16, "iterations": 2}, 2e-4,
     ),
     "64 samples": ("refiner", COSINE | FEEDBACK | {"samples": 64, "iterations": 0}, 2e-4),
     "uniform noise of 20": ("gaussian_noise", {"relative_scale": 20.0}, 3.2e-3),
@@ -134,7 +137,6 @@ SECOND_FORM: dict[str, tuple[str, dict, float]] = {  # the most telling first
         "refiner", ONE | NO_FEEDBACK | {"samples": 16, "iterations": 4}, 2e-4,
     ),
     "one factor, no step": ("refiner", ONE | FEEDBACK | {"samples": 16, "iterations": 0}, 2e-4),
-    "16 samples, 2 steps": ("refiner", COSINE | FEEDBACK | {"samples": 16, "iterations": 2}, 2e-4),
     "4 samples": ("refiner", COSINE | FEEDBACK | {"samples": 4, "iterations": 0}, 2e-4),
     "16 samples, rate 4e-4": (
         "refiner", COSINE | FEEDBACK | {"samples": 16, "iterations": 0}, 4e-4,
@@ -149,6 +151,6 @@ SECOND_FORM: dict[str, tuple[str, dict, float]] = {  # the most telling first
         "optimal_pruning", {"ratio": 0.9, "shape": "own"} | FEEDBACK, 2e-4,
     ),
 }  # fmt: skip
-QUICK_SECOND = ("none", "a factor by sample, 16 samples", "pruning 0.99, feedback")
+QUICK_SECOND = ("none", "a factor by sample, 2 steps", "pruning 0.99, feedback")
 SECOND_SIZES, SECOND_SEEDS = {"steps": 200, "batch": 16}, 3
 SENTENCES_READ, CANDIDATES = 8, 64
