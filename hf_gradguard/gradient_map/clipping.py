@@ -20,6 +20,7 @@ from transformers.utils import logging
 from .candidates import differentiate
 from .domain import count_rows
 from .listening import NotApartError, listen
+from .shares import Share
 
 if TYPE_CHECKING:
     from .map import GradientMap, Tensors
@@ -48,10 +49,13 @@ class Plan(NamedTuple):
     Args:
         rules: Which of `_RULES` give the weights w_b; all of them agreed so far.
         reason: Why samples are differentiated one by one; empty if together.
+        modules: Those that ran in the trial. Others (an expert that no token was routed to) were
+            not tried.
     """
 
     rules: tuple[str, ...]
     reason: str = ""
+    modules: frozenset[str] = frozenset()
 
 
 _PLANS: WeakKeyDictionary[nn.Module, dict[object, Plan]] = WeakKeyDictionary()
@@ -104,15 +108,21 @@ def clipped_sum(gmap: GradientMap, clip: float) -> ClippedSum:
         return _one_by_one(gmap, samples, clip)
     with gmap.replay.run():
         shares = listen(gmap, gmap.batch, samples)
+    if shares.keys() - plan.modules:
+        return _one_by_one(gmap, samples, clip)
     counts = weights > 0
     inverse = torch.where(counts, 1 / weights, 0.0)
-    norms = inverse * torch.stack([share.squares() for share in shares]).sum(0).sqrt()
+    norms = inverse * _norms(shares)
     return ClippedSum(_total(gmap, shares, inverse * _factors(norms, clip)), norms)
 
 
-def _total(gmap: GradientMap, shares: Any, factors: Tensor) -> Tensors:
+def _norms(shares: Mapping[str, Share]) -> Tensor:
+    return torch.stack([share.squares() for share in shares.values()]).sum(0).sqrt()
+
+
+def _total(gmap: GradientMap, shares: Mapping[str, Share], factors: Tensor) -> Tensors:
     found: Tensors = {}
-    for share in shares:
+    for share in shares.values():
         for name, tensor in share.total(factors).items():
             found[name] = tensor
     for name, parameter in gmap.parameters.items():
@@ -163,14 +173,13 @@ def _gradient(gmap: GradientMap, batch: Mapping[str, Any]) -> Tensors:
 
 
 def _items(batch: Mapping[str, Any], shifted: bool) -> Tensor:
-    """How many labels of each row count, `(B,)`; ones where labels are not of tokens."""
+    """How many labels of each row count, `(B,)`; ones where there are none."""
     labels = batch.get("shift_labels", batch.get("labels"))
-    whole = isinstance(labels, Tensor) and not labels.is_floating_point()
-    if not whole or labels.dim() < 2:
+    if not isinstance(labels, Tensor) or labels.is_floating_point() or not labels.dim():
         return torch.ones(count_rows(batch))
-    if shifted and "shift_labels" not in batch:
+    if labels.dim() > 1 and shifted and "shift_labels" not in batch:
         labels = labels[..., 1:]
-    return labels.ne(-100).flatten(1).sum(1).float()
+    return labels.ne(-100).reshape(len(labels), -1).sum(1).float()
 
 
 def _weights(rule: str, batch: Mapping[str, Any]) -> Tensor:
@@ -223,7 +232,7 @@ def _try_out(gmap: GradientMap, samples: int, rules: tuple[str, ...]) -> Plan:
         whole = _gradient(gmap, batch)
         single = [_gradient(gmap, _rows(gmap.batch, [row], samples)) for row in chosen]
         size = sum(float(_norm(each)) for each in single) / len(chosen)
-        tolerance = size * (0.1 if _coarse(gmap) else 1e-3) + 1e-30
+        tolerance = size * _tolerance(gmap) + 1e-30
         fitting = []
         for rule in rules:
             weights = _weights(rule, batch)
@@ -240,33 +249,36 @@ def _try_out(gmap: GradientMap, samples: int, rules: tuple[str, ...]) -> Plan:
                 "so that no sample has a gradient of its own to clip. Use a loss that is a mean "
                 "over rows or tokens, or dp_sgd without per_sample."
             )
-        reason = _why_not_together(gmap, batch, single, _weights(fitting[0], batch), tolerance)
-    return Plan(tuple(fitting), reason)
+        weights = _weights(fitting[0], batch)
+        try:
+            shares = listen(gmap, batch, len(chosen))
+            reason = _wrong(gmap, shares, single, weights, tolerance)
+        except NotApartError as error:
+            return Plan(tuple(fitting), str(error))
+        except RuntimeError as error:  # a module that takes no copies, or is not vectorized
+            why = str(error).splitlines()[0]
+            return Plan(tuple(fitting), f"a module is not differentiated by rows ({why})")
+    return Plan(tuple(fitting), reason, frozenset(shares))
 
 
-def _why_not_together(
-    gmap: GradientMap, batch: Mapping[str, Any], single: list[Tensors], weights: Tensor,
+def _wrong(
+    gmap: GradientMap,
+    shares: Mapping[str, Share],
+    single: list[Tensors],
+    weights: Tensor,
     tolerance: float,
-) -> str:  # fmt: skip
-    """Nothing if one pass gives each sample's gradient."""
-    count = len(single)
-    try:
-        shares = listen(gmap, batch, count)
-        device = next(iter(gmap.parameters.values())).device
-        norms = torch.stack([share.squares() for share in shares]).sum(0).sqrt().cpu()
-        for row, (each, weight) in enumerate(zip(single, weights, strict=True)):
-            alone = torch.zeros(count, dtype=torch.float64, device=device)
-            alone[row] = 1
-            found = _total(gmap, shares, alone)
-            off = {name: found[name] - float(weight) * g for name, g in each.items()}
-            wrong = abs(float(norms[row]) - float(weight) * float(_norm(each)))
-            if max(float(_norm(off)), wrong) > tolerance * float(weights.max()):
-                worst = max(off, key=lambda name: float(off[name].norm()))
-                return f"samples cannot be told apart in {worst}"
-    except NotApartError as error:
-        return str(error)
-    except RuntimeError as error:  # a module that takes no copies, or is not vectorized
-        return f"one of its modules is not differentiated by rows ({str(error).splitlines()[0]})"
+) -> str:
+    """Where samples' shares are not what they are by themselves; nothing if they are."""
+    norms = _norms(shares)
+    for row, (each, weight) in enumerate(zip(single, weights.tolist(), strict=True)):
+        alone = torch.zeros_like(norms)
+        alone[row] = 1
+        found = _total(gmap, shares, alone)
+        off = {name: found[name] - weight * g for name, g in each.items()}
+        wrong = abs(float(norms[row]) - weight * float(_norm(each)))
+        if max(float(_norm(off)), wrong) > tolerance * float(weights.max()):
+            worst = max(off, key=lambda name: float(off[name].norm()))
+            return f"samples cannot be told apart in {worst}"
     return ""
 
 
@@ -312,9 +324,12 @@ def _rows(batch: Mapping[str, Any], rows: list[int], samples: int) -> dict[str, 
     return found
 
 
-def _coarse(gmap: GradientMap) -> bool:
-    return any(torch.finfo(p.dtype).bits < 32 for p in gmap.model.parameters()
-               if p.is_floating_point())  # fmt: skip
+def _tolerance(gmap: GradientMap) -> float:
+    """Of comparisons, by what arithmetic can tell: half precision, and a GPU's TF32."""
+    parameters = [p for p in gmap.model.parameters() if p.is_floating_point()]
+    if any(torch.finfo(p.dtype).bits < 32 for p in parameters):
+        return 0.1
+    return 1e-4 if all(p.device.type == "cpu" for p in parameters) else 2e-3
 
 
 def _code(loss_fn: Any) -> object:

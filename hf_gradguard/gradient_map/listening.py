@@ -92,8 +92,8 @@ class Listener:
             for name, parameters in kept.items():
                 self._modules[name]._parameters.update(parameters)
 
-    def shares(self, loss: Tensor) -> list[Share]:
-        """What samples add, after one backward pass.
+    def shares(self, loss: Tensor) -> dict[str, Share]:
+        """What samples add, after one backward pass, by modules and copied parameters.
 
         Raises:
             NotApartError: With the module in which samples are not rows.
@@ -102,16 +102,16 @@ class Listener:
         copies = [copy for copies in self._copies.values() for copy in copies]
         heard: list[Any] = [*edges, *copies]
         slopes = list(torch.autograd.grad(loss, heard, allow_unused=True))
-        found: list[Share] = []
+        found: dict[str, Share] = {}
         for name, calls in self._calls.items():
             given = [(call, slopes.pop(0)) for call in calls]
             reached = [(call, slope) for call, slope in given if slope is not None]
             if reached:
-                found.append(self._share(name, reached))
+                found[name] = self._share(name, reached)
         for name, several in self._copies.items():
             parts = [slope for slope in (slopes.pop(0) for _ in several) if slope is not None]
             if parts:
-                found.append(self._of_copies(name, torch.stack(parts).sum(0)))
+                found[name] = self._of_copies(name, torch.stack(parts).sum(0))
         return found
 
     def _share(self, name: str, calls: list[tuple[_Call, Tensor]]) -> Share:
@@ -135,7 +135,8 @@ class Listener:
             tensors = [arg for arg in (*call.args, slope) if isinstance(arg, Tensor)]
             if any(not arg.dim() or len(arg) != self.samples for arg in tensors):
                 raise NotApartError(f"samples are no rows of what enters {name}")
-        return of_module(module, own, [(call.args, _wide(slope)) for call, slope in calls])
+        wide = [(tuple(map(_wide, call.args)), _wide(slope)) for call, slope in calls]
+        return of_module(module, own, wide)
 
     def _of_table(
         self, name: str, module: nn.Embedding, calls: list[tuple[_Call, Tensor]]
@@ -210,11 +211,14 @@ class Listener:
         raise NotApartError(f"{name} is held by a module with parts")
 
 
-def _wide(tensor: Tensor) -> Tensor:
-    return tensor.detach().to(torch.promote_types(tensor.dtype, torch.float32))
+def _wide(value: Any) -> Any:
+    """Numbers of half precision in float32; all else as it is."""
+    if isinstance(value, Tensor) and value.is_floating_point():
+        return value.detach().to(torch.promote_types(value.dtype, torch.float32))
+    return value
 
 
-def listen(gmap: GradientMap, batch: Mapping[str, Any], samples: int) -> list[Share]:
+def listen(gmap: GradientMap, batch: Mapping[str, Any], samples: int) -> dict[str, Share]:
     """What each sample of a batch adds to the gradient of its loss. To be called inside
     `gmap.replay.run()`.
 

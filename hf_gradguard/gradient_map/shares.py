@@ -176,7 +176,8 @@ def of_module(
         names: Of its own parameters to what they are called in the model.
         calls: Arguments, tensors with a first dimension of samples, and slopes of the output.
     """
-    held = {n: p.detach() for n, p in module.named_parameters(recurse=False)}
+    held = {n: p.detach().to(torch.promote_types(p.dtype, torch.float32))
+            for n, p in module.named_parameters(recurse=False)}  # fmt: skip
     wanted = {own: held.pop(own) for own in names}
 
     def parts() -> Iterator[Tensors]:

@@ -189,6 +189,7 @@ class PrivateRowsTrainer(GuardedTrainer):
     """
 
     private_rows: PrivateRows | None = None
+    _account: PrivacyAccount | None = None
     _clients: list[Defense]
     defense: Defense
 
@@ -202,7 +203,7 @@ class PrivateRowsTrainer(GuardedTrainer):
         Raises:
             NotImplementedError: Where batches could not be drawn as (ε, δ) takes them to be.
         """
-        ranks, before = self.accelerator.num_processes, self.private_rows
+        ranks = self.accelerator.num_processes
         self.remove_callback(PrivateRows)
         self.private_rows, self.counts_items = None, True
         parts = list(_parts_of(self.defense))
@@ -214,8 +215,9 @@ class PrivateRowsTrainer(GuardedTrainer):
         defense: Any = self.defense
         self.private_rows = PrivateRows(
             defense, self.args, len(self.train_dataset), self.args.process_index, ranks,
-            lambda: self._clients, None if before is None else before.account,
+            lambda: self._clients, self._account,
         )  # fmt: skip
+        self._account = self.private_rows.account  # data is as spent under other settings
         self.add_callback(self.private_rows)
         self.counts_items = False  # each sample's loss is its own mean; counts would tell of rows
         return self.private_rows.parts

@@ -21,7 +21,7 @@ from hf_gradguard.leakage import dp_sgd_epsilon
 
 from .measuring import alternate, cells, classifier, main, peak, random_batch
 
-BATCH, LENGTH, ROUNDS = 16, 32, 5
+BATCH, LENGTH, ROUNDS = 16, 32, 3
 RUNS = {
     "256 of 60,000, noise 1.1, 14,062 messages": (1.1, 256 / 60_000, 14_062),
     "16 of 2,000, noise 0.6, 300 messages": (0.6, 16 / 2_000, 300),

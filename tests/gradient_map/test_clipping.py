@@ -234,3 +234,48 @@ def test_nothing_may_come_before_it() -> None:
     private = make_defense("dp_sgd", per_sample=True, noise_multiplier=1.0)
     with pytest.raises(NotImplementedError, match="first in a chain"):
         chain(make_defense("pruning", ratio=0.5), private)(GradientMap(model, batch))
+
+
+def test_modules_that_did_not_run_in_the_trial_are_not_trusted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An expert that no token had been routed to."""
+    model, batch = make_task("bert", batch_size=ROWS)
+    check(model, batch)
+    ((key, found),) = clipping._PLANS[model].items()
+    clipping._PLANS[model][key] = found._replace(modules=found.modules - {"classifier"})
+    looked = []
+    one_by_one = clipping._one_by_one
+    monkeypatch.setattr(clipping, "_one_by_one", lambda *a: looked.append(a) or one_by_one(*a))
+    check(model, batch)
+    assert len(looked) == 1
+
+
+def test_rows_whose_class_does_not_count() -> None:
+    """A mean over rows leaves out those labeled -100."""
+    model, batch = make_task("bert", batch_size=ROWS)
+    batch["labels"][1] = -100
+    counted = {name: entry[[0, 2, 3]] for name, entry in batch.items()}
+    found, expected = (
+        clipped_sum(GradientMap(model, b, second_order=False), CLIP) for b in (batch, counted)
+    )
+    assert found.norms[1] == 0
+    for name, tensor in expected.total.items():
+        assert torch.allclose(found.total[name], tensor, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["bert", "llama"])
+def test_under_autocast_norms_are_of_what_is_added_up(name: str) -> None:
+    """Whatever half precision makes of a gradient, no sample adds more than the bound."""
+    model, batch = make_task(name, batch_size=ROWS, dtype=torch.float32)
+
+    def loss(model: nn.Module, batch: dict[str, Any]) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return model(**batch).loss
+
+    same = {key: entry[:1].expand(ROWS, *entry.shape[1:]) for key, entry in batch.items()}
+    clip = 1e-2
+    total = clipped_sum(GradientMap(model, same, loss_fn=loss, second_order=False), clip).total
+    assert not plan(model).reason
+    size = torch.cat([tensor.flatten() for tensor in total.values()]).double().norm()
+    assert float(size) == pytest.approx(ROWS * clip, rel=1e-5)  # all in one direction
