@@ -120,3 +120,20 @@ def test_exchange(measure):
     assert shown["secure in plain"] == cells(found["ratio"], 1)
     assert shown["secure, s"][0] == f"{found['seconds']['secure']['median']:.2f}"
     assert shown["masks for each peer, s"][0] == f"{report['alone']['masks']['median']:.3f}"
+
+
+def test_models(measure):
+    report, rows = measure("models")
+    assert len(report["models"]) == 5
+    shown = iter(rows)
+    for label, model in report["models"].items():
+        assert next(shown)[0].startswith(f"**{label}**")
+        for row, figures in model["rows"].items():
+            beyond = f"{figures['beyond_mib']:+.1f}", f"{figures['beyond_gradients']:+.2f}"
+            assert next(shown) == [row, *cells(figures["steps"], 2), *beyond]
+    # Queries 4096 to 4096 and values 4096 to 1024, in 32 layers: two factors of 16 each.
+    entries = 32 * 16 * ((4096 + 4096) + (4096 + 1024))
+    assert report["8 billion"] == {
+        "parameters": entries, "gradient_mib": round(4 * entries / 2**20, 1)
+    }  # fmt: skip
+    assert next(shown)[0].startswith("**LoRA of rank 16 on 8 billion**")

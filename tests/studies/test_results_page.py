@@ -40,7 +40,8 @@ def test_cards_hold_the_tables_of_their_networks():
 
 
 def test_every_study_and_benchmark_is_run():
-    runs = {".".join([run.module, *run.part.split()[:1]]) for run in results.RUNS}
+    listed = results.RUNS + results.PLANNED
+    runs = {".".join([run.module, *run.part.split()[:1]]) for run in listed}
     found = set()
     for folder, mark in (("studies", "def report("), ("benchmarks", "def table(")):
         for path in (ROOT / "recipes" / folder).rglob("*.py"):
@@ -48,6 +49,12 @@ def test_every_study_and_benchmark_is_run():
                 name = path.relative_to(ROOT / "recipes").with_suffix("").parts
                 found.add(".".join([*name[:-1], *(["run"] * (folder == "studies")), name[-1]]))
     assert runs == found
+
+
+def test_what_is_planned_has_no_figures():
+    names = {run.output for run in results.PLANNED}
+    assert not names & {run.output for run in results.RUNS}
+    assert not [name for name in names if list(PUBLISHED.glob(f"{name}.*"))]
 
 
 def test_every_run_table_and_picture_is_on_the_page():

@@ -13,17 +13,17 @@ core a cell.
 
 from ..lib.results import Results
 from ..lib.tables import write_table
-from .settings import BATCH, GRID, QUICK, QUICK_ROWS, RATES_SEED, ROWS, SPREAD, STEPS
+from .settings import ALL, BATCH, FIRST, GRID, QUICK, QUICK_ROWS, RATES_SEED, ROWS, SPREAD, STEPS
 from .training import TEXTS, Task, rates, row_of
 
-ARGUMENTS = TEXTS
+ARGUMENTS = TEXTS | {"--all": ALL}
 
 
 def cells(args) -> dict:
     """Those of the start, and those that they ask for next."""
     sizes = QUICK if args.quick else {"steps": STEPS, "batch": BATCH}
     results, found = Results(args.output), {}
-    for defense, strength in QUICK_ROWS if args.quick else ROWS:
+    for defense, strength in QUICK_ROWS if args.quick else ROWS if args.all else FIRST:
         common = {"defense": defense, "strength": strength, "seed": RATES_SEED, **sizes}
         tried = list(rates(defense, strength, 0 if args.quick else SPREAD))
         mark = {"quick": True} if args.quick else {}

@@ -7,13 +7,11 @@ SPREAD = 1  # how many rates on either side of the one to start from are tried
 STAGES = {"start": 0.0, "middle": 0.5, "end": 1.0}  # of a client's own training
 NOISY = ("gaussian_noise", "laplace_noise", "optimal_noise", "dp_sgd", "optimal_dp_sgd")
 
-# By strength; the most useful first, since a budget may end before the last.
+# By strength; the first rows are what `--all` goes on from
 _FIRST = {
     "none": [{}],
     "gaussian_noise": [{"relative_scale": 5.0}, {"relative_scale": 20.0}],
     "optimal_noise": [{"relative_scale": 5.0}, {"relative_scale": 20.0}],
-    "pruning": [{"ratio": 0.99}],
-    "optimal_pruning": [{"ratio": 0.9}],
 }
 _THEN = {
     "gaussian_noise": [{"relative_scale": s} for s in (1.0, 50.0, 100.0)],
@@ -21,16 +19,13 @@ _THEN = {
         *({"relative_scale": s} for s in (1.0, 50.0, 100.0)),
         *({"relative_scale": s, "shape": "own"} for s in (5.0, 20.0)),
     ],
-    "pruning": [{"ratio": r} for r in (0.5, 0.9, 0.999)],
-    "optimal_pruning": [{"ratio": r} for r in (0.5, 0.99, 0.999)],
+    "pruning": [{"ratio": r} for r in (0.5, 0.9, 0.99, 0.999)],
+    "optimal_pruning": [{"ratio": r} for r in (0.5, 0.9, 0.99, 0.999)],
     "quantization": [{"bits": b} for b in (8, 4, 2, 1)],
 }
-ROWS = [
-    (name, strength)
-    for table in (_FIRST, _THEN)
-    for name, strengths in table.items()
-    for strength in strengths
-]
+FIRST = [(name, strength) for name, some in _FIRST.items() for strength in some]
+ROWS = FIRST + [(name, strength) for name, some in _THEN.items() for strength in some]
+ALL = {"action": "store_true", "help": "all rows, seeds and attackers, not only the first"}
 
 # Messages of so many sentences, how many of them, and the attack's settings
 ATTACKS = {
@@ -38,6 +33,7 @@ ATTACKS = {
     ("span", 4): (3, {}),
     ("tag", 1): (2, {"steps": 500}),
 }
+FIRST_ATTACKS = [("span", 1)]
 QUICK = {"steps": 2, "batch": 4}
 QUICK_ROWS = [
     ("none", {}),

@@ -24,10 +24,23 @@ from ..lib.results import Results, named
 from ..lib.tables import interval, plt, save, write_table
 from ..lib.text import of_usual_length, sst2
 from . import rates
-from .settings import ATTACKS, BATCH, QUICK, QUICK_ROWS, ROWS, SEEDS, STAGES, STEPS
+from .settings import (
+    ALL,
+    ATTACKS,
+    BATCH,
+    FIRST,
+    FIRST_ATTACKS,
+    QUICK,
+    QUICK_ROWS,
+    ROWS,
+    SEEDS,
+    STAGES,
+    STEPS,
+)
 from .training import TEXTS, Stage, Task, row_of
 
 ARGUMENTS = TEXTS | {
+    "--all": ALL,
     "--models": "folder that keeps what was trained",
     "--rates": {"default": "frontier_rates", "help": "results of the part rates, beside OUTPUT"},
 }
@@ -36,11 +49,12 @@ ACCURACY = "accuracy"
 
 def cells(args) -> dict:
     """Trainings first, then attacks from the strongest start: at the end, of one sentence."""
-    rows = QUICK_ROWS if args.quick else ROWS
+    rows = QUICK_ROWS if args.quick else ROWS if args.all else FIRST
+    attacks = ATTACKS if args.all or args.quick else {one: ATTACKS[one] for one in FIRST_ATTACKS}
     chosen = {} if args.quick else _chosen(args)
     sizes = QUICK if args.quick else {"steps": STEPS, "batch": BATCH}
     found = {}
-    for seed in range(1 if args.quick else SEEDS):
+    for seed in range(SEEDS if args.all else 1):
         trained = {
             row_of(*row): {
                 "defense": row[0], "strength": row[1], "seed": seed,
@@ -50,7 +64,7 @@ def cells(args) -> dict:
             if args.quick or row_of(*row) in chosen
         }  # fmt: skip
         found |= {(row, ACCURACY, str(seed)): cell for row, cell in trained.items()}
-        for (attack, size), (count, settings) in ATTACKS.items():
+        for (attack, size), (count, settings) in attacks.items():
             for stage in reversed(STAGES):
                 asked = {"stage": stage, "attack": attack, "size": size, "messages": count}
                 asked |= {"settings": settings}
@@ -140,7 +154,9 @@ def _read(attack, seen: Observation, number: int) -> list[list[int]]:
 
 
 def report(figures: dict, args) -> None:
-    columns = [f"{attack}, {size}, {stage}" for attack, size in ATTACKS for stage in STAGES]
+    places = dict.fromkeys(place for found in figures.values() for place in found)
+    attacks = [f"{attack}, {size}, {stage}" for attack, size in ATTACKS for stage in STAGES]
+    columns = [attack for attack in attacks if attack in places]
     plain = figures.get("none", {}).get(ACCURACY, {})
     rows = []
     for row, found in figures.items():

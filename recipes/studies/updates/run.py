@@ -2,11 +2,11 @@
 
     python -m recipes.studies.updates.run PART --help
 
-Its part is `words`; its help has the command.
+Each part's help has its command: `words`, `images` and `rounds`.
 """
 
 from ..lib.command import main
-from . import words
+from . import images, rounds, words
 
 if __name__ == "__main__":
-    main(__doc__, [words])
+    main(__doc__, [words, images, rounds])
