@@ -108,7 +108,7 @@ def test_llama_with_a_head_of_its_own_and_shared_embeddings() -> None:
     model = randomize(LlamaForCausalLM(config)).double().eval()
     batch = uneven(make_task("gpt2_lm", batch_size=ROWS)[1])
     check(model, batch, share_input_embeddings=True)
-    assert plan(model) == clipping.Plan(("shifted tokens",))
+    assert plan(model)[:2] == (("shifted tokens",), "")
 
 
 def test_long_texts_and_short_ones_take_both_ways() -> None:
