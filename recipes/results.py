@@ -90,7 +90,6 @@ RUNS = [
     Run("speed", "benchmarks.defenses", "", "--model $MODEL", 0.1),
     Run("randomness_speed", "benchmarks.randomness", "", "--model $MODEL", 0.05),
     Run("memory", "benchmarks.memory", "", "--model $MODEL", 0.1),
-    Run("private_sgd", "benchmarks.private_sgd", "", "--model $MODEL", 0.1),
     Run("refiner_speed", "benchmarks.refiner", "", "--model $MODEL", 0.1),
     Run("exchange_cost", "benchmarks.exchange", "", "--model $MODEL", 0.1),
     Run("optimal_defenses_training", OPTIMAL, "training", "--data $MNIST", 0.6),
@@ -128,6 +127,7 @@ PLANNED = [  # written and tried, not run to their end: no figures on the page
     Run("undefended_families", UNDEFENDED, "families", "--tokenizer $MODEL", 8),
     Run("updates_images", UPDATES, "images", "--cifar10 $CIFAR10_LOSSLESS", 1),
     Run("updates_rounds", UPDATES, "rounds", f"--cifar10 $CIFAR10_LOSSLESS {TEXT}", 4),
+    Run("private_sgd", "benchmarks.private_sgd", "", "--model $MODEL", 0.1),
     Run("models_speed", "benchmarks.models", "", "--model $MODEL", 0.5),
 ]
 

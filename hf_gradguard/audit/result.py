@@ -28,8 +28,8 @@ class Audit:
     Example:
         >>> from hf_gradguard.audit import audit
         >>> result = audit(model, tokenizer, samples, "pruning", "span", output="runs/audit")
-        >>> [cell["defense"] for cell in result.cells]  # two messages under two defenses
-        ['none', 'pruning', 'none', 'pruning']
+        >>> [cell["defense"] for cell in result.cells]
+        ['none', 'pruning', 'pruning', 'none', 'pruning', 'pruning']
     """
 
     settings: dict[str, Any]

@@ -55,7 +55,7 @@ class Summary:
         >>> from hf_gradguard.audit import audit, summarize
         >>> result = audit(model, tokenizer, samples, "pruning", "span", output="runs/audit")
         >>> [row.attack for row in summarize(result).rows]
-        ['span', 'span']
+        ['span', 'span', 'span, knows the defense']
     """
 
     audit: Audit

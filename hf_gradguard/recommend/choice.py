@@ -37,6 +37,11 @@ class Outcome:
         leak: Main score of the attacker that read most, at the stage where it did.
         attack: Which one it was.
         stage: `"start"` or `"end"` of the defense's own training.
+
+    Example:
+        >>> kept, read = Estimate(0.8, 0.78, 0.82), Estimate(0.1, 0.0, 0.2)
+        >>> Outcome("pruning", 2e-4, kept, Estimate(0.01, -0.01, 0.03), read, "span", "end").stage
+        'end'
     """
 
     defense: str
@@ -56,6 +61,10 @@ class Choice:
         outcomes: One for every defense that was tried, the undefended first.
         chosen: The one to train with; `None` if none keeps the accuracy asked for.
         words: The same for a person.
+
+    Example:
+        >>> Choice([], None, "Nothing was tried.").chosen is None
+        True
     """
 
     outcomes: list[Outcome]

@@ -32,7 +32,7 @@ class PoissonSampler(Sampler[list[Pick]]):
         seed: Makes draws reproducible, by anybody. `None`: keys from the operating system.
 
     Example:
-        >>> sampler = PoissonSampler([np.arange(4)], [1.0], rank=0, ranks=1, rounds=1)
+        >>> sampler = PoissonSampler([torch.arange(4).numpy()], [1.0], rank=0, ranks=1, rounds=1)
         >>> [[pick.row for pick in batch] for batch in sampler]
         [[0, 1, 2, 3]]
     """

@@ -201,10 +201,12 @@ def test_values_out_of_range(defense: str, setting: str, message: str, value: An
 
 def test_every_setting_has_its_range_tested() -> None:
     tested = {(defense, setting) for defense, setting, *_ in RANGES}
-    flags = {"stochastic", "sign_only", "error_feedback"}
+    flags = {"stochastic", "sign_only", "error_feedback", "per_sample"}
+    # of dp_sgd with per_sample=True: in test_private_sgd.py
+    private = {"noise_multiplier", "target_epsilon", "delta", "expected_batch_size"}
     for name, _ in CASES.values():
         for field in fields(DEFENSES[name]):
-            assert field.name in flags or (name, field.name) in tested
+            assert field.name in flags | private or (name, field.name) in tested
 
 
 @pytest.mark.parametrize(
@@ -247,7 +249,7 @@ def test_settings_that_exclude_each_other(
             "quantization",
             {"bits": 4, "stochastic": False, "sign_only": False, "error_feedback": False},
         ),
-        ("dp_sgd", {"relative_scale": 1.0, "clip": 1.0, "clip_by": "norm"}),
+        ("dp_sgd", {"relative_scale": 1.0, "clip": 1.0, "clip_by": "norm", "per_sample": False}),
         (
             "optimal_noise",
             {

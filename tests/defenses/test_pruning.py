@@ -33,7 +33,7 @@ def map_with(gradient: Tensor, sensitivity: Tensor | None = None) -> GradientMap
 
 def pruned(name: str, gmap: GradientMap, **settings: Any) -> Tensor:
     """What is shared; of optimal pruning as it was published."""
-    own = {"shape": "own"} if name == "optimal_pruning" else {}
+    own = {"shape": "own", "num_probes": 10} if name == "optimal_pruning" else {}
     return flat(make_defense(name, **own, **settings)(gmap, rng()))
 
 

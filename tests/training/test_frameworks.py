@@ -1,5 +1,5 @@
 """The mixin before other Trainers than the stock one, on one rank. Two ranks are in
-`tests/distributed/test_frameworks.py`.
+`tests/distributed/test_frameworks_ranks.py`.
 """
 
 from __future__ import annotations
@@ -49,7 +49,9 @@ FAMILIES = [
 def test_every_family_of_defense_protects(
     tmp_path: Path, folder: Path, defense: str, name: str
 ) -> None:
-    trainer = named(name, folder).run(tmp_path, {"defense": defense, "max_steps": 1})
+    needs_no_network = {"objective": "cosine"} if defense == "refiner" else None
+    settings = {"defense": defense, "defense_kwargs": needs_no_network, "max_steps": 1}
+    trainer = named(name, folder).run(tmp_path, settings)
     (entry,) = (entry for entry in trainer.state.log_history if "loss" in entry)
     assert entry["defense/relative_error"] > 1e-3
     assert entry["grad_norm"] > 0

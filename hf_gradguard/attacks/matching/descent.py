@@ -188,7 +188,9 @@ def _only_together(error: RuntimeError) -> bool:
     """
     said = str(error)
     memory = isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in said
-    return memory or any(word in said for word in ("vmap", "functorch", "torch.func"))
+    return memory or any(
+        word in said for word in ("vmap", "functorch", "torch.func", "etc) transform")
+    )
 
 
 def _row(found: Slopes, i: int) -> Slopes:
