@@ -39,9 +39,9 @@ def vjp_by_difference(gmap: GradientMap, x: Tensor, delta: Tensors) -> Tensor:
     sizes = [_norm(parameters), _norm(delta)]
     if not sizes[1]:
         return torch.zeros_like(x)
-    # Where rounding and the third derivative weigh alike would be 30 times as far if loss and
-    # parameters had one scale; networks bend sooner.
-    relative = 0.03 * torch.finfo(x.dtype).eps ** (1 / 3)
+    # Where rounding and the third derivative weigh alike, for a loss and parameters of one scale;
+    # networks bend sooner than that in single precision.
+    relative = min(torch.finfo(x.dtype).eps ** (1 / 3), 1.5e-4)
     step = relative * (sizes[0] or 1.0) / sizes[1]
     ends = [
         _slope(gmap, x, {n: p + sign * step * delta[n] for n, p in parameters.items()})

@@ -67,7 +67,7 @@ def network(tmp_path: Path, encoder: Path, sst2: Path) -> Path:
     """A folder with a small evaluation network for the embeddings of `encoder`."""
     model = AutoModelForSequenceClassification.from_pretrained(encoder)
     sentences = [line.split("\t")[0] for line in (sst2 / "train.tsv").read_text().splitlines()]
-    sizes = {"steps": 300, "batch_size": 16, "learning_rate": 1e-2, "width": 16, "num_layers": 1}
+    sizes = {"steps": 500, "batch_size": 16, "learning_rate": 1e-2, "width": 16, "num_layers": 1}
     made = train_text_network(
         model.get_input_embeddings(), AutoTokenizer.from_pretrained(encoder), sentences,
         max_length=16, progress=False, **sizes,
