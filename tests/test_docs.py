@@ -24,9 +24,9 @@ import types
 from pathlib import Path
 
 import pytest
+from examples import example_names
 
 import hf_gradguard
-from examples import example_names
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted([ROOT / "README.md", *ROOT.glob("docs/*.md"), *ROOT.glob("model_cards/*/README.md")])
