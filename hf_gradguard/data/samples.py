@@ -29,7 +29,6 @@ def load_samples(
     kind: str,
     count: int,
     spare: int = 0,
-    exactly: bool = True,
     seed: int = 0,
     classes: Mapping[str, int] | None = None,
     column: str | None = None,
@@ -45,7 +44,6 @@ def load_samples(
         kind: `"text"` or `"image"`: the name of a domain.
         count: How many.
         spare: How many more behind them, or as many as there are.
-        exactly: Whether fewer are refused; otherwise as many as there are.
         seed: Of the draw.
         classes: The model's `label2id`, for labels that are names.
         column: Of texts or images. Default: the first usual name that there is.
@@ -70,14 +68,14 @@ def load_samples(
             labels: Any = arrays[
                 pick_column(names, label_column, _LABEL_COLUMNS, dataset, "--label_column")
             ]
-        chosen = _draw(len(inputs), count, spare, exactly, seed, dataset)
+        chosen = _draw(len(inputs), count, spare, seed, dataset)
         return [(inputs[i], _class_id(labels[i].item(), classes)) for i in chosen]
     rows = load_rows(dataset, split, config)
     name = pick_column(rows.column_names, column, usual, dataset)
     label_name = pick_column(
         rows.column_names, label_column, _LABEL_COLUMNS, dataset, "--label_column"
     )
-    rows = rows.select(_draw(len(rows), count, spare, exactly, seed, dataset))
+    rows = rows.select(_draw(len(rows), count, spare, seed, dataset))
     if kind == "image":
         rows = rows.cast_column(name, Image())
     return [(row[name], _class_id(row[label_name], classes)) for row in rows]
@@ -112,10 +110,7 @@ def load_inputs(
     return list(rows[name])
 
 
-def _draw(
-    available: int, count: int, spare: int, exactly: bool, seed: int, dataset: str
-) -> list[int]:
-    count = count if exactly else min(count, available)
+def _draw(available: int, count: int, spare: int, seed: int, dataset: str) -> list[int]:
     if not 1 <= count <= available:
         raise ValueError(
             f"samples must be from 1 to the {available} that {dataset} has, but is {count}."

@@ -36,8 +36,8 @@ def run_recommend(given: Mapping[str, Any]) -> None:
     samples = load_samples(
         settings.dataset,
         kind=domain_of_model(model).name,
-        count=settings.rows,
-        exactly=False,
+        count=1,
+        spare=settings.rows - 1,
         seed=settings.seed,
         classes=model.config.label2id,  # type: ignore[union-attr, arg-type]
         column=settings.column,
