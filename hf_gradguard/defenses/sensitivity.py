@@ -74,6 +74,14 @@ class SensitivityDefense(Defense):
     def prepare(self, model: nn.Module, processing_class: Any = None) -> None:
         self._special = special_ids(model, processing_class)
 
+    def check_sharded(self) -> None:
+        super().check_sharded()
+        if self.granularity == "layer":
+            raise NotImplementedError(
+                f"{self.name} with granularity='layer' does not protect a sharded model. Leave "
+                "granularity out."
+            )
+
     def averaged_ratio(
         self, gmap: GradientMap, generator: Stream, waiting: Tensors | None = None
     ) -> OnDemand | None:

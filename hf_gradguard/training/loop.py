@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -14,13 +14,19 @@ from transformers.utils import logging
 from ..defenses import Defense, Message, make_defense
 from ..defenses.none import NoDefense
 from ..gradient_map import GradientMap
+from ..gradient_map.devices import ONE, Devices, of_client
 from ..gradient_map.domain import check_batch
 from ..gradient_map.inputs import LossFunction, model_loss
+from ..gradient_map.sharding import devices_of, local, whole_of
 from .checks import check_accelerator, check_model
 from .dropout import private_draws
 from .exchange import average
+from .mesh import ClientRanks, check_mesh, group_of
 from .message import Draws
 from .tables import AgreedTables
+
+if TYPE_CHECKING:
+    from .mesh import Clients
 
 logger = logging.get_logger(__name__)
 
@@ -31,6 +37,7 @@ def protect(
     defense: str | Defense,
     accelerator: Any = None,
     loss_fn: LossFunction | None = None,
+    clients: Clients | None = None,
 ) -> Tensor:
     """Differentiate the loss of a batch, and add the protected gradient to `.grad`.
 
@@ -47,6 +54,11 @@ def protect(
             Without one, the gradient is this process's own.
         loss_fn: `(model, batch) -> scalar`, the batch-mean loss. Default: the loss that the model
             returns.
+        clients: In the place of an accelerator: a mesh's dimension, or the process group, over
+            which clients are averaged. Where `fully_shard` has cut the model over the other
+            dimension, one client is on several devices: its gradient is the mean over them, each
+            protects its shards of it, and only what is protected leaves the client. Without
+            `clients` nothing does.
 
     Returns:
         The batch-mean loss, detached.
@@ -63,16 +75,22 @@ def protect(
         >>> optimizer.step()
     """
     module = _bare(model)
-    check_model(module)
+    client = devices_of(module)
+    check_model(module, sharded=client is not ONE)
+    check_mesh(client, accelerator, clients)
     if isinstance(accelerator, Accelerator):
         check_accelerator(accelerator)
+    clients = group_of(clients)
     loop = _LOOPS.setdefault(module, _Loop())
-    ranks, loss_fn = loop.ranks(accelerator), loss_fn or model_loss
+    ranks, loss_fn = loop.ranks(accelerator, clients, module), loss_fn or model_loss
     defense = loop.prepared(module, defense)
+    if client is not ONE:
+        defense.check_sharded()
     check_batch(module, batch, defense.needs_input)
-    if ranks is not None:
-        loop.tables(ranks).settle(module, batch, loss_fn)
-    gmap, message = _message(module, batch, defense, loss_fn)
+    with of_client(client):
+        if ranks is not None:
+            loop.tables(ranks).settle(module, batch, loss_fn)
+        gmap, message = _message(module, batch, defense, loss_fn, client)
     steps = getattr(accelerator, "gradient_accumulation_steps", 1)
     with torch.no_grad():
         shared = [message[n].to(p.dtype, copy=True) for n, p in gmap.parameters.items()]
@@ -80,14 +98,22 @@ def protect(
             average(shared, ranks)
         for parameter, part in zip(gmap.parameters.values(), shared, strict=True):
             part /= steps
-            parameter.grad = part if parameter.grad is None else parameter.grad.add_(part)
+            if parameter.grad is None:
+                parameter.grad = whole_of(parameter, part)
+            else:
+                local(parameter.grad).add_(part)
     return gmap.loss
 
 
 def _message(
-    module: nn.Module, batch: Mapping[str, Any], defense: Defense, loss_fn: LossFunction
+    module: nn.Module,
+    batch: Mapping[str, Any],
+    defense: Defense,
+    loss_fn: LossFunction,
+    client: Devices,
 ) -> tuple[GradientMap, Message]:
     noise, _, dropout = Draws().at(0)
+    noise = client.new_message(noise)
     device = next(module.parameters()).device
     with private_draws(None if isinstance(defense, NoDefense) else dropout, device):
         gmap = GradientMap(
@@ -122,13 +148,20 @@ class _Loop:
         self._ranks: tuple[Any, Any] = None, None
         self._tables: AgreedTables | None = None
 
-    def ranks(self, accelerator: Any) -> Any:
+    def ranks(self, accelerator: Any, clients: Any, module: nn.Module) -> Any:
         """What carries messages."""
-        if accelerator is not self._ranks[0]:
-            fabric = hasattr(accelerator, "all_reduce") and not isinstance(accelerator, Accelerator)
-            self._ranks = accelerator, _FabricRanks(accelerator) if fabric else accelerator
+        given = clients or accelerator
+        if given is not self._ranks[0]:
+            self._ranks = given, self._carrier(accelerator, clients, module)
             self._tables = None
         return self._ranks[1]
+
+    def _carrier(self, accelerator: Any, clients: Any, module: nn.Module) -> Any:
+        if clients is not None:
+            device = next(module.parameters()).device
+            return ClientRanks(clients, devices_of(module), device)
+        fabric = hasattr(accelerator, "all_reduce") and not isinstance(accelerator, Accelerator)
+        return _FabricRanks(accelerator) if fabric else accelerator
 
     def tables(self, ranks: Any) -> AgreedTables:
         """Those that all ranks withhold."""
