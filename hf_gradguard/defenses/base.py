@@ -133,10 +133,11 @@ class Defense:
         """
         if not vars(type(self)).get("sharded", False):
             raise NotImplementedError(
-                f"{self.name} does not protect a sharded model: it asks for second derivatives, "
-                "for samples' gradients, or for a whole gradient that no device holds. Use "
-                "gaussian_noise, laplace_noise, optimal_noise, dp_sgd, pruning, optimal_pruning "
-                "or quantization, or give each rank the whole model."
+                f"{type(self).__name__} ({self.name}) does not protect a sharded model: it asks "
+                "for second derivatives or for a whole gradient, which no device holds, or does "
+                "not say that it asks for neither (sharded = True in its class). Use "
+                "gaussian_noise, laplace_noise, optimal_noise, dp_sgd, optimal_dp_sgd, pruning, "
+                "optimal_pruning or quantization, or give each rank the whole model."
             )
 
     def law(self, message: Message) -> Law | None:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ..gradient_map import GradientMap, Tensors
+from ..gradient_map.devices import devices
 from ..gradient_map.marginals import Sums, heard, probe_sums, sums_of
 from ..gradient_map.per_sample import Pass
 from ..gradient_map.plans import TOLERANCE, plan_of
@@ -22,6 +23,8 @@ Granularity = Literal["parameter", "layer"]
 ShapedBy = Literal["public", "past", "own"]
 
 OWN_PROBES, LEAST_PROBES = 10, 3
+SHARDED_PROBES = 4
+"""Where nothing tells samples apart, a probe gives one square, and not one of each sample."""
 SMALLEST_GRADIENT = 1e-8
 LARGEST_RATIO = 1e6
 
@@ -35,8 +38,9 @@ class SensitivityDefense(Defense):
             of any client's data. `"past"`: averages over the client's earlier batches; the first
             message has none, and weighs all alike. `"own"`: this very batch, as published. The
             weights are then a function of the input, and can be read off what is shared.
-        num_probes: Random directions to estimate s² from. Default: 1. With `"own"` 10, or where
-            samples are known apart so many that there are ten squares of samples, but 3 at least.
+        num_probes: Random directions to estimate s² from. Default: 1, of a sharded model 4. With
+            `"own"` 10, or where samples are known apart so many that there are ten squares of
+            samples, but 3 at least.
         granularity: `"parameter"`, or `"layer"`: one s and one |g| a tensor, their norms over it.
         refresh_every: Measure at every n-th message, and weigh by averages in between. Default: 10;
             `"own"` measures every message.
@@ -159,7 +163,8 @@ class SensitivityDefense(Defense):
         super().load_state_dict(state)
 
     def _learn(self, gmap: GradientMap, start: Pass | None, generator: Stream) -> None:
-        gradient, probes = gmap.gradient(), self.num_probes or 1
+        gradient = gmap.gradient()
+        probes = self.num_probes or (1 if devices().size == 1 else SHARDED_PROBES)
         squares: dict[str, Sums] = {}
         if self.learns_all(gradient):
             for name, sums in probe_sums(gmap, probes, generator, start):

@@ -147,6 +147,8 @@ def _apart(
     gmap: GradientMap, start: Pass, layers: dict[str, Layer], direction: Tensor
 ) -> frozenset[str]:
     """The layers that know their samples apart."""
+    if not layers:
+        return frozenset()
     x, samples = gmap.input, len(gmap.input)
     one = torch.zeros_like(direction)
     one[0] = direction[0]
@@ -219,6 +221,9 @@ def _relative(one: Tensor, other: Tensor) -> float | None:
 
 
 def step_size(x: Tensor) -> float:
-    """How far a difference goes along a standard normal direction, in the input's unit."""
+    """How far a difference goes along a standard normal direction, in the input's unit: on all of a
+    client's devices as far.
+    """
     precision: float = torch.finfo(x.dtype).eps ** 0.5
-    return STEP * precision * (float(x.square().mean().sqrt()) or 1.0)
+    size = float(devices().each({"": x.square().mean().sqrt()}, "max")[""])
+    return STEP * precision * (size or 1.0)

@@ -254,13 +254,13 @@ def _check_cut(model: nn.Module, cut: Mapping[str, Any]) -> None:
             "can be protected by name. Use torch.distributed.fsdp.fully_shard."
         )
     inside = {id(p) for module in fsdp_modules(model) for p in module.parameters()}
-    meshes = {id(p.device_mesh): p.device_mesh for p in cut.values()}
+    meshes = {p.device_mesh for p in cut.values()}
     if not cut or any(id(p) not in inside for p in cut.values()):
         raise NotImplementedError(
             "The model is sharded, but not by fully_shard: no device holds a whole local gradient, "
             "and nothing says how parts add up. Call torch.distributed.fsdp.fully_shard on it."
         )
-    if len(meshes) > 1 or any(mesh.ndim > 1 for mesh in meshes.values()):
+    if len(meshes) > 1 or any(mesh.ndim > 1 for mesh in meshes):
         raise NotImplementedError(
             "The model is sharded over a mesh of several dimensions (HSDP, or with tensor "
             "parallelism): its backward pass would average true gradients over clients before "

@@ -7,9 +7,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from transformers.utils import logging
 
 from ..gradient_map.devices import ONE, Devices
 from ..gradient_map.sharding import Shards
+
+logger = logging.get_logger(__name__)
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -76,7 +79,7 @@ def _members(client: Devices) -> set[int]:
 
 
 def check_mesh(client: Devices, accelerator: Any, clients: Clients | None) -> None:
-    """Refuse what would average clients and shards together.
+    """Refuse what would average clients and shards together, and say, once, who is one client.
 
     Raises:
         ValueError: For an accelerator and `clients`, or an accelerator of several processes and a
@@ -85,6 +88,8 @@ def check_mesh(client: Devices, accelerator: Any, clients: Clients | None) -> No
     Example:
         >>> check_mesh(ONE, None, None)
     """
+    if client is not ONE and clients is None and accelerator is None:
+        logger.warning_once(_ONE_CLIENT.format(client.size))
     if accelerator is None:
         return
     if clients is not None:
@@ -95,3 +100,10 @@ def check_mesh(client: Devices, accelerator: Any, clients: Clients | None) -> No
             "nothing says which of which. Pass clients=mesh['clients'] in the accelerator's place; "
             "clients=None if there is one client."
         )
+
+
+_ONE_CLIENT = (
+    "The model is sharded over {} devices, which count as one client: they add up true gradients "
+    "among themselves, and protect() was given no clients=, so nothing leaves them. Where they are "
+    "of different people, shard over the devices of one, and pass clients=mesh['clients']."
+)
