@@ -45,9 +45,6 @@ class Shards(Devices):
         self._common: Stream | None = None
 
     def fingerprint(self) -> list[int]:
-        """What devices that average their parts must have alike: their place, how many there are,
-        and the parts' names, shapes and types.
-        """
         parts = [(n, tuple(local(p).shape), str(p.dtype)) for n, p in self.parameters.items()]
         digest = hashlib.blake2b(repr(parts).encode(), digest_size=7).digest()
         return [self.rank, self.size, int.from_bytes(digest, "little")]

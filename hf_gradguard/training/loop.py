@@ -18,7 +18,7 @@ from ..gradient_map.devices import ONE, Devices, of_client
 from ..gradient_map.domain import check_batch
 from ..gradient_map.inputs import LossFunction, model_loss
 from ..gradient_map.sharding import devices_of, local, whole_of
-from .checks import check_accelerator, check_model
+from .checks import check_model
 from .dropout import private_draws
 from .exchange import average
 from .mesh import ClientRanks, check_mesh, group_of
@@ -75,34 +75,33 @@ def protect(
         >>> optimizer.step()
     """
     module = _bare(model)
-    client = devices_of(module)
+    client, clients = devices_of(module), group_of(clients)
     check_model(module, sharded=client is not ONE)
     check_mesh(client, accelerator, clients)
-    if isinstance(accelerator, Accelerator):
-        check_accelerator(accelerator)
-    clients = group_of(clients)
     loop = _LOOPS.setdefault(module, _Loop())
-    ranks, loss_fn = loop.ranks(accelerator, clients, module), loss_fn or model_loss
-    defense = loop.prepared(module, defense)
-    if client is not ONE:
-        defense.check_sharded()
+    ranks, loss_fn = loop.ranks(accelerator, clients, module, client), loss_fn or model_loss
+    defense = loop.prepared(module, defense, client)
     check_batch(module, batch, defense.needs_input)
     with of_client(client):
         if ranks is not None:
             loop.tables(ranks).settle(module, batch, loss_fn)
         gmap, message = _message(module, batch, defense, loss_fn, client)
-    steps = getattr(accelerator, "gradient_accumulation_steps", 1)
-    with torch.no_grad():
-        shared = [message[n].to(p.dtype, copy=True) for n, p in gmap.parameters.items()]
-        if ranks is not None:
-            average(shared, ranks)
-        for parameter, part in zip(gmap.parameters.values(), shared, strict=True):
-            part /= steps
-            if parameter.grad is None:
-                parameter.grad = whole_of(parameter, part)
-            else:
-                local(parameter.grad).add_(part)
+    _add(gmap, message, ranks, getattr(accelerator, "gradient_accumulation_steps", 1))
     return gmap.loss
+
+
+@torch.no_grad()
+def _add(gmap: GradientMap, message: Message, ranks: Any, steps: int) -> None:
+    """To `.grad`, averaged over ranks."""
+    shared = [message[n].to(p.dtype, copy=True) for n, p in gmap.parameters.items()]
+    if ranks is not None:
+        average(shared, ranks)
+    for parameter, part in zip(gmap.parameters.values(), shared, strict=True):
+        part /= steps
+        if parameter.grad is None:
+            parameter.grad = whole_of(parameter, part)
+        else:
+            local(parameter.grad).add_(part)
 
 
 def _message(
@@ -148,32 +147,31 @@ class _Loop:
         self._ranks: tuple[Any, Any] = None, None
         self._tables: AgreedTables | None = None
 
-    def ranks(self, accelerator: Any, clients: Any, module: nn.Module) -> Any:
+    def ranks(self, accelerator: Any, clients: Any, module: nn.Module, client: Devices) -> Any:
         """What carries messages."""
-        given = clients or accelerator
+        given = accelerator if clients is None else clients
         if given is not self._ranks[0]:
-            self._ranks = given, self._carrier(accelerator, clients, module)
-            self._tables = None
+            carrier = accelerator
+            if clients is not None:
+                carrier = ClientRanks(clients, client, next(module.parameters()).device)
+            elif hasattr(given, "all_reduce") and not isinstance(given, Accelerator):
+                carrier = _FabricRanks(given)
+            self._ranks, self._tables = (given, carrier), None
         return self._ranks[1]
-
-    def _carrier(self, accelerator: Any, clients: Any, module: nn.Module) -> Any:
-        if clients is not None:
-            device = next(module.parameters()).device
-            return ClientRanks(clients, devices_of(module), device)
-        fabric = hasattr(accelerator, "all_reduce") and not isinstance(accelerator, Accelerator)
-        return _FabricRanks(accelerator) if fabric else accelerator
 
     def tables(self, ranks: Any) -> AgreedTables:
         """Those that all ranks withhold."""
         self._tables = self._tables or AgreedTables(ranks)
         return self._tables
 
-    def prepared(self, module: nn.Module, defense: str | Defense) -> Defense:
+    def prepared(self, module: nn.Module, defense: str | Defense, client: Devices) -> Defense:
         """The defense, ready for the model."""
         if isinstance(defense, str):
             if defense not in self._named:
                 self._named[defense] = make_defense(defense)
             defense = self._named[defense]
+        if client is not ONE:
+            defense.check_sharded()
         if defense is not self._last:
             defense.prepare(module)
             self._last = defense

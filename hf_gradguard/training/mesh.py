@@ -6,11 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from accelerate import Accelerator
 from torch import Tensor
 from transformers.utils import logging
 
 from ..gradient_map.devices import ONE, Devices
 from ..gradient_map.sharding import Shards
+from .checks import check_accelerator
 
 logger = logging.get_logger(__name__)
 
@@ -47,8 +49,7 @@ class ClientRanks:
 
     def _check(self, client: Devices) -> None:
         inside, across = _members(client), set(dist.get_process_group_ranks(self._group))
-        own = [*(client.fingerprint() if isinstance(client, Shards) else [0, 1, 0])]
-        found = torch.tensor([own], device=self.device)
+        found = torch.tensor(client.fingerprint(), device=self.device)
         every = [torch.empty_like(found) for _ in range(self.num_processes)]
         dist.all_gather(every, found, group=self._group)
         alike = all(torch.equal(one, found) for one in every)
@@ -92,6 +93,8 @@ def check_mesh(client: Devices, accelerator: Any, clients: Clients | None) -> No
         logger.warning_once(_ONE_CLIENT.format(client.size))
     if accelerator is None:
         return
+    if isinstance(accelerator, Accelerator):
+        check_accelerator(accelerator)
     if clients is not None:
         raise ValueError("Pass accelerator or clients, not both: each says what is averaged over.")
     if client is not ONE:

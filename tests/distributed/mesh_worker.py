@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from datetime import timedelta
+from pathlib import Path
 from random import Random
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +14,7 @@ from unittest import mock
 import recording
 import torch
 import torch.distributed as dist
+from examples import example_names
 from helpers import make_task, token_batch
 from launcher import begin, finish
 from peft import LoraConfig, get_peft_model
@@ -31,6 +34,7 @@ from hf_gradguard.gradient_map.devices import ONE, of_client
 from hf_gradguard.gradient_map.sharding import devices_of, is_sharded, whole_of
 from hf_gradguard.randomness import Stream
 
+ROOT = Path(__file__).resolve().parents[2]
 CLIENTS, SHARDS = 2, 2
 STEPS, DRAWS, PROBES = 2, 50, 100
 Task = Callable[[], nn.Module]
@@ -188,6 +192,7 @@ DETERMINISTIC: dict[str, Callable[[], Defense]] = {
     "quantization": lambda: make_defense("quantization", bits=3),
     "signs": lambda: make_defense("quantization", sign_only=True),
     "clipping": lambda: make_defense("dp_sgd", scale=0.0, clip=0.1),
+    "clipping entries": lambda: make_defense("optimal_dp_sgd", scale=0.0, clip=0.02, shape="past"),
     "chain": lambda: chain(make_defense("pruning", ratio=0.5), make_defense("quantization")),
 }
 JUDGED = ("none", "pruning", "quantization")
@@ -299,6 +304,8 @@ def crossing(place: Place) -> dict[str, Any]:
         protect(model, place.batch(model), "none")
         trained = [p for p in model.parameters() if p.grad is not None]
         true = torch.cat([part(p.grad).flatten() for p in trained])
+        protect(model, place.batch(model), "none")
+        twice = torch.cat([part(p.grad).flatten() for p in trained])
         protect(model, place.batch(model), defense, clients=place.mesh["clients"])
         groups = place.across, dist.group.WORLD
         for group in groups:
@@ -311,6 +318,7 @@ def crossing(place: Place) -> dict[str, Any]:
             "sizes": [len(tensor) for _, tensor in place.across.sent],
             "own": len(true),
             "cosine": [float(torch.cosine_similarity(t, true, 0)) for _, t in place.across.sent],
+            "accumulates": torch.equal(twice, 2 * true),
             "elsewhere": len(dist.group.WORLD.sent),
         }
     return found
@@ -402,6 +410,23 @@ def refusals(place: Place) -> dict[str, str]:
     return found
 
 
+def page(place: Place) -> dict[str, Any]:
+    """The block of the documents, on this mesh."""
+    text = (ROOT / "docs" / "frameworks.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"^```python\n(.*?)^```$", text, re.M | re.S)
+    (code,) = [block for block in blocks if "fully_shard(" in block]
+    lines = [line for line in code.splitlines() if not line.startswith("mesh = ")]
+    names = example_names() | {"protect": protect, "mesh": place.mesh}
+    names["loader"] = [{k: v[place.device : place.device + 1] for k, v in names["batch"].items()}]
+    before = {name: p.detach().clone() for name, p in names["model"].named_parameters()}
+    exec("\n".join(lines), names)
+    after = {name: whole(p) for name, p in names["model"].named_parameters()}
+    return {
+        "moved": max(float((after[n] - before[n]).abs().max()) for n in after),
+        "checksum": [float(tensor.double().sum()) for tensor in after.values()],
+    }
+
+
 def main() -> None:
     folder, _ = begin()
     place = Place()
@@ -417,6 +442,7 @@ def main() -> None:
         results["sensitivities"] = sensitivities(place)
         results["crossing"] = crossing(place)
         results["shaped"] = shaped(place)
+        results["page"] = page(place)
     finish(folder, results)
 
 

@@ -22,7 +22,7 @@ def test_weights_are_those_of_two_whole_ranks(reports: Reports) -> None:
     devices hold.
     """
     for report in reports:
-        assert len(report["identity"]) == 14
+        assert len(report["identity"]) == 15
         for name, found in report["identity"].items():
             assert found["same names"], name  # so the second table is withheld, too
             assert found["moved"] > 1e-3, name
@@ -66,6 +66,7 @@ def test_one_message_a_step_leaves_a_client(reports: Reports) -> None:
     for report in reports:
         plain, noisy = report["crossing"]["none"], report["crossing"]["gaussian_noise"]
         assert plain["sizes"] == noisy["sizes"] == [plain["own"]]
+        assert plain["accumulates"]
         assert plain["elsewhere"] == noisy["elsewhere"] == 0
         assert plain["cosine"][0] > 0.999  # the recorder sees gradients where they are sent
         assert abs(noisy["cosine"][0]) < 0.25  # 1/30, and 5/√d of chance
@@ -90,6 +91,12 @@ def test_defenses_by_sensitivity(reports: Reports) -> None:
             # where few entries have most of the noise, so few draws say little of its power
             spread = 0.7 if shape == "own" else 0.3
             assert found["power"] == pytest.approx(1, abs=spread), shape
+
+
+def test_the_page_s_loop_trains_all_ranks_alike(reports: Reports) -> None:
+    for report in reports:
+        assert report["page"]["moved"] > 1e-5
+        assert report["page"]["checksum"] == reports[0]["page"]["checksum"]
 
 
 REFUSED = {
