@@ -175,7 +175,7 @@ class SensitivityDefense(Defense):
                 dense[name].add_(found)
             gradient, dense = self.learned(gradient, dense)
             squares = {name: sums_of(tensor) for name, tensor in dense.items()}
-        _check_squares({name: torch.cat(sums) for name, sums in squares.items()})
+        _check_squares({n: torch.cat([s.flatten() for s in sums]) for n, sums in squares.items()})
         self._averages.add(squares.items(), gradient)
 
 

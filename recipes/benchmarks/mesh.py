@@ -5,7 +5,7 @@ rest, and at the peak of a protected step, in MiB.
 
 Two clients, four ranks of this machine. The embeddings, each layer and what is left are units of
 `fully_shard`. At rest are weights and AdamW's two moments, as they are after a step; the peak is of
-`protect` alone, the gradient that it leaves included. A batch is one sentence a device, so that
+`protect` alone, or of a plain backward pass, the gradient that it leaves included. A batch is one sentence a device, so that
 activations do not hide the rest.
 """
 
@@ -58,6 +58,10 @@ def _memory(model, mesh, defenses: tuple[str, ...]) -> dict:
     optimizer.step()
     moments = [v for state in optimizer.state.values() for v in state.values() if v.dim()]
     found = {"weights": _size(model.parameters()), "moments": _size(moments)}
+    for _ in range(2):  # the first one warms up
+        optimizer.zero_grad()
+        used = peak(lambda: model(**batch).loss.backward())
+    found["plain backward"] = used
     for name in defenses:
         defense = make_defense(name)
         for measured in (False, True):  # trials, and the first averages, come first
