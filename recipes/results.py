@@ -128,6 +128,7 @@ PLANNED = [  # written and tried, not run to their end: no figures on the page
     Run("undefended_families", UNDEFENDED, "families", "--tokenizer $MODEL", 8),
     Run("updates_images", UPDATES, "images", "--cifar10 $CIFAR10_LOSSLESS", 1),
     Run("updates_rounds", UPDATES, "rounds", f"--cifar10 $CIFAR10_LOSSLESS {TEXT}", 4),
+    Run("private_accuracy", "studies.private.run", "accuracy", TEXT, 0.8),
     Run("private_sgd", "benchmarks.private_sgd", "", "--model $MODEL", 0.1),
     Run("models_speed", "benchmarks.models", "", "--model $MODEL", 0.5),
 ]
