@@ -5,8 +5,8 @@ rest, and at the peak of a protected step, in MiB.
 
 Two clients, four ranks of this machine. The embeddings, each layer and what is left are units of
 `fully_shard`. At rest are weights and AdamW's two moments, as they are after a step; the peak is of
-`protect` alone, or of a plain backward pass, the gradient that it leaves included. A batch is one sentence a device, so that
-activations do not hide the rest.
+`protect` alone, or of a plain backward pass, the gradient that it leaves included. A batch is one
+sentence a device, so that activations do not hide the rest.
 """
 
 import os

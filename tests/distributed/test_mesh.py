@@ -14,7 +14,7 @@ Reports = list[dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory: pytest.TempPathFactory) -> Reports:
-    return launch("mesh_worker.py", tmp_path_factory.mktemp("mesh"), ranks=4)
+    return launch("mesh_worker.py", tmp_path_factory.mktemp("mesh"), ranks=4, limit=240)
 
 
 def test_weights_are_those_of_two_whole_ranks(reports: Reports) -> None:
