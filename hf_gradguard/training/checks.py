@@ -216,8 +216,8 @@ def _model_refusals(model: nn.Module, sharded: bool) -> Iterator[str]:
     if getattr(model, "is_distributed_loading_by_transformers", False) or (cut and not sharded):
         yield (
             "models sharded at load time (tp_plan, distributed_config): no rank holds a whole "
-            "local gradient. Load the whole model on every rank; or cut it by fully_shard in a loop "
-            "of your own, with hf_gradguard.protect."
+            "local gradient. Load the whole model on every rank; or cut it by fully_shard in a "
+            "loop of your own, with hf_gradguard.protect."
         )
     if (
         len({p.device for p in model.parameters()}) > 1
