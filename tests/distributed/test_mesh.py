@@ -86,7 +86,9 @@ def test_sensitivities_are_those_of_a_whole_model(reports: Reports) -> None:
 def test_defenses_by_sensitivity(reports: Reports) -> None:
     for report in reports:
         for shape, found in report["shaped"].items():
-            assert found["kept"] == found["size"] - int(0.9 * found["size"])
+            kept = found["size"] - int(0.9 * found["size"])
+            # gradients of keys' biases, 8 in each of two layers, are zero but for rounding
+            assert kept - 16 <= found["kept"] <= kept
             assert found["true"], shape
             # where few entries have most of the noise, so few draws say little of its power
             spread = 0.7 if shape == "own" else 0.3
