@@ -99,6 +99,7 @@ RUNS = [
     Run("optimal_defenses_mnist", OPTIMAL, "attacked mnist", "--data $MNIST", 0.5),
     Run("optimal_defenses_cifar10", OPTIMAL, "attacked cifar10", "--data $CIFAR10_LOSSLESS", 3),
     Run("shapes_quality", SHAPES, "quality", f"{TEXT} --cifar10 $CIFAR10_LOSSLESS", 1),
+    Run("shapes_adam", SHAPES, "adam", TEXT, 0.3),
     Run("candidates", CANDIDATES, "text", TEXT, 1),
     Run("shapes_naming", SHAPES, "naming", TEXT, 0.7),
     Run("frontier_rates", FRONTIER, "rates", TEXT, 0.6),
@@ -124,7 +125,6 @@ RUNS = [
 
 
 PLANNED = [  # written and tried, not run to their end: no figures on the page
-    Run("shapes_adam", SHAPES, "adam", TEXT, 0.3),
     Run("refiner_second_form", REFINER, "second_form", f"{TEXT} {KEPT}", 12),
     Run("undefended_families", UNDEFENDED, "families", "--tokenizer $MODEL", 8),
     Run("updates_images", UPDATES, "images", "--cifar10 $CIFAR10_LOSSLESS", 1),

@@ -160,7 +160,7 @@ def report(figures: dict, args) -> None:
             for name in next(iter(seeds.values()))[share]:
                 found = [runs[share][name] for runs in seeds.values()]
                 rows.append([
-                    step, share, name, interval([one["information"] for one in found], 2),
+                    step, share, name.replace("|", "\\|"), interval([one["information"] for one in found], 2),
                     interval([one["noise"] for one in found], 1),
                 ])  # fmt: skip
     header = ["step", "progress", "noise", "Tr J_F over uniform's", "noise over gradient"]
