@@ -159,9 +159,8 @@ def report(figures: dict, args) -> None:
         for share in map(str, SHARES):
             for name in next(iter(seeds.values()))[share]:
                 found = [runs[share][name] for runs in seeds.values()]
-                rows.append([
-                    step, share, name.replace("|", "\\|"), interval([one["information"] for one in found], 2),
-                    interval([one["noise"] for one in found], 1),
-                ])  # fmt: skip
+                information = interval([one["information"] for one in found], 2)
+                noise = interval([one["noise"] for one in found], 1)
+                rows.append([step, share, name.replace("|", "\\|"), information, noise])
     header = ["step", "progress", "noise", "Tr J_F over uniform's", "noise over gradient"]
     write_table(args.output, header, rows)
