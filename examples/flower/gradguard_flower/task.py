@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from hf_gradguard.models import DeepConvNetConfig, DeepConvNetForImageClassification
+from hf_gradguard.models import LeakyConvNetConfig, LeakyConvNetForImageClassification
 from hf_gradguard.training.partition import partition_dirichlet, partition_iid
 
 Batch = dict[str, Tensor]
@@ -40,10 +40,8 @@ class Task:
                 return AutoModelForSequenceClassification.from_pretrained(
                     self.config["model"], num_labels=2, trust_remote_code=False
                 ).eval()
-            config = DeepConvNetConfig(
-                width=16, batch_norm=False, num_labels=10, negative_slope=0.1
-            )
-            return DeepConvNetForImageClassification(config)
+            config = LeakyConvNetConfig(num_channels=3, image_size=32, hidden_size=64)
+            return LeakyConvNetForImageClassification(config)
 
     def batches(self, client: int, clients: int, seed: int) -> Iterator[Batch]:
         """Batches of a client's own rows in random order, without an end."""
@@ -65,11 +63,12 @@ class Task:
         """Of held-out rows."""
         inputs, labels = self._rows("test")
         right, model = 0, model.eval()
-        for rows in np.arange(len(labels))[:TESTED].reshape(-1, 50):
-            batch = self._batch(inputs, labels, rows)
+        tested = np.arange(len(labels))[:TESTED]
+        for first in range(0, len(tested), 50):
+            batch = self._batch(inputs, labels, tested[first : first + 50])
             with torch.no_grad():
                 right += int((model(**batch).logits.argmax(1) == batch["labels"]).sum())
-        return right / min(len(labels), TESTED)
+        return right / len(tested)
 
     def _rows(self, split: str) -> tuple[Any, np.ndarray]:
         return (_sentences if self.is_text else _images)(self.config["data"], split)
