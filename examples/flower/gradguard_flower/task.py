@@ -24,7 +24,7 @@ class Task:
     """A model and its data, as a run's configuration says.
 
     Args:
-        config: `task`, `model`, `data`, `batch-size`, `alpha` and `seed`.
+        config: `task`, `model`, `data`, `batch-size`, `alpha`, `partitioner` and `seed`.
     """
 
     def __init__(self, config: Mapping[str, Any]) -> None:
@@ -46,18 +46,24 @@ class Task:
     def batches(self, client: int, clients: int, seed: int) -> Iterator[Batch]:
         """Batches of a client's own rows in random order, without an end."""
         inputs, labels = self._rows("train")
-        draws = np.random.default_rng(self.config["seed"])  # the same division on every node
-        alpha = self.config["alpha"]
-        parts = (
-            partition_dirichlet(labels, clients, alpha, draws)
-            if alpha
-            else partition_iid(len(labels), clients, draws)
-        )
+        parts = self.parts(labels, clients)
         order, size = np.random.default_rng([seed, client]), self.config["batch-size"]
         while True:
             rows = order.permutation(parts[client])
             for first in range(0, len(rows) - size + 1, size):
                 yield self._batch(inputs, labels, rows[first : first + size])
+
+    def parts(self, labels: np.ndarray, clients: int) -> list[np.ndarray]:
+        """Rows of each client, the same division on every node."""
+        alpha, seed = self.config["alpha"], self.config["seed"]
+        if self.config["partitioner"] == "flwr-datasets":
+            return _parts_of_flower(labels, clients, alpha, seed)
+        if self.config["partitioner"] != "hf-gradguard":
+            raise ValueError("partitioner must be 'hf-gradguard' or 'flwr-datasets'.")
+        draws = np.random.default_rng(seed)
+        if alpha:
+            return partition_dirichlet(labels, clients, alpha, draws)
+        return partition_iid(len(labels), clients, draws)
 
     def accuracy(self, model: nn.Module) -> float:
         """Of held-out rows."""
@@ -82,6 +88,19 @@ class Task:
         batch = dict(self.tokenizer(texts, padding=True, truncation=True, max_length=64,
                                     return_tensors="pt"))  # fmt: skip
         return batch | {"labels": truth}
+
+
+def _parts_of_flower(labels: np.ndarray, clients: int, alpha: float, seed: int) -> list[np.ndarray]:
+    from datasets import Dataset
+    from flwr_datasets.partitioner import DirichletPartitioner, IidPartitioner
+
+    made = (
+        DirichletPartitioner(clients, "label", alpha, seed=seed)
+        if alpha
+        else IidPartitioner(clients)
+    )
+    made.dataset = Dataset.from_dict({"row": np.arange(len(labels)), "label": labels})
+    return [np.array(made.load_partition(client)["row"]) for client in range(clients)]
 
 
 @cache
