@@ -2,7 +2,7 @@
 # make demo      train on two ranks with and without protection, compare, and attack what was shared (a few minutes, no downloads)
 # make test      the test suite
 # make lint      what CI checks before the tests
-# make test-versions   the Trainer's and the gradient map's tests with the oldest and the newest supported versions
+# make test-versions   the tests of Trainers, updates and the gradient map with the oldest and the newest supported versions
 # make results   figures, tables and pictures of docs/results.md anew; only run X with ONLY=X (data sets: see that page)
 # make tables    its tables and pictures, of the figures that are there
 
@@ -53,8 +53,11 @@ slow: install
 
 test-versions: test-oldest test-newest
 
-VERSION_TESTS := tests/training tests/gradient_map/test_map.py tests/gradient_map/test_texts.py
-VERSION_EXTRAS := .[accounting,attacks,data,images,peft,plots]
+# Other libraries' Trainers with the newest only: TRL needs a newer datasets than the oldest is.
+VERSION_TESTS := tests/training tests/gradient_map/test_map.py tests/gradient_map/test_texts.py \
+	tests/federation/test_updates.py tests/distributed/test_frameworks_ranks.py
+VERSION_EXTRAS := accounting,attacks,data,images,peft,plots
+newest_EXTRAS := ,frameworks
 
 test-%: .venv-%/installed
 	$(OFFLINE) .venv-$*/bin/python -m pytest -m "not slow" --numprocesses auto --maxprocesses 4 $(VERSION_TESTS)
@@ -66,7 +69,7 @@ test-%: .venv-%/installed
 	if test $* = oldest; then cp constraints-oldest.txt .venv-$*/bounds.txt; else grep '^torch==' constraints.txt > .venv-$*/bounds.txt; fi
 	.venv-$*/bin/pip install --quiet --disable-pip-version-check --constraint .venv-$*/bounds.txt torch
 	.venv-$*/bin/pip install --quiet --disable-pip-version-check --constraint .venv-$*/bounds.txt \
-		--editable '$(VERSION_EXTRAS)' hypothesis pytest pytest-timeout pytest-xdist
+		--editable '.[$(VERSION_EXTRAS)$($*_EXTRAS)]' hypothesis pytest pytest-timeout pytest-xdist
 	touch $@
 
 lint: install

@@ -25,8 +25,13 @@ from transformers.utils import logging
 from hf_gradguard import randomness, registry
 
 # What wraps another library is collected where that is installed.
-_FLOWER = ["hf_gradguard/federation/flower.py", "tests/federation/secagg_driver.py"]
-collect_ignore = [] if find_spec("flwr") else _FLOWER
+_WRAPPING = {
+    "flwr": ["hf_gradguard/federation/flower.py", "tests/federation/secagg_driver.py"],
+    "nvflare": ["hf_gradguard/federation/flare.py", "tests/federation/flare_trainer.py"],
+}
+collect_ignore = [
+    file for library, files in _WRAPPING.items() if not find_spec(library) for file in files
+]
 
 
 @pytest.fixture(autouse=True)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from .auto import announce
+
 if TYPE_CHECKING:
     from .defenses import chain, make_defense
     from .gradient_map import GradientMap
@@ -47,3 +49,6 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
+
+
+announce()

@@ -41,7 +41,7 @@ def example_names() -> dict[str, Any]:
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        return {**IMPORTED, **_text(), **_images(), **_flower()}
+        return {**IMPORTED, **_text(), **_images(), **_flower(), **_flare()}
 
 
 def _text() -> dict[str, Any]:
@@ -113,3 +113,13 @@ def _flower() -> dict[str, Any]:
     weights = ArrayRecord({"w": Array(torch.ones(4).numpy())})
     message = Message(RecordDict({"arrays": weights}), dst_node_id=1, message_type="train")
     return {"context": context, "train_message": message}
+
+
+def _flare() -> dict[str, Any]:
+    if not find_spec("nvflare"):
+        return {}
+    from nvflare.apis.dxo import DXO, DataKind
+    from nvflare.apis.fl_context import FLContext
+
+    diff = DXO(DataKind.WEIGHT_DIFF, {"w": torch.ones(4).numpy()}).to_shareable()
+    return {"weights_diff": diff, "fl_context": FLContext()}

@@ -14,7 +14,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 OPTIONAL = [
     *("datasets", "dp_accounting", "evaluate", "jinja2", "lightning_fabric", "matplotlib", "nltk"),
     *("pandas", "peft", "PIL", "pyarrow", "rouge_score", "sacrebleu", "scipy", "sklearn"),
-    *("sentence_transformers", "torchmetrics", "trl"),
+    *("sentence_transformers", "torchmetrics", "trl", "flwr", "nvflare"),
 ]
 BLOCKED = f"import sys; sys.modules.update(dict.fromkeys({OPTIONAL}))\n"
 """Python refuses to import what is there as `None`."""
@@ -64,6 +64,19 @@ def test_rooms_name_what_is_missing_and_the_command(tmp_path: Path) -> None:
         assert line.endswith(f"not installed: pip install 'hf-gradguard[{extra}]'")
     assert "scipy" in lines[0]
     assert "rouge_score, sacrebleu, scipy, torchmetrics" in lines[1]
+
+
+def test_federations_name_their_extra(tmp_path: Path) -> None:
+    code = "import importlib\n" + "".join(
+        f"try: importlib.import_module('hf_gradguard.federation.{name}')\n"
+        "except ImportError as e: print(e)\n"
+        for name in ("flower", "flare")
+    )
+    for extra, line in zip(
+        ("flower", "flare"), run(code, tmp_path).stdout.splitlines(), strict=True
+    ):
+        assert line.startswith(f"hf_gradguard.federation.{extra} needs ")
+        assert line.endswith(f"pip install 'hf-gradguard[{extra}]'")
 
 
 @pytest.mark.parametrize("room", ["attacks", "metrics", "audit", "data"])

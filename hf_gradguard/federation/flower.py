@@ -10,15 +10,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load, save
 from torch import Tensor
 from transformers.utils import logging
 
-from ..data.private import make_private_folder, write_private
 from .guard import PREFIX, Guard, GuardSettings, listed
 
 try:
@@ -56,8 +53,6 @@ class ClientGuard(Guard):
     def __init__(self, context: Context) -> None:
         super().__init__(GuardSettings.of(context.run_config))
         self._context = context
-        kind = repr(sorted(self.defense.settings().items(), key=str))
-        self._kind = {"defense": self.settings.defense, "settings": kind}
         self._load()
 
     def arrays(self, received: ArrayRecord, update: Mapping[str, Tensor]) -> ArrayRecord:
@@ -84,29 +79,20 @@ class ClientGuard(Guard):
         """Put what the defense remembers into `context.state`, and into the folder if one is
         set.
         """
-        state = {name: tensor.cpu() for name, tensor in self.defense.state_dict().items()}
-        self._context.state[STATE] = record_of(state)
-        self._context.state[f"{STATE}.of"] = ConfigRecord(dict(self._kind))
-        if (path := self._path()) is not None:
-            make_private_folder(path.parent)
-            write_private(path, save(state, metadata=self._kind))
+        self._context.state[STATE] = record_of(self.remembered())
+        self._context.state[f"{STATE}.of"] = ConfigRecord(dict(self.kind))
+        if self.settings.state_folder:
+            self.write(self.settings.state_folder, f"node-{self._context.node_id}")
 
     def _load(self) -> None:
         records = self._context.state
         if STATE in records:
-            if dict(records[f"{STATE}.of"]) == self._kind:
+            if dict(records[f"{STATE}.of"]) == self.kind:
                 self.defense.load_state_dict(tensors_of(records[STATE]))
             else:
                 logger.warning("The defense is another one now: what the last remembered is gone.")
-        elif (path := self._path()) is not None and path.exists():
-            self.defense.load_state_dict(load(path.read_bytes()))
-
-    def _path(self) -> Path | None:
-        folder = self.settings.state_folder
-        if not folder:
-            return None
-        kind = hashlib.sha256(repr(self._kind).encode()).hexdigest()[:16]
-        return Path(folder) / f"node-{self._context.node_id}-{kind}.safetensors"
+        elif self.settings.state_folder:
+            self.read(self.settings.state_folder, f"node-{self._context.node_id}")
 
 
 def gradguard_mod(

@@ -7,14 +7,19 @@ got and those that it wants to send; what is no such difference, it refuses to s
 from __future__ import annotations
 
 import fnmatch
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save
 from torch import Tensor
 from transformers.utils import logging
 
+from ..data.private import make_private_folder, write_private
 from ..defenses import Defense, make_defense
 from ..gradient_map import Tensors
 from ..gradient_map.given import Given
@@ -134,6 +139,42 @@ class Guard:
         if not settings.on:
             logger.warning_once("gradguard.defense is 'none': what clients train is sent as it is.")
 
+    @property
+    def kind(self) -> dict[str, str]:
+        """The defense and its settings: what another one remembers is of no use."""
+        settings = repr(sorted(self.defense.settings().items(), key=str))
+        return {"defense": self.settings.defense, "settings": settings}
+
+    def remembered(self) -> Tensors:
+        """What the defense remembers, on the CPU."""
+        return {name: tensor.cpu() for name, tensor in self.defense.state_dict().items()}
+
+    def write(self, folder: str | Path, client: str) -> None:
+        """Keep what the defense remembers in a private file, of this client and this defense."""
+        path = self._file(folder, client)
+        make_private_folder(path.parent)
+        write_private(path, save(self.remembered(), metadata=self.kind))
+
+    def read(self, folder: str | Path, client: str) -> bool:
+        """Take up what `write` kept, if it did.
+
+        Raises:
+            ValueError: If the file is damaged.
+        """
+        path = self._file(folder, client)
+        if not path.exists():
+            return False
+        try:
+            state = load(path.read_bytes())
+        except SafetensorError as error:
+            raise ValueError(f"{path} is damaged. Delete it to start anew.") from error
+        self.defense.load_state_dict(state)
+        return True
+
+    def _file(self, folder: str | Path, client: str) -> Path:
+        kind = hashlib.sha256(repr(self.kind).encode()).hexdigest()[:16]
+        return Path(folder) / f"{client}-{kind}.safetensors"
+
     def protect(
         self,
         before: Mapping[str, Tensor],
@@ -200,8 +241,8 @@ def check_difference(
     """See that one can be the outcome of training from the other.
 
     Raises:
-        ValueError: If names, shapes or types differ, or what should be weights looks like their
-            difference.
+        ValueError: If names, shapes or types differ, what should be weights looks like their
+            difference, or the other way round.
         FloatingPointError: If something is not finite.
 
     Example:
@@ -231,6 +272,20 @@ def check_difference(
             "were received, as if it were their difference. If it is, say so by "
             f"{PREFIX}sends = 'difference'."
         )
+    if sends == "difference" and _alike(before, after) > 0.9:
+        raise ValueError(
+            "Nothing was sent: what should be a difference of weights points where the weights "
+            "themselves do, as if it were the weights."
+        )
+
+
+def _alike(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
+    """The cosine between two models' weights."""
+    names = [name for name, tensor in one.items() if tensor.is_floating_point()]
+    pairs = [(_wide(one[name]), _wide(other[name])) for name in names]
+    norms = [sum(float(pair[k].square().sum()) for pair in pairs) ** 0.5 for k in (0, 1)]
+    product = sum(float((a * b).sum()) for a, b in pairs)
+    return product / (norms[0] * norms[1]) if all(norms) else 0.0
 
 
 def listed(names: str) -> list[str]:

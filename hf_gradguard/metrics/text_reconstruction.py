@@ -7,7 +7,8 @@ from typing import Any
 import evaluate
 from datasets import Features, List, Value
 
-from .text import as_batches, score_text
+# Absolute: `evaluate.load` runs a copy of this file elsewhere.
+from hf_gradguard.metrics.text import as_batches, score_text
 
 _STRINGS, _IDS = (
     Features({"predictions": List(texts), "references": List(texts)})

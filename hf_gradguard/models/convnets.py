@@ -253,5 +253,5 @@ for _config, _model in (
     (DeepConvNetConfig, DeepConvNetForImageClassification),
     (TanhConvNetConfig, TanhConvNetForImageClassification),
 ):
-    AutoConfig.register(_config.model_type, _config)
+    AutoConfig.register(_config.model_type, _config, exist_ok=True)
     AutoModelForImageClassification.register(_config, _model)

@@ -92,5 +92,5 @@ class LeakageLeNetForImageClassification(SmallImageClassifier):
         return logits
 
 
-AutoConfig.register(LeakageLeNetConfig.model_type, LeakageLeNetConfig)
+AutoConfig.register(LeakageLeNetConfig.model_type, LeakageLeNetConfig, exist_ok=True)
 AutoModelForImageClassification.register(LeakageLeNetConfig, LeakageLeNetForImageClassification)

@@ -164,6 +164,15 @@ class SeamTrainer(RenamedWeightsTrainer):
             self.average_over_ranks(tr_loss)  # which the Trainer then gathers
         super()._maybe_log_save_evaluate(tr_loss, *args, **kwargs)
 
+    def _nested_gather(self, tensors: dict[str, Tensor], name: str | None = None) -> Any:
+        """Sums over steps, one a part of a loss, which sentence-transformers gathers from all ranks
+        to log their ratios. Their averages have the same ratios.
+        """
+        averages = {key: value.to(torch.float64, copy=True) for key, value in tensors.items()}
+        for figure in averages.values():
+            self.average_over_ranks(figure)
+        return averages
+
     def _get_num_items_in_batch(self, *args: Any, **kwargs: Any) -> Tensor | int | None:
         if not self.counts_items:
             return None

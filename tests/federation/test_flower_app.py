@@ -94,6 +94,30 @@ def test_names_may_be_left_out(app: Any) -> None:
     assert len(accuracy) == 2
 
 
+@pytest.mark.parametrize("alpha", [0.0, 0.5])
+@pytest.mark.parametrize("partitioner", ["hf-gradguard", "flwr-datasets"])
+def test_every_row_is_one_clients(app: Any, partitioner: str, alpha: float) -> None:
+    if partitioner == "flwr-datasets":
+        pytest.importorskip("flwr_datasets")
+    from gradguard_flower.task import Task
+
+    config = {"task": "cifar10", "alpha": alpha, "partitioner": partitioner, "seed": 0}
+    labels = np.arange(400) % 10
+    parts = Task(config).parts(labels, 4)
+    assert sorted(np.concatenate(parts).tolist()) == list(range(400))
+    again = Task(config).parts(labels, 4)
+    assert all((one == other).all() for one, other in zip(parts, again, strict=True))
+    shares = [np.bincount(labels[part], minlength=10).max() / len(part) for part in parts]
+    assert (max(shares) > 0.2) == bool(alpha)  # of ten classes
+
+
+def test_a_partitioner_that_there_is_not_is_refused(app: Any) -> None:
+    from gradguard_flower.task import Task
+
+    with pytest.raises(ValueError, match="'flwr-datasets'"):
+        Task({"task": "cifar10", "alpha": 0, "partitioner": "x", "seed": 0}).parts(np.ones(4), 2)
+
+
 def test_the_project_file_is_what_flower_reads() -> None:
     import tomllib
 

@@ -621,9 +621,7 @@ def test_activation_checkpointing_changes_nothing(name: str, dropout: float) -> 
         model.train()
         model.config.use_cache = False
         if checkpointing:
-            model.activation_checkpointing_enable(
-                activation_checkpointing_kwargs={"use_reentrant": False}
-            )
+            model.gradient_checkpointing_enable({"use_reentrant": False})
             (layer,) = (
                 m
                 for n, m in model.named_modules()

@@ -464,7 +464,7 @@ def test_activation_checkpointing_is_not_split(first: bool) -> None:
     expected = flat(plain.squared_sensitivity(2, rng(), split=False))
     if not first:
         model = make_task("bert", dtype=torch.float32, dropout=0.1)[0].train()
-    model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
+    model.gradient_checkpointing_enable({"use_reentrant": False})
     model.enable_input_require_grads()
     torch.manual_seed(9)
     gmap = GradientMap(model, batch, second_order=False)
@@ -477,7 +477,7 @@ def test_reentrant_checkpointing_is_refused_by_torch() -> None:
     """It is refused before training, too: it cannot run under `torch.autograd.grad`."""
     model, batch = make_task("bert", dtype=torch.float32)
     model.train()
-    model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": True})
+    model.gradient_checkpointing_enable({"use_reentrant": True})
     model.enable_input_require_grads()
     with pytest.raises(RuntimeError, match="use_reentrant=False"):
         GradientMap(model, batch, second_order=False).squared_sensitivity(1)

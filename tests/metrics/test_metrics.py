@@ -697,6 +697,23 @@ def test_the_metric_gives_the_means(metric: TextReconstruction) -> None:
     assert metric.compute(**nested) == score_text(**nested).mean
 
 
+def test_evaluate_loads_it_by_its_file(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It runs a copy of the file, outside the package."""
+    import evaluate
+    from evaluate import config
+
+    from hf_gradguard.metrics import text_reconstruction
+
+    monkeypatch.setattr(config, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.syspath_prepend(str(tmp_path / "modules"))
+    loaded = evaluate.load(text_reconstruction.__file__, cache_dir=str(tmp_path / "cache"))
+    assert type(loaded).__name__ == "TextReconstruction"
+    assert not isinstance(loaded, TextReconstruction)
+    found, true = ["a film", "the dog barks"], ["the dog barked", "a film"]
+    loaded.add_batch(predictions=found, references=true)
+    assert loaded.compute() == score_text(found, true).mean
+
+
 def test_what_one_add_batch_holds_is_a_batch(metric: TextReconstruction) -> None:
     metric.add_batch(predictions=["a b", "c d"], references=["c d", "a b"])
     metric.add_batch(predictions=["x"], references=["y", "x"])

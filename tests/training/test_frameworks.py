@@ -161,3 +161,49 @@ def test_own_arguments_keep_their_defaults_and_dict_fields(tmp_path: Path) -> No
     assert {"model_init_kwargs", "defense_kwargs"} <= set(Right._VALID_DICT_FIELDS)
     with pytest.raises(TypeError, match=r"Write class Wrong\(Seq2SeqTrainingArguments, GradGuardC"):
         type("Wrong", (GradGuardConfig, Seq2SeqTrainingArguments), {})
+
+
+class Parts(nn.Module):
+    """A loss in two parts, as a dict."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, features: Any, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        one, other = (self.model(text)["sentence_embedding"] for text in features)
+        return {"near": (one - other).square().mean(), "small": 0.1 * one.square().mean()}
+
+
+@pytest.mark.parametrize("defense", ["none", "gaussian_noise", "optimal_noise"])
+def test_parts_of_a_loss_are_averaged_and_not_gathered(
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, defense: str
+) -> None:
+    """sentence-transformers gathers every rank's parts of a loss to log them, unprotected also
+    under secure aggregation. Here each is averaged as the loss is.
+    """
+    from transformers import trainer_pt_utils
+
+    def gathered(*_: Any, **__: Any) -> None:
+        raise AssertionError("a gather")
+
+    averaged: list[torch.Tensor] = []
+
+    def note(self: Any, figure: torch.Tensor) -> None:
+        averaged.append(figure.clone())
+
+    monkeypatch.setattr(trainer_pt_utils, "nested_gather", gathered)
+    monkeypatch.setattr(GradGuardMixin, "average_over_ranks", note)
+    settings: dict[str, Any] = {"defense": defense, "share_input_embeddings": True}
+    trainer = encoders(folder, 2, loss=Parts).run(tmp_path, settings)
+    steps = [entry for entry in trainer.state.log_history if "near" in entry]
+    assert len(steps) == 3
+    for entry in steps:  # each counted once, however often it was computed
+        assert entry["near"] + entry["small"] == pytest.approx(entry["loss"], abs=2e-4)
+        for part in ("near", "small"):  # of one step
+            assert any(entry[part] == pytest.approx(float(one), abs=1e-4) for one in averaged)
+    if defense == "none":
+        monkeypatch.undo()
+        stock = encoders(folder, 2, loss=Parts).run(tmp_path, None)
+        for found, expected in zip(steps, stock.state.log_history, strict=False):
+            assert found["near"] == pytest.approx(expected["near"], abs=2e-4)

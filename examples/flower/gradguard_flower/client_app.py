@@ -38,7 +38,7 @@ def train(message: Message, context: Context) -> Message:
     guard.defense.prepare(model, task.tokenizer)
     node = context.node_config
     batches = task.batches(node["partition-id"], node["num-partitions"], seed=visits(context))
-    start = time.perf_counter()
+    start = time.process_time()
     update = protect_update(
         model,
         list(islice(batches, config["local-steps"])),
@@ -46,7 +46,7 @@ def train(message: Message, context: Context) -> Message:
         learning_rate=config["learning-rate"],
         optimizer=config["optimizer"],
     )
-    seconds = time.perf_counter() - start
+    seconds = time.process_time() - start
     remember(context, seconds)
 
     if key != "fitins.parameters":
@@ -82,6 +82,6 @@ def visits(context: Context) -> int:
 
 
 def remember(context: Context, seconds: float) -> None:
-    """How long a round took, in the node's own state."""
+    """What a round took of the processor, in the node's own state."""
     before = list(context.state["times"]["all"]) if "times" in context.state else []
     context.state["times"] = MetricRecord({"all": [*before, seconds]})

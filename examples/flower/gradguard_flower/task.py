@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from hf_gradguard.models import DeepConvNetConfig, DeepConvNetForImageClassification
+from hf_gradguard.models import LeakyConvNetConfig, LeakyConvNetForImageClassification
 from hf_gradguard.training.partition import partition_dirichlet, partition_iid
 
 Batch = dict[str, Tensor]
@@ -24,7 +24,7 @@ class Task:
     """A model and its data, as a run's configuration says.
 
     Args:
-        config: `task`, `model`, `data`, `batch-size`, `alpha` and `seed`.
+        config: `task`, `model`, `data`, `batch-size`, `alpha`, `partitioner` and `seed`.
     """
 
     def __init__(self, config: Mapping[str, Any]) -> None:
@@ -40,36 +40,41 @@ class Task:
                 return AutoModelForSequenceClassification.from_pretrained(
                     self.config["model"], num_labels=2, trust_remote_code=False
                 ).eval()
-            config = DeepConvNetConfig(
-                width=16, batch_norm=False, num_labels=10, negative_slope=0.1
-            )
-            return DeepConvNetForImageClassification(config)
+            config = LeakyConvNetConfig(num_channels=3, image_size=32, hidden_size=64)
+            return LeakyConvNetForImageClassification(config)
 
     def batches(self, client: int, clients: int, seed: int) -> Iterator[Batch]:
         """Batches of a client's own rows in random order, without an end."""
         inputs, labels = self._rows("train")
-        draws = np.random.default_rng(self.config["seed"])  # the same division on every node
-        alpha = self.config["alpha"]
-        parts = (
-            partition_dirichlet(labels, clients, alpha, draws)
-            if alpha
-            else partition_iid(len(labels), clients, draws)
-        )
+        parts = self.parts(labels, clients)
         order, size = np.random.default_rng([seed, client]), self.config["batch-size"]
         while True:
             rows = order.permutation(parts[client])
             for first in range(0, len(rows) - size + 1, size):
                 yield self._batch(inputs, labels, rows[first : first + size])
 
+    def parts(self, labels: np.ndarray, clients: int) -> list[np.ndarray]:
+        """Rows of each client, the same division on every node."""
+        alpha, seed = self.config["alpha"], self.config["seed"]
+        if self.config["partitioner"] == "flwr-datasets":
+            return _parts_of_flower(labels, clients, alpha, seed)
+        if self.config["partitioner"] != "hf-gradguard":
+            raise ValueError("partitioner must be 'hf-gradguard' or 'flwr-datasets'.")
+        draws = np.random.default_rng(seed)
+        if alpha:
+            return partition_dirichlet(labels, clients, alpha, draws)
+        return partition_iid(len(labels), clients, draws)
+
     def accuracy(self, model: nn.Module) -> float:
         """Of held-out rows."""
         inputs, labels = self._rows("test")
         right, model = 0, model.eval()
-        for rows in np.arange(len(labels))[:TESTED].reshape(-1, 50):
-            batch = self._batch(inputs, labels, rows)
+        tested = np.arange(len(labels))[:TESTED]
+        for first in range(0, len(tested), 50):
+            batch = self._batch(inputs, labels, tested[first : first + 50])
             with torch.no_grad():
                 right += int((model(**batch).logits.argmax(1) == batch["labels"]).sum())
-        return right / min(len(labels), TESTED)
+        return right / len(tested)
 
     def _rows(self, split: str) -> tuple[Any, np.ndarray]:
         return (_sentences if self.is_text else _images)(self.config["data"], split)
@@ -83,6 +88,19 @@ class Task:
         batch = dict(self.tokenizer(texts, padding=True, truncation=True, max_length=64,
                                     return_tensors="pt"))  # fmt: skip
         return batch | {"labels": truth}
+
+
+def _parts_of_flower(labels: np.ndarray, clients: int, alpha: float, seed: int) -> list[np.ndarray]:
+    from datasets import Dataset
+    from flwr_datasets.partitioner import DirichletPartitioner, IidPartitioner
+
+    made = (
+        DirichletPartitioner(clients, "label", alpha, seed=seed)
+        if alpha
+        else IidPartitioner(clients)
+    )
+    made.dataset = Dataset.from_dict({"row": np.arange(len(labels)), "label": labels})
+    return [np.array(made.load_partition(client)["row"]) for client in range(clients)]
 
 
 @cache

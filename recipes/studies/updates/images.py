@@ -22,7 +22,7 @@ from hf_gradguard.metrics import score_images
 from ..lib.images import INVERTING, lenet_for, single_images
 from ..lib.tables import bracketed, summary, write_table
 from .client import observed, train
-from .settings import IMAGES, MATCHED, PAIRS, QUICK_STEPS, STEPS
+from .settings import IMAGES, MATCHED, PAIRS, QUICK_IMAGES, QUICK_STEPS, STEPS
 
 ARGUMENTS = {"--cifar10": "npz with x (N, 32, 32, 3) and y"}
 
@@ -32,6 +32,7 @@ def cells(args) -> dict:
     return {
         (name, column): row | {"matched": matched} | size
         for name, row in IMAGES.items()
+        if name in QUICK_IMAGES or not args.quick
         for column, matched in MATCHED.items()
     }
 

@@ -26,16 +26,16 @@ MATCHED = {
     "as one gradient": "one gradient",
 }
 PAIRS, STEPS = 3, 40
-QUICK_STEPS = 2
+QUICK_STEPS, QUICK_IMAGES = 1, ["one gradient of two", "2 epochs of AdamW"]
 
 TASKS = {
     "cifar10": {
-        "task": "cifar10", "learning-rate": 1e-3, "optimizer": "adamw", "batch-size": 16,
-        "local-steps": 4,
+        "task": "cifar10", "learning-rate": 2e-3, "optimizer": "adamw", "batch-size": 32,
+        "local-steps": 4, "test-every": 5,
     },
     "sst2": {
-        "task": "sst2", "learning-rate": 2e-4, "optimizer": "adamw", "batch-size": 8,
-        "local-steps": 4,
+        "task": "sst2", "learning-rate": 2e-4, "optimizer": "adamw", "batch-size": 4,
+        "local-steps": 4, "test-every": 20,
     },
 }  # fmt: skip
 
@@ -63,4 +63,4 @@ TRAINED = {
     },
 }
 ROUNDS, QUICK_ROUNDS = 20, 1
-SEEDS = {"cifar10": 1, "sst2": 1}
+SEEDS = {"cifar10": 5, "sst2": 1}

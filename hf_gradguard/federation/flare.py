@@ -1,0 +1,257 @@
+"""Protection of what a client of NVIDIA FLARE sends. Needs `pip install 'hf-gradguard[flare]'`.
+
+`GradGuardFilter` in `task_result_filters` protects every difference of weights, and lets nothing
+pass that is none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from numbers import Number
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .guard import STATISTICS, Guard, GuardSettings, Withheld, listed
+
+try:
+    from nvflare.apis.dxo import DXO, DataKind, MetaKey, from_shareable
+    from nvflare.apis.dxo_filter import DXOFilter
+    from nvflare.apis.event_type import EventType
+    from nvflare.apis.filter import FilterChainType, FilterContextKey
+    from nvflare.apis.fl_constant import FilterKey, FLContextKey, ReturnCode
+    from nvflare.apis.fl_context import FLContext
+    from nvflare.apis.shareable import ReservedHeaderKey, Shareable, make_reply
+except ImportError as error:
+    raise ImportError(
+        "hf_gradguard.federation.flare needs NVIDIA FLARE: pip install 'hf-gradguard[flare]'"
+    ) from error
+
+_FOLDER = "gradguard"
+_DIRECTIONS = {
+    FilterChainType.TASK_DATA_CHAIN: FilterKey.IN,
+    FilterChainType.TASK_RESULT_CHAIN: FilterKey.OUT,
+}
+_OF_FLARE = {
+    getattr(names, key)
+    for names in (ReservedHeaderKey, MetaKey)
+    for key in dir(names)
+    if key.isupper()
+}
+_BEFORE, _SEEN = "__gradguard_before__", "__gradguard_seen__"
+
+
+class GradGuardFilter(DXOFilter):
+    """A filter of a client's task results: what training changed is protected before it is sent.
+
+    It is on without any arguments (Gaussian noise as large as the update), and only
+    `defense="none"` turns it off. A result passes if it is one `WEIGHT_DIFF` with the names, shapes
+    and types of the weights that came with the task, finite, with single numbers beside it; or
+    metrics that are single numbers. Everything else ends with an error, which FLARE reports to the
+    server in the place of the result.
+
+    What the defense remembers stays in the job's folder on the client, in a private file, so that a
+    client that was killed goes on from there.
+
+    Args:
+        defense: Its name. `"none"`, and only that, turns protection off.
+        settings: Of the defense.
+        withhold: As in `GuardSettings`, and so on.
+        withheld: Likewise.
+        share_input_embeddings: Likewise.
+        allow: Names of headers and metadata that may pass unread, with commas between them.
+        state_folder: Where the state is kept in the place of the job's folder.
+
+    Raises:
+        ValueError: For a setting that there is not, or one out of range.
+        TypeError: For a setting that the defense does not have.
+
+    Example:
+        >>> guard = GradGuardFilter("pruning", {"ratio": 0.9})
+        >>> guard.process(weights_diff, fl_context)  # doctest: +ELLIPSIS
+        Traceback (most recent call last):
+        ValueError: Nothing was sent: no weights came with the task...
+    """
+
+    def __init__(
+        self,
+        defense: str = "gaussian_noise",
+        settings: Mapping[str, Any] | None = None,
+        withhold: str = STATISTICS,
+        withheld: Withheld = "zeros",
+        share_input_embeddings: bool = False,
+        allow: str = "",
+        state_folder: str = "",
+    ) -> None:
+        super().__init__(supported_data_kinds=None, data_kinds_to_filter=None)
+        # Under the names of the arguments: FLARE's job API writes them into a job's files.
+        self.defense = defense
+        self.settings = dict(settings or {})
+        self.withhold = withhold
+        self.withheld = withheld
+        self.share_input_embeddings = share_input_embeddings
+        self.allow = allow
+        self.state_folder = state_folder
+        self._guard = Guard(
+            GuardSettings(
+                defense, self.settings, withhold, withheld, "difference", share_input_embeddings,
+                allow, state_folder,
+            )
+        )  # fmt: skip
+        self._taken_up = False
+        self._before: dict[str, Tensor] = {}
+
+    def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
+        """Before a task the weights that came with it are remembered. After the filters, a result
+        that came by none of these is emptied: FLARE applies a filter to tasks of exactly the names
+        that it has, and `"*"` is none.
+        """
+        if event_type == EventType.BEFORE_TASK_EXECUTION:
+            self._before = weights_in(fl_ctx.get_prop(FLContextKey.TASK_DATA))
+        elif event_type == EventType.AFTER_TASK_RESULT_FILTER and self._guard.settings.on:
+            result = fl_ctx.get_prop(FLContextKey.TASK_RESULT)
+            if result is not None and not fl_ctx.get_prop(_SEEN, False):
+                self._close(result, fl_ctx)
+
+    def _close(self, result: Shareable, fl_ctx: FLContext) -> None:
+        code = result.get_return_code()
+        if code == ReturnCode.OK:
+            try:
+                if self._opened(result).data_kind == DataKind.METRICS:
+                    return
+                why = "it went past this filter. Name its task in task_result_filters"
+            except ValueError as error:
+                why = str(error)
+            self.log_error(fl_ctx, f"A result was emptied: {why}")
+            code = ReturnCode.TASK_RESULT_FILTER_ERROR
+        result.clear()
+        result.update(make_reply(code))
+
+    def process(self, shareable: Shareable, fl_ctx: FLContext) -> Shareable:
+        """A result with its difference of weights protected; a task's data as they are.
+
+        Raises:
+            ValueError: If a result is none that may be sent.
+            FloatingPointError: If something in it is not finite.
+            RuntimeError: If the defense needs the client's data, or this is no client.
+        """
+        chain = self.get_prop(FilterContextKey.CHAIN_TYPE, FilterChainType.TASK_RESULT_CHAIN)
+        direction = fl_ctx.get_prop(FLContextKey.FILTER_DIRECTION, _DIRECTIONS[chain])
+        if direction != _DIRECTIONS[chain]:
+            raise RuntimeError("GradGuardFilter is the clients': a server sees what it protects.")
+        if chain == FilterChainType.TASK_DATA_CHAIN:
+            fl_ctx.set_prop(_BEFORE, weights_in(shareable), private=True, sticky=False)
+            return shareable
+        fl_ctx.set_prop(_SEEN, True, private=True, sticky=False)
+        before, self._before = self._before or fl_ctx.get_prop(_BEFORE, {}), {}
+        if shareable.get_return_code() != ReturnCode.OK:
+            return make_reply(shareable.get_return_code())  # and nothing that came with it
+        if not self._guard.settings.on:
+            return shareable
+        dxo = self._opened(shareable)
+        if dxo.data_kind == DataKind.WEIGHT_DIFF:
+            folder, client = self._folder(fl_ctx), str(fl_ctx.get_identity_name("client"))
+            if folder and not self._taken_up:
+                self._guard.read(folder, client)
+                self._taken_up = True
+            dxo.data = self._protected(before, dxo.data)
+            dxo.add_filter_history(type(self).__name__)
+            if folder:
+                self._guard.write(folder, client)
+        return dxo.update_shareable(shareable)
+
+    def process_dxo(self, dxo: DXO, shareable: Shareable, fl_ctx: FLContext) -> DXO:
+        """Not called: `process` lets nothing pass that is no DXO, where FLARE's does."""
+        raise NotImplementedError
+
+    def _opened(self, shareable: Shareable) -> DXO:
+        """What a result holds, if nothing in it may stay here."""
+        dxo = from_shareable(shareable)  # a ValueError if it is none
+        kinds = (DataKind.WEIGHT_DIFF, DataKind.METRICS)
+        if dxo.data_kind not in kinds:
+            raise ValueError(
+                f"Nothing was sent: the result is {dxo.data_kind}, and no difference of weights. "
+                "Let the client send its difference: params_transfer_type=TransferType.DIFF, or "
+                "ParamsType.DIFF."
+            )
+        if processed := dxo.get_meta_prop(MetaKey.PROCESSED_ALGORITHM):
+            raise ValueError(
+                f"Nothing was sent: the result was processed by {processed!r} already, and cannot "
+                "be read. Put GradGuardFilter before that filter."
+            )
+        others = {key: value for key, value in shareable.items() if key != "DXO"}
+        headers = others.pop(ReservedHeaderKey.HEADERS, {})
+        numbers = dxo.data if dxo.data_kind == DataKind.METRICS else {}
+        for found in (others, headers, dxo.meta, numbers):
+            for name, value in found.items():
+                self._check(name, value)
+        return dxo
+
+    def _check(self, name: str, value: Any) -> None:
+        if name in listed(self.allow) or value is None or isinstance(value, Number):
+            return
+        if name == MetaKey.INITIAL_METRICS and isinstance(value, dict):
+            for key, one in value.items():
+                self._check(f"{name}.{key}", one)
+            return
+        words = value if isinstance(value, list) else [value]
+        if name in _OF_FLARE and all(isinstance(word, str) for word in words):
+            return
+        raise ValueError(
+            f"Nothing was sent: the result holds {name!r}, a {type(value).__name__}. Single "
+            f"numbers may be sent beside a difference of weights; for more, name {name!r} in allow."
+        )
+
+    def _protected(self, before: Mapping[str, Tensor], data: Mapping[str, Any]) -> dict[str, Any]:
+        change = {name: _tensor(name, value) for name, value in data.items()}
+        if not before:
+            raise ValueError(
+                "Nothing was sent: no weights came with the task that this could be a difference "
+                "of. Where they do not pass through this process, name GradGuardFilter in "
+                "task_data_filters as well."
+            )
+        sent = self._guard.protect(before, change)
+        return {
+            name: tensor.numpy() if isinstance(data[name], np.ndarray) else tensor
+            for name, tensor in sent.items()
+        }
+
+    def _folder(self, fl_ctx: FLContext) -> Path | None:
+        if self.state_folder:
+            return Path(self.state_folder)
+        engine = fl_ctx.get_engine()
+        if engine is None:
+            return None
+        return Path(engine.get_workspace().get_run_dir(fl_ctx.get_job_id())) / _FOLDER
+
+
+def weights_in(data: Shareable | None) -> dict[str, Tensor]:
+    """The weights that came with a task, by name; none if none came.
+
+    Example:
+        >>> weights_in(None)
+        {}
+    """
+    try:
+        dxo = from_shareable(data if data is not None else Shareable())
+    except ValueError:
+        return {}
+    if dxo.data_kind != DataKind.WEIGHTS:
+        return {}
+    arrays = {k: v for k, v in dxo.data.items() if isinstance(v, np.ndarray | Tensor)}
+    return {name: _tensor(name, array) for name, array in arrays.items()}
+
+
+def _tensor(name: str, value: Any) -> Tensor:
+    """A copy, of which the client's training knows nothing."""
+    if isinstance(value, Tensor):
+        return value.detach().cpu().clone()
+    if isinstance(value, np.ndarray):
+        return torch.from_numpy(np.array(value))
+    raise ValueError(f"Nothing was sent: {name!r} is a {type(value).__name__}, and no array.")
+
+
+__all__ = ["GradGuardFilter", "weights_in"]
