@@ -16,7 +16,7 @@ from transformers import PrinterCallback
 from transformers.utils import logging
 
 from ..audit.cells import Cell, Cells, code_digest, digest
-from ..audit.modality import Images, Texts
+from ..audit.modality import Modality
 from ..data.samples import Sample
 from ..defenses import Defense
 from ..training.config import GradGuardConfig
@@ -79,7 +79,7 @@ class Trials:
         self,
         model: nn.Module,
         processing_class: Any,
-        modality: Texts | Images,
+        modality: Modality,
         split: Split,
         terms: TrialSettings,
         folder: Path,
