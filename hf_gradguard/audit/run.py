@@ -53,11 +53,9 @@ def audit(
     `audit.json`, `table.md` and `report.html` in `output` are written anew.
 
     Args:
-        model: A model of texts or images with the head that it is trained with: a classifier of
-            texts, of their words or of images, a language model, masked or not, an
-            encoder-decoder, a regression. Left as it was. Or a `GradGuardTrainer`, built and maybe
-            trained: its model, in training mode, its data, collator, batches, loss, and its defense
-            with what that remembers.
+        model: A model of texts or images with the head that it is trained with. Left as it was. Or
+            a `GradGuardTrainer`, built and maybe trained: its model, in training mode, its data,
+            collator, batches, loss, and its defense with what that remembers.
         processing_class: Its tokenizer or image processor; `None` for an image model that takes
             pixels in [0, 1].
         samples: `(text or image, label)` each; images as PIL or bytes `(H, W)` or `(H, W, C)`. A
@@ -73,35 +71,60 @@ def audit(
         metrics: What a model reaches that is trained under each defense, by the defense's label, or
             a JSON file of that: the report says the price.
         output: Folder to write to. Holds private data afterwards.
-        **settings: Fields of `AuditSettings`.
+        **settings: Fields of `AuditSettings`; others are a TypeError.
 
     Raises:
         ValueError: For unknown names, samples that do not fill the batches, labels out of range, or
             texts without words.
-        TypeError: For unknown settings.
         OSError: If `output` cannot be written to. Said before any work.
 
     Example:
-        >>> defenses = ["gaussian_noise:relative_scale=1", "pruning:ratio=0.5+gaussian_noise"]
-        >>> result = audit(model, tokenizer, samples, defenses, "span", output="runs/audit")
+        >>> result = audit(model, tokenizer, samples, "pruning", "span", output="runs/audit")
         >>> [verdict.defense for verdict in summarize(result).verdicts]
-        ['none', 'gaussian_noise:relative_scale=1', 'pruning:ratio=0.5+gaussian_noise']
+        ['none', 'pruning']
     """
     if isinstance(model, Trainer):
         model, trainer = None, model
-    if (model is None) == (trainer is None):
-        raise ValueError("Give a model or a Trainer to audit, and not both.")
-    price = read_metrics(metrics)
-    if model is not None:
-        if isinstance(samples, int):
-            raise ValueError("Give the samples to audit: (text or image, label) each.")
-        terms = AuditSettings.of(settings)
-        made = _made(defenses, attacks, terms, model, candidates)
-        cells, setup = _of_samples(model, processing_class, samples, candidates, terms, output)
-        for defense in made[0].values():
-            defense.prepare(model, processing_class)
-        return run(setup, terms, *made, cells, price)
-    assert trainer is not None
+    rest = defenses, attacks, candidates, read_metrics(metrics), output, settings
+    if model is not None and trainer is None:
+        return _of_model(model, processing_class, samples, *rest)
+    if model is None and trainer is not None:
+        return _of_trainer(trainer, processing_class, samples, *rest)
+    raise ValueError("Give a model or a Trainer to audit, and not both.")
+
+
+def _of_model(
+    model: nn.Module,
+    processing_class: Any,
+    samples: Sequence[Sample] | int,
+    defenses: Spec | Sequence[Spec],
+    attacks: Spec | Sequence[Spec] | None,
+    candidates: Sequence[Any] | None,
+    price: Mapping[str, float],
+    output: str | os.PathLike[str],
+    settings: Mapping[str, Any],
+) -> Audit:
+    if isinstance(samples, int):
+        raise ValueError("Give the samples to audit: (text or image, label) each.")
+    terms = AuditSettings.of(settings)
+    made = _made(defenses, attacks, terms, model, candidates)
+    cells, setup = _of_samples(model, processing_class, samples, candidates, terms, output)
+    for defense in made[0].values():
+        defense.prepare(model, processing_class)
+    return run(setup, terms, *made, cells, price)
+
+
+def _of_trainer(
+    trainer: Trainer,
+    processing_class: Any,
+    samples: Sequence[Sample] | int,
+    defenses: Spec | Sequence[Spec],
+    attacks: Spec | Sequence[Spec] | None,
+    candidates: Sequence[Any] | None,
+    price: Mapping[str, float],
+    output: str | os.PathLike[str],
+    settings: Mapping[str, Any],
+) -> Audit:
     if not isinstance(samples, int) or processing_class is not None:
         raise ValueError(
             "A Trainer has its own data and tokenizer: give the number of samples only."

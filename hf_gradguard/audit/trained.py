@@ -30,7 +30,7 @@ _DECOYS = 100  # rows among which an attacker has to find the audited ones
 
 
 def set_up(
-    trainer: Trainer, samples: int, candidates: Sequence[Any] | None, given: Mapping[str, Any]
+    trainer: Any, samples: int, candidates: Sequence[Any] | None, given: Mapping[str, Any]
 ) -> tuple[AuditSettings, Setup, dict[str, Defense]]:
     """What a Trainer would share: its model in training mode, batches of its data by its collator,
     its loss, and its first client's defense with what that remembers.
@@ -48,19 +48,8 @@ def set_up(
         ValueError: If the Trainer protects nothing, runs on several ranks, or its data has no rows
             to be drawn.
     """
-    if not isinstance(trainer, GradGuardMixin):
-        raise ValueError(
-            f"{type(trainer).__name__} shares its gradients as they are. Audit a "
-            "GradGuardTrainer, or a model."
-        )
+    _check(trainer, given)
     args = trainer.args
-    if trainer.accelerator.num_processes > 1:
-        raise ValueError("Audit a Trainer in one process: ranks would each attack their own rows.")
-    if not given.get("lengths_known", True):
-        raise ValueError(
-            "The collator pads a Trainer's batches to their longest text, so their shape tells its "
-            "length: leave lengths_known, or audit the model."
-        )
     hosted = getattr(args, "clients_per_process", 1)
     settings = {
         "batch_size": max(1, args.per_device_train_batch_size // hosted),
@@ -93,6 +82,21 @@ def set_up(
         told=_told(trainer),
     )  # fmt: skip
     return terms, setup, own
+
+
+def _check(trainer: Trainer, given: Mapping[str, Any]) -> None:
+    if not isinstance(trainer, GradGuardMixin):
+        raise ValueError(
+            f"{type(trainer).__name__} shares its gradients as they are. Audit a "
+            "GradGuardTrainer, or a model."
+        )
+    if trainer.accelerator.num_processes > 1:
+        raise ValueError("Audit a Trainer in one process: ranks would each attack their own rows.")
+    if not given.get("lengths_known", True):
+        raise ValueError(
+            "The collator pads a Trainer's batches to their longest text, so their shape tells its "
+            "length: leave lengths_known, or audit the model."
+        )
 
 
 def _drawn(

@@ -72,12 +72,8 @@ def load_samples(
     read = _READ.get(labels or "", lambda label, classes: label)
     usual_labels = _LABEL_COLUMNS.get(labels or "", ())
     if dataset.endswith(".npz"):
-        with np.load(dataset, allow_pickle=False) as arrays:
-            names = list(arrays)
-            inputs: Any = arrays[pick_column(names, column, usual, dataset)]
-            found: Any = arrays[
-                pick_column(names, label_column, usual_labels, dataset, "--label_column")
-            ]
+        columns = (column, usual), (label_column, usual_labels)
+        inputs, found = _arrays(dataset, *columns)
         chosen = _draw(len(inputs), count, spare, seed, dataset)
         return [(inputs[i], read(found[i].item(), classes)) for i in chosen]
     rows = load_rows(dataset, split, config)
@@ -91,6 +87,18 @@ def load_samples(
         rows.column_names, label_column, usual_labels, dataset, "--label_column"
     )
     return [(row[name], read(row[label_name], classes)) for row in rows]
+
+
+def _arrays(
+    dataset: str,
+    of_inputs: tuple[str | None, tuple[str, ...]],
+    of_labels: tuple[str | None, tuple[str, ...]],
+) -> tuple[Any, Any]:
+    with np.load(dataset, allow_pickle=False) as arrays:
+        names = list(arrays)
+        inputs = arrays[pick_column(names, *of_inputs, dataset)]
+        labels = arrays[pick_column(names, *of_labels, dataset, "--label_column")]
+    return inputs, labels
 
 
 def load_inputs(

@@ -10,7 +10,6 @@ from safetensors import safe_open
 from torch import nn
 from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer
 
-from ..registry import need
 from .tasks import TASKS, Task
 
 ADAPTER = "adapter_config.json"
@@ -79,8 +78,12 @@ def _own_task(config: Any, name: str) -> Task:
 
 def _adapted(name: str, task: str | None) -> tuple[nn.Module, Any]:
     """A base model with trainable adapters, for the task that these name."""
-    need("models", "peft", "peft")
-    from peft import PeftModel
+    try:
+        from peft import PeftModel
+    except ImportError as error:
+        raise ImportError(
+            f"{name} holds adapters, and peft is not installed: pip install 'hf-gradguard[peft]'"
+        ) from error
 
     with open(os.path.join(name, ADAPTER), encoding="utf-8") as file:
         said = json.load(file)
