@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -252,7 +253,11 @@ class Texts:
                     text[len(before) :] if grown else f" {self.tokenizer.decode([token])}"
                 )
                 before = text
-        return pieces
+        return [_NO_WORD.sub("□", piece).replace("##", "") for piece in pieces]
+
+
+_NO_WORD = re.compile(r"[\[<]\W?(unused|extra_id|reserved|madeupword|dummy)[^\]>]*[\]>]")
+"""Places that a vocabulary keeps free: an attack may name one, and it says nothing."""
 
 
 def _with_labels(samples: Sequence[Any]) -> bool:

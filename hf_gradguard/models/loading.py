@@ -87,7 +87,12 @@ def _adapted(name: str, task: str | None) -> tuple[nn.Module, Any]:
 
     with open(os.path.join(name, ADAPTER), encoding="utf-8") as file:
         said = json.load(file)
-    base, kind = said["base_model_name_or_path"], said.get("task_type")
+    base, kind = said.get("base_model_name_or_path"), said.get("task_type")
+    if not base:
+        raise ValueError(
+            f"{name}/{ADAPTER} does not say which model its adapters are for: write its folder or "
+            "Hub name there, as base_model_name_or_path."
+        )
     if task is None:
         task = next((one.name for one in TASKS.values() if one.peft and one.peft == kind), None)
     classes = _classes_of(name) if kind in ("SEQ_CLS", "TOKEN_CLS") else {}

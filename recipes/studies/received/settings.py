@@ -8,8 +8,8 @@ FAMILIES = {
     "SEQ_TO_SEQ_CAUSAL_LM": "marian pegasus t5",
     "IMAGE_CLASSIFICATION": "beit convnext deit dinov2 mobilenet_v2 resnet swin vit",
 }
-WIDTHS = {"tiny": 48, "wide": 768}
-SEEDS = range(3)
+WIDTHS = {"tiny": 48, "wide": 384}
+SEEDS = range(2)
 CONSTRUCTIONS = (
     "imprint module (Robbing the Fed)",
     "imprint in a transformer (Decepticons)",
