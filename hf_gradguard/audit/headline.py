@@ -38,8 +38,13 @@ def headline(summary: Summary) -> str:
     defended = [name for name in summary.audit.defenses if name != "none" and name in best]
     if not best:
         return "No attack gave anything, so nothing is known of what a server could read."
-    parts = []
-    if "none" in best:
+    parts, guess = [], summary.terms.said(summary.chance.scores[summary.terms.score].mean)
+    if "none" in best and _fails(best["none"]):
+        parts.append(
+            f"These attacks are no better than a guess ({guess}) even without a defense, so of "
+            "reading they prove nothing"
+        )
+    elif "none" in best:
         parts.append(f"Without a defense a server {_reads(summary, best['none'])}")
     if defended:
         name = _least(summary, defended, best)
@@ -98,6 +103,12 @@ def _least(summary: Summary, names: Sequence[str], best: Mapping[str, Row]) -> s
     return min(names, key=leaves)
 
 
+def _fails(row: Row) -> bool:
+    """Whether an attack reads no better than a guess, where there are enough messages to say so."""
+    over = row.over_chance
+    return over is not None and over.low is not None and not row.beats_chance
+
+
 def _reads(summary: Summary, row: Row) -> str:
     terms = summary.terms
     return (
@@ -111,7 +122,10 @@ def _under(summary: Summary, name: str, row: Row) -> str:
     terms = summary.terms
     guess = terms.said(summary.chance.scores[terms.score].mean)
     said = f"it {_reads(summary, row)}, where a guess has {guess}"
-    if verdict.standing == "unknown":
+    failed = any(_fails(one) for one in [_strongest(summary).get("none")] if one is not None)
+    if failed:
+        said = f"they reach {terms.said(row.scores[terms.score].mean)}"
+    elif verdict.standing == "unknown":
         said += ", though these attackers prove nothing"
     listed = [one for one in summary.ranked if one.defense == name]
     if listed and not any(one.attack == row.attack for one in listed):

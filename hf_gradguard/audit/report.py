@@ -120,8 +120,15 @@ def chart(summary: Summary) -> dict[str, Any]:
         "chance": x(guess),
         "chance_label": terms.said(guess),
         "groups": groups,
-        "ticks": [(x(tick), label) for tick, label in ticks],
+        "ticks": [(x(tick), label) for tick, label in _few(ticks)],
     }
+
+
+def _few(ticks: list[tuple[float, str]]) -> list[tuple[float, str]]:
+    """Of an axis' ticks as many as fit on a narrow page, with both ends."""
+    every = math.ceil((len(ticks) - 1) / _TICKS)
+    inner = [tick for tick in ticks[::every] if ticks[-1][0] - tick[0] > (every - 1) * ticks[1][0]]
+    return [*(tick for tick in inner if tick is not ticks[-1]), ticks[-1]]
 
 
 def _said(summary: Summary, value: Estimate) -> str:
@@ -187,6 +194,7 @@ def _plot(summary: Summary, points: list[Point]) -> dict[str, Any]:
     }
 
 
+_TICKS = 5
 KINDS = 8
 """Marks that the template has: four shapes in eight colors, one for each defense, from the first
 again after the last.

@@ -35,8 +35,8 @@ def test_planted_leaks_are_not_at_chance(weak: str, tmp_path: Path) -> None:
         for parameter in model.parameters():
             parameter += 0.1 * torch.randn_like(parameter)
     texts = [(" ".join(WORDS[(11 * k + 7 * place) % 60] for place in range(5)), k % 2)
-             for k in range(6)]  # fmt: skip
-    listed = [text for text, _ in texts] + [" ".join(WORDS[k : k + 5]) for k in range(10)]
+             for k in range(4)]  # fmt: skip
+    listed = [text for text, _ in texts] + [" ".join(WORDS[k : k + 5]) for k in range(8)]
     result = audit(
         model, tokenizer, texts, WEAK[weak], "span", candidates=listed, output=tmp_path / "out"
     )

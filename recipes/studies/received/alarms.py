@@ -100,7 +100,6 @@ def build(kind: str, name: str, width: int) -> torch.nn.Module:
         0: "pad_token_id decoder_start_token_id",
     }
     given = {name: size for size, names in sizes.items() for name in names.split()}
-    given |= {"attention_layers": ["global", "local"], "attention_types": [[["global"], 2]]}
     wanted = {
         key: value
         for key, value in given.items()

@@ -50,7 +50,8 @@ def prepare(args):
 def measure(cell: dict, images: torch.Tensor) -> dict:
     set_seed(cell["seed"])
     order = torch.randperm(len(images))
-    public, private = images[order[:-100][:1000]], images[order[-cell["images"] :]]
+    count = cell["images"]
+    public, private = images[order[:-count][:1000]], images[order[-count:]]
     planted = BUILT[cell["built"]](public, cell)
     disturb(planted, cell["hidden"])
     found = check_received(planted.model)

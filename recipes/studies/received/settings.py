@@ -4,7 +4,7 @@ FAMILIES = {
     "SEQUENCE_CLASSIFICATION": """albert bart bert big_bird biogpt bloom camembert convbert deberta
         deberta-v2 distilbert electra ernie gemma2 gpt2 gpt_neox llama mistral modernbert mpnet opt
         phi3 qwen2 qwen3 roberta xlm-roberta""",
-    "CAUSAL_LM": "falcon gemma3_text gpt_neo mamba olmo2 phi smollm3 stablelm",
+    "CAUSAL_LM": "falcon gemma3_text granite mamba olmo2 phi smollm3 stablelm",
     "SEQ_TO_SEQ_CAUSAL_LM": "marian pegasus t5",
     "IMAGE_CLASSIFICATION": "beit convnext deit dinov2 mobilenet_v2 resnet swin vit",
 }
