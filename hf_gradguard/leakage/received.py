@@ -39,6 +39,10 @@ class Finding:
         check: Which check found it.
         name: Of the parameter or module.
         says: What it is, in a sentence.
+
+    Example:
+        >>> print(Finding("rows_of_zeros", "classifier", "1 of 2 rows are zero."))
+        classifier: 1 of 2 rows are zero.
     """
 
     check: str

@@ -3,7 +3,7 @@
     python -m recipes.studies.received.run alarms --model DIR --output docs/results/received_alarms
 
 Every family is built by its own class from a configuration, with two layers, of width 48 ("tiny")
-and 384 ("wide"), and with its own initialization, the former twice; a third column adds 20 steps of
+and 384 ("wide"), and with its own initialization; a third column adds 20 steps of
 training by Adam at 1e-3 on random inputs and labels to the tiny ones, so that no weight is left as
 it was made. A pretrained model (`--model`) is looked at as it is. A model that has any finding
 counts. Five minutes of one core.

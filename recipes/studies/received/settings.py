@@ -9,7 +9,7 @@ FAMILIES = {
     "IMAGE_CLASSIFICATION": "beit convnext deit dinov2 mobilenet_v2 resnet swin vit",
 }
 WIDTHS = {"tiny": 48, "wide": 384}
-SEEDS = range(2)
+SEEDS = range(1)
 CONSTRUCTIONS = (
     "imprint module (Robbing the Fed)",
     "imprint in a transformer (Decepticons)",
