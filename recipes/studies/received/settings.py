@@ -5,7 +5,7 @@ FAMILIES = {
         deberta-v2 distilbert electra ernie gemma2 gpt2 gpt_neox llama mistral modernbert mpnet opt
         phi3 qwen2 qwen3 roberta xlm-roberta""",
     "CAUSAL_LM": "falcon gemma3_text granite mamba olmo2 phi smollm3 stablelm",
-    "SEQ_TO_SEQ_CAUSAL_LM": "marian pegasus t5",
+    "SEQ_TO_SEQ_CAUSAL_LM": "marian pegasus",
     "IMAGE_CLASSIFICATION": "beit convnext deit dinov2 mobilenet_v2 resnet swin vit",
 }
 WIDTHS = {"tiny": 48, "wide": 384}
