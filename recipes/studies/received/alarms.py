@@ -1,4 +1,4 @@
-"""False alarms: ordinary models of 44 families of Transformers, none of which was made to leak.
+"""False alarms: ordinary models of 43 families of Transformers, none of which was made to leak.
 
     python -m recipes.studies.received.run alarms --model DIR --output docs/results/received_alarms
 

@@ -6,7 +6,7 @@ FAMILIES = {
         phi3 qwen2 qwen3 roberta xlm-roberta""",
     "CAUSAL_LM": "falcon gemma3_text granite mamba olmo2 phi smollm3 stablelm",
     "SEQ_TO_SEQ_CAUSAL_LM": "marian pegasus",
-    "IMAGE_CLASSIFICATION": "beit convnext deit dinov2 mobilenet_v2 resnet swin vit",
+    "IMAGE_CLASSIFICATION": "beit convnext deit dinov2 mobilenet_v2 resnet vit",
 }
 WIDTHS = {"tiny": 48, "wide": 384}
 SEEDS = range(1)
