@@ -275,6 +275,7 @@ ATTACKS: Registry[Any] = Registry(
         "span": "hf_gradguard.attacks.span.attack:Span",
         "embedding_rows": "hf_gradguard.attacks.embedding_rows:EmbeddingRows",
         "candidates": "hf_gradguard.attacks.candidates.attack:Candidates",
+        "analytic": "hf_gradguard.attacks.analytic:Analytic",
     },
 )
 ESTIMATORS: Registry[Any] = Registry(

@@ -63,6 +63,7 @@ CANDIDATES = "studies.candidates.run"
 REFINER = "studies.refiner.run"
 LABELS = "studies.labels.run"
 UPDATES = "studies.updates.run"
+RECEIVED = "studies.received.run"
 LEAKAGE = "studies.leakage.run"
 NETWORKS = "studies.evaluation_networks.run"
 TEXT = "--model $MODEL --data_dir $SST2"
@@ -113,6 +114,8 @@ RUNS = [
     Run("updates_words", UPDATES, "words", TEXT, 0.2),
     Run("updates_rounds", UPDATES, "rounds", f"--cifar10 $CIFAR10_LOSSLESS {TEXT}", 0.5),
     Run("labels", LABELS, "recovery", "--data $MNIST", 0.5),
+    Run("received_malicious", RECEIVED, "malicious", "--cifar10 $CIFAR10_LOSSLESS", 0.1),
+    Run("received_alarms", RECEIVED, "alarms", "--model $MODEL", 0.2),
     Run("evalnets", NETWORKS, "figures", "--data $DATA --model $MODEL --cards model_cards", 0.2),
     Run("fil_logistic_mnist", LEAKAGE, "logistic", "--data $MNIST", 0.2),
     Run("influence_predicts_attacks", LEAKAGE, "predicts_attacks", PREDICTS, 1),

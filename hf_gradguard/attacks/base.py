@@ -102,6 +102,11 @@ class Attack:
         _check_returned(self.name, found, seen.batch_size)
         return found
 
+    @property
+    def passes(self) -> float:
+        """About how many of the model's gradients it costs to attack one observation."""
+        return 100.0
+
     def check_domain(self, seen: Observation) -> None:
         """Refuse what the attack was not made for.
 

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from ..gradient_map import GradientMap
 from ..gradient_map.domain import IMAGE
+from ..models.tasks import label_kind
 from .observation import Observation, without_dropout
 
 _DRAWS = 8
@@ -244,6 +245,8 @@ def _as_labels(counts: Tensor, seen: Observation) -> Tensor:
 
 def _last_parameter(seen: Observation) -> tuple[str, int]:
     """The last parameter that has a row for each class, and how many there are."""
+    if (kind := label_kind(seen.model)) != "class":
+        raise ValueError(_NOT_READ[kind])
     classes = getattr(getattr(seen.model, "config", None), "num_labels", None)
     parameters = dict(seen.model.named_parameters())
     last = next((name for name in reversed(parameters) if len(parameters[name]) == classes), None)
@@ -253,6 +256,16 @@ def _last_parameter(seen: Observation) -> tuple[str, int]:
             "cannot be read off its last layer. Pass labels to the Observation."
         )
     return last, classes
+
+
+_LABELS = "and cannot be read off the last layer. Pass labels to the Observation."
+_NOT_READ = {
+    "several": f"A sample's labels are any number of classes, {_LABELS}",
+    "number": f"Labels are numbers, {_LABELS}",
+    "token": f"Every token has a label of its own, {_LABELS}",
+    "text": "A language model's labels are its text: an attack that has to be told labels cannot "
+    "be used. Take span, embedding_rows or candidates.",
+}
 
 
 def _generator(seen: Observation) -> torch.Generator:

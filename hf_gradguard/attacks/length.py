@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor, nn
 
@@ -40,6 +42,31 @@ def observed_length(seen: Observation) -> int | None:
     if not len(used):
         return None
     return int(used.max()) + 1 + int(is_causal_lm(seen.model))
+
+
+def with_length(seen: Observation) -> Observation:
+    """The observation as an attacker takes it who reads the longest text's length off the gradient,
+    where it was not granted and can be read.
+
+    In what was pruned a row without entries says nothing, so nothing is read there.
+
+    Example:
+        >>> from dataclasses import replace
+        >>> padded = replace(seen, input_shape=(2, 12), attention_mask=None)
+        >>> with_length(padded).input_shape
+        (2, 8)
+    """
+    if seen.attention_mask is not None or len(seen.input_shape) != 2:
+        return seen
+    entries = sum(tensor.numel() for tensor in seen.gradient.values())
+    kept = sum(int(tensor.count_nonzero()) for tensor in seen.gradient.values())
+    length = observed_length(seen) if kept > entries / 2 else None
+    if length is None or length >= seen.input_shape[1]:
+        return seen
+    labels = seen.labels
+    if labels is not None and labels.dim() > 1 and labels.shape == seen.input_shape:
+        labels = labels[:, :length]
+    return replace(seen, input_shape=(seen.batch_size, length), labels=labels)
 
 
 def _positions(seen: Observation, tokens: nn.Module) -> tuple[Tensor, int] | None:

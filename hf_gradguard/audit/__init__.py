@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ..data.samples import load_samples
-    from ..models.loading import load_classifier
+    from ..models.loading import load_model
     from .report import write_report
     from .result import Audit
     from .run import audit
@@ -25,7 +25,7 @@ __all__ = [
     "AuditSettings",
     "Summary",
     "audit",
-    "load_classifier",
+    "load_model",
     "load_samples",
     "markdown_table",
     "summarize",
@@ -37,7 +37,7 @@ _WHERE = {
     "AuditSettings": ".settings",
     "Summary": ".summary",
     "audit": ".run",
-    "load_classifier": "..models.loading",
+    "load_model": "..models.loading",
     "load_samples": "..data.samples",
     "markdown_table": ".table",
     "summarize": ".summary",

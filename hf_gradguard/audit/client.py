@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -16,21 +18,42 @@ from transformers.utils import logging
 from ..attacks.candidates.attack import Candidates, Ranked
 from ..attacks.labels import recover_labels
 from ..attacks.observation import Observation
+from ..defenses.message import Message, Noise
 from ..gradient_map import GradientMap
+from ..gradient_map.domain import count_rows
 from ..randomness import Stream
 from ..registry import ESTIMATORS
 
 if TYPE_CHECKING:
     from ..attacks import Attack, Reconstruction
-    from ..defenses import Defense, Message
+    from ..defenses import Defense
+    from ..gradient_map.inputs import LossFunction
     from ..leakage.estimators import Estimator
     from .adaptive import Attacker
     from .cells import Cell
-    from .modality import Images, Texts
+    from .modality import Modality
 
 logger = logging.get_logger(__name__)
 
 _DROPOUT, _DEFENSE, _ATTACK, _PROBES = 0, 1, 2, 4  # streams of random numbers
+
+
+@dataclass(frozen=True)
+class Shared:
+    """What a client differentiates, and what of it is shared.
+
+    Args:
+        input_embeddings: Whether the token embeddings' gradient is.
+        withhold: Patterns of parameters that are not.
+        loss_fn: The client's loss. Default: the model's own.
+        micro_batches: Parts of a client's batch, protected one by one. The client averages what is
+            shared of them.
+    """
+
+    input_embeddings: bool = False
+    withhold: Sequence[str] = ()
+    loss_fn: LossFunction | None = None
+    micro_batches: int = 1
 
 
 class Client:
@@ -40,7 +63,7 @@ class Client:
     Args:
         model: The model, in the mode in which the client runs it.
         batch: The client's batch.
-        share_embeddings: Whether the token embeddings' gradient is shared.
+        shared: What of its gradient is shared.
         seeds: Of all that is random here: the same for every defense and every attack.
     """
 
@@ -48,11 +71,11 @@ class Client:
         self,
         model: nn.Module,
         batch: dict[str, Tensor],
-        share_embeddings: bool,
+        shared: Shared,
         seeds: tuple[int, ...],
     ) -> None:
         self.model, self.batch, self.seeds = model, batch, seeds
-        self.share_embeddings = share_embeddings
+        self.shared = shared
         self._estimators: dict[str, Estimator] = {}
 
     def generator(self, stream: int) -> Stream:
@@ -61,8 +84,34 @@ class Client:
 
     @cached_property
     def gmap(self) -> GradientMap:
-        with _reproducible(self.model, self.generator(_DROPOUT)):
-            return GradientMap(self.model, self.batch, share_input_embeddings=self.share_embeddings)
+        return self._map(self.batch)
+
+    @cached_property
+    def parts(self) -> list[GradientMap]:
+        """One map for each micro-batch."""
+        count, rows = self.shared.micro_batches, count_rows(self.batch)
+        if count == 1:
+            return [self.gmap]
+        size = rows // count
+        return [
+            self._map({name: t[at : at + size] for name, t in self.batch.items()}, at)
+            for at in range(0, rows, size)
+        ]
+
+    def _map(self, batch: dict[str, Tensor], place: int = 0) -> GradientMap:
+        stream = Stream.from_seeds(*self.seeds, _DROPOUT, *([place] if place else []))
+        with _reproducible(self.model, stream):
+            return GradientMap(
+                self.model,
+                batch,
+                loss_fn=self.shared.loss_fn,
+                share_input_embeddings=self.shared.input_embeddings,
+                withhold=self.shared.withhold,
+            )
+
+    def gradient(self) -> dict[str, Tensor]:
+        """What would be shared without a defense."""
+        return mean_of([part.gradient() for part in self.parts])
 
     def estimator(self, name: str) -> Estimator:
         """One for all defenses: it keeps what does not depend on them."""
@@ -77,21 +126,25 @@ class Upload:
     Args:
         client: The client.
         defense: Its defense.
+        state: What the defense remembers of the client's messages before.
     """
 
-    def __init__(self, client: Client, defense: Defense) -> None:
-        self.client, self.defense = client, defense
+    def __init__(
+        self, client: Client, defense: Defense, state: Mapping[str, Any] | None = None
+    ) -> None:
+        self.client, self.defense, self.state = client, defense, dict(state or {})
 
     @cached_property
     def message(self) -> Message:
-        # Every message is a first one: nothing is kept from those before.
-        self.defense.load_state_dict({})
-        return self.defense(self.client.gmap, self.client.generator(_DEFENSE))
+        # No audited message knows of another one.
+        self.defense.load_state_dict(copy.deepcopy(self.state))
+        stream = self.client.generator(_DEFENSE)
+        return average_of([self.defense(part, stream) for part in self.client.parts])
 
     def described(self) -> Cell:
         """How far what is shared is from the gradient, or why nothing is."""
 
-        gradient = self.client.gmap.gradient()
+        gradient = self.client.gradient()
 
         def describe() -> Cell:
             started = time.perf_counter()
@@ -118,7 +171,7 @@ class Upload:
 
         return {"estimator": name, **_outcome(estimate, ValueError, ArithmeticError)}
 
-    def labelled(self, modality: Texts | Images) -> Cell:
+    def labelled(self, modality: Modality) -> Cell:
         """The labels that are read off it, whether or not attacks are granted them; or why none
         are.
         """
@@ -130,10 +183,10 @@ class Upload:
 
         return _outcome(read, ValueError, FloatingPointError)
 
-    def attacked(self, attacker: Attacker, modality: Texts | Images, labels_known: bool) -> Cell:
+    def attacked(self, attacker: Attacker, modality: Modality) -> Cell:
         """Scores and reconstruction, or why the attack is not applicable."""
         batch, attack = self.client.batch, attacker.attack
-        labels = batch["labels"].clone() if labels_known else None
+        labels = modality.granted(batch)
 
         def reconstruct() -> Cell:
             seen = Observation(
@@ -148,14 +201,15 @@ class Upload:
                 scored = modality.score(found, batch)
             except ValueError as error:
                 raise ValueError(f"What the attack returned cannot be scored. {error}") from error
-            knows = attacker.knows and ("law" not in attacker.grants or seen.law is not None)
+            told = seen.law is not None or seen.noise_variance is not None
+            knows = attacker.knows and ("law" not in attacker.grants or told)
             listed = _listed(found, attack, modality, batch)
-            recovered = None if found.labels is None or labels_known else found.labels.tolist()
+            own = None if labels is not None else found.labels
             return {
                 **scored,
                 **listed,
                 "knows": knows,
-                "labels": recovered,
+                "labels": None if own is None else own.tolist(),
                 "objective": _finite(found.objective),
                 "seconds": _finite(found.seconds),
             }
@@ -168,16 +222,51 @@ class Upload:
         """
         found: dict[str, Any] = {}
         noise = self.message.noise
-        added = None if noise is None or "noise_variance" not in grants else noise.added
+        several = self.client.shared.micro_batches > 1
+        wanted = "noise_variance" in grants or (several and "law" in grants)
+        added = None if noise is None or not wanted else noise.added
         if added is not None and any(bool(tensor.any()) for tensor in added.values()):
             found["noise_variance"] = added
-        if "law" in grants:
+        if "law" in grants and not several:
             found["law"] = self.defense.law(self.message)
         return found
 
 
+def mean_of(several: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Name by name.
+
+    Example:
+        >>> mean_of([{"w": torch.ones(2)}, {"w": torch.zeros(2)}])["w"].tolist()
+        [0.5, 0.5]
+    """
+    if len(several) == 1:
+        return dict(several[0])
+    return {name: torch.stack([one[name] for one in several]).mean(0) for name in several[0]}
+
+
+def average_of(messages: Sequence[Message]) -> Message:
+    """The mean of several messages that were protected one by one, each with noise of its own."""
+    if len(messages) == 1:
+        return messages[0]
+    noises = [message.noise for message in messages]
+    noise = None
+    if all(one is not None for one in noises):
+        known = [one for one in noises if one is not None]
+        added = [one.added for one in known if one.added is not None]
+        noise = Noise(
+            variance=_of_mean([one.variance for one in known]),
+            added=_of_mean(added) if len(added) == len(known) else None,
+            plain=all(one.plain for one in known),
+        )
+    return Message(mean_of(messages), noise=noise)
+
+
+def _of_mean(variances: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    return {name: tensor / len(variances) for name, tensor in mean_of(variances).items()}
+
+
 def _listed(
-    found: Reconstruction, attack: Attack, modality: Texts | Images, batch: dict[str, Tensor]
+    found: Reconstruction, attack: Attack, modality: Modality, batch: dict[str, Tensor]
 ) -> Cell:
     """Of a ranking of candidates their scores, and which of them were in the message."""
     if not isinstance(found, Ranked) or not isinstance(attack, Candidates) or attack.places:

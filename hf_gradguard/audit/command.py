@@ -10,13 +10,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import set_seed
-
-from ..data.samples import Sample, load_inputs, load_samples
-from ..gradient_map.domain import domain_of_model
-from ..models.loading import load_classifier
 from .cells import Cells
+from .loading import Loaded, load, load_candidates
 from .run import audit
 from .settings import AuditSettings, CommandSettings, read_settings
 
@@ -35,31 +30,17 @@ def run_audit(given: Mapping[str, Any]) -> None:
     output = Path(settings.output)
     # An output that cannot be written to is said before a download.
     Cells(output / "cells")
-    # A model without a trained head gets one at random, the same when the audit goes on.
-    set_seed(settings.seed)
-    model, processing_class = load_classifier(settings.model)
-    kind = domain_of_model(model).name
-    samples = load_samples(
-        settings.dataset,
-        kind=kind,
-        count=settings.samples,
-        spare=0 if settings.candidates else settings.decoys,
-        seed=settings.seed,
-        classes=model.config.label2id,  # type: ignore[union-attr, arg-type]
-        column=settings.column,
-        label_column=settings.label_column,
-        split=settings.split,
-        config=settings.dataset_config,
-    )
+    spare = 0 if settings.candidates else settings.decoys
+    loaded = load(settings, count=settings.samples, spare=spare, seed=settings.seed)
     # Who is audited does not depend on how many decoys are drawn.
-    samples, listed = samples[: settings.samples], _listed(settings, samples, kind)
     audit(
-        model.to(settings.device or ("cuda" if torch.cuda.is_available() else "cpu")),
-        processing_class,
-        samples,
+        loaded.model.train(settings.dropout),
+        loaded.processing_class,
+        loaded.samples[: settings.samples],
         settings.defense,
         settings.attack,
-        candidates=listed,
+        candidates=_listed(settings, loaded),
+        metrics=settings.metrics,
         output=output,
         **{field.name: getattr(settings, field.name) for field in fields(AuditSettings)},
     )
@@ -67,10 +48,10 @@ def run_audit(given: Mapping[str, Any]) -> None:
     print(f"{output / 'report.html'} (holds the private samples: mind who sees it)")
 
 
-def _listed(settings: CommandSettings, samples: list[Sample], kind: str) -> list[Any] | None:
+def _listed(settings: CommandSettings, loaded: Loaded) -> list[Any] | None:
     """What the attacker has a list of: the audited samples among others."""
-    own = [one for one, _ in samples]
     if settings.candidates:
-        audited = own[: settings.samples]
-        return audited + load_inputs(settings.candidates, kind=kind, column=settings.column)
-    return own if settings.decoys and len(own) > settings.samples else None
+        others = load_candidates(settings, loaded.model, settings.candidates)
+        return loaded.samples[: settings.samples] + others
+    many = settings.decoys and len(loaded.samples) > settings.samples
+    return list(loaded.samples) if many else None

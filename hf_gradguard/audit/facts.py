@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from importlib.metadata import version
 from typing import Any
@@ -15,7 +15,8 @@ from torch import nn
 from .. import __version__
 from ..attacks import Attack
 from ..defenses import Defense
-from .modality import Images, Texts
+from ..models.tasks import task_of
+from .modality import Modality
 from .settings import AuditSettings
 from .verdicts import TERMS
 
@@ -26,12 +27,15 @@ GRANTS = ("labels_known", "lengths_known", "noise_known", "share_input_embedding
 
 def facts(
     model: nn.Module,
-    modality: Texts | Images,
+    modality: Modality,
     settings: AuditSettings,
     estimators: Mapping[str, Any],
     messages: int,
+    told: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """All that it takes to repeat the audit, and all that its report has to know of it."""
+    """All that it takes to repeat the audit, and all that its report has to know of it. `told` is
+    what else there is to say of the threat model.
+    """
     kind = modality.settings()
     return {
         **asdict(settings),
@@ -39,11 +43,14 @@ def facts(
         "main_score": TERMS[kind["kind"]].score,
         "model": _model_name(model),
         "training_mode": model.training,
-        "samples": messages * settings.batch_size,
+        "samples": messages * settings.batch_size * settings.accumulation,
         "messages": messages,
-        "classes": getattr(getattr(model, "config", None), "num_labels", None),
+        "task": None if (task := task_of(model)) is None else task.name,
+        "classes": getattr(model.config, "num_labels", None)
+        if modality.labels == "class" and hasattr(model, "config")
+        else None,
         "chance": modality.describe_chance(messages),
-        "threat_model": threat_model(model, modality, settings),
+        "threat_model": [*threat_model(model, modality, settings), *told],
         "estimators": {
             name: {"title": one.title, "meaning": one.meaning} for name, one in estimators.items()
         },
@@ -52,15 +59,23 @@ def facts(
     }
 
 
-def threat_model(model: nn.Module, modality: Texts | Images, settings: AuditSettings) -> list[str]:
+def threat_model(model: nn.Module, modality: Modality, settings: AuditSettings) -> list[str]:
     """What the attacker sees and knows, a sentence each."""
-    terms, size = TERMS[modality.settings()["kind"]], settings.batch_size
+    terms = TERMS[modality.settings()["kind"]]
+    size = settings.batch_size * settings.accumulation
     return [
         "The server knows the model and follows the protocol. It sees the gradient of "
         f"{f'one {terms.one}' if size == 1 else f'{size} {terms.many}'} at a time, as the defense "
         "lets it through, and tries to read the data back out of it.",
         *modality.threat_model(),
-        "It knows the labels."
+        *(
+            [f"The client averages {settings.accumulation} batches, protected one by one, first."]
+            if settings.accumulation > 1
+            else []
+        ),
+        "The labels are made of the texts themselves, so nobody is told them."
+        if not modality.can_grant
+        else "It knows the labels."
         if settings.labels_known
         else "It does not know the labels: attacks have to recover them.",
         "It knows the covariance of the noise that a defense adds."

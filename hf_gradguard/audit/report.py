@@ -14,6 +14,7 @@ from jinja2 import Environment, PackageLoader, Template
 from ..gradient_map.domain import IMAGE, TEXT
 from .cells import write_text
 from .figures import Point
+from .headline import headline, worst
 from .result import Audit
 from .summary import Summary
 from .table import markdown_table, show, show_coefficient, show_mean
@@ -59,6 +60,8 @@ def html_report(summary: Summary) -> str:
         chart=chart(summary),
         scatters=scatters(summary),
         samples=originals(audit, lines, summary.terms.score),
+        headline=headline(summary).replace(" %", "\N{NO-BREAK SPACE}%"),
+        worst=_worst(summary),
         lines=lines,
         names=short_labels(list(audit.attacks)),
         show=show,
@@ -66,6 +69,16 @@ def html_report(summary: Summary) -> str:
         show_coefficient=show_coefficient,
     )
     return text
+
+
+def _worst(summary: Summary) -> dict[str, Any] | None:
+    """The worst case as one of the originals, with what it is of."""
+    found = worst(summary)
+    if found is None:
+        return None
+    samples = originals(summary.audit, found.shown, summary.terms.score)
+    sizes = [len(message["labels"]) for message in summary.audit.messages]
+    return samples[sum(sizes[: found.message]) + found.place]
 
 
 @cache
@@ -80,41 +93,42 @@ def _template() -> Template:
 
 
 def chart(summary: Summary) -> dict[str, Any]:
-    """Where the bars, whiskers and labels of the chart of main scores go, in pixels."""
+    """Where the bars and whiskers of the chart of main scores go, in percent of its width."""
     terms = summary.terms
     guess = summary.chance.scores[terms.score].mean
-    left, width, line = 190, 430, 22
     shown = [row.scores[terms.score] for row in summary.rows if row.scores]
     ticks = terms.ticks([guess, *(e.mean if e.high is None else e.high for e in shown)])
     top = ticks[-1][0]
 
     def x(value: float) -> float:
-        return round(left + width * min(max(value, 0.0), top) / top, 1)
+        return round(100 * min(max(value, 0.0), top) / top, 2)
 
     names = short_labels(list(summary.audit.attacks))
-    groups, y = [], 44
+    groups = []
     for defense in summary.audit.defenses:
         bars = []
         for row in (row for row in summary.rows if row.defense == defense):
-            y += line
-            bar = {"y": y, "attack": names[row.attack], "label": row.silence}
+            bar: dict[str, Any] = {"attack": names[row.attack], "label": row.silence}
             if row.scores:
                 value = row.scores[terms.score]
                 bar |= {"end": x(value.mean), "label": _said(summary, value)}
                 if value.low is not None and value.high is not None:
                     bar |= {"low": x(value.low), "high": x(value.high)}
             bars.append(bar)
-        groups.append({"y": y - line * len(bars), "defense": defense, "bars": bars})
-        y += line + 8
+        groups.append({"defense": defense, "bars": bars})
     return {
-        "left": left,
-        "height": y,
-        "bottom": y - line,
         "chance": x(guess),
         "chance_label": terms.said(guess),
         "groups": groups,
-        "ticks": [(x(tick), label) for tick, label in ticks],
+        "ticks": [(x(tick), label) for tick, label in _few(ticks)],
     }
+
+
+def _few(ticks: list[tuple[float, str]]) -> list[tuple[float, str]]:
+    """Of an axis' ticks as many as fit on a narrow page, with both ends."""
+    every = math.ceil((len(ticks) - 1) / _TICKS)
+    inner = [tick for tick in ticks[::every] if ticks[-1][0] - tick[0] > (every - 1) * ticks[1][0]]
+    return [*(tick for tick in inner if tick is not ticks[-1]), ticks[-1]]
 
 
 def _said(summary: Summary, value: Estimate) -> str:
@@ -180,6 +194,7 @@ def _plot(summary: Summary, points: list[Point]) -> dict[str, Any]:
     }
 
 
+_TICKS = 5
 KINDS = 8
 """Marks that the template has: four shapes in eight colors, one for each defense, from the first
 again after the last.

@@ -19,12 +19,15 @@ def option(default: Any, text: str) -> Any:
     return field(default=default, metadata={"help": text})
 
 
+_LEAST = {"batch_size": 1, "accumulation": 1, "repeats": 1, "seed": 0, "max_length": 1}
+
+
 @dataclass(kw_only=True)
 class AuditSettings:
     """The terms of an audit, equal for all defenses and attacks. The keywords of `audit`.
 
     Args:
-        batch_size: Samples in a message.
+        batch_size: Samples in a batch, which is protected by itself.
         repeats: Times that each message is protected and attacked, with fresh seeds.
         seed: Of all randomness. An audit is no place to hide anything: its noise is reproducible.
         max_length: Longer texts are cut to so many tokens.
@@ -37,6 +40,8 @@ class AuditSettings:
         share_input_embeddings: Share the token embeddings' gradient, which names the words.
         reference: Add the row `none`, without which nobody can tell whether the attacks work at
             all.
+        accumulation: Batches whose protected gradients a client averages by itself before it sends
+            a message.
 
     Raises:
         ValueError: For numbers out of range.
@@ -46,7 +51,7 @@ class AuditSettings:
         1
     """
 
-    batch_size: int = option(1, "samples in a message")
+    batch_size: int = option(1, "samples in a batch, which is protected by itself")
     repeats: int = option(1, "times each message is protected and attacked")
     seed: int = option(0, "of the draw, the defenses and the attacks")
     max_length: int = option(64, "tokens; longer texts are cut")
@@ -56,9 +61,10 @@ class AuditSettings:
     adaptive: bool = option(True, "run attackers who know the defense, too")
     share_input_embeddings: bool = option(False, "share the token embeddings' gradient")
     reference: bool = option(True, "the row without a defense")
+    accumulation: int = option(1, "batches whose protected gradients make one message")
 
     def __post_init__(self) -> None:
-        for name, least in (("batch_size", 1), ("repeats", 1), ("seed", 0), ("max_length", 1)):
+        for name, least in _LEAST.items():
             value: Any = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
                 raise ValueError(
@@ -81,10 +87,16 @@ class AuditSettings:
 
 
 @dataclass(kw_only=True)
-class CommandSettings(AuditSettings):
-    """What `gradguard audit` takes: the terms of the audit, and what is audited with what."""
+class SourceSettings:
+    """Which model and data a command loads."""
 
-    model: str = option("", "text or image classifier: a folder or a Hub name")
+    model: str = option("", "a folder, a checkpoint, a folder of PEFT adapters, or a Hub name")
+    task: str | None = option(
+        None,
+        "what the model's head is for: text-classification, token-classification, "
+        "text-generation, fill-mask, text2text-generation or image-classification. Default: what "
+        "its configuration names",
+    )
     dataset: str = option(
         "",
         "tsv, csv, json, parquet or npz (images) file, a folder of images, or a Hub name",
@@ -92,7 +104,14 @@ class CommandSettings(AuditSettings):
     dataset_config: str | None = option(None, "of a Hub data set with several")
     split: str = option("train", "of a Hub data set or a folder")
     column: str | None = option(None, "of texts or images. Default: the usual ones")
-    label_column: str | None = option(None, "of class ids or names. Default: the usual ones")
+    label_column: str | None = option(None, "of labels or target texts. Default: the usual ones")
+    device: str | None = option(None, "Default: cuda if there is one")
+
+
+@dataclass(kw_only=True)
+class CommandSettings(SourceSettings, AuditSettings):
+    """What `gradguard audit` takes: the terms of the audit, and what is audited with what."""
+
     # A mapping in a file, so neither has a type that says more.
     defense: Any = field(
         default="none",
@@ -105,8 +124,19 @@ class CommandSettings(AuditSettings):
         default=None,
         metadata={
             "help": "NAME or NAME:key=value,key=value; repeat for more, or several at once: "
-            "tag:steps=500,span"
+            "tag:steps=500,span. Default: span for texts, inverting_gradients for images"
         },
+    )
+    training: str | None = option(
+        None,
+        "YAML or JSON file of training arguments: takes its batch size, its accumulation and its "
+        "defense where they are not given. A checkpoint's batch size is taken without it",
+    )
+    dropout: bool = option(False, "run the model as it is trained, with its dropout")
+    metrics: str | None = option(
+        None,
+        "JSON file of what each defense costs, as {defense: accuracy}, for the report's first "
+        "sentence",
     )
     output: str = option("", "folder to write to; an interrupted audit in it goes on")
     samples: int = option(8, "drawn at random from the data")
@@ -116,7 +146,6 @@ class CommandSettings(AuditSettings):
     candidates: str | None = option(
         None, "file of the attacker's own list, read like --dataset, in place of decoys"
     )
-    device: str | None = option(None, "Default: cuda if there is one")
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -160,8 +189,9 @@ def read_settings(given: Mapping[str, Any]) -> CommandSettings:
         OSError: If the file cannot be read.
     """
     given = dict(given)
-    settings = CommandSettings.of(_read(given.pop("config", None)) | given)
-    required = ("model", "dataset", "attack", "output")
+    given = _read(given.pop("config", None)) | given
+    settings = CommandSettings.of(_trained_with(given) | given)
+    required = ("model", "dataset", "output")
     if missing := [f"--{name}" for name in required if not getattr(settings, name)]:
         raise ValueError(f"{', '.join(missing)} must be given.")
     return settings
@@ -170,16 +200,41 @@ def read_settings(given: Mapping[str, Any]) -> CommandSettings:
 def _read(path: str | None) -> dict[str, Any]:
     if path is None:
         return {}
+    values = _mapping(path)
+    unknown = sorted(set(values) - {field.name for field in fields(CommandSettings)})
+    if unknown:
+        raise ValueError(f"{path} holds {', '.join(unknown)}, which no flag is called. See --help.")
+    return values
+
+
+def _mapping(path: str) -> dict[str, Any]:
     import yaml
 
     with open(path, encoding="utf-8") as file:
         values = json.load(file) if os.path.splitext(path)[1] == ".json" else yaml.safe_load(file)
     if not isinstance(values, dict):
         raise ValueError(f"{path} must hold a mapping of settings.")
-    unknown = sorted(set(values) - {field.name for field in fields(CommandSettings)})
-    if unknown:
-        raise ValueError(f"{path} holds {', '.join(unknown)}, which no flag is called. See --help.")
     return values
+
+
+_OF_TRAINING = {
+    "per_device_train_batch_size": "batch_size",
+    "gradient_accumulation_steps": "accumulation",
+}
+
+
+def _trained_with(given: Mapping[str, Any]) -> dict[str, Any]:
+    """What the training says of its messages: its arguments, or the state in a checkpoint."""
+    found: dict[str, Any] = {}
+    state = os.path.join(str(given.get("model") or ""), "trainer_state.json")
+    if os.path.exists(state) and (size := _mapping(state).get("train_batch_size")):
+        found["batch_size"] = size
+    if given.get("training"):
+        values = _mapping(given["training"])
+        found |= {name: values[key] for key, name in _OF_TRAINING.items() if key in values}
+        if values.get("defense"):
+            found["defense"] = {values["defense"]: values.get("defense_kwargs") or None}
+    return found
 
 
 def _said(default: object) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from .headline import headline
 from .summary import Summary
 from .verdicts import Estimate, Row, base_of
 
@@ -20,6 +21,7 @@ def markdown_table(summary: Summary) -> str:
         True
     """
     lines = [f"**{summary.unfinished}**", ""] if summary.unfinished else []
+    lines += [headline(summary), ""]
     lines += [f"- **{verdict.defense}**: {verdict.text}" for verdict in summary.verdicts]
     lines += ["", *_scores(summary), "", _legend(summary)]
     if summary.ranked:

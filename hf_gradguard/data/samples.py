@@ -11,16 +11,20 @@ from typing import Any
 import numpy as np
 from datasets import Image
 
-from .files import load_rows, pick_column
+from .files import COLUMNS, load_rows, pick_column
 
-Sample = tuple[Any, int]
-"""A text or an image, with its class id."""
+Sample = tuple[Any, Any]
+"""A text or an image, with its class id; or with another label, as its model takes it."""
 
-_COLUMNS = {
-    "text": ("text", "sentence", "content"),
-    "image": ("image", "img", "x_train", "x", "images"),
+_LABEL_COLUMNS = {
+    "class": ("label", "labels", "y_train", "y"),
+    "number": ("label", "labels", "score", "y"),
+    "several": ("labels", "label"),
+    "token": ("ner_tags", "pos_tags", "tags", "labels"),
+    "text": ("target", "summary", "highlights", "answer", "output", "response", "labels"),
 }
-_LABEL_COLUMNS = ("label", "labels", "y_train", "y")
+_WORDS = ("tokens", "words")
+_SOURCES = ("source", "document", "article", "dialogue", "question", "input")
 
 
 def load_samples(
@@ -28,6 +32,7 @@ def load_samples(
     *,
     kind: str,
     count: int,
+    labels: str | None = "class",
     spare: int = 0,
     seed: int = 0,
     classes: Mapping[str, int] | None = None,
@@ -43,6 +48,9 @@ def load_samples(
             npz file of images and labels, or a Hub name.
         kind: `"text"` or `"image"`: the name of a domain.
         count: How many.
+        labels: What a label is: `"class"`; `"number"`; `"several"` classes, as a list of names or
+            ids, or of one 0 or 1 for each class; `"token"`, a class for each of a list of words;
+            `"text"`, another text; `None` for none.
         spare: How many more behind them, or as many as there are.
         seed: Of the draw.
         classes: The model's `label2id`, for labels that are names.
@@ -60,25 +68,37 @@ def load_samples(
         >>> load_samples(str(tmp_path / "few.tsv"), kind="text", count=1)
         [('a fine film', 1)]
     """
-    usual = _COLUMNS[kind]
+    usual = _usual(kind, labels)
+    read = _READ.get(labels or "", lambda label, classes: label)
+    usual_labels = _LABEL_COLUMNS.get(labels or "", ())
     if dataset.endswith(".npz"):
-        with np.load(dataset, allow_pickle=False) as arrays:
-            names = list(arrays)
-            inputs: Any = arrays[pick_column(names, column, usual, dataset)]
-            labels: Any = arrays[
-                pick_column(names, label_column, _LABEL_COLUMNS, dataset, "--label_column")
-            ]
+        columns = (column, usual), (label_column, usual_labels)
+        inputs, found = _arrays(dataset, *columns)
         chosen = _draw(len(inputs), count, spare, seed, dataset)
-        return [(inputs[i], _class_id(labels[i].item(), classes)) for i in chosen]
+        return [(inputs[i], read(found[i].item(), classes)) for i in chosen]
     rows = load_rows(dataset, split, config)
     name = pick_column(rows.column_names, column, usual, dataset)
-    label_name = pick_column(
-        rows.column_names, label_column, _LABEL_COLUMNS, dataset, "--label_column"
-    )
     rows = rows.select(_draw(len(rows), count, spare, seed, dataset))
     if kind == "image":
         rows = rows.cast_column(name, Image())
-    return [(row[name], _class_id(row[label_name], classes)) for row in rows]
+    if labels is None:
+        return [(row[name], None) for row in rows]
+    label_name = pick_column(
+        rows.column_names, label_column, usual_labels, dataset, "--label_column"
+    )
+    return [(row[name], read(row[label_name], classes)) for row in rows]
+
+
+def _arrays(
+    dataset: str,
+    of_inputs: tuple[str | None, tuple[str, ...]],
+    of_labels: tuple[str | None, tuple[str, ...]],
+) -> tuple[Any, Any]:
+    with np.load(dataset, allow_pickle=False) as arrays:
+        names = list(arrays)
+        inputs = arrays[pick_column(names, *of_inputs, dataset)]
+        labels = arrays[pick_column(names, *of_labels, dataset, "--label_column")]
+    return inputs, labels
 
 
 def load_inputs(
@@ -99,7 +119,7 @@ def load_inputs(
         >>> load_inputs(str(tmp_path / "list.csv"), kind="text")
         ['a fine film']
     """
-    usual = _COLUMNS[kind]
+    usual = _usual(kind)
     if dataset.endswith(".npz"):
         with np.load(dataset, allow_pickle=False) as arrays:
             return list(arrays[pick_column(list(arrays), column, usual, dataset)])
@@ -119,6 +139,12 @@ def _draw(available: int, count: int, spare: int, seed: int, dataset: str) -> li
     return drawn
 
 
+def _usual(kind: str, labels: str | None = None) -> tuple[str, ...]:
+    if labels == "token":
+        return _WORDS
+    return COLUMNS[kind] + (_SOURCES if labels == "text" else ())
+
+
 def _class_id(label: Any, classes: Mapping[str, int] | None) -> int:
     if isinstance(label, int):
         return label
@@ -128,3 +154,27 @@ def _class_id(label: Any, classes: Mapping[str, int] | None) -> int:
         f"{label!r} is no class of the model. Its classes are: "
         f"{', '.join(map(str, classes or ['unnamed']))}."
     )
+
+
+def _class_ids(label: Any, classes: Mapping[str, int] | None) -> list[int]:
+    if isinstance(label, str):  # a column of a table
+        label = [part.strip() for part in label.split(",") if part.strip()]
+        label = [int(part) if part.isdigit() else part for part in label]
+    return [_class_id(one, classes) for one in label]
+
+
+def _several(label: Any, classes: Mapping[str, int] | None) -> list[float]:
+    """One 0 or 1 for each class."""
+    count = len(classes or ())
+    if isinstance(label, list | tuple) and len(label) == count and set(label) <= {0, 1}:
+        return [float(one) for one in label]
+    held = set(_class_ids(label, classes))
+    return [float(place in held) for place in range(count)]
+
+
+_READ: dict[str, Any] = {
+    "class": _class_id,
+    "number": lambda label, classes: float(label),
+    "several": _several,
+    "token": _class_ids,
+}

@@ -29,6 +29,7 @@ from .influence import (
     largest_eigenvalue,
     smallest_directions,
 )
+from .received import Finding, check_received
 
 __all__ = [
     "DFIL",
@@ -37,9 +38,11 @@ __all__ = [
     "Eigenvalue",
     "Estimate",
     "Estimator",
+    "Finding",
     "FisherAccountant",
     "Influence",
     "PrivacyAccount",
+    "check_received",
     "dfil",
     "dp_sgd_epsilon",
     "dp_sgd_noise_multiplier",

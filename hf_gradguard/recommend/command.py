@@ -7,12 +7,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import set_seed
-
-from ..data.samples import load_samples
-from ..gradient_map.domain import domain_of_model
-from ..models.loading import load_classifier
+from ..audit.loading import load
 from .run import recommend
 from .settings import CommandSettings, TrialSettings
 
@@ -31,24 +26,11 @@ def run_recommend(given: Mapping[str, Any]) -> None:
     required = ("model", "dataset", "output")
     if missing := [f"--{name}" for name in required if not getattr(settings, name)]:
         raise ValueError(f"{', '.join(missing)} must be given.")
-    set_seed(settings.seed)  # of a head that the model does not come with
-    model, processing_class = load_classifier(settings.model)
-    samples = load_samples(
-        settings.dataset,
-        kind=domain_of_model(model).name,
-        count=1,
-        spare=settings.rows - 1,
-        seed=settings.seed,
-        classes=model.config.label2id,  # type: ignore[union-attr, arg-type]
-        column=settings.column,
-        label_column=settings.label_column,
-        split=settings.split,
-        config=settings.dataset_config,
-    )
+    loaded = load(settings, count=1, spare=settings.rows - 1, seed=settings.seed)
     recommend(
-        model.to(settings.device or ("cuda" if torch.cuda.is_available() else "cpu")),
-        processing_class,
-        samples,
+        loaded.model,
+        loaded.processing_class,
+        loaded.samples,
         settings.defense,
         settings.attack,
         output=settings.output,

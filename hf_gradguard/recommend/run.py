@@ -22,6 +22,7 @@ from ..audit.verdicts import TERMS
 from ..data.samples import Sample
 from ..defenses import Defense
 from ..gradient_map.domain import domain_of_model
+from ..models.tasks import label_kind
 from .choice import Choice, Estimate, Outcome, choose
 from .report import configuration, html_report, markdown_table
 from .settings import ATTACKS, DEFENSES, TrialSettings
@@ -47,21 +48,20 @@ def recommend(
     recommended, `recommended.yaml`, which `recipes/sst2.py --config` takes. Every training and
     every attack is kept, so an interrupted run goes on where it stopped.
 
-    It measures short trainings: audit the long one once more.
+    It measures short trainings: audit the long one as well.
 
     Args:
-        model: A text or image classifier, as its training starts. Left as it was.
+        model: A classifier of texts, words or images, or a language model, as its training starts.
+            Left as it was. Where tokens have labels, accuracy is the share predicted right.
         processing_class: Its tokenizer or image processor.
         samples: `(text or image, class id)` each, in random order: all the data that is used.
         defenses: As for `audit`. Default: noise and pruning in several strengths.
         attacks: As for `audit`, by who knows the noise's covariance. Default: strong quick ones.
         output: Folder to write to. Holds private data afterwards.
-        **settings: Fields of `TrialSettings`: `steps`, `batch_size`, `message_size`, `attacked`,
-            `learning_rate`, `budget`, `max_length`, `seed`.
+        **settings: Fields of `TrialSettings`.
 
     Raises:
         ValueError: If samples are too few, no attack reads `none`, or as `audit` says.
-        TypeError: For unknown settings.
 
     Example:
         >>> texts = [("a fine film", 1), ("the plot is long", 0)] * 20
@@ -70,6 +70,7 @@ def recommend(
         >>> [outcome.defense for outcome in found.outcomes]
         ['none', 'pruning']
     """
+    _check_head(model)
     terms, folder = TrialSettings(**settings), Path(output)
     kind = domain_of_model(model).name
     made = make_defenses("none") | make_defenses(list(DEFENSES) if defenses is None else defenses)
@@ -79,7 +80,7 @@ def recommend(
     trials = Trials(model, processing_class, modality, split, terms, folder)
     start = server.reads(model, made, "start")
     outcomes: list[Outcome] = []
-    plain: list[int] | None = None
+    plain: list[float] | None = None
     for number, (label, defense) in enumerate(logging.tqdm(made.items(), desc="defenses")):
         rate, cell = trials.best(label, defense)
         plain = plain or cell["judging"]
@@ -88,8 +89,23 @@ def recommend(
         outcomes += [_outcome(label, rate, cell["judging"], plain, told)] if told else []
     said, chance = TERMS[kind], start.chance.scores[start.terms.score].mean
     choice = choose(outcomes, terms.budget, chance, said.scale, f" {said.unit}")
-    _write(choice, chance, terms, folder, kind)
-    return choice
+    return _write(_measured(choice, modality.labels), chance, terms, folder, kind)
+
+
+def _check_head(model: nn.Module) -> None:
+    if label_kind(model) in ("number", "several"):
+        raise ValueError(
+            "recommend compares accuracies, so it takes classifiers and language models: train "
+            "under a few defenses yourself, and audit each with --metrics."
+        )
+
+
+def _measured(choice: Choice, labels: str) -> Choice:
+    """Says what accuracy is, where a sample has many labels."""
+    if labels not in ("text", "token"):
+        return choice
+    words = " Accuracy is the share of tokens that are predicted right, a mean over texts."
+    return dataclasses.replace(choice, words=choice.words + words)
 
 
 class _Server:
@@ -137,7 +153,11 @@ def _told(label: str, stages: dict[str, Summary]) -> list[tuple[Any, str, str]]:
 
 
 def _outcome(
-    label: str, rate: float, right: list[int], plain: list[int], told: list[tuple[Any, str, str]]
+    label: str,
+    rate: float,
+    right: list[float],
+    plain: list[float],
+    told: list[tuple[Any, str, str]],
 ) -> Outcome:
     most, attack, stage = max(told, key=lambda one: one[0].mean)
     low, high = (most.mean if end is None else end for end in (most.low, most.high))
@@ -153,7 +173,7 @@ def _mean(values: Any) -> Estimate:
     return Estimate(float(found.mean()), float(found.mean() - half), float(found.mean() + half))
 
 
-def _write(choice: Choice, chance: float, terms: TrialSettings, folder: Path, kind: str) -> None:
+def _write(choice: Choice, chance: float, terms: TrialSettings, folder: Path, kind: str) -> Choice:
     write_json(folder / "recommend.json", {
         "settings": dataclasses.asdict(terms), "chance": chance, **dataclasses.asdict(choice),
     })  # fmt: skip
@@ -163,3 +183,4 @@ def _write(choice: Choice, chance: float, terms: TrialSettings, folder: Path, ki
     path.unlink(missing_ok=True)
     if choice.chosen is not None:
         write_text(path, configuration(choice, terms))
+    return choice

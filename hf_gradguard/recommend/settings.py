@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..audit.settings import option
+from ..audit.settings import SourceSettings, option
 
 DEFENSES = (
     "gaussian_noise:relative_scale=5",
@@ -63,17 +63,9 @@ class TrialSettings:
 
 
 @dataclass(kw_only=True)
-class CommandSettings(TrialSettings):
+class CommandSettings(SourceSettings, TrialSettings):
     """What the command takes beside them."""
 
-    model: str = option("", "text or image classifier: a folder or a Hub name")
-    dataset: str = option(
-        "", "tsv, csv, json, parquet or npz (images) file, a folder of images, or a Hub name"
-    )
-    dataset_config: str | None = option(None, "of a Hub data set with several")
-    split: str = option("train", "of a Hub data set or a folder")
-    column: str | None = option(None, "of texts or images. Default: the usual ones")
-    label_column: str | None = option(None, "of class ids or names. Default: the usual ones")
     rows: int = option(3000, "of the data at most, drawn at random")
     defense: Any = field(
         default=None,
@@ -84,4 +76,3 @@ class CommandSettings(TrialSettings):
         metadata={"help": "as for `gradguard audit`. Default: the strongest that are quick"},
     )
     output: str = option("", "folder to write to; an interrupted run in it goes on")
-    device: str | None = option(None, "Default: cuda if there is one")

@@ -15,8 +15,10 @@ from torch import nn
 from transformers import PrinterCallback
 from transformers.utils import logging
 
+from ..attacks.span.layer_inputs import is_causal_lm
 from ..audit.cells import Cell, Cells, code_digest, digest
-from ..audit.modality import Images, Texts
+from ..audit.heads import IGNORED
+from ..audit.modality import Modality
 from ..data.samples import Sample
 from ..defenses import Defense
 from ..training.config import GradGuardConfig
@@ -79,7 +81,7 @@ class Trials:
         self,
         model: nn.Module,
         processing_class: Any,
-        modality: Texts | Images,
+        modality: Modality,
         split: Split,
         terms: TrialSettings,
         folder: Path,
@@ -149,17 +151,37 @@ class Trials:
             trainer.remove_callback(PrinterCallback)
             trainer.train()
 
-    def _right(self, model: nn.Module, samples: Sequence[Sample]) -> list[int]:
+    def _right(self, model: nn.Module, samples: Sequence[Sample]) -> list[float]:
+        """Of each sample whether its class was predicted right, or which share of its tokens."""
         model.eval()
-        device, found = next(model.parameters()).device, list[int]()
+        device, found = next(model.parameters()).device, list[float]()
         for start in range(0, len(samples), 32):
             batch = self.modality.batch(samples[start : start + 32])
-            labels = batch.pop("labels")
+            inputs = {name: tensor.to(device) for name, tensor in batch.items()}
             with torch.no_grad():
-                inputs = {name: tensor.to(device) for name, tensor in batch.items()}
-                classes = model(**inputs).logits.argmax(-1).cpu()
-            found += (classes == labels).int().tolist()
+                predicted = model(**inputs).logits.argmax(-1).cpu()
+            found += share_right(predicted, batch["labels"], is_causal_lm(model))
         return found
+
+
+def share_right(predicted: torch.Tensor, labels: torch.Tensor, shifted: bool) -> list[float]:
+    """Of each sample 0 or 1, or which share of those of its tokens that have a label.
+
+    Args:
+        predicted: `(B,)` or `(B, T)` class or token ids.
+        labels: Likewise, -100 where there is none.
+        shifted: Whether a place predicts the label of the next one.
+
+    Example:
+        >>> share_right(torch.tensor([[7, 8, 9]]), torch.tensor([[5, 7, -100]]), shifted=True)
+        [1.0]
+    """
+    if shifted:
+        predicted, labels = predicted[:, :-1], labels[:, 1:]
+    counts = (labels != IGNORED).flatten(1) if labels.dim() > 1 else (labels != IGNORED)[:, None]
+    right = (predicted == labels).view_as(counts) & counts
+    shares: list[float] = (right.sum(1) / counts.sum(1).clamp_min(1)).tolist()
+    return shares
 
 
 def _state(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -90,6 +90,7 @@ class GradGuardConfig(TrainingArguments):
             message.
         leakage_action: `"skip"` shares zeros in its place and goes on; `"stop"` ends training on
             all ranks as well.
+        check_received: Warn on ranks above 0 of what in rank 0's weights makes gradients leak.
         model_name_or_path: What `GradGuardTrainer(args)` loads when it is given no model.
 
     Raises:
@@ -213,6 +214,10 @@ class GradGuardConfig(TrainingArguments):
     leakage_action: str = field(
         default="skip",
         metadata={"help": "What to do below leakage_limit.", "choices": ["skip", "stop"]},
+    )
+    check_received: bool = field(
+        default=True,
+        metadata={"help": "Ranks above 0 warn of weights made to make gradients leak."},
     )
     model_name_or_path: str | None = field(
         default=None,

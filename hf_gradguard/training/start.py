@@ -12,6 +12,10 @@ from torch import Tensor, nn
 from transformers import TrainerCallback, TrainingArguments
 from transformers.utils import logging
 
+from ..leakage.received import ADVICE, check_received
+
+_MOST = 10  # findings that are listed
+
 logger = logging.get_logger(__name__)
 
 # What decides which exchanges there are, and of what. Other settings may differ.
@@ -80,12 +84,24 @@ def _digest(tensor: Tensor) -> bytes:
     return hashlib.blake2b(plain.numpy().tobytes(), digest_size=16).digest()
 
 
+def say_received(model: nn.Module) -> None:
+    """Warn of what in a received model makes gradients leak.
+
+    Example:
+        >>> say_received(model)
+    """
+    if found := check_received(model):
+        listed = "".join(f"\n- {one}" for one in found[:_MOST])
+        more = f"\n- and {len(found) - _MOST} more" if len(found) > _MOST else ""
+        logger.warning(f"In the model that this rank received:{listed}{more}\n{ADVICE}")
+
+
 class StartAlike(TrainerCallback):
     """Every rank is asked for the same, and starts, as wrapping in DDP would have made it, from
     rank 0's parameters and buffers.
 
     Rank 0 could plant weights that make gradients leak. A rank that has loaded a model of its own
-    says so where rank 0's is another.
+    says so where rank 0's is another, and looks at what it got.
     """
 
     def __init__(self) -> None:
@@ -104,6 +120,8 @@ class StartAlike(TrainerCallback):
             with torch.no_grad():
                 broadcast(tensors)
             pairs = zip(before, map(_digest, compared), strict=True)
+            if args.process_index and not self._started and getattr(args, "check_received", True):
+                say_received(model)
             if other := sum(one != after for one, after in pairs):
                 logger.warning(_PLANTED.format(other, len(tensors)))
         self._started = True

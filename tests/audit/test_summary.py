@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -64,3 +65,16 @@ def test_axes_end_at_a_tick_above_all_values() -> None:
     assert TERMS["text"].ticks([0.3, 1 + 2e-16])[-1] == (1.0, "100 %")
     assert TERMS["image"].ticks([12.0])[-1] == (30.0, "30 dB")
     assert TERMS["image"].ticks([12.0, 41.0])[-1] == (50.0, "50 dB")
+
+
+def test_few_ticks_keep_both_ends() -> None:
+    from hf_gradguard.audit.report import _few
+
+    for count in (1, 3, 4, 5, 10, 11):
+        ticks = [(0.1 * k, str(k)) for k in range(count + 1)]
+        found = [label for _, label in _few(ticks)]
+        assert found[0] == "0"
+        assert found[-1] == str(count)
+        assert len(found) <= 7
+        steps = [float(b) - float(a) for a, b in itertools.pairwise(found)]
+        assert min(steps) >= max(steps) / 2

@@ -9,12 +9,19 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import set_seed
+from peft import LoraConfig, get_peft_model
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    GPT2Config,
+    GPT2LMHeadModel,
+    set_seed,
+)
 
 from hf_gradguard import GradGuardConfig, make_defense
 from hf_gradguard.cli import main
 from hf_gradguard.recommend import Choice, recommend
-from hf_gradguard.recommend.trials import Split
+from hf_gradguard.recommend.trials import Split, share_right
 from hf_gradguard.testing.small import WORDS, small_text_task
 from hf_gradguard.training.command_line import parse_arguments
 
@@ -100,6 +107,35 @@ def test_nothing_is_recommended_where_all_cost_too_much(found: tuple[Path, Choic
     assert (again.chosen is None) == (least > 0)
     assert (folder / "recommended.yaml").exists() == (again.chosen is not None)
     run(folder)
+
+
+def test_a_language_model_with_adapters(tmp_path: Path) -> None:
+    """Its accuracy is the share of next tokens."""
+    set_seed(0)
+    tokenizer = small_text_task()[2]
+    assert tokenizer is not None
+    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 16}
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=len(tokenizer), pad_token_id=0, **sizes))
+    config = LoraConfig(task_type="CAUSAL_LM", r=24, fan_in_fan_out=True, init_lora_weights=False)
+    adapted = get_peft_model(model, config).eval()
+    texts = [(text, None) for text, _ in TEXTS]
+    choice = recommend(adapted, tokenizer, texts, DEFENSES[:1], "span", output=tmp_path, **FEW)
+    plain, noise = choice.outcomes
+    assert plain.leak.mean > 0.5 > noise.leak.mean
+    assert "share of tokens that are predicted right" in choice.words
+    assert 0 <= plain.accuracy.mean < 0.5
+    regression = BertForSequenceClassification(BertConfig(num_labels=1, num_hidden_layers=1))
+    with pytest.raises(ValueError, match="recommend compares accuracies"):
+        recommend(regression, tokenizer, texts, "pruning", "span", output=tmp_path, **FEW)
+
+
+def test_what_counts_as_right() -> None:
+    """Worked by hand: the first place predicts the second label, and -100 does not count."""
+    predicted = torch.tensor([[7, 8, 9], [1, 2, 3]])
+    labels = torch.tensor([[5, 7, 1], [4, 1, -100]])
+    assert share_right(predicted, labels, shifted=True) == [0.5, 1.0]
+    assert share_right(predicted, predicted.clone(), shifted=False) == [1.0, 1.0]
+    assert share_right(torch.tensor([1, 0]), torch.tensor([1, 1]), shifted=False) == [1.0, 0.0]
 
 
 def test_splits_do_not_overlap() -> None:

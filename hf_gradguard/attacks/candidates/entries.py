@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ...gradient_map.domain import IMAGE, TEXT
+from ...models.tasks import label_kind
 from ..labels import recover_labels
 from ..observation import Observation
 from ..span.layer_inputs import is_causal_lm
@@ -197,6 +198,8 @@ def _classes(
         labels, sure = _recovered(seen), False
     count = getattr(getattr(seen.model, "config", None), "num_labels", None)
     values = [] if labels is None else list(torch.unique(labels, dim=0)[:, None])
+    if labels is None and label_kind(seen.model) != "class":
+        count = None  # no ids to try
     if not sure and count is not None and (count <= ALL_CLASSES or labels is None):
         values = list(torch.arange(count, device=seen.device)[:, None])
     for one in own:

@@ -17,6 +17,7 @@ import torch
 
 from ...randomness import Stream, torch_generator
 from ..base import Attack, Reconstruction, as_text
+from ..length import with_length
 from ..observation import Observation, without_dropout
 from .descent import Descended, descend
 from .problem import Problem
@@ -44,6 +45,11 @@ class GradientMatching(MatchingSettings, Attack):
 
     informed_by: ClassVar[frozenset[str]] = frozenset({"noise_variance"})
 
+    @property
+    def passes(self) -> float:
+        """About three a step: a gradient, and its derivative."""
+        return 3.0 * self.steps * self.restarts
+
     def problem(self, observations: Sequence[Observation]) -> Problem:
         """The observations as this attack matches them.
 
@@ -62,7 +68,7 @@ class GradientMatching(MatchingSettings, Attack):
         )
 
     def reconstruct(self, seen: Observation, generator: torch.Generator) -> Reconstruction:
-        return self._match([seen], generator)[0]
+        return self._match([with_length(seen)], generator)[0]
 
     def together(
         self, observations: Sequence[Observation], generator: Stream | torch.Generator | None = None

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from ..base import Attack, Reconstruction, as_text
+from ..length import with_length
 from ..observation import Observation, special_frame
 from .completion import complete
 from .layer_inputs import Readers, find_readers, is_encoder_decoder
@@ -86,6 +87,7 @@ class Span(Attack):
 
     def reconstruct(self, seen: Observation, generator: torch.Generator) -> Reconstruction:
         start = time.perf_counter()
+        seen = with_length(seen)
         groups = find_readers(seen)
         first = _first(groups)
         behind = _behind(seen, groups, first)

@@ -1,0 +1,272 @@
+"""The loop of an audit: protect each message, attack what was shared, score what came out."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+from transformers.utils import logging
+
+from ..attacks import Attack
+from ..defenses import Defense
+from ..randomness import Stream
+from ..registry import ESTIMATORS
+from .adaptive import attackers, with_list
+from .cells import Cell, Cells, code_digest, digest, write_json
+from .client import Client, Shared, Upload
+from .facts import GRANTS, attack_settings, facts, plain_settings
+from .modality import Modality
+from .report import write_report
+from .result import Audit
+from .settings import AuditSettings
+from .summary import summarize
+from .verdicts import INFORMED, base_of
+
+logger = logging.get_logger(__name__)
+
+_ORDER = 5  # a stream of random numbers, beside a client's
+
+
+@dataclass
+class Setup:
+    """What is audited.
+
+    Args:
+        model: In the mode in which the client runs it.
+        modality: What its inputs ask for.
+        batches: One a message.
+        listed: What an attacker has a list of.
+        shared: What of a client's gradient is shared.
+        states: By label of a defense, what it remembers of messages before the audited ones.
+        identity: What else determines a result.
+        told: What else there is to say of the threat model.
+    """
+
+    model: nn.Module
+    modality: Modality
+    batches: list[dict[str, Tensor]]
+    listed: list[Any] | None
+    shared: Shared
+    states: dict[str, dict[str, Any]] = field(default_factory=dict)
+    identity: list[Any] = field(default_factory=list)
+    told: list[str] = field(default_factory=list)
+
+
+def run(
+    setup: Setup,
+    terms: AuditSettings,
+    defenses: dict[str, Defense],
+    attacks: dict[str, Attack],
+    cells: Cells,
+    price: Mapping[str, float] | None = None,
+) -> Audit:
+    """Attack what was set up. Says first how long it is going to take.
+
+    Args:
+        setup: What is audited.
+        terms: The same for all.
+        defenses: By label, prepared for the model.
+        attacks: By label.
+        cells: Finished pieces; results go to the folder above them.
+        price: By label of a defense, what a model reaches that is trained under it.
+    """
+    listed = None if setup.listed is None else _shuffled(setup.listed, terms.seed)
+    made = _Run(setup, terms, defenses, with_list(attacks, listed), cells)
+    made.settings["metrics"] = dict(price or {})
+    logger.warning(made.expected())
+    return made.to(cells.folder.parent)
+
+
+def _shuffled(listed: list[Any], seed: int) -> list[Any]:
+    """The place in the list says nothing: who scores alike is ranked by it."""
+    order = Stream.from_seeds(seed, _ORDER).uniform((len(listed),)).argsort().tolist()
+    return [listed[at] for at in order]
+
+
+class _Run:
+    """An audit whose arguments have been checked."""
+
+    def __init__(
+        self,
+        setup: Setup,
+        terms: AuditSettings,
+        defenses: dict[str, Defense],
+        attacks: dict[str, Attack],
+        cells: Cells,
+    ) -> None:
+        self.setup, self.terms, self.cells = setup, terms, cells
+        self.model, self.modality, self.batches = setup.model, setup.modality, setup.batches
+        self.defenses, self.attacks, self.estimators = defenses, attacks, dict(ESTIMATORS)
+        self.settings = facts(
+            self.model, self.modality, terms, self.estimators, len(self.batches), setup.told
+        )
+        self.defense_keys = {
+            label: digest(one, *([state] if (state := setup.states.get(label)) else []))
+            for label, one in defenses.items()
+        }
+        self.attackers = {
+            (defense, label): found
+            for defense, made in defenses.items()
+            for name, attack in attacks.items()
+            for label, found in attackers(name, attack, made, terms).items()
+        }
+        self.attack_keys = {
+            place: digest(one.attack, sorted(one.grants)) for place, one in self.attackers.items()
+        }
+        self.estimator_keys = {name: code_digest(one) for name, one in self.estimators.items()}
+        makers = code_digest(Client, type(self.modality))
+        grants = [getattr(terms, name) for name in GRANTS]
+        versions = self.settings["versions"]
+        own = [self.modality.identity(), setup.identity]
+        self.key = digest(self.model, own, grants, terms.seed, versions, makers)
+
+    def expected(self) -> str:
+        """How long it is going to take, from the time of one gradient."""
+        each = math.inf
+        for _ in range(2):  # the first one also finds out what there is to share
+            client = Client(self.model, self.batches[0], self.setup.shared, (self.terms.seed, 0, 0))
+            started = time.perf_counter()
+            try:
+                client.gradient()
+            except (ValueError, ArithmeticError, RuntimeError) as error:
+                return f"No gradient could be taken of the first message: {error}"
+            each = min(each, time.perf_counter() - started)
+        times = self.terms.repeats * len(self.batches)
+        passes = sum(one.attack.passes for one in self.attackers.values())
+        return (
+            f"{times} messages, {len(self.defenses)} defenses, {len(self.attackers)} attackers on "
+            f"each message: about {_duration(each * passes * times)} on this machine, less what "
+            "is there already. The bar corrects it."
+        )
+
+    def to(self, folder: Path) -> Audit:
+        """The audit, written to a folder whenever a message has something new."""
+        result = Audit(
+            settings=self.settings,
+            defenses={
+                label: plain_settings(one.settings()) for label, one in self.defenses.items()
+            },
+            attacks={
+                label: plain_settings(attack_settings(self.attacks[base_of(label)]))
+                for label in self._labels()
+            },
+            messages=[],
+            chance=[],
+            shared=[],
+            cells=[],
+        )
+        count = len(self.batches)
+        writer = _Writer(result, folder)
+        bar = logging.tqdm(total=self.terms.repeats * count * len(self.attackers), desc="audit")
+        try:
+            for repeat, index in product(range(self.terms.repeats), range(count)):
+                made = self.cells.made
+                shared, cells = self._message(index, repeat, bar)
+                if not repeat:
+                    result.messages.append(self.modality.show(self.batches[index]))
+                    result.chance.append(self.modality.chance(self.batches, index, self.terms.seed))
+                result.shared += shared
+                result.cells += cells
+                writer.add(new=self.cells.made > made)
+        except BaseException:
+            writer.flush()
+            raise
+        finally:
+            bar.close()
+        writer.write()
+        return result
+
+    def _labels(self) -> list[str]:
+        """Of attacks, each followed by what somebody made of it who knows the defense."""
+        used = {name for _, name in self.attackers}
+        return [n for label in self.attacks for n in (label, label + INFORMED) if n in used]
+
+    def _message(self, index: int, repeat: int, bar: Any) -> tuple[list[Cell], list[Cell]]:
+        """The rows of one message: what every defense shared, and what every attack found in it."""
+        terms, batch = self.terms, self.batches[index]
+        client = Client(self.model, batch, self.setup.shared, (terms.seed, index, repeat))
+        key = digest(self.key, batch, index, repeat)
+        rows, found = [], []
+        for label, defense in self.defenses.items():
+            place: Cell = {"message": index, "repeat": repeat, "defense": label}
+            upload = Upload(client, defense, self.setup.states.get(label))
+            row = self._shared(upload, digest(key, self.defense_keys[label]))
+            rows.append({**place, **row})
+            refused: Cell = {why: row[why] for why in ("reason", "crash") if why in row}
+            # One seed for all attacks: they differ in nothing but themselves.
+            for (where, name), attacker in self.attackers.items():
+                if where != label:
+                    continue
+                bar.set_postfix_str(f"{label}, {name}")
+                cell = refused or self.cells.once(
+                    digest(key, self.defense_keys[label], self.attack_keys[where, name]),
+                    partial(upload.attacked, attacker, self.modality),
+                )
+                found.append({**place, "attack": name, **cell})
+                bar.update()
+        return rows, found
+
+    def _shared(self, upload: Upload, key: str) -> Cell:
+        """What is known of a message without attacking it."""
+        row = self.cells.once(key, upload.described)
+        if "reason" in row or "crash" in row:
+            return row
+        figures: dict[str, list[float | None]] = {}
+        no_figures: dict[str, str] = {}
+        for name in self.estimators:
+            own = digest(key, name, self.estimator_keys[name])
+            cell = self.cells.once(own, partial(upload.estimated, name))
+            if "values" in cell:
+                figures[name] = cell["values"]
+            else:
+                no_figures[name] = cell.get("reason") or f"It crashed. {cell['crash']}"
+        row |= {"figures": figures, "no_figures": no_figures}
+        found = self.cells.once(digest(key, "labels"), partial(upload.labelled, self.modality))
+        if "labels" in found:
+            row["labels"] = found["labels"]
+        else:
+            row["no_labels"] = found.get("reason") or f"It crashed. {found['crash']}"
+        return row
+
+
+class _Writer:
+    """Writes what there is of an audit after every message, as long as that takes at most a tenth
+    of the time.
+    """
+
+    def __init__(self, result: Audit, folder: Path) -> None:
+        self.result, self.folder = result, folder
+        self.started, self.spent, self.pending = time.monotonic(), 0.0, False
+
+    def add(self, new: bool) -> None:
+        """A message was added to the result; `new` if its cells had not been there before."""
+        self.pending |= new
+        if 10 * self.spent <= time.monotonic() - self.started:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what has not been written."""
+        if self.pending:
+            self.write()
+
+    def write(self) -> None:
+        """Write audit.json, table.md and report.html."""
+        before = time.monotonic()
+        write_json(self.folder / "audit.json", asdict(self.result))
+        write_report(summarize(self.result), self.folder)
+        self.spent += time.monotonic() - before
+        self.pending = False
+
+
+def _duration(seconds: float) -> str:
+    for size, name in ((3600, "hours"), (60, "minutes")):
+        if seconds >= 1.5 * size:
+            return f"{seconds / size:.0f} {name}"
+    return f"{max(1, round(seconds))} seconds"

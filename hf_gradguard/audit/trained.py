@@ -1,0 +1,159 @@
+"""Audits of a `GradGuardTrainer` as it stands: what its next messages would give away."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from torch import Tensor
+from torch.utils.data import IterableDataset
+from transformers import Trainer
+
+from ..defenses import Defense
+from ..gradient_map.domain import IMAGE, TEXT, count_rows
+from ..training.clients import CLIENT, ROW, SHARE, Pick
+from ..training.mixin import GradGuardMixin
+from .cells import code_digest
+from .client import Shared
+from .loop import Setup
+from .modality import Modality, modality_of
+from .settings import AuditSettings
+from .specs import make_defenses
+
+if TYPE_CHECKING:
+    from torch.utils.data import DataLoader
+
+_DECOYS = 100  # rows among which an attacker has to find the audited ones
+
+
+def set_up(
+    trainer: Any, samples: int, candidates: Sequence[Any] | None, given: Mapping[str, Any]
+) -> tuple[AuditSettings, Setup, dict[str, Defense]]:
+    """What a Trainer would share: its model in training mode, batches of its data by its collator,
+    its loss, and its first client's defense with what that remembers.
+
+    Args:
+        trainer: Built, and perhaps trained.
+        samples: How many rows of its data to attack.
+        candidates: What an attacker has beside those. Default: other rows of the data.
+        given: Settings of the audit. Sizes of batches are the Trainer's, if nothing else is said.
+
+    Returns:
+        The settings, what is audited, and the defense under its label.
+
+    Raises:
+        ValueError: If the Trainer protects nothing, runs on several ranks, or its data has no rows
+            to be drawn.
+    """
+    _check(trainer, given)
+    args = trainer.args
+    hosted = getattr(args, "clients_per_process", 1)
+    settings = {
+        "batch_size": max(1, args.per_device_train_batch_size // hosted),
+        "accumulation": args.gradient_accumulation_steps,
+        "share_input_embeddings": getattr(args, "share_input_embeddings", False),
+        **given,
+    }
+    terms = AuditSettings.of(settings)
+    model = trainer._ready(trainer.model)
+    modality = modality_of(model, trainer.processing_class, terms)
+    size = terms.batch_size * terms.accumulation
+    if samples < 1 or samples % size:
+        raise ValueError(
+            f"{samples} samples do not fill messages of {size}, which this Trainer shares: "
+            f"{terms.batch_size} rows a batch, {terms.accumulation} batches a step. Give a "
+            "multiple."
+        )
+    batches, others = _drawn(trainer, samples, size, terms.seed)
+    rows = [row for batch in [*batches, *others] for row in _rows(modality, batch)]
+    defense = copy.deepcopy(trainer._clients[0])
+    own = make_defenses([defense])
+    setup = Setup(
+        model, modality, batches,
+        None if candidates == [] or not others + list(candidates or [])
+        else modality.candidates([*rows, *(candidates or [])]),
+        Shared(terms.share_input_embeddings, trainer._withhold,
+               functools.partial(trainer._loss, items=None), terms.accumulation),
+        states={label: one.state_dict() for label, one in own.items()},
+        identity=[args.label_smoothing_factor, code_digest(type(trainer))],
+        told=_told(trainer),
+    )  # fmt: skip
+    return terms, setup, own
+
+
+def _check(trainer: Trainer, given: Mapping[str, Any]) -> None:
+    if not isinstance(trainer, GradGuardMixin):
+        raise ValueError(
+            f"{type(trainer).__name__} shares its gradients as they are. Audit a "
+            "GradGuardTrainer, or a model."
+        )
+    if trainer.accelerator.num_processes > 1:
+        raise ValueError("Audit a Trainer in one process: ranks would each attack their own rows.")
+    if not given.get("lengths_known", True):
+        raise ValueError(
+            "The collator pads a Trainer's batches to their longest text, so their shape tells its "
+            "length: leave lengths_known, or audit the model."
+        )
+
+
+def _drawn(
+    trainer: GradGuardMixin, samples: int, size: int, seed: int
+) -> tuple[list[dict[str, Tensor]], list[dict[str, Tensor]]]:
+    """Batches to attack, and other rows one by one, collated as in training."""
+    loader: DataLoader[Any] = trainer.get_train_dataloader()
+    dataset: Any = loader.dataset
+    if isinstance(dataset, IterableDataset):
+        raise ValueError("Rows of an iterable data set cannot be drawn: audit the model.")
+    count = len(dataset)
+    if samples > count:
+        raise ValueError(f"{samples} samples were asked for, and the data has {count} rows.")
+    order = np.random.default_rng(seed).permutation(count).tolist()
+
+    def batch(numbers: list[int]) -> dict[str, Tensor]:
+        wanted: list[Any] = [Pick(n, 0, 1.0) for n in numbers] if trainer._parts else numbers
+        collated = loader.collate_fn([dataset[one] for one in wanted])
+        return {
+            name: value.to(trainer.args.device)
+            for name, value in dict(collated).items()
+            if isinstance(value, Tensor) and name not in (CLIENT, ROW, SHARE)
+        }
+
+    taken = [batch(order[at:][:size]) for at in range(0, samples, size)]
+    return taken, [batch([number]) for number in order[samples : samples + _DECOYS]]
+
+
+def _rows(modality: Modality, batch: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
+    """Each row as an attacker would list it: without padding, with labels where they belong to
+    the text.
+    """
+    count = count_rows(batch)
+    if IMAGE.key in batch:
+        return [{IMAGE.key: batch[IMAGE.key][row]} for row in range(count)]
+    found = []
+    for row in range(count):
+        ids, mask = batch[TEXT.key][row], batch.get("attention_mask")
+        own = (ids == ids) if mask is None else mask[row].bool()
+        entry = {TEXT.key: ids[own]}
+        if modality.labels in ("text", "token"):
+            labels = batch["labels"][row]
+            labels = labels[own] if labels.shape == ids.shape else labels[labels >= 0]
+            entry |= {"labels": labels[None], "attention_mask": own[own][None].long()}
+            entry[TEXT.key] = entry[TEXT.key][None]
+        found.append(entry)
+    return found
+
+
+def _told(trainer: GradGuardMixin) -> list[str]:
+    own_loss = type(trainer).compute_loss is not Trainer.compute_loss
+    told = [
+        f"This is the Trainer's own next message, at step {trainer.state.global_step}, and the "
+        "defense remembers what it remembers."
+    ]
+    if trainer.label_smoother is not None or trainer.compute_loss_func is not None or own_loss:
+        told.append(
+            "The client's loss is the Trainer's; attackers take the model's own, which differs."
+        )
+    return told

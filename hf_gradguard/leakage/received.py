@@ -1,0 +1,312 @@
+"""What in a received model makes gradients give away their data, seen before training.
+
+Who sends weights can make them so that a layer's gradient holds samples one by one: rows that all
+measure the same with biases in a ladder (Fowl et al., "Robbing the Fed", 2021, and "Decepticons",
+2022), rows that hardly any sample activates (Boenisch et al., "When the Curious Abandon Honesty",
+2021), heads that let one class through (Wen et al., "Fishing for User Data in Large-Batch Federated
+Learning", 2022). What they have in common does not occur by itself: rows alike, rows of zeros,
+biases that outweigh all that a row can say, layers that the architecture does not have.
+
+A model that passes may still be made to leak: this names constructions that are known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+LEAST_INPUTS = 16  # below, rows are alike by chance
+ALIKE = 0.999  # cosine of rows that measure the same
+FEWEST = 3  # rows alike, rows of zeros
+LARGEST = 20_000  # rows of which every pair is compared; of more, equal ones only
+FAR = 20.0  # a bias, beside the length of its row
+MANY = 32  # rows whose sums are compared
+EVEN = 0.3  # deviation of these, where 1 is that of rows that were drawn
+TALL = 30.0  # a row, beside the median one
+_PROJECTED = 48
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that makes gradients leak.
+
+    Args:
+        check: Which check found it.
+        name: Of the parameter or module.
+        says: What it is, in a sentence.
+
+    Example:
+        >>> print(Finding("rows_of_zeros", "classifier", "1 of 2 rows are zero."))
+        classifier: 1 of 2 rows are zero.
+    """
+
+    check: str
+    name: str
+    says: str
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.says}"
+
+
+ADVICE = (
+    "Weights can be made so that gradients give away their data. Ask whoever sent the model why it "
+    "has these, compare it with a copy that you trust (check_received(model, reference)), withhold "
+    "the layers named (withhold=[...]) or do not train it."
+)
+
+
+def check_received(
+    model: nn.Module, reference: nn.Module | Mapping[str, Tensor] | None = None
+) -> list[Finding]:
+    """What in a received model makes the gradients leak that a client would share of it.
+
+    Looks at weights and structure alone: no data, no pass. Frozen parameters do not count.
+
+    Args:
+        model: As it was received.
+        reference: A copy that you trust, or its state: what is not in it, or has other shapes, is
+            named too, and so is what is 30 times as large. Default: the architecture that the
+            model's own configuration describes, by names and shapes.
+
+    Returns:
+        What was found; nothing is no proof.
+
+    Example:
+        >>> check_received(model)
+        []
+        >>> with torch.no_grad():
+        ...     _ = model.classifier.weight[1].zero_()
+        >>> [finding.check for finding in check_received(model)]
+        ['rows_of_zeros']
+    """
+    found = [
+        Finding(name, where, says)
+        for where, weight, bias in _layers(model)
+        for name, check in _CHECKS.items()
+        for says in check(weight, bias)
+    ]
+    found += [
+        Finding("equal_embeddings", where, says)
+        for where, table in _tables(model)
+        for says in _equal_rows(table)
+    ]
+    return [*found, *_on_pixels(model), *_against(model, reference)]
+
+
+def _layers(model: nn.Module) -> Iterator[tuple[str, Tensor, Tensor | None]]:
+    """Layers that are trained: weights as `(out, in)`, with their biases."""
+    # an output head that is a table's is looked at as a table: padding has a row of zeros
+    seen = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    for name, module in model.named_modules():
+        weight = getattr(module, "weight", None)
+        known = isinstance(module, nn.Linear | Conv1D | nn.modules.conv._ConvNd)
+        if not known or not isinstance(weight, Tensor) or id(weight) in seen:
+            continue
+        seen.add(id(weight))
+        bias = getattr(module, "bias", None)
+        if not weight.requires_grad and (bias is None or not bias.requires_grad):
+            continue
+        matrix = weight.detach().T if isinstance(module, Conv1D) else weight.detach().flatten(1)
+        yield name, matrix.float(), None if bias is None else bias.detach().float()
+
+
+def _tables(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding) and module.weight.requires_grad:
+            yield name, module.weight.detach()
+
+
+def _rows_alike(weight: Tensor, bias: Tensor | None) -> Iterator[str]:
+    """Rows that are multiples of each other measure one thing, and their gradients' differences
+    are single samples.
+    """
+    rows = weight[weight.norm(dim=1) > 0]
+    if rows.shape[1] < LEAST_INPUTS or len(rows) < FEWEST:
+        return
+    alike = int((_partners(rows) >= FEWEST - 1).sum())
+    if alike >= FEWEST:
+        own = "" if bias is None or len(bias.unique()) < FEWEST else ", with biases that differ"
+        yield (
+            f"{alike} of {len(weight)} rows measure the same{own}. Differences of their gradients "
+            "are single samples."
+        )
+
+
+def _partners(rows: Tensor) -> Tensor:
+    """How many other rows have each row's direction, or its opposite."""
+    if len(rows) > LARGEST:
+        return _equal(rows) - 1
+    unit = nn.functional.normalize(rows, dim=1)
+    short = unit
+    if rows.shape[1] > 2 * _PROJECTED:  # a short look first: it loses no pair that is alike
+        draw = torch.randn(rows.shape[1], _PROJECTED, generator=torch.Generator().manual_seed(0))
+        short = nn.functional.normalize(unit @ draw.to(unit), dim=1)
+    count = torch.zeros(len(rows), dtype=torch.long, device=rows.device)
+    for start in range(0, len(rows), 1024):
+        near = (short[start : start + 1024] @ short.T).abs() > 2 * ALIKE - 1
+        one, other = near.nonzero(as_tuple=True)
+        if len(one) > 64 * len(rows):  # too many to look at twice, and no doubt any more
+            count[start : start + 1024] = near.sum(1) - 1
+            continue
+        exact = (unit[start + one] * unit[other]).sum(1).abs() > ALIKE
+        count.index_add_(0, start + one[exact], torch.ones_like(one[exact]))
+        count[start : start + 1024] -= 1  # itself
+    return count
+
+
+def _equal(rows: Tensor) -> Tensor:
+    """How many rows are exactly like each row."""
+    _, inverse, counts = rows.unique(dim=0, return_inverse=True, return_counts=True)
+    return counts[inverse]
+
+
+def _rows_of_zeros(weight: Tensor, bias: Tensor | None) -> Iterator[str]:
+    """Where most of a layer is cut off, the gradient is of what is left. A layer that is all zero
+    (adapters begin so) tells nothing.
+    """
+    nothing = (weight == 0).all(1)
+    if not nothing.any() or nothing.all():
+        sparse = (weight == 0).float().mean(1) > 0.9
+        if weight.shape[1] >= LEAST_INPUTS and not nothing.all() and sparse.sum() >= FEWEST:
+            yield (
+                f"{int(sparse.sum())} of {len(weight)} rows are zero but for a few entries: they "
+                "copy single inputs."
+            )
+        return
+    yield (
+        f"{int(nothing.sum())} of {len(weight)} rows are zero: what flows back is of the others' "
+        "samples alone."
+    )
+
+
+def _biases_out_of_reach(weight: Tensor, bias: Tensor | None) -> Iterator[str]:
+    """Units that are always on, always off, or decided by one sample in many."""
+    if bias is None or weight.shape[1] < LEAST_INPUTS:
+        return
+    reach = weight.norm(dim=1)
+    far = bias.abs() > FAR * reach + 1
+    if far.any():
+        yield (
+            f"{int(far.sum())} of {len(bias)} biases are more than {FAR:.0f} times as large as "
+            "their rows: these units say the same of nearly every sample."
+        )
+
+
+def _rows_out_of_scale(weight: Tensor, bias: Tensor | None) -> Iterator[str]:
+    """One sample's gradient drowns all others' where a few rows are huge."""
+    lengths = weight.norm(dim=1)
+    usual = lengths[lengths > 0]
+    if len(usual) < 2:
+        return
+    tall = lengths > TALL * usual.sort().values[(len(usual) - 1) // 2]
+    if tall.any():
+        yield (
+            f"{int(tall.sum())} of {len(weight)} rows are more than {TALL:.0f} times as long as "
+            "the median one: what they pass drowns everything else."
+        )
+
+
+def _mirrored_rows(weight: Tensor, bias: Tensor | None) -> Iterator[str]:
+    """Trap weights: a row's positive entries are its negative ones, a little smaller, so that
+    hardly any sample activates it. Sums of rows that were drawn differ by as much as rows are long;
+    these do not.
+    """
+    lengths = weight.norm(dim=1)
+    sums = weight.sum(1)[lengths > 0] / lengths[lengths > 0]
+    if weight.shape[1] < LEAST_INPUTS or len(sums) < MANY:
+        return
+    if float(sums.std()) < EVEN and float(sums.abs().mean()) < weight.shape[1] ** 0.5 / 4:
+        yield (
+            f"The positive and negative entries of all {len(sums)} rows cancel alike: hardly any "
+            "sample activates such a row, and then the gradient is that sample."
+        )
+
+
+_CHECKS: dict[str, Callable[[Tensor, Tensor | None], Iterator[str]]] = {
+    "rows_alike": _rows_alike,
+    "rows_of_zeros": _rows_of_zeros,
+    "biases_out_of_reach": _biases_out_of_reach,
+    "rows_out_of_scale": _rows_out_of_scale,
+    "mirrored_rows": _mirrored_rows,
+}
+
+
+def _equal_rows(table: Tensor) -> Iterator[str]:
+    rows = table[(table != 0).any(1)]
+    if len(rows) < FEWEST or table.shape[1] < LEAST_INPUTS // 2:
+        return
+    equal = int((_equal(rows) >= FEWEST).sum())
+    if equal:
+        yield f"{equal} of {len(table)} embeddings are equal to others."
+
+
+def _on_pixels(model: nn.Module) -> list[Finding]:
+    """A first layer that reads all pixels at once."""
+    config: Any = getattr(model, "config", None)
+    size, channels = getattr(config, "image_size", None), getattr(config, "num_channels", None)
+    first = next(
+        (m for m in model.named_modules() if isinstance(m[1], nn.Linear | nn.modules.conv._ConvNd)),
+        None,
+    )
+    if first is None or not isinstance(first[1], nn.Linear) or not isinstance(size, int | list):
+        return []
+    sides = [size, size] if isinstance(size, int) else size
+    pixels = sides[0] * sides[-1] * (channels or 1)
+    name, layer = first
+    if layer.in_features != pixels or not layer.weight.requires_grad:
+        return []
+    says = "The first layer reads all pixels: rows of its gradient, over the bias's, are images."
+    return [Finding("reads_all_pixels", name, says)]
+
+
+def _against(model: nn.Module, reference: nn.Module | Mapping[str, Tensor] | None) -> list[Finding]:
+    own = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    if reference is None:
+        shapes = _described(model)
+        return [] if shapes is None else _structure(own, shapes, "the configuration describes")
+    state = reference.state_dict() if isinstance(reference, nn.Module) else reference
+    found = _structure(own, {n: tuple(t.shape) for n, t in state.items()}, "the reference has")
+    for name, parameter in own.items():
+        if name not in state or state[name].shape != parameter.shape:
+            continue
+        before, now = float(state[name].float().norm()), float(parameter.detach().float().norm())
+        if before and now > TALL * before:
+            says = f"It is {now / before:.0f} times as large as in the reference."
+            found.append(Finding("larger_than_reference", name, says))
+    return found
+
+
+def _structure(
+    own: Mapping[str, Tensor], known: Mapping[str, tuple[int, ...]], whose: str
+) -> list[Finding]:
+    found = []
+    for name, parameter in own.items():
+        if name not in known:
+            found.append(Finding("added", name, f"No parameter of that name is in what {whose}."))
+        elif known[name] != tuple(parameter.shape):
+            says = f"Its shape is {tuple(parameter.shape)}, where {whose} {known[name]}."
+            found.append(Finding("reshaped", name, says))
+    return found
+
+
+def _described(model: nn.Module) -> dict[str, tuple[int, ...]] | None:
+    """Names and shapes of the architecture that a model's configuration describes, without its
+    weights; `None` where its class cannot say.
+
+    A model of a class that somebody wrote is that class's: only what was put into an instance is
+    seen. Adapters are for who asked for them.
+    """
+    config = getattr(model, "config", None)
+    if config is None or hasattr(model, "get_base_model"):
+        return None
+    try:
+        with torch.device("meta"):
+            fresh = type(model)(config)
+    except Exception:  # classes are free to need more than that
+        return None
+    return {name: tuple(tensor.shape) for name, tensor in fresh.state_dict().items()}

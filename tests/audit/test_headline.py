@@ -1,0 +1,69 @@
+"""The sentence on top says what the numbers say, and the worst case is the worst."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from test_audit import HIGH, LOW, MIDDLE, made
+
+from hf_gradguard.audit import summarize
+from hf_gradguard.audit.headline import headline, worst
+from hf_gradguard.audit.report import html_report
+from hf_gradguard.audit.run import read_metrics
+from hf_gradguard.audit.texts import _NO_WORD
+
+
+@pytest.mark.parametrize(
+    ("scores", "metrics", "words"),
+    [
+        ({"none/tag": HIGH}, {}, "Without a defense a server recovers 92 % of the words (tag)."),
+        (
+            {"none/tag": HIGH, "a/tag": MIDDLE, "b/tag": LOW},
+            {"none": 0.9, "b": 0.85},
+            "Without a defense a server recovers 92 % of the words (tag); under b, the best of 2 "
+            "defenses tried, it recovers 20 % of the words (tag), where a guess has 20 %, at the "
+            "price of 0.85 in training, where undefended reaches 0.9.",
+        ),
+        ({"none/tag": HIGH, "a/tag": MIDDLE}, {}, "at a price that was not measured"),
+        ({"none/tag": HIGH, "a/tag": MIDDLE}, {"a": 0.8}, "and training reaches 0.8"),
+        ({"none/tag": LOW, "a/tag": LOW}, {}, "no better than a guess (20 %) even without"),
+    ],
+)
+def test_headline(scores: dict[str, list[float]], metrics: dict[str, float], words: str) -> None:
+    audit = made(scores)
+    audit.settings["metrics"] = metrics
+    assert words in headline(summarize(audit))
+
+
+def test_the_worst_case_is_the_worst() -> None:
+    audit = made({"none/tag": HIGH, "a/tag": MIDDLE, "b/tag": [0.1, 0.2, 0.4, 0.1]})
+    found = worst(summarize(audit))
+    assert found is not None
+    assert (found.message, found.place) == (2, 0)
+    assert found.shown == [("none", "tag"), ("b", "tag")]
+
+
+def test_metrics_are_numbers(tmp_path: Any) -> None:
+    (tmp_path / "m.json").write_text('{"none": 0.9}')
+    assert read_metrics(tmp_path / "m.json") == {"none": 0.9}
+    with pytest.raises(ValueError, match="one number for each defense"):
+        read_metrics({"none": "high"})  # type: ignore[dict-item]
+
+
+def test_places_that_a_vocabulary_keeps_free_are_no_words() -> None:
+    for text in ("[unused299]", "<extra_id_7>", "<|reserved_special_token_3|>", "<unused12>"):
+        assert _NO_WORD.sub("□", f" {text}") == " □"
+    assert _NO_WORD.sub("□", "[a reserved seat]") == "[a reserved seat]"
+
+
+def test_the_page_has_both(tmp_path: Any) -> None:
+    audit = made({"none/tag": HIGH, "a/tag": MIDDLE})
+    audit.settings |= {
+        "model": "m", "versions": {"hf-gradguard": "0"}, "special_ids": [], "threat_model": [],
+    }  # fmt: skip
+    page = html_report(summarize(audit))
+    top, rest = page.split("<h2>Verdicts</h2>")
+    assert "Without a defense a server recovers" in top
+    assert "The worst case" in top
+    assert "chart" in rest

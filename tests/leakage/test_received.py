@@ -1,0 +1,164 @@
+"""`check_received`: what is planted is named, what is ordinary is not."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from helpers import make_task
+from torch import nn
+from transformers import BertConfig, BertForSequenceClassification, set_seed
+
+from hf_gradguard.attacks import make_attack
+from hf_gradguard.attacks.analytic import layer_inputs
+from hf_gradguard.leakage import check_received
+from hf_gradguard.training.start import say_received
+from recipes.studies.received.constructions import BUILT, leaks
+from recipes.studies.received.settings import CONSTRUCTIONS, QUICK
+
+
+def encoder() -> BertForSequenceClassification:
+    set_seed(0)
+    return BertForSequenceClassification(
+        BertConfig(
+            vocab_size=100, hidden_size=48, num_hidden_layers=1, num_attention_heads=2,
+            intermediate_size=64, max_position_embeddings=32, num_labels=3,
+        )
+    )  # fmt: skip
+
+
+def checks(model: nn.Module, *reference: Any) -> set[str]:
+    return {one.check for one in check_received(model, *reference)}
+
+
+@pytest.mark.parametrize("name", ["bert", "bert_lora", "gpt2_lm", "llama", "t5", "vit", "convnext"])
+def test_ordinary_models_pass(name: str) -> None:
+    assert not check_received(make_task(name)[0])
+
+
+@pytest.mark.parametrize("name", CONSTRUCTIONS)
+def test_constructions_leak_and_are_found(name: str) -> None:
+    """Each gives away images or tokens to an attack that only divides, and is named."""
+    set_seed(1)
+    smooth = nn.functional.interpolate(torch.rand(200, 3, 4, 4), size=16, mode="bilinear")
+    public, private = smooth[:-4], smooth[-4:]
+    planted = BUILT[name](public, QUICK)
+    assert leaks(planted, private, QUICK) >= 0.25  # of four images one at least
+    assert checks(planted.model) - {"reads_all_pixels"}
+
+
+def plant(model: nn.Module, name: str, change: Any) -> nn.Module:
+    with torch.no_grad():
+        change(model.get_parameter(name))
+    return model
+
+
+def test_each_check_by_itself() -> None:
+    layer = "bert.encoder.layer.0.intermediate.dense"
+
+    def alike(weight: torch.Tensor) -> None:
+        weight[:3] = weight[0] * torch.tensor([[1.0], [-2.0], [0.5]])
+
+    assert checks(plant(encoder(), f"{layer}.weight", alike)) == {"rows_alike"}
+    two = plant(encoder(), f"{layer}.weight", lambda w: w[:2].copy_(w[:1].expand(2, -1)))
+    assert not checks(two)  # two rows may be
+    assert checks(plant(encoder(), f"{layer}.weight", lambda w: w[5].zero_())) == {"rows_of_zeros"}
+    assert checks(plant(encoder(), f"{layer}.weight", lambda w: w[:4, 3:].zero_())) >= {
+        "rows_of_zeros"
+    }
+    assert not checks(plant(encoder(), f"{layer}.weight", lambda w: w.zero_())) - {
+        "biases_out_of_reach"
+    }
+    assert checks(plant(encoder(), f"{layer}.bias", lambda b: b[0].fill_(-50))) == {
+        "biases_out_of_reach"
+    }
+    assert checks(plant(encoder(), "classifier.weight", lambda w: w[0].mul_(1e3))) == {
+        "rows_out_of_scale"
+    }
+    words = "bert.embeddings.word_embeddings.weight"
+    assert checks(plant(encoder(), words, lambda w: w[7:10].copy_(w[7:8].expand(3, -1)))) == {
+        "equal_embeddings"
+    }
+    frozen = plant(encoder(), f"{layer}.weight", alike)
+    frozen.get_submodule(layer).requires_grad_(False)
+    assert not checks(frozen)
+
+
+def test_what_was_added() -> None:
+    model = encoder()
+    trusted = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    assert not checks(model, trusted)
+    model.bert.pooler.dense.extra = nn.Linear(48, 48)
+    found = check_received(model)
+    assert {one.name for one in found} == {
+        "bert.pooler.dense.extra.weight",
+        "bert.pooler.dense.extra.bias",
+    }
+    assert checks(model, trusted) == {"added"}
+    model = plant(encoder(), "classifier.weight", lambda w: w.mul_(100))
+    assert checks(model, encoder()) == {"larger_than_reference"}
+    assert "100 times as large" in str(check_received(model, encoder())[0])
+    model.classifier = nn.Linear(48, 5)
+    assert checks(model, encoder()) == {"reshaped"}
+
+
+def test_a_rank_that_receives_says_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr("hf_gradguard.training.start.logger.warning", said.append)
+    say_received(encoder())
+    assert not said
+    say_received(plant(encoder(), "classifier.weight", lambda w: w[1].zero_()))
+    (text,) = said
+    assert "- classifier: 1 of 3 rows are zero" in text
+    assert "compare it with a copy that you trust" in text
+
+
+@pytest.mark.parametrize(
+    ("rank", "wanted", "expected"), [(1, True, 1), (0, True, 0), (1, False, 0), (2, None, 1)]
+)
+def test_who_looks(
+    rank: int, wanted: bool | None, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks above 0, once, unless they opted out; also with stock training arguments."""
+    from hf_gradguard.training import start
+
+    looked: list[nn.Module] = []
+    for name in ("check_agreed", "broadcast"):
+        monkeypatch.setattr(start, name, lambda *_: None)
+    monkeypatch.setattr(start, "agreed_upon", lambda *_: {})
+    monkeypatch.setattr(start, "say_received", looked.append)
+    args = SimpleNamespace(world_size=3, process_index=rank, device="cpu")
+    if wanted is not None:
+        args.check_received = wanted
+    callback, model = start.StartAlike(), encoder()
+    for _ in range(2):
+        callback.on_train_begin(args, model=model)
+    assert len(looked) == expected
+
+
+def test_layer_inputs_by_hand() -> None:
+    """Two samples: unit 0 saw the first, units 1 and 2 (a step apart) both and the second."""
+    first, second = torch.tensor([1.0, 2.0]), torch.tensor([5.0, -1.0])
+    delta = torch.tensor([[2.0, 0.0], [1.0, 3.0], [0.0, 3.0]])  # (unit, sample)
+    weight, bias = delta @ torch.stack([first, second]), delta.sum(1)
+    rows = layer_inputs(weight, bias, torch.tensor([0.0, 0.5, 1.0]))
+    for true in (first, second):
+        assert (rows - true).norm(dim=1).min() < 1e-6
+
+
+def test_analytic_reads_one_image_of_a_perceptron() -> None:
+    from recipes.studies.received.settings import HONEST
+
+    set_seed(0)
+    planted = BUILT[HONEST](torch.rand(10, 3, 16, 16), QUICK)
+    assert leaks(planted, torch.rand(1, 3, 16, 16), QUICK) == 1
+    model, batch = make_task("vit", dtype=torch.float32)
+    from hf_gradguard import GradientMap
+    from hf_gradguard.attacks import Observation
+
+    gradient = GradientMap(model, batch, second_order=False).gradient()
+    seen = Observation(model, gradient, tuple(batch["pixel_values"].shape))
+    with pytest.raises(ValueError, match="No linear layer of ViT"):
+        make_attack("analytic")(seen)
