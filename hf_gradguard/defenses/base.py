@@ -241,14 +241,14 @@ def norm(tensors: Mapping[str, Tensor]) -> float:
 def scaled(tensor: Tensor, factor: float, offset: float = 0.0) -> Tensor:
     """`factor * tensor + offset`, in place where that is possible, and one number for one."""
     if tensor.numel() and not any(tensor.stride()):
-        return (tensor.flatten()[0] * factor + offset).expand_as(tensor)
+        return (tensor[(0,) * tensor.dim()] * factor + offset).expand_as(tensor)
     return tensor.mul_(factor).add_(offset) if offset else tensor.mul_(factor)
 
 
 def root(variance: Tensor) -> Tensor:
     """Standard deviations of variances, one number for one."""
     if variance.numel() and not any(variance.stride()):
-        return variance.flatten()[0].sqrt().expand_as(variance)
+        return variance[(0,) * variance.dim()].sqrt().expand_as(variance)
     return variance.sqrt()
 
 

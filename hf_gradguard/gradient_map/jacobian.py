@@ -42,17 +42,7 @@ class Jacobian:
         Raises:
             ValueError: If a name or a shape is not one of the gradient's.
         """
-        for name, tensor in delta.items():
-            if name not in self._parameters:
-                raise ValueError(
-                    f"{name!r} is no shared parameter of this map. They are: "
-                    f"{', '.join(self._parameters)}."
-                )
-            if tensor.shape != self._parameters[name].shape:
-                raise ValueError(
-                    f"delta[{name!r}] has shape {tuple(tensor.shape)}, the parameter "
-                    f"{tuple(self._parameters[name].shape)}."
-                )
+        check_names(delta, self._parameters)
         with torch.enable_grad(), self._replay.kernels():
             gradient = self.gradient()
             # A gradient that does not depend on x has no graph: its rows of δ contribute nothing.
@@ -160,6 +150,20 @@ class UnrolledJacobian(Jacobian):
             allow_unused=True,
             materialize_grads=True,
         )
+
+
+def check_names(delta: Mapping[str, Tensor], parameters: Mapping[str, nn.Parameter]) -> None:
+    """Raise if a name or a shape is not one of the shared gradient's."""
+    for name, tensor in delta.items():
+        if name not in parameters:
+            raise ValueError(
+                f"{name!r} is no shared parameter of this map. They are: {', '.join(parameters)}."
+            )
+        if tensor.shape != parameters[name].shape:
+            raise ValueError(
+                f"delta[{name!r}] has shape {tuple(tensor.shape)}, the parameter "
+                f"{tuple(parameters[name].shape)}."
+            )
 
 
 def nodes_of(tensors: Iterable[Tensor]) -> Iterator[Any]:

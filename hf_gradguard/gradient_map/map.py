@@ -62,6 +62,8 @@ class GradientMap:
         True
     """
 
+    product_error = 0.0  # of `vjp` and `jvp`, relative to the product
+
     def __init__(
         self,
         model: nn.Module,
@@ -150,9 +152,7 @@ class GradientMap:
         return found
 
     def gradient(self) -> Tensors:
-        """g(x): the gradient of the batch-mean loss. Parameters that the loss does not use have
-        zeros.
-
+        """g(x): the gradient of the batch-mean loss, zeros where that does not use a parameter.
         Computed once; the tensors are the object's own, so do not write to them.
         """
         if self._gradient is None:
