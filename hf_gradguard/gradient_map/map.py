@@ -16,9 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from ..randomness import Stream
-from .candidates import Candidates, differentiate
+from .candidates import Candidates
 from .domain import Domain
 from .factors import Factors
+from .graphs import differentiate
 from .inputs import Batch, LossFunction, find_input, model_loss, shared_by_batch
 from .jacobian import Jacobian
 from .replay import Replay
@@ -31,7 +32,7 @@ Tensors = dict[str, Tensor]
 class GradientMap:
     """The map x ↦ g(x) of one batch, with products with its Jacobian.
 
-    Constructing it runs one forward pass in the model's present mode, with all that a forward pass
+    Constructing it runs a forward pass in the model's present mode, with all that it
     does: dropout draws from the global generator, batch statistics are updated. Everything after
     that belongs to the *same* function: later evaluations replay this pass's random draws and leave
     generators, buffers, `.grad` and the model as they found them.

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn import grad
 from transformers.pytorch_utils import Conv1D
 
-from .candidates import differentiate
+from .graphs import differentiate
 
 if TYPE_CHECKING:
     from .map import GradientMap, Tensors

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..randomness import Stream, normal
-from .jacobian import nodes_of
+from .graphs import nodes_of
 from .per_sample import Change, Layer, Pass, layers_of
 
 if TYPE_CHECKING:

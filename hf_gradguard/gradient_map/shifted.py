@@ -144,7 +144,7 @@ class DifferencedMap(View):
 
     def vjp(self, delta: Tensors) -> Tensor:
         check_names(delta, self.parameters)
-        size, slope = _size(delta), self.start.slope
+        slope, size = self.start.slope, _size(delta) if delta else 0.0
         assert slope is not None
         if not size:
             return torch.zeros_like(slope)
