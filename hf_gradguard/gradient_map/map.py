@@ -25,17 +25,16 @@ from .jacobian import Jacobian
 from .replay import Replay
 from .sensitivity import Method, estimate_squares
 
-Tensors = dict[str, Tensor]
-"""One tensor a shared parameter, by name and in its shape."""
+Tensors = dict[str, Tensor]  # one a shared parameter, by name and in its shape
 
 
 class GradientMap:
     """The map x ↦ g(x) of one batch, with products with its Jacobian.
 
-    Constructing it runs a forward pass in the model's present mode, with all that it
-    does: dropout draws from the global generator, batch statistics are updated. Everything after
-    that belongs to the *same* function: later evaluations replay this pass's random draws and leave
-    generators, buffers, `.grad` and the model as they found them.
+    Constructing it runs a forward pass in the model's present mode: dropout draws from the global
+    generator, batch statistics are updated. Everything after that belongs to the *same* function:
+    later evaluations replay this pass's random draws and leave generators, buffers, `.grad` and the
+    model as they found them.
 
     Args:
         model: Any Hugging Face model that takes `input_ids` or `pixel_values` and returns a loss,
@@ -168,7 +167,7 @@ class GradientMap:
 
         Args:
             x: Input of the same shape as `input`.
-            create_graph: Keep the graph, to differentiate the result with respect to `x`.
+            create_graph: Keep the graph, to differentiate the result by `x`.
             **entries: Entries of the batch to put in the place of its own, such as other `labels`.
 
         Raises:
@@ -198,7 +197,7 @@ class GradientMap:
         """Values of a scalar function of g at K inputs, and their derivatives by the inputs: one
         vectorized pass.
 
-        Much faster than K passes where the model is small or the batch is.
+        Much faster than K passes where model or batch is small.
 
         Args:
             function: `(g(x), extras) -> scalar`, of one candidate's tensors.

@@ -81,6 +81,11 @@ def known_plan(gmap: GradientMap) -> Plan | None:
     return plan if uses < TRIES else None
 
 
+def forget(model: nn.Module) -> None:
+    """Let everything about a model be tried out anew."""
+    _PLANS.pop(model, None)
+
+
 def keep(gmap: GradientMap, plan: Plan) -> Plan:
     """Remember a plan in which more was found out than in the one of `plan_of`."""
     uses = _PLANS[gmap.model][_key(gmap)][1]
