@@ -245,11 +245,12 @@ def scaled(tensor: Tensor, factor: float, offset: float = 0.0) -> Tensor:
     return tensor.mul_(factor).add_(offset) if offset else tensor.mul_(factor)
 
 
-def root(variance: Tensor) -> Tensor:
-    """Standard deviations of variances, one number for one."""
+def root(variances: Mapping[str, Tensor], name: str) -> Tensor:
+    """Standard deviations of variances, one number for one, in place where those were just made."""
+    variance = variances[name]
     if variance.numel() and not any(variance.stride()):
         return variance[(0,) * variance.dim()].sqrt().expand_as(variance)
-    return variance.sqrt()
+    return variance.sqrt_() if isinstance(variances, OnDemand) else variance.sqrt()
 
 
 def is_number(value: object) -> bool:

@@ -126,7 +126,7 @@ class NoiseDefense(Defense):
         shape, shape_trace = self.shaped(gmap, gradient, generator)
         variance = self.variance(gradient, shape)
         noisy = {
-            name: torch.addcmul(gradient[name], root(variance[name]), drawn, out=drawn)
+            name: torch.addcmul(gradient[name], root(variance, name), drawn, out=drawn)
             for name, drawn in together(gradient, lambda like: self.draw(like, generator))
         }
 

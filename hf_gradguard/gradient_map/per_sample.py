@@ -212,10 +212,10 @@ class Change(NamedTuple):
         for (slopes, features), (later_slopes, later_features) in zip(one, other, strict=True):
             if slopes.shape != later_slopes.shape or features.shape != later_features.shape:
                 return None
-            found.slopes.append((later_slopes - slopes) / step)
-            found.mean_features.append((later_features + features) / 2)
-            found.mean_slopes.append((later_slopes + slopes) / 2)
-            found.features.append((later_features - features) / step)
+            found.slopes.append(torch.sub(later_slopes, slopes).div_(step))
+            found.mean_features.append(torch.lerp(features, later_features, 0.5))
+            found.mean_slopes.append(torch.lerp(slopes, later_slopes, 0.5))
+            found.features.append(torch.sub(later_features, features).div_(step))
         return found
 
     def bias(self, layer: Layer) -> Tensor:
