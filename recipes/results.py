@@ -78,6 +78,8 @@ NETWORK = (  # what $NETWORK names, if it is not there
     "python -m recipes.studies.evaluation_networks.train image --data $TINY_IMAGENET "
     "--filters 32 64 128 --output $NETWORK"
 )
+FRONTIER = "studies.frontier.run"
+KEPT = "--models $MODELS"
 RUNS = [
     Run("undefended_images", UNDEFENDED, "images", IMAGES, 0.5),
     Run("undefended_text", UNDEFENDED, "text", TEXT, 0.5),
@@ -98,7 +100,8 @@ RUNS = [
     Run("shapes_quality", SHAPES, "quality", f"{TEXT} --cifar10 $CIFAR10_LOSSLESS", 1),
     Run("candidates", CANDIDATES, "text", TEXT, 1),
     Run("shapes_naming", SHAPES, "naming", TEXT, 0.7),
-    Run("frontier_rates", "studies.frontier.run", "rates", TEXT, 0.6),
+    Run("frontier_rates", FRONTIER, "rates", TEXT, 0.6),
+    Run("frontier_text", FRONTIER, "text", f"{TEXT} {KEPT}", 0.6),
     Run("refiner_sentences", REFINER, "sentences", TEXT, 0.5),
     Run("refiner_in_training", REFINER, "in_training", TEXT, 0.25),
     Run("refiner_ablations", REFINER, "ablations", FEDERATION, 6),
@@ -119,14 +122,13 @@ RUNS = [
 ]
 
 
-FRONTIER = "studies.frontier.run"
-KEPT = "--models $MODELS"
 PLANNED = [  # written and tried, not run to their end: no figures on the page
-    Run("frontier_text", FRONTIER, "text", f"{TEXT} {KEPT}", 3),
+    Run("shapes_adam", SHAPES, "adam", TEXT, 0.3),
     Run("refiner_second_form", REFINER, "second_form", f"{TEXT} {KEPT}", 12),
     Run("undefended_families", UNDEFENDED, "families", "--tokenizer $MODEL", 8),
     Run("updates_images", UPDATES, "images", "--cifar10 $CIFAR10_LOSSLESS", 1),
     Run("updates_rounds", UPDATES, "rounds", f"--cifar10 $CIFAR10_LOSSLESS {TEXT}", 4),
+    Run("private_accuracy", "studies.private.run", "accuracy", TEXT, 0.8),
     Run("private_sgd", "benchmarks.private_sgd", "", "--model $MODEL", 0.1),
     Run("models_speed", "benchmarks.models", "", "--model $MODEL", 0.5),
 ]

@@ -15,6 +15,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from os import urandom
 
 import torch
 from cryptography.hazmat.primitives.hashes import SHA256
@@ -57,7 +58,7 @@ class Stream:
         if key is not None and len(key) != KEY_BYTES:
             raise ValueError(f"A key has {KEY_BYTES} bytes, but this one has {len(key)}.")
         self._private = key is None
-        self._key = os.urandom(KEY_BYTES) if key is None else bytes(key)
+        self._key = urandom(KEY_BYTES) if key is None else bytes(key)
         self._draws, self._process = 0, os.getpid()
 
     @classmethod
@@ -197,7 +198,7 @@ class Stream:
     def _next_draw(self) -> _Draw:
         """Key and nonce."""
         if self._private and os.getpid() != self._process:  # a fork would draw what its parent does
-            self._key, self._process = os.urandom(KEY_BYTES), os.getpid()
+            self._key, self._process = urandom(KEY_BYTES), os.getpid()
         nonce = self._draws.to_bytes(12, "little")
         self._draws += 1
         return self._key, nonce

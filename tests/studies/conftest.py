@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import importlib
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -62,15 +64,30 @@ def encoder(tmp_path_factory: pytest.TempPathFactory, sst2: Path) -> Path:
     return save_encoder(folder, word_tokenizer(words), hidden_size=16)
 
 
+SMALL_NETWORK = {
+    "steps": 500, "batch_size": 16, "learning_rate": 1e-2, "width": 16, "num_layers": 1,
+    "max_length": 16, "progress": False,
+}  # fmt: skip
+
+
+@pytest.fixture
+def small_networks(monkeypatch: pytest.MonkeyPatch) -> Callable[[ModuleType], None]:
+    """Makes a part train small evaluation networks, whatever it asks for."""
+
+    def small(embedding: object, tokenizer: object, texts: object, **ignored: object) -> object:
+        return train_text_network(embedding, tokenizer, texts, **SMALL_NETWORK)
+
+    return lambda part: monkeypatch.setattr(part, "train_text_network", small)
+
+
 @pytest.fixture
 def network(tmp_path: Path, encoder: Path, sst2: Path) -> Path:
     """A folder with a small evaluation network for the embeddings of `encoder`."""
     model = AutoModelForSequenceClassification.from_pretrained(encoder)
     sentences = [line.split("\t")[0] for line in (sst2 / "train.tsv").read_text().splitlines()]
-    sizes = {"steps": 500, "batch_size": 16, "learning_rate": 1e-2, "width": 16, "num_layers": 1}
     made = train_text_network(
         model.get_input_embeddings(), AutoTokenizer.from_pretrained(encoder), sentences,
-        max_length=16, progress=False, **sizes,
+        **SMALL_NETWORK,
     )  # fmt: skip
     save_network(made, tmp_path / "network")
     return tmp_path / "network"

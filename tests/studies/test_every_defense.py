@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from hf_gradguard import DEFENSES
+from recipes.studies.every_defense import text
 from recipes.studies.every_defense.attackers import cells_of
 from recipes.studies.every_defense.settings import IMAGES, TEXT
 
@@ -25,7 +26,8 @@ def adaptive(row: dict) -> set[str]:
     return {column for column in row if column.endswith(", adaptive")}
 
 
-def test_texts(encoder, sst2, quick, tmp_path):
+def test_texts(encoder, sst2, quick, small_networks, tmp_path):
+    small_networks(text)
     data = ("--tokenizer", encoder, "--data_dir", sst2)
     study = quick("every_defense", "text", *data, output=tmp_path / "text")
     figures = study.figures

@@ -13,18 +13,21 @@ _FIRST = {
     "gaussian_noise": [{"relative_scale": 5.0}, {"relative_scale": 20.0}],
     "optimal_noise": [{"relative_scale": 5.0}, {"relative_scale": 20.0}],
 }
-_THEN = {
-    "gaussian_noise": [{"relative_scale": s} for s in (1.0, 50.0, 100.0)],
-    "optimal_noise": [
-        *({"relative_scale": s} for s in (1.0, 50.0, 100.0)),
-        *({"relative_scale": s, "shape": "own"} for s in (5.0, 20.0)),
-    ],
-    "pruning": [{"ratio": r} for r in (0.5, 0.9, 0.99, 0.999)],
-    "optimal_pruning": [{"ratio": r} for r in (0.5, 0.9, 0.99, 0.999)],
-    "quantization": [{"bits": b} for b in (8, 4, 2, 1)],
-}
+_THEN = [
+    ("pruning", {"ratio": 0.99}),
+    ("optimal_pruning", {"ratio": 0.99}),
+    ("quantization", {"bits": 1}),
+    ("gaussian_noise", {"relative_scale": 100.0}),
+    ("optimal_noise", {"relative_scale": 100.0}),
+    *(("pruning", {"ratio": r}) for r in (0.9, 0.999, 0.5)),
+    *(("optimal_pruning", {"ratio": r}) for r in (0.9, 0.999, 0.5)),
+    *(("quantization", {"bits": b}) for b in (2, 4, 8)),
+    *(("gaussian_noise", {"relative_scale": r}) for r in (1.0, 50.0)),
+    *(("optimal_noise", {"relative_scale": r}) for r in (1.0, 50.0)),
+    *(("optimal_noise", {"relative_scale": r, "shape": "own"}) for r in (5.0, 20.0)),
+]
 FIRST = [(name, strength) for name, some in _FIRST.items() for strength in some]
-ROWS = FIRST + [(name, strength) for name, some in _THEN.items() for strength in some]
+ROWS = FIRST + _THEN
 ALL = {"action": "store_true", "help": "all rows, seeds and attackers, not only the first"}
 
 # Messages of so many sentences, how many of them, and the attack's settings

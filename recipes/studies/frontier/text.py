@@ -21,7 +21,7 @@ from hf_gradguard.metrics import score_text
 from hf_gradguard.randomness import Stream
 
 from ..lib.results import Results, named
-from ..lib.tables import interval, plt, save, write_table
+from ..lib.tables import bracketed, interval, plt, save, write_table
 from ..lib.text import of_usual_length, sst2
 from . import rates
 from .settings import (
@@ -169,19 +169,21 @@ def report(figures: dict, args) -> None:
 
 
 def lost(runs: dict, plain: dict) -> str:
-    """The undefended runs' accuracy less this one's, with a 95 % bootstrap interval over seeds
-    and sentences, paired in both.
+    """The undefended runs' accuracy less this one's, with its interval."""
+    return bracketed(apart(runs, plain), ".3f") if runs.keys() & plain.keys() else ""
+
+
+def apart(runs: dict, plain: dict) -> list[float]:
+    """The same as numbers. The 95 % bootstrap interval is over seeds and sentences, paired in
+    both.
     """
     seeds = sorted(runs.keys() & plain.keys())
-    if not seeds:
-        return ""
-    apart = np.stack([_bits(plain[s]) - _bits(runs[s]) for s in seeds])
+    lost = np.stack([_bits(plain[s]) - _bits(runs[s]) for s in seeds])
     draws, means = np.random.default_rng(0), []
     for _ in range(2000):
-        some = apart[draws.integers(len(seeds), size=len(seeds))]
-        means.append(some[:, draws.integers(apart.shape[1], size=apart.shape[1])].mean())
-    low, high = np.quantile(means, [0.025, 0.975])
-    return f"{apart.mean():.3f} [{low:.3f}, {high:.3f}]"
+        some = lost[draws.integers(len(seeds), size=len(seeds))]
+        means.append(some[:, draws.integers(lost.shape[1], size=lost.shape[1])].mean())
+    return [float(lost.mean()), *map(float, np.quantile(means, [0.025, 0.975]))]
 
 
 def _bits(run: dict) -> np.ndarray:
@@ -191,30 +193,36 @@ def _bits(run: dict) -> np.ndarray:
 
 def read(runs: dict) -> str:
     """Mean token F1 with a 95 % interval over all sentences of all seeds."""
-    values = [f for run in runs.values() for f in run["token_f1"]]
+    values = _scores(runs)
     return interval(values, 2) if values else ""
 
 
+def _scores(runs: dict) -> list[float]:
+    return [f for run in runs.values() for f in run["token_f1"]]
+
+
 def picture(figures: dict, output) -> None:
-    """Accuracy against the most that any attacker reads at any stage."""
+    """Accuracy lost against the most that any attacker reads at any stage."""
     figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
-    kinds = list(dict.fromkeys(row.split()[0] for row in figures))
-    for kind in kinds:
-        points = []
-        for row, found in figures.items():
-            worst = [
-                np.mean([f for run in runs.values() for f in run["token_f1"]])
-                for column, runs in found.items()
-                if column != ACCURACY
-            ]
-            if row.split()[0] == kind and worst and ACCURACY in found:
-                accuracy = np.mean([run["accuracy"] for run in found[ACCURACY].values()])
-                points.append((max(worst), accuracy, " ".join(row.split()[1:])))
-        if points:
-            axes.plot(*list(zip(*points, strict=True))[:2], "o", label=kind)
-            for x, y, name in points:
-                axes.annotate(name, (x, y), fontsize=7, xytext=(3, 3), textcoords="offset points")
-    axes.set_xlabel("token F1 of the best attacker at any stage (less is better)")
-    axes.set_ylabel("accuracy on SST-2")
-    axes.legend(fontsize=8)
+    plain = figures["none"][ACCURACY]
+    points: dict[str, list] = {}
+    for row, found in figures.items():
+        attacked = [_scores(runs) for column, runs in found.items() if column != ACCURACY]
+        if ACCURACY in found and any(attacked):
+            kind, _, strength = row.partition(" ")
+            worst = max((scores for scores in attacked if scores), key=np.mean)
+            points.setdefault(kind, []).append((strength, worst, apart(found[ACCURACY], plain)))
+    for (kind, some), marker in zip(points.items(), "os^Dv<>pP*X", strict=False):
+        x = [float(np.mean(scores)) for _, scores, _ in some]
+        y = [-100 * mean for _, _, (mean, _, _) in some]
+        bars = [[100 * (high - mean), 100 * (mean - low)] for _, _, (mean, low, high) in some]
+        wide = [1.96 * np.std(scores) / len(scores) ** 0.5 for _, scores, _ in some]
+        axes.errorbar(x, y, np.transpose(bars), wide, marker, label=kind, capsize=3, elinewidth=1)
+        for left, up, (strength, _, _) in zip(x, y, some, strict=True):
+            said = strength.replace("relative_scale=", "× ")
+            axes.annotate(said, (left, up), xytext=(6, 6), textcoords="offset points")
+    axes.set_xlabel("words that the best attacker finds at any stage (token F1; less is better)")
+    axes.set_ylabel("points of accuracy against no defense (95 % interval)")
+    axes.grid(alpha=0.3)
+    axes.legend()
     save(figure, output)

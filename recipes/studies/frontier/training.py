@@ -44,6 +44,7 @@ class Task:
     def __init__(self, model: str, data_dir: str, folder: str | None = None) -> None:
         torch.set_num_threads(1)
         self.name, self.folder = model, folder and Path(folder)
+        self._scratch = tempfile.TemporaryDirectory()
         self.tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
         self._data_dir = data_dir
 
@@ -70,26 +71,27 @@ class Task:
         )
 
     def train(self, cell: dict, keep: bool = False) -> torch.nn.Module:
-        """By the cell's defense, rate, steps, batch and seed. Rows held out are never among
-        those trained on.
-        """
-        model = self.start(cell["seed"])
-        rows = self.train_rows.select(range(HELD_OUT, len(self.train_rows)))
-        with tempfile.TemporaryDirectory() as folder:
-            args = GradGuardConfig(
-                folder, defense=cell["defense"], defense_kwargs=cell["strength"],
-                learning_rate=cell["learning_rate"], max_steps=cell["steps"], warmup_steps=0.1,
-                per_device_train_batch_size=cell["batch"], seed=cell["seed"], use_cpu=True,
-                noise_seed=cell["seed"], scale_learning_rate=False, save_strategy="no",
-                logging_strategy="no", report_to="none", disable_tqdm=True,
-            )  # fmt: skip
-            trainer = GradGuardTrainer(
-                model, args, train_dataset=rows, processing_class=self.tokenizer
-            )
-            if keep:
-                trainer.add_callback(_Keeper(trainer, self, cell))
-            trainer.train()
-        return model
+        """By the cell's defense, rate, steps, batch and seed."""
+        trainer = self.trainer(self.start(cell["seed"]), self.rows_to_learn(), cell)
+        if keep:
+            trainer.add_callback(_Keeper(trainer, self, cell))
+        trainer.train()
+        return trainer.model
+
+    def rows_to_learn(self) -> Dataset:
+        """Without those that are held out."""
+        return self.train_rows.select(range(HELD_OUT, len(self.train_rows)))
+
+    def trainer(self, model: torch.nn.Module, rows: Dataset, cell: dict) -> GradGuardTrainer:
+        """One client. It logs at the end, and keeps nothing."""
+        args = GradGuardConfig(
+            self._scratch.name, defense=cell["defense"], defense_kwargs=cell["strength"],
+            learning_rate=cell["learning_rate"], max_steps=cell["steps"], warmup_steps=0.1,
+            per_device_train_batch_size=cell["batch"], seed=cell["seed"], use_cpu=True,
+            noise_seed=cell["seed"], scale_learning_rate=False, save_strategy="no",
+            logging_steps=cell["steps"], report_to="none", disable_tqdm=True,
+        )  # fmt: skip
+        return GradGuardTrainer(model, args, train_dataset=rows, processing_class=self.tokenizer)
 
     def right(self, model: torch.nn.Module, rows) -> np.ndarray:
         """`(N,)`, which rows it classifies rightly."""

@@ -6,7 +6,7 @@ table) and, if the part draws, OUTPUT.png. Stop it when you like: run again, it 
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 
@@ -70,15 +70,25 @@ def cells_of(part: ModuleType, args: argparse.Namespace) -> dict[Place, dict]:
 
 def run(part: ModuleType, args: argparse.Namespace) -> None:
     results, cells = Results(args.output), cells_of(part, args)
-    missing = [settings for settings in cells.values() if settings not in results]
+    missing, measure = lacking(cells, results), None
     if missing and args.tables:
         sys.exit(f"{results.path} lacks {len(missing)} of {len(cells)} cells: leave out --tables.")
-    if missing:
-        needed = [flag for flag, more in part.ARGUMENTS.items() if isinstance(more, str)]
-        if lacking := [flag for flag in needed if getattr(args, flag.lstrip("-")) is None]:
-            sys.exit(f"{len(missing)} cells are to be computed: give {', '.join(lacking)}.")
-        measure = part.prepare(args)
+    while missing:
+        measure = measure or _prepared(part, args, len(missing))
         for settings in logging.tqdm(missing, desc="cells"):
             if settings not in results:  # two places may show the same cell
                 results.add(settings, measure(settings))
+        cells = cells_of(part, args)  # figures may ask for more
+        missing = lacking(cells, results)
     part.report(nested(cells, results), args)
+
+
+def lacking(cells: dict[Place, dict], results: Results) -> list[dict]:
+    return [settings for settings in cells.values() if settings not in results]
+
+
+def _prepared(part: ModuleType, args: argparse.Namespace, missing: int) -> Callable[[dict], dict]:
+    needed = [flag for flag, more in part.ARGUMENTS.items() if isinstance(more, str)]
+    if absent := [flag for flag in needed if getattr(args, flag.lstrip("-")) is None]:
+        sys.exit(f"{missing} cells are to be computed: give {', '.join(absent)}.")
+    return part.prepare(args)

@@ -40,7 +40,7 @@ ARGUMENTS = {
 
 
 def cells(args) -> dict:
-    size = {"batches": 1, "probes": 1} if args.quick else {}
+    size = {"batches": 1, "probes": 1, "size": 2, "batch": 2} if args.quick else {}
     return {
         (task, str(step), str(batch), str(seed)): {
             "task": task,
@@ -142,13 +142,13 @@ def measure(cell: dict, model, draw) -> dict:
     optimizer = torch.optim.AdamW(model.parameters(), lr=cell["learning_rate"])
     model.train()
     for step in logging.tqdm(range(cell["step"]), desc=f"{cell['task']} to step {cell['step']}"):
-        batch = draw(BATCH)
+        batch = draw(cell.get("batch", BATCH))
         if step % EVERY == 0:
             learn(clients, model, batch)
         optimizer.zero_grad()
         model(**batch).loss.backward()
         optimizer.step()
-    learn(clients, model, draw(BATCH))
+    learn(clients, model, draw(cell.get("batch", BATCH)))
     freeze(model)
     evaluated = [
         GradientMap(model, draw(cell["size"]), second_order=False) for _ in range(cell["batches"])

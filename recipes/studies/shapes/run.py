@@ -2,11 +2,11 @@
 
     python -m recipes.studies.shapes.run PART --help
 
-Each part's help has its command: `quality` and `naming`.
+Each part's help has its command: `quality`, `naming` and `adam`.
 """
 
 from ..lib.command import main
-from . import naming, quality
+from . import adam, naming, quality
 
 if __name__ == "__main__":
-    main(__doc__, [quality, naming])
+    main(__doc__, [quality, naming, adam])
