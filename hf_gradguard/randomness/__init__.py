@@ -121,7 +121,9 @@ class Stream:
         dtype: torch.dtype = torch.float32,
     ) -> Tensor:
         """Exponential numbers of mean 1, from 64 bits each."""
-        return self._each(2, shape, device, dtype, lambda w: (_log_uniform(w.view(torch.int64)).neg_(),))
+        return self._each(
+            2, shape, device, dtype, lambda w: (_log_uniform(w.view(torch.int64)).neg_(),)
+        )
 
     def uniform(
         self,

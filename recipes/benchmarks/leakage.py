@@ -8,36 +8,26 @@
 2. I_lb of one sentence, against 1,500 steps of TAG. A few steps are timed, setting up included, and
    scaled up.
 3. dFIL of every sample of a batch, in plain gradients of that batch, by second derivatives.
-4. What the Trainer's meter adds to a logged step, in plain gradients of its batch, by batch size
-   and defense: dFIL and the bound on the influence, both by differences. Trying differences out,
-   which happens once a model and at every 16th logged step, stands apart.
 """
 
 import resource
-import tempfile
 
 import numpy as np
 import torch
 from scipy.sparse.linalg import LinearOperator, eigsh
 
-from hf_gradguard import GradGuardConfig, GradientMap, make_defense
+from hf_gradguard import GradientMap
 from hf_gradguard.attacks import Observation, make_attack
-from hf_gradguard.gradient_map.plans import forget
-from hf_gradguard.gradient_map.shifted import by_differences
 from hf_gradguard.leakage import (
     dfil,
     inversion_influence_lower_bound,
     largest_eigenvalue,
 )
-from hf_gradguard.randomness import Stream
-from hf_gradguard.training.meter import LeakageMeter
 
 from .measuring import DEVICE, RATIO, alternate, cells, classifier, main, random_batch
 
 LENGTH, BATCH, PROBES, ROUNDS, TOLERANCE = 16, 16, 10, 3, 1e-4
 ATTACK_STEPS, TIMED_STEPS = 1500, 25
-LOGGED = (1, 4, 16, 64)  # samples
-MEASURED = ("gaussian_noise", "optimal_noise")
 
 
 def measure(args) -> dict:
@@ -98,38 +88,7 @@ def measure(args) -> dict:
             leakage, plain, rounds
         ),
     }
-    for count in (2,) if args.quick else LOGGED:
-        report["ratios"] |= logged(model, random_batch(model, count, LENGTH), rounds)
     return report
-
-
-def logged(model, batch: dict, rounds: int) -> dict[str, dict[str, float]]:
-    """What `LeakageMeter` costs on a map and a message that are there."""
-    samples, found = len(batch["labels"]), {}
-    gmap = GradientMap(model, batch, second_order=False)
-    gmap.gradient()
-
-    def plain() -> None:
-        GradientMap(model, batch, second_order=False).gradient()
-
-    def trial() -> None:
-        forget(model)
-        by_differences(gmap)
-
-    with tempfile.TemporaryDirectory() as folder:
-        args = GradGuardConfig(folder, leakage_logging_steps=1)
-        for name in MEASURED:
-            defense = make_defense(name, scale=1e-3)
-            meter, message = LeakageMeter(args, defense, None), defense(gmap)
-
-            def measure(meter=meter, message=message) -> None:
-                meter.admits(gmap, message, 0, Stream())
-
-            trial()
-            label = f"a logged step of {samples} samples, {name} / plain gradient"
-            found[label] = alternate(measure, plain, rounds)
-    label = f"trying out, {samples} samples / plain gradient"
-    return found | {label: alternate(trial, plain, rounds)}
 
 
 def eigsh_eigenvalue(gmap: GradientMap) -> tuple[float, int]:
