@@ -115,7 +115,7 @@ class DifferencedMap(View):
         self._last: tuple[Tensor, Tensors] | None = None
 
     @property
-    def product_error(self) -> float:
+    def product_error(self) -> float:  # type: ignore[override]
         """Of a product, relative to it: by how much two steps differed when the model was tried
         out, or products from both sides did since.
         """
@@ -198,7 +198,7 @@ class DifferencedMap(View):
     def _shifted(self, delta: Tensors, step: float) -> Tensor:
         """What a step along δ changes of the slope."""
         moved = {
-            name: torch.add(self.parameters[name].detach(), tensor, alpha=step)
+            name: torch.add(own := self.parameters[name].detach(), tensor.to(own), alpha=step)
             for name, tensor in delta.items()
         }
         found = _slope(self.base, self.input, moved)
@@ -210,7 +210,10 @@ class DifferencedMap(View):
         if self._last is None:
             return 0.0, None
         v, product = self._last
-        inner = [(product[name] * tensor).sum() for name, tensor in delta.items()]
+        inner = [
+            torch.dot(product[name].flatten(), tensor.to(product[name]).flatten())
+            for name, tensor in delta.items()
+        ]
         return float(torch.stack(inner).sum() / v.norm()), v / v.norm()
 
 

@@ -201,7 +201,7 @@ def test_probes_give_every_samples_own() -> None:
     # By differences three probes do, which cost a pass each; bare coordinates take ten exact ones.
     assert torch.equal(
         message_dfil(gmap, noise, None, rng()).samples.value,
-        ghost_dfil(gmap, noise.variance, 3, rng()).value,
+        ghost_dfil(gmap, noise.variance, 2, rng()).value,
     )
     bare = noise_of(make_defense("optimal_noise", scale=0.25, shape="own"), gmap)
     assert not bare.variance["unused"].any()
