@@ -198,7 +198,7 @@ def test_probes_give_every_samples_own() -> None:
     exact = by_sample(jacobian, flat(noise.variance))
     assert ((precise.samples.value - exact).abs() < 4 * precise.samples.standard_error).all()
     assert precise.mean == pytest.approx(float(precise.samples.value.mean()))  # images of one size
-    # By differences three probes do, which cost a pass each; bare coordinates take ten exact ones.
+    # By differences two probes do, which cost a pass each; bare coordinates take ten exact ones.
     assert torch.equal(
         message_dfil(gmap, noise, None, rng()).samples.value,
         ghost_dfil(gmap, noise.variance, 2, rng()).value,
