@@ -92,6 +92,7 @@ RUNS = [
     Run("speed", "benchmarks.defenses", "", "--model $MODEL", 0.1),
     Run("randomness_speed", "benchmarks.randomness", "", "--model $MODEL", 0.05),
     Run("memory", "benchmarks.memory", "", "--model $MODEL", 0.1),
+    Run("mesh_memory", "benchmarks.mesh", "", "--model $MODEL", 0.1),
     Run("refiner_speed", "benchmarks.refiner", "", "--model $MODEL", 0.1),
     Run("exchange_cost", "benchmarks.exchange", "", "--model $MODEL", 0.1),
     Run("optimal_defenses_training", OPTIMAL, "training", "--data $MNIST", 0.6),

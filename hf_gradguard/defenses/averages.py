@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..gradient_map import Tensors
+from ..gradient_map.devices import devices
 from ..gradient_map.marginals import Sums, sums_of
 from .base import OnDemand, total
 
@@ -65,9 +66,9 @@ class Averages:
         new: dict[str, dict[str, Sums]] = {kind: {} for kind in _KINDS}
         for name, found in squares:
             parts = found if isinstance(found, tuple) else sums_of(found)
-            new["squares"][name] = added(new["squares"].get(name), parts)
+            new["squares"][name] = added(new["squares"].get(name), devices().sums(name, parts))
         for name, g in gradient.items():
-            new["powers"][name] = sums_of(g.float().square())
+            new["powers"][name] = devices().sums(name, sums_of(g.float().square()))
         for kind, sums in new.items():
             size = _total(sums) or 1.0  # batches count alike, whatever their scale
             for name, parts in sums.items():
@@ -88,7 +89,8 @@ class Averages:
             by_tensor: One ratio a tensor, of its sums.
             waiting: To be added to g², whose sum over all parameters counts as 1.
         """
-        entries = sum(math.prod(shape) for shape in self._shapes.values())
+        sizes = {name: torch.tensor(math.prod(shape)) for name, shape in self._shapes.items()}
+        entries = int(devices().total(sizes))
         priors = {k: PRIOR * _total(sums) / entries or 1.0 for k, sums in self._sums.items()}
         unit, shapes = _total(self._sums["powers"]), dict(self._shapes)
         squares, powers = (dict(self._sums[kind]) for kind in _KINDS)
@@ -153,12 +155,11 @@ def _matrix(parts: Sums, shape: torch.Size, prior: float) -> Tensor:
     if len(parts) == 1:
         return parts[0].view(shape) + prior
     rows, columns = parts
-    size = rows.sum()
+    size = columns.sum()  # all of it, where rows are on several devices
     scaled = rows * torch.where(size > 0, 1 / size, 0)
     return torch.outer(scaled, columns).add_(prior).view(shape)
 
 
 def _total(sums: dict[str, Sums]) -> float:
     # In one order, whichever a loaded state has, so that a run that goes on has the same bits.
-    parts = [sums[name][0].sum().double() for name in sorted(sums)]
-    return float(torch.stack(parts).sum())
+    return float(devices().total({name: sums[name][0].sum().double() for name in sorted(sums)}))

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from ..gradient_map import GradientMap, Tensors
+from ..gradient_map.devices import devices
 from ..gradient_map.law import Law
-from ..randomness import Stream
+from ..randomness import Stream, together
 from .knowledge import informed_settings, law_of
 from .message import Message, check_untouched, checked_message
 
@@ -33,6 +34,7 @@ class Defense:
 
     name: ClassVar[str]
     first_order: ClassVar[bool] = False  # asks for the gradient alone, so takes any batch
+    sharded: ClassVar[bool] = False  # takes a whole gradient's figures from this file's functions
     refused: ClassVar[dict[str, str]] = {
         "error_feedback": (
             "it shares the true gradient, or that with independent noise, which averages out over "
@@ -75,7 +77,7 @@ class Defense:
             message,
             f"{self.name} made the gradient of {{}} not finite. Weaken its settings: {self}.",
         )
-        return message
+        return message if devices().size == 1 else message.of_part()
 
     def protect(self, gmap: GradientMap, generator: Stream) -> Mapping[str, Tensor]:
         """The defense itself. Implemented by subclasses: a `Message`, or a plain mapping if there
@@ -121,6 +123,22 @@ class Defense:
         subclass does, unless it says that it is of first order itself.
         """
         return not vars(type(self)).get("first_order", False)
+
+    def check_sharded(self) -> None:
+        """Refuse a client of several devices, each of which has a part of the gradient. A subclass
+        is refused, unless it says that it is `sharded` itself.
+
+        Raises:
+            NotImplementedError: With the reason and the way out.
+        """
+        if not vars(type(self)).get("sharded", False):
+            raise NotImplementedError(
+                f"{type(self).__name__} ({self.name}) does not protect a sharded model: it asks "
+                "for second derivatives or for a whole gradient, which no device holds, or does "
+                "not say that it asks for neither (sharded = True in its class). Use "
+                "gaussian_noise, laplace_noise, optimal_noise, dp_sgd, optimal_dp_sgd, pruning, "
+                "optimal_pruning or quantization, or give each rank the whole model."
+            )
 
     def law(self, message: Message) -> Law | None:
         """How its messages come from gradients, as whoever knows it and its settings knows it: what
@@ -181,10 +199,11 @@ def check_finite(tensors: Mapping[str, Tensor], message: str) -> None:
     # A sum with NaN or infinity in it is neither finite: one fast pass, and a closer look only
     # where a sum is not.
     sums = torch.stack([tensor.sum(dtype=torch.float32) for tensor in tensors.values()])
-    if torch.isfinite(sums).all():
+    if not devices().any(not torch.isfinite(sums).all()):
         return
-    for name, tensor in tensors.items():
-        if not torch.isfinite(tensor).all():
+    broken = {name: ~torch.isfinite(tensor).all() for name, tensor in tensors.items()}
+    for name, found in devices().each(broken, "max").items():
+        if found:
             raise FloatingPointError(message.format(name))
 
 
@@ -225,17 +244,40 @@ def total(tensors: Mapping[str, Tensor]) -> Tensor:
     known = getattr(tensors, "total", None)
     if known is not None:
         return torch.tensor(known, dtype=torch.float64)
-    return torch.stack([tensor.sum().double() for tensor in tensors.values()]).sum()
+    return devices().total({name: tensor.sum().double() for name, tensor in tensors.items()})
+
+
+def count(tensors: Mapping[str, Tensor]) -> int:
+    """How many entries all tensors have."""
+    return int(devices().total({name: torch.tensor(t.numel()) for name, t in tensors.items()}))
 
 
 def power(tensors: Mapping[str, Tensor]) -> Tensor:
     """The sum of squares, likewise."""
-    return torch.stack([tensor.square().sum().double() for tensor in tensors.values()]).sum()
+    return devices().total({n: tensor.square().sum().double() for n, tensor in tensors.items()})
 
 
 def norm(tensors: Mapping[str, Tensor]) -> float:
     """The Euclidean norm over all entries of all tensors."""
     return float(power(tensors).sqrt())
+
+
+def drawn(
+    tensors: Mapping[str, Tensor],
+    draw: Callable[[Tensor, Stream], Tensor],
+    generator: Stream,
+) -> Iterator[tuple[str, Tensor]]:
+    """Random tensors in the shapes of those given: on each of a client's devices others, but for
+    parameters that all of them hold.
+
+    Args:
+        tensors: By name.
+        draw: Gives a random tensor in the shape, type and place of the one that it gets, whose
+            entries are independent of each other.
+        generator: This device's.
+    """
+    for some, stream in devices().streams(tensors, generator):
+        yield from together(some, lambda like, stream=stream: draw(like, stream))  # type: ignore[misc]
 
 
 def scaled(tensor: Tensor, factor: float, offset: float = 0.0) -> Tensor:

@@ -58,6 +58,10 @@ class Chain(Defense):
         for part in (self.first, self.second):
             part.at_step(step)
 
+    def check_sharded(self) -> None:
+        for part in (self.first, self.second):
+            part.check_sharded()
+
     @property
     def exact(self) -> bool:
         return self.first.exact and self.second.exact

@@ -53,6 +53,7 @@ class PrivateSGD(DPSGD):
 
     name: ClassVar[str] = "dp_sgd"
     first_order: ClassVar[bool] = True
+    sharded: ClassVar[bool] = True
     per_sample: bool = False
     noise_multiplier: float | None = None
     target_epsilon: float | None = None
@@ -108,6 +109,14 @@ class PrivateSGD(DPSGD):
         # Σ' on the undefended gradient that would hide as much exists for one clipping factor, not
         # for one a sample.
         return not self.per_sample
+
+    def check_sharded(self) -> None:
+        super().check_sharded()
+        if self.per_sample:
+            raise NotImplementedError(
+                "dp_sgd with per_sample=True does not protect a sharded model: no device holds a "
+                "sample's gradient. Leave per_sample out, or give each rank the whole model."
+            )
 
     def law(self, message: Message) -> Law | None:
         """As for any defense; what clipping left of each of several samples is not followed."""

@@ -82,6 +82,10 @@ class Message(Mapping[str, Tensor]):
             self._noise = self._noise()
         return self._noise
 
+    def of_part(self) -> Message:
+        """What holds of one device's part of it: what is said of noise is of the whole."""
+        return Message(self, transmitted=self.transmitted, exact=self.exact, figures=self.figures)
+
     def __getitem__(self, name: str) -> Tensor:
         return self._tensors[name]
 

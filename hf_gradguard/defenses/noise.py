@@ -22,11 +22,14 @@ from torch import Tensor
 from transformers.utils import logging
 
 from ..gradient_map import GradientMap, Tensors
-from ..randomness import Stream, together
+from ..gradient_map.devices import devices
+from ..randomness import Stream
 from .base import (
     Defense,
     OnDemand,
     cast_like,
+    count,
+    drawn,
     is_number,
     norm,
     power,
@@ -103,7 +106,7 @@ class NoiseDefense(Defense):
             each = OnDemand(gradient, lambda name: gradient[name].square() * shape[name])
             unit, wanted = total(each), self.utility_budget
         else:
-            size = sum(g.numel() for g in gradient.values())
+            size = count(gradient)
             unit, wanted = total(shape) / size, (self.scale or 0.0) ** 2
             if self.relative_scale is not None:
                 wanted = self.relative_scale**2 * float(power(gradient)) / size
@@ -126,8 +129,8 @@ class NoiseDefense(Defense):
         shape, shape_trace = self.shaped(gmap, gradient, generator)
         variance = self.variance(gradient, shape)
         noisy = {
-            name: torch.addcmul(gradient[name], root(variance, name), drawn, out=drawn)
-            for name, drawn in together(gradient, lambda like: self.draw(like, generator))
+            name: torch.addcmul(gradient[name], root(variance, name), fresh, out=fresh)
+            for name, fresh in drawn(gradient, self.draw, generator)
         }
 
         def noise() -> Noise:
@@ -166,6 +169,7 @@ class GaussianNoise(NoiseDefense):
 
     name: ClassVar[str] = "gaussian_noise"
     first_order: ClassVar[bool] = True
+    sharded: ClassVar[bool] = True
 
 
 @dataclass
@@ -176,6 +180,7 @@ class LaplaceNoise(NoiseDefense):
 
     name: ClassVar[str] = "laplace_noise"
     first_order: ClassVar[bool] = True
+    sharded: ClassVar[bool] = True
 
     def draw(self, like: Tensor, generator: Stream) -> Tensor:
         # The difference of two unit exponentials is Laplace(0, 1), of variance 2.
@@ -200,6 +205,7 @@ class OptimalNoise(SensitivityDefense, NoiseDefense):
     """
 
     name: ClassVar[str] = "optimal_noise"
+    sharded: ClassVar[bool] = True
     floor: float = 0.2
 
     def __post_init__(self) -> None:
@@ -222,7 +228,7 @@ class OptimalNoise(SensitivityDefense, NoiseDefense):
         if averaged is None:
             return NoiseDefense.shaped(self, gmap, gradient, generator)
         shape, masks = averaged, gmap.transmitted
-        entries = sum(g.numel() if masks is None else masks[n].sum() for n, g in gradient.items())
+        entries = count(gradient) if masks is None else int(total(masks))
         if masks is not None:
             shape = OnDemand(gradient, lambda name: gmap.restrict({name: averaged[name]})[name])
         whole = float(total(shape))
@@ -262,6 +268,7 @@ class DPSGD(NoiseDefense):
 
     name: ClassVar[str] = "dp_sgd"
     first_order: ClassVar[bool] = True
+    sharded: ClassVar[bool] = True
     clip: float = 1.0
     clip_by: Literal["norm", "coordinate"] = "norm"
 
@@ -301,6 +308,7 @@ class OptimalDPSGD(OptimalNoise):
     """
 
     name: ClassVar[str] = "optimal_dp_sgd"
+    sharded: ClassVar[bool] = True
     clip: float = 1.0
 
     def __post_init__(self) -> None:
@@ -328,7 +336,7 @@ class OptimalDPSGD(OptimalNoise):
         return self.clipped(gradient), squares
 
     def learns_all(self, gradient: Tensors) -> bool:
-        return all(bool(self._within(g).all()) for g in gradient.values())
+        return not devices().any(not all(bool(self._within(g).all()) for g in gradient.values()))
 
     def _within(self, g: Tensor) -> Tensor:
         return g.abs() < self.clip

@@ -17,6 +17,7 @@ class NoDefense(Defense):
 
     name: ClassVar[str] = "none"
     first_order: ClassVar[bool] = True
+    sharded: ClassVar[bool] = True
 
     @property
     def exact(self) -> bool:

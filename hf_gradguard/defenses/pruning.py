@@ -9,7 +9,7 @@ Their first version says "smallest"; the second, its Eq. 13 and the proof say la
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from ..gradient_map import GradientMap, Tensors
+from ..gradient_map.devices import devices, later_sums
 from ..randomness import Stream
-from .base import cast_like, floor_share, is_number, true_gradient
+from .base import cast_like, count, floor_share, is_number, true_gradient
 from .feedback import BiasedDefense
 from .message import Message
 from .sensitivity import SensitivityDefense
@@ -60,15 +61,17 @@ class PruningDefense(BiasedDefense):
         gradient = true_gradient(gmap)
         size = sum(g.numel() for g in gradient.values())
         worth = _flatten(self.worth(gmap, gradient, generator), size)
+        parts = {name: g.numel() for name, g in gradient.items()}
         if self.utility is not None:
             power = _flatten(gradient.values(), size).double().square()
-            pruned = ~largest(worth, self.utility, power)
+            pruned = ~largest(worth, self.utility, power, parts=parts)
         else:
             assert self.ratio is not None  # __post_init__ leaves exactly one of the two set
-            pruned = ~largest(worth, len(worth) - floor_share(self.ratio, len(worth)))
+            whole = count(gradient)
+            pruned = ~largest(worth, whole - floor_share(self.ratio, whole), parts=parts)
         del worth  # before the message is there
         left, transmitted = {}, {}
-        masks = pruned.split([g.numel() for g in gradient.values()])
+        masks = pruned.split(list(parts.values()))
         for (name, g), mask in zip(gradient.items(), masks, strict=True):
             left[name] = g.masked_fill(mask.view_as(g), 0.0)
             transmitted[name] = torch.ne(left[name], 0, out=mask.view_as(g))
@@ -84,6 +87,7 @@ class Pruning(PruningDefense):
     """The smallest |g_i| over all tensors together are zeroed."""
 
     name: ClassVar[str] = "pruning"
+    sharded: ClassVar[bool] = True
     first_order: ClassVar[bool] = True
 
     def worth(self, gmap: GradientMap, gradient: Tensors, generator: Stream) -> Iterable[Tensor]:
@@ -103,6 +107,7 @@ class OptimalPruning(SensitivityDefense, PruningDefense):
     """
 
     name: ClassVar[str] = "optimal_pruning"
+    sharded: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         PruningDefense.__post_init__(self)
@@ -119,20 +124,28 @@ class OptimalPruning(SensitivityDefense, PruningDefense):
             )
         waiting = self._left_out.relative_squares() if self.error_feedback else None
         ratio = self.averaged_ratio(gmap, generator, waiting)
+        streams = {
+            name: stream for some, stream in devices().streams(gradient, generator) for name in some
+        }
 
         def one(name: str) -> Tensor:
             if ratio is not None:
                 return ratio[name].reciprocal()
             g = gradient[name]
-            return generator.uniform(g.shape, device=g.device, dtype=g.dtype)
+            return streams[name].uniform(g.shape, device=g.device, dtype=g.dtype)
 
         # What is withheld already goes first.
         return (gmap.restrict({name: one(name)})[name] for name in gradient)
 
 
-def largest(worth: Tensor, amount: float, weight: Tensor | None = None) -> Tensor:
+def largest(
+    worth: Tensor,
+    amount: float,
+    weight: Tensor | None = None,
+    parts: Mapping[str, int] | None = None,
+) -> Tensor:
     """Mask of the largest entries of a non-negative tensor: the fewest whose weights add up to a
-    given amount.
+    given amount. Over several devices each gives its part of the tensor, and gets that of the mask.
 
     A radix select on the bits, which are in the numbers' order: linear time, and nothing is sorted.
 
@@ -140,20 +153,21 @@ def largest(worth: Tensor, amount: float, weight: Tensor | None = None) -> Tenso
         worth: `(d,)`, not negative. Among equals the last ones are taken first.
         amount: How many entries; with `weight`, the share of Σ weight, in (0, 1].
         weight: `(d,)`, not negative.
+        parts: How many entries are of which parameter. Default: all of one.
     """
+    parts = parts or {"": len(worth)}
     digits = worth.view(torch.int16).view(
         len(worth), -1
     )  # four or two a number, 16 bits each, the lowest first
     keys = worth.view(torch.int32 if worth.element_size() == 4 else torch.int64)
+    counted = _counted(worth, parts)
     position: Any = slice(None)
     threshold, wanted = 0, amount
     for place in reversed(range(digits.shape[1])):
         digit = digits[position, place]
         if place < digits.shape[1] - 1:
             digit = digit.int() & 0xFFFF  # only the highest digit cannot be negative
-        reached = (
-            torch.bincount(digit, weight, minlength=2**16).flip(0).cumsum(0)
-        )  # by entries of this digit or above
+        reached = devices().add(_histogram(digit, weight, counted, position)).flip(0).cumsum(0)
         if weight is not None and place == digits.shape[1] - 1:
             wanted = amount * float(reached[-1])
         above = min(int((reached < wanted).sum()), 0xFFFF)
@@ -164,9 +178,43 @@ def largest(worth: Tensor, amount: float, weight: Tensor | None = None) -> Tenso
         weight = None if weight is None else weight[tied]
     chosen = keys > threshold
     share = torch.ones_like(position) if weight is None else weight
-    before = share.flip(0).cumsum(0).flip(0) - share
-    chosen[position[before < wanted]] = True
+    chosen[position[_after(share, position, parts) < wanted]] = True
     return chosen
+
+
+def _counted(worth: Tensor, parts: Mapping[str, int]) -> Tensor | None:
+    """Which entries are this device's to count; `None` for all."""
+    if all(map(devices().counts, parts)):
+        return None
+    flags = [worth.new_full((size,), devices().counts(n), dtype=torch.bool)
+             for n, size in parts.items()]  # fmt: skip
+    return torch.cat(flags)
+
+
+def _histogram(digit: Tensor, weight: Tensor | None, counted: Tensor | None, at: Any) -> Tensor:
+    """How many entries, or how much of the weight, there are of each digit."""
+    if counted is not None:
+        mine = counted[at]
+        digit, weight = digit[mine], None if weight is None else weight[mine]
+    return torch.bincount(digit, weight, minlength=2**16)
+
+
+def _after(share: Tensor, position: Tensor, parts: Mapping[str, int]) -> Tensor:
+    """For each of some entries, the sum of the shares of those that stand after it, on other
+    devices too.
+    """
+    after = share.flip(0).cumsum(0).flip(0) - share
+    if devices().size == 1:
+        return after
+    ends = torch.tensor(list(parts.values()), device=position.device).cumsum(0)
+    bounds = torch.searchsorted(position, ends).tolist()
+    starts = [0, *bounds[:-1]]
+    own = {name: share[a:b].sum() for name, a, b in zip(parts, starts, bounds, strict=True)}
+    here = later_sums(own)
+    everywhere = devices().later(own)
+    for name, a, b in zip(parts, starts, bounds, strict=True):
+        after[a:b] += (everywhere[name] - here[name]).to(after.dtype)
+    return after
 
 
 def _flatten(tensors: Iterable[Tensor], size: int) -> Tensor:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
-from ..gradient_map import GradientMap
+from ..gradient_map import GradientMap, Tensors
+from ..gradient_map.devices import devices
 from ..randomness import Stream
 from .base import cast_like, true_gradient
 from .feedback import BiasedDefense
@@ -28,6 +31,7 @@ class Quantization(BiasedDefense):
 
     name: ClassVar[str] = "quantization"
     first_order: ClassVar[bool] = True
+    sharded: ClassVar[bool] = True
     bits: int | None = None
     stochastic: bool = False
     sign_only: bool = False
@@ -46,16 +50,25 @@ class Quantization(BiasedDefense):
             raise ValueError(f"bits must be a whole number from 1 to 32, but is {self.bits!r}.")
 
     def protect(self, gmap: GradientMap, generator: Stream) -> Message:
-        quantize = self._sign if self.sign_only else self._round
-        rounded = {name: quantize(g, generator) for name, g in true_gradient(gmap).items()}
-        return Message(cast_like(rounded, gmap))
+        quantize = self._signs if self.sign_only else self._rounded
+        return Message(cast_like(quantize(true_gradient(gmap), generator), gmap))
 
-    def _sign(self, gradient: Tensor, _generator: Stream) -> Tensor:
-        return gradient.sign() * gradient.abs().mean()
+    def _signs(self, gradient: Tensors, _generator: Stream) -> Tensors:
+        sums = devices().each({name: g.abs().sum() for name, g in gradient.items()})
+        sizes = devices().each({name: torch.tensor(g.numel()) for name, g in gradient.items()})
+        return {name: g.sign() * (sums[name] / sizes[name]).to(g) for name, g in gradient.items()}
 
-    def _round(self, gradient: Tensor, generator: Stream) -> Tensor:
+    def _rounded(self, gradient: Tensors, generator: Stream) -> Tensors:
+        lows = devices().each({name: _least(g) for name, g in gradient.items()}, "min")
+        highs = devices().each({name: -_least(-g) for name, g in gradient.items()}, "max")
+        return {
+            name: self._round(g, lows[name].double(), highs[name].double(), stream)
+            for some, stream in devices().streams(gradient, generator)
+            for name, g in some.items()
+        }
+
+    def _round(self, gradient: Tensor, low: Tensor, high: Tensor, generator: Stream) -> Tensor:
         assert self.bits is not None
-        low, high = gradient.min().double(), gradient.max().double()
         if low == high:
             return gradient
         step = (high - low) / (2**self.bits - 1)
@@ -66,3 +79,8 @@ class Quantization(BiasedDefense):
         else:
             levels = levels.round()
         return (low + levels * step).to(gradient.dtype)
+
+
+def _least(tensor: Tensor) -> Tensor:
+    """The smallest entry; of a part without rows what no entry is above."""
+    return tensor.min() if tensor.numel() else tensor.new_tensor(math.inf)

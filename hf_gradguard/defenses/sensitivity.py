@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ..gradient_map import GradientMap, Tensors
+from ..gradient_map.devices import devices
 from ..gradient_map.marginals import Sums, heard, probe_sums, sums_of
 from ..gradient_map.per_sample import Pass
 from ..gradient_map.plans import TOLERANCE, plan_of
@@ -22,6 +23,8 @@ Granularity = Literal["parameter", "layer"]
 ShapedBy = Literal["public", "past", "own"]
 
 OWN_PROBES, LEAST_PROBES = 10, 3
+SHARDED_PROBES = 4
+"""Where nothing tells samples apart, a probe gives one square, and not one of each sample."""
 SMALLEST_GRADIENT = 1e-8
 LARGEST_RATIO = 1e6
 
@@ -35,8 +38,9 @@ class SensitivityDefense(Defense):
             of any client's data. `"past"`: averages over the client's earlier batches; the first
             message has none, and weighs all alike. `"own"`: this very batch, as published. The
             weights are then a function of the input, and can be read off what is shared.
-        num_probes: Random directions to estimate s² from. Default: 1. With `"own"` 10, or where
-            samples are known apart so many that there are ten squares of samples, but 3 at least.
+        num_probes: Random directions to estimate s² from. Default: 1, of a sharded model 4. With
+            `"own"` 10, or where samples are known apart so many that there are ten squares of
+            samples, but 3 at least.
         granularity: `"parameter"`, or `"layer"`: one s and one |g| a tensor, their norms over it.
         refresh_every: Measure at every n-th message, and weigh by averages in between. Default: 10;
             `"own"` measures every message.
@@ -73,6 +77,14 @@ class SensitivityDefense(Defense):
 
     def prepare(self, model: nn.Module, processing_class: Any = None) -> None:
         self._special = special_ids(model, processing_class)
+
+    def check_sharded(self) -> None:
+        super().check_sharded()
+        if self.granularity == "layer":
+            raise NotImplementedError(
+                f"{self.name} with granularity='layer' does not protect a sharded model. Leave "
+                "granularity out."
+            )
 
     def averaged_ratio(
         self, gmap: GradientMap, generator: Stream, waiting: Tensors | None = None
@@ -151,7 +163,8 @@ class SensitivityDefense(Defense):
         super().load_state_dict(state)
 
     def _learn(self, gmap: GradientMap, start: Pass | None, generator: Stream) -> None:
-        gradient, probes = gmap.gradient(), self.num_probes or 1
+        gradient = gmap.gradient()
+        probes = self.num_probes or (1 if devices().size == 1 else SHARDED_PROBES)
         squares: dict[str, Sums] = {}
         if self.learns_all(gradient):
             for name, sums in probe_sums(gmap, probes, generator, start):
@@ -162,7 +175,7 @@ class SensitivityDefense(Defense):
                 dense[name].add_(found)
             gradient, dense = self.learned(gradient, dense)
             squares = {name: sums_of(tensor) for name, tensor in dense.items()}
-        _check_squares({name: torch.cat(sums) for name, sums in squares.items()})
+        _check_squares({n: torch.cat([s.flatten() for s in sums]) for n, sums in squares.items()})
         self._averages.add(squares.items(), gradient)
 
 

@@ -24,6 +24,7 @@ from .inputs import Batch, LossFunction, find_input, model_loss, shared_by_batch
 from .jacobian import Jacobian
 from .replay import Replay
 from .sensitivity import Method, estimate_squares
+from .sharding import devices_for, local
 
 Tensors = dict[str, Tensor]  # one a shared parameter, by name and in its shape
 
@@ -75,6 +76,7 @@ class GradientMap:
         second_order: bool = True,
         needs_input: bool = True,
     ) -> None:
+        self._devices = devices_for(model, second_order)
         self.model, self._batch = model, batch
         self.loss_fn = loss_fn or model_loss
         self._needs_input = needs_input or second_order
@@ -82,9 +84,8 @@ class GradientMap:
         self._sharing: Any = {"share_input_embeddings": share, "withhold": withhold}
         self._source = find_input(model, batch, self._needs_input)
         self.replay = Replay(model, second_order)
-        with self.replay.kernels():
-            self._parameters = shared_by_batch(model, batch, self.loss_fn, **self._sharing)
         with torch.enable_grad(), self.replay.kernels():
+            self._parameters = shared_by_batch(model, batch, self.loss_fn, **self._sharing)
             self._x, self._loss = self._source.evaluate(self.loss_fn, model, batch)
         if self._loss.dim() or not self._loss.requires_grad:
             raise ValueError(
@@ -98,9 +99,7 @@ class GradientMap:
 
     @property
     def input(self) -> Tensor:
-        """The continuous input x: `(B, T, H)` token embeddings or `(B, C, H, W)` pixels,
-        detached.
-        """
+        """The continuous input x, detached: `(B, T, H)` embeddings or `(B, C, H, W)` pixels."""
         return self._source.checked(self._x).detach()
 
     @property
@@ -146,7 +145,7 @@ class GradientMap:
         for name, tensor in self.gradient().items():
             found[f"the true gradient of {name!r}"] = tensor._version
         for name, parameter in self._parameters.items():
-            found[f"the parameter {name!r}"] = parameter._version
+            found[f"the parameter {name!r}"] = local(parameter)._version
             if parameter.grad is not None:
                 found[f"the .grad of {name!r}"] = parameter.grad._version
         return found
@@ -155,11 +154,11 @@ class GradientMap:
         """g(x): the gradient of the batch-mean loss, zeros where that does not use a parameter.
         Computed once; the tensors are the object's own, so do not write to them.
         """
+        self._devices.check_present()
         if self._gradient is None:
+            retain = self.replay.second_order
             with self.replay.kernels():
-                self._gradient = differentiate(
-                    self._loss, self._parameters, retain_graph=self.replay.second_order
-                )
+                self._gradient = self._devices.gradient(self._loss, self._parameters, retain)
         return self._gradient
 
     def gradient_at(self, x: Tensor, create_graph: bool = False, **entries: Tensor) -> Tensors:
@@ -183,7 +182,7 @@ class GradientMap:
         with self.replay.run():
             x = x if x.requires_grad else x.detach().requires_grad_()
             loss = self.evaluate(x, entries)
-            return differentiate(loss, self._parameters, create_graph=create_graph)
+            return self._devices.gradient(loss, self._parameters, create_graph=create_graph)
 
     def slopes_at(
         self,

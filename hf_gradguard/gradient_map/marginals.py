@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..randomness import Stream
+from .devices import devices
 from .inputs import Batch
 from .per_sample import LINEAR, Change, Layer, Pass
 from .plans import TOLERANCE, known_plan
@@ -68,7 +69,7 @@ def heard(gmap: GradientMap, batch: Batch) -> tuple[GradientMap, Pass | None]:
     in the same two passes. `None` where it is not known yet which layers to listen to.
     """
     plan = known_plan(gmap)
-    if plan is None or not plan.error <= TOLERANCE:
+    if devices().any(plan is None or not plan.error <= TOLERANCE) or plan is None:
         return gmap.of_batch(batch), None
     start = Pass(plan.layers_of(gmap))
     with gmap.replay.full_precision():

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..randomness import Stream, normal
+from .devices import devices
 from .graphs import nodes_of
 from .per_sample import Change, Layer, Pass, layers_of
 
@@ -69,6 +70,8 @@ def plan_of(gmap: GradientMap) -> Plan:
     """How differences work for the map's model, tried out when first asked for a kind of
     batch, and now and then again."""
     plans, key, plan = _PLANS.setdefault(gmap.model, {}), _key(gmap), known_plan(gmap)
+    if devices().any(plan is None):  # a trial is of all devices
+        plan = None
     uses = plans[key][1] if plan is not None else 0
     plan = plan or _try_out(gmap)
     plans[key] = plan, uses + 1
@@ -115,9 +118,10 @@ def _code(loss_fn: Any) -> object:
 def _try_out(gmap: GradientMap) -> Plan:
     """Two steps along one direction, and one of the first sample alone."""
     x = gmap.input
-    if torch.finfo(x.dtype).bits < 32 or _has_kinks(gmap):
+    if devices().any(torch.finfo(x.dtype).bits < 32 or _has_kinks(gmap)):
         return Plan(frozenset(), 1.0)
-    layers = {} if gmap.replay.recomputes() else layers_of(gmap.model, gmap.parameters)
+    whole = not gmap.replay.recomputes() and devices().size == 1
+    layers = layers_of(gmap.model, gmap.parameters) if whole else {}
     direction = normal(Stream.from_seeds(0), x.shape, x.device, x.dtype)  # hides nothing
     start = Pass.of(gmap, x, layers)
     longer = Pass.of(gmap, x + step_size(x) * direction, layers)
@@ -148,14 +152,17 @@ def _disagreement(start: Pass, longer: Pass, shorter: Pass, step: float, samples
         pair = (longer.rest[name] - rest) / step, (shorter.rest[name] - rest) / (step / 4)
         errors.append(_relative(*pair))
     found = [error for error in errors if error is not None]
-    error = float(torch.tensor(found).mean()) if found else 0.0
-    return error if math.isfinite(error) else math.inf
+    error = torch.tensor(found).mean() if found else torch.tensor(0.0)
+    largest = float(devices().each({"": error}, "max")[""])
+    return largest if math.isfinite(largest) else math.inf
 
 
 def _apart(
     gmap: GradientMap, start: Pass, layers: dict[str, Layer], direction: Tensor
 ) -> frozenset[str]:
     """The layers that know their samples apart."""
+    if not layers:
+        return frozenset()
     x, samples = gmap.input, len(gmap.input)
     one = torch.zeros_like(direction)
     one[0] = direction[0]
@@ -228,6 +235,9 @@ def _relative(one: Tensor, other: Tensor) -> float | None:
 
 
 def step_size(x: Tensor) -> float:
-    """How far a difference goes along a standard normal direction, in the input's unit."""
+    """How far a difference goes along a standard normal direction, in the input's unit: on all of a
+    client's devices as far.
+    """
     precision: float = torch.finfo(x.dtype).eps ** 0.5
-    return STEP * precision * (float(x.square().mean().sqrt()) or 1.0)
+    size = float(devices().each({"": x.square().mean().sqrt()}, "max")[""])
+    return STEP * precision * (size or 1.0)

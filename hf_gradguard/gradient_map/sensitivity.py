@@ -16,6 +16,7 @@ from torch import Tensor
 from ..randomness import Stream, normal
 from .per_sample import Change, Layer, Pass
 from .plans import TOLERANCE, Plan, plan_of, step_size
+from .sharding import local
 
 if TYPE_CHECKING:
     from .map import GradientMap, Tensors
@@ -32,9 +33,7 @@ def estimate_squares(
 ) -> Tensors:
     """s_i² from random probes; see `GradientMap.squared_sensitivity`."""
     total = {
-        name: torch.zeros(
-            p.shape, device=p.device, dtype=torch.promote_types(p.dtype, torch.float32)
-        )
+        name: torch.zeros_like(local(p), dtype=torch.promote_types(p.dtype, torch.float32))
         for name, p in gmap.parameters.items()
     }
     for name, squares in probe_squares(gmap, num_probes, generator, split, method):

@@ -28,7 +28,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers.utils import logging
 
+from .devices import devices
 from .lookups import Lookup, lookups
+from .sharding import reshard, whole_parameters
 from .variation import TOKENS, contents, vary
 
 if TYPE_CHECKING:
@@ -73,8 +75,10 @@ def find_tables(model: nn.Module, batch: Batch, loss_fn: LossFunction) -> frozen
     if known is None or known.names != names:
         known = _known[model] = _Known(names)
     keys = frozenset(batch)
-    if keys not in known.keys:
-        known.tables |= _scan(model, batch, loss_fn)
+    if devices().any(keys not in known.keys):
+        found = _scan(model, batch, loss_fn)
+        flags = {name: torch.tensor(float(name in found)) for name in names}
+        known.tables |= {name for name, flag in devices().each(flags, "max").items() if flag}
         known.keys.add(keys)
     return known.tables
 
@@ -119,6 +123,7 @@ def _scan(model: nn.Module, batch: Batch, loss_fn: LossFunction) -> frozenset[st
                 f"({type(error).__name__}: {error}), so every table is withheld whose indices were "
                 "made of anything in the batch."
             )
+    reshard(model)
     return watch.followed(
         {key for key in contents(batch) if key not in varied or key not in TOKENS}
     )
@@ -153,7 +158,7 @@ class _Watch(TorchDispatchMode):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self._model = model
-        self._parameters = dict(model.named_parameters())
+        self._parameters = whole_parameters(model)
         self._weights = (1 << len(self._parameters)) - 1
         self._entries: dict[str, int] = {}
         self._floats = 0

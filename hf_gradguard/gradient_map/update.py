@@ -24,6 +24,7 @@ from .map import GradientMap, Tensors
 from .optimizers import Optimizer, State, make_optimizer
 from .pieces import Pieces, cut, join
 from .replay import Replay
+from .sharding import devices_for
 
 
 class UpdateMap(GradientMap):
@@ -80,6 +81,7 @@ class UpdateMap(GradientMap):
         second_order: bool = True,
         needs_input: bool = True,
     ) -> None:
+        self._devices = devices_for(model, second_order=False)
         self.model, self.loss_fn = model, loss_fn or model_loss
         self._needs_input = needs_input or second_order
         self._sharing: Any = {

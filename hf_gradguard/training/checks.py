@@ -48,8 +48,12 @@ def check_arguments(args: TrainingArguments) -> None:
     _raise_first(_argument_refusals(args))
 
 
-def check_model(model: nn.Module) -> None:
+def check_model(model: nn.Module, sharded: bool = False) -> None:
     """Refuse models whose local gradient or second derivatives are out of reach.
+
+    Args:
+        model: The model.
+        sharded: Whether each of a client's devices is to protect its own part of it.
 
     Raises:
         NotImplementedError: With the reason and what to use instead.
@@ -59,7 +63,7 @@ def check_model(model: nn.Module) -> None:
         Traceback (most recent call last):
         NotImplementedError: GradGuardTrainer does not support a model wrapped in DataParallel. ...
     """
-    _raise_first(_model_refusals(model))
+    _raise_first(_model_refusals(model, sharded))
 
 
 def check_accelerator(accelerator: Accelerator, train_dataset: Any = None) -> None:
@@ -190,7 +194,7 @@ def _argument_refusals(args: TrainingArguments) -> Iterator[str]:
         )
 
 
-def _model_refusals(model: nn.Module) -> Iterator[str]:
+def _model_refusals(model: nn.Module, sharded: bool) -> Iterator[str]:
     from torch.distributed.tensor import DTensor
 
     if isinstance(model, nn.DataParallel):
@@ -208,12 +212,12 @@ def _model_refusals(model: nn.Module) -> Iterator[str]:
             "unprotected within each pass. Use plain batch normalization (see batch_statistics) or "
             "group normalization."
         )
-    if getattr(model, "is_distributed_loading_by_transformers", False) or any(
-        isinstance(p, DTensor) for p in model.parameters()
-    ):
+    cut = any(isinstance(p, DTensor) for p in model.parameters())
+    if getattr(model, "is_distributed_loading_by_transformers", False) or (cut and not sharded):
         yield (
             "models sharded at load time (tp_plan, distributed_config): no rank holds a whole "
-            "local gradient. Load the whole model on every rank."
+            "local gradient. Load the whole model on every rank; or cut it by fully_shard in a "
+            "loop of your own, with hf_gradguard.protect."
         )
     if (
         len({p.device for p in model.parameters()}) > 1
@@ -321,7 +325,8 @@ _DEEPSPEED = (
 )
 _FSDP = (
     "FSDP: local gradients are reduced and sharded before they can be seen. Use DDP, with LoRA or "
-    "activation checkpointing if the model does not fit."
+    "activation checkpointing if the model does not fit; or hf_gradguard.protect in a loop of your "
+    "own, with clients of several devices (clients=mesh['clients'])."
 )
 _FP16 = (
     "fp16 or fp8: the loss scaler multiplies gradients by a factor that noise and clipping would "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -14,13 +14,19 @@ from transformers.utils import logging
 from ..defenses import Defense, Message, make_defense
 from ..defenses.none import NoDefense
 from ..gradient_map import GradientMap
+from ..gradient_map.devices import ONE, Devices, of_client
 from ..gradient_map.domain import check_batch
 from ..gradient_map.inputs import LossFunction, model_loss
-from .checks import check_accelerator, check_model
+from ..gradient_map.sharding import devices_of, local, whole_of
+from .checks import check_model
 from .dropout import private_draws
 from .exchange import average
+from .mesh import ClientRanks, check_mesh, group_of
 from .message import Draws
 from .tables import AgreedTables
+
+if TYPE_CHECKING:
+    from .mesh import Clients
 
 logger = logging.get_logger(__name__)
 
@@ -31,6 +37,7 @@ def protect(
     defense: str | Defense,
     accelerator: Any = None,
     loss_fn: LossFunction | None = None,
+    clients: Clients | None = None,
 ) -> Tensor:
     """Differentiate the loss of a batch, and add the protected gradient to `.grad`.
 
@@ -47,6 +54,11 @@ def protect(
             Without one, the gradient is this process's own.
         loss_fn: `(model, batch) -> scalar`, the batch-mean loss. Default: the loss that the model
             returns.
+        clients: In the place of an accelerator: a mesh's dimension, or the process group, over
+            which clients are averaged. Where `fully_shard` has cut the model over the other
+            dimension, one client is on several devices: its gradient is the mean over them, each
+            protects its shards of it, and only what is protected leaves the client. Without
+            `clients` nothing does.
 
     Returns:
         The batch-mean loss, detached.
@@ -63,31 +75,44 @@ def protect(
         >>> optimizer.step()
     """
     module = _bare(model)
-    check_model(module)
-    if isinstance(accelerator, Accelerator):
-        check_accelerator(accelerator)
+    client, clients = devices_of(module), group_of(clients)
+    check_model(module, sharded=client is not ONE)
+    check_mesh(client, accelerator, clients)
     loop = _LOOPS.setdefault(module, _Loop())
-    ranks, loss_fn = loop.ranks(accelerator), loss_fn or model_loss
-    defense = loop.prepared(module, defense)
+    ranks, loss_fn = loop.ranks(accelerator, clients, module, client), loss_fn or model_loss
+    defense = loop.prepared(module, defense, client)
     check_batch(module, batch, defense.needs_input)
-    if ranks is not None:
-        loop.tables(ranks).settle(module, batch, loss_fn)
-    gmap, message = _message(module, batch, defense, loss_fn)
-    steps = getattr(accelerator, "gradient_accumulation_steps", 1)
-    with torch.no_grad():
-        shared = [message[n].to(p.dtype, copy=True) for n, p in gmap.parameters.items()]
+    with of_client(client):
         if ranks is not None:
-            average(shared, ranks)
-        for parameter, part in zip(gmap.parameters.values(), shared, strict=True):
-            part /= steps
-            parameter.grad = part if parameter.grad is None else parameter.grad.add_(part)
+            loop.tables(ranks).settle(module, batch, loss_fn)
+        gmap, message = _message(module, batch, defense, loss_fn, client)
+    _add(gmap, message, ranks, getattr(accelerator, "gradient_accumulation_steps", 1))
     return gmap.loss
 
 
+@torch.no_grad()
+def _add(gmap: GradientMap, message: Message, ranks: Any, steps: int) -> None:
+    """To `.grad`, averaged over ranks."""
+    shared = [message[n].to(p.dtype, copy=True) for n, p in gmap.parameters.items()]
+    if ranks is not None:
+        average(shared, ranks)
+    for parameter, part in zip(gmap.parameters.values(), shared, strict=True):
+        part /= steps
+        if parameter.grad is None:
+            parameter.grad = whole_of(parameter, part)
+        else:
+            local(parameter.grad).add_(part)
+
+
 def _message(
-    module: nn.Module, batch: Mapping[str, Any], defense: Defense, loss_fn: LossFunction
+    module: nn.Module,
+    batch: Mapping[str, Any],
+    defense: Defense,
+    loss_fn: LossFunction,
+    client: Devices,
 ) -> tuple[GradientMap, Message]:
     noise, _, dropout = Draws().at(0)
+    noise = client.new_message(noise)
     device = next(module.parameters()).device
     with private_draws(None if isinstance(defense, NoDefense) else dropout, device):
         gmap = GradientMap(
@@ -122,12 +147,16 @@ class _Loop:
         self._ranks: tuple[Any, Any] = None, None
         self._tables: AgreedTables | None = None
 
-    def ranks(self, accelerator: Any) -> Any:
+    def ranks(self, accelerator: Any, clients: Any, module: nn.Module, client: Devices) -> Any:
         """What carries messages."""
-        if accelerator is not self._ranks[0]:
-            fabric = hasattr(accelerator, "all_reduce") and not isinstance(accelerator, Accelerator)
-            self._ranks = accelerator, _FabricRanks(accelerator) if fabric else accelerator
-            self._tables = None
+        given = accelerator if clients is None else clients
+        if given is not self._ranks[0]:
+            carrier = accelerator
+            if clients is not None:
+                carrier = ClientRanks(clients, client, next(module.parameters()).device)
+            elif hasattr(given, "all_reduce") and not isinstance(given, Accelerator):
+                carrier = _FabricRanks(given)
+            self._ranks, self._tables = (given, carrier), None
         return self._ranks[1]
 
     def tables(self, ranks: Any) -> AgreedTables:
@@ -135,12 +164,14 @@ class _Loop:
         self._tables = self._tables or AgreedTables(ranks)
         return self._tables
 
-    def prepared(self, module: nn.Module, defense: str | Defense) -> Defense:
+    def prepared(self, module: nn.Module, defense: str | Defense, client: Devices) -> Defense:
         """The defense, ready for the model."""
         if isinstance(defense, str):
             if defense not in self._named:
                 self._named[defense] = make_defense(defense)
             defense = self._named[defense]
+        if client is not ONE:
+            defense.check_sharded()
         if defense is not self._last:
             defense.prepare(module)
             self._last = defense

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import flat, make_task, rng, small_convolution
-from torch import Tensor
+from torch import Tensor, nn
 
 from hf_gradguard import GradientMap, make_defense
 from hf_gradguard.defenses import Defense
@@ -271,3 +271,14 @@ def test_a_ratio_is_made_anew_and_is_of_its_time() -> None:
     assert set(ratio) == {"w", "b"}
     with pytest.raises(KeyError):
         ratio["c"]
+
+
+@pytest.mark.parametrize("name", ["optimal_noise", "optimal_pruning"])
+def test_a_parameter_may_be_one_number(name: str) -> None:
+    model, batch = make_task("bert")
+    model.register_parameter("temperature", nn.Parameter(torch.tensor(2.0, dtype=torch.float64)))
+    gmap = GradientMap(
+        model, batch, loss_fn=lambda model, batch: model(**batch).loss / model.temperature
+    )
+    message = make_defense(name)(gmap, rng())
+    assert message["temperature"].shape == ()

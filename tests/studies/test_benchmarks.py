@@ -130,6 +130,17 @@ def test_exchange(measure):
     assert shown["masks for each peer, s"][0] == f"{report['alone']['masks']['median']:.3f}"
 
 
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_mesh(measure):
+    report, rows = measure("mesh")
+    whole, sharded = report["whole"], report["sharded"]
+    assert sharded["weights"] == pytest.approx(whole["weights"] / 2, abs=0.11)  # rounded to 0.1
+    shown = {row[0]: row[1:] for row in rows}
+    assert shown["protect, none"] == [f"{found['protect, none']:.1f}" for found in (whole, sharded)]
+    assert whole["plain backward"] > 0
+
+
 def test_models(measure):
     report, rows = measure("models")
     assert len(report["models"]) == 5

@@ -111,13 +111,13 @@ def flat(tensors: dict) -> Tensor:
     return torch.cat([tensors[name].flatten() for name in sorted(tensors)])[::EVERY_NTH].double()
 
 
-def shapes(s: Tensor, p: Tensor) -> dict[str, Callable[[float], Tensor]]:
+def shapes(s: Tensor, p: Tensor, prior: float = PRIOR) -> dict[str, Callable[[float], Tensor]]:
     """Variances, growing with a number.
 
     Adam's optimum: least Σ s²/Σ at given Σ p/√(p + Σ), in which ḡ² stands as a share of p that is
     the same everywhere. With y = √(p/Σ) it solves y (1 + y²)^(3/2) = p^(3/2)/(c s²).
     """
-    s, p = s + PRIOR * s.mean(), p + PRIOR * p.mean()
+    s, p = s + prior * s.mean(), p + prior * p.mean()
 
     def adam(factor: float) -> Tensor:
         wanted = 1.5 * p.log() - s.log() - factor

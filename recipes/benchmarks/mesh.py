@@ -1,0 +1,87 @@
+"""Memory of a rank where a client is on two devices, beside a rank that holds the whole model: at
+rest, and at the peak of a protected step, in MiB.
+
+    python -m recipes.benchmarks.mesh --model MODEL --output docs/results/mesh_memory
+
+Two clients, four ranks of this machine. The embeddings, each layer and what is left are units of
+`fully_shard`. At rest are weights and AdamW's two moments, as they are after a step; the peak is of
+`protect` alone, or of a plain backward pass, the gradient that it leaves included. A batch is one
+sentence a device, so that activations do not hide the rest.
+"""
+
+import os
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.multiprocessing import get_context, spawn
+
+from hf_gradguard import make_defense, protect
+
+from .measuring import classifier, main, peak, random_batch
+
+CLIENTS, SHARDS, LENGTH = 2, 2, 16
+DEFENSES = ("none", "gaussian_noise", "optimal_noise", "pruning", "quantization")
+
+
+def measure(args) -> dict:
+    queue = get_context("spawn").SimpleQueue()
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True)
+    defenses = DEFENSES[:2] if args.quick else DEFENSES
+    spawn(_rank, (store.port, args.model, defenses, queue), CLIENTS * SHARDS)
+    return queue.get()
+
+
+def _rank(rank: int, port: int, name: str, defenses: tuple[str, ...], queue) -> None:
+    torch.set_num_threads(1)
+    os.environ["LOCAL_RANK"] = str(rank)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=CLIENTS * SHARDS)
+    mesh = init_device_mesh("cpu", (CLIENTS, SHARDS), mesh_dim_names=("clients", "shards"))
+    found = {}
+    for kind in ("whole", "sharded"):
+        model = classifier(name)
+        if kind == "sharded":
+            for unit in (model.base_model.embeddings, *model.base_model.encoder.layer):
+                fully_shard(unit, mesh=mesh["shards"])
+            fully_shard(model, mesh=mesh["shards"])
+        found[kind] = _memory(model, mesh, defenses)
+    if not rank:
+        queue.put(found)
+    dist.destroy_process_group()
+
+
+def _memory(model, mesh, defenses: tuple[str, ...]) -> dict:
+    batch, optimizer = random_batch(model, 1, LENGTH), torch.optim.AdamW(model.parameters())
+    protect(model, batch, "none", clients=mesh["clients"])
+    optimizer.step()
+    moments = [v for state in optimizer.state.values() for v in state.values() if v.dim()]
+    found = {"weights": _size(model.parameters()), "moments": _size(moments)}
+    for _ in range(2):  # the first one warms up
+        optimizer.zero_grad()
+        used = peak(lambda: model(**batch).loss.backward())
+    found["plain backward"] = used
+    for name in defenses:
+        defense = make_defense(name)
+        for measured in (False, True):  # trials, and the first averages, come first
+            optimizer.zero_grad()
+            used = peak(lambda d=defense: protect(model, batch, d, clients=mesh["clients"]))
+            if measured:
+                found[f"protect, {name}"] = used
+    return {row: round(used / 2**20, 1) for row, used in found.items()}
+
+
+def _size(tensors) -> int:
+    parts = [t.to_local() if hasattr(t, "to_local") else t for t in tensors]
+    return sum(part.numel() * part.element_size() for part in parts)
+
+
+def table(report: dict) -> tuple[list[str], list]:
+    whole, sharded = report["whole"], report["sharded"]
+    rows = [(row, f"{whole[row]:.1f}", f"{sharded[row]:.1f}") for row in whole]
+    return ["MiB", "a rank with the whole model", "one of two devices"], rows
+
+
+if __name__ == "__main__":
+    main(__doc__, measure, table)

@@ -1,0 +1,86 @@
+"""Clients of one device, and what is refused before any rank is asked. Several devices:
+`tests/distributed/test_mesh.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from helpers import make_task
+from torch import nn
+
+from hf_gradguard import GradientMap, protect
+from hf_gradguard.defenses import DEFENSES, chain, make_defense
+from hf_gradguard.federation import UpdateMap
+from hf_gradguard.gradient_map.devices import ONE, devices, of_client
+from hf_gradguard.gradient_map.sharding import devices_of, is_sharded, local, whole_of
+from hf_gradguard.randomness import Stream
+
+
+class FullyShardedDataParallel(nn.Module):
+    """Of the first FSDP's name."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+
+def test_one_device_has_all_there_is() -> None:
+    figures = {"one": torch.tensor(2.0), "other": torch.tensor(3.0)}
+    assert devices() is ONE
+    assert ONE.each(figures) == figures
+    assert float(ONE.total(figures)) == 5
+    assert {name: float(sum_) for name, sum_ in ONE.later(figures).items()} == {
+        "one": 3.0,
+        "other": 0.0,
+    }
+    stream = Stream.from_seeds(1)
+    assert ONE.new_message(stream) is stream
+    assert [found for _, found in ONE.streams(figures, stream)] == [stream]
+    assert ONE.any(True)
+    assert not ONE.any(False)
+
+
+def test_a_message_s_devices_end_with_it() -> None:
+    with of_client(other := type(ONE)()):
+        assert devices() is other
+    assert devices() is ONE
+
+
+def test_a_whole_model_is_one_device_s() -> None:
+    model = make_task("bert")[0]
+    assert not is_sharded(model)
+    assert devices_of(model) is ONE
+    tensor = torch.ones(2, requires_grad=True)
+    assert local(tensor).data_ptr() == tensor.data_ptr()
+    assert whole_of(tensor, tensor) is tensor
+
+
+def test_the_first_fsdp_is_refused() -> None:
+    model, batch = make_task("bert")
+    with pytest.raises(NotImplementedError, match=r"Use torch.distributed.fsdp.fully_shard"):
+        protect(FullyShardedDataParallel(model), batch, "none")
+
+
+@pytest.mark.parametrize("make", [GradientMap, lambda m, b: UpdateMap(m, [b], learning_rate=0.1)])
+def test_a_sharded_model_has_no_map(make: Any) -> None:
+    model, batch = make_task("bert")
+    with pytest.raises(NotImplementedError, match="sharded model"):
+        make(FullyShardedDataParallel(model), batch)
+
+
+NEED_ALL = {"soteria", "refiner"}
+
+
+@pytest.mark.parametrize("name", sorted(DEFENSES))
+def test_which_defenses_work_shard_by_shard(name: str) -> None:
+    settings = {"objective": "cosine"} if name == "refiner" else {}
+    defense = make_defense(name, **settings)
+    for one in (defense, chain(make_defense("pruning"), defense)):
+        if name in NEED_ALL:
+            with pytest.raises(NotImplementedError, match="give each rank the whole model"):
+                one.check_sharded()
+        else:
+            one.check_sharded()
