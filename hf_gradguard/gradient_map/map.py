@@ -19,7 +19,6 @@ from ..randomness import Stream
 from .candidates import Candidates
 from .domain import Domain
 from .factors import Factors
-from .graphs import differentiate
 from .inputs import Batch, LossFunction, find_input, model_loss, shared_by_batch
 from .jacobian import Jacobian
 from .replay import Replay
