@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..randomness import Stream, normal
 from .candidates import Held
+from .devices import devices
 from .jacobian import check_names
 from .map import GradientMap, Tensors
 from .per_sample import Pass
@@ -82,8 +83,8 @@ def by_differences(gmap: GradientMap) -> DifferencedMap | None:
         gmap: A client's own map, of a gradient.
 
     Returns:
-        `None` where differences are not to be used: activations with kinks, half precision, or two
-        steps that do not agree. Whether they do is tried out once a model, and now and then again.
+        `None` where differences are not to be used: activations with kinks, half precision, two
+        steps that do not agree, or a client on several devices. Whether they do is tried out once a model, and now and then again.
 
     Example:
         >>> quick = by_differences(gmap)
@@ -91,7 +92,7 @@ def by_differences(gmap: GradientMap) -> DifferencedMap | None:
         >>> bool((product - exact).norm() < 0.02 * exact.norm())
         True
     """
-    if type(gmap) is not GradientMap:
+    if type(gmap) is not GradientMap or devices().size > 1:
         return None
     plan = plan_of(gmap)
     if plan.error <= TOLERANCE and plan.shifted is None:
