@@ -84,7 +84,8 @@ def by_differences(gmap: GradientMap) -> DifferencedMap | None:
 
     Returns:
         `None` where differences are not to be used: activations with kinks, half precision, two
-        steps that do not agree, or a client on several devices. Whether they do is tried out once a model, and now and then again.
+        steps that do not agree, or a client on several devices. Whether they agree is tried out
+        once a model, and now and then again.
 
     Example:
         >>> quick = by_differences(gmap)
