@@ -123,6 +123,7 @@ RUNS = [
     Run("influence_unfairness", LEAKAGE, "unfairness", "--mnist $MNIST", 0.25),
     Run("influence_initializations", LEAKAGE, "initializations", IMAGES, 0.5),
     Run("leakage_speed", "benchmarks.leakage", "", "--model $MODEL", 0.2),
+    Run("meter_speed", "benchmarks.meter", "", "--model $MODEL", 0.2),
     Run("attack_speed", "benchmarks.attacks", "", "--model $MODEL", 0.2),
     Run("attack_speed_kept", "benchmarks.attacks", "", "--model $MODEL", 0.2, ALLOCATOR),
 ]

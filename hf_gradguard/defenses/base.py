@@ -283,15 +283,16 @@ def drawn(
 def scaled(tensor: Tensor, factor: float, offset: float = 0.0) -> Tensor:
     """`factor * tensor + offset`, in place where that is possible, and one number for one."""
     if tensor.numel() and not any(tensor.stride()):
-        return (tensor.flatten()[0] * factor + offset).expand_as(tensor)
+        return (tensor[(0,) * tensor.dim()] * factor + offset).expand_as(tensor)
     return tensor.mul_(factor).add_(offset) if offset else tensor.mul_(factor)
 
 
-def root(variance: Tensor) -> Tensor:
-    """Standard deviations of variances, one number for one."""
+def root(variances: Mapping[str, Tensor], name: str) -> Tensor:
+    """Standard deviations of variances, one number for one, in place where those were just made."""
+    variance = variances[name]
     if variance.numel() and not any(variance.stride()):
-        return variance.flatten()[0].sqrt().expand_as(variance)
-    return variance.sqrt()
+        return variance[(0,) * variance.dim()].sqrt().expand_as(variance)
+    return variance.sqrt_() if isinstance(variances, OnDemand) else variance.sqrt()
 
 
 def is_number(value: object) -> bool:

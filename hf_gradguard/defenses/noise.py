@@ -129,7 +129,7 @@ class NoiseDefense(Defense):
         shape, shape_trace = self.shaped(gmap, gradient, generator)
         variance = self.variance(gradient, shape)
         noisy = {
-            name: torch.addcmul(gradient[name], root(variance[name]), fresh, out=fresh)
+            name: torch.addcmul(gradient[name], root(variance, name), fresh, out=fresh)
             for name, fresh in drawn(gradient, self.draw, generator)
         }
 

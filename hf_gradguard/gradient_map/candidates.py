@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from .factors import Factors, LinearCalls, linear_layers
+from .graphs import differentiate
 
 if TYPE_CHECKING:
     from .map import GradientMap, Tensors
@@ -32,6 +33,7 @@ class Candidates:
         self._gmap = gmap
         self._offsets, self._layers = _linear_calls(gmap) if factored else ({}, {})
         self._dense = {n: p for n, p in gmap.parameters.items() if n not in self._layers}
+        self._whole = False
 
     def slopes(
         self, function: GradientFunction, xs: Tensor, extras: Tensors, entries: Tensors
@@ -41,6 +43,9 @@ class Candidates:
         fixed = {key: value for key, value in entries.items() if key not in free}
         if len(xs) == 1:
             return self._one(function, xs, extras, free, fixed)
+        if not self._whole:  # kernels without second derivatives, which vectorization hides
+            self._gmap.gradient_at(self._gmap.input, create_graph=True)
+            self._whole = True
         return self._many(function, xs, extras, free, fixed)
 
     def _one(
@@ -101,37 +106,6 @@ class Candidates:
         with torch.no_grad(), gmap.replay.draws(), gmap.replay.kernels():
             (slopes, others), values = each(xs.detach(), free, fixed, extras)
         return values, slopes, others
-
-
-def differentiate(
-    loss: Tensor,
-    leaves: Mapping[str, Tensor],
-    *,
-    retain_graph: bool = False,
-    create_graph: bool = False,
-) -> dict[str, Tensor]:
-    """The derivatives of a loss by leaves, zeros by those that it does not use.
-
-    Raises:
-        ValueError: If it uses none of them.
-    """
-    gradients = torch.autograd.grad(
-        loss,
-        list(leaves.values()),
-        retain_graph=retain_graph or create_graph,
-        create_graph=create_graph,
-        allow_unused=True,
-    )
-    if all(gradient is None for gradient in gradients):
-        raise ValueError(
-            "The loss is not computed from any shared parameter, so there is no gradient of it. "
-            "Losses that differentiate by themselves and keep what they found (sentence-"
-            "transformers' Cached...Loss) are such: take the plain one, with smaller batches."
-        )
-    return {
-        name: torch.zeros_like(leaf, requires_grad=False) if gradient is None else gradient
-        for (name, leaf), gradient in zip(leaves.items(), gradients, strict=True)
-    }
 
 
 class Held(nn.Module):

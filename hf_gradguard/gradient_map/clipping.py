@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from transformers.utils import logging
 
-from .candidates import differentiate
 from .domain import count_rows
+from .graphs import differentiate
 from .listening import NotApartError, listen
 from .shares import Share
 

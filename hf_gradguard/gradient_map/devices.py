@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ..randomness import Stream
-from .candidates import differentiate
+from .graphs import differentiate
 
 How = Literal["sum", "min", "max"]
 

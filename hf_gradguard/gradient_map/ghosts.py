@@ -9,6 +9,7 @@ Section 4, for norms of gradients.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,16 +17,20 @@ from torch import Tensor
 
 from .per_sample import LINEAR, Change, Layer, Pass
 from .plans import TOLERANCE, plan_of, step_size
+from .shifted import DifferencedMap
 
 if TYPE_CHECKING:
     from .map import GradientMap, Tensors
+
+_CACHED = 2**20
+"""Entries of samples' weight gradients that are written out at once."""
 
 
 def sample_gram(gmap: GradientMap, probes: Tensor, weights: Tensors) -> Tensor | None:
     """⟨J_bᵀv_b, D J_bᵀw_b⟩ for every sample b, v and w among the probes, by differences.
 
     Args:
-        gmap: A client's own map.
+        gmap: A client's own map. One that is seen by differences has its first pass already.
         probes: `(k, *input.shape)`.
         weights: The diagonal D, of the parameters' shapes or broadcast to them. With one number for
             a linear layer nothing is written out.
@@ -35,15 +40,17 @@ def sample_gram(gmap: GradientMap, probes: Tensor, weights: Tensors) -> Tensor |
         together count in full for each: never too little. `None` where differences are not to be
         used, or samples are coupled.
     """
-    if gmap.undefended is not gmap:
+    seen = gmap if isinstance(gmap, DifferencedMap) else None
+    own = seen.base if seen else gmap
+    if own.undefended is not own:
         return None
-    plan = plan_of(gmap)
-    layers = plan.layers_of(gmap)
+    plan = seen.plan if seen else plan_of(own)
+    layers = plan.layers_of(own)
     if not plan.error <= TOLERANCE or not layers:
         return None
-    x, step = gmap.input, plan.shrink * step_size(gmap.input)
-    start = Pass.of(gmap, x, layers)
-    ends = [Pass.of(gmap, x + step * probe, layers) for probe in probes]
+    x, step = own.input, plan.shrink * step_size(own.input)
+    start = seen.start if seen else Pass.of(own, x, layers)
+    ends = [Pass.of(own, x + step * probe, layers) for probe in probes]
     count, samples = len(ends), len(x)
     gram = torch.zeros(samples, count, count, dtype=torch.float64, device=x.device)
     for name, rest in start.rest.items():
@@ -63,21 +70,25 @@ def sample_gram(gmap: GradientMap, probes: Tensor, weights: Tensors) -> Tensor |
 def _of_layer(layer: Layer, changes: list[Change], weights: Tensors) -> Tensor | float:
     total: Tensor | float = 0.0
     if layer.bias is not None:
-        moved = torch.stack([change.bias(layer) for change in changes], 1)  # (B, k, n)
-        total = total + _inner(moved, weights[layer.bias])
+        total = total + _inner([change.bias(layer) for change in changes], weights[layer.bias])
     if layer.weight is None:
         return total
     weight = weights[layer.weight]
     if weight.numel() == 1 and isinstance(layer.module, LINEAR):
         return total + float(weight) * _of_factors(changes)
-    parts = zip(*(change.weight(layer) for change in changes), strict=True)
-    grams = [_inner(torch.stack(several, 1).flatten(2), weight) for several in parts]
-    return total + torch.cat(grams)
+    parts = zip(*(change.weight(layer, _CACHED) for change in changes), strict=True)
+    return total + torch.cat([_inner(several, weight) for several in parts])
 
 
-def _inner(moved: Tensor, weight: Tensor) -> Tensor:
-    flat = weight.flatten() if weight.numel() > 1 else weight
-    return ((moved * flat) @ moved.mT).double()
+def _inner(moved: Sequence[Tensor], weight: Tensor) -> Tensor:
+    """`(B, k, k)` from `(B, *weight.shape)` of each probe, sample by sample: a processor's cache
+    holds one.
+    """
+    root, grams = weight.sqrt(), []
+    for sample in zip(*moved, strict=True):
+        rows = torch.stack([one * root for one in sample]).flatten(1)
+        grams.append(rows @ rows.T)
+    return torch.stack(grams).double()
 
 
 def _of_factors(changes: list[Change]) -> Tensor:

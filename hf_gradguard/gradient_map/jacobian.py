@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from .candidates import differentiate
+from .graphs import check_whole, differentiate
 from .replay import Replay
 
 
@@ -33,7 +32,6 @@ class Jacobian:
         """g with its graph, made once."""
         if self._gradient is None:
             self._gradient = differentiate(self._loss, self._parameters, create_graph=True)
-            _check_whole(self._gradient.values())
         return self._gradient
 
     def vjp(self, delta: Mapping[str, Tensor]) -> Tensor:
@@ -42,17 +40,7 @@ class Jacobian:
         Raises:
             ValueError: If a name or a shape is not one of the gradient's.
         """
-        for name, tensor in delta.items():
-            if name not in self._parameters:
-                raise ValueError(
-                    f"{name!r} is no shared parameter of this map. They are: "
-                    f"{', '.join(self._parameters)}."
-                )
-            if tensor.shape != self._parameters[name].shape:
-                raise ValueError(
-                    f"delta[{name!r}] has shape {tuple(tensor.shape)}, the parameter "
-                    f"{tuple(self._parameters[name].shape)}."
-                )
+        check_names(delta, self._parameters)
         with torch.enable_grad(), self._replay.kernels():
             gradient = self.gradient()
             # A gradient that does not depend on x has no graph: its rows of δ contribute nothing.
@@ -83,7 +71,7 @@ class Jacobian:
                     allow_unused=True,
                     materialize_grads=True,
                 )
-                _check_whole([self._input_gradient])
+                check_whole([self._input_gradient])
             if not self._input_gradient.requires_grad:
                 # L is linear in x, or does not depend on it: J is zero.
                 return [p.new_zeros((count, *p.shape)) for p in parameters]
@@ -127,7 +115,7 @@ class UnrolledJacobian(Jacobian):
     def gradient(self) -> dict[str, Tensor]:
         if self._gradient is None:
             self._gradient = self._run(self._x)
-            _check_whole(self._gradient.values())
+            check_whole(self._gradient.values())
         return self._gradient
 
     def jvps(self, directions: Tensor) -> Sequence[Tensor]:
@@ -162,25 +150,15 @@ class UnrolledJacobian(Jacobian):
         )
 
 
-def nodes_of(tensors: Iterable[Tensor]) -> Iterator[Any]:
-    """Every step of autograd's that tensors were computed by."""
-    nodes, seen = [tensor.grad_fn for tensor in tensors], set()
-    while nodes:
-        node = nodes.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        yield node
-        nodes += [after for after, _ in node.next_functions]
-
-
-def _check_whole(derivatives: Iterable[Tensor]) -> None:
-    """Raise if derivatives come through a kernel that is not to be differentiated twice: autograd
-    does so itself only where its path leads on, and leaves it out where it ends.
-    """
-    if any(node.name() == "torch::autograd::Error" for node in nodes_of(derivatives)):
-        raise RuntimeError(
-            "The model has a function that is marked once_differentiable, as fused kernels are: "
-            "without it second derivatives would be wrong. Run the model without that kernel, or "
-            "ask for nothing that differentiates twice (method='difference', second_order=False)."
-        )
+def check_names(delta: Mapping[str, Tensor], parameters: Mapping[str, nn.Parameter]) -> None:
+    """Raise if a name or a shape is not one of the shared gradient's."""
+    for name, tensor in delta.items():
+        if name not in parameters:
+            raise ValueError(
+                f"{name!r} is no shared parameter of this map. They are: {', '.join(parameters)}."
+            )
+        if tensor.shape != parameters[name].shape:
+            raise ValueError(
+                f"delta[{name!r}] has shape {tuple(tensor.shape)}, the parameter "
+                f"{tuple(parameters[name].shape)}."
+            )

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers.utils import logging
 
-from .candidates import differentiate
+from .graphs import differentiate
 from .inputs import LossFunction, model_loss
 from .replay import Replay
 

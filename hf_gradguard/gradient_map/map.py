@@ -25,17 +25,16 @@ from .replay import Replay
 from .sensitivity import Method, estimate_squares
 from .sharding import devices_for, local
 
-Tensors = dict[str, Tensor]
-"""One tensor a shared parameter, by name and in its shape."""
+Tensors = dict[str, Tensor]  # one a shared parameter, by name and in its shape
 
 
 class GradientMap:
     """The map x ↦ g(x) of one batch, with products with its Jacobian.
 
-    Constructing it runs one forward pass in the model's present mode, with all that a forward pass
-    does: dropout draws from the global generator, batch statistics are updated. Everything after
-    that belongs to the *same* function: later evaluations replay this pass's random draws and leave
-    generators, buffers, `.grad` and the model as they found them.
+    Constructing it runs a forward pass in the model's present mode: dropout draws from the global
+    generator, batch statistics are updated. Everything after that belongs to the *same* function:
+    later evaluations replay this pass's random draws and leave generators, buffers, `.grad` and the
+    model as they found them.
 
     Args:
         model: Any Hugging Face model that takes `input_ids` or `pixel_values` and returns a loss,
@@ -62,6 +61,8 @@ class GradientMap:
         >>> gmap.vjp(gmap.gradient()).shape == gmap.input.shape  # J g
         True
     """
+
+    product_error = 0.0  # of `vjp` and `jvp`, relative to the product
 
     def __init__(
         self,
@@ -149,9 +150,7 @@ class GradientMap:
         return found
 
     def gradient(self) -> Tensors:
-        """g(x): the gradient of the batch-mean loss. Parameters that the loss does not use have
-        zeros.
-
+        """g(x): the gradient of the batch-mean loss, zeros where that does not use a parameter.
         Computed once; the tensors are the object's own, so do not write to them.
         """
         self._devices.check_present()
@@ -166,7 +165,7 @@ class GradientMap:
 
         Args:
             x: Input of the same shape as `input`.
-            create_graph: Keep the graph, to differentiate the result with respect to `x`.
+            create_graph: Keep the graph, to differentiate the result by `x`.
             **entries: Entries of the batch to put in the place of its own, such as other `labels`.
 
         Raises:
@@ -196,7 +195,7 @@ class GradientMap:
         """Values of a scalar function of g at K inputs, and their derivatives by the inputs: one
         vectorized pass.
 
-        Much faster than K passes where the model is small or the batch is.
+        Much faster than K passes where model or batch is small.
 
         Args:
             function: `(g(x), extras) -> scalar`, of one candidate's tensors.

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn import grad
 from transformers.pytorch_utils import Conv1D
 
-from .candidates import differentiate
+from .graphs import differentiate
 
 if TYPE_CHECKING:
     from .map import GradientMap, Tensors
@@ -117,13 +117,15 @@ def layers_of(model: nn.Module, parameters: Mapping[str, Tensor]) -> dict[str, L
 @dataclass
 class Pass:
     """One evaluation of a map: what layers took in, the loss's slopes there, and the gradients of
-    all other parameters.
+    all other parameters; with layers also the loss and its slope at the input.
     """
 
     layers: Mapping[str, Layer]
     features: dict[str, list[Tensor]] = field(default_factory=dict)
     slopes: dict[str, dict[int, Tensor]] = field(default_factory=dict)
     rest: Tensors = field(default_factory=dict)
+    loss: Tensor | None = None
+    slope: Tensor | None = None
 
     @classmethod
     def of(cls, gmap: GradientMap, x: Tensor, layers: Mapping[str, Layer]) -> Pass:
@@ -139,7 +141,7 @@ class Pass:
             with found.listening():
                 loss = gmap.evaluate(x)
             found.rest = differentiate(loss, {**others, "": x})
-        del found.rest[""]
+        found.loss, found.slope = loss.detach(), found.rest.pop("")
         return found
 
     def rows(
@@ -210,21 +212,23 @@ class Change(NamedTuple):
         for (slopes, features), (later_slopes, later_features) in zip(one, other, strict=True):
             if slopes.shape != later_slopes.shape or features.shape != later_features.shape:
                 return None
-            found.slopes.append((later_slopes - slopes) / step)
-            found.mean_features.append((later_features + features) / 2)
-            found.mean_slopes.append((later_slopes + slopes) / 2)
-            found.features.append((later_features - features) / step)
+            found.slopes.append(torch.sub(later_slopes, slopes).div_(step))
+            found.mean_features.append(torch.lerp(features, later_features, 0.5))
+            found.mean_slopes.append(torch.lerp(slopes, later_slopes, 0.5))
+            found.features.append(torch.sub(later_features, features).div_(step))
         return found
 
     def bias(self, layer: Layer) -> Tensor:
         """J_bᵀv of the bias, `(B, *bias.shape)`."""
         return torch.stack([layer.bias_gradients(slopes) for slopes in self.slopes]).sum(0)
 
-    def weight(self, layer: Layer) -> Iterator[Tensor]:
-        """J_bᵀv of the weight, some samples at a time: `(b, *weight.shape)`."""
+    def weight(self, layer: Layer, entries: int = _ENTRIES) -> Iterator[Tensor]:
+        """J_bᵀv of the weight, `(b, *weight.shape)`: one sample at least, and at most so many
+        entries, at a time.
+        """
         size = layer.module.weight.numel()  # type: ignore[operator]
         samples = len(self.slopes[0]) if self.slopes else 0
-        several = max(1, _ENTRIES // size)
+        several = max(1, entries // size)
         for first in range(0, samples, several):
             some = slice(first, first + several)
             total: Tensor | None = None

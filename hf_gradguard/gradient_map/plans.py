@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..randomness import Stream, normal
 from .devices import devices
-from .jacobian import nodes_of
+from .graphs import nodes_of
 from .per_sample import Change, Layer, Pass, layers_of
 
 if TYPE_CHECKING:
@@ -49,11 +49,13 @@ class Plan(NamedTuple):
         split: The layers whose samples are known apart.
         error: How much differences over two steps differ, relative to them.
         shrink: Of the step.
+        shifted: How much differences over two steps in the parameters differ, once tried.
     """
 
     split: frozenset[str]
     error: float
     shrink: float = 1.0
+    shifted: float | None = None
 
     def layers_of(self, gmap: GradientMap) -> dict[str, Layer]:
         """The map's layers that are split."""
@@ -80,6 +82,18 @@ def known_plan(gmap: GradientMap) -> Plan | None:
     """What `plan_of` will say without trying, if that is so."""
     plan, uses = _PLANS.get(gmap.model, {}).get(_key(gmap), (None, 0))
     return plan if uses < TRIES else None
+
+
+def forget(model: nn.Module) -> None:
+    """Let everything about a model be tried out anew."""
+    _PLANS.pop(model, None)
+
+
+def keep(gmap: GradientMap, plan: Plan) -> Plan:
+    """Remember a plan in which more was found out than in the one of `plan_of`."""
+    uses = _PLANS[gmap.model][_key(gmap)][1]
+    _PLANS[gmap.model][_key(gmap)] = plan, uses
+    return plan
 
 
 def _key(gmap: GradientMap) -> object:

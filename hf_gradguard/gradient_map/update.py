@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .candidates import Held, differentiate
+from .candidates import Held
 from .domain import Text, embed
 from .factors import Factors
+from .graphs import differentiate
 from .inputs import Batch, LossFunction, find_input, model_loss, shared_by_batch
 from .jacobian import UnrolledJacobian
 from .map import GradientMap, Tensors

@@ -31,6 +31,10 @@ class View(GradientMap):
         self.base, self.model, self.replay = base, base.model, base.replay
 
     @property
+    def product_error(self) -> float:  # type: ignore[override]
+        return self.base.product_error
+
+    @property
     def input(self) -> Tensor:
         return self.base.input
 

@@ -27,6 +27,7 @@ from .influence import (
     inversion_influence,
     inversion_influence_lower_bound,
     largest_eigenvalue,
+    one_product_bound,
     smallest_directions,
 )
 from .received import Finding, check_received
@@ -60,6 +61,7 @@ __all__ = [
     "mse_bound_from_norm",
     "mse_bound_from_rdp",
     "mse_bound_with_prior",
+    "one_product_bound",
     "rdp_of_order_two",
     "smallest_directions",
     "smooth_clip",

@@ -2,7 +2,7 @@
 reconstructs.
 
     I(δ)    = ‖(J Jᵀ + εI)⁻¹ J δ‖
-    I_lb(δ) = ‖J δ‖ / (λ_max(J Jᵀ) + ε)  ≤  I(δ)
+    I_lb(δ) = ‖J δ‖ / (λ_max(J Jᵀ) + ε)  ≤  ‖J δ‖² / ‖(J Jᵀ + εI) J δ‖  ≤  I(δ)
 
 The unit is that of the input: the norm of its error over all coordinates; divided by √m, its root
 mean square. It is a first-order figure for an attacker who inverts g exactly. Use it to rank
@@ -26,7 +26,7 @@ from torch import Tensor
 from ..gradient_map import GradientMap, Tensors
 from ..randomness import Stream, normal
 from .figures import Eigenvalue, Estimate, Influence
-from .krylov import largest_eigenpair, solve
+from .krylov import finite, largest_eigenpair, solve
 from .unknowns import NoiseVariance, Unknowns, variances
 
 MAX_ITERATIONS = 300
@@ -135,13 +135,52 @@ def inversion_influence_lower_bound(
             largest_eigenpair(unknowns.gram, start, tolerance, MAX_ITERATIONS), unknowns
         )
     # Lanczos approaches λ_max from below; with its residual added this stays a lower bound.
-    divisor = float(eigenvalue) + eigenvalue.residual + damping
-    scale = 1 / divisor if divisor else 0.0
+    divisor = float(eigenvalue) * (1 + 2 * gmap.product_error) + eigenvalue.residual + damping
+    scale = (1 - gmap.product_error) / divisor if divisor else 0.0
     bound = Influence(float(product.norm()) * scale)
     bound.num_coordinates = unknowns.size
     bound.per_sample = unknowns.unpack(product).flatten(1).norm(dim=1) * scale
     bound.iterations, bound.residual = eigenvalue.iterations, eigenvalue.residual
     return bound
+
+
+def one_product_bound(
+    gmap: GradientMap, delta: Tensors, damping: float = 0.0, *, sample: int | None = None
+) -> float:
+    """‖b‖² / ‖(J Jᵀ + εI) b‖ with b = J δ: at most I(δ), at least I_lb(δ), and no eigenvalue is
+    searched for.
+
+    For I(δ) = ‖A⁻¹b‖ with a symmetric A, ‖b‖² = ⟨A⁻¹b, A b⟩ ≤ I(δ) ‖A b‖; and ‖A b‖ ≤ λ_max ‖b‖.
+
+    Args:
+        gmap: The client's gradient map. Of one by differences, three times the error of a product
+            is taken off, so that it stays a lower bound.
+        delta: What is shared minus the true gradient.
+        damping: ε ≥ 0, in the unit of J Jᵀ.
+        sample: Count only this sample's coordinates as unknown.
+
+    Returns:
+        A norm over all coordinates; divided by √m, the root mean square. 0 where Jδ is.
+
+    Raises:
+        FloatingPointError: If a product is not finite.
+
+    Example:
+        >>> from hf_gradguard.leakage import one_product_bound
+        >>> bound, damping = one_product_bound(gmap, delta, 1e-3), 1e-3
+        >>> inversion_influence_lower_bound(gmap, delta, damping) <= bound
+        True
+        >>> bound <= inversion_influence(gmap, delta, damping)
+        True
+    """
+    _check_damping(damping)
+    unknowns = Unknowns(gmap, sample)
+    product = unknowns.vjp(delta)
+    if not (size := finite(product.norm())):
+        return 0.0
+    unit = product / size
+    divisor = finite((unknowns.gram(unit) + damping * unit).norm())
+    return max(0.0, 1 - 3 * gmap.product_error) * size / divisor if divisor else 0.0
 
 
 def largest_eigenvalue(

@@ -66,7 +66,7 @@ def largest_eigenpair(
     off_diagonal: list[float] = []
     for iteration in range(1, max_iterations + 1):
         product = operator(basis.last)
-        diagonal.append(_finite(product @ basis.last))
+        diagonal.append(finite(product @ basis.last))
         product, length = basis.orthogonalize(product)
         values, vectors = np.linalg.eigh(_tridiagonal(diagonal, off_diagonal))
         residual = length * abs(float(vectors[-1, -1]))
@@ -100,7 +100,7 @@ def solve(
         ArithmeticError: If the system is singular to working precision, or too many iterations
             would be needed.
     """
-    size = _finite(b.norm())
+    size = finite(b.norm())
     if not size:
         return Solution(torch.zeros_like(b), 0.0, 0.0, 0)
     eps = torch.finfo(b.dtype).eps
@@ -112,7 +112,7 @@ def solve(
     off_diagonal: list[float] = []
     for iteration in range(1, max_iterations + 1):
         product = operator(p) + damping * p
-        curvature = _finite(p @ product)
+        curvature = finite(p @ product)
         if curvature <= 0:
             raise _singular(b)
         step = squared / curvature
@@ -128,7 +128,7 @@ def solve(
                 raise _singular(b)
             if reached or length <= 10 * eps * math.sqrt(ritz[-1] / ritz[0]) * size:
                 # Not the recursion's residual: that falls below the real one.
-                residual = _finite((b - operator(x) - damping * x).norm())
+                residual = finite((b - operator(x) - damping * x).norm())
                 error = residual / (max(damping, ritz[0]) * float(x.norm()))
                 if error > max(tolerance, WORST_ERROR):
                     raise _singular(b)
@@ -180,7 +180,7 @@ class _Basis:
         rows = self._rows[: self._count]
         for _ in range(2):  # once leaves the rounding errors of the parts taken away
             vector = vector - rows.T @ (rows @ vector)
-        return vector, _finite(vector.norm())
+        return vector, finite(vector.norm())
 
     def combine(self, weights: np.ndarray) -> Tensor:
         return self._rows[: self._count].T @ torch.as_tensor(
@@ -192,7 +192,12 @@ def _tridiagonal(diagonal: list[float], off_diagonal: list[float]) -> np.ndarray
     return np.diag(diagonal) + np.diag(off_diagonal, 1) + np.diag(off_diagonal, -1)
 
 
-def _finite(value: Tensor) -> float:
+def finite(value: Tensor) -> float:
+    """A number.
+
+    Raises:
+        FloatingPointError: If it is none.
+    """
     number = float(value)
     if not math.isfinite(number):
         raise not_finite()

@@ -122,7 +122,7 @@ def variances(gmap: GradientMap, noise_variance: NoiseVariance) -> Tensors:
                 "noise_variance must name every shared parameter and no other; it differs in "
                 f"{', '.join(wrong)}. The shared parameters are: {', '.join(parameters)}."
             )
-        result = {name: noise_variance[name] for name in parameters}
+        result = {name: _compact(noise_variance[name]) for name in parameters}
     else:
         # A small variance would be zero in half precision.
         result = {
@@ -145,3 +145,9 @@ def variances(gmap: GradientMap, noise_variance: NoiseVariance) -> Tensors:
                 "NaN."
             )
     return result
+
+
+def _compact(tensor: Tensor) -> Tensor:
+    """One number that was expanded to a shape, as that number."""
+    alike = tensor.numel() and not any(tensor.stride())
+    return tensor[(0,) * tensor.dim()] if alike else tensor

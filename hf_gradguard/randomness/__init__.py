@@ -105,10 +105,10 @@ class Stream:
             radius, angle = words[: 2 * pairs].view(torch.int64), words[2 * pairs :]
             if exact:
                 angle = angle.view(torch.int64).double().mul_(math.pi * 2.0**-63)
-                radius = _exponential(radius).mul_(2).sqrt_()
+                radius = _log_uniform(radius).mul_(-2).sqrt_()
             else:
                 angle = angle.float().mul_(math.pi * 2.0**-31)
-                radius = _exponential(radius).mul_(2).float().sqrt_()
+                radius = _log_uniform(radius).mul_(-2).float().sqrt_()
             return angle.cos().mul_(radius), angle.sin_().mul_(radius)
 
         return self._each(4 if exact else 3, shape, device, dtype, make, per=2)
@@ -121,7 +121,9 @@ class Stream:
         dtype: torch.dtype = torch.float32,
     ) -> Tensor:
         """Exponential numbers of mean 1, from 64 bits each."""
-        return self._each(2, shape, device, dtype, lambda w: (_exponential(w.view(torch.int64)),))
+        return self._each(
+            2, shape, device, dtype, lambda w: (_log_uniform(w.view(torch.int64)).neg_(),)
+        )
 
     def uniform(
         self,
@@ -236,9 +238,9 @@ def _shares(count: int, chunk: int, device: torch.device) -> list[int]:
     return [round(n * parts / threads) * chunk for n in range(1, threads)] + [count]
 
 
-def _exponential(words: Tensor) -> Tensor:
-    """-ln u in float64 for u uniform in (0, 1] from 64-bit words; u is at least 2⁻⁵⁵."""
-    return words.double().mul_(2.0**-64).add_(0.5).add_(2.0**-55).log_().neg_()
+def _log_uniform(words: Tensor) -> Tensor:
+    """ln u in float64 for u uniform in (0, 1] from 64-bit words; u is at least 2⁻⁵⁵."""
+    return words.double().mul_(2.0**-64).add_(0.5).add_(2.0**-55).log_()
 
 
 def _chunk(device: torch.device) -> int:

@@ -140,7 +140,7 @@ class MessageMaker:
             loss_fn=loss_fn,
             share_input_embeddings=self._share_input_embeddings,
             withhold=self._withhold,
-            second_order=client.defense.needs_jacobian or measured,
+            second_order=client.defense.needs_jacobian,
             needs_input=client.defense.needs_input or measured,
         )
         gradient = gmap.gradient()

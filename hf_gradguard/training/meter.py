@@ -15,13 +15,14 @@ from transformers.utils import logging
 
 from ..defenses import Defense, Message, Noise
 from ..gradient_map import GradientMap
+from ..gradient_map.shifted import by_differences
 from ..leakage import (
     DFIL,
     FisherAccountant,
     dfil,
     ghost_dfil,
-    inversion_influence_lower_bound,
     mse_bound_from_dfil,
+    one_product_bound,
 )
 from ..leakage.unknowns import Unknowns
 from ..randomness import Stream
@@ -31,8 +32,7 @@ from .secure_aggregation import SecureAggregation
 
 logger = logging.get_logger(__name__)
 
-NUM_PROBES, NUM_GHOSTS = 10, 3
-EIGENVALUE_TOLERANCE = 0.1
+NUM_PROBES, NUM_GHOSTS = 10, 2
 
 
 class MessageDFIL(NamedTuple):
@@ -55,7 +55,7 @@ def message_dfil(
     Args:
         gmap: The message's gradient map.
         noise: What the message says of its noise.
-        num_probes: Of dFIL. By default 3 by differences, or 10 where those are not to be had.
+        num_probes: Of dFIL. By default 2 by differences, or 10 where those are not to be had.
         generator: Of the probes.
 
     Example:
@@ -129,9 +129,7 @@ class LeakageMeter:
         return bool(self._every) and (step + 1) % self._every == 0
 
     def measures(self, step: int) -> bool:
-        """Whether messages of that step are measured at all, which takes a map that differentiates
-        twice.
-        """
+        """Whether messages of that step are measured at all."""
         return self.logs(step) or self._binding
 
     def admits(
@@ -156,14 +154,15 @@ class LeakageMeter:
                 accountant cannot tell whose it is. Nothing is shared then.
             ArithmeticError: Likewise.
         """
-        found = self._dfil(gmap, message.noise, generator)
+        seen = by_differences(gmap) if self.logs(step) else None
+        found = self._dfil(seen or gmap, message.noise, generator)
         bound = None if found is None else mse_bound_from_dfil(float(found.samples.value.max()))
         if self.logs(step):
             if found is not None and bound is not None:
                 self._figures["leakage/dfil_mean"].append(found.mean)
                 self._figures["leakage/dfil_max"].append(float(found.samples.value.max()))
                 self._figures["leakage/mse_bound"].append(bound)
-            self._measure_influence(gmap, message)
+            self._measure_influence(seen or gmap.twice(), message)
         if self._limit is not None and bound is not None and bound < self._limit:
             self._skipped += 1
             self.stop_due = self.stop_due or self._stops
@@ -240,12 +239,7 @@ class LeakageMeter:
     def _measure_influence(self, gmap: GradientMap, message: Message) -> None:
         delta = {name: message[name] - g for name, g in gmap.gradient().items()}
         try:
-            # Roughly: what is not known of the eigenvalue is added, so that the bound stays one.
-            noisy = message.noise is not None and message.noise.plain
-            found = inversion_influence_lower_bound(
-                gmap, delta, tolerance=EIGENVALUE_TOLERANCE, random=noisy
-            )
-            self._figures["leakage/i2f_lower_bound"].append(float(found))
+            self._figures["leakage/i2f_lower_bound"].append(one_product_bound(gmap, delta))
         except (ValueError, ArithmeticError) as error:
             logger.warning_once(
                 f"leakage/i2f_lower_bound is not logged where it cannot be computed. {error}"

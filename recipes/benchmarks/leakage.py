@@ -8,8 +8,6 @@
 2. I_lb of one sentence, against 1,500 steps of TAG. A few steps are timed, setting up included, and
    scaled up.
 3. dFIL of every sample of a batch, in plain gradients of that batch, by second derivatives.
-4. What a logged step of the Trainer measures beyond its gradient, in plain gradients of its batch,
-   by batch size: dFIL by differences, and I_lb from an eigenvalue known to a tenth.
 """
 
 import resource
@@ -22,17 +20,14 @@ from hf_gradguard import GradientMap
 from hf_gradguard.attacks import Observation, make_attack
 from hf_gradguard.leakage import (
     dfil,
-    ghost_dfil,
     inversion_influence_lower_bound,
     largest_eigenvalue,
 )
-from hf_gradguard.training.meter import EIGENVALUE_TOLERANCE
 
 from .measuring import DEVICE, RATIO, alternate, cells, classifier, main, random_batch
 
 LENGTH, BATCH, PROBES, ROUNDS, TOLERANCE = 16, 16, 10, 3, 1e-4
 ATTACK_STEPS, TIMED_STEPS = 1500, 25
-LOGGED = (1, 4, 16)  # samples
 
 
 def measure(args) -> dict:
@@ -73,21 +68,6 @@ def measure(args) -> dict:
     def plain() -> None:
         GradientMap(model, many, second_order=False).gradient()
 
-    def logged(count: int, part: str) -> dict[str, float]:
-        """One of its parts, on a map of its own, whose forward pass counts."""
-        batch, tolerance = random_batch(model, count, LENGTH), EIGENVALUE_TOLERANCE
-
-        def run() -> None:
-            if part == "dFIL":
-                ghost_dfil(GradientMap(model, batch, second_order=False), 1e-6)
-            else:
-                gmap = GradientMap(model, batch)
-                inversion_influence_lower_bound(gmap, delta, tolerance=tolerance, random=True)
-
-        return alternate(
-            run, lambda: GradientMap(model, batch, second_order=False).gradient(), rounds
-        )
-
     input_space()  # in this order, so that each side's growth of peak memory shows
     parameter_space()
     report = {
@@ -107,10 +87,6 @@ def measure(args) -> dict:
         f"dFIL of each of {size} samples, {PROBES} probes / plain gradient of the batch": alternate(
             leakage, plain, rounds
         ),
-    } | {
-        f"a logged step of {count} samples: {part} / plain gradient": logged(count, part)
-        for count in ((2,) if args.quick else LOGGED)
-        for part in ("dFIL", "I_lb")
     }
     return report
 

@@ -33,6 +33,20 @@ class OwnTanh(torch.autograd.Function):
         return slope * (1 - y * y)
 
 
+class Vectorized(OwnTanh):
+    """The same, for functions that are vectorized."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x.tanh()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(output)
+
+
 class Small(nn.Module):
     def __init__(self, activation: Any) -> None:
         super().__init__()
@@ -85,6 +99,30 @@ def test_what_is_once_differentiable_is_not_left_out() -> None:
         with pytest.raises(RuntimeError, match=r"once_differentiable.*method='difference'"):
             ask()
     assert plain.twice().vjp(plain.gradient()).any()
+
+
+@pytest.mark.parametrize("kernel", [OwnTanh.apply, Vectorized.apply, torch.tanh])
+@pytest.mark.parametrize("candidates", [0, 1, 2])
+def test_neither_do_attackers_leave_it_out(kernel: Any, candidates: int) -> None:
+    """Of no candidates the gradient with its graph alone is asked for."""
+    gmap = GradientMap(Small(kernel).double(), image_batch())
+    xs = gmap.input.expand(max(candidates, 1), *gmap.input.shape)
+
+    def ask() -> Tensor:
+        if not candidates:
+            x = gmap.input.requires_grad_()
+            return gmap.input_gradient(power(gmap.gradient_at(x, create_graph=True)), x)[0]
+        return gmap.slopes_at(lambda g, _: power(g), xs, {})[1][0]
+
+    if kernel is torch.tanh:
+        torch.testing.assert_close(ask(), 2 * gmap.vjp(gmap.gradient()))
+    else:
+        with pytest.raises(RuntimeError, match="once_differentiable"):
+            ask()
+
+
+def power(tensors: Any) -> Tensor:
+    return torch.stack([tensor.square().sum() for tensor in tensors.values()]).sum()
 
 
 @pytest.mark.parametrize("kernel", ["sdpa", "eager"])

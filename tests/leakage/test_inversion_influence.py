@@ -19,12 +19,14 @@ from leakage_helpers import (
 )
 
 from hf_gradguard import GradientMap, make_defense
+from hf_gradguard.gradient_map.shifted import by_differences
 from hf_gradguard.gradient_map.views import MaskedMap
 from hf_gradguard.leakage import (
     expected_squared_influence,
     inversion_influence,
     inversion_influence_lower_bound,
     largest_eigenvalue,
+    one_product_bound,
     smallest_directions,
 )
 
@@ -117,6 +119,40 @@ def test_lower_bound_never_exceeds_influence_on_models(name: str) -> None:
         delta = perturbation(gmap, case) if case else gmap.jvp(top.vector)
         bound = inversion_influence_lower_bound(gmap, delta, relative * top, eigenvalue=top)
         assert 0 < bound <= inversion_influence(gmap, delta, relative * top)
+
+
+def test_one_product_bounds_from_below_and_never_looser() -> None:
+    """200 random cases, a quarter in directions in which all three are equal."""
+    tightest = 1.0
+    for case in range(200):
+        gmap = linear_map(random_jacobian(case))
+        top = largest_eigenvalue(gmap)
+        damping = 0.0 if case % 3 else 10.0 ** -(case % 5)
+        delta = gmap.jvp(top.vector) if case % 4 == 0 else perturbation(gmap, case)
+        bound = one_product_bound(gmap, delta, damping)
+        loose = inversion_influence_lower_bound(gmap, delta, damping, eigenvalue=top)
+        influence = inversion_influence(gmap, delta, damping, tolerance=1e-6)
+        assert loose * (1 - 1e-9) <= bound <= influence * (1 + 1e-6)
+        tightest = min(tightest, loose / bound if case % 4 else 1.0)
+    assert tightest < 0.5
+    assert one_product_bound(gmap, {}) == 0
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_one_product_equals_its_formula_and_stays_below_by_differences(name: str) -> None:
+    gmap, jacobian = dense_case(name)
+    delta, gram = perturbation(gmap), jacobian @ jacobian.T
+    b = jacobian @ flat(delta)
+    expected = float(b.norm() ** 2 / (gram @ b + 0.3 * b).norm())
+    assert one_product_bound(gmap, delta, 0.3) == pytest.approx(expected, rel=1e-4)
+    quick = by_differences(gmap)
+    if quick is not None:
+        found = one_product_bound(quick, delta, 0.3)
+        assert 0 < quick.product_error < 0.1
+        assert expected * (1 - 6 * quick.product_error) <= found <= expected
+        top, exact = largest_eigenvalue(quick), largest_eigenvalue(gmap)
+        assert float(top) == pytest.approx(float(exact), rel=3 * quick.product_error)
+        assert inversion_influence_lower_bound(quick, delta) <= float(b.norm()) / exact
 
 
 def test_per_sample_and_one_sample_alone() -> None:

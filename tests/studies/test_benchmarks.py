@@ -41,6 +41,14 @@ def cells(ratio: dict, digits: int) -> list[str]:
     ]
 
 
+def test_meter(measure):
+    report, rows = measure("meter")
+    assert list(report["samples"]) == ["2"]
+    found = report["samples"]["2"]
+    assert list(found) == ["gaussian_noise", "optimal_noise", "trying out"]
+    assert rows == [["2", label, *cells(ratio, 1)] for label, ratio in found.items()]
+
+
 def test_defenses(measure):
     report, rows = measure("defenses")
     gradients, steps = report["in plain gradients"], report["in plain steps, AdamW included"]

@@ -30,6 +30,7 @@ from torch.utils.data import DataLoader
 from hf_gradguard import GradGuardConfig, GradGuardTrainer, GradientMap, chain, make_defense
 from hf_gradguard.defenses import Defense, Noise
 from hf_gradguard.defenses.noise import GaussianNoise
+from hf_gradguard.gradient_map.shifted import by_differences
 from hf_gradguard.leakage import (
     FisherAccountant,
     dfil,
@@ -37,6 +38,7 @@ from hf_gradguard.leakage import (
     ghost_dfil,
     inversion_influence_lower_bound,
     mse_bound_from_dfil,
+    one_product_bound,
 )
 from hf_gradguard.randomness import Stream
 from hf_gradguard.training.meter import message_dfil
@@ -196,10 +198,10 @@ def test_probes_give_every_samples_own() -> None:
     exact = by_sample(jacobian, flat(noise.variance))
     assert ((precise.samples.value - exact).abs() < 4 * precise.samples.standard_error).all()
     assert precise.mean == pytest.approx(float(precise.samples.value.mean()))  # images of one size
-    # By differences three probes do, which cost a pass each; bare coordinates take ten exact ones.
+    # By differences two probes do, which cost a pass each; bare coordinates take ten exact ones.
     assert torch.equal(
         message_dfil(gmap, noise, None, rng()).samples.value,
-        ghost_dfil(gmap, noise.variance, 3, rng()).value,
+        ghost_dfil(gmap, noise.variance, 2, rng()).value,
     )
     bare = noise_of(make_defense("optimal_noise", scale=0.25, shape="own"), gmap)
     assert not bare.variance["unused"].any()
@@ -261,12 +263,15 @@ def shared_delta(gmap: GradientMap, defense: Defense, *seeds: int) -> dict[str, 
     return {name: shared[name] - g for name, g in gmap.gradient().items()}
 
 
-def logged_influence(gmap: GradientMap, delta: dict[str, Tensor], noisy: bool = True) -> float:
-    """The bound from an eigenvalue that is known to a tenth: at most the one from the eigenvalue
-    itself, and not far below.
+def logged_influence(gmap: GradientMap, delta: dict[str, Tensor]) -> float:
+    """The bound from products by differences: below the exact one, and not far. To 3 %: it depends
+    on the batch that differences were tried out with.
     """
-    found = float(inversion_influence_lower_bound(gmap, delta, tolerance=0.1, random=noisy))
-    assert 0.85 * (full := inversion_influence_lower_bound(gmap, delta)) <= found <= full
+    quick = by_differences(gmap)
+    assert quick is not None
+    found = one_product_bound(quick, delta)
+    assert 0.9 * (full := one_product_bound(gmap, delta)) <= found <= full
+    assert found >= inversion_influence_lower_bound(gmap, delta)
     return found
 
 
@@ -299,7 +304,7 @@ def test_logged_figures_equal_those_computed_outside(make_trainer: MakeTrainer) 
     )  # float32
     assert figures["dfil_max"] == pytest.approx(worst, rel=1e-4)
     assert figures["mse_bound"] == pytest.approx(1 / worst, rel=1e-4)
-    assert figures["i2f_lower_bound"] == pytest.approx(sum(influences) / 4, rel=1e-3)
+    assert figures["i2f_lower_bound"] == pytest.approx(sum(influences) / 4, rel=0.03)
 
 
 def test_figures_stand_beside_the_loss_where_both_are_due(make_trainer: MakeTrainer) -> None:
@@ -360,8 +365,8 @@ def test_defense_without_dfil_logs_what_there_is_and_says_so(
     assert caplog.text.count("only leakage/i2f_lower_bound is logged") == 1
     gmap = message(0, 4)
     delta = shared_delta(gmap, make_defense(name), 0, 0)
-    expected = logged_influence(gmap, delta, noisy=False)
-    assert logged(trainer)[1]["i2f_lower_bound"] == pytest.approx(float(expected), rel=1e-3)
+    expected = logged_influence(gmap, delta)
+    assert logged(trainer)[1]["i2f_lower_bound"] == pytest.approx(float(expected), rel=0.03)
     assert (float(expected) == 0) == (name == "none")
 
 

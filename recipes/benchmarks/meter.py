@@ -1,0 +1,78 @@
+"""What the Trainer's meter adds to a logged step, in plain gradients of its batch: dFIL and the
+bound on the influence, both by differences.
+
+    python -m recipes.benchmarks.meter --model MODEL --output docs/results/meter_speed
+
+On a map and a message that are there, 16 random tokens a sample, one thread. Trying differences
+out, which happens once a model and at every 16th logged step again, stands apart.
+"""
+
+import json
+import tempfile
+
+import torch
+
+from hf_gradguard import GradGuardConfig, GradientMap, make_defense
+from hf_gradguard.gradient_map.plans import forget
+from hf_gradguard.gradient_map.shifted import by_differences
+from hf_gradguard.randomness import Stream
+from hf_gradguard.training.meter import LeakageMeter
+from recipes.studies.lib.results import named
+
+from .measuring import RATIO, alternate, cells, classifier, main, random_batch
+
+LENGTH, SAMPLES, ROUNDS = 16, (1, 4, 16), 3
+DEFENSES = ("gaussian_noise", "optimal_noise")
+
+
+def measure(args) -> dict:
+    torch.set_num_threads(1)
+    model, rounds = classifier(args.model), 1 if args.quick else ROUNDS
+    kept, found = named(args.output, ".meter.json"), {}
+    if kept.exists():  # what was stopped goes on
+        found = json.loads(kept.read_text(encoding="utf-8"))
+    for count in (2,) if args.quick else SAMPLES:
+        if str(count) not in found:
+            found[str(count)] = logged(model, random_batch(model, count, LENGTH), rounds)
+            kept.write_text(json.dumps(found), encoding="utf-8")
+    kept.unlink()
+    return {"threads": 1, "length": LENGTH, "samples": found}
+
+
+def logged(model, batch: dict, rounds: int) -> dict[str, dict[str, float]]:
+    """By defense, and for the trial."""
+    gmap, found = GradientMap(model, batch, second_order=False), {}
+    gmap.gradient()
+
+    def plain() -> None:
+        GradientMap(model, batch, second_order=False).gradient()
+
+    def trial() -> None:
+        forget(model)
+        by_differences(gmap)
+
+    with tempfile.TemporaryDirectory() as folder:
+        args = GradGuardConfig(folder, leakage_logging_steps=1)
+        for name in DEFENSES:
+            defense = make_defense(name, scale=1e-3)
+            meter, message = LeakageMeter(args, defense, None), defense(gmap)
+
+            def admit(meter=meter, message=message) -> None:
+                meter.admits(gmap, message, 0, Stream())
+
+            trial()
+            found[name] = alternate(admit, plain, rounds)
+    return found | {"trying out": alternate(trial, plain, rounds)}
+
+
+def table(report: dict) -> tuple[list[str], list[list[str]]]:
+    rows = [
+        [samples, label, *cells(ratio, 1)]
+        for samples, found in report["samples"].items()
+        for label, ratio in found.items()
+    ]
+    return ["samples", "plain gradients for", *RATIO], rows
+
+
+if __name__ == "__main__":
+    main(__doc__, measure, table)
