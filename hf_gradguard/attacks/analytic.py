@@ -38,7 +38,7 @@ class Analytic(Attack):
         >>> from hf_gradguard.attacks import make_attack
         >>> make_attack("analytic")(image_seen)  # doctest: +ELLIPSIS
         Traceback (most recent call last):
-        ValueError: No linear layer of ResNetForImageClassification reads all pixels ...
+        ValueError: No linear layer of LeakageLeNetForImageClassification reads all pixels ...
     """
 
     name: ClassVar[str] = "analytic"
@@ -60,6 +60,8 @@ class Analytic(Attack):
                 f"analytic divides the gradient of {weight} by that of {bias}, and both were not "
                 "shared."
             )
+        if not seen.gradient[bias].any():
+            raise ValueError(f"The gradient of {bias} is zero, so there is nothing to divide by.")
         order = layer.bias.detach()
         rows = layer_inputs(seen.gradient[weight], seen.gradient[bias], order)
         shape = (seen.batch_size, *seen.input_shape[1:])

@@ -79,6 +79,7 @@ def audit(
         OSError: If `output` cannot be written to. Said before any work.
 
     Example:
+        >>> from hf_gradguard.audit import audit, summarize
         >>> result = audit(model, tokenizer, samples, "pruning", "span", output="runs/audit")
         >>> [verdict.defense for verdict in summarize(result).verdicts]
         ['none', 'pruning']

@@ -167,7 +167,8 @@ def one_product_bound(
 
     Example:
         >>> from hf_gradguard.leakage import one_product_bound
-        >>> bound, damping = one_product_bound(gmap, delta, 1e-3), 1e-3
+        >>> damping = 1e-2 * largest_eigenvalue(gmap)
+        >>> bound = one_product_bound(gmap, delta, damping)
         >>> inversion_influence_lower_bound(gmap, delta, damping) <= bound
         True
         >>> bound <= inversion_influence(gmap, delta, damping)

@@ -29,6 +29,7 @@ MANY = 32  # rows whose sums are compared
 EVEN = 0.3  # deviation of these, where 1 is that of rows that were drawn
 TALL = 30.0  # a row, beside the median one
 _PROJECTED = 48
+_CONVOLUTION = nn.Conv1d | nn.Conv2d | nn.Conv3d
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,7 @@ def _layers(model: nn.Module) -> Iterator[tuple[str, Tensor, Tensor | None]]:
     seen = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     for name, module in model.named_modules():
         weight = getattr(module, "weight", None)
-        known = isinstance(module, nn.Linear | Conv1D | nn.modules.conv._ConvNd)
+        known = isinstance(module, nn.Linear | Conv1D | _CONVOLUTION)
         if not known or not isinstance(weight, Tensor) or id(weight) in seen:
             continue
         seen.add(id(weight))
@@ -250,7 +251,7 @@ def _on_pixels(model: nn.Module) -> list[Finding]:
     config: Any = getattr(model, "config", None)
     size, channels = getattr(config, "image_size", None), getattr(config, "num_channels", None)
     first = next(
-        (m for m in model.named_modules() if isinstance(m[1], nn.Linear | nn.modules.conv._ConvNd)),
+        (m for m in model.named_modules() if isinstance(m[1], nn.Linear | _CONVOLUTION)),
         None,
     )
     if first is None or not isinstance(first[1], nn.Linear) or not isinstance(size, int | list):

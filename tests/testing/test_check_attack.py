@@ -11,10 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from hf_gradguard import GradientMap
 from hf_gradguard.attacks import ATTACKS, Attack, Observation, Reconstruction, make_attack
 from hf_gradguard.attacks.base import as_text
 from hf_gradguard.testing import check_attack
 from hf_gradguard.testing.observations import small_observation
+from recipes.studies.received.constructions import perceptron
 
 # What makes an attack quick. One that is not here runs for a single step, if it has steps.
 QUICK: dict[str, dict[str, Any]] = {
@@ -29,9 +31,21 @@ def quick(name: str) -> Attack:
     return make_attack(name, **QUICK.get(name, {"steps": 1} if has_steps else {}))
 
 
+def of_a_perceptron() -> Observation:
+    model = perceptron(16)
+    batch = {"pixel_values": torch.rand(2, 3, 16, 16), "labels": torch.tensor([2, 0])}
+    gradient = GradientMap(model, batch, second_order=False).gradient()
+    return Observation(model, gradient, (2, 3, 16, 16), labels=batch["labels"])
+
+
+# Attacks on models of a certain kind
+OBSERVATIONS = {"analytic": {"image": of_a_perceptron}}
+
+
 @pytest.mark.parametrize("name", ATTACKS)
 def test_every_attack_keeps_the_contract(name: str) -> None:
-    check_attack(quick(name))
+    observations = {domain: make() for domain, make in OBSERVATIONS.get(name, {}).items()}
+    check_attack(quick(name), **observations)
 
 
 def test_an_attack_of_several_restarts_keeps_the_contract() -> None:

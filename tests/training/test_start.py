@@ -21,7 +21,7 @@ def start(monkeypatch: pytest.MonkeyPatch, received: float | None) -> nn.Module:
             tensors[0][0, 0] = received
 
     monkeypatch.setattr(starting, "broadcast", broadcast)
-    args: Any = SimpleNamespace(world_size=3, device="cpu")
+    args: Any = SimpleNamespace(world_size=3, device="cpu", process_index=0)
     starting.StartAlike().on_train_begin(args, model=model)
     return model
 
