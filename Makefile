@@ -11,7 +11,7 @@ BIN := .venv/bin
 RANKS := --multi_gpu --num_processes 2 --num_machines 1 --mixed_precision no --dynamo_backend no
 DEMO := none optimal_noise optimal_pruning refiner
 none_SETTINGS := {}
-optimal_noise_SETTINGS := {}
+optimal_noise_SETTINGS := {"relative_scale": 5}
 optimal_pruning_SETTINGS := {}
 refiner_SETTINGS := {"evaluation_network": "runs/demo/network", "iterations": 2, "warm_start": 500}
 OFFLINE := HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=1
@@ -30,7 +30,7 @@ install: .venv/installed
 demo: $(DEMO:%=demo-%)
 	@$(BIN)/python recipes/compare.py $(DEMO:%=runs/demo/%/metrics.json)
 	@$(OFFLINE) $(BIN)/gradguard audit --model runs/demo/none --dataset hf_gradguard/data/sentiment/train.tsv \
-		--defense optimal_noise --defense optimal_pruning \
+		--defense optimal_noise:relative_scale=5 --defense optimal_pruning \
 		--defense refiner:evaluation_network=runs/demo/network \
 		--attack span --samples 8 --output runs/demo/audit
 
