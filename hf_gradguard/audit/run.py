@@ -74,8 +74,7 @@ def audit(
         **settings: Fields of `AuditSettings`; others are a TypeError.
 
     Raises:
-        ValueError: For unknown names, samples that do not fill the batches, labels out of range, or
-            texts without words.
+        ValueError: For unknown names, samples that do not fill batches, labels that are no classes.
         OSError: If `output` cannot be written to. Said before any work.
 
     Example:
