@@ -21,7 +21,7 @@ from recipes.studies.lib.results import named
 
 from .measuring import RATIO, alternate, cells, classifier, main, random_batch
 
-LENGTH, SAMPLES, ROUNDS = 16, (1, 4, 16), 3
+LENGTH, SAMPLES, ROUNDS = 16, (1, 4, 16, 64), 3
 DEFENSES = ("gaussian_noise", "optimal_noise")
 
 
