@@ -105,6 +105,7 @@ RUNS = [
     Run("shapes_naming", SHAPES, "naming", TEXT, 0.7),
     Run("frontier_rates", FRONTIER, "rates", TEXT, 0.6),
     Run("frontier_text", FRONTIER, "text", f"{TEXT} {KEPT}", 0.6),
+    Run("private_accuracy", "studies.private.run", "accuracy", TEXT, 0.4),
     Run("refiner_sentences", REFINER, "sentences", TEXT, 0.5),
     Run("refiner_in_training", REFINER, "in_training", TEXT, 0.25),
     Run("refiner_ablations", REFINER, "ablations", FEDERATION, 6),
@@ -133,7 +134,6 @@ PLANNED = [  # written and tried, not run to their end: no figures on the page
     Run("refiner_second_form", REFINER, "second_form", f"{TEXT} {KEPT}", 12),
     Run("undefended_families", UNDEFENDED, "families", "--tokenizer $MODEL", 8),
     Run("updates_images", UPDATES, "images", "--cifar10 $CIFAR10_LOSSLESS", 1),
-    Run("private_accuracy", "studies.private.run", "accuracy", TEXT, 0.8),
     Run("private_sgd", "benchmarks.private_sgd", "", "--model $MODEL", 0.1),
     Run("models_speed", "benchmarks.models", "", "--model $MODEL", 0.5),
 ]
