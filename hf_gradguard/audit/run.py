@@ -9,7 +9,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from transformers import Trainer
@@ -85,57 +85,60 @@ def audit(
     """
     if isinstance(model, Trainer):
         model, trainer = None, model
-    rest = defenses, attacks, candidates, read_metrics(metrics), output, settings
+    asked = _Asked(defenses, attacks, candidates, read_metrics(metrics), output, settings)
     if model is not None and trainer is None:
-        return _of_model(model, processing_class, samples, *rest)
+        return _of_model(model, processing_class, samples, asked)
     if model is None and trainer is not None:
-        return _of_trainer(trainer, processing_class, samples, *rest)
+        return _of_trainer(trainer, processing_class, samples, asked)
     raise ValueError("Give a model or a Trainer to audit, and not both.")
+
+
+class _Asked(NamedTuple):
+    """What is asked of an audit, of a model's or of a Trainer's; see `audit`."""
+
+    defenses: Spec | Sequence[Spec]
+    attacks: Spec | Sequence[Spec] | None
+    candidates: Sequence[Any] | None
+    price: Mapping[str, float]
+    output: str | os.PathLike[str]
+    settings: Mapping[str, Any]
 
 
 def _of_model(
     model: nn.Module,
     processing_class: Any,
     samples: Sequence[Sample] | int,
-    defenses: Spec | Sequence[Spec],
-    attacks: Spec | Sequence[Spec] | None,
-    candidates: Sequence[Any] | None,
-    price: Mapping[str, float],
-    output: str | os.PathLike[str],
-    settings: Mapping[str, Any],
+    asked: _Asked,
 ) -> Audit:
     if isinstance(samples, int):
         raise ValueError("Give the samples to audit: (text or image, label) each.")
-    terms = AuditSettings.of(settings)
-    made = _made(defenses, attacks, terms, model, candidates)
-    cells, setup = _of_samples(model, processing_class, samples, candidates, terms, output)
+    terms = AuditSettings.of(asked.settings)
+    made = _made(asked.defenses, asked.attacks, terms, model, asked.candidates)
+    cells, setup = _of_samples(
+        model, processing_class, samples, asked.candidates, terms, asked.output
+    )
     for defense in made[0].values():
         defense.prepare(model, processing_class)
-    return run(setup, terms, *made, cells, price)
+    return run(setup, terms, *made, cells, asked.price)
 
 
 def _of_trainer(
     trainer: Trainer,
     processing_class: Any,
     samples: Sequence[Sample] | int,
-    defenses: Spec | Sequence[Spec],
-    attacks: Spec | Sequence[Spec] | None,
-    candidates: Sequence[Any] | None,
-    price: Mapping[str, float],
-    output: str | os.PathLike[str],
-    settings: Mapping[str, Any],
+    asked: _Asked,
 ) -> Audit:
     if not isinstance(samples, int) or processing_class is not None:
         raise ValueError(
             "A Trainer has its own data and tokenizer: give the number of samples only."
         )
-    mode, others = trainer.model.training, make_defenses(defenses)
+    mode, others = trainer.model.training, make_defenses(asked.defenses)
     try:
-        terms, setup, own = set_up(trainer, samples, candidates, settings)
-        made = _made([{**others, **own}], attacks, terms, setup.model, setup.listed)
+        terms, setup, own = set_up(trainer, samples, asked.candidates, asked.settings)
+        made = _made([{**others, **own}], asked.attacks, terms, setup.model, setup.listed)
         for defense in others.values():
             defense.prepare(setup.model, trainer.processing_class)
-        return run(setup, terms, *made, Cells(Path(output) / "cells"), price)
+        return run(setup, terms, *made, Cells(Path(asked.output) / "cells"), asked.price)
     finally:
         trainer.model.train(mode)
 

@@ -46,7 +46,7 @@ def vjp_by_difference(gmap: GradientMap, x: Tensor, delta: Tensors) -> Tensor:
         True
     """
     parameters = {name: gmap.parameters[name].detach() for name in delta}
-    sizes = [_norm(parameters), _norm(delta)]
+    sizes = [_size(parameters), _size(delta)]
     if not sizes[1]:
         return torch.zeros_like(x)
     # Where rounding and the third derivative weigh alike, for a loss and parameters of one scale;
@@ -69,10 +69,6 @@ def _slope(gmap: GradientMap, x: Tensor, parameters: Tensors) -> Tensor:
         (slope,) = torch.autograd.grad(loss, x)
     found: Tensor = slope
     return found
-
-
-def _norm(tensors: Tensors) -> float:
-    return float(torch.stack([t.double().square().sum() for t in tensors.values()]).sum().sqrt())
 
 
 def by_differences(gmap: GradientMap) -> DifferencedMap | None:
