@@ -5,8 +5,6 @@ It lies here and not in the package, so that nothing of the tests is installed w
 
 from __future__ import annotations
 
-import hashlib
-import itertools
 import os
 import random
 
@@ -20,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from entropy import entropy_of
 from transformers.utils import logging
 
 from hf_gradguard import randomness, registry
@@ -52,19 +51,8 @@ def _fresh_process_state(monkeypatch: pytest.MonkeyPatch) -> None:
 def _same_entropy_every_time(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What protects is drawn from the operating system's entropy. In a test it comes from the
-    test's name instead: all keys differ, but are the same in every run, so that a statistical test
-    fails or passes for good. Other processes than the test's own keep the real entropy.
-    """
-    process, count = os.getpid(), itertools.count()
-
-    def named(size: int) -> bytes:
-        if os.getpid() != process:
-            return os.urandom(size)
-        name = f"{request.node.nodeid} {next(count)}"
-        return hashlib.shake_256(name.encode()).digest(size)
-
-    monkeypatch.setattr(randomness, "urandom", named)
+    """Keys come from the test's name, so that a statistical test fails or passes for good."""
+    monkeypatch.setattr(randomness, "urandom", entropy_of(request.node.nodeid))
 
 
 @pytest.fixture(autouse=True)

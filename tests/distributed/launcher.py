@@ -16,6 +16,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from entropy import entropy_of
+
+from hf_gradguard import randomness
+
 HERE = Path(__file__).resolve().parent
 LIMIT = 150  # seconds; a rank that hangs prints where, and dies
 
@@ -88,8 +92,9 @@ def kill(process: subprocess.Popen[str], folder: Path) -> None:
 
 
 def begin() -> tuple[Path, list[str]]:
-    """Arm the hard time-out and write down this rank's process group. Returns the folder and the
-    other arguments.
+    """Arm the hard time-out, write down this rank's process group, and draw keys from the names
+    of worker and rank, and from how many ranks have started in this folder. Returns the folder and
+    the other arguments.
 
     Call it after the imports.
     """
@@ -98,7 +103,11 @@ def begin() -> tuple[Path, list[str]]:
     # search
     gc.freeze()
     folder = Path(sys.argv[1])
-    (folder / f"rank{os.environ['RANK']}.pid").write_text(str(os.getpgrp()))
+    rank = os.environ["RANK"]
+    (folder / f"rank{rank}.pid").write_text(str(os.getpgrp()))
+    with (folder / f"rank{rank}.starts").open("a") as starts:
+        starts.write("started\n")
+        randomness.urandom = entropy_of(f"{Path(sys.argv[0]).name} {rank} {starts.tell()}")
     return folder, sys.argv[2:]
 
 

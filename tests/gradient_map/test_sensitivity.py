@@ -483,6 +483,19 @@ def test_reentrant_checkpointing_is_refused_by_torch() -> None:
         GradientMap(model, batch, second_order=False).squared_sensitivity(1)
 
 
+def test_parameters_without_derivatives_do_not_count_in_trials() -> None:
+    """A softmax hides what is added to all keys: of a key's bias, steps differ by rounding alone,
+    as much as by what they change.
+    """
+    model, batch = make_task("bert", dtype=torch.float32)
+    model.train().gradient_checkpointing_enable({"use_reentrant": False})  # parameters only
+    gmap = GradientMap(model, {key: value[:1] for key, value in batch.items()})
+    plan = plan_of(gmap)
+    assert gmap.replay.recomputes()
+    assert plan.error < 0.01
+    assert plan.shrink == 1.0
+
+
 def test_a_loss_without_second_backward_has_sensitivities() -> None:
     """Fused kernels and chunked losses have none."""
 

@@ -14,6 +14,8 @@ _FIRST = {
     "optimal_noise": [{"relative_scale": 5.0}, {"relative_scale": 20.0}],
 }
 _THEN = [
+    ("gaussian_noise", {"relative_scale": 10.0}),
+    ("optimal_noise", {"relative_scale": 10.0}),
     ("pruning", {"ratio": 0.99}),
     ("optimal_pruning", {"ratio": 0.99}),
     ("quantization", {"bits": 1}),
