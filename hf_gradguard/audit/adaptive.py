@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from ..attacks import Attack
 from ..attacks.candidates.attack import Candidates
 from ..defenses import Defense
+from .local import in_unit_of_gradients, training_of
 from .settings import AuditSettings
 from .verdicts import INFORMED
 
@@ -38,7 +39,7 @@ def attackers(
     The one who does not know the defense, and if that makes a difference the one who does. An
     attack that reads laws (`candidates`) has no use for not knowing one: where it may, it does.
     """
-    known = defense.informed()
+    known = in_unit_of_gradients(training_of(terms), defense.informed())
     granted = frozenset({"noise_variance"} if terms.noise_known else ())
     if "law" in attack.informed_by:
         grants = granted | ({"law"} if terms.adaptive else frozenset())

@@ -17,15 +17,16 @@ from transformers.utils import logging
 
 from ..attacks.candidates.attack import Candidates, Ranked
 from ..attacks.labels import recover_labels
-from ..attacks.observation import Observation
 from ..defenses.message import Message, Noise
-from ..gradient_map import GradientMap
+from ..gradient_map import GradientMap, UpdateMap
 from ..gradient_map.domain import count_rows
 from ..randomness import Stream
 from ..registry import ESTIMATORS
+from .local import observation
 
 if TYPE_CHECKING:
     from ..attacks import Attack, Reconstruction
+    from ..attacks.local import LocalTraining
     from ..defenses import Defense
     from ..gradient_map.inputs import LossFunction
     from ..leakage.estimators import Estimator
@@ -48,12 +49,15 @@ class Shared:
         loss_fn: The client's loss. Default: the model's own.
         micro_batches: Parts of a client's batch, protected one by one. The client averages what is
             shared of them.
+        local: How the client trains on its batch before it sends the change of its weights. `None`:
+            it sends the gradient.
     """
 
     input_embeddings: bool = False
     withhold: Sequence[str] = ()
     loss_fn: LossFunction | None = None
     micro_batches: int = 1
+    local: LocalTraining | None = None
 
 
 class Client:
@@ -101,12 +105,20 @@ class Client:
     def _map(self, batch: dict[str, Tensor], place: int = 0) -> GradientMap:
         stream = Stream.from_seeds(*self.seeds, _DROPOUT, *([place] if place else []))
         with _reproducible(self.model, stream):
-            return GradientMap(
+            what: dict[str, Any] = {
+                "loss_fn": self.shared.loss_fn,
+                "share_input_embeddings": self.shared.input_embeddings,
+                "withhold": self.shared.withhold,
+            }
+            local = self.shared.local
+            if local is None:
+                return GradientMap(self.model, batch, **what)
+            return UpdateMap(
                 self.model,
-                batch,
-                loss_fn=self.shared.loss_fn,
-                share_input_embeddings=self.shared.input_embeddings,
-                withhold=self.shared.withhold,
+                local.batches(batch),
+                learning_rate=local.rates,
+                optimizer=local.optimizer,
+                **what,
             )
 
     def gradient(self) -> dict[str, Tensor]:
@@ -178,7 +190,9 @@ class Upload:
 
         def read() -> Cell:
             observed = modality.observed(self.client.batch)
-            seen = Observation(model=self.client.model, gradient=self.message, **observed)
+            seen = observation(
+                self.client.shared.local, self.client.model, self.message, **observed
+            )
             return {"labels": recover_labels(seen).tolist()}
 
         return _outcome(read, ValueError, FloatingPointError)
@@ -189,9 +203,10 @@ class Upload:
         labels = modality.granted(batch)
 
         def reconstruct() -> Cell:
-            seen = Observation(
-                model=self.client.model,
-                gradient=self.message,
+            seen = observation(
+                self.client.shared.local,
+                self.client.model,
+                self.message,
                 labels=labels,
                 **self._granted(attacker.grants),
                 **modality.observed(batch),

@@ -43,7 +43,7 @@ def facts(
         "main_score": TERMS[kind["kind"]].score,
         "model": _model_name(model),
         "training_mode": model.training,
-        "samples": messages * settings.batch_size * settings.accumulation,
+        "samples": messages * settings.rows,
         "messages": messages,
         "task": None if (task := task_of(model)) is None else task.name,
         "classes": getattr(model.config, "num_labels", None)
@@ -62,9 +62,9 @@ def facts(
 def threat_model(model: nn.Module, modality: Modality, settings: AuditSettings) -> list[str]:
     """What the attacker sees and knows, a sentence each."""
     terms = TERMS[modality.settings()["kind"]]
-    size = settings.batch_size * settings.accumulation
+    size = settings.rows
     return [
-        "The server knows the model and follows the protocol. It sees the gradient of "
+        f"The server knows the model and follows the protocol. It sees {_shared(settings)} of "
         f"{f'one {terms.one}' if size == 1 else f'{size} {terms.many}'} at a time, as the defense "
         "lets it through, and tries to read the data back out of it.",
         *modality.threat_model(),
@@ -89,6 +89,16 @@ def threat_model(model: nn.Module, modality: Modality, settings: AuditSettings) 
         else "The model ran in eval mode, without dropout: the attacker's best case.",
         "Every message is attacked by itself. A server that sees the same data again knows more.",
     ]
+
+
+def _shared(settings: AuditSettings) -> str:
+    if not settings.local_steps:
+        return "the gradient"
+    return (
+        f"the change of the weights after {settings.local_steps} local steps (batches of "
+        f"{settings.batch_size}, {settings.optimizer}, learning rate {settings.learning_rate:g}, "
+        "in an order that it knows)"
+    )
 
 
 def attack_settings(attack: Attack) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from ..defenses import Defense
 from ..gradient_map.domain import domain_of_model
 from .cells import Cells
 from .client import Shared
+from .local import training_of
 from .loop import Setup, run
 from .modality import Modality, modality_of
 from .result import Audit
@@ -167,15 +168,17 @@ def _of_samples(
     terms: AuditSettings,
     output: str | os.PathLike[str],
 ) -> tuple[Cells, Setup]:
-    size = terms.batch_size * terms.accumulation
+    size = terms.rows
     if not samples or len(samples) % size:
         raise ValueError(f"{len(samples)} samples do not fill messages of {size}.")
     cells = Cells(Path(output) / "cells")
     modality = modality_of(model, processing_class, terms)
     batches = _batches(model, modality, samples, size)
     listed = None if candidates is None else modality.candidates(candidates)
-    shared = Shared(terms.share_input_embeddings, micro_batches=terms.accumulation)
-    return cells, Setup(model, modality, batches, listed, shared)
+    local = training_of(terms)
+    shared = Shared(terms.share_input_embeddings, micro_batches=terms.accumulation, local=local)
+    identity = [] if local is None else [str(local)]
+    return cells, Setup(model, modality, batches, listed, shared, identity=identity)
 
 
 def read_metrics(

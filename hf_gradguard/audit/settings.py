@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from numbers import Integral
+from numbers import Integral, Real
 from typing import Any, Self, get_args, get_type_hints
 
 
@@ -19,7 +20,10 @@ def option(default: Any, text: str) -> Any:
     return field(default=default, metadata={"help": text})
 
 
-_LEAST = {"batch_size": 1, "accumulation": 1, "repeats": 1, "seed": 0, "max_length": 1}
+_LEAST = {
+    "batch_size": 1, "accumulation": 1, "repeats": 1, "seed": 0, "max_length": 1,
+    "local_steps": 0, "local_epochs": 1,
+}  # fmt: skip
 
 
 @dataclass(kw_only=True)
@@ -42,9 +46,16 @@ class AuditSettings:
             all.
         accumulation: Batches whose protected gradients a client averages by itself before it sends
             a message.
+        local_steps: K, the steps that a client trains before it sends, each on a batch: a message
+            is then the protected change of its weights, in whose unit a defense's settings are. 0:
+            it sends gradients.
+        local_epochs: How often it goes over its batches in them, in one order that the attacker
+            knows. A message is of `local_steps / local_epochs` batches.
+        learning_rate: Of the local steps, which it is needed for.
+        optimizer: Of the local steps: `"sgd"` or `"adamw"`, without weight decay.
 
     Raises:
-        ValueError: For numbers out of range.
+        ValueError: For numbers out of range, or local steps without a learning rate.
 
     Example:
         >>> AuditSettings(labels_known=False).batch_size
@@ -62,6 +73,12 @@ class AuditSettings:
     share_input_embeddings: bool = option(False, "share the token embeddings' gradient")
     reference: bool = option(True, "the row without a defense")
     accumulation: int = option(1, "batches whose protected gradients make one message")
+    local_steps: int = option(
+        0, "steps that a client trains before it sends the change of its weights; 0: gradients"
+    )
+    local_epochs: int = option(1, "times that a client goes over its batches in its local steps")
+    learning_rate: float | None = option(None, "of the local steps")
+    optimizer: str = option("sgd", "of the local steps: sgd or adamw")
 
     def __post_init__(self) -> None:
         for name, least in _LEAST.items():
@@ -70,6 +87,36 @@ class AuditSettings:
                 raise ValueError(
                     f"{name} must be a whole number of at least {least}, but is {value!r}."
                 )
+        self._check_local()
+
+    def _check_local(self) -> None:
+        if not self.local_steps:
+            if self.learning_rate is not None or self.local_epochs > 1:
+                raise ValueError(
+                    "learning_rate and local_epochs are of local training: give local_steps, or "
+                    "leave them out."
+                )
+            return
+        rate = self.learning_rate
+        if isinstance(rate, bool) or not isinstance(rate, Real) or not 0 < rate < math.inf:
+            raise ValueError(
+                f"{self.local_steps} local steps need a learning_rate above 0, not {rate!r}."
+            )
+        if self.local_steps % self.local_epochs:
+            raise ValueError(
+                f"{self.local_steps} local steps are no whole number for each of "
+                f"{self.local_epochs} epochs: give local_epochs times the client's batches."
+            )
+        if self.accumulation > 1:
+            raise ValueError(
+                "A client sends an update or accumulates gradients, not both: leave out "
+                "accumulation, and give a batch_size as large as an accumulated step's."
+            )
+
+    @property
+    def rows(self) -> int:
+        """Samples behind one message."""
+        return self.batch_size * self.accumulation * max(1, self.local_steps // self.local_epochs)
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Self:

@@ -97,6 +97,11 @@ def _check(trainer: Trainer, given: Mapping[str, Any]) -> None:
             "The collator pads a Trainer's batches to their longest text, so their shape tells its "
             "length: leave lengths_known, or audit the model."
         )
+    if given.get("local_steps"):
+        raise ValueError(
+            "A Trainer's clients share a gradient each step: leave out local_steps, or audit the "
+            "model, with its samples."
+        )
 
 
 def _drawn(
