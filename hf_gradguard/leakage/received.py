@@ -20,6 +20,8 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from .attention import sharp_attention
+
 LEAST_INPUTS = 16  # below, rows are alike by chance
 ALIKE = 0.999  # cosine of rows that measure the same
 FEWEST = 3  # rows alike, rows of zeros
@@ -66,7 +68,8 @@ def check_received(
 ) -> list[Finding]:
     """What in a received model makes the gradients leak that a client would share of it.
 
-    Looks at weights and structure alone: no data, no pass. Frozen parameters do not count.
+    Looks at weights and structure alone: no data, no pass. Frozen parameters do not count, but for
+    those of attention.
 
     Args:
         model: As it was received.
@@ -96,6 +99,7 @@ def check_received(
         for where, table in _tables(model)
         for says in _equal_rows(table)
     ]
+    found += [Finding("single_tokens", where, says) for where, says in sharp_attention(model)]
     return [*found, *_on_pixels(model), *_against(model, reference)]
 
 

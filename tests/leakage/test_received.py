@@ -162,3 +162,34 @@ def test_analytic_reads_one_image_of_a_perceptron() -> None:
     seen = Observation(model, gradient, tuple(batch["pixel_values"].shape))
     with pytest.raises(ValueError, match="No linear layer of ViT"):
         make_attack("analytic")(seen)
+
+
+@pytest.mark.parametrize("name", ["bert", "gpt2_lm", "llama", "t5", "vit"])
+def test_attention_that_picks_single_tokens(name: str) -> None:
+    """By queries and keys, split or fused, shared by heads or not, frozen or trained."""
+    model = make_task(name)[0]
+    names = ("query", "key", "q_proj", "k_proj", "c_attn", ".q", ".k")
+    layers = [layer for where, layer in model.named_modules() if where.endswith(names)]
+    assert layers
+    with torch.no_grad():
+        for layer in layers:
+            layer.weight.mul_(1e3)
+    model.requires_grad_(False)
+    assert not checks(model)  # nothing is shared of it
+    next(p for n, p in model.named_parameters() if "attn" not in n and p.dim() == 1).requires_grad_(
+        True
+    )
+    assert checks(model) == {"single_tokens"}
+
+
+def test_a_constant_query_picks_a_place() -> None:
+    """The bias alone decides on which key is taken; queries of no size tell nothing."""
+    model = encoder()
+    own = model.bert.encoder.layer[0].attention.self
+    with torch.no_grad():
+        own.query.weight.mul_(1e-3)
+        own.key.weight.mul_(1e2)
+    assert "single_tokens" not in checks(model)
+    with torch.no_grad():
+        own.query.bias.fill_(50.0)
+    assert "single_tokens" in checks(model)

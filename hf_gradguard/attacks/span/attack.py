@@ -47,9 +47,10 @@ class Span(Attack):
     lies in the span of their gradients. Of the candidates those are taken that together leave the
     least of that span unexplained.
 
-    The attack needs fewer tokens in the batch than the layer is wide, or than LoRA matrices of the
-    block have rows. The last token of a causal language model's text is not in any gradient but the
-    output head's: it is left at -1.
+    The attack needs fewer tokens in the batch than the layer is wide. Of LoRA that is the rank in
+    the first message, in which A has no gradient; later on encoders are read whose texts have
+    several times as many tokens. The last token of a causal language model's text is not in any
+    gradient but the output head's: it is left at -1.
 
     Args:
         threshold: Take candidates of at most this relative distance from the span, as published,
@@ -148,7 +149,8 @@ class Span(Attack):
 
 def _first(groups: list[Readers]) -> Readers:
     """The readers of unmixed inputs with the largest gradient: the first block's query, key and
-    value.
+    value. Of LoRA's two matrices the one that reads tokens as they are, and not what the other made
+    of them.
     """
     unmixed = [g for g in groups if g.mixing == "none"]
     if not unmixed:
@@ -157,7 +159,7 @@ def _first(groups: list[Readers]) -> Readers:
             "them (in most models the first block's query, key and value), or it is zero: span has "
             "nothing to search. Attack by gradient matching, e.g. tag."
         )
-    return max(unmixed, key=lambda g: (-g.calls, g.size))
+    return max(unmixed, key=lambda g: (-g.calls, g.size[0], g.width))
 
 
 def _behind(seen: Observation, groups: list[Readers], first: Readers) -> list[Readers]:

@@ -69,6 +69,11 @@ class Readers:
         rows = sum(shape[0] for shape in shapes)
         return min(rows, shapes[0][1]), rows
 
+    @property
+    def width(self) -> int:
+        """H, the entries of what they read."""
+        return int(self.like_rows(0, self.modules[0].weight).shape[1])  # type: ignore[arg-type]
+
     def like(self, other: Readers) -> bool:
         """Whether these are the same layers of another block."""
         return [m.weight.shape for m in self.modules] == [m.weight.shape for m in other.modules]

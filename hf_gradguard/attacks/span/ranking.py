@@ -72,9 +72,9 @@ class Search:
             raise ValueError(
                 f"The gradients of {', '.join(self.readers.names)} span all "
                 f"{len(self.space.columns)} dimensions of their inputs, so that every token lies "
-                "in the span. span needs fewer tokens in a batch than the layer is wide, of LoRA "
-                "fewer than its rank before the first step (if there are: give attention_mask, or "
-                "the true T). Attack by gradient matching, e.g. tag."
+                "in the span. span needs fewer tokens in a batch than the layer is wide (if there "
+                f"are: give attention_mask, or the true T){_of_rank(self.readers)}. Attack by "
+                "gradient matching, e.g. tag."
             )
         scores, ids = self._ranked(directions, trust, shortlist)
         if threshold is not None:
@@ -133,6 +133,16 @@ class Search:
             close: list[int] = ids[i, scores[i] <= TIE * farthest].tolist()
             found[place] = best + [token for token in close if token not in best][:ALTERNATIVES]
         return found
+
+
+def _of_rank(readers: Readers) -> str:
+    """What else to do about LoRA, whose B reads no more of a token than A makes of it."""
+    if not any("lora_B" in name for name in readers.names):
+        return ""
+    return (
+        f": of LoRA of rank {readers.width} at most {readers.width - 1} while B is zero and A so "
+        "has no gradient. Attack a later message, or with candidates"
+    )
 
 
 def vectors(seen: Observation, readers: Readers, ids: Tensor, places: Tensor) -> Tensor:

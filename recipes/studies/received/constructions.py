@@ -1,4 +1,4 @@
-"""Five ways to make weights that leak, each in a model of its own, and what they give away."""
+"""Six ways to make weights that leak, each in a model of its own, and what they give away."""
 
 from dataclasses import dataclass
 
@@ -19,10 +19,11 @@ from hf_gradguard.attacks import Observation, make_attack
 from hf_gradguard.attacks.analytic import layer_inputs
 from hf_gradguard.metrics import score_images
 
-from .settings import CONSTRUCTIONS, HONEST
+from .settings import CONSTRUCTIONS, FROZEN, HONEST
 
 SIZE, CHANNELS, CLASSES = 16, 3, 10
-IMPRINT, DECEPTICONS, FISHING, TRAPS, PAIRS = CONSTRUCTIONS
+IMPRINT, DECEPTICONS, FISHING, TRAPS, PAIRS, SINGLE = CONSTRUCTIONS
+LENGTH = 12  # tokens of a text
 
 
 class PerceptronConfig(PretrainedConfig):
@@ -176,13 +177,38 @@ def pairs(public: Tensor, plan: dict) -> Planted:
     return Planted(model, "first", "image")
 
 
+def frozen(public: Tensor, plan: dict) -> Planted:
+    """The first of three blocks is not trained: what the others read was mixed by its attention."""
+    config = BertConfig(
+        vocab_size=200, hidden_size=plan["width"], num_hidden_layers=3, num_attention_heads=2,
+        intermediate_size=plan["units"], num_labels=2, pad_token_id=0, max_position_embeddings=32,
+    )  # fmt: skip
+    model = BertForSequenceClassification(config).eval()
+    model.bert.embeddings.requires_grad_(False)
+    model.bert.encoder.layer[0].requires_grad_(False)
+    return Planted(model, "bert.encoder.layer.1", "text")
+
+
+def single_tokens(public: Tensor, plan: dict) -> Planted:
+    """The same, with queries and keys of the frozen block alike and huge: every token attends to
+    itself, and the second block reads tokens that nothing has mixed.
+    """
+    planted = frozen(public, plan)
+    own = planted.model.bert.encoder.layer[0].attention.self
+    with torch.no_grad():
+        turned = 20 * torch.linalg.qr(torch.randn_like(own.query.weight)).Q
+        own.query.weight.copy_(turned)
+        own.key.weight.copy_(turned)
+    return planted
+
+
 def honest(public: Tensor, plan: dict) -> Planted:
     return Planted(perceptron(plan["units"]), "first", "image")
 
 
 BUILT = {
     IMPRINT: imprint, DECEPTICONS: decepticons, FISHING: fishing, TRAPS: traps, PAIRS: pairs,
-    HONEST: honest,
+    SINGLE: single_tokens, HONEST: honest, FROZEN: frozen,
 }  # fmt: skip
 
 
@@ -207,6 +233,8 @@ def input_of(model: nn.Module, layer: nn.Module, ids: Tensor) -> Tensor:
 def leaks(planted: Planted, images: Tensor, plan: dict) -> float:
     """Of one message, the share of its images (above 30 dB) or tokens that are read exactly."""
     model = planted.model
+    if planted.layer == "bert.encoder.layer.1":
+        return tokens_spanned(planted, plan)
     if planted.kind == "text":
         return tokens_read(planted, plan)
     batch = {"pixel_values": images, "labels": torch.arange(len(images)) % CLASSES}
@@ -221,7 +249,7 @@ def leaks(planted: Planted, images: Tensor, plan: dict) -> float:
 
 def tokens_read(planted: Planted, plan: dict) -> float:
     """Each reading of the layer's inputs is the nearest token at the nearest place."""
-    model, length = planted.model, 12
+    model, length = planted.model, LENGTH
     ids = torch.randint(5, 200, (plan["texts"], length))
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     labels = torch.arange(len(ids)) % 2
@@ -242,3 +270,19 @@ def tokens_read(planted: Planted, plan: dict) -> float:
     }
     true = {(place, int(token)) for row in ids for place, token in enumerate(row)}
     return len(read & true) / len(true)
+
+
+def tokens_spanned(planted: Planted, plan: dict) -> float:
+    """Of a text's tokens at their places, those that span finds in the gradients of what is
+    trained.
+    """
+    model = planted.model
+    ids = torch.randint(5, 200, (1, LENGTH))
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    labels = torch.zeros(1, dtype=torch.long)
+    gradient = GradientMap(model, {**batch, "labels": labels}, second_order=False).gradient()
+    try:
+        found = make_attack("span")(Observation(model, gradient, (1, LENGTH))).token_ids
+    except ValueError:  # nothing that reads single tokens
+        return 0.0
+    return sum(a == b for a, b in zip(found[0], ids[0].tolist(), strict=True)) / LENGTH

@@ -1,4 +1,4 @@
-"""Misses: five constructions that make gradients leak, each shown to leak.
+"""Misses: six constructions that make gradients leak, each shown to leak.
 
     python -m recipes.studies.received.run malicious --cifar10 NPZ --output
         docs/results/received_malicious
@@ -6,11 +6,14 @@
 Each construction is put into a model: Robbing the Fed's imprint module in front of a ViT, bins in a
 BERT's feed-forward layer behind an attention that adds nothing (after Decepticons), a head that
 lets one class through (after Fishing), trap weights (Curious Abandon Honesty), and a layer with
-every direction 16 times. Images are of CIFAR-10, at 16 × 16 pixels; the server sets its bins by
-1,000 other images. A message is of 8 images or 4 texts of 12 tokens. Read: the share of images
-above 30 dB by `analytic`, or of tokens at their places. The last construction is none: a
-perceptron as it is initialized. Noise of 0.3 and 3 % of the planted weights hides that rows are
-alike. Ten seeds. Two minutes of one core.
+every direction 16 times. The sixth makes a BERT's first attention pick single tokens, and its
+client trains all behind the first block; its check was written when the construction was known, as
+those of the others were. Images are of CIFAR-10, at 16 × 16 pixels; the server sets its bins by
+1,000 other images. A message is of 8 images, 4 texts of 12 tokens, or, of the sixth, one. Read: the
+share of images above 30 dB by `analytic`, or of tokens at their places (of the sixth, by `span`).
+The last two constructions are none: a perceptron as it is initialized, and the sixth's BERT. Noise
+of 0.3 and 3 % of the planted weights hides that rows are alike. Ten seeds. Three minutes of one
+core.
 """
 
 import numpy as np
@@ -21,7 +24,7 @@ from hf_gradguard.leakage import check_received
 
 from ..lib.tables import interval, write_table
 from .constructions import BUILT, disturb, leaks
-from .settings import CONSTRUCTIONS, HIDDEN, HONEST, PLAN, QUICK
+from .settings import CONSTRUCTIONS, FROZEN, HIDDEN, HONEST, PLAN, QUICK
 
 ARGUMENTS = {"--cifar10": "npz with x_train in uint8"}
 
@@ -30,8 +33,8 @@ def cells(args) -> dict:
     plan = QUICK if args.quick else PLAN
     return {
         (name, str(share), str(seed)): {"built": name, "hidden": share, "seed": seed, **plan}
-        for name in (*CONSTRUCTIONS, HONEST)
-        for share in (HIDDEN[:1] if args.quick or name == HONEST else HIDDEN)
+        for name in (*CONSTRUCTIONS, HONEST, FROZEN)
+        for share in (HIDDEN[:1] if args.quick or name in (HONEST, FROZEN) else HIDDEN)
         for seed in range(1 if args.quick else 10)
     }
 

@@ -16,8 +16,10 @@ CONSTRUCTIONS = (
     "one class let through (Fishing)",
     "trap weights (Curious Abandon Honesty)",
     "rows in pairs",
+    "attention on single tokens",
 )
 HONEST = "none of them"
+FROZEN = "none of them, first block frozen"
 HIDDEN = (0.0, 0.003, 0.03)
 """Noise on the planted weights, of so many times their size."""
 PLAN = {"units": 256, "images": 8, "texts": 4, "width": 64}
