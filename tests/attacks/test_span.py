@@ -103,12 +103,17 @@ def collate(texts: list[list[int]]) -> dict[str, Tensor]:
     return {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
 
 
+def _plain(model: nn.Module) -> nn.Module:
+    """Without adapters."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
 def observe(
     model: nn.Module, texts: list[list[int]], noise: float = 0.0, **grants: Any
 ) -> Observation:
     """What a server sees of these sentences; `noise` is relative to each tensor's own RMS."""
     batch = collate(texts)
-    if isinstance(model, GPT2LMHeadModel):
+    if isinstance(_plain(model), GPT2LMHeadModel):
         labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
     else:
         labels = torch.arange(len(texts)) % 2
@@ -325,6 +330,26 @@ def test_lora_decoder() -> None:
     model = randomize(get_peft_model(build("gpt2", torch.float32), settings)).double().eval()
     texts = sentences(1)
     assert Span()(observe(model, texts)).token_ids == texts
+
+
+@pytest.mark.parametrize("rank", [5, 6])
+def test_lora_of_lower_rank_than_the_text_is_long(rank: int) -> None:
+    """What its rows and the tokens before span together holds the next one: 8 tokens are heard."""
+    settings = LoraConfig(
+        task_type="CAUSAL_LM", r=rank, target_modules=["c_attn"], fan_in_fan_out=True
+    )
+    model = randomize(get_peft_model(build("gpt2_lm", torch.float32), settings)).double().eval()
+    texts = sentences(1, (9,))
+    (found,) = Span()(observe(model, texts)).token_ids
+    assert found[:-1] == texts[0][:-1]
+
+
+def test_lora_in_its_first_step_is_refused_by_its_rank() -> None:
+    """B is zero, A has no gradient, and B's tells what A made of the tokens."""
+    settings = LoraConfig(task_type="SEQ_CLS", r=4, target_modules=["query", "value"])
+    model = get_peft_model(build("bert", torch.float32), settings).double().eval()
+    with pytest.raises(ValueError, match="of LoRA of rank 4 at most 3 while B is zero"):
+        Span()(observe(model, sentences(1)))
 
 
 def test_without_a_tokenizer_special_tokens_are_found_like_any_other() -> None:

@@ -13,6 +13,8 @@ from .layer_inputs import layer_inputs
 from .subspace import distances
 from .views import View
 
+DEFICIENT = 8  # times as many prefixes where the first tokens of a text cannot be told for certain
+
 
 def extend(
     seen: Observation,
@@ -77,6 +79,9 @@ def _prefixes(
 ) -> list[dict[Text, float]]:
     """The best prefixes of every length, with the sums of their tokens' distances."""
     lengths = heard.sum(1).tolist()
+    low_rank = view.readers.size[0] < view.readers.width  # LoRA
+    deficient = low_rank and len(view.directions) < int(heard.sum())
+    beams = beams * DEFICIENT if deficient else beams
     levels: list[dict[Text, float]] = [{(): 0.0}]
     for place in range(max(lengths)):
         going = sum(length > place for length in lengths)
@@ -85,7 +90,7 @@ def _prefixes(
         certain = known[heard[:, place], place]
         tokens = sorted({*certain[certain >= 0].tolist(), *(tokens if unknown else [])})
         longer = [(*prefix, token) for prefix in levels[-1] for token in tokens]
-        scores = _last_distances(seen, view, longer)
+        scores = _last_distances(seen, view, longer, deficient)
         totals = {p: levels[-1][p[:-1]] + s for p, s in zip(longer, scores, strict=True)}
         ranked = sorted(totals.items(), key=lambda item: item[1])
         # One token, repeated, reads the same everywhere unless positions are absolute, and is then
@@ -101,10 +106,24 @@ def _repeats(text: Text) -> bool:
     return len(text) > 1 and len(set(text)) == 1
 
 
-def _last_distances(seen: Observation, view: View, prefixes: list[Text]) -> list[float]:
+def _last_distances(
+    seen: Observation, view: View, prefixes: list[Text], deficient: bool
+) -> list[float]:
+    """Of each prefix's last input, the squared relative distance from the span; where the gradient
+    has too few rows to span all inputs, from what it spans together with the inputs before
+    (subspace-augmented MUSIC: Lee, Bresler and Junge, "Subspace Methods for Joint Sparse Recovery",
+    2012).
+    """
     scores: list[float] = []
     for start in range(0, len(prefixes), 256):
         ids = torch.tensor(prefixes[start : start + 256], device=seen.device)
-        x = layer_inputs(seen, view.readers, ids)[:, -1].double() * view.space.columns
-        scores += distances(x, view.directions, view.trust).clamp(min=0).tolist()
+        x = layer_inputs(seen, view.readers, ids).double() * view.space.columns
+        if deficient and ids.shape[1] > 1:
+            size = x[:, -1].square().sum(1)
+            x = x - ((x @ view.directions.T) * view.trust) @ view.directions
+            before = torch.linalg.qr(x[:, :-1].mT).Q
+            rest = x[:, -1] - (before @ (before.mT @ x[:, -1, :, None]))[:, :, 0]
+            scores += (rest.square().sum(1) / size).tolist()
+        else:
+            scores += distances(x[:, -1], view.directions, view.trust).clamp(min=0).tolist()
     return scores

@@ -12,6 +12,16 @@ IMAGES = {
 TEXT = {"tag": {"steps": 1500}}
 FULL = {"images": 16, "sentences": 20}
 QUICK = {"images": 2, "sentences": 2}
+RANKS, STEPS_BEFORE = (8, 16), (0, 10)
+ADAPTED = {
+    ("bert", "classifier"): ("query", "value"),
+    ("llama", "language model"): ("q_proj", "v_proj"),
+    ("gpt2", "language model"): ("c_attn",),
+}  # fused layers as they are
+LONG = (
+    "She put the glass on the table and the plate on the shelf before her brother came home from "
+    "the village."
+)
 SENTENCES = [  # written for this table, of the kind that tests of grammar use
     "The old sailor told the children a story about the sea.",
     "Mary expected her brother to leave before the meeting ended.",
