@@ -40,8 +40,14 @@ ATTACKS = {
     TAG: (2, {"steps": 500}),
     ("span", 4): (3, {}),
 }
-# What comes first: so many seeds, trained and attacked by these
-PASSES = [(1, [SPAN]), (1, [CANDIDATES]), (SEEDS, [SPAN]), (SEEDS, list(ATTACKS))]
+# What comes first: so many seeds, trained and attacked by these at these stages
+PASSES = [
+    (1, {SPAN: ["end", "middle", "start"]}),
+    (1, {CANDIDATES: ["end"]}),
+    (SEEDS, {SPAN: ["end"]}),
+    (1, {TAG: ["end"]}),
+    (SEEDS, {one: list(STAGES) for one in ATTACKS}),
+]
 QUICK = {"steps": 2, "batch": 4}
 QUICK_ATTACKS = {SPAN: (1, {}), ("candidates", 4): (1, {"listed": 20})}
 QUICK_ROWS = [

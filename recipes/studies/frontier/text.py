@@ -13,8 +13,6 @@ likelihood: what is shown is the share of a message's 16 that are told at 1 % fa
 keeps what was trained, 45 MB a stage.
 """
 
-import itertools
-
 import numpy as np
 
 from ..lib.results import Results, named
@@ -51,9 +49,9 @@ def cells(args) -> dict:
     chosen = {} if args.quick else _chosen(args)
     sizes = QUICK if args.quick else {"steps": STEPS, "batch": BATCH}
     attacks = QUICK_ATTACKS if args.quick else ATTACKS
-    passes = [(1, list(attacks))] if args.quick else PASSES if args.all else PASSES[:1]
+    passes = [(1, {one: list(STAGES) for one in attacks})] if args.quick else PASSES
     found: dict = {}
-    for seeds, some in passes:
+    for seeds, some in passes if args.all else passes[:1]:
         for seed in range(seeds):
             trained = {
                 row_of(*row): {
@@ -64,7 +62,7 @@ def cells(args) -> dict:
                 if args.quick or row_of(*row) in chosen
             }  # fmt: skip
             found |= {(row, ACCURACY, str(seed)): cell for row, cell in trained.items()}
-            for attack, stage in itertools.product(some, reversed(STAGES)):
+            for attack, stage in [(one, stage) for one in some for stage in some[one]]:
                 (name, size), (count, settings) = attack, attacks[attack]
                 asked = {"stage": stage, "attack": name, "size": size, "messages": count}
                 asked |= {"settings": settings}
