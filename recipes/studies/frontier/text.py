@@ -44,22 +44,30 @@ ACCURACY = "accuracy"
 
 
 def cells(args) -> dict:
-    """Trainings first, then attacks from the strongest start: at the end, of one sentence."""
-    rows = QUICK_ROWS if args.quick else ROWS if args.all else FIRST
-    chosen = {} if args.quick else _chosen(args)
-    sizes = QUICK if args.quick else {"steps": STEPS, "batch": BATCH}
-    attacks = QUICK_ATTACKS if args.quick else ATTACKS
-    passes = [(1, {one: list(STAGES) for one in attacks})] if args.quick else PASSES
+    """All, from the most telling down; without `--all` the first ones, and those that are there."""
+    if args.quick:
+        passes = [(1, {one: list(STAGES) for one in QUICK_ATTACKS})]
+        return _cells(QUICK_ROWS, passes, QUICK_ATTACKS, QUICK, None)
+    chosen, sizes = _chosen(args), {"steps": STEPS, "batch": BATCH}
+    whole = _cells(ROWS, PASSES, ATTACKS, sizes, chosen)
+    if args.all:
+        return whole
+    first, results = _cells(FIRST, PASSES[:1], ATTACKS, sizes, chosen), Results(args.output)
+    return {place: cell for place, cell in whole.items() if place in first or cell in results}
+
+
+def _cells(rows: list, passes: list, attacks: dict, sizes: dict, chosen: dict | None) -> dict:
+    """Trainings first, then attacks. Rows whose rate is being searched for are left out."""
     found: dict = {}
-    for seeds, some in passes if args.all else passes[:1]:
+    for seeds, some in passes:
         for seed in range(seeds):
             trained = {
                 row_of(*row): {
                     "defense": row[0], "strength": row[1], "seed": seed,
-                    "learning_rate": chosen.get(row_of(*row), 2e-4), **sizes,
+                    "learning_rate": chosen[row_of(*row)] if chosen is not None else 2e-4, **sizes,
                 }
                 for row in rows
-                if args.quick or row_of(*row) in chosen
+                if chosen is None or row_of(*row) in chosen
             }  # fmt: skip
             found |= {(row, ACCURACY, str(seed)): cell for row, cell in trained.items()}
             for attack, stage in [(one, stage) for one in some for stage in some[one]]:
