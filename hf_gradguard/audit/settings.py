@@ -11,7 +11,7 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from numbers import Integral, Real
+from numbers import Integral
 from typing import Any, Self, get_args, get_type_hints
 
 
@@ -98,7 +98,7 @@ class AuditSettings:
                 )
             return
         rate = self.learning_rate
-        if isinstance(rate, bool) or not isinstance(rate, Real) or not 0 < rate < math.inf:
+        if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 < rate < math.inf:
             raise ValueError(
                 f"{self.local_steps} local steps need a learning_rate above 0, not {rate!r}."
             )

@@ -66,7 +66,7 @@ def _parts(module: nn.Module) -> tuple[_Layer, _Layer] | None:
     layers = {
         name.lower(): child
         for name, child in module.named_children()
-        if isinstance(getattr(child, "weight", None), Tensor) and child.weight.dim() == 2
+        if isinstance(weight := getattr(child, "weight", None), Tensor) and weight.dim() == 2
     }
     query, key = _first(layers, QUERIES), _first(layers, KEYS)
     if query is None or key is None:
