@@ -14,7 +14,11 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-SHARP = 30.0  # logits of one query that are so far apart leave no second token
+SHARP = 100.0
+"""Logits of one query that are so far apart leave no second token. A third of that would do; the
+margin is for pretrained weights behind normalizations whose gains are small, which are not looked
+at.
+"""
 QUERIES = ("query", "q_proj", "q_lin", "q", "wq", "query_proj", "q_attn")
 KEYS = ("key", "k_proj", "k_lin", "k", "wk", "key_proj", "k_attn")
 NORMS = ("q_norm", "k_norm", "q_layernorm", "k_layernorm", "query_layernorm", "key_layernorm")
@@ -99,8 +103,9 @@ def _head_width(module: nn.Module, model: nn.Module, weight: Tensor) -> int:
             if isinstance(width, int) and width > 0 and len(weight) % width == 0:
                 return width
     heads = getattr(config, "num_attention_heads", None)
-    known = isinstance(heads, int) and heads > 0 and weight.shape[1] % heads == 0
-    width = weight.shape[1] // heads if known else len(weight)
+    if not isinstance(heads, int) or heads < 1 or weight.shape[1] % heads:
+        return len(weight)
+    width = weight.shape[1] // heads
     return width if len(weight) % width == 0 else len(weight)
 
 

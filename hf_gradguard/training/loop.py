@@ -62,15 +62,13 @@ def protect(
             dimension, one client is on several devices: its gradient is the mean over them, each
             protects its shards of it, and only what is protected leaves the client. Without
             `clients` nothing does.
-        secure: Hides each process's message from the others, all but their mean:
-            `SecureAggregation(accelerator)`, one for a training, on three processes and more.
+        secure: `SecureAggregation(accelerator)`, one for a training: shows processes the mean alone.
 
     Returns:
         The batch-mean loss, detached.
 
     Raises:
         NotImplementedError: For models and accelerators that cannot be protected; see `checks.py`.
-        OverflowError, RuntimeError: As for `exchange.average`.
         FloatingPointError: If the true or the protected gradient is not finite.
         ValueError: If there is no usable continuous input, and the defense asks for one; nothing to
             share; or no loss.
@@ -84,11 +82,8 @@ def protect(
     client, clients = devices_of(module), group_of(clients)
     check_model(module, sharded=client is not ONE)
     check_mesh(client, accelerator, clients)
-    if secure is not None and not secure.carried_by(accelerator):
-        raise NotImplementedError(
-            "Messages are added up securely over the processes of Accelerate's Accelerator. Pass "
-            "the one that SecureAggregation was made with, or leave secure out."
-        )
+    if secure is not None:
+        secure.check_carrier(accelerator)
     loop = _LOOPS.setdefault(module, _Loop())
     ranks, loss_fn = loop.ranks(accelerator, clients, module, client), loss_fn or model_loss
     defense = loop.prepared(module, defense, client)

@@ -163,9 +163,17 @@ class SecureAggregation:
         self._identity = None if keys is None else load_identity(keys, rank, ranks)
         self._keys: dict[int, bytes] = {}
 
-    def carried_by(self, accelerator: object) -> bool:
-        """Whether its messages go over this one."""
-        return accelerator is self._accelerator
+    def check_carrier(self, accelerator: object) -> None:
+        """Refuse another accelerator than its own.
+
+        Raises:
+            NotImplementedError: With the way out.
+        """
+        if accelerator is not self._accelerator:
+            raise NotImplementedError(
+                "Messages are added up securely over the processes of Accelerate's Accelerator. "
+                "Pass the one that SecureAggregation was made with, or leave secure out."
+            )
 
     def agree(self) -> None:
         """New keys. All ranks must call it.
