@@ -62,7 +62,7 @@ def protect(
             dimension, one client is on several devices: its gradient is the mean over them, each
             protects its shards of it, and only what is protected leaves the client. Without
             `clients` nothing does.
-        secure: `SecureAggregation(accelerator)`, one for a training: shows processes the mean alone.
+        secure: Shows processes the mean alone: `SecureAggregation(accelerator)`.
 
     Returns:
         The batch-mean loss, detached.
@@ -81,9 +81,7 @@ def protect(
     module = _bare(model)
     client, clients = devices_of(module), group_of(clients)
     check_model(module, sharded=client is not ONE)
-    check_mesh(client, accelerator, clients)
-    if secure is not None:
-        secure.check_carrier(accelerator)
+    check_mesh(client, accelerator, clients, secure)
     loop = _LOOPS.setdefault(module, _Loop())
     ranks, loss_fn = loop.ranks(accelerator, clients, module, client), loss_fn or model_loss
     defense = loop.prepared(module, defense, client)

@@ -13,6 +13,7 @@ from transformers.utils import logging
 from ..gradient_map.devices import ONE, Devices
 from ..gradient_map.sharding import Shards
 from .checks import check_accelerator
+from .secure_aggregation import SecureAggregation
 
 logger = logging.get_logger(__name__)
 
@@ -79,18 +80,26 @@ def _members(client: Devices) -> set[int]:
     return {dist.get_rank()}
 
 
-def check_mesh(client: Devices, accelerator: Any, clients: Clients | None) -> None:
+def check_mesh(
+    client: Devices,
+    accelerator: Any,
+    clients: Clients | None,
+    secure: SecureAggregation | None = None,
+) -> None:
     """Refuse what would average clients and shards together, and say, once, who is one client.
 
     Raises:
         ValueError: For an accelerator and `clients`, or an accelerator of several processes and a
             sharded model.
+        NotImplementedError: For secure aggregation over anything but the accelerator.
 
     Example:
         >>> check_mesh(ONE, None, None)
     """
     if client is not ONE and clients is None and accelerator is None:
         logger.warning_once(_ONE_CLIENT.format(client.size))
+    if secure is not None:
+        secure.check_carrier(accelerator)
     if accelerator is None:
         return
     if isinstance(accelerator, Accelerator):
