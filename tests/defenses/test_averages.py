@@ -35,9 +35,7 @@ def test_two_batches_by_hand() -> None:
     lifted = torch.outer(rows + 2 * prior, columns + 2 * prior) / (rows.sum() + 4 * prior)
     found = averages.ratio()
     torch.testing.assert_close(found["a"], (lifted / (g2["a"] * whole + prior)).sqrt())
-    torch.testing.assert_close(
-        found["b"], ((s2["b"] + prior) / (g2["b"] * whole + prior)).sqrt()
-    )
+    torch.testing.assert_close(found["b"], ((s2["b"] + prior) / (g2["b"] * whole + prior)).sqrt())
     by_tensor = averages.ratio(by_tensor=True)
     for name, size in (("a", 4), ("b", 2)):
         mean = (s2[name].sum() / size + PRIOR * whole / 6) / (
