@@ -31,8 +31,8 @@ demo: $(DEMO:%=demo-%)
 	@$(BIN)/python recipes/compare.py $(DEMO:%=runs/demo/%/metrics.json)
 	@$(OFFLINE) $(BIN)/gradguard audit --model runs/demo/none --dataset hf_gradguard/data/sentiment/train.tsv \
 		--defense optimal_noise:relative_scale=5 --defense optimal_pruning \
-		--defense refiner:evaluation_network=runs/demo/network \
-		--attack span --samples 8 --output runs/demo/audit
+		--defense refiner:evaluation_network=runs/demo/network,iterations=2,warm_start=500 \
+		--attack span --samples 8 --metrics $(DEMO:%=runs/demo/%/metrics.json) --output runs/demo/audit
 
 demo-%: install
 	@$(OFFLINE) $(BIN)/accelerate launch $(RANKS) recipes/sst2.py --config recipes/configs/demo.yaml \

@@ -5,7 +5,6 @@ from __future__ import annotations
 from . import installed as installed
 
 # isort: split
-import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -22,6 +21,7 @@ from .cells import Cells
 from .client import Shared
 from .loop import Setup, run
 from .modality import Modality, modality_of
+from .price import Metrics, read_metrics
 from .result import Audit
 from .settings import AuditSettings
 from .specs import Spec, make_attacks, make_defenses
@@ -40,7 +40,7 @@ def audit(
     *,
     trainer: Trainer | None = None,
     candidates: Sequence[Any] | None = None,
-    metrics: str | os.PathLike[str] | Mapping[str, float] | None = None,
+    metrics: Metrics | None = None,
     output: str | os.PathLike[str],
     **settings: Any,
 ) -> Audit:
@@ -69,7 +69,7 @@ def audit(
         candidates: Texts, images or samples that an attacker has: adds the attack `candidates`,
             which asks who of them is in a message. A sample that is not among them has no rank.
         metrics: What a model reaches that is trained under each defense, by the defense's label, or
-            a JSON file of that: the report says the price.
+            files of that, as the recipes write them: the report says the price; see `read_metrics`.
         output: Folder to write to. Holds private data afterwards.
         **settings: Fields of `AuditSettings`; others are a TypeError.
 
@@ -85,7 +85,7 @@ def audit(
     """
     if isinstance(model, Trainer):
         model, trainer = None, model
-    asked = _Asked(defenses, attacks, candidates, read_metrics(metrics), output, settings)
+    asked = _Asked(defenses, attacks, candidates, metrics, output, settings)
     if model is not None and trainer is None:
         return _of_model(model, processing_class, samples, asked)
     if model is None and trainer is not None:
@@ -99,7 +99,7 @@ class _Asked(NamedTuple):
     defenses: Spec | Sequence[Spec]
     attacks: Spec | Sequence[Spec] | None
     candidates: Sequence[Any] | None
-    price: Mapping[str, float]
+    metrics: Metrics | None
     output: str | os.PathLike[str]
     settings: Mapping[str, Any]
 
@@ -119,7 +119,7 @@ def _of_model(
     )
     for defense in made[0].values():
         defense.prepare(model, processing_class)
-    return run(setup, terms, *made, cells, asked.price)
+    return run(setup, terms, *made, cells, read_metrics(asked.metrics, made[0]))
 
 
 def _of_trainer(
@@ -138,7 +138,8 @@ def _of_trainer(
         made = _made([{**others, **own}], asked.attacks, terms, setup.model, setup.listed)
         for defense in others.values():
             defense.prepare(setup.model, trainer.processing_class)
-        return run(setup, terms, *made, Cells(Path(asked.output) / "cells"), asked.price)
+        price = read_metrics(asked.metrics, made[0])
+        return run(setup, terms, *made, Cells(Path(asked.output) / "cells"), price)
     finally:
         trainer.model.train(mode)
 
@@ -176,34 +177,6 @@ def _of_samples(
     listed = None if candidates is None else modality.candidates(candidates)
     shared = Shared(terms.share_input_embeddings, micro_batches=terms.accumulation)
     return cells, Setup(model, modality, batches, listed, shared)
-
-
-def read_metrics(
-    metrics: str | os.PathLike[str] | Mapping[str, float] | None,
-) -> dict[str, float]:
-    """What a model reaches under each defense, by label.
-
-    Raises:
-        ValueError: If they are no numbers.
-        OSError: If the file cannot be read.
-
-    Example:
-        >>> read_metrics({"none": 0.9, "pruning": 0.88})
-        {'none': 0.9, 'pruning': 0.88}
-    """
-    if metrics is None:
-        return {}
-    found = metrics
-    if not isinstance(found, Mapping):
-        found = json.loads(Path(found).read_text(encoding="utf-8"))
-    if not isinstance(found, Mapping) or not all(
-        isinstance(value, int | float) for value in found.values()
-    ):
-        raise ValueError(
-            f"Metrics must be one number for each defense, as {{defense: accuracy}}, but are "
-            f"{found!r}."
-        )
-    return {str(label): float(value) for label, value in found.items()}
 
 
 def _batches(

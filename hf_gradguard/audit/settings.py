@@ -133,10 +133,12 @@ class CommandSettings(SourceSettings, AuditSettings):
         "defense where they are not given. A checkpoint's batch size is taken without it",
     )
     dropout: bool = option(False, "run the model as it is trained, with its dropout")
-    metrics: str | None = option(
-        None,
-        "JSON file of what each defense costs, as {defense: accuracy}, for the report's first "
-        "sentence",
+    metrics: list[str] | None = field(
+        default=None,
+        metadata={
+            "help": "the metrics.json of your training runs, or a JSON file {defense: accuracy}: "
+            "what each defense costs, for the report's first sentence"
+        },
     )
     output: str = option("", "folder to write to; an interrupted audit in it goes on")
     samples: int = option(8, "drawn at random from the data")
@@ -167,6 +169,8 @@ def add_fields(parser: argparse.ArgumentParser, settings: type, last: type) -> N
             how = {"action": argparse.BooleanOptionalAction}
         elif int in kinds or float in kinds:
             how = {"type": int if int in kinds else float}
+        elif list[str] in kinds:
+            how = {"nargs": "+", "metavar": "FILE"}
         elif str not in kinds:  # specs of defenses and attacks
             how = {"action": "append"}
         parser.add_argument(

@@ -124,6 +124,11 @@ class Defense:
         """
         return not vars(type(self)).get("first_order", False)
 
+    @property
+    def needs_samples(self) -> bool:
+        """Whether a call asks for what each sample adds to the gradient."""
+        return False
+
     def check_sharded(self) -> None:
         """Refuse a client of several devices, each of which has a part of the gradient. A subclass
         is refused, unless it says that it is `sharded` itself.

@@ -110,6 +110,10 @@ class PrivateSGD(DPSGD):
         # for one a sample.
         return not self.per_sample
 
+    @property
+    def needs_samples(self) -> bool:
+        return self.per_sample
+
     def check_sharded(self) -> None:
         super().check_sharded()
         if self.per_sample:

@@ -8,27 +8,17 @@ a batch-mean loss L = Σ_b w_b L_b (w_b = 1/B for a mean over rows, n_b/Σn for 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
-from weakref import WeakKeyDictionary
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers.utils import logging
 
+from .apart import norms_of, plain_gradient, plan_of, rows_of, total_of, wide
 from .domain import count_rows
-from .graphs import differentiate
-from .listening import NotApartError, listen
-from .shares import Share
+from .listening import listen
 
 if TYPE_CHECKING:
     from .map import GradientMap, Tensors
-
-logger = logging.get_logger(__name__)
-
-TRIED = 4
-"""Samples of a batch on which a model is tried out."""
 
 
 class ClippedSum(NamedTuple):
@@ -41,24 +31,6 @@ class ClippedSum(NamedTuple):
 
     total: Tensors
     norms: Tensor
-
-
-class Plan(NamedTuple):
-    """How a model's samples are told apart, found out by trial.
-
-    Args:
-        rules: Which of `_RULES` give the weights w_b; all of them agreed so far.
-        reason: Why samples are differentiated one by one; empty if together.
-        modules: Those that ran in the trial. Others (an expert that no token was routed to) were
-            not tried.
-    """
-
-    rules: tuple[str, ...]
-    reason: str = ""
-    modules: frozenset[str] = frozenset()
-
-
-_PLANS: WeakKeyDictionary[nn.Module, dict[object, Plan]] = WeakKeyDictionary()
 
 
 def clipped_sum(gmap: GradientMap, clip: float) -> ClippedSum:
@@ -88,8 +60,9 @@ def clipped_sum(gmap: GradientMap, clip: float) -> ClippedSum:
             "Clip the update as a whole: dp_sgd without per_sample."
         )
     from .map import GradientMap
+    from .sample_map import SampleMap
 
-    if type(gmap) is not GradientMap and gmap.undefended is gmap:
+    if type(gmap) not in (GradientMap, SampleMap) and gmap.undefended is gmap:
         raise NotImplementedError(
             f"{type(gmap).__name__}: only of a loss's gradient are there samples' gradients. Use "
             "dp_sgd without per_sample, whose clipping is of all that a client shares."
@@ -102,33 +75,20 @@ def clipped_sum(gmap: GradientMap, clip: float) -> ClippedSum:
     _refuse_batch_statistics(gmap.model)
     samples = count_rows(gmap.batch)
     if samples == 1:
-        return _clipped({n: _wide(g)[None] for n, g in gmap.gradient().items()}, clip)
-    plan, weights = _plan_of(gmap, samples)
+        return _clipped({n: wide(g)[None] for n, g in gmap.gradient().items()}, clip)
+    plan, weights = plan_of(gmap, samples)
     if plan.reason:
         return _one_by_one(gmap, samples, clip)
-    with gmap.replay.run():
-        shares = listen(gmap, gmap.batch, samples)
+    shares = gmap.shares if isinstance(gmap, SampleMap) else None
+    if shares is None:
+        with gmap.replay.run():
+            shares = listen(gmap, gmap.batch, samples)
     if shares.keys() - plan.modules:
         return _one_by_one(gmap, samples, clip)
     counts = weights > 0
     inverse = torch.where(counts, 1 / weights, 0.0)
-    norms = inverse * _norms(shares)
-    return ClippedSum(_total(gmap, shares, inverse * _factors(norms, clip)), norms)
-
-
-def _norms(shares: Mapping[str, Share]) -> Tensor:
-    return torch.stack([share.squares() for share in shares.values()]).sum(0).sqrt()
-
-
-def _total(gmap: GradientMap, shares: Mapping[str, Share], factors: Tensor) -> Tensors:
-    found: Tensors = {}
-    for share in shares.values():
-        for name, tensor in share.total(factors).items():
-            found[name] = tensor
-    for name, parameter in gmap.parameters.items():
-        if name not in found:
-            found[name] = _wide(torch.zeros_like(parameter, requires_grad=False))
-    return {name: found[name] for name in gmap.parameters}
+    norms = inverse * norms_of(shares)
+    return ClippedSum(total_of(gmap.parameters, shares, inverse * _factors(norms, clip)), norms)
 
 
 def _factors(norms: Tensor, clip: float) -> Tensor:
@@ -147,150 +107,17 @@ def _clipped(each: Tensors, clip: float) -> ClippedSum:
 
 
 def _one_by_one(gmap: GradientMap, samples: int, clip: float) -> ClippedSum:
-    total = {n: _wide(torch.zeros_like(p, requires_grad=False)) for n, p in gmap.parameters.items()}
+    total = {n: wide(torch.zeros_like(p, requires_grad=False)) for n, p in gmap.parameters.items()}
     norms = []
     with gmap.replay.run():
         for row in range(samples):
-            one = _rows(gmap.batch, [row], samples)
-            each = _gradient(gmap, one)
+            one = rows_of(gmap.batch, [row], samples)
+            each = plain_gradient(gmap, one)
             found = _clipped({n: g[None] for n, g in each.items()}, clip)
             norms.append(found.norms)
             for name, tensor in found.total.items():
                 total[name] += tensor
     return ClippedSum(total, torch.cat(norms))
-
-
-def _gradient(gmap: GradientMap, batch: Mapping[str, Any]) -> Tensors:
-    """Of a batch's mean loss; zeros if nothing in it counts."""
-    if not bool(_items(batch, False).any()):
-        return {n: _wide(torch.zeros_like(p)) for n, p in gmap.parameters.items()}
-    loss = gmap.loss_fn(gmap.model, dict(batch))
-    found = differentiate(loss, gmap.parameters)
-    return {name: _wide(tensor) for name, tensor in found.items()}
-
-
-# --- weights of samples in a batch-mean loss
-
-
-def _items(batch: Mapping[str, Any], shifted: bool) -> Tensor:
-    """How many labels of each row count, `(B,)`; ones where there are none."""
-    labels = batch.get("shift_labels", batch.get("labels"))
-    if not isinstance(labels, Tensor) or labels.is_floating_point() or not labels.dim():
-        return torch.ones(count_rows(batch))
-    if labels.dim() > 1 and shifted and "shift_labels" not in batch:
-        labels = labels[..., 1:]
-    return labels.ne(-100).reshape(len(labels), -1).sum(1).float()
-
-
-def _weights(rule: str, batch: Mapping[str, Any]) -> Tensor:
-    items = _items(batch, rule == "shifted tokens").double()
-    if rule == "rows":
-        items = (items > 0).double()
-    return items / items.sum().clamp(min=1)
-
-
-_RULES = ("rows", "tokens", "shifted tokens")
-
-
-def _agree(weights: list[Tensor]) -> bool:
-    return all(torch.allclose(weights[0], other) for other in weights[1:])
-
-
-# --- trying out
-
-
-def _plan_of(gmap: GradientMap, samples: int) -> tuple[Plan, Tensor]:
-    """The plan, and the weights of this batch's samples."""
-    plans = _PLANS.setdefault(gmap.model, {})
-    key = (tuple(gmap.parameters), _code(gmap.loss_fn), tuple(sorted(gmap.batch)))
-    plan = plans.get(key)
-    if plan is None:
-        plan = _try_out(gmap, samples, _RULES)
-    weights = [_weights(rule, gmap.batch) for rule in plan.rules]
-    if not _agree(weights):  # the first batches had as many tokens in every row
-        plan = _try_out(gmap, samples, plan.rules)
-        weights = [_weights(rule, gmap.batch) for rule in plan.rules]
-    if gmap.replay.recomputes():
-        plan = plan._replace(reason="activation checkpointing runs layers a second time")
-    if plan.reason:
-        logger.warning_once(
-            f"{type(gmap.model).__name__}: {plan.reason}, so each sample's gradient takes a pass "
-            "of its own. Freeze or withhold what stands in the way for one pass a batch."
-        )
-    plans[key] = plan
-    device = next(iter(gmap.parameters.values())).device
-    return plan, weights[0].to(device)
-
-
-def _try_out(gmap: GradientMap, samples: int, rules: tuple[str, ...]) -> Plan:
-    """Compares a few samples together with each by itself, without dropout."""
-    items = _items(gmap.batch, True)
-    order = items.argsort(descending=True, stable=True).tolist()  # rows that count, and that differ
-    chosen = sorted({*order[: TRIED - 1], *[k for k in order if items[k] > 0][-1:]})
-    batch = _rows(gmap.batch, chosen, samples)
-    with _evaluating(gmap.model), gmap.replay.run(), gmap.replay.full_precision():
-        whole = _gradient(gmap, batch)
-        single = [_gradient(gmap, _rows(gmap.batch, [row], samples)) for row in chosen]
-        size = sum(float(_norm(each)) for each in single) / len(chosen)
-        tolerance = size * _tolerance(gmap) + 1e-30
-        fitting = []
-        for rule in rules:
-            weights = _weights(rule, batch)
-            off = {
-                n: g - sum(float(w) * each[n] for w, each in zip(weights, single, strict=True))
-                for n, g in whole.items()
-            }
-            if float(_norm(off)) <= tolerance:
-                fitting.append(rule)
-        if not fitting:
-            raise NotImplementedError(
-                f"{type(gmap.model).__name__}'s loss of a batch is no mean of its samples' own "
-                "losses: they are coupled (contrastive losses, routers, losses between samples), "
-                "so that no sample has a gradient of its own to clip. Use a loss that is a mean "
-                "over rows or tokens, or dp_sgd without per_sample."
-            )
-        weights = _weights(fitting[0], batch)
-        try:
-            shares = listen(gmap, batch, len(chosen))
-            reason = _wrong(gmap, shares, single, weights, tolerance)
-        except NotApartError as error:
-            return Plan(tuple(fitting), str(error))
-        except RuntimeError as error:  # a module that takes no copies, or is not vectorized
-            why = str(error).splitlines()[0]
-            return Plan(tuple(fitting), f"a module is not differentiated by rows ({why})")
-    return Plan(tuple(fitting), reason, frozenset(shares))
-
-
-def _wrong(
-    gmap: GradientMap,
-    shares: Mapping[str, Share],
-    single: list[Tensors],
-    weights: Tensor,
-    tolerance: float,
-) -> str:
-    """Where samples' shares are not what they are by themselves; nothing if they are."""
-    norms = _norms(shares)
-    for row, (each, weight) in enumerate(zip(single, weights.tolist(), strict=True)):
-        alone = torch.zeros_like(norms)
-        alone[row] = 1
-        found = _total(gmap, shares, alone)
-        off = {name: found[name] - weight * g for name, g in each.items()}
-        wrong = abs(float(norms[row]) - weight * float(_norm(each)))
-        if max(float(_norm(off)), wrong) > tolerance * float(weights.max()):
-            worst = max(off, key=lambda name: float(off[name].norm()))
-            return f"samples cannot be told apart in {worst}"
-    return ""
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    modes = {part: part.training for part in model.modules()}
-    model.eval()
-    try:
-        yield
-    finally:
-        for part, mode in modes.items():
-            part.training = mode
 
 
 def _refuse_batch_statistics(model: nn.Module) -> None:
@@ -303,44 +130,3 @@ def _refuse_batch_statistics(model: nn.Module) -> None:
                 "gradient depends on all others. Use batch_statistics='frozen', or group or layer "
                 "normalization."
             )
-
-
-def _rows(batch: Mapping[str, Any], rows: list[int], samples: int) -> dict[str, Any]:
-    """Some rows of a batch."""
-    found: dict[str, Any] = {}
-    for key, value in batch.items():
-        if isinstance(value, Tensor) and value.dim():
-            if len(value) != samples:
-                raise NotImplementedError(
-                    f"{key!r} of a batch has {len(value)} entries where the batch has {samples} "
-                    "rows, so a sample cannot be taken out. Return one entry a row from the "
-                    "collator."
-                )
-            found[key] = value[rows]
-        elif isinstance(value, list | tuple) and len(value) == samples:
-            found[key] = [value[row] for row in rows]
-        else:
-            found[key] = value
-    return found
-
-
-def _tolerance(gmap: GradientMap) -> float:
-    """Of comparisons, by what arithmetic can tell: half precision, and a GPU's TF32."""
-    parameters = [p for p in gmap.model.parameters() if p.is_floating_point()]
-    if any(torch.finfo(p.dtype).bits < 32 for p in parameters):
-        return 0.1
-    return 1e-4 if all(p.device.type == "cpu" for p in parameters) else 2e-3
-
-
-def _code(loss_fn: Any) -> object:
-    while hasattr(loss_fn, "func"):  # partial functions are made anew every time
-        loss_fn = loss_fn.func
-    return getattr(loss_fn, "__code__", type(loss_fn))
-
-
-def _norm(tensors: Tensors) -> Tensor:
-    return torch.stack([tensor.double().square().sum() for tensor in tensors.values()]).sum().sqrt()
-
-
-def _wide(tensor: Tensor) -> Tensor:
-    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))

@@ -85,7 +85,7 @@ class GradientMap:
         self.replay = Replay(model, second_order)
         with torch.enable_grad(), self.replay.kernels():
             self._parameters = shared_by_batch(model, batch, self.loss_fn, **self._sharing)
-            self._x, self._loss = self._source.evaluate(self.loss_fn, model, batch)
+            self._x, self._loss = self._first_pass()
         if self._loss.dim() or not self._loss.requires_grad:
             raise ValueError(
                 "The loss must be a differentiable scalar, but has shape "
@@ -135,6 +135,9 @@ class GradientMap:
         """
         batch = {**self._batch, **(entries or {})}
         return self._source.evaluate(self.loss_fn, self.model, batch, value=x)[1]
+
+    def _first_pass(self) -> tuple[Tensor, Tensor]:
+        return self._source.evaluate(self.loss_fn, self.model, self._batch)
 
     def versions(self) -> dict[str, int]:
         """A count of in-place writes for everything that is the map's own or its model's: equal
@@ -320,7 +323,7 @@ class GradientMap:
             return GradientMap(self.model, batch, loss_fn=self.loss_fn, **sharing)
 
     def twice(self) -> GradientMap:
-        """This map, made with `second_order=True`."""
+        """This map with `second_order=True`."""
         return self if self.replay.second_order else self.of_batch(self._batch, second_order=True)
 
     @property
@@ -329,9 +332,7 @@ class GradientMap:
         return None
 
     def restrict(self, tensors: Tensors) -> Tensors:
-        """`tensors` with zeros (or False) at the coordinates that an earlier defense of the chain
-        withheld.
-        """
+        """`tensors` with zeros (or False) where an earlier defense of the chain withheld."""
         return tensors
 
     def jvps(self, directions: Tensor) -> Sequence[Tensor]:

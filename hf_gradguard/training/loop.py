@@ -17,12 +17,14 @@ from ..gradient_map import GradientMap
 from ..gradient_map.devices import ONE, Devices, of_client
 from ..gradient_map.domain import check_batch
 from ..gradient_map.inputs import LossFunction, model_loss
+from ..gradient_map.sample_map import SampleMap
 from ..gradient_map.sharding import devices_of, local, whole_of
 from .checks import check_model
 from .dropout import private_draws
 from .exchange import average
 from .mesh import ClientRanks, check_mesh, group_of
 from .message import Draws
+from .secure_aggregation import SecureAggregation
 from .tables import AgreedTables
 
 if TYPE_CHECKING:
@@ -38,6 +40,7 @@ def protect(
     accelerator: Any = None,
     loss_fn: LossFunction | None = None,
     clients: Clients | None = None,
+    secure: SecureAggregation | None = None,
 ) -> Tensor:
     """Differentiate the loss of a batch, and add the protected gradient to `.grad`.
 
@@ -59,12 +62,15 @@ def protect(
             dimension, one client is on several devices: its gradient is the mean over them, each
             protects its shards of it, and only what is protected leaves the client. Without
             `clients` nothing does.
+        secure: Hides each process's message from the others, all but their mean:
+            `SecureAggregation(accelerator)`, one for a training, on three processes and more.
 
     Returns:
         The batch-mean loss, detached.
 
     Raises:
         NotImplementedError: For models and accelerators that cannot be protected; see `checks.py`.
+        OverflowError, RuntimeError: As for `exchange.average`.
         FloatingPointError: If the true or the protected gradient is not finite.
         ValueError: If there is no usable continuous input, and the defense asks for one; nothing to
             share; or no loss.
@@ -78,24 +84,31 @@ def protect(
     client, clients = devices_of(module), group_of(clients)
     check_model(module, sharded=client is not ONE)
     check_mesh(client, accelerator, clients)
+    if secure is not None and not secure.carried_by(accelerator):
+        raise NotImplementedError(
+            "Messages are added up securely over the processes of Accelerate's Accelerator. Pass "
+            "the one that SecureAggregation was made with, or leave secure out."
+        )
     loop = _LOOPS.setdefault(module, _Loop())
     ranks, loss_fn = loop.ranks(accelerator, clients, module, client), loss_fn or model_loss
     defense = loop.prepared(module, defense, client)
     check_batch(module, batch, defense.needs_input)
     with of_client(client):
         if ranks is not None:
-            loop.tables(ranks).settle(module, batch, loss_fn)
+            loop.tables(ranks).settle(module, batch, loss_fn, secure)
         gmap, message = _message(module, batch, defense, loss_fn, client)
-    _add(gmap, message, ranks, getattr(accelerator, "gradient_accumulation_steps", 1))
+    _add(gmap, message, ranks, getattr(accelerator, "gradient_accumulation_steps", 1), secure)
     return gmap.loss
 
 
 @torch.no_grad()
-def _add(gmap: GradientMap, message: Message, ranks: Any, steps: int) -> None:
+def _add(
+    gmap: GradientMap, message: Message, ranks: Any, steps: int, secure: SecureAggregation | None
+) -> None:
     """To `.grad`, averaged over ranks."""
     shared = [message[n].to(p.dtype, copy=True) for n, p in gmap.parameters.items()]
     if ranks is not None:
-        average(shared, ranks)
+        average(shared, ranks, secure, bits=32)
     for parameter, part in zip(gmap.parameters.values(), shared, strict=True):
         part /= steps
         if parameter.grad is None:
@@ -115,7 +128,7 @@ def _message(
     noise = client.new_message(noise)
     device = next(module.parameters()).device
     with private_draws(None if isinstance(defense, NoDefense) else dropout, device):
-        gmap = GradientMap(
+        gmap = (SampleMap if defense.needs_samples else GradientMap)(
             module,
             batch,
             loss_fn=loss_fn,

@@ -17,6 +17,7 @@ from ..defenses import Defense
 from ..defenses.none import NoDefense
 from ..gradient_map import GradientMap
 from ..gradient_map.inputs import LossFunction
+from ..gradient_map.sample_map import SampleMap
 from ..randomness import Stream
 from .clients import ClientBatch
 from .dropout import private_draws
@@ -134,7 +135,7 @@ class MessageMaker:
         probes: Stream,
     ) -> Tensor:
         measured = self._meter.measures(step)
-        gmap = GradientMap(
+        gmap = (SampleMap if client.defense.needs_samples and not measured else GradientMap)(
             module,
             client.batch,
             loss_fn=loss_fn,

@@ -145,7 +145,7 @@ class SecureAggregation:
         >>> SecureAggregation(Accelerator(cpu=True))
         Traceback (most recent call last):
         ...
-        NotImplementedError: GradGuardTrainer does not support secure_aggregation on 1 rank(s)...
+        NotImplementedError: secure_aggregation is not supported on 1 rank(s)...
     """
 
     def __init__(
@@ -154,14 +154,18 @@ class SecureAggregation:
         rank, ranks = accelerator.process_index, accelerator.num_processes
         if ranks < 3:
             raise NotImplementedError(
-                f"GradGuardTrainer does not support secure_aggregation on {ranks} rank(s): of two, "
-                "each learns the other's message from the mean and its own. Take three ranks or "
-                "more, or leave it out."
+                f"secure_aggregation is not supported on {ranks} rank(s): of two, each learns the "
+                "other's message from the mean and its own. Take three ranks or more, or leave it "
+                "out."
             )
         self.bound = bound
         self._accelerator, self._rank = accelerator, rank
         self._identity = None if keys is None else load_identity(keys, rank, ranks)
         self._keys: dict[int, bytes] = {}
+
+    def carried_by(self, accelerator: object) -> bool:
+        """Whether its messages go over this one."""
+        return accelerator is self._accelerator
 
     def agree(self) -> None:
         """New keys. All ranks must call it.

@@ -17,6 +17,7 @@ from torch import nn
 
 from hf_gradguard import GradientMap, make_defense
 from hf_gradguard.gradient_map.clipping import clipped_sum
+from hf_gradguard.gradient_map.sample_map import SampleMap
 from hf_gradguard.leakage import dp_sgd_epsilon
 
 from .measuring import alternate, cells, classifier, main, peak, random_batch
@@ -38,7 +39,7 @@ def measure(args: argparse.Namespace) -> dict:
     private = make_defense("dp_sgd", per_sample=True, clip=clip, noise_multiplier=1.0)
 
     def plain() -> None:
-        _map(model, batch).gradient()
+        GradientMap(model, batch, second_order=False, needs_input=False).gradient()
 
     ways: dict[str, Callable[[], object]] = {
         "sum of clipped gradients": lambda: clipped_sum(_map(model, batch), clip).total,
@@ -82,7 +83,7 @@ def _model(name: str) -> nn.Module:
 
 
 def _map(model: nn.Module, batch: dict) -> GradientMap:
-    return GradientMap(model, batch, second_order=False, needs_input=False)
+    return SampleMap(model, batch, second_order=False, needs_input=False)
 
 
 def looped(model: nn.Module, batch: dict, clip: float) -> Sum:

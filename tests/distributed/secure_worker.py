@@ -14,11 +14,11 @@ import torch
 from accelerate import Accelerator
 from cases import Plain, make_model, rows
 from exchange_worker import Switch, settings
-from helpers import pad, ragged_rows
+from helpers import pad, ragged_rows, token_batch
 from launcher import begin, finish
 from torch import Tensor, nn
 
-from hf_gradguard import GradGuardConfig, GradGuardTrainer
+from hf_gradguard import GradGuardConfig, GradGuardTrainer, protect
 from hf_gradguard.training.exchange import average
 from hf_gradguard.training.secure_aggregation import SecureAggregation
 
@@ -56,7 +56,7 @@ def messages(rank: int) -> list[Tensor]:
 def says(call: Callable[[], Any]) -> str:
     try:
         call()
-    except (OverflowError, RuntimeError, ValueError) as error:
+    except (OverflowError, RuntimeError, ValueError, NotImplementedError) as error:
         return f"{type(error).__name__}: {error}"
     return ""
 
@@ -153,6 +153,22 @@ def trained(group: recording.Recorder, folder: Path, name: str) -> dict[str, Any
     return found
 
 
+def looped(group: recording.Recorder) -> dict[str, Any]:
+    """A step of a loop of one's own, with `protect`."""
+    accelerator, model = Accelerator(cpu=True), make_model("bert", dropout=0.0)
+    batch = {key: entry[group.rank() :][:1] for key, entry in token_batch(4, 5).items()}
+    shared = [p for n, p in model.named_parameters() if "embeddings.word" not in n]
+    own = torch.autograd.grad(model(**batch).loss, shared)
+    secure = SecureAggregation(accelerator, BOUND)
+    secure.agree()
+    group.on, group.sent = True, []
+    protect(model, batch, "none", accelerator, secure=secure)
+    group.on = False
+    other = says(lambda: protect(model, batch, "none", Accelerator(cpu=True), secure=secure))
+    means = [torch.zeros_like(p) if p.grad is None else p.grad for p in shared]
+    return {"own": list(own), "means": means, "sent": group.sent, "another": other}
+
+
 def stopped(folder: Path, rank: int) -> int:
     """Steps of a run that rank 1's limit stops."""
     limit = 1e30 if rank == 1 else 1e-30
@@ -199,6 +215,7 @@ def main() -> None:
     found = {
         "direct": direct(group, folder),
         "runs": {name: trained(group, folder, name) for name in RUNS},
+        "looped": looped(group),
         "stopped": stopped(folder, rank),
         "apart": apart(folder, rank),
         "dropout": {name: dropped(folder, chosen) for name, chosen in DROPOUT.items()},

@@ -85,6 +85,14 @@ def test_it_is_the_mean_in_training(ranks: Reports, name: str) -> None:
     assert dtypes == {torch.bfloat16 if name == "bf16" else torch.float32}
 
 
+def test_it_is_the_mean_in_a_loop_of_ones_own(ranks: Reports) -> None:
+    found = [rank["looped"] for rank in ranks]
+    for one in found:
+        assert_means(one["means"], [other["own"] for other in found], BOUND)
+        assert {tensor.dtype for _, tensor in one["sent"]} == {torch.int32, torch.int64}
+        assert "Pass the one that SecureAggregation was made with" in one["another"]
+
+
 def test_the_sum_of_words_is_exact(ranks: Reports) -> None:
     """Not one unit is lost: added up modulo 2³², masked words are the words themselves."""
     point = FixedPoint(BOUND, len(ranks), 32)

@@ -19,8 +19,9 @@ from transformers import (
 
 from hf_gradguard import GradientMap, make_defense
 from hf_gradguard.defenses import chain
-from hf_gradguard.gradient_map import clipping
+from hf_gradguard.gradient_map import apart, clipping
 from hf_gradguard.gradient_map.clipping import clipped_sum
+from hf_gradguard.gradient_map.sample_map import SampleMap
 
 CLIP = 0.5
 ROWS = 4
@@ -51,18 +52,22 @@ def looped(
 
 
 def check(model: nn.Module, batch: dict[str, Tensor], clip: float = CLIP, **sharing: Any) -> None:
-    gmap = GradientMap(model, batch, second_order=False, needs_input=False, **sharing)
-    found = clipped_sum(gmap, clip)
+    """A map that has a pass for clipping, and then one that keeps what samples add."""
+    sharing |= {"second_order": False, "needs_input": False}
+    gmap = GradientMap(model, batch, **sharing)
     total, norms = looped(model, batch, gmap.parameters, clip)
-    assert torch.allclose(found.norms, norms.double(), rtol=1e-5)
     size = torch.cat([tensor.flatten() for tensor in total.values()]).norm()
-    for name, tensor in total.items():
-        assert found.total[name].shape == tensor.shape
-        assert (found.total[name] - tensor).norm() < 1e-5 * size, name
+    for one in (gmap, SampleMap(model, batch, **sharing)):
+        found = clipped_sum(one, clip)
+        assert torch.allclose(found.norms, norms.double(), rtol=1e-5)
+        for name, tensor in total.items():
+            assert found.total[name].shape == tensor.shape
+            assert (found.total[name] - tensor).norm() < 1e-5 * size, name
+            assert (one.gradient()[name] - gmap.gradient()[name]).norm() < 1e-5 * size, name
 
 
-def plan(model: nn.Module) -> clipping.Plan:
-    (found,) = clipping._PLANS[model].values()
+def plan(model: nn.Module) -> apart.Plan:
+    (found,) = apart._PLANS[model].values()
     return found
 
 
@@ -164,10 +169,11 @@ def test_dropout_masks_are_those_of_the_map() -> None:
     """The unclipped sum is the gradient under the very masks of the message's own pass."""
     model, batch = make_task("bert", batch_size=ROWS, dropout=0.3)
     model.train()
-    gmap = GradientMap(model, batch, second_order=False)
-    total = clipped_sum(gmap, 1e9).total
-    for name, gradient in gmap.gradient().items():
-        assert torch.allclose(total[name] / ROWS, gradient, atol=1e-10), name
+    for kind in (GradientMap, SampleMap):
+        gmap = kind(model, batch, second_order=False, needs_input=False)
+        total = clipped_sum(gmap, 1e9).total
+        for name, gradient in gmap.gradient().items():
+            assert torch.allclose(total[name] / ROWS, gradient, atol=1e-10), name
     assert model.training
     assert all(module.training for module in model.modules())
 
@@ -242,13 +248,24 @@ def test_modules_that_did_not_run_in_the_trial_are_not_trusted(
     """An expert that no token had been routed to."""
     model, batch = make_task("bert", batch_size=ROWS)
     check(model, batch)
-    ((key, found),) = clipping._PLANS[model].items()
-    clipping._PLANS[model][key] = found._replace(modules=found.modules - {"classifier"})
+    ((key, found),) = apart._PLANS[model].items()
+    apart._PLANS[model][key] = found._replace(modules=found.modules - {"classifier"})
     looked = []
     one_by_one = clipping._one_by_one
     monkeypatch.setattr(clipping, "_one_by_one", lambda *a: looked.append(a) or one_by_one(*a))
     check(model, batch)
-    assert len(looked) == 1
+    assert len(looked) == 2  # by either map
+
+
+def test_one_pass_is_enough() -> None:
+    model, batch = make_task("bert_lora", batch_size=ROWS)
+    check(model, batch)
+    passes = []
+    model.register_forward_hook(lambda *_: passes.append(1))
+    gmap = SampleMap(model, batch, second_order=False, needs_input=False)
+    clipped_sum(gmap, CLIP)
+    gmap.gradient()
+    assert len(passes) == 1
 
 
 def test_rows_whose_class_does_not_count() -> None:

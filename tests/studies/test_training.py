@@ -33,7 +33,6 @@ def encoder(tmp_path_factory: pytest.TempPathFactory, encoder: Path) -> Path:
 def test_frontier(encoder, sentences, quick, tmp_path, monkeypatch):
     for part in (rates, text):
         monkeypatch.setattr(f"{part.__name__}.QUICK_ROWS", QUICK_ROWS[:2])
-    monkeypatch.setattr(text, "ATTACKS", {("span", 1): (1, {})})
     monkeypatch.setattr("recipes.studies.frontier.training.HELD_OUT", 20)
     data = ("--model", encoder, "--data_dir", sentences)
     study = quick("frontier", "rates", *data, output=tmp_path / "frontier_rates")
@@ -45,10 +44,17 @@ def test_frontier(encoder, sentences, quick, tmp_path, monkeypatch):
     study = quick("frontier", "text", *data, "--models", models, output=tmp_path / "frontier_text")
     assert {place for row in study.figures.values() for place in row} == {
         "accuracy",
-        *(f"{attack}, {size}, {stage}" for attack, size in text.ATTACKS for stage in text.STAGES),
+        *(
+            f"{attack}, {size}, {stage}"
+            for attack, size in text.QUICK_ATTACKS
+            for stage in text.STAGES
+        ),
     }
     plain = study.figures["none"]
     assert plain["span, 1, start"]["0"]["token_f1"] == [1.0]  # a lone sentence, undefended
+    told = plain["candidates, 4, start"]["0"]
+    assert len(told["rank"]) == 4  # one of each of the message's sentences
+    assert text.read({"0": told}) == text.interval(told["tpr_1%"], 2)
     assert text.lost(plain["accuracy"], plain["accuracy"]) == "0.000 [0.000, 0.000]"
     assert (tmp_path / "frontier_text.png").exists()
 

@@ -7,12 +7,21 @@ from hf_gradguard.attacks import Observation, average
 from hf_gradguard.randomness import Stream
 
 from ..lib.tables import bracketed, plt, save, write_table
-from .settings import CLIPS, NOISE, QUICK_DEFENSES, QUICK_NETWORK_STEPS, QUICK_SAMPLES, UPLOADS
+from .settings import (
+    CLIPS,
+    NOISE,
+    QUICK_DEFENSES,
+    QUICK_NETWORK_STEPS,
+    QUICK_SAMPLES,
+    QUICK_UPLOADS,
+    UPLOADS,
+)
 
 
 def quickly(plan: dict) -> dict:
     steps = {"steps": 1}
     return plan | {
+        "uploads": QUICK_UPLOADS,
         "samples": {name: QUICK_SAMPLES.get(name, n) for name, n in plan["samples"].items()},
         "attacks": {a: s | steps if "steps" in s else s for a, s in plan["attacks"].items()},
         "defenses": {name: plan["defenses"][name][:1] for name in QUICK_DEFENSES},
@@ -55,7 +64,7 @@ def knowledge(plan: dict, defense: str, strength: dict, attack: str) -> tuple[di
     if defense in NOISE:
         clip = {CLIPS[defense]: strength["clip"]} if defense in CLIPS and not spans else {}
         weighs = defense.startswith("optimal") and not spans
-        return {"uploads": UPLOADS, "covariance": weighs}, clip | settings
+        return {"uploads": plan.get("uploads", UPLOADS), "covariance": weighs}, clip | settings
     if "pruning" in defense:
         return {}, ({"complete": True} if spans else {"match_nonzero": True} | settings)
     known = {"soteria": {"leave_out": ["classifier"]}, "refiner": plan["again"]}.get(defense, {})

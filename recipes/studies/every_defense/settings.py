@@ -64,4 +64,4 @@ CLIPS = {"dp_sgd": "clip_norm", "optimal_dp_sgd": "clip_coordinate"}
 # One defense of each kind that attackers know, at one strength, and a step of each attack
 QUICK_DEFENSES = ("none", "optimal_noise", "pruning", "quantization", "soteria", "refiner")
 QUICK_SAMPLES = {"samples": 2, "own": 1}
-QUICK_NETWORK_STEPS = 400
+QUICK_NETWORK_STEPS, QUICK_UPLOADS = 400, 2

@@ -20,10 +20,14 @@ ARGUMENTS = TEXTS | {"--all": ALL}
 
 
 def cells(args) -> dict:
-    """Those of the start, and those that they ask for next."""
+    """Those of the start, and those that they ask for next. Without `--all` of the first rows, and
+    of those that were tried.
+    """
     sizes = QUICK if args.quick else {"steps": STEPS, "batch": BATCH}
     results, found = Results(args.output), {}
-    for defense, strength in QUICK_ROWS if args.quick else ROWS if args.all else FIRST:
+    there = [(one["defense"], one["strength"]) for one in results]
+    some = ROWS if args.all else [row for row in ROWS if row in FIRST or row in there]
+    for defense, strength in QUICK_ROWS if args.quick else some:
         common = {"defense": defense, "strength": strength, "seed": RATES_SEED, **sizes}
         tried = list(rates(defense, strength, 0 if args.quick else SPREAD))
         mark = {"quick": True} if args.quick else {}

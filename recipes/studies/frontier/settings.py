@@ -33,13 +33,23 @@ ROWS = FIRST + _THEN
 ALL = {"action": "store_true", "help": "all rows, seeds and attackers, not only the first"}
 
 # Messages of so many sentences, how many of them, and the attack's settings
+SPAN, CANDIDATES, TAG = ("span", 1), ("candidates", 16), ("tag", 1)
 ATTACKS = {
-    ("span", 1): (8, {}),
+    SPAN: (8, {}),
+    CANDIDATES: (3, {"listed": 300}),
+    TAG: (2, {"steps": 500}),
     ("span", 4): (3, {}),
-    ("tag", 1): (2, {"steps": 500}),
 }
-FIRST_ATTACKS = [("span", 1)]
+# What comes first: so many seeds, trained and attacked by these at these stages
+PASSES = [
+    (1, {SPAN: ["end", "middle", "start"]}),
+    (1, {CANDIDATES: ["end"]}),
+    (SEEDS, {SPAN: ["end"]}),
+    (1, {TAG: ["end"]}),
+    (SEEDS, {one: list(STAGES) for one in ATTACKS}),
+]
 QUICK = {"steps": 2, "batch": 4}
+QUICK_ATTACKS = {SPAN: (1, {}), ("candidates", 4): (1, {"listed": 20})}
 QUICK_ROWS = [
     ("none", {}),
     ("gaussian_noise", {"relative_scale": 20.0}),

@@ -8,36 +8,32 @@ One client of 16 phrases a message, 200 steps, seeds that chose no rate. Accurac
 sentences of SST-2's dev and SST's test set, compared with the undefended run of the same seed,
 sentence by sentence. Attacked are messages of sentences of the dev set, without dropout, labels
 and lengths known. Attackers know the defense: TAG weighs coordinates by the noise's covariance, or
-matches what a pruning left; span fills in what it pruned. FOLDER keeps what was trained, 45 MB a
-stage.
+matches what a pruning left; span fills in what it pruned. Candidates are 300 sentences, ranked by
+likelihood: what is shown is the share of a message's 16 that are told at 1 % false alarms. FOLDER
+keeps what was trained, 45 MB a stage.
 """
 
 import numpy as np
-import torch
-
-from hf_gradguard import GradientMap
-from hf_gradguard.attacks import Observation, make_attack
-from hf_gradguard.metrics import score_text
-from hf_gradguard.randomness import Stream
 
 from ..lib.results import Results, named
 from ..lib.tables import bracketed, interval, plt, save, write_table
 from ..lib.text import of_usual_length, sst2
 from . import rates
+from .attackers import attacked
 from .settings import (
     ALL,
     ATTACKS,
     BATCH,
     FIRST,
-    FIRST_ATTACKS,
+    PASSES,
     QUICK,
+    QUICK_ATTACKS,
     QUICK_ROWS,
     ROWS,
-    SEEDS,
     STAGES,
     STEPS,
 )
-from .training import TEXTS, Stage, Task, row_of
+from .training import TEXTS, Task, row_of
 
 ARGUMENTS = TEXTS | {
     "--all": ALL,
@@ -48,29 +44,37 @@ ACCURACY = "accuracy"
 
 
 def cells(args) -> dict:
-    """Trainings first, then attacks from the strongest start: at the end, of one sentence."""
-    rows = QUICK_ROWS if args.quick else ROWS if args.all else FIRST
-    attacks = ATTACKS if args.all or args.quick else {one: ATTACKS[one] for one in FIRST_ATTACKS}
-    chosen = {} if args.quick else _chosen(args)
-    sizes = QUICK if args.quick else {"steps": STEPS, "batch": BATCH}
-    found = {}
-    for seed in range(SEEDS if args.all else 1):
-        trained = {
-            row_of(*row): {
-                "defense": row[0], "strength": row[1], "seed": seed,
-                "learning_rate": chosen.get(row_of(*row), 2e-4), **sizes,
-            }
-            for row in rows
-            if args.quick or row_of(*row) in chosen
-        }  # fmt: skip
-        found |= {(row, ACCURACY, str(seed)): cell for row, cell in trained.items()}
-        for (attack, size), (count, settings) in attacks.items():
-            for stage in reversed(STAGES):
-                asked = {"stage": stage, "attack": attack, "size": size, "messages": count}
+    """All, from the most telling down; without `--all` the first ones, and those that are there."""
+    if args.quick:
+        passes = [(1, {one: list(STAGES) for one in QUICK_ATTACKS})]
+        return _cells(QUICK_ROWS, passes, QUICK_ATTACKS, QUICK, None)
+    chosen, sizes = _chosen(args), {"steps": STEPS, "batch": BATCH}
+    whole = _cells(ROWS, PASSES, ATTACKS, sizes, chosen)
+    if args.all:
+        return whole
+    first, results = _cells(FIRST, PASSES[:1], ATTACKS, sizes, chosen), Results(args.output)
+    return {place: cell for place, cell in whole.items() if place in first or cell in results}
+
+
+def _cells(rows: list, passes: list, attacks: dict, sizes: dict, chosen: dict | None) -> dict:
+    """Trainings first, then attacks. Rows whose rate is being searched for are left out."""
+    found: dict = {}
+    for seeds, some in passes:
+        for seed in range(seeds):
+            trained = {
+                row_of(*row): {
+                    "defense": row[0], "strength": row[1], "seed": seed,
+                    "learning_rate": chosen[row_of(*row)] if chosen is not None else 2e-4, **sizes,
+                }
+                for row in rows
+                if chosen is None or row_of(*row) in chosen
+            }  # fmt: skip
+            found |= {(row, ACCURACY, str(seed)): cell for row, cell in trained.items()}
+            for attack, stage in [(one, stage) for one in some for stage in some[one]]:
+                (name, size), (count, settings) = attack, attacks[attack]
+                asked = {"stage": stage, "attack": name, "size": size, "messages": count}
                 asked |= {"settings": settings}
-                if args.quick:
-                    asked |= {"messages": 1, "settings": settings and {"steps": 1}}
-                place = f"{attack}, {size}, {stage}"
+                place = f"{name}, {size}, {stage}"
                 found |= {(row, place, str(seed)): c | asked for row, c in trained.items()}
     return found
 
@@ -104,53 +108,6 @@ def prepare(args):
         return attacked(cell, task.stage(training, cell["stage"]), task.tokenizer, texts)
 
     return measure
-
-
-def attacked(cell: dict, stage: Stage, tokenizer, texts: list[dict]) -> dict:
-    """Token F1 of each sentence."""
-    size, truths, found = cell["size"], [], []
-    for number in range(cell["messages"]):
-        part = texts[number * size : (number + 1) * size]
-        batch = dict(tokenizer([t["sentence"] for t in part], padding=True, return_tensors="pt"))
-        labels = torch.tensor([t["label"] for t in part])
-        generator = Stream.from_seeds(cell["seed"], number)
-        seen, known = _observed(stage, batch | {"labels": labels}, tokenizer, generator)
-        attack = make_attack(cell["attack"], **cell["settings"] | known.get(cell["attack"], {}))
-        truth = [
-            ids[mask.bool()].tolist()
-            for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True)
-        ]
-        truths.append(truth)
-        found.append(_read(attack, seen, number))
-    scores = score_text(found, truths, tokenizer=tokenizer, bootstrap=0)
-    return {"token_f1": [round(float(f), 4) for f in scores.per_sample["token_f1"]]}
-
-
-def _observed(stage: Stage, batch: dict, tokenizer, generator: Stream) -> tuple:
-    """What a server that knows the defense has, and how it sets its attacks."""
-    message = stage.defense(GradientMap(stage.model, batch), generator)
-    noise = message.noise
-    seen = Observation(
-        model=stage.model,
-        gradient=message,
-        input_shape=tuple(batch["input_ids"].shape),
-        labels=batch["labels"],
-        attention_mask=batch["attention_mask"],
-        tokenizer=tokenizer,
-        noise_variance=None if noise is None else noise.added,
-    )
-    known = {"span": {"complete": True}, "tag": {"match_nonzero": True}} if message.exact else {}
-    return seen, known if message.transmitted is not None else {}
-
-
-def _read(attack, seen: Observation, number: int) -> list[list[int]]:
-    """Token ids; none where a pruning left nothing of the layers that the attack reads."""
-    try:
-        return attack(seen, generator=torch.Generator().manual_seed(number)).token_ids
-    except ValueError as error:
-        if "nothing to search" not in str(error):
-            raise
-        return [[] for _ in range(seen.batch_size)]
 
 
 def report(figures: dict, args) -> None:
@@ -192,13 +149,15 @@ def _bits(run: dict) -> np.ndarray:
 
 
 def read(runs: dict) -> str:
-    """Mean token F1 with a 95 % interval over all sentences of all seeds."""
-    values = _scores(runs)
+    """Mean with a 95 % interval over all sentences of all seeds: token F1, or of candidates the
+    share that is told.
+    """
+    values = _scores(runs) or _scores(runs, "tpr_1%")
     return interval(values, 2) if values else ""
 
 
-def _scores(runs: dict) -> list[float]:
-    return [f for run in runs.values() for f in run["token_f1"]]
+def _scores(runs: dict, name: str = "token_f1") -> list[float]:
+    return [f for run in runs.values() for f in run.get(name, [])]
 
 
 def picture(figures: dict, output) -> None:
@@ -207,10 +166,10 @@ def picture(figures: dict, output) -> None:
     plain = figures["none"][ACCURACY]
     points: dict[str, list] = {}
     for row, found in figures.items():
-        attacked = [_scores(runs) for column, runs in found.items() if column != ACCURACY]
-        if ACCURACY in found and any(attacked):
+        read_by = [_scores(runs) for column, runs in found.items() if column != ACCURACY]
+        if ACCURACY in found and any(read_by):
             kind, _, strength = row.partition(" ")
-            worst = max((scores for scores in attacked if scores), key=np.mean)
+            worst = max((scores for scores in read_by if scores), key=np.mean)
             points.setdefault(kind, []).append((strength, worst, apart(found[ACCURACY], plain)))
     for (kind, some), marker in zip(points.items(), "os^Dv<>pP*X", strict=False):
         x = [float(np.mean(scores)) for _, scores, _ in some]

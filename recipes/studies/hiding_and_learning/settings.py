@@ -38,7 +38,13 @@ SPAN = {
         if "pruning" in label
     },
 }
-SLOW = "MiniLM, batch 8"  # left out of quick runs
+QUICK_SPAN = (
+    "MiniLM, batch 1", "MiniLM, batch 2", "GPT-2 of 2 layers, batch 4",
+    *(f"{v} of {unit}" for v in ("0.0%", "150.0%") for unit in (OWN, WHOLE)),
+    f"1.5% of {OWN}, threshold 0.01", "gaussian_noise relative_scale=0.1",
+    "optimal_noise relative_scale=0.1", "pruning ratio=0.99", "pruning ratio=0.9",
+    "pruning ratio=0.9, completed", "optimal_pruning ratio=0.5, completed", "refiner iterations=1",
+)  # fmt: skip
 
 # accuracy.py
 OPTIMAL = {"num_probes": 10, "refresh_every": 10}

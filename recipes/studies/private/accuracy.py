@@ -31,7 +31,7 @@ from ..lib.tables import interval, write_table
 
 ARGUMENTS = TEXTS
 STEPS, BATCH, LENGTH, CLIP, DELTA = 100, 64, 16, 1.0, 1e-5
-RATES, RATES_SEED, SEEDS = (4e-3, 1e-2, 2.5e-2), 100, 1
+RATES, RATES_SEED, SEEDS = (4e-3, 1e-2, 2.5e-2), 100, 5
 PLAIN_RATE = 2e-3
 OURS, OPACUS, PLAIN = "dp_sgd", "Opacus", "no privacy"
 EPSILONS = (8.0, 3.0)

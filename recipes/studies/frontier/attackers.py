@@ -1,0 +1,87 @@
+"""What attackers who know the defense read of a client at a stage of its training."""
+
+import torch
+
+from hf_gradguard import GradientMap
+from hf_gradguard.attacks import Observation, make_attack
+from hf_gradguard.metrics import score_candidates, score_text
+from hf_gradguard.randomness import Stream
+
+from .training import Stage
+
+
+def attacked(cell: dict, stage: Stage, tokenizer, texts: list[dict]) -> dict:
+    """Figures of each sentence: token F1; of candidates, whether it is told at 1 % false alarms,
+    and its rank.
+    """
+    size, batches, messages = cell["size"], [], []
+    for number in range(cell["messages"]):
+        part = texts[number * size : (number + 1) * size]
+        batch = dict(tokenizer([t["sentence"] for t in part], padding=True, return_tensors="pt"))
+        batch["labels"] = torch.tensor([t["label"] for t in part])
+        batches.append(batch)
+        generator = Stream.from_seeds(cell["seed"], number)
+        messages.append(stage.defense(GradientMap(stage.model, batch), generator))
+    if cell["attack"] == "candidates":
+        return _told(cell, stage, tokenizer, texts, batches, messages)
+    found = []
+    for number, (batch, message) in enumerate(zip(batches, messages, strict=True)):
+        seen, known = _observed(stage, batch, message, tokenizer)
+        attack = make_attack(cell["attack"], **cell["settings"] | known.get(cell["attack"], {}))
+        found.append(_read(attack, seen, number))
+    truths = [
+        [
+            ids[mask.bool()].tolist()
+            for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True)
+        ]
+        for batch in batches
+    ]
+    scores = score_text(found, truths, tokenizer=tokenizer, bootstrap=0)
+    return {"token_f1": [round(float(f), 4) for f in scores.per_sample["token_f1"]]}
+
+
+def _told(cell: dict, stage: Stage, tokenizer, texts: list[dict], batches, messages) -> dict:
+    """Each message's sentences among a list of all messages' and more, with their labels."""
+    listed, size = texts[: cell["settings"]["listed"]], cell["size"]
+    attack = make_attack(
+        "candidates",
+        candidates=[one["sentence"] for one in listed],
+        labels=[one["label"] for one in listed],
+    )
+    found = []
+    for number, (batch, message) in enumerate(zip(batches, messages, strict=True)):
+        seen = Observation(
+            stage.model, dict(message), tuple(batch["input_ids"].shape), labels=batch["labels"],
+            tokenizer=tokenizer, law=stage.defense.law(message),
+        )  # fmt: skip
+        scores = attack(seen, generator=torch.Generator().manual_seed(number)).scores
+        found.append(scores.numpy())
+    members = [range(size * number, size * (number + 1)) for number in range(len(messages))]
+    figures = score_candidates(found, members, bootstrap=0).per_sample
+    return {name: [float(x) for x in figures[name]] for name in ("tpr_1%", "rank")}
+
+
+def _observed(stage: Stage, batch: dict, message, tokenizer) -> tuple:
+    """What a server that knows the defense has, and how it sets its attacks."""
+    noise = message.noise
+    seen = Observation(
+        model=stage.model,
+        gradient=message,
+        input_shape=tuple(batch["input_ids"].shape),
+        labels=batch["labels"],
+        attention_mask=batch["attention_mask"],
+        tokenizer=tokenizer,
+        noise_variance=None if noise is None else noise.added,
+    )
+    known = {"span": {"complete": True}, "tag": {"match_nonzero": True}} if message.exact else {}
+    return seen, known if message.transmitted is not None else {}
+
+
+def _read(attack, seen: Observation, number: int) -> list[list[int]]:
+    """Token ids; none where a pruning left nothing of the layers that the attack reads."""
+    try:
+        return attack(seen, generator=torch.Generator().manual_seed(number)).token_ids
+    except ValueError as error:
+        if "nothing to search" not in str(error):
+            raise
+        return [[] for _ in range(seen.batch_size)]
