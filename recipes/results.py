@@ -105,6 +105,7 @@ RUNS = [
     Run("shapes_naming", SHAPES, "naming", TEXT, 0.7),
     Run("frontier_rates", FRONTIER, "rates", TEXT, 0.6),
     Run("frontier_text", FRONTIER, "text", f"{TEXT} {KEPT}", 0.6),
+    Run("frontier_lists", FRONTIER, "lists", f"{TEXT} {KEPT}", 0.2),
     Run("private_accuracy", "studies.private.run", "accuracy", TEXT, 0.4),
     Run("refiner_sentences", REFINER, "sentences", TEXT, 0.5),
     Run("refiner_in_training", REFINER, "in_training", TEXT, 0.25),

@@ -58,6 +58,14 @@ def test_frontier(encoder, sentences, quick, tmp_path, monkeypatch):
     assert text.lost(plain["accuracy"], plain["accuracy"]) == "0.000 [0.000, 0.000]"
     assert (tmp_path / "frontier_text.png").exists()
 
+    study = quick(
+        "frontier", "lists", *data, "--models", models, output=tmp_path / "frontier_lists"
+    )
+    (found,) = study.figures.values()
+    assert len(found["rank"]) == 4
+    (row,) = study.rows()
+    assert row[:2] == ["20", f"{(found['parameters'] / 4) ** 0.5 / 20:.2g}"]
+
 
 def test_the_rate_is_searched_beyond_the_ends(tmp_path):
     """Of three equal steps up the last is best: one more is asked for, until one is worse."""

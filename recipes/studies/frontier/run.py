@@ -2,11 +2,12 @@
 
     python -m recipes.studies.frontier.run PART --help
 
-Parts: `rates` first, then `text`, which reads what `rates` chose.
+Parts: `rates` first, then `text`, which reads what `rates` chose, then `lists`, which takes what
+`text` trained.
 """
 
 from ..lib.command import main
-from . import rates, text
+from . import lists, rates, text
 
 if __name__ == "__main__":
-    main(__doc__, [rates, text])
+    main(__doc__, [rates, text, lists])
