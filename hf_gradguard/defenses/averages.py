@@ -184,7 +184,7 @@ def _product_sum(factors: Sums, shape: torch.Size) -> Tensor:
     sums = [factor.sum().double() for factor in factors]
     if len(factors) == 2:
         return sums[0] * sums[1]
-    return sums[0] * (math.prod(shape) // factors[0].numel())
+    return sums[0] * math.prod(shape) if factors[0].dim() < len(shape) else sums[0]
 
 
 def _total(sums: dict[str, Sums]) -> float:
