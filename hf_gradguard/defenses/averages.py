@@ -131,7 +131,7 @@ class Averages:
             elif len(parts) == 1:
                 found[name] = (parts[0] + prior,)
             else:
-                rows, columns = parts[0], parts[1] + prior * (size // len(parts[1]))
+                rows, columns = parts[0], parts[1] + prior * max(size // len(parts[1]), 1)
                 found[name] = ((rows + prior * len(columns)) / columns.sum(), columns)
         return found
 
