@@ -137,6 +137,8 @@ PLANNED = [  # written and tried, not run to their end: no figures on the page
     Run("undefended_families", UNDEFENDED, "families", "--tokenizer $MODEL", 8),
     Run("updates_images", UPDATES, "images", "--cifar10 $CIFAR10_LOSSLESS", 1),
     Run("private_sgd", "benchmarks.private_sgd", "", "--model $MODEL", 0.1),
+    Run("training_speed", "benchmarks.training", "", TEXT, 0.2),
+    Run("shapes_estimates", SHAPES, "estimates", TEXT, 0.3),
     Run("models_speed", "benchmarks.models", "", "--model $MODEL", 0.5),
 ]
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..gradient_map import Tensors
 from ..gradient_map.devices import devices
 from ..gradient_map.marginals import Sums, sums_of
-from .base import OnDemand, total
+from .base import OnDemand
 
 DECAY = 0.7
 """What an average keeps at every step: about the last three batches count."""
@@ -43,7 +43,7 @@ class Averages:
     def __init__(self) -> None:
         self._sums: dict[str, dict[str, Sums]] = {kind: {} for kind in _KINDS}
         self._shapes: dict[str, torch.Size] = {}
-        self._totals: dict[bool, float] = {}
+        self._ratios: dict[bool, OnDemand] = {}
 
     def __bool__(self) -> bool:
         return bool(self._shapes)
@@ -77,7 +77,7 @@ class Averages:
                 if old is not None:
                     fresh = tuple(f + DECAY * o for f, o in zip(fresh, old, strict=True))
                 self._sums[kind][name] = fresh
-        self._totals.clear()
+        self._ratios.clear()
 
     def ratio(
         self, by_tensor: bool = False, waiting: Mapping[str, Tensor] | None = None
@@ -89,26 +89,51 @@ class Averages:
             by_tensor: One ratio a tensor, of its sums.
             waiting: To be added to g², whose sum over all parameters counts as 1.
         """
-        sizes = {name: torch.tensor(math.prod(shape)) for name, shape in self._shapes.items()}
-        entries = int(devices().total(sizes))
-        priors = {k: PRIOR * _total(sums) / entries or 1.0 for k, sums in self._sums.items()}
-        unit, shapes = _total(self._sums["powers"]), dict(self._shapes)
-        squares, powers = (dict(self._sums[kind]) for kind in _KINDS)
-        mean = _mean if by_tensor else _matrix
+        if waiting is not None:
+            return self._ratio(by_tensor, waiting)
+        if by_tensor not in self._ratios:
+            self._ratios[by_tensor] = self._ratio(by_tensor)
+        return self._ratios[by_tensor]
 
-        def make(name: str) -> Tensor:
-            square = mean(squares[name], shapes[name], priors["squares"])
-            power = mean(powers[name], shapes[name], priors["powers"])
-            if waiting is not None:
+    def _ratio(self, by_tensor: bool, waiting: Mapping[str, Tensor] | None = None) -> OnDemand:
+        squares, powers = (self._lifted(kind, by_tensor) for kind in _KINDS)
+        shapes, unit = dict(self._shapes), _total(self._sums["powers"])
+        if waiting is not None:
+
+            def with_waiting(name: str) -> Tensor:
+                square, power = (_product(kind[name], shapes[name]) for kind in (squares, powers))
                 more = waiting[name].to(power)
                 power = power + unit * (more.mean() if by_tensor else more)
-            return square.div_(power).sqrt_().expand(shapes[name])
+                return square.div(power).sqrt_()
 
-        if waiting is not None:
-            return OnDemand(shapes, make)
-        if by_tensor not in self._totals:
-            self._totals[by_tensor] = float(total(OnDemand(sorted(shapes), make)))
-        return OnDemand(shapes, make, self._totals[by_tensor])
+            return OnDemand(shapes, with_waiting)
+        # The root of a quotient of products is one of roots of quotients.
+        roots = {
+            name: tuple(s.div(g).sqrt_() for s, g in zip(found, powers[name], strict=True))
+            for name, found in squares.items()
+        }
+        each = {name: _product_sum(roots[name], shapes[name]) for name in sorted(roots)}
+        return OnDemand(
+            shapes, lambda name: _product(roots[name], shapes[name]), float(devices().total(each))
+        )
+
+    def _lifted(self, kind: str, by_tensor: bool) -> dict[str, Sums]:
+        """Averages with a share of their mean added to every entry; of matrices as factors of a
+        product, rows and columns.
+        """
+        sizes = {name: torch.tensor(math.prod(shape)) for name, shape in self._shapes.items()}
+        wholes, sums = devices().each(sizes), self._sums[kind]
+        prior, found = PRIOR * _total(sums) / float(devices().total(sizes)) or 1.0, {}
+        for name, parts in sums.items():
+            size = int(wholes[name])
+            if by_tensor:
+                found[name] = (parts[-1].sum() / size + prior,)
+            elif len(parts) == 1:
+                found[name] = (parts[0] + prior,)
+            else:
+                rows, columns = parts[0], parts[1] + prior * max(size // len(parts[1]), 1)
+                found[name] = ((rows + prior * len(columns)) / columns.sum(), columns)
+        return found
 
     def state_dict(self) -> Tensors:
         """O(rows + columns) numbers. Private if the batches were."""
@@ -147,17 +172,19 @@ def added(one: Sums | None, other: Sums) -> Sums:
     return other if one is None else tuple(a + b for a, b in zip(one, other, strict=True))
 
 
-def _mean(parts: Sums, shape: torch.Size, prior: float) -> Tensor:
-    return parts[0].sum() / math.prod(shape) + prior
+def _product(factors: Sums, shape: torch.Size) -> Tensor:
+    """In a parameter's shape: of rows and columns, of all entries, or of one number for all."""
+    if len(factors) == 2:
+        return torch.outer(*factors).view(shape)
+    return factors[0].expand(shape) if factors[0].dim() < len(shape) else factors[0].clone()
 
 
-def _matrix(parts: Sums, shape: torch.Size, prior: float) -> Tensor:
-    if len(parts) == 1:
-        return parts[0].view(shape) + prior
-    rows, columns = parts
-    size = columns.sum()  # all of it, where rows are on several devices
-    scaled = rows * torch.where(size > 0, 1 / size, 0)
-    return torch.outer(scaled, columns).add_(prior).view(shape)
+def _product_sum(factors: Sums, shape: torch.Size) -> Tensor:
+    """The sum of its entries."""
+    sums = [factor.sum().double() for factor in factors]
+    if len(factors) == 2:
+        return sums[0] * sums[1]
+    return sums[0] * math.prod(shape) if factors[0].dim() < len(shape) else sums[0]
 
 
 def _total(sums: dict[str, Sums]) -> float:

@@ -259,7 +259,16 @@ def count(tensors: Mapping[str, Tensor]) -> int:
 
 def power(tensors: Mapping[str, Tensor]) -> Tensor:
     """The sum of squares, likewise."""
-    return devices().total({n: tensor.square().sum().double() for n, tensor in tensors.items()})
+    return devices().total({name: _square_sum(tensor) for name, tensor in tensors.items()})
+
+
+def _square_sum(tensor: Tensor) -> Tensor:
+    """Without a tensor of squares; by rows, since norms of many entries add up in their own type,
+    and round.
+    """
+    if tensor.dim() < 2:
+        return tensor.square().sum().double()
+    return torch.linalg.vector_norm(tensor.flatten(1), dim=1).double().square().sum()
 
 
 def norm(tensors: Mapping[str, Tensor]) -> float:

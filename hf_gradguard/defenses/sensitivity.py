@@ -25,6 +25,8 @@ ShapedBy = Literal["public", "past", "own"]
 OWN_PROBES, LEAST_PROBES = 10, 3
 SHARDED_PROBES = 4
 """Where nothing tells samples apart, a probe gives one square, and not one of each sample."""
+REFRESH_EVERY = 10
+"""Messages from one that averages are fed at to the next, unless set."""
 SMALLEST_GRADIENT = 1e-8
 LARGEST_RATIO = 1e6
 
@@ -102,7 +104,7 @@ class SensitivityDefense(Defense):
         plain = gmap.undefended
         if not self._averages.knows(plain.parameters):
             self._averages, self._calls = Averages(), 0
-        due = not self._averages or self._calls % (self.refresh_every or 10) == 0
+        due = not self._averages or self._calls % (self.refresh_every or REFRESH_EVERY) == 0
         if self.shape == "public" and due:
             made = gmap.domain.random_batch(gmap.model, gmap.batch, generator, self._special)
             self._learn(*heard(plain, made), generator)

@@ -222,6 +222,8 @@ def withheld_by_name(model: nn.Module, patterns: Sequence[str]) -> list[str]:
     Raises:
         ValueError: If a pattern is of none of the model's parameters.
     """
+    if not patterns:
+        return []
     names = [name for name, p in model.named_parameters() if p.requires_grad]
     every = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     for pattern in patterns:

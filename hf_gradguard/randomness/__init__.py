@@ -261,7 +261,7 @@ def together(
     Args:
         tensors: By name.
         draw: Gives a random tensor in the shape, type and place of the one that it gets, whose
-            entries are independent of each other.
+            values mean nothing. Its entries are independent of each other.
 
     Yields:
         A name, and what was drawn for it, in the order of `tensors`.
@@ -291,7 +291,7 @@ def _cut(
         yield from ((name, draw(part)) for name, part in parts.items())
         return
     sizes = [part.numel() for part in parts.values()]
-    drawn = draw(next(iter(parts.values())).new_zeros(sum(sizes))).split(sizes)
+    drawn = draw(next(iter(parts.values())).new_empty(sum(sizes))).split(sizes)
     for (name, part), own in zip(parts.items(), drawn, strict=True):
         yield name, own.view(part.shape)
 

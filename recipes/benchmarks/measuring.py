@@ -101,17 +101,21 @@ def spread(values: Sequence[float], digits: int = 2) -> dict[str, float]:
 
 
 def clock(function: Callable[[], object], times: int = 1) -> float:
-    """Seconds. On one thread of a CPU those that the process had of it, whoever else used the
-    machine.
-    """
-    alone = DEVICE == "cpu" and torch.get_num_threads() == 1
-    now = time.process_time if alone else time.perf_counter
+    """Seconds, as `now` counts them."""
     start = now()
     for _ in range(times):
         function()
+    return (now() - start) / times
+
+
+def now() -> float:
+    """Seconds. On one thread of a CPU those that the process had of it, whoever else used the
+    machine.
+    """
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-    return (now() - start) / times
+    alone = DEVICE == "cpu" and torch.get_num_threads() == 1
+    return time.process_time() if alone else time.perf_counter()
 
 
 def peak(function: Callable[[], object]) -> int:

@@ -3,12 +3,12 @@ beyond a stock step of the same parameters.
 
     python -m recipes.benchmarks.models --model MODEL --output docs/results/models_speed
 
-Weights are random; costs do not depend on them. One thread, processor time. "Measuring" are the
-messages at which averages are fed, every tenth by default. The last row is arithmetic: a gradient
-of LoRA on 8 billion parameters.
+Weights are random; costs do not depend on them. One thread, processor time; all rows of a model
+take turns, between two stock steps. "Measuring" are the messages at which averages are fed; "as
+set" is what they and the others come to at the default `refresh_every`. The last row is arithmetic:
+a gradient of LoRA on 8 billion parameters. A run that was stopped goes on at the next model.
 """
 
-import json
 from collections.abc import Callable
 
 import torch
@@ -28,17 +28,21 @@ from transformers import (
 )
 
 from hf_gradguard import GradientMap, make_defense
+from hf_gradguard.defenses.sensitivity import REFRESH_EVERY
 from hf_gradguard.randomness import Stream
-from recipes.studies.lib.results import named
+from recipes.studies.lib.results import Results, named
 
 from .measuring import DEVICE, cells, clock, main, peak, spread
 
 ROUNDS = 3
+BETWEEN, MEASURING = {"refresh_every": 10**6}, {"refresh_every": 1}
 DEFENSES: dict[str, tuple[str, dict]] = {
+    "none": ("none", {}),
     "gaussian_noise": ("gaussian_noise", {}),
-    "pruning": ("pruning", {}),
-    "optimal_noise, in between": ("optimal_noise", {"refresh_every": 10**6}),
-    "optimal_noise, measuring": ("optimal_noise", {"refresh_every": 1}),
+    "optimal_noise, in between": ("optimal_noise", BETWEEN),
+    "optimal_noise, measuring": ("optimal_noise", MEASURING),
+    "optimal_pruning, in between": ("optimal_pruning", BETWEEN),
+    "optimal_pruning, measuring": ("optimal_pruning", MEASURING),
 }
 LLAMA = {
     "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,
@@ -109,17 +113,15 @@ def images(size: int, side: int) -> dict[str, torch.Tensor]:
 
 def measure(args) -> dict:
     torch.set_num_threads(1)
-    kept, found = named(args.output, ".models.json"), {}
-    if kept.exists():  # what was stopped goes on
-        found = json.loads(kept.read_text(encoding="utf-8"))
+    kept, found = Results(named(args.output, ".cells")), {}  # what was stopped goes on
     for label, make in MODELS.items():
-        if label in found:
-            continue
-        torch.manual_seed(0)
-        model, batch = make(args.model, args.quick)
-        found[label] = measure_model(model.to(DEVICE).train(), batch, 1 if args.quick else ROUNDS)
-        kept.write_text(json.dumps(found), encoding="utf-8")
-    kept.unlink()
+        cell = {"model": label, "rounds": 1 if args.quick else ROUNDS, "quick": args.quick}
+        if cell not in kept:
+            torch.manual_seed(0)
+            model, batch = make(args.model, args.quick)
+            kept.add(cell, measure_model(model.to(DEVICE).train(), batch, cell["rounds"]))
+        found[label] = kept[cell]
+    kept.path.unlink()
     return {"threads": 1, "models": found, "8 billion": eight_billion()}
 
 
@@ -151,11 +153,18 @@ def measure_model(model: nn.Module, batch: dict, rounds: int) -> dict:
         unit = (before + clock(run)) / 2
         for row, taken in own.items():
             seconds[row].append(taken / unit)
+    for name in ("optimal_noise", "optimal_pruning"):
+        pairs = zip(seconds[f"{name}, in between"], seconds[f"{name}, measuring"], strict=True)
+        seconds[f"{name}, as set"] = [
+            between + (measuring - between) / REFRESH_EVERY for between, measuring in pairs
+        ]
     beyond = {}
     stock = peak(lambda: run(update=False))
     for row, defense in defenses.items():
         optimizer.zero_grad()
         beyond[row] = peak(lambda one=defense: run(one, update=False)) - stock
+    for row in seconds.keys() - beyond.keys():
+        beyond[row] = beyond[row.replace("as set", "measuring")]
     gradient = sum(p.numel() * p.element_size() for p in shared.values())
     return {
         "parameters": sum(p.numel() for p in shared.values()),
@@ -167,7 +176,7 @@ def measure_model(model: nn.Module, batch: dict, rounds: int) -> dict:
                 "beyond_mib": round(beyond[row] / 2**20, 1),
                 "beyond_gradients": round(beyond[row] / gradient, 2),
             }
-            for row in defenses
+            for row in seconds
         },
     }
 

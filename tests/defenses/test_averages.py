@@ -31,10 +31,11 @@ def test_two_batches_by_hand() -> None:
     }
     g2 = {"a": torch.full((2, 2), 1 / 12), "b": torch.full((2,), 4 / 12)}
     whole = 1 + DECAY
+    prior = PRIOR * whole / 6  # added to every entry; of a matrix rows and columns are kept then
+    lifted = torch.outer(rows + 2 * prior, columns + 2 * prior) / (rows.sum() + 4 * prior)
     found = averages.ratio()
-    for name in ("a", "b"):
-        expected = (s2[name] + PRIOR * whole / 6) / (g2[name] * whole + PRIOR * whole / 6)
-        torch.testing.assert_close(found[name], expected.sqrt())
+    torch.testing.assert_close(found["a"], (lifted / (g2["a"] * whole + prior)).sqrt())
+    torch.testing.assert_close(found["b"], ((s2["b"] + prior) / (g2["b"] * whole + prior)).sqrt())
     by_tensor = averages.ratio(by_tensor=True)
     for name, size in (("a", 4), ("b", 2)):
         mean = (s2[name].sum() / size + PRIOR * whole / 6) / (
@@ -52,8 +53,9 @@ def test_products_of_rows_and_columns_are_kept_exactly() -> None:
         averages, one = Averages(), torch.ones(shape, dtype=torch.float64)
         for _ in range(3):
             averages.add([("w", matrix.view(shape))], {"w": one})
-        mean = matrix.mean()
-        expected = ((matrix + PRIOR * mean) / (1 + PRIOR)).view(shape)
+        prior = PRIOR * matrix.mean()
+        expected = torch.outer(rows * columns.sum() + 12 * prior, rows.sum() * columns + 5 * prior)
+        expected = expected.view(shape)
         found = averages.ratio()["w"].square()
         torch.testing.assert_close(found / found.mean(), expected / expected.mean())
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -156,3 +157,21 @@ def test_models(measure):
         "parameters": entries, "gradient_mib": round(4 * entries / 2**20, 1)
     }  # fmt: skip
     assert next(shown)[0].startswith("**LoRA of rank 16 on 8 billion**")
+
+
+def test_training(measure, sst2):
+    report, rows = measure("training", "--data_dir", sst2, "--without_opacus")
+    assert list(report["in stock steps"]) == ["none", "gaussian_noise"]
+    rates = report["tokens a second"]
+    assert rows[0][:3] == ["stock Trainer", f"{rates['stock Trainer']:.0f}", "1"]
+    assert rows[1:] == [
+        [name, f"{rates[name]:.0f}", *cells(ratio, 2)]
+        for name, ratio in report["in stock steps"].items()
+    ]
+
+
+def test_training_says_that_opacus_is_missing(measure, sst2, monkeypatch):
+    monkeypatch.setitem(sys.modules, "opacus", None)  # as if it were not installed
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(SystemExit, match="Opacus is not installed"):
+        measure("training", "--data_dir", sst2)

@@ -2,11 +2,11 @@
 
     python -m recipes.studies.shapes.run PART --help
 
-Each part's help has its command: `quality`, `naming` and `adam`.
+Each part's help has its command: `quality`, `estimates`, `naming` and `adam`.
 """
 
 from ..lib.command import main
-from . import adam, naming, quality
+from . import adam, estimates, naming, quality
 
 if __name__ == "__main__":
-    main(__doc__, [quality, naming, adam])
+    main(__doc__, [quality, estimates, naming, adam])

@@ -21,6 +21,19 @@ TASKS = {
 SEEDS, BATCHES, PROBES = 1, 3, {16: 12, 1: 48}
 BATCH = 16  # that training takes
 
+# estimates.py
+AVERAGES = {  # shape, and messages between those that are learned from
+    f"{shape}, every {every}th message": [shape, every]
+    for shape in ("public", "past")
+    for every in (10, 20)
+}
+ESTIMATES = {  # probes, and whether they are squared sample by sample
+    "own, split, 1 probe": [1, True],
+    "own, split, 2 probes": [2, True],
+    "own, split, 3 probes": [3, True],
+    "own, whole, 10 probes": [10, False],
+}
+
 # naming.py
 MESSAGES = {
     "optimal_noise, own": ["optimal_noise", {"shape": "own", "num_probes": 1}],
