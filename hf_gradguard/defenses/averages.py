@@ -123,7 +123,8 @@ class Averages:
         """
         sizes = {name: torch.tensor(math.prod(shape)) for name, shape in self._shapes.items()}
         wholes, sums = devices().each(sizes), self._sums[kind]
-        prior, found = PRIOR * _total(sums) / float(devices().total(sizes)) or 1.0, {}
+        prior = PRIOR * _total(sums) / float(devices().total(sizes)) or 1.0
+        found: dict[str, Sums] = {}
         for name, parts in sums.items():
             size = int(wholes[name])
             if by_tensor:
