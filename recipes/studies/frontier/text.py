@@ -41,6 +41,7 @@ ARGUMENTS = TEXTS | {
     "--rates": {"default": "frontier_rates", "help": "results of the part rates, beside OUTPUT"},
 }
 ACCURACY = "accuracy"
+LOWEST = -7  # points of accuracy that are drawn; what lost more stands there, with its number
 
 
 def cells(args) -> dict:
@@ -171,15 +172,33 @@ def picture(figures: dict, output) -> None:
             kind, _, strength = row.partition(" ")
             worst = max((scores for scores in read_by if scores), key=np.mean)
             points.setdefault(kind, []).append((strength, worst, apart(found[ACCURACY], plain)))
-    for (kind, some), marker in zip(points.items(), "os^Dv<>pP*X", strict=False):
+    for number, ((kind, some), marker) in enumerate(
+        zip(points.items(), "os^Dv<>pP*X", strict=False)
+    ):
         x = [float(np.mean(scores)) for _, scores, _ in some]
-        y = [-100 * mean for _, _, (mean, _, _) in some]
-        bars = [[100 * (high - mean), 100 * (mean - low)] for _, _, (mean, low, high) in some]
+        means = [-100 * mean for _, _, (mean, _, _) in some]
+        y = [max(mean, LOWEST) for mean in means]
+        shown = [mean > LOWEST for mean in means]
+        bars = [
+            [100 * (high - mean) * there, 100 * (mean - low) * there]
+            for there, (_, _, (mean, low, high)) in zip(shown, some, strict=True)
+        ]
         wide = [1.96 * np.std(scores) / len(scores) ** 0.5 for _, scores, _ in some]
-        axes.errorbar(x, y, np.transpose(bars), wide, marker, label=kind, capsize=3, elinewidth=1)
-        for left, up, (strength, _, _) in zip(x, y, some, strict=True):
-            said = strength.replace("relative_scale=", "× ")
-            axes.annotate(said, (left, up), xytext=(6, 6), textcoords="offset points")
+        color = f"C{number}"
+        look = {
+            "color": color,
+            "marker": "os^Dv<>pP*X"[number],
+            "linestyle": "",
+            "capsize": 3,
+            "elinewidth": 1,
+        }
+        axes.errorbar(x, y, np.transpose(bars), wide, label=kind, **look)
+        for left, up, mean, (strength, _, _) in zip(x, y, means, some, strict=True):
+            said = strength.replace("relative_scale=", "× ").replace("ratio=", "")
+            said += f" ({mean:.0f})" if mean < LOWEST else ""
+            place = {"xytext": (7, -13 if number % 2 else 6), "textcoords": "offset points"}
+            axes.annotate(said, (left, up), color=color, **place)
+    axes.set_ylim(LOWEST - 0.7, None)
     axes.set_xlabel("words that the best attacker finds at any stage (token F1; less is better)")
     axes.set_ylabel("points of accuracy against no defense (95 % interval)")
     axes.grid(alpha=0.3)
