@@ -172,9 +172,7 @@ def picture(figures: dict, output) -> None:
             kind, _, strength = row.partition(" ")
             worst = max((scores for scores in read_by if scores), key=np.mean)
             points.setdefault(kind, []).append((strength, worst, apart(found[ACCURACY], plain)))
-    for number, ((kind, some), marker) in enumerate(
-        zip(points.items(), "os^Dv<>pP*X", strict=False)
-    ):
+    for number, (kind, some) in enumerate(points.items()):
         x = [float(np.mean(scores)) for _, scores, _ in some]
         means = [-100 * mean for _, _, (mean, _, _) in some]
         y = [max(mean, LOWEST) for mean in means]
