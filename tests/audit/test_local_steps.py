@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from test_audit import TEXTS, Spy, spy, text_model  # noqa: F401
-from transformers import BertConfig, BertForSequenceClassification, set_seed
+from test_planted_leaks import leaking
 
 from hf_gradguard import GradGuardConfig, GradGuardTrainer, make_defense
 from hf_gradguard.attacks import make_attack
@@ -21,7 +21,6 @@ from hf_gradguard.audit.client import Client, Shared, Upload
 from hf_gradguard.audit.local import training_of
 from hf_gradguard.audit.settings import AuditSettings
 from hf_gradguard.federation import protect_update
-from hf_gradguard.testing.small import WORDS, small_tokenizer
 
 LOCAL: dict[str, Any] = {"local_steps": 4, "local_epochs": 2, "learning_rate": 0.05}
 
@@ -114,18 +113,7 @@ def test_bounds_are_told_in_the_unit_of_gradients() -> None:
 @pytest.mark.usefixtures("no_estimators")
 def test_planted_leaks_of_updates(tmp_path: Path) -> None:
     """Span reads the texts of two epochs over two batches, and not behind strong noise."""
-    set_seed(0)
-    tokenizer = small_tokenizer()
-    config = BertConfig(
-        vocab_size=len(tokenizer), hidden_size=32, num_hidden_layers=2, num_attention_heads=2,
-        intermediate_size=64, max_position_embeddings=16, num_labels=2, pad_token_id=0,
-    )  # fmt: skip
-    model = BertForSequenceClassification(config).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter += 0.1 * torch.randn_like(parameter)
-    texts = [(" ".join(WORDS[(11 * k + 7 * place) % 60] for place in range(5)), k % 2)
-             for k in range(2)]  # fmt: skip
+    model, tokenizer, texts = leaking(width=32, count=2)
     same = {"local_epochs": 2, "learning_rate": 1e-3}
     open_ = audit(model, tokenizer, texts, [], "span", output=tmp_path / "a", local_steps=4, **same)
     noise = "gaussian_noise:relative_scale=100"
