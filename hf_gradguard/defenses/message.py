@@ -111,8 +111,7 @@ def checked_message(name: str, message: object, gmap: GradientMap) -> Message:
 
     Args:
         name: Of the defense, for errors.
-        message: What `protect` returned. A plain mapping is a message that says nothing of itself,
-            and is copied: who trains writes to it.
+        message: What `protect` returned. A plain mapping is a message that says nothing of itself.
         gmap: The map that it was made from.
 
     Raises:
@@ -136,7 +135,7 @@ def checked_message(name: str, message: object, gmap: GradientMap) -> Message:
     for key, g in gradient.items():
         _check_tensor(name, key, message[key], g)
     if not isinstance(message, Message):
-        message = Message({key: tensor.clone() for key, tensor in message.items()})
+        message = Message(message)
     for key, mask in (message.transmitted or {}).items():
         if key not in gradient or mask.dtype != torch.bool or mask.shape != gradient[key].shape:
             raise ValueError(f"{name} says nothing usable of what it transmitted of {key!r}.")

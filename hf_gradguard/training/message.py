@@ -164,11 +164,8 @@ class MessageMaker:
         self._ledger.check(gmap.parameters.values(), "share a message")
         with torch.no_grad():
             for name, parameter in gmap.parameters.items():
-                part = shared.pop(name).to(parameter.dtype)
-                # Copies of whole gradients cost time and memory. `data`, since
-                # parts of one draw share a count of what is written to them.
-                whole = client.weight == 1
-                part = part.data.contiguous() if whole else part.mul(client.weight)
+                # A copy: clipping and averaging write to it, and a defense may keep its message.
+                part = shared.pop(name).to(parameter.dtype).mul(client.weight)
                 parameter.grad = part if parameter.grad is None else parameter.grad.add_(part)
         self._ledger.write(gmap.parameters.values())
         return torch.zeros_like(gmap.loss) if client.is_empty else gmap.loss

@@ -145,7 +145,7 @@ class SecureAggregation:
         >>> SecureAggregation(Accelerator(cpu=True))
         Traceback (most recent call last):
         ...
-        NotImplementedError: secure_aggregation is not supported on 1 rank(s)...
+        NotImplementedError: secure_aggregation on 1 rank(s) is not supported...
     """
 
     def __init__(
@@ -154,7 +154,7 @@ class SecureAggregation:
         rank, ranks = accelerator.process_index, accelerator.num_processes
         if ranks < 3:
             raise NotImplementedError(
-                f"secure_aggregation is not supported on {ranks} rank(s): of two, each learns the "
+                f"secure_aggregation on {ranks} rank(s) is not supported: of two, each learns the "
                 "other's message from the mean and its own. Take three ranks or more, or leave it "
                 "out."
             )

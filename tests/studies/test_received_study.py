@@ -5,10 +5,11 @@ from __future__ import annotations
 
 def test_received(cifar10, quick, tmp_path) -> None:
     study = quick("received", "malicious", "--cifar10", cifar10, output=tmp_path / "received")
-    assert len(study.rows()) == 6
-    for row in study.rows()[:-1]:
-        assert row[3] == "1 of 1"
-    assert study.rows()[-1][3:] == ["0 of 1", "reads_all_pixels"]
+    *planted, honest, frozen = study.rows()
+    assert len(planted) == 6
+    assert all(row[3] == "1 of 1" for row in planted)
+    assert honest[3:] == ["0 of 1", "reads_all_pixels"]
+    assert frozen[3] == "0 of 1"
     study.again()
 
 
