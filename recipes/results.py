@@ -125,6 +125,8 @@ RUNS = [
     Run("influence_unfairness", LEAKAGE, "unfairness", "--mnist $MNIST", 0.25),
     Run("influence_initializations", LEAKAGE, "initializations", IMAGES, 0.5),
     Run("leakage_speed", "benchmarks.leakage", "", "--model $MODEL", 0.2),
+    Run("private_sgd", "benchmarks.private_sgd", "", "--model $MODEL", 0.1),
+    Run("training_speed", "benchmarks.training", "", TEXT, 0.2),
     Run("meter_speed", "benchmarks.meter", "", "--model $MODEL", 0.2),
     Run("attack_speed", "benchmarks.attacks", "", "--model $MODEL", 0.2),
     Run("attack_speed_kept", "benchmarks.attacks", "", "--model $MODEL", 0.2, ALLOCATOR),
@@ -136,8 +138,6 @@ PLANNED = [  # written and tried, not run to their end: no figures on the page
     Run("undefended_lora", UNDEFENDED, "lora", "--tokenizer $MODEL", 0.1),
     Run("undefended_families", UNDEFENDED, "families", "--tokenizer $MODEL", 8),
     Run("updates_images", UPDATES, "images", "--cifar10 $CIFAR10_LOSSLESS", 1),
-    Run("private_sgd", "benchmarks.private_sgd", "", "--model $MODEL", 0.1),
-    Run("training_speed", "benchmarks.training", "", TEXT, 0.2),
     Run("shapes_estimates", SHAPES, "estimates", TEXT, 0.3),
     Run("models_speed", "benchmarks.models", "", "--model $MODEL", 0.5),
 ]
