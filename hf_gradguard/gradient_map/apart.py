@@ -14,6 +14,7 @@ from transformers.utils import logging
 from .domain import count_rows
 from .graphs import differentiate
 from .listening import NotApartError, listen
+from .plans import code_of
 from .shares import Share
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ def known_plan(gmap: GradientMap) -> Plan | None:
 
 
 def _key(gmap: GradientMap) -> object:
-    return tuple(gmap.parameters), _code(gmap.loss_fn), tuple(sorted(gmap.batch))
+    return tuple(gmap.parameters), code_of(gmap.loss_fn), tuple(sorted(gmap.batch))
 
 
 def plan_of(gmap: GradientMap, samples: int) -> tuple[Plan, Tensor]:
@@ -220,12 +221,6 @@ def _tolerance(gmap: GradientMap) -> float:
     if any(torch.finfo(p.dtype).bits < 32 for p in parameters):
         return 0.1
     return 1e-4 if all(p.device.type == "cpu" for p in parameters) else 2e-3
-
-
-def _code(loss_fn: Any) -> object:
-    while hasattr(loss_fn, "func"):  # partial functions are made anew every time
-        loss_fn = loss_fn.func
-    return getattr(loss_fn, "__code__", type(loss_fn))
 
 
 def _norm(tensors: Tensors) -> Tensor:

@@ -4,7 +4,6 @@ step a difference takes. Found out by trial.
 
 from __future__ import annotations
 
-import functools
 import math
 import re
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -104,13 +103,13 @@ def _key(gmap: GradientMap) -> object:
         tuple(module.training for module in gmap.replay.modules),
         gmap.replay.recomputes(),
         gmap.replay.kind,
-        _code(gmap.loss_fn),
+        code_of(gmap.loss_fn),
     )
 
 
-def _code(loss_fn: Any) -> object:
+def code_of(loss_fn: Any) -> object:
     """What a loss function is by, since lambdas and partial functions are made anew every time."""
-    while isinstance(loss_fn, functools.partial):
+    while hasattr(loss_fn, "func"):
         loss_fn = loss_fn.func
     return getattr(loss_fn, "__code__", type(loss_fn))
 
