@@ -123,8 +123,8 @@ SECOND_FORM: dict[str, tuple[str, dict, float]] = {  # the most telling first
     "a factor by token": (
         "refiner", TOKEN | FEEDBACK | {"samples": 16, "iterations": 0}, 2e-4,
     ),
-    "a factor by token, rate 8e-4": (
-        "refiner", TOKEN | FEEDBACK | {"samples": 16, "iterations": 0}, 8e-4,
+    "a factor by token, rate 4e-4": (
+        "refiner", TOKEN | FEEDBACK | {"samples": 16, "iterations": 0}, 4e-4,
     ),
     "a factor by sample and parameter, 64 samples": (
         "refiner", EACH | FEEDBACK | {"samples": 64, "iterations": 0}, 2e-4,
