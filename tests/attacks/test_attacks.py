@@ -428,7 +428,7 @@ def test_lbfgs_on_a_model_that_cannot_run_vectorized() -> None:
         "steps": 2,
     }
     with pytest.raises(RuntimeError):
-        make_attack("inverting_gradients", restarts=2, steps=1)(seen, torch_rng())
+        make_attack("inverting_gradients_published", restarts=2, steps=1)(seen, torch_rng())
     found = make_attack("inverting_gradients", restarts=2, **settings)(seen, torch_rng())
     assert found.objective < found.history[0]
 

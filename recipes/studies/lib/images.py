@@ -7,9 +7,11 @@ import torch
 from datasets import load_dataset
 from torch import Tensor
 
-from hf_gradguard.attacks import Observation, make_attack
+from hf_gradguard.attacks import Observation
 from hf_gradguard.metrics import score_images
 from hf_gradguard.models import LeakageLeNetConfig, LeakageLeNetForImageClassification
+
+from .attacks import attack_of
 
 # Inverting Gradients by L-BFGS, far stronger than as published on these small smooth networks
 INVERTING = {"optimizer": "lbfgs", "learning_rate": 1.0, "schedule": "constant", "signed": False}
@@ -69,7 +71,7 @@ def smoothed(settings: dict, own: list[Observation], images: list[Tensor]) -> di
         return settings
 
     def shown(total_variation: float) -> float:
-        attack = make_attack(
+        attack = attack_of(
             "inverting_gradients", **settings | {"total_variation": total_variation, "restarts": 1}
         )
         found = attack.together(own, torch.Generator().manual_seed(0))
