@@ -9,6 +9,14 @@ IMAGES = {
     "inverting_gradients": {"steps": 100, **INVERTING},
     "inverting_gradients, as published": {"steps": 4800},
 }
+NETWORKS = {  # and whether their batches are attacked
+    "LeNet": True,
+    "ViT": True,
+    "ResNet": True,
+    "ResNet in training mode": True,
+    "ConvNeXT": False,
+}
+BATCHES, QUICK_BATCHES, SINGLE, PUBLISHED_STEPS = (4, 8, 16), (2,), 4, 1200
 TEXT = {"tag": {"steps": 1500}}
 FULL = {"images": 16, "sentences": 20}
 QUICK = {"images": 2, "sentences": 2}
