@@ -55,13 +55,10 @@ def cells(args) -> dict:
     for size in (1, *sizes):
         add("any network", size, "gray", {})
     for network, several in NETWORKS.items():
-        add(network, 1, "inverting_gradients", fast)
-        if network == "ViT":
-            add(network, 1, "analytic", {})
-        for size in sizes if several else ():
+        for size in (1, *sizes) if several else (1,):
             add(network, size, "inverting_gradients", fast)
-    for network in NETWORKS:
         add(network, 1, "inverting_gradients_published", published)
+    add("ViT", 1, "analytic", {})
     return found
 
 

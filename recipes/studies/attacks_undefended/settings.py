@@ -11,9 +11,9 @@ IMAGES = {
 }
 NETWORKS = {  # and whether their batches are attacked
     "LeNet": True,
-    "ViT": True,
     "ResNet": True,
     "ResNet in training mode": True,
+    "ViT": True,
     "ConvNeXT": False,
 }
 BATCHES, QUICK_BATCHES, SINGLE, PUBLISHED_STEPS = (4, 8, 16), (2,), 4, 1200
