@@ -52,13 +52,19 @@ class Averages:
         """Whether it is of these parameters and no others."""
         return set(self._shapes) == set(names)
 
-    def add(self, squares: Iterable[tuple[str, Tensor | Sums]], gradient: Tensors) -> None:
+    def add(
+        self,
+        squares: Iterable[tuple[str, Tensor | Sums]],
+        gradient: Tensors,
+        powers: Iterable[tuple[str, Sums]] | None = None,
+    ) -> None:
         """Take in a batch.
 
         Args:
             squares: Estimates of s_i², or their sums, one parameter at a time, of one probe or of
                 several after each other.
             gradient: g.
+            powers: Sums of an estimate of E g_i². Default: those of g_i².
         """
         if not self.knows(gradient):
             self.__init__()  # type: ignore[misc]
@@ -67,8 +73,10 @@ class Averages:
         for name, found in squares:
             parts = found if isinstance(found, tuple) else sums_of(found)
             new["squares"][name] = added(new["squares"].get(name), devices().sums(name, parts))
-        for name, g in gradient.items():
-            new["powers"][name] = devices().sums(name, sums_of(g.float().square()))
+        if powers is None:
+            powers = ((name, sums_of(g.float().square())) for name, g in gradient.items())
+        for name, parts in powers:
+            new["powers"][name] = devices().sums(name, parts)
         for kind, sums in new.items():
             size = _total(sums) or 1.0  # batches count alike, whatever their scale
             for name, parts in sums.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -10,8 +11,9 @@ from torch import nn
 
 from ..gradient_map import GradientMap, Tensors
 from ..gradient_map.devices import devices
-from ..gradient_map.marginals import Sums, heard, probe_sums, sums_of
+from ..gradient_map.marginals import Sums, heard, own_pass, power_sums, probe_sums, sums_of
 from ..gradient_map.per_sample import Pass
+from ..gradient_map.pieces import first_rows
 from ..gradient_map.plans import TOLERANCE, plan_of
 from ..gradient_map.random_labels import special_ids
 from ..gradient_map.sensitivity import probe_squares
@@ -25,6 +27,10 @@ ShapedBy = Literal["public", "past", "own"]
 OWN_PROBES, LEAST_PROBES = 10, 3
 SHARDED_PROBES = 4
 """Where nothing tells samples apart, a probe gives one square, and not one of each sample."""
+MEASURED = 8
+"""Samples of a random batch, at the most: more of them make better averages, and cost more."""
+FIRST = 4
+"""Random batches that averages begin with: of one alone they err by a half."""
 REFRESH_EVERY = 10
 """Messages from one that averages are fed at to the next, unless set."""
 SMALLEST_GRADIENT = 1e-8
@@ -106,8 +112,10 @@ class SensitivityDefense(Defense):
             self._averages, self._calls = Averages(), 0
         due = not self._averages or self._calls % (self.refresh_every or REFRESH_EVERY) == 0
         if self.shape == "public" and due:
-            made = gmap.domain.random_batch(gmap.model, gmap.batch, generator, self._special)
-            self._learn(*heard(plain, made), generator)
+            like = first_rows(plain.batch, MEASURED) if plain.any_rows else plain.batch
+            for _ in range(1 if self._averages else FIRST):
+                made = gmap.domain.random_batch(gmap.model, like, generator, self._special)
+                self._learn(*heard(plain, made), generator)
         by_tensor = self.granularity == "layer"
         ratio = self._averages.ratio(by_tensor, waiting) if self._averages else None
         if self.shape == "past" and due:
@@ -168,9 +176,12 @@ class SensitivityDefense(Defense):
         gradient = gmap.gradient()
         probes = self.num_probes or (1 if devices().size == 1 else SHARDED_PROBES)
         squares: dict[str, Sums] = {}
+        powers: Iterator[tuple[str, Sums]] | None = None
+        start = start or own_pass(gmap)
         if self.learns_all(gradient):
             for name, sums in probe_sums(gmap, probes, generator, start):
                 squares[name] = added(squares.get(name), sums)
+            powers = power_sums(gradient, len(gmap.input), start)
         else:
             dense = {name: torch.zeros_like(g) for name, g in gradient.items()}
             for name, found in probe_squares(gmap, probes, generator, start=start):
@@ -178,7 +189,7 @@ class SensitivityDefense(Defense):
             gradient, dense = self.learned(gradient, dense)
             squares = {name: sums_of(tensor) for name, tensor in dense.items()}
         _check_squares({n: torch.cat([s.flatten() for s in sums]) for n, sums in squares.items()})
-        self._averages.add(squares.items(), gradient)
+        self._averages.add(squares.items(), gradient, powers)
 
 
 def _own_probes(gmap: GradientMap) -> int:

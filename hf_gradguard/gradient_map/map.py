@@ -63,6 +63,7 @@ class GradientMap:
     """
 
     product_error = 0.0  # of `vjp` and `jvp`, relative to the product
+    any_rows = True  # whether `of_batch` takes batches of any number of samples
 
     def __init__(
         self,

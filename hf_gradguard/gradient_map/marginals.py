@@ -1,4 +1,4 @@
-"""Row and column sums of s², of which averages are made, without s² itself.
+"""Row and column sums of s² and of g², of which averages are made, without s² itself.
 
 Of a sample's share of a linear layer, LᵀR with few rows, the squares' row sums are the diagonal of
 Lᵀ(R Rᵀ)L: products as large as the sample is long, where squares are as many as the weight has
@@ -7,7 +7,7 @@ entries.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,11 +17,12 @@ from ..randomness import Stream
 from .devices import devices
 from .inputs import Batch
 from .per_sample import LINEAR, Change, Layer, Pass
-from .plans import TOLERANCE, known_plan
+from .plans import TOLERANCE, known_plan, plan_of
 from .sensitivity import layer_squares, probe_squares
+from .shares import OfLayer
 
 if TYPE_CHECKING:
-    from .map import GradientMap
+    from .map import GradientMap, Tensors
 
 GRAM_AT_MOST = 1.5
 """How many products Gram matrices may take, in those of the sample's gradient itself."""
@@ -81,6 +82,57 @@ def heard(gmap: GradientMap, batch: Batch) -> tuple[GradientMap, Pass | None]:
     return other, start
 
 
+def own_pass(gmap: GradientMap) -> Pass | None:
+    """What layers take in at the map's own input, and which slopes they get. `None` where samples
+    are not told apart.
+    """
+    plan = known_plan(gmap) or plan_of(gmap)
+    if plan.error > TOLERANCE or not plan.split:
+        return None
+    return Pass.of(gmap, gmap.input, plan.layers_of(gmap))
+
+
+def power_sums(gradient: Tensors, samples: int, start: Pass | None) -> Iterator[tuple[str, Sums]]:
+    """The sums of E g_i², as far as one batch tells it.
+
+    Samples that are drawn independently have shares g_bi of which only the means add up:
+    E g_i² = Σ_b E g_bi² + what their means have in common. Where layers know samples apart, Σ_b
+    g_bi² estimates the first, from as many squares as there are samples; g_i², of a single one,
+    errs by as much as it is large.
+
+    Args:
+        gradient: g.
+        samples: B.
+        start: A pass at the batch; `None` if samples are not known apart.
+    """
+    left = dict(gradient)
+    if start is not None:
+        for name, layer in start.layers.items():
+            if rows := start.rows(name, samples):
+                for parameter, sums in _sample_sums(layer, rows):
+                    del left[parameter]
+                    yield parameter, sums
+    for parameter, g in left.items():
+        yield parameter, sums_of(g.to(torch.promote_types(g.dtype, torch.float32)).square())
+
+
+def _sample_sums(layer: Layer, rows: Sequence[tuple[Tensor, Tensor]]) -> Iterator[tuple[str, Sums]]:
+    """Of Σ_b g_b² of a layer's parameters."""
+    if layer.bias is not None:
+        shares = torch.stack([layer.bias_gradients(slopes) for slopes, _ in rows]).sum(0)
+        yield layer.bias, sums_of(shares.square().sum(0))
+    if layer.weight is None:
+        return
+    found = None
+    if isinstance(layer.module, LINEAR):
+        slopes, features = (torch.cat(parts, 1) for parts in zip(*rows, strict=True))
+        found = _sums_of_products(layer, slopes, features)
+    if found is None:
+        parts = (part[layer.weight] for part in OfLayer(layer, rows).written())
+        found = sums_of(torch.stack([part.square().sum(0) for part in parts]).sum(0))
+    yield layer.weight, found
+
+
 def _layer_sums(layer: Layer, change: Change) -> Iterator[tuple[str, Tensor | Sums]]:
     """As `layer_squares`, with a matrix's sums in its place where they are cheaper."""
     if layer.weight is None or not isinstance(layer.module, LINEAR) or not change.slopes:
@@ -88,15 +140,25 @@ def _layer_sums(layer: Layer, change: Change) -> Iterator[tuple[str, Tensor | Su
         return
     left = torch.cat([*change.slopes, *change.mean_slopes], 1)  # (B, n, out)
     right = torch.cat([*change.mean_features, *change.features], 1)  # (B, n, in)
-    length, outputs, inputs = left.shape[1], left.shape[2], right.shape[2]
-    if 2 * length * (outputs + inputs) > GRAM_AT_MOST * outputs * inputs:
+    found = _sums_of_products(layer, left, right)
+    if found is None:
         yield from layer_squares(layer, change)
         return
-    by_output, by_input = _gram_sums(left, right), _gram_sums(right, left)
-    plain = isinstance(layer.module, nn.Linear)  # Conv1D's rows are inputs
-    yield layer.weight, (by_output, by_input) if plain else (by_input, by_output)
+    yield layer.weight, found
     if layer.bias is not None:
         yield layer.bias, change.bias(layer).square().sum(0)
+
+
+def _sums_of_products(layer: Layer, left: Tensor, right: Tensor) -> Sums | None:
+    """Row and column sums of Σ_b (left_bᵀ right_b)², in the shape of a linear layer's weight, from
+    `(B, T, out)` and `(B, T, in)`; `None` where writing them out is cheaper.
+    """
+    length, outputs, inputs = left.shape[1], left.shape[2], right.shape[2]
+    if 2 * length * (outputs + inputs) > GRAM_AT_MOST * outputs * inputs:
+        return None
+    by_output, by_input = _gram_sums(left, right), _gram_sums(right, left)
+    plain = isinstance(layer.module, nn.Linear)  # Conv1D's rows are inputs
+    return (by_output, by_input) if plain else (by_input, by_output)
 
 
 def _gram_sums(factor: Tensor, other: Tensor) -> Tensor:

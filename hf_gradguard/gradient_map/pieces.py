@@ -1,4 +1,6 @@
-"""Several batches as one, and back: what is private in a round of local training is all of them."""
+"""Several batches as one, and back: what is private in a round of local training is all of them.
+And the first samples of one.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +12,28 @@ from torch import Tensor
 
 from .domain import count_rows, domain_of_batch
 from .inputs import Batch
+
+
+def first_rows(batch: Batch, count: int) -> Batch:
+    """Its first samples, so many at most; the batch itself if it has a tensor without one row for
+    each.
+
+    Args:
+        batch: What a collator returns.
+        count: At least 1.
+
+    Example:
+        >>> len(first_rows(batch, 1)["labels"]), first_rows(batch, 2) is batch
+        (1, True)
+    """
+    rows = count_rows(batch)
+    tensors = [value for value in batch.values() if isinstance(value, Tensor) and value.dim()]
+    if rows <= count or any(len(value) != rows for value in tensors):
+        return batch
+    return {
+        key: value[:count] if isinstance(value, Tensor) and value.dim() else value
+        for key, value in batch.items()
+    }
 
 
 class Pieces:

@@ -95,7 +95,7 @@ class OfLayer(Share):
             tokens, out, into = slopes.shape[1], slopes.shape[2], features.shape[2]
             if 2 * tokens**2 <= out * into:
                 return squares + _ghost_squares(slopes, features)
-        return squares + Written(self._written).squares()
+        return squares + Written(self.written).squares()
 
     def total(self, factors: Tensor) -> Tensors:
         found: Tensors = {}
@@ -127,7 +127,8 @@ class OfLayer(Share):
         slopes, features = zip(*self.rows, strict=True)
         return torch.cat(slopes, 1), torch.cat(features, 1)
 
-    def _written(self) -> Iterator[Tensors]:
+    def written(self) -> Iterator[Tensors]:
+        """Samples' gradients of the weight, `(b, *shape)`, some samples at a time."""
         assert self.layer.weight is not None
         size = self.layer.module.weight.numel()  # type: ignore[operator]
         for some in _slices(len(self.rows[0][0]), size):

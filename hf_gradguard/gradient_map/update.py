@@ -66,6 +66,7 @@ class UpdateMap(GradientMap):
     """
 
     replay: _Steps
+    any_rows = False
 
     def __init__(
         self,

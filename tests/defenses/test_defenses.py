@@ -21,6 +21,7 @@ from torch import Tensor
 
 from hf_gradguard import DEFENSES, GradientMap, chain, make_defense
 from hf_gradguard.defenses import Defense, sensitivity
+from hf_gradguard.gradient_map.update import UpdateMap
 
 OWN = {"shape": "own", "num_probes": 2}
 """As published: weighed by sensitivities of the batch itself."""
@@ -509,7 +510,7 @@ def test_averages_are_fed_at_every_nth_message(
     name: str, shape: str, refresh_every: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every tenth without the setting. `"past"` is fed the message's own batch, `"public"` never
-    that. First-order maps do.
+    that, and random ones at first. First-order maps do.
     """
     model, batch = small_convolution()
     defense, calls, fed = make_defense(name, shape=shape, refresh_every=refresh_every), [], []
@@ -522,7 +523,8 @@ def test_averages_are_fed_at_every_nth_message(
         assert all((seen is gmap) == (shape == "past") for seen, _ in calls)
         calls.clear()
     every = refresh_every or 10
-    assert fed == [1 if i % every == 0 else 0 for i in range(len(fed))]
+    first = sensitivity.FIRST if shape == "public" else 1
+    assert fed == [first] + [1 if i % every == 0 else 0 for i in range(1, len(fed))]
 
 
 def small_task(samples: int) -> tuple[Any, dict[str, Tensor]]:
@@ -552,11 +554,25 @@ def test_own_shapes_measure_every_message(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SENSITIVE)
+def test_public_shapes_measure_few_samples(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a large batch at most eight; of local training, whose steps have batches of their own, as
+    many as it has.
+    """
+    calls, (model, batch) = Calls(monkeypatch), small_task(11)
+    make_defense(name)(GradientMap(model, batch, second_order=False), rng())
+    assert {len(gmap.input) for gmap, _ in calls} == {sensitivity.MEASURED}
+    calls.clear()
+    update = UpdateMap(model, [batch, token_batch(3)], learning_rate=0.1, second_order=False)
+    make_defense(name)(update, rng())
+    assert {len(gmap.input) for gmap, _ in calls} == {14}
+
+
+@pytest.mark.parametrize("name", SENSITIVE)
 def test_settings_reach_the_averages(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = Calls(monkeypatch)
     for settings in ({}, {"num_probes": 7}):
         make_defense(name, **settings)(GradientMap(*small_convolution()), rng())
-    assert [count for _, count in calls] == [1, 7]
+    assert [count for _, count in calls] == [1] * sensitivity.FIRST + [7] * sensitivity.FIRST
 
 
 @pytest.mark.parametrize("shape", ["public", "past"])

@@ -12,7 +12,13 @@ from torch import Tensor
 
 from hf_gradguard import GradientMap, make_defense
 from hf_gradguard.gradient_map import marginals
-from hf_gradguard.gradient_map.marginals import heard, probe_sums, sums_of
+from hf_gradguard.gradient_map.marginals import (
+    heard,
+    own_pass,
+    power_sums,
+    probe_sums,
+    sums_of,
+)
 from hf_gradguard.gradient_map.per_sample import Pass
 from hf_gradguard.gradient_map.sensitivity import plan_of
 from hf_gradguard.randomness import Stream
@@ -61,6 +67,52 @@ def test_sums_are_those_of_the_squares(
     gmap = GradientMap(*task(name), second_order=False)
     found = dict(probe_sums(gmap, 1, rng()))
     assert_sums(found, gmap.squared_sensitivity(1, rng()))
+
+
+@pytest.mark.parametrize("gram", [0.0, math.inf], ids=["written out", "Gram"])
+@pytest.mark.parametrize("name", NAMES)
+def test_powers_are_those_of_single_samples(
+    name: str, gram: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against the gradients of each sample alone, as shares of the mean; g² where samples are not
+    known apart.
+    """
+    monkeypatch.setattr(marginals, "GRAM_AT_MOST", gram)
+    model, batch = task(name)
+    gmap = GradientMap(model, batch, second_order=False)
+    start, samples = own_pass(gmap), len(gmap.input)
+    assert start is not None
+    split = {name for layer in start.layers.values() for name in (layer.weight, layer.bias)}
+    alone = [
+        GradientMap(
+            model, {key: value[one : one + 1] for key, value in batch.items()}, second_order=False
+        ).gradient()
+        for one in range(samples)
+    ]
+    shares = torch.full((samples,), 1 / samples, dtype=torch.float64)
+    if batch["labels"].dim() == 2:  # a mean over words, not over texts
+        words = (
+            (batch["labels"][:, 1:] != -100).sum(1)
+            if "lm" in name
+            else batch["labels"].ne(-100).sum(1)
+        )
+        shares = words / words.sum()
+    plain = {name: g.square() for name, g in gmap.gradient().items()}
+    expected = {
+        name: sum((share * g[name]).square() for share, g in zip(shares, alone, strict=True))
+        if name in split
+        else square
+        for name, square in plain.items()
+    }
+    assert split & set(expected)
+    found = dict(power_sums(gmap.gradient(), samples, start))
+    assert found.keys() == expected.keys()
+    size = max(float(square.max()) for square in expected.values())
+    for key, parts in found.items():
+        for part, own in zip(parts, sums_of(expected[key]), strict=True):
+            rtol = 1e-6 if part.dtype == torch.float64 else 1e-3
+            torch.testing.assert_close(part, own, rtol=rtol, atol=1e-9 * size)
+    assert_sums(dict(power_sums(gmap.gradient(), samples, None)), plain)
 
 
 @pytest.mark.parametrize("length", [4, 64])
