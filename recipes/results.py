@@ -135,6 +135,7 @@ RUNS = [
 
 PLANNED = [  # written and tried, not run to their end: no figures on the page
     Run("refiner_second_form", REFINER, "second_form", f"{TEXT} {KEPT}", 12),
+    Run("undefended_batches", UNDEFENDED, "batches", "--cifar10 $CIFAR10_LOSSLESS", 1),
     Run("undefended_lora", UNDEFENDED, "lora", "--tokenizer $MODEL", 0.1),
     Run("undefended_families", UNDEFENDED, "families", "--tokenizer $MODEL", 8),
     Run("updates_images", UPDATES, "images", "--cifar10 $CIFAR10_LOSSLESS", 1),
