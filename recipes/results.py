@@ -83,6 +83,7 @@ FRONTIER = "studies.frontier.run"
 KEPT = "--models $MODELS"
 RUNS = [
     Run("undefended_images", UNDEFENDED, "images", IMAGES, 0.5),
+    Run("undefended_batches", UNDEFENDED, "batches", "--cifar10 $CIFAR10_LOSSLESS", 0.5),
     Run("undefended_text", UNDEFENDED, "text", TEXT, 0.5),
     Run("span_attack", HIDING, "span", TEXT, 1),
     Run("sst2", HIDING, "accuracy", TEXT, 6),
@@ -135,7 +136,6 @@ RUNS = [
 
 PLANNED = [  # written and tried, not run to their end: no figures on the page
     Run("refiner_second_form", REFINER, "second_form", f"{TEXT} {KEPT}", 12),
-    Run("undefended_batches", UNDEFENDED, "batches", "--cifar10 $CIFAR10_LOSSLESS", 1),
     Run("undefended_lora", UNDEFENDED, "lora", "--tokenizer $MODEL", 0.1),
     Run("undefended_families", UNDEFENDED, "families", "--tokenizer $MODEL", 8),
     Run("updates_images", UPDATES, "images", "--cifar10 $CIFAR10_LOSSLESS", 1),

@@ -5,7 +5,7 @@ r"""Images in batches, on networks of other kinds.
 
 The first images of the file, as many as the batch has, and of single ones the first four. Random
 networks at 32 pixels: the leakage papers' LeNet, a residual network with its batch normalization in
-evaluation and in training mode, ConvNeXT, and a vision transformer of 16 patches. Labels are known.
+evaluation and in training mode, and a vision transformer of 16 patches. Labels are known.
 Inverting Gradients by its plain name, and of single images also with the published settings but for
 1,200 steps: as many evaluations as L-BFGS has at most. PSNR and SSIM with 95 % bootstrap intervals
 over images. Half an hour of one core.
@@ -15,8 +15,6 @@ import time
 
 import torch
 from transformers import (
-    ConvNextConfig,
-    ConvNextForImageClassification,
     ResNetConfig,
     ResNetForImageClassification,
     ViTConfig,
@@ -30,14 +28,15 @@ from hf_gradguard.metrics import score_images
 
 from ..lib.images import lenet_for, single_images
 from ..lib.tables import bracketed, summary, write_table
-from .settings import BATCHES, NETWORKS, PUBLISHED_STEPS, QUICK_BATCHES, SINGLE
+from .settings import NETWORKS, PUBLISHED_STEPS, QUICK_BATCHES, SINGLE
 
 ARGUMENTS = {"--cifar10": "npz with x (N, 32, 32, 3) and y"}
 SCORES = ("psnr", "ssim")
 
 
 def cells(args) -> dict:
-    sizes, single = (QUICK_BATCHES, 1) if args.quick else (BATCHES, SINGLE)
+    single = 1 if args.quick else SINGLE
+    networks = dict.fromkeys(NETWORKS, QUICK_BATCHES) if args.quick else NETWORKS
     fast = {"steps": 1} if args.quick else {}
     published = {"steps": PUBLISHED_STEPS} | fast
     found = {}
@@ -52,10 +51,10 @@ def cells(args) -> dict:
             "seed": 0,
         }
 
-    for size in (1, *sizes):
+    for size in (1, *max(networks.values(), key=len)):
         add("any network", size, "gray", {})
-    for network, several in NETWORKS.items():
-        for size in (1, *sizes) if several else (1,):
+    for network, sizes in networks.items():
+        for size in (1, *sizes):
             add(network, size, "inverting_gradients", fast)
         add(network, 1, "inverting_gradients_published", published)
     add("ViT", 1, "analytic", {})
@@ -104,10 +103,6 @@ def network_of(name: str, batch: dict) -> torch.nn.Module:
         sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
         sizes |= {"intermediate_size": 128, "image_size": 32, "patch_size": 8}
         return ViTForImageClassification(ViTConfig(**sizes, num_labels=10)).eval()
-    if name == "ConvNeXT":
-        sizes = {"patch_size": 2, "num_stages": 3, "hidden_sizes": [16, 32, 64]}
-        config = ConvNextConfig(**sizes, depths=[1, 1, 2], image_size=32, num_labels=10)
-        return ConvNextForImageClassification(config).eval()
     sizes = {"embedding_size": 16, "hidden_sizes": [16, 32, 64], "depths": [1, 1, 1]}
     config = ResNetConfig(**sizes, layer_type="basic", num_labels=10)
     return ResNetForImageClassification(config).train(name == "ResNet in training mode")
