@@ -62,11 +62,12 @@ def smoothed(settings: dict, own: list[Observation], images: list[Tensor]) -> di
     the attacker's own.
 
     Args:
-        settings: Of the attack, which tries with one start each. Returned as they are if there are
-            not several.
+        settings: Of the attack, which tries with one start each. Returned with the patience that
+            they do not name if there are not several.
         own: What the defense makes of these images' gradients.
         images: `(1, C, H, W)` each.
     """
+    settings = {"patience": None, **settings}  # cells say it where it is another
     if not isinstance(tried := settings.get("total_variation"), list):
         return settings
 
