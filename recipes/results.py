@@ -85,6 +85,8 @@ RUNS = [
     Run("undefended_images", UNDEFENDED, "images", IMAGES, 0.5),
     Run("undefended_batches", UNDEFENDED, "batches", "--cifar10 $CIFAR10_LOSSLESS", 0.5),
     Run("undefended_text", UNDEFENDED, "text", TEXT, 0.5),
+    Run("undefended_lora", UNDEFENDED, "lora", "--tokenizer $MODEL", 0.1),
+    Run("undefended_families", UNDEFENDED, "families", "--tokenizer $MODEL", 8),
     Run("span_attack", HIDING, "span", TEXT, 1),
     Run("sst2", HIDING, "accuracy", TEXT, 6),
     Run("sst2_seconds", HIDING, "accuracy --seconds", TEXT, 0.1),
@@ -101,6 +103,7 @@ RUNS = [
     Run("optimal_defenses_mnist", OPTIMAL, "attacked mnist", "--data $MNIST", 0.5),
     Run("optimal_defenses_cifar10", OPTIMAL, "attacked cifar10", "--data $CIFAR10_LOSSLESS", 3),
     Run("shapes_quality", SHAPES, "quality", f"{TEXT} --cifar10 $CIFAR10_LOSSLESS", 1),
+    Run("shapes_estimates", SHAPES, "estimates", TEXT, 0.3),
     Run("shapes_adam", SHAPES, "adam", TEXT, 0.3),
     Run("candidates", CANDIDATES, "text", TEXT, 1),
     Run("shapes_naming", SHAPES, "naming", TEXT, 0.7),
@@ -136,10 +139,7 @@ RUNS = [
 
 PLANNED = [  # written and tried, not run to their end: no figures on the page
     Run("refiner_second_form", REFINER, "second_form", f"{TEXT} {KEPT}", 12),
-    Run("undefended_lora", UNDEFENDED, "lora", "--tokenizer $MODEL", 0.1),
-    Run("undefended_families", UNDEFENDED, "families", "--tokenizer $MODEL", 8),
     Run("updates_images", UPDATES, "images", "--cifar10 $CIFAR10_LOSSLESS", 1),
-    Run("shapes_estimates", SHAPES, "estimates", TEXT, 0.3),
     Run("models_speed", "benchmarks.models", "", "--model $MODEL", 0.5),
 ]
 

@@ -22,7 +22,7 @@ from ..gradient_map.shifted import vjp_by_difference
 from ..randomness import Stream
 
 Slope = Callable[[Tensor], Tensor]
-Factors = Literal["message", "sample", "parameter"]
+Factors = Literal["message", "sample", "parameter", "token"]
 
 
 LENGTH = 16
@@ -72,7 +72,7 @@ class MadeUp:
     Args:
         gmap: Their map.
         wanted: v.
-        factors: One for all, one a sample, or one a sample and parameter.
+        factors: One for all, one a sample, one a sample and parameter, or one a token and weight.
     """
 
     gmap: GradientMap
@@ -84,7 +84,9 @@ class MadeUp:
         if self.factors == "message":
             return scaled(self.gmap.gradient_at(x), self.wanted)
         span = SampleSpan(self.gmap, x)
-        return span.fit(self.wanted) if self.factors == "sample" else span.fit_each(self.wanted)
+        if self.factors == "sample":
+            return span.fit(self.wanted)
+        return span.fit_each(self.wanted, tokens=self.factors == "token")
 
     def slope(self, x: Tensor, fit: Fit) -> Tensor:
         """∂(1 - cos)/∂x* where the factors are best, so that their own change changes nothing:

@@ -8,8 +8,7 @@ Objective = Literal["cosine", "weighted"]
 
 DEFAULTS: dict[str, dict[str, Any]] = {
     "cosine": {
-        "beta": 0.0, "iterations": 2, "learning_rate": 0.2, "samples": 16, "factors": "sample",
-        "error_feedback": True,
+        "beta": 0.0, "learning_rate": 0.2, "samples": 16, "error_feedback": True,
     },
     "weighted": {
         "alpha": 0.6, "beta": 1.0, "tau": 0.95, "iterations": 10, "learning_rate": 0.01,
@@ -24,33 +23,44 @@ ONLY = {
     ),
 }  # fmt: skip
 """Settings that one objective alone has."""
+_UNSET = {"warm_start": 0}
 
 
 def take_defaults(refiner: Any) -> None:
-    """Fill in what was left out.
+    """Fill in what was left out. Without an objective it is "cosine", or "weighted" where something
+    is set that only this form has or needs.
 
     Raises:
         ValueError: For an unknown objective, or a setting of the other one.
 
     Example:
-        >>> make_defense("refiner", objective="weighted").iterations
-        10
+        >>> make_defense("refiner").objective, make_defense("refiner", alpha=0.5).objective
+        ('cosine', 'weighted')
     """
+    if refiner.objective is None:
+        published, own = (
+            any(getattr(refiner, name) != _UNSET.get(name) for name in ONLY[form])
+            for form in ("weighted", "cosine")
+        )
+        named = refiner.evaluation_network is not None and not own
+        refiner.objective = "weighted" if published or named else "cosine"
     objective = refiner.objective
     if objective not in DEFAULTS:
         names = " or ".join(map(repr, DEFAULTS))
         raise ValueError(f"objective must be {names}, but is {objective!r}.")
     (other,) = DEFAULTS.keys() - {objective}
-    unset = {"warm_start": 0}
     given = {name: getattr(refiner, name) for name in ONLY[other]}
-    foreign = [name for name, value in given.items() if value is not unset.get(name)]
+    foreign = [name for name, value in given.items() if value != _UNSET.get(name)]
     if foreign:
         raise ValueError(
             f"{foreign[0]} is a setting of objective={other!r}, and objective is {objective!r}. "
             f"Leave it out, or give objective={other!r}."
         )
-    if refiner.factors == "parameter" and refiner.iterations is None:
-        refiner.iterations = 0  # it has no others
+    if objective == "cosine":  # samples move where that is asked for
+        if refiner.iterations is None:
+            refiner.iterations = 2 if refiner.beta else 0
+        if refiner.factors is None:
+            refiner.factors = "sample" if refiner.iterations else "token"
     for name, value in DEFAULTS[objective].items():
         if getattr(refiner, name) is None:
             setattr(refiner, name, value)

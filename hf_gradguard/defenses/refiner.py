@@ -57,7 +57,8 @@ class Refiner(BiasedDefense):
             fits the model.
         revision: Of its Hub repository; a commit pins it.
         sha256: Of its model.safetensors: any other is refused.
-        objective: `"cosine"` or `"weighted"`.
+        objective: `"cosine"` or `"weighted"`. Default: "cosine", or "weighted" where a setting is
+            given that only this form has, or an evaluation network.
         alpha: "weighted": share of noise in the start (1-α) x + α v. v is uniform over the pixel
             range, or embeddings of random tokens. (The paper has 0.5, at which a third of a text's
             words stay where they are.)
@@ -79,8 +80,9 @@ class Refiner(BiasedDefense):
             image processor.
         image_std: Per channel, what they were divided by afterwards.
         samples: "cosine": how many samples are made up.
-        factors: "cosine": how many are fitted: one a `"message"`, one a `"sample"`, or one a sample
-            and `"parameter"`. The last has no `iterations`.
+        factors: "cosine": how many are fitted: one a `"message"`, one a `"sample"`, one a sample
+            and `"parameter"`, or one a `"token"` and weight. The last two have no `iterations`.
+            Default: "token", with `iterations` "sample".
         error_feedback: As for all biased defenses; on by default with "cosine".
     """
 
@@ -88,7 +90,7 @@ class Refiner(BiasedDefense):
     evaluation_network: Any = None
     revision: str | None = None
     sha256: str | None = None
-    objective: Objective = "weighted"
+    objective: Objective | None = None
     alpha: float | None = None
     beta: float | None = None
     tau: float | None = None
@@ -118,10 +120,15 @@ class Refiner(BiasedDefense):
             if self.factors not in get_args(Factors):
                 names = " or ".join(map(repr, get_args(Factors)))
                 raise ValueError(f"factors must be {names}, but is {self.factors!r}.")
-            if self.factors == "parameter" and self.iterations:
-                raise ValueError("factors='parameter' has no iterations: leave them out.")
+            if self.factors in ("parameter", "token") and self.iterations:
+                raise ValueError(f"factors={self.factors!r} has no iterations: leave them out.")
         _check_range("beta", self.beta, 0, math.inf)
         _check_range("learning_rate", self.learning_rate, 0, math.inf, above=True)
+        if self.factors in ("parameter", "token") and self.beta:
+            raise ValueError(
+                f"factors={self.factors!r} has no iterations for beta to count in: leave beta out, "
+                "or take factors='sample'."
+            )
         for name, least in (("iterations", int(weighted or self.beta != 0)), ("warm_start", 0)):
             check_whole(name, getattr(self, name), least)
         if self.epsilon is not None and self.relative_epsilon is not None:

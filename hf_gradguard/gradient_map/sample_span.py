@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from .per_sample import LINEAR, Pass, layers_of
@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
 RIDGE = 1e-6
 """Added to a Gram matrix of unit vectors: samples' gradients may be nearly alike."""
+
+TERMS = 256
+"""Factors that are fitted for a weight, at most: to solve for more takes longer than a pass."""
 
 
 class Fit(NamedTuple):
@@ -89,12 +92,19 @@ class SampleSpan:
             {n: part.weighted(weights) for n, part in self._parts()}, wanted, weights
         )
 
-    def fit_each(self, wanted: Tensors) -> Fit:
+    def fit_each(self, wanted: Tensors, tokens: bool = False) -> Fit:
         """The nearest point where each parameter has factors of its own: that of the product of
         their spans.
+
+        Args:
+            wanted: The gradient to come near to.
+            tokens: Factors of a linear layer's weight are of tokens and not of samples, of 256
+                tokens, or groups of them, at most.
         """
         nearest = {}
         for name, part in self._parts():
+            if tokens and isinstance(part, _Factors):
+                part = part.of_tokens()
             weights = _solve(part.gram().double(), part.inner(wanted[name]).double())
             nearest[name] = part.weighted(weights)
         return self._with_rest(nearest, wanted, torch.ones(self._count))
@@ -119,6 +129,17 @@ class _Factors(NamedTuple):
     slopes: Tensor
     features: Tensor
     turned: bool
+
+    def of_tokens(self) -> _Factors:
+        """With tokens in the place of samples, or groups of neighbors where there are many."""
+        count, length, _ = self.slopes.shape
+        size = -(-count * length // TERMS)
+        more = -length % size
+        slopes, features = (
+            nn.functional.pad(part, (0, 0, 0, more)).reshape(-1, size, part.shape[-1])
+            for part in (self.slopes, self.features)
+        )
+        return _Factors(slopes, features, self.turned)
 
     def inner(self, wanted: Tensor) -> Tensor:
         """With each sample's gradient, `(B,)`."""

@@ -5,8 +5,9 @@ beyond a stock step of the same parameters.
 
 Weights are random; costs do not depend on them. One thread, processor time; all rows of a model
 take turns, between two stock steps. "Measuring" are the messages at which averages are fed; "as
-set" is what they and the others come to at the default `refresh_every`. The last row is arithmetic:
-a gradient of LoRA on 8 billion parameters. A run that was stopped goes on at the next model.
+set" is what they and the others come to at the default `refresh_every`. The last rows are
+arithmetic: LoRA on 8 billion parameters, a gradient, and what measuring keeps of 2,048 tokens. A
+run that was stopped goes on at the next model.
 """
 
 from collections.abc import Callable
@@ -49,7 +50,7 @@ LLAMA = {
     "num_attention_heads": 9, "num_key_value_heads": 3, "vocab_size": 49152, "num_labels": 2,
     "pad_token_id": 0,
 }  # fmt: skip
-EIGHT_BILLION = {"layers": 32, "hidden": 4096, "key_value": 1024, "rank": 16}
+EIGHT_BILLION = {"layers": 32, "hidden": 4096, "key_value": 1024, "rank": 16, "tokens": 2048}
 
 
 def encoder(name: str, quick: bool) -> tuple[nn.Module, dict]:
@@ -182,11 +183,18 @@ def measure_model(model: nn.Module, batch: dict, rounds: int) -> dict:
 
 
 def eight_billion() -> dict[str, float]:
-    """Queries' and values' adapters, in float32."""
+    """Queries' and values' adapters, in float32. Measuring keeps what each took in and the slopes
+    that came back, of two passes.
+    """
     sizes = EIGHT_BILLION
-    ends = (sizes["hidden"], sizes["key_value"])
-    entries = sizes["layers"] * sizes["rank"] * sum(sizes["hidden"] + end for end in ends)
-    return {"parameters": entries, "gradient_mib": round(4 * entries / 2**20, 1)}
+    hidden, rank, ends = sizes["hidden"], sizes["rank"], (sizes["hidden"], sizes["key_value"])
+    entries = sizes["layers"] * rank * sum(hidden + end for end in ends)
+    kept = sizes["layers"] * sizes["tokens"] * 2 * sum(hidden + 2 * rank + end for end in ends)
+    return {
+        "parameters": entries,
+        "gradient_mib": round(4 * entries / 2**20, 1),
+        "measuring_mib": round(4 * kept / 2**20, 1),
+    }
 
 
 def table(report: dict) -> tuple[list[str], list[list[str]]]:
@@ -201,6 +209,8 @@ def table(report: dict) -> tuple[list[str], list[list[str]]]:
     large = report["8 billion"]
     said = f"**LoRA of rank 16 on 8 billion** ({large['parameters'] / 1e6:.3g} M shared)"
     rows.append([said, "", "", f"a gradient: {large['gradient_mib']:.1f}", ""])
+    kept = f"{large['measuring_mib']:+.1f}"
+    rows.append([f"measuring at {EIGHT_BILLION['tokens']:,} tokens", "", "", kept, ""])
     return header, rows
 
 

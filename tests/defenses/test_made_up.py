@@ -11,6 +11,8 @@ from torch import Tensor
 
 from hf_gradguard import GradientMap, make_defense
 from hf_gradguard.defenses.made_up import Factors, MadeUp, made_up
+from hf_gradguard.gradient_map import sample_span
+from hf_gradguard.gradient_map.per_sample import Pass, layers_of
 from hf_gradguard.randomness import Stream
 
 SPECIAL = SmallNetwork.special_token_ids
@@ -46,7 +48,14 @@ def power(tensors: dict[str, Tensor]) -> float:
 
 @pytest.mark.parametrize(
     ("factors", "iterations"),
-    [("message", 0), ("message", 2), ("sample", 0), ("sample", 2), ("parameter", 0)],
+    [
+        ("message", 0),
+        ("message", 2),
+        ("sample", 0),
+        ("sample", 2),
+        ("parameter", 0),
+        ("token", 0),
+    ],
 )
 @pytest.mark.parametrize("task", ["bert", "vit"])
 def test_what_is_left_out_is_the_rest_of_the_power(
@@ -88,9 +97,46 @@ def test_more_factors_are_never_farther() -> None:
     made = made_up(gmap, 6, rng())
     found = [
         MadeUp(made, gmap.gradient(), factors).fit(made.input).cosine
-        for factors in ("message", "sample", "parameter")
+        for factors in ("message", "sample", "parameter", "token")
     ]
-    assert found[0] < found[1] < found[2]
+    assert found == sorted(found)
+    assert len(set(found)) == 4
+
+
+@pytest.mark.parametrize("most", [256, 3])
+def test_factors_of_tokens_are_least_squares(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of every weight the nearest matrix to the wanted one among sums of tokens' products, by a
+    dense solver; with few factors, among sums of neighbors'.
+    """
+    monkeypatch.setattr(sample_span, "TERMS", most)
+    gmap = text_map()
+    made = made_up(gmap, 2, rng())
+    wanted = gmap.gradient()
+    nearest = MadeUp(made, wanted, "token").fit(made.input).nearest
+    layers = layers_of(made.model, made.parameters)
+    told = Pass.of(made, made.input, layers)
+    checked, directions = 0, []
+    for name, layer in layers.items():
+        if layer.weight is None or not isinstance(layer.module, torch.nn.Linear):
+            continue
+        ((slopes, features),) = told.rows(name, 2) or [(None, None)]
+        size = 1 if most == 256 or slopes.shape[1] == 1 else 6  # 16 tokens in 3 groups at most
+        groups = [
+            slopes[one, i : i + size].T @ features[one, i : i + size]
+            for one in range(2)
+            for i in range(0, slopes.shape[1], size)
+        ]
+        basis = torch.stack([group.flatten() for group in groups], 1)
+        target = wanted[layer.weight].flatten()
+        expected = basis @ torch.linalg.lstsq(basis, target[:, None], driver="gelsd").solution[:, 0]
+        found = nearest[layer.weight].flatten()
+        if expected.norm() > 1e-8 * flat(wanted).norm():
+            directions.append(float(expected.norm() / found.norm()))
+            cosine = torch.nn.functional.cosine_similarity(found, expected, dim=0)
+            assert cosine > 1 - 1e-4
+            checked += 1
+    assert checked > 5
+    assert max(directions) < 1.001 * min(directions)  # one factor more, for all of it
 
 
 def test_nothing_of_the_batch_is_made_up() -> None:
@@ -197,16 +243,42 @@ def test_no_evaluation_network_is_loaded(monkeypatch: pytest.MonkeyPatch) -> Non
         ({"warm_start": 5}, "warm_start is a setting of objective='weighted'"),
         ({"epsilon": 0.1}, "epsilon is a setting of objective='weighted'"),
         ({"objective": "weighted", "samples": 3}, "samples is a setting of objective='cosine'"),
-        ({"factors": "token"}, "factors must be 'message' or 'sample' or 'parameter'"),
+        ({"factors": "word"}, "factors must be 'message' or 'sample' or 'parameter' or 'token'"),
         ({"factors": "parameter", "iterations": 1}, "factors='parameter' has no iterations"),
         ({"samples": 0}, "samples must be a whole number of at least 1"),
         ({"iterations": -1}, "iterations must be a whole number of at least 0"),
-        ({"beta": 1.0, "iterations": 0}, "iterations must be a whole number of at least 1"),
+        ({"factors": "token", "beta": 1.0, "iterations": 0}, "no iterations for beta to count in"),
+        (
+            {"factors": "sample", "beta": 1.0, "iterations": 0},
+            "iterations must be a whole number of at least 1",
+        ),
     ],
 )
 def test_settings_of_the_other_form_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make_defense("refiner", **{"objective": "cosine", **settings})
+
+
+@pytest.mark.parametrize(
+    ("settings", "objective", "factors", "iterations"),
+    [
+        ({}, "cosine", "token", 0),
+        ({"error_feedback": False}, "cosine", "token", 0),
+        ({"iterations": 3}, "cosine", "sample", 3),
+        ({"beta": 0.5}, "cosine", "sample", 2),
+        ({"samples": 4, "evaluation_network": "somewhere"}, "cosine", "token", 0),
+        ({"evaluation_network": "somewhere"}, "weighted", None, 10),
+        ({"alpha": 0.5}, "weighted", None, 10),
+        ({"warm_start": 5}, "weighted", None, 10),
+        ({"normalize": False}, "weighted", None, 10),
+    ],
+)
+def test_settings_say_which_form_is_meant(
+    settings: dict[str, Any], objective: str, factors: str | None, iterations: int
+) -> None:
+    """Whoever names nothing that is only of the published form gets the one that teaches."""
+    found = make_defense("refiner", **settings)
+    assert (found.objective, found.factors, found.iterations) == (objective, factors, iterations)
 
 
 def test_shared_embeddings_are_refused() -> None:

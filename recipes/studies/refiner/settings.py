@@ -114,27 +114,34 @@ WEIGHTED = {"objective": "weighted", "evaluation_network": "text-evaluation-netw
 SLOW = WEIGHTED | {"learning_rate": 0.001, "iterations": 4}
 COSINE = {"objective": "cosine", "factors": "sample"}
 ONE = COSINE | {"factors": "message"}
+TOKEN = {"objective": "cosine", "factors": "token"}
 EACH = COSINE | {"factors": "parameter"}
 FEEDBACK, NO_FEEDBACK = {"error_feedback": True}, {"error_feedback": False}
 SECOND_FORM: dict[str, tuple[str, dict, float]] = {  # the most telling first
     "none": ("none", {}, 2e-4),
+    "uniform noise of 20": ("gaussian_noise", {"relative_scale": 20.0}, 8e-4),
+    "a factor by token": (
+        "refiner", TOKEN | FEEDBACK | {"samples": 16, "iterations": 0}, 2e-4,
+    ),
+    "a factor by token, rate 8e-4": (
+        "refiner", TOKEN | FEEDBACK | {"samples": 16, "iterations": 0}, 8e-4,
+    ),
+    "a factor by sample and parameter, 64 samples": (
+        "refiner", EACH | FEEDBACK | {"samples": 64, "iterations": 0}, 2e-4,
+    ),
+    "a factor by sample and parameter": (
+        "refiner", EACH | FEEDBACK | {"samples": 16, "iterations": 0}, 2e-4,
+    ),
     "a factor by sample, 2 steps": (
         "refiner", COSINE | FEEDBACK | {"samples": 16, "iterations": 2}, 2e-4,
     ),
     "a factor by sample, no step": (
         "refiner", COSINE | FEEDBACK | {"samples": 16, "iterations": 0}, 2e-4,
     ),
-    "a factor by sample and parameter": (
-        "refiner", EACH | FEEDBACK | {"samples": 16, "iterations": 0}, 2e-4,
-    ),
-    "a factor by sample and parameter, 64 samples": (
-        "refiner", EACH | FEEDBACK | {"samples": 64, "iterations": 0}, 2e-4,
-    ),
     "2 steps, without feedback": (
         "refiner", COSINE | NO_FEEDBACK | {"samples": 16, "iterations": 2}, 2e-4,
     ),
     "64 samples": ("refiner", COSINE | FEEDBACK | {"samples": 64, "iterations": 0}, 2e-4),
-    "uniform noise of 20": ("gaussian_noise", {"relative_scale": 20.0}, 3.2e-3),
     "one factor, 4 steps": ("refiner", ONE | FEEDBACK | {"samples": 16, "iterations": 4}, 2e-4),
     "one factor, 4 steps, without feedback": (
         "refiner", ONE | NO_FEEDBACK | {"samples": 16, "iterations": 4}, 2e-4,
