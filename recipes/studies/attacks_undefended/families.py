@@ -26,22 +26,22 @@ TASKS = dict.fromkeys(DECODERS, (LM, CLASSIFIER)) | {"bert": (CLASSIFIER, MASKED
 
 
 def cells(args) -> dict:
+    """Single texts of all families first."""
     one, four, eight = (1, 1, 1) if args.quick else (20, 5, 3)
     groups = [(1, one), (4, four), (8, eight)]
-    places = {}
-    for family in DECODERS | ENCODERS:
-        for task in TASKS.get(family, (CLASSIFIER,)):
-            for special in (True, False) if family in DECODERS else (True,):
-                for texts, batches in groups:
-                    name = f"{family}, {task}" + ("" if special else ", no special tokens")
-                    places[name, str(texts)] = {
-                        "family": family,
-                        "task": task,
-                        "special": special,
-                        "texts": texts,
-                        "batches": batches,
-                    }
-    return places
+    return {
+        (row_of(family, task, special), str(texts)): {
+            "family": family, "task": task, "special": special, "texts": texts, "batches": batches,
+        }
+        for texts, batches in groups
+        for family in DECODERS | ENCODERS
+        for task in TASKS.get(family, (CLASSIFIER,))
+        for special in ((True, False) if family in DECODERS else (True,))
+    }  # fmt: skip
+
+
+def row_of(family: str, task: str, special: bool) -> str:
+    return f"{family}, {task}" + ("" if special else ", no special tokens")
 
 
 def prepare(args):
@@ -55,7 +55,10 @@ def prepare(args):
         for number in range(cell["batches"]):
             seen, truth = observe(model, tokenizer, number, **cell)
             start = time.process_time()
-            found = make_attack("span")(seen).token_ids
+            try:
+                found = make_attack("span")(seen).token_ids
+            except ValueError:
+                return {"exact": None}
             seconds.append(time.process_time() - start)
             rows = aligned(found, truth)
             exact += sum(row == text for row, text in rows)
@@ -108,15 +111,18 @@ def aligned(found: list[list[int]], truth: list[list[int]]) -> list[tuple[list[i
 
 
 def report(figures: dict, args) -> None:
+    columns = {"1": "1 text", "4": "4 texts", "8": "8 texts"}
     rows = [
-        [name]
-        + [
-            f"{found['exact']} of {found['of']} · {found['tokens right']:.0%} · "
-            f"{found['seconds']:.1f} s"
-            for found in sizes.values()
-        ]
+        [name, *(said(sizes[texts]) if texts in sizes else "–" for texts in columns)]
         for name, sizes in figures.items()
     ]
-    write_table(
-        args.output, ["exact · tokens · seconds a batch", "1 text", "4 texts", "8 texts"], rows
+    write_table(args.output, ["exact · tokens · seconds a batch", *columns.values()], rows)
+
+
+def said(found: dict) -> str:
+    if found["exact"] is None:
+        return "refused"
+    return (
+        f"{found['exact']} of {found['of']} · {found['tokens right']:.0%} · "
+        f"{found['seconds']:.1f} s"
     )
