@@ -269,6 +269,9 @@ ATTACKS: Registry[Any] = Registry(
         "dlg": "hf_gradguard.attacks.matching.images:DLG",
         "idlg": "hf_gradguard.attacks.matching.images:IDLG",
         "inverting_gradients": "hf_gradguard.attacks.matching.images:InvertingGradients",
+        "inverting_gradients_published": (
+            "hf_gradguard.attacks.matching.images:InvertingGradientsPublished"
+        ),
         "grad_inversion": "hf_gradguard.attacks.matching.images:GradInversion",
         "tag": "hf_gradguard.attacks.matching.text:Tag",
         "lamp": "hf_gradguard.attacks.matching.text:Lamp",

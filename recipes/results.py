@@ -83,6 +83,7 @@ FRONTIER = "studies.frontier.run"
 KEPT = "--models $MODELS"
 RUNS = [
     Run("undefended_images", UNDEFENDED, "images", IMAGES, 0.5),
+    Run("undefended_batches", UNDEFENDED, "batches", "--cifar10 $CIFAR10_LOSSLESS", 0.5),
     Run("undefended_text", UNDEFENDED, "text", TEXT, 0.5),
     Run("undefended_lora", UNDEFENDED, "lora", "--tokenizer $MODEL", 0.1),
     Run("undefended_families", UNDEFENDED, "families", "--tokenizer $MODEL", 8),

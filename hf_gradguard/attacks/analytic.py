@@ -1,15 +1,17 @@
-"""A first linear layer, read analytically: no optimization, no prior.
+"""A first layer, read analytically: no optimization, no prior.
 
 The gradients of a linear layer's weight and bias are Σ_b δ_b x_bᵀ and Σ_b δ_b, so a row of the one
 over that entry of the other is the layer's input, if a single sample activated the unit (Phong et
 al., 2018). Whoever makes the weights can make many units like that: in a layer whose rows measure
 the same with biases in a ladder, the samples between two steps are in the difference of two rows
-(Fowl et al., "Robbing the Fed", 2021).
+(Fowl et al., "Robbing the Fed", 2021). How patches are read instead, says `patches.py`.
 """
 
 from __future__ import annotations
 
+import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -20,16 +22,20 @@ from ..gradient_map.domain import IMAGE
 from ..gradient_map.pixel_space import PixelSpace
 from .base import Attack, Reconstruction
 from .observation import Observation, without_dropout
+from .patches import is_patch_projection, position_embeddings, read_patches
 
 
 @dataclass
 class Analytic(Attack):
     """Reads images off the first linear layer that reads all pixels: rows of its weight's gradient
     over the bias's, and differences of neighbors in the order of the biases. Of these it takes what
-    lies in the range of pixels and comes up most often.
+    lies in the range of pixels and comes up most often. Of a vision transformer it reads one image
+    off the gradients of its patch projection and of its position embeddings.
 
-    Exact for one image in every such layer, and for many where the weights were made for it. Noise
-    in the gradient is divided by the bias's gradient as it is.
+    Exact for one image in every such layer, and for many where the weights were made for it; of
+    patches where their embeddings are wider than there are patches, else what the gradients say of
+    them. Noise in the gradient is divided as it is by the bias's gradient; patches are weighed by
+    its variance, if that is known.
 
     Args:
         tolerance: How far two readings of one image may differ, in the range of pixels.
@@ -44,6 +50,7 @@ class Analytic(Attack):
     name: ClassVar[str] = "analytic"
     domains: ClassVar[tuple[str, ...]] = ("image",)
     does: ClassVar[str] = "reads pixels"
+    informed_by: ClassVar[frozenset[str]] = frozenset({"noise_variance"})
     tolerance: float = 0.02
 
     @property
@@ -53,7 +60,23 @@ class Analytic(Attack):
 
     def reconstruct(self, seen: Observation, generator: torch.Generator) -> Reconstruction:
         started = time.perf_counter()
-        name, layer = _first_layer(seen)
+        undecided = ""
+        if (layer := _first(seen, _reads_all_pixels(seen))) is not None:
+            found = self._images(seen, *layer)
+        else:
+            projection, positions = _patch_embedding(seen)
+            found, undecided = read_patches(seen, projection, positions)
+            space = PixelSpace(found, seen.image_mean, seen.image_std)
+            space.project_(found)
+            found = found.to(IMAGE.main_input(seen.placeholder()))
+        seconds = time.perf_counter() - started
+        return Reconstruction(input=found, labels=seen.labels, seconds=seconds, undecided=undecided)
+
+    def _images(self, seen: Observation, name: str, layer: nn.Module) -> Tensor:
+        """`(B, C, H, W)` off a linear layer on all pixels."""
+        assert isinstance(layer, nn.Linear)
+        if layer.bias is None:
+            raise ValueError(f"{name} has no bias, so there is nothing to divide by.")
         weight, bias = f"{name}.weight", f"{name}.bias"
         if bias not in seen.gradient or weight not in seen.gradient:
             raise ValueError(
@@ -67,10 +90,8 @@ class Analytic(Attack):
         shape = (seen.batch_size, *seen.input_shape[1:])
         space = PixelSpace(seen.gradient[weight], seen.image_mean, seen.image_std)
         images = self._chosen(space.plain(rows.view(-1, *shape[1:])), seen.batch_size)
-        found = (images - space.mean) / space.std
-        return Reconstruction(
-            input=found, labels=seen.labels, seconds=time.perf_counter() - started
-        )
+        found: Tensor = (images - space.mean) / space.std
+        return found
 
     def _chosen(self, images: Tensor, count: int) -> Tensor:
         """`(B, C, H, W)` in [0, 1]: the readings that lie there, the most frequent first."""
@@ -110,34 +131,65 @@ def layer_inputs(weight: Tensor, bias: Tensor, order: Tensor) -> Tensor:
     return weights[used] / biases[used, None]
 
 
-def _first_layer(seen: Observation) -> tuple[str, nn.Linear]:
-    """The linear layer that reads the pixels as they are, found by running the model."""
+def readable(model: nn.Module, shape: tuple[int, ...]) -> bool:
+    """Whether there is something in a model for `Analytic` to read.
+
+    Args:
+        model: Of images.
+        shape: Of its input, `(B, C, H, W)`.
+
+    Example:
+        >>> readable(image_seen.model, image_seen.input_shape)
+        False
+    """
+    nothing = {name: torch.ones_like(p) for name, p in model.named_parameters()}
+    seen = Observation(model, nothing, (1, *shape[1:]))
+    if _first(seen, _reads_all_pixels(seen)) is not None:
+        return True
+    projection = _first(seen, is_patch_projection)
+    return projection is not None and bool(position_embeddings(seen, projection[0]))
+
+
+def _patch_embedding(seen: Observation) -> tuple[str, list[str]]:
+    """The module that reads patches, and parameters that may be their position embeddings."""
+    projection = _first(seen, is_patch_projection)
+    positions = position_embeddings(seen, projection[0]) if projection else []
+    if not projection or not positions:
+        raise ValueError(
+            f"No linear layer of {type(seen.model).__name__} reads all pixels of an image, and no "
+            "position embeddings are trained with its patches, so there is nothing to divide. Take "
+            "inverting_gradients."
+        )
+    return projection[0], positions
+
+
+def _reads_all_pixels(seen: Observation) -> Callable[[nn.Module], bool]:
+    pixels = math.prod(seen.input_shape[1:])
+    return lambda module: isinstance(module, nn.Linear) and module.in_features == pixels
+
+
+def _first(seen: Observation, wanted: Callable[[nn.Module], bool]) -> tuple[str, nn.Module] | None:
+    """The first wanted module that reads the pixels as they are, found by running the model."""
     pixels = torch.rand((1, *seen.input_shape[1:]), generator=torch.Generator().manual_seed(0)).to(
         IMAGE.main_input(seen.placeholder())
     )
     found: list[str] = []
     handles = []
     for name, module in seen.model.named_modules():
-        if isinstance(module, nn.Linear) and module.in_features == pixels.numel():
+        if wanted(module):
 
             def look(_: nn.Module, args: tuple[Tensor, ...], name: str = name) -> None:
-                if torch.equal(args[0].flatten(), pixels.flatten()):
+                if args[0].numel() == pixels.numel() and bool(
+                    (args[0].flatten() == pixels.flatten()).all()
+                ):
                     found.append(name)
 
             handles.append(module.register_forward_pre_hook(look))
     try:
-        with torch.no_grad(), without_dropout(seen.model):
-            seen.model(**{**seen.placeholder(), IMAGE.key: pixels})
+        if handles:
+            with torch.no_grad(), without_dropout(seen.model):
+                seen.model(**{**seen.placeholder(), IMAGE.key: pixels})
     finally:
         for handle in handles:
             handle.remove()
-    if not found:
-        raise ValueError(
-            f"No linear layer of {type(seen.model).__name__} reads all pixels of an image, so "
-            "there is nothing to divide. Take inverting_gradients."
-        )
-    layer = seen.model.get_submodule(found[0])
-    assert isinstance(layer, nn.Linear)
-    if layer.bias is None:
-        raise ValueError(f"{found[0]} has no bias, so there is nothing to divide by.")
-    return found[0], layer
+    return (found[0], seen.model.get_submodule(found[0])) if found else None

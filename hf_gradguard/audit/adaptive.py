@@ -46,7 +46,7 @@ def attackers(
         return {label: Attacker(attack, grants, knows=terms.adaptive)}
     settings = _settings_of(attack, known)
     wanted = frozenset(known) & attack.informed_by
-    changed = {name: value for name, value in settings.items() if _is_default(attack, name)}
+    changed = {name: value for name, value in settings.items() if is_default(attack, name)}
     changed = {name: v for name, v in changed.items() if getattr(attack, name) != v}
     has = not known or bool(settings or wanted)
     plain = has and not changed and wanted <= granted
@@ -79,7 +79,7 @@ def _settings_of(attack: Attack, known: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in known.items() if name in names}
 
 
-def _is_default(attack: Attack, name: str) -> bool:
+def is_default(attack: Attack, name: str) -> bool:
     """What a user has set is theirs."""
     default = next(f.default for f in fields(attack) if f.name == name)  # type: ignore[arg-type]
     return bool(getattr(attack, name) == default)

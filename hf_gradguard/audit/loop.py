@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -23,6 +23,7 @@ from .cells import Cell, Cells, code_digest, digest, write_json
 from .client import Client, Shared, Upload
 from .facts import GRANTS, attack_settings, facts, plain_settings
 from .modality import Modality
+from .own import SMOOTHED, WEIGHTS, chosen_weight, own_batches, smooths
 from .report import write_report
 from .result import Audit
 from .settings import AuditSettings
@@ -117,15 +118,19 @@ class _Run:
             for name, attack in attacks.items()
             for label, found in attackers(name, attack, made, terms).items()
         }
-        self.attack_keys = {
-            place: digest(one.attack, sorted(one.grants)) for place, one in self.attackers.items()
-        }
+        own = own_batches(setup.listed, setup.batches, self.modality) if terms.adaptive else []
+        self.own = [
+            Client(self.model, batch, setup.shared, (terms.seed, len(self.batches) + number, 0))
+            for number, batch in enumerate(own)
+        ]
+        if self._choosing():
+            self.settings["threat_model"].append(SMOOTHED)
         self.estimator_keys = {name: code_digest(one) for name, one in self.estimators.items()}
         makers = code_digest(Client, type(self.modality))
         grants = [getattr(terms, name) for name in GRANTS]
         versions = self.settings["versions"]
-        own = [self.modality.identity(), setup.identity]
-        self.key = digest(self.model, own, grants, terms.seed, versions, makers)
+        identity = [self.modality.identity(), setup.identity]
+        self.key = digest(self.model, identity, grants, terms.seed, versions, makers)
 
     def expected(self) -> str:
         """How long it is going to take, from the time of one gradient."""
@@ -139,15 +144,54 @@ class _Run:
                 return f"No gradient could be taken of the first message: {error}"
             each = min(each, time.perf_counter() - started)
         times = self.terms.repeats * len(self.batches)
-        passes = sum(one.attack.passes for one in self.attackers.values())
+        passes = times * sum(one.attack.passes for one in self.attackers.values())
+        for place in self._choosing():
+            passes += len(WEIGHTS) * len(self.own) * self.attackers[place].attack.passes
         return (
             f"{times} messages, {len(self.defenses)} defenses, {len(self.attackers)} attackers on "
-            f"each message: about {_duration(each * passes * times)} on this machine, less what "
+            f"each message: about {_duration(each * passes)} on this machine, less what "
             "is there already. The bar corrects it."
         )
 
+    def _choosing(self) -> list[tuple[str, str]]:
+        """Attackers who have images of their own to find out on how much to smooth: the one with
+        each attack who knows most of each defense.
+        """
+        return [
+            (defense, best)
+            for defense, made in self.defenses.items()
+            for name, attack in self.attacks.items()
+            if self.own and made.name != "none" and smooths(attack)
+            for best in [name + INFORMED if (defense, name + INFORMED) in self.attackers else name]
+        ]
+
+    def _choose(self) -> None:
+        """Give them the weight that they choose."""
+        chosen_weights = self.settings["smoothing"] = dict[str, float]()
+        for defense, label in self._choosing():
+            attacker = self.attackers[defense, label]
+            state = self.setup.states.get(defense)
+            uploads = [Upload(client, self.defenses[defense], state) for client in self.own]
+            batches = [client.batch for client in self.own]
+            own = digest(attacker.attack, sorted(attacker.grants), batches, WEIGHTS)
+            key = digest(self.key, self.defense_keys[defense], own)
+            found = self.cells.once(key, partial(chosen_weight, attacker, uploads, self.modality))
+            if "total_variation" not in found:
+                continue  # what is refused there is refused of every message, with the reason
+            attack: Any = attacker.attack
+            weight = chosen_weights[f"{defense}, {base_of(label)}"] = found["total_variation"]
+            chosen = replace(attack, total_variation=weight)
+            self.attackers[defense, base_of(label)] = replace(
+                self.attackers[defense, base_of(label)], knows=False
+            )
+            self.attackers[defense, base_of(label) + INFORMED] = replace(attacker, attack=chosen)
+
     def to(self, folder: Path) -> Audit:
         """The audit, written to a folder whenever a message has something new."""
+        self._choose()
+        self.attack_keys = {
+            place: digest(one.attack, sorted(one.grants)) for place, one in self.attackers.items()
+        }
         result = Audit(
             settings=self.settings,
             defenses={

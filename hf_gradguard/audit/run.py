@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from transformers import Trainer
 
 from ..attacks import Attack
+from ..attacks.analytic import readable
 from ..data.samples import Sample
 from ..defenses import Defense
-from ..gradient_map.domain import domain_of_model
+from ..gradient_map.domain import IMAGE, domain_of_model
 from .cells import Cells
 from .client import Shared
 from .local import training_of
@@ -29,7 +30,7 @@ from .specs import Spec, make_attacks, make_defenses
 from .trained import set_up
 
 USUAL = {"text": "span", "image": "inverting_gradients"}
-"""Attacks by domain, where none is named."""
+"""Attacks by domain, where none is named. To those on images comes `analytic` where it can read."""
 
 
 def audit(
@@ -114,7 +115,10 @@ def _of_model(
     if isinstance(samples, int):
         raise ValueError("Give the samples to audit: (text or image, label) each.")
     terms = AuditSettings.of(asked.settings)
-    made = _made(asked.defenses, asked.attacks, terms, model, asked.candidates)
+    attacks = asked.attacks
+    if attacks is None:
+        attacks = _usual(model, processing_class, samples, terms)
+    made = _made(asked.defenses, attacks, terms, asked.candidates)
     cells, setup = _of_samples(
         model, processing_class, samples, asked.candidates, terms, asked.output
     )
@@ -136,7 +140,10 @@ def _of_trainer(
     mode, others = trainer.model.training, make_defenses(asked.defenses)
     try:
         terms, setup, own = set_up(trainer, samples, asked.candidates, asked.settings)
-        made = _made([{**others, **own}], asked.attacks, terms, setup.model, setup.listed)
+        attacks = asked.attacks
+        if attacks is None:
+            attacks = _usual_for(setup.model, setup.batches[0])
+        made = _made([{**others, **own}], attacks, terms, setup.listed)
         for defense in others.values():
             defense.prepare(setup.model, trainer.processing_class)
         price = read_metrics(asked.metrics, made[0])
@@ -147,18 +154,29 @@ def _of_trainer(
 
 def _made(
     defenses: Spec | Sequence[Spec],
-    attacks: Spec | Sequence[Spec] | None,
+    attacks: Spec | Sequence[Spec],
     terms: AuditSettings,
-    model: nn.Module,
     listed: Sequence[Any] | None,
 ) -> tuple[dict[str, Defense], dict[str, Attack]]:
     reference = make_defenses("none") if terms.reference else {}
-    if attacks is None:
-        attacks = USUAL[domain_of_model(model).name]
     made_defenses, made_attacks = reference | make_defenses(defenses), make_attacks(attacks)
     if not made_defenses or not (made_attacks or listed):
         raise ValueError("An audit needs at least one defense and one attack.")
     return made_defenses, made_attacks
+
+
+def _usual(
+    model: nn.Module, processing_class: Any, samples: Sequence[Sample], terms: AuditSettings
+) -> str:
+    if not samples or domain_of_model(model) is not IMAGE:
+        return USUAL[domain_of_model(model).name]
+    return _usual_for(model, modality_of(model, processing_class, terms).batch(samples[:1]))
+
+
+def _usual_for(model: nn.Module, batch: Mapping[str, Tensor]) -> str:
+    domain = domain_of_model(model)
+    more = domain is IMAGE and readable(model, tuple(IMAGE.main_input(batch).shape))
+    return USUAL[domain.name] + (",analytic" if more else "")
 
 
 def _of_samples(

@@ -171,7 +171,8 @@ class CommandSettings(SourceSettings, AuditSettings):
         default=None,
         metadata={
             "help": "NAME or NAME:key=value,key=value; repeat for more, or several at once: "
-            "tag:steps=500,span. Default: span for texts, inverting_gradients for images"
+            "tag:steps=500,span. Default: span for texts; for images inverting_gradients, and "
+            "analytic where the model has something for it to read"
         },
     )
     training: str | None = option(

@@ -75,7 +75,8 @@ def recommend(
     kind = domain_of_model(model).name
     made = make_defenses("none") | make_defenses(list(DEFENSES) if defenses is None else defenses)
     split = Split.of(samples, terms.attacked, terms.batch_size)
-    server = _Server(terms, processing_class, split, attacks or ATTACKS[kind], folder / "audits")
+    attacks = attacks or ATTACKS.get(kind)
+    server = _Server(terms, processing_class, split, attacks, folder / "audits")
     modality = modality_of(model, processing_class, server.terms)
     trials = Trials(model, processing_class, modality, split, terms, folder)
     start = server.reads(model, made, "start")
@@ -116,7 +117,7 @@ class _Server:
         trial: TrialSettings,
         processing_class: Any,
         split: Split,
-        attacks: Spec | Sequence[Spec],
+        attacks: Spec | Sequence[Spec] | None,
         folder: Path,
     ) -> None:
         self.terms = AuditSettings(

@@ -428,9 +428,29 @@ def test_lbfgs_on_a_model_that_cannot_run_vectorized() -> None:
         "steps": 2,
     }
     with pytest.raises(RuntimeError):
-        make_attack("inverting_gradients", restarts=2, steps=1)(seen, torch_rng())
+        make_attack("inverting_gradients_published", restarts=2, steps=1)(seen, torch_rng())
     found = make_attack("inverting_gradients", restarts=2, **settings)(seen, torch_rng())
     assert found.objective < found.history[0]
+
+
+def test_lbfgs_where_gradients_come_with_channels_last() -> None:
+    model, batch = make_task("convnext", batch_size=1)
+    found = make_attack("inverting_gradients", steps=2)(observe(model, batch), torch_rng())
+    assert found.objective < found.history[0]
+
+
+@pytest.mark.parametrize("name", ["inverting_gradients", "inverting_gradients_published"])
+def test_the_usual_start_is_that_of_the_domain(name: str) -> None:
+    """Uniform in the range of pixels, normal on texts; published normal on both."""
+    model, batch, tokenizer = text_task()
+    text = observe(model, batch, labels=batch["labels"], tokenizer=tokenizer)
+    pixels = {"pixel_values": image_batch(1)["pixel_values"], "labels": torch.tensor([2])}
+    image = observe(small_lenet(), pixels)
+    attack: Any = make_attack(name)
+    starts = [attack.problem([seen]).start(attack.start, torch_rng()) for seen in (text, image)]
+    named = ["normal", "uniform" if name == "inverting_gradients" else "normal"]
+    for seen, kind, start in zip((text, image), named, starts, strict=True):
+        assert torch.equal(attack.problem([seen]).start(kind, torch_rng()), start)
 
 
 def test_lamp_by_lbfgs_scores_each_candidate_by_its_own_gradient(

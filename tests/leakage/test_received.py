@@ -154,13 +154,13 @@ def test_analytic_reads_one_image_of_a_perceptron() -> None:
     set_seed(0)
     planted = BUILT[HONEST](torch.rand(10, 3, 16, 16), QUICK)
     assert leaks(planted, torch.rand(1, 3, 16, 16), QUICK) == 1
-    model, batch = make_task("vit", dtype=torch.float32)
+    model, batch = make_task("convnext", dtype=torch.float32)
     from hf_gradguard import GradientMap
     from hf_gradguard.attacks import Observation
 
     gradient = GradientMap(model, batch, second_order=False).gradient()
     seen = Observation(model, gradient, tuple(batch["pixel_values"].shape))
-    with pytest.raises(ValueError, match="No linear layer of ViT"):
+    with pytest.raises(ValueError, match="No linear layer of ConvNext"):
         make_attack("analytic")(seen)
 
 

@@ -23,3 +23,13 @@ def test_text(encoder, sst2, quick, tmp_path):
     (found,) = quick("attacks_undefended", "text", *data, output=tmp_path / "t").figures.values()
     assert found["labels right"] == 1
     assert found["token_f1"][0] == sum(found["token_f1 of each"]) / 2
+
+
+def test_batches(cifar10, quick, tmp_path):
+    study = quick("attacks_undefended", "batches", "--cifar10", cifar10, output=tmp_path / "b")
+    networks = ("any network", "LeNet", "ResNet", "ResNet in training mode", "ViT")
+    assert set(study.figures) == {f"{network}, {size}" for network in networks for size in (1, 2)}
+    assert study.figures["ViT, 1"]["analytic"]["psnr"][0] > 60
+    row = next(row for row in study.rows() if row[:2] == ["LeNet, 2", "inverting_gradients"])
+    mean, low, high = study.figures["LeNet, 2"]["inverting_gradients"]["psnr"]
+    assert row[2] == f"{mean:.3g} [{low:.3g}, {high:.3g}]"

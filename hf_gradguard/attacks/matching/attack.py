@@ -47,8 +47,9 @@ class GradientMatching(MatchingSettings, Attack):
 
     @property
     def passes(self) -> float:
-        """About three a step: a gradient, and its derivative."""
-        return 3.0 * self.steps * self.restarts
+        """About three an evaluation, a gradient and its derivative; L-BFGS takes 20 a step."""
+        evaluations = self.steps * (20 if self.optimizer == "lbfgs" else 1)
+        return 3.0 * evaluations * self.restarts
 
     def problem(self, observations: Sequence[Observation]) -> Problem:
         """The observations as this attack matches them.

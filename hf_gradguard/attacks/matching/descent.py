@@ -133,7 +133,8 @@ class _Descent:
             (self.best_labels, self.labels),
         ):
             kept.copy_(torch.where(better.view(-1, *[1] * (kept.dim() - 1)), new, kept))
-        self.x.grad = (slopes.sign() if self.attack.signed else slopes) * self.problem.space.free
+        slopes = (slopes.sign() if self.attack.signed else slopes) * self.problem.space.free
+        self.x.grad = slopes.contiguous()  # as L-BFGS reads it; of channels last it is not
         if self.problem.soft:
             self.labels.grad = others["labels"]
         self.history.append(values)

@@ -57,7 +57,8 @@ class MatchingSettings:
         warmup: Steps over which a linear schedule rises.
         signed: Follow the sign of the input's gradient.
         start: `"normal"`, `"uniform"` (images), `"tokens"` (embeddings of random tokens), or a
-            tensor in the input's shape: an attacker's own guess, such as robust data.
+            tensor in the input's shape: an attacker's own guess, such as robust data. `None`:
+            uniform on images, normal on texts.
         restarts: Starts from which to descend; the best match is returned. They are evaluated in
             one vectorized pass.
         total_variation: Weight of that prior on images.
@@ -109,7 +110,7 @@ class MatchingSettings:
                 raise ValueError(
                     f"{name} must be one of {', '.join(known)}, but is {getattr(self, name)!r}."
                 )
-        if not isinstance(self.start, Tensor) and self.start not in STARTS:
+        if not isinstance(self.start, Tensor) and self.start not in (None, *STARTS):
             raise ValueError(
                 f"start must be one of {', '.join(STARTS)} or a tensor, but is {self.start!r}."
             )

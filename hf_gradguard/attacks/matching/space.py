@@ -5,7 +5,7 @@ back inside, and what is read off a candidate at the end.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ class SearchSpace(ABC):
 
     Attributes:
         free: True where a candidate may move; broadcasts over `(B, T, H)` or `(B, C, H, W)`.
+        usual: The start where none is asked for.
 
     Example:
         >>> [issubclass(space, SearchSpace) for space in SPACES.values()]
@@ -30,6 +31,7 @@ class SearchSpace(ABC):
     """
 
     free: Tensor
+    usual: ClassVar[str]
 
     def start(
         self, start: Any, shape: tuple[int, ...], like: Tensor, generator: torch.Generator
@@ -37,7 +39,7 @@ class SearchSpace(ABC):
         """The first candidates.
 
         Args:
-            start: One of `STARTS`, or a tensor in the shape of the input.
+            start: One of `STARTS`, a tensor in the shape of the input, or `None`.
             shape: `(K, *input.shape)`.
             like: The placeholder's input, which has the known tokens in their places.
             generator: Source of the draws.
@@ -46,7 +48,7 @@ class SearchSpace(ABC):
             ValueError: If the tensor has another shape, or the domain has no such start.
         """
         if not isinstance(start, Tensor):
-            return self.draw(start, shape, like, generator)
+            return self.draw(start or self.usual, shape, like, generator)
         if start.shape != like.shape:
             raise ValueError(
                 f"start has shape {tuple(start.shape)}, the input {tuple(like.shape)}."
@@ -92,6 +94,8 @@ class Tokens(SearchSpace):
         >>> [len(ids) for ids in space.decode(gmap.input)] == seen.tokens.sum(1).tolist()
         True
     """
+
+    usual = "normal"
 
     def __init__(self, seen: Observation, like: Tensor) -> None:
         self.vocabulary = Vocabulary(seen)
@@ -142,6 +146,8 @@ class Pixels(SearchSpace):
         >>> bool((x == space.range.high).all())
         True
     """
+
+    usual = "uniform"
 
     def __init__(self, seen: Observation, like: Tensor) -> None:
         self.range = PixelSpace(like, seen.image_mean, seen.image_std)

@@ -13,9 +13,10 @@ import torch
 from transformers import set_seed
 
 from hf_gradguard import GradientMap
-from hf_gradguard.attacks import Observation, make_attack, recover_labels
+from hf_gradguard.attacks import Observation, recover_labels
 from hf_gradguard.metrics import score_images
 
+from ..lib.attacks import attack_of
 from ..lib.images import SINGLE_IMAGES, lenet_for, single_images
 from ..lib.tables import bracketed, summary, write_table
 from .settings import DATA, FULL, IMAGES, QUICK
@@ -51,7 +52,7 @@ def prepare(args):
 
     def measure(cell: dict) -> dict:
         batches, seen = observed(cell["data"], cell["samples"])
-        attack = make_attack(cell["attack"], **cell["settings"])
+        attack = attack_of(cell["attack"], **cell["settings"])
         found = attack.together(seen, torch.Generator().manual_seed(cell["seed"]))
         right = [
             bool((recover_labels(one) == batch["labels"]).all())

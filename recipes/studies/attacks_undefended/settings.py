@@ -9,6 +9,13 @@ IMAGES = {
     "inverting_gradients": {"steps": 100, **INVERTING},
     "inverting_gradients, as published": {"steps": 4800},
 }
+NETWORKS = {  # and their batches
+    "LeNet": (4, 8, 16),
+    "ResNet": (4, 8),
+    "ResNet in training mode": (4, 8),
+    "ViT": (4, 8),
+}
+QUICK_BATCHES, SINGLE, PUBLISHED_STEPS = (2,), 4, 1200
 TEXT = {"tag": {"steps": 1500}}
 FULL = {"images": 16, "sentences": 20}
 QUICK = {"images": 2, "sentences": 2}

@@ -21,9 +21,9 @@ import torch
 from transformers import set_seed
 
 from hf_gradguard import GradientMap
-from hf_gradguard.attacks import make_attack
 from hf_gradguard.metrics import score_images
 
+from ..lib.attacks import attack_of
 from ..lib.defenses import published
 from ..lib.images import lenet_for, single_images, smoothed
 from ..lib.tables import summary
@@ -64,7 +64,7 @@ def prepare(args):
             for number, gmap in enumerate(maps)
         ]
         settings = smoothed(cell["settings"], seen[count:], images[count:])
-        attack = make_attack(cell["attack"], **settings)
+        attack = attack_of(cell["attack"], **settings)
         found = attack.together(seen[:count], torch.Generator().manual_seed(cell["seed"]))
         weight = {name: value for name, value in settings.items() if name == "total_variation"}
         return scored([one.input.nan_to_num(0.5) for one in found]) | weight

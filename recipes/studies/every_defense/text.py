@@ -20,10 +20,11 @@ import torch
 from transformers import AutoTokenizer, set_seed
 
 from hf_gradguard import GradientMap
-from hf_gradguard.attacks import Observation, make_attack
+from hf_gradguard.attacks import Observation
 from hf_gradguard.metrics import score_text
 from hf_gradguard.networks import train_text_network
 
+from ..lib.attacks import attack_of
 from ..lib.defenses import published
 from ..lib.tables import summary
 from ..lib.text import batches_of_one, of_length, small_bert, sst2
@@ -75,7 +76,7 @@ def prepare(args):
             grants = {"input_shape": (1, LENGTH), "tokenizer": tokenizer}
             grants |= {"labels": gmap.batch["labels"]}
             seen.append(share(model, gmap, made, number, grants, **cell["seen"]))
-        attack = make_attack(cell["attack"], **cell["settings"])
+        attack = attack_of(cell["attack"], **cell["settings"])
         if cell["attack"] == "span":
             return scored([spanned(attack, one) for one in seen])
         found = attack.together(seen, torch.Generator().manual_seed(cell["seed"]))

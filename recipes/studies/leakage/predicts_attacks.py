@@ -32,6 +32,7 @@ from hf_gradguard.leakage import (
 from hf_gradguard.metrics import score_text
 from hf_gradguard.randomness import Stream
 
+from ..lib.attacks import attack_of
 from ..lib.images import INVERTING, SINGLE_IMAGES, lenet_for, single_images
 from ..lib.tables import plt, save, write_table
 from ..lib.text import batches_of_one, of_usual_length, small_bert, sst2
@@ -104,7 +105,7 @@ def attacked(cell: dict, model, batch: dict[str, Tensor], tokenizer) -> list[dic
     if tokenizer:
         attack = make_attack("tag", steps=cell["steps"])
     else:
-        attack = make_attack("inverting_gradients", steps=cell["steps"], patience=5, **INVERTING)
+        attack = attack_of("inverting_gradients", steps=cell["steps"], patience=5, **INVERTING)
     for point, found in zip(
         points, attack.together(seen, torch.Generator().manual_seed(sample)), strict=True
     ):

@@ -7,9 +7,11 @@ import torch
 from datasets import load_dataset
 from torch import Tensor
 
-from hf_gradguard.attacks import Observation, make_attack
+from hf_gradguard.attacks import Observation
 from hf_gradguard.metrics import score_images
 from hf_gradguard.models import LeakageLeNetConfig, LeakageLeNetForImageClassification
+
+from .attacks import attack_of
 
 # Inverting Gradients by L-BFGS, far stronger than as published on these small smooth networks
 INVERTING = {"optimizer": "lbfgs", "learning_rate": 1.0, "schedule": "constant", "signed": False}
@@ -60,16 +62,17 @@ def smoothed(settings: dict, own: list[Observation], images: list[Tensor]) -> di
     the attacker's own.
 
     Args:
-        settings: Of the attack, which tries with one start each. Returned as they are if there are
-            not several.
+        settings: Of the attack, which tries with one start each. Returned with the patience that
+            they do not name if there are not several.
         own: What the defense makes of these images' gradients.
         images: `(1, C, H, W)` each.
     """
+    settings = {"patience": None, **settings}  # cells say it where it is another
     if not isinstance(tried := settings.get("total_variation"), list):
         return settings
 
     def shown(total_variation: float) -> float:
-        attack = make_attack(
+        attack = attack_of(
             "inverting_gradients", **settings | {"total_variation": total_variation, "restarts": 1}
         )
         found = attack.together(own, torch.Generator().manual_seed(0))

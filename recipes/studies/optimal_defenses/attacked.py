@@ -33,12 +33,13 @@ import torch
 from transformers import set_seed
 
 from hf_gradguard import GradientMap
-from hf_gradguard.attacks import Observation, make_attack
+from hf_gradguard.attacks import Observation
 from hf_gradguard.defenses import Message
 from hf_gradguard.metrics import score_images
 from hf_gradguard.models import MODELS
 from hf_gradguard.randomness import Stream
 
+from ..lib.attacks import attack_of
 from ..lib.defenses import published
 from ..lib.tables import interval, plt, save, write_table
 from .settings import (
@@ -138,7 +139,7 @@ def point(cell: dict, images: torch.Tensor, labels: torch.Tensor) -> dict[str, f
 
 
 def attacked(cell: dict, batch: dict, seen: Observation, **knowledge) -> dict[str, torch.Tensor]:
-    attack = make_attack(
+    attack = attack_of(
         "inverting_gradients", steps=cell["updates"], total_variation=1e-2, **knowledge
     )
     found = attack(seen, generator=torch.Generator().manual_seed(cell["seed"] + 3000)).input.clamp(

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 from transformers import set_seed
 
-from hf_gradguard.attacks import Observation, make_attack
+from hf_gradguard.attacks import Observation
 from hf_gradguard.metrics import score_images
 
+from ..lib.attacks import attack_of
 from ..lib.images import INVERTING, lenet_for, single_images
 from ..lib.tables import bracketed, summary, write_table
 from .client import observed, train
@@ -52,7 +53,7 @@ def measure(cell: dict, images: list[dict[str, Tensor]]) -> dict:
         batch["pixel_values"] = batch["pixel_values"].double()
         model = lenet_for(batch).double()
         seen = seen_by(cell["matched"], model, train(model, batch, cell, pair), cell, batch)
-        attack = make_attack("inverting_gradients", **INVERTING | {"steps": cell["steps"]})
+        attack = attack_of("inverting_gradients", **INVERTING | {"steps": cell["steps"]})
         images_found = attack(seen, torch.Generator().manual_seed(pair)).input
         found += list(nearer(images_found, batch["pixel_values"])[:, None])
         true += list(batch["pixel_values"][:, None])
