@@ -109,6 +109,28 @@ def test_text_network_is_trained_once_and_cached(
     assert (quick_training / fingerprints[0] / "model.safetensors").is_file()
 
 
+def test_by_name_alone_it_needs_no_network(
+    tokenizer: PreTrainedTokenizerFast, sentences: Path, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """The form that teaches: nothing is loaded or trained, and what was left out is fed back."""
+
+    def asked(*args: Any) -> Any:
+        raise AssertionError("a network was asked for")
+
+    monkeypatch.setattr("hf_gradguard.networks.network_for", asked)
+    texts = sentences.read_text().split("\n")
+    data = [dict(tokenizer(text)) | {"labels": index % 2} for index, text in enumerate(texts)]
+    args = arguments(tmp_path)
+    args.defense_kwargs = None
+    trainer = GradGuardTrainer(bert(), args, train_dataset=data, processing_class=tokenizer)
+    trainer.train()
+    assert (trainer.defense.objective, trainer.defense.factors) == ("cosine", "token")
+    first, second = trainer.state.log_history[:2]
+    assert 0 < first["defense/cosine"] < 1
+    assert second["defense/left_out"] > 0
+
+
 def test_missing_tokenizer_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="pass processing_class=tokenizer"):
         GradGuardTrainer(bert(), arguments(tmp_path), train_dataset=[])

@@ -23,18 +23,21 @@ from .settings import SENTENCES
 
 ARGUMENTS = {
     "--tokenizer": "of which the vocabulary is",
-    "--all": {"action": "store_true", "help": "four and eight texts of all families"},
+    "--all": {"action": "store_true", "help": "all families, of four and eight texts too"},
 }
 FIRST = ("bert", "distilbert", "electra", "roberta", "albert", "llama", "gpt2")
 TASKS = dict.fromkeys(DECODERS, (LM, CLASSIFIER)) | {"bert": (CLASSIFIER, MASKED)}
 
 
 def cells(args) -> dict:
-    """Single texts of all families, and four of the commonest ones; without `--all` no more."""
+    """Single texts of decoders and of the commonest encoders, and four of the commonest of both;
+    without `--all` no more.
+    """
     one, four, eight = (1, 1, 1) if args.quick else (20, 5, 3)
-    groups = [(1, one, DECODERS | ENCODERS), (4, four, FIRST)]
+    every = DECODERS | ENCODERS
+    groups = [(1, one, DECODERS | dict.fromkeys(FIRST)), (4, four, FIRST)]
     if args.all:
-        groups += [(4, four, DECODERS | ENCODERS), (8, eight, DECODERS | ENCODERS)]
+        groups += [(1, one, every), (4, four, every), (8, eight, every)]
     return {
         (row_of(family, task, special), str(texts)): {
             "family": family, "task": task, "special": special, "texts": texts, "batches": batches,
