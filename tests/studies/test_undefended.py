@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 
 def test_images(cifar10, mnist, quick, tmp_path):
     data = ("--cifar10", cifar10, "--mnist", mnist)
@@ -33,3 +35,19 @@ def test_batches(cifar10, quick, tmp_path):
     row = next(row for row in study.rows() if row[:2] == ["LeNet, 2", "inverting_gradients"])
     mean, low, high = study.figures["LeNet, 2"]["inverting_gradients"]["psnr"]
     assert row[2] == f"{mean:.3g} [{low:.3g}, {high:.3g}]"
+
+
+def test_deep_prior(cifar10, quick, tmp_path):
+    study = quick("attacks_undefended", "deep_prior", "--cifar10", cifar10, output=tmp_path / "d")
+    smooth = [f"total variation {weight}" for weight in ("0.0001", "0.01", "0.03")]
+    deep = [f"deep prior, {steps} steps" for steps in (100, 500)]
+    assert list(study.figures) == ["0", "0.1"]
+    assert all(list(found) == smooth + deep for found in study.figures.values())
+    psnr = {row: found["psnr of each"] for row, found in study.figures["0"].items()}
+    best = max(smooth, key=lambda row: np.mean(psnr[row]))
+    (shown,) = (row for row in study.rows() if row[:2] == ["0", deep[1]])
+    assert shown[2].startswith(f"{np.mean(psnr[deep[1]]):.1f} ± ")
+    less = np.subtract(psnr[deep[1]], psnr[best])
+    half = 12.706 * abs(less[0] - less[1]) / 2  # Student's t of one degree of freedom
+    assert shown[3] == f"{less.mean():.1f} ± {half:.1f}"
+    assert study.figures["0"][deep[1]]["evaluations"] == 5
