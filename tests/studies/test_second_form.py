@@ -24,7 +24,7 @@ def test_second_form(encoder: Path, folder: Path, quick, tmp_path: Path) -> None
     data = ("--model", encoder, "--data_dir", folder, "--models", tmp_path / "models")
     study = quick("refiner", "second_form", *data, output=tmp_path / "second_form")
     found = study.figures
-    assert list(found) == ["none", "a factor by sample, 2 steps", "pruning 0.99, feedback"]
+    assert list(found) == ["none", "a factor by token", "pruning 0.99, feedback"]
     plain = found["none"]["read"]["0"]
     assert plain["cosine"] == [pytest.approx(1, abs=1e-3)]
     assert plain["rank"] == [0]
@@ -32,6 +32,8 @@ def test_second_form(encoder: Path, folder: Path, quick, tmp_path: Path) -> None
         (trained,), (read,) = row["accuracy"].values(), row["read"].values()
         assert 0 <= trained["accuracy"] <= 1
         assert 0 <= read["token_f1"][0] <= 1
+    informed = [row for row in found if "informed_rank" in found[row]["read"]["0"]]
+    assert informed == ["a factor by token"]
     rows = study.rows()
     assert rows[0][:3] == ["none", f"{found['none']['accuracy']['0']['accuracy']:.3f}",
                            "0.000 [0.000, 0.000]"]  # fmt: skip

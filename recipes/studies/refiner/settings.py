@@ -161,6 +161,6 @@ SECOND_FORM: dict[str, tuple[str, dict, float]] = {  # the most telling first
         "optimal_pruning", {"ratio": 0.9, "shape": "own"} | FEEDBACK, 2e-4,
     ),
 }  # fmt: skip
-QUICK_SECOND = ("none", "a factor by sample, 2 steps", "pruning 0.99, feedback")
-SECOND_SIZES, SECOND_SEEDS = {"steps": 200, "batch": 16}, 3
+QUICK_SECOND = ("none", "a factor by token", "pruning 0.99, feedback")
+FIRST_ROWS, SECOND_SIZES, SECOND_SEEDS = 8, {"steps": 200, "batch": 16}, 3
 SENTENCES_READ, CANDIDATES = 8, 64

@@ -19,12 +19,13 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, set_seed
 
 from hf_gradguard import GradientMap
-from hf_gradguard.attacks import Observation, make_attack
+from hf_gradguard.attacks import Observation
 from hf_gradguard.metrics import score_text
 from hf_gradguard.randomness import Stream
 
 from ..hiding_and_learning import accuracy
 from ..hiding_and_learning.picture import PUBLISHED
+from ..lib.attacks import attack_of
 from ..lib.defenses import published
 from ..lib.results import Results, nested
 from ..lib.tables import bracketed, summary, write_table
@@ -77,7 +78,7 @@ def prepare(args):
             shared = defense(gmap, Stream.from_seeds(number))
             known = {"labels": batch["labels"], "tokenizer": tokenizer}
             seen.append(Observation(model, shared, input_shape=(1, LENGTH), **known))
-        attack = make_attack(cell["attack"], **cell["settings"])
+        attack = attack_of(cell["attack"], **cell["settings"])
         found = attack.together(seen, torch.Generator().manual_seed(cell["seed"]))
         texts = [batch["input_ids"].tolist() for batch in batches]
         scores = score_text([one.token_ids for one in found], texts, tokenizer=tokenizer)
