@@ -272,6 +272,7 @@ ATTACKS: Registry[Any] = Registry(
         "inverting_gradients_published": (
             "hf_gradguard.attacks.matching.images:InvertingGradientsPublished"
         ),
+        "deep_image_prior": "hf_gradguard.attacks.matching.images:DeepImagePrior",
         "grad_inversion": "hf_gradguard.attacks.matching.images:GradInversion",
         "tag": "hf_gradguard.attacks.matching.text:Tag",
         "lamp": "hf_gradguard.attacks.matching.text:Lamp",

@@ -84,6 +84,7 @@ KEPT = "--models $MODELS"
 RUNS = [
     Run("undefended_images", UNDEFENDED, "images", IMAGES, 0.5),
     Run("undefended_batches", UNDEFENDED, "batches", "--cifar10 $CIFAR10_LOSSLESS", 0.5),
+    Run("undefended_deep_prior", UNDEFENDED, "deep_prior", "--cifar10 $CIFAR10_LOSSLESS", 0.3),
     Run("undefended_text", UNDEFENDED, "text", TEXT, 0.5),
     Run("undefended_lora", UNDEFENDED, "lora", "--tokenizer $MODEL", 0.1),
     Run("undefended_families", UNDEFENDED, "families", "--tokenizer $MODEL", 8),

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import numpy as np
+import pytest
+
 
 def test_images(cifar10, mnist, quick, tmp_path):
     data = ("--cifar10", cifar10, "--mnist", mnist)
@@ -33,3 +36,20 @@ def test_batches(cifar10, quick, tmp_path):
     row = next(row for row in study.rows() if row[:2] == ["LeNet, 2", "inverting_gradients"])
     mean, low, high = study.figures["LeNet, 2"]["inverting_gradients"]["psnr"]
     assert row[2] == f"{mean:.3g} [{low:.3g}, {high:.3g}]"
+
+
+def test_deep_prior(cifar10, quick, tmp_path):
+    study = quick("attacks_undefended", "deep_prior", "--cifar10", cifar10, output=tmp_path / "d")
+    smooth = ["total variation 0.0001", "total variation 0.1"]
+    deep = [f"deep prior, {steps} steps" for steps in (100, 500)]
+    (found,) = study.figures.values()
+    assert list(found) == smooth + deep
+    assert found[deep[1]]["evaluations"] == 5
+    psnr = {row: found[row]["psnr of each"] for row in found}
+    less = np.subtract(psnr[deep[1]], psnr[max(smooth, key=lambda row: np.mean(psnr[row]))])
+    half = 12.706 * abs(less[0] - less[1]) / 2  # Student's t of one degree of freedom
+    (shown,) = (row for row in study.rows() if row[:2] == ["1", deep[1]])
+    assert float(shown[2].split(" ± ")[0]) == pytest.approx(np.mean(psnr[deep[1]]), abs=0.06)
+    assert [float(end) for end in shown[3].split(" ± ")] == pytest.approx(
+        [less.mean(), half], abs=0.06
+    )

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from transformers.utils import logging
 
+from .deep_prior import DeepPrior
 from .lockstep import in_lockstep
 from .problem import Problem, Slopes
 from .settings import OPTIMIZERS, MatchingSettings
@@ -65,6 +66,10 @@ def descend(
         >>> [len(candidate.history) for candidate in found]
         [2, 2, 2]
     """
+    if attack.prior is not None:
+        network = problem.network(generator)
+        drawn = _Descent(attack, problem, network.draw().detach(), slice(None), network)
+        return drawn.run(problem.slopes, generator, started)
     x = problem.start(attack.start, generator)
     if attack.optimizer == "lbfgs":  # whose line search is each candidate's own
         return _descend_apart(attack, problem, x, generator, started)
@@ -73,10 +78,19 @@ def descend(
 
 
 class _Descent:
-    """The candidates `rows` of `x` on their way, with the best of each so far."""
+    """The candidates `rows` of `x` on their way, with the best of each so far. If a network draws
+    them, its weights go that way.
+    """
 
-    def __init__(self, attack: MatchingSettings, problem: Problem, x: Tensor, rows: slice) -> None:
-        self.attack, self.problem, self.rows = attack, problem, rows
+    def __init__(
+        self,
+        attack: MatchingSettings,
+        problem: Problem,
+        x: Tensor,
+        rows: slice,
+        network: DeepPrior | None = None,
+    ) -> None:
+        self.attack, self.problem, self.rows, self.network = attack, problem, rows, network
         self.x, self.labels = x[rows].clone(), problem.labels[rows].clone()
         self.best_x, self.best_labels = self.x.clone(), self.labels.clone()
         self.best = torch.full((len(self.x),), math.inf, device=x.device, dtype=x.dtype)
@@ -87,7 +101,8 @@ class _Descent:
     ) -> list[Descended]:
         """Follows `slopes_at` for as long as the settings say."""
         attack, first = self.attack, self.rows.start or 0
-        leaves = [self.x, self.labels] if self.problem.soft else [self.x]
+        leaves = self.network.weights if self.network else [self.x]
+        leaves = [*leaves, self.labels] if self.problem.soft else leaves
         optimizer = OPTIMIZERS[attack.optimizer](leaves, attack.learning_rate)
         rate = torch.optim.lr_scheduler.LambdaLR(optimizer, attack.rate)
         evaluate = functools.partial(self._evaluate, slopes_at)
@@ -121,6 +136,9 @@ class _Descent:
         return [Descended(*row) for row in rows]
 
     def _evaluate(self, slopes_at: SlopesAt) -> float:
+        if self.network:
+            drawn = self.network.draw()
+            self.x.copy_(drawn.detach())
         values, slopes, others = slopes_at(self.x, self.labels, self.rows)
         penalty = self.attack.penalty(self.problem, at := self.x.detach().requires_grad_())
         if isinstance(penalty, Tensor):
@@ -134,7 +152,13 @@ class _Descent:
         ):
             kept.copy_(torch.where(better.view(-1, *[1] * (kept.dim() - 1)), new, kept))
         slopes = (slopes.sign() if self.attack.signed else slopes) * self.problem.space.free
-        self.x.grad = slopes.contiguous()  # as L-BFGS reads it; of channels last it is not
+        if self.network:
+            weights = self.network.weights
+            by_weight = torch.autograd.grad(drawn, weights, slopes)
+            for weight, slope in zip(weights, by_weight, strict=True):
+                weight.grad = slope
+        else:
+            self.x.grad = slopes.contiguous()  # as L-BFGS reads it; of channels last it is not
         if self.problem.soft:
             self.labels.grad = others["labels"]
         self.history.append(values)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ...gradient_map import GradientMap, Tensors
 from ..labels import recover_labels
 from ..observation import Observation
+from .deep_prior import DeepPrior
 from .objectives import Candidate, Objective, inverse_norm
 from .space import SPACES, SearchSpace
 
@@ -99,6 +100,11 @@ class Problem:
         """The first candidates, `(K, *input.shape)`."""
         like = self.gmap.input
         return self.space.start(start, (len(self.labels), *like.shape), like, generator)
+
+    def network(self, generator: torch.Generator) -> DeepPrior:
+        """What draws candidates `(K, *input.shape)`, each by networks of its own."""
+        like = self.gmap.input
+        return self.space.network((len(self.labels), *like.shape), like, generator)
 
     def slopes(self, x: Tensor, labels: Tensor, rows: slice | Tensor) -> Slopes:
         """dist(g(x̂), shared) of the candidates `rows`, `(K,)`, and its derivatives by `x` and by

@@ -59,6 +59,9 @@ class MatchingSettings:
         start: `"normal"`, `"uniform"` (images), `"tokens"` (embeddings of random tokens), or a
             tensor in the input's shape: an attacker's own guess, such as robust data. `None`:
             uniform on images, normal on texts.
+        prior: `"deep"`: an image is what an untrained convolutional network draws, whose weights
+            are descended on in the place of its pixels, at the same rate; it starts from random
+            weights. `steps` says how strong a prior it is: noise is fitted last. `None` for none.
         restarts: Starts from which to descend; the best match is returned. They are evaluated in
             one vectorized pass.
         total_variation: Weight of that prior on images.
@@ -92,6 +95,7 @@ class MatchingSettings:
     warmup: int = 0
     signed: bool = False
     start: Any = "normal"
+    prior: str | None = None
     restarts: int = 1
     total_variation: float = 0.0
     squared_norm: float = 0.0
@@ -127,6 +131,33 @@ class MatchingSettings:
             raise ValueError("L-BFGS needs the gradient and not its sign: set signed=False.")
         if isinstance(self.leave_out, str):
             raise ValueError("leave_out is a list of parts of names, not one string.")
+        if self.prior is not None:
+            self._check_prior()
+
+    def _check_prior(self) -> None:
+        if self.prior != "deep":
+            raise ValueError(f"prior must be 'deep' or None, but is {self.prior!r}.")
+        if self.optimizer != "adam":
+            raise ValueError(
+                "prior='deep' descends on a network's weights, of which all layers have slopes of "
+                f"another size: Adam evens that out, {self.optimizer} does not. Set "
+                "optimizer='adam' and a learning_rate near 0.01."
+            )
+        if self.signed:
+            raise ValueError(
+                "prior='deep' needs the image's gradient and not its sign, to go on to the "
+                "weights: set signed=False."
+            )
+        if isinstance(self.start, Tensor):
+            raise ValueError(
+                "prior='deep' starts from random weights, and which ones draw a given image nobody "
+                "knows: leave start out, or set prior=None."
+            )
+        if type(self).between_steps is not MatchingSettings.between_steps:
+            raise ValueError(
+                f"{self.name} moves candidates between steps, and with prior='deep' a network "
+                "draws them anew: set prior=None."
+            )
 
     def objective(self) -> Objective:
         """The distance between gradients. Implemented by subclasses."""

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ...gradient_map.pixel_space import PixelSpace
 from ..observation import Observation
+from .deep_prior import DeepPrior
 from .priors import batch_norm_distance, total_variation
 from .vocabulary import Vocabulary
 
@@ -60,6 +61,19 @@ class SearchSpace(ABC):
         self, start: str, shape: tuple[int, ...], like: Tensor, generator: torch.Generator
     ) -> Tensor:
         """Random candidates: `start` by its name."""
+
+    def network(
+        self, shape: tuple[int, ...], like: Tensor, generator: torch.Generator
+    ) -> DeepPrior:
+        """A deep prior that draws candidates of that shape.
+
+        Raises:
+            ValueError: If the domain has none, or the images are too small for it.
+        """
+        raise ValueError(
+            "A deep image prior draws pixels, and this input has none. Take prior=None; on texts, "
+            "lamp's language model says what is likely."
+        )
 
     def project_(self, x: Tensor) -> None:  # noqa: B027  # nothing to do where all may be
         """Back to where inputs may lie, in place."""
@@ -161,6 +175,11 @@ class Pixels(SearchSpace):
         if start == "uniform":
             return self.range.noise(shape, like, generator)
         return _normal(shape, like, generator)
+
+    def network(
+        self, shape: tuple[int, ...], like: Tensor, generator: torch.Generator
+    ) -> DeepPrior:
+        return DeepPrior(self.range, shape, like, generator)
 
     def project_(self, x: Tensor) -> None:
         self.range.project_(x)

@@ -2,11 +2,12 @@
 
     python -m recipes.studies.attacks_undefended.run PART --help
 
-Each part's help has its command: `images`, `batches`, `text`, `families` and `lora`.
+Each part's help has its command: `images`, `batches`, `deep_prior`, `text`, `families` and
+`lora`.
 """
 
 from ..lib.command import main
-from . import batches, families, images, lora, text
+from . import batches, deep_prior, families, images, lora, text
 
 if __name__ == "__main__":
-    main(__doc__, [batches, families, images, lora, text])
+    main(__doc__, [batches, deep_prior, families, images, lora, text])

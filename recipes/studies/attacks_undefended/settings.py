@@ -16,6 +16,13 @@ NETWORKS = {  # and their batches
     "ViT": (4, 8),
 }
 QUICK_BATCHES, SINGLE, PUBLISHED_STEPS = (2,), 4, 1200
+DEEP_STEPS = (100, 500)
+SMOOTHED = {  # noise, and weights of total variation around the best
+    0.0: (1e-4, 1e-2, 3e-2),
+    0.1: (1e-4, 1e-3, 1e-2, 3e-2),
+    1.0: (1e-4, 1e-2, 3e-2, 1e-1, 3e-1),
+}
+QUICK_SMOOTHED = {1.0: (1e-4, 1e-1)}
 TEXT = {"tag": {"steps": 1500}}
 FULL = {"images": 16, "sentences": 20}
 QUICK = {"images": 2, "sentences": 2}
