@@ -57,7 +57,7 @@ DEFENSES: list[tuple[str, dict]] = [
     ("pruning", {}),
     ("optimal_pruning", {}),
     ("quantization", {}),
-    ("refiner", {"objective": "cosine"}),
+    ("refiner", {}),
 ]
 
 Run = Callable[[], float]  # tokens a second

@@ -71,8 +71,7 @@ class SearchSpace(ABC):
             ValueError: If the domain has none, or the images are too small for it.
         """
         raise ValueError(
-            "A deep image prior draws pixels, and this input has none. Take prior=None; on texts, "
-            "lamp's language model says what is likely."
+            "A deep image prior draws pixels, and this input has none. Take prior=None."
         )
 
     def project_(self, x: Tensor) -> None:  # noqa: B027  # nothing to do where all may be
