@@ -69,7 +69,7 @@ def _memory(model, mesh, defenses: tuple[str, ...]) -> dict:
             used = peak(lambda d=defense: protect(model, batch, d, clients=mesh["clients"]))
             if measured:
                 found[f"protect, {name}"] = used
-    return {row: round(used / 2**20, 1) for row, used in found.items()}
+    return {row: round(used / 2**20, 3) for row, used in found.items()}
 
 
 def _size(tensors) -> int:
