@@ -142,8 +142,8 @@ def readable(model: nn.Module, shape: tuple[int, ...]) -> bool:
         >>> readable(image_seen.model, image_seen.input_shape)
         False
     """
-    nothing = {name: torch.ones_like(p) for name, p in model.named_parameters()}
-    seen = Observation(model, nothing, (1, *shape[1:]))
+    any_gradient = {name: p.detach() for name, p in model.named_parameters()}
+    seen = Observation(model, any_gradient, (1, *shape[1:]))
     if _first(seen, _reads_all_pixels(seen)) is not None:
         return True
     projection = _first(seen, is_patch_projection)

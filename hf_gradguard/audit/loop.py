@@ -179,12 +179,11 @@ class _Run:
             if "total_variation" not in found:
                 continue  # what is refused there is refused of every message, with the reason
             attack: Any = attacker.attack
-            weight = chosen_weights[f"{defense}, {base_of(label)}"] = found["total_variation"]
+            plain, weight = base_of(label), found["total_variation"]
+            chosen_weights[f"{defense}, {plain}"] = weight
             chosen = replace(attack, total_variation=weight)
-            self.attackers[defense, base_of(label)] = replace(
-                self.attackers[defense, base_of(label)], knows=False
-            )
-            self.attackers[defense, base_of(label) + INFORMED] = replace(attacker, attack=chosen)
+            self.attackers[defense, plain] = replace(self.attackers[defense, plain], knows=False)
+            self.attackers[defense, plain + INFORMED] = replace(attacker, attack=chosen)
 
     def to(self, folder: Path) -> Audit:
         """The audit, written to a folder whenever a message has something new."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..gradient_map import Tensors
 from ..gradient_map.devices import devices
-from ..gradient_map.marginals import Sums, sums_of
+from ..gradient_map.marginals import Sums, power_sums, sums_of
 from .base import OnDemand
 
 DECAY = 0.7
@@ -73,9 +73,7 @@ class Averages:
         for name, found in squares:
             parts = found if isinstance(found, tuple) else sums_of(found)
             new["squares"][name] = added(new["squares"].get(name), devices().sums(name, parts))
-        if powers is None:
-            powers = ((name, sums_of(g.float().square())) for name, g in gradient.items())
-        for name, parts in powers:
+        for name, parts in power_sums(gradient) if powers is None else powers:
             new["powers"][name] = devices().sums(name, parts)
         for kind, sums in new.items():
             size = _total(sums) or 1.0  # batches count alike, whatever their scale

@@ -65,6 +65,23 @@ def made_up(
     return gmap.undefended.of_batch(made)
 
 
+def fit_in(span: SampleSpan, wanted: Tensors, factors: Factors) -> Fit:
+    """The nearest point of a span, with factors of samples, of parameters too, or of tokens.
+
+    Args:
+        span: Of made-up samples.
+        wanted: v.
+        factors: All but `"message"`.
+
+    Example:
+        >>> round(fit_in(SampleSpan(gmap), gmap.gradient(), "token").cosine, 3)
+        1.0
+    """
+    if factors == "sample":
+        return span.fit(wanted)
+    return span.fit_each(wanted, tokens=factors == "token")
+
+
 @dataclass
 class MadeUp:
     """Made-up samples, and how they are fitted.
@@ -83,10 +100,7 @@ class MadeUp:
         """At an input x*."""
         if self.factors == "message":
             return scaled(self.gmap.gradient_at(x), self.wanted)
-        span = SampleSpan(self.gmap, x)
-        if self.factors == "sample":
-            return span.fit(self.wanted)
-        return span.fit_each(self.wanted, tokens=self.factors == "token")
+        return fit_in(SampleSpan(self.gmap, x), self.wanted, self.factors)
 
     def slope(self, x: Tensor, fit: Fit) -> Tensor:
         """∂(1 - cos)/∂x* where the factors are best, so that their own change changes nothing:

@@ -38,20 +38,14 @@ def take_defaults(refiner: Any) -> None:
         ('cosine', 'weighted')
     """
     if refiner.objective is None:
-        published, own = (
-            any(getattr(refiner, name) != _UNSET.get(name) for name in ONLY[form])
-            for form in ("weighted", "cosine")
-        )
-        named = refiner.evaluation_network is not None and not own
-        refiner.objective = "weighted" if published or named else "cosine"
+        named = refiner.evaluation_network is not None and not _given(refiner, "cosine")
+        refiner.objective = "weighted" if named or _given(refiner, "weighted") else "cosine"
     objective = refiner.objective
     if objective not in DEFAULTS:
         names = " or ".join(map(repr, DEFAULTS))
         raise ValueError(f"objective must be {names}, but is {objective!r}.")
     (other,) = DEFAULTS.keys() - {objective}
-    given = {name: getattr(refiner, name) for name in ONLY[other]}
-    foreign = [name for name, value in given.items() if value != _UNSET.get(name)]
-    if foreign:
+    if foreign := _given(refiner, other):
         raise ValueError(
             f"{foreign[0]} is a setting of objective={other!r}, and objective is {objective!r}. "
             f"Leave it out, or give objective={other!r}."
@@ -64,3 +58,8 @@ def take_defaults(refiner: Any) -> None:
     for name, value in DEFAULTS[objective].items():
         if getattr(refiner, name) is None:
             setattr(refiner, name, value)
+
+
+def _given(refiner: Any, objective: str) -> list[str]:
+    """Settings that are set, of those that one objective alone has."""
+    return [name for name in ONLY[objective] if getattr(refiner, name) != _UNSET.get(name)]

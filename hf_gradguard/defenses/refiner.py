@@ -111,7 +111,7 @@ class Refiner(BiasedDefense):
 
     def __post_init__(self) -> None:
         take_defaults(self)
-        weighted = self.objective == "weighted"
+        weighted, still = self.objective == "weighted", self.factors in ("parameter", "token")
         if weighted:
             _check_range("alpha", self.alpha, 0, 1)
             _check_range("tau", self.tau, 0, math.inf, above=True)
@@ -120,11 +120,11 @@ class Refiner(BiasedDefense):
             if self.factors not in get_args(Factors):
                 names = " or ".join(map(repr, get_args(Factors)))
                 raise ValueError(f"factors must be {names}, but is {self.factors!r}.")
-            if self.factors in ("parameter", "token") and self.iterations:
+            if still and self.iterations:
                 raise ValueError(f"factors={self.factors!r} has no iterations: leave them out.")
         _check_range("beta", self.beta, 0, math.inf)
         _check_range("learning_rate", self.learning_rate, 0, math.inf, above=True)
-        if self.factors in ("parameter", "token") and self.beta:
+        if still and self.beta:
             raise ValueError(
                 f"factors={self.factors!r} has no iterations for beta to count in: leave beta out, "
                 "or take factors='sample'."

@@ -92,7 +92,9 @@ def own_pass(gmap: GradientMap) -> Pass | None:
     return Pass.of(gmap, gmap.input, plan.layers_of(gmap))
 
 
-def power_sums(gradient: Tensors, samples: int, start: Pass | None) -> Iterator[tuple[str, Sums]]:
+def power_sums(
+    gradient: Tensors, samples: int = 1, start: Pass | None = None
+) -> Iterator[tuple[str, Sums]]:
     """The sums of E g_i², as far as one batch tells it.
 
     Samples that are drawn independently have shares g_bi of which only the means add up:

@@ -113,6 +113,6 @@ def report(figures: dict, args) -> None:
     for place, attacks in figures.items():
         for attack, found in attacks.items():
             scores = [bracketed(found[name], ".3g") for name in SCORES]
-            cost = [f"{found[name]:.0f}" if name in found else "" for name in ("evaluations",)]
-            rows.append([place, attack, *scores, *cost])
+            cost = f"{found['evaluations']:.0f}" if "evaluations" in found else ""
+            rows.append([place, attack, *scores, cost])
     write_table(args.output, ["network, images", "attack", *SCORES, "evaluations"], rows)

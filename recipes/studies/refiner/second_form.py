@@ -22,7 +22,7 @@ import torch
 
 from hf_gradguard import GradientMap
 from hf_gradguard.attacks import Observation, make_attack
-from hf_gradguard.defenses.made_up import made_up
+from hf_gradguard.defenses.made_up import fit_in, made_up
 from hf_gradguard.gradient_map.sample_span import SampleSpan
 from hf_gradguard.metrics import score_text
 from hf_gradguard.randomness import Stream
@@ -121,15 +121,11 @@ def knows_samples(cell: dict) -> bool:
 def fitted(defense, gmap: GradientMap, gradients: list[torch.Tensor], stream: Stream):
     """Flat gradients, each at its nearest point in the span of what the client made up."""
     span = SampleSpan(made_up(gmap, defense.samples, stream, defense._special.ids))
-    fit = {
-        "sample": span.fit,
-        "parameter": span.fit_each,
-        "token": functools.partial(span.fit_each, tokens=True),
-    }[defense.factors]
     sizes = [p.numel() for p in gmap.parameters.values()]
     for gradient in gradients:
         parts = zip(gmap.parameters.items(), gradient.split(sizes), strict=True)
-        yield flat(fit({name: part.view(p.shape) for (name, p), part in parts}).nearest)
+        wanted = {name: part.view(p.shape) for (name, p), part in parts}
+        yield flat(fit_in(span, wanted, defense.factors).nearest)
 
 
 def cosine(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
