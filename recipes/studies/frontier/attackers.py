@@ -1,27 +1,28 @@
 """What attackers who know the defense read of a client at a stage of its training."""
 
+from collections.abc import Sequence
+
 import torch
 
 from hf_gradguard import GradientMap
 from hf_gradguard.attacks import Observation, make_attack
+from hf_gradguard.defenses import Message
 from hf_gradguard.metrics import score_candidates, score_text
 from hf_gradguard.randomness import Stream
 
-from .training import Stage
+from .client import Stage
 
 
 def attacked(cell: dict, stage: Stage, tokenizer, texts: list[dict]) -> dict:
     """Figures of each sentence: token F1; of candidates, whether it is told at 1 % false alarms,
     and its rank.
     """
-    size, batches, messages = cell["size"], [], []
+    size, batches = cell["size"], []
     for number in range(cell["messages"]):
         part = texts[number * size : (number + 1) * size]
         batch = dict(tokenizer([t["sentence"] for t in part], padding=True, return_tensors="pt"))
-        batch["labels"] = torch.tensor([t["label"] for t in part])
-        batches.append(batch)
-        generator = Stream.from_seeds(cell["seed"], number)
-        messages.append(stage.defense(GradientMap(stage.model, batch), generator))
+        batches.append(batch | {"labels": torch.tensor([t["label"] for t in part])})
+    messages = sent(cell, stage, batches)
     if cell["attack"] == "candidates":
         return _told(cell, stage, tokenizer, texts, batches, messages)
     found = []
@@ -40,23 +41,38 @@ def attacked(cell: dict, stage: Stage, tokenizer, texts: list[dict]) -> dict:
     return {"token_f1": [round(float(f), 4) for f in scores.per_sample["token_f1"]]}
 
 
+def sent(cell: dict, stage: Stage, batches: Sequence[dict]) -> list[Message]:
+    """What the client makes of batches, one after the other."""
+    return [
+        stage.defense(GradientMap(stage.model, batch), Stream.from_seeds(cell["seed"], number))
+        for number, batch in enumerate(batches)
+    ]
+
+
 def _told(cell: dict, stage: Stage, tokenizer, texts: list[dict], batches, messages) -> dict:
     """Each message's sentences among a list of all messages' and more, with their labels."""
-    listed, size = texts[: cell["settings"]["listed"]], cell["size"]
-    attack = make_attack(
-        "candidates",
-        candidates=[one["sentence"] for one in listed],
-        labels=[one["label"] for one in listed],
-    )
-    found = []
-    for number, (batch, message) in enumerate(zip(batches, messages, strict=True)):
-        seen = Observation(
+    listed = texts[: cell["settings"]["listed"]]
+    candidates = [one["sentence"] for one in listed], [one["label"] for one in listed]
+    seen = [
+        Observation(
             stage.model, dict(message), tuple(batch["input_ids"].shape), labels=batch["labels"],
             tokenizer=tokenizer, law=stage.defense.law(message),
-        )  # fmt: skip
-        scores = attack(seen, generator=torch.Generator().manual_seed(number)).scores
-        found.append(scores.numpy())
-    members = [range(size * number, size * (number + 1)) for number in range(len(messages))]
+        )
+        for batch, message in zip(batches, messages, strict=True)
+    ]  # fmt: skip
+    return told(cell, *candidates, seen)
+
+
+def told(cell: dict, listed: Sequence, labels: Sequence[int], seen: Sequence[Observation]) -> dict:
+    """Members of messages among a list that starts with them: whether each is told at 1 % false
+    alarms, and its rank.
+    """
+    attack, size = make_attack("candidates", candidates=listed, labels=labels), cell["size"]
+    found = [
+        attack(one, generator=torch.Generator().manual_seed(number)).scores.numpy()
+        for number, one in enumerate(seen)
+    ]
+    members = [range(size * number, size * (number + 1)) for number in range(len(seen))]
     figures = score_candidates(found, members, bootstrap=0).per_sample
     return {name: [float(x) for x in figures[name]] for name in ("tpr_1%", "rank")}
 

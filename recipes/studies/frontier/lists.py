@@ -20,8 +20,9 @@ from hf_gradguard.gradient_map.inputs import shared_parameters
 from ..lib.tables import interval, write_table
 from ..lib.text import of_usual_length, sst2
 from .attackers import attacked
+from .client import Stage
 from .settings import ATTACKS, BATCH, CANDIDATES, QUICK, QUICK_ATTACKS, STEPS
-from .training import TEXTS, Stage, Task
+from .training import TEXTS, Task
 
 ARGUMENTS = TEXTS | {"--models": "folder that keeps what was trained"}
 RATE, TRAINED = 8e-4, 20.0

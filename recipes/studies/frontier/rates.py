@@ -11,10 +11,13 @@ steps by as much. Where the best is at an end, more are, until it is not. About 
 core a cell.
 """
 
+from collections.abc import Sequence
+
 from ..lib.results import Results
 from ..lib.tables import write_table
+from .client import rates, row_of
 from .settings import ALL, BATCH, FIRST, GRID, QUICK, QUICK_ROWS, RATES_SEED, ROWS, SPREAD, STEPS
-from .training import TEXTS, Task, rates, row_of
+from .training import TEXTS, Task
 
 ARGUMENTS = TEXTS | {"--all": ALL}
 
@@ -29,38 +32,41 @@ def cells(args) -> dict:
     some = ROWS if args.all else [row for row in ROWS if row in FIRST or row in there]
     for defense, strength in QUICK_ROWS if args.quick else some:
         common = {"defense": defense, "strength": strength, "seed": RATES_SEED, **sizes}
-        tried = list(rates(defense, strength, 0 if args.quick else SPREAD))
-        mark = {"quick": True} if args.quick else {}
-        while not args.quick and (more := _next(results, common | mark, tried)):
-            tried = sorted([*tried, more])
-        for rate in tried:
+        start = rates(defense, strength, 0 if args.quick else SPREAD)
+        for rate in start if args.quick else searched(results, common, start):
             found[row_of(defense, strength), f"{rate:g}"] = common | {"learning_rate": rate}
     return found
 
 
-def _next(results: Results, common: dict, tried: list[float]) -> float | None:
+def searched(
+    results: Results, common: dict, start: Sequence[float], grid: Sequence[float] = GRID
+) -> list[float]:
+    """Those to start with, and those that their results ask for next."""
+    tried = list(start)
+    while more := _next(results, common, tried, grid):
+        tried = sorted([*tried, more])
+    return tried
+
+
+def _next(
+    results: Results, common: dict, tried: list[float], grid: Sequence[float] = GRID
+) -> float | None:
     """The rate beyond the end that is best of those tried, if there is one."""
     cells = [common | {"learning_rate": rate} for rate in tried]
     if any(cell not in results for cell in cells):
         return None
     scores = [results[cell]["held_out"] for cell in cells]
-    best, place = scores.index(max(scores)), GRID.index(tried[0])
+    best, place = scores.index(max(scores)), grid.index(tried[0])
     if best == 0 and place > 0:
-        return GRID[place - 1]
-    last = GRID.index(tried[-1])
-    if best == len(tried) - 1 and last + 1 < len(GRID):
-        return GRID[last + 1]
+        return grid[place - 1]
+    last = grid.index(tried[-1])
+    if best == len(tried) - 1 and last + 1 < len(grid):
+        return grid[last + 1]
     return None
 
 
 def prepare(args):
-    task = Task(args.model, args.data_dir)
-
-    def measure(cell: dict) -> dict:
-        model = task.train(cell)
-        return {"held_out": round(float(task.right(model, task.held_out()).mean()), 4)}
-
-    return measure
+    return Task(args.model, args.data_dir).on_held_out
 
 
 def best(figures: dict) -> dict[str, float]:

@@ -1,0 +1,167 @@
+"""What the parts of the frontier share: their cells, what is lost and read, and the picture."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from ..lib.tables import bracketed, interval, plt, save, write_table
+from .client import row_of
+from .settings import STAGES
+
+ACCURACY, GRAY = "accuracy", "a gray image"
+SCORES = {"token_f1": 2, "psnr": 1, "tpr_1%": 2}  # what tables show of them: digits
+
+
+class Look(NamedTuple):
+    """What is drawn.
+
+    Args:
+        score: Of the attackers.
+        label: What it is, for the axis.
+        lowest: Points of accuracy; what lost more stands there, with its number.
+    """
+
+    score: str
+    label: str
+    lowest: float
+
+
+def cells_of(
+    rows: list, passes: list, attacks: dict, sizes: dict, chosen: dict | None, usual: float = 2e-4
+) -> dict:
+    """Trainings first, then attacks. Rows whose rate is being searched for are left out; without
+    those `chosen` all have the usual one.
+    """
+    found: dict = {}
+    for seeds, some in passes:
+        for seed in range(seeds):
+            trained = {
+                row_of(*row): {
+                    "defense": row[0], "strength": row[1], "seed": seed,
+                    "learning_rate": chosen[row_of(*row)] if chosen is not None else usual, **sizes,
+                }
+                for row in rows
+                if chosen is None or row_of(*row) in chosen
+            }  # fmt: skip
+            found |= {(row, ACCURACY, str(seed)): cell for row, cell in trained.items()}
+            for attack, stage in [(one, stage) for one in some for stage in some[one]]:
+                (name, size), (count, settings) = attack, attacks[attack]
+                asked = {"stage": stage, "attack": name, "size": size, "messages": count}
+                asked |= {"settings": settings}
+                place = f"{name}, {size}, {stage}"
+                found |= {(row, place, str(seed)): c | asked for row, c in trained.items()}
+    return found
+
+
+def lost(runs: dict, plain: dict) -> str:
+    """The undefended runs' accuracy less this one's, with its interval."""
+    return bracketed(apart(runs, plain), ".3f") if runs.keys() & plain.keys() else ""
+
+
+def apart(runs: dict, plain: dict) -> list[float]:
+    """The same as numbers. The 95 % bootstrap interval is over seeds and samples, paired in
+    both.
+    """
+    seeds = sorted(runs.keys() & plain.keys())
+    lost = np.stack([_bits(plain[s]) - _bits(runs[s]) for s in seeds])
+    draws, means = np.random.default_rng(0), []
+    for _ in range(2000):
+        some = lost[draws.integers(len(seeds), size=len(seeds))]
+        means.append(some[:, draws.integers(lost.shape[1], size=lost.shape[1])].mean())
+    return [float(lost.mean()), *map(float, np.quantile(means, [0.025, 0.975]))]
+
+
+def _bits(run: dict) -> np.ndarray:
+    packed = np.frombuffer(bytes.fromhex(run["right"]), dtype=np.uint8)
+    return np.unpackbits(packed)[: run["of"]].astype(float)
+
+
+def read(runs: dict) -> str:
+    """Mean with a 95 % interval over all samples of all seeds: token F1, PSNR, or of candidates the
+    share that is told.
+    """
+    for name, digits in SCORES.items():
+        if values := _scores(runs, name):
+            return interval(values, digits)
+    return ""
+
+
+def _scores(runs: dict, name: str) -> list[float]:
+    return [f for run in runs.values() for f in run.get(name, [])]
+
+
+def table(figures: dict, attacks: dict, output, more: dict[str, dict[str, str]]) -> None:
+    """One row a defense.
+
+    Args:
+        figures: By row, place and seed.
+        attacks: Whose columns there are, at all stages.
+        output: Where it goes.
+        more: Further columns: `{title: {row: cell}}`.
+    """
+    places = dict.fromkeys(place for found in figures.values() for place in found)
+    named = [f"{attack}, {size}, {stage}" for attack, size in attacks for stage in STAGES]
+    columns = [attack for attack in named if attack in places]
+    plain, rows = figures.get("none", {}).get(ACCURACY, {}), []
+    for row, found in figures.items():
+        runs = found.get(ACCURACY, {})
+        accuracies = [run["accuracy"] for run in runs.values()]
+        shown = [f"`{row}`", *(cells.get(row, "") for cells in more.values())]
+        shown += [interval(accuracies) if accuracies else "", lost(runs, plain)]
+        rows.append(shown + [read(found.get(column, {})) for column in columns])
+    write_table(output, ["", *more, "accuracy", "less than none", *columns], rows)
+
+
+def picture(figures: dict, output, look: Look) -> None:
+    """Accuracy lost against the most that any attacker reads at any stage."""
+    figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
+    plain = figures["none"][ACCURACY]
+    points: dict[str, list] = {}
+    for row, found in figures.items():
+        read_by = [_scores(runs, look.score) for name, runs in found.items() if name != ACCURACY]
+        if not any(read_by):
+            continue
+        worst = max((scores for scores in read_by if scores), key=np.mean)
+        if row == GRAY:
+            axes.axvline(np.mean(worst), color="gray", linestyle=":", label=GRAY)
+        elif ACCURACY in found:
+            kind, _, strength = row.partition(" ")
+            points.setdefault(kind, []).append((strength, worst, apart(found[ACCURACY], plain)))
+    for number, (kind, some) in enumerate(points.items()):
+        x = [float(np.mean(scores)) for _, scores, _ in some]
+        means = [-100 * mean for _, _, (mean, _, _) in some]
+        y = [max(mean, look.lowest) for mean in means]
+        shown = [mean > look.lowest for mean in means]
+        bars = [
+            [100 * (high - mean) * there, 100 * (mean - low) * there]
+            for there, (_, _, (mean, low, high)) in zip(shown, some, strict=True)
+        ]
+        wide = [1.96 * np.std(scores) / len(scores) ** 0.5 for _, scores, _ in some]
+        color = f"C{number}"
+        style = {
+            "color": color,
+            "marker": "os^Dv<>pP*X"[number],
+            "linestyle": "",
+            "capsize": 3,
+            "elinewidth": 1,
+        }
+        axes.errorbar(x, y, np.transpose(bars), wide, label=kind, **style)
+        for left, up, mean, (strength, _, _) in zip(x, y, means, some, strict=True):
+            said = _brief(strength) + (f" ({mean:.0f})" if mean < look.lowest else "")
+            place = {"xytext": (7, -13 if number % 2 else 6), "textcoords": "offset points"}
+            axes.annotate(said, (left, up), color=color, **place)
+    axes.set_ylim(1.1 * look.lowest, None)
+    axes.set_xlabel(look.label)
+    axes.set_ylabel("points of accuracy against no defense (95 % interval)")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    save(figure, output)
+
+
+def _brief(strength: str) -> str:
+    for long, short in (
+        ("relative_scale=", "× "), ("ratio=", ""), (" error_feedback=True", ", feedback"),
+        ("objective=weighted", "published"), ("bits=1", "1 bit"), ("bits=2", "2 bits"),
+    ):  # fmt: skip
+        strength = strength.replace(long, short)
+    return strength
