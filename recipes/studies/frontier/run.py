@@ -2,12 +2,12 @@
 
     python -m recipes.studies.frontier.run PART --help
 
-Parts: `rates` first, then `text`, which reads what `rates` chose, then `lists`, which takes what
-`text` trained.
+Parts: on texts `rates` first, then `text`, which reads what `rates` chose, then `lists`, which
+takes what `text` trained; `images` chooses its rates itself.
 """
 
 from ..lib.command import main
-from . import lists, rates, text
+from . import images, lists, rates, text
 
 if __name__ == "__main__":
-    main(__doc__, [rates, text, lists])
+    main(__doc__, [rates, text, lists, images])

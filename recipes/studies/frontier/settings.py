@@ -55,3 +55,50 @@ QUICK_ROWS = [
     ("gaussian_noise", {"relative_scale": 20.0}),
     ("pruning", {"ratio": 0.9}),
 ]
+
+# Images
+WIDTHS = (24, 48, 96)  # of the network's convolutions
+IMAGE_SIZES, IMAGE_HELD_OUT = {"steps": 600, "batch": 64}, 2000
+IMAGE_RATE = 4e-3  # undefended, about; the grid is around it
+IMAGE_GRID = (2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2)
+IMAGE_FIRST: list[tuple[str, dict]] = [
+    ("none", {}),
+    ("gaussian_noise", {"relative_scale": 1.0}),
+    ("gaussian_noise", {"relative_scale": 5.0}),
+    ("optimal_noise", {"relative_scale": 1.0}),
+    ("pruning", {"ratio": 0.99}),
+    ("quantization", {"bits": 1}),
+]
+IMAGE_ROWS: list[tuple[str, dict]] = [
+    *IMAGE_FIRST,
+    ("gaussian_noise", {"relative_scale": 0.1}),
+    ("refiner", {}),
+    ("optimal_noise", {"relative_scale": 5.0}),
+    ("gaussian_noise", {"relative_scale": 20.0}),
+    ("optimal_pruning", {"ratio": 0.9}),
+    ("pruning", {"ratio": 0.99, "error_feedback": True}),
+    ("pruning", {"ratio": 0.9}),
+    ("refiner", {"objective": "weighted"}),
+    ("optimal_noise", {"relative_scale": 0.1}),
+    ("optimal_noise", {"relative_scale": 20.0}),
+    ("optimal_pruning", {"ratio": 0.99}),
+    ("quantization", {"bits": 2}),
+    ("gaussian_noise", {"relative_scale": 100.0}),
+    ("optimal_noise", {"relative_scale": 100.0}),
+    ("optimal_pruning", {"ratio": 0.99, "error_feedback": True}),
+]
+INVERTING = ("inverting_gradients", 1)
+IMAGE_ATTACKS = {
+    INVERTING: (8, {"steps": 20, "total_variation": [1e-4, 1e-3, 1e-2, 1e-1], "own": 2}),
+    CANDIDATES: (3, {"listed": 300}),
+}
+IMAGE_PASSES = [
+    (1, {INVERTING: ["end"], CANDIDATES: ["end"]}),
+    (1, {INVERTING: ["start", "middle"]}),
+    (SEEDS, {INVERTING: ["end"]}),
+    (SEEDS, {INVERTING: list(STAGES), CANDIDATES: ["end"]}),
+]
+QUICK_IMAGE_ATTACKS = {
+    INVERTING: (1, {"steps": 1, "total_variation": [1e-3, 1e-2], "own": 1}),
+    ("candidates", 4): (1, {"listed": 20}),
+}

@@ -1,0 +1,103 @@
+r"""Accuracy on CIFAR-10 of each defense at its own best learning rate, and what attackers read of
+it at the start, in the middle and at the end of its own training.
+
+    python -m recipes.studies.frontier.run images --train TRAIN.parquet --test TEST.parquet \
+        --images LOSSLESS.npz --models FOLDER --output docs/results/frontier_images
+
+One client trains a small network from nothing: 600 messages of 64 images, flipped at random. The
+rate is chosen first, as in the part rates, on 2,000 held-out training images by a seed that is not
+used again. Accuracy is of 10,000 images, compared with the undefended run of the same seed, image
+by image. Attacked are messages of lossless images, labels known. (They are among the training
+images, which a training sees once at most, recompressed.) Attackers know the defense: Inverting
+Gradients weighs coordinates by the noise's covariance, matches what a pruning left, and smooths by
+the weight that shows most of two images of its own. It starts from gray: random starts get stuck.
+Candidates are 300 images, ranked by likelihood: what is shown is the share of a message's 16 that
+are told at 1 % false alarms. A minute of one core a cell. FOLDER keeps what was trained.
+"""
+
+from ..lib.results import Results
+from . import rates
+from .client import row_of
+from .pictures import IMAGES, ImageTask
+from .readers import attacked
+from .settings import (
+    ALL,
+    IMAGE_ATTACKS,
+    IMAGE_FIRST,
+    IMAGE_GRID,
+    IMAGE_PASSES,
+    IMAGE_RATE,
+    IMAGE_ROWS,
+    IMAGE_SIZES,
+    INVERTING,
+    QUICK,
+    QUICK_IMAGE_ATTACKS,
+    QUICK_ROWS,
+    RATES_SEED,
+    SPREAD,
+)
+from .shown import GRAY, Look, cells_of, picture, table
+
+ARGUMENTS = IMAGES | {"--all": ALL, "--models": "folder that keeps what was trained"}
+RATES = "learning rate"
+LOOK = Look("psnr", "PSNR in dB of what the best attacker reads (less is better)", -25)
+
+
+def cells(args) -> dict:
+    """Rates first; then all, from the most telling down. Without `--all` the first ones, and those
+    that are there.
+    """
+    if args.quick:
+        passes = [(1, {one: ["start", "end"] for one in QUICK_IMAGE_ATTACKS})]
+        return cells_of(QUICK_ROWS, passes, QUICK_IMAGE_ATTACKS, QUICK, None, IMAGE_RATE)
+    results, searches, chosen = Results(args.output), {}, {}
+    for defense, strength in IMAGE_ROWS:
+        row, common = row_of(defense, strength), {"defense": defense, "strength": strength}
+        common |= {"seed": RATES_SEED, **IMAGE_SIZES}
+        start = rates.rates(defense, strength, SPREAD, IMAGE_RATE, IMAGE_GRID)
+        tried = rates.searched(results, common, start, IMAGE_GRID)
+        searches[row] = {f"{rate:g}": common | {"learning_rate": rate} for rate in tried}
+        if all(cell in results for cell in searches[row].values()):
+            found = {rate: results[cell] for rate, cell in searches[row].items()}
+            chosen |= rates.best({row: found})
+    name, size = INVERTING
+    gray = {"attack": GRAY, "messages": IMAGE_ATTACKS[INVERTING][0]}
+    whole = {(GRAY, f"{name}, {size}, end", "0"): gray}
+    whole |= {(row, RATES, at): cell for row, all_ in searches.items() for at, cell in all_.items()}
+    whole |= cells_of(IMAGE_ROWS, IMAGE_PASSES, IMAGE_ATTACKS, IMAGE_SIZES, chosen)
+    if args.all:
+        return whole
+    first = cells_of(IMAGE_FIRST, IMAGE_PASSES[:1], IMAGE_ATTACKS, IMAGE_SIZES, chosen)
+    first |= {(row_of(*row), RATES): {} for row in IMAGE_FIRST}
+    return {
+        place: cell
+        for place, cell in whole.items()
+        if place in first or place[:2] in first or place[0] == GRAY or cell in results
+    }
+
+
+def prepare(args):
+    task = ImageTask(args.train, args.test, args.models)
+
+    def measure(cell: dict) -> dict:
+        if "attack" in cell:
+            return attacked(cell, task, args.images)
+        return task.on_held_out(cell) if cell["seed"] == RATES_SEED else task.learned(cell)
+
+    return measure
+
+
+def report(figures: dict, args) -> None:
+    searches = {row: found.pop(RATES, {}) for row, found in figures.items()}
+    best = rates.best({row: tried for row, tried in searches.items() if tried})
+    tried = {
+        row: ", ".join(
+            f"**{rate}** ({found['held_out']:.3f})"
+            if float(rate) == best[row]
+            else f"{rate} ({found['held_out']:.3f})"
+            for rate, found in searches[row].items()
+        )
+        for row in best
+    }
+    table(figures, IMAGE_ATTACKS, args.output, {"rates (held out)": tried})
+    picture(figures, args.output, LOOK)

@@ -1,0 +1,71 @@
+"""What attackers who know the defense read of images, at a stage of a client's training."""
+
+import torch
+
+from hf_gradguard import make_defense
+from hf_gradguard.attacks import Observation
+from hf_gradguard.metrics import score_images
+
+from ..lib.attacks import attack_of
+from ..lib.images import INVERTING, single_images, smoothed
+from .attackers import sent, told
+from .client import Stage
+from .pictures import ImageTask
+from .shown import GRAY
+
+
+def attacked(cell: dict, task: ImageTask, path: str) -> dict:
+    """Figures of each image: PSNR in dB; of candidates, whether it is told at 1 % false alarms, and
+    its rank.
+    """
+    count = cell["messages"]
+    if cell["attack"] == GRAY:
+        rows = single_images(path, count)
+        return _psnr([torch.full_like(row["pixel_values"], 0.5) for row in rows], rows)
+    stage, settings = task.stage(cell, cell["stage"]), dict(cell["settings"])
+    if cell["attack"] == "candidates":
+        rows, size = single_images(path, settings["listed"]), cell["size"]
+        starts = range(0, count * size, size)
+        seen = _observed(cell, stage, [_together(rows[at : at + size]) for at in starts])
+        listed = [row["pixel_values"][0] for row in rows]
+        return told(cell, listed, [int(row["labels"]) for row in rows], seen)
+    own = settings.pop("own")
+    rows = single_images(path, count + own)
+    images = [row["pixel_values"] for row in rows]
+    settings = INVERTING | settings | {"patience": 5, "start": torch.full_like(images[0], 0.5)}
+    settings["match_nonzero"] = stage.defense.informed().get("match_nonzero", False)
+    fresh = make_defense(cell["defense"], **cell["strength"])  # an attacker's, without memory
+    fresh.prepare(stage.model, None)
+    theirs = _observed(cell, stage._replace(defense=fresh), rows[count:])
+    settings = smoothed(settings, theirs, images[count:])
+    attack = attack_of(cell["attack"], **settings)
+    found = attack.together(
+        _observed(cell, stage, rows[:count]), torch.Generator().manual_seed(cell["seed"])
+    )
+    weight = {"total_variation": settings["total_variation"]}
+    return _psnr([one.input.nan_to_num(0.5) for one in found], rows[:count]) | weight
+
+
+def _observed(cell: dict, stage: Stage, batches: list[dict]) -> list[Observation]:
+    """What a server that knows the defense has."""
+    return [
+        Observation(
+            stage.model,
+            message,
+            tuple(batch["pixel_values"].shape),
+            labels=batch["labels"],
+            noise_variance=None if message.noise is None else message.noise.added,
+            law=stage.defense.law(message),
+        )
+        for batch, message in zip(batches, sent(cell, stage, batches), strict=True)
+    ]
+
+
+def _together(rows: list[dict]) -> dict:
+    return {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
+
+
+def _psnr(guesses: list, rows: list[dict]) -> dict:
+    images = [row["pixel_values"] for row in rows]
+    psnr = score_images(guesses, images, bootstrap=0).per_sample["psnr"]
+    return {"psnr": [round(float(value), 2) for value in psnr]}

@@ -1,0 +1,91 @@
+"""The frontier's part on images: in quick mode on generated images, and what it asks for next."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from datasets import Dataset
+from PIL import Image
+
+from recipes.studies.frontier import images, readers, settings
+from recipes.studies.frontier.pictures import Images, ImageTask
+from recipes.studies.lib.images import single_images
+from recipes.studies.lib.results import Results
+
+EVEN = np.ones((8, 8, 1))
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory, cifar10: Path) -> dict[str, Path]:
+    folder, draw = tmp_path_factory.mktemp("images"), np.random.default_rng(0)
+    found = {"images": cifar10}
+    for split, count in (("train", 40), ("test", 10)):
+        coarse = draw.integers(0, 256, (count, 4, 4, 3))
+        pixels = [Image.fromarray(np.kron(x, EVEN).astype(np.uint8)) for x in coarse]
+        found[split] = folder / f"{split}.parquet"
+        rows = {"img": pixels, "label": draw.integers(0, 10, count).tolist()}
+        Dataset.from_dict(rows).to_parquet(found[split])
+    return found
+
+
+def test_quick(data, quick, tmp_path, monkeypatch):
+    monkeypatch.setattr("recipes.studies.frontier.pictures.IMAGE_HELD_OUT", 20)
+    arguments = [part for name, path in data.items() for part in (f"--{name}", path)]
+    arguments += ["--models", tmp_path / "models"]
+    study = quick("frontier", "images", *arguments, output=tmp_path / "frontier_images")
+    assert list(study.figures) == ["none", "gaussian_noise relative_scale=20", "pruning ratio=0.9"]
+    for found in study.figures.values():
+        assert found["accuracy"]["0"]["of"] == 10
+        for stage in ("start", "end"):
+            read = found[f"inverting_gradients, 1, {stage}"]["0"]
+            assert len(read["psnr"]) == 1
+            assert read["total_variation"] in (1e-3, 1e-2)
+            assert len(found[f"candidates, 4, {stage}"]["0"]["rank"]) == 4
+    # Undefended, none of the sixteen others comes before any of the message's four.
+    assert study.figures["none"]["candidates, 4, start"]["0"]["rank"] == [1] * 4
+    assert (tmp_path / "frontier_images.png").exists()
+    assert [row[0] for row in study.rows()] == [f"`{row}`" for row in study.figures]
+
+
+def test_rows_are_flipped_and_those_held_out_are_not_learned(data, tmp_path, monkeypatch):
+    monkeypatch.setattr("recipes.studies.frontier.pictures.IMAGE_HELD_OUT", 15)
+    task = ImageTask(str(data["train"]), str(data["test"]), str(tmp_path))
+    learned = {row.numpy().tobytes() for row in task.rows_to_learn().pixels}
+    held_out = {row.numpy().tobytes() for row in task.held_out()[0]}
+    assert (len(learned), len(held_out)) == (25, 15)
+    assert not learned & held_out
+    pixels, labels = task.test_rows
+    rows, true = Images(pixels, labels), pixels[0].float() / 255
+    shown = [rows[0]["pixel_values"] for _ in range(40)]
+    flips = sum(bool((one == true.flip(-1)).all()) for one in shown)
+    assert flips == 40 - sum(bool((one == true).all()) for one in shown)
+    assert 0 < flips < 40  # but for one in 10^12
+
+
+def test_a_gray_image_is_scored_by_hand(data):
+    cell = {"attack": readers.GRAY, "messages": 3}
+    found = readers.attacked(cell, None, str(data["images"]))["psnr"]
+    pixels = [row["pixel_values"].double() for row in single_images(str(data["images"]), 3)]
+    by_hand = [-10 * float(((x - 0.5) ** 2).mean().log10()) for x in pixels]
+    assert found == pytest.approx(by_hand, abs=0.011)
+
+
+def test_rates_are_asked_for_first_and_then_what_takes_the_best(tmp_path):
+    class Args:
+        quick, all, output = False, False, tmp_path / "frontier_images"
+
+    first = images.cells(Args)
+    assert {place[1] for place in first} == {images.RATES, "inverting_gradients, 1, end"}
+    tried = {place[2]: cell for place, cell in first.items() if place[:2] == ("none", images.RATES)}
+    assert list(tried) == ["0.002", "0.004", "0.008"]
+    results = Results(Args.output)
+    for score, cell in zip((0.5, 0.6, 0.55), tried.values(), strict=True):
+        results.add(cell, {"held_out": score})
+    after = images.cells(Args)
+    trained = after["none", "accuracy", "0"]
+    assert trained["learning_rate"] == 0.004
+    assert trained["seed"] != settings.RATES_SEED
+    assert ("gaussian_noise relative_scale=5", "accuracy", "0") not in after
+    assert after.items() >= first.items()
