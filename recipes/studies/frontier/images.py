@@ -72,7 +72,9 @@ def cells(args) -> dict:
     return {
         place: cell
         for place, cell in whole.items()
-        if place in first or place[:2] in first or place[0] == GRAY or cell in results
+        if place in first
+        or place[:2] in first
+        or (cell in results and (place[0] in chosen or place[0] == GRAY))
     }
 
 
