@@ -10,6 +10,7 @@ from datasets import Dataset
 from PIL import Image
 
 from recipes.studies.frontier import images, readers, settings
+from recipes.studies.frontier.client import row_of
 from recipes.studies.frontier.pictures import Images, ImageTask
 from recipes.studies.lib.images import single_images
 from recipes.studies.lib.results import Results
@@ -72,20 +73,34 @@ def test_a_gray_image_is_scored_by_hand(data):
     assert found == pytest.approx(by_hand, abs=0.011)
 
 
-def test_rates_are_asked_for_first_and_then_what_takes_the_best(tmp_path):
+def test_rows_follow_each_other_and_rates_come_before_what_takes_the_best(tmp_path):
     class Args:
         quick, all, output = False, False, tmp_path / "frontier_images"
 
-    first = images.cells(Args)
-    assert {place[1] for place in first} == {images.RATES, "inverting_gradients, 1, end"}
-    tried = {place[2]: cell for place, cell in first.items() if place[:2] == ("none", images.RATES)}
-    assert list(tried) == ["0.002", "0.004", "0.008"]
-    results = Results(Args.output)
-    for score, cell in zip((0.5, 0.6, 0.55), tried.values(), strict=True):
-        results.add(cell, {"held_out": score})
-    after = images.cells(Args)
-    trained = after["none", "accuracy", "0"]
+    def asked() -> dict[str, set]:
+        found = {}
+        for row, kind, _ in images.cells(Args):
+            found.setdefault(row, set()).add(kind)
+        return found
+
+    def fill(row: str, scores: tuple[float, ...]) -> None:
+        cells = [cell for place, cell in images.cells(Args).items() if place[:2] == (row, RATES)]
+        for score, cell in zip(scores, cells, strict=True):
+            Results(Args.output).add(cell, {"held_out": score})
+
+    RATES, first, second = images.RATES, *(settings_row(number) for number in (0, 1))
+    assert {row for row in asked() if row != readers.GRAY} == {first}
+    fill(first, (0.5, 0.6, 0.55))
+    found = asked()
+    assert list(found)[1:] == [first, second]
+    assert found[first] == {RATES, "accuracy", "inverting_gradients, 1, end", "candidates, 16, end"}
+    assert found[second] == {RATES}
+    trained = images.cells(Args)[first, "accuracy", "0"]
     assert trained["learning_rate"] == 0.004
     assert trained["seed"] != settings.RATES_SEED
-    assert ("gaussian_noise relative_scale=5", "accuracy", "0") not in after
-    assert after.items() >= first.items()
+    fill(second, (0.7, 0.6, 0.55))  # the lowest is best: one below it is asked for
+    assert asked()[second] == {RATES}
+
+
+def settings_row(number: int) -> str:
+    return row_of(*settings.IMAGE_FIRST[number])

@@ -44,38 +44,37 @@ LOOK = Look("psnr", "PSNR in dB of what the best attacker reads (less is better)
 
 
 def cells(args) -> dict:
-    """Rates first; then all, from the most telling down. Without `--all` the first ones, and those
-    that are there.
+    """Row by row, the rates and then what takes the best of them; with `--all` further stages and
+    seeds once every row is there. Without `--all` the first rows, and what is there of the others.
     """
     if args.quick:
         passes = [(1, {one: ["start", "end"] for one in QUICK_IMAGE_ATTACKS})]
         return cells_of(QUICK_ROWS, passes, QUICK_IMAGE_ATTACKS, QUICK, None, IMAGE_RATE)
-    results, searches, chosen = Results(args.output), {}, {}
-    for defense, strength in IMAGE_ROWS:
-        row, common = row_of(defense, strength), {"defense": defense, "strength": strength}
-        common |= {"seed": RATES_SEED, **IMAGE_SIZES}
-        start = rates.rates(defense, strength, SPREAD, IMAGE_RATE, IMAGE_GRID)
-        tried = rates.searched(results, common, start, IMAGE_GRID)
-        searches[row] = {f"{rate:g}": common | {"learning_rate": rate} for rate in tried}
-        if all(cell in results for cell in searches[row].values()):
-            found = {rate: results[cell] for rate, cell in searches[row].items()}
-            chosen |= rates.best({row: found})
-    name, size = INVERTING
+    results, (name, size) = Results(args.output), INVERTING
     gray = {"attack": GRAY, "messages": IMAGE_ATTACKS[INVERTING][0]}
-    whole = {(GRAY, f"{name}, {size}, end", "0"): gray}
-    whole |= {(row, RATES, at): cell for row, all_ in searches.items() for at, cell in all_.items()}
-    whole |= cells_of(IMAGE_ROWS, IMAGE_PASSES, IMAGE_ATTACKS, IMAGE_SIZES, chosen)
-    if args.all:
-        return whole
-    first = cells_of(IMAGE_FIRST, IMAGE_PASSES[:1], IMAGE_ATTACKS, IMAGE_SIZES, chosen)
-    first |= {(row_of(*row), RATES): {} for row in IMAGE_FIRST}
-    return {
-        place: cell
-        for place, cell in whole.items()
-        if place in first
-        or place[:2] in first
-        or (cell in results and (place[0] in chosen or place[0] == GRAY))
-    }
+    found, chosen, searched = {(GRAY, f"{name}, {size}, end", "0"): gray}, {}, True
+    for defense, strength in IMAGE_ROWS:
+        row, search = row_of(defense, strength), _search(results, defense, strength)
+        done = all(cell in results for cell in search.values())
+        if done:
+            tried = {rate: results[cell] for rate, cell in search.items()}
+            chosen |= rates.best({row: tried})
+        if done or (searched and (args.all or (defense, strength) in IMAGE_FIRST)):
+            found |= {(row, RATES, rate): cell for rate, cell in search.items()}
+        searched = searched and done
+    asked = IMAGE_PASSES if args.all and searched else IMAGE_PASSES[:1]
+    some = IMAGE_ROWS if args.all else IMAGE_FIRST
+    found |= cells_of(some, asked, IMAGE_ATTACKS, IMAGE_SIZES, chosen)
+    whole = cells_of(IMAGE_ROWS, IMAGE_PASSES, IMAGE_ATTACKS, IMAGE_SIZES, chosen)
+    return found | {place: cell for place, cell in whole.items() if cell in results}
+
+
+def _search(results: Results, defense: str, strength: dict) -> dict[str, dict]:
+    """Cells of a row's rates, so far."""
+    common = {"defense": defense, "strength": strength, "seed": RATES_SEED, **IMAGE_SIZES}
+    start = rates.rates(defense, strength, SPREAD, IMAGE_RATE, IMAGE_GRID)
+    tried = rates.searched(results, common, start, IMAGE_GRID)
+    return {f"{rate:g}": common | {"learning_rate": rate} for rate in tried}
 
 
 def prepare(args):
