@@ -48,7 +48,7 @@ def cells(args) -> dict:
     seeds once every row is there. Without `--all` the first rows, and what is there of the others.
     """
     if args.quick:
-        passes = [(1, {one: ["start", "end"] for one in QUICK_IMAGE_ATTACKS})]
+        passes = [(1, {one: ["end"] for one in QUICK_IMAGE_ATTACKS})]
         return cells_of(QUICK_ROWS, passes, QUICK_IMAGE_ATTACKS, QUICK, None, IMAGE_RATE)
     results, (name, size) = Results(args.output), INVERTING
     gray = {"attack": GRAY, "messages": IMAGE_ATTACKS[INVERTING][0]}
