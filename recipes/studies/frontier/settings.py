@@ -89,7 +89,7 @@ IMAGE_ROWS: list[tuple[str, dict]] = [
 ]
 INVERTING = ("inverting_gradients", 1)
 IMAGE_ATTACKS = {
-    INVERTING: (8, {"steps": 20, "total_variation": [1e-4, 1e-3, 1e-2, 1e-1], "own": 2}),
+    INVERTING: (8, {"steps": 20, "total_variation": [1e-3, 1e-2, 0.1, 0.3, 1.0], "own": 2}),
     CANDIDATES: (3, {"listed": 300}),
 }
 IMAGE_PASSES = [
