@@ -9,9 +9,9 @@ import pytest
 from datasets import Dataset
 from PIL import Image
 
-from recipes.studies.frontier import images, readers, settings
+from recipes.studies.frontier import image_attackers, images, settings
 from recipes.studies.frontier.client import row_of
-from recipes.studies.frontier.pictures import Images, ImageTask
+from recipes.studies.frontier.image_training import Images, ImageTask
 from recipes.studies.lib.images import single_images
 from recipes.studies.lib.results import Results
 
@@ -32,7 +32,7 @@ def data(tmp_path_factory: pytest.TempPathFactory, cifar10: Path) -> dict[str, P
 
 
 def test_quick(data, quick, tmp_path, monkeypatch):
-    monkeypatch.setattr("recipes.studies.frontier.pictures.IMAGE_HELD_OUT", 20)
+    monkeypatch.setattr("recipes.studies.frontier.image_training.IMAGE_HELD_OUT", 20)
     arguments = [part for name, path in data.items() for part in (f"--{name}", path)]
     arguments += ["--models", tmp_path / "models"]
     study = quick("frontier", "images", *arguments, output=tmp_path / "frontier_images")
@@ -50,7 +50,7 @@ def test_quick(data, quick, tmp_path, monkeypatch):
 
 
 def test_rows_are_flipped_and_those_held_out_are_not_learned(data, tmp_path, monkeypatch):
-    monkeypatch.setattr("recipes.studies.frontier.pictures.IMAGE_HELD_OUT", 15)
+    monkeypatch.setattr("recipes.studies.frontier.image_training.IMAGE_HELD_OUT", 15)
     task = ImageTask(str(data["train"]), str(data["test"]), str(tmp_path))
     learned = {row.numpy().tobytes() for row in task.rows_to_learn().pixels}
     held_out = {row.numpy().tobytes() for row in task.held_out()[0]}
@@ -65,8 +65,8 @@ def test_rows_are_flipped_and_those_held_out_are_not_learned(data, tmp_path, mon
 
 
 def test_a_gray_image_is_scored_by_hand(data):
-    cell = {"attack": readers.GRAY, "messages": 3}
-    found = readers.attacked(cell, None, str(data["images"]))["psnr"]
+    cell = {"attack": image_attackers.GRAY, "messages": 3}
+    found = image_attackers.attacked(cell, None, str(data["images"]))["psnr"]
     pixels = [row["pixel_values"].double() for row in single_images(str(data["images"]), 3)]
     by_hand = [-10 * float(((x - 0.5) ** 2).mean().log10()) for x in pixels]
     assert found == pytest.approx(by_hand, abs=0.011)
@@ -88,7 +88,7 @@ def test_rows_follow_each_other_and_rates_come_before_what_takes_the_best(tmp_pa
             Results(Args.output).add(cell, {"held_out": score})
 
     RATES, first, second = images.RATES, *(settings_row(number) for number in (0, 1))
-    assert {row for row in asked() if row != readers.GRAY} == {first}
+    assert {row for row in asked() if row != image_attackers.GRAY} == {first}
     fill(first, (0.5, 0.6, 0.55))
     found = asked()
     assert list(found)[1:] == [first, second]

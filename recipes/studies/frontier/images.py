@@ -18,8 +18,8 @@ are told at 1 % false alarms. A minute of one core a cell. FOLDER keeps what was
 from ..lib.results import Results
 from . import rates
 from .client import row_of
-from .pictures import IMAGES, ImageTask
-from .readers import attacked
+from .image_attackers import attacked
+from .image_training import IMAGES, ImageTask
 from .settings import (
     ALL,
     IMAGE_ATTACKS,

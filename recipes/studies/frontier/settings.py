@@ -67,10 +67,10 @@ IMAGE_FIRST: list[tuple[str, dict]] = [
     ("gaussian_noise", {"relative_scale": 5.0}),
     ("optimal_noise", {"relative_scale": 1.0}),
     ("pruning", {"ratio": 0.99}),
-    ("quantization", {"bits": 1}),
 ]
 IMAGE_ROWS: list[tuple[str, dict]] = [
     *IMAGE_FIRST,
+    ("quantization", {"bits": 1}),
     ("gaussian_noise", {"relative_scale": 20.0}),
     ("optimal_noise", {"relative_scale": 5.0}),
     ("gaussian_noise", {"relative_scale": 0.1}),

@@ -10,7 +10,7 @@ from ..lib.attacks import attack_of
 from ..lib.images import INVERTING, single_images, smoothed
 from .attackers import sent, told
 from .client import Stage
-from .pictures import ImageTask
+from .image_training import ImageTask
 from .shown import GRAY
 
 
