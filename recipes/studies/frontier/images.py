@@ -10,7 +10,7 @@ used again. Accuracy is of 10,000 images, compared with the undefended run of th
 by image. Attacked are messages of lossless images, labels known. (They are among the training
 images, which a training sees once at most, recompressed.) Attackers know the defense: Inverting
 Gradients weighs coordinates by the noise's covariance, matches what a pruning left, and smooths by
-the weight that shows most of two images of its own. It starts from gray: random starts get stuck.
+the weight that shows most of two images of its own. It starts from a gray image.
 Candidates are 300 images, ranked by likelihood: what is shown is the share of a message's 16 that
 are told at 1 % false alarms. A minute of one core a cell. FOLDER keeps what was trained.
 """
