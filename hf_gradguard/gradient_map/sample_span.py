@@ -173,7 +173,7 @@ class Powers:
         self._groups = [(group, *_unit(gram)) for group, gram in grams if gram.any()]
         self.names = [[name for name, _ in group] for group, _, _ in self._groups]
         self.factors = torch.tensor([len(scale) for _, _, scale in self._groups])
-        self._roots = [torch.linalg.cholesky(unit) for _, unit, _ in self._groups]
+        self._roots = [_root(unit) for _, unit, _ in self._groups]
 
     def __call__(self, gradients: Mapping[str, Tensor]) -> Tensor:
         """`(K, groups)` in float64, of gradients `(K, *parameter.shape)`."""
@@ -185,8 +185,7 @@ class Powers:
                     for name, part in group
                 ]
             )
-            solved = torch.linalg.solve_triangular(root, (inner.sum(0) * scale).T, upper=False)
-            found.append(solved.square().sum(0))
+            found.append((inner.sum(0) * scale @ root).square().sum(1))
         return torch.stack(found, 1)
 
 
@@ -260,6 +259,12 @@ def _unit(gram: Tensor) -> tuple[Tensor, Tensor]:
     scale = torch.where(sizes > 0, 1 / sizes, 0.0)
     unit = gram * scale[:, None] * scale
     return unit + RIDGE * torch.eye(len(unit), dtype=unit.dtype, device=unit.device), scale
+
+
+def _root(unit: Tensor) -> Tensor:
+    """R with R Rᵀ the inverse. A Gram matrix of float32 may be a little below 0 somewhere."""
+    values, vectors = torch.linalg.eigh(unit)
+    return vectors * values.clamp(min=RIDGE).rsqrt()
 
 
 def scaled(found: Tensors, wanted: Tensors, factors: Tensor | None = None) -> Fit:
