@@ -167,6 +167,20 @@ def test_several_laws_and_messages_at_once() -> None:
     assert [int(told[at].argmax()) for at in range(3)] == [0, 1, 2]
 
 
+def test_dropout_is_the_generators() -> None:
+    """One seed gives one result, and draws nothing from torch's own generator."""
+    model, batch = make_task("bert", dropout=0.3)
+    some = [gradient_of(model.eval(), one) for one in texts(2)]
+    stacked = {name: torch.stack([one[name] for one in some]) for name in some[0]}
+    before, found = torch.get_rng_state(), []
+    for seed in (1, 1, 2):
+        told = Fits({0: (some[0], Fitted(2, "sample"))}, batch, model.train(), torch_rng(seed))
+        found.append(told(stacked)[0])
+    assert torch.equal(found[0], found[1])
+    assert not torch.equal(found[0], found[2])
+    assert torch.equal(before, torch.get_rng_state())
+
+
 def test_a_batch_that_cannot_be_made_up_is_refused() -> None:
     model, batch = make_task("bert")
     batch = {**batch, "weights": torch.ones(len(batch["labels"]), 3)}

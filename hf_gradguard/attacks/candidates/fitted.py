@@ -74,11 +74,13 @@ class Fits:
 def drawn(
     law: Fitted, batch: Mapping[str, Any], model: nn.Module, generator: torch.Generator
 ) -> Powers:
-    """Of the span of made-up samples of the server's own."""
+    """Of the span of made-up samples of the server's own, with dropout of its own."""
     seed = int(torch.randint(2**62, (1,), generator=generator, device=generator.device))
-    gmap = GradientMap(model, dict(batch), second_order=False)
-    made = made_up(gmap, law.samples, Stream.from_seeds(seed), law.special)
-    return SampleSpan(made).powers(law.factors)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        gmap = GradientMap(model, dict(batch), second_order=False)
+        made = made_up(gmap, law.samples, Stream.from_seeds(seed), law.special)
+        return SampleSpan(made).powers(law.factors)
 
 
 def _score(
