@@ -94,6 +94,7 @@ RUNS = [
     Run("hiding_and_learning", HIDING, "picture", "", 0),
     Run("text_defenses", EVERY, "text", "--tokenizer $MODEL --data_dir $SST2", 4),
     Run("image_defenses", EVERY, "images", ATTACKED, 4),
+    Run("knowing", EVERY, "knowing", "", 0),
     Run("speed", "benchmarks.defenses", "", "--model $MODEL", 0.1),
     Run("randomness_speed", "benchmarks.randomness", "", "--model $MODEL", 0.05),
     Run("memory", "benchmarks.memory", "", "--model $MODEL", 0.1),

@@ -17,7 +17,7 @@ from scipy import stats
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from hf_gradguard.randomness import Stream, normal, together
+from hf_gradguard.randomness import Stream, normal, signs, together
 from hf_gradguard.randomness.chacha import chacha20_words, keystream
 
 # RFC 8439: Section 2.3.2, and Appendix A.1, test vectors 1 to 5: key, nonce, block, keystream.
@@ -148,10 +148,21 @@ def test_integers() -> None:
             Stream().integers(high, (1,))
 
 
+def test_signs_are_fair_and_independent() -> None:
+    """Also of those that one word gives, and from one part of a draw to the next."""
+    found = Stream.from_seeds(2).signs((2**21,))
+    assert found.abs().unique().tolist() == [1.0]
+    # Sums of signs and of neighbors' products: binomial, of deviation √n; 4 of them
+    for far in (0, 1, 31, 32, 2**15, 2**16, 2**20):
+        products = found[far:] * found[: len(found) - far] if far else found
+        assert abs(float(products.double().sum())) < 4 * len(products) ** 0.5
+
+
 @pytest.mark.parametrize("shape", [(), (1,), (0,), (3, 5), (2**16 + 1,), (2**17 + 3,)])
 def test_shapes_and_types(shape: tuple[int, ...]) -> None:
     for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
-        for draw in (Stream().normal, Stream().uniform, Stream().exponential):
+        draws = (Stream().normal, Stream().uniform, Stream().exponential, Stream().signs)
+        for draw in draws:
             found = draw(shape, dtype=dtype)
             assert (found.shape, found.dtype) == (torch.Size(shape), dtype)
             assert torch.isfinite(found).all()
@@ -166,6 +177,7 @@ def test_threads_share_out_one_draw(size: int) -> None:
         lambda s: s.exponential((size,)),
         lambda s: s.uniform((size,)),
         lambda s: s.integers(1000, (size,)),
+        lambda s: s.signs((size,)),
     ]
     before, found = torch.get_num_threads(), []
     try:
@@ -294,7 +306,7 @@ def test_workers_of_a_data_loader_draw_their_own() -> None:
 
 def test_small_tensors_are_cut_from_one_draw(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neighbors up to a size, of one type; larger ones alone, as they are."""
-    monkeypatch.setattr("hf_gradguard.randomness._TOGETHER", 10)
+    monkeypatch.setattr("hf_gradguard.randomness.cut._TOGETHER", 10)
     sizes = {"a": (2, 3), "b": (4,), "c": (1,), "large": (11,), "d": (), "e": (0,), "f": (3, 3)}
     tensors = {name: torch.ones(shape) for name, shape in sizes.items()}
     tensors["g"] = torch.ones(1, dtype=torch.float64)
@@ -337,3 +349,10 @@ def test_estimates_take_either_kind() -> None:
     ours = normal(Stream.from_seeds(1), (5,), cpu, torch.float64)
     assert torch.equal(ours, Stream.from_seeds(1).normal((5,), dtype=torch.float64))
     assert normal(None, (2, 3), cpu, torch.float32).shape == (2, 3)
+    drawn = signs(torch.Generator().manual_seed(1), (999,), cpu, torch.float64)
+    assert drawn.dtype == torch.float64
+    assert drawn.abs().unique().tolist() == [1.0]
+    assert abs(float(drawn.sum())) < 4 * 999**0.5
+    ours = signs(Stream.from_seeds(1), (5,), cpu, torch.float32)
+    assert torch.equal(ours, Stream.from_seeds(1).signs((5,)))
+    assert signs(None, (2, 3), cpu, torch.float32).shape == (2, 3)

@@ -4,6 +4,7 @@ share.
 
 from .inputs import Batch, LossFunction
 from .map import GradientMap, Tensors
+from .shifted import by_differences
 from .update import UpdateMap
 
-__all__ = ["Batch", "GradientMap", "LossFunction", "Tensors", "UpdateMap"]
+__all__ = ["Batch", "GradientMap", "LossFunction", "Tensors", "UpdateMap", "by_differences"]

@@ -24,7 +24,7 @@ from .shares import OfLayer
 if TYPE_CHECKING:
     from .map import GradientMap, Tensors
 
-GRAM_AT_MOST = 1.5
+GRAM_AT_MOST = 1.0
 """How many products Gram matrices may take, in those of the sample's gradient itself."""
 
 Sums = tuple[Tensor, ...]

@@ -222,25 +222,28 @@ class Change(NamedTuple):
         """J_bᵀv of the bias, `(B, *bias.shape)`."""
         return torch.stack([layer.bias_gradients(slopes) for slopes in self.slopes]).sum(0)
 
-    def weight(self, layer: Layer, entries: int = _ENTRIES) -> Iterator[Tensor]:
-        """J_bᵀv of the weight, `(b, *weight.shape)`: one sample at least, and at most so many
-        entries, at a time.
+    def weight(self, layer: Layer) -> Iterator[Tensor]:
+        """J_bᵀv of the weight, `(*weight.shape)`, of one sample after the other. Each is gone when
+        the next is asked for.
         """
-        size = layer.module.weight.numel()  # type: ignore[operator]
-        samples = len(self.slopes[0]) if self.slopes else 0
-        several = max(1, entries // size)
-        for first in range(0, samples, several):
+        if not self.slopes:
+            return
+        if isinstance(layer.module, LINEAR):  # one product, into memory that a cache holds
+            left = torch.cat([*self.slopes, *self.mean_slopes], 1)
+            right = torch.cat([*self.mean_features, *self.features], 1)
+            if isinstance(layer.module, Conv1D):  # (in, out), where nn.Linear has (out, in)
+                left, right = right, left
+            found = left.new_empty(layer.module.weight.shape)
+            for slopes, features in zip(left, right, strict=True):
+                yield torch.mm(slopes.mT, features, out=found)
+            return
+        several = max(1, _ENTRIES // layer.module.weight.numel())  # type: ignore[operator]
+        for first in range(0, len(self.slopes[0]), several):
             some = slice(first, first + several)
-            total: Tensor | None = None
+            total: Tensor | float = 0.0
             for parts in zip(*self, strict=True):
                 slopes, mean_features, mean_slopes, features = (part[some] for part in parts)
-                if isinstance(layer.module, LINEAR):  # one product, of twice as many tokens
-                    found = layer.weight_gradients(
-                        torch.cat([slopes, mean_slopes], 1), torch.cat([mean_features, features], 1)
-                    )
-                else:
-                    found = layer.weight_gradients(slopes, mean_features)
-                    found = found + layer.weight_gradients(mean_slopes, features)
-                total = found if total is None else total + found
-            assert total is not None
-            yield total
+                total = total + layer.weight_gradients(slopes, mean_features)
+                total = total + layer.weight_gradients(mean_slopes, features)
+            assert isinstance(total, Tensor)
+            yield from total

@@ -121,9 +121,8 @@ def layer_squares(layer: Layer, change: Change) -> Iterator[tuple[str, Tensor]]:
         yield layer.bias, found.square().sum(0)
     if layer.weight is not None:
         squares = torch.zeros_like(module.weight, requires_grad=False)
-        for some in change.weight(layer):
-            for one in some:  # stays in a processor's cache
-                squares.addcmul_(one, one)
+        for one in change.weight(layer):  # stays in a processor's cache
+            squares.addcmul_(one, one)
         yield layer.weight, squares
 
 

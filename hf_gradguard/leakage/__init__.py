@@ -20,7 +20,7 @@ from .bounds import (
 from .differential_privacy import PrivacyAccount, dp_sgd_epsilon, dp_sgd_noise_multiplier
 from .estimators import Estimator, make_estimator
 from .figures import Eigenvalue, Estimate, Influence
-from .fisher import DFIL, dfil, fisher_norm, fisher_trace, ghost_dfil
+from .fisher import DFIL, dfil, fisher_norm, fisher_trace
 from .influence import (
     Directions,
     expected_squared_influence,
@@ -52,7 +52,6 @@ __all__ = [
     "fisher_norm",
     "fisher_trace",
     "gaussian_epsilon",
-    "ghost_dfil",
     "inversion_influence",
     "inversion_influence_lower_bound",
     "largest_eigenvalue",

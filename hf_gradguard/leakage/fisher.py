@@ -8,9 +8,9 @@ belong to it (g is the batch mean, so they hold the factor 1/B),
 and no unbiased attacker, even one who knows all other samples, has a mean squared error per
 coordinate under 1/η̄².
 
-Tr FIM_j = E‖J_j w‖² over w ~ N(0, Σ⁻¹): one pass for J w gives one unbiased draw for *every* sample
-of the batch. Its variance 2‖FIM_j‖_F² is that of probing FIM_j itself, which would take a pass per
-sample.
+Tr FIM_j = E‖J_j w‖² over w = Σ^(-1/2) z with random signs z, 1 or -1: one pass for J w gives one
+unbiased draw for *every* sample of the batch. Its variance is at most 2‖FIM_j‖_F², that of probing
+FIM_j itself with normal numbers, which would take a pass per sample.
 
 Reference: Guo et al., "Bounding Training Data Reconstruction in Private (Deep) Learning" (2022),
 Eq. 1 to 5, Theorem 2.
@@ -25,8 +25,7 @@ import torch
 from torch import Tensor
 
 from ..gradient_map import GradientMap, Tensors
-from ..gradient_map.ghosts import sample_gram
-from ..randomness import Stream, normal
+from ..randomness import Stream, signs
 from .figures import Eigenvalue, Estimate, mean_square_norm
 from .influence import check_probes, gaussian
 from .krylov import largest_eigenpair, not_finite
@@ -87,53 +86,6 @@ def dfil(
     exposed = unknowns.unpack(_unprotected(gmap, unknowns, variance)).flatten(1).any(1)
     value, error = (figure / unknowns.per_sample for figure in (value, error))
     return DFIL(value.masked_fill(exposed, math.inf), error.masked_fill(exposed, 0.0))
-
-
-def ghost_dfil(
-    gmap: GradientMap,
-    noise_variance: NoiseVariance,
-    num_probes: int = 3,
-    generator: Stream | torch.Generator | None = None,
-) -> DFIL | None:
-    """`dfil` from differences of passes: cheaper, and without second derivatives.
-
-    A probe is a pass without gradients of weights, for all samples together, and one more for all
-    probes; under one variance for all coordinates no gradient is written out.
-
-    Args:
-        gmap: The client's gradient map.
-        noise_variance: As for `dfil`.
-        num_probes: Independent draws.
-        generator: Source of the draws. Default: a new `Stream`.
-
-    Returns:
-        As `dfil`, within the error of differences (0.5 % in float32). Parameters whose samples are
-        not known apart count for each sample in full. `None` where it cannot be had: samples that
-        are coupled, activations with kinks, half precision, or coordinates without noise.
-
-    Raises:
-        ValueError: If `num_probes` is below 1, or the variances do not fit.
-
-    Example:
-        >>> from hf_gradguard.leakage import ghost_dfil
-        >>> ghost_dfil(gmap, noise_variance=1e-6).value.shape
-        torch.Size([2])
-    """
-    check_probes(num_probes)
-    unknowns, variance = Unknowns(gmap), variances(gmap, noise_variance)
-    if not all((v > 0).all() for v in variance.values()):
-        return None
-    x = gmap.input
-    dtype = torch.promote_types(x.dtype, torch.float32)
-    drawn = normal(generator, (num_probes, *x.shape), x.device, dtype).to(x.dtype)
-    probes = torch.stack([unknowns.unpack(unknowns.pack(probe)) for probe in drawn])
-    gram = sample_gram(gmap, probes, {name: _precision(v) for name, v in variance.items()})
-    if gram is None:
-        return None
-    if not torch.isfinite(gram).all():
-        raise not_finite()
-    value, error = mean_square_norm(gram)
-    return DFIL(value / unknowns.per_sample, error / unknowns.per_sample)
 
 
 def fisher_trace(
@@ -230,18 +182,20 @@ def _gram(
     num_probes: int,
     generator: Stream | torch.Generator | None,
 ) -> Tensor:
-    """Inner products of the (Jw)_j of k independent w ~ N(0, Σ⁻¹), `(B, k, k)`. Keeps k vectors of
-    the input's size.
+    """Inner products of the (Jw)_j of k independent w, `(B, k, k)`. Keeps k vectors of the input's
+    size.
     """
     check_probes(num_probes)
-    generator = generator or Stream()
+    generator, own = generator or Stream(), gmap.parameters
     deviation = {name: _precision(v).sqrt() for name, v in variance.items()}
-    draws = torch.stack(
-        [unknowns.vjp(gaussian(gmap, deviation, generator)) for _ in range(num_probes)]
-    )
-    if not torch.isfinite(draws).all():
+    draws = []
+    for _ in range(num_probes):
+        drawn = {n: signs(generator, p.shape, p.device, p.dtype) for n, p in own.items()}
+        draws.append(unknowns.vjp({n: z.mul_(deviation[n]) for n, z in drawn.items()}))
+    found = torch.stack(draws)
+    if not torch.isfinite(found).all():
         raise not_finite()
-    parts = draws.split(unknowns.per_sample.tolist(), dim=1)
+    parts = found.split(unknowns.per_sample.tolist(), dim=1)
     return torch.stack([(part @ part.T).double() for part in parts])
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from os import urandom
 
@@ -23,13 +23,15 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from torch import Tensor
 
 from .chacha import BLOCK_WORDS, chacha20_words, keystream, shifted
+from .cut import together
+
+__all__ = ["KEY_BYTES", "Stream", "normal", "signs", "together", "torch_generator"]
 
 KEY_BYTES = 32
 # Pairs of numbers at once: what is made of them stays in a processor's cache, and torch, which
 # shares out what is longer, leaves them to the one thread that makes them.
 _CHUNK = 2**15
 _CHUNK_ELSEWHERE = 2**24
-_TOGETHER = 2**20  # numbers of small tensors in one draw
 
 _Draw = tuple[bytes, bytes]  # key and nonce
 
@@ -112,6 +114,24 @@ class Stream:
             return angle.cos().mul_(radius), angle.sin_().mul_(radius)
 
         return self._each(4 if exact else 3, shape, device, dtype, make, per=2)
+
+    def signs(
+        self,
+        shape: Sequence[int],
+        *,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+    ) -> Tensor:
+        """1 or -1, from a bit each: a float's sign before the bits of 1."""
+
+        def make(words: Tensor) -> tuple[Tensor, ...]:
+            shifts = (words.bitwise_left_shift(bit) for bit in range(32))
+            return tuple(
+                one.bitwise_and_(-(2**31)).bitwise_or_(0x3F800000).view(torch.float32)
+                for one in shifts
+            )
+
+        return self._each(1, shape, device, dtype, make, per=32)
 
     def exponential(
         self,
@@ -251,51 +271,6 @@ def _on_cpu(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
-def together(
-    tensors: Mapping[str, Tensor], draw: Callable[[Tensor], Tensor]
-) -> Iterator[tuple[str, Tensor]]:
-    """Random tensors in the shapes of those given. Small neighbors are cut from one draw, since a
-    draw costs as much as a thousand numbers, and a long one is shared out over torch's threads.
-    Large ones have draws of their own, so that no more is held than one of them.
-
-    Args:
-        tensors: By name.
-        draw: Gives a random tensor in the shape, type and place of the one that it gets, whose
-            values mean nothing. Its entries are independent of each other.
-
-    Yields:
-        A name, and what was drawn for it, in the order of `tensors`.
-
-    Example:
-        >>> like = {"weight": torch.zeros(4, 3), "bias": torch.zeros(4)}
-        >>> drawn = dict(together(like, lambda tensor: Stream().normal(tensor.shape)))
-        >>> drawn["weight"].shape, drawn["bias"].shape
-        (torch.Size([4, 3]), torch.Size([4]))
-    """
-    parts: dict[str, Tensor] = {}
-    for name, tensor in tensors.items():
-        other = next(iter(parts.values()), tensor)
-        size = sum(part.numel() for part in parts.values()) + tensor.numel()
-        fits = size <= (_TOGETHER if _on_cpu(tensor.device) else _CHUNK_ELSEWHERE)
-        if not (fits and (tensor.dtype, tensor.device) == (other.dtype, other.device)):
-            yield from _cut(parts, draw)
-            parts = {}
-        parts[name] = tensor
-    yield from _cut(parts, draw)
-
-
-def _cut(
-    parts: Mapping[str, Tensor], draw: Callable[[Tensor], Tensor]
-) -> Iterator[tuple[str, Tensor]]:
-    if len(parts) < 2:
-        yield from ((name, draw(part)) for name, part in parts.items())
-        return
-    sizes = [part.numel() for part in parts.values()]
-    drawn = draw(next(iter(parts.values())).new_empty(sum(sizes))).split(sizes)
-    for (name, part), own in zip(parts.items(), drawn, strict=True):
-        yield name, own.view(part.shape)
-
-
 def normal(
     generator: Stream | torch.Generator | None,
     shape: Sequence[int],
@@ -313,6 +288,19 @@ def normal(
     if isinstance(generator, torch.Generator):
         return torch.randn(tuple(shape), generator=generator, device=device, dtype=dtype)
     return (generator or Stream()).normal(shape, device=device, dtype=dtype)
+
+
+def signs(
+    generator: Stream | torch.Generator | None,
+    shape: Sequence[int],
+    device: torch.device,
+    dtype: torch.dtype,
+) -> Tensor:
+    """1 or -1 with equal odds, for an estimate that is not shared; see `normal`."""
+    if isinstance(generator, torch.Generator):
+        bits = torch.randint(2, tuple(shape), generator=generator, device=device)
+        return bits.to(dtype).mul_(2).sub_(1)
+    return (generator or Stream()).signs(shape, device=device, dtype=dtype)
 
 
 def torch_generator(

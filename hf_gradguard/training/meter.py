@@ -15,12 +15,11 @@ from transformers.utils import logging
 
 from ..defenses import Defense, Message, Noise
 from ..gradient_map import GradientMap
-from ..gradient_map.shifted import by_differences
+from ..gradient_map.shifted import DifferencedMap, by_differences
 from ..leakage import (
     DFIL,
     FisherAccountant,
     dfil,
-    ghost_dfil,
     mse_bound_from_dfil,
     one_product_bound,
 )
@@ -32,7 +31,7 @@ from .secure_aggregation import SecureAggregation
 
 logger = logging.get_logger(__name__)
 
-NUM_PROBES, NUM_GHOSTS = 10, 2
+EXACT_PROBES, PROBES = 10, 2
 
 
 class MessageDFIL(NamedTuple):
@@ -53,9 +52,10 @@ def message_dfil(
     """dFIL of a message under the noise that a defense added to it, and of that noise's own shape.
 
     Args:
-        gmap: The message's gradient map.
+        gmap: The message's gradient map, or what `by_differences` makes of it.
         noise: What the message says of its noise.
-        num_probes: Of dFIL. By default 2 by differences, or 10 where those are not to be had.
+        num_probes: Of dFIL. By default 2 by differences, or 10 exact ones where those are not to be
+            had, or where coordinates have no noise: a difference cannot tell what is zero.
         generator: Of the probes.
 
     Example:
@@ -63,10 +63,13 @@ def message_dfil(
         >>> message_dfil(gmap, noise, num_probes=5).samples.value.shape
         torch.Size([2])
     """
-    unknowns = Unknowns(gmap)
-    samples = ghost_dfil(gmap, noise.variance, num_probes or NUM_GHOSTS, generator)
-    if samples is None:
-        samples = dfil(gmap.twice(), noise.variance, num_probes or NUM_PROBES, generator)
+    unknowns, seen = Unknowns(gmap), gmap
+    if any((variance == 0).any() for variance in noise.variance.values()):
+        seen = gmap.twice()
+    elif not isinstance(gmap, DifferencedMap):
+        seen = by_differences(gmap) or gmap.twice()
+    probes = PROBES if isinstance(seen, DifferencedMap) else EXACT_PROBES
+    samples = dfil(seen, noise.variance, num_probes or probes, generator)
     mean = float((samples.value * unknowns.per_sample).sum()) / unknowns.size
     if noise.shape_trace:  # all of it could be one sample's
         added = noise.shape_trace / unknowns.per_sample

@@ -7,17 +7,20 @@
    tolerance 1e-4 for both).
 2. I_lb of one sentence, against 1,500 steps of TAG. A few steps are timed, setting up included, and
    scaled up.
-3. dFIL of every sample of a batch, in plain gradients of that batch, by second derivatives.
+3. dFIL of every sample of a batch, in plain gradients of that batch: by second derivatives, and by
+   differences, where uniform noise has one variance and optimal noise one for every coordinate.
 """
 
+import functools
 import resource
 
 import numpy as np
 import torch
 from scipy.sparse.linalg import LinearOperator, eigsh
 
-from hf_gradguard import GradientMap
+from hf_gradguard import GradientMap, make_defense
 from hf_gradguard.attacks import Observation, make_attack
+from hf_gradguard.gradient_map import by_differences
 from hf_gradguard.leakage import (
     dfil,
     inversion_influence_lower_bound,
@@ -26,7 +29,7 @@ from hf_gradguard.leakage import (
 
 from .measuring import DEVICE, RATIO, alternate, cells, classifier, main, random_batch
 
-LENGTH, BATCH, PROBES, ROUNDS, TOLERANCE = 16, 16, 10, 3, 1e-4
+LENGTH, BATCH, PROBES, FEW, ROUNDS, TOLERANCE = 16, 16, 10, 2, 3, 1e-4
 ATTACK_STEPS, TIMED_STEPS = 1500, 25
 
 
@@ -65,6 +68,9 @@ def measure(args) -> dict:
     def leakage() -> None:
         dfil(GradientMap(model, many), 1e-6, PROBES, generator)
 
+    def quick(variance) -> None:
+        dfil(by_differences(GradientMap(model, many, second_order=False)), variance, FEW, generator)
+
     def plain() -> None:
         GradientMap(model, many, second_order=False).gradient()
 
@@ -88,6 +94,12 @@ def measure(args) -> dict:
             leakage, plain, rounds
         ),
     }
+    gmap = GradientMap(model, many, second_order=False)
+    by_differences(gmap)  # tried out once a model
+    for name in ("gaussian_noise", "optimal_noise"):
+        variance = make_defense(name, scale=1e-3)(gmap).noise.variance
+        label = f"the same by differences, {FEW} probes, `{name}` / plain gradient of the batch"
+        report["ratios"][label] = alternate(functools.partial(quick, variance), plain, rounds)
     return report
 
 

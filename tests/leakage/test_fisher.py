@@ -73,7 +73,7 @@ def test_estimates_agree_with_the_exact_figures(name: str) -> None:
 
 def test_estimates_keep_to_their_standard_errors() -> None:
     """200 seeds of 50 probes on a flat and a steep spectrum: within 4 standard errors, which are
-    calibrated.
+    those of normal probes; signs have less where single parameters say much.
     """
     jacobian = torch.cat([random_jacobian(4), torch.eye(6, 9, dtype=torch.float64)])
     gmap = linear_map(jacobian, batch_size=2)
@@ -85,17 +85,16 @@ def test_estimates_keep_to_their_standard_errors() -> None:
         torch.stack, zip(*(dfil(gmap, 0.1, 50, rng(seed)) for seed in range(200)), strict=True)
     )
     assert ((values - exact).abs() <= 4 * errors).double().mean(0).min() >= 0.99
-    assert ((values.mean(0) - exact).abs() <= 4 * values.std(0) / math.sqrt(200)).all()
-    # What the module states: variance 2‖FIM_j‖²/k. The spread of 200 values has a relative error of
-    # 5 %.
-    stated = (
-        torch.tensor([float((part @ part.T).norm()) for part in jacobian.split(6)])
-        / 0.6
-        * math.sqrt(2 / 50)
-    )
-    for measured in (values.std(0), errors.square().mean(0).sqrt()):
-        assert (measured / stated > 0.8).all()
-        assert (measured / stated < 1.25).all()
+    assert ((values.mean(0) - exact).abs() <= 4 * values.std(0) / math.sqrt(200) + 1e-9).all()
+    # What the module states: variance at most 2‖FIM_j‖²/k. Of signs it is by Hutchinson's law less
+    # by what each parameter says alone, which is all where J is the identity. The spread of 200
+    # values has a relative error of 5 %.
+    whole = torch.tensor([float((part @ part.T).square().sum()) for part in jacobian.split(6)])
+    alone = torch.tensor([float(part.square().sum(0).square().sum()) for part in jacobian.split(6)])
+    stated, spread = (((2 * figure / 50).sqrt() / 0.6) for figure in (whole, whole - alone))
+    assert values.std(0).tolist() == pytest.approx(spread.tolist(), rel=0.2, abs=1e-9)
+    assert errors.square().mean(0).sqrt().tolist() == pytest.approx(stated.tolist(), rel=0.2)
+    assert spread[0] > 0.3 * stated[0] > 0 == spread[1]
 
 
 def within_four_errors(block: Tensor, probes: int = 50, draws: int = 4_000) -> float:
@@ -136,7 +135,7 @@ def test_probes_are_independent() -> None:
     """The trap: one random key for all probes makes fifty of them one. Here the fiftieth's error is
     a seventh.
     """
-    gmap = linear_map(torch.eye(6, dtype=torch.float64))
+    gmap = linear_map(torch.randn((6, 200), generator=torch_rng(0), dtype=torch.float64))
     one = torch.stack([dfil(gmap, 1.0, 1, rng(seed)).value for seed in range(200)]).std()
     fifty = torch.stack([dfil(gmap, 1.0, 50, rng(seed)).value for seed in range(200)]).std()
     assert 5.5 < float(one / fifty) < 9

@@ -35,7 +35,6 @@ from hf_gradguard.leakage import (
     FisherAccountant,
     dfil,
     fisher_trace,
-    ghost_dfil,
     inversion_influence_lower_bound,
     mse_bound_from_dfil,
     one_product_bound,
@@ -198,10 +197,10 @@ def test_probes_give_every_samples_own() -> None:
     exact = by_sample(jacobian, flat(noise.variance))
     assert ((precise.samples.value - exact).abs() < 4 * precise.samples.standard_error).all()
     assert precise.mean == pytest.approx(float(precise.samples.value.mean()))  # images of one size
-    # By differences two probes do, which cost a pass each; bare coordinates take ten exact ones.
+    # By differences two probes do; bare coordinates take ten exact ones.
     assert torch.equal(
         message_dfil(gmap, noise, None, rng()).samples.value,
-        ghost_dfil(gmap, noise.variance, 2, rng()).value,
+        dfil(by_differences(gmap), noise.variance, 2, rng()).value,
     )
     bare = noise_of(make_defense("optimal_noise", scale=0.25, shape="own"), gmap)
     assert not bare.variance["unused"].any()
@@ -292,18 +291,18 @@ def test_logged_figures_equal_those_computed_outside(make_trainer: MakeTrainer) 
     for number in range(4):
         gmap = message(8 + 2 * number, 10 + 2 * number)
         exact = float(fisher_trace(gmap, 0.05**2)) / gmap.input.numel()
-        estimate = ghost_dfil(gmap, 0.05**2, 40, Stream.from_seeds(9, 0, 1, number, 1))
+        estimate = dfil(by_differences(gmap), 0.05**2, 40, Stream.from_seeds(9, 0, 1, number, 1))
         error = float(estimate.standard_error.norm()) / 2
         assert abs(float(estimate.value.mean()) - exact) < 5 * error
         values.append(estimate.value)
         delta = shared_delta(gmap, make_defense("gaussian_noise", scale=0.05), 1, number)
         influences.append(logged_influence(gmap, delta))
     worst = float(torch.cat(values).max())
-    assert figures["dfil_mean"] == pytest.approx(
-        float(torch.cat(values).mean()), rel=1e-4
-    )  # float32
-    assert figures["dfil_max"] == pytest.approx(worst, rel=1e-4)
-    assert figures["mse_bound"] == pytest.approx(1 / worst, rel=1e-4)
+    # Differences in float32. Another probe, or another sample's, would be off by a tenth and more.
+    mean = float(torch.cat(values).mean())
+    assert figures["dfil_mean"] == pytest.approx(mean, rel=5e-3)
+    assert figures["dfil_max"] == pytest.approx(worst, rel=5e-3)
+    assert figures["mse_bound"] == pytest.approx(1 / figures["dfil_max"])
     assert figures["i2f_lower_bound"] == pytest.approx(sum(influences) / 4, rel=0.03)
 
 
@@ -422,7 +421,7 @@ def test_message_below_the_limit_counts_as_zeros(make_trainer: MakeTrainer) -> N
     maps = [message(*part) for part in parts]
     probes = [Stream.from_seeds(9, 0, 0, number, 1) for number in range(3)]
     bounds = [
-        1 / float(ghost_dfil(gmap, 0.05**2, 30, probe).value.max())
+        1 / float(dfil(by_differences(gmap), 0.05**2, 30, probe).value.max())
         for gmap, probe in zip(maps, probes, strict=True)
     ]
     least, second = sorted(bounds)[:2]
@@ -485,7 +484,7 @@ def test_accounts_add_up_what_was_computed_outside(make_trainer: MakeTrainer) ->
     for step in range(8):
         start = 4 * (step % 6)
         gmap = message(start, min(start + 4, 22))
-        values = ghost_dfil(gmap, 0.05**2, 2, Stream.from_seeds(9, 0, step, 0, 1)).value
+        values = dfil(by_differences(gmap), 0.05**2, 2, Stream.from_seeds(9, 0, step, 0, 1)).value
         for row, value in zip(range(start, 22), values.tolist(), strict=False):
             totals[row] = totals.get(row, 0.0) + value
     assert (accountant.steps, len(accountant)) == (8, len(totals))
