@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from ..gradient_map.law import Law
+from ..gradient_map.law import Fitted, Law
 from .message import Message
 
 if TYPE_CHECKING:
@@ -78,6 +78,13 @@ def _rounded(defense: Any, _message: Message) -> Law | None:
     return Law(rounding=how, levels=2**defense.bits)
 
 
+def _fitted(defense: Any, _message: Message) -> Law | None:
+    """Of samples that stay as they were drawn. How far others move depends on the gradient."""
+    if defense.objective != "cosine" or defense.iterations:
+        return None
+    return Law(fitted=Fitted(defense.samples, defense.factors, defense.special_ids))
+
+
 def _chained(defense: Any, message: Message) -> Law | None:
     """Of exact entries the second defense's. Noise that something came after has other facts."""
     if defense.first.exact:
@@ -98,6 +105,7 @@ _LAWS: dict[str, Callable[[Any, Message], Law | None]] = {
     "dp_sgd": _clipped,
     "optimal_dp_sgd": _clipped,
     "quantization": _rounded,
+    "refiner": _fitted,
     "chain": _chained,
 }
 

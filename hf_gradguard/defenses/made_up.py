@@ -9,77 +9,17 @@ nearer to v.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from ..gradient_map import GradientMap, Tensors
-from ..gradient_map.sample_span import Fit, SampleSpan, scaled
+from ..gradient_map.sample_span import Factors, Fit, SampleSpan, scaled
 from ..gradient_map.shifted import vjp_by_difference
-from ..randomness import Stream
 
 Slope = Callable[[Tensor], Tensor]
-Factors = Literal["message", "sample", "parameter", "token"]
-
-
-LENGTH = 16
-"""Tokens of a made-up text, if the model takes as many. Longer ones came no nearer."""
-
-
-def made_up(
-    gmap: GradientMap, samples: int, generator: Stream, special: Sequence[int] = ()
-) -> GradientMap:
-    """The client's model on random samples with random labels; texts are of 16 tokens.
-
-    Args:
-        gmap: The client's map.
-        samples: How many.
-        generator: Of everything.
-        special: Ids of special tokens, which stand at a text's ends only.
-
-    Raises:
-        ValueError: For an entry of the batch that cannot be made up, by name.
-
-    Example:
-        >>> made_up(gmap, 5, Stream()).input.shape[:2]
-        torch.Size([5, 16])
-    """
-    x = gmap.input
-    count, length = len(x), x.shape[1] if x.dim() == 3 else None
-    rows = torch.arange(samples, device=x.device) % count
-    most = getattr(getattr(gmap.model, "config", None), "max_position_embeddings", None) or LENGTH
-    columns = torch.arange(min(LENGTH, most), device=x.device) % (length or 1)
-
-    def resized(value: Any) -> Any:
-        if not isinstance(value, Tensor) or not value.dim():
-            return value
-        if value.dim() == 2 and value.shape[1] == length:
-            value = value[:, columns]
-        return value[rows] if len(value) == count else value
-
-    like = {name: resized(value) for name, value in gmap.batch.items()}
-    made = gmap.domain.random_batch(gmap.model, like, generator, special)
-    return gmap.undefended.of_batch(made)
-
-
-def fit_in(span: SampleSpan, wanted: Tensors, factors: Factors) -> Fit:
-    """The nearest point of a span, with factors of samples, of parameters too, or of tokens.
-
-    Args:
-        span: Of made-up samples.
-        wanted: v.
-        factors: All but `"message"`.
-
-    Example:
-        >>> round(fit_in(SampleSpan(gmap), gmap.gradient(), "token").cosine, 3)
-        1.0
-    """
-    if factors == "sample":
-        return span.fit(wanted)
-    return span.fit_each(wanted, tokens=factors == "token")
 
 
 @dataclass
@@ -100,7 +40,7 @@ class MadeUp:
         """At an input x*."""
         if self.factors == "message":
             return scaled(self.gmap.gradient_at(x), self.wanted)
-        return fit_in(SampleSpan(self.gmap, x), self.wanted, self.factors)
+        return SampleSpan(self.gmap, x).fit_by(self.wanted, self.factors)
 
     def slope(self, x: Tensor, fit: Fit) -> Tensor:
         """∂(1 - cos)/∂x* where the factors are best, so that their own change changes nothing:

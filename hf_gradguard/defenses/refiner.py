@@ -15,12 +15,14 @@ from torch import Tensor, nn
 
 from ..gradient_map import GradientMap, Tensors
 from ..gradient_map.domain import domain_of_model
+from ..gradient_map.made_up import made_up
+from ..gradient_map.sample_span import Factors
 from ..networks.loading import check_digest
 from ..networks.trial import name_of
 from ..randomness import Stream
 from .base import cast_like, check_whole, is_number, norm, true_gradient
 from .feedback import BiasedDefense
-from .made_up import Factors, MadeUp, made_up
+from .made_up import MadeUp
 from .message import Message
 from .objectives import Objective, take_defaults
 from .robust_input import MadeUpInput, Memory, Pixels, SpecialTokens, Words, try_on_batch
@@ -157,6 +159,11 @@ class Refiner(BiasedDefense):
         return self.objective == "weighted"
 
     @property
+    def special_ids(self) -> tuple[int, ...]:
+        """What the tokenizer says is special: public, as it is."""
+        return self._special.ids
+
+    @property
     def uses_network(self) -> bool:
         """Whether what is shared depends on an evaluation network."""
         return self.objective == "weighted" or self.beta != 0
@@ -254,7 +261,7 @@ class Refiner(BiasedDefense):
 
     def _make_up(self, gmap: GradientMap, network: Any, generator: Stream) -> RobustData:
         own: Any = self
-        made = made_up(gmap, own.samples, generator, self._special.ids)
+        made = made_up(gmap, own.samples, generator, self.special_ids)
         inputs = MadeUpInput(made, self._special, self.image_mean, self.image_std)
 
         def brake(x: Tensor) -> Tensor:

@@ -10,11 +10,32 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from .sample_span import Factors
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """How samples are made up, in the span of whose gradients a message is the nearest point to the
+    client's gradient, and to what its earlier messages left out.
+
+    Which samples they are is drawn anew for each message. Others, drawn by the same law, span as
+    much of a gradient.
+
+    Args:
+        samples: How many.
+        factors: Of what there is one each.
+        special: Ids of special tokens, which stand at a text's ends only.
+    """
+
+    samples: int
+    factors: Factors
+    special: tuple[int, ...] = ()
+
 
 @dataclass(frozen=True)
 class Law:
     """What is done to a gradient on its way into a message, in this order: it is clipped, some of
-    its entries are withheld, the others are rounded, and noise is added.
+    its entries are withheld, the others are rounded, and noise is added; or it is fitted.
 
     It says how messages come about, and nothing of one client's data but what the message itself
     shows. Attackers are granted it; defenses state it (`Defense.law`).
@@ -29,6 +50,7 @@ class Law:
         levels: How many there are.
         noise: Its distribution.
         variance: Of the noise: one number, or a tensor a parameter.
+        fitted: In what span it was fitted, and nothing else was done to it.
 
     Raises:
         ValueError: For names that there are not, or a variance without noise.
@@ -45,6 +67,7 @@ class Law:
     levels: int | None = None
     noise: Literal["gaussian", "laplace"] | None = None
     variance: float | Mapping[str, Tensor] | None = None
+    fitted: Fitted | None = None
 
     def __post_init__(self) -> None:
         for name, value, known in (
@@ -65,7 +88,7 @@ class Law:
         """
         if count == 1:
             return self
-        if self.rounding == "stochastic":
+        if self.rounding == "stochastic" or self.fitted is not None:
             return None
         if self.variance is None:
             return self
@@ -82,6 +105,8 @@ class Law:
         differ in nothing but noise of one variance.
         """
         if self.clip_norm or self.clip_coordinate or self.rounding or self.kept != "all":
+            return False
+        if self.fitted is not None:
             return False
         if not isinstance(self.variance, Mapping):
             return True

@@ -10,9 +10,11 @@ from helpers import PAD, SmallNetwork, flat, make_task, rng
 from torch import Tensor
 
 from hf_gradguard import GradientMap, make_defense
-from hf_gradguard.defenses.made_up import Factors, MadeUp, made_up
+from hf_gradguard.defenses.made_up import MadeUp
 from hf_gradguard.gradient_map import sample_span
+from hf_gradguard.gradient_map.made_up import made_up
 from hf_gradguard.gradient_map.per_sample import Pass, layers_of
+from hf_gradguard.gradient_map.sample_span import Factors
 from hf_gradguard.randomness import Stream
 
 SPECIAL = SmallNetwork.special_token_ids
@@ -139,17 +141,20 @@ def test_factors_of_tokens_are_least_squares(most: int, monkeypatch: pytest.Monk
     assert max(directions) < 1.001 * min(directions)  # one factor more, for all of it
 
 
-def test_nothing_of_the_batch_is_made_up() -> None:
-    """Another batch, of other texts and labels, more and shorter ones, gives the same samples."""
+@pytest.mark.parametrize("length", [3, 5, 7, 8])
+@pytest.mark.parametrize("padding", [0, 2])
+def test_nothing_of_the_batch_is_made_up(length: int, padding: int) -> None:
+    """Another batch, of other texts and labels, more of them, of any length, with padding on any
+    side, gives the same samples.
+    """
     gmap, stream = text_map(), Stream.from_seeds
     other = {**gmap.batch, "labels": (gmap.batch["labels"] + 1) % 3}
-    other["input_ids"] = torch.where(
-        torch.isin(other["input_ids"], torch.tensor(SPECIAL)), other["input_ids"], 7
-    )
+    ids = torch.full((2, 8), PAD)
+    begin = min(padding, 8 - length)
+    ids[0, begin : begin + length] = torch.tensor([1, *[7] * (length - 2), 2])
+    ids[1, :3] = torch.tensor([1, 9, 2])
+    other |= {"input_ids": ids, "attention_mask": (ids != PAD).to(other["attention_mask"])}
     other = {name: torch.cat([value, value]) for name, value in other.items()}
-    other |= {name: other[name][:, [0, 1, 3]] for name in ("input_ids", "attention_mask")}
-    other["attention_mask"][:] = 1
-    other["input_ids"][:, -1] = 7
     two = GradientMap(gmap.model, other, second_order=False)
     found = [made_up(one, 5, stream(3), SPECIAL) for one in (gmap, two)]
     for name in found[0].batch:
@@ -157,6 +162,8 @@ def test_nothing_of_the_batch_is_made_up() -> None:
     assert found[0].batch["input_ids"].shape == (5, 8)  # all that the model takes
     assert bool(found[0].batch["attention_mask"].all())
     assert not (found[0].batch["input_ids"] == PAD).any()
+    assert found[0].batch["input_ids"][:, 0].eq(1).all()
+    assert found[0].batch["input_ids"][:, -1].eq(2).all()
 
 
 def test_messages_differ_and_repeat_with_the_stream() -> None:

@@ -32,8 +32,12 @@ def test_second_form(encoder: Path, folder: Path, quick, tmp_path: Path) -> None
         (trained,), (read,) = row["accuracy"].values(), row["read"].values()
         assert 0 <= trained["accuracy"] <= 1
         assert 0 <= read["token_f1"][0] <= 1
-    informed = [row for row in found if "informed_rank" in found[row]["read"]["0"]]
-    assert informed == ["a factor by token"]
+    assert [row for row in found if "told" in found[row]] == ["a factor by token"]
+    told = found["a factor by token"]["told"]["0"]
+    assert list(told) == [
+        f"1 {when} {who}" for when in ("first", "later") for who in ("plain", "informed")
+    ]
+    assert all(rank in (0, 1) for ranks in told.values() for rank in ranks)
     rows = study.rows()
     assert rows[0][:3] == ["none", f"{found['none']['accuracy']['0']['accuracy']:.3f}",
                            "0.000 [0.000, 0.000]"]  # fmt: skip

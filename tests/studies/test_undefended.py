@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from helpers import UNHEARD, save_encoder, word_tokenizer
+
+from recipes.studies.attacks_undefended.settings import SENTENCES
 
 
 def test_images(cifar10, mnist, quick, tmp_path):
@@ -53,3 +56,30 @@ def test_deep_prior(cifar10, quick, tmp_path):
     assert [float(end) for end in shown[3].split(" ± ")] == pytest.approx(
         [less.mean(), half], abs=0.06
     )
+
+
+@pytest.fixture
+def speaker(tmp_path):
+    """A folder with a tokenizer that knows the words of the sentences."""
+    words = sorted({word for sentence in SENTENCES for word in sentence.split()})
+    words += [f"{UNHEARD}{index}" for index in range(2 * len(words))]
+    return save_encoder(tmp_path / "speaker", word_tokenizer(words), hidden_size=16)
+
+
+@pytest.mark.slow
+def test_families_and_lengths(quick, speaker, tmp_path):
+    given = ("--tokenizer", speaker)
+    study = quick("attacks_undefended", "families", *given, output=tmp_path / "families")
+    exact = {row: {n: (one["exact"], one["of"]) for n, one in sizes.items()}
+             for row, sizes in study.figures.items()}  # fmt: skip
+    kinds = ("language model", "classifier")
+    single = [f"llama, {kind}{end}" for kind in kinds for end in ("", ", no special tokens")]
+    four = ["bert, classifier", "bert, masked language model"]
+    assert exact == {row: {"1": (1, 1)} for row in single} | {row: {"4": (4, 4)} for row in four}
+    assert study.rows()[0][1].startswith("1 of 1 · 100% · ")
+    study = quick("attacks_undefended", "lengths", *given, output=tmp_path / "lengths")
+    (lengths,) = study.figures.values()
+    (kinds,) = lengths.values()
+    assert [(one["right"], one["of"]) for one in kinds.values()] == [(7, 7)] * 3
+    assert study.rows()[0][:2] == ["llama, language model", "8"]
+    assert study.rows()[0][2].startswith("7 of 7 · ")

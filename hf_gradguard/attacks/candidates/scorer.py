@@ -13,6 +13,7 @@ from ...gradient_map.law import Law
 from ...gradient_map.many import ManyGradients, has_draws
 from ..observation import Observation
 from .entries import Entries
+from .fitted import Fits
 from .likelihood import Likelihood
 from .linear import Filtered, MatchedFilter
 
@@ -62,40 +63,56 @@ class Scorer:
         self.direct = {
             at: Likelihood(law, dict(one.gradient), self._floor(one))
             for at, (one, law) in enumerate(zip(observations, self.laws, strict=True))
-            if law is not None and one.batch_size == 1
+            if law is not None and law.fitted is None and one.batch_size == 1
         }
+        fitted = {
+            at: (one.gradient, law.fitted)
+            for at, (one, law) in enumerate(zip(observations, self.laws, strict=True))
+            if law is not None and law.fitted is not None
+        }
+        self.fits = Fits(fitted, batches[0], seen.model, generator)
 
     def scores(self) -> list[Tensor]:
         """`(K,)` for each observation."""
         pairs = len(self.entries.batches)
-        told = {at: self.entries.prior.new_zeros(pairs) for at in self.direct}
-        rest = [at for at in range(len(self.observations)) if at not in self.direct]
-        means, filters = ({}, []) if not rest else self._filters(rest)
-        size = self.entries.size
+        told = {
+            at: self.entries.prior.new_zeros(pairs) for at in [*self.direct, *self.fits.numbers]
+        }
+        rest = [at for at in range(len(self.observations)) if at not in told]
+        samples, size = self.observations[0].batch_size, self.entries.size
+        means = self._means() if rest or (self.fits.numbers and samples > 1) else {}
+        center = self._center(means)
+        filters = self._filters(rest, center)
         for rows, gradient in self.many(self.entries.batches):
             if bool((size[rows] != 1).any()):
                 gradient = {n: _scaled(g, size[rows]) for n, g in gradient.items()}
             for at, likelihood in self.direct.items():
                 told[at][rows] = likelihood(gradient)
-            if filters:
+            if means:
                 labels = torch.tensor([self.entries.label[row] for row in rows])
                 mean = {n: m[labels.to(m.device)] for n, m in means.items()}
                 changes = {name: gradient[name] - mean[name] for name in self.names}
                 for one, _ in filters:
                     one.add(rows, changes)
+                if samples > 1:  # beside others
+                    gradient = {name: center[name] + h / samples for name, h in changes.items()}
+            for at, scores in self.fits(gradient).items():
+                told[at][rows] = scores
         found = {at: self._by_candidate(scores, one=True) for at, scores in told.items()}
+        for at in self.fits.numbers:  # others' noise is a guess: so is how sure it is
+            found[at] = _standing_out([found[at]], samples)
         for one, numbers in filters:
             for place, at in enumerate(numbers):
                 found[at] = self._filtered(one, place, at)
         return [found[at] for at in range(len(self.observations))]
 
-    def _filters(self, rest: list[int]) -> tuple[dict[str, Tensor], list[Any]]:
-        """Means of labels `(labels, *shape)`, and a filter for observations that weigh alike."""
-        means = self._means()
+    def _center(self, means: Tensors) -> Tensors:
+        """What a message of these labels is on average, by means of labels `(labels, *shape)`."""
         share = torch.tensor([self.entries.counts.get(i, 0.0) for i in range(self._classes)])
-        center = {
-            n: torch.tensordot(share.to(m), m, 1) / share.sum().to(m) for n, m in means.items()
-        }
+        return {n: torch.tensordot(share.to(m), m, 1) / share.sum().to(m) for n, m in means.items()}
+
+    def _filters(self, rest: list[int], center: Tensors) -> list[Any]:
+        """A filter for observations that weigh alike."""
         groups: list[tuple[Tensors | None, list[int], list[Filtered]]] = []
         for at in rest:
             seen, law = self.observations[at], self.laws[at]
@@ -111,7 +128,7 @@ class Scorer:
             else:
                 groups.append((weights, [at], [told]))
         count = len(self.entries.batches)
-        return means, [
+        return [
             (MatchedFilter(several, weights, count, self.generator), numbers)
             for weights, numbers, several in groups
         ]
@@ -194,6 +211,8 @@ def law_of(seen: Observation) -> Law | None:
         >>> law_of(replace(seen, noise_variance=0.5)).variance, law_of(seen)
         (0.5, None)
     """
+    if seen.law is not None and seen.law.fitted is not None and seen.local is not None:
+        return None  # an update is in the span of others
     if seen.law is None and seen.noise_variance is not None:
         return Law(noise="gaussian", variance=seen.noise_variance)
     return seen.law

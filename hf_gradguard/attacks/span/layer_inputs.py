@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -133,29 +134,31 @@ def find_readers(seen: Observation) -> list[Readers]:
 
 
 def layer_inputs(
-    seen: Observation, readers: Readers, ids: Tensor, mask: Tensor | None = None
+    seen: Observation, readers: Readers, ids: Tensor, mask: Tensor | None = None, **more: Any
 ) -> Tensor:
     """What `readers` read when the model runs on candidates: `(B, T, H)`. The pass stops there.
 
     Args:
         ids: `(B, T)` token ids.
         mask: `(B, T)`; default: all ones.
+        more: For the model.
 
     Example:
         >>> layer_inputs(seen, find_readers(seen)[0], batch["input_ids"]).shape == gmap.input.shape
         True
     """
-    return all_inputs(seen, [readers], ids, mask)[0]
+    return all_inputs(seen, [readers], ids, mask, **more)[0]
 
 
 def all_inputs(
-    seen: Observation, groups: list[Readers], ids: Tensor, mask: Tensor | None = None
+    seen: Observation, groups: list[Readers], ids: Tensor, mask: Tensor | None = None, **more: Any
 ) -> list[Tensor]:
     """What several groups of layers read in one pass, which stops behind the last of them.
 
     Args:
         ids: `(B, T)` token ids.
         mask: `(B, T)`; default: all ones.
+        more: For the model.
 
     Example:
         >>> groups = find_readers(seen)[:2]
@@ -176,7 +179,7 @@ def all_inputs(
     modules = dict.fromkeys(readers.modules[0] for readers in groups)
     handles = [module.register_forward_pre_hook(catch) for module in modules]
     try:
-        run(seen, ids, mask)
+        run(seen, ids, mask, **more)
     except _Stop:
         pass
     finally:
@@ -209,7 +212,7 @@ class _Stop(Exception):
     """Ends a forward pass whose rest is not needed."""
 
 
-def run(seen: Observation, ids: Tensor, mask: Tensor | None = None) -> None:
+def run(seen: Observation, ids: Tensor, mask: Tensor | None = None, **more: Any) -> None:
     """A forward pass of the model on candidates, without dropout, for what hooks see of it.
 
     Example:
@@ -231,7 +234,7 @@ def run(seen: Observation, ids: Tensor, mask: Tensor | None = None) -> None:
             ids[:, :1], ordinary_id(seen.model, seen.tokenizer)
         )
     with torch.no_grad(), without_dropout(seen.model):
-        seen.model(**batch)
+        seen.model(**batch, **more)
 
 
 def _name(model: nn.Module) -> str:

@@ -4,12 +4,14 @@ token of a prefix lies in the span of their gradients' rows exactly if the prefi
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
 from ..observation import Observation
 from .choice import Text, choose
-from .layer_inputs import layer_inputs
+from .prefixes import endings, keeps_the_past
 from .subspace import distances
 from .views import View
 
@@ -82,6 +84,8 @@ def _prefixes(
     low_rank = view.readers.size[0] < view.readers.width  # LoRA
     deficient = low_rank and len(view.directions) < int(heard.sum())
     beams = beams * DEFICIENT if deficient else beams
+    keeps = keeps_the_past(seen, view.readers)
+    distances_of = functools.partial(_last_distances, seen, view, deficient, keeps)
     levels: list[dict[Text, float]] = [{(): 0.0}]
     for place in range(max(lengths)):
         going = sum(length > place for length in lengths)
@@ -89,9 +93,11 @@ def _prefixes(
         tokens = found.get(0 if list(found) == [0] else place, [])
         certain = known[heard[:, place], place]
         tokens = sorted({*certain[certain >= 0].tolist(), *(tokens if unknown else [])})
-        longer = [(*prefix, token) for prefix in levels[-1] for token in tokens]
-        scores = _last_distances(seen, view, longer, deficient)
-        totals = {p: levels[-1][p[:-1]] + s for p, s in zip(longer, scores, strict=True)}
+        totals = {
+            (*prefix, token): total + score
+            for prefix, total in levels[-1].items()
+            for token, score in zip(tokens, distances_of(prefix, tokens), strict=True)
+        }
         ranked = sorted(totals.items(), key=lambda item: item[1])
         # One token, repeated, reads the same everywhere unless positions are absolute, and is then
         # as near as the truth. It takes no other's place, and is not dropped: it may be the truth.
@@ -107,18 +113,18 @@ def _repeats(text: Text) -> bool:
 
 
 def _last_distances(
-    seen: Observation, view: View, prefixes: list[Text], deficient: bool
+    seen: Observation, view: View, deficient: bool, keeps: bool, prefix: Text, tokens: list[int]
 ) -> list[float]:
-    """Of each prefix's last input, the squared relative distance from the span; where the gradient
-    has too few rows to span all inputs, from what it spans together with the inputs before
+    """Of each token's input behind a prefix, the squared relative distance from the span; where the
+    gradient has too few rows to span all inputs, from what it spans together with the inputs before
     (subspace-augmented MUSIC: Lee, Bresler and Junge, "Subspace Methods for Joint Sparse Recovery",
     2012).
     """
     scores: list[float] = []
-    for start in range(0, len(prefixes), 256):
-        ids = torch.tensor(prefixes[start : start + 256], device=seen.device)
-        x = layer_inputs(seen, view.readers, ids).double() * view.space.columns
-        if deficient and ids.shape[1] > 1:
+    for start in range(0, len(tokens), 256):
+        x = endings(seen, view.readers, prefix, tokens[start : start + 256], keeps)
+        x = x.double() * view.space.columns
+        if deficient and prefix:
             size = x[:, -1].square().sum(1)
             x = x - ((x @ view.directions.T) * view.trust) @ view.directions
             before = torch.linalg.qr(x[:, :-1].mT).Q

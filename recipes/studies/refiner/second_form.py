@@ -8,12 +8,13 @@ One client of 16 phrases of SST-2 a message, 200 steps of AdamW, one seed (`--al
 more rows); accuracy on 2,693 sentences, compared with the undefended run of the same seed sentence
 by sentence. At the end of its own training each is attacked by span, on messages of a sentence of 8
 to 20 words of the dev set, and by an attacker with a list: how many of 64 sentences of that set,
-one of which it is, have a gradient at a smaller angle to the message. Who knows Refiner reads off
-the message which samples were made up (the first layer's gradient is of their tokens), fits each
-candidate's gradient as the client fitted its own, and compares that; here the samples are granted.
-FOLDER keeps what was trained, 45 MB a stage.
+one of which it is, have a gradient at a smaller angle to the message. Where samples are made up,
+`candidates` then ranks the list twice, without the defense's law and with it, for the client's next
+message and for what would be its first, of one sentence and of 16. Nothing else is granted: who
+knows the law makes up samples of his own. FOLDER keeps what was trained, 45 MB a stage.
 """
 
+import dataclasses
 import functools
 import statistics
 
@@ -22,8 +23,6 @@ import torch
 
 from hf_gradguard import GradientMap
 from hf_gradguard.attacks import Observation, make_attack
-from hf_gradguard.defenses.made_up import fit_in, made_up
-from hf_gradguard.gradient_map.sample_span import SampleSpan
 from hf_gradguard.metrics import score_text
 from hf_gradguard.randomness import Stream
 
@@ -33,6 +32,7 @@ from ..lib.tables import interval, write_table
 from ..lib.text import batches_of_one, of_usual_length, sst2
 from .federation import flat
 from .settings import (
+    BATCHES_TOLD,
     CANDIDATES,
     FIRST_READ,
     FIRST_ROWS,
@@ -68,6 +68,9 @@ def cells(args) -> dict:
         read |= {"candidates": 2 if args.quick else CANDIDATES}
         known = list(trained)[: None if args.all or args.quick else FIRST_READ]
         found |= {(row, "read", str(seed)): trained[row] | read for row in known}
+        told = read | {"batches": [1] if args.quick else BATCHES_TOLD}
+        fits = [row for row in known if made_up(trained[row])]
+        found |= {(row, "told", str(seed)): trained[row] | told for row in fits}
     return found
 
 
@@ -76,7 +79,10 @@ def prepare(args):
     texts = of_usual_length(sst2(args.data_dir))
 
     def measure(cell: dict) -> dict:
-        training = {k: v for k, v in cell.items() if k not in ("messages", "candidates")}
+        attacks = ("messages", "candidates", "batches")
+        training = {k: v for k, v in cell.items() if k not in attacks}
+        if "batches" in cell:
+            return told(cell, task.stage(training, "end"), task.tokenizer, texts)
         if "messages" in cell:
             return read(cell, task.stage(training, "end"), task.tokenizer, texts)
         right = task.right(task.train(training, keep=True), task.test_rows)
@@ -104,32 +110,54 @@ def read(cell: dict, stage, tokenizer, texts: list[dict]) -> dict:
         cosines = listed @ torch.nn.functional.normalize(flat(message), dim=0)
         found["cosine"].append(round(float(cosines[number]), 4))
         found["rank"].append(int((cosines > cosines[number]).sum()))
-        if knows_samples(cell):
-            fits = fitted(stage.defense, gmap, gradients, Stream.from_seeds(cell["seed"], number))
-            near = torch.stack([cosine(fit, flat(message)) for fit in fits])
-            found.setdefault("informed_rank", []).append(int((near > near[number]).sum()))
         found["token_f1"].append(round(spanned(stage.model, message, batch, tokenizer, number), 4))
     return found
 
 
-def knows_samples(cell: dict) -> bool:
+def made_up(cell: dict) -> bool:
     """Whether samples are made up, and stay as they were drawn."""
     strength = cell["strength"]
     return strength.get("objective") == "cosine" and not strength["iterations"]
 
 
-def fitted(defense, gmap: GradientMap, gradients: list[torch.Tensor], stream: Stream):
-    """Flat gradients, each at its nearest point in the span of what the client made up."""
-    span = SampleSpan(made_up(gmap, defense.samples, stream, defense._special.ids))
-    sizes = [p.numel() for p in gmap.parameters.values()]
-    for gradient in gradients:
-        parts = zip(gmap.parameters.items(), gradient.split(sizes), strict=True)
-        wanted = {name: part.view(p.shape) for (name, p), part in parts}
-        yield flat(fit_in(span, wanted, defense.factors).nearest)
+def told(cell: dict, stage, tokenizer, texts: list[dict]) -> dict:
+    """For each size of batch, message and attacker, how many of the other sentences `candidates`
+    takes for likelier than each that is in the message.
+    """
+    batches = batches_of_one(tokenizer, texts[: cell["candidates"]])
+    attack = make_attack("candidates", candidates=batches)
+    state = stage.defense.state_dict()
+    found: dict = {}
+    for size in cell["batches"]:
+        last = cell["messages"] if size == 1 else cell["candidates"]
+        for start in range(0, last, size):
+            members = list(range(start, start + size))
+            seen = {}
+            for when, remembered in (("first", {}), ("later", state)):
+                stage.defense.load_state_dict(remembered)
+                one, law = shared(stage, tokenizer, [batches[i] for i in members], cell["seed"])
+                seen |= {f"{size} {when} plain": one, f"{size} {when} informed": law}
+            drawn = torch.Generator().manual_seed(start)
+            for name, ranked in zip(seen, attack.together([*seen.values()], drawn), strict=True):
+                others = ranked.scores.clone()
+                others[members] = -torch.inf
+                ranks = [int((others > ranked.scores[i]).sum()) for i in members]
+                found.setdefault(name, []).extend(ranks)
+    return found
 
 
-def cosine(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    return torch.nn.functional.cosine_similarity(one, other, dim=0)
+def shared(stage, tokenizer, rows: list[dict], seed: int) -> tuple[Observation, Observation]:
+    """What a server sees of a batch, without the law and with it."""
+    texts = [{"input_ids": row["input_ids"][0].tolist()} for row in rows]
+    batch = dict(tokenizer.pad(texts, return_tensors="pt"))
+    batch["labels"] = torch.cat([row["labels"] for row in rows])
+    gmap = GradientMap(stage.model, batch, second_order=False)
+    message = stage.defense(gmap, Stream.from_seeds(seed, int(batch["input_ids"].sum())))
+    seen = Observation(
+        stage.model, dict(message), tuple(batch["input_ids"].shape), labels=batch["labels"],
+        tokenizer=tokenizer,
+    )  # fmt: skip
+    return seen, dataclasses.replace(seen, law=stage.defense.law(message))
 
 
 def spanned(model, message, batch: dict, tokenizer, number: int) -> float:
@@ -162,12 +190,26 @@ def report(figures: dict, args) -> None:
             first = [float(rank == 0) for rank in whole("rank")]
             cells += [f"{statistics.mean(whole('cosine')):.2f}", interval(whole("token_f1"), 2)]
             cells += [interval(first, 2), f"{statistics.median(whole('rank')):g}"]
-            if all("informed_rank" in one for one in reads.values()):
-                cells += [f"{statistics.median(whole('informed_rank')):g}"]
-        rows.append([row, *cells, *[""] * (7 - len(cells))])
+        rows.append([row, *cells, *[""] * (6 - len(cells))])
     header = ["accuracy", "less than none", "cosine", "span, token F1", "sentence is first of 64"]
-    header += ["its rank, median", "by who knows the samples"]
-    write_table(args.output, ["", *header], rows)
+    write_table(args.output, ["", *header, "its rank, median"], rows)
+    ranks: dict[tuple, list[int]] = {}
+    for row, found in figures.items():
+        for one in found.get("told", {}).values():
+            for name, several in one.items():
+                ranks.setdefault((row, *name.split()), []).extend(several)
+    others = {key: (2 if args.quick else CANDIDATES) - int(key[1]) for key in ranks}
+    table = []
+    for key, found in ranks.items():
+        first = interval([float(rank == 0) for rank in found], 2)
+        before = interval([1 - rank / others[key] for rank in found], 2)
+        table.append([*key, first, f"{statistics.median(found):g}", before])
+    header = ["sentences", "message", "attacker", "before all others", "others before it, median"]
+    write_table(
+        args.output.with_name(args.output.name + "_list"),
+        ["", *header, "before another (chance: 0.5)"],
+        table,
+    )
 
 
 def _whole(reads: dict, figure: str) -> list[float]:

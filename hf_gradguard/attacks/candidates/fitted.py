@@ -1,0 +1,103 @@
+"""How well candidates explain a message that was fitted in the span of made-up samples' gradients.
+
+    M = P(g + e),   score = -Σ_l d_l/2 log ‖M - P g‖²,   ‖M - P g‖² = ‖M‖² - 2⟨M, g⟩ + ‖P g‖²
+
+Each group l of parameters has d_l factors of its own, and e, what earlier messages left out, is
+noise there whose variance is not known: the best one is taken out. Of the samples only ‖P g‖² is
+asked for, and others of the same law span as much of g. So the server draws its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...gradient_map import GradientMap
+from ...gradient_map.law import Fitted
+from ...gradient_map.made_up import made_up
+from ...gradient_map.sample_span import Powers, SampleSpan
+from ...randomness import Stream
+
+LEAST = 1e-3
+"""Of a message's power, the share down to which what a candidate leaves of it is told: samples are
+not the client's own.
+"""
+ROUNDED = 1e-12
+"""Parameters with so little of a message's power have no gradient but rounding: a key's bias."""
+
+
+class Fits:
+    """log p(message | gradient) of K gradients for several messages, up to what is the same for
+    all. Those of one law are compared in one span.
+
+    Args:
+        messages: By number, with the law of each.
+        batch: Any of the clients' kind.
+        model: At which messages were made.
+        generator: Of the samples.
+
+    Example:
+        >>> law = Fitted(samples=4, factors="token")
+        >>> told = Fits({0: (shared, law)}, batch, model, torch.Generator())
+        >>> right, wrong = (told({n: s * g[None] for n, g in shared.items()})[0] for s in (1, -1))
+        >>> bool(right > wrong)
+        True
+    """
+
+    def __init__(
+        self,
+        messages: Mapping[int, tuple[Mapping[str, Tensor], Fitted]],
+        batch: Mapping[str, Any],
+        model: nn.Module,
+        generator: torch.Generator,
+    ) -> None:
+        self.numbers = list(messages)
+        self._messages: dict[Fitted, dict[int, Mapping[str, Tensor]]] = {}
+        for number, (message, law) in messages.items():
+            self._messages.setdefault(law, {})[number] = message
+        self._spans = {law: drawn(law, batch, model, generator) for law in self._messages}
+
+    def __call__(self, gradient: Mapping[str, Tensor]) -> dict[int, Tensor]:
+        """`(K,)` in float64 for each message, of gradients `(K, *parameter.shape)`."""
+        found = {}
+        for law, messages in self._messages.items():
+            span = self._spans[law]
+            powers = span(gradient)
+            for number, message in messages.items():
+                found[number] = _score(span, message, gradient, powers)
+        return found
+
+
+def drawn(
+    law: Fitted, batch: Mapping[str, Any], model: nn.Module, generator: torch.Generator
+) -> Powers:
+    """Of the span of made-up samples of the server's own, with dropout of its own."""
+    seed = int(torch.randint(2**62, (1,), generator=generator, device=generator.device))
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        gmap = GradientMap(model, dict(batch), second_order=False)
+        made = made_up(gmap, law.samples, Stream.from_seeds(seed), law.special)
+        return SampleSpan(made).powers(law.factors)
+
+
+def _score(
+    span: Powers, message: Mapping[str, Tensor], gradient: Mapping[str, Tensor], powers: Tensor
+) -> Tensor:
+    score = torch.zeros_like(powers[:, 0])
+    sizes = {name: float(y.double().square().sum()) for name, y in message.items()}
+    least = ROUNDED * sum(sizes.values())
+    for names, factors, power in zip(span.names, span.factors.tolist(), powers.T, strict=True):
+        total = sum(sizes[name] for name in names)
+        if total > least:
+            inner = sum(_products(gradient[name], message[name]) for name in names)
+            left = (1 - (2 * inner - power) / total).clamp(min=LEAST)
+            score -= factors / 2 * left.log()
+    return score
+
+
+def _products(gradient: Tensor, message: Tensor) -> Tensor:
+    """`(K,)`, of each of K gradients with a message."""
+    return gradient.flatten(1).double() @ message.flatten().double()

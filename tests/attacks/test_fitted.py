@@ -1,0 +1,189 @@
+"""Who knows that a message was fitted in the span of made-up samples' gradients."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any, get_args
+
+import pytest
+import torch
+from helpers import flat, make_task, torch_rng
+from torch import Tensor, nn
+
+from hf_gradguard import GradientMap, make_defense
+from hf_gradguard.attacks import Observation, make_attack
+from hf_gradguard.attacks.candidates.fitted import LEAST, Fits
+from hf_gradguard.gradient_map.law import Fitted, Law
+from hf_gradguard.gradient_map.made_up import made_up
+from hf_gradguard.gradient_map.per_sample import Pass, layers_of
+from hf_gradguard.gradient_map.sample_span import Factors, SampleSpan
+from hf_gradguard.randomness import Stream
+
+
+def text(ids: list[int], label: int) -> dict[str, Tensor]:
+    row = torch.tensor([ids])
+    return {
+        "input_ids": row,
+        "attention_mask": torch.ones_like(row),
+        "labels": torch.tensor([label]),
+    }
+
+
+def texts(count: int, seed: int = 1) -> list[dict[str, Tensor]]:
+    drawn = torch.randint(4, 24, (count, 6), generator=torch_rng(seed)).tolist()
+    return [text([1, *ids, 2], at % 3) for at, ids in enumerate(drawn)]
+
+
+def gradient_of(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    return GradientMap(model, batch, second_order=False).gradient()
+
+
+def columns_of(made: GradientMap, factors: Factors) -> list[dict[str, Tensor]]:
+    """Groups of parameters, and what spans each, written out: dense, in float64."""
+    count, layers = len(made.input), layers_of(made.model, made.parameters)
+    told = Pass.of(made, made.input, layers)
+    parts: list[tuple[str, Tensor]] = []
+    for key, layer in layers.items():
+        for slopes, features in told.rows(key, count) or []:
+            if layer.bias is not None:
+                parts.append((layer.bias, layer.bias_gradients(slopes).flatten(1).T))
+            if layer.weight is None:
+                continue
+            if factors == "token" and isinstance(layer.module, nn.Linear):
+                slopes, features = (t.reshape(-1, 1, t.shape[-1]) for t in (slopes, features))
+            parts.append((layer.weight, layer.weight_gradients(slopes, features).flatten(1).T))
+    rest = [(name, r.flatten()[:, None]) for name, r in told.rest.items()]
+    if factors == "message":
+        whole = [(name, part.sum(1, keepdim=True)) for name, part in parts]
+        groups = [whole + rest]
+    else:
+        groups = [[one] for one in parts] if factors != "sample" else [parts]
+        groups.append(rest)
+    return [dict(group) for group in groups]
+
+
+@pytest.mark.parametrize("factors", get_args(Factors))
+def test_powers_are_those_of_a_dense_projection(factors: Factors) -> None:
+    model, batch = make_task("bert")
+    made = made_up(GradientMap(model, batch, second_order=False), 2, Stream.from_seeds(1))
+    powers = SampleSpan(made).powers(factors)
+    some = [gradient_of(model, one) for one in texts(2)]
+    found = powers({name: torch.stack([one[name] for one in some]) for name in some[0]})
+    dense = {frozenset(group): group for group in columns_of(made, factors)}
+    assert len(powers.names) > (4 if factors in ("parameter", "token") else 0)
+    for at, gradient in enumerate(some):
+        whole = float(flat(gradient).square().sum())
+        for group, names in enumerate(powers.names):
+            matrix = torch.cat([dense[frozenset(names)][name] for name in names])
+            wanted = torch.cat([gradient[name].flatten() for name in names])
+            solved = torch.linalg.lstsq(matrix, wanted[:, None], driver="gelsd").solution
+            expected = float((matrix @ solved).square().sum())
+            # Vectors that are nearly alike have a ridge.
+            assert float(found[at, group]) == pytest.approx(expected, rel=1e-3, abs=1e-5 * whole)
+            assert powers.factors[group] == matrix.shape[1]
+
+
+def test_the_score_is_that_of_the_formula() -> None:
+    """-Σ_l d_l/2 log(‖M‖² - 2⟨M, g⟩ + ‖P g‖²), in units of ‖M‖²."""
+    model, batch = make_task("bert")
+    law, some = Fitted(2, "parameter"), [gradient_of(model, one) for one in texts(3)]
+    message = dict(some[0])
+    told = Fits({7: (message, law)}, batch, model, torch_rng(5))
+    stacked = {name: torch.stack([one[name] for one in some]) for name in message}
+    (span,) = told._spans.values()
+    powers, expected = span(stacked), torch.zeros(3, dtype=torch.float64)
+    for names, factors, power in zip(span.names, span.factors, powers.T, strict=True):
+        own = flat({name: message[name] for name in names})
+        if own.norm() < 1e-6 * flat(message).norm():
+            continue  # a key's bias: rounding alone
+        for at, one in enumerate(some):
+            inner = float(own @ flat({name: one[name] for name in names}))
+            left = 1 - (2 * inner - float(power[at])) / float(own.square().sum())
+            expected[at] -= factors / 2 * torch.tensor(max(left, LEAST)).log()
+    torch.testing.assert_close(told(stacked)[7], expected)
+
+
+def rank_of(right: int, listed: list[Any], informed: bool) -> int:
+    """How many of a list score higher than the text behind a message. What earlier messages left
+    out is large in one layer.
+    """
+    model, _ = make_task("bert")
+    defense = make_defense("refiner", samples=2, factors="parameter")
+    gmap = GradientMap(model, listed[right], second_order=False)
+    error = {name: torch.zeros_like(g) for name, g in gmap.gradient().items()}
+    pooler = error["bert.pooler.dense.weight"]
+    pooler += torch.randn(pooler.shape, generator=torch_rng(right), dtype=pooler.dtype)
+    pooler *= 9 * float(flat(gmap.gradient()).norm() / pooler.norm())
+    state = {f"error.{name}": e for name, e in error.items()}
+    defense.load_state_dict(state | {"error_size": torch.tensor(1.0, dtype=torch.float64)})
+    message = defense(gmap, Stream.from_seeds(right))
+    law, labels = defense.law(message) if informed else None, listed[right]["labels"]
+    seen = Observation(model, dict(message), (1, 8), labels=labels, law=law)
+    attack = make_attack("candidates", candidates=listed)
+    scores = attack(seen, generator=torch_rng(right)).scores
+    return int((scores > scores[right]).sum())
+
+
+def test_who_knows_it_names_more() -> None:
+    listed = texts(24)
+    informed, plain = ([rank_of(at, listed, knows) for at in range(8)] for knows in (True, False))
+    assert sum(informed) <= 8  # of 23 others, one in the mean
+    assert sum(plain) >= 14
+
+
+def test_the_law_holds_nothing_secret() -> None:
+    """It is the same from settings alone, of a client that has seen nothing, and of a message that
+    has lost all but its tensors.
+    """
+    model, batch = make_task("bert")
+    settings: dict[str, Any] = {"samples": 3}
+    used, fresh = (make_defense("refiner", **settings) for _ in range(2))
+    message = used(GradientMap(model, batch, second_order=False), Stream.from_seeds(1))
+    again = pickle.loads(pickle.dumps({n: t.clone() for n, t in message.items()}))
+    law = used.law(message)
+    assert law == fresh.law(type(message)(again)) == Law(fitted=Fitted(3, "token"))
+    assert law == copy.deepcopy(law)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"iterations": 2}, {"objective": "weighted"}, {"iterations": 1, "factors": "message"}],
+)
+def test_samples_that_move_have_no_law(settings: dict[str, Any]) -> None:
+    assert make_defense("refiner", **settings).law({}) is None
+
+
+def test_several_laws_and_messages_at_once() -> None:
+    """Together they are scored as one by one, up to the server's own samples."""
+    model, batch = make_task("bert")
+    some = [gradient_of(model, one) for one in texts(3)]
+    stacked = {name: torch.stack([one[name] for one in some]) for name in some[0]}
+    law, other = Fitted(2, "parameter"), Fitted(2, "sample")
+    both = {0: (some[0], law), 1: (some[1], law), 2: (some[2], other)}
+    told = Fits(both, batch, model, torch_rng(5))(stacked)
+    alone = Fits({0: both[0]}, batch, model, torch_rng(5))(stacked)
+    torch.testing.assert_close(told[0], alone[0])
+    assert [int(told[at].argmax()) for at in range(3)] == [0, 1, 2]
+
+
+def test_dropout_is_the_generators() -> None:
+    """One seed gives one result, and draws nothing from torch's own generator."""
+    model, batch = make_task("bert", dropout=0.3)
+    some = [gradient_of(model.eval(), one) for one in texts(2)]
+    stacked = {name: torch.stack([one[name] for one in some]) for name in some[0]}
+    before, found = torch.get_rng_state(), []
+    for seed in (1, 1, 2):
+        told = Fits({0: (some[0], Fitted(2, "sample"))}, batch, model.train(), torch_rng(seed))
+        found.append(told(stacked)[0])
+    assert torch.equal(found[0], found[1])
+    assert not torch.equal(found[0], found[2])
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_a_batch_that_cannot_be_made_up_is_refused() -> None:
+    model, batch = make_task("bert")
+    batch = {**batch, "weights": torch.ones(len(batch["labels"]), 3)}
+    message = gradient_of(model, texts(1)[0])
+    with pytest.raises(ValueError, match="'weights' cannot be made up"):
+        Fits({0: (message, Fitted(2, "token"))}, batch, model, torch_rng())
