@@ -79,13 +79,13 @@ IMAGE_ROWS: list[tuple[str, dict]] = [
     ("refiner", {}),
     ("pruning", {"ratio": 0.99, "error_feedback": True}),
     ("optimal_noise", {"relative_scale": 20.0}),
-    ("refiner", {"objective": "weighted"}),
     ("pruning", {"ratio": 0.9}),
     ("optimal_noise", {"relative_scale": 0.1}),
     ("optimal_pruning", {"ratio": 0.99}),
     ("quantization", {"bits": 2}),
     ("optimal_noise", {"relative_scale": 100.0}),
     ("optimal_pruning", {"ratio": 0.99, "error_feedback": True}),
+    ("refiner", {"objective": "weighted"}),  # over half an hour a training
 ]
 INVERTING = ("inverting_gradients", 1)
 IMAGE_ATTACKS = {
