@@ -144,6 +144,7 @@ RUNS = [
 
 PLANNED = [  # written and tried, not run to their end: no figures on the page
     Run("updates_images", UPDATES, "images", "--cifar10 $CIFAR10_LOSSLESS", 1),
+    Run("undefended_lengths", UNDEFENDED, "lengths", "--tokenizer $MODEL", 0.5),
 ]
 
 
