@@ -284,6 +284,10 @@ def normal(
         shape: Of the result.
         device: Of the result.
         dtype: Of the result.
+
+    Example:
+        >>> normal(None, (2, 3), torch.device("cpu"), torch.float32).shape
+        torch.Size([2, 3])
     """
     if isinstance(generator, torch.Generator):
         return torch.randn(tuple(shape), generator=generator, device=device, dtype=dtype)
@@ -296,7 +300,13 @@ def signs(
     device: torch.device,
     dtype: torch.dtype,
 ) -> Tensor:
-    """1 or -1 with equal odds, for an estimate that is not shared; see `normal`."""
+    """1 or -1 with equal odds, for an estimate that is not shared; see `normal`.
+
+    Example:
+        >>> drawn = signs(torch.Generator(), (9,), torch.device("cpu"), torch.float32)
+        >>> bool((drawn.abs() == 1).all())
+        True
+    """
     if isinstance(generator, torch.Generator):
         bits = torch.randint(2, tuple(shape), generator=generator, device=device)
         return bits.to(dtype).mul_(2).sub_(1)
@@ -312,6 +322,11 @@ def torch_generator(
         generator: One of torch's is returned as it is; a `Stream`, or `None` for a new one, gives
             the seed.
         device: Of the result.
+
+    Example:
+        >>> generator = torch.Generator()
+        >>> torch_generator(generator, "cpu") is generator
+        True
     """
     if isinstance(generator, torch.Generator):
         return generator

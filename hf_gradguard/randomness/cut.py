@@ -26,6 +26,7 @@ def together(
         A name, and what was drawn for it, in the order of `tensors`.
 
     Example:
+        >>> from hf_gradguard.randomness import Stream
         >>> like = {"weight": torch.zeros(4, 3), "bias": torch.zeros(4)}
         >>> drawn = dict(together(like, lambda tensor: Stream().normal(tensor.shape)))
         >>> drawn["weight"].shape, drawn["bias"].shape

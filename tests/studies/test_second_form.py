@@ -38,6 +38,9 @@ def test_second_form(encoder: Path, folder: Path, quick, tmp_path: Path) -> None
         f"1 {when} {who}" for when in ("first", "later") for who in ("plain", "informed")
     ]
     assert all(rank in (0, 1) for ranks in told.values() for rank in ranks)
+    word = found["a factor by token"]["word"]["0"]
+    assert list(word) == [name.replace("1 ", "word ") for name in told]
+    assert all(rank in (0, 1, 2) for ranks in word.values() for rank in ranks)
     rows = study.rows()
     assert rows[0][:3] == ["none", f"{found['none']['accuracy']['0']['accuracy']:.3f}",
                            "0.000 [0.000, 0.000]"]  # fmt: skip

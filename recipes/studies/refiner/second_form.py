@@ -10,13 +10,16 @@ by sentence. At the end of its own training each is attacked by span, on message
 to 20 words of the dev set, and by an attacker with a list: how many of 64 sentences of that set,
 one of which it is, have a gradient at a smaller angle to the message. Where samples are made up,
 `candidates` then ranks the list twice, without the defense's law and with it, for the client's next
-message and for what would be its first, of one sentence and of 16. Nothing else is granted: who
-knows the law makes up samples of his own. FOLDER keeps what was trained, 45 MB a stage.
+message and for what would be its first, of one sentence and of 16. And it ranks words at one place
+of a sentence whose others are known: the true one, and 149 of the training set. Nothing else is
+granted: who knows the law makes up samples of his own. FOLDER keeps what was trained, 45 MB a
+stage.
 """
 
 import dataclasses
 import functools
 import statistics
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -41,6 +44,7 @@ from .settings import (
     SECOND_SEEDS,
     SECOND_SIZES,
     SENTENCES_READ,
+    WORDS,
 )
 
 ARGUMENTS = TEXTS | {
@@ -71,6 +75,8 @@ def cells(args) -> dict:
         told = read | {"batches": [1] if args.quick else BATCHES_TOLD}
         fits = [row for row in known if made_up(trained[row])]
         found |= {(row, "told", str(seed)): trained[row] | told for row in fits}
+        word = {"messages": read["messages"], "words": 3 if args.quick else WORDS}
+        found |= {(row, "word", str(seed)): trained[row] | word for row in fits}
     return found
 
 
@@ -79,8 +85,10 @@ def prepare(args):
     texts = of_usual_length(sst2(args.data_dir))
 
     def measure(cell: dict) -> dict:
-        attacks = ("messages", "candidates", "batches")
+        attacks = ("messages", "candidates", "batches", "words")
         training = {k: v for k, v in cell.items() if k not in attacks}
+        if "words" in cell:
+            return word(cell, task.stage(training, "end"), task, texts)
         if "batches" in cell:
             return told(cell, task.stage(training, "end"), task.tokenizer, texts)
         if "messages" in cell:
@@ -126,23 +134,50 @@ def told(cell: dict, stage, tokenizer, texts: list[dict]) -> dict:
     """
     batches = batches_of_one(tokenizer, texts[: cell["candidates"]])
     attack = make_attack("candidates", candidates=batches)
-    state = stage.defense.state_dict()
+    ranks = functools.partial(ranked, stage, stage.defense.state_dict(), tokenizer, cell["seed"])
     found: dict = {}
     for size in cell["batches"]:
         last = cell["messages"] if size == 1 else cell["candidates"]
         for start in range(0, last, size):
-            members = list(range(start, start + size))
-            seen = {}
-            for when, remembered in (("first", {}), ("later", state)):
-                stage.defense.load_state_dict(remembered)
-                one, law = shared(stage, tokenizer, [batches[i] for i in members], cell["seed"])
-                seen |= {f"{size} {when} plain": one, f"{size} {when} informed": law}
-            drawn = torch.Generator().manual_seed(start)
-            for name, ranked in zip(seen, attack.together([*seen.values()], drawn), strict=True):
-                others = ranked.scores.clone()
-                others[members] = -torch.inf
-                ranks = [int((others > ranked.scores[i]).sum()) for i in members]
-                found.setdefault(name, []).extend(ranks)
+            members = range(start, start + size)
+            for name, some in ranks([batches[i] for i in members], attack, members).items():
+                found.setdefault(f"{size} {name}", []).extend(some)
+    return found
+
+
+def word(cell: dict, stage, task: Task, texts: list[dict]) -> dict:
+    """The same of words in the middle of a sentence whose others are known."""
+    special, found = set(task.tokenizer.all_special_ids), {}
+    rows = task.rows_to_learn().select(range(500))
+    pool = sorted({token for row in rows for token in row["input_ids"]} - special)
+    ranks = functools.partial(
+        ranked, stage, stage.defense.state_dict(), task.tokenizer, cell["seed"]
+    )
+    for number, batch in enumerate(batches_of_one(task.tokenizer, texts[: cell["messages"]])):
+        ids = batch["input_ids"][0].tolist()
+        place = len(ids) // 2
+        others = np.random.default_rng(number).permutation([t for t in pool if t != ids[place]])
+        words = [ids[place], *others[: cell["words"] - 1].tolist()]
+        attack = make_attack("candidates", candidates=ids, places=[place], words=words)
+        for name, some in ranks([batch], attack, [0]).items():
+            found.setdefault(f"word {name}", []).extend(some)
+    return found
+
+
+def ranked(
+    stage, remembered: dict, tokenizer, seed: int, rows: list[dict], attack, members: Sequence[int]
+) -> dict[str, list[int]]:
+    """How many others are taken for likelier than each member, by message and attacker."""
+    seen = {}
+    for when, state in (("first", {}), ("later", remembered)):
+        stage.defense.load_state_dict(state)
+        plain, informed = shared(stage, tokenizer, rows, seed)
+        seen |= {f"{when} plain": plain, f"{when} informed": informed}
+    drawn, found = torch.Generator().manual_seed(members[0]), {}
+    for name, one in zip(seen, attack.together([*seen.values()], drawn), strict=True):
+        others = one.scores.clone()
+        others[list(members)] = -torch.inf
+        found[name] = [int((others > one.scores[i]).sum()) for i in members]
     return found
 
 
@@ -195,21 +230,28 @@ def report(figures: dict, args) -> None:
     write_table(args.output, ["", *header, "its rank, median"], rows)
     ranks: dict[tuple, list[int]] = {}
     for row, found in figures.items():
-        for one in found.get("told", {}).values():
+        for one in (one for kind in ("told", "word") for one in found.get(kind, {}).values()):
             for name, several in one.items():
                 ranks.setdefault((row, *name.split()), []).extend(several)
-    others = {key: (2 if args.quick else CANDIDATES) - int(key[1]) for key in ranks}
+    listed, words = (2, 3) if args.quick else (CANDIDATES, WORDS)
     table = []
     for key, found in ranks.items():
+        others = words - 1 if key[1] == "word" else listed - int(key[1])
         first = interval([float(rank == 0) for rank in found], 2)
-        before = interval([1 - rank / others[key] for rank in found], 2)
-        table.append([*key, first, f"{statistics.median(found):g}", before])
-    header = ["sentences", "message", "attacker", "before all others", "others before it, median"]
+        before = interval([1 - rank / others for rank in found], 2)
+        median = f"{statistics.median(found):g}"
+        table.append([key[0], said(key[1]), *key[2:], first, median, before])
+    header = ["listed", "message", "attacker", "before all others", "others before it, median"]
     write_table(
         args.output.with_name(args.output.name + "_list"),
         ["", *header, "before another (chance: 0.5)"],
         table,
     )
+
+
+def said(size: str) -> str:
+    """What is on the list."""
+    return {"word": "one word", "1": "one sentence"}.get(size, f"{size} sentences")
 
 
 def _whole(reads: dict, figure: str) -> list[float]:

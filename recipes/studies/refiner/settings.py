@@ -166,4 +166,4 @@ SECOND_FORM: dict[str, tuple[str, dict, float]] = {  # the most telling first
 }  # fmt: skip
 QUICK_SECOND = ("none", "a factor by token", "pruning 0.99, feedback")
 FIRST_ROWS, FIRST_READ, SECOND_SIZES, SECOND_SEEDS = 7, 3, {"steps": 200, "batch": 16}, 3
-SENTENCES_READ, CANDIDATES, BATCHES_TOLD = 8, 64, [1, 16]
+SENTENCES_READ, CANDIDATES, BATCHES_TOLD, WORDS = 8, 64, [1, 16], 150
