@@ -16,7 +16,6 @@ from torch import Tensor
 from ..randomness import Stream, normal
 from .per_sample import Change, Layer, Pass
 from .plans import TOLERANCE, Plan, plan_of, step_size
-from .sharding import local
 
 if TYPE_CHECKING:
     from .map import GradientMap, Tensors
@@ -32,13 +31,16 @@ def estimate_squares(
     method: Method | None,
 ) -> Tensors:
     """s_i² from random probes; see `GradientMap.squared_sensitivity`."""
-    total = {
-        name: torch.zeros_like(local(p), dtype=torch.promote_types(p.dtype, torch.float32))
-        for name, p in gmap.parameters.items()
-    }
+    total: Tensors = {}
     for name, squares in probe_squares(gmap, num_probes, generator, split, method):
-        total[name].add_(squares, alpha=1 / num_probes)
-    return total
+        if name in total:
+            total[name].add_(squares)
+        else:
+            total[name] = squares.to(torch.promote_types(squares.dtype, torch.float32))
+    if num_probes > 1:
+        for squares in total.values():
+            squares.div_(num_probes)
+    return {name: total[name] for name in gmap.parameters}
 
 
 def probe_squares(
