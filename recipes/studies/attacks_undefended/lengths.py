@@ -5,7 +5,8 @@ r"""The span attack on one long text, on wider models, and on weights of half pr
 
 Random models of two blocks, the sentences of the part `families` one after the other as one text,
 length known. Tokens that are right, of those that the loss depends on; what is read is exact or far
-from it, so one text a cell. Seconds are one thread's, on the processor. Half an hour of one core.
+from it, so one text a cell. Seconds are one thread's, on the processor. Ten minutes of one core;
+`--all` also asks for 256 tokens.
 """
 
 import time
@@ -18,17 +19,22 @@ from hf_gradguard.attacks import Observation, make_attack
 from hf_gradguard.attacks.span.places import heard_positions
 
 from ..lib.families import CLASSIFIER, HEADS, LM, WIDTH, build
+from ..lib.results import Results
 from ..lib.tables import write_table
 from .settings import SENTENCES
 
-ARGUMENTS = {"--tokenizer": "of which the vocabulary is"}
+ARGUMENTS = {
+    "--tokenizer": "of which the vocabulary is",
+    "--all": {"action": "store_true", "help": "also texts of 256 tokens"},
+}
 MODELS = (("llama", LM), ("gpt2", LM), ("bert", CLASSIFIER))
 KINDS = ((WIDTH, "float32"), (2 * WIDTH, "float32"), (WIDTH, "bfloat16"))
-TOKENS = (64, 128, 256)
+TOKENS, LONGEST = (64, 128, 256), 128  # without `--all`
 
 
 def cells(args) -> dict:
-    return {
+    """Without `--all` the shorter texts, and what is there."""
+    whole = {
         (f"{family}, {task}", str(tokens), f"width {width}, {dtype}"): {
             "family": family, "task": task, "tokens": tokens, "width": width, "dtype": dtype,
             "seed": 0,
@@ -37,6 +43,12 @@ def cells(args) -> dict:
         for width, dtype in KINDS
         for family, task in (MODELS[:1] if args.quick else MODELS)
     }  # fmt: skip
+    results = Results(args.output)
+    return {
+        place: cell
+        for place, cell in whole.items()
+        if args.all or cell["tokens"] <= LONGEST or cell in results
+    }
 
 
 def prepare(args):
