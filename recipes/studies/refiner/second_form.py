@@ -148,8 +148,8 @@ def told(cell: dict, stage, tokenizer, texts: list[dict]) -> dict:
 def word(cell: dict, stage, task: Task, texts: list[dict]) -> dict:
     """The same of words in the middle of a sentence whose others are known."""
     special, found = set(task.tokenizer.all_special_ids), {}
-    rows = task.rows_to_learn().select(range(500))
-    pool = sorted({token for row in rows for token in row["input_ids"]} - special)
+    learned = task.rows_to_learn()[:500]["input_ids"]
+    pool = sorted({token for ids in learned for token in ids} - special)
     ranks = functools.partial(
         ranked, stage, stage.defense.state_dict(), task.tokenizer, cell["seed"]
     )
