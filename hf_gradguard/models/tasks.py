@@ -84,6 +84,17 @@ TASKS = {
 """By name. A class that is in two lists (BART) counts for the first."""
 
 
+def without_adapters(model: nn.Module) -> nn.Module:
+    """The model that PEFT wrapped, or the model itself.
+
+    Example:
+        >>> without_adapters(model) is model
+        True
+    """
+    found: nn.Module = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
+    return found
+
+
 def task_of(model: nn.Module) -> Task | None:
     """What a model's head is for, by its class; `None` for a class that is in no list.
 
@@ -91,8 +102,7 @@ def task_of(model: nn.Module) -> Task | None:
         >>> task_of(model).name
         'text-classification'
     """
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
-    names = [one.__name__ for one in type(base).__mro__]
+    names = [one.__name__ for one in type(without_adapters(model)).__mro__]
     return next((task for name in names for task in TASKS.values() if name in task.classes), None)
 
 

@@ -61,13 +61,13 @@ def test_a_kept_prefix_changes_nothing(family: str) -> None:
         seen = observed(build(family, kind))
         readers = next(r for r in find_readers(seen) if r.mixing == "causal")
         assert keeps_the_past(seen, readers)
-        prefix, tokens = (5, 9, 5, 30, 31, 7, 8), [6, 5, 39]
-        one, other = (endings(seen, readers, prefix, tokens, keeps) for keeps in (True, False))
-        assert one.shape == (3, 8, readers.width)
+        prefixes, tokens = [(5, 9, 5, 30, 31, 7, 8), (8, 7, 31, 30, 5, 9, 5)], [6, 5, 39]
+        one, other = (endings(seen, readers, prefixes, tokens, keeps) for keeps in (True, False))
+        assert one.shape == (6, 8, readers.width)
         torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-10)
-        assert len(one[:, -1].unique(dim=0)) == 3  # what is compared depends on the last token
-        empty = endings(seen, readers, (), tokens, keeps=True)
-        torch.testing.assert_close(empty, endings(seen, readers, (), tokens, keeps=False))
+        assert len(one[:, -1].unique(dim=0)) == 6  # what is compared depends on the last token
+        empty = endings(seen, readers, [()], tokens, keeps=True)
+        torch.testing.assert_close(empty, endings(seen, readers, [()], tokens, keeps=False))
 
 
 class Forgetful(nn.Module):

@@ -9,9 +9,10 @@ import pytest
 from helpers import save_encoder
 from transformers import AutoTokenizer
 
-from recipes.studies.frontier import rates, text
-from recipes.studies.frontier.settings import GRID, QUICK_ROWS
-from recipes.studies.frontier.training import row_of
+from recipes.studies.frontier import rates, shown, text
+from recipes.studies.frontier.client import row_of
+from recipes.studies.frontier.settings import GRID, QUICK_ATTACKS, QUICK_ROWS, STAGES
+from recipes.studies.lib.tables import interval
 from recipes.studies.private import accuracy
 
 
@@ -44,18 +45,14 @@ def test_frontier(encoder, sentences, quick, tmp_path, monkeypatch):
     study = quick("frontier", "text", *data, "--models", models, output=tmp_path / "frontier_text")
     assert {place for row in study.figures.values() for place in row} == {
         "accuracy",
-        *(
-            f"{attack}, {size}, {stage}"
-            for attack, size in text.QUICK_ATTACKS
-            for stage in text.STAGES
-        ),
+        *(f"{attack}, {size}, {stage}" for attack, size in QUICK_ATTACKS for stage in STAGES),
     }
     plain = study.figures["none"]
     assert plain["span, 1, start"]["0"]["token_f1"] == [1.0]  # a lone sentence, undefended
     told = plain["candidates, 4, start"]["0"]
     assert len(told["rank"]) == 4  # one of each of the message's sentences
-    assert text.read({"0": told}) == text.interval(told["tpr_1%"], 2)
-    assert text.lost(plain["accuracy"], plain["accuracy"]) == "0.000 [0.000, 0.000]"
+    assert shown.read({"0": told}) == interval(told["tpr_1%"], 2)
+    assert shown.lost(plain["accuracy"], plain["accuracy"]) == "0.000 [0.000, 0.000]"
     assert (tmp_path / "frontier_text.png").exists()
 
     study = quick(

@@ -20,6 +20,7 @@ from transformers.models.auto.modeling_auto import (
 from transformers.pytorch_utils import Conv1D
 
 from ...gradient_map.domain import TEXT
+from ...models.tasks import without_adapters
 from ..observation import Observation, ordinary_id, without_dropout
 
 
@@ -238,8 +239,7 @@ def run(seen: Observation, ids: Tensor, mask: Tensor | None = None, **more: Any)
 
 
 def _name(model: nn.Module) -> str:
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
-    return type(base).__name__
+    return type(without_adapters(model)).__name__
 
 
 def _closing(seen: Observation) -> list[int]:

@@ -93,11 +93,9 @@ def _prefixes(
         tokens = found.get(0 if list(found) == [0] else place, [])
         certain = known[heard[:, place], place]
         tokens = sorted({*certain[certain >= 0].tolist(), *(tokens if unknown else [])})
-        totals = {
-            (*prefix, token): total + score
-            for prefix, total in levels[-1].items()
-            for token, score in zip(tokens, distances_of(prefix, tokens), strict=True)
-        }
+        longer = [(*prefix, token) for prefix in levels[-1] for token in tokens]
+        scores = distances_of([*levels[-1]], tokens)
+        totals = {p: levels[-1][p[:-1]] + s for p, s in zip(longer, scores, strict=True)}
         ranked = sorted(totals.items(), key=lambda item: item[1])
         # One token, repeated, reads the same everywhere unless positions are absolute, and is then
         # as near as the truth. It takes no other's place, and is not dropped: it may be the truth.
@@ -113,18 +111,28 @@ def _repeats(text: Text) -> bool:
 
 
 def _last_distances(
-    seen: Observation, view: View, deficient: bool, keeps: bool, prefix: Text, tokens: list[int]
+    seen: Observation,
+    view: View,
+    deficient: bool,
+    keeps: bool,
+    prefixes: list[Text],
+    tokens: list[int],
 ) -> list[float]:
-    """Of each token's input behind a prefix, the squared relative distance from the span; where the
-    gradient has too few rows to span all inputs, from what it spans together with the inputs before
+    """Of each token's input behind each prefix, the squared relative distance from the span; where
+    the gradient has too few rows to span all inputs, from what it spans together with those before
     (subspace-augmented MUSIC: Lee, Bresler and Junge, "Subspace Methods for Joint Sparse Recovery",
     2012).
     """
     scores: list[float] = []
-    for start in range(0, len(tokens), 256):
-        x = endings(seen, view.readers, prefix, tokens[start : start + 256], keeps)
-        x = x.double() * view.space.columns
-        if deficient and prefix:
+    together = max(1, 256 // max(1, len(tokens)))
+    parts = [
+        (prefixes[first : first + together], tokens[start : start + 256])
+        for first in range(0, len(prefixes), together)
+        for start in range(0, len(tokens), 256)
+    ]
+    for some, last in parts:
+        x = endings(seen, view.readers, some, last, keeps).double() * view.space.columns
+        if deficient and x.shape[1] > 1:
             size = x[:, -1].square().sum(1)
             x = x - ((x @ view.directions.T) * view.trust) @ view.directions
             before = torch.linalg.qr(x[:, :-1].mT).Q

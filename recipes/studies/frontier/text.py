@@ -14,7 +14,6 @@ keeps what was trained, 45 MB a stage.
 """
 
 from ..lib.results import Results, named
-from ..lib.tables import interval
 from ..lib.text import of_usual_length, sst2
 from . import rates
 from .attackers import attacked
@@ -31,10 +30,8 @@ from .settings import (
     STAGES,
     STEPS,
 )
-from .shown import Look, cells_of, lost, picture, read, table
+from .shown import Look, cells_of, picture, table
 from .training import TEXTS, Task
-
-__all__ = ["interval", "lost", "read"]
 
 ARGUMENTS = TEXTS | {
     "--all": ALL,

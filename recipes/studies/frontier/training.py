@@ -8,10 +8,8 @@ from datasets import Dataset
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, set_seed
 
 from ..lib.text import sst2
-from .client import Client, row_of
+from .client import Client
 from .settings import HELD_OUT, LENGTH
-
-__all__ = ["TEXTS", "Task", "row_of"]
 
 TEXTS = {"--model": "a text encoder and its tokenizer", "--data_dir": "folder of SST-2"}
 TEST = ("dev", "test_labelled_sst")

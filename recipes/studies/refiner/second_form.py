@@ -29,7 +29,7 @@ from hf_gradguard.attacks import Observation, make_attack
 from hf_gradguard.metrics import score_text
 from hf_gradguard.randomness import Stream
 
-from ..frontier.text import lost
+from ..frontier.shown import lost
 from ..frontier.training import TEXTS, Task
 from ..lib.tables import interval, write_table
 from ..lib.text import batches_of_one, of_usual_length, sst2
