@@ -26,12 +26,12 @@ ARGUMENTS = {
     "--all": {"action": "store_true", "help": "all families, of four and eight texts too"},
 }
 ENCODERS_FIRST = ("bert", "distilbert", "electra", "roberta", "albert")
-FOUR = ("bert",)
+FOUR = (*ENCODERS_FIRST, "llama", "gpt2")
 TASKS = dict.fromkeys(DECODERS, (LM, CLASSIFIER)) | {"bert": (CLASSIFIER, MASKED)}
 
 
 def cells(args) -> dict:
-    """Single texts of decoders and of the commonest encoders, and four of BERT; the rest of it with
+    """Single texts of decoders and of the commonest encoders, and four of some; the rest of it with
     `--all`.
     """
     one, four, eight, every = 20, 5, 3, DECODERS | ENCODERS
@@ -39,8 +39,7 @@ def cells(args) -> dict:
     if args.quick:
         groups = [(1, 1, ["llama"]), (4, 1, ["bert"])]
     elif args.all:
-        first = [*ENCODERS_FIRST, "llama", "gpt2"]
-        groups += [(4, four, first), (1, one, every), (4, four, every), (8, eight, every)]
+        groups += [(8, eight, FOUR), (1, one, every), (4, four, every), (8, eight, every)]
     return {
         (row_of(family, task, special), str(texts)): {
             "family": family, "task": task, "special": special, "texts": texts, "batches": batches,

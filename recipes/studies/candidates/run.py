@@ -4,7 +4,7 @@ python -m recipes.studies.candidates.run PART --help
 """
 
 from ..lib.command import main
-from . import text
+from . import text, thousand
 
 if __name__ == "__main__":
-    main(__doc__, [text])
+    main(__doc__, [text, thousand])

@@ -10,6 +10,7 @@ from hf_gradguard.defenses import Message
 from hf_gradguard.metrics import score_candidates, score_text
 from hf_gradguard.randomness import Stream
 
+from ..lib.attacks import ids_found
 from .client import Stage
 
 
@@ -29,7 +30,7 @@ def attacked(cell: dict, stage: Stage, tokenizer, texts: list[dict]) -> dict:
     for number, (batch, message) in enumerate(zip(batches, messages, strict=True)):
         seen, known = _observed(stage, batch, message, tokenizer)
         attack = make_attack(cell["attack"], **cell["settings"] | known.get(cell["attack"], {}))
-        found.append(_read(attack, seen, number))
+        found.append(ids_found(attack, seen, number))
     truths = [
         [
             ids[mask.bool()].tolist()
@@ -91,13 +92,3 @@ def _observed(stage: Stage, batch: dict, message, tokenizer) -> tuple:
     )
     known = {"span": {"complete": True}, "tag": {"match_nonzero": True}} if message.exact else {}
     return seen, known if message.transmitted is not None else {}
-
-
-def _read(attack, seen: Observation, number: int) -> list[list[int]]:
-    """Token ids; none where a pruning left nothing of the layers that the attack reads."""
-    try:
-        return attack(seen, generator=torch.Generator().manual_seed(number)).token_ids
-    except ValueError as error:
-        if "nothing to search" not in str(error):
-            raise
-        return [[] for _ in range(seen.batch_size)]

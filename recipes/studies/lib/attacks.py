@@ -1,6 +1,8 @@
 """Attacks as stored figures name them."""
 
-from hf_gradguard.attacks import Attack, make_attack
+import torch
+
+from hf_gradguard.attacks import Attack, Observation, make_attack
 
 
 def attack_of(name: str, **settings) -> Attack:
@@ -9,3 +11,13 @@ def attack_of(name: str, **settings) -> Attack:
     """
     published = {"inverting_gradients": "inverting_gradients_published"}
     return make_attack(published.get(name, name), **settings)
+
+
+def ids_found(attack: Attack, seen: Observation, seed: int) -> list[list[int]]:
+    """A text attack's token ids; none where a pruning left nothing of the layers that it reads."""
+    try:
+        return attack(seen, generator=torch.Generator().manual_seed(seed)).token_ids
+    except ValueError as error:
+        if "nothing to search" not in str(error):
+            raise
+        return [[] for _ in range(seen.batch_size)]
