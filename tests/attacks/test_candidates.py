@@ -340,6 +340,20 @@ def test_members_of_a_batch_are_found(name: str, kind: str) -> None:
         assert float(found.posterior[members].min()) > 0.9
 
 
+def test_members_are_found_where_most_entries_are_clipped() -> None:
+    """What is clipped on average is left out: it says nothing of who is in the message."""
+    model, list_ = small("bert")
+    defense = make_defense("optimal_dp_sgd", clip=0.005, relative_scale=0.05)
+    told = 0
+    for members in ([3, 8, 12], [0, 5, 9], [1, 2, 13], [4, 6, 11], [2, 7, 10], [5, 8, 13]):
+        seen = seen_by(model, batch_of([list_[i] for i in members], [0, 1, 1]), defense)
+        found = make_attack("candidates", candidates=list_)(seen, torch_rng())
+        told += len(set(found.ranking[:3].tolist()) & set(members))
+    shared = torch.cat([g.flatten() for g in seen.gradient.values()]).abs()
+    assert float((shared > 0.004).double().mean()) > 0.5
+    assert told >= 11  # of 18; a blind guess has 3.9
+
+
 def test_pure_noise_names_nobody() -> None:
     """Ranks are uniform over who is said to be the client's: their mean, and how many are first."""
     model, _ = make_task("bert", dtype=torch.float32)

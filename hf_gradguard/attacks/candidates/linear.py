@@ -92,6 +92,7 @@ class MatchedFilter:
         self.products = torch.zeros(count, len(messages), device=device, dtype=torch.float64)
         self.norms = torch.zeros(count, device=device, dtype=torch.float64)
         self.sketches = torch.zeros(count, self.length, device=device)
+        self._population: _Population | None = None
         self._ys = {
             name: torch.stack(
                 [self._weighed(name, (m.message[name] - m.center[name])[None])[0] for m in messages]
@@ -122,26 +123,36 @@ class MatchedFilter:
             message: Its number.
             prior: `(P,)`, the candidates' shares in the population; they add up to 1.
         """
-        products, norms = self.products[:, message], self.norms
         variance, samples = self.messages[message].variance, self.messages[message].samples
         if samples == 1:  # a variance that is not known makes all of it larger or smaller
-            return (products - norms / 2) / (variance or 1.0)
+            return (self.products[:, message] - self.norms / 2) / (variance or 1.0)
+        products, variance, exact = self._terms(message)
+        share = (samples - 1) / samples**2 / variance
+        population = self._population_of(prior)
+        matched, squares = population.whitened(products, self.norms if exact else None, share)
+        return (matched / samples - squares / (2 * samples**2)) / variance
+
+    def _terms(self, message: int) -> tuple[Tensor, float, bool]:
+        """Products with candidates `(P,)`, the variance of the noise in these, and whether they are
+        exact.
+
+        Others' gradients are known by their sketches: exact products do not agree with these,
+        sketched ones do, but noise averages out less in them.
+        """
+        variance = self.messages[message].variance
         if variance is None:
             variance = self._residual(message)
-        # Others' gradients are known by their sketches: exact products do not agree with these,
-        # sketched ones do, but noise averages out less in them.
         energy = max(self.y_squares[message] - variance * self.size, 0.0)
         apart = variance + energy / self.length * (self.length < self.size)
         together = variance * max(1.0, self.size / self.length)
-        if together <= apart:
-            variance, gram_norms = together, _products(self.sketches, None)
-            products = _products(self.sketches, self.y_sketches[message][None])[:, 0]
-        else:
-            variance, gram_norms = apart, norms
-        share = (samples - 1) / samples**2 / variance
-        inverse = _Whitened(self.sketches, prior, share, gram_norms)
-        matched, squares = inverse(products)
-        return (matched / samples - squares / (2 * samples**2)) / variance
+        if together > apart:
+            return self.products[:, message], apart, True
+        return _products(self.sketches, self.y_sketches[message][None])[:, 0], together, False
+
+    def _population_of(self, prior: Tensor) -> _Population:
+        if self._population is None:
+            self._population = _Population(self.sketches, prior)
+        return self._population
 
     def cosines(self, message: int) -> Tensor:
         """`(P,)`, with what is left of the message when its mean is taken off."""
@@ -186,32 +197,36 @@ class MatchedFilter:
             into[rows, : rest.shape[1] - whole] += rest[:, whole:]
 
 
-class _Whitened:
-    """⟨h, (I + share Σ_c p_c h_c h_cᵀ)⁻¹ y⟩ of all candidates h, from inner products."""
+class _Population:
+    """How candidates' gradients vary, Σ_c p_c h_c h_cᵀ, from their inner products."""
 
-    def __init__(self, sketches: Tensor, prior: Tensor, share: float, norms: Tensor) -> None:
-        self.norms = norms
+    def __init__(self, sketches: Tensor, prior: Tensor) -> None:
         chosen = slice(None)
         if len(sketches) > _REFERENCE:
             step = len(sketches) // _REFERENCE
             chosen = slice(0, step * _REFERENCE, step)
         self.chosen = chosen
         own = prior[chosen] / prior[chosen].sum()
-        root = own.sqrt()
-        self.cross = _products(sketches, sketches[chosen]) * root  # h·h_c √p_c
+        self.root = own.sqrt()
+        cross = _products(sketches, sketches[chosen]) * self.root  # h·h_c √p_c
+        self.norms = _products(sketches, None)
         # By eigenvalues: what is known to many digits more than the noise leaves would cancel in
         # the factors of a solver.
-        system = root[:, None] * self.cross[chosen]
-        values, vectors = torch.linalg.eigh((system + system.T) / 2)
-        self.filter = share / (1 + share * values.clamp(min=0))
-        self.projected = self.cross @ vectors
-        self.vectors, self.root = vectors, root
+        system = self.root[:, None] * cross[chosen]
+        values, self.vectors = torch.linalg.eigh((system + system.T) / 2)
+        self.values = values.clamp(min=0)
+        self.projected = cross @ self.vectors
 
-    def __call__(self, products: Tensor) -> tuple[Tensor, Tensor]:
-        """`(P,)` each: with y of these products with all candidates, and with themselves."""
-        b = self.vectors.T @ (self.root * products[self.chosen])
-        matched = products - self.projected @ (self.filter * b)
-        squares = self.norms - (self.projected.square() * self.filter).sum(1)
+    def whitened(
+        self, products: Tensor, norms: Tensor | None, share: float
+    ) -> tuple[Tensor, Tensor]:
+        """⟨h, (I + share Σ)⁻¹ y⟩ of all candidates h, `(P,)`, with y of these products with them,
+        and with themselves, whose own squares are `norms` or those of their sketches.
+        """
+        damped = share / (1 + share * self.values)
+        along = self.vectors.T @ (self.root * products[self.chosen])
+        matched = products - self.projected @ (damped * along)
+        squares = (self.norms if norms is None else norms) - self.projected.square() @ damped
         return matched, squares.clamp(min=0)
 
 

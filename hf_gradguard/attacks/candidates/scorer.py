@@ -116,11 +116,11 @@ class Scorer:
         groups: list[tuple[Tensors | None, list[int], list[Filtered]]] = []
         for at in rest:
             seen, law = self.observations[at], self.laws[at]
-            weights, variance = self._weights(seen, law)
+            weights, variance = self._weights(seen, law, center)
             scale = _fitted(seen.gradient, center) if law is None or law.clip_norm else 1.0
             message = {name: g / scale for name, g in seen.gradient.items()}
             variance = None if variance is None else variance / scale**2
-            told = Filtered(message, center, seen.batch_size, variance)
+            told = Filtered(message, _clipped(center, law), seen.batch_size, variance)
             plain = [g for g in groups if g[0] is None and weights is None]
             if plain:
                 plain[0][1].append(at)
@@ -153,12 +153,17 @@ class Scorer:
                     means[name][label] += _scaled(g, size).sum(0) / len(chosen)
         return means
 
-    def _weights(self, seen: Observation, law: Law | None) -> tuple[Tensors | None, float | None]:
-        """What coordinates weigh, and the noise's variance in these units."""
+    def _weights(
+        self, seen: Observation, law: Law | None, center: Tensors
+    ) -> tuple[Tensors | None, float | None]:
+        """What coordinates weigh, and the noise's variance in these units. What is clipped on
+        average says nothing of who is in it.
+        """
         if law is None or law.rounding == "sign":
             return None, None
         floor = self._floor(seen)
-        if law.uniform and law.rounding is None:
+        bound = law.clip_coordinate
+        if law.uniform and law.rounding is None and bound is None:
             mean = sum(v * seen.gradient[n].numel() for n, v in floor.items())
             size = sum(g.numel() for g in seen.gradient.values())
             return None, law.mean_variance(seen.gradient) + mean / size
@@ -169,7 +174,10 @@ class Scorer:
                 step = float(y.max() - y.min()) / (law.levels - 1)
                 variance = variance + step**2 / (12 if law.rounding == "nearest" else 6)
             precise = torch.as_tensor(variance, device=y.device).float().rsqrt()
-            weights[name] = precise.expand_as(y) * (y != 0 if law.kept != "all" else 1)
+            heard = y != 0 if law.kept != "all" else torch.ones_like(y, dtype=torch.bool)
+            if bound is not None:
+                heard = heard & (center[name].abs() < bound)
+            weights[name] = precise.expand_as(y) * heard
         return weights, 1.0
 
     def _floor(self, seen: Observation) -> dict[str, float]:
@@ -216,6 +224,12 @@ def law_of(seen: Observation) -> Law | None:
     if seen.law is None and seen.noise_variance is not None:
         return Law(noise="gaussian", variance=seen.noise_variance)
     return seen.law
+
+
+def _clipped(center: Tensors, law: Law | None) -> Tensors:
+    if law is None or law.clip_coordinate is None:
+        return center
+    return {n: c.clamp(-law.clip_coordinate, law.clip_coordinate) for n, c in center.items()}
 
 
 def _standing_out(statistics: Sequence[Tensor], samples: int) -> Tensor:
