@@ -109,6 +109,7 @@ RUNS = [
     Run("shapes_estimates", SHAPES, "estimates", TEXT, 0.3),
     Run("shapes_adam", SHAPES, "adam", TEXT, 0.3),
     Run("candidates", CANDIDATES, "text", TEXT, 1),
+    Run("candidates_thousand", CANDIDATES, "thousand", TEXT, 1.5),
     Run("shapes_naming", SHAPES, "naming", TEXT, 0.7),
     Run("frontier_rates", FRONTIER, "rates", TEXT, 0.6),
     Run("frontier_text", FRONTIER, "text", f"{TEXT} {KEPT}", 0.6),
@@ -123,6 +124,7 @@ RUNS = [
     Run("refiner_text", REFINER, "text", TEXT, 1),
     Run("refiner_pruning", REFINER, "pruning", TRAINED, 1),
     Run("updates_words", UPDATES, "words", TEXT, 0.2),
+    Run("updates_images", UPDATES, "images", "--cifar10 $CIFAR10_LOSSLESS", 0.3),
     Run("updates_rounds", UPDATES, "rounds", f"--cifar10 $CIFAR10_LOSSLESS {TEXT}", 0.5),
     Run("labels", LABELS, "recovery", "--data $MNIST", 0.5),
     Run("received_malicious", RECEIVED, "malicious", "--cifar10 $CIFAR10_LOSSLESS", 0.1),
@@ -143,9 +145,7 @@ RUNS = [
 ]
 
 
-PLANNED = [  # written and tried, not run to their end: no figures on the page
-    Run("updates_images", UPDATES, "images", "--cifar10 $CIFAR10_LOSSLESS", 1),
-]
+PLANNED: list[Run] = []  # written and tried, not run to their end: no figures on the page
 
 
 def main() -> None:

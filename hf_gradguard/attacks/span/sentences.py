@@ -19,6 +19,7 @@ from .choice import Text, choose
 from .views import Explained, View, outside, vectors_of
 
 SWEEPS, ROUNDS = 40, 4
+STARTS = 4  # at most for each sentence that is looked for
 NEAR = 1e-4  # a position's squared distance that only right texts have, if there is no noise
 
 
@@ -186,7 +187,8 @@ class _Descent:
         pool: dict[Text, float] = {}
         near = NEAR * int(self.mask.sum())
         for turn in range(ROUNDS if self.tokens else 1):
-            rows, far = self.descend(*self._starts(left, turn), count if turn == 0 else None)
+            starts, anchor = self._starts(left, turn, STARTS * count)
+            rows, far = self.descend(starts, anchor, count if turn == 0 else None)
             for row, distance in zip(rows, far.tolist(), strict=True):
                 text = tuple(row[self.mask].tolist())
                 pool[text] = min(distance, pool.get(text, distance))
@@ -197,9 +199,9 @@ class _Descent:
         right = {text: distance for text, distance in pool.items() if distance < near}
         return right if len(right) >= count else pool
 
-    def _starts(self, left: set[tuple[int, int]], turn: int) -> tuple[Tensor, int]:
-        """`(S, T)` texts to start from: one for each token that is left over at the place that has
-        the fewest to choose from; and that place.
+    def _starts(self, left: set[tuple[int, int]], turn: int, most: int) -> tuple[Tensor, int]:
+        """`(S, T)` texts to start from: one for each of the surest tokens that are left over at the
+        place that has the fewest to choose from; and that place.
         """
         row = self.given.clamp(min=0)
         if not self.tokens:
@@ -209,6 +211,7 @@ class _Descent:
             for place, tokens in self.tokens.items()
         }
         anchor = min(over, key=lambda place: (len(self.tokens[place]) < 2, len(self.tokens[place])))
+        over[anchor] = over[anchor][:most]
         starts = row.repeat(len(over[anchor]), 1)
         for place, tokens in over.items():
             starts[:, place] = torch.tensor(

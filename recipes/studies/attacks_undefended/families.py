@@ -18,6 +18,7 @@ from hf_gradguard.attacks import Observation, make_attack
 from hf_gradguard.attacks.span.places import heard_positions
 
 from ..lib.families import CLASSIFIER, DECODERS, ENCODERS, LM, MASKED, build
+from ..lib.results import chosen
 from ..lib.tables import write_table
 from .settings import SENTENCES
 
@@ -26,7 +27,7 @@ ARGUMENTS = {
     "--all": {"action": "store_true", "help": "all families, of four and eight texts too"},
 }
 ENCODERS_FIRST = ("bert", "distilbert", "electra", "roberta", "albert")
-FOUR = (*ENCODERS_FIRST, "llama", "gpt2")
+FOUR = ("llama", "gpt2", *ENCODERS_FIRST)
 TASKS = dict.fromkeys(DECODERS, (LM, CLASSIFIER)) | {"bert": (CLASSIFIER, MASKED)}
 
 
@@ -34,13 +35,13 @@ def cells(args) -> dict:
     """Single texts of decoders and of the commonest encoders, and four of some; the rest of it with
     `--all`.
     """
-    one, four, eight, every = 20, 5, 3, DECODERS | ENCODERS
-    groups = [(1, one, DECODERS | dict.fromkeys(ENCODERS_FIRST)), (4, four, FOUR)]
+    one, four, eight, every = 20, 5, 1, DECODERS | ENCODERS
+    common = DECODERS | dict.fromkeys(ENCODERS_FIRST)
+    groups = [(1, one, common), (4, four, FOUR), (8, eight, FOUR)]
+    groups += [(1, one, every), (4, four, every), (8, eight, every)]
     if args.quick:
         groups = [(1, 1, ["llama"]), (4, 1, ["bert"])]
-    elif args.all:
-        groups += [(8, eight, FOUR), (1, one, every), (4, four, every), (8, eight, every)]
-    return {
+    whole = {
         (row_of(family, task, special), str(texts)): {
             "family": family, "task": task, "special": special, "texts": texts, "batches": batches,
         }
@@ -49,6 +50,8 @@ def cells(args) -> dict:
         for task in TASKS.get(family, (CLASSIFIER,))
         for special in ((True, False) if family in DECODERS else (True,))
     }  # fmt: skip
+    first = {1: common, 4: FOUR, 8: ()}
+    return chosen(whole, lambda cell: cell["family"] in first[cell["texts"]], args)
 
 
 def row_of(family: str, task: str, special: bool) -> str:

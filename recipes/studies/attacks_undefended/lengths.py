@@ -19,7 +19,7 @@ from hf_gradguard.attacks import Observation, make_attack
 from hf_gradguard.attacks.span.places import heard_positions
 
 from ..lib.families import CLASSIFIER, HEADS, LM, WIDTH, build
-from ..lib.results import Results
+from ..lib.results import chosen
 from ..lib.tables import write_table
 from .settings import SENTENCES
 
@@ -43,12 +43,7 @@ def cells(args) -> dict:
         for width, dtype in KINDS
         for family, task in (MODELS[:1] if args.quick else MODELS)
     }  # fmt: skip
-    results = Results(args.output)
-    return {
-        place: cell
-        for place, cell in whole.items()
-        if args.all or cell["tokens"] <= LONGEST or cell in results
-    }
+    return chosen(whole, lambda cell: cell["tokens"] <= LONGEST, args)
 
 
 def prepare(args):

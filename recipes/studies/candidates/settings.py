@@ -17,7 +17,7 @@ DEFENSES: dict[str, list[dict]] = {
     "dp_sgd": [{"clip": 1.0, **noise} for noise in NOISE],
     "optimal_dp_sgd": [{"clip": 0.01, **noise} for noise in NOISE],
 }
-FIRST = ("none", "gaussian_noise", "optimal_noise", "pruning", "quantization")  # of one, initially
+QUICK_DEFENSES = ("none", "gaussian_noise", "optimal_noise", "pruning", "quantization")
 STATES = ("initial", "trained")
 MESSAGES = {1: 6, 16: 2, 4: 3}  # messages of so many sentences
 PLAN = {"layers": 2, "candidates": 48, "train_steps": 200, "network_steps": 400, "seed": 0}

@@ -7,18 +7,16 @@ MiniLM cut to two layers, with a random head, and after 200 steps of plain train
 2e-4, batches of 16). Candidates are sentences of the training set of 8 to 20 words that the model
 was not trained on, with their labels; members are drawn from them. Attackers know the labels. Those
 who know the defense rank by likelihood, the others by cosine or distance. Each row has three
-strengths, and the same draws in each. A few minutes of one core; `--all` asks for every defense,
-for the trained model, and for messages of 4 and 16, which takes an hour.
+strengths, and the same draws in each. An hour of one core.
 """
 
 from ..lib.tables import write_table
-from .settings import DEFENSES, FIRST, MESSAGES, PLAN, QUICK, STATES
+from .settings import DEFENSES, MESSAGES, PLAN, QUICK, QUICK_DEFENSES, STATES
 from .task import Task, measured
 
 ARGUMENTS = {
     "--model": "a text encoder and its tokenizer",
     "--data_dir": "folder of train.tsv",
-    "--all": {"action": "store_true", "help": "all rows and columns"},
 }
 WHO = {"knows": "yes", "does not": "no"}
 
@@ -37,8 +35,8 @@ def cells(args) -> dict:
         }
         for size, messages in MESSAGES.items()
         for state in STATES
-        for defense in DEFENSES
-        if args.all or (size == 1 and state == "initial" and defense in FIRST)
+        for defense in (QUICK_DEFENSES if args.quick else DEFENSES)
+        if not args.quick or (size == 1 and state == "initial")
     }
     return dict(sorted(found.items(), key=lambda one: one[0][0] == "refiner"))
 

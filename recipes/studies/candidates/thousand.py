@@ -13,7 +13,7 @@ core; `--all` asks for every defense, which takes twice that, and for searches a
 
 from collections.abc import Mapping
 
-from ..lib.results import Results
+from ..lib.results import chosen
 from ..lib.tables import bracketed, write_table
 from .settings import (
     PLAN,
@@ -37,15 +37,11 @@ Row = tuple[str, dict]
 
 def cells(args) -> dict:
     """From the most telling down; without `--all` the first ones, and those that are there."""
-    whole = _listed(args) | _searches(args)
-    if args.all:
-        return whole
-    results = Results(args.output)
-    return {
-        place: cell
-        for place, cell in whole.items()
-        if (cell["defense"] in THOUSAND_FIRST and "attack" not in cell) or cell in results
-    }
+    return chosen(
+        _listed(args) | _searches(args),
+        lambda cell: cell["defense"] in THOUSAND_FIRST and "attack" not in cell,
+        args,
+    )
 
 
 def _plan(args) -> dict:

@@ -13,7 +13,7 @@ likelihood: what is shown is the share of a message's 16 that are told at 1 % fa
 keeps what was trained, 45 MB a stage.
 """
 
-from ..lib.results import Results, named
+from ..lib.results import Results, chosen, named
 from ..lib.text import of_usual_length, sst2
 from . import rates
 from .attackers import attacked
@@ -48,15 +48,13 @@ def cells(args) -> dict:
     if args.quick:
         passes = [(1, {one: list(STAGES) for one in QUICK_ATTACKS})]
         return cells_of(QUICK_ROWS, passes, QUICK_ATTACKS, QUICK, None)
-    chosen, sizes = _chosen(args), {"steps": STEPS, "batch": BATCH}
-    whole = cells_of(ROWS, PASSES, ATTACKS, sizes, chosen)
-    if args.all:
-        return whole
-    first, results = cells_of(FIRST, PASSES[:1], ATTACKS, sizes, chosen), Results(args.output)
-    return {place: cell for place, cell in whole.items() if place in first or cell in results}
+    rate_of, sizes = _rates(args), {"steps": STEPS, "batch": BATCH}
+    whole = cells_of(ROWS, PASSES, ATTACKS, sizes, rate_of)
+    first = cells_of(FIRST, PASSES[:1], ATTACKS, sizes, rate_of).values()
+    return chosen(whole, lambda cell: cell in first, args)
 
 
-def _chosen(args) -> dict[str, float]:
+def _rates(args) -> dict[str, float]:
     """The rates of rows whose search has ended."""
     of_rates = type(args)(**vars(args) | {"output": args.output.with_name(args.rates)})
     results, found = Results(of_rates.output), {}

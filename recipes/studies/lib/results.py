@@ -4,7 +4,7 @@ by these alone. A new row adds cells and leaves the others as they are.
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -68,3 +68,11 @@ def nested(cells: dict[Place, dict], results: Results) -> dict:
                 part = part.setdefault(name, {})
             part[place[-1]] = results[settings]
     return whole
+
+
+def chosen(whole: dict[Place, dict], first: Callable[[dict], bool], args) -> dict[Place, dict]:
+    """With `--all` all cells, and else those that come first and those that are there."""
+    results = Results(args.output)
+    return {
+        place: cell for place, cell in whole.items() if args.all or first(cell) or cell in results
+    }

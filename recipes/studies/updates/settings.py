@@ -9,7 +9,6 @@ WORDS = {
     "1 epoch, ten times the rate": SGD | {"size": 1, "epochs": 1, "rate": 0.1},
     "2 epochs": SGD | {"size": 1, "epochs": 2},
     "4 epochs": SGD | {"size": 1, "epochs": 4},
-    "2 epochs of AdamW": ADAMW | {"size": 1, "epochs": 2},
 }
 CLIENTS, TEXTS = 5, 4
 QUICK_WORDS = ["one gradient of four", "4 epochs"]
