@@ -37,6 +37,9 @@ class Outcome:
         leak: Main score of the attacker that read most, at the stage where it did.
         attack: Which one it was.
         stage: `"start"` or `"end"` of the defense's own training.
+        named: The share of samples that who has a list of candidates names, at the stage where he
+            names more; `None` if there was no list.
+        listed: How many were on it.
 
     Example:
         >>> kept, read = Estimate(0.8, 0.78, 0.82), Estimate(0.1, 0.0, 0.2)
@@ -51,6 +54,8 @@ class Outcome:
     leak: Estimate
     attack: str
     stage: str
+    named: Estimate | None = None
+    listed: int = 0
 
 
 @dataclass(frozen=True)
@@ -129,4 +134,9 @@ def choose(
     )
     if chosen.leak.low > chance:
         words += " That is more than a guess: it hides much, and not all."
+    if chosen.named is not None:
+        words += (
+            f" Who has a list of {chosen.listed} with the right ones among them names "
+            f"{chosen.named.said()} of them."
+        )
     return Choice(list(outcomes), chosen, words)

@@ -19,7 +19,10 @@ _WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP, _RIGHT = 720, 380, 60, 50, 20, 20
 
 def markdown_table(choice: Choice, terms: Terms) -> str:
     """The words, and a line for every defense."""
-    header = ["defense", "learning rate", "accuracy", "lost", f"{terms.score}, best attacker", "by"]
+    header = [
+        "defense", "learning rate", "accuracy", "lost", f"{terms.score}, best attacker", "by",
+        "named of a list",
+    ]  # fmt: skip
     rows = [header, ["---"] * len(header), *(_cells(one, terms) for one in choice.outcomes)]
     table = "\n".join("| " + " | ".join(row) + " |" for row in rows)
     return f"{choice.words}\n\n{table}\n"
@@ -30,7 +33,7 @@ def _cells(one: Outcome, terms: Terms) -> list[str]:
     accuracies = [one.accuracy.said(places=1), one.lost.said(places=1)]
     return [
         f"`{one.defense}`", f"{one.learning_rate:.2g}", *accuracies, leak,
-        f"{one.attack}, {one.stage}",
+        f"{one.attack}, {one.stage}", "–" if one.named is None else one.named.said(),
     ]  # fmt: skip
 
 

@@ -48,7 +48,9 @@ def recommend(
     recommended, `recommended.yaml`, which `recipes/sst2.py --config` takes. Every training and
     every attack is kept, so an interrupted run goes on where it stopped.
 
-    It measures short trainings: audit the long one as well.
+    It measures short trainings: audit the long one as well. What an attacker who has a list of
+    candidates names is said beside it, and decides nothing: nothing that teaches hides much from
+    him.
 
     Args:
         model: A classifier of texts, words or images, or a language model, as its training starts.
@@ -87,7 +89,8 @@ def recommend(
         plain = plain or cell["judging"]
         end = server.reads(trials.trained(label, defense, rate), {label: defense}, f"end{number}")
         told = _told(label, {"start": start, "end": end})
-        outcomes += [_outcome(label, rate, cell["judging"], plain, told)] if told else []
+        named = _named(label, start, end)
+        outcomes += [_outcome(label, rate, cell["judging"], plain, told, named)] if told else []
     said, chance = TERMS[kind], start.chance.scores[start.terms.score].mean
     choice = choose(outcomes, terms.budget, chance, said.scale, f" {said.unit}")
     return _write(_measured(choice, modality.labels), chance, terms, folder, kind)
@@ -126,25 +129,28 @@ class _Server:
         )  # fmt: skip
         self._processing_class, self._split = processing_class, split
         self._attacks, self._folder = attacks, folder
+        others = split.choosing[: trial.decoys]
+        self._listed = [*split.attacked, *others] if others else None
 
     def reads(self, model: nn.Module, defenses: dict[str, Defense], name: str) -> Summary:
         specs = [{label: defense} for label, defense in defenses.items()]
         found = audit(
             model, self._processing_class, self._split.attacked, specs, self._attacks,
-            output=self._folder / name, **dataclasses.asdict(self.terms),
+            candidates=self._listed, output=self._folder / name,
+            **dataclasses.asdict(self.terms),
         )  # fmt: skip
         return summarize(found)
 
 
 def _told(label: str, stages: dict[str, Summary]) -> list[tuple[Any, str, str]]:
-    """What attackers read of a defense, by whom and when; nothing, with a warning, if none could be
-    applied: then nobody knows what it hides, and it is not recommended.
+    """What attackers who have no list read of a defense, by whom and when; nothing, with a warning,
+    if none could be applied: then nobody knows what it hides, and it is not recommended.
     """
     told = [
         (row.scores[summary.terms.score], row.attack, stage)
         for stage, summary in stages.items()
         for row in summary.rows
-        if row.defense == label and row.scores
+        if row.defense == label and row.scores and not _ranks(summary, row.attack)
     ]
     if not told and label == "none":
         raise ValueError("No attack reads this model's undefended gradient: give others (--attack)")
@@ -153,18 +159,37 @@ def _told(label: str, stages: dict[str, Summary]) -> list[tuple[Any, str, str]]:
     return told
 
 
+def _ranks(summary: Summary, attack: str) -> bool:
+    return any(attack == one.attack for one in summary.ranked)
+
+
+def _named(label: str, *stages: Summary) -> tuple[Estimate | None, int]:
+    """The share of samples that who has a list names at the worse stage, and its length."""
+    found = [one for summary in stages for one in summary.ranked if one.defense == label]
+    if not found:
+        return None, 0
+    worst = max(found, key=lambda one: one.scores["top1"].mean)
+    return _estimate(worst.scores["top1"]), worst.candidates
+
+
 def _outcome(
     label: str,
     rate: float,
     right: list[float],
     plain: list[float],
     told: list[tuple[Any, str, str]],
+    named: tuple[Estimate | None, int],
 ) -> Outcome:
     most, attack, stage = max(told, key=lambda one: one[0].mean)
-    low, high = (most.mean if end is None else end for end in (most.low, most.high))
     lost = np.array(plain) - np.array(right)
-    leak = Estimate(most.mean, low, high)
-    return Outcome(label, rate, _mean(right), _mean(lost), leak, attack, stage)
+    leak = _estimate(most)
+    return Outcome(label, rate, _mean(right), _mean(lost), leak, attack, stage, *named)
+
+
+def _estimate(audited: Any) -> Estimate:
+    """An audit's, whose ends may be missing."""
+    ends = (audited.mean if end is None else end for end in (audited.low, audited.high))
+    return Estimate(audited.mean, *ends)
 
 
 def _mean(values: Any) -> Estimate:

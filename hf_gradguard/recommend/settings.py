@@ -28,6 +28,8 @@ class TrialSettings:
         batch_size: Samples in a message of training.
         message_size: Samples in a message that is attacked.
         attacked: Samples that are attacked. They are never trained on.
+        decoys: Samples more, which nothing is trained on: an attacker has a list of these and of
+            those that are attacked, and ranks it. 0 leaves him out.
         learning_rate: Undefended rates are tried around it. For noise of r times the gradient,
             around √(1 + r²) times it, because Adam divides its steps by as much.
         budget: Accuracy that may be lost, as a share.
@@ -42,6 +44,7 @@ class TrialSettings:
     batch_size: int = option(16, "samples in a message of training")
     message_size: int = option(1, "samples in a message that is attacked")
     attacked: int = option(8, "samples that are attacked")
+    decoys: int = option(50, "samples more on an attacker's list of candidates; 0: he has none")
     learning_rate: float = option(2e-4, "undefended rates are tried around it")
     budget: float = option(0.02, "accuracy that may be lost")
     max_length: int = option(64, "tokens; longer texts are cut")
@@ -51,6 +54,8 @@ class TrialSettings:
         for name in ("steps", "batch_size", "message_size", "attacked", "max_length"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, but is {getattr(self, name)}.")
+        if self.decoys < 0:
+            raise ValueError(f"decoys must not be below 0, but is {self.decoys}.")
         if not self.learning_rate > 0:
             raise ValueError(f"learning_rate must be above 0, but is {self.learning_rate}.")
         if not 0 <= self.budget < 1:

@@ -26,7 +26,7 @@ from hf_gradguard.testing.small import WORDS, small_text_task
 from hf_gradguard.training.command_line import parse_arguments
 
 TEXTS = [(" ".join(WORDS[i : i + 4]), i % 2) for i in range(40)]
-FEW = {"steps": 1, "batch_size": 8, "attacked": 2, "budget": 0.99}
+FEW = {"steps": 1, "batch_size": 8, "attacked": 2, "decoys": 5, "budget": 0.99}
 DEFENSES = ["gaussian_noise:relative_scale=20", "pruning:ratio=0.9"]
 
 
@@ -54,6 +54,15 @@ def test_every_defense_has_an_outcome(found: tuple[Path, Choice]) -> None:
     for one in found[1].outcomes:
         assert one.accuracy.low <= one.accuracy.mean <= one.accuracy.high
         assert one.lost.mean == pytest.approx(plain.accuracy.mean - one.accuracy.mean)
+
+
+def test_who_has_a_list_decides_nothing_and_is_told(found: tuple[Path, Choice]) -> None:
+    plain, noise, pruned = found[1].outcomes
+    assert plain.listed == noise.listed == pruned.listed == 7
+    assert plain.named.mean == pruned.named.mean == 1 >= noise.named.mean
+    assert plain.attack == "span"
+    assert "Who has a list of 7 with the right ones among them names" in found[1].words
+    assert "| named of a list |" in (found[0] / "recommend.md").read_text()
 
 
 def test_rates_follow_noise(found: tuple[Path, Choice]) -> None:
@@ -119,9 +128,11 @@ def test_a_language_model_with_adapters(tmp_path: Path) -> None:
     config = LoraConfig(task_type="CAUSAL_LM", r=24, fan_in_fan_out=True, init_lora_weights=False)
     adapted = get_peft_model(model, config).eval()
     texts = [(text, None) for text, _ in TEXTS]
-    choice = recommend(adapted, tokenizer, texts, DEFENSES[:1], "span", output=tmp_path, **FEW)
+    few = FEW | {"decoys": 0}
+    choice = recommend(adapted, tokenizer, texts, DEFENSES[:1], "span", output=tmp_path, **few)
     plain, noise = choice.outcomes
     assert plain.leak.mean > 0.5 > noise.leak.mean
+    assert plain.named is None
     assert "share of tokens that are predicted right" in choice.words
     assert 0 <= plain.accuracy.mean < 0.5
     regression = BertForSequenceClassification(BertConfig(num_labels=1, num_hidden_layers=1))
