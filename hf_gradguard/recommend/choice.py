@@ -84,7 +84,8 @@ def choose(
 
     A mean decides, and the words give its interval: a short training cannot tell single points
     apart. Where intervals of what leaks overlap the least one's, the most accurate of these is
-    taken.
+    taken. Where no search reads the undefended gradient above a guess, none says anything: then who
+    has a list decides, if he names clearly fewer behind a defense than undefended.
 
     Args:
         outcomes: The undefended one first.
@@ -113,14 +114,10 @@ def choose(
     places = 0 if unit == " %" else 1
     said = f"{plain.attack} reads {plain.leak.said(scale, places, unit)} undefended"
     if not kept:
-        best = min(defended, key=lambda one: one.lost.mean)
-        words = (
-            f"None of the defenses tried kept accuracy within {100 * budget:g} points of the "
-            f"undefended {plain.accuracy.said()}. The nearest is {best.defense} at a learning rate "
-            f"of {best.learning_rate:g}: it loses {best.lost.said()}. Train longer (--steps), try "
-            "weaker settings, or allow more (--budget)."
-        )
-        return Choice(list(outcomes), None, words)
+        return _nothing_kept(list(outcomes), budget)
+    if plain.leak.low <= chance:
+        guess = f"{scale * chance:.{places}f}{unit}"
+        return _without_searches(list(outcomes), kept, f"{said}, and a guess {guess}")
     least = min(kept, key=lambda one: one.leak.mean)
     alike = [one for one in kept if one.leak.low <= least.leak.high]
     chosen = max(alike, key=lambda one: one.accuracy.mean)
@@ -140,3 +137,42 @@ def choose(
             f"{chosen.named.said()} of them."
         )
     return Choice(list(outcomes), chosen, words)
+
+
+def _nothing_kept(outcomes: list[Outcome], budget: float) -> Choice:
+    plain, *defended = outcomes
+    best = min(defended, key=lambda one: one.lost.mean)
+    words = (
+        f"None of the defenses tried kept accuracy within {100 * budget:g} points of the "
+        f"undefended {plain.accuracy.said()}. The nearest is {best.defense} at a learning rate "
+        f"of {best.learning_rate:g}: it loses {best.lost.said()}. Train longer (--steps), try "
+        "weaker settings, or allow more (--budget)."
+    )
+    return Choice(outcomes, None, words)
+
+
+def _without_searches(outcomes: list[Outcome], kept: list[Outcome], said: str) -> Choice:
+    """Where no search reads even the undefended gradient: by who has a list, if he can tell."""
+    plain = outcomes[0]
+    words = (
+        f"No search that was tried reads this model even undefended ({said}), so none says what a "
+        "defense hides. "
+    )
+    everybody = plain.named or Estimate(0, 0, 0)
+    fewer = [(one.named, one) for one in kept if one.named and one.named.high < everybody.low]
+    if not fewer:
+        words += (
+            "Nothing is recommended. Attack more samples (--attacked), with other attacks "
+            "(--attack), or a model that was trained further: adapters give little away in their "
+            "first step."
+        )
+        return Choice(outcomes, None, words)
+    named, chosen = min(fewer, key=lambda one: one[0].mean)
+    words += (
+        f"Who has a list of {chosen.listed} with the right ones among them names "
+        f"{everybody.said()} of them undefended, and least under {chosen.defense}: "
+        f"{named.said()}. At a learning rate of {chosen.learning_rate:g} it kept an accuracy of "
+        f"{chosen.accuracy.said()} in this short training (undefended {plain.accuracy.said()}; "
+        f"loss {chosen.lost.said()})."
+    )
+    return Choice(outcomes, chosen, words)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,8 +49,7 @@ def recommend(
     every attack is kept, so an interrupted run goes on where it stopped.
 
     It measures short trainings: audit the long one as well. What an attacker who has a list of
-    candidates names is said beside it, and decides nothing: nothing that teaches hides much from
-    him.
+    candidates names is said beside it; he decides only where no search reads anything.
 
     Args:
         model: A classifier of texts, words or images, or a language model, as its training starts.
@@ -88,9 +87,7 @@ def recommend(
         rate, cell = trials.best(label, defense)
         plain = plain or cell["judging"]
         end = server.reads(trials.trained(label, defense, rate), {label: defense}, f"end{number}")
-        told = _told(label, {"start": start, "end": end})
-        named = _named(label, start, end)
-        outcomes += [_outcome(label, rate, cell["judging"], plain, told, named)] if told else []
+        outcomes += _outcome(label, rate, cell["judging"], plain, {"start": start, "end": end})
     said, chance = TERMS[kind], start.chance.scores[start.terms.score].mean
     choice = choose(outcomes, terms.budget, chance, said.scale, f" {said.unit}")
     return _write(_measured(choice, modality.labels), chance, terms, folder, kind)
@@ -163,7 +160,7 @@ def _ranks(summary: Summary, attack: str) -> bool:
     return any(attack == one.attack for one in summary.ranked)
 
 
-def _named(label: str, *stages: Summary) -> tuple[Estimate | None, int]:
+def _named(label: str, stages: Iterable[Summary]) -> tuple[Estimate | None, int]:
     """The share of samples that who has a list names at the worse stage, and its length."""
     found = [one for summary in stages for one in summary.ranked if one.defense == label]
     if not found:
@@ -173,17 +170,16 @@ def _named(label: str, *stages: Summary) -> tuple[Estimate | None, int]:
 
 
 def _outcome(
-    label: str,
-    rate: float,
-    right: list[float],
-    plain: list[float],
-    told: list[tuple[Any, str, str]],
-    named: tuple[Estimate | None, int],
-) -> Outcome:
+    label: str, rate: float, right: list[float], plain: list[float], stages: dict[str, Summary]
+) -> list[Outcome]:
+    """One, or none if no attack could be applied."""
+    told = _told(label, stages)
+    if not told:
+        return []
     most, attack, stage = max(told, key=lambda one: one[0].mean)
     lost = np.array(plain) - np.array(right)
-    leak = _estimate(most)
-    return Outcome(label, rate, _mean(right), _mean(lost), leak, attack, stage, *named)
+    figures = (_mean(right), _mean(lost), _estimate(most))
+    return [Outcome(label, rate, *figures, attack, stage, *_named(label, stages.values()))]
 
 
 def _estimate(audited: Any) -> Estimate:

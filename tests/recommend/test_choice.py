@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from hf_gradguard.recommend import Outcome, choose
@@ -51,3 +53,32 @@ def test_words_say_whether_it_is_more_than_a_guess() -> None:
 def test_the_undefended_comes_first(tried: list[Outcome]) -> None:
     with pytest.raises(ValueError, match="the undefended outcome first"):
         choose(tried, 0.02, 0.05)
+
+
+def listed(one: Outcome, named: float, width: float = 0.05) -> Outcome:
+    return dataclasses.replace(one, named=Estimate(named, named - width, named + width), listed=54)
+
+
+def test_searches_that_read_nothing_undefended_say_nothing() -> None:
+    blind = outcome("none", 0.0, 0.17, width=0.04)  # a guess has 0.2
+    choice = choose([blind, outcome("a", 0.0, 0.0)], 0.02, chance=0.2)
+    assert choice.chosen is None
+    assert "No search that was tried reads this model even undefended (span reads 17 %" in (
+        choice.words
+    )
+    # Nor does a list from which as many are named.
+    tried = [listed(blind, 1.0), listed(outcome("a", 0.0, 0.0), 0.95)]
+    assert choose(tried, 0.02, chance=0.2).chosen is None
+
+
+def test_then_a_list_decides_where_it_can_tell() -> None:
+    blind = listed(outcome("none", 0.0, 0.17, width=0.04), 1.0)
+    tried = [
+        blind,
+        listed(outcome("a", 0.0, 0.0), 0.6),
+        listed(outcome("b", 0.01, 0.0), 0.2),
+        listed(outcome("c", 0.05, 0.0), 0.0),  # costs too much
+    ]
+    choice = choose(tried, 0.02, chance=0.2)
+    assert choice.chosen is tried[2]
+    assert "least under b: 20 % [15, 25]" in choice.words
