@@ -96,6 +96,10 @@ def train(model, tokenizer, rows: list[dict], steps: int) -> None:
     model.get_input_embeddings().requires_grad_(True)
 
 
+def said(strength: Mapping[str, Any]) -> str:
+    return " ".join(f"{key}={value}" for key, value in strength.items())
+
+
 def drawn(cell: Mapping[str, Any], number: int, rows: list[dict]) -> tuple[list[dict], list[int]]:
     """The candidates of a message, and which of them are in it."""
     draw = np.random.default_rng([cell["seed"], cell["size"], number])
@@ -148,13 +152,12 @@ def _ranked(
         message = defense(gmap, Stream.from_seeds(cell["seed"], number))
         grants = {"labels": batch["labels"], "tokenizer": task.tokenizer}
         seen = Observation(model, dict(message), shape, **grants)
-        said = " ".join(f"{key}={value}" for key, value in strength.items())
         law = defense.law(message)
-        who = {"does not": None} if law is None else {"knows": law, "does not": None}
-        if law is not None and cell.get("informed"):
-            who.pop("does not")
+        who = {} if law is None else {"knows": law}
+        if not (who and cell.get("informed")):
+            who["does not"] = None
         for knows, granted in who.items():
-            places.append(f"{said}|{knows}")
+            places.append(f"{said(strength)}|{knows}")
             observations.append(Observation(**{**vars(seen), "law": granted}))
     texts, labels = [row["sentence"] for row in listed], [row["label"] for row in listed]
     attack = make_attack("candidates", candidates=texts, labels=labels)

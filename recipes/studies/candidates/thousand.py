@@ -25,14 +25,13 @@ from .settings import (
     THOUSAND_FIRST,
     THOUSAND_MESSAGES,
 )
-from .task import POOL, Task, measured, searched
+from .task import POOL, Task, measured, said, searched
 
 ARGUMENTS = {
     "--model": "a text encoder and its tokenizer",
     "--data_dir": "folder of train.tsv",
     "--all": {"action": "store_true", "help": "all defenses and searches"},
 }
-Row = tuple[str, dict]
 
 
 def cells(args) -> dict:
@@ -85,10 +84,6 @@ def _searches(args) -> dict:
         for defense in (THOUSAND_FIRST[:2] if args.quick else THOUSAND)
         for strength in THOUSAND[defense]
     }
-
-
-def said(strength: Mapping) -> str:
-    return " ".join(f"{key}={value}" for key, value in strength.items())
 
 
 def prepare(args):
