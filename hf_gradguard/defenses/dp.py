@@ -123,13 +123,13 @@ class PrivateSGD(DPSGD):
             )
 
     def law(self, message: Message) -> Law | None:
-        """As for any defense; what clipping left of each of several samples is not followed."""
+        """As for any defense, or of a sum of samples' clipped gradients."""
         if not self.per_sample:
             return super().law(message)
         samples = message.figures.get("samples", 1.0)
-        std = (self.noise_multiplier or 0.0) * self.clip / (self.expected_batch_size or samples)
-        bound = self.clip / (self.expected_batch_size or 1.0) if samples == 1 else None
-        return Law(clip_norm=bound, noise="gaussian", variance=std**2)
+        size = self.expected_batch_size or samples
+        std = (self.noise_multiplier or 0.0) * self.clip / size
+        return Law(clip_sample=self.clip, scale=samples / size, noise="gaussian", variance=std**2)
 
     def calibrate(self, noise_multiplier: float, expected_batch_size: float) -> None:
         """Take σ and B as a Trainer found them."""

@@ -34,14 +34,18 @@ class Fitted:
 
 @dataclass(frozen=True)
 class Law:
-    """What is done to a gradient on its way into a message, in this order: it is clipped, some of
-    its entries are withheld, the others are rounded, and noise is added; or it is fitted.
+    """What is done to a gradient on its way into a message, in this order: each sample's is clipped,
+    their mean is clipped and scaled, some of its entries are withheld, the others are rounded, and
+    noise is added; or it is fitted.
 
     It says how messages come about, and nothing of one client's data but what the message itself
     shows. Attackers are granted it; defenses state it (`Defense.law`).
 
     Args:
+        clip_sample: Each sample's gradient is scaled down to this norm.
         clip_norm: The gradient is scaled down to this norm.
+        scale: What the clipped gradient is multiplied by, as where a sum of samples is divided by
+            their expected number.
         clip_coordinate: Every entry is clipped to ± this bound.
         kept: Which entries are transmitted: `"all"`; `"largest"`, those of the largest |g|; or
             `"chosen"`, by a rule that the attacker does not follow. What was withheld is zero.
@@ -60,7 +64,9 @@ class Law:
         True
     """
 
+    clip_sample: float | None = None
     clip_norm: float | None = None
+    scale: float = 1.0
     clip_coordinate: float | None = None
     kept: Literal["all", "largest", "chosen"] = "all"
     rounding: Literal["nearest", "stochastic", "sign"] | None = None
@@ -104,9 +110,8 @@ class Law:
         """Whether who compares gradients by their distance gains nothing by knowing it: entries
         differ in nothing but noise of one variance.
         """
-        if self.clip_norm or self.clip_coordinate or self.rounding or self.kept != "all":
-            return False
-        if self.fitted is not None:
+        clipped = self.clip_sample or self.clip_norm or self.clip_coordinate or self.scale != 1
+        if clipped or self.rounding or self.kept != "all" or self.fitted is not None:
             return False
         if not isinstance(self.variance, Mapping):
             return True

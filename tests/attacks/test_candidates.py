@@ -354,6 +354,48 @@ def test_members_are_found_where_most_entries_are_clipped() -> None:
     assert told >= 11  # of 18; a blind guess has 3.9
 
 
+def test_members_are_found_where_each_is_clipped() -> None:
+    """One large gradient does not drown the others, for who knows that each is clipped."""
+    torch.manual_seed(0)
+    model, _ = small_convolution()
+    list_ = images(30)
+    list_[20:] = [40 * one for one in list_[20:]]
+    defense = make_defense("dp_sgd", per_sample=True, clip=0.05, noise_multiplier=0.05)
+    told = {True: 0, False: 0}
+    for first in range(10):
+        members = [first, 10 + first, 20 + first]
+        seen = seen_by(model, batch_of([list_[i] for i in members], [0, 1, 1]), defense)
+        for knows in told:
+            law = seen.law if knows else replace(seen.law, clip_sample=None)
+            attack = make_attack("candidates", candidates=list_, labels=[0] * 10 + [1] * 20)
+            found = attack(replace(seen, law=law), torch_rng())
+            told[knows] += len(set(found.ranking[:3].tolist()) & set(members))
+    assert told[True] >= 24, told  # of 30
+    assert told[False] < told[True] - 5, told
+
+
+def test_a_clipped_sample_of_an_expected_batch_is_by_the_formula() -> None:
+    model, list_ = small("bert")
+    settings = {"clip": 0.5, "noise_multiplier": 0.4, "expected_batch_size": 8.0}
+    defense = make_defense("dp_sgd", per_sample=True, **settings)
+    seen = seen_by(model, batch_of([list_[3]], [1]), defense)
+    found = make_attack("candidates", candidates=list_, labels=[1] * len(list_))(seen, torch_rng())
+    y, std = flat(seen.gradient), 0.4 * 0.5 / 8
+    own = [gradient_of(model, one, 1) for one in list_]
+    sent = torch.stack([g * min(1.0, 0.5 / float(g.norm())) / 8 for g in own])
+    wanted = -(y - sent).square().sum(1) / (2 * std**2)
+    torch.testing.assert_close(
+        found.scores - found.scores[0], wanted - wanted[0], rtol=1e-3, atol=1e-3
+    )
+
+
+def test_messages_that_were_clipped_otherwise_are_not_attacked_together() -> None:
+    model, list_ = small("bert")
+    one = seen_by(model, batch_of([list_[3]], [1]), law=Law(clip_sample=1.0))
+    with pytest.raises(ValueError, match="clipped alike"):
+        make_attack("candidates", candidates=list_).together([one, replace(one, law=Law())])
+
+
 def test_pure_noise_names_nobody() -> None:
     """Ranks are uniform over who is said to be the client's: their mean, and how many are first."""
     model, _ = make_task("bert", dtype=torch.float32)

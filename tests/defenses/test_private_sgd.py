@@ -61,7 +61,7 @@ def test_says_only_what_holds() -> None:
     law = defense.law(message)
     assert law is not None
     assert law.variance == pytest.approx((1e-3 / ROWS) ** 2)
-    assert law.clip_norm is None
+    assert (law.clip_sample, law.scale, law.clip_norm) == (1e-3, 1.0, None)
 
 
 def test_no_sample_is_noise_alone() -> None:

@@ -41,7 +41,7 @@ class Likelihood:
 
     def __call__(self, gradient: Mapping[str, Tensor]) -> Tensor:
         """`(K,)` in float64, of gradients `(K, *parameter.shape)`."""
-        gradient = self._clipped(gradient)
+        gradient = self._as_sent(gradient)
         count = len(next(iter(gradient.values())))
         device = next(iter(gradient.values())).device
         total = torch.zeros(count, dtype=torch.float64, device=device)
@@ -52,15 +52,13 @@ class Likelihood:
             total += self._of(name, y, gradient[name], limit)
         return total
 
-    def _clipped(self, gradient: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    def _as_sent(self, gradient: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         if (bound := self.law.clip_coordinate) is not None:
             gradient = {n: g.clamp(-bound, bound) for n, g in gradient.items()}
         if self.law.clip_norm is not None:
-            squares = [g.flatten(1).double().square().sum(1) for g in gradient.values()]
-            scale = (self.law.clip_norm / torch.stack(squares).sum(0).sqrt()).clamp(max=1)
-            gradient = {
-                n: g * scale.to(g.dtype).view(-1, *[1] * (g.dim() - 1)) for n, g in gradient.items()
-            }
+            gradient = clipped(gradient, self.law.clip_norm)
+        if self.law.scale != 1:
+            gradient = {n: g * self.law.scale for n, g in gradient.items()}
         return gradient
 
     def _of(self, name: str, y: Tensor, g: Tensor, threshold: Tensor | None) -> Tensor:
@@ -112,6 +110,13 @@ class Likelihood:
         if not step:
             return -outside
         return _sum((1 - away / step).clamp_(min=1e-6).log_()) - outside
+
+
+def clipped(gradient: Mapping[str, Tensor], norm: float) -> Tensors:
+    """Each of K gradients `(K, *parameter.shape)`, scaled down to this norm where it is longer."""
+    squares = [g.flatten(1).double().square().sum(1) for g in gradient.values()]
+    scale = (norm / torch.stack(squares).sum(0).sqrt()).clamp(max=1)
+    return {n: g * scale.to(g.dtype).view(-1, *[1] * (g.dim() - 1)) for n, g in gradient.items()}
 
 
 def _quantized(g: Tensor, law: Law) -> Tensor:

@@ -14,7 +14,7 @@ from ...gradient_map.many import ManyGradients, has_draws
 from ..observation import Observation
 from .entries import Entries
 from .fitted import Fits
-from .likelihood import Likelihood
+from .likelihood import Likelihood, clipped
 from .linear import Filtered, MatchedFilter
 
 _MEAN_OF = 64  # candidates of a label, whose gradients are averaged
@@ -60,6 +60,7 @@ class Scorer:
         self.spread = self.many.spread(batches[:: max(1, len(batches) // _SPREAD_OF)][:_SPREAD_OF])
         self.spread = {name: (1 + 1 / draws) * value for name, value in self.spread.items()}
         self.laws = [law_of(one) for one in observations]
+        self.clip_sample = _of_samples(self.laws)
         self.direct = {
             at: Likelihood(law, dict(one.gradient), self._floor(one))
             for at, (one, law) in enumerate(zip(observations, self.laws, strict=True))
@@ -84,8 +85,7 @@ class Scorer:
         center = self._center(means)
         filters = self._filters(rest, center)
         for rows, gradient in self.many(self.entries.batches):
-            if bool((size[rows] != 1).any()):
-                gradient = {n: _scaled(g, size[rows]) for n, g in gradient.items()}
+            gradient = self._of_sample(gradient, size[rows])
             for at, likelihood in self.direct.items():
                 told[at][rows] = likelihood(gradient)
             if means:
@@ -117,7 +117,9 @@ class Scorer:
         for at in rest:
             seen, law = self.observations[at], self.laws[at]
             weights, variance = self._weights(seen, law, center)
-            scale = _fitted(seen.gradient, center) if law is None or law.clip_norm else 1.0
+            scale = law.scale if law is not None else 1.0
+            if law is None or law.clip_norm:
+                scale = _fitted(seen.gradient, center)
             message = {name: g / scale for name, g in seen.gradient.items()}
             variance = None if variance is None else variance / scale**2
             told = Filtered(message, _clipped(center, law), seen.batch_size, variance)
@@ -149,9 +151,17 @@ class Scorer:
             chosen = rows[::step][:_MEAN_OF]
             for some, gradient in self.many([self.entries.batches[row] for row in chosen]):
                 size = self.entries.size[[chosen[i] for i in some]]
-                for name, g in gradient.items():
-                    means[name][label] += _scaled(g, size).sum(0) / len(chosen)
+                for name, g in self._of_sample(gradient, size).items():
+                    means[name][label] += g.sum(0) / len(chosen)
         return means
+
+    def _of_sample(self, gradient: Tensors, size: Tensor) -> Tensors:
+        """What each candidate adds to a sum: its size times its gradient, clipped if each is."""
+        if self.clip_sample is not None:
+            return clipped(gradient, self.clip_sample)
+        if bool((size == 1).all()):
+            return gradient
+        return {name: _scaled(g, size) for name, g in gradient.items()}
 
     def _weights(
         self, seen: Observation, law: Law | None, center: Tensors
@@ -224,6 +234,17 @@ def law_of(seen: Observation) -> Law | None:
     if seen.law is None and seen.noise_variance is not None:
         return Law(noise="gaussian", variance=seen.noise_variance)
     return seen.law
+
+
+def _of_samples(laws: Sequence[Law | None]) -> float | None:
+    """The norm that each sample's gradient is clipped to."""
+    bounds = {None if law is None else law.clip_sample for law in laws}
+    if len(bounds) > 1:
+        raise ValueError(
+            "Messages that are attacked together must have samples clipped alike. Attack the "
+            "others by themselves."
+        )
+    return bounds.pop()
 
 
 def _clipped(center: Tensors, law: Law | None) -> Tensors:
