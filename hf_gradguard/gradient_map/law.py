@@ -34,9 +34,9 @@ class Fitted:
 
 @dataclass(frozen=True)
 class Law:
-    """What is done to a gradient on its way into a message, in this order: each sample's is clipped,
-    their mean is clipped and scaled, some of its entries are withheld, the others are rounded, and
-    noise is added; or it is fitted.
+    """What is done to a gradient on its way into a message, in this order: each sample's is
+    clipped, their mean is clipped and scaled, some of its entries are withheld, the others are
+    rounded, and noise is added; or it is fitted.
 
     It says how messages come about, and nothing of one client's data but what the message itself
     shows. Attackers are granted it; defenses state it (`Defense.law`).

@@ -17,7 +17,12 @@ from .bounds import (
     mse_bound_with_prior,
     rdp_of_order_two,
 )
-from .differential_privacy import PrivacyAccount, dp_sgd_epsilon, dp_sgd_noise_multiplier
+from .differential_privacy import (
+    PrivacyAccount,
+    dp_sgd_epsilon,
+    dp_sgd_noise_multiplier,
+    membership_power,
+)
 from .estimators import Estimator, make_estimator
 from .figures import Eigenvalue, Estimate, Influence
 from .fisher import DFIL, dfil, fisher_norm, fisher_trace
@@ -56,6 +61,7 @@ __all__ = [
     "inversion_influence_lower_bound",
     "largest_eigenvalue",
     "make_estimator",
+    "membership_power",
     "mse_bound_from_dfil",
     "mse_bound_from_norm",
     "mse_bound_from_rdp",

@@ -6,13 +6,15 @@ and is in it with probability q, independently of other rows (Poisson sampling).
 
 References: Abadi et al., "Deep Learning with Differential Privacy" (2016); Koskela, Jälkö and
 Honkela, "Computing Tight Differential Privacy Guarantees Using FFT" (2020); Doroshenko et al.,
-"Connect the Dots" (2022), which `dp-accounting` implements.
+"Connect the Dots" (2022), which `dp-accounting` implements. Of single messages: Dong, Roth and Su,
+"Gaussian Differential Privacy" (2022).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from statistics import NormalDist
 from typing import Any
 
 import torch
@@ -53,6 +55,38 @@ def dp_sgd_epsilon(
         2.38
     """
     return PrivacyAccount({(noise_multiplier, sampling_rate): messages}).epsilon(delta)
+
+
+def membership_power(
+    noise_multiplier: float, false_alarms: float = 0.01, messages: int = 1
+) -> float:
+    """The most that anybody tells of who is in a message of DP-SGD: the share of members that the
+    best test finds, whatever it knows of the model, the other members and the candidate.
+
+    A member moves the sum by C at most, and along that line the noise has standard deviation σC. So
+    no test has more power than the one of a mean of 0 against 1/σ (Neyman and Pearson): Φ(Φ⁻¹(α) +
+    √k/σ), where all of k messages, or none, hold the row.
+
+    Args:
+        noise_multiplier: σ of the noise σC on the sum of gradients clipped to C.
+        false_alarms: α, the share of others that the test takes for members.
+        messages: k.
+
+    Raises:
+        ValueError: If an argument is out of range.
+
+    Example:
+        >>> round(membership_power(1.5), 4)
+        0.0485
+    """
+    if not noise_multiplier > 0:
+        raise ValueError(f"noise_multiplier must be above 0, but is {noise_multiplier}.")
+    if not 0 < false_alarms < 1:
+        raise ValueError(f"false_alarms must be between 0 and 1, but is {false_alarms}.")
+    if messages < 1:
+        raise ValueError(f"messages must be at least 1, but is {messages}.")
+    normal = NormalDist()
+    return normal.cdf(normal.inv_cdf(false_alarms) + math.sqrt(messages) / noise_multiplier)
 
 
 def dp_sgd_noise_multiplier(

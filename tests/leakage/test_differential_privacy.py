@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import dp_accounting
+import numpy as np
 import pytest
 from dp_accounting.pld import PLDAccountant
 from dp_accounting.rdp import RdpAccountant
@@ -14,6 +15,7 @@ from hf_gradguard.leakage import (
     dp_sgd_epsilon,
     dp_sgd_noise_multiplier,
     gaussian_epsilon,
+    membership_power,
 )
 
 
@@ -113,3 +115,40 @@ def test_values_out_of_range(multiplier: float, rate: float, messages: int, delt
         dp_sgd_epsilon(multiplier, rate, messages, delta)
     with pytest.raises(ValueError, match="target_epsilon"):
         dp_sgd_noise_multiplier(0.0, 1e-5, 0.1, 1)
+
+
+@pytest.mark.parametrize(("sigma", "delta"), [(1.5, 1e-3), (0.7, 1e-5), (4.0, 1e-2)])
+def test_power_is_the_other_side_of_epsilon(sigma: float, delta: float) -> None:
+    """δ at ε is the most by which power exceeds e^ε times the false alarms (Wasserman and Zhou,
+    2010), over all of these.
+    """
+    epsilon = gaussian_epsilon(sigma, delta)
+    # About the test at which both densities differ by e^ε.
+    edges = np.linspace(epsilon * sigma + 0.5 / sigma - 2, epsilon * sigma + 0.5 / sigma + 2, 4001)
+    alarms = [0.5 * math.erfc(edge / math.sqrt(2)) for edge in edges]
+    excess = [membership_power(sigma, alarm) - math.exp(epsilon) * alarm for alarm in alarms]
+    assert max(excess) == pytest.approx(delta, rel=1e-4)
+
+
+def test_power_is_that_of_the_best_test() -> None:
+    """Likelihood ratios of messages with a member of norm C and without; several add up."""
+    rng, draws, sigma = np.random.default_rng(0), 200_000, 1.5
+    for messages in (1, 4):
+        without = rng.normal(size=(draws, messages)).sum(1)
+        member = (1 / sigma + rng.normal(size=(draws, messages))).sum(1)
+        found = float((member > np.quantile(without, 0.99)).mean())
+        wanted = membership_power(sigma, 0.01, messages)
+        assert found == pytest.approx(wanted, abs=5 * math.sqrt(wanted / draws) + 0.001)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ((0.0,), "noise_multiplier must be above 0"),
+        ((1.0, 1.0), "false_alarms must be between 0 and 1"),
+        ((1.0, 0.01, 0), "messages must be at least 1"),
+    ],
+)
+def test_power_out_of_range(settings: tuple[float, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        membership_power(*settings)
