@@ -6,12 +6,22 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from helpers import save_encoder
+from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
+from hf_gradguard.leakage import dp_sgd_epsilon
 from recipes.studies.frontier import rates, shown, text
 from recipes.studies.frontier.client import row_of
-from recipes.studies.frontier.settings import GRID, QUICK_ATTACKS, QUICK_ROWS, STAGES
+from recipes.studies.frontier.head_training import HeadTask
+from recipes.studies.frontier.settings import (
+    GRID,
+    QUICK_ATTACKS,
+    QUICK_HEADS,
+    QUICK_ROWS,
+    STAGES,
+)
 from recipes.studies.lib.tables import interval
 from recipes.studies.private import accuracy
 
@@ -62,6 +72,44 @@ def test_frontier(encoder, sentences, quick, tmp_path, monkeypatch):
     assert len(found["rank"]) == 4
     (row,) = study.rows()
     assert row[:2] == ["20", f"{(found['parameters'] / 4) ** 0.5 / 20:.2g}"]
+
+
+def test_heads(encoder, sentences, quick, tmp_path, monkeypatch):
+    monkeypatch.setattr("recipes.studies.frontier.head_training.HELD_OUT", 20)
+    data = ("--model", encoder, "--data_dir", sentences, "--models", tmp_path / "models")
+    study = quick("frontier", "heads", *data, output=tmp_path / "frontier_heads")
+    plain, private, alone = study.figures.values()
+    attacked = {
+        f"{name}, {size}, {stage}"
+        for (name, size), (_, _, stages) in QUICK_HEADS.items()
+        for stage in stages
+    }
+    assert plain.keys() == private.keys() == {"learning rate", "accuracy", *attacked}
+    assert alone.keys() == {place for place in attacked if place.startswith("tag")}
+    told = plain["candidates, 4, end"]["0"]
+    assert len(told["rank"]) == 4
+    # No noise, and 96 embedding dimensions for 20 sentences: who is in the message is plain.
+    assert max(told["rank"]) <= 4
+    rows = len(HeadTask(str(encoder), str(sentences), str(tmp_path / "models")).rows_to_learn())
+    (spent,) = (run["epsilon"] for run in private["accuracy"].values())
+    assert spent == pytest.approx(dp_sgd_epsilon(1.5, 4 / rows, 2, 1e-5))
+    assert [row[0] for row in study.rows()] == list(study.figures)
+    # What was kept is the head alone, and gives the same classes anew.
+    (kept,) = (tmp_path / "models").glob("dp_sgd*/end.safetensors")
+    assert set(load_file(kept)) == {"head.weight", "head.bias"}
+
+
+def test_embeddings_made_before_give_the_same_logits(encoder, sentences, tmp_path, monkeypatch):
+    monkeypatch.setattr("recipes.studies.frontier.head_training.HELD_OUT", 20)
+    task = HeadTask(str(encoder), str(sentences), str(tmp_path))
+    model, texts = task.start(0), task.texts.train_rows.select(range(5))
+    batch = task.tokenizer.pad({"input_ids": texts["input_ids"]}, return_tensors="pt")
+    kept = task.held_out()["embeddings"][:5]
+    with torch.no_grad():
+        torch.testing.assert_close(model(**batch).logits, model(embeddings=kept).logits)
+        inputs = {"inputs_embeds": model.get_input_embeddings()(batch["input_ids"])}
+        inputs["attention_mask"] = batch["attention_mask"]
+        torch.testing.assert_close(model(**inputs).logits, model(embeddings=kept).logits)
 
 
 def test_the_rate_is_searched_beyond_the_ends(tmp_path):

@@ -107,3 +107,21 @@ QUICK_IMAGE_ATTACKS = {
     INVERTING: (1, {"steps": 1, "total_variation": [1e-3, 1e-2], "own": 1}),
     ("candidates", 4): (1, {"listed": 20}),
 }
+
+# A head on a frozen encoder
+HEAD_DEFENSES: dict[str, dict] = {
+    "none": {},
+    "dp_sgd": {"per_sample": True, "clip": 1.0, "noise_multiplier": 1.5},
+}
+HEAD_SIZES = [(1600, 64), (1600, 256), (200, 16)]  # the first one is attacked
+HEAD_GRID = (5e-4, 1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2, 6.4e-2)
+HEAD_RATE = 4e-3  # around which rates are tried
+HEAD_ATTACKS: dict[tuple[str, int], tuple[int, dict, list[str]]] = {  # the last: at which stages
+    CANDIDATES: (12, {"listed": 300}, list(STAGES)),
+    ("candidates", 1): (40, {"listed": 300}, list(STAGES)),
+    TAG: (2, {"steps": 500}, ["start", "end"]),
+}
+QUICK_HEADS: dict[tuple[str, int], tuple[int, dict, list[str]]] = {
+    ("candidates", 4): (1, {"listed": 20}, list(STAGES)),
+    TAG: (1, {"steps": 1}, ["end"]),
+}
