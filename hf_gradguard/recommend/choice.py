@@ -122,7 +122,7 @@ def choose(
     alike = [one for one in kept if one.leak.low <= least.leak.high]
     chosen = max(alike, key=lambda one: one.accuracy.mean)
     words = (
-        f"Train with {chosen.defense} at a learning rate of {chosen.learning_rate:g}. It kept an "
+        f"Train with {chosen.defense} at a learning rate of {chosen.learning_rate:.2g}. It kept an "
         f"accuracy of {chosen.accuracy.said()} in this short training (undefended "
         f"{plain.accuracy.said()}; loss {chosen.lost.said()}), and the best of the attackers "
         f"tried, {chosen.attack} at the {chosen.stage} of its training, reads "
@@ -145,7 +145,7 @@ def _nothing_kept(outcomes: list[Outcome], budget: float) -> Choice:
     words = (
         f"None of the defenses tried kept accuracy within {100 * budget:g} points of the "
         f"undefended {plain.accuracy.said()}. The nearest is {best.defense} at a learning rate "
-        f"of {best.learning_rate:g}: it loses {best.lost.said()}. Train longer (--steps), try "
+        f"of {best.learning_rate:.2g}: it loses {best.lost.said()}. Train longer (--steps), try "
         "weaker settings, or allow more (--budget)."
     )
     return Choice(outcomes, None, words)
@@ -171,7 +171,7 @@ def _without_searches(outcomes: list[Outcome], kept: list[Outcome], said: str) -
     words += (
         f"Who has a list of {chosen.listed} with the right ones among them names "
         f"{everybody.said()} of them undefended, and least under {chosen.defense}: "
-        f"{named.said()}. At a learning rate of {chosen.learning_rate:g} it kept an accuracy of "
+        f"{named.said()}. At a learning rate of {chosen.learning_rate:.2g} it kept an accuracy of "
         f"{chosen.accuracy.said()} in this short training (undefended {plain.accuracy.said()}; "
         f"loss {chosen.lost.said()})."
     )
