@@ -122,10 +122,9 @@ def choose(
     alike = [one for one in kept if one.leak.low <= least.leak.high]
     chosen = max(alike, key=lambda one: one.accuracy.mean)
     words = (
-        f"Train with {chosen.defense} at a learning rate of {chosen.learning_rate:.2g}. It kept an "
-        f"accuracy of {chosen.accuracy.said()} in this short training (undefended "
-        f"{plain.accuracy.said()}; loss {chosen.lost.said()}), and the best of the attackers "
-        f"tried, {chosen.attack} at the {chosen.stage} of its training, reads "
+        f"Train with {chosen.defense} at a learning rate of {chosen.learning_rate:.2g}. It "
+        f"{_kept(chosen, plain)}, and the best of the attackers tried, {chosen.attack} at the "
+        f"{chosen.stage} of its training, reads "
         f"{chosen.leak.said(scale, places, unit)} (a guess: {scale * chance:.{places}f}{unit}; "
         f"{said})."
     )
@@ -171,8 +170,14 @@ def _without_searches(outcomes: list[Outcome], kept: list[Outcome], said: str) -
     words += (
         f"Who has a list of {chosen.listed} with the right ones among them names "
         f"{everybody.said()} of them undefended, and least under {chosen.defense}: "
-        f"{named.said()}. At a learning rate of {chosen.learning_rate:.2g} it kept an accuracy of "
-        f"{chosen.accuracy.said()} in this short training (undefended {plain.accuracy.said()}; "
-        f"loss {chosen.lost.said()})."
+        f"{named.said()}. At a learning rate of {chosen.learning_rate:.2g} it "
+        f"{_kept(chosen, plain)}."
     )
     return Choice(outcomes, chosen, words)
+
+
+def _kept(chosen: Outcome, plain: Outcome) -> str:
+    return (
+        f"kept an accuracy of {chosen.accuracy.said()} in this short training (undefended "
+        f"{plain.accuracy.said()}; loss {chosen.lost.said()})"
+    )

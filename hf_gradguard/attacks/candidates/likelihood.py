@@ -116,7 +116,12 @@ def clipped(gradient: Mapping[str, Tensor], norm: float) -> Tensors:
     """Each of K gradients `(K, *parameter.shape)`, scaled down to this norm where it is longer."""
     squares = [g.flatten(1).double().square().sum(1) for g in gradient.values()]
     scale = (norm / torch.stack(squares).sum(0).sqrt()).clamp(max=1)
-    return {n: g * scale.to(g.dtype).view(-1, *[1] * (g.dim() - 1)) for n, g in gradient.items()}
+    return {name: scaled(g, scale) for name, g in gradient.items()}
+
+
+def scaled(gradient: Tensor, by: Tensor) -> Tensor:
+    """Each of `(K, *shape)` times one number."""
+    return gradient * by.to(gradient).view(-1, *[1] * (gradient.dim() - 1))
 
 
 def _quantized(g: Tensor, law: Law) -> Tensor:

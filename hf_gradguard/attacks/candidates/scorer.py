@@ -14,7 +14,7 @@ from ...gradient_map.many import ManyGradients, has_draws
 from ..observation import Observation
 from .entries import Entries
 from .fitted import Fits
-from .likelihood import Likelihood, clipped
+from .likelihood import Likelihood, clipped, scaled
 from .linear import Filtered, MatchedFilter
 
 _MEAN_OF = 64  # candidates of a label, whose gradients are averaged
@@ -117,9 +117,7 @@ class Scorer:
         for at in rest:
             seen, law = self.observations[at], self.laws[at]
             weights, variance = self._weights(seen, law, center)
-            scale = law.scale if law is not None else 1.0
-            if law is None or law.clip_norm:
-                scale = _fitted(seen.gradient, center)
+            scale = _fitted(seen.gradient, center) if law is None or law.clip_norm else law.scale
             message = {name: g / scale for name, g in seen.gradient.items()}
             variance = None if variance is None else variance / scale**2
             told = Filtered(message, _clipped(center, law), seen.batch_size, variance)
@@ -161,7 +159,7 @@ class Scorer:
             return clipped(gradient, self.clip_sample)
         if bool((size == 1).all()):
             return gradient
-        return {name: _scaled(g, size) for name, g in gradient.items()}
+        return {name: scaled(g, size) for name, g in gradient.items()}
 
     def _weights(
         self, seen: Observation, law: Law | None, center: Tensors
@@ -275,7 +273,3 @@ def _fitted(message: Mapping[str, Tensor], center: Mapping[str, Tensor]) -> floa
     product = sum(float((g.double() * center[name]).sum()) for name, g in message.items())
     square = sum(float(center[name].double().square().sum()) for name in message)
     return product / square if product > 1e-3 * square else 1.0
-
-
-def _scaled(gradient: Tensor, size: Tensor) -> Tensor:
-    return gradient * size.to(gradient).view(-1, *[1] * (gradient.dim() - 1))

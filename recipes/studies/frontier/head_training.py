@@ -82,9 +82,13 @@ class HeadTask(Client):
 
     @functools.cached_property
     def test_rows(self) -> dict[str, Tensor]:
-        return self._embedded("test", Dataset.from_list(self.texts.test_rows))
+        return self._embedded("test", self.texts.test_rows)
 
     def rows_to_learn(self) -> Dataset:
+        return self._rows_to_learn
+
+    @functools.cached_property
+    def _rows_to_learn(self) -> Dataset:
         rows = {name: tensor[HELD_OUT:].numpy() for name, tensor in self.train_rows.items()}
         return Dataset.from_dict(rows).with_format("torch")
 
@@ -105,11 +109,8 @@ class HeadTask(Client):
 
     @torch.no_grad()
     def _embed(self, rows) -> dict[str, Tensor]:
-        model, ids = self.start(0), list(rows["input_ids"])
-        found = torch.zeros(len(ids), model.config.hidden_size)
-        by_length = sorted(range(len(ids)), key=lambda i: len(ids[i]))
-        for start in range(0, len(ids), 64):
-            some = by_length[start : start + 64]
-            batch = self.tokenizer.pad([{"input_ids": ids[i]} for i in some], return_tensors="pt")
+        model = self.start(0)
+        found = torch.zeros(len(rows), model.config.hidden_size)
+        for some, batch in self.texts.by_length(rows):
             found[some] = model.embed(batch["input_ids"], batch["attention_mask"])
-        return {"embeddings": found, "labels": torch.tensor(list(rows["label"]))}
+        return {"embeddings": found, "labels": torch.tensor([row["label"] for row in rows])}

@@ -7,7 +7,7 @@ attackers read of it at the start, in the middle and at the end of training.
 The head takes the mean of the last states of an encoder that stays as it is: 770 shared numbers,
 where the part text shares 11 million. `dp_sgd` clips each phrase's gradient to norm 1 and adds
 noise of 1.5 times that to their sum. By the lemma of Neyman and Pearson nobody, whatever he knows,
-then tells more than Φ(Φ⁻¹(0.01) + 1/1.5) = 4.9 % of a message's members at 1 % false alarms.
+then tells more than Φ(Φ⁻¹(0.01) + 1/1.5) = 4.8 % of a message's members at 1 % false alarms.
 
 Rows differ in how long training is, and in the phrases of a message. Rates are searched for as in
 the part rates, on held-out phrases by a seed that is not used again. Accuracy is of the 2,693
@@ -54,25 +54,21 @@ def cells(args) -> dict:
         for defense, strength in HEAD_DEFENSES.items():
             row = f"`{defense}`, {steps:,} messages of {batch}"
             cell = {"defense": defense, "strength": strength, "steps": steps, "batch": batch}
-            search, rate = _search(results, cell, args.quick), HEAD_RATE
-            found |= {(row, RATES, f"{one['learning_rate']:g}"): one for one in search}
-            if not args.quick:
-                if any(one not in results for one in search):
-                    continue
-                tried = {f"{one['learning_rate']:g}": results[one] for one in search}
-                rate = rates.best({row: tried})[row]
-            found |= _trained(row, cell | {"learning_rate": rate}, args.quick)
-    return dict(
-        sorted(found.items(), key=lambda one: one[1].get("attack") == "tag")
-    )  # the slow ones
+            search = _search(results, cell, args.quick)
+            found |= {(row, RATES, rate): one for rate, one in search.items()}
+            rate = HEAD_RATE if args.quick else rates.chosen(results, search)
+            if rate is not None:
+                found |= _trained(row, cell | {"learning_rate": rate}, args.quick)
+    # The slow ones come last.
+    return dict(sorted(found.items(), key=lambda one: one[1].get("attack") == "tag"))
 
 
-def _search(results: Results, cell: dict, quick: bool) -> list[dict]:
+def _search(results: Results, cell: dict, quick: bool) -> dict[str, dict]:
     """Cells of a row's rates, so far."""
     common, middle = cell | {"seed": RATES_SEED}, HEAD_GRID.index(HEAD_RATE)
     start = HEAD_GRID[middle - SPREAD : middle + SPREAD + 1]
     tried = start[:1] if quick else rates.searched(results, common, start, HEAD_GRID)
-    return [common | {"learning_rate": rate} for rate in tried]
+    return rates.by_rate(common, tried)
 
 
 def _trained(row: str, cell: dict, quick: bool) -> dict:

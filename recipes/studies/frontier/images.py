@@ -55,13 +55,12 @@ def cells(args) -> dict:
     found, chosen, searched = {(GRAY, f"{name}, {size}, end", "0"): gray}, {}, True
     for defense, strength in IMAGE_ROWS:
         row, search = row_of(defense, strength), _search(results, defense, strength)
-        done = all(cell in results for cell in search.values())
-        if done:
-            tried = {rate: results[cell] for rate, cell in search.items()}
-            chosen |= rates.best({row: tried})
-        if done or (searched and (args.all or (defense, strength) in IMAGE_FIRST)):
-            found |= {(row, RATES, rate): cell for rate, cell in search.items()}
-        searched = searched and done
+        rate = rates.chosen(results, search)
+        if rate is not None:
+            chosen[row] = rate
+        if row in chosen or (searched and (args.all or (defense, strength) in IMAGE_FIRST)):
+            found |= {(row, RATES, tried): cell for tried, cell in search.items()}
+        searched = searched and row in chosen
     asked = IMAGE_PASSES if args.all and searched else IMAGE_PASSES[:1]
     some = IMAGE_ROWS if args.all else IMAGE_FIRST
     found |= cells_of(some, asked, IMAGE_ATTACKS, IMAGE_SIZES, chosen)
@@ -73,8 +72,7 @@ def _search(results: Results, defense: str, strength: dict) -> dict[str, dict]:
     """Cells of a row's rates, so far."""
     common = {"defense": defense, "strength": strength, "seed": RATES_SEED, **IMAGE_SIZES}
     start = rates.rates(defense, strength, SPREAD, IMAGE_RATE, IMAGE_GRID)
-    tried = rates.searched(results, common, start, IMAGE_GRID)
-    return {f"{rate:g}": common | {"learning_rate": rate} for rate in tried}
+    return rates.by_rate(common, rates.searched(results, common, start, IMAGE_GRID))
 
 
 def prepare(args):

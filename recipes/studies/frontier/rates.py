@@ -33,8 +33,9 @@ def cells(args) -> dict:
     for defense, strength in QUICK_ROWS if args.quick else some:
         common = {"defense": defense, "strength": strength, "seed": RATES_SEED, **sizes}
         start = rates(defense, strength, 0 if args.quick else SPREAD)
-        for rate in start if args.quick else searched(results, common, start):
-            found[row_of(defense, strength), f"{rate:g}"] = common | {"learning_rate": rate}
+        tried = start if args.quick else searched(results, common, start)
+        search = by_rate(common, tried)
+        found |= {(row_of(defense, strength), rate): cell for rate, cell in search.items()}
     return found
 
 
@@ -46,6 +47,18 @@ def searched(
     while more := _next(results, common, tried, grid):
         tried = sorted([*tried, more])
     return tried
+
+
+def by_rate(common: dict, tried: Sequence[float]) -> dict[str, dict]:
+    """Cells of a row, by rate."""
+    return {f"{rate:g}": common | {"learning_rate": rate} for rate in tried}
+
+
+def chosen(results: Results, search: dict[str, dict]) -> float | None:
+    """The best rate of such cells, once all are there."""
+    if any(cell not in results for cell in search.values()):
+        return None
+    return best({"": {rate: results[cell] for rate, cell in search.items()}})[""]
 
 
 def _next(

@@ -1,6 +1,7 @@
 """One client's training on SST-2."""
 
 import functools
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 import torch
@@ -53,17 +54,21 @@ class Task(Client):
     def right(self, model: torch.nn.Module, rows) -> np.ndarray:
         """`(N,)`, which rows it classifies rightly."""
         model.eval()
-        by_length = sorted(range(len(rows)), key=lambda i: len(rows[i]["input_ids"]))
         found = np.zeros(len(rows), dtype=bool)
-        for start in range(0, len(rows), 64):
-            some = by_length[start : start + 64]
-            batch = self.tokenizer.pad(
-                [{"input_ids": rows[i]["input_ids"]} for i in some], return_tensors="pt"
-            )
+        for some, batch in self.by_length(rows):
             with torch.no_grad():
                 classes = model(**batch).logits.argmax(1).tolist()
             found[some] = [c == rows[i]["label"] for c, i in zip(classes, some, strict=True)]
         return found
+
+    def by_length(self, rows) -> Iterator[tuple[list[int], Mapping[str, torch.Tensor]]]:
+        """Batches of 64 texts of about one length, and which rows they are."""
+        ids = [row["input_ids"] for row in rows]
+        order = sorted(range(len(ids)), key=lambda i: len(ids[i]))
+        for start in range(0, len(ids), 64):
+            some = order[start : start + 64]
+            texts = [{"input_ids": ids[i]} for i in some]
+            yield some, self.tokenizer.pad(texts, return_tensors="pt")
 
     def held_out(self) -> Dataset:
         return self.train_rows.select(range(HELD_OUT))
