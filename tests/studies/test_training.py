@@ -95,7 +95,7 @@ def test_heads(encoder, sentences, quick, tmp_path, monkeypatch):
     assert spent == pytest.approx(dp_sgd_epsilon(1.5, 4 / rows, 2, 1e-5))
     assert [row[0] for row in study.rows()] == list(study.figures)
     # What was kept is the head alone, and gives the same classes anew.
-    (kept,) = (tmp_path / "models").glob("dp_sgd*/end.safetensors")
+    (kept,) = (tmp_path / "models").glob("*/dp_sgd*/end.safetensors")
     assert set(load_file(kept)) == {"head.weight", "head.bias"}
 
 
@@ -110,6 +110,20 @@ def test_embeddings_made_before_give_the_same_logits(encoder, sentences, tmp_pat
         inputs = {"inputs_embeds": model.get_input_embeddings()(batch["input_ids"])}
         inputs["attention_mask"] = batch["attention_mask"]
         torch.testing.assert_close(model(**inputs).logits, model(embeddings=kept).logits)
+
+
+def test_embeddings_of_several_layers(encoder, sentences, tmp_path):
+    """One after the other the means of each layer's states, the last layer's at the end."""
+    last, two = (HeadTask(str(encoder), str(sentences), str(tmp_path), n) for n in (1, 2))
+    one, both = last.test_rows["embeddings"], two.test_rows["embeddings"]
+    width = one.shape[1]
+    assert both.shape == (len(one), 2 * width)
+    assert two.start(0).head.in_features == 2 * width
+    torch.testing.assert_close(both[:, width:], one)
+    ids = torch.tensor([two.texts.test_rows[0]["input_ids"]])
+    with torch.no_grad():
+        states = two.start(0).encoder(ids, output_hidden_states=True).hidden_states
+    torch.testing.assert_close(both[0, :width], states[-2][0].mean(0))
 
 
 def test_the_rate_is_searched_beyond_the_ends(tmp_path):

@@ -18,15 +18,15 @@ from .training import Task
 
 
 class MeanPooled(nn.Module):
-    """A frozen encoder, the mean of its last states, and a linear head, which alone is shared. It
-    takes texts, or `embeddings` that were made of them before.
+    """A frozen encoder, the means of its last layers' states, and a linear head, which alone is
+    shared. It takes texts, or `embeddings` that were made of them before.
     """
 
-    def __init__(self, encoder: PreTrainedModel, labels: int = 2) -> None:
+    def __init__(self, encoder: PreTrainedModel, layers: int = 1, labels: int = 2) -> None:
         super().__init__()
-        self.config = encoder.config
+        self.config, self.layers = encoder.config, layers
         self.encoder = encoder.requires_grad_(False)
-        self.head = nn.Linear(encoder.config.hidden_size, labels)
+        self.head = nn.Linear(layers * encoder.config.hidden_size, labels)
 
     def get_input_embeddings(self) -> nn.Module:
         return self.encoder.get_input_embeddings()
@@ -37,10 +37,12 @@ class MeanPooled(nn.Module):
         attention_mask: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
     ) -> Tensor:
-        """`(B, T)` or `(B, T, width)` to `(B, width)`."""
-        states = self.encoder(
-            input_ids=input_ids, attention_mask=attention_mask, inputs_embeds=inputs_embeds
-        ).last_hidden_state
+        """`(B, T)` or `(B, T, width)` to `(B, layers · width)`."""
+        every = self.encoder(
+            input_ids=input_ids, attention_mask=attention_mask, inputs_embeds=inputs_embeds,
+            output_hidden_states=True,
+        ).hidden_states  # fmt: skip
+        states = torch.cat(every[-self.layers :], -1)
         if attention_mask is None:
             return states.mean(1)
         heard = attention_mask[..., None].to(states)
@@ -65,16 +67,16 @@ class MeanPooled(nn.Module):
 class HeadTask(Client):
     """Trainings of heads, on embeddings that are made once and kept in `folder`."""
 
-    def __init__(self, model: str, data_dir: str, folder: str) -> None:
-        super().__init__(folder)
+    def __init__(self, model: str, data_dir: str, folder: str, layers: int = 1) -> None:
+        super().__init__(Path(folder) / f"layers-{layers}")
         self.texts = Task(model, data_dir)
-        self.tokenizer, self._name = self.texts.tokenizer, model
+        self.tokenizer, self._name, self._layers = self.texts.tokenizer, model, layers
 
     def start(self, seed: int) -> MeanPooled:
         """The encoder with the head that a seed gives it."""
         set_seed(seed)
         encoder = AutoModel.from_pretrained(self._name, trust_remote_code=False)
-        return MeanPooled(encoder).eval()
+        return MeanPooled(encoder, self._layers).eval()
 
     @functools.cached_property
     def train_rows(self) -> dict[str, Tensor]:
@@ -110,7 +112,7 @@ class HeadTask(Client):
     @torch.no_grad()
     def _embed(self, rows) -> dict[str, Tensor]:
         model = self.start(0)
-        found = torch.zeros(len(rows), model.config.hidden_size)
+        found = torch.zeros(len(rows), model.head.in_features)
         for some, batch in self.texts.by_length(rows):
             found[some] = model.embed(batch["input_ids"], batch["attention_mask"])
         return {"embeddings": found, "labels": torch.tensor([row["label"] for row in rows])}
