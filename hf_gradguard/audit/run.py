@@ -30,7 +30,7 @@ from .specs import Spec, make_attacks, make_defenses
 from .trained import set_up
 
 USUAL = {"text": "span", "image": "inverting_gradients"}
-"""Attacks by domain, where none is named. To those on images comes `analytic` where it can read."""
+"""Attacks by domain, where none is named."""
 
 
 def audit(
@@ -142,7 +142,7 @@ def _of_trainer(
         terms, setup, own = set_up(trainer, samples, asked.candidates, asked.settings)
         attacks = asked.attacks
         if attacks is None:
-            attacks = _usual_for(setup.model, setup.batches[0])
+            attacks = usual_attacks(setup.model, setup.batches[0])
         made = _made([{**others, **own}], attacks, terms, setup.listed)
         for defense in others.values():
             defense.prepare(setup.model, trainer.processing_class)
@@ -170,13 +170,22 @@ def _usual(
 ) -> str:
     if not samples or domain_of_model(model) is not IMAGE:
         return USUAL[domain_of_model(model).name]
-    return _usual_for(model, modality_of(model, processing_class, terms).batch(samples[:1]))
+    return usual_attacks(model, modality_of(model, processing_class, terms).batch(samples[:1]))
 
 
-def _usual_for(model: nn.Module, batch: Mapping[str, Tensor]) -> str:
+def usual_attacks(
+    model: nn.Module, batch: Mapping[str, Tensor], attacks: Mapping[str, str] = USUAL
+) -> str:
+    """Those of the model's domain, and on images `analytic` where it can read.
+
+    Args:
+        model: To attack.
+        batch: As the messages to attack.
+        attacks: By domain.
+    """
     domain = domain_of_model(model)
     more = domain is IMAGE and readable(model, tuple(IMAGE.main_input(batch).shape))
-    return USUAL[domain.name] + (",analytic" if more else "")
+    return attacks[domain.name] + (",analytic" if more else "")
 
 
 def _of_samples(

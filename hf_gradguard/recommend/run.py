@@ -14,7 +14,7 @@ from transformers.utils import logging
 
 from ..audit.cells import write_json, write_text
 from ..audit.modality import modality_of
-from ..audit.run import audit
+from ..audit.run import audit, usual_attacks
 from ..audit.settings import AuditSettings
 from ..audit.specs import Spec, make_defenses
 from ..audit.summary import Summary, summarize
@@ -74,12 +74,11 @@ def recommend(
     _check_head(model)
     terms, folder = TrialSettings(**settings), Path(output)
     kind = domain_of_model(model).name
-    made = make_defenses("none") | make_defenses(list(DEFENSES) if defenses is None else defenses)
+    asked = list(DEFENSES[kind]) if defenses is None else defenses
+    made = make_defenses("none") | make_defenses(asked)
     split = Split.of(samples, terms.attacked, terms.batch_size)
-    attacks = attacks or ATTACKS.get(kind)
-    server = _Server(terms, processing_class, split, attacks, folder / "audits")
-    modality = modality_of(model, processing_class, server.terms)
-    trials = Trials(model, processing_class, modality, split, terms, folder)
+    server = _Server(model, processing_class, split, terms, attacks, folder / "audits")
+    trials = Trials(model, processing_class, server.modality, split, terms, folder)
     start = server.reads(model, made, "start")
     outcomes: list[Outcome] = []
     plain: list[float] | None = None
@@ -90,7 +89,7 @@ def recommend(
         outcomes += _outcome(label, rate, cell["judging"], plain, {"start": start, "end": end})
     said, chance = TERMS[kind], start.chance.scores[start.terms.score].mean
     choice = choose(outcomes, terms.budget, chance, said.scale, f" {said.unit}")
-    return _write(_measured(choice, modality.labels), chance, terms, folder, kind)
+    return _write(_measured(choice, server.modality.labels), chance, terms, folder, kind)
 
 
 def _check_head(model: nn.Module) -> None:
@@ -114,16 +113,21 @@ class _Server:
 
     def __init__(
         self,
-        trial: TrialSettings,
+        model: nn.Module,
         processing_class: Any,
         split: Split,
+        trial: TrialSettings,
         attacks: Spec | Sequence[Spec] | None,
         folder: Path,
     ) -> None:
-        self.terms = AuditSettings(
+        self._terms = AuditSettings(
             batch_size=trial.message_size, seed=trial.seed, max_length=trial.max_length,
             noise_known=True, reference=False,
         )  # fmt: skip
+        self.modality = modality_of(model, processing_class, self._terms)
+        if attacks is None:
+            batch = self.modality.batch(split.attacked[: trial.message_size])
+            attacks = usual_attacks(model, batch, ATTACKS)
         self._processing_class, self._split = processing_class, split
         self._attacks, self._folder = attacks, folder
         others = split.choosing[: trial.decoys]
@@ -134,7 +138,7 @@ class _Server:
         found = audit(
             model, self._processing_class, self._split.attacked, specs, self._attacks,
             candidates=self._listed, output=self._folder / name,
-            **dataclasses.asdict(self.terms),
+            **dataclasses.asdict(self._terms),
         )  # fmt: skip
         return summarize(found)
 

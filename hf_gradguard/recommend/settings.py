@@ -7,16 +7,27 @@ from typing import Any
 
 from ..audit.settings import SourceSettings, option
 
-DEFENSES = (
-    "gaussian_noise:relative_scale=5",
-    "gaussian_noise:relative_scale=20",
-    "gaussian_noise:relative_scale=50",
-    "optimal_noise:relative_scale=5",
-    "optimal_noise:relative_scale=20",
-    "pruning:ratio=0.99",
-    "optimal_pruning:ratio=0.9",
-)
-ATTACKS = {"text": "span,tag:steps=300"}  # on images those of an audit
+DEFENSES = {
+    "text": (
+        "gaussian_noise:relative_scale=5",
+        "gaussian_noise:relative_scale=20",
+        "gaussian_noise:relative_scale=50",
+        "optimal_noise:relative_scale=5",
+        "optimal_noise:relative_scale=20",
+        "pruning:ratio=0.99",
+        "optimal_pruning:ratio=0.9",
+    ),
+    "image": (
+        "gaussian_noise:relative_scale=1",
+        "gaussian_noise:relative_scale=5",
+        "gaussian_noise:relative_scale=20",
+        "optimal_noise:relative_scale=1",
+        "optimal_noise:relative_scale=5",
+        "pruning:ratio=0.99",
+        "optimal_pruning:ratio=0.9",
+    ),
+}
+ATTACKS = {"text": "span,tag:steps=300", "image": "inverting_gradients:steps=10"}
 
 
 @dataclass(kw_only=True)

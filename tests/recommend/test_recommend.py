@@ -7,20 +7,29 @@ import stat
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from PIL import Image
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
     GPT2Config,
     GPT2LMHeadModel,
+    ViTConfig,
+    ViTForImageClassification,
+    ViTImageProcessor,
     set_seed,
 )
 
 from hf_gradguard import GradGuardConfig, make_defense
+from hf_gradguard.audit.modality import MODALITIES
+from hf_gradguard.audit.specs import make_defenses
 from hf_gradguard.cli import main
 from hf_gradguard.recommend import Choice, recommend
+from hf_gradguard.recommend.settings import ATTACKS
+from hf_gradguard.recommend.settings import DEFENSES as DEFENSES_BY_DOMAIN
 from hf_gradguard.recommend.trials import Split, share_right
 from hf_gradguard.testing.small import WORDS, small_text_task
 from hf_gradguard.training.command_line import parse_arguments
@@ -138,6 +147,28 @@ def test_a_language_model_with_adapters(tmp_path: Path) -> None:
     regression = BertForSequenceClassification(BertConfig(num_labels=1, num_hidden_layers=1))
     with pytest.raises(ValueError, match="recommend compares accuracies"):
         recommend(regression, tokenizer, texts, "pruning", "span", output=tmp_path, **FEW)
+
+
+def test_images_by_what_is_usual_for_them(tmp_path: Path) -> None:
+    """Attacks are those of images; `analytic` comes where it can read the model."""
+    set_seed(0)
+    sizes = {"num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 48}
+    config = ViTConfig(image_size=8, patch_size=4, hidden_size=48, num_labels=2, **sizes)
+    config.problem_type = "single_label_classification"
+    model, processor = ViTForImageClassification(config).eval(), ViTImageProcessor(size=8)
+    pixels = np.random.default_rng(0).integers(0, 256, (24, 8, 8, 3), dtype=np.uint8)
+    samples = [(Image.fromarray(image), at % 2) for at, image in enumerate(pixels)]
+    few = FEW | {"attacked": 1, "decoys": 0}
+    plain, noise = recommend(
+        model, processor, samples, DEFENSES[:1], output=tmp_path, **few
+    ).outcomes
+    assert plain.attack == "analytic"
+    assert plain.leak.mean > 25 > noise.leak.mean  # dB
+    audits = (tmp_path / "audits").rglob("audit.json")
+    attacks = {name for path in audits for name in json.loads(path.read_text())["attacks"]}
+    assert {ATTACKS["image"], "analytic"} <= attacks
+    assert DEFENSES_BY_DOMAIN.keys() == ATTACKS.keys() == MODALITIES.keys()
+    assert all(len(make_defenses(list(some))) == len(some) for some in DEFENSES_BY_DOMAIN.values())
 
 
 def test_what_counts_as_right() -> None:
