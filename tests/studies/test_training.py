@@ -11,9 +11,13 @@ from helpers import save_encoder
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
+from hf_gradguard import GradientMap, make_defense
 from hf_gradguard.leakage import dp_sgd_epsilon
+from hf_gradguard.randomness import Stream
+from hf_gradguard.testing.small import small_text_task
 from recipes.studies.frontier import rates, shown, text
-from recipes.studies.frontier.client import row_of
+from recipes.studies.frontier.attackers import sent
+from recipes.studies.frontier.client import Stage, row_of
 from recipes.studies.frontier.head_training import HeadTask
 from recipes.studies.frontier.settings import (
     GRID,
@@ -124,6 +128,28 @@ def test_embeddings_of_several_layers(encoder, sentences, tmp_path):
     with torch.no_grad():
         states = two.start(0).encoder(ids, output_hidden_states=True).hidden_states
     torch.testing.assert_close(both[0, :width], states[-2][0].mean(0))
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [("pruning", {"ratio": 0.9, "error_feedback": True}), ("optimal_noise", {"scale": 0.1})],
+)
+def test_each_message_is_the_next_one_of_a_training(name, settings):
+    """What an earlier message left out of its sentences would name these in a later one."""
+    model, batch, tokenizer = small_text_task()
+    model.eval()
+    other = {key: value.flip(0) for key, value in batch.items()} | {"labels": batch["labels"]}
+
+    def stage() -> Stage:
+        defense = make_defense(name, **settings)
+        defense.prepare(model, tokenizer)
+        defense(GradientMap(model, batch), Stream.from_seeds(5))
+        return Stage(model, defense)
+
+    both = sent({"seed": 0}, stage(), [batch, other])
+    again = sent({"seed": 0}, stage(), [other, other])
+    assert all(torch.equal(both[1][key], again[1][key]) for key in both[1])
+    assert not all(torch.equal(both[0][key], again[0][key]) for key in both[0])
 
 
 def test_the_rate_is_searched_beyond_the_ends(tmp_path):

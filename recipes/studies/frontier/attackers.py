@@ -43,11 +43,14 @@ def attacked(cell: dict, stage: Stage, tokenizer, texts: list[dict]) -> dict:
 
 
 def sent(cell: dict, stage: Stage, batches: Sequence[dict]) -> list[Message]:
-    """What the client makes of batches, one after the other."""
-    return [
-        stage.defense(GradientMap(stage.model, batch), Stream.from_seeds(cell["seed"], number))
-        for number, batch in enumerate(batches)
-    ]
+    """What the client makes of batches, each the next one of its training."""
+    state, made = stage.defense.state_dict(), []
+    for number, batch in enumerate(batches):
+        stage.defense.load_state_dict({name: tensor.clone() for name, tensor in state.items()})
+        made.append(
+            stage.defense(GradientMap(stage.model, batch), Stream.from_seeds(cell["seed"], number))
+        )
+    return made
 
 
 def _told(cell: dict, stage: Stage, tokenizer, texts: list[dict], batches, messages) -> dict:
