@@ -47,6 +47,7 @@ class Chain(Defense):
             noise=noise if self.adds_gaussian_noise else None,
             transmitted=transmitted,
             exact=one.exact and two.exact,
+            carries=one.carries or two.carries,
             figures=one.figures | two.figures,
         )
 

@@ -101,8 +101,8 @@ class BiasedDefense(Defense):
     Example:
         >>> defense = make_defense("pruning", ratio=0.9, error_feedback=True)
         >>> once, again = defense(gmap), defense(gmap)
-        >>> once.exact, torch.equal(once["classifier.weight"], again["classifier.weight"])
-        (False, False)
+        >>> once.carries, again.carries
+        (False, True)
     """
 
     _: KW_ONLY
@@ -119,8 +119,11 @@ class BiasedDefense(Defense):
         error, size = {n: v - sent[n].to(v.dtype) for n, v in wanted.items()}, norm(gradient)
         self._left_out.keep(error, size)
         figures = {"left_out": norm(error) / size} if size else {}
-        # Nothing of it is the true gradient's, and earlier batches are in it: no other facts hold.
-        return Message(sent, transmitted=message.transmitted, figures=message.figures | figures)
+        # Nothing of it is the true gradient's once earlier batches are in it: no other facts hold.
+        return Message(
+            sent, transmitted=message.transmitted, carries=wanted is not gradient,
+            figures=message.figures | figures,
+        )  # fmt: skip
 
     @cached_property
     def _left_out(self) -> LeftOut:

@@ -25,6 +25,9 @@ def law_of(defense: Defense, message: Message) -> Law | None:
     """
     make: Callable[[Any, Message], Law | None] = _LAWS.get(defense.name, _by_facts)
     law = make(defense, message)
+    if message.carries:
+        fitted = None if law is None else law.fitted
+        law = Law(fitted=fitted, left_out=True)  # whatever else was done
     if law is None or message.transmitted is None:
         return law
     return replace(law, kept=_selection(defense))
@@ -70,8 +73,6 @@ def _laplace(defense: Any, message: Message) -> Law | None:
 
 
 def _rounded(defense: Any, _message: Message) -> Law | None:
-    if defense.error_feedback:  # earlier batches are in it
-        return None
     if defense.sign_only:
         return Law(rounding="sign")
     how: Any = "stochastic" if defense.stochastic else "nearest"

@@ -51,6 +51,7 @@ class Message(Mapping[str, Tensor]):
         transmitted: Masks of the entries that were transmitted; the others are zero and carry
             nothing. `None`: all but what turned to zero.
         exact: Whether the transmitted entries are the true gradient's, unchanged.
+        carries: Whether what the client's earlier messages left out is in it.
         figures: What else the defense says of this message, by name; the Trainer logs each as
             `defense/<name>`. They stay on the rank.
 
@@ -70,10 +71,12 @@ class Message(Mapping[str, Tensor]):
         noise: Noise | Callable[[], Noise | None] | None = None,
         transmitted: Mapping[str, Tensor] | None = None,
         exact: bool = False,
+        carries: bool = False,
         figures: Mapping[str, float] | None = None,
     ) -> None:
         self._tensors, self._noise = dict(tensors), noise
-        self.transmitted, self.exact, self.figures = transmitted, exact, dict(figures or {})
+        self.transmitted, self.exact, self.carries = transmitted, exact, carries
+        self.figures = dict(figures or {})
 
     @property
     def noise(self) -> Noise | None:
@@ -84,7 +87,10 @@ class Message(Mapping[str, Tensor]):
 
     def of_part(self) -> Message:
         """What holds of one device's part of it: what is said of noise is of the whole."""
-        return Message(self, transmitted=self.transmitted, exact=self.exact, figures=self.figures)
+        return Message(
+            self, transmitted=self.transmitted, exact=self.exact, carries=self.carries,
+            figures=self.figures,
+        )  # fmt: skip
 
     def __getitem__(self, name: str) -> Tensor:
         return self._tensors[name]

@@ -55,6 +55,7 @@ class Law:
         noise: Its distribution.
         variance: Of the noise: one number, or a tensor a parameter.
         fitted: In what span it was fitted, and nothing else was done to it.
+        left_out: What earlier messages left out was added first. Nobody knows how large it is.
 
     Raises:
         ValueError: For names that there are not, or a variance without noise.
@@ -74,6 +75,7 @@ class Law:
     noise: Literal["gaussian", "laplace"] | None = None
     variance: float | Mapping[str, Tensor] | None = None
     fitted: Fitted | None = None
+    left_out: bool = False
 
     def __post_init__(self) -> None:
         for name, value, known in (
@@ -94,7 +96,7 @@ class Law:
         """
         if count == 1:
             return self
-        if self.rounding == "stochastic" or self.fitted is not None:
+        if self.rounding == "stochastic" or self.fitted is not None or self.left_out:
             return None
         if self.variance is None:
             return self
@@ -111,7 +113,7 @@ class Law:
         differ in nothing but noise of one variance.
         """
         clipped = self.clip_sample or self.clip_norm or self.clip_coordinate or self.scale != 1
-        if clipped or self.rounding or self.kept != "all" or self.fitted is not None:
+        if clipped or self.rounding or self.kept != "all" or self.fitted or self.left_out:
             return False
         if not isinstance(self.variance, Mapping):
             return True

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from hf_gradguard import GradientMap, make_defense
 from hf_gradguard.attacks import Observation, make_attack
 from hf_gradguard.attacks.candidates.fitted import LEAST, Fits
+from hf_gradguard.defenses.message import Message
 from hf_gradguard.gradient_map.law import Fitted, Law
 from hf_gradguard.gradient_map.made_up import made_up
 from hf_gradguard.gradient_map.per_sample import Pass, layers_of
@@ -151,7 +152,7 @@ def test_the_law_holds_nothing_secret() -> None:
     [{"iterations": 2}, {"objective": "weighted"}, {"iterations": 1, "factors": "message"}],
 )
 def test_samples_that_move_have_no_law(settings: dict[str, Any]) -> None:
-    assert make_defense("refiner", **settings).law({}) is None
+    assert make_defense("refiner", **settings).law(Message({})) is None
 
 
 def test_several_laws_and_messages_at_once() -> None:

@@ -206,9 +206,15 @@ def test_other_parameters_begin_anew() -> None:
 def test_every_biased_defense_keeps_the_contract(which: str) -> None:
     defense = fed_back(which)
     check_defense(defense, small_tasks()[:1])
-    message = defense(task(), rng())
-    assert not message.exact
-    assert message.noise is None
+    first, later = defense(task(), rng()), defense(task(), rng())
+    assert later.carries
+    assert not first.carries  # nothing was left out before
+    for message in (first, later):
+        assert not message.exact
+        assert message.noise is None
+    law = defense.law(later)
+    assert law is not None
+    assert law.left_out
 
 
 def test_rounding_is_fed_back_too() -> None:

@@ -26,6 +26,7 @@ ENTRIES = 2**26  # of all sketches together: 256 MiB
 SHORTEST = 16_381
 _REFERENCE = 2048  # candidates that say how gradients vary
 _RIDGE = 1e-7
+_BESIDE = 1e-2  # the ridge of a regression on candidates, in units of their mean square
 
 
 @dataclass(frozen=True)
@@ -132,6 +133,18 @@ class MatchedFilter:
         matched, squares = population.whitened(products, self.norms if exact else None, share)
         return (matched / samples - squares / (2 * samples**2)) / variance
 
+    def regressed(self, message: int, prior: Tensor) -> Tensor:
+        """`(P,)`: how sure it is that each candidate is in the message, beside all others: its
+        t-statistic in a ridge regression of the message on candidates. What else is in it may be of
+        any size, and may point where candidates do.
+
+        Args:
+            message: Its number.
+            prior: As for `log_ratio`.
+        """
+        products, _, _ = self._terms(message)
+        return self._population_of(prior).studentized(products)
+
     def _terms(self, message: int) -> tuple[Tensor, float, bool]:
         """Products with candidates `(P,)`, the variance of the noise in these, and whether they are
         exact.
@@ -228,6 +241,16 @@ class _Population:
         matched = products - self.projected @ (damped * along)
         squares = (self.norms if norms is None else norms) - self.projected.square() @ damped
         return matched, squares.clamp(min=0)
+
+    def studentized(self, products: Tensor) -> Tensor:
+        """t-statistics of all candidates, each beside those that say how they vary, in a ridge
+        regression of y with these products with them.
+        """
+        share = len(self.root) / (_BESIDE * float(self.norms[self.chosen].mean()) + 1e-30)
+        matched, squares = self.whitened(products, None, share)
+        leverage = torch.zeros_like(squares)
+        leverage[self.chosen] = share * self.root.square() * squares[self.chosen]
+        return matched / (squares * (1 - leverage)).clamp(min=1e-30).sqrt()
 
 
 def _starts(tensors: Mapping[str, Tensor]) -> list[int]:

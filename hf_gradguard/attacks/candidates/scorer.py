@@ -18,6 +18,7 @@ from .likelihood import Likelihood, clipped, scaled
 from .linear import Filtered, MatchedFilter
 
 _MEAN_OF = 64  # candidates of a label, whose gradients are averaged
+_LEAST_SIZE = 0.1  # of gradients' coordinates, in units of their mean
 _SPREAD_OF = 4  # candidates, whose gradients are compared between draws of dropout
 
 
@@ -64,7 +65,7 @@ class Scorer:
         self.direct = {
             at: Likelihood(law, dict(one.gradient), self._floor(one))
             for at, (one, law) in enumerate(zip(observations, self.laws, strict=True))
-            if law is not None and law.fitted is None and one.batch_size == 1
+            if law is not None and not (law.fitted or law.left_out) and one.batch_size == 1
         }
         fitted = {
             at: (one.gradient, law.fitted)
@@ -79,11 +80,11 @@ class Scorer:
         told = {
             at: self.entries.prior.new_zeros(pairs) for at in [*self.direct, *self.fits.numbers]
         }
-        rest = [at for at in range(len(self.observations)) if at not in told]
+        rest = [at for at in range(len(self.observations)) if at not in told or self._beside(at)]
         samples, size = self.observations[0].batch_size, self.entries.size
-        means = self._means() if rest or (self.fits.numbers and samples > 1) else {}
+        means, sizes = self._means() if rest or (self.fits.numbers and samples > 1) else ({}, {})
         center = self._center(means)
-        filters = self._filters(rest, center)
+        filters = self._filters(rest, center, sizes)
         for rows, gradient in self.many(self.entries.batches):
             gradient = self._of_sample(gradient, size[rows])
             for at, likelihood in self.direct.items():
@@ -98,35 +99,50 @@ class Scorer:
                     gradient = {name: center[name] + h / samples for name, h in changes.items()}
             for at, scores in self.fits(gradient).items():
                 told[at][rows] = scores
-        found = {at: self._by_candidate(scores, one=True) for at, scores in told.items()}
-        for at in self.fits.numbers:  # others' noise is a guess: so is how sure it is
-            found[at] = _standing_out([found[at]], samples)
+        read = {at: [self._by_candidate(scores, one=True)] for at, scores in told.items()}
         for one, numbers in filters:
             for place, at in enumerate(numbers):
-                found[at] = self._filtered(one, place, at)
-        return [found[at] for at in range(len(self.observations))]
+                read.setdefault(at, []).extend(self._filtered(one, place, at))
+        return [
+            read[at][0] if self._known(at) else _standing_out(read[at], samples)
+            for at in range(len(self.observations))
+        ]
+
+    def _beside(self, at: int) -> bool:
+        """Whether a message of several samples has what earlier ones left out beside them."""
+        law = self.laws[at]
+        return law is not None and law.left_out and self.observations[at].batch_size > 1
+
+    def _known(self, at: int) -> bool:
+        """Whether scores are likelihoods. Else, and where others' noise is a guess, it is also one
+        how sure they are.
+        """
+        law = self.laws[at]
+        if law is None or law.fitted is not None or law.left_out:
+            return False
+        return at in self.direct or law.rounding != "sign"
 
     def _center(self, means: Tensors) -> Tensors:
         """What a message of these labels is on average, by means of labels `(labels, *shape)`."""
         share = torch.tensor([self.entries.counts.get(i, 0.0) for i in range(self._classes)])
         return {n: torch.tensordot(share.to(m), m, 1) / share.sum().to(m) for n, m in means.items()}
 
-    def _filters(self, rest: list[int], center: Tensors) -> list[Any]:
+    def _filters(self, rest: list[int], center: Tensors, sizes: Tensors) -> list[Any]:
         """A filter for observations that weigh alike."""
         groups: list[tuple[Tensors | None, list[int], list[Filtered]]] = []
         for at in rest:
             seen, law = self.observations[at], self.laws[at]
-            weights, variance = self._weights(seen, law, center)
-            scale = _fitted(seen.gradient, center) if law is None or law.clip_norm else law.scale
-            message = {name: g / scale for name, g in seen.gradient.items()}
-            variance = None if variance is None else variance / scale**2
-            told = Filtered(message, _clipped(center, law), seen.batch_size, variance)
-            plain = [g for g in groups if g[0] is None and weights is None]
-            if plain:
-                plain[0][1].append(at)
-                plain[0][2].append(told)
-            else:
-                groups.append((weights, [at], [told]))
+            several = [self._weights(seen, law, center)] if at not in self.fits.numbers else []
+            if self._beside(at):
+                several.append((self._beside_others(seen, law, sizes), None))
+            for weights, variance in several:
+                told = _to_filter(seen, law, center, weights, variance)
+                plain = [g for g in groups if g[0] is None and weights is None]
+                if plain:
+                    plain[0][1].append(at)
+                    plain[0][2].append(told)
+                else:
+                    groups.append((weights, [at], [told]))
         count = len(self.entries.batches)
         return [
             (MatchedFilter(several, weights, count, self.generator), numbers)
@@ -137,13 +153,17 @@ class Scorer:
     def _classes(self) -> int:
         return max(self.entries.label) + 1
 
-    def _means(self) -> dict[str, Tensor]:
-        """The mean gradient of each label, over some of its candidates."""
+    def _means(self) -> tuple[Tensors, Tensors]:
+        """Over some candidates of each label: their mean gradient, `(labels, *shape)`, and the root
+        of the mean square of all of them, `(*shape)`.
+        """
         of: dict[int, list[int]] = {}
         for row, label in enumerate(self.entries.label):
             of.setdefault(label, []).append(row)
         parameters = self.many.parameters
         means = {n: p.new_zeros(self._classes, *p.shape).detach() for n, p in parameters.items()}
+        squares = {n: torch.zeros_like(m[0]) for n, m in means.items()}
+        count = 0
         for label, rows in of.items():
             step = max(1, len(rows) // _MEAN_OF)
             chosen = rows[::step][:_MEAN_OF]
@@ -151,7 +171,9 @@ class Scorer:
                 size = self.entries.size[[chosen[i] for i in some]]
                 for name, g in self._of_sample(gradient, size).items():
                     means[name][label] += g.sum(0) / len(chosen)
-        return means
+                    squares[name] += g.square().sum(0)
+            count += len(chosen)
+        return means, {name: (square / count).sqrt() for name, square in squares.items()}
 
     def _of_sample(self, gradient: Tensors, size: Tensor) -> Tensors:
         """What each candidate adds to a sum: its size times its gradient, clipped if each is."""
@@ -167,7 +189,7 @@ class Scorer:
         """What coordinates weigh, and the noise's variance in these units. What is clipped on
         average says nothing of who is in it.
         """
-        if law is None or law.rounding == "sign":
+        if law is None or law.rounding == "sign" or law.left_out:
             return None, None
         floor = self._floor(seen)
         bound = law.clip_coordinate
@@ -188,6 +210,17 @@ class Scorer:
             weights[name] = precise.expand_as(y) * heard
         return weights, 1.0
 
+    def _beside_others(self, seen: Observation, law: Law | None, sizes: Tensors) -> Tensors:
+        """What coordinates weigh beside what was left out, which is taken to be as large as
+        gradients are, coordinate by coordinate.
+        """
+        total = sum(float(size.sum(dtype=torch.float64)) for size in sizes.values())
+        least = _LEAST_SIZE * total / sum(size.numel() for size in sizes.values()) + 1e-30
+        found = {name: 1 / (size + least) for name, size in sizes.items()}
+        if law is None or law.kept == "all":
+            return found
+        return {name: weight * (seen.gradient[name] != 0) for name, weight in found.items()}
+
     def _floor(self, seen: Observation) -> dict[str, float]:
         """The variance by which evaluations of one gradient differ, a parameter."""
         size = sum(g.numel() for g in seen.gradient.values())
@@ -196,14 +229,14 @@ class Scorer:
         least = max(self.attack.rounding, 4 * eps) ** 2 * power + 1e-38
         return {name: least + self.spread[name] for name in self.names}
 
-    def _filtered(self, one: MatchedFilter, place: int, at: int) -> Tensor:
-        seen = self.observations[at]
+    def _filtered(self, one: MatchedFilter, place: int, at: int) -> list[Tensor]:
+        """Statistics of a message, of which there are several where its law is not known."""
         weight = self.entries.prior / self.entries.prior.sum()
-        ratios = self._by_candidate(one.log_ratio(place, weight), one=seen.batch_size == 1)
-        if self.laws[at] is not None and self.laws[at].rounding != "sign":  # type: ignore[union-attr]
-            return ratios
-        cosines = self._best(one.cosines(place))
-        return _standing_out([ratios, cosines], seen.batch_size)
+        if self._beside(at) and one.weights is not None:
+            return [self._best(one.regressed(place, weight))]
+        alone = self.observations[at].batch_size == 1
+        ratios = self._by_candidate(one.log_ratio(place, weight), one=alone)
+        return [ratios] if self._known(at) else [ratios, self._best(one.cosines(place))]
 
     def _by_candidate(self, scores: Tensor, one: bool) -> Tensor:
         """`(P,)` of pairs to `(K,)`: the mean of what labels say, by how likely they are."""
@@ -243,6 +276,24 @@ def _of_samples(laws: Sequence[Law | None]) -> float | None:
             "others by themselves."
         )
     return bounds.pop()
+
+
+def _to_filter(
+    seen: Observation,
+    law: Law | None,
+    center: Tensors,
+    weights: Tensors | None,
+    variance: float | None,
+) -> Filtered:
+    """A message in units of what it is on average, where it was not clipped."""
+    heard = center
+    if weights is not None and variance is None:
+        heard = {name: c * (weights[name] != 0) for name, c in center.items()}
+    scaled_alike = law is not None and law.clip_norm is None and not law.left_out
+    scale = law.scale if scaled_alike else _fitted(seen.gradient, heard)  # type: ignore[union-attr]
+    message = {name: g / scale for name, g in seen.gradient.items()}
+    variance = None if variance is None else variance / scale**2
+    return Filtered(message, _clipped(center, law), seen.batch_size, variance)
 
 
 def _clipped(center: Tensors, law: Law | None) -> Tensors:

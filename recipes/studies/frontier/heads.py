@@ -83,9 +83,11 @@ def _trained(row: str, cell: dict, quick: bool) -> dict:
     """Seeds, and attacks on some rows."""
     seeds = range(1 if quick else SEEDS)
     found = {(row, ACCURACY, str(seed)): cell | {"seed": seed} for seed in seeds}
-    if not quick and (_layers(cell), cell["steps"], cell["batch"]) not in HEAD_ATTACKED:
-        return found
+    shape = (_layers(cell), cell["steps"], cell["batch"])
+    by = ("candidates", "tag") if quick else HEAD_ATTACKED.get(shape, ())
     for (name, size), (count, settings, stages) in (QUICK_HEADS if quick else HEAD_ATTACKS).items():
+        if name not in by:
+            continue
         asked = {"attack": name, "size": size, "messages": count, "settings": settings, "seed": 0}
         for stage in stages:
             place = f"{name}, {size}, {stage}"

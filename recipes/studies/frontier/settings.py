@@ -118,9 +118,12 @@ HEAD_ROWS = [  # of so many last layers, messages, phrases a message
     (1, 1600, 64),
     (1, 1600, 256),
     (1, 200, 16),
-    (4, 1600, 1024),
 ]
-HEAD_ATTACKED = HEAD_ROWS[:2]
+HEAD_ATTACKED = {  # by whom
+    (4, 1600, 256): ("candidates", "tag"),
+    (1, 1600, 64): ("candidates", "tag"),
+    (1, 1600, 256): ("candidates",),
+}
 HEAD_GRID = (5e-4, 1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2, 6.4e-2)
 HEAD_RATE = 4e-3  # around which rates are tried
 HEAD_ATTACKS: dict[tuple[str, int], tuple[int, dict, list[str]]] = {  # the last: at which stages
