@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-import numpy as np
-import torch
-from helpers import torch_rng
+from typing import Any
 
+import numpy as np
+import pytest
+import torch
+from helpers import make_task, torch_rng
+
+from hf_gradguard import GradientMap, make_defense
+from hf_gradguard.attacks import Observation, make_attack
 from hf_gradguard.attacks.candidates.linear import _BESIDE, Filtered, MatchedFilter
+from hf_gradguard.randomness import Stream
 
 
 def test_a_regression_by_hand() -> None:
@@ -24,3 +30,30 @@ def test_a_regression_by_hand() -> None:
     ratio = got.numpy() / wanted
     np.testing.assert_allclose(ratio, ratio[0], rtol=1e-4)
     assert ratio[0] > 0
+
+
+@pytest.mark.parametrize("name", ["pruning", "refiner"])
+def test_members_are_found_beside_what_was_left_out(name: str) -> None:
+    """Where little was left out, they come before most others."""
+    model, _ = make_task("bert", dtype=torch.float32)
+    settings: dict[str, Any] = {"ratio": 0.8} if name == "pruning" else {"samples": 12}
+    defense = make_defense(name, error_feedback=True, **settings)
+    drawn = torch_rng(3)
+    words = [torch.randint(4, 24, (5,), generator=drawn).tolist() for _ in range(40)]
+
+    def message(rows: list[list[int]], number: int) -> tuple[Any, Observation]:
+        batch = {"input_ids": torch.tensor(rows), "labels": torch.tensor([1, 0, 1, 2])}
+        batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+        made = defense(GradientMap(model, batch), Stream.from_seeds(number))
+        law = defense.law(made)
+        return made, Observation(model, dict(made), (4, 5), labels=batch["labels"], law=law)
+
+    message(words[36:], 0)
+    made, seen = message(words[:4], 1)
+    assert made.carries
+    assert seen.law is not None
+    assert seen.law.left_out
+    assert (seen.law.fitted is not None) == (name == "refiner")
+    scores = make_attack("candidates", candidates=words[:36])(seen, torch_rng()).scores
+    before = [int((scores[4:] > scores[at]).sum()) for at in range(4)]
+    assert sum(before) / 4 < 8, before  # 16 by chance
