@@ -40,9 +40,11 @@ def informed_settings(defense: Defense) -> dict[str, Any]:
     return dict(_SETTINGS.get(defense.name, lambda _: {})(defense))
 
 
-def _by_facts(_defense: Any, message: Message) -> Law | None:
+def _by_facts(defense: Any, message: Message) -> Law | None:
     if message.noise is not None and message.noise.added is not None:
         return Law(noise="gaussian", variance=message.noise.added)
+    if getattr(defense, "error_feedback", False):  # nothing was left out before the first message
+        return Law() if replace(defense, error_feedback=False).exact else None
     return Law() if message.exact else None
 
 

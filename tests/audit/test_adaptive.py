@@ -128,7 +128,7 @@ def test_other_laws() -> None:
     assert law("quantization:bits=2,stochastic=true") == Law(rounding="stochastic", levels=4)
     assert law("laplace_noise:scale=2") == Law(noise="laplace", variance=4.0)
     assert law("laplace_noise:utility_budget=1") is None
-    assert law("pruning:ratio=0.9,error_feedback=true") is None
+    assert law("pruning:ratio=0.9,error_feedback=true") == Law(kept="largest")  # a first message
     assert law("gaussian_noise+quantization") is None
     assert law("laplace_noise:scale=1+quantization") is None
     chained = law("pruning:ratio=0.5+laplace_noise:scale=1")
