@@ -273,7 +273,8 @@ def average_of(messages: Sequence[Message]) -> Message:
             added=_of_mean(added) if len(added) == len(known) else None,
             plain=all(one.plain for one in known),
         )
-    return Message(mean_of(messages), noise=noise)
+    carries = any(message.carries for message in messages)
+    return Message(mean_of(messages), noise=noise, carries=carries)
 
 
 def _of_mean(variances: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:

@@ -12,6 +12,7 @@ from helpers import make_task, torch_rng
 from hf_gradguard import GradientMap, make_defense
 from hf_gradguard.attacks import Observation, make_attack
 from hf_gradguard.attacks.candidates.linear import _BESIDE, Filtered, MatchedFilter
+from hf_gradguard.audit.client import average_of
 from hf_gradguard.randomness import Stream
 
 
@@ -57,3 +58,16 @@ def test_members_are_found_beside_what_was_left_out(name: str) -> None:
     scores = make_attack("candidates", candidates=words[:36])(seen, torch_rng()).scores
     before = [int((scores[4:] > scores[at]).sum()) for at in range(4)]
     assert sum(before) / 4 < 8, before  # 16 by chance
+
+
+def test_a_mean_of_messages_carries_what_they_carry() -> None:
+    """An accumulated message has what its first part left out in its later parts."""
+    gmap, streams = GradientMap(*make_task("bert")), [Stream.from_seeds(n) for n in range(2)]
+    defense = make_defense("pruning", ratio=0.9, error_feedback=True)
+    mean = average_of([defense(gmap, stream) for stream in streams])
+    assert mean.carries
+    law = defense.law(mean)
+    assert law is not None
+    assert law.left_out
+    plain = make_defense("pruning", ratio=0.9)
+    assert not average_of([plain(gmap, stream) for stream in streams]).carries
