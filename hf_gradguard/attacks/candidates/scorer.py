@@ -82,7 +82,9 @@ class Scorer:
         }
         rest = [at for at in range(len(self.observations)) if at not in told or self._beside(at)]
         samples, size = self.observations[0].batch_size, self.entries.size
-        means, sizes = self._means() if rest or (self.fits.numbers and samples > 1) else ({}, {})
+        carrying = any(self._beside(at) for at in rest)
+        wanted = rest or (self.fits.numbers and samples > 1)
+        means, sizes = self._means(carrying) if wanted else ({}, {})
         center = self._center(means)
         filters = self._filters(rest, center, sizes)
         for rows, gradient in self.many(self.entries.batches):
@@ -153,16 +155,16 @@ class Scorer:
     def _classes(self) -> int:
         return max(self.entries.label) + 1
 
-    def _means(self) -> tuple[Tensors, Tensors]:
-        """Over some candidates of each label: their mean gradient, `(labels, *shape)`, and the root
-        of the mean square of all of them, `(*shape)`.
+    def _means(self, sized: bool) -> tuple[Tensors, Tensors]:
+        """Over some candidates of each label: their mean gradient, `(labels, *shape)`, and if
+        `sized` the root of the mean square of all of them, `(*shape)`.
         """
         of: dict[int, list[int]] = {}
         for row, label in enumerate(self.entries.label):
             of.setdefault(label, []).append(row)
         parameters = self.many.parameters
         means = {n: p.new_zeros(self._classes, *p.shape).detach() for n, p in parameters.items()}
-        squares = {n: torch.zeros_like(m[0]) for n, m in means.items()}
+        squares = {n: torch.zeros_like(m[0]) for n, m in means.items()} if sized else {}
         count = 0
         for label, rows in of.items():
             step = max(1, len(rows) // _MEAN_OF)
@@ -171,7 +173,8 @@ class Scorer:
                 size = self.entries.size[[chosen[i] for i in some]]
                 for name, g in self._of_sample(gradient, size).items():
                     means[name][label] += g.sum(0) / len(chosen)
-                    squares[name] += g.square().sum(0)
+                    if sized:
+                        squares[name] += g.square().sum(0)
             count += len(chosen)
         return means, {name: (square / count).sqrt() for name, square in squares.items()}
 
