@@ -1,7 +1,7 @@
 """How near a reconstruction is to what it reconstructs."""
 
 from . import installed as installed
-from .candidates import CandidateScores, score_candidates
+from .candidates import CandidateScores, membership_log_odds, score_candidates
 from .images import score_images
 from .scores import Scores
 from .text import score_text
@@ -11,6 +11,7 @@ __all__ = [
     "CandidateScores",
     "Scores",
     "TextReconstruction",
+    "membership_log_odds",
     "score_candidates",
     "score_images",
     "score_text",

@@ -7,10 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from scipy.optimize import brentq
+from scipy.special import expit, logsumexp
 
 from .scores import Scores, check_bootstrap, summarize
 
 FALSE_POSITIVES = {"tpr_1%": 0.01, "tpr_0.1%": 0.001}
+_FAR = 50.0  # e to this is more than there are candidates
 
 
 @dataclass(frozen=True)
@@ -52,8 +55,8 @@ def score_candidates(
       half.
     - `tpr_1%`, `tpr_0.1%`: 1 if it scores above a threshold, one for all messages, that at most so
       many of all candidates that are no members reach. Scores of one message are compared to those
-      of others by their distance from the logarithm of the sum of its likelihoods. With fewer than
-      1,000 such candidates, 0.1 % of them is none at all.
+      of others as `membership_log_odds`. With fewer than 1,000 such candidates, 0.1 % of them is
+      none at all.
 
     Args:
         scores: One tensor or array `(K,)` of logarithms a message, as `Ranked.scores`.
@@ -76,7 +79,7 @@ def score_candidates(
     inside = [_inside(row, own) for row, own in zip(rows, members, strict=True)]
     if not rows:
         raise ValueError("There is no message to score.")
-    rows = [row - np.logaddexp.reduce(row) for row in rows]
+    rows = [membership_log_odds(row, own.sum()) for row, own in zip(rows, inside, strict=True)]
     others = np.sort(np.concatenate([row[~own] for row, own in zip(rows, inside, strict=True)]))
     limits = {name: _threshold(others, rate) for name, rate in FALSE_POSITIVES.items()}
     told = [
@@ -93,6 +96,39 @@ def score_candidates(
         plain.per_sample, plain.mean, plain.interval, plain.matched,
         curve=_curve(own_scores, others), false_positives=len(others),
     )  # fmt: skip
+
+
+def membership_log_odds(scores: Any, members: int) -> np.ndarray:
+    """`(K,)`: ln p/(1 - p) of each candidate's probability p of being in the message, where all
+    were equally likely before and so many of them are: these probabilities add up to that many.
+
+    Args:
+        scores: `(K,)`, logarithms: for one member of p(message | candidate), up to what all have
+            in common; for several of p(message | candidate in it)/p(message).
+        members: How many of the candidates are in it, below K.
+
+    Example:
+        >>> membership_log_odds([0.0, 0.0, 0.0], members=1).round(3)  # ln 1/2
+        array([-0.693, -0.693, -0.693])
+    """
+    values, place, counts = np.unique(
+        np.asarray(scores, dtype=float), return_inverse=True, return_counts=True
+    )  # those that score alike stay so
+    if members == 1:  # others' likelihoods exclude each other
+        return (values - _of_others(values, counts))[place]
+    low, high = -values[-1] - _FAR, -values[0] + _FAR
+    shift = brentq(lambda shift: counts @ expit(values + shift) - members, low, high)
+    return (values + shift)[place]
+
+
+def _of_others(values: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """For one candidate of each score, the logarithm of the sum of all others' likelihoods."""
+    whole = logsumexp(values, b=counts)
+    if counts[-1] > 1:
+        return whole + np.log1p(-np.exp(values - whole))
+    # The best may be all of the sum but its rounding.
+    rest = logsumexp(values[:-1], b=counts[:-1])
+    return np.append(whole + np.log1p(-np.exp(values[:-1] - whole)), rest)
 
 
 def _told(

@@ -170,6 +170,31 @@ def test_the_filter_against_dense_matrices() -> None:
         torch.testing.assert_close(one.log_ratio(0, prior), expected, rtol=1e-4, atol=1e-5)
 
 
+def test_coordinates_that_weigh_nothing_take_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 20,000 coordinates 20,000 // 50 are heard: products of these are exact where a sketch of
+    all would collide.
+    """
+    monkeypatch.setattr(linear, "ENTRIES", 1)
+    monkeypatch.setattr(linear, "SHORTEST", 501)
+    draw = torch_rng()
+    shapes = {"a": (100, 100), "b": (10_000,), "c": (7,)}
+    h = {n: torch.randn(4, *shape, generator=draw) for n, shape in shapes.items()}
+    weights = {n: (1 + torch.rand(s, generator=draw)) for n, s in shapes.items()}
+    for name in ("a", "b"):
+        weights[name].view(-1)[torch.arange(10_000) % 50 != 3] = 0
+    told = Filtered({n: g[0] + g[1] for n, g in h.items()},
+                    {n: torch.zeros_like(g[0]) for n, g in h.items()}, 2, 1.0)  # fmt: skip
+    one = MatchedFilter([told], weights, 4, draw)
+    one.add(range(4), h)
+    assert one.size == one.length == one.sketches.shape[1] == 407
+    flat = torch.cat([(h[n] * weights[n]).flatten(1) for n in shapes], 1).double()
+    products = flat @ flat.T
+    near = {"rtol": 1e-5, "atol": 1e-3}  # of some 1,000, in float32
+    torch.testing.assert_close((one.sketches @ one.sketches.T).double(), products, **near)
+    torch.testing.assert_close(one.products[:, 0], products[0] + products[1], **near)
+    torch.testing.assert_close(one.norms, products.diagonal(), **near)
+
+
 def test_sketches_keep_products(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear, "ENTRIES", 3 * 20_000)
     draw = torch_rng()

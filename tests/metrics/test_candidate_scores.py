@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hf_gradguard.metrics import score_candidates
+from hf_gradguard.metrics import membership_log_odds, score_candidates
 
 
 def test_by_hand() -> None:
@@ -31,6 +31,40 @@ def test_thresholds_are_of_all_messages_together() -> None:
     flat = np.zeros(100)
     both = score_candidates([flat, np.array([50.0, *np.zeros(99)])], [[0], [0]])
     assert both.per_sample["tpr_1%"] == [0, 1]
+
+
+def test_of_one_member_log_odds_are_those_of_likelihoods() -> None:
+    """By a loop, also where one candidate is all of the sum but its rounding."""
+    for row in ([0.3, -1.0, 2.0, 2.0, 0.3], [0.0, 1.0, -4.0], [900.0, 0.0, -900.0]):
+        expected = [
+            score - np.logaddexp.reduce([*row[:at], *row[at + 1 :]]) for at, score in enumerate(row)
+        ]
+        np.testing.assert_allclose(membership_log_odds(row, 1), expected, rtol=1e-12)
+
+
+def test_of_several_members_probabilities_add_up_to_them() -> None:
+    np.testing.assert_allclose(membership_log_odds(np.zeros(5), 2), np.log(2 / 3))
+    # p and 1 - p: 1 and -1 add up to one of two, and 20 more of each.
+    np.testing.assert_allclose(
+        membership_log_odds(np.repeat([7.0, 5.0], 20), 20), np.repeat([1.0, -1.0], 20)
+    )
+    draw = np.random.default_rng(0)
+    for spread in (0.1, 10.0, 1e5):
+        scores = spread * draw.normal(size=300)
+        odds = membership_log_odds(scores, 16)
+        assert (1 / (1 + np.exp(-odds.clip(-700)))).sum() == pytest.approx(16, abs=1e-6)
+        np.testing.assert_allclose(odds - scores, (odds - scores)[0], rtol=1e-9, atol=1e-9)
+
+
+def test_a_message_with_one_outlier_does_not_hide_the_members_of_all() -> None:
+    """Two messages of three members; one of the second stands out by far. From the sum of its
+    likelihoods the other two would be farther than anybody is in the first.
+    """
+    others = [0.0] * 100
+    first, second = [9.0, 8.0, 10.0, *others], [9.0, 8.0, 500.0, *others]
+    found = score_candidates([first, second], [[0, 1, 2], [0, 1, 2]])
+    assert found.per_sample["tpr_1%"] == [1] * 6
+    assert found.area == 1
 
 
 def test_equal_scores_name_nobody() -> None:

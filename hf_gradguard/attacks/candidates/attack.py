@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from ...metrics import membership_log_odds
 from ...randomness import Stream, torch_generator
 from ..base import Attack, Reconstruction, as_text
 from ..observation import Observation, average
@@ -206,16 +207,10 @@ _SHOWN = {"text": _texts, "image": _images}
 
 def _posterior(scores: Tensor, samples: int) -> Tensor:
     """`(K,)`: how likely each is to be one of so many, if all are among the candidates."""
-    if samples == 1:
-        return scores.softmax(0)
     if samples >= len(scores):
         return torch.ones_like(scores)
-    low, high = -float(scores.max()) - 50, -float(scores.min()) + 50
-    for _ in range(200):  # one number that makes them add up
-        middle = (low + high) / 2
-        few = float((scores + middle).sigmoid().sum()) < samples
-        low, high = (middle, high) if few else (low, middle)
-    return (scores + high).sigmoid()
+    odds = membership_log_odds(scores.cpu().numpy(), samples)
+    return torch.from_numpy(odds).to(scores).sigmoid()
 
 
 def _check_together(observations: Sequence[Observation]) -> None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -51,7 +52,8 @@ class MatchedFilter:
 
     Args:
         messages: At least one, of the same parameters.
-        weights: What differences are multiplied by; `None` for 1 everywhere.
+        weights: What differences are multiplied by; `None` for 1 everywhere. Coordinates of
+            weight 0 take no memory.
         count: P, how many candidates there will be.
         generator: Of the sketch's signs.
 
@@ -73,23 +75,23 @@ class MatchedFilter:
     ) -> None:
         self.messages, self.weights = list(messages), weights
         first = messages[0].message
-        self.size = sum(t.numel() for t in first.values())
-        if weights is not None:
-            self.size = max(1, sum(int((w != 0).sum()) for w in weights.values()))
         device = next(iter(first.values())).device
-        total = sum(t.numel() for t in first.values())
+        self._heard = {} if weights is None else _heard(weights)
+        sizes = {name: t.numel() for name, t in first.items()}
+        sizes |= {name: len(at) for name, at in self._heard.items()}
+        self.size = max(1, sum(sizes.values()))
         # Of one sample nobody else is in the message: no products of candidates are asked for.
         self.alone = all(told.samples == 1 for told in messages)
         longest = max(ENTRIES // max(count, 1), SHORTEST) | 1  # odd: rows of matrices do not align
-        self.length = 1 if self.alone else min(longest, total)
+        self.length = 1 if self.alone else min(longest, self.size)
         # Nothing collides where a sketch has room for all.
         self._signs = {
-            name: torch.ones(t.numel(), device=device, dtype=torch.float32)
-            if total == self.length or self.alone
-            else torch.randint(2, (t.numel(),), generator=generator, device=device).float() * 2 - 1
-            for name, t in first.items()
+            name: torch.ones(size, device=device, dtype=torch.float32)
+            if self.size == self.length or self.alone
+            else torch.randint(2, (size,), generator=generator, device=device).float() * 2 - 1
+            for name, size in sizes.items()
         }
-        self._starts = dict(zip(first, _starts(first), strict=True))
+        self._starts = dict(zip(sizes, accumulate(sizes.values(), initial=0), strict=False))
         self.products = torch.zeros(count, len(messages), device=device, dtype=torch.float64)
         self.norms = torch.zeros(count, device=device, dtype=torch.float64)
         self.sketches = torch.zeros(count, self.length, device=device)
@@ -192,8 +194,13 @@ class MatchedFilter:
         return max(per_entry, least)
 
     def _weighed(self, name: str, tensor: Tensor) -> Tensor:
-        flat = tensor.flatten(1).float()
-        return flat if self.weights is None else flat * self.weights[name].flatten()
+        flat = tensor.flatten(1)
+        if self.weights is None:
+            return flat.float()
+        weights = self.weights[name].flatten()
+        if name in self._heard:
+            flat, weights = flat[:, self._heard[name]], weights[self._heard[name]]
+        return flat.float() * weights
 
     def _sketch(self, into: Tensor, rows: Tensor | slice, name: str, h: Tensor) -> None:
         if self.alone:
@@ -253,12 +260,10 @@ class _Population:
         return matched / (squares * (1 - leverage)).clamp(min=1e-30).sqrt()
 
 
-def _starts(tensors: Mapping[str, Tensor]) -> list[int]:
-    starts, at = [], 0
-    for tensor in tensors.values():
-        starts.append(at)
-        at += tensor.numel()
-    return starts
+def _heard(weights: Tensors) -> dict[str, Tensor]:
+    """Coordinates that weigh anything, of parameters of which not all do."""
+    heard = {name: weight.flatten().nonzero()[:, 0] for name, weight in weights.items()}
+    return {name: at for name, at in heard.items() if len(at) < weights[name].numel()}
 
 
 def _products(one: Tensor, other: Tensor | None) -> Tensor:
