@@ -97,7 +97,7 @@ class Scorer:
                 changes = {name: gradient[name] - mean[name] for name in self.names}
                 for one, _ in filters:
                     one.add(rows, changes)
-                if samples > 1:  # beside others
+                if self.fits.numbers and samples > 1:  # beside others
                     gradient = {name: center[name] + h / samples for name, h in changes.items()}
             for at, scores in self.fits(gradient).items():
                 told[at][rows] = scores
