@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from hf_gradguard import GradientMap
+from hf_gradguard import GradientMap, make_defense
 from hf_gradguard.attacks import Observation, make_attack
 from hf_gradguard.defenses import Message
 from hf_gradguard.metrics import score_candidates, score_text
@@ -13,12 +13,18 @@ from hf_gradguard.randomness import Stream
 from ..lib.attacks import ids_found
 from .client import Stage
 
+NOISE_ALONE = "noise_alone"
+CHANCE = "noise alone"  # the row of what an attacker makes of it
+
 
 def attacked(cell: dict, stage: Stage, tokenizer, texts: list[dict]) -> dict:
     """Figures of each sentence: token F1; of candidates, whether it is told at 1 % false alarms,
-    and its rank.
+    and its rank. With `NOISE_ALONE` among a cell's settings there is nothing to find.
     """
     size, batches = cell["size"], []
+    if NOISE_ALONE in cell:
+        stage = stage._replace(defense=make_defense("gaussian_noise", relative_scale=1e6))
+        stage.defense.prepare(stage.model, tokenizer)
     for number in range(cell["messages"]):
         part = texts[number * size : (number + 1) * size]
         batch = dict(tokenizer([t["sentence"] for t in part], padding=True, return_tensors="pt"))

@@ -23,14 +23,13 @@ five, TAG two a sentence.
 
 import functools
 
-from hf_gradguard import make_defense
 from hf_gradguard.leakage import dp_sgd_epsilon
 
 from ..lib.results import Results
 from ..lib.tables import interval, write_table
 from ..lib.text import of_usual_length, sst2
 from . import rates
-from .attackers import attacked
+from .attackers import CHANCE, NOISE_ALONE, attacked
 from .head_training import HeadTask
 from .settings import (
     HEAD_ATTACKED,
@@ -49,7 +48,7 @@ from .shown import ACCURACY, lost, read
 from .training import TEXTS
 
 ARGUMENTS = TEXTS | {"--models": "folder that keeps embeddings and what was trained"}
-RATES, CHANCE, DELTA = "learning rate", "noise alone", 1e-5
+RATES, DELTA = "learning rate", 1e-5
 _SAID = {1: "last layer", 4: "last four layers"}
 
 
@@ -93,7 +92,7 @@ def _trained(row: str, cell: dict, quick: bool) -> dict:
             place = f"{name}, {size}, {stage}"
             found[row, place, "0"] = one = cell | asked | {"stage": stage}
             if cell["defense"] == "none" and name == "tag":
-                found[f"{CHANCE}, {_SAID[_layers(cell)]}", place, "0"] = one | {"noise_alone": True}
+                found[f"{CHANCE}, {_SAID[_layers(cell)]}", place, "0"] = one | {NOISE_ALONE: True}
     return found
 
 
@@ -112,10 +111,7 @@ def prepare(args):
         task = task_of(_layers(cell))
         if "attack" not in cell:
             return task.on_held_out(cell) if cell["seed"] == RATES_SEED else _learned(task, cell)
-        stage = task.stage(cell, cell["stage"])
-        if "noise_alone" in cell:
-            stage = stage._replace(defense=make_defense("gaussian_noise", relative_scale=1e6))
-        return attacked(cell, stage, task.tokenizer, texts)
+        return attacked(cell, task.stage(cell, cell["stage"]), task.tokenizer, texts)
 
     return measure
 

@@ -42,15 +42,15 @@ SPAN, CANDIDATES, TAG = ("span", 1), ("candidates", 16), ("tag", 1)
 ATTACKS = {
     SPAN: (8, {}),
     CANDIDATES: (3, {"listed": 300}),
-    TAG: (2, {"steps": 500}),
+    TAG: (4, {"steps": 500}),
     ("span", 4): (3, {}),
 }
 # What comes first: so many seeds, trained and attacked by these at these stages
 PASSES = [
     (1, {SPAN: ["end", "middle", "start"]}),
     (1, {CANDIDATES: ["end"]}),
-    (SEEDS, {SPAN: ["end"]}),
     (1, {TAG: ["end"]}),
+    (SEEDS, {SPAN: ["end"]}),
     (SEEDS, {one: list(STAGES) for one in ATTACKS}),
 ]
 QUICK = {"steps": 2, "batch": 4}

@@ -9,14 +9,15 @@ sentences of SST-2's dev and SST's test set, compared with the undefended run of
 sentence by sentence. Attacked are messages of sentences of the dev set, without dropout, labels
 and lengths known. Attackers know the defense: TAG weighs coordinates by the noise's covariance, or
 matches what a pruning left; span fills in what it pruned. Candidates are 300 sentences, ranked by
-likelihood: what is shown is the share of a message's 16 that are told at 1 % false alarms. FOLDER
-keeps what was trained, 45 MB a stage.
+likelihood: what is shown is the share of a message's 16 that are told at 1 % false alarms. Noise
+alone is what TAG makes of nothing, at the undefended models. FOLDER keeps what was trained, 45 MB a
+stage.
 """
 
 from ..lib.results import Results, chosen, named
 from ..lib.text import of_usual_length, sst2
 from . import rates
-from .attackers import attacked
+from .attackers import CHANCE, NOISE_ALONE, attacked
 from .settings import (
     ALL,
     ATTACKS,
@@ -49,9 +50,19 @@ def cells(args) -> dict:
         passes = [(1, {one: list(STAGES) for one in QUICK_ATTACKS})]
         return cells_of(QUICK_ROWS, passes, QUICK_ATTACKS, QUICK, None)
     rate_of, sizes = _rates(args), {"steps": STEPS, "batch": BATCH}
-    whole = cells_of(ROWS, PASSES, ATTACKS, sizes, rate_of)
+    whole = _with_chance(cells_of(ROWS, PASSES, ATTACKS, sizes, rate_of))
     first = cells_of(FIRST, PASSES[:1], ATTACKS, sizes, rate_of).values()
     return chosen(whole, lambda cell: cell in first, args)
+
+
+def _with_chance(found: dict) -> dict:
+    """After each of TAG on what is undefended, what it makes of noise alone at that model."""
+    whole: dict = {}
+    for (row, place, seed), cell in found.items():
+        whole[row, place, seed] = cell
+        if row == "none" and cell.get("attack") == "tag":
+            whole[CHANCE, place, seed] = cell | {NOISE_ALONE: True}
+    return whole
 
 
 def _rates(args) -> dict[str, float]:
