@@ -45,8 +45,9 @@ def recommend(
     each at the start and at the end of its own training, and say which one to train with.
 
     In `output`: `recommend.json`, `recommend.md`, `recommend.html`, the audits, and, if one is
-    recommended, `recommended.yaml`, which `recipes/sst2.py --config` takes. Every training and
-    every attack is kept, so an interrupted run goes on where it stopped.
+    recommended, `recommended.yaml`, which `recipes/sst2.py --config` takes, and for images
+    `recipes/image_classification.py --config`. Every training and every attack is kept, so an
+    interrupted run goes on where it stopped.
 
     It measures short trainings: audit the long one as well. What an attacker who has a list of
     candidates names is said beside it; he decides only where no search reads anything.
