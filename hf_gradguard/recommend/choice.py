@@ -83,9 +83,10 @@ def choose(
     """The defense that gives away least among those that lose at most `budget` of accuracy.
 
     A mean decides, and the words give its interval: a short training cannot tell single points
-    apart. Where intervals of what leaks overlap the least one's, the most accurate of these is
-    taken. Where no search reads the undefended gradient above a guess, none says anything: then who
-    has a list decides, if he names clearly fewer behind a defense than undefended.
+    apart. Where intervals of what leaks overlap the least one's, accuracy decides, and where those
+    of what is lost overlap too, the one that gives away less. Where no search reads the undefended
+    gradient above a guess, none says anything: then who has a list decides, if he names clearly
+    fewer behind a defense than undefended.
 
     Args:
         outcomes: The undefended one first.
@@ -120,7 +121,9 @@ def choose(
         return _without_searches(list(outcomes), kept, f"{said}, and a guess {guess}")
     least = min(kept, key=lambda one: one.leak.mean)
     alike = [one for one in kept if one.leak.low <= least.leak.high]
-    chosen = max(alike, key=lambda one: one.accuracy.mean)
+    best = max(alike, key=lambda one: one.accuracy.mean)
+    as_good = [one for one in alike if one.lost.low < best.lost.high]
+    chosen = min(as_good, key=lambda one: (one.leak.mean, -one.accuracy.mean))
     words = (
         f"Train with {chosen.defense} at a learning rate of {chosen.learning_rate:.2g}. It "
         f"{_kept(chosen, plain)}, and the best of the attackers tried, {chosen.attack} at the "

@@ -31,6 +31,18 @@ def test_of_leaks_that_cannot_be_told_apart_the_most_accurate() -> None:
     assert choose(tried, 0.02, 0.05).chosen is tried[2]
 
 
+def test_of_what_cannot_be_told_apart_at_all_the_one_that_hides_more() -> None:
+    """Leaks of 0.08 and 0.05 overlap, and so do losses of 0.001 and 0.015, but not of 0.03."""
+    tried = [
+        PLAIN,
+        outcome("a", 0.001, 0.08, 0.05),
+        outcome("b", 0.015, 0.05, 0.05),
+    ]
+    assert choose(tried, 0.02, chance=0.1).chosen == tried[2]
+    told_apart = [*tried[:2], outcome("b", 0.03, 0.05, 0.05)]
+    assert choose(told_apart, 0.04, chance=0.1).chosen == tried[1]
+
+
 def test_nothing_is_recommended_that_costs_more() -> None:
     tried = [PLAIN, outcome("a", 0.05, 0.0), outcome("b", 0.04, 0.0)]
     choice = choose(tried, 0.02, 0.05)
