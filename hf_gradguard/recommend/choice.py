@@ -119,11 +119,7 @@ def choose(
     if plain.leak.low <= chance:
         guess = f"{scale * chance:.{places}f}{unit}"
         return _without_searches(list(outcomes), kept, f"{said}, and a guess {guess}")
-    least = min(kept, key=lambda one: one.leak.mean)
-    alike = [one for one in kept if one.leak.low <= least.leak.high]
-    best = max(alike, key=lambda one: one.accuracy.mean)
-    as_good = [one for one in alike if one.lost.low < best.lost.high]
-    chosen = min(as_good, key=lambda one: (one.leak.mean, -one.accuracy.mean))
+    chosen = _least(kept)
     words = (
         f"Train with {chosen.defense} at a learning rate of {chosen.learning_rate:.2g}. It "
         f"{_kept(chosen, plain)}, and the best of the attackers tried, {chosen.attack} at the "
@@ -139,6 +135,17 @@ def choose(
             f"{chosen.named.said()} of them."
         )
     return Choice(list(outcomes), chosen, words)
+
+
+def _least(kept: list[Outcome]) -> Outcome:
+    """Of those that cannot be told from the one that gives away least, and of these from the most
+    accurate.
+    """
+    least = min(kept, key=lambda one: one.leak.mean)
+    alike = [one for one in kept if one.leak.low <= least.leak.high]
+    best = max(alike, key=lambda one: one.accuracy.mean)
+    as_good = [one for one in alike if one.lost.low < best.lost.high]
+    return min(as_good, key=lambda one: (one.leak.mean, -one.accuracy.mean))
 
 
 def _nothing_kept(outcomes: list[Outcome], budget: float) -> Choice:
