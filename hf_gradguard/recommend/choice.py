@@ -144,7 +144,7 @@ def _least(kept: list[Outcome]) -> Outcome:
     least = min(kept, key=lambda one: one.leak.mean)
     alike = [one for one in kept if one.leak.low <= least.leak.high]
     best = max(alike, key=lambda one: one.accuracy.mean)
-    as_good = [one for one in alike if one.lost.low < best.lost.high]
+    as_good = [one for one in alike if one.lost.low <= best.lost.high]
     return min(as_good, key=lambda one: (one.leak.mean, -one.accuracy.mean))
 
 

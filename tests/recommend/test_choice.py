@@ -27,7 +27,7 @@ def test_the_least_leak_within_the_budget() -> None:
 
 
 def test_of_leaks_that_cannot_be_told_apart_the_most_accurate() -> None:
-    tried = [PLAIN, outcome("a", 0.02, 0.10), outcome("b", 0.0, 0.11), outcome("c", -0.1, 0.5)]
+    tried = [PLAIN, outcome("a", 0.02, 0.10), outcome("b", -0.01, 0.11), outcome("c", -0.1, 0.5)]
     assert choose(tried, 0.02, 0.05).chosen is tried[2]
 
 
@@ -39,6 +39,8 @@ def test_of_what_cannot_be_told_apart_at_all_the_one_that_hides_more() -> None:
         outcome("b", 0.015, 0.05, 0.05),
     ]
     assert choose(tried, 0.02, chance=0.1).chosen == tried[2]
+    sure = dataclasses.replace(tried[1], lost=Estimate(0.0, 0.0, 0.0))  # every answer is the same
+    assert choose([PLAIN, sure], 0.02, chance=0.1).chosen == sure
     told_apart = [*tried[:2], outcome("b", 0.03, 0.05, 0.05)]
     assert choose(told_apart, 0.04, chance=0.1).chosen == tried[1]
 
