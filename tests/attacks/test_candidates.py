@@ -20,8 +20,10 @@ from hf_gradguard.attacks import Observation, average, make_attack
 from hf_gradguard.attacks.candidates import linear
 from hf_gradguard.attacks.candidates.likelihood import Likelihood
 from hf_gradguard.attacks.candidates.linear import Filtered, MatchedFilter
+from hf_gradguard.attacks.local import LocalTraining
 from hf_gradguard.gradient_map.law import Law
 from hf_gradguard.gradient_map.many import ManyGradients, has_draws
+from hf_gradguard.gradient_map.optimizers import make_optimizer
 
 WORDS = [f"w{i}" for i in range(20)]
 
@@ -442,17 +444,72 @@ def test_pure_noise_names_nobody() -> None:
 
 
 def test_together_is_each_by_itself() -> None:
+    """Also of other labels, known or not, and of other sizes; up to float32's rounding."""
     model, _ = make_task("bert")
-    list_ = texts(8)
+    list_ = texts(8, length=5)
     batch = batch_of(list_[:2], [1, 0])
     observations = [seen_by(model, batch, LAWS[n]) for n in ("none", "gaussian", "pruning")]
     observations.append(replace(observations[1], law=None))
+    observations.append(replace(observations[0], labels=None))
+    observations.append(seen_by(model, batch_of(list_[3:4], [1]), LAWS["gaussian"]))
+    observations.append(seen_by(model, batch_of(list_[3:6], [1, 1, 0]), LAWS["gaussian"]))
+    observations.append(seen_by(model, batch_of(list_[3:6], [1, 1, 1]), LAWS["gaussian"]))
     attack = make_attack("candidates", candidates=list_)
     for found, seen in zip(attack.together(observations, torch_rng()), observations, strict=True):
         alone = attack(seen, torch_rng())
-        torch.testing.assert_close(found.scores, alone.scores, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(found.scores, alone.scores, rtol=1e-5, atol=1e-5)
+        assert len(found.token_ids) == seen.batch_size
+
+
+def test_what_earlier_messages_left_out_together_is_each_by_itself() -> None:
+    model, _ = make_task("bert")
+    list_ = texts(8, length=5)
+    observations = []
+    for name in ("pruning", "refiner"):
+        settings = {"pruning": {"ratio": 0.5}, "refiner": {"samples": 16}}[name]
+        for members, labels in (([0, 1], [1, 0]), ([2, 3, 4], [1, 1, 0])):
+            defense = make_defense(name, error_feedback=True, **settings)
+            defense.prepare(model, None)
+            batch = batch_of([list_[i] for i in members], labels)
+            observations.append(seen_by(model, batch, defense))
+    attack = make_attack("candidates", candidates=list_, labels=[1, 0, 1, 1, 0, 0, 1, 0])
+    for number, found in enumerate(attack.together(observations, torch_rng())):
+        alone = attack(observations[number], torch_rng())
+        assert found.ranking.shape == alone.ranking.shape
+        if number < 2:  # Refiner's attacker draws samples of his own
+            torch.testing.assert_close(found.scores, alone.scores, rtol=1e-5, atol=1e-5)
+
+
+def test_texts_are_cut_to_the_length_of_each_message() -> None:
+    """Who has the right text in the right length is found, in each of several lengths."""
+    model, _ = make_task("bert")
+    list_ = texts(6, length=6) + texts(6, length=3, seed=2)
+    short = [text[:3] for text in list_]
+    observations = [
+        seen_by(model, batch_of([list_[2], list_[7]], [1, 0])),
+        seen_by(model, batch_of([short[4], list_[8]], [0, 0])),
+        seen_by(model, batch_of([list_[9]], [1]), LAWS["none"]),
+    ]
+    attack = make_attack("candidates", candidates=list_)
+    found = attack.together(observations, torch_rng())
+    assert [set(one.ranking[:2].tolist()) for one in found[:2]] == [{2, 7}, {4, 8}]
+    assert found[2].ranking[0] == 9
+    assert [one.token_ids[0] for one in found[2:]] == [list_[9]]
+    assert sorted(found[1].token_ids) == sorted([short[4], list_[8]])
+
+
+def test_of_other_models_or_kinds_of_training_are_not_attacked_together() -> None:
+    model, _ = make_task("bert")
+    seen = seen_by(model, batch_of(texts(2, length=5), [1, 0]))
+    attack = make_attack("candidates", candidates=texts(8, length=5))
     with pytest.raises(ValueError, match="one model"):
-        attack.together([observations[0], replace(observations[0], labels=None)])
+        attack.together([seen, replace(seen, model=copy.deepcopy(model))])
+    local = LocalTraining((0.1, 0.1), make_optimizer("sgd"))
+    with pytest.raises(ValueError, match="kind of local training"):
+        attack.together([seen, replace(seen, local=local)])
+    one = seen_by(model, batch_of(texts(1, length=5), [1]), local=local)
+    with pytest.raises(ValueError, match="to first order"):
+        attack.together([replace(seen, local=local), one])
 
 
 # --- several uploads

@@ -112,8 +112,8 @@ class Candidates(Attack):
         computed once for all of them.
 
         Args:
-            observations: All of one model and input shape, with gradients of the same parameters
-                and labels that are known alike.
+            observations: All of one model and kind of local training, with gradients of the same
+                parameters. Labels, lengths and numbers of samples may differ.
             generator: Source of all randomness.
 
         Raises:
@@ -151,14 +151,13 @@ class Candidates(Attack):
         started = time.perf_counter()
         totals: list[Tensor] = []
         for uploads in zip(*targets, strict=True):
-            entries = self._entries(uploads[0])
+            entries = [self._entries(seen) for seen in uploads]
             found = Scorer(self, uploads, entries, generator).scores()
             totals = [a + b for a, b in zip(totals, found, strict=True)] if totals else found
-        firsts = [uploads[0] for uploads in targets]
-        seconds = (time.perf_counter() - started) / len(firsts)
+        seconds = (time.perf_counter() - started) / len(targets)
         return [
-            _ranked(seen, entries, scores, seconds)
-            for seen, scores in zip(firsts, totals, strict=True)
+            _ranked(uploads[0], one.inputs, scores, seconds)
+            for uploads, one, scores in zip(targets, entries, totals, strict=True)
         ]
 
     def _entries(self, seen: Observation) -> Entries:
@@ -177,9 +176,9 @@ def _averaged(uploads: Sequence[Observation]) -> Observation:
     return uploads[0] if len(uploads) == 1 else average(uploads)
 
 
-def _ranked(seen: Observation, entries: Entries, scores: Tensor, seconds: float) -> Ranked:
+def _ranked(seen: Observation, inputs: list[Tensor], scores: Tensor, seconds: float) -> Ranked:
     ranking = scores.argsort(descending=True, stable=True)
-    best = [entries.inputs[int(k)] for k in ranking[: seen.batch_size]]
+    best = [inputs[int(k)] for k in ranking[: seen.batch_size]]
     best += [best[-1]] * (seen.batch_size - len(best))  # a short list
     labels = seen.labels
     return Ranked(
@@ -216,15 +215,18 @@ def _posterior(scores: Tensor, samples: int) -> Tensor:
 def _check_together(observations: Sequence[Observation]) -> None:
     first = observations[0]
     for other in observations[1:]:
-        known = (first.labels is None) == (other.labels is None)
         if (
             other.model is not first.model
-            or other.input_shape != first.input_shape
+            or other.domain is not first.domain
             or other.gradient.keys() != first.gradient.keys()
-            or not known
-            or (first.labels is not None and not torch.equal(first.labels, other.labels))  # type: ignore[arg-type]
+            or other.local != first.local
         ):
             raise ValueError(
-                "Observations that are attacked together must be of one model, input shape and "
-                "labels, with gradients of the same parameters. Attack the others by themselves."
+                "Observations that are attacked together must be of one model and kind of local "
+                "training, with gradients of the same parameters. Attack the others by themselves."
+            )
+        if first.local is not None and (other.batch_size == 1) != (first.batch_size == 1):
+            raise ValueError(
+                "Updates of one sample are followed step by step, those of several to first order: "
+                "do not attack them together, but by themselves."
             )

@@ -33,18 +33,18 @@ class Entries:
         label: Which label it has, one of a few: gradients of one label have a mean in common.
         prior: `(P,)`, of a pair by its label: how often the batch has it. Those of one candidate
             add up to 1.
-        size: `(P,)`, what a sample weighs in the batch's mean loss, relative to 1/B.
         counts: The share of each label in the batch.
         inputs: One a candidate: `(1, T)` ids or `(1, C, H, W)` pixels.
+        values: The labels, each `(1, ...)`; none where each candidate has its own, token by token.
     """
 
     batches: list[dict[str, Any]]
     candidate: Tensor
     label: list[int]
     prior: Tensor
-    size: Tensor
     counts: dict[int, float]
     inputs: list[Tensor]
+    values: list[Tensor]
 
 
 def make_entries(
@@ -69,7 +69,7 @@ def make_entries(
     values, shares, prior = _classes(seen, own)
     batches, candidate, label, priors = [], list[int](), list[int](), list[float]()
     for number, (batch, fixed) in enumerate(zip(inputs, own, strict=True)):
-        choices = range(len(values)) if fixed is None else [_place(values, fixed)]
+        choices = range(len(values)) if fixed is None else [place_of(values, fixed)]
         for place in choices:
             value = fixed if fixed is not None else values[place]
             batches.append({**batch, "labels": value})
@@ -82,9 +82,9 @@ def make_entries(
         candidate=torch.tensor(candidate, device=seen.device),
         label=label,
         prior=torch.tensor(priors, dtype=torch.float64, device=seen.device),
-        size=_sizes(batches).to(seen.device),
         counts=shares,
         inputs=main,
+        values=values,
     )
 
 
@@ -203,14 +203,14 @@ def _classes(
     if not sure and count is not None and (count <= ALL_CLASSES or labels is None):
         values = list(torch.arange(count, device=seen.device)[:, None])
     for one in own:
-        if one is not None and _place(values, one) == len(values):
+        if one is not None and place_of(values, one) == len(values):
             values.append(one)
     if not values:
         raise ValueError("The labels are not known, and cannot be read off. Give labels.")
     if labels is None:
         shares = {place: 1 / len(values) for place in range(len(values))}
         return values, shares, dict(shares)
-    found = Counter(_place(values, row[None]) for row in labels)
+    found = Counter(place_of(values, row[None]) for row in labels)
     shares = {place: found[place] / len(labels) for place in range(len(values))}
     smooth = 0.0 if sure else 1.0  # labels that were read off may be wrong
     total = len(labels) + smooth * len(values)
@@ -225,15 +225,17 @@ def _recovered(seen: Observation) -> Tensor | None:
         return None
 
 
-def _place(values: Sequence[Tensor], label: Tensor) -> int:
+def place_of(values: Sequence[Tensor], label: Tensor) -> int:
     """Which of these it is; after the last if it is none."""
     if label.dim() > 1 and not values:
         return 0
     return next((i for i, v in enumerate(values) if torch.equal(v, label.to(v))), len(values))
 
 
-def _sizes(batches: Sequence[dict[str, Any]]) -> Tensor:
-    """A batch's mean loss over tokens counts a sample by its tokens."""
+def sizes_of(batches: Sequence[dict[str, Any]]) -> Tensor:
+    """`(P,)`: what a sample weighs in its batch's mean loss, relative to 1/B. A mean over tokens
+    counts a sample by its tokens.
+    """
     labels = [batch["labels"] for batch in batches]
     if labels[0].dim() < 2 or labels[0].is_floating_point():
         return torch.ones(len(batches))

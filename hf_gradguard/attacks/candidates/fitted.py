@@ -9,7 +9,7 @@ asked for, and others of the same law span as much of g. So the server draws its
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -42,7 +42,8 @@ class Fits:
     Example:
         >>> law = Fitted(samples=4, factors="token")
         >>> told = Fits({0: (shared, law)}, batch, model, torch.Generator())
-        >>> right, wrong = (told({n: s * g[None] for n, g in shared.items()})[0] for s in (1, -1))
+        >>> both = ({n: sign * g[None] for n, g in shared.items()} for sign in (1, -1))
+        >>> right, wrong = (told(gradient, [0])[0] for gradient in both)
         >>> bool(right > wrong)
         True
     """
@@ -60,14 +61,17 @@ class Fits:
             self._messages.setdefault(law, {})[number] = message
         self._spans = {law: drawn(law, batch, model, generator) for law in self._messages}
 
-    def __call__(self, gradient: Mapping[str, Tensor]) -> dict[int, Tensor]:
-        """`(K,)` in float64 for each message, of gradients `(K, *parameter.shape)`."""
+    def __call__(self, gradient: Mapping[str, Tensor], numbers: Sequence[int]) -> dict[int, Tensor]:
+        """`(K,)` in float64 for each of these messages, of gradients `(K, *parameter.shape)`."""
         found = {}
         for law, messages in self._messages.items():
+            some = [number for number in numbers if number in messages]
+            if not some:
+                continue
             span = self._spans[law]
             powers = span(gradient)
-            for number, message in messages.items():
-                found[number] = _score(span, message, gradient, powers)
+            for number in some:
+                found[number] = _score(span, messages[number], gradient, powers)
         return found
 
 

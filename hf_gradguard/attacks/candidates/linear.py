@@ -95,7 +95,7 @@ class MatchedFilter:
         self.products = torch.zeros(count, len(messages), device=device, dtype=torch.float64)
         self.norms = torch.zeros(count, device=device, dtype=torch.float64)
         self.sketches = torch.zeros(count, self.length, device=device)
-        self._population: _Population | None = None
+        self._populations: dict[tuple[float, ...], _Population] = {}
         self._ys = {
             name: torch.stack(
                 [self._weighed(name, (m.message[name] - m.center[name])[None])[0] for m in messages]
@@ -129,9 +129,9 @@ class MatchedFilter:
         variance, samples = self.messages[message].variance, self.messages[message].samples
         if samples == 1:  # a variance that is not known makes all of it larger or smaller
             return (self.products[:, message] - self.norms / 2) / (variance or 1.0)
-        products, variance, exact = self._terms(message)
+        products, variance, exact = self._terms(message, prior)
         share = (samples - 1) / samples**2 / variance
-        population = self._population_of(prior)
+        population = self._population(prior)
         matched, squares = population.whitened(products, self.norms if exact else None, share)
         return (matched / samples - squares / (2 * samples**2)) / variance
 
@@ -144,10 +144,10 @@ class MatchedFilter:
             message: Its number.
             prior: As for `log_ratio`.
         """
-        products, _, _ = self._terms(message)
-        return self._population_of(prior).studentized(products)
+        products, _, _ = self._terms(message, prior)
+        return self._population(prior).studentized(products)
 
-    def _terms(self, message: int) -> tuple[Tensor, float, bool]:
+    def _terms(self, message: int, prior: Tensor) -> tuple[Tensor, float, bool]:
         """Products with candidates `(P,)`, the variance of the noise in these, and whether they are
         exact.
 
@@ -156,7 +156,7 @@ class MatchedFilter:
         """
         variance = self.messages[message].variance
         if variance is None:
-            variance = self._residual(message)
+            variance = self._residual(message, prior)
         energy = max(self.y_squares[message] - variance * self.size, 0.0)
         apart = variance + energy / self.length * (self.length < self.size)
         together = variance * max(1.0, self.size / self.length)
@@ -164,19 +164,19 @@ class MatchedFilter:
             return self.products[:, message], apart, True
         return _products(self.sketches, self.y_sketches[message][None])[:, 0], together, False
 
-    def _population_of(self, prior: Tensor) -> _Population:
-        if self._population is None:
-            self._population = _Population(self.sketches, prior)
-        return self._population
+    def _population(self, prior: Tensor) -> _Population:
+        if (shares := tuple(prior.tolist())) not in self._populations:
+            self._populations[shares] = _Population(self.sketches, prior)
+        return self._populations[shares]
 
     def cosines(self, message: int) -> Tensor:
         """`(P,)`, with what is left of the message when its mean is taken off."""
         sizes = (self.norms * self.y_squares[message]).sqrt().clamp(min=1e-30)
         return self.products[:, message] / sizes
 
-    def _residual(self, message: int) -> float:
+    def _residual(self, message: int, prior: Tensor) -> float:
         """The variance of what candidates do not explain of a message."""
-        y, found = self.y_sketches[message][None], self.sketches[:_REFERENCE]
+        y, found = self.y_sketches[message][None], self.sketches[prior > 0][:_REFERENCE]
         whole = float(_products(y, y))
         left = whole
         free = self.length - min(len(found), self.length)
@@ -253,7 +253,9 @@ class _Population:
         """t-statistics of all candidates, each beside those that say how they vary, in a ridge
         regression of y with these products with them.
         """
-        share = len(self.root) / (_BESIDE * float(self.norms[self.chosen].mean()) + 1e-30)
+        heard = self.root > 0
+        size = float(self.norms[self.chosen][heard].mean())
+        share = int(heard.sum()) / (_BESIDE * size + 1e-30)
         matched, squares = self.whitened(products, None, share)
         leverage = torch.zeros_like(squares)
         leverage[self.chosen] = share * self.root.square() * squares[self.chosen]

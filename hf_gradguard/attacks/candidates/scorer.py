@@ -16,6 +16,7 @@ from .entries import Entries
 from .fitted import Fits
 from .likelihood import Likelihood, clipped, scaled
 from .linear import Filtered, MatchedFilter
+from .pool import Pool
 
 _MEAN_OF = 64  # candidates of a label, whose gradients are averaged
 _LEAST_SIZE = 0.1  # of gradients' coordinates, in units of their mean
@@ -36,8 +37,8 @@ class Scorer:
     Args:
         attack: Says how often dropout is drawn, what counts as rounding, and whether several
             candidates run together.
-        observations: Of one model and input shape, with gradients of the same parameters.
-        entries: The candidates.
+        observations: Of one model, with gradients of the same parameters.
+        entries: The candidates of each, from one list.
         generator: Of draws and sketches.
     """
 
@@ -45,12 +46,12 @@ class Scorer:
         self,
         attack: Settings,
         observations: Sequence[Observation],
-        entries: Entries,
+        entries: Sequence[Entries],
         generator: torch.Generator,
     ) -> None:
-        self.attack, self.observations, self.entries = attack, observations, entries
+        self.attack, self.observations, self.pool = attack, observations, Pool(entries)
         self.generator, self.names = generator, list(observations[0].gradient)
-        seen, batches = observations[0], entries.batches
+        seen, batches = observations[0], self.pool.batches
         draws = attack.draws if has_draws(seen.model, batches[0]) else 1
         seeds = torch.randint(2**31, (draws,), generator=generator, device=generator.device)
         self.many = (
@@ -76,38 +77,40 @@ class Scorer:
 
     def scores(self) -> list[Tensor]:
         """`(K,)` for each observation."""
-        pairs = len(self.entries.batches)
-        told = {
-            at: self.entries.prior.new_zeros(pairs) for at in [*self.direct, *self.fits.numbers]
-        }
-        rest = [at for at in range(len(self.observations)) if at not in told or self._beside(at)]
-        samples, size = self.observations[0].batch_size, self.entries.size
-        carrying = any(self._beside(at) for at in rest)
-        wanted = rest or (self.fits.numbers and samples > 1)
-        means, sizes = self._means(carrying) if wanted else ({}, {})
-        center = self._center(means)
-        filters = self._filters(rest, center, sizes)
-        for rows, gradient in self.many(self.entries.batches):
-            gradient = self._of_sample(gradient, size[rows])
+        pairs = len(self.pool.batches)
+        told = {at: self.pool.size.new_zeros(pairs).double() for at in self.direct}
+        told |= {at: self.pool.size.new_zeros(pairs).double() for at in self.fits.numbers}
+        every = range(len(self.observations))
+        rest = [at for at in every if at not in told or self._beside(at)]
+        beside = [at for at in self.fits.numbers if self.observations[at].batch_size > 1]
+        means, sizes = self._means(any(map(self._beside, rest))) if rest or beside else ({}, {})
+        centers = self._centers(means)
+        filters = self._filters(rest, centers, sizes)
+        for rows, gradient in self.many(self.pool.batches):
+            gradient = self._of_sample(gradient, self.pool.size[rows])
             for at, likelihood in self.direct.items():
                 told[at][rows] = likelihood(gradient)
-            if means:
-                labels = torch.tensor([self.entries.label[row] for row in rows])
-                mean = {n: m[labels.to(m.device)] for n, m in means.items()}
-                changes = {name: gradient[name] - mean[name] for name in self.names}
-                for one, _ in filters:
-                    one.add(rows, changes)
-                if self.fits.numbers and samples > 1:  # beside others
-                    gradient = {name: center[name] + h / samples for name, h in changes.items()}
-            for at, scores in self.fits(gradient).items():
+            alone = [at for at in self.fits.numbers if at not in beside]
+            for at, scores in self.fits(gradient, alone).items():
                 told[at][rows] = scores
-        read = {at: [self._by_candidate(scores, one=True)] for at, scores in told.items()}
-        for one, numbers in filters:
+            if not means:
+                continue
+            labels = torch.tensor([self.pool.label[row] for row in rows])
+            mean = {n: m[labels.to(m.device)] for n, m in means.items()}
+            changes = {name: gradient[name] - mean[name] for name in self.names}
+            for one, _ in filters:
+                one.add(rows, changes)
+            for at in beside:
+                samples = self.observations[at].batch_size
+                among = {name: centers[at][name] + h / samples for name, h in changes.items()}
+                told[at][rows] = self.fits(among, [at])[at]
+        read = {at: [self._by_candidate(scores, at, one=True)] for at, scores in told.items()}
+        for filter_, numbers in filters:
             for place, at in enumerate(numbers):
-                read.setdefault(at, []).extend(self._filtered(one, place, at))
+                read.setdefault(at, []).extend(self._filtered(filter_, place, at))
         return [
-            read[at][0] if self._known(at) else _standing_out(read[at], samples)
-            for at in range(len(self.observations))
+            read[at][0] if self._known(at) else _standing_out(read[at], seen.batch_size)
+            for at, seen in enumerate(self.observations)
         ]
 
     def _beside(self, at: int) -> bool:
@@ -124,16 +127,27 @@ class Scorer:
             return False
         return at in self.direct or law.rounding != "sign"
 
-    def _center(self, means: Tensors) -> Tensors:
-        """What a message of these labels is on average, by means of labels `(labels, *shape)`."""
-        share = torch.tensor([self.entries.counts.get(i, 0.0) for i in range(self._classes)])
-        return {n: torch.tensordot(share.to(m), m, 1) / share.sum().to(m) for n, m in means.items()}
+    def _centers(self, means: Tensors) -> list[Tensors]:
+        """What messages of their labels are on average, by means of labels `(labels, *shape)`.
+        Those of the same labels have one.
+        """
+        found: dict[tuple[float, ...], Tensors] = {}
+        shares = [
+            tuple(asked.counts.get(i, 0.0) for i in range(self._classes))
+            for asked in self.pool.asked
+        ]
+        for share in set(shares):
+            found[share] = {
+                n: torch.tensordot(torch.tensor(share).to(m), m, 1) / sum(share)
+                for n, m in means.items()
+            }
+        return [found[share] for share in shares]
 
-    def _filters(self, rest: list[int], center: Tensors, sizes: Tensors) -> list[Any]:
+    def _filters(self, rest: list[int], centers: list[Tensors], sizes: Tensors) -> list[Any]:
         """A filter for observations that weigh alike."""
         groups: list[tuple[Tensors | None, list[int], list[Filtered]]] = []
         for at in rest:
-            seen, law = self.observations[at], self.laws[at]
+            seen, law, center = self.observations[at], self.laws[at], centers[at]
             several = [self._weights(seen, law, center)] if at not in self.fits.numbers else []
             if self._beside(at):
                 several.append((self._beside_others(seen, law, sizes), None))
@@ -145,7 +159,7 @@ class Scorer:
                     plain[0][2].append(told)
                 else:
                     groups.append((weights, [at], [told]))
-        count = len(self.entries.batches)
+        count = len(self.pool.batches)
         return [
             (MatchedFilter(several, weights, count, self.generator), numbers)
             for weights, numbers, several in groups
@@ -153,14 +167,14 @@ class Scorer:
 
     @property
     def _classes(self) -> int:
-        return max(self.entries.label) + 1
+        return max(self.pool.label) + 1
 
     def _means(self, sized: bool) -> tuple[Tensors, Tensors]:
         """Over some candidates of each label: their mean gradient, `(labels, *shape)`, and if
         `sized` the root of the mean square of all of them, `(*shape)`.
         """
         of: dict[int, list[int]] = {}
-        for row, label in enumerate(self.entries.label):
+        for row, label in enumerate(self.pool.label):
             of.setdefault(label, []).append(row)
         parameters = self.many.parameters
         means = {n: p.new_zeros(self._classes, *p.shape).detach() for n, p in parameters.items()}
@@ -169,8 +183,8 @@ class Scorer:
         for label, rows in of.items():
             step = max(1, len(rows) // _MEAN_OF)
             chosen = rows[::step][:_MEAN_OF]
-            for some, gradient in self.many([self.entries.batches[row] for row in chosen]):
-                size = self.entries.size[[chosen[i] for i in some]]
+            for some, gradient in self.many([self.pool.batches[row] for row in chosen]):
+                size = self.pool.size[[chosen[i] for i in some]]
                 for name, g in self._of_sample(gradient, size).items():
                     means[name][label] += g.sum(0) / len(chosen)
                     if sized:
@@ -234,25 +248,26 @@ class Scorer:
 
     def _filtered(self, one: MatchedFilter, place: int, at: int) -> list[Tensor]:
         """Statistics of a message, of which there are several where its law is not known."""
-        weight = self.entries.prior / self.entries.prior.sum()
+        share = self.pool.asked[at].share
         if self._beside(at) and one.weights is not None:
-            return [self._best(one.regressed(place, weight))]
+            return [self._best(one.regressed(place, share), at)]
         alone = self.observations[at].batch_size == 1
-        ratios = self._by_candidate(one.log_ratio(place, weight), one=alone)
-        return [ratios] if self._known(at) else [ratios, self._best(one.cosines(place))]
+        ratios = self._by_candidate(one.log_ratio(place, share), at, one=alone)
+        return [ratios] if self._known(at) else [ratios, self._best(one.cosines(place), at)]
 
-    def _by_candidate(self, scores: Tensor, one: bool) -> Tensor:
+    def _by_candidate(self, scores: Tensor, at: int, one: bool) -> Tensor:
         """`(P,)` of pairs to `(K,)`: the mean of what labels say, by how likely they are."""
-        weighed = scores + self.entries.prior.log()
-        most = self._best(weighed)
-        shifted = (weighed - most[self.entries.candidate]).exp()
-        sums = torch.zeros_like(most).index_add_(0, self.entries.candidate, shifted)
+        weighed = scores + self.pool.asked[at].prior.log()
+        most = self._best(weighed, at)
+        shifted = (weighed - most[self.pool.candidate]).exp()
+        sums = torch.zeros_like(most).index_add_(0, self.pool.candidate, shifted)
         return most + sums.log()
 
-    def _best(self, scores: Tensor) -> Tensor:
-        count = len(self.entries.inputs)
-        found = scores.new_full((count,), -torch.inf)
-        return found.scatter_reduce_(0, self.entries.candidate, scores, "amax")
+    def _best(self, scores: Tensor, at: int) -> Tensor:
+        """`(P,)` of pairs to `(K,)`: the best of those that the message may have."""
+        own = scores.masked_fill(self.pool.asked[at].prior == 0, -torch.inf)
+        found = own.new_full((int(self.pool.candidate.max()) + 1,), -torch.inf)
+        return found.scatter_reduce_(0, self.pool.candidate, own, "amax")
 
 
 def law_of(seen: Observation) -> Law | None:

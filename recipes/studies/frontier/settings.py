@@ -29,9 +29,9 @@ _THEN = [
     *(("pruning", {"ratio": r}) for r in (0.9, 0.999, 0.5)),
     *(("optimal_pruning", {"ratio": r}) for r in (0.999, 0.5)),
     *(("quantization", {"bits": b}) for b in (4, 8)),
-    *(("gaussian_noise", {"relative_scale": r}) for r in (1.0, 50.0)),
-    *(("optimal_noise", {"relative_scale": r}) for r in (1.0, 50.0)),
+    *((name, {"relative_scale": 1.0}) for name in ("gaussian_noise", "optimal_noise")),
     *(("optimal_noise", {"relative_scale": r, "shape": "own"}) for r in (5.0, 20.0)),
+    *((name, {"relative_scale": 50.0}) for name in ("gaussian_noise", "optimal_noise")),
 ]
 FIRST = [(name, strength) for name, some in _FIRST.items() for strength in some]
 ROWS = FIRST + _THEN
