@@ -24,6 +24,8 @@ class Terms:
         note: What a reader should know of it.
         step: Between ticks of an axis.
         top: The least end of an axis.
+        most: The farthest end. What is more stands there: an exact copy would press all others
+            together.
         well: How far above chance an attack has to be undefended, so that its failing says
             something of a defense.
     """
@@ -40,6 +42,7 @@ class Terms:
     note: str
     step: float
     top: float
+    most: float
     well: float
 
     def said(self, mean: float) -> str:
@@ -53,11 +56,12 @@ class Terms:
 
     def ticks(self, values: Iterable[float]) -> list[tuple[float, str]]:
         """Where an axis from 0 has its ticks, with their labels. The last one is its end."""
-        highest = max([self.top, *values])
-        count = math.ceil(round(highest / self.step, 6))  # a mean of ones may be 1 + 2e-16
+        highest = round(max([self.top, *values]), 6)  # a mean of ones may be 1 + 2e-16
+        count = math.ceil(min(highest, self.most) / self.step)
+        ends = ["≥ " * (k == count and highest > self.most) for k in range(count + 1)]
         return [
-            (self.step * k, f"{self.scale * self.step * k:.0f} {self.unit}")
-            for k in range(count + 1)
+            (self.step * k, f"{end}{self.scale * self.step * k:.0f} {self.unit}")
+            for k, end in enumerate(ends)
         ]
 
 
@@ -79,6 +83,7 @@ TERMS = {
         "counted.",
         step=0.25,
         top=1.0,
+        most=1.0,
         well=0.25,
     ),
     "image": Terms(
@@ -95,6 +100,7 @@ TERMS = {
         "a person recognizes.",
         step=10.0,
         top=30.0,
+        most=40.0,
         well=5.0,
     ),
 }

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
+
+import numpy as np
+from scipy.stats import ttest_1samp
 
 
 class Estimate(NamedTuple):
@@ -40,6 +43,8 @@ class Outcome:
         named: The share of samples that who has a list of candidates names, at the stage where he
             names more; `None` if there was no list.
         listed: How many were on it.
+        right: Of each sample that judges, what the accuracy is a mean of.
+        read: Of each message, the mean of what `leak` is a mean of.
 
     Example:
         >>> kept, read = Estimate(0.8, 0.78, 0.82), Estimate(0.1, 0.0, 0.2)
@@ -56,6 +61,8 @@ class Outcome:
     stage: str
     named: Estimate | None = None
     listed: int = 0
+    right: Mapping[int, float] = field(default_factory=dict, repr=False)
+    read: Mapping[int, float] = field(default_factory=dict, repr=False)
 
 
 @dataclass(frozen=True)
@@ -83,10 +90,10 @@ def choose(
     """The defense that gives away least among those that lose at most `budget` of accuracy.
 
     A mean decides, and the words give its interval: a short training cannot tell single points
-    apart. Where intervals of what leaks overlap the least one's, accuracy decides, and where those
-    of what is lost overlap too, the one that gives away less. Where no search reads the undefended
-    gradient above a guess, none says anything: then who has a list decides, if he names clearly
-    fewer behind a defense than undefended.
+    apart. Where what leaks cannot be told from the least one's, message by message, accuracy
+    decides, and where that cannot be told apart either, sample by sample, the one that gives away
+    less. Where no search reads the undefended gradient above a guess, none says anything: then who
+    has a list decides, if he names clearly fewer behind a defense than undefended.
 
     Args:
         outcomes: The undefended one first.
@@ -103,7 +110,8 @@ def choose(
         ...     around = Estimate(accuracy, accuracy - 0.01, accuracy + 0.01)
         ...     lost = Estimate(0.9 - accuracy, 0.89 - accuracy, 0.91 - accuracy)
         ...     read = Estimate(leak, leak - 0.01, leak + 0.01)
-        ...     return Outcome(name, 1e-3, around, lost, read, "span", "end")
+        ...     alike = {"right": dict.fromkeys(range(9), accuracy), "read": {0: leak, 1: leak}}
+        ...     return Outcome(name, 1e-3, around, lost, read, "span", "end", **alike)
         >>> tried = [outcome("none", 0.9, 1.0), outcome("a", 0.7, 0.0), outcome("b", 0.89, 0.1)]
         >>> choose(tried, budget=0.02, chance=0.1).chosen.defense
         'b'
@@ -142,10 +150,20 @@ def _least(kept: list[Outcome]) -> Outcome:
     accurate.
     """
     least = min(kept, key=lambda one: one.leak.mean)
-    alike = [one for one in kept if one.leak.low <= least.leak.high]
+    alike = [one for one in kept if not _apart(one.read, least.read)]
     best = max(alike, key=lambda one: one.accuracy.mean)
-    as_good = [one for one in alike if one.lost.low <= best.lost.high]
+    as_good = [one for one in alike if not _apart(one.right, best.right)]
     return min(as_good, key=lambda one: (one.leak.mean, -one.accuracy.mean))
+
+
+def _apart(one: Mapping[int, float], other: Mapping[int, float]) -> bool:
+    """Whether a paired t-test at 5 % tells them apart."""
+    found = np.array([one[number] - other[number] for number in one if number in other])
+    if len(found) < 2:
+        return False
+    if np.ptp(found) == 0:  # without noise there is no test
+        return bool(found[0] != 0)
+    return bool(ttest_1samp(found, 0.0).pvalue < 0.05)
 
 
 def _nothing_kept(outcomes: list[Outcome], budget: float) -> Choice:

@@ -14,7 +14,9 @@ from ..audit.verdicts import Terms
 from .choice import Choice, Outcome
 from .settings import TrialSettings
 
-_WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP, _RIGHT = 720, 380, 60, 50, 20, 20
+_WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP, _RIGHT = 720, 380, 60, 50, 20, 34
+
+_WIDE, _HIGH = 20, 15  # of a point's number
 
 
 def markdown_table(choice: Choice, terms: Terms) -> str:
@@ -62,7 +64,8 @@ def _given(label: str, settings: dict[str, Any]) -> dict[str, Any]:
 
 def html_report(choice: Choice, chance: float, settings: TrialSettings, terms: Terms) -> str:
     """The page: one file, no script, nothing from elsewhere."""
-    highest = max([terms.top, *(one.leak.high for one in choice.outcomes)])
+    ticks = terms.ticks([chance, *(one.leak.high for one in choice.outcomes)])
+    highest = ticks[-1][0]
     lowest = min(one.accuracy.low for one in choice.outcomes) - 0.02
     best = min(max(one.accuracy.high for one in choice.outcomes) + 0.02, 1.0)
 
@@ -79,18 +82,19 @@ def html_report(choice: Choice, chance: float, settings: TrialSettings, terms: T
             "x": x(one.leak.mean), "x_low": x(one.leak.low), "x_high": x(one.leak.high),
             "y": y(one.accuracy.mean), "y_low": y(one.accuracy.low), "y_high": y(one.accuracy.high),
             "chosen": one is choice.chosen, "plain": one.defense == "none",
+            "beyond": terms.said(one.leak.mean) if one.leak.mean > highest else "",
         }
         for number, one in enumerate(choice.outcomes, 1)
     ]  # fmt: skip
-    ticks = [i / 4 * highest for i in range(5)]
     levels = [lowest + i / 4 * (best - lowest) for i in range(5)]
+    _place_numbers(points)
     page: str = _template().render(
         choice=choice,
         settings=settings,
         terms=terms,
         rows=[_cells(one, terms) for one in choice.outcomes],
         points=points,
-        ticks=[(x(value), terms.said(value)) for value in ticks],
+        ticks=[(x(value), said) for value, said in ticks],
         levels=[(y(value), f"{100 * value:.0f} %") for value in levels],
         floor=y(choice.outcomes[0].accuracy.mean - settings.budget),
         chance=x(chance),
@@ -98,6 +102,17 @@ def html_report(choice: Choice, chance: float, settings: TrialSettings, terms: T
         right=_WIDTH - _RIGHT,
     )  # fmt: skip
     return page
+
+
+def _place_numbers(points: list[dict[str, Any]]) -> None:
+    """Each beside its point, and below those of others that stand there."""
+    placed: list[tuple[float, float]] = []
+    for point in sorted(points, key=lambda one: (one["y"], one["number"])):
+        at = point["y"] - 7
+        while near := [y for x, y in placed if abs(x - point["x"]) < _WIDE and abs(y - at) < _HIGH]:
+            at = max(near) + _HIGH
+        point["at"] = at
+        placed.append((point["x"], at))
 
 
 @cache

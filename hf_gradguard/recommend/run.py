@@ -6,7 +6,7 @@ import dataclasses
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch import nn
@@ -18,7 +18,7 @@ from ..audit.run import audit, usual_attacks
 from ..audit.settings import AuditSettings
 from ..audit.specs import Spec, make_defenses
 from ..audit.summary import Summary, summarize
-from ..audit.verdicts import TERMS
+from ..audit.verdicts import TERMS, Row
 from ..data.samples import Sample
 from ..defenses import Defense
 from ..gradient_map.domain import domain_of_model
@@ -144,12 +144,21 @@ class _Server:
         return summarize(found)
 
 
-def _told(label: str, stages: dict[str, Summary]) -> list[tuple[Any, str, str]]:
-    """What attackers who have no list read of a defense, by whom and when; nothing, with a warning,
-    if none could be applied: then nobody knows what it hides, and it is not recommended.
+class _Told(NamedTuple):
+    """What an attack read of a defense."""
+
+    leak: Any
+    attack: str
+    stage: str
+    messages: dict[int, float]
+
+
+def _told(label: str, stages: dict[str, Summary]) -> list[_Told]:
+    """What attackers who have no list read of a defense; nothing, with a warning, if none could be
+    applied: then nobody knows what it hides, and it is not recommended.
     """
     told = [
-        (row.scores[summary.terms.score], row.attack, stage)
+        _Told(row.scores[summary.terms.score], row.attack, stage, _messages(summary, row))
         for stage, summary in stages.items()
         for row in summary.rows
         if row.defense == label and row.scores and not _ranks(summary, row.attack)
@@ -159,6 +168,15 @@ def _told(label: str, stages: dict[str, Summary]) -> list[tuple[Any, str, str]]:
     if not told:
         logger.warning(f"{label} is left out: no attack could be applied. Give others (--attack).")
     return told
+
+
+def _messages(summary: Summary, row: Row) -> dict[int, float]:
+    """The mean of each message's main scores."""
+    found: dict[int, list[float]] = {}
+    for cell in summary.audit.cells:
+        if (cell["defense"], cell["attack"]) == (row.defense, row.attack) and "scores" in cell:
+            found.setdefault(cell["message"], []).extend(cell["scores"][summary.terms.score])
+    return {number: float(np.mean(scores)) for number, scores in sorted(found.items())}
 
 
 def _ranks(summary: Summary, attack: str) -> bool:
@@ -181,10 +199,11 @@ def _outcome(
     told = _told(label, stages)
     if not told:
         return []
-    most, attack, stage = max(told, key=lambda one: one[0].mean)
+    most = max(told, key=lambda one: one.leak.mean)
     lost = np.array(plain) - np.array(right)
-    figures = (_mean(right), _mean(lost), _estimate(most))
-    return [Outcome(label, rate, *figures, attack, stage, *_named(label, stages.values()))]
+    figures = (_mean(right), _mean(lost), _estimate(most.leak), most.attack, most.stage)
+    named = _named(label, stages.values())
+    return [Outcome(label, rate, *figures, *named, dict(enumerate(right)), most.messages)]
 
 
 def _estimate(audited: Any) -> Estimate:
@@ -201,9 +220,11 @@ def _mean(values: Any) -> Estimate:
 
 
 def _write(choice: Choice, chance: float, terms: TrialSettings, folder: Path, kind: str) -> Choice:
-    write_json(folder / "recommend.json", {
-        "settings": dataclasses.asdict(terms), "chance": chance, **dataclasses.asdict(choice),
-    })  # fmt: skip
+    stored = dataclasses.asdict(choice)
+    for outcome in filter(None, [stored["chosen"], *stored["outcomes"]]):
+        del outcome["right"], outcome["read"]  # sample by sample
+    settings = dataclasses.asdict(terms)
+    write_json(folder / "recommend.json", {"settings": settings, "chance": chance, **stored})
     write_text(folder / "recommend.md", markdown_table(choice, TERMS[kind]))
     write_text(folder / "recommend.html", html_report(choice, chance, terms, TERMS[kind]))
     path = folder / "recommended.yaml"

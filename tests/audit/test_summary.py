@@ -64,7 +64,12 @@ def test_intervals_do_not_depend_on_what_is_bootstrapped_with_them() -> None:
 def test_axes_end_at_a_tick_above_all_values() -> None:
     assert TERMS["text"].ticks([0.3, 1 + 2e-16])[-1] == (1.0, "100 %")
     assert TERMS["image"].ticks([12.0])[-1] == (30.0, "30 dB")
-    assert TERMS["image"].ticks([12.0, 41.0])[-1] == (50.0, "50 dB")
+    assert TERMS["image"].ticks([12.0, 31.0])[-1] == (40.0, "40 dB")
+
+
+def test_an_exact_copy_does_not_press_all_others_together() -> None:
+    assert TERMS["image"].ticks([12.0, 100.0])[-1] == (40.0, "≥ 40 dB")
+    assert TERMS["image"].ticks([40.0])[-1] == (40.0, "40 dB")
 
 
 def test_few_ticks_keep_both_ends() -> None:

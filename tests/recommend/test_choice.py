@@ -3,18 +3,35 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
+import numpy as np
 import pytest
 
+from hf_gradguard.audit.verdicts import TERMS
 from hf_gradguard.recommend import Outcome, choose
 from hf_gradguard.recommend.choice import Estimate
+from hf_gradguard.recommend.report import html_report
+from hf_gradguard.recommend.settings import TrialSettings
 
 
 def outcome(name: str, lost: float, leak: float, width: float = 0.01) -> Outcome:
     accuracy = Estimate(0.9 - lost, 0.88 - lost, 0.92 - lost)
     read = Estimate(leak, max(leak - width, 0.0), leak + width)
     around = Estimate(lost, lost - 0.01, lost + 0.01)
-    return Outcome(name, 1e-3, accuracy, around, read, "span", "end")
+    right = varied(f"right {name}", 0.9 - lost, 0.06, 100)
+    return Outcome(
+        name, 1e-3, accuracy, around, read, "span", "end",
+        right=right, read=varied(name, leak, 2 * width, 8),
+    )  # fmt: skip
+
+
+def varied(name: str, mean: float, spread: float, count: int) -> dict[int, float]:
+    """Of exactly this mean and spread, each name by itself: a difference of two has an error of
+    some 1.4 times the spread over the root of the count.
+    """
+    found = np.random.default_rng(list(name.encode())).standard_normal(count)
+    return dict(enumerate(mean + spread * (found - found.mean()) / found.std(ddof=1)))
 
 
 PLAIN = outcome("none", 0.0, 1.0)
@@ -32,17 +49,31 @@ def test_of_leaks_that_cannot_be_told_apart_the_most_accurate() -> None:
 
 
 def test_of_what_cannot_be_told_apart_at_all_the_one_that_hides_more() -> None:
-    """Leaks of 0.08 and 0.05 overlap, and so do losses of 0.001 and 0.015, but not of 0.03."""
+    """Leaks of 0.08 and 0.05 differ by less than their error, and so do losses of 0.001 and 0.015,
+    but not of 0.03.
+    """
     tried = [
         PLAIN,
         outcome("a", 0.001, 0.08, 0.05),
         outcome("b", 0.015, 0.05, 0.05),
     ]
     assert choose(tried, 0.02, chance=0.1).chosen == tried[2]
-    sure = dataclasses.replace(tried[1], lost=Estimate(0.0, 0.0, 0.0))  # every answer is the same
+    sure = dataclasses.replace(tried[1], right=dict.fromkeys(range(100), 0.9))  # all the same
     assert choose([PLAIN, sure], 0.02, chance=0.1).chosen == sure
     told_apart = [*tried[:2], outcome("b", 0.03, 0.05, 0.05)]
     assert choose(told_apart, 0.04, chance=0.1).chosen == tried[1]
+
+
+def test_what_all_messages_say_alike_is_told_apart_where_intervals_overlap() -> None:
+    """Messages differ by 0.5, and behind a each gives away 0.1 to 0.12 more than behind b."""
+    easy, more = [0.1, 0.6, 0.2, 0.5, 0.3, 0.55], [0.1, 0.12, 0.11, 0.1, 0.12, 0.11]
+    b = dataclasses.replace(outcome("b", 0.02, 0.375, 0.2), read=dict(enumerate(easy)))
+    worse = [mean + some for mean, some in zip(easy, more, strict=True)]
+    a = dataclasses.replace(outcome("a", -0.05, 0.485, 0.2), read=dict(enumerate(worse)))
+    assert choose([PLAIN, a, b], 0.02, chance=0.1).chosen is b
+    # One message alone tells nobody apart.
+    single = [dataclasses.replace(one, read={0: one.read[0]}) for one in (a, b)]
+    assert choose([PLAIN, *single], 0.02, chance=0.1).chosen == single[0]
 
 
 def test_nothing_is_recommended_that_costs_more() -> None:
@@ -96,3 +127,16 @@ def test_then_a_list_decides_where_it_can_tell() -> None:
     choice = choose(tried, 0.02, chance=0.2)
     assert choice.chosen is tried[2]
     assert "least under b: 20 % [15, 25]" in choice.words
+
+
+def test_an_exact_copy_stands_at_the_edge_and_numbers_do_not_overlap() -> None:
+    tried = [outcome("none", 0.0, 100.0), *(outcome(name, 0.01, 14.0) for name in "abc")]
+    page = html_report(choose(tried, 0.02, 12.0), 12.0, TrialSettings(), TERMS["image"])
+    assert "≥ 40 dB" in page
+    assert "1 (100.0 dB)" in page
+    numbers = re.findall(r'class="number" x="([0-9.]+)" y="([0-9.]+)"', page)
+    (x, *_), heights = zip(*numbers[1:], strict=True)
+    assert all(number[0] == x for number in numbers[1:])
+    gaps = np.diff(sorted(map(float, heights)))
+    assert len(gaps) == 2
+    assert (gaps > 13).all()  # pixels of a number

@@ -42,6 +42,8 @@ SPAN, CANDIDATES, TAG = ("span", 1), ("candidates", 16), ("tag", 1)
 ATTACKS = {
     SPAN: (8, {}),
     CANDIDATES: (3, {"listed": 300}),
+    ("candidates", 4): (4, {"listed": 300}),
+    ("candidates", 1): (12, {"listed": 300}),
     TAG: (4, {"steps": 500}),
     ("span", 4): (3, {}),
 }
@@ -49,8 +51,10 @@ ATTACKS = {
 PASSES = [
     (1, {SPAN: ["end", "middle", "start"]}),
     (1, {CANDIDATES: ["end"]}),
-    (1, {TAG: ["end"]}),
+    (1, {("candidates", 1): ["end"]}),
     (SEEDS, {SPAN: ["end"]}),
+    (1, {("candidates", 4): ["end"], CANDIDATES: ["start"]}),
+    (1, {TAG: ["end"]}),
     (SEEDS, {one: list(STAGES) for one in ATTACKS}),
 ]
 QUICK = {"steps": 2, "batch": 4}
