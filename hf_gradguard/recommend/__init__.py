@@ -6,20 +6,19 @@ result.words
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .choice import Choice, Outcome, choose
-
 if TYPE_CHECKING:
+    from .choice import Choice, Outcome, choose
     from .run import recommend
 
 __all__ = ["Choice", "Outcome", "choose", "recommend"]
 
 
 def __getattr__(name: str) -> Any:
-    # Imported when first asked for, so that the command line's help imports no torch.
-    if name == "recommend":
-        from .run import recommend
-
-        return recommend
+    # Imported when first asked for, so that the command line's help imports nothing heavy.
+    if name in __all__:
+        module = ".run" if name == "recommend" else ".choice"
+        return getattr(import_module(module, __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
