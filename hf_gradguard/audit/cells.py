@@ -60,13 +60,16 @@ class Cells:
                 "attacked. Choose another output."
             ) from error
 
+    def __contains__(self, key: str) -> bool:
+        return (self.folder / f"{key}.json").exists()
+
     def once(self, key: str, make: Callable[[], Cell]) -> Cell:
         """The cell of that key, made if it is not there yet.
 
         What crashed is not kept: it is tried again when the audit goes on.
         """
         path = self.folder / f"{key}.json"
-        if not path.exists():
+        if key not in self:
             self.made += 1
             cell = make()
             if "crash" in cell:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,17 +17,17 @@ from transformers.utils import logging
 
 from ..attacks.candidates.attack import Candidates, Ranked
 from ..attacks.labels import recover_labels
-from ..defenses.message import Message, Noise
 from ..gradient_map import GradientMap, UpdateMap
 from ..gradient_map.domain import count_rows
 from ..randomness import Stream
 from ..registry import ESTIMATORS
 from .local import observation
+from .means import average_of, mean_of
 
 if TYPE_CHECKING:
-    from ..attacks import Attack, Reconstruction
+    from ..attacks import Attack, Observation, Reconstruction
     from ..attacks.local import LocalTraining
-    from ..defenses import Defense
+    from ..defenses import Defense, Message
     from ..gradient_map.inputs import LossFunction
     from ..leakage.estimators import Estimator
     from .adaptive import Attacker
@@ -199,37 +199,45 @@ class Upload:
 
     def attacked(self, attacker: Attacker, modality: Modality) -> Cell:
         """Scores and reconstruction, or why the attack is not applicable."""
-        batch, attack = self.client.batch, attacker.attack
-        labels = modality.granted(batch)
 
         def reconstruct() -> Cell:
-            seen = observation(
-                self.client.shared.local,
-                self.client.model,
-                self.message,
-                labels=labels,
-                **self._granted(attacker.grants),
-                **modality.observed(batch),
-            )
-            found = attack(seen, self.client.generator(_ATTACK))
-            try:
-                scored = modality.score(found, batch)
-            except ValueError as error:
-                raise ValueError(f"What the attack returned cannot be scored. {error}") from error
-            told = seen.law is not None or seen.noise_variance is not None
-            knows = attacker.knows and ("law" not in attacker.grants or told)
-            listed = _listed(found, attack, modality, batch)
-            own = None if labels is not None else found.labels
-            return {
-                **scored,
-                **listed,
-                "knows": knows,
-                "labels": None if own is None else own.tolist(),
-                "objective": _finite(found.objective),
-                "seconds": _finite(found.seconds),
-            }
+            seen = self._seen(attacker, modality)
+            found = attacker.attack(seen, self.client.generator(_ATTACK))
+            return self._told(seen, found, attacker, modality)
 
         return _outcome(reconstruct, ValueError, FloatingPointError)
+
+    def _seen(self, attacker: Attacker, modality: Modality) -> Observation:
+        batch = self.client.batch
+        return observation(
+            self.client.shared.local,
+            self.client.model,
+            self.message,
+            labels=modality.granted(batch),
+            **self._granted(attacker.grants),
+            **modality.observed(batch),
+        )
+
+    def _told(
+        self, seen: Observation, found: Reconstruction, attacker: Attacker, modality: Modality
+    ) -> Cell:
+        batch = self.client.batch
+        try:
+            scored = modality.score(found, batch)
+        except ValueError as error:
+            raise ValueError(f"What the attack returned cannot be scored. {error}") from error
+        told = seen.law is not None or seen.noise_variance is not None
+        knows = attacker.knows and ("law" not in attacker.grants or told)
+        listed = _listed(found, attacker.attack, modality, batch)
+        own = None if seen.labels is not None else found.labels
+        return {
+            **scored,
+            **listed,
+            "knows": knows,
+            "labels": None if own is None else own.tolist(),
+            "objective": _finite(found.objective),
+            "seconds": _finite(found.seconds),
+        }
 
     def _granted(self, grants: frozenset[str]) -> dict[str, Any]:
         """What of the defense the attacker is told, if there is any: Σ of Gaussian noise, and how
@@ -247,38 +255,23 @@ class Upload:
         return found
 
 
-def mean_of(several: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Name by name.
-
-    Example:
-        >>> mean_of([{"w": torch.ones(2)}, {"w": torch.zeros(2)}])["w"].tolist()
-        [0.5, 0.5]
+def ranked_together(
+    uploads: Sequence[Upload], attackers: Sequence[Attacker], modality: Modality
+) -> list[Cell]:
+    """What `attacked` gives of each upload of one client, all of them with one list, whose
+    gradients are computed once. Those that cannot be attacked together are by themselves.
     """
-    if len(several) == 1:
-        return dict(several[0])
-    return {name: torch.stack([one[name] for one in several]).mean(0) for name in several[0]}
-
-
-def average_of(messages: Sequence[Message]) -> Message:
-    """The mean of several messages that were protected one by one, each with noise of its own."""
-    if len(messages) == 1:
-        return messages[0]
-    noises = [message.noise for message in messages]
-    noise = None
-    if all(one is not None for one in noises):
-        known = [one for one in noises if one is not None]
-        added = [one.added for one in known if one.added is not None]
-        noise = Noise(
-            variance=_of_mean([one.variance for one in known]),
-            added=_of_mean(added) if len(added) == len(known) else None,
-            plain=all(one.plain for one in known),
-        )
-    carries = any(message.carries for message in messages)
-    return Message(mean_of(messages), noise=noise, carries=carries)
-
-
-def _of_mean(variances: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    return {name: tensor / len(variances) for name, tensor in mean_of(variances).items()}
+    attack: Any = attackers[0].attack
+    pairs = list(zip(uploads, attackers, strict=True))
+    try:
+        seen = [upload._seen(attacker, modality) for upload, attacker in pairs]
+        found = attack.together(seen, uploads[0].client.generator(_ATTACK))
+    except Exception:  # each says its own
+        return [upload.attacked(attacker, modality) for upload, attacker in pairs]
+    return [
+        _outcome(partial(upload._told, one, result, attacker, modality), ValueError)
+        for (upload, attacker), one, result in zip(pairs, seen, found, strict=True)
+    ]
 
 
 def _listed(

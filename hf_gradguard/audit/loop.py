@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -15,24 +15,27 @@ from torch import Tensor, nn
 from transformers.utils import logging
 
 from ..attacks import Attack
+from ..attacks.candidates.attack import Candidates
 from ..defenses import Defense
 from ..randomness import Stream
 from ..registry import ESTIMATORS
 from .adaptive import attackers, with_list
-from .cells import Cell, Cells, code_digest, digest, write_json
-from .client import Client, Shared, Upload
+from .cells import Cell, Cells, code_digest, digest
+from .client import Client, Shared, Upload, ranked_together
 from .facts import GRANTS, attack_settings, facts, plain_settings
 from .modality import Modality
 from .own import SMOOTHED, WEIGHTS, chosen_weight, own_batches, smooths
-from .report import write_report
 from .result import Audit
 from .settings import AuditSettings
-from .summary import summarize
 from .verdicts import INFORMED, base_of
+from .writer import Writer
 
 logger = logging.get_logger(__name__)
 
 _ORDER = 5  # a stream of random numbers, beside a client's
+_HELD = 2**28  # entries of several defenses' messages that are attacked together: 1 GiB
+
+_Place = tuple[str, str]  # labels of a defense and of an attack
 
 
 @dataclass
@@ -206,7 +209,7 @@ class _Run:
             cells=[],
         )
         count = len(self.batches)
-        writer = _Writer(result, folder)
+        writer = Writer(result, folder)
         bar = logging.tqdm(total=self.terms.repeats * count * len(self.attackers), desc="audit")
         try:
             for repeat, index in product(range(self.terms.repeats), range(count)):
@@ -237,24 +240,74 @@ class _Run:
         client = Client(self.model, batch, self.setup.shared, (terms.seed, index, repeat))
         key = digest(self.key, batch, index, repeat)
         rows, found = [], []
-        for label, defense in self.defenses.items():
-            place: Cell = {"message": index, "repeat": repeat, "defense": label}
-            upload = Upload(client, defense, self.setup.states.get(label))
-            row = self._shared(upload, digest(key, self.defense_keys[label]))
-            rows.append({**place, **row})
-            refused: Cell = {why: row[why] for why in ("reason", "crash") if why in row}
-            # One seed for all attacks: they differ in nothing but themselves.
-            for (where, name), attacker in self.attackers.items():
-                if where != label:
-                    continue
-                bar.set_postfix_str(f"{label}, {name}")
-                cell = refused or self.cells.once(
-                    digest(key, self.defense_keys[label], self.attack_keys[where, name]),
-                    partial(upload.attacked, attacker, self.modality),
-                )
-                found.append({**place, "attack": name, **cell})
-                bar.update()
+        for labels in self._groups():
+            uploads = {
+                label: Upload(client, self.defenses[label], self.setup.states.get(label))
+                for label in labels
+            }
+            shared = {
+                label: self._shared(upload, digest(key, self.defense_keys[label]))
+                for label, upload in uploads.items()
+            }
+            place: Cell = {"message": index, "repeat": repeat}
+            rows += [{**place, "defense": label, **row} for label, row in shared.items()]
+            for (label, name), cell in self._attacked(uploads, shared, key, bar):
+                found.append({**place, "defense": label, "attack": name, **cell})
         return rows, found
+
+    def _groups(self) -> list[list[str]]:
+        """Defenses whose messages are held at once: several where somebody has a list, whose
+        gradients are then computed once for all of them.
+        """
+        ranks = any(isinstance(one.attack, Candidates) for one in self.attackers.values())
+        size = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
+        count = max(1, _HELD // max(size, 1)) if ranks else 1
+        labels = list(self.defenses)
+        return [labels[at : at + count] for at in range(0, len(labels), count)]
+
+    def _attacked(
+        self, uploads: dict[str, Upload], shared: dict[str, Cell], key: str, bar: Any
+    ) -> Iterator[tuple[_Place, Cell]]:
+        """What every attacker finds in each of these."""
+        refused: dict[str, Cell] = {
+            label: {why: row[why] for why in ("reason", "crash") if why in row}
+            for label, row in shared.items()
+        }
+        keys = {
+            (label, name): digest(key, self.defense_keys[label], own)
+            for (label, name), own in self.attack_keys.items()
+            if label in uploads
+        }
+        ranked = self._ranked(uploads, {at: own for at, own in keys.items() if not refused[at[0]]})
+        for (label, name), own in keys.items():
+            bar.set_postfix_str(f"{label}, {name}")
+            # One seed for all attacks: they differ in nothing but themselves.
+            alone = partial(uploads[label].attacked, self.attackers[label, name], self.modality)
+            yield (
+                (label, name),
+                refused[label] or self.cells.once(own, ranked.get((label, name), alone)),
+            )
+            bar.update()
+
+    def _ranked(
+        self, uploads: dict[str, Upload], keys: dict[_Place, str]
+    ) -> dict[_Place, Callable[[], Cell]]:
+        """What is not there yet of those who have a list, attacked together."""
+        asked = [
+            place
+            for place, key in keys.items()
+            if isinstance(self.attackers[place].attack, Candidates) and key not in self.cells
+        ]
+        found: dict[_Place, Callable[[], Cell]] = {}
+        for name in dict.fromkeys(name for _, name in asked):
+            places = [place for place in asked if place[1] == name]
+            cells = ranked_together(
+                [uploads[label] for label, _ in places],
+                [self.attackers[place] for place in places],
+                self.modality,
+            )
+            found |= {place: partial(dict, cell) for place, cell in zip(places, cells, strict=True)}
+        return found
 
     def _shared(self, upload: Upload, key: str) -> Cell:
         """What is known of a message without attacking it."""
@@ -277,35 +330,6 @@ class _Run:
         else:
             row["no_labels"] = found.get("reason") or f"It crashed. {found['crash']}"
         return row
-
-
-class _Writer:
-    """Writes what there is of an audit after every message, as long as that takes at most a tenth
-    of the time.
-    """
-
-    def __init__(self, result: Audit, folder: Path) -> None:
-        self.result, self.folder = result, folder
-        self.started, self.spent, self.pending = time.monotonic(), 0.0, False
-
-    def add(self, new: bool) -> None:
-        """A message was added to the result; `new` if its cells had not been there before."""
-        self.pending |= new
-        if 10 * self.spent <= time.monotonic() - self.started:
-            self.flush()
-
-    def flush(self) -> None:
-        """Write what has not been written."""
-        if self.pending:
-            self.write()
-
-    def write(self) -> None:
-        """Write audit.json, table.md and report.html."""
-        before = time.monotonic()
-        write_json(self.folder / "audit.json", asdict(self.result))
-        write_report(summarize(self.result), self.folder)
-        self.spent += time.monotonic() - before
-        self.pending = False
 
 
 def _duration(seconds: float) -> str:

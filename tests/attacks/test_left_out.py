@@ -12,7 +12,7 @@ from helpers import make_task, torch_rng
 from hf_gradguard import GradientMap, make_defense
 from hf_gradguard.attacks import Observation, make_attack
 from hf_gradguard.attacks.candidates.linear import _BESIDE, Filtered, MatchedFilter
-from hf_gradguard.audit.client import average_of
+from hf_gradguard.audit.means import average_of
 from hf_gradguard.randomness import Stream
 
 

@@ -14,6 +14,8 @@ from test_audit import HIGH, LOW, WORDS, image_model, images, made
 
 from hf_gradguard import GradientMap, make_defense
 from hf_gradguard.attacks import ATTACKS, Attack, Observation, Reconstruction, make_attack
+from hf_gradguard.attacks.candidates import linear
+from hf_gradguard.attacks.candidates.attack import Candidates
 from hf_gradguard.audit import audit, markdown_table, summarize
 from hf_gradguard.audit.adaptive import attackers, with_list
 from hf_gradguard.audit.report import html_report
@@ -242,6 +244,49 @@ def test_what_hides_is_at_chance_and_batches_and_images_are_ranked(tmp_path: Pat
     (one,) = summarize(shown).ranked
     assert one.scores["rank"].mean == 1
     assert shown.attacks["candidates"]["candidates"] == ["Tensor"] * 8
+
+
+def test_defenses_together_are_each_by_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of several samples, where others' gradients are sketched; and by themselves where they cannot
+    be attacked together: samples that are clipped one by one, and those that are not.
+    """
+    monkeypatch.setattr(linear, "ENTRIES", 0)  # sketches are shorter than gradients
+    defenses = ["gaussian_noise:relative_scale=2", "optimal_noise:relative_scale=2"]
+    defenses += ["pruning:ratio=0.9,error_feedback=True", "refiner"]
+    calls: list[int] = []
+    plain = Candidates.together
+
+    def counted(self: Candidates, seen: Any, generator: Any = None) -> Any:
+        calls.append(len(seen))
+        return plain(self, seen, generator)
+
+    monkeypatch.setattr(Candidates, "together", counted)
+
+    def ranked(defenses: list[str], name: str) -> dict[tuple, list[float]]:
+        found = audit(
+            *text_model(), SAMPLES, defenses, [], candidates=TEXTS, output=tmp_path / name,
+            batch_size=2,
+        )  # fmt: skip
+        return {
+            (cell["message"], cell["defense"]): cell["ranked"]["scores"] for cell in found.cells
+        }
+
+    together = ranked(defenses, "together")
+    assert calls == [5, 5]  # two messages
+    for defense in defenses:
+        alone = ranked([defense], defense.partition(":")[0])
+        for place, scores in alone.items():
+            assert scores == pytest.approx(together[place], rel=1e-4, abs=1e-4), place
+    clipped = "dp_sgd:per_sample=True,clip=0.1,noise_multiplier=0.01"
+    both = ranked([*defenses[:1], clipped], "both")
+    assert both[0, defenses[0]] == pytest.approx(together[0, defenses[0]], rel=1e-4, abs=1e-4)
+    assert [label.partition(":")[0] for _, label in both][:3] == [
+        "none",
+        "gaussian_noise",
+        "dp_sgd",
+    ]
 
 
 def test_the_list_says_nothing_by_its_order() -> None:

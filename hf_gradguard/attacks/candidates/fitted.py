@@ -37,7 +37,7 @@ class Fits:
         messages: By number, with the law of each.
         batch: Any of the clients' kind.
         model: At which messages were made.
-        generator: Of the samples.
+        generator: Of the samples: the same for every law, and left as it is.
 
     Example:
         >>> law = Fitted(samples=4, factors="token")
@@ -59,7 +59,9 @@ class Fits:
         self._messages: dict[Fitted, dict[int, Mapping[str, Tensor]]] = {}
         for number, (message, law) in messages.items():
             self._messages.setdefault(law, {})[number] = message
-        self._spans = {law: drawn(law, batch, model, generator) for law in self._messages}
+        self._spans = {
+            law: drawn(law, batch, model, generator.clone_state()) for law in self._messages
+        }
 
     def __call__(self, gradient: Mapping[str, Tensor], numbers: Sequence[int]) -> dict[int, Tensor]:
         """`(K,)` in float64 for each of these messages, of gradients `(K, *parameter.shape)`."""

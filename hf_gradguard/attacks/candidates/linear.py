@@ -55,7 +55,7 @@ class MatchedFilter:
         weights: What differences are multiplied by; `None` for 1 everywhere. Coordinates of
             weight 0 take no memory.
         count: P, how many candidates there will be.
-        generator: Of the sketch's signs.
+        generator: Of the sketch's signs. Left as it is.
 
     Example:
         >>> y = {"w": torch.tensor([1.0, 0.0, 0.0])}
@@ -76,6 +76,7 @@ class MatchedFilter:
         self.messages, self.weights = list(messages), weights
         first = messages[0].message
         device = next(iter(first.values())).device
+        generator = generator.clone_state()
         self._heard = {} if weights is None else _heard(weights)
         sizes = {name: t.numel() for name, t in first.items()}
         sizes |= {name: len(at) for name, at in self._heard.items()}

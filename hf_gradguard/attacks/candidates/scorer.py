@@ -39,7 +39,7 @@ class Scorer:
             candidates run together.
         observations: Of one model, with gradients of the same parameters.
         entries: The candidates of each, from one list.
-        generator: Of draws and sketches.
+        generator: Of draws and sketches: each message's are what they would be by itself.
     """
 
     def __init__(
