@@ -282,11 +282,8 @@ def test_defenses_together_are_each_by_itself(
     clipped = "dp_sgd:per_sample=True,clip=0.1,noise_multiplier=0.01"
     both = ranked([*defenses[:1], clipped], "both")
     assert both[0, defenses[0]] == pytest.approx(together[0, defenses[0]], rel=1e-4, abs=1e-4)
-    assert [label.partition(":")[0] for _, label in both][:3] == [
-        "none",
-        "gaussian_noise",
-        "dp_sgd",
-    ]
+    names = [label.partition(":")[0] for number, label in both if number == 0]
+    assert names == ["none", "gaussian_noise", "dp_sgd"]
 
 
 def test_the_list_says_nothing_by_its_order() -> None:
