@@ -147,7 +147,11 @@ class _Run:
                 return f"No gradient could be taken of the first message: {error}"
             each = min(each, time.perf_counter() - started)
         times = self.terms.repeats * len(self.batches)
-        passes = times * sum(one.attack.passes for one in self.attackers.values())
+        once = len(self._groups()) / len(self.defenses)  # of a list's gradients
+        passes = times * sum(
+            one.attack.passes * (once if isinstance(one.attack, Candidates) else 1.0)
+            for one in self.attackers.values()
+        )
         for place in self._choosing():
             passes += len(WEIGHTS) * len(self.own) * self.attackers[place].attack.passes
         return (

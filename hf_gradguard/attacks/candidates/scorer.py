@@ -83,6 +83,7 @@ class Scorer:
         every = range(len(self.observations))
         rest = [at for at in every if at not in told or self._beside(at)]
         beside = [at for at in self.fits.numbers if self.observations[at].batch_size > 1]
+        alone = [at for at in self.fits.numbers if at not in beside]
         means, sizes = self._means(any(map(self._beside, rest))) if rest or beside else ({}, {})
         centers = self._centers(means)
         filters = self._filters(rest, centers, sizes)
@@ -90,7 +91,6 @@ class Scorer:
             gradient = self._of_sample(gradient, self.pool.size[rows])
             for at, likelihood in self.direct.items():
                 told[at][rows] = likelihood(gradient)
-            alone = [at for at in self.fits.numbers if at not in beside]
             for at, scores in self.fits(gradient, alone).items():
                 told[at][rows] = scores
             if not means:
