@@ -51,8 +51,8 @@ ATTACKS = {
 PASSES = [
     (1, {SPAN: ["end", "middle", "start"]}),
     (1, {CANDIDATES: ["end"]}),
-    (1, {("candidates", 1): ["end"]}),
     (SEEDS, {SPAN: ["end"]}),
+    (1, {("candidates", 1): ["end"]}),
     (1, {("candidates", 4): ["end"], CANDIDATES: ["start"]}),
     (1, {TAG: ["end"]}),
     (SEEDS, {one: list(STAGES) for one in ATTACKS}),
