@@ -310,7 +310,9 @@ class _Run:
                 [self.attackers[place] for place in places],
                 self.modality,
             )
-            found |= {place: partial(dict, cell) for place, cell in zip(places, cells, strict=True)}
+            for place, cell in zip(places, cells, strict=True):  # kept before others are attacked
+                kept = self.cells.once(keys[place], partial(dict, cell))
+                found[place] = partial(dict, kept)
         return found
 
     def _shared(self, upload: Upload, key: str) -> Cell:
