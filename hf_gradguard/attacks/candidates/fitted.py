@@ -43,7 +43,7 @@ class Fits:
         >>> law = Fitted(samples=4, factors="token")
         >>> told = Fits({0: (shared, law)}, batch, model, torch.Generator())
         >>> both = ({n: sign * g[None] for n, g in shared.items()} for sign in (1, -1))
-        >>> right, wrong = (told(gradient, [0])[0] for gradient in both)
+        >>> right, wrong = (told(gradient)[0] for gradient in both)
         >>> bool(right > wrong)
         True
     """
@@ -63,11 +63,14 @@ class Fits:
             law: drawn(law, batch, model, generator.clone_state()) for law in self._messages
         }
 
-    def __call__(self, gradient: Mapping[str, Tensor], numbers: Sequence[int]) -> dict[int, Tensor]:
-        """`(K,)` in float64 for each of these messages, of gradients `(K, *parameter.shape)`."""
+    def __call__(
+        self, gradient: Mapping[str, Tensor], numbers: Sequence[int] | None = None
+    ) -> dict[int, Tensor]:
+        """`(K,)` in float64 for each message, or some, of gradients `(K, *parameter.shape)`."""
+        wanted = self.numbers if numbers is None else numbers
         found = {}
         for law, messages in self._messages.items():
-            some = [number for number in numbers if number in messages]
+            some = [number for number in wanted if number in messages]
             if not some:
                 continue
             span = self._spans[law]

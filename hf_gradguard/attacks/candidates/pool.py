@@ -46,6 +46,7 @@ class Pool:
         asked: One a message.
 
     Example:
+        >>> from hf_gradguard.attacks.candidates.entries import make_entries
         >>> pool = Pool([make_entries(seen, ["a fine film", "a dull plot"], [0, 1])])
         >>> len(pool.batches), pool.label, pool.candidate.tolist()
         (2, [0, 1], [0, 1])
