@@ -24,17 +24,18 @@ ARGUMENTS = TEXTS | {"--all": ALL}
 
 def cells(args) -> dict:
     """Those of the start, and those that they ask for next. Without `--all` of the first rows, and
-    of those that were tried.
+    of those whose search has ended.
     """
     sizes = QUICK if args.quick else {"steps": STEPS, "batch": BATCH}
     results, found = Results(args.output), {}
-    there = [(one["defense"], one["strength"]) for one in results]
-    some = ROWS if args.all else [row for row in ROWS if row in FIRST or row in there]
-    for defense, strength in QUICK_ROWS if args.quick else some:
+    for defense, strength in QUICK_ROWS if args.quick else ROWS:
         common = {"defense": defense, "strength": strength, "seed": RATES_SEED, **sizes}
         start = rates(defense, strength, 0 if args.quick else SPREAD)
         tried = start if args.quick else searched(results, common, start)
         search = by_rate(common, tried)
+        ended = all(cell in results for cell in search.values())
+        if not (args.quick or args.all or ended or (defense, strength) in FIRST):
+            continue
         found |= {(row_of(defense, strength), rate): cell for rate, cell in search.items()}
     return found
 
