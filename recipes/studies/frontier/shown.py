@@ -127,6 +127,7 @@ def picture(figures: dict, output, look: Look) -> None:
         elif ACCURACY in found:
             kind, _, strength = row.partition(" ")
             points.setdefault(kind, []).append((strength, worst, apart(found[ACCURACY], plain)))
+    names: list[tuple[str, tuple[float, float], str]] = []
     for number, (kind, some) in enumerate(points.items()):
         x = [float(np.mean(scores)) for _, scores, _ in some]
         means = [-100 * mean for _, _, (mean, _, _) in some]
@@ -148,14 +149,43 @@ def picture(figures: dict, output, look: Look) -> None:
         axes.errorbar(x, y, np.transpose(bars), wide, label=kind, **style)
         for left, up, mean, (strength, _, _) in zip(x, y, means, some, strict=True):
             said = _brief(strength) + (f" ({mean:.0f})" if mean < look.lowest else "")
-            place = {"xytext": (7, -13 if number % 2 else 6), "textcoords": "offset points"}
-            axes.annotate(said, (left, up), color=color, **place)
+            names.append((said, (left, up), color))
     axes.set_ylim(1.1 * look.lowest, None)
+    _name(axes, names)
     axes.set_xlabel(look.label)
     axes.set_ylabel("points of accuracy against no defense (95 % interval)")
     axes.grid(alpha=0.3)
     axes.legend()
     save(figure, output)
+
+
+def _name(axes, names: list[tuple[str, tuple[float, float], str]]) -> None:
+    """Names points, each where no other name is if there is such a place."""
+    axes.figure.canvas.draw()
+    taken: list[tuple[float, float, float]] = []  # left and right end, and height, in pixels
+    scale = axes.figure.dpi / 72  # of a point
+    for said, at, color in names:
+        x, y = axes.transData.transform(at)
+        width = 7 * len(said) * scale
+        for right, up in [
+            (True, 6),
+            (True, -13),
+            (False, 6),
+            (False, -13),
+            (True, 20),
+            (True, -27),
+        ]:
+            low = x + 7 * scale if right else x - 7 * scale - width
+            box = (low, low + width, y + up * scale)
+            if not any(
+                box[0] < one[1] and one[0] < box[1] and abs(box[2] - one[2]) < 12 * scale
+                for one in taken
+            ):
+                break
+        taken.append(box)
+        side = "left" if right else "right"
+        place = {"xytext": (7 if right else -7, up), "textcoords": "offset points", "ha": side}
+        axes.annotate(said, at, color=color, **place)
 
 
 def _brief(strength: str) -> str:
