@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
@@ -287,22 +287,18 @@ class _Run:
             bar.set_postfix_str(f"{label}, {name}")
             # One seed for all attacks: they differ in nothing but themselves.
             alone = partial(uploads[label].attacked, self.attackers[label, name], self.modality)
-            yield (
-                (label, name),
-                refused[label] or self.cells.once(own, ranked.get((label, name), alone)),
-            )
+            cell = refused[label] or ranked.get((label, name)) or self.cells.once(own, alone)
+            yield (label, name), cell
             bar.update()
 
-    def _ranked(
-        self, uploads: dict[str, Upload], keys: dict[_Place, str]
-    ) -> dict[_Place, Callable[[], Cell]]:
+    def _ranked(self, uploads: dict[str, Upload], keys: dict[_Place, str]) -> dict[_Place, Cell]:
         """What is not there yet of those who have a list, attacked together."""
         asked = [
             place
             for place, key in keys.items()
             if isinstance(self.attackers[place].attack, Candidates) and key not in self.cells
         ]
-        found: dict[_Place, Callable[[], Cell]] = {}
+        found: dict[_Place, Cell] = {}
         for name in dict.fromkeys(name for _, name in asked):
             places = [place for place in asked if place[1] == name]
             cells = ranked_together(
@@ -311,8 +307,7 @@ class _Run:
                 self.modality,
             )
             for place, cell in zip(places, cells, strict=True):  # kept before others are attacked
-                kept = self.cells.once(keys[place], partial(dict, cell))
-                found[place] = partial(dict, kept)
+                found[place] = self.cells.once(keys[place], partial(dict, cell))
         return found
 
     def _shared(self, upload: Upload, key: str) -> Cell:

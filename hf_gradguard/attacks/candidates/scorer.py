@@ -78,8 +78,8 @@ class Scorer:
     def scores(self) -> list[Tensor]:
         """`(K,)` for each observation."""
         pairs = len(self.pool.batches)
-        told = {at: self.pool.size.new_zeros(pairs).double() for at in self.direct}
-        told |= {at: self.pool.size.new_zeros(pairs).double() for at in self.fits.numbers}
+        given = [*self.direct, *self.fits.numbers]
+        told = {at: self.pool.size.new_zeros(pairs, dtype=torch.float64) for at in given}
         every = range(len(self.observations))
         rest = [at for at in every if at not in told or self._beside(at)]
         beside = [at for at in self.fits.numbers if self.observations[at].batch_size > 1]
@@ -87,6 +87,9 @@ class Scorer:
         means, sizes = self._means(any(map(self._beside, rest))) if rest or beside else ({}, {})
         centers = self._centers(means)
         filters = self._filters(rest, centers, sizes)
+        alike: dict[tuple[int, int], list[int]] = {}  # beside the same others
+        for at in beside:
+            alike.setdefault((id(centers[at]), self.observations[at].batch_size), []).append(at)
         for rows, gradient in self.many(self.pool.batches):
             gradient = self._of_sample(gradient, self.pool.size[rows])
             for at, likelihood in self.direct.items():
@@ -100,10 +103,11 @@ class Scorer:
             changes = {name: gradient[name] - mean[name] for name in self.names}
             for one, _ in filters:
                 one.add(rows, changes)
-            for at in beside:
-                samples = self.observations[at].batch_size
-                among = {name: centers[at][name] + h / samples for name, h in changes.items()}
-                told[at][rows] = self.fits(among, [at])[at]
+            for (_, samples), numbers in alike.items():
+                center = centers[numbers[0]]
+                among = {name: center[name] + h / samples for name, h in changes.items()}
+                for at, scores in self.fits(among, numbers).items():
+                    told[at][rows] = scores
         read = {at: [self._by_candidate(scores, at, one=True)] for at, scores in told.items()}
         for filter_, numbers in filters:
             for place, at in enumerate(numbers):
