@@ -106,7 +106,7 @@ def summarize(result: Audit) -> Summary:
         cells[cell["defense"], cell["attack"]].append(cell)
     # Somebody who knows a defense is there only where that makes a difference.
     cells = {at: found for at, found in cells.items() if found or base_of(at[1]) == at[1]}
-    values = {place: _values(found) for place, found in cells.items()}
+    values = {place: values_of(found) for place, found in cells.items()}
     guesses = dict(enumerate(result.chance))
     rows = [_row(result, place, found, values, guesses) for place, found in cells.items()]
     chance = Row("chance", result.settings["chance"], _estimates(guesses), len(guesses))
@@ -173,7 +173,7 @@ def _percentile(cells: Sequence[Mapping[str, Any]]) -> Estimate | None:
     return _estimates(percentiles(cells)).get(PERCENTILE)
 
 
-def _values(cells: Sequence[Mapping[str, Any]]) -> Values:
+def values_of(cells: Sequence[Mapping[str, Any]]) -> Values:
     """Per message and score, the mean over repeats of each sample: repeats are no new samples."""
     collected: dict[int, list[dict[str, list[float]]]] = {}
     for cell in cells:

@@ -17,7 +17,7 @@ from ..audit.modality import modality_of
 from ..audit.run import audit, usual_attacks
 from ..audit.settings import AuditSettings
 from ..audit.specs import Spec, make_defenses
-from ..audit.summary import Summary, summarize
+from ..audit.summary import Summary, summarize, values_of
 from ..audit.verdicts import TERMS, Row
 from ..data.samples import Sample
 from ..defenses import Defense
@@ -172,11 +172,10 @@ def _told(label: str, stages: dict[str, Summary]) -> list[_Told]:
 
 def _messages(summary: Summary, row: Row) -> dict[int, float]:
     """The mean of each message's main scores."""
-    found: dict[int, list[float]] = {}
-    for cell in summary.audit.cells:
-        if (cell["defense"], cell["attack"]) == (row.defense, row.attack) and "scores" in cell:
-            found.setdefault(cell["message"], []).extend(cell["scores"][summary.terms.score])
-    return {number: float(np.mean(scores)) for number, scores in sorted(found.items())}
+    place = (row.defense, row.attack)
+    own = [cell for cell in summary.audit.cells if (cell["defense"], cell["attack"]) == place]
+    score = summary.terms.score
+    return {number: float(np.mean(found[score])) for number, found in values_of(own).items()}
 
 
 def _ranks(summary: Summary, attack: str) -> bool:
