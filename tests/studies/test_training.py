@@ -53,7 +53,7 @@ def test_frontier(encoder, sentences, quick, tmp_path, monkeypatch):
     study = quick("frontier", "rates", *data, output=tmp_path / "frontier_rates")
     found = {row: list(tried) for row, tried in study.figures.items()}
     assert found == {
-        row_of(*row): [f"{rate:g}" for rate in rates.rates(*row, 0)] for row in QUICK_ROWS[:2]
+        row_of(*row): [f"{rate:g}" for rate in rates.rates(row[1], 0)] for row in QUICK_ROWS[:2]
     }
     models = tmp_path / "models"
     study = quick("frontier", "text", *data, "--models", models, output=tmp_path / "frontier_text")

@@ -11,8 +11,9 @@ from safetensors.torch import load_file, save_file
 from transformers import TrainerCallback
 
 from hf_gradguard import GradGuardConfig, GradGuardTrainer, make_defense
+from hf_gradguard.leakage import dp_sgd_epsilon
 
-from .settings import GRID, NOISY, STAGES
+from .settings import DELTA, GRID, STAGES
 
 
 class Stage(NamedTuple):
@@ -70,13 +71,18 @@ class Client:
         return {"held_out": round(float(self.right(model, self.held_out()).mean()), 4)}
 
     def learned(self, cell: dict) -> dict:
-        """Accuracies, and which test rows are right; the training is kept."""
+        """Accuracies, which test rows are right, and what a proof says; the training is kept."""
         model = self.train(cell, keep=True)
         right = self.right(model, self.test_rows)
         held_out = self.right(model, self.held_out())
         bits = np.packbits(right).tobytes().hex()
-        return {"accuracy": float(right.mean()), "held_out": float(held_out.mean()),
-                "right": bits, "of": len(right)}  # fmt: skip
+        found = {"accuracy": float(right.mean()), "held_out": float(held_out.mean()),
+                 "right": bits, "of": len(right)}  # fmt: skip
+        noise = cell["strength"].get("noise_multiplier")
+        if noise is not None:
+            chance = cell["batch"] / len(self.rows_to_learn())
+            found["epsilon"] = dp_sgd_epsilon(noise, chance, cell["steps"], DELTA)
+        return found
 
     def trainer(self, model: torch.nn.Module, rows: Any, cell: dict) -> GradGuardTrainer:
         """One client. It logs at the end, and keeps nothing."""
@@ -135,16 +141,12 @@ class _Keeper(TrainerCallback):
 
 
 def rates(
-    defense: str,
-    strength: dict,
-    spread: int,
-    usual: float = 2e-4,
-    grid: tuple[float, ...] = GRID,
+    strength: dict, spread: int, usual: float = 2e-4, grid: tuple[float, ...] = GRID
 ) -> tuple[float, ...]:
     """Of the grid: around the usual one, or for noise of r times the gradient around that times
-    √(1 + r²), by which AdamW divides its steps.
+    √(1 + r²), by which AdamW divides its steps. Noise in proportion to a clip is far larger.
     """
-    ratio = strength["relative_scale"] if defense in NOISY else 0.0
+    ratio = 1e3 if "noise_multiplier" in strength else strength.get("relative_scale", 0.0)
     wanted = usual * math.sqrt(1 + ratio**2)
     near = min(range(len(grid)), key=lambda i: abs(math.log(grid[i] / wanted)))
     near = min(max(near, spread), len(grid) - 1 - spread)

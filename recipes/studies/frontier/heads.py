@@ -23,8 +23,6 @@ five, TAG two a sentence.
 
 import functools
 
-from hf_gradguard.leakage import dp_sgd_epsilon
-
 from ..lib.results import Results
 from ..lib.tables import interval, write_table
 from ..lib.text import of_usual_length, sst2
@@ -44,11 +42,11 @@ from .settings import (
     SEEDS,
     SPREAD,
 )
-from .shown import ACCURACY, lost, read
+from .shown import ACCURACY, PROOF, lost, proofs, read
 from .training import TEXTS
 
 ARGUMENTS = TEXTS | {"--models": "folder that keeps embeddings and what was trained"}
-RATES, DELTA = "learning rate", 1e-5
+RATES = "learning rate"
 _SAID = {1: "last layer", 4: "last four layers"}
 
 
@@ -110,32 +108,23 @@ def prepare(args):
     def measure(cell: dict) -> dict:
         task = task_of(_layers(cell))
         if "attack" not in cell:
-            return task.on_held_out(cell) if cell["seed"] == RATES_SEED else _learned(task, cell)
+            return task.on_held_out(cell) if cell["seed"] == RATES_SEED else task.learned(cell)
         return attacked(cell, task.stage(cell, cell["stage"]), task.tokenizer, texts)
 
     return measure
 
 
-def _learned(task: HeadTask, cell: dict) -> dict:
-    found, noise = task.learned(cell), cell["strength"].get("noise_multiplier")
-    if noise is None:
-        return found
-    chance = cell["batch"] / len(task.rows_to_learn())
-    return found | {"epsilon": dp_sgd_epsilon(noise, chance, cell["steps"], DELTA)}
-
-
 def report(figures: dict, args) -> None:
     places = dict.fromkeys(place for found in figures.values() for place in found)
     columns = [place for place in places if place not in (RATES, ACCURACY)]
-    rows = []
+    rows, epsilons = [], proofs(figures)
     for row, found in figures.items():
         runs = found.get(ACCURACY, {})
         plain = figures.get(row.replace("`dp_sgd`", "`none`"), {}).get(ACCURACY, {})
         tried = found.get(RATES, {})
-        epsilons = [run["epsilon"] for run in runs.values() if "epsilon" in run]
         shown = [row, f"{rates.best({row: tried})[row]:g}" if tried else ""]
         shown += [interval([run["accuracy"] for run in runs.values()]) if runs else ""]
-        shown += [lost(runs, plain), f"{epsilons[0]:.2g}" if epsilons else ""]
+        shown += [lost(runs, plain), epsilons.get(row, "")]
         rows.append(shown + [read(found.get(column, {})) for column in columns])
-    header = ["", "rate", "accuracy", "less than none", f"ε at δ = {DELTA:g}", *columns]
+    header = ["", "rate", "accuracy", "less than none", PROOF, *columns]
     write_table(args.output, header, rows)

@@ -71,7 +71,7 @@ def cells(args) -> dict:
 def _search(results: Results, defense: str, strength: dict) -> dict[str, dict]:
     """Cells of a row's rates, so far."""
     common = {"defense": defense, "strength": strength, "seed": RATES_SEED, **IMAGE_SIZES}
-    start = rates.rates(defense, strength, SPREAD, IMAGE_RATE, IMAGE_GRID)
+    start = rates.rates(strength, SPREAD, IMAGE_RATE, IMAGE_GRID)
     return rates.by_rate(common, rates.searched(results, common, start, IMAGE_GRID))
 
 

@@ -30,7 +30,7 @@ def cells(args) -> dict:
     results, found = Results(args.output), {}
     for defense, strength in QUICK_ROWS if args.quick else ROWS:
         common = {"defense": defense, "strength": strength, "seed": RATES_SEED, **sizes}
-        start = rates(defense, strength, 0 if args.quick else SPREAD)
+        start = rates(strength, 0 if args.quick else SPREAD)
         tried = start if args.quick else searched(results, common, start)
         search = by_rate(common, tried)
         ended = all(cell in results for cell in search.values())

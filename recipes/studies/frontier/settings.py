@@ -5,7 +5,7 @@ HELD_OUT, LENGTH = 500, 64
 GRID = (5e-5, 1e-4, 2e-4, 4e-4, 8e-4, 1.6e-3, 3.2e-3)  # of learning rates, the same for all
 SPREAD = 1  # how many rates on either side of the one to start from are tried
 STAGES = {"start": 0.0, "middle": 0.5, "end": 1.0}  # of a client's own training
-NOISY = ("gaussian_noise", "laplace_noise", "optimal_noise", "dp_sgd", "optimal_dp_sgd")
+DELTA = 1e-5  # of (ε, δ)
 
 # By strength; the first rows are what `--all` goes on from
 _FIRST = {
@@ -13,6 +13,9 @@ _FIRST = {
     "gaussian_noise": [{"relative_scale": 5.0}, {"relative_scale": 20.0}],
     "optimal_noise": [{"relative_scale": 5.0}, {"relative_scale": 20.0}],
 }
+PRIVATE: list[tuple[str, dict]] = [
+    ("dp_sgd", {"per_sample": True, "clip": 1.0, "noise_multiplier": m}) for m in (0.5, 0.1, 1.5)
+]
 _THEN = [
     ("gaussian_noise", {"relative_scale": 10.0}),
     ("optimal_noise", {"relative_scale": 10.0}),
@@ -27,11 +30,13 @@ _THEN = [
     ("optimal_noise", {"relative_scale": 100.0}),
     ("quantization", {"bits": 2}),
     *(("pruning", {"ratio": r}) for r in (0.9, 0.999, 0.5)),
+    *(("optimal_noise", {"relative_scale": r, "shape": "own"}) for r in (5.0, 20.0)),
     *(("optimal_pruning", {"ratio": r}) for r in (0.999, 0.5)),
+    PRIVATE[0],
     *(("quantization", {"bits": b}) for b in (4, 8)),
     *((name, {"relative_scale": 1.0}) for name in ("gaussian_noise", "optimal_noise")),
-    *(("optimal_noise", {"relative_scale": r, "shape": "own"}) for r in (5.0, 20.0)),
     *((name, {"relative_scale": 50.0}) for name in ("gaussian_noise", "optimal_noise")),
+    *PRIVATE[1:],
 ]
 FIRST = [(name, strength) for name, some in _FIRST.items() for strength in some]
 ROWS = FIRST + _THEN
@@ -51,9 +56,9 @@ ATTACKS = {
 PASSES = [
     (1, {SPAN: ["end", "middle", "start"]}),
     (1, {CANDIDATES: ["end"]}),
+    (1, {("candidates", 1): ["end"], ("candidates", 4): ["end"]}),
     (SEEDS, {SPAN: ["end"]}),
-    (1, {("candidates", 1): ["end"]}),
-    (1, {("candidates", 4): ["end"], CANDIDATES: ["start"]}),
+    (1, {CANDIDATES: ["start"]}),
     (1, {TAG: ["end"]}),
     (SEEDS, {one: list(STAGES) for one in ATTACKS}),
 ]
@@ -93,6 +98,7 @@ IMAGE_ROWS: list[tuple[str, dict]] = [
     ("optimal_pruning", {"ratio": 0.99}),
     ("quantization", {"bits": 2}),
     ("optimal_noise", {"relative_scale": 100.0}),
+    *PRIVATE,
     ("optimal_pruning", {"ratio": 0.99, "error_feedback": True}),
     ("refiner", {"objective": "weighted"}),  # over half an hour a training
 ]

@@ -6,9 +6,9 @@ import numpy as np
 
 from ..lib.tables import bracketed, interval, plt, save, write_table
 from .client import row_of
-from .settings import STAGES
+from .settings import DELTA, STAGES
 
-ACCURACY, GRAY = "accuracy", "a gray image"
+ACCURACY, GRAY, PROOF = "accuracy", "a gray image", f"ε at δ = {DELTA:g}"
 SCORES = {"token_f1": 2, "psnr": 1, "tpr_1%": 2}  # what tables show of them: digits
 
 
@@ -76,6 +76,15 @@ def _bits(run: dict) -> np.ndarray:
     return np.unpackbits(packed)[: run["of"]].astype(float)
 
 
+def proofs(figures: dict) -> dict[str, str]:
+    """ε of a training, by row, for one sample more or less."""
+    found = {row: list(places.get(ACCURACY, {}).values()) for row, places in figures.items()}
+    proved = {
+        row: runs[0]["epsilon"] for row, runs in found.items() if runs and "epsilon" in runs[0]
+    }
+    return {row: f"{epsilon:.2g}" for row, epsilon in proved.items()}
+
+
 def read(runs: dict) -> str:
     """Mean with a 95 % interval over all samples of all seeds: token F1, PSNR, or of candidates the
     share that is told.
@@ -102,14 +111,16 @@ def table(figures: dict, attacks: dict, output, more: dict[str, dict[str, str]])
     places = dict.fromkeys(place for found in figures.values() for place in found)
     named = [f"{attack}, {size}, {stage}" for attack, size in attacks for stage in STAGES]
     columns = [attack for attack in named if attack in places]
-    plain, rows = figures.get("none", {}).get(ACCURACY, {}), []
+    plain, rows, proved = figures.get("none", {}).get(ACCURACY, {}), [], proofs(figures)
+    proof = [PROOF] if proved else []
     for row, found in figures.items():
         runs = found.get(ACCURACY, {})
         accuracies = [run["accuracy"] for run in runs.values()]
         shown = [f"`{row}`", *(cells.get(row, "") for cells in more.values())]
         shown += [interval(accuracies) if accuracies else "", lost(runs, plain)]
+        shown += [proved.get(row, "") for _ in proof]
         rows.append(shown + [read(found.get(column, {})) for column in columns])
-    write_table(output, ["", *more, "accuracy", "less than none", *columns], rows)
+    write_table(output, ["", *more, "accuracy", "less than none", *proof, *columns], rows)
 
 
 def picture(figures: dict, output, look: Look) -> None:
@@ -191,7 +202,8 @@ def _name(axes, names: list[tuple[str, tuple[float, float], str]]) -> None:
 def _brief(strength: str) -> str:
     for long, short in (
         ("relative_scale=", "× "), ("ratio=", ""), (" error_feedback=True", ", feedback"),
-        ("objective=weighted", "published"), ("bits=1", "1 bit"), ("bits=2", "2 bits"),
+        ("objective=weighted", "published"), ("bits=1", "1 bit"), ("bits=", "bits: "),
+        (" shape=own", ", own"), ("per_sample=True clip=1 noise_multiplier=", "σ = "),
     ):  # fmt: skip
         strength = strength.replace(long, short)
     return strength
