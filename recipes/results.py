@@ -114,6 +114,13 @@ RUNS = [
     Run("frontier_rates", FRONTIER, "rates", TEXT, 0.6),
     Run("frontier_text", FRONTIER, "text", f"{TEXT} {KEPT}", 0.6),
     Run("frontier_lists", FRONTIER, "lists", f"{TEXT} {KEPT}", 0.2),
+    Run(
+        "frontier_corpora",
+        FRONTIER,
+        "corpora",
+        f"{TEXT} --text $DATA/wikitext2/test.txt {KEPT}",
+        0.4,
+    ),
     Run("frontier_heads", FRONTIER, "heads", f"{TEXT} {KEPT}", 1),
     Run("frontier_images", FRONTIER, "images", f"{TRAINED} --images $CIFAR10_LOSSLESS {KEPT}", 1),
     Run("private_accuracy", "studies.private.run", "accuracy", TEXT, 0.4),

@@ -15,7 +15,7 @@ from hf_gradguard import GradientMap, make_defense
 from hf_gradguard.leakage import dp_sgd_epsilon
 from hf_gradguard.randomness import Stream
 from hf_gradguard.testing.small import small_text_task
-from recipes.studies.frontier import rates, shown, text
+from recipes.studies.frontier import corpora, rates, shown, text
 from recipes.studies.frontier.attackers import sent
 from recipes.studies.frontier.client import Stage, row_of
 from recipes.studies.frontier.head_training import HeadTask
@@ -27,6 +27,7 @@ from recipes.studies.frontier.settings import (
     STAGES,
 )
 from recipes.studies.lib.tables import interval
+from recipes.studies.lib.text import sst2
 from recipes.studies.private import accuracy
 
 
@@ -76,6 +77,20 @@ def test_frontier(encoder, sentences, quick, tmp_path, monkeypatch):
     assert len(found["rank"]) == 4
     (row,) = study.rows()
     assert row[:2] == ["20", f"{(found['parameters'] / 4) ** 0.5 / 20:.2g}"]
+
+    other = tmp_path / "text.txt"
+    title = " = A title of more than eight words that none reads = \n\n"
+    other.write_text(title + " The plot is <unk> and long and slow and dull . " * 2 + "\n")
+    assert list(corpora.sentences(other)) == []
+    paragraph = " ".join(row["sentence"] + " ." for row in sst2(sentences))
+    other.write_text(title + paragraph + "\n")
+    study = quick(
+        "frontier", "corpora", *data, "--text", other, "--models", models,
+        output=tmp_path / "frontier_corpora",
+    )  # fmt: skip
+    assert study.figures["none"]["span, 1, end"]["0"]["token_f1"] == [1.0]
+    (row,) = study.rows()
+    assert row[:2] == ["`none`", "1.00"]
 
 
 def test_heads(encoder, sentences, quick, tmp_path, monkeypatch):

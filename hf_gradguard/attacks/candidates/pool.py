@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...gradient_map import Tensors
 from .entries import Entries, place_of, sizes_of
 
 
@@ -28,6 +29,13 @@ class Asked:
     def share(self) -> Tensor:
         """`(P,)`, of the population of candidates: they add up to 1."""
         return self.prior / self.prior.sum()
+
+    def of(self, rows: list[int], gradient: Tensors) -> tuple[list[int], Tensors]:
+        """Which of these pairs it may have, and their gradients, `(K, *parameter.shape)`."""
+        mine = (self.prior[rows] > 0).nonzero().flatten()
+        if len(mine) < len(rows):
+            gradient = {name: g[mine.to(g.device)] for name, g in gradient.items()}
+        return [rows[i] for i in mine.tolist()], gradient
 
 
 class Pool:

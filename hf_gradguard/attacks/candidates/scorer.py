@@ -93,7 +93,9 @@ class Scorer:
         for rows, gradient in self.many(self.pool.batches):
             gradient = self._of_sample(gradient, self.pool.size[rows])
             for at, likelihood in self.direct.items():
-                told[at][rows] = likelihood(gradient)
+                some, own = self.pool.asked[at].of(rows, gradient)
+                if some:
+                    told[at][some] = likelihood(own)
             for at, scores in self.fits(gradient, alone).items():
                 told[at][rows] = scores
             if not means:

@@ -49,7 +49,7 @@ def cells(args) -> dict:
     if args.quick:
         passes = [(1, {one: list(STAGES) for one in QUICK_ATTACKS})]
         return cells_of(QUICK_ROWS, passes, QUICK_ATTACKS, QUICK, None)
-    rate_of, sizes = _rates(args), {"steps": STEPS, "batch": BATCH}
+    rate_of, sizes = rates_of(args), {"steps": STEPS, "batch": BATCH}
     whole = _with_chance(cells_of(ROWS, PASSES, ATTACKS, sizes, rate_of))
     first = cells_of(FIRST, PASSES[:1], ATTACKS, sizes, rate_of).values()
     return chosen(whole, lambda cell: cell in first, args)
@@ -65,7 +65,7 @@ def _with_chance(found: dict) -> dict:
     return whole
 
 
-def _rates(args) -> dict[str, float]:
+def rates_of(args) -> dict[str, float]:
     """The rates of rows whose search has ended."""
     of_rates = type(args)(**vars(args) | {"output": args.output.with_name(args.rates)})
     results, found = Results(of_rates.output), {}
