@@ -64,6 +64,8 @@ def outside(seen: Observation, views: Sequence[View], ids: Tensor, masks: Tensor
     spans. Positions out of `masks` do not count.
     """
     parts = []
+    length = int(masks.any(0).nonzero().max()) + 1  # what pads all of them on the right is not read
+    ids, masks = ids[:, :length], masks[:, :length]
     ids = torch.where(ids >= 0, ids, ordinary_id(seen.model, seen.tokenizer))
     step = max(1, CHUNK // ids.shape[1])
     for start in range(0, len(ids), step):

@@ -30,12 +30,13 @@ _THEN = [
     ("optimal_noise", {"relative_scale": 100.0}),
     ("quantization", {"bits": 2}),
     *(("pruning", {"ratio": r}) for r in (0.9, 0.999, 0.5)),
-    *(("optimal_noise", {"relative_scale": r, "shape": "own"}) for r in (5.0, 20.0)),
-    *(("optimal_pruning", {"ratio": r}) for r in (0.999, 0.5)),
+    ("optimal_noise", {"relative_scale": 5.0, "shape": "own"}),
     PRIVATE[0],
+    *(("optimal_pruning", {"ratio": r}) for r in (0.5, 0.999)),
     *(("quantization", {"bits": b}) for b in (4, 8)),
     *((name, {"relative_scale": 1.0}) for name in ("gaussian_noise", "optimal_noise")),
     *((name, {"relative_scale": 50.0}) for name in ("gaussian_noise", "optimal_noise")),
+    ("optimal_noise", {"relative_scale": 20.0, "shape": "own"}),
     *PRIVATE[1:],
 ]
 FIRST = [(name, strength) for name, some in _FIRST.items() for strength in some]
