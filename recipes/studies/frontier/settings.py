@@ -14,7 +14,7 @@ _FIRST = {
     "optimal_noise": [{"relative_scale": 5.0}, {"relative_scale": 20.0}],
 }
 PRIVATE: list[tuple[str, dict]] = [
-    ("dp_sgd", {"per_sample": True, "clip": 1.0, "noise_multiplier": m}) for m in (0.5, 0.1, 1.5)
+    ("dp_sgd", {"per_sample": True, "clip": 1.0, "noise_multiplier": m}) for m in (0.1, 0.5, 1.5)
 ]
 _THEN = [
     ("gaussian_noise", {"relative_scale": 10.0}),
@@ -31,13 +31,12 @@ _THEN = [
     ("quantization", {"bits": 2}),
     *(("pruning", {"ratio": r}) for r in (0.9, 0.999, 0.5)),
     ("optimal_noise", {"relative_scale": 5.0, "shape": "own"}),
-    PRIVATE[0],
     *(("optimal_pruning", {"ratio": r}) for r in (0.5, 0.999)),
     *(("quantization", {"bits": b}) for b in (4, 8)),
     *((name, {"relative_scale": 1.0}) for name in ("gaussian_noise", "optimal_noise")),
     *((name, {"relative_scale": 50.0}) for name in ("gaussian_noise", "optimal_noise")),
     ("optimal_noise", {"relative_scale": 20.0, "shape": "own"}),
-    *PRIVATE[1:],
+    *PRIVATE,
 ]
 FIRST = [(name, strength) for name, some in _FIRST.items() for strength in some]
 ROWS = FIRST + _THEN
