@@ -19,7 +19,7 @@ from ..lib.tables import write_table
 from ..lib.text import of_usual_length
 from . import text
 from .attackers import attacked
-from .settings import ATTACKS, BATCH, CANDIDATES, FIRST, QUICK, QUICK_ATTACKS, SPAN, STAGES, STEPS
+from .settings import ATTACKS, BATCH, CANDIDATES, QUICK, QUICK_ATTACKS, SPAN, STAGES, STEPS
 from .shown import ACCURACY, cells_of, read
 from .training import TEXTS, Task
 
@@ -29,16 +29,20 @@ ARGUMENTS = TEXTS | {
     "--rates": {"default": "frontier_rates", "help": "results of the part rates, beside OUTPUT"},
 }
 CORPUS = "WikiText-2"
+ROWS: list[tuple[str, dict]] = [
+    ("none", {}),
+    *((name, {"relative_scale": 20.0}) for name in ("gaussian_noise", "optimal_noise")),
+]
 ASKED = {SPAN: list(STAGES), CANDIDATES: ["end"]}
 
 
 def cells(args) -> dict:
     if args.quick:
         asked = {one: ["end"] for one in QUICK_ATTACKS}
-        found = cells_of(FIRST[:1], [(1, asked)], QUICK_ATTACKS, QUICK, None)
+        found = cells_of(ROWS[:1], [(1, asked)], QUICK_ATTACKS, QUICK, None)
     else:
         sizes = {"steps": STEPS, "batch": BATCH}
-        found = cells_of(FIRST, [(1, ASKED)], ATTACKS, sizes, text.rates_of(args))
+        found = cells_of(ROWS, [(1, ASKED)], ATTACKS, sizes, text.rates_of(args))
     return {
         place: cell | {"corpus": CORPUS} for place, cell in found.items() if place[1] != ACCURACY
     }
