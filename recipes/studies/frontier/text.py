@@ -67,7 +67,8 @@ def _with_chance(found: dict) -> dict:
 
 def rates_of(args) -> dict[str, float]:
     """The rates of rows whose search has ended."""
-    of_rates = type(args)(**vars(args) | {"output": args.output.with_name(args.rates)})
+    there = {"output": args.output.with_name(args.rates), "all": False}
+    of_rates = type(args)(**vars(args) | there)
     results, found = Results(of_rates.output), {}
     if not named(of_rates.output, ".json").exists():
         raise SystemExit(f"{results.path} is not there: run the part rates first.")
