@@ -1,5 +1,6 @@
 """What the parts of the frontier share: their cells, what is lost and read, and the picture."""
 
+import re
 from typing import NamedTuple
 
 import numpy as np
@@ -124,23 +125,28 @@ def table(figures: dict, attacks: dict, output, more: dict[str, dict[str, str]])
 
 
 def picture(figures: dict, output, look: Look) -> None:
-    """Accuracy lost against the most that any attacker reads at any stage."""
+    """Accuracy lost against the most that any attacker reads at any stage, or a guess. Noise in
+    proportion to a clip is left out: a message of one sample has more of it than those of a
+    training.
+    """
     figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
     plain = figures["none"][ACCURACY]
     points: dict[str, list] = {}
+    guess = -np.inf
     for row, found in figures.items():
         read_by = [_scores(runs, look.score) for name, runs in found.items() if name != ACCURACY]
         if not any(read_by):
             continue
         worst = max((scores for scores in read_by if scores), key=np.mean)
         if row == GRAY:
-            axes.axvline(np.mean(worst), color="gray", linestyle=":", label=GRAY)
-        elif ACCURACY in found:
+            guess = float(np.mean(worst))
+            axes.axvline(guess, color="gray", linestyle=":", label=GRAY)
+        elif ACCURACY in found and "noise_multiplier" not in row:
             kind, _, strength = row.partition(" ")
             points.setdefault(kind, []).append((strength, worst, apart(found[ACCURACY], plain)))
     names: list[tuple[str, tuple[float, float], str]] = []
     for number, (kind, some) in enumerate(points.items()):
-        x = [float(np.mean(scores)) for _, scores, _ in some]
+        x = [max(float(np.mean(scores)), guess) for _, scores, _ in some]
         means = [-100 * mean for _, _, (mean, _, _) in some]
         y = [max(mean, look.lowest) for mean in means]
         shown = [mean > look.lowest for mean in means]
@@ -202,8 +208,8 @@ def _name(axes, names: list[tuple[str, tuple[float, float], str]]) -> None:
 def _brief(strength: str) -> str:
     for long, short in (
         ("relative_scale=", "× "), ("ratio=", ""), (" error_feedback=True", ", feedback"),
-        ("objective=weighted", "published"), ("bits=1", "1 bit"), ("bits=", "bits: "),
+        ("objective=weighted", "published"),
         (" shape=own", ", own"), ("per_sample=True clip=1 noise_multiplier=", "σ = "),
     ):  # fmt: skip
         strength = strength.replace(long, short)
-    return strength
+    return re.sub(r"bits=(\d+)", r"\1 bit", strength)
