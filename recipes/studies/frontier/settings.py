@@ -109,7 +109,7 @@ IMAGE_ATTACKS = {
 }
 IMAGE_PASSES = [
     (1, {INVERTING: ["end"], CANDIDATES: ["end"]}),
-    (1, {INVERTING: ["start", "middle"]}),
+    (1, {INVERTING: ["start", "middle"], CANDIDATES: ["start"]}),
     (SEEDS, {INVERTING: ["end"]}),
     (SEEDS, {INVERTING: list(STAGES), CANDIDATES: ["end"]}),
 ]
