@@ -497,6 +497,23 @@ def test_texts_are_cut_to_the_length_of_each_message() -> None:
     assert sorted(found[1].token_ids) == sorted([short[4], list_[8]])
 
 
+@pytest.mark.parametrize("name", ["gaussian_noise", "refiner"])
+def test_single_texts_of_other_lengths_together_are_each_by_itself(name: str) -> None:
+    """Each is compared with what its length allows, and with all of that."""
+    settings = {"gaussian_noise": {"relative_scale": 1.0}, "refiner": {"samples": 16}}[name]
+    model, _ = make_task("bert")
+    list_ = texts(4, length=3) + texts(4, length=6, seed=2)
+    observations = []
+    for text, label in ((list_[1], 0), (list_[5], 1), (list_[6][:4], 1), (list_[2], 0)):
+        defense = make_defense(name, **settings)
+        defense.prepare(model, None)
+        observations.append(seen_by(model, batch_of([text], [label]), defense))
+    attack = make_attack("candidates", candidates=list_, labels=[1, 0, 0, 1, 1, 1, 1, 0])
+    for found, seen in zip(attack.together(observations, torch_rng()), observations, strict=True):
+        alone = attack(seen, torch_rng())
+        torch.testing.assert_close(found.scores, alone.scores, rtol=1e-5, atol=1e-5)
+
+
 def test_of_other_models_or_kinds_of_training_are_not_attacked_together() -> None:
     model, _ = make_task("bert")
     seen = seen_by(model, batch_of(texts(2, length=5), [1, 0]))

@@ -77,9 +77,8 @@ class Scorer:
 
     def scores(self) -> list[Tensor]:
         """`(K,)` for each observation."""
-        pairs = len(self.pool.batches)
         given = [*self.direct, *self.fits.numbers]
-        told = {at: self.pool.size.new_zeros(pairs, dtype=torch.float64) for at in given}
+        told = {at: torch.zeros_like(self.pool.size, dtype=torch.float64) for at in given}
         every = range(len(self.observations))
         rest = [at for at in every if at not in told or self._beside(at)]
         beside = [at for at in self.fits.numbers if self.observations[at].batch_size > 1]
@@ -96,7 +95,8 @@ class Scorer:
                 some, own = self.pool.asked[at].of(rows, gradient)
                 if some:
                     told[at][some] = likelihood(own)
-            for at, scores in self.fits(gradient, alone).items():
+            here = [at for at in alone if self.pool.asked[at].prior[rows].any()]
+            for at, scores in self.fits(gradient, here).items():
                 told[at][rows] = scores
             if not means:
                 continue
