@@ -15,6 +15,7 @@ from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
 
 import torch
+from torch import Tensor
 
 from ..gradient_map import GradientMap, Tensors
 from ..gradient_map.views import CorrectedMap
@@ -67,6 +68,12 @@ class LeftOut:
             return None
         return {name: (error / self.size).square() for name, error in self.error.items()}
 
+    def waits(self) -> dict[str, Tensor] | None:
+        """Masks of where something of earlier batches waits; `None` if nothing does."""
+        if not self.error:
+            return None
+        return {name: error != 0 for name, error in self.error.items()}
+
     def keep(self, error: Tensors, size: float) -> None:
         """What a message of a gradient of that norm left out."""
         self.error, self.size, self.last = error, size, self.step
@@ -113,7 +120,7 @@ class BiasedDefense(Defense):
             return super().__call__(gmap, generator)
         gradient = true_gradient(gmap)
         wanted = self._left_out.add_to(gradient)
-        message = super().__call__(CorrectedMap(gmap, cast_like(wanted, gmap)), generator)
+        message = super().__call__(self.corrected(gmap, cast_like(wanted, gmap)), generator)
         # What an earlier defense of a chain withheld stays withheld, and waits.
         sent = gmap.restrict(dict(message))
         error, size = {n: v - sent[n].to(v.dtype) for n, v in wanted.items()}, norm(gradient)
@@ -124,6 +131,10 @@ class BiasedDefense(Defense):
             sent, transmitted=message.transmitted, carries=wanted is not gradient,
             figures=message.figures | figures,
         )  # fmt: skip
+
+    def corrected(self, gmap: GradientMap, wanted: Tensors) -> GradientMap:
+        """The map with what earlier messages left out in its gradient."""
+        return CorrectedMap(gmap, wanted)
 
     @cached_property
     def _left_out(self) -> LeftOut:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ..gradient_map import GradientMap, Tensors
 from ..gradient_map.devices import devices, later_sums
+from ..gradient_map.views import CorrectedMap, MaskedMap
 from ..randomness import Stream
 from .base import cast_like, count, floor_share, is_number, true_gradient
 from .feedback import BiasedDefense
@@ -56,6 +57,14 @@ class PruningDefense(BiasedDefense):
         first.
         """
         raise NotImplementedError
+
+    def corrected(self, gmap: GradientMap, wanted: Tensors) -> GradientMap:
+        """Without what the message before brought: alone, it would be this batch's own."""
+        waits = self._left_out.waits()
+        if waits is None:
+            return super().corrected(gmap, wanted)
+        left = {name: v.masked_fill(~waits[name], 0) for name, v in wanted.items()}
+        return MaskedMap(CorrectedMap(gmap, wanted), left, waits)
 
     def protect(self, gmap: GradientMap, generator: Stream) -> Message:
         gradient = true_gradient(gmap)

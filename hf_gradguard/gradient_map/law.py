@@ -56,6 +56,8 @@ class Law:
         variance: Of the noise: one number, or a tensor a parameter.
         fitted: In what span it was fitted, and nothing else was done to it.
         left_out: What earlier messages left out was added first. Nobody knows how large it is.
+        batches: Of how many batches each entry is then the sum, a tensor a parameter: who keeps the
+            client's messages knows it.
 
     Raises:
         ValueError: For names that there are not, or a variance without noise.
@@ -76,6 +78,7 @@ class Law:
     variance: float | Mapping[str, Tensor] | None = None
     fitted: Fitted | None = None
     left_out: bool = False
+    batches: Mapping[str, Tensor] | None = None
 
     def __post_init__(self) -> None:
         for name, value, known in (
@@ -87,6 +90,10 @@ class Law:
                 raise ValueError(f"{name} must be one of {known}, but is {value!r}.")
         if (self.noise is None) != (self.variance is None):
             raise ValueError("Noise has a variance: give both, or neither.")
+        if self.batches is not None and not self.left_out:
+            raise ValueError(
+                "Entries are sums of several batches where earlier ones left some out."
+            )
         if (self.rounding in ("nearest", "stochastic")) != (self.levels is not None):
             raise ValueError("Rounding to levels needs their number, and nothing else has one.")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,9 @@ from helpers import make_task, torch_rng
 from hf_gradguard import GradientMap, make_defense
 from hf_gradguard.attacks import Observation, make_attack
 from hf_gradguard.attacks.candidates.linear import _BESIDE, Filtered, MatchedFilter
+from hf_gradguard.attacks.gathered import gathered, own_entries
 from hf_gradguard.audit.means import average_of
+from hf_gradguard.gradient_map.law import Law
 from hf_gradguard.randomness import Stream
 
 
@@ -71,3 +74,112 @@ def test_a_mean_of_messages_carries_what_they_carry() -> None:
     assert law.left_out
     plain = make_defense("pruning", ratio=0.9)
     assert not average_of([plain(gmap, stream) for stream in streams]).carries
+
+
+def _uploads(
+    model: Any, words: list[list[int]], count: int, name: str = "pruning", **settings: Any
+) -> tuple[list[dict[str, torch.Tensor]], list[Observation]]:
+    """A client's gradients and messages behind error feedback, of four texts each."""
+    defense = make_defense(name, error_feedback=True, **settings)
+    gradients, uploads = [], []
+    for number in range(count):
+        batch = {"input_ids": torch.tensor(words[4 * number : 4 * number + 4])}
+        batch |= {"attention_mask": torch.ones_like(batch["input_ids"])}
+        batch |= {"labels": torch.tensor([1, 0, 1, 2])}
+        gmap = GradientMap(model, batch)
+        made = defense(gmap, Stream.from_seeds(number))
+        gradients.append({name: g.detach() for name, g in gmap.gradient().items()})
+        law = defense.law(made)
+        uploads.append(Observation(model, dict(made), (4, 5), labels=batch["labels"], law=law))
+    return gradients, uploads
+
+
+def test_what_is_gathered_is_the_sum_of_as_many_gradients_as_it_says() -> None:
+    model, _ = make_task("bert", dtype=torch.float64)
+    drawn = torch_rng(4)
+    words = [torch.randint(4, 24, (5,), generator=drawn).tolist() for _ in range(32)]
+    gradients, uploads = _uploads(model, words, 8, ratio=0.7)
+    at = 3
+    whole = gathered(uploads, at)
+    assert whole.law is not None
+    assert whole.law.batches is not None
+    counts = set()
+    for name, got in whole.gradient.items():
+        for place in range(got.numel()):
+            brought = [n for n in range(at, 8) if uploads[n].gradient[name].flatten()[place]]
+            if not brought:
+                assert got.flatten()[place] == 0
+                continue
+            sent = [n for n in range(at) if uploads[n].gradient[name].flatten()[place]]
+            window = range(max(sent, default=-1) + 1, brought[0] + 1)
+            wanted = sum(float(gradients[n][name].flatten()[place]) for n in window)
+            assert float(got.flatten()[place]) == pytest.approx(wanted, rel=1e-9, abs=1e-15)
+            assert int(whole.law.batches[name].flatten()[place]) == len(window)
+            counts.add(len(window))
+    assert {2, 3, 4} <= counts  # after the first message nothing is alone
+
+
+def test_what_is_gathered_goes_on_from_what_is_known_of_the_batches_before() -> None:
+    model, _ = make_task("bert")
+    words = [[5, 6, 7, 8, 9], [6, 7, 8, 9, 5], [7, 8, 9, 5, 6], [8, 9, 5, 6, 7]] * 6
+    _, uploads = _uploads(model, words, 6, ratio=0.7)
+    whole, early = gathered(uploads, 4), gathered(uploads[:3], 2)
+    assert early.law is not None
+    assert early.law.batches is not None
+    sent = {name: y != 0 for name, y in uploads[2].gradient.items()}
+    known = {n: b.masked_fill(sent[n], 1) for n, b in early.law.batches.items()}
+    assert uploads[3].law is not None
+    late = [replace(uploads[3], law=replace(uploads[3].law, batches=known)), *uploads[4:]]
+    again = gathered(late, 1)
+    assert whole.law is not None
+    assert again.law is not None
+    for name, count in (whole.law.batches or {}).items():
+        heard = whole.gradient[name] != 0
+        assert torch.equal(whole.gradient[name], again.gradient[name])
+        assert torch.equal(count[heard], (again.law.batches or {})[name][heard])
+
+
+def test_uploads_are_gathered_with_their_law() -> None:
+    model, _ = make_task("bert")
+    _, uploads = _uploads(model, [[5, 6, 7, 8, 9]] * 8, 2, ratio=0.7)
+    with pytest.raises(ValueError, match="no upload at 2"):
+        gathered(uploads, 2)
+    with pytest.raises(ValueError, match=r"law=defense\.law"):
+        gathered([uploads[0], replace(uploads[1], law=None)])
+
+
+def test_who_knows_which_entries_are_alone_names_all_members() -> None:
+    """Where a client sends an entry in two messages in a row, which ours does not."""
+    model, _ = make_task("bert", dtype=torch.float32)
+    drawn, law = torch_rng(5), Law(kept="chosen", left_out=True)
+    words = [torch.randint(4, 24, (5,), generator=drawn).tolist() for _ in range(64)]
+    labels = torch.tensor([1, 0, 1, 2])
+    error, uploads = None, []
+    for number in (5, 4, 3, 2, 1, 0):
+        batch = {"input_ids": torch.tensor(words[4 * number : 4 * number + 4]), "labels": labels}
+        batch |= {"attention_mask": torch.ones_like(batch["input_ids"])}
+        v = {name: g.detach().clone() for name, g in GradientMap(model, batch).gradient().items()}
+        v = {name: g + error[name] for name, g in v.items()} if error else v
+        least = torch.cat([g.abs().flatten() for g in v.values()]).quantile(0.8)
+        sent = {name: g.masked_fill(g.abs() < least, 0) for name, g in v.items()}
+        error = {name: g - sent[name] for name, g in v.items()}
+        uploads.append(Observation(model, sent, (4, 5), labels=labels, law=law))
+    attack = make_attack("candidates", candidates=[*words[:4], *words[24:]])
+    whole = gathered(uploads, at=5)
+    own = own_entries(whole)
+    assert own is not None
+    assert sum(int((y != 0).sum()) for y in own.gradient.values()) > 40
+    before, known = attack.together([uploads[5], whole], torch_rng())
+    assert set(known.ranking[:4].tolist()) == {0, 1, 2, 3}
+    assert set(before.ranking[:4].tolist()) != {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize("name", ["pruning", "optimal_pruning"])
+def test_no_entry_is_alone_after_the_first_message(name: str) -> None:
+    model, _ = make_task("bert")
+    drawn = torch_rng(6)
+    words = [torch.randint(4, 24, (5,), generator=drawn).tolist() for _ in range(24)]
+    _, uploads = _uploads(model, words, 6, name, ratio=0.6)
+    assert own_entries(gathered(uploads)) is not None
+    for at in range(1, 6):
+        assert own_entries(gathered(uploads, at)) is None

@@ -72,10 +72,10 @@ def error_of(defense: Defense) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     ("settings", "steps"),
     [
-        # Of 9 + 1 + 4 the share 0.6 is 8.4: 3 alone. Of 9 + 4 + 16 it is 17.4: 3 and 4.
+        # Of 9 + 1 + 4 the share 0.6 is 8.4: 3 alone, which then waits. Of 4 + 16 it is 12: 4 alone.
         (
             ("pruning", {"utility": 0.6}),
-            [((3, 0, 0), (0, -1, 2)), ((3, 0, 4), (0, -2, 0)), ((3, -3, 0), (0, 0, 2))],
+            [((3, 0, 0), (0, -1, 2)), ((0, 0, 4), (3, -2, 0)), ((6, 0, 0), (0, -3, 2))],
         ),
         # Signs times the mean of 3, 1, 2, then of 4, 0, 2, then of 5, -1, 2.
         (

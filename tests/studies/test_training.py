@@ -48,13 +48,13 @@ def encoder(tmp_path_factory: pytest.TempPathFactory, encoder: Path) -> Path:
 
 def test_frontier(encoder, sentences, quick, tmp_path, monkeypatch):
     for part in (rates, text):
-        monkeypatch.setattr(f"{part.__name__}.QUICK_ROWS", QUICK_ROWS[:2])
+        monkeypatch.setattr(f"{part.__name__}.QUICK_ROWS", QUICK_ROWS[::2])
     monkeypatch.setattr("recipes.studies.frontier.training.HELD_OUT", 20)
     data = ("--model", encoder, "--data_dir", sentences)
     study = quick("frontier", "rates", *data, output=tmp_path / "frontier_rates")
     found = {row: list(tried) for row, tried in study.figures.items()}
     assert found == {
-        row_of(*row): [f"{rate:g}" for rate in rates.rates(row[1], 0)] for row in QUICK_ROWS[:2]
+        row_of(*row): [f"{rate:g}" for rate in rates.rates(row[1], 0)] for row in QUICK_ROWS[::2]
     }
     models = tmp_path / "models"
     study = quick("frontier", "text", *data, "--models", models, output=tmp_path / "frontier_text")

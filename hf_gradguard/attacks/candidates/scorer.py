@@ -11,15 +11,16 @@ from torch import Tensor
 from ...gradient_map import Tensors
 from ...gradient_map.law import Law
 from ...gradient_map.many import ManyGradients, has_draws
+from ..gathered import own_entries
 from ..observation import Observation
 from .entries import Entries
 from .fitted import Fits
 from .likelihood import Likelihood, clipped, scaled
 from .linear import Filtered, MatchedFilter
 from .pool import Pool
+from .weights import beside_others, by_noise
 
 _MEAN_OF = 64  # candidates of a label, whose gradients are averaged
-_LEAST_SIZE = 0.1  # of gradients' coordinates, in units of their mean
 _SPREAD_OF = 4  # candidates, whose gradients are compared between draws of dropout
 
 
@@ -154,11 +155,16 @@ class Scorer:
         groups: list[tuple[Tensors | None, list[int], list[Filtered]]] = []
         for at in rest:
             seen, law, center = self.observations[at], self.laws[at], centers[at]
-            several = [self._weights(seen, law, center)] if at not in self.fits.numbers else []
+            several = []
+            if at not in self.fits.numbers:
+                several.append((law, *by_noise(seen, law, center, self._floor(seen))))
             if self._beside(at):
-                several.append((self._beside_others(seen, law, sizes), None))
-            for weights, variance in several:
-                told = _to_filter(seen, law, center, weights, variance)
+                several.append((law, beside_others(seen, law, sizes), None))
+                own = own_entries(seen)
+                if own is not None:
+                    several.append((own.law, *by_noise(own, own.law, center, self._floor(seen))))
+            for known, weights, variance in several:
+                told = _to_filter(seen, known, center, weights, variance)
                 plain = [g for g in groups if g[0] is None and weights is None]
                 if plain:
                     plain[0][1].append(at)
@@ -206,44 +212,6 @@ class Scorer:
             return gradient
         return {name: scaled(g, size) for name, g in gradient.items()}
 
-    def _weights(
-        self, seen: Observation, law: Law | None, center: Tensors
-    ) -> tuple[Tensors | None, float | None]:
-        """What coordinates weigh, and the noise's variance in these units. What is clipped on
-        average says nothing of who is in it.
-        """
-        if law is None or law.rounding == "sign" or law.left_out:
-            return None, None
-        floor = self._floor(seen)
-        bound = law.clip_coordinate
-        if law.uniform and law.rounding is None and bound is None:
-            mean = sum(v * seen.gradient[n].numel() for n, v in floor.items())
-            size = sum(g.numel() for g in seen.gradient.values())
-            return None, law.mean_variance(seen.gradient) + mean / size
-        weights = {}
-        for name, y in seen.gradient.items():
-            variance = law.variance_of(name) + floor[name]
-            if law.levels is not None:  # uniform within its cell
-                step = float(y.max() - y.min()) / (law.levels - 1)
-                variance = variance + step**2 / (12 if law.rounding == "nearest" else 6)
-            precise = torch.as_tensor(variance, device=y.device).float().rsqrt()
-            heard = y != 0 if law.kept != "all" else torch.ones_like(y, dtype=torch.bool)
-            if bound is not None:
-                heard = heard & (center[name].abs() < bound)
-            weights[name] = precise.expand_as(y) * heard
-        return weights, 1.0
-
-    def _beside_others(self, seen: Observation, law: Law | None, sizes: Tensors) -> Tensors:
-        """What coordinates weigh beside what was left out, which is taken to be as large as
-        gradients are, coordinate by coordinate.
-        """
-        total = sum(float(size.sum(dtype=torch.float64)) for size in sizes.values())
-        least = _LEAST_SIZE * total / sum(size.numel() for size in sizes.values()) + 1e-30
-        found = {name: 1 / (size + least) for name, size in sizes.items()}
-        if law is None or law.kept == "all":
-            return found
-        return {name: weight * (seen.gradient[name] != 0) for name, weight in found.items()}
-
     def _floor(self, seen: Observation) -> dict[str, float]:
         """The variance by which evaluations of one gradient differ, a parameter."""
         size = sum(g.numel() for g in seen.gradient.values())
@@ -255,11 +223,16 @@ class Scorer:
     def _filtered(self, one: MatchedFilter, place: int, at: int) -> list[Tensor]:
         """Statistics of a message, of which there are several where its law is not known."""
         share = self.pool.asked[at].share
-        if self._beside(at) and one.weights is not None:
+        unknown = one.messages[place].variance is None
+        if self._beside(at) and one.weights is not None and unknown:
             return [self._best(one.regressed(place, share), at)]
         alone = self.observations[at].batch_size == 1
         ratios = self._by_candidate(one.log_ratio(place, share), at, one=alone)
-        return [ratios] if self._known(at) else [ratios, self._best(one.cosines(place), at)]
+        return (
+            [ratios]
+            if self._known(at) or not unknown
+            else [ratios, self._best(one.cosines(place), at)]
+        )
 
     def _by_candidate(self, scores: Tensor, at: int, one: bool) -> Tensor:
         """`(P,)` of pairs to `(K,)`: the mean of what labels say, by how likely they are."""

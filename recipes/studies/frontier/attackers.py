@@ -1,25 +1,33 @@
 """What attackers who know the defense read of a client at a stage of its training."""
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 
 from hf_gradguard import GradientMap, make_defense
 from hf_gradguard.attacks import Observation, make_attack
-from hf_gradguard.defenses import Message
+from hf_gradguard.attacks.gathered import gathered
+from hf_gradguard.defenses import Defense, Message
 from hf_gradguard.metrics import score_candidates, score_text
 from hf_gradguard.randomness import Stream
 
 from ..lib.attacks import ids_found
 from .client import Stage
+from .settings import GATHERED
 
 NOISE_ALONE = "noise_alone"
 CHANCE = "noise alone"  # the row of what an attacker makes of it
 
 
-def attacked(cell: dict, stage: Stage, tokenizer, texts: list[dict]) -> dict:
+def attacked(
+    cell: dict, stage: Stage, tokenizer, texts: list[dict], later: Iterable[dict] = ()
+) -> dict:
     """Figures of each sentence: token F1; of candidates, whether it is told at 1 % false alarms,
-    and its rank. With `NOISE_ALONE` among a cell's settings there is nothing to find.
+    and its rank. With `NOISE_ALONE` among a cell's settings there is nothing to find. Who gathers
+    what a client sends waits for the batches to come `later`.
     """
     size, batches = cell["size"], []
     if NOISE_ALONE in cell:
@@ -29,9 +37,14 @@ def attacked(cell: dict, stage: Stage, tokenizer, texts: list[dict]) -> dict:
         part = texts[number * size : (number + 1) * size]
         batch = dict(tokenizer([t["sentence"] for t in part], padding=True, return_tensors="pt"))
         batches.append(batch | {"labels": torch.tensor([t["label"] for t in part])})
+    if cell["attack"] == GATHERED[0]:
+        waited = list(itertools.islice(later, cell["settings"]["later"]))
+        every = [_sequel(cell, stage, *one, waited, tokenizer) for one in enumerate(batches)]
+        return _told(cell, texts, [gathered(uploads) for uploads in every])
     messages = sent(cell, stage, batches)
     if cell["attack"] == "candidates":
-        return _told(cell, stage, tokenizer, texts, batches, messages)
+        seen = [_granted(stage, *one, tokenizer) for one in zip(batches, messages, strict=True)]
+        return _told(cell, texts, seen)
     found = []
     for number, (batch, message) in enumerate(zip(batches, messages, strict=True)):
         seen, known = _observed(stage, batch, message, tokenizer)
@@ -50,26 +63,51 @@ def attacked(cell: dict, stage: Stage, tokenizer, texts: list[dict]) -> dict:
 
 def sent(cell: dict, stage: Stage, batches: Sequence[dict]) -> list[Message]:
     """What the client makes of batches, each the next one of its training."""
-    state, made = stage.defense.state_dict(), []
+    made = []
     for number, batch in enumerate(batches):
-        stage.defense.load_state_dict({name: tensor.clone() for name, tensor in state.items()})
-        made.append(
-            stage.defense(GradientMap(stage.model, batch), Stream.from_seeds(cell["seed"], number))
-        )
+        with _as_it_was(stage.defense):
+            made.append(_message(stage, batch, Stream.from_seeds(cell["seed"], number)))
     return made
 
 
-def _told(cell: dict, stage: Stage, tokenizer, texts: list[dict], batches, messages) -> dict:
+def _message(stage: Stage, batch: dict, stream: Stream) -> Message:
+    return stage.defense(GradientMap(stage.model, batch), stream)
+
+
+@contextmanager
+def _as_it_was(defense: Defense) -> Iterator[None]:
+    """Leaves a defense as it was before."""
+    state = {name: tensor.clone() for name, tensor in defense.state_dict().items()}
+    yield
+    defense.load_state_dict(state)
+
+
+def _granted(stage: Stage, batch: dict, message: Message, tokenizer) -> Observation:
+    """A message, its labels, and the law of the defense."""
+    return Observation(
+        stage.model, dict(message), tuple(batch["input_ids"].shape), labels=batch["labels"],
+        tokenizer=tokenizer, law=stage.defense.law(message),
+    )  # fmt: skip
+
+
+def _sequel(
+    cell: dict, stage: Stage, number: int, batch: dict, later: Sequence[dict], tokenizer
+) -> Iterator[Observation]:
+    """A client's message, and those that follow, at the same weights."""
+    with _as_it_was(stage.defense):
+        message = _message(stage, batch, Stream.from_seeds(cell["seed"], number))
+        first = _granted(stage, batch, message, tokenizer)
+        known = first.law and replace(first.law, batches=stage.batches, left_out=True)
+        yield first if stage.batches is None else replace(first, law=known)
+        for place, following in enumerate(later):
+            message = _message(stage, following, Stream.from_seeds(cell["seed"], number, place))
+            yield _granted(stage, following, message, tokenizer)
+
+
+def _told(cell: dict, texts: list[dict], seen: Sequence[Observation]) -> dict:
     """Each message's sentences among a list of all messages' and more, with their labels."""
     listed = texts[: cell["settings"]["listed"]]
     candidates = [one["sentence"] for one in listed], [one["label"] for one in listed]
-    seen = [
-        Observation(
-            stage.model, dict(message), tuple(batch["input_ids"].shape), labels=batch["labels"],
-            tokenizer=tokenizer, law=stage.defense.law(message),
-        )
-        for batch, message in zip(batches, messages, strict=True)
-    ]  # fmt: skip
     return told(cell, *candidates, seen)
 
 

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import TrainerCallback
 
 from hf_gradguard import GradGuardConfig, GradGuardTrainer, make_defense
+from hf_gradguard.defenses.pruning import PruningDefense
 from hf_gradguard.leakage import dp_sgd_epsilon
 
 from .settings import DELTA, GRID, STAGES
@@ -22,10 +23,13 @@ class Stage(NamedTuple):
     Args:
         model: As it is then, without dropout.
         defense: The client's, with what it remembers.
+        batches: Of how many batches each entry of its next message is the sum, where a pruning
+            feeds back what it left out: everybody can count it.
     """
 
     model: torch.nn.Module
     defense: object
+    batches: dict[str, torch.Tensor] | None = None
 
 
 class Client:
@@ -107,7 +111,8 @@ class Client:
         defense = make_defense(cell["defense"], **cell["strength"])
         defense.prepare(model, self.processing_class)
         defense.load_state_dict(load_file(folder / f"{stage}.defense"))
-        return Stage(model.eval(), defense)
+        batches = folder / f"{stage}.batches"
+        return Stage(model.eval(), defense, load_file(batches) if batches.exists() else None)
 
     def _kept(self, cell: dict) -> Path:
         assert self.folder is not None
@@ -123,12 +128,21 @@ class _Keeper(TrainerCallback):
         self._trainer, self._folder = trainer, client._kept(cell)
         self._stages = {round(share * cell["steps"]): name for name, share in STAGES.items()}
         self._folder.mkdir(parents=True, exist_ok=True)
+        self._batches: dict[str, torch.Tensor] = {}
 
     def on_train_begin(self, args, state, control, **kwargs) -> None:
         self._keep(0)
 
     def on_step_end(self, args, state, control, **kwargs) -> None:
+        if isinstance(self._trainer._clients[0], PruningDefense):
+            self._count()
         self._keep(state.global_step)
+
+    def _count(self) -> None:
+        """What was sent waits no longer."""
+        for name, error in self._trainer._clients[0]._left_out.error.items():
+            before = self._batches.get(name, torch.ones(error.shape, dtype=torch.int16))
+            self._batches[name] = (before + 1).masked_fill_(error == 0, 1)
 
     def _keep(self, step: int) -> None:
         if step not in self._stages:
@@ -137,6 +151,8 @@ class _Keeper(TrainerCallback):
         trained = {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
         save_file(trained, self._folder / f"{stage}.safetensors")
         state = self._trainer._clients[0].state_dict()
+        if self._batches:
+            save_file(self._batches, self._folder / f"{stage}.batches")
         save_file({n: t.contiguous() for n, t in state.items()}, self._folder / f"{stage}.defense")
 
 

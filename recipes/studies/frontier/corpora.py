@@ -39,7 +39,7 @@ ASKED = {SPAN: list(STAGES), CANDIDATES: ["end"]}
 def cells(args) -> dict:
     if args.quick:
         asked = {one: ["end"] for one in QUICK_ATTACKS}
-        found = cells_of(ROWS[:1], [(1, asked)], QUICK_ATTACKS, QUICK, None)
+        found = text.fitting(cells_of(ROWS[:1], [(1, asked)], QUICK_ATTACKS, QUICK, None))
     else:
         sizes = {"steps": STEPS, "batch": BATCH}
         found = cells_of(ROWS, [(1, ASKED)], ATTACKS, sizes, text.rates_of(args))

@@ -36,6 +36,8 @@ _THEN = [
     *((name, {"relative_scale": 1.0}) for name in ("gaussian_noise", "optimal_noise")),
     *((name, {"relative_scale": 50.0}) for name in ("gaussian_noise", "optimal_noise")),
     ("optimal_noise", {"relative_scale": 20.0, "shape": "own"}),
+    *(("optimal_pruning", {"ratio": r, "error_feedback": True}) for r in (0.99, 0.97)),
+    ("pruning", {"ratio": 0.999, "error_feedback": True}),
     *PRIVATE,
 ]
 FIRST = [(name, strength) for name, some in _FIRST.items() for strength in some]
@@ -44,9 +46,11 @@ ALL = {"action": "store_true", "help": "all rows, seeds and attackers, not only 
 
 # Messages of so many sentences, how many of them, and the attack's settings
 SPAN, CANDIDATES, TAG = ("span", 1), ("candidates", 16), ("tag", 1)
+GATHERED = ("gathered", 16)  # candidates of who waits for so many messages more
 ATTACKS = {
     SPAN: (8, {}),
     CANDIDATES: (3, {"listed": 300}),
+    GATHERED: (3, {"listed": 300, "later": 30}),
     ("candidates", 4): (4, {"listed": 300}),
     ("candidates", 1): (12, {"listed": 300}),
     TAG: (4, {"steps": 500}),
@@ -55,7 +59,7 @@ ATTACKS = {
 # What comes first: so many seeds, trained and attacked by these at these stages
 PASSES = [
     (1, {SPAN: ["end", "middle", "start"]}),
-    (1, {CANDIDATES: ["end"]}),
+    (1, {CANDIDATES: ["end"], GATHERED: ["end"]}),
     (1, {("candidates", 1): ["end"], ("candidates", 4): ["end"]}),
     (SEEDS, {SPAN: ["end"]}),
     (1, {CANDIDATES: ["start"]}),
@@ -63,11 +67,15 @@ PASSES = [
     (SEEDS, {one: list(STAGES) for one in ATTACKS}),
 ]
 QUICK = {"steps": 2, "batch": 4}
-QUICK_ATTACKS = {SPAN: (1, {}), ("candidates", 4): (1, {"listed": 20})}
+QUICK_ATTACKS = {
+    SPAN: (1, {}),
+    ("candidates", 4): (1, {"listed": 20}),
+    ("gathered", 4): (1, {"listed": 20, "later": 1}),
+}
 QUICK_ROWS = [
     ("none", {}),
     ("gaussian_noise", {"relative_scale": 20.0}),
-    ("pruning", {"ratio": 0.9}),
+    ("pruning", {"ratio": 0.9, "error_feedback": True}),
 ]
 
 # Images

@@ -9,9 +9,10 @@ sentences of SST-2's dev and SST's test set, compared with the undefended run of
 sentence by sentence. Attacked are messages of sentences of the dev set, without dropout, labels
 and lengths known. Attackers know the defense: TAG weighs coordinates by the noise's covariance, or
 matches what a pruning left; span fills in what it pruned. Candidates are 300 sentences, ranked by
-likelihood: what is shown is the share of a message's 16 that are told at 1 % false alarms. Noise
-alone is what TAG makes of nothing, at the undefended models. FOLDER keeps what was trained, 45 MB a
-stage.
+likelihood: what is shown is the share of a message's 16 that are told at 1 % false alarms. Behind
+error feedback "gathered" knows of how many batches each entry is the sum, and waits for 30 messages
+more, made at the same weights. Noise alone is what TAG makes of nothing, at the undefended models.
+FOLDER keeps what was trained, 45 MB a stage.
 """
 
 from ..lib.results import Results, chosen, named
@@ -23,6 +24,7 @@ from .settings import (
     ATTACKS,
     BATCH,
     FIRST,
+    GATHERED,
     PASSES,
     QUICK,
     QUICK_ATTACKS,
@@ -48,11 +50,21 @@ def cells(args) -> dict:
     """All, from the most telling down; without `--all` the first ones, and those that are there."""
     if args.quick:
         passes = [(1, {one: list(STAGES) for one in QUICK_ATTACKS})]
-        return cells_of(QUICK_ROWS, passes, QUICK_ATTACKS, QUICK, None)
+        return fitting(cells_of(QUICK_ROWS, passes, QUICK_ATTACKS, QUICK, None))
     rate_of, sizes = rates_of(args), {"steps": STEPS, "batch": BATCH}
-    whole = _with_chance(cells_of(ROWS, PASSES, ATTACKS, sizes, rate_of))
+    whole = _with_chance(fitting(cells_of(ROWS, PASSES, ATTACKS, sizes, rate_of)))
     first = cells_of(FIRST, PASSES[:1], ATTACKS, sizes, rate_of).values()
     return chosen(whole, lambda cell: cell in first, args)
+
+
+def fitting(found: dict) -> dict:
+    """Without those that wait for what a defense never brings."""
+
+    def brings(cell: dict) -> bool:
+        return "error_feedback" in cell["strength"]
+
+    gathered = GATHERED[0]
+    return {p: cell for p, cell in found.items() if cell.get("attack") != gathered or brings(cell)}
 
 
 def _with_chance(found: dict) -> dict:
@@ -85,7 +97,7 @@ def prepare(args):
     def measure(cell: dict) -> dict:
         if "attack" not in cell:
             return task.learned(cell)
-        return attacked(cell, task.stage(cell, cell["stage"]), task.tokenizer, texts)
+        return attacked(cell, task.stage(cell, cell["stage"]), task.tokenizer, texts, task.later())
 
     return measure
 

@@ -10,7 +10,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, set_
 
 from ..lib.text import sst2
 from .client import Client
-from .settings import HELD_OUT, LENGTH
+from .settings import BATCH, HELD_OUT, LENGTH
 
 TEXTS = {"--model": "a text encoder and its tokenizer", "--data_dir": "folder of SST-2"}
 TEST = ("dev", "test_labelled_sst")
@@ -72,3 +72,12 @@ class Task(Client):
 
     def held_out(self) -> Dataset:
         return self.train_rows.select(range(HELD_OUT))
+
+    def later(self) -> Iterator[dict[str, torch.Tensor]]:
+        """Batches to come, of rows that nobody trained on."""
+        rows = self.held_out()
+        for start in range(0, len(rows) - BATCH + 1, BATCH):
+            some = [rows[i] for i in range(start, start + BATCH)]
+            texts = [{"input_ids": row["input_ids"]} for row in some]
+            batch = dict(self.tokenizer.pad(texts, return_tensors="pt"))
+            yield batch | {"labels": torch.tensor([row["label"] for row in some])}
