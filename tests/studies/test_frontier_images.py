@@ -36,7 +36,11 @@ def test_quick(data, quick, tmp_path, monkeypatch):
     arguments = [part for name, path in data.items() for part in (f"--{name}", path)]
     arguments += ["--models", tmp_path / "models"]
     study = quick("frontier", "images", *arguments, output=tmp_path / "frontier_images")
-    assert list(study.figures) == ["none", "gaussian_noise relative_scale=20", "pruning ratio=0.9"]
+    assert list(study.figures) == [
+        "none",
+        "gaussian_noise relative_scale=20",
+        "pruning ratio=0.9 error_feedback=True",
+    ]
     for found in study.figures.values():
         assert found["accuracy"]["0"]["of"] == 10
         read = found["inverting_gradients, 1, end"]["0"]

@@ -1,7 +1,8 @@
 """What attackers who know the defense read of a client at a stage of its training."""
 
+import functools
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -37,14 +38,12 @@ def attacked(
         part = texts[number * size : (number + 1) * size]
         batch = dict(tokenizer([t["sentence"] for t in part], padding=True, return_tensors="pt"))
         batches.append(batch | {"labels": torch.tensor([t["label"] for t in part])})
+    see = functools.partial(_granted, stage, tokenizer)
     if cell["attack"] == GATHERED[0]:
-        waited = list(itertools.islice(later, cell["settings"]["later"]))
-        every = [_sequel(cell, stage, *one, waited, tokenizer) for one in enumerate(batches)]
-        return _told(cell, texts, [gathered(uploads) for uploads in every])
+        return _told(cell, texts, waited_for(cell, stage, batches, later, see))
     messages = sent(cell, stage, batches)
     if cell["attack"] == "candidates":
-        seen = [_granted(stage, *one, tokenizer) for one in zip(batches, messages, strict=True)]
-        return _told(cell, texts, seen)
+        return _told(cell, texts, list(map(see, batches, messages)))
     found = []
     for number, (batch, message) in enumerate(zip(batches, messages, strict=True)):
         seen, known = _observed(stage, batch, message, tokenizer)
@@ -82,7 +81,7 @@ def _as_it_was(defense: Defense) -> Iterator[None]:
     defense.load_state_dict(state)
 
 
-def _granted(stage: Stage, batch: dict, message: Message, tokenizer) -> Observation:
+def _granted(stage: Stage, tokenizer, batch: dict, message: Message) -> Observation:
     """A message, its labels, and the law of the defense."""
     return Observation(
         stage.model, dict(message), tuple(batch["input_ids"].shape), labels=batch["labels"],
@@ -90,18 +89,26 @@ def _granted(stage: Stage, batch: dict, message: Message, tokenizer) -> Observat
     )  # fmt: skip
 
 
-def _sequel(
-    cell: dict, stage: Stage, number: int, batch: dict, later: Sequence[dict], tokenizer
-) -> Iterator[Observation]:
-    """A client's message, and those that follow, at the same weights."""
-    with _as_it_was(stage.defense):
-        message = _message(stage, batch, Stream.from_seeds(cell["seed"], number))
-        first = _granted(stage, batch, message, tokenizer)
-        known = first.law and replace(first.law, batches=stage.batches, left_out=True)
-        yield first if stage.batches is None else replace(first, law=known)
-        for place, following in enumerate(later):
-            message = _message(stage, following, Stream.from_seeds(cell["seed"], number, place))
-            yield _granted(stage, following, message, tokenizer)
+def waited_for(
+    cell: dict,
+    stage: Stage,
+    batches: Sequence[dict],
+    later: Iterable[dict],
+    see: Callable[[dict, Message], Observation],
+) -> list[Observation]:
+    """What somebody has of each batch who waits for some that come later."""
+    sequel = list(itertools.islice(later, cell["settings"]["later"]))
+
+    def uploads(number: int, batch: dict) -> Iterator[Observation]:
+        with _as_it_was(stage.defense):
+            first = see(batch, _message(stage, batch, Stream.from_seeds(cell["seed"], number)))
+            known = first.law and replace(first.law, batches=stage.batches, left_out=True)
+            yield first if stage.batches is None else replace(first, law=known)
+            for place, following in enumerate(sequel):
+                stream = Stream.from_seeds(cell["seed"], number, place)
+                yield see(following, _message(stage, following, stream))
+
+    return [gathered(uploads(number, batch)) for number, batch in enumerate(batches)]
 
 
 def _told(cell: dict, texts: list[dict], seen: Sequence[Observation]) -> dict:

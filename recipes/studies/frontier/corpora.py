@@ -20,7 +20,7 @@ from ..lib.text import of_usual_length
 from . import text
 from .attackers import attacked
 from .settings import ATTACKS, BATCH, CANDIDATES, QUICK, QUICK_ATTACKS, SPAN, STAGES, STEPS
-from .shown import ACCURACY, cells_of, read
+from .shown import ACCURACY, cells_of, fitting, read
 from .training import TEXTS, Task
 
 ARGUMENTS = TEXTS | {
@@ -39,7 +39,7 @@ ASKED = {SPAN: list(STAGES), CANDIDATES: ["end"]}
 def cells(args) -> dict:
     if args.quick:
         asked = {one: ["end"] for one in QUICK_ATTACKS}
-        found = text.fitting(cells_of(ROWS[:1], [(1, asked)], QUICK_ATTACKS, QUICK, None))
+        found = fitting(cells_of(ROWS[:1], [(1, asked)], QUICK_ATTACKS, QUICK, None))
     else:
         sizes = {"steps": STEPS, "batch": BATCH}
         found = cells_of(ROWS, [(1, ASKED)], ATTACKS, sizes, text.rates_of(args))

@@ -1,16 +1,21 @@
 """What attackers who know the defense read of images, at a stage of a client's training."""
 
+import functools
+
 import torch
 
-from hf_gradguard import make_defense
+from hf_gradguard import GradientMap, make_defense
 from hf_gradguard.attacks import Observation
+from hf_gradguard.defenses import Defense, Message
 from hf_gradguard.metrics import score_images
+from hf_gradguard.randomness import Stream
 
 from ..lib.attacks import attack_of
 from ..lib.images import INVERTING, single_images, smoothed
-from .attackers import sent, told
+from .attackers import sent, told, waited_for
 from .client import Stage
 from .image_training import ImageTask
+from .settings import CANDIDATES, GATHERED
 from .shown import GRAY
 
 
@@ -23,10 +28,15 @@ def attacked(cell: dict, task: ImageTask, path: str) -> dict:
         rows = single_images(path, count)
         return _psnr([torch.full_like(row["pixel_values"], 0.5) for row in rows], rows)
     stage, settings = task.stage(cell, cell["stage"]), dict(cell["settings"])
-    if cell["attack"] == "candidates":
+    if cell["attack"] in (CANDIDATES[0], GATHERED[0]):
         rows, size = single_images(path, settings["listed"]), cell["size"]
         starts = range(0, count * size, size)
-        seen = _observed(cell, stage, [_together(rows[at : at + size]) for at in starts])
+        batches = [_together(rows[at : at + size]) for at in starts]
+        if cell["attack"] == GATHERED[0]:
+            see = functools.partial(_granted, stage)
+            seen = waited_for(cell, stage, batches, task.later(), see)
+        else:
+            seen = _observed(cell, stage, batches)
         listed = [row["pixel_values"][0] for row in rows]
         return told(cell, listed, [int(row["labels"]) for row in rows], seen)
     own = settings.pop("own")
@@ -34,9 +44,7 @@ def attacked(cell: dict, task: ImageTask, path: str) -> dict:
     images = [row["pixel_values"] for row in rows]
     settings = INVERTING | settings | {"patience": 5, "start": torch.full_like(images[0], 0.5)}
     settings["match_nonzero"] = stage.defense.informed().get("match_nonzero", False)
-    fresh = make_defense(cell["defense"], **cell["strength"])  # an attacker's, without memory
-    fresh.prepare(stage.model, None)
-    theirs = _observed(cell, stage._replace(defense=fresh), rows[count:])
+    theirs = _observed(cell, stage._replace(defense=_own(cell, stage, task)), rows[count:])
     settings = smoothed(settings, theirs, images[count:])
     attack = attack_of(cell["attack"], **settings)
     found = attack.together(
@@ -46,19 +54,35 @@ def attacked(cell: dict, task: ImageTask, path: str) -> dict:
     return _psnr([one.input.nan_to_num(0.5) for one in found], rows[:count]) | weight
 
 
+def _own(cell: dict, stage: Stage, task: ImageTask) -> Defense:
+    """An attacker's: with feedback after some messages of his own, so that something is left
+    out.
+    """
+    own = make_defense(cell["defense"], **cell["strength"])
+    own.prepare(stage.model, None)
+    if cell["strength"].get("error_feedback") and cell["stage"] != "start":
+        for number, batch in enumerate(task.later()):
+            own(GradientMap(stage.model, batch), Stream.from_seeds(cell["seed"], number))
+    return own
+
+
 def _observed(cell: dict, stage: Stage, batches: list[dict]) -> list[Observation]:
     """What a server that knows the defense has."""
     return [
-        Observation(
-            stage.model,
-            message,
-            tuple(batch["pixel_values"].shape),
-            labels=batch["labels"],
-            noise_variance=None if message.noise is None else message.noise.added,
-            law=stage.defense.law(message),
-        )
+        _granted(stage, batch, message)
         for batch, message in zip(batches, sent(cell, stage, batches), strict=True)
     ]
+
+
+def _granted(stage: Stage, batch: dict, message: Message) -> Observation:
+    return Observation(
+        stage.model,
+        message,
+        tuple(batch["pixel_values"].shape),
+        labels=batch["labels"],
+        noise_variance=None if message.noise is None else message.noise.added,
+        law=stage.defense.law(message),
+    )
 
 
 def _together(rows: list[dict]) -> dict:

@@ -1,6 +1,7 @@
 """One client's training on CIFAR-10, from nothing."""
 
 import functools
+from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -12,7 +13,7 @@ from hf_gradguard.models.classifier import SmallImageClassifier, SmallImageClass
 
 from ..lib.images import parquet_images
 from .client import Client
-from .settings import IMAGE_HELD_OUT, WIDTHS
+from .settings import IMAGE_HELD_OUT, IMAGE_SIZES, WIDTHS
 
 IMAGES = {
     "--train": "parquet with img and label, to train on",
@@ -88,6 +89,13 @@ class ImageTask(Client):
     def held_out(self) -> tuple[Tensor, Tensor]:
         pixels, labels = self.train_rows
         return pixels[:IMAGE_HELD_OUT], labels[:IMAGE_HELD_OUT]
+
+    def later(self) -> Iterator[dict[str, Tensor]]:
+        """Batches to come, of rows that nobody trained on."""
+        for x, y in zip(
+            *(part.split(IMAGE_SIZES["batch"]) for part in self.held_out()), strict=True
+        ):
+            yield {"pixel_values": x.float() / 255, "labels": y}
 
     @torch.no_grad()
     def right(self, model: nn.Module, rows: tuple[Tensor, Tensor]) -> np.ndarray:

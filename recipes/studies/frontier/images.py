@@ -36,7 +36,7 @@ from .settings import (
     RATES_SEED,
     SPREAD,
 )
-from .shown import GRAY, Look, cells_of, picture, table
+from .shown import GRAY, Look, cells_of, fitting, picture, table
 
 ARGUMENTS = IMAGES | {"--all": ALL, "--models": "folder that keeps what was trained"}
 RATES = "learning rate"
@@ -49,7 +49,7 @@ def cells(args) -> dict:
     """
     if args.quick:
         passes = [(1, {one: ["end"] for one in QUICK_IMAGE_ATTACKS})]
-        return cells_of(QUICK_ROWS, passes, QUICK_IMAGE_ATTACKS, QUICK, None, IMAGE_RATE)
+        return fitting(cells_of(QUICK_ROWS, passes, QUICK_IMAGE_ATTACKS, QUICK, None, IMAGE_RATE))
     results, (name, size) = Results(args.output), INVERTING
     gray = {"attack": GRAY, "messages": IMAGE_ATTACKS[INVERTING][0]}
     found, chosen, searched = {(GRAY, f"{name}, {size}, end", "0"): gray}, {}, True
@@ -65,7 +65,7 @@ def cells(args) -> dict:
     some = IMAGE_ROWS if args.all else IMAGE_FIRST
     found |= cells_of(some, asked, IMAGE_ATTACKS, IMAGE_SIZES, chosen)
     whole = cells_of(IMAGE_ROWS, IMAGE_PASSES, IMAGE_ATTACKS, IMAGE_SIZES, chosen)
-    return found | {place: cell for place, cell in whole.items() if cell in results}
+    return fitting(found | {place: cell for place, cell in whole.items() if cell in results})
 
 
 def _search(results: Results, defense: str, strength: dict) -> dict[str, dict]:

@@ -114,16 +114,18 @@ INVERTING = ("inverting_gradients", 1)
 IMAGE_ATTACKS = {
     INVERTING: (8, {"steps": 20, "total_variation": [1e-3, 1e-2, 0.1, 0.3, 1.0], "own": 2}),
     CANDIDATES: (3, {"listed": 300}),
+    GATHERED: (3, {"listed": 300, "later": 30}),
 }
 IMAGE_PASSES = [
-    (1, {INVERTING: ["end"], CANDIDATES: ["end"]}),
-    (1, {INVERTING: ["start", "middle"], CANDIDATES: ["start"]}),
+    (1, {INVERTING: ["end"], CANDIDATES: ["end"], GATHERED: ["end"]}),
+    (1, {INVERTING: ["start", "middle"], CANDIDATES: ["start"], GATHERED: ["start"]}),
     (SEEDS, {INVERTING: ["end"]}),
     (SEEDS, {INVERTING: list(STAGES), CANDIDATES: ["end"]}),
 ]
 QUICK_IMAGE_ATTACKS = {
     INVERTING: (1, {"steps": 1, "total_variation": [1e-3, 1e-2], "own": 1}),
     ("candidates", 4): (1, {"listed": 20}),
+    ("gathered", 4): (1, {"listed": 20, "later": 1}),
 }
 
 # A head on a frozen encoder

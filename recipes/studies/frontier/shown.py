@@ -7,7 +7,7 @@ import numpy as np
 
 from ..lib.tables import bracketed, interval, plt, save, write_table
 from .client import row_of
-from .settings import DELTA, STAGES
+from .settings import DELTA, GATHERED, STAGES
 
 ACCURACY, GRAY, PROOF = "accuracy", "a gray image", f"ε at δ = {DELTA:g}"
 SCORES = {"token_f1": 2, "psnr": 1, "tpr_1%": 2}  # what tables show of them: digits
@@ -52,6 +52,16 @@ def cells_of(
                 place = f"{name}, {size}, {stage}"
                 found |= {(row, place, str(seed)): c | asked for row, c in trained.items()}
     return found
+
+
+def fitting(found: dict) -> dict:
+    """Without those that wait for what a defense never brings."""
+
+    def brings(cell: dict) -> bool:
+        waits = cell.get("attack") == GATHERED[0]
+        return not waits or "error_feedback" in cell["strength"]
+
+    return {place: cell for place, cell in found.items() if brings(cell)}
 
 
 def lost(runs: dict, plain: dict) -> str:

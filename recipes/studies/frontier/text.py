@@ -24,7 +24,6 @@ from .settings import (
     ATTACKS,
     BATCH,
     FIRST,
-    GATHERED,
     PASSES,
     QUICK,
     QUICK_ATTACKS,
@@ -33,7 +32,7 @@ from .settings import (
     STAGES,
     STEPS,
 )
-from .shown import Look, cells_of, picture, table
+from .shown import Look, cells_of, fitting, picture, table
 from .training import TEXTS, Task
 
 ARGUMENTS = TEXTS | {
@@ -55,16 +54,6 @@ def cells(args) -> dict:
     whole = _with_chance(fitting(cells_of(ROWS, PASSES, ATTACKS, sizes, rate_of)))
     first = cells_of(FIRST, PASSES[:1], ATTACKS, sizes, rate_of).values()
     return chosen(whole, lambda cell: cell in first, args)
-
-
-def fitting(found: dict) -> dict:
-    """Without those that wait for what a defense never brings."""
-
-    def brings(cell: dict) -> bool:
-        return "error_feedback" in cell["strength"]
-
-    gathered = GATHERED[0]
-    return {p: cell for p, cell in found.items() if cell.get("attack") != gathered or brings(cell)}
 
 
 def _with_chance(found: dict) -> dict:
