@@ -155,14 +155,13 @@ class Scorer:
         groups: list[tuple[Tensors | None, list[int], list[Filtered]]] = []
         for at in rest:
             seen, law, center = self.observations[at], self.laws[at], centers[at]
-            several = []
-            if at not in self.fits.numbers:
+            several, own = [], own_entries(seen) if self._beside(at) else None
+            if own is not None:
+                several.append((own.law, *by_noise(own, own.law, center, self._floor(seen))))
+            elif at not in self.fits.numbers:
                 several.append((law, *by_noise(seen, law, center, self._floor(seen))))
-            if self._beside(at):
+            if self._beside(at) and (own is None or not self._enough(own)):
                 several.append((law, beside_others(seen, law, sizes), None))
-                own = own_entries(seen)
-                if own is not None:
-                    several.append((own.law, *by_noise(own, own.law, center, self._floor(seen))))
             for known, weights, variance in several:
                 told = _to_filter(seen, known, center, weights, variance)
                 plain = [g for g in groups if g[0] is None and weights is None]
@@ -176,6 +175,10 @@ class Scorer:
             (MatchedFilter(several, weights, count, self.generator), numbers)
             for weights, numbers, several in groups
         ]
+
+    def _enough(self, own: Observation) -> bool:
+        """Whether entries that are a batch's own tell candidates apart without any others."""
+        return sum(int((y != 0).sum()) for y in own.gradient.values()) >= len(self.pool.batches)
 
     @property
     def _classes(self) -> int:

@@ -19,6 +19,7 @@ from .choice import Text, choose
 from .views import Explained, View, outside, vectors_of
 
 SWEEPS, ROUNDS = 40, 4
+NEAREST = 4  # texts of all those tried that run through the whole model
 STARTS = 4  # at most for each sentence that is looked for
 NEAR = 1e-4  # a position's squared distance that only right texts have, if there is no noise
 
@@ -228,15 +229,21 @@ class _Descent:
         First by the attention's output and among the surest tokens alone, the anchor kept. Where
         word and position add up, that tells which tokens are of a sentence and not their order:
         what is behind it does, which has no need of the starts that stayed far, but for `count`.
+        What reads whole texts runs the whole model, and comes last.
         """
         rows = rows.clone()
-        if count is not None:
-            best = outside(self.seen, self.views[:1], rows, self.mask.expand_as(rows))
-            few = {p: tokens[: self.surest] for p, tokens in self.tokens.items() if p != anchor}
-            rows, best = self._settle(rows, best, self.views[:1], few)
-            rows = rows[best.argsort()[: count + 1]].unique(dim=0)
-        best = outside(self.seen, self.views, rows, self.mask.expand_as(rows))
-        return self._settle(rows, best, self.views, self.tokens)
+        few = {p: tokens[: self.surest] for p, tokens in self.tokens.items() if p != anchor}
+        within = _within(self.views)
+        stages = [(self.views[:1], few)] if count is not None else []
+        stages += [(within, self.tokens)] if within else []
+        for views, choice in stages:
+            rows, best = self._settle(rows, self._far(rows, views), views, choice)
+            if count is not None:
+                rows = rows[best.argsort()[: count + 1]].unique(dim=0)
+        return self._settle(rows, self._far(rows, self.views), self.views, self.tokens)
+
+    def _far(self, rows: Tensor, views: Sequence[View]) -> Tensor:
+        return outside(self.seen, views, rows, self.mask.expand_as(rows))
 
     def _settle(
         self, rows: Tensor, best: Tensor, views: Sequence[View], choice: dict[int, Tensor]
@@ -248,13 +255,13 @@ class _Descent:
                     tried = rows[:, None].repeat(1, len(tokens), 1)
                     tried[:, :, place] = tokens
                     self._improve(rows, best, tried, views)
-            if torch.equal(rows, before) and len(views) == len(self.views):
-                self._reorder(rows, best)
+            if torch.equal(rows, before) and choice is self.tokens:
+                self._reorder(rows, best, views)
             if torch.equal(rows, before):
                 break
         return rows, best
 
-    def _reorder(self, rows: Tensor, best: Tensor) -> None:
+    def _reorder(self, rows: Tensor, best: Tensor, views: Sequence[View]) -> None:
         """The best exchange of two places' tokens in each text, or move of one to another place, if
         it brings the text nearer.
         """
@@ -269,13 +276,26 @@ class _Descent:
         if orders:
             tried = rows[:, None].repeat(1, len(orders), 1)
             tried[:, :, places] = rows[:, torch.tensor(orders, device=rows.device)]
-            self._improve(rows, best, tried, self.views)
+            self._improve(rows, best, tried, views)
 
     def _improve(self, rows: Tensor, best: Tensor, tried: Tensor, views: Sequence[View]) -> None:
-        """Put the nearest of the texts tried, `(S, K, T)`, in place of a row that is farther."""
-        flat = tried.flatten(0, 1)
-        far = outside(self.seen, views, flat, self.mask.expand_as(flat))
-        far, which = far.view(len(rows), -1).min(1)
+        """Put the nearest of the texts tried, `(S, K, T)`, in place of a row that is farther. Of
+        many the whole model runs on those alone that are nearest within its first block.
+        """
+        within = _within(views)
+        if within and tried.shape[1] > NEAREST:
+            far = self._far(tried.flatten(0, 1), within).view(tried.shape[:2])
+            some = far.topk(NEAREST, largest=False).indices
+            tried = tried[torch.arange(len(rows), device=rows.device)[:, None], some]
+        far, which = self._far(tried.flatten(0, 1), views).view(len(rows), -1).min(1)
         better = far < best * (1 - 1e-9)
         rows[better] = tried[better, which[better]]
         best[better] = far[better]
+
+
+def _within(views: Sequence[View]) -> list[View]:
+    """Those that read positions, near the model's start, where others read whole texts at its
+    end.
+    """
+    within = [view for view in views if not view.readers.pooled]
+    return within if len(within) < len(views) else []
