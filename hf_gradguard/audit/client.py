@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
+from itertools import cycle, islice
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -132,6 +133,11 @@ class Client:
         return self._estimators[name]
 
 
+def beside(clients: Sequence[Client]) -> list[tuple[Client, list[Client]]]:
+    """Each of them, and the others, those after it first."""
+    return [(one, [*clients[at + 1 :], *clients[:at]]) for at, one in enumerate(clients)]
+
+
 class Upload:
     """What one defense shares of one client's batch, computed when it is first needed.
 
@@ -139,19 +145,34 @@ class Upload:
         client: The client.
         defense: Its defense.
         state: What the defense remembers of the client's messages before.
+        others: Clients with other batches. Where a defense's first messages are empty and it
+            remembers nothing, theirs come before.
     """
 
     def __init__(
-        self, client: Client, defense: Defense, state: Mapping[str, Any] | None = None
+        self,
+        client: Client,
+        defense: Defense,
+        state: Mapping[str, Any] | None = None,
+        others: Sequence[Client] = (),
     ) -> None:
         self.client, self.defense, self.state = client, defense, dict(state or {})
+        held = 0 if self.state else -(-defense.held // client.shared.micro_batches)
+        self.before = list(islice(cycle(others), held))
 
     @cached_property
     def message(self) -> Message:
+        if self.defense.held and not (self.state or self.before):
+            raise ValueError(
+                f"The first {self.defense.held} messages of {self.defense.name} are empty. Audit "
+                "several messages, so that others come before each, or a trainer that has trained."
+            )
         # No audited message knows of another one.
         self.defense.load_state_dict(copy.deepcopy(self.state))
-        stream = self.client.generator(_DEFENSE)
-        return average_of([self.defense(part, stream) for part in self.client.parts])
+        for client in [*self.before, self.client]:
+            stream = client.generator(_DEFENSE)
+            messages = [self.defense(part, stream) for part in client.parts]
+        return average_of(messages)
 
     def described(self) -> Cell:
         """How far what is shared is from the gradient, or why nothing is."""

@@ -21,7 +21,7 @@ from ..randomness import Stream
 from ..registry import ESTIMATORS
 from .adaptive import attackers, with_list
 from .cells import Cell, Cells, code_digest, digest
-from .client import Client, Shared, Upload, ranked_together
+from .client import Client, Shared, Upload, beside, ranked_together
 from .facts import GRANTS, attack_settings, facts, plain_settings
 from .modality import Modality
 from .own import SMOOTHED, WEIGHTS, chosen_weight, own_batches, smooths
@@ -178,7 +178,10 @@ class _Run:
         for defense, label in self._choosing():
             attacker = self.attackers[defense, label]
             state = self.setup.states.get(defense)
-            uploads = [Upload(client, self.defenses[defense], state) for client in self.own]
+            uploads = [
+                Upload(client, self.defenses[defense], state, others)
+                for client, others in beside(self.own)
+            ]
             batches = [client.batch for client in self.own]
             own = digest(attacker.attack, sorted(attacker.grants), batches, WEIGHTS)
             key = digest(self.key, self.defense_keys[defense], own)
@@ -241,21 +244,26 @@ class _Run:
     def _message(self, index: int, repeat: int, bar: Any) -> tuple[list[Cell], list[Cell]]:
         """The rows of one message: what every defense shared, and what every attack found in it."""
         terms, batch = self.terms, self.batches[index]
-        client = Client(self.model, batch, self.setup.shared, (terms.seed, index, repeat))
+        clients = [
+            Client(self.model, one, self.setup.shared, (terms.seed, number, repeat))
+            for number, one in enumerate(self.batches)
+        ]
+        client, others = beside(clients)[index]
         key = digest(self.key, batch, index, repeat)
         rows, found = [], []
         for labels in self._groups():
             uploads = {
-                label: Upload(client, self.defenses[label], self.setup.states.get(label))
+                label: Upload(client, self.defenses[label], self.setup.states.get(label), others)
                 for label in labels
             }
-            shared = {
-                label: self._shared(upload, digest(key, self.defense_keys[label]))
+            keys = {
+                label: digest(key, self.defense_keys[label], [c.batch for c in upload.before])
                 for label, upload in uploads.items()
             }
+            shared = {label: self._shared(one, keys[label]) for label, one in uploads.items()}
             place: Cell = {"message": index, "repeat": repeat}
             rows += [{**place, "defense": label, **row} for label, row in shared.items()]
-            for (label, name), cell in self._attacked(uploads, shared, key, bar):
+            for (label, name), cell in self._attacked(uploads, shared, keys, bar):
                 found.append({**place, "defense": label, "attack": name, **cell})
         return rows, found
 
@@ -270,7 +278,7 @@ class _Run:
         return [labels[at : at + count] for at in range(0, len(labels), count)]
 
     def _attacked(
-        self, uploads: dict[str, Upload], shared: dict[str, Cell], key: str, bar: Any
+        self, uploads: dict[str, Upload], shared: dict[str, Cell], own: dict[str, str], bar: Any
     ) -> Iterator[tuple[_Place, Cell]]:
         """What every attacker finds in each of these."""
         refused: dict[str, Cell] = {
@@ -278,16 +286,16 @@ class _Run:
             for label, row in shared.items()
         }
         keys = {
-            (label, name): digest(key, self.defense_keys[label], own)
-            for (label, name), own in self.attack_keys.items()
+            (label, name): digest(own[label], attack)
+            for (label, name), attack in self.attack_keys.items()
             if label in uploads
         }
         ranked = self._ranked(uploads, {at: own for at, own in keys.items() if not refused[at[0]]})
-        for (label, name), own in keys.items():
+        for (label, name), place in keys.items():
             bar.set_postfix_str(f"{label}, {name}")
             # One seed for all attacks: they differ in nothing but themselves.
             alone = partial(uploads[label].attacked, self.attackers[label, name], self.modality)
-            cell = refused[label] or ranked.get((label, name)) or self.cells.once(own, alone)
+            cell = refused[label] or ranked.get((label, name)) or self.cells.once(place, alone)
             yield (label, name), cell
             bar.update()
 

@@ -113,6 +113,11 @@ class Defense:
         return False
 
     @property
+    def held(self) -> int:
+        """How many of a client's first messages are empty."""
+        return 0
+
+    @property
     def needs_jacobian(self) -> bool:
         """Whether the next call differentiates twice, so that its map needs `second_order=True`."""
         return False

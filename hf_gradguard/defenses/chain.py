@@ -68,6 +68,10 @@ class Chain(Defense):
         return self.first.exact and self.second.exact
 
     @property
+    def held(self) -> int:
+        return self.first.held + self.second.held
+
+    @property
     def adds_gaussian_noise(self) -> bool:
         after = self.first.exact and self.second.adds_gaussian_noise
         return self.first.adds_gaussian_noise or after

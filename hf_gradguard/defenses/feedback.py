@@ -11,6 +11,7 @@ Compression Schemes" (ICML 2019).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
 
@@ -24,9 +25,11 @@ from .base import Defense, cast_like, norm, true_gradient
 from .message import Message
 
 LARGEST = 10.0
-"""e is dropped when its norm is more than so many times the gradient's: under a defense that is no
-contraction it would grow, and drown the gradient.
+"""e is dropped when its norm is more than so many times the gradient's, and that of the one before:
+under a defense that is no contraction it would grow, and drown the gradient. Where entries wait for
+k batches, more than 10 k times.
 """
+MOST = 255  # batches that are counted
 STALE = 20
 """e is dropped when the client's last message is more than so many optimizer steps old: it points
 from where the model was then.
@@ -35,6 +38,9 @@ from where the model was then.
 
 class LeftOut:
     """e, which one client's earlier messages left out.
+
+    Args:
+        min_batches: Of how many batches an entry must be the sum before it is sent.
 
     Example:
         >>> left_out = LeftOut()
@@ -45,8 +51,10 @@ class LeftOut:
         {'weight': tensor([2., 3.])}
     """
 
-    def __init__(self) -> None:
+    def __init__(self, min_batches: int = 1) -> None:
+        self.min_batches = min_batches
         self.error: Tensors = {}
+        self.batches: Tensors = {}  # of how many, the present one too, each entry of g + e is a sum
         self.size = 0.0  # of the gradient of the message before
         self.step: int | None = None  # of the message that is being made, where steps are counted
         self.last: int | None = None  # of the one before
@@ -57,10 +65,22 @@ class LeftOut:
         same = next(shapes) == next(shapes)
         known = self.step is not None and self.last is not None
         stale = known and self.step - self.last > STALE  # type: ignore[operator]
-        if not same or stale or norm(self.error) > LARGEST * norm(gradient):
-            self.error = {}
+        usual = self.min_batches * max(norm(gradient), self.size)
+        if not same or stale or norm(self.error) > LARGEST * usual:
+            self.error, self.batches = {}, {}
+        self._count(gradient)
+        if not self.error:
             return gradient
         return {name: g + self.error[name].to(g) for name, g in gradient.items()}
+
+    def _count(self, gradient: Tensors) -> None:
+        """A batch counts where it says something: not in an embedding's rows of other tokens."""
+        if self.min_batches == 1:
+            return
+        before = self.batches or {
+            n: torch.zeros_like(g, dtype=torch.uint8) for n, g in gradient.items()
+        }
+        self.batches = {n: before[n] + ((g != 0) & (before[n] < MOST)) for n, g in gradient.items()}
 
     def relative_squares(self) -> Tensors | None:
         """e², where the power of the gradient before counts as 1; `None` if nothing waits."""
@@ -68,29 +88,34 @@ class LeftOut:
             return None
         return {name: (error / self.size).square() for name, error in self.error.items()}
 
-    def waits(self) -> dict[str, Tensor] | None:
-        """Masks of where something of earlier batches waits; `None` if nothing does."""
-        if not self.error:
+    def ready(self) -> dict[str, Tensor] | None:
+        """Masks of what is the sum of enough batches; `None` where one is enough."""
+        if self.min_batches == 1:
             return None
-        return {name: error != 0 for name, error in self.error.items()}
+        return {name: count >= self.min_batches for name, count in self.batches.items()}
 
-    def keep(self, error: Tensors, size: float) -> None:
-        """What a message of a gradient of that norm left out."""
+    def keep(self, error: Tensors, size: float, sent: Mapping[str, Tensor] | None = None) -> None:
+        """What a message of a gradient of that norm left out, and masks of what it sent."""
         self.error, self.size, self.last = error, size, self.step
+        if sent is not None:
+            self.batches = {name: n.masked_fill(sent[name], 0) for name, n in self.batches.items()}
 
     def state_dict(self) -> Tensors:
         """As private as the client's gradients are."""
         if not self.error:
             return {}
         state = {f"error.{name}": tensor for name, tensor in self.error.items()}
+        state |= {f"batches.{name}": tensor for name, tensor in self.batches.items()}
         state["error_size"] = torch.tensor(self.size, dtype=torch.float64)
         return state if self.last is None else state | {"error_step": torch.tensor(self.last)}
 
     def load_state_dict(self, state: Tensors) -> Tensors:
         """Take what is e's. Returns the rest."""
         rest = dict(state)
-        error = {key: rest.pop(key) for key in state if key.startswith("error.")}
-        self.error = {key.removeprefix("error."): tensor for key, tensor in error.items()}
+        self.error, self.batches = (
+            {key.removeprefix(of): rest.pop(key) for key in state if key.startswith(of)}
+            for of in ("error.", "batches.")
+        )
         self.size = float(rest.pop("error_size", torch.tensor(0.0)))
         self.last = int(rest.pop("error_step")) if "error_step" in rest else None
         return rest
@@ -102,8 +127,9 @@ class BiasedDefense(Defense):
 
     Args:
         error_feedback: Add to each gradient what the client's earlier messages left out, e. This is
-            private state. It is dropped where ‖e‖ > 10 ‖g‖, when the last message is more than 20
-            optimizer steps old, and when other parameters are trained.
+            private state. It is dropped where ‖e‖ > 10 ‖g‖ for this gradient and the one before,
+            when the last message is more than 20 optimizer steps old, and when other parameters are
+            trained.
 
     Example:
         >>> defense = make_defense("pruning", ratio=0.9, error_feedback=True)
@@ -124,7 +150,7 @@ class BiasedDefense(Defense):
         # What an earlier defense of a chain withheld stays withheld, and waits.
         sent = gmap.restrict(dict(message))
         error, size = {n: v - sent[n].to(v.dtype) for n, v in wanted.items()}, norm(gradient)
-        self._left_out.keep(error, size)
+        self._left_out.keep(error, size, message.transmitted)
         figures = {"left_out": norm(error) / size} if size else {}
         # Nothing of it is the true gradient's once earlier batches are in it: no other facts hold.
         return Message(

@@ -10,7 +10,8 @@ Their first version says "smallest"; the second, its Eq. 13 and the proof say la
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -20,8 +21,8 @@ from ..gradient_map import GradientMap, Tensors
 from ..gradient_map.devices import devices, later_sums
 from ..gradient_map.views import CorrectedMap, MaskedMap
 from ..randomness import Stream
-from .base import cast_like, count, floor_share, is_number, true_gradient
-from .feedback import BiasedDefense
+from .base import cast_like, check_whole, count, floor_share, is_number, true_gradient
+from .feedback import MOST, BiasedDefense, LeftOut
 from .message import Message
 from .sensitivity import SensitivityDefense
 
@@ -34,10 +35,15 @@ class PruningDefense(BiasedDefense):
         ratio: p in [0, 1): exactly floor(p·d) coordinates are zeroed, ties broken by position.
             Default 0.9.
         utility: u in (0, 1]: coordinates are kept in order of rank until Σ g_i² ≥ u‖g‖².
+        min_batches: k in 1 to 255. With error feedback a coordinate is sent once it is the sum of k
+            batches' gradients or more. So a client's first k-1 messages are empty. Default: 2; with
+            1, as published, some are one batch's own, exact.
     """
 
     ratio: float | None = None
     utility: float | None = None
+    _: KW_ONLY
+    min_batches: int = 2
 
     def __post_init__(self) -> None:
         if self.ratio is not None and self.utility is not None:
@@ -51,6 +57,9 @@ class PruningDefense(BiasedDefense):
             )
         if self.utility is not None and not (is_number(self.utility) and 0 < self.utility <= 1):
             raise ValueError(f"utility must be above 0 and at most 1, but is {self.utility!r}.")
+        check_whole("min_batches", self.min_batches, 1)
+        if self.min_batches > MOST:
+            raise ValueError(f"min_batches must be at most {MOST}, but is {self.min_batches}.")
 
     def worth(self, gmap: GradientMap, gradient: Tensors, generator: Stream) -> Iterable[Tensor]:
         """Non-negative ranks, tensor by tensor in the gradient's order: the smallest are pruned
@@ -59,12 +68,16 @@ class PruningDefense(BiasedDefense):
         raise NotImplementedError
 
     def corrected(self, gmap: GradientMap, wanted: Tensors) -> GradientMap:
-        """Without what the message before brought: alone, it would be this batch's own."""
-        waits = self._left_out.waits()
-        if waits is None:
+        """Without what is the sum of too few batches: others would not hide this one in it."""
+        ready = self._left_out.ready()
+        if ready is None:
             return super().corrected(gmap, wanted)
-        left = {name: v.masked_fill(~waits[name], 0) for name, v in wanted.items()}
-        return MaskedMap(CorrectedMap(gmap, wanted), left, waits)
+        left = {name: v.masked_fill(~ready[name], 0) for name, v in wanted.items()}
+        return MaskedMap(CorrectedMap(gmap, wanted), left, ready)
+
+    @cached_property
+    def _left_out(self) -> LeftOut:
+        return LeftOut(self.min_batches)
 
     def protect(self, gmap: GradientMap, generator: Stream) -> Message:
         gradient = true_gradient(gmap)
@@ -89,6 +102,10 @@ class PruningDefense(BiasedDefense):
     @property
     def exact(self) -> bool:
         return not self.error_feedback
+
+    @property
+    def held(self) -> int:
+        return self.min_batches - 1 if self.error_feedback else 0
 
 
 @dataclass

@@ -466,7 +466,7 @@ def test_what_earlier_messages_left_out_together_is_each_by_itself() -> None:
     list_ = texts(8, length=5)
     observations = []
     for name in ("pruning", "refiner"):
-        settings = {"pruning": {"ratio": 0.5}, "refiner": {"samples": 16}}[name]
+        settings = {"pruning": {"ratio": 0.5, "min_batches": 1}, "refiner": {"samples": 16}}[name]
         for members, labels in (([0, 1], [1, 0]), ([2, 3, 4], [1, 1, 0])):
             defense = make_defense(name, error_feedback=True, **settings)
             defense.prepare(model, None)

@@ -294,3 +294,30 @@ def test_the_list_says_nothing_by_its_order() -> None:
     kept = with_list({"mine": own, "theirs": make_attack("candidates")}, [[5]])
     assert [one.candidates for one in kept.values()] == [[[7]], [[5]]]  # type: ignore[attr-defined]
     assert with_list({"tag": make_attack("tag")}, None).keys() == {"tag"}
+
+
+def test_where_first_messages_are_empty_others_come_before(tmp_path: Path) -> None:
+    """Two others, of three batches in a message's entries."""
+    spec = "pruning:ratio=0.5,error_feedback=True,min_batches=3"
+    model, tokenizer = text_model()
+
+    def shared(samples: list[tuple[str, int]]) -> list[dict[str, Any]]:
+        out: Any = {"output": tmp_path / "out", "candidates": TEXTS}
+        found = audit(model, tokenizer, samples, [spec], [], **out)  # what is there is kept
+        return [row for row in found.shared if row["defense"] != "none"]
+
+    (alone,) = shared(SAMPLES[:1])
+    assert "The first 2 messages of pruning are empty" in alone["reason"]
+    for count in (2, 3):
+        rows = shared(SAMPLES[:count])
+        defense = make_defense("pruning", ratio=0.5, error_feedback=True, min_batches=3)
+        for at in (1, count - 1, 0):
+            text, label = SAMPLES[at]
+            batch = dict(tokenizer(text, return_tensors="pt")) | {"labels": torch.tensor([label])}
+            gmap = GradientMap(model, batch)
+            message = defense(gmap, rng())
+        true = torch.cat([g.flatten() for g in gmap.gradient().values()])
+        got = torch.cat([y.flatten() for y in message.values()])
+        wanted = float(torch.cosine_similarity(true, got, 0))
+        assert rows[0]["cosine"] == pytest.approx(wanted, rel=1e-3)
+        defense.load_state_dict({})

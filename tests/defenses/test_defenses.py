@@ -89,6 +89,10 @@ RANGES: list[tuple[str, str, str, tuple[Any, ...]]] = [
         for setting in ("num_probes", "refresh_every")
     ),
     *(
+        (defense, "min_batches", "min_batches must be", (*COUNTS, 256))
+        for defense in ("pruning", "optimal_pruning")
+    ),
+    *(
         (defense, "shape", "shape must be 'public' or 'past' or 'own'", ("private", None, 1))
         for defense in ("optimal_noise", "optimal_dp_sgd", "optimal_pruning")
     ),
@@ -245,7 +249,7 @@ def test_settings_that_exclude_each_other(
     ("defense", "settings"),
     [
         ("gaussian_noise", {"relative_scale": 1.0}),
-        ("pruning", {"ratio": 0.9, "error_feedback": False}),
+        ("pruning", {"ratio": 0.9, "error_feedback": False, "min_batches": 2}),
         (
             "quantization",
             {"bits": 4, "stochastic": False, "sign_only": False, "error_feedback": False},

@@ -22,9 +22,14 @@ from hf_gradguard.testing.defenses import small_tasks
 from hf_gradguard.training.private_state import load_private_state, save_private_state
 
 BIASED: dict[str, tuple[str, dict[str, Any]]] = {
-    "pruning": ("pruning", {"ratio": 0.7}),
-    "optimal_pruning": ("optimal_pruning", {"ratio": 0.7, "refresh_every": 2}),
-    "own shape": ("optimal_pruning", {"ratio": 0.7, "shape": "own", "num_probes": 2}),
+    "pruning": ("pruning", {"ratio": 0.7, "min_batches": 1}),
+    "optimal_pruning": ("optimal_pruning", {"ratio": 0.7, "refresh_every": 2, "min_batches": 1}),
+    "own shape": (
+        "optimal_pruning",
+        {"ratio": 0.7, "shape": "own", "num_probes": 2, "min_batches": 1},
+    ),
+    "of three": ("pruning", {"ratio": 0.7, "min_batches": 3}),
+    "of two, optimal": ("optimal_pruning", {"ratio": 0.7, "min_batches": 2}),
     "quantization": ("quantization", {"bits": 3}),
     "sign": ("quantization", {"sign_only": True}),
     "soteria": ("soteria", {"ratio": 0.5}),
@@ -72,10 +77,19 @@ def error_of(defense: Defense) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     ("settings", "steps"),
     [
-        # Of 9 + 1 + 4 the share 0.6 is 8.4: 3 alone, which then waits. Of 4 + 16 it is 12: 4 alone.
+        # Of 9 + 1 + 4 the share 0.6 is 8.4: 3 alone. Of 9 + 4 + 16 it is 17.4: 4 and 3.
         (
-            ("pruning", {"utility": 0.6}),
-            [((3, 0, 0), (0, -1, 2)), ((0, 0, 4), (3, -2, 0)), ((6, 0, 0), (0, -3, 2))],
+            ("pruning", {"utility": 0.6, "min_batches": 1}),
+            [((3, 0, 0), (0, -1, 2)), ((3, 0, 4), (0, -2, 0)), ((3, -3, 0), (0, 0, 2))],
+        ),
+        # Of 36 + 4 + 16 it is 33.6: 6 alone, which then waits. Of 9 + 36 it is 27: 6 alone.
+        (
+            ("pruning", {"utility": 0.6, "min_batches": 2}),
+            [((0, 0, 0), (3, -1, 2)), ((6, 0, 0), (0, -2, 4)), ((0, 0, 6), (3, -3, 0))],
+        ),
+        (
+            ("pruning", {"ratio": 0.0, "min_batches": 3}),
+            [((0, 0, 0), (3, -1, 2)), ((0, 0, 0), (6, -2, 4)), ((9, -3, 6), (0, 0, 0))],
         ),
         # Signs times the mean of 3, 1, 2, then of 4, 0, 2, then of 5, -1, 2.
         (
@@ -131,7 +145,7 @@ def test_the_error_of_a_contraction_stays_bounded() -> None:
     largest = max(float(g.norm()) for g in gradients)
     ends = {}
     for feedback in (False, True):
-        defense = make_defense("pruning", ratio=0.5, error_feedback=feedback)
+        defense = by_power(ratio=0.5, utility=None, error_feedback=feedback)
         off, course = torch.zeros_like(gradients[0]), []
         for gmap, g in zip(maps, gradients, strict=True):
             off = off + g - flat(defense(gmap, rng()))
@@ -158,23 +172,89 @@ def test_one_gradient_again_and_again_comes_out_in_the_mean(which: str) -> None:
     assert fed < alone / 3
 
 
+# When it is sent
+
+
+def by_power(**settings: Any) -> Defense:
+    usual = {"utility": 0.6, "error_feedback": True, "min_batches": 1}
+    return make_defense("pruning", **usual | settings)
+
+
+def every_entry(**settings: Any) -> Defense:
+    return by_power(ratio=0.0, utility=None, **settings)
+
+
+def test_a_batch_that_says_nothing_of_an_entry_does_not_count() -> None:
+    """As in a row of an embedding whose token it has not."""
+    gmap, defense = task(), every_entry(min_batches=2)
+    sent = [
+        defense(with_bias(gmap, *bias), rng())["head.bias"].tolist()
+        for bias in ((1, 1, 0), (1, 0, 0), (1, 0, 1), (1, 1, 1))
+    ]
+    assert sent == [[0, 0, 0], [2, 0, 0], [0, 0, 0], [2, 2, 2]]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_what_rounding_left_is_no_batch(dtype: torch.dtype) -> None:
+    """The entry behind it would be one batch's own."""
+    gmap, defense = task(dtype=dtype), every_entry(min_batches=3)
+    assert [bool(flat(defense(gmap, rng())).any()) for _ in range(6)] == 2 * [False, False, True]
+
+
+@pytest.mark.parametrize("ratio", [0.5, 0.97])
+def test_every_entry_is_of_enough_batches(ratio: float) -> None:
+    """Each adds 1 to all."""
+    gmap, defense = task(), by_power(ratio=ratio, utility=None, min_batches=3)
+    assert defense.held == 2
+    ones = CorrectedMap(gmap, {n: torch.ones_like(g) for n, g in gmap.gradient().items()})
+    messages = [flat(defense(ones, rng())) for _ in range(12)]
+    assert [bool(sent.any()) for sent in messages[:3]] == [False, False, True]
+    for sent in messages:
+        assert bool((sent[sent != 0] >= 3).all())
+
+
+def test_first_messages_are_held() -> None:
+    assert make_defense("pruning").held == 0
+    assert by_power(min_batches=255).held == 254
+    assert chain(by_power(min_batches=3), by_power(min_batches=2)).held == 3
+
+
 # When it is dropped
 
 
-def test_an_error_larger_than_ten_gradients_is_dropped() -> None:
+def remembering(defense: Defense, gmap: GradientMap, size: float) -> Defense:
+    """A gradient of that norm before, and 1 left out of the second entry in more than one batch."""
+    defense(with_bias(gmap, 0, 1, 0), rng())
+    state = defense.state_dict()
+    left = {name: torch.zeros_like(g) for name, g in gmap.gradient().items()}
+    left["head.bias"][1] = 1
+    state |= {f"error.{name}": e for name, e in left.items()}
+    defense.load_state_dict(state | {"error_size": torch.tensor(size)})
+    return defense
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "kept"), [(0.11, 0.05, True), (0.05, 0.11, True), (0.09, 0.09, False)]
+)
+def test_an_error_larger_than_ten_gradients_is_dropped(
+    before: float, now: float, kept: bool
+) -> None:
+    """Than this one and the one before: after one alone, a small one would not be hidden."""
     gmap = task()
-    for size, kept in ((0.11, True), (0.09, False)):
-        defense = make_defense("pruning", utility=0.6, error_feedback=True)
-        defense(with_bias(gmap, 2, 1, 0), rng())  # 2 is sent, 1 is left out
-        message = defense(with_bias(gmap, size, 0, 0), rng())
-        assert message["head.bias"].tolist() == ([0, 1, 0] if kept else [size, 0, 0])
+    defense = remembering(by_power(), gmap, before)
+    message = defense(with_bias(gmap, now, 0, 0), rng())
+    assert message["head.bias"].tolist() == ([0, 1, 0] if kept else [now, 0, 0])
+    # What is of two batches may be twice as large.
+    defense = remembering(by_power(min_batches=2), gmap, before / 2)
+    message = defense(with_bias(gmap, 0, now / 2, 0), rng())
+    assert message["head.bias"].tolist() == [0, 1 + now / 2 if kept else 0, 0]
 
 
 @pytest.mark.parametrize(("gap", "kept"), [(STALE, True), (STALE + 1, False)])
 @pytest.mark.parametrize("chained", [False, True])
 def test_a_stale_error_is_dropped(gap: int, kept: bool, chained: bool) -> None:
     gmap = task()
-    defense = make_defense("pruning", utility=0.6, error_feedback=True)
+    defense = by_power()
     client = chain(make_defense("none"), defense) if chained else defense
     for step, bias in ((3, (2, 1, 0)), (3 + gap, (0.6, 0.4, 0))):
         client.at_step(step)
@@ -183,7 +263,7 @@ def test_a_stale_error_is_dropped(gap: int, kept: bool, chained: bool) -> None:
 
 
 def test_without_steps_nothing_is_stale() -> None:
-    defense = make_defense("pruning", utility=0.6, error_feedback=True)
+    defense = by_power()
     for _ in range(2):
         message = defense(with_bias(task(), 2, 1.5, 0), rng())
     assert message["head.bias"].tolist() == [0, 3, 0]
@@ -219,7 +299,7 @@ def test_every_biased_defense_keeps_the_contract(which: str) -> None:
 
 def test_rounding_is_fed_back_too() -> None:
     gmap = task(dtype=torch.bfloat16)
-    defense = make_defense("pruning", ratio=0.0, error_feedback=True)
+    defense = every_entry()
     true = {name: g.float() for name, g in gmap.gradient().items()}
     first = defense(gmap, rng())
     assert torch.equal(flat(first), flat(gmap.gradient()))  # all of it, in the parameters' type
@@ -233,7 +313,7 @@ def test_rounding_is_fed_back_too() -> None:
 def test_a_chain_feeds_back_what_each_part_leaves_out() -> None:
     """What the first withheld stays zero, and what waits for it waits on."""
     both = chain(
-        make_defense("pruning", ratio=0.5, error_feedback=True),
+        by_power(ratio=0.5, utility=None),
         make_defense("quantization", bits=3, error_feedback=True),
     )
     maps, total = random_gradients(task(), 5), 0

@@ -26,6 +26,7 @@ from recipes.studies.frontier.settings import (
     QUICK_ROWS,
     STAGES,
 )
+from recipes.studies.frontier.training import Task
 from recipes.studies.lib.tables import interval
 from recipes.studies.lib.text import sst2
 from recipes.studies.private import accuracy
@@ -165,6 +166,23 @@ def test_each_message_is_the_next_one_of_a_training(name, settings):
     again = sent({"seed": 0}, stage(), [other, other])
     assert all(torch.equal(both[1][key], again[1][key]) for key in both[1])
     assert not all(torch.equal(both[0][key], again[0][key]) for key in both[0])
+
+
+def test_the_start_is_where_a_client_first_says_something(
+    encoder, sentences, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("recipes.studies.frontier.training.HELD_OUT", 20)
+    task = Task(str(encoder), str(sentences), str(tmp_path))
+    strength = {"ratio": 0.9, "error_feedback": True, "min_batches": 3}
+    cell = {"defense": "pruning", "strength": strength, "learning_rate": 1e-3, "seed": 0}
+    cell |= {"steps": 6, "batch": 4}
+    batch = next(iter(task.later()))
+    for stage, most in (("start", 3), ("middle", 4), ("end", 7)):
+        found = task.stage(cell, stage)
+        counts = [int(count.max()) for count in found.batches.values()]
+        assert max(counts) == most
+        message = found.defense(GradientMap(found.model, batch), Stream.from_seeds(0))
+        assert any(bool(y.any()) for y in message.values())
 
 
 def test_the_rate_is_searched_beyond_the_ends(tmp_path):

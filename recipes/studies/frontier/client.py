@@ -111,8 +111,7 @@ class Client:
         defense = make_defense(cell["defense"], **cell["strength"])
         defense.prepare(model, self.processing_class)
         defense.load_state_dict(load_file(folder / f"{stage}.defense"))
-        batches = folder / f"{stage}.batches"
-        return Stage(model.eval(), defense, load_file(batches) if batches.exists() else None)
+        return Stage(model.eval(), defense, _batches(defense))
 
     def _kept(self, cell: dict) -> Path:
         assert self.folder is not None
@@ -126,34 +125,31 @@ class _Keeper(TrainerCallback):
 
     def __init__(self, trainer: GradGuardTrainer, client: Client, cell: dict) -> None:
         self._trainer, self._folder = trainer, client._kept(cell)
-        self._stages = {round(share * cell["steps"]): name for name, share in STAGES.items()}
+        held = trainer._clients[0].held  # nothing can be read of these
+        self._stages = {name: max(held, round(s * cell["steps"])) for name, s in STAGES.items()}
         self._folder.mkdir(parents=True, exist_ok=True)
-        self._batches: dict[str, torch.Tensor] = {}
 
     def on_train_begin(self, args, state, control, **kwargs) -> None:
         self._keep(0)
 
     def on_step_end(self, args, state, control, **kwargs) -> None:
-        if isinstance(self._trainer._clients[0], PruningDefense):
-            self._count()
         self._keep(state.global_step)
 
-    def _count(self) -> None:
-        """What was sent waits no longer."""
-        for name, error in self._trainer._clients[0]._left_out.error.items():
-            before = self._batches.get(name, torch.ones(error.shape, dtype=torch.int16))
-            self._batches[name] = (before + 1).masked_fill_(error == 0, 1)
-
     def _keep(self, step: int) -> None:
-        if step not in self._stages:
-            return
-        stage, model = self._stages[step], self._trainer.model
-        trained = {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
-        save_file(trained, self._folder / f"{stage}.safetensors")
-        state = self._trainer._clients[0].state_dict()
-        if self._batches:
-            save_file(self._batches, self._folder / f"{stage}.batches")
-        save_file({n: t.contiguous() for n, t in state.items()}, self._folder / f"{stage}.defense")
+        for stage in (name for name, of in self._stages.items() if of == step):
+            model = self._trainer.model
+            trained = {n: p.detach() for n, p in model.named_parameters() if p.requires_grad}
+            save_file(trained, self._folder / f"{stage}.safetensors")
+            state = self._trainer._clients[0].state_dict()
+            kept = {name: tensor.contiguous() for name, tensor in state.items()}
+            save_file(kept, self._folder / f"{stage}.defense")
+
+
+def _batches(defense: Any) -> dict[str, torch.Tensor] | None:
+    """What a pruning counts, and everybody can count: of how many batches the next entries are."""
+    if not isinstance(defense, PruningDefense) or not defense._left_out.batches:
+        return None
+    return {name: count.short() + 1 for name, count in defense._left_out.batches.items()}
 
 
 def rates(

@@ -1,6 +1,7 @@
 """What attackers who know the defense read of images, at a stage of a client's training."""
 
 import functools
+import itertools
 
 import torch
 
@@ -55,13 +56,14 @@ def attacked(cell: dict, task: ImageTask, path: str) -> dict:
 
 
 def _own(cell: dict, stage: Stage, task: ImageTask) -> Defense:
-    """An attacker's: with feedback after some messages of his own, so that something is left
-    out.
+    """An attacker's: with feedback after messages of his own, so that something is left out; at the
+    start after those that are empty.
     """
     own = make_defense(cell["defense"], **cell["strength"])
     own.prepare(stage.model, None)
-    if cell["strength"].get("error_feedback") and cell["stage"] != "start":
-        for number, batch in enumerate(task.later()):
+    if cell["strength"].get("error_feedback"):
+        before = own.held if cell["stage"] == "start" else None
+        for number, batch in enumerate(itertools.islice(task.later(), before)):
             own(GradientMap(stage.model, batch), Stream.from_seeds(cell["seed"], number))
     return own
 

@@ -52,7 +52,9 @@ TRAINED = {
         "gaussian_noise, relative_scale=2": _defense("gaussian_noise", relative_scale=2.0),
         "optimal_noise, relative_scale=2": _defense("optimal_noise", relative_scale=2.0),
         "pruning, ratio=0.95": _defense("pruning", ratio=0.95),
-        "pruning, ratio=0.95, error feedback": _defense("pruning", ratio=0.95, error_feedback=True),
+        "pruning, ratio=0.95, error feedback as published": _defense(
+            "pruning", ratio=0.95, error_feedback=True, min_batches=1
+        ),
         "optimal_pruning, ratio=0.95": _defense("optimal_pruning", ratio=0.95),
         "quantization, bits=4": _defense("quantization", bits=4),
     },
