@@ -121,6 +121,7 @@ RUNS = [
         f"{TEXT} --text $DATA/wikitext2/test.txt {KEPT}",
         0.4,
     ),
+    Run("frontier_batches", FRONTIER, "batches", TEXT, 0.5),
     Run("frontier_heads", FRONTIER, "heads", f"{TEXT} {KEPT}", 1),
     Run("frontier_images", FRONTIER, "images", f"{TRAINED} --images $CIFAR10_LOSSLESS {KEPT}", 1),
     Run("private_accuracy", "studies.private.run", "accuracy", TEXT, 0.4),

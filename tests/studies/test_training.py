@@ -79,6 +79,12 @@ def test_frontier(encoder, sentences, quick, tmp_path, monkeypatch):
     (row,) = study.rows()
     assert row[:2] == ["20", f"{(found['parameters'] / 4) ** 0.5 / 20:.2g}"]
 
+    study = quick("frontier", "batches", *data, output=tmp_path / "frontier_batches")
+    for found in study.figures.values():
+        assert found["1"]["tpr_1%"] == found["1"]["all"]  # the same two sentences, read by all
+        assert (len(found["2"]["tpr_1%"]), len(found["2"]["all"])) == (2, 4)
+    assert [row[1] for row in study.rows()] == ["1", "2"] * 2
+
     other = tmp_path / "text.txt"
     title = " = A title of more than eight words that none reads = \n\n"
     other.write_text(title + " The plot is <unk> and long and slow and dull . " * 2 + "\n")
