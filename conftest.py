@@ -5,6 +5,7 @@ It lies here and not in the package, so that nothing of the tests is installed w
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 
@@ -31,6 +32,15 @@ _WRAPPING = {
 collect_ignore = [
     file for library, files in _WRAPPING.items() if not find_spec(library) for file in files
 ]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _imports_are_no_garbage() -> None:
+    """Every Trainer collects garbage several times, and to search all that was imported takes most
+    of a second. Each module freezes what the one before it imported.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
@@ -70,4 +80,6 @@ def _names_of_examples(
 
         folder = request.getfixturevalue("tmp_path")
         monkeypatch.chdir(folder)
-        doctest_namespace.update(example_names(), tmp_path=folder)
+        source = "".join(example.source for example in request.node.dtest.examples)
+        doctest_namespace.clear()
+        doctest_namespace.update(example_names(source), tmp_path=folder)

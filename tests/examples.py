@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from importlib.util import find_spec
 from typing import Any
 
@@ -17,6 +18,11 @@ from hf_gradguard.models import LeakageLeNetConfig, LeakageLeNetForImageClassifi
 SENTENCES = ["a fine film", "the plot is long and dull"]
 MORE_WORDS = "an it and or very this that with cast script scene joke slow warm bad good"
 
+TEXT = {
+    *("model", "tokenizer", "texts", "labels", "samples", "train_dataset", "batch"),
+    *("gmap", "shared", "delta", "seen"),
+}
+IMAGES = {"image_model", "image_batch", "image_gmap", "image_seen"}
 IMPORTED = {
     "torch": torch,
     "GradientMap": GradientMap,
@@ -25,8 +31,8 @@ IMPORTED = {
 }
 
 
-def example_names() -> dict[str, Any]:
-    """New objects at every call, always the same.
+def example_names(source: str | None = None) -> dict[str, Any]:
+    """New objects at every call, always the same. Of models there are those that `source` names.
 
     - `torch`, `GradientMap`, `make_defense`, `chain`: what everybody has imported.
     - `model`, `tokenizer`: a tiny BERT with 2 labels, in eval mode, and its whole words.
@@ -39,9 +45,15 @@ def example_names() -> dict[str, Any]:
       32 pixels.
     - `context`, `train_message`: of a node of Flower's, where that is installed.
     """
+    named = TEXT | IMAGES if source is None else set(re.findall(r"\w+", source))
+    found = {**IMPORTED, **_flower(), **_flare()}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        return {**IMPORTED, **_text(), **_images(), **_flower(), **_flare()}
+        if named & (TEXT | IMAGES):  # images are drawn after it
+            found |= _text()
+        if named & IMAGES:
+            found |= _images()
+    return found
 
 
 def _text() -> dict[str, Any]:

@@ -34,47 +34,46 @@ protect(model, {"input_ids": torch.ones(2, 5).long(), "labels": torch.ones(2).lo
 """
 
 
-def run(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", BLOCKED + code], cwd=folder, capture_output=True, text=True,
-        check=False,
+ROOMS = {"attacks": "attacks", "metrics": "attacks", "audit.run": "attacks", "data.files": "data"}
+FEDERATIONS = ("flower", "flare")
+IMPORT = f"""
+import importlib
+print("THEN")
+for room in {[*ROOMS, *(f"federation.{name}" for name in FEDERATIONS)]}:
+    try:
+        importlib.import_module(f"hf_gradguard.{{room}}")
+    except ImportError as error:
+        print(error)
+"""
+
+
+@pytest.fixture(scope="module")
+def said(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[str]]:
+    """By one process without them: what training prints, and why rooms are not imported."""
+    done = subprocess.run(
+        [sys.executable, "-c", BLOCKED + TRAIN + IMPORT], cwd=tmp_path_factory.mktemp("bare"),
+        capture_output=True, text=True, check=False,
     )  # fmt: skip
-
-
-def test_protected_training_needs_none_of_the_extras(tmp_path: Path) -> None:
-    done = run(TRAIN, tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert "defense/relative_error" in done.stdout
+    trained, _, then = done.stdout.partition("THEN\n")
+    return trained, then.splitlines()
 
 
-def test_rooms_name_what_is_missing_and_the_command(tmp_path: Path) -> None:
-    rooms = {
-        "attacks": "attacks",
-        "metrics": "attacks",
-        "audit.run": "attacks",
-        "data.files": "data",
-    }
-    code = "import importlib\n" + "".join(
-        f"try: importlib.import_module('hf_gradguard.{room}')\nexcept ImportError as e: print(e)\n"
-        for room in rooms
-    )
-    lines = run(code, tmp_path).stdout.splitlines()
-    for (room, extra), line in zip(rooms.items(), lines, strict=True):
+def test_protected_training_needs_none_of_the_extras(said: tuple[str, list[str]]) -> None:
+    assert "defense/relative_error" in said[0]
+
+
+def test_rooms_name_what_is_missing_and_the_command(said: tuple[str, list[str]]) -> None:
+    lines = said[1][: -len(FEDERATIONS)]
+    for (room, extra), line in zip(ROOMS.items(), lines, strict=True):
         assert line.startswith(f"hf_gradguard.{room.split('.')[0]} needs ")
         assert line.endswith(f"not installed: pip install 'hf-gradguard[{extra}]'")
     assert "scipy" in lines[0]
     assert "rouge_score, sacrebleu, scipy, torchmetrics" in lines[1]
 
 
-def test_federations_name_their_extra(tmp_path: Path) -> None:
-    code = "import importlib\n" + "".join(
-        f"try: importlib.import_module('hf_gradguard.federation.{name}')\n"
-        "except ImportError as e: print(e)\n"
-        for name in ("flower", "flare")
-    )
-    for extra, line in zip(
-        ("flower", "flare"), run(code, tmp_path).stdout.splitlines(), strict=True
-    ):
+def test_federations_name_their_extra(said: tuple[str, list[str]]) -> None:
+    for extra, line in zip(FEDERATIONS, said[1][-len(FEDERATIONS) :], strict=True):
         assert line.startswith(f"hf_gradguard.federation.{extra} needs ")
         assert line.endswith(f"pip install 'hf-gradguard[{extra}]'")
 

@@ -9,6 +9,7 @@ one of them, and a random while more.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import random
@@ -126,6 +127,7 @@ def end(pids: list[int], pipe: int, kill: bool) -> list[int]:
 def main() -> None:
     folder, (ranks, inside, outside, seed) = Path(sys.argv[1]), map(int, sys.argv[2:])
     draw = random.Random(seed)
+    gc.freeze()  # what was imported is no garbage: see ranks.py
     pids, pipe = start(folder / "alone", ranks)
     durations: dict[bytes, float] = {}
     for first, last in ((b"s", b"e"), (b"t", b"s")):  # of a save, and of a step

@@ -6,11 +6,9 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import gc
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -25,17 +23,15 @@ LIMIT = 150  # seconds; a rank that hangs prints where, and dies
 
 
 def command(worker: str, folder: Path, *arguments: str, ranks: int = 2) -> list[str]:
-    """The torchrun command for `worker`, which gets `folder` and `arguments`."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(ranks)]
-    return [*launch, "--master_port", str(port), str(HERE / worker), str(folder), *arguments]
+    """Starts `worker` on its ranks, with `folder` and `arguments`."""
+    launch = [sys.executable, str(HERE / "ranks.py"), str(ranks)]
+    return [*launch, str(HERE / worker), str(folder), *arguments]
 
 
 def environment() -> dict[str, str]:
-    """One thread a rank, no network, and `tests/` importable."""
-    path = os.pathsep.join([str(HERE.parent), os.environ.get("PYTHONPATH", "")])
+    """One thread a rank, no network, and `tests/` and `recipes/` importable."""
+    tests = HERE.parent
+    path = os.pathsep.join([str(tests), str(tests.parent), os.environ.get("PYTHONPATH", "")])
     settings = {
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
@@ -61,7 +57,7 @@ def run(
     try:
         output, _ = process.communicate(timeout=limit + 30)
     except subprocess.TimeoutExpired:
-        kill(process, folder)
+        kill(process)
         output, _ = process.communicate()
         raise AssertionError(f"{worker} did not end within {limit} s:\n{output[-4000:]}") from None
     return subprocess.CompletedProcess(process.args, process.returncode, output)
@@ -78,33 +74,22 @@ def launch(
     return [json.loads((folder / f"report{rank}.json").read_text()) for rank in range(ranks)]
 
 
-def kill(process: subprocess.Popen[str], folder: Path) -> None:
-    """SIGKILL torchrun and every rank at once. Ranks live in process groups of their own, which
-    they wrote down.
-    """
-    groups = [int(path.read_text()) for path in folder.glob("rank*.pid")]
-    for group in [process.pid, *groups]:
-        with contextlib.suppress(ProcessLookupError):  # it ended by itself
-            os.killpg(group, signal.SIGKILL)
+def kill(process: subprocess.Popen[str]) -> None:
+    """SIGKILL all ranks at once, and what waits for them."""
+    with contextlib.suppress(ProcessLookupError):  # it ended by itself
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 # For the workers
 
 
 def begin() -> tuple[Path, list[str]]:
-    """Arm the hard time-out, write down this rank's process group, and draw keys from the names
-    of worker and rank, and from how many ranks have started in this folder. Returns the folder and
-    the other arguments.
-
-    Call it after the imports.
+    """Arm the hard time-out, and draw keys from the names of worker and rank, and from how many
+    ranks have started in this folder. Returns the folder and the other arguments.
     """
     faulthandler.dump_traceback_later(float(os.environ.get("WORKER_LIMIT", LIMIT)), exit=True)
-    # every Trainer collects garbage several times; what was imported is none, and takes long to
-    # search
-    gc.freeze()
     folder = Path(sys.argv[1])
     rank = os.environ["RANK"]
-    (folder / f"rank{rank}.pid").write_text(str(os.getpgrp()))
     with (folder / f"rank{rank}.starts").open("a") as starts:
         starts.write("started\n")
         randomness.urandom = entropy_of(f"{Path(sys.argv[0]).name} {rank} {starts.tell()}")

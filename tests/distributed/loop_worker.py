@@ -14,6 +14,11 @@ from torch import nn
 
 from hf_gradguard import protect
 
+try:  # here, where it is imported for all ranks at once
+    from lightning_fabric import Fabric
+except ImportError:
+    Fabric = None
+
 ROOT = Path(__file__).resolve().parents[2]
 ROWS = 12
 
@@ -70,9 +75,7 @@ def main() -> None:
 
 def by_fabric() -> list[float] | None:
     """How far the gradient that Fabric leaves is from the ranks' mean, and its size."""
-    try:
-        from lightning_fabric import Fabric
-    except ImportError:
+    if Fabric is None:
         return None
     fabric = Fabric(accelerator="cpu", strategy="ddp", devices=2)
     fabric.launch()

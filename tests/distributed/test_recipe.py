@@ -1,8 +1,9 @@
-"""`recipes/sst2.py` as a user runs it."""
+"""`recipes/sst2.py` as a user runs it on two ranks."""
 
 from __future__ import annotations
 
 import json
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -18,23 +19,16 @@ from transformers import (
 )
 
 ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = "recipes/sst2.py"
 DEMO = ["--config", "recipes/configs/demo.yaml"]
 pytestmark = pytest.mark.distributed
 
 
-def recipe(*flags: str, ranks: int = 2) -> subprocess.CompletedProcess[str]:
-    launch = [
-        "-m",
-        "accelerate.commands.launch",
-        "--num_processes",
-        str(ranks),
-        "--num_machines",
-        "1",
-    ]
+def recipe(*flags: str) -> subprocess.CompletedProcess[str]:
+    launch = ["-m", "accelerate.commands.launch", "--num_processes", "2", "--num_machines", "1"]
     launch += ["--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]
-    launch += ["--multi_gpu"] if ranks > 1 else ["--cpu"]
     return subprocess.run(
-        [sys.executable, *launch, "recipes/sst2.py", *flags],
+        [sys.executable, *launch, "--multi_gpu", SCRIPT, *flags],
         cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         timeout=240, check=False,
     )  # fmt: skip
@@ -88,12 +82,17 @@ def test_card_has_a_privacy_section(demo: Path) -> None:
     assert "2 rank(s) with 1 client(s) each" in card
 
 
-def test_wrong_number_of_ranks_stops(tmp_path: Path) -> None:
-    done = recipe(*DEMO, "--defense", "none", "--output_dir", str(tmp_path / "out"), ranks=1)
-    assert done.returncode != 0
-    assert "ranks: 1\n" in done.stdout
-    assert "2 ranks were asked for, but 1 started" in done.stdout
-    assert not (tmp_path / "out").exists()
+def test_wrong_number_of_ranks_stops(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In this process: one rank, without accelerate's own command."""
+    out = tmp_path / "out"
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "argv", [SCRIPT, *DEMO, "--defense", "none", "--output_dir", str(out)])
+    with pytest.raises(SystemExit, match="2 ranks were asked for, but 1 started"):
+        runpy.run_path(SCRIPT, run_name="__main__")
+    assert "ranks: 1\n" in capsys.readouterr().out
+    assert not out.exists()
 
 
 @pytest.mark.needs_data

@@ -40,7 +40,7 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 )
                 time.sleep(0.05)
         finally:
-            kill(process, folder)
+            kill(process)
             process.wait()
     assert not list(folder.glob("report*.json"))
     assert not list(folder.glob(f"step{STEPS}.*"))

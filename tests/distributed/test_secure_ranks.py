@@ -5,11 +5,7 @@ nothing.
 from __future__ import annotations
 
 import functools
-import os
-import signal
-import socket
 import subprocess
-import sys
 import time
 from itertools import combinations
 from pathlib import Path
@@ -20,7 +16,7 @@ import pytest
 import torch
 from dead_worker import TIMEOUT
 from identities import write_keys
-from launcher import HERE, environment, launch
+from launcher import command, environment, kill, launch
 from secure_worker import BOUND, RUNS
 from torch import Tensor
 
@@ -304,38 +300,34 @@ def test_a_rank_with_another_key_is_refused(ranks: Reports) -> None:
     ],
 )
 def test_a_dead_rank_ends_the_others(tmp_path: Path, how: str, secure: str) -> None:
-    """Each rank by itself, without torchrun, which would end the others in its own way."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
-    command = [sys.executable, str(HERE / "dead_worker.py"), str(tmp_path), how, secure]
-    processes = []
-    for rank in range(3):
-        place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "3", **address}
-        with (tmp_path / f"output{rank}").open("w") as output:
-            processes.append(subprocess.Popen(
-                command, env={**environment(), **place}, stdout=output, stderr=output,
-                start_new_session=True,
-            ))  # fmt: skip
-    outputs = [tmp_path / f"output{rank}" for rank in range(3)]
+    """Nothing but the exchange tells the others: what started the ranks ends none of them."""
+    outputs, statuses = (
+        [tmp_path / f"{what}{rank}" for rank in range(3)] for what in ("output", "status")
+    )
+    process = subprocess.Popen(
+        command("dead_worker.py", tmp_path, how, secure, ranks=3),
+        env={**environment(), "ALONE": "1"}, start_new_session=True,
+    )  # fmt: skip
     try:
-        _wait(lambda: "second step" in outputs[1].read_text(), 90)
+        _wait(lambda: "second step" in _text(outputs[1]), 90)
         start = time.monotonic()
-        _wait(lambda: None not in [processes[rank].poll() for rank in (0, 2)], TIMEOUT + 20)
+        _wait(lambda: all(_text(statuses[rank]) for rank in (0, 2)), TIMEOUT + 20)
         seconds = time.monotonic() - start
     finally:
-        for process in processes:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+        kill(process)
+        process.wait()
     for rank in (0, 2):
-        text = outputs[rank].read_text()
-        assert processes[rank].returncode not in (0, None), text[-2000:]
+        text = _text(outputs[rank])
+        assert _text(statuses[rank]) != "0", text[-2000:]
         assert f"RuntimeError: Rank {rank} could not exchange with the others" in text, text
         assert "the weights stay as they were" in text
     # the timeout, and for a process to end on a busy machine
     assert seconds < TIMEOUT + 10
     assert not list(tmp_path.glob("report*.json"))
+
+
+def _text(path: Path) -> str:
+    return path.read_text() if path.exists() else ""
 
 
 def _wait(holds: Any, seconds: float) -> None:

@@ -22,33 +22,59 @@ config = AutoConfig.for_model("gradguard_leakage_lenet", num_labels=7)
 print(type(config).__name__, config.num_labels)
 """
 FIRST = "import sys\nimport hf_gradguard\nassert 'torch' not in sys.modules\n"
+ORDERS = {
+    "second": "from transformers import AutoModel\nimport hf_gradguard\n",
+    "trainer": "from hf_gradguard import GradGuardTrainer\n",
+    "rooms": "import hf_gradguard.networks, hf_gradguard.models\n",
+}
+# Forked from one process that has imported what both import of others, which takes longest.
+FORKS = """
+import datasets, os, sys, torch._dynamo, torch.distributed.tensor
+assert not {"transformers", "hf_gradguard"} & set(sys.modules)
+for number, code in enumerate(sys.argv[1:]):
+    if not os.fork():
+        sys.stdout = open(f"said{number}", "w")
+        sys.stderr = open(f"errors{number}", "w")
+        exec(code)
+        sys.exit()
+    os.wait()
+"""
 SAID = "LeakyConvNetForImageClassification 5 ImageEvaluationNetwork\nLeakageLeNetConfig 7\n"
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
     config = LeakyConvNetConfig(image_size=8, channels=[2, 2], hidden_size=5)
-    LeakyConvNetForImageClassification(config).save_pretrained(tmp_path / "classifier")
+    LeakyConvNetForImageClassification(config).save_pretrained(folder / "classifier")
     network = ImageEvaluationNetwork(ImageEvaluationNetworkConfig(filters=[2]))
-    save_network(network, tmp_path / "network")
-    return tmp_path
+    save_network(network, folder / "network")
+    return folder
 
 
-@pytest.mark.parametrize(
-    "code",
-    [
-        FIRST + LOAD,
-        "from transformers import AutoModel\nimport hf_gradguard\n" + LOAD,
-        "from hf_gradguard import GradGuardTrainer\n" + LOAD,
-        "import hf_gradguard.networks, hf_gradguard.models\n" + LOAD,
-    ],
-    ids=["first", "second", "trainer", "rooms"],
-)
-def test_models_load_after_the_import(folder: Path, code: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, check=False
+def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", *arguments], cwd=folder, capture_output=True, text=True, check=False
     )
+
+
+@pytest.fixture(scope="module")
+def forked(folder: Path) -> Path:
+    done = run(folder, FORKS, *(code + LOAD for code in ORDERS.values()))
+    assert done.returncode == 0, done.stderr[-2000:]
+    return folder
+
+
+def test_models_load_after_the_import(folder: Path) -> None:
+    done = run(folder, FIRST + LOAD)
     assert done.stdout == SAID, done.stderr[-2000:]
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_models_load_in_every_order(forked: Path, order: str) -> None:
+    number = list(ORDERS).index(order)
+    said, errors = (forked / f"{what}{number}" for what in ("said", "errors"))
+    assert said.read_text() == SAID, errors.read_text()[-2000:]
 
 
 def test_every_model_is_announced() -> None:

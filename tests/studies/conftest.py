@@ -80,8 +80,8 @@ def small_networks(monkeypatch: pytest.MonkeyPatch) -> Callable[[ModuleType], No
     return lambda part: monkeypatch.setattr(part, "train_text_network", small)
 
 
-@pytest.fixture
-def network(tmp_path: Path, encoder: Path, sst2: Path) -> Path:
+@pytest.fixture(scope="module")
+def network(tmp_path_factory: pytest.TempPathFactory, encoder: Path, sst2: Path) -> Path:
     """A folder with a small evaluation network for the embeddings of `encoder`."""
     model = AutoModelForSequenceClassification.from_pretrained(encoder)
     sentences = [line.split("\t")[0] for line in (sst2 / "train.tsv").read_text().splitlines()]
@@ -89,8 +89,9 @@ def network(tmp_path: Path, encoder: Path, sst2: Path) -> Path:
         model.get_input_embeddings(), AutoTokenizer.from_pretrained(encoder), sentences,
         **SMALL_NETWORK,
     )  # fmt: skip
-    save_network(made, tmp_path / "network")
-    return tmp_path / "network"
+    folder = tmp_path_factory.mktemp("data") / "network"
+    save_network(made, folder)
+    return folder
 
 
 @pytest.fixture(scope="session")
