@@ -158,6 +158,15 @@ def test_signs_are_fair_and_independent() -> None:
         assert abs(float(products.double().sum())) < 4 * len(products) ** 0.5
 
 
+@pytest.mark.parametrize("words", [1, 3, 2**10, 2**10 + 1, 2**15 + 5])
+def test_signs_are_bits_of_the_stream(words: int) -> None:
+    """The first bit of every word, then the next, however many are made together."""
+    found = Stream.from_seeds(3).signs((32 * words,)).reshape(-1)
+    parts = [part.clone() for part in Stream.from_seeds(3).words(words)]
+    bits = [1 - 2 * (part >> (31 - bit) & 1).float() for part in parts for bit in range(32)]
+    assert torch.equal(found, torch.cat(bits))
+
+
 @pytest.mark.parametrize("shape", [(), (1,), (0,), (3, 5), (2**16 + 1,), (2**17 + 3,)])
 def test_shapes_and_types(shape: tuple[int, ...]) -> None:
     for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):

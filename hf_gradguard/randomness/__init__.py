@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from os import urandom
 
@@ -32,6 +32,7 @@ KEY_BYTES = 32
 # shares out what is longer, leaves them to the one thread that makes them.
 _CHUNK = 2**15
 _CHUNK_ELSEWHERE = 2**24
+_FEW = 2**10  # words, of which signs are made together
 
 _Draw = tuple[bytes, bytes]  # key and nonce
 
@@ -125,7 +126,9 @@ class Stream:
         """1 or -1, from a bit each: a float's sign before the bits of 1."""
 
         def make(words: Tensor) -> tuple[Tensor, ...]:
-            shifts = (words.bitwise_left_shift(bit) for bit in range(32))
+            shifts: Iterable[Tensor] = (words.bitwise_left_shift(bit) for bit in range(32))
+            if len(words) <= _FEW:  # all at once: calls would take longer than numbers
+                shifts = (words.bitwise_left_shift(torch.arange(32).to(words)[:, None]).flatten(),)
             return tuple(
                 one.bitwise_and_(-(2**31)).bitwise_or_(0x3F800000).view(torch.float32)
                 for one in shifts
