@@ -8,13 +8,14 @@ one and the same model: the encoder before training, here. Batches are of 16 sen
 dev set. Two attackers know that. One has a list of up to 300 sentences, the last batch's among
 them and no other batch's; the other one's list has those of all batches. Shown is the share that is
 told at 1 % false alarms: of the last batch's 16, in three messages; of all batches' sentences, in
-one. Both know all labels. The first tries two ways: beside what was left
-out, of unknown size, and as the message of one large batch; the better one counts. Twenty-five
-minutes of one core.
+one. Beside it the median rank of the former: 1 + how many that are not in the message come before.
+Both know all labels. The first tries two ways: beside what was left out, of unknown size, and as
+the message of one large batch; the better one counts. Twenty-five minutes of one core.
 """
 
 from collections.abc import Sequence
 from dataclasses import replace
+from statistics import median
 
 import torch
 
@@ -74,17 +75,19 @@ def _first(model, tokenizer, cell: dict, parts: Sequence[list[dict]]) -> list[Ob
     """A client's first message that is not empty, as the two ways have it."""
     defense = make_defense(cell["defense"], **cell["strength"], min_batches=cell["min_batches"])
     defense.prepare(model, tokenizer)
+    longest = 0
     for number, part in enumerate(parts):
         batch = dict(tokenizer([t["sentence"] for t in part], padding=True, return_tensors="pt"))
         labels = torch.tensor([text["label"] for text in part])
         stream = Stream.from_seeds(cell["seed"], number)
         message = defense(GradientMap(model, batch | {"labels": labels}), stream)
+        longest = max(longest, batch["input_ids"].shape[1])
     shape, law = tuple(batch["input_ids"].shape), defense.law(message)
     beside = Observation(model, dict(message), shape, labels=labels, tokenizer=tokenizer, law=law)
     mean = {name: y / len(parts) for name, y in message.items()}
     kept = "largest" if cell["defense"] == "pruning" else "chosen"
     every = torch.tensor([text["label"] for part in parts for text in part])
-    return [beside, replace(beside, gradient=mean, input_shape=(len(every), shape[1]),
+    return [beside, replace(beside, gradient=mean, input_shape=(len(every), longest),
                             labels=every, law=Law(kept=kept))]  # fmt: skip
 
 
@@ -95,10 +98,11 @@ def _told(cell: dict, listed: list[dict], seen: Sequence[Observation], size: int
 
 def report(figures: dict, args) -> None:
     rows = [
-        [f"`{name}`", count, interval(one["tpr_1%"], 2), interval(one["all"], 2)]
+        [f"`{name}`", count, interval(one["tpr_1%"], 2), f"{median(one['rank']):g}",
+         interval(one["all"], 2)]
         for name, found in figures.items()
         for count, one in found.items()
-    ]
+    ]  # fmt: skip
     header = ["0.99, feedback", "batches in an entry", "of the last batch, others not on the list",
-              "of all batches, all on the list"]  # fmt: skip
+              "their rank, median", "of all batches, all on the list"]  # fmt: skip
     write_table(args.output, header, rows)

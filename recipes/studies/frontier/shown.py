@@ -187,7 +187,7 @@ def picture(figures: dict, output, look: Look) -> None:
 
 
 def _name(axes, names: list[tuple[str, tuple[float, float], str]]) -> None:
-    """Names points, each where no other name is if there is such a place."""
+    """Names points, each in the picture and where no other name is, if there is such a place."""
     axes.figure.canvas.draw()
     taken: list[tuple[float, float, float]] = []  # left and right end, and height, in pixels
     scale = axes.figure.dpi / 72  # of a point
@@ -204,7 +204,8 @@ def _name(axes, names: list[tuple[str, tuple[float, float], str]]) -> None:
         ]:
             low = x + 7 * scale if right else x - 7 * scale - width
             box = (low, low + width, y + up * scale)
-            if not any(
+            inside = axes.bbox.x0 <= box[0] and box[1] <= axes.bbox.x1
+            if inside and not any(
                 box[0] < one[1] and one[0] < box[1] and abs(box[2] - one[2]) < 12 * scale
                 for one in taken
             ):
@@ -218,6 +219,7 @@ def _name(axes, names: list[tuple[str, tuple[float, float], str]]) -> None:
 def _brief(strength: str) -> str:
     for long, short in (
         ("relative_scale=", "× "), ("ratio=", ""), (" error_feedback=True", ", feedback"),
+        (" min_batches=", " of "),
         ("objective=weighted", "published"),
         (" shape=own", ", own"), ("per_sample=True clip=1 noise_multiplier=", "σ = "),
     ):  # fmt: skip
