@@ -7,12 +7,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from datasets import Dataset
+from PIL import Image
 from transformers import set_seed
 
 from hf_gradguard import GradientMap
 from hf_gradguard.leakage import smallest_directions
 from hf_gradguard.models import LeakageLeNetConfig, LeakageLeNetForImageClassification
-from recipes.studies.leakage.settings import QUICK_UNFAIR
+from recipes.studies.leakage.settings import NOISES, QUICK_UNFAIR
 
 
 def rows_of(study) -> dict[str, list[str]]:
@@ -155,3 +157,38 @@ def test_unfairness(mnist, quick, tmp_path) -> None:
     assert rows["MSE: mean"] == [f"{(0.5 * (n - 1) + 0.1) / n:.2f}"]
     assert rows["samples below half the mean"] == [f"1 of {n}"]
     assert rows["share of the variance between classes"] == ["100%"]  # one image a class
+
+
+def test_epochs(mnist, cifar10, quick, tmp_path) -> None:
+    draw = np.random.default_rng(0)
+    images = [Image.fromarray(x) for x in draw.integers(0, 256, (20, 32, 32, 3), dtype=np.uint8)]
+    rows = {"img": images, "label": draw.integers(0, 10, 20).tolist()}
+    Dataset.from_dict(rows).to_parquet(tmp_path / "train.parquet")
+    data = ["--mnist", mnist, "--cifar10", cifar10, "--train", tmp_path / "train.parquet"]
+    study = quick("leakage", "epochs", *data, output=tmp_path / "epochs")
+    figures = study.figures
+    for data, noises in figures.items():
+        absolute, relative = (noises[name] for name in NOISES)
+        assert list(absolute) == ["0", "1"], data
+        sizes = [one["norm"][i] * one["noise"][i] for one in absolute.values() for i in range(2)]
+        # √d times the standard deviation, whatever the gradient
+        assert sizes == pytest.approx([np.mean(sizes)] * 4, rel=0.05), data
+        for one in relative.values():
+            assert one["noise"] == pytest.approx([0.15] * 2, rel=0.05), data
+        assert absolute["0"]["norm"] == relative["0"]["norm"] != absolute["1"]["norm"]
+        # Half the noise moves the input half as far: I_lb is linear in it, per unit of noise.
+        at_start = [one["0"] for one in (absolute, relative)]
+        per_unit = [np.divide(one["bound"], one["noise"]) for one in at_start]
+        assert per_unit[0] == pytest.approx(per_unit[1], rel=1e-2), data
+
+    first, last = figures["MNIST"]["variance 1e-3"].values()
+    first |= {"dlg": [0.2, 0.3], "bound": [1.0, 2.0], "accuracy": 0.1}
+    last |= {"dlg": [0.5, 0.6], "bound": [4.0, 8.0]}
+    lost = figures["CIFAR-10"]["variance 1e-3"].pop("1")
+    study.overwrite(figures)
+    study.again()
+    assert study.figures["CIFAR-10"]["variance 1e-3"]["1"] == lost
+    start, _, less = study.rows()[:3]
+    assert start[2:4] == ["0", "0.100"]
+    assert start[6] == "1.5 [1, 2]"
+    assert less[6:8] == ["times 4", "0.30 ± 0.00"]

@@ -32,3 +32,38 @@ SPECTRUM = 100  # eigenvalues kept to be drawn
 # unfairness.py
 UNFAIR = {"per_class": 5, "side": 28, "variance": 1e-3, "training_steps": 5000, "steps": 60}
 QUICK_UNFAIR = {"per_class": 1, "side": 8, "variance": 1e-3, "training_steps": 5, "steps": 3}
+
+# epochs.py
+NOISES = {
+    "variance 1e-3": {"scale": 1e-3**0.5},
+    "0.15 times the gradient": {"relative_scale": 0.15},
+}
+EPOCHS = {
+    "epochs": [0, 1, 5, 20], "learned_from": 60000, "samples": 8, "own": 2, "steps": 30,
+    "total_variation": [1e-3, 1e-1],
+}  # fmt: skip
+QUICK_EPOCHS = EPOCHS | {
+    "epochs": [0, 1], "learned_from": 20, "samples": 2, "own": 1, "steps": 1,
+    "total_variation": [1e-3, 1e-2],
+}  # fmt: skip
+
+# private_networks.py: (σ, C, learning rate); the first of each is Figure 6's
+GRIDS = {
+    "MNIST": [
+        (0.5, 1, 1.0), (0.5, 1, 0.3), (0.5, 4, 0.1), (1, 1, 1.0), (1, 1, 0.3), (1, 4, 0.1),
+        (2, 1, 0.3), (2, 4, 0.1), (5, 1, 0.3), (5, 4, 0.1),
+    ],
+    "CIFAR-10": [(0.5, 1, 0.3), (0.5, 1, 1.0), (0.5, 4, 0.1), (1, 1, 0.3), (2, 1, 0.3)],
+}  # fmt: skip
+QUICK_GRIDS = {"MNIST": [(0.5, 1, 0.3), (5, 4, 0.1)], "CIFAR-10": [(0.5, 1, 0.3)]}
+PRIVATE = {
+    "images": 2000, "batch": 100, "momentum": 0.5, "steps": [100, 200, 400],
+    "stretches": [25] * 8 + [50] * 4, "probes": 1, "delta": 1e-5, "seeds": 3,
+}  # fmt: skip
+QUICK_PRIVATE = PRIVATE | {
+    "images": 20,
+    "batch": 4,
+    "steps": [2, 4],
+    "stretches": [1, 1, 2],
+    "seeds": 2,
+}

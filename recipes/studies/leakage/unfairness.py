@@ -15,8 +15,6 @@ import numpy as np
 import torch
 from scipy.stats import kruskal, spearmanr
 from torch import Tensor
-from transformers import set_seed
-from transformers.utils import logging
 
 from hf_gradguard import GradientMap, make_defense
 from hf_gradguard.attacks import Observation, make_attack
@@ -24,9 +22,10 @@ from hf_gradguard.leakage import smallest_directions
 from hf_gradguard.models import LeakageLeNetForImageClassification
 from hf_gradguard.randomness import Stream
 
-from ..lib.images import lenet_for, single_images
+from ..lib.images import single_images
 from ..lib.tables import plt, save, write_table
 from .settings import QUICK_UNFAIR, UNFAIR
+from .training import accuracy, stages
 
 ARGUMENTS = {
     "--mnist": "npz with x_train, y_train, x_test and y_test",
@@ -63,7 +62,8 @@ def prepare(args):
         tests = images(args.mnist, cell["side"])
         model = trained(args.mnist, cell["side"], cell["training_steps"])
         if cell["measure"] == "accuracy":
-            return accuracy(model, tests)
+            whole = (torch.cat([one[name] for one in tests]) for name in ("pixel_values", "labels"))
+            return accuracy(model, *whole)
         batch = chosen(cell, tests)
         if cell["measure"] == "spectrum":
             return spectrum(cell, model, batch)
@@ -92,26 +92,7 @@ def report(figures: dict, args) -> None:
 def trained(path: str, side: int, steps: int) -> LeakageLeNetForImageClassification:
     with np.load(path) as file:
         x, y = torch.from_numpy(file["x_train"])[:, None, :side, :side], file["y_train"]
-    set_seed(0)
-    model, y = lenet_for({"pixel_values": x}).train(), torch.from_numpy(y).long()
-    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
-    decay = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / steps)
-    for _ in logging.tqdm(range(steps), desc="training"):
-        batch = torch.randint(len(x), (64,))
-        optimizer.zero_grad()
-        model(pixel_values=x[batch].float() / 255, labels=y[batch]).loss.backward()
-        optimizer.step()
-        decay.step()
-    return model.eval()
-
-
-@torch.no_grad()
-def accuracy(model: LeakageLeNetForImageClassification, tests: list[dict[str, Tensor]]) -> float:
-    images, labels = (
-        torch.cat([batch[name] for batch in tests]) for name in ("pixel_values", "labels")
-    )
-    guesses = torch.cat([model(pixel_values=part).logits.argmax(1) for part in images.split(1000)])
-    return float((guesses == labels).double().mean())
+    return stages(x, torch.from_numpy(y).long(), [steps])[steps]
 
 
 def attacked(cell: dict, model, batch: dict[str, Tensor]) -> Tensor:
