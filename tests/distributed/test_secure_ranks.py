@@ -318,7 +318,7 @@ def test_a_dead_rank_ends_the_others(tmp_path: Path, how: str, secure: str) -> N
         process.wait()
     for rank in (0, 2):
         text = _text(outputs[rank])
-        assert _text(statuses[rank]) != "0", text[-2000:]
+        assert _text(statuses[rank]) not in ("0", ""), text[-2000:]
         assert f"RuntimeError: Rank {rank} could not exchange with the others" in text, text
         assert "the weights stay as they were" in text
     # the timeout, and for a process to end on a busy machine

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from hf_gradguard import GradientMap, make_defense
 from hf_gradguard.attacks import Observation, make_attack
+from hf_gradguard.defenses.base import norm
 from hf_gradguard.leakage import inversion_influence_lower_bound
 from hf_gradguard.randomness import Stream
 
@@ -92,8 +93,8 @@ def attacked(cell: dict, model, batches: list[dict[str, Tensor]]) -> dict[str, l
         seen.append(Observation(model, shared, shape, labels=batch["labels"]))
         if number < count:
             bound = inversion_influence_lower_bound(gmap, delta)
-            figures["norm"].append(_norm(gradient))
-            figures["noise"].append(_norm(delta) / _norm(gradient))
+            figures["norm"].append(norm(gradient))
+            figures["noise"].append(norm(delta) / norm(gradient))
             figures["bound"].append(float(bound) / bound.num_coordinates**0.5)
     images = [batch["pixel_values"] for batch in batches]
     inverting = INVERTING | {"steps": cell["steps"], "patience": 5}
@@ -105,14 +106,10 @@ def attacked(cell: dict, model, batches: list[dict[str, Tensor]]) -> dict[str, l
     }
     for name, attack in attacks.items():
         found = attack.together(seen[:count], torch.Generator().manual_seed(0))
-        for one, image in zip(found, images, strict=False):
+        for one, image in zip(found, images[:count], strict=True):
             guess = one.input.nan_to_num(0.5).clamp(0, 1)
             figures[name].append(float((guess - image).square().mean().sqrt()))
     return {name: [float(f"{one:.4g}") for one in some] for name, some in figures.items()}
-
-
-def _norm(gradient: dict[str, Tensor]) -> float:
-    return float(torch.cat([tensor.flatten() for tensor in gradient.values()]).norm())
 
 
 def report(figures: dict, args) -> None:

@@ -15,6 +15,7 @@ from hf_gradguard.randomness import Stream
 from hf_gradguard.training.poisson import DUMMY, PoissonSampler
 
 from .clipped import random_directions, told
+from .training import accuracy, logits_of
 
 
 def network(x: Tensor) -> TanhConvNetForImageClassification:
@@ -91,19 +92,13 @@ class Account:
         return np.array([self.smooth[steps].dfil(row) for row in self._rows])
 
 
-@torch.no_grad()
-def logits_of(model, x: Tensor) -> Tensor:
-    return torch.cat([model(pixel_values=part).logits for part in x.split(1000)])
-
-
 def one_run(cell: dict, seed: int, x: Tensor, y: Tensor, test_x: Tensor, test_y: Tensor) -> dict:
     chosen, account = stretches(cell, seed), Account(cell, len(x))
-    probes, accuracy = Stream.from_seeds(seed, 1), {}
+    probes, right = Stream.from_seeds(seed, 1), {}
     losses, norms = (torch.zeros(len(x), dtype=torch.float64) for _ in range(2))
     for step, model in enumerate(training(cell, seed, x, y)):
         if step in cell["steps"]:
-            right = logits_of(model, test_x).argmax(1) == test_y
-            accuracy[step] = round(float(right.double().mean()), 4)
+            right[step] = round(accuracy(model, test_x, test_y), 4)
         if step in chosen:
             found = told(model, x, y, random_directions(model, cell["probes"], probes))
             account.add(step, chosen[step], found, x[0].numel())
@@ -113,7 +108,7 @@ def one_run(cell: dict, seed: int, x: Tensor, y: Tensor, test_x: Tensor, test_y:
                 logits_of(model, x), y, reduction="none"
             )
     return {
-        "accuracy": accuracy, "loss": losses.numpy(), "norm": norms.numpy(),
+        "accuracy": right, "loss": losses.numpy(), "norm": norms.numpy(),
         "wrong": (logits_of(model, x).argmax(1) != y).numpy(),
         "dfil": {steps: account.dfil(steps) for steps in cell["steps"]},
         "smooth": {steps: account.smoothly(steps) for steps in cell["steps"]},

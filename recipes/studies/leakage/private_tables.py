@@ -3,11 +3,10 @@
 from collections.abc import Iterator
 
 import numpy as np
-import scipy.stats
 
 from hf_gradguard.leakage import mse_bound_from_rdp, subsampling_factor
 
-from ..lib.tables import interval, plt, save
+from ..lib.tables import half_width, interval, plt, save
 from .clipped import rdp
 
 COLORS = {"RDP": "tab:blue", "largest dFIL": "tab:red", "median dFIL": "tab:orange"}
@@ -46,7 +45,7 @@ def geometric(values: list[float]) -> tuple[float, float]:
     if len(values) < 2:
         return values[0], values[0]
     logs = np.log(values)
-    half = scipy.stats.t.ppf(0.975, len(logs) - 1) * scipy.stats.sem(logs)
+    half = half_width(logs.tolist())
     return float(np.exp(logs.mean() - half)), float(np.exp(logs.mean() + half))
 
 

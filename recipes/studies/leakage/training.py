@@ -1,10 +1,10 @@
-"""LeNet as the parts of this study train it."""
+"""LeNet as the parts of this study train it, and what networks make of images."""
 
 import copy
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import set_seed
 from transformers.utils import logging
 
@@ -41,7 +41,11 @@ def stages(
 
 
 @torch.no_grad()
-def accuracy(model: LeakageLeNetForImageClassification, pixels: Tensor, labels: Tensor) -> float:
+def logits_of(model: nn.Module, pixels: Tensor) -> Tensor:
+    """`(N, classes)`, of images in [0, 1]."""
+    return torch.cat([model(pixel_values=part).logits for part in pixels.split(1000)])
+
+
+def accuracy(model: nn.Module, pixels: Tensor, labels: Tensor) -> float:
     """Of images in [0, 1]."""
-    guesses = torch.cat([model(pixel_values=part).logits.argmax(1) for part in pixels.split(1000)])
-    return float((guesses == labels).double().mean())
+    return float((logits_of(model, pixels).argmax(1) == labels).double().mean())

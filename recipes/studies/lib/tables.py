@@ -12,7 +12,7 @@ from .results import named
 matplotlib.use("agg")
 from matplotlib import pyplot as plt
 
-__all__ = ["bracketed", "interval", "plt", "save", "summary", "write_table"]
+__all__ = ["bracketed", "half_width", "interval", "plt", "save", "summary", "write_table"]
 
 
 def write_table(output: Path, header: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
@@ -50,5 +50,9 @@ def interval(values: Sequence[float], digits: int = 3) -> str:
     """Mean and 95 % interval of it (Student's t) over seeds or samples; of one value, that."""
     if len(values) < 2:
         return f"{values[0]:.{digits}f}"
-    half = scipy.stats.t.ppf(0.975, len(values) - 1) * scipy.stats.sem(values)
-    return f"{np.mean(values):.{digits}f} ± {half:.{digits}f}"
+    return f"{np.mean(values):.{digits}f} ± {half_width(values):.{digits}f}"
+
+
+def half_width(values: Sequence[float]) -> float:
+    """Of the 95 % interval of a mean (Student's t)."""
+    return float(scipy.stats.t.ppf(0.975, len(values) - 1) * scipy.stats.sem(values))

@@ -22,7 +22,6 @@ NOISE = {  # by strength, the strongest last
 STOPPED = {  # nothing protected, and fewer messages
     f"none, {steps} messages": _row("none", 4e-3, steps) for steps in (300, 150, 100, 80, 60, 40)
 }
-REFINER = "refiner"
 ROWS: dict[str, dict] = {
     "none": NONE,
     **STOPPED,
@@ -35,7 +34,7 @@ ROWS: dict[str, dict] = {
     "pruning ratio=0.99 error_feedback=True": _row(
         "pruning", 2e-3, ratio=0.99, error_feedback=True
     ),
-    REFINER: _row("refiner", 2e-3),
+    "refiner": _row("refiner", 2e-3),
     "dp_sgd per_sample=True clip=1 noise_multiplier=0.5": _row(
         "dp_sgd", 4e-3, per_sample=True, clip=1.0, noise_multiplier=0.5
     ),

@@ -4,11 +4,10 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
-import scipy.stats
 
 from ..frontier.shown import PROOF
 from ..lib.results import named
-from ..lib.tables import interval, plt, save, write_table
+from ..lib.tables import half_width, interval, plt, save, write_table
 from .settings import NOISE, STOPPED
 from .telling import ATTACKERS
 
@@ -104,11 +103,6 @@ def picture(figures: dict, output: Path) -> None:
 def _draw(axes, figures: dict, rows: Sequence[str], style: dict) -> None:
     spread = [(_learned(figures[row]), _told(figures[row], BEST, "area")) for row in rows]
     means = np.array([[np.mean(values) for values in one] for one in spread])
-    halves = np.array([[_half(values) for values in one] for one in spread])
+    halves = np.array([[half_width(values) for values in one] for one in spread])
     marker = {"marker": "o", "markersize": 5, "capsize": 2, "elinewidth": 1}
     axes.errorbar(*means.T, halves[:, 1], halves[:, 0], **marker | style)
-
-
-def _half(values: Sequence[float]) -> float:
-    """Of the 95 % interval of a mean (Student's t)."""
-    return float(scipy.stats.t.ppf(0.975, len(values) - 1) * scipy.stats.sem(values))

@@ -22,17 +22,26 @@ Twenty-five minutes of one core.
 """
 
 import functools
+import json
 
 import numpy as np
 
 from ..frontier.image_training import IMAGES, ImageTask
 from .client import Owner
-from .settings import BATCH, NONE, POOL, QUICK, QUICK_ROWS, QUICK_SEEDS, ROWS, SEEDS
+from .settings import BATCH, POOL, QUICK, QUICK_ROWS, QUICK_SEEDS, ROWS, SEEDS
 from .shown import TOLD, TRAINED, beside, picture, table
 from .telling import ATTACKERS, by_difficulty, by_loss, log_odds, told
 
 ARGUMENTS = {flag: IMAGES[flag] for flag in ("--train", "--test")}
 ARGUMENTS |= {"--models": "folder that keeps what was trained"}
+TRAINING = (
+    "defense",
+    "strength",
+    "learning_rate",
+    "steps",
+    "pool",
+    "batch",
+)  # what makes a network
 
 
 def cells(args) -> dict:
@@ -45,9 +54,9 @@ def cells(args) -> dict:
         for seed in seeds
         for row, settings in rows.items()
     }
-    plain = NONE | {"steps": rows["none"]["steps"]}
     attacked = {
-        (row, TOLD, seed): cell | {"undefended": plain, "others": _without(cell["seed"], seeds)}
+        (row, TOLD, seed): cell
+        | {"undefended": rows["none"], "others": _without(cell["seed"], seeds)}
         for (row, _, seed), cell in trained.items()
     }
     return trained | attacked
@@ -64,9 +73,15 @@ def prepare(args):
     def owner(pool: int, seed: int) -> Owner:
         return Owner(data, args.models, pool, seed)
 
+    kept: dict[str, np.ndarray] = {}  # a network is beside many others
+
     def odds(cell: dict, seed: int) -> np.ndarray:
-        one = owner(cell["pool"], seed)
-        return log_odds(one.stage(cell | {"seed": seed}, "end").model, *one.pool)
+        trained = {name: cell[name] for name in TRAINING} | {"seed": seed}
+        key = json.dumps(trained, sort_keys=True)
+        if key not in kept:
+            one = owner(cell["pool"], seed)
+            kept[key] = log_odds(one.stage(trained, "end").model, *one.pool)
+        return kept[key]
 
     def measure(cell: dict) -> dict:
         own = owner(cell["pool"], cell["seed"])
