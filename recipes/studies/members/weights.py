@@ -17,8 +17,8 @@ messages; there no image came twice.
 Less learning is less memory, whatever protects. So each row stands beside undefended training that
 stopped earlier, and beside noise, at its own accuracy: between the two nearest of such trainings,
 seed by seed. Intervals are over seeds (Student's t). Seeds share a pool, and each one's networks
-are the others' measure, so they are not quite independent. FOLDER keeps what was trained.
-Twenty-five minutes of one core.
+are the others' measure, so they are not quite independent. Sizes were chosen by hand. FOLDER keeps
+what was trained. Twenty-five minutes of one core.
 """
 
 import functools
