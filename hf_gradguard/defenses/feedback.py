@@ -17,12 +17,15 @@ from functools import cached_property
 
 import torch
 from torch import Tensor
+from transformers.utils import logging
 
 from ..gradient_map import GradientMap, Tensors
 from ..gradient_map.views import CorrectedMap
 from ..randomness import Stream
-from .base import Defense, cast_like, norm, true_gradient
+from .base import Defense, cast_like, check_whole, norm, true_gradient
 from .message import Message
+
+logger = logging.get_logger(__name__)
 
 LARGEST = 10.0
 """e is dropped when its norm is more than so many times the gradient's, and that of the one before:
@@ -34,13 +37,20 @@ STALE = 20
 """e is dropped when the client's last message is more than so many optimizer steps old: it points
 from where the model was then.
 """
+_STALE = (
+    "A client's last message is more than {} optimizer steps old. So what it left out is dropped, "
+    "and with min_batches={} it begins anew, with an empty message. Let clients take part more "
+    "often, or give min_batches=1, which shares what is one batch's alone."
+)
 
 
 class LeftOut:
     """e, which one client's earlier messages left out.
 
     Args:
-        min_batches: Of how many batches an entry must be the sum before it is sent.
+        min_batches: Of how many batches what is sent must be the sum.
+        by_entry: Whether that is counted entry by entry, for messages that send some entries whole
+            and of others nothing.
 
     Example:
         >>> left_out = LeftOut()
@@ -51,10 +61,11 @@ class LeftOut:
         {'weight': tensor([2., 3.])}
     """
 
-    def __init__(self, min_batches: int = 1) -> None:
-        self.min_batches = min_batches
+    def __init__(self, min_batches: int = 1, by_entry: bool = False) -> None:
+        self.min_batches, self.by_entry = min_batches, by_entry
         self.error: Tensors = {}
-        self.batches: Tensors = {}  # of how many, the present one too, each entry of g + e is a sum
+        self.gradients = 0  # that were added up in g + e, the present one too
+        self.batches: Tensors = {}  # of how many each entry of g + e is a sum
         self.size = 0.0  # of the gradient of the message before
         self.step: int | None = None  # of the message that is being made, where steps are counted
         self.last: int | None = None  # of the one before
@@ -65,9 +76,13 @@ class LeftOut:
         same = next(shapes) == next(shapes)
         known = self.step is not None and self.last is not None
         stale = known and self.step - self.last > STALE  # type: ignore[operator]
-        usual = self.min_batches * max(norm(gradient), self.size)
+        size = norm(gradient)
+        usual = self.min_batches * max(size, self.size)
+        if self.error and stale and self.min_batches > 1:
+            logger.warning_once(_STALE.format(STALE, self.min_batches))
         if not same or stale or norm(self.error) > LARGEST * usual:
-            self.error, self.batches = {}, {}
+            self.error, self.gradients, self.batches = {}, 0, {}
+        self.gradients += size > 0
         self._count(gradient)
         if not self.error:
             return gradient
@@ -75,7 +90,7 @@ class LeftOut:
 
     def _count(self, gradient: Tensors) -> None:
         """A batch counts where it says something: not in an embedding's rows of other tokens."""
-        if self.min_batches == 1:
+        if not self.by_entry:
             return
         before = self.batches or {
             n: torch.zeros_like(g, dtype=torch.uint8) for n, g in gradient.items()
@@ -88,9 +103,14 @@ class LeftOut:
             return None
         return {name: (error / self.size).square() for name, error in self.error.items()}
 
+    @property
+    def too_few(self) -> bool:
+        """Whether g + e is the sum of too few gradients to send anything of it."""
+        return self.gradients < self.min_batches
+
     def ready(self) -> dict[str, Tensor] | None:
-        """Masks of what is the sum of enough batches; `None` where one is enough."""
-        if self.min_batches == 1:
+        """Masks of what is the sum of enough batches; `None` where entries are not counted."""
+        if not self.by_entry:
             return None
         return {name: count >= self.min_batches for name, count in self.batches.items()}
 
@@ -107,6 +127,7 @@ class LeftOut:
         state = {f"error.{name}": tensor for name, tensor in self.error.items()}
         state |= {f"batches.{name}": tensor for name, tensor in self.batches.items()}
         state["error_size"] = torch.tensor(self.size, dtype=torch.float64)
+        state["error_gradients"] = torch.tensor(self.gradients)
         return state if self.last is None else state | {"error_step": torch.tensor(self.last)}
 
     def load_state_dict(self, state: Tensors) -> Tensors:
@@ -117,8 +138,16 @@ class LeftOut:
             for of in ("error.", "batches.")
         )
         self.size = float(rest.pop("error_size", torch.tensor(0.0)))
+        self.gradients = int(rest.pop("error_gradients", torch.tensor(0)))
         self.last = int(rest.pop("error_step")) if "error_step" in rest else None
         return rest
+
+
+def check_min_batches(value: object) -> None:
+    """Raise `ValueError` unless it is a number of batches that can be counted."""
+    check_whole("min_batches", value, 1)
+    if value > MOST:  # type: ignore[operator]
+        raise ValueError(f"min_batches must be at most {MOST}, but is {value}.")
 
 
 @dataclass

@@ -112,6 +112,13 @@ class Message(Mapping[str, Tensor]):
         return f"Message({len(self)} tensors, {facts})"
 
 
+def nothing_of(gmap: GradientMap) -> Message:
+    """An empty message: zeros, of which none was transmitted."""
+    zeros = {name: torch.zeros_like(g) for name, g in gmap.gradient().items()}
+    none = {name: torch.zeros_like(g, dtype=torch.bool) for name, g in zeros.items()}
+    return Message(zeros, transmitted=none, exact=True)
+
+
 def checked_message(name: str, message: object, gmap: GradientMap) -> Message:
     """What a defense returned, if it is what its contract promises.
 

@@ -21,8 +21,8 @@ from ..gradient_map import GradientMap, Tensors
 from ..gradient_map.devices import devices, later_sums
 from ..gradient_map.views import CorrectedMap, MaskedMap
 from ..randomness import Stream
-from .base import cast_like, check_whole, count, floor_share, is_number, true_gradient
-from .feedback import MOST, BiasedDefense, LeftOut
+from .base import cast_like, count, floor_share, is_number, true_gradient
+from .feedback import BiasedDefense, LeftOut, check_min_batches
 from .message import Message
 from .sensitivity import SensitivityDefense
 
@@ -57,9 +57,7 @@ class PruningDefense(BiasedDefense):
             )
         if self.utility is not None and not (is_number(self.utility) and 0 < self.utility <= 1):
             raise ValueError(f"utility must be above 0 and at most 1, but is {self.utility!r}.")
-        check_whole("min_batches", self.min_batches, 1)
-        if self.min_batches > MOST:
-            raise ValueError(f"min_batches must be at most {MOST}, but is {self.min_batches}.")
+        check_min_batches(self.min_batches)
 
     def worth(self, gmap: GradientMap, gradient: Tensors, generator: Stream) -> Iterable[Tensor]:
         """Non-negative ranks, tensor by tensor in the gradient's order: the smallest are pruned
@@ -77,7 +75,7 @@ class PruningDefense(BiasedDefense):
 
     @cached_property
     def _left_out(self) -> LeftOut:
-        return LeftOut(self.min_batches)
+        return LeftOut(self.min_batches, by_entry=self.min_batches > 1)
 
     def protect(self, gmap: GradientMap, generator: Stream) -> Message:
         gradient = true_gradient(gmap)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import math
 from dataclasses import KW_ONLY, dataclass
+from functools import cached_property
 from typing import Any, ClassVar, get_args
 
 import torch
@@ -21,9 +22,9 @@ from ..networks.loading import check_digest
 from ..networks.trial import name_of
 from ..randomness import Stream
 from .base import cast_like, check_whole, is_number, norm, true_gradient
-from .feedback import BiasedDefense
+from .feedback import BiasedDefense, LeftOut, check_min_batches
 from .made_up import MadeUp
-from .message import Message
+from .message import Message, nothing_of
 from .objectives import Objective, take_defaults
 from .robust_input import MadeUpInput, Memory, Pixels, SpecialTokens, Words, try_on_batch
 from .weighted import Descent, RobustData, utility_weights
@@ -86,6 +87,9 @@ class Refiner(BiasedDefense):
             and `"parameter"`, or one a `"token"` and weight. The last two have no `iterations`.
             Default: "token", with `iterations` "sample".
         error_feedback: As for all biased defenses; on by default with "cosine".
+        min_batches: k in 1 to 255. With error feedback a message is made of the sum of k batches'
+            gradients or more, so a client's first k-1 messages are empty. Default: 2; with 1 the
+            first one is fitted to one batch's own gradient.
     """
 
     name: ClassVar[str] = "refiner"
@@ -110,6 +114,7 @@ class Refiner(BiasedDefense):
     factors: Factors | None = None
     _: KW_ONLY
     error_feedback: bool | None = None  # type: ignore[assignment]
+    min_batches: int = 2
 
     def __post_init__(self) -> None:
         take_defaults(self)
@@ -125,6 +130,7 @@ class Refiner(BiasedDefense):
             if still and self.iterations:
                 raise ValueError(f"factors={self.factors!r} has no iterations: leave them out.")
         _check_range("beta", self.beta, 0, math.inf)
+        check_min_batches(self.min_batches)
         _check_range("learning_rate", self.learning_rate, 0, math.inf, above=True)
         if still and self.beta:
             raise ValueError(
@@ -201,8 +207,18 @@ class Refiner(BiasedDefense):
             check_digest(name_of(self._loaded), getattr(self._loaded, "sha256", None), self.sha256)
         return self._loaded
 
+    @property
+    def held(self) -> int:
+        return self.min_batches - 1 if self.error_feedback else 0
+
+    @cached_property
+    def _left_out(self) -> LeftOut:
+        return LeftOut(self.min_batches)
+
     def protect(self, gmap: GradientMap, generator: Stream) -> Message:
-        robust = self.refine(gmap, generator)
+        robust = self.refine(gmap, generator)  # what cannot be refined is refused at once
+        if self.error_feedback and self._left_out.too_few:
+            return nothing_of(gmap)
         if self.objective == "weighted":
             shared = self.project(true_gradient(gmap), robust.gradient)
             figures = {"movable_share": robust.movable_share}

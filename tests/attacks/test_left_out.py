@@ -40,10 +40,8 @@ def test_a_regression_by_hand() -> None:
 def test_members_are_found_beside_what_was_left_out(name: str) -> None:
     """Where little was left out, they come before most others."""
     model, _ = make_task("bert", dtype=torch.float32)
-    settings: dict[str, Any] = {"samples": 12}
-    if name == "pruning":
-        settings = {"ratio": 0.8, "min_batches": 1}
-    defense = make_defense(name, error_feedback=True, **settings)
+    settings: dict[str, Any] = {"samples": 12} if name == "refiner" else {"ratio": 0.8}
+    defense = make_defense(name, error_feedback=True, min_batches=1, **settings)
     drawn = torch_rng(3)
     words = [torch.randint(4, 24, (5,), generator=drawn).tolist() for _ in range(40)]
 

@@ -15,6 +15,7 @@ from hf_gradguard.gradient_map import sample_span
 from hf_gradguard.gradient_map.made_up import made_up
 from hf_gradguard.gradient_map.per_sample import Pass, layers_of
 from hf_gradguard.gradient_map.sample_span import Factors
+from hf_gradguard.gradient_map.views import CorrectedMap
 from hf_gradguard.randomness import Stream
 
 SPECIAL = SmallNetwork.special_token_ids
@@ -36,7 +37,8 @@ def text_map(**settings: Any) -> GradientMap:
 
 
 def refiner(**settings: Any) -> Any:
-    defense = make_defense("refiner", objective="cosine", **settings)
+    """It sends its first message as well."""
+    defense = make_defense("refiner", **{"objective": "cosine", "min_batches": 1} | settings)
     defense.prepare(make_task("bert")[0], Marks())
     return defense
 
@@ -81,6 +83,63 @@ def test_what_is_left_out_is_the_rest_of_the_power(
         )
         total, sent = total + flat(gmap.gradient()), sent + flat(message)
     torch.testing.assert_close(sent + flat(left), total)
+
+
+@pytest.mark.parametrize("objective", ["cosine", "weighted"])
+@pytest.mark.parametrize("count", [2, 3])
+def test_what_is_sent_is_of_enough_batches(objective: str, count: int) -> None:
+    """The first one that says something is that of the sum of the gradients until then."""
+    model, batch = make_task("vit")
+    gmap = GradientMap(model, batch)
+    settings: dict[str, Any] = {"objective": objective, "samples": 4}
+    if objective == "weighted":
+        settings = {
+            "objective": objective,
+            "evaluation_network": SmallNetwork("image", 3),
+            "iterations": 1,
+        }
+    defense = make_defense("refiner", **settings, error_feedback=True, min_batches=count)
+    assert defense.held == count - 1
+    for _ in range(count - 1):
+        empty = defense(gmap, rng())
+        assert not flat(empty).any()
+        assert not any(mask.any() for mask in empty.transmitted.values())
+        assert not empty.exact
+    whole = {name: count * g for name, g in gmap.gradient().items()}
+    plain = make_defense("refiner", **settings, error_feedback=False)
+    wanted = plain(CorrectedMap(gmap, whole), rng())
+    torch.testing.assert_close(flat(defense(gmap, rng())), flat(wanted))
+
+
+def test_a_batch_that_says_nothing_does_not_count() -> None:
+    """The next message would be one batch's own."""
+    gmap, defense = text_map(), refiner(min_batches=2)
+    nothing = CorrectedMap(gmap, {n: torch.zeros_like(g) for n, g in gmap.gradient().items()})
+    sent = [bool(flat(defense(one, rng())).any()) for one in (nothing, gmap, gmap, nothing)]
+    assert sent == [False, False, True, True]
+
+
+def test_who_comes_too_seldom_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    """What it left out is dropped, and all its messages are empty."""
+    gmap, defense = text_map(), refiner(min_batches=2)
+    for visit in range(3):
+        defense.at_step(30 * visit)
+        assert not flat(defense(gmap, rng())).any()
+    assert "more than 20 optimizer steps old" in caplog.text
+    assert "give min_batches=1" in caplog.text
+
+
+def test_what_is_held_is_resumed() -> None:
+    gmap, one, two = text_map(), refiner(min_batches=2), refiner(min_batches=2)
+    one(gmap, rng())
+    two.load_state_dict(one.state_dict())
+    assert flat(two(gmap, rng())).any()
+
+
+@pytest.mark.parametrize("value", [0, 256, 1.5, True])
+def test_batches_are_a_number_that_can_be_counted(value: Any) -> None:
+    with pytest.raises(ValueError, match="min_batches must be"):
+        refiner(min_batches=value)
 
 
 def test_one_factor_is_the_published_scale() -> None:

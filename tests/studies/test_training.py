@@ -47,6 +47,25 @@ def encoder(tmp_path_factory: pytest.TempPathFactory, encoder: Path) -> Path:
     return save_encoder(folder, tokenizer, hidden_size=96)
 
 
+def test_refiner_parts(encoder, sentences, quick, tmp_path, monkeypatch):
+    monkeypatch.setattr("recipes.studies.frontier.training.HELD_OUT", 20)
+    data = ("--model", encoder, "--data_dir", sentences, "--models", tmp_path / "models")
+    study = quick("refiner", "parts", *data, output=tmp_path / "parts")
+    found = study.figures
+    assert list(found) == ["none", "default", "without feedback"]
+    for row in found.values():
+        assert list(row) == ["accuracy", "span, 1", "candidates, 4"]
+        (trained,), (read,) = row["accuracy"].values(), row["candidates, 4"].values()
+        assert 0 <= trained["accuracy"] <= 1
+        assert len(read["tpr_1%"]) == 4
+    cosines = {row: one["accuracy"]["0"]["cosine_of_sums"] for row, one in found.items()}
+    assert cosines["none"] == pytest.approx(1)
+    assert -1 <= cosines["default"] < 1
+    rows = study.rows()
+    assert rows[0][:4] == ["none", "", f"{found['none']['accuracy']['0']['accuracy']:.3f}",
+                           "0.000 [0.000, 0.000]"]  # fmt: skip
+
+
 def test_frontier(encoder, sentences, quick, tmp_path, monkeypatch):
     for part in (rates, text):
         monkeypatch.setattr(f"{part.__name__}.QUICK_ROWS", QUICK_ROWS[::2])

@@ -24,7 +24,9 @@ PLAN = {"layers": 2, "candidates": 48, "train_steps": 200, "network_steps": 400,
 QUICK = {"layers": 2, "candidates": 6, "train_steps": 1, "network_steps": 400, "seed": 0}
 
 # Among a thousand: messages by size; and attackers who have no list, beside them
-THOUSAND: dict[str, list[dict]] = DEFENSES | {"refiner": [{}, {"alpha": 0.3}, {"alpha": 0.9}]}
+THOUSAND: dict[str, list[dict]] = DEFENSES | {  # Refiner's default, which sends a first message
+    "refiner": [{"min_batches": 1}, {"alpha": 0.3}, {"alpha": 0.9}]
+}
 THOUSAND_FIRST = (
     "none", "gaussian_noise", "optimal_noise", "pruning", "optimal_pruning", "quantization",
 )  # fmt: skip

@@ -67,7 +67,7 @@ class Task:
 
     def defense(self, cell: Mapping[str, Any], strength: Mapping[str, Any]) -> Defense:
         own = {}
-        if cell["defense"] == "refiner" and strength:  # the published form
+        if cell["defense"] == "refiner" and "alpha" in strength:  # the published form
             own = {"evaluation_network": self.network(cell["layers"], cell["network_steps"])}
         defense = make_defense(cell["defense"], **strength, **own)
         defense.prepare(self.model_of(cell), self.tokenizer)

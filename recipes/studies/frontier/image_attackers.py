@@ -61,7 +61,7 @@ def _own(cell: dict, stage: Stage, task: ImageTask) -> Defense:
     """
     own = make_defense(cell["defense"], **cell["strength"])
     own.prepare(stage.model, None)
-    if cell["strength"].get("error_feedback"):
+    if getattr(own, "error_feedback", False):
         before = own.held if cell["stage"] == "start" else None
         for number, batch in enumerate(itertools.islice(task.later(), before)):
             own(GradientMap(stage.model, batch), Stream.from_seeds(cell["seed"], number))

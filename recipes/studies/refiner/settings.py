@@ -109,14 +109,33 @@ PAPER_PRUNING = {
     "product": {0.2: 52.88, 0.4: 51.45, 0.6: 50.96, 0.8: 49.54},
 }
 
-# second_form.py: defense, settings, learning rate
+# parts.py: defense, settings, learning rates; the most telling first
+_RATES = (5e-5, 2e-4)
+PARTS: dict[str, tuple[str, dict, tuple[float, ...]]] = {
+    "none": ("none", {}, (2e-4,)),
+    "default": ("refiner", {}, _RATES),
+    "without feedback": ("refiner", {"error_feedback": False}, _RATES),
+    "a factor a sample": ("refiner", {"factors": "sample"}, _RATES),
+    "a factor a sample, 2 steps": ("refiner", {"iterations": 2}, _RATES),
+    "one factor": ("refiner", {"factors": "message"}, _RATES),
+    "64 samples": ("refiner", {"samples": 64}, _RATES),
+    "4 samples": ("refiner", {"samples": 4}, _RATES),
+}
+QUICK_PARTS, PARTS_SEEDS = ("none", "default", "without feedback"), 3
+QUICK_PARTS_ATTACKS: dict[tuple[str, int], tuple[int, dict]] = {
+    ("span", 1): (1, {}),
+    ("candidates", 4): (1, {"listed": 20}),
+}
+
+# second_form.py: defense, settings, learning rate. A client's first message is sent.
 WEIGHTED = {"objective": "weighted", "evaluation_network": "text-evaluation-network-minilm-l6"}
 SLOW = WEIGHTED | {"learning_rate": 0.001, "iterations": 4}
 COSINE = {"objective": "cosine", "factors": "sample"}
 ONE = COSINE | {"factors": "message"}
 TOKEN = COSINE | {"factors": "token"}
 EACH = COSINE | {"factors": "parameter"}
-FEEDBACK, NO_FEEDBACK = {"error_feedback": True}, {"error_feedback": False}
+FEEDBACK = {"error_feedback": True, "min_batches": 1}
+NO_FEEDBACK = {"error_feedback": False}
 SECOND_FORM: dict[str, tuple[str, dict, float]] = {  # the most telling first
     "none": ("none", {}, 2e-4),
     "uniform noise of 20": ("gaussian_noise", {"relative_scale": 20.0}, 8e-4),
