@@ -114,6 +114,7 @@ RUNS = [
     Run("frontier_rates", FRONTIER, "rates", TEXT, 0.6),
     Run("frontier_text", FRONTIER, "text", f"{TEXT} {KEPT}", 0.6),
     Run("frontier_lists", FRONTIER, "lists", f"{TEXT} {KEPT}", 0.2),
+    Run("frontier_partly", FRONTIER, "partly", f"{TEXT} {KEPT}", 0.3),
     Run(
         "frontier_corpora",
         FRONTIER,
@@ -128,6 +129,7 @@ RUNS = [
     Run("private_accuracy", "studies.private.run", "accuracy", TEXT, 0.4),
     Run("refiner_sentences", REFINER, "sentences", TEXT, 0.5),
     Run("refiner_second_form", REFINER, "second_form", f"{TEXT} {KEPT}", 1.5),
+    Run("refiner_parts", REFINER, "parts", f"{TEXT} {KEPT}", 4),
     Run("refiner_in_training", REFINER, "in_training", TEXT, 0.25),
     Run("refiner_ablations", REFINER, "ablations", FEDERATION, 6),
     Run("refiner_frontier", REFINER, "frontier", FEDERATION, 9),

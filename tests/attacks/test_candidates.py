@@ -151,11 +151,15 @@ def test_behind_noise_the_kept_set_is_a_candidates_own() -> None:
     assert wrong == pytest.approx(-(1.0 + 4.0), abs=0.01)
 
 
-def test_the_filter_against_dense_matrices() -> None:
-    """Σ, a prior of unequal shares, and other members' covariance, all written out."""
+@pytest.mark.parametrize("beside", [0.0, 3.0])
+def test_the_filter_against_dense_matrices(beside: float) -> None:
+    """Σ, a prior of unequal shares, and other members' covariance, all written out; Σ larger by as
+    much of a message of several as is beside all candidates.
+    """
     draw = torch_rng()
     h = torch.randn(6, 40, generator=draw, dtype=torch.float64)
-    y, prior = torch.randn(40, generator=draw, dtype=torch.float64), torch.rand(6, generator=draw)
+    y = beside * torch.randn(40, generator=draw, dtype=torch.float64) + h[2]
+    prior = torch.rand(6, generator=draw)
     prior = (prior / prior.sum()).double()
     center = torch.randn(40, generator=draw, dtype=torch.float64)
     precise = 0.5 + torch.rand(40, generator=draw, dtype=torch.float64)
@@ -164,12 +168,35 @@ def test_the_filter_against_dense_matrices() -> None:
         one = MatchedFilter([told], {"w": precise}, 6, draw)
         one.add([3, 4, 5], {"w": h[3:]})
         one.add([0, 1, 2], {"w": h[:3]})
-        covariance = torch.diag(precise**-2)
+        covariance, left = torch.diag(precise**-2), 1.0
+        if samples > 1:
+            known, wanted = (h * precise).T, (y * precise)[:, None]
+            off = wanted - known @ torch.linalg.lstsq(known, wanted).solution
+            left = max(1.0, float(off.square().sum()) / (40 - 6))
+            assert (left > 1) == (beside > 0)
+        covariance *= left
         covariance += (samples - 1) / samples**2 * (h.T * prior) @ h
         inverse = torch.linalg.inv(covariance)
         part = h / samples
         expected = part @ inverse @ y - ((part @ inverse) * part).sum(1) / 2
         torch.testing.assert_close(one.log_ratio(0, prior), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("variance", [1e-12, 1.0])
+def test_members_are_found_beside_others_that_are_not_listed(variance: float) -> None:
+    """Of a message of six, four are nobody's candidates: no noise that a list explains. Gradients
+    are differences from the mean of the list's, so that they add up to nothing.
+    """
+    draw = torch_rng()
+    every = torch.randn(34, 3000, generator=draw)
+    every[:30] -= every[:30].mean(0)
+    y = every[[0, 1, 30, 31, 32, 33]].mean(0) + variance**0.5 * torch.randn(3000, generator=draw)
+    told = Filtered({"w": y}, {"w": torch.zeros(3000)}, 6, variance)
+    one = MatchedFilter([told], None, 30, draw)
+    one.add(range(30), {"w": every[:30]})
+    ratios = one.log_ratio(0, torch.full((30,), 1 / 30, dtype=torch.float64))
+    assert sorted(ratios.topk(2).indices.tolist()) == [0, 1]
+    assert float(ratios[2:].max()) < 0 < float(ratios[:2].min())
 
 
 def test_coordinates_that_weigh_nothing_take_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -466,9 +493,9 @@ def test_what_earlier_messages_left_out_together_is_each_by_itself() -> None:
     list_ = texts(8, length=5)
     observations = []
     for name in ("pruning", "refiner"):
-        settings = {"pruning": {"ratio": 0.5, "min_batches": 1}, "refiner": {"samples": 16}}[name]
+        settings = {"pruning": {"ratio": 0.5}, "refiner": {"samples": 16}}[name]
         for members, labels in (([0, 1], [1, 0]), ([2, 3, 4], [1, 1, 0])):
-            defense = make_defense(name, error_feedback=True, **settings)
+            defense = make_defense(name, error_feedback=True, min_batches=1, **settings)
             defense.prepare(model, None)
             batch = batch_of([list_[i] for i in members], labels)
             observations.append(seen_by(model, batch, defense))
@@ -500,7 +527,10 @@ def test_texts_are_cut_to_the_length_of_each_message() -> None:
 @pytest.mark.parametrize("name", ["gaussian_noise", "refiner"])
 def test_single_texts_of_other_lengths_together_are_each_by_itself(name: str) -> None:
     """Each is compared with what its length allows, and with all of that."""
-    settings = {"gaussian_noise": {"relative_scale": 1.0}, "refiner": {"samples": 16}}[name]
+    settings = {
+        "gaussian_noise": {"relative_scale": 1.0},
+        "refiner": {"samples": 16, "min_batches": 1},
+    }[name]
     model, _ = make_task("bert")
     list_ = texts(4, length=3) + texts(4, length=6, seed=2)
     observations = []

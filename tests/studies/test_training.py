@@ -16,7 +16,7 @@ from hf_gradguard.leakage import dp_sgd_epsilon
 from hf_gradguard.randomness import Stream
 from hf_gradguard.testing.small import small_text_task
 from recipes.studies.frontier import corpora, rates, shown, text
-from recipes.studies.frontier.attackers import sent
+from recipes.studies.frontier.attackers import read, sent
 from recipes.studies.frontier.client import Stage, row_of
 from recipes.studies.frontier.head_training import HeadTask
 from recipes.studies.frontier.settings import (
@@ -45,6 +45,17 @@ def encoder(tmp_path_factory: pytest.TempPathFactory, encoder: Path) -> Path:
     tokenizer = AutoTokenizer.from_pretrained(encoder)
     folder = tmp_path_factory.mktemp("data") / "encoder"
     return save_encoder(folder, tokenizer, hidden_size=96)
+
+
+def test_what_is_read_stands_beside_what_others_have_of_it(encoder):
+    """Two texts of four words each, of which one is common to both."""
+    tokenizer = AutoTokenizer.from_pretrained(encoder)
+    words = sorted(set(range(len(tokenizer))) - set(tokenizer.all_special_ids))[:7]
+    one, two = [words[:4]], [[words[0], *words[4:]]]
+    assert read([one, [[]]], [one, two], tokenizer) == {
+        "token_f1": [1.0, 0.0], "token_f1_others": [0.25, 0.0]
+    }  # fmt: skip
+    assert read([one], [one], tokenizer) == {"token_f1": [1.0]}
 
 
 def test_refiner_parts(encoder, sentences, quick, tmp_path, monkeypatch):
@@ -97,6 +108,10 @@ def test_frontier(encoder, sentences, quick, tmp_path, monkeypatch):
     assert len(found["rank"]) == 4
     (row,) = study.rows()
     assert row[:2] == ["20", f"{(found['parameters'] / 4) ** 0.5 / 20:.2g}"]
+
+    study = quick("frontier", "partly", *data, "--models", models, output=tmp_path / "partly")
+    (found,) = study.figures.values()
+    assert {listed: len(one["rank"]) for listed, one in found.items()} == {"4": 4, "2": 2}
 
     study = quick("frontier", "batches", *data, output=tmp_path / "frontier_batches")
     for found in study.figures.values():

@@ -6,10 +6,11 @@ add noise of their own, with the covariance that candidates' gradients have,
 
     C = I + (B - 1)/B² Σ_c p_c h_c h_cᵀ,    log p(y | h in it)/p(y) = ⟨y, C⁻¹h⟩/B - ½ ⟨h, C⁻¹h⟩/B².
 
-By Woodbury's identity that takes products ⟨h, y⟩ and ⟨h, h'⟩ alone. The former, from which noise
-averages out over all coordinates, are exact. The latter are those of sketches: sums of coordinates
-under random signs, as long as there is memory for (Charikar, Chen and Farach-Colton, "Finding
-Frequent Items in Data Streams", 2002).
+where I is larger by as much of the message as no candidate explains: not all of its samples need be
+among them. By Woodbury's identity that takes products ⟨h, y⟩ and ⟨h, h'⟩ alone. The former, from
+which noise averages out over all coordinates, are exact. The latter are those of sketches: sums of
+coordinates under random signs, as long as there is memory for (Charikar, Chen and Farach-Colton,
+"Finding Frequent Items in Data Streams", 2002).
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from ...gradient_map import Tensors
 
 ENTRIES = 2**26  # of all sketches together: 256 MiB
 SHORTEST = 16_381
+_FREE = 32  # coordinates beside candidates, for what these do not explain to be known
 _REFERENCE = 2048  # candidates that say how gradients vary
 _RIDGE = 1e-7
 _BESIDE = 1e-2  # the ridge of a regression on candidates, in units of their mean square
@@ -155,9 +157,7 @@ class MatchedFilter:
         Others' gradients are known by their sketches: exact products do not agree with these,
         sketched ones do, but noise averages out less in them.
         """
-        variance = self.messages[message].variance
-        if variance is None:
-            variance = self._residual(message, prior)
+        variance = self._variance(message, prior)
         energy = max(self.y_squares[message] - variance * self.size, 0.0)
         apart = variance + energy / self.length * (self.length < self.size)
         together = variance * max(1.0, self.size / self.length)
@@ -175,24 +175,23 @@ class MatchedFilter:
         sizes = (self.norms * self.y_squares[message]).sqrt().clamp(min=1e-30)
         return self.products[:, message] / sizes
 
-    def _residual(self, message: int, prior: Tensor) -> float:
-        """The variance of what candidates do not explain of a message."""
-        y, found = self.y_sketches[message][None], self.sketches[prior > 0][:_REFERENCE]
-        whole = float(_products(y, y))
-        left = whole
-        free = self.length - min(len(found), self.length)
-        if free > self.length // 2 and len(found):
-            gram = _products(found, found)
-            ridge = _RIDGE * float(gram.diagonal().mean()) + 1e-30
-            gram.diagonal().add_(ridge)
-            b = _products(found, y)[:, 0]
-            left = whole - float(b @ torch.linalg.solve(gram, b))
-        else:
+    def _variance(self, message: int, prior: Tensor) -> float:
+        """Of the noise on an entry: what is known of it, or more where the message has more that no
+        candidate explains. Then samples are in it that are not among the candidates.
+        """
+        known, y = self.messages[message].variance, self.y_sketches[message][None]
+        population = self._population(prior)
+        left, free = float(_products(y, y)), self.length - population.count
+        if free >= _FREE:
+            left -= population.explained(_products(self.sketches, y)[:, 0])
+        elif known is None:
             free = self.length
+        else:
+            return known
         # Never less than what evaluations differ in.
         least = 1e-8 * self.y_squares[message] / self.size + 1e-38
         per_entry = max(left, 0.0) / free * min(1.0, self.length / self.size)
-        return max(per_entry, least)
+        return max(per_entry, least if known is None else known)
 
     def _weighed(self, name: str, tensor: Tensor) -> Tensor:
         flat = tensor.flatten(1)
@@ -228,7 +227,7 @@ class _Population:
             chosen = slice(0, step * _REFERENCE, step)
         self.chosen = chosen
         own = prior[chosen] / prior[chosen].sum()
-        self.root = own.sqrt()
+        self.root, self.count = own.sqrt(), int((own > 0).sum())
         cross = _products(sketches, sketches[chosen]) * self.root  # h·h_c √p_c
         self.norms = _products(sketches, None)
         # By eigenvalues: what is known to many digits more than the noise leaves would cancel in
@@ -237,6 +236,12 @@ class _Population:
         values, self.vectors = torch.linalg.eigh((system + system.T) / 2)
         self.values = values.clamp(min=0)
         self.projected = cross @ self.vectors
+
+    def explained(self, products: Tensor) -> float:
+        """‖y‖² in the candidates' span, with y of these products with them."""
+        along = self.vectors.T @ (self.root * products[self.chosen])
+        ridge = _RIDGE * float(self.values.sum()) / max(self.count, 1) + 1e-30
+        return float((along.square() / (self.values + ridge)).sum())
 
     def whitened(
         self, products: Tensor, norms: Tensor | None, share: float
@@ -254,9 +259,8 @@ class _Population:
         """t-statistics of all candidates, each beside those that say how they vary, in a ridge
         regression of y with these products with them.
         """
-        heard = self.root > 0
-        size = float(self.norms[self.chosen][heard].mean())
-        share = int(heard.sum()) / (_BESIDE * size + 1e-30)
+        size = float(self.norms[self.chosen][self.root > 0].mean())
+        share = self.count / (_BESIDE * size + 1e-30)
         matched, squares = self.whitened(products, None, share)
         leverage = torch.zeros_like(squares)
         leverage[self.chosen] = share * self.root.square() * squares[self.chosen]

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
+import numpy as np
 import torch
 
 from hf_gradguard import GradientMap, make_defense
@@ -20,31 +21,27 @@ from .client import Stage
 from .settings import GATHERED
 
 NOISE_ALONE = "noise_alone"
+OWN, OTHERS = "token_f1", "token_f1_others"  # words of the sentence found, and by chance
 CHANCE = "noise alone"  # the row of what an attacker makes of it
 
 
 def attacked(
     cell: dict, stage: Stage, tokenizer, texts: list[dict], later: Iterable[dict] = ()
 ) -> dict:
-    """Figures of each sentence: token F1; of candidates, whether it is told at 1 % false alarms,
-    and its rank. With `NOISE_ALONE` among a cell's settings there is nothing to find. Who gathers
-    what a client sends waits for the batches to come `later`.
+    """Figures of each sentence: token F1, with itself and with others; of candidates, whether it is
+    told at 1 % false alarms, and its rank. With `NOISE_ALONE` among a cell's settings there is
+    nothing to find. Who gathers what a client sends waits for the batches to come `later`.
     """
-    size, batches = cell["size"], []
     if NOISE_ALONE in cell:
         stage = stage._replace(defense=make_defense("gaussian_noise", relative_scale=1e6))
         stage.defense.prepare(stage.model, tokenizer)
-    for number in range(cell["messages"]):
-        part = texts[number * size : (number + 1) * size]
-        batch = dict(tokenizer([t["sentence"] for t in part], padding=True, return_tensors="pt"))
-        batches.append(batch | {"labels": torch.tensor([t["label"] for t in part])})
+    batches = _batches(cell, tokenizer, texts)
     see = functools.partial(_granted, stage, tokenizer)
     if cell["attack"] == GATHERED[0]:
         return _told(cell, texts, waited_for(cell, stage, batches, later, see))
-    messages = sent(cell, stage, batches)
     if cell["attack"] == "candidates":
-        return _told(cell, texts, list(map(see, batches, messages)))
-    found = []
+        return _told(cell, texts, observed(cell, stage, tokenizer, texts))
+    messages, found = sent(cell, stage, batches), []
     for number, (batch, message) in enumerate(zip(batches, messages, strict=True)):
         seen, known = _observed(stage, batch, message, tokenizer)
         attack = make_attack(cell["attack"], **cell["settings"] | known.get(cell["attack"], {}))
@@ -56,8 +53,40 @@ def attacked(
         ]
         for batch in batches
     ]
-    scores = score_text(found, truths, tokenizer=tokenizer, bootstrap=0)
-    return {"token_f1": [round(float(f), 4) for f in scores.per_sample["token_f1"]]}
+    return read(found, truths, tokenizer)
+
+
+def read(found: list, truths: list, tokenizer) -> dict[str, list[float]]:
+    """Token F1 of each sentence with its own message's; and the mean with the other messages', of
+    which nothing was to be seen: so much is common to sentences.
+    """
+
+    def scored(others: list) -> np.ndarray:
+        scores = score_text(found, others, tokenizer=tokenizer, bootstrap=0)
+        return np.asarray(scores.per_sample["token_f1"], dtype=float)
+
+    figures = {OWN: scored(truths)}
+    turns = [truths[turn:] + truths[:turn] for turn in range(1, len(truths))]
+    if turns:
+        figures[OTHERS] = np.mean([scored(turned) for turned in turns], axis=0)
+    return {name: [round(float(f), 4) for f in values] for name, values in figures.items()}
+
+
+def _batches(cell: dict, tokenizer, texts: list[dict]) -> list[dict]:
+    """A cell's messages, of texts one after the other."""
+    size, batches = cell["size"], []
+    for number in range(cell["messages"]):
+        part = texts[number * size : (number + 1) * size]
+        batch = dict(tokenizer([t["sentence"] for t in part], padding=True, return_tensors="pt"))
+        batches.append(batch | {"labels": torch.tensor([t["label"] for t in part])})
+    return batches
+
+
+def observed(cell: dict, stage: Stage, tokenizer, texts: list[dict]) -> list[Observation]:
+    """A cell's messages, with their labels and the law of the defense."""
+    batches = _batches(cell, tokenizer, texts)
+    see = functools.partial(_granted, stage, tokenizer)
+    return list(map(see, batches, sent(cell, stage, batches)))
 
 
 def sent(cell: dict, stage: Stage, batches: Sequence[dict]) -> list[Message]:

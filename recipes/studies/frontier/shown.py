@@ -6,6 +6,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..lib.tables import bracketed, interval, plt, save, write_table
+from .attackers import OTHERS
 from .client import row_of
 from .settings import DELTA, GATHERED, STAGES
 
@@ -98,11 +99,13 @@ def proofs(figures: dict) -> dict[str, str]:
 
 def read(runs: dict) -> str:
     """Mean with a 95 % interval over all samples of all seeds: token F1, PSNR, or of candidates the
-    share that is told.
+    share that is told. After token F1 that with other sentences, where it is known.
     """
     for name, digits in SCORES.items():
         if values := _scores(runs, name):
-            return interval(values, digits)
+            others = _scores(runs, OTHERS)
+            by_chance = f" ({np.mean(others):.{digits}f})" if len(others) == len(values) else ""
+            return interval(values, digits) + by_chance
     return ""
 
 

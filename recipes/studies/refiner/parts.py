@@ -21,14 +21,14 @@ from hf_gradguard.randomness import Stream
 
 from ..frontier import rates
 from ..frontier.attackers import attacked
-from ..frontier.settings import ATTACKS, CANDIDATES, QUICK, RATES_SEED, SPAN
+from ..frontier.settings import ATTACKS, BATCH, CANDIDATES, QUICK, RATES_SEED, SPAN
 from ..frontier.shown import ACCURACY, lost, read
 from ..frontier.training import TEXTS, Task
 from ..lib.results import Results
 from ..lib.tables import interval, write_table
 from ..lib.text import of_usual_length, sst2
 from .federation import flat
-from .settings import PARTS, PARTS_SEEDS, QUICK_PARTS, QUICK_PARTS_ATTACKS, SECOND_SIZES
+from .settings import PARTS, PARTS_SEEDS, QUICK_PARTS, QUICK_PARTS_ATTACKS
 
 ARGUMENTS = TEXTS | {"--models": "folder that keeps what was trained"}
 RATES = "learning rate"
@@ -37,14 +37,15 @@ RATES = "learning rate"
 def cells(args) -> dict:
     """Rates first. Then every row's first seed, what is read of it, and further seeds."""
     results, found = Results(args.output), {}
-    sizes = QUICK if args.quick else SECOND_SIZES
     attacks = (
         QUICK_PARTS_ATTACKS if args.quick else {one: ATTACKS[one] for one in (SPAN, CANDIDATES)}
     )
     best = {}
     for row in QUICK_PARTS if args.quick else PARTS:
-        defense, strength, tried = PARTS[row]
-        cell = {"defense": defense, "strength": strength, **sizes}
+        defense, strength, tried, steps = PARTS[row]
+        cell = {"defense": defense, "strength": strength, "batch": BATCH, "steps": steps}
+        if args.quick:
+            cell |= QUICK
         one_alone = args.quick or len(tried) == 1
         search = rates.by_rate(cell | {"seed": RATES_SEED}, () if one_alone else tried)
         found |= {(row, RATES, rate): one for rate, one in search.items()}
@@ -99,7 +100,6 @@ class Sums:
 
 
 def report(figures: dict, args) -> None:
-    plain = figures.get("none", {}).get(ACCURACY, {})
     places = dict.fromkeys(place for found in figures.values() for place in found)
     columns = [place for place in places if place not in (RATES, ACCURACY)]
     rows = []
@@ -107,8 +107,14 @@ def report(figures: dict, args) -> None:
         runs, tried = found.get(ACCURACY, {}), found.get(RATES, {})
         shown = [row, f"{rates.best({row: tried})[row]:g}" if tried else ""]
         shown += [interval([run["accuracy"] for run in runs.values()]) if runs else ""]
-        shown += [lost(runs, plain)]
+        shown += [lost(runs, figures.get(_plain(row), {}).get(ACCURACY, {}))]
         shown += [interval([run["cosine_of_sums"] for run in runs.values()], 2) if runs else ""]
         rows.append(shown + [read(found.get(column, {})) for column in columns])
     header = ["", "rate", "accuracy", "less than none", "cosine of sums", *columns]
     write_table(args.output, header, rows)
+
+
+def _plain(row: str) -> str:
+    """The undefended row of as many messages."""
+    steps = PARTS[row].steps
+    return next(name for name, one in PARTS.items() if (one.defense, one.steps) == ("none", steps))

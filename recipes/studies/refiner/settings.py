@@ -1,5 +1,7 @@
 """Rows of the tables, and what the paper has for them."""
 
+from typing import NamedTuple
+
 from ..lib.images import INVERTING
 
 # sentences.py
@@ -109,17 +111,28 @@ PAPER_PRUNING = {
     "product": {0.2: 52.88, 0.4: 51.45, 0.6: 50.96, 0.8: 49.54},
 }
 
-# parts.py: defense, settings, learning rates; the most telling first
-_RATES = (5e-5, 2e-4)
-PARTS: dict[str, tuple[str, dict, tuple[float, ...]]] = {
-    "none": ("none", {}, (2e-4,)),
-    "default": ("refiner", {}, _RATES),
-    "without feedback": ("refiner", {"error_feedback": False}, _RATES),
-    "a factor a sample": ("refiner", {"factors": "sample"}, _RATES),
-    "a factor a sample, 2 steps": ("refiner", {"iterations": 2}, _RATES),
-    "one factor": ("refiner", {"factors": "message"}, _RATES),
-    "64 samples": ("refiner", {"samples": 64}, _RATES),
-    "4 samples": ("refiner", {"samples": 4}, _RATES),
+
+# parts.py
+class Part(NamedTuple):
+    """A row: a defense, rates of which the best is taken, and how many messages."""
+
+    defense: str
+    strength: dict
+    rates: tuple[float, ...] = (5e-5, 2e-4)
+    steps: int = 200
+
+
+PARTS = {  # the most telling first
+    "none": Part("none", {}, (2e-4,)),
+    "default": Part("refiner", {}),
+    "without feedback": Part("refiner", {"error_feedback": False}),
+    "a factor a sample": Part("refiner", {"factors": "sample"}),
+    "one factor": Part("refiner", {"factors": "message"}),
+    "a factor a sample, 2 steps": Part("refiner", {"iterations": 2}),
+    "64 samples": Part("refiner", {"samples": 64}),
+    "4 samples": Part("refiner", {"samples": 4}),
+    "none, 300 messages": Part("none", {}, (2e-4,), 300),
+    "default, 300 messages": Part("refiner", {}, (5e-5,), 300),
 }
 QUICK_PARTS, PARTS_SEEDS = ("none", "default", "without feedback"), 3
 QUICK_PARTS_ATTACKS: dict[tuple[str, int], tuple[int, dict]] = {
