@@ -15,6 +15,7 @@ coordinates under random signs, as long as there is memory for (Charikar, Chen a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -188,10 +189,11 @@ class MatchedFilter:
             free = self.length
         else:
             return known
-        # Never less than what evaluations differ in.
-        least = 1e-8 * self.y_squares[message] / self.size + 1e-38
         per_entry = max(left, 0.0) / free * min(1.0, self.length / self.size)
-        return max(per_entry, least if known is None else known)
+        if known is not None:  # by chance the mean of as many squares is no larger
+            return per_entry if per_entry > known * (1 + 5 * math.sqrt(2 / free)) else known
+        # Never less than what evaluations differ in.
+        return max(per_entry, 1e-8 * self.y_squares[message] / self.size + 1e-38)
 
     def _weighed(self, name: str, tensor: Tensor) -> Tensor:
         flat = tensor.flatten(1)

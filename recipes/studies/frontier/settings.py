@@ -36,7 +36,7 @@ _THEN = [
     *((name, {"relative_scale": 1.0}) for name in ("gaussian_noise", "optimal_noise")),
     *((name, {"relative_scale": 50.0}) for name in ("gaussian_noise", "optimal_noise")),
     ("optimal_noise", {"relative_scale": 20.0, "shape": "own"}),
-    *(("optimal_pruning", {"ratio": r, "error_feedback": True}) for r in (0.99, 0.97)),
+    *(("optimal_pruning", {"ratio": r, "error_feedback": True}) for r in (0.99, 0.97, 0.95)),
     *(
         ("optimal_pruning", {"ratio": r, "error_feedback": True, "min_batches": 8})
         for r in (0.99, 0.9)
