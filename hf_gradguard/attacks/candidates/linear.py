@@ -6,11 +6,11 @@ add noise of their own, with the covariance that candidates' gradients have,
 
     C = I + (B - 1)/B² Σ_c p_c h_c h_cᵀ,    log p(y | h in it)/p(y) = ⟨y, C⁻¹h⟩/B - ½ ⟨h, C⁻¹h⟩/B².
 
-where I is larger by as much of the message as no candidate explains: not all of its samples need be
-among them. By Woodbury's identity that takes products ⟨h, y⟩ and ⟨h, h'⟩ alone. The former, from
-which noise averages out over all coordinates, are exact. The latter are those of sketches: sums of
-coordinates under random signs, as long as there is memory for (Charikar, Chen and Farach-Colton,
-"Finding Frequent Items in Data Streams", 2002).
+By Woodbury's identity that takes products ⟨h, y⟩ and ⟨h, h'⟩ alone. The former, from which noise
+averages out over all coordinates, are exact. The latter are those of sketches: sums of coordinates
+under random signs, as long as there is memory for (Charikar, Chen and Farach-Colton, "Finding
+Frequent Items in Data Streams", 2002). Where a message has more than candidates and noise explain,
+it is regressed on candidates instead: not all of its samples need be among them.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from ...gradient_map import Tensors
 ENTRIES = 2**26  # of all sketches together: 256 MiB
 SHORTEST = 16_381
 _FREE = 32  # coordinates beside candidates, for what these do not explain to be known
+_ROUGH = 1e-4  # of a message's power: less is not explained where all of it is
 _REFERENCE = 2048  # candidates that say how gradients vary
 _RIDGE = 1e-7
 _BESIDE = 1e-2  # the ridge of a regression on candidates, in units of their mean square
@@ -158,7 +159,9 @@ class MatchedFilter:
         Others' gradients are known by their sketches: exact products do not agree with these,
         sketched ones do, but noise averages out less in them.
         """
-        variance = self._variance(message, prior)
+        variance = self.messages[message].variance
+        if variance is None:
+            variance, _ = self._residual(message, prior)
         energy = max(self.y_squares[message] - variance * self.size, 0.0)
         apart = variance + energy / self.length * (self.length < self.size)
         together = variance * max(1.0, self.size / self.length)
@@ -176,24 +179,30 @@ class MatchedFilter:
         sizes = (self.norms * self.y_squares[message]).sqrt().clamp(min=1e-30)
         return self.products[:, message] / sizes
 
-    def _variance(self, message: int, prior: Tensor) -> float:
-        """Of the noise on an entry: what is known of it, or more where the message has more that no
-        candidate explains. Then samples are in it that are not among the candidates.
+    def complete(self, message: int, prior: Tensor) -> bool:
+        """Whether noise of the variance that is known explains what candidates do not of a message
+        of several samples. Otherwise some of these are none of them, and are no such noise.
         """
-        known, y = self.messages[message].variance, self.y_sketches[message][None]
-        population = self._population(prior)
+        told = self.messages[message]
+        left, free = self._residual(message, prior)
+        if told.samples == 1 or told.variance is None or not free:
+            return True
+        by_chance = told.variance * (1 + 5 * math.sqrt(2 / free))
+        return left <= max(by_chance, _ROUGH * self.y_squares[message] / self.size)
+
+    def _residual(self, message: int, prior: Tensor) -> tuple[float, int]:
+        """The variance of what candidates do not explain of a message, and of how many coordinates:
+        0 where candidates leave too few to tell, and all counts.
+        """
+        y, population = self.y_sketches[message][None], self._population(prior)
         left, free = float(_products(y, y)), self.length - population.count
-        if free >= _FREE:
-            left -= population.explained(_products(self.sketches, y)[:, 0])
-        elif known is None:
-            free = self.length
+        if free < _FREE:
+            free = 0
         else:
-            return known
-        per_entry = max(left, 0.0) / free * min(1.0, self.length / self.size)
-        if known is not None:  # by chance the mean of as many squares is no larger
-            return per_entry if per_entry > known * (1 + 5 * math.sqrt(2 / free)) else known
+            left -= population.explained(_products(self.sketches, y)[:, 0])
+        per_entry = max(left, 0.0) / (free or self.length) * min(1.0, self.length / self.size)
         # Never less than what evaluations differ in.
-        return max(per_entry, 1e-8 * self.y_squares[message] / self.size + 1e-38)
+        return max(per_entry, 1e-8 * self.y_squares[message] / self.size + 1e-38), free
 
     def _weighed(self, name: str, tensor: Tensor) -> Tensor:
         flat = tensor.flatten(1)

@@ -227,7 +227,8 @@ class Scorer:
         """Statistics of a message, of which there are several where its law is not known."""
         share = self.pool.asked[at].share
         unknown = one.messages[place].variance is None
-        if self._beside(at) and one.weights is not None and unknown:
+        beside = self._beside(at) and one.weights is not None and unknown
+        if beside or not one.complete(place, share):
             return [self._best(one.regressed(place, share), at)]
         alone = self.observations[at].batch_size == 1
         ratios = self._by_candidate(one.log_ratio(place, share), at, one=alone)
