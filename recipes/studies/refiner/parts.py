@@ -3,13 +3,13 @@ r"""Refiner's default, and what each part of it gives: one is left out, or done 
     python -m recipes.studies.refiner.run parts --model MODEL --data_dir SST2 --models FOLDER \
         --output docs/results/refiner_parts
 
-One client of 16 phrases of SST-2 a message, 200 steps of AdamW, MiniLM, three seeds. Each row has
-its own learning rate, of two: that of better accuracy on 500 held-out phrases, by a seed that is
-not used again. Accuracy is of 2,693 sentences, compared with the undefended run of the same seed
-sentence by sentence. Sums: the cosine of what was shared in a training with the gradients there,
-each added up, one seed. At the end of its own training each is attacked as on the frontier: span
-has 8 messages of one sentence, and a list three of 16. FOLDER keeps what was trained, 45 MB a
-stage. Three to six minutes of one core a training.
+One client of 16 phrases of SST-2 a message, 200 steps of AdamW, MiniLM, one seed (`--all`: three,
+and more rows). Each row has its own learning rate, of two: that of better accuracy on 500 held-out
+phrases, by a seed that is not used again. Accuracy is of 2,693 sentences, compared with the
+undefended run of the same seed sentence by sentence. Sums: the cosine of what was shared in a
+training with the gradients there, each added up, one seed. At the end of its own training each is
+attacked as on the frontier: span has 8 messages of one sentence, and a list three of 16. FOLDER
+keeps what was trained, 45 MB a stage. Three to six minutes of one core a training.
 """
 
 import torch
@@ -24,18 +24,23 @@ from ..frontier.attackers import attacked
 from ..frontier.settings import ATTACKS, BATCH, CANDIDATES, QUICK, RATES_SEED, SPAN
 from ..frontier.shown import ACCURACY, lost, read
 from ..frontier.training import TEXTS, Task
-from ..lib.results import Results
+from ..lib.results import Results, chosen
 from ..lib.tables import interval, write_table
 from ..lib.text import of_usual_length, sst2
 from .federation import flat
-from .settings import PARTS, PARTS_SEEDS, QUICK_PARTS, QUICK_PARTS_ATTACKS
+from .settings import FIRST_PARTS, PARTS, PARTS_SEEDS, QUICK_PARTS, QUICK_PARTS_ATTACKS
 
-ARGUMENTS = TEXTS | {"--models": "folder that keeps what was trained"}
+ARGUMENTS = TEXTS | {
+    "--models": "folder that keeps what was trained",
+    "--all": {"action": "store_true", "help": "all rows, three seeds"},
+}
 RATES = "learning rate"
 
 
 def cells(args) -> dict:
-    """Rates first. Then every row's first seed, what is read of it, and further seeds."""
+    """Rates first. Then every row's first seed, what is read of it, and further seeds. Without
+    `--all` one seed of the first rows, and what is there.
+    """
     results, found = Results(args.output), {}
     attacks = (
         QUICK_PARTS_ATTACKS if args.quick else {one: ATTACKS[one] for one in (SPAN, CANDIDATES)}
@@ -59,7 +64,16 @@ def cells(args) -> dict:
             asked = {"stage": "end", "attack": name, "size": size, "messages": count}
             asked |= {"settings": settings}
             found |= {(row, f"{name}, {size}", "0"): cell | asked for row, cell in trained.items()}
-    return found
+    if args.quick:
+        return found
+    few = [PARTS[row] for row in list(PARTS)[:FIRST_PARTS]]
+    wanted = [(part.defense, part.strength, part.steps) for part in few]
+
+    def first(cell: dict) -> bool:
+        what = cell["defense"], cell["strength"], cell["steps"]
+        return cell["seed"] in (0, RATES_SEED) and what in wanted
+
+    return chosen(found, first, args)
 
 
 def prepare(args):

@@ -134,7 +134,7 @@ PARTS = {  # the most telling first
     "none, 300 messages": Part("none", {}, (2e-4,), 300),
     "default, 300 messages": Part("refiner", {}, (5e-5,), 300),
 }
-QUICK_PARTS, PARTS_SEEDS = ("none", "default", "without feedback"), 3
+QUICK_PARTS, FIRST_PARTS, PARTS_SEEDS = ("none", "default", "without feedback"), 5, 3
 QUICK_PARTS_ATTACKS: dict[tuple[str, int], tuple[int, dict]] = {
     ("span", 1): (1, {}),
     ("candidates", 4): (1, {"listed": 20}),
