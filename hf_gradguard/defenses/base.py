@@ -319,6 +319,14 @@ def is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
+def check_range(name: str, value: object, low: float, high: float, above: bool = False) -> None:
+    """Raise `ValueError` unless a setting is a number from `low`, or `above` it, to `high`."""
+    if not is_number(value) or not low <= value <= high or (above and value == low):  # type: ignore[operator]
+        least = f"above {low}" if above else f"at least {low}"
+        most = f" and at most {high}" if high < math.inf else ""
+        raise ValueError(f"{name} must be a finite number {least}{most}, but is {value!r}.")
+
+
 def check_whole(name: str, value: object, least: int) -> None:
     """Raise `ValueError` unless a setting is a whole number of at least `least`."""
     if not isinstance(value, int) or isinstance(value, bool) or value < least:

@@ -21,7 +21,7 @@ from ..gradient_map.sample_span import Factors
 from ..networks.loading import check_digest
 from ..networks.trial import name_of
 from ..randomness import Stream
-from .base import cast_like, check_whole, is_number, norm, true_gradient
+from .base import cast_like, check_range, check_whole, norm, true_gradient
 from .feedback import BiasedDefense, LeftOut, check_min_batches
 from .made_up import MadeUp
 from .message import Message, nothing_of
@@ -120,8 +120,8 @@ class Refiner(BiasedDefense):
         take_defaults(self)
         weighted, still = self.objective == "weighted", self.factors in ("parameter", "token")
         if weighted:
-            _check_range("alpha", self.alpha, 0, 1)
-            _check_range("tau", self.tau, 0, math.inf, above=True)
+            check_range("alpha", self.alpha, 0, 1)
+            check_range("tau", self.tau, 0, math.inf, above=True)
         else:
             check_whole("samples", self.samples, 1)
             if self.factors not in get_args(Factors):
@@ -129,9 +129,9 @@ class Refiner(BiasedDefense):
                 raise ValueError(f"factors must be {names}, but is {self.factors!r}.")
             if still and self.iterations:
                 raise ValueError(f"factors={self.factors!r} has no iterations: leave them out.")
-        _check_range("beta", self.beta, 0, math.inf)
+        check_range("beta", self.beta, 0, math.inf)
         check_min_batches(self.min_batches)
-        _check_range("learning_rate", self.learning_rate, 0, math.inf, above=True)
+        check_range("learning_rate", self.learning_rate, 0, math.inf, above=True)
         if still and self.beta:
             raise ValueError(
                 f"factors={self.factors!r} has no iterations for beta to count in: leave beta out, "
@@ -143,7 +143,7 @@ class Refiner(BiasedDefense):
             raise ValueError("Give epsilon or relative_epsilon, not both.")
         for name in ("epsilon", "relative_epsilon"):
             if getattr(self, name) is not None:  # at 0 it would share the true gradient
-                _check_range(name, getattr(self, name), 0, math.inf, above=True)
+                check_range(name, getattr(self, name), 0, math.inf, above=True)
         if (self.image_mean is None) != (self.image_std is None):
             raise ValueError("Give image_mean and image_std together, or neither.")
         given = self.evaluation_network
@@ -348,10 +348,3 @@ class Refiner(BiasedDefense):
         name = given if isinstance(given, str) else given.name_or_path or "unnamed"
         found = {pin: getattr(self._loaded, pin, None) for pin in _PINS}
         return settings | {"evaluation_network": name} | {k: v for k, v in found.items() if v}
-
-
-def _check_range(name: str, value: object, low: float, high: float, above: bool = False) -> None:
-    if not is_number(value) or not low <= value <= high or (above and value == low):  # type: ignore[operator]
-        least = f"above {low}" if above else f"at least {low}"
-        most = f" and at most {high}" if high < math.inf else ""
-        raise ValueError(f"{name} must be a finite number {least}{most}, but is {value!r}.")

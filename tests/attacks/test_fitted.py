@@ -110,7 +110,7 @@ def rank_of(right: int, listed: list[Any], informed: bool) -> int:
     out is large in one layer.
     """
     model, _ = make_task("bert")
-    defense = make_defense("refiner", samples=2, factors="parameter")
+    defense = make_defense("refiner", samples=2, factors="parameter", min_batches=1)
     gmap = GradientMap(model, listed[right], second_order=False)
     error = {name: torch.zeros_like(g) for name, g in gmap.gradient().items()}
     pooler = error["bert.pooler.dense.weight"]
@@ -138,7 +138,7 @@ def test_the_law_holds_nothing_secret() -> None:
     has lost all but its tensors.
     """
     model, batch = make_task("bert")
-    settings: dict[str, Any] = {"samples": 3}
+    settings: dict[str, Any] = {"samples": 3, "min_batches": 1}
     used, fresh = (make_defense("refiner", **settings) for _ in range(2))
     message = used(GradientMap(model, batch, second_order=False), Stream.from_seeds(1))
     again = pickle.loads(pickle.dumps({n: t.clone() for n, t in message.items()}))
