@@ -37,7 +37,7 @@ STALE = 20
 """e is dropped when the client's last message is more than so many optimizer steps old: it points
 from where the model was then.
 """
-_STALE = (
+_TOO_SELDOM = (
     "A client's last message is more than {} optimizer steps old. So what it left out is dropped, "
     "and with min_batches={} it begins anew, with an empty message. Let clients take part more "
     "often, or give min_batches=1, which shares what is one batch's alone."
@@ -79,7 +79,7 @@ class LeftOut:
         size = norm(gradient)
         usual = self.min_batches * max(size, self.size)
         if self.error and stale and self.min_batches > 1:
-            logger.warning_once(_STALE.format(STALE, self.min_batches))
+            logger.warning_once(_TOO_SELDOM.format(STALE, self.min_batches))
         if not same or stale or norm(self.error) > LARGEST * usual:
             self.error, self.gradients, self.batches = {}, 0, {}
         self.gradients += size > 0
@@ -194,6 +194,10 @@ class BiasedDefense(Defense):
     @cached_property
     def _left_out(self) -> LeftOut:
         return LeftOut()
+
+    @property
+    def held(self) -> int:
+        return self._left_out.min_batches - 1 if self.error_feedback else 0
 
     def at_step(self, step: int) -> None:
         super().at_step(step)

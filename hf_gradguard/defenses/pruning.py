@@ -101,10 +101,6 @@ class PruningDefense(BiasedDefense):
     def exact(self) -> bool:
         return not self.error_feedback
 
-    @property
-    def held(self) -> int:
-        return self.min_batches - 1 if self.error_feedback else 0
-
 
 @dataclass
 class Pruning(PruningDefense):

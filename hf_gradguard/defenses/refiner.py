@@ -207,10 +207,6 @@ class Refiner(BiasedDefense):
             check_digest(name_of(self._loaded), getattr(self._loaded, "sha256", None), self.sha256)
         return self._loaded
 
-    @property
-    def held(self) -> int:
-        return self.min_batches - 1 if self.error_feedback else 0
-
     @cached_property
     def _left_out(self) -> LeftOut:
         return LeftOut(self.min_batches)

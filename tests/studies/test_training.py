@@ -16,7 +16,7 @@ from hf_gradguard.leakage import dp_sgd_epsilon
 from hf_gradguard.randomness import Stream
 from hf_gradguard.testing.small import small_text_task
 from recipes.studies.frontier import corpora, rates, shown, text
-from recipes.studies.frontier.attackers import read, sent
+from recipes.studies.frontier.attackers import sent, words_of
 from recipes.studies.frontier.client import Stage, row_of
 from recipes.studies.frontier.head_training import HeadTask
 from recipes.studies.frontier.settings import (
@@ -52,10 +52,10 @@ def test_what_is_read_stands_beside_what_others_have_of_it(encoder):
     tokenizer = AutoTokenizer.from_pretrained(encoder)
     words = sorted(set(range(len(tokenizer))) - set(tokenizer.all_special_ids))[:7]
     one, two = [words[:4]], [[words[0], *words[4:]]]
-    assert read([one, [[]]], [one, two], tokenizer) == {
+    assert words_of([one, [[]]], [one, two], tokenizer) == {
         "token_f1": [1.0, 0.0], "token_f1_others": [0.25, 0.0]
     }  # fmt: skip
-    assert read([one], [one], tokenizer) == {"token_f1": [1.0]}
+    assert words_of([one], [one], tokenizer) == {"token_f1": [1.0]}
 
 
 def test_refiner_parts(encoder, sentences, quick, tmp_path, monkeypatch):

@@ -184,8 +184,10 @@ class MatchedFilter:
         of several samples. Otherwise some of these are none of them, and are no such noise.
         """
         told = self.messages[message]
+        if told.samples == 1 or told.variance is None:
+            return True
         left, free = self._residual(message, prior)
-        if told.samples == 1 or told.variance is None or not free:
+        if not free:
             return True
         by_chance = told.variance * (1 + 5 * math.sqrt(2 / free))
         return left <= max(by_chance, _ROUGH * self.y_squares[message] / self.size)

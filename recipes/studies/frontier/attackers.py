@@ -35,12 +35,12 @@ def attacked(
     if NOISE_ALONE in cell:
         stage = stage._replace(defense=make_defense("gaussian_noise", relative_scale=1e6))
         stage.defense.prepare(stage.model, tokenizer)
-    batches = _batches(cell, tokenizer, texts)
-    see = functools.partial(_granted, stage, tokenizer)
-    if cell["attack"] == GATHERED[0]:
-        return _told(cell, texts, waited_for(cell, stage, batches, later, see))
     if cell["attack"] == "candidates":
         return _told(cell, texts, observed(cell, stage, tokenizer, texts))
+    batches = _batches(cell, tokenizer, texts)
+    if cell["attack"] == GATHERED[0]:
+        see = functools.partial(_granted, stage, tokenizer)
+        return _told(cell, texts, waited_for(cell, stage, batches, later, see))
     messages, found = sent(cell, stage, batches), []
     for number, (batch, message) in enumerate(zip(batches, messages, strict=True)):
         seen, known = _observed(stage, batch, message, tokenizer)
@@ -53,10 +53,10 @@ def attacked(
         ]
         for batch in batches
     ]
-    return read(found, truths, tokenizer)
+    return words_of(found, truths, tokenizer)
 
 
-def read(found: list, truths: list, tokenizer) -> dict[str, list[float]]:
+def words_of(found: list, truths: list, tokenizer) -> dict[str, list[float]]:
     """Token F1 of each sentence with its own message's; and the mean with the other messages', of
     which nothing was to be seen: so much is common to sentences.
     """
@@ -85,8 +85,8 @@ def _batches(cell: dict, tokenizer, texts: list[dict]) -> list[dict]:
 def observed(cell: dict, stage: Stage, tokenizer, texts: list[dict]) -> list[Observation]:
     """A cell's messages, with their labels and the law of the defense."""
     batches = _batches(cell, tokenizer, texts)
-    see = functools.partial(_granted, stage, tokenizer)
-    return list(map(see, batches, sent(cell, stage, batches)))
+    messages = sent(cell, stage, batches)
+    return [_granted(stage, tokenizer, *one) for one in zip(batches, messages, strict=True)]
 
 
 def sent(cell: dict, stage: Stage, batches: Sequence[dict]) -> list[Message]:

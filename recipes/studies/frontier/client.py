@@ -2,7 +2,6 @@
 
 import math
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,7 +11,6 @@ from safetensors.torch import load_file, save_file
 from transformers import TrainerCallback
 
 from hf_gradguard import GradGuardConfig, GradGuardTrainer, make_defense
-from hf_gradguard.defenses import Defense
 from hf_gradguard.defenses.pruning import PruningDefense
 from hf_gradguard.leakage import dp_sgd_epsilon
 
@@ -63,16 +61,11 @@ class Client:
         """`(N,)`, which rows it classifies rightly."""
         raise NotImplementedError
 
-    def train(
-        self, cell: dict, keep: bool = False, watch: Callable[[Defense], None] = lambda _: None
-    ) -> torch.nn.Module:
-        """By the cell's defense, rate, steps, batch and seed. `watch` is told the defense before
-        it begins.
-        """
+    def train(self, cell: dict, keep: bool = False) -> torch.nn.Module:
+        """By the cell's defense, rate, steps, batch and seed."""
         trainer = self.trainer(self.start(cell["seed"]), self.rows_to_learn(), cell)
         if keep:
             trainer.add_callback(_Keeper(trainer, self, cell))
-        watch(trainer._clients[0])
         trainer.train()
         return trainer.model
 
@@ -81,9 +74,9 @@ class Client:
         model = self.train(cell)
         return {"held_out": round(float(self.right(model, self.held_out()).mean()), 4)}
 
-    def learned(self, cell: dict, watch: Callable[[Defense], None] = lambda _: None) -> dict:
+    def learned(self, cell: dict) -> dict:
         """Accuracies, which test rows are right, and what a proof says; the training is kept."""
-        model = self.train(cell, True, watch)
+        model = self.train(cell, keep=True)
         right = self.right(model, self.test_rows)
         held_out = self.right(model, self.held_out())
         bits = np.packbits(right).tobytes().hex()

@@ -21,13 +21,9 @@ from . import text
 from .attackers import attacked
 from .settings import ATTACKS, BATCH, CANDIDATES, QUICK, QUICK_ATTACKS, SPAN, STAGES, STEPS
 from .shown import ACCURACY, cells_of, fitting, read
-from .training import TEXTS, Task
+from .training import Task
 
-ARGUMENTS = TEXTS | {
-    "--text": "WikiText-2's test part, a paragraph a line",
-    "--models": "folder that keeps what was trained",
-    "--rates": {"default": "frontier_rates", "help": "results of the part rates, beside OUTPUT"},
-}
+ARGUMENTS = text.TRAINED | {"--text": "WikiText-2's test part, a paragraph a line"}
 CORPUS = "WikiText-2"
 ROWS: list[tuple[str, dict]] = [
     ("none", {}),

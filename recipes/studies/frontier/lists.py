@@ -21,7 +21,8 @@ from ..lib.tables import interval, write_table
 from ..lib.text import of_usual_length, sst2
 from .attackers import attacked
 from .client import Stage
-from .settings import ATTACKS, BATCH, CANDIDATES, QUICK, QUICK_ATTACKS, STEPS
+from .settings import ATTACKS, BATCH, CANDIDATES, QUICK, QUICK_ATTACKS, QUICK_CANDIDATES, STEPS
+from .shown import asked
 from .training import TEXTS, Task
 
 ARGUMENTS = TEXTS | {"--models": "folder that keeps what was trained"}
@@ -30,18 +31,18 @@ STRENGTHS = (20.0, 100.0, 300.0, 1000.0, 3000.0)
 
 
 def cells(args) -> dict:
-    (name, size), attacks = CANDIDATES, ATTACKS
-    if args.quick:
-        (name, size), attacks = ("candidates", 4), QUICK_ATTACKS
-    count, settings = attacks[name, size]
-    common = {
-        "attack": name, "size": size, "messages": count, "settings": settings, "stage": "end",
-        "seed": 0, **(QUICK if args.quick else {"steps": STEPS, "batch": BATCH}),
-    }  # fmt: skip
+    common = at_the_end(args.quick)
     return {
         (f"{strength:g}",): common | {"relative_scale": strength}
         for strength in STRENGTHS[: 1 if args.quick else None]
     }
+
+
+def at_the_end(quick: bool) -> dict:
+    """Who has a list, at the end of the first seed's training."""
+    attack, attacks = (QUICK_CANDIDATES, QUICK_ATTACKS) if quick else (CANDIDATES, ATTACKS)
+    sizes = QUICK if quick else {"steps": STEPS, "batch": BATCH}
+    return asked(attack, attacks, "end") | sizes | {"seed": 0}
 
 
 def prepare(args):
@@ -62,7 +63,7 @@ def prepare(args):
 
 
 def report(figures: dict, args) -> None:
-    size = 4 if args.quick else CANDIDATES[1]
+    _, size = QUICK_CANDIDATES if args.quick else CANDIDATES
     rows = [
         [
             strength,

@@ -17,13 +17,10 @@ from ..lib.text import of_usual_length, sst2
 from . import text
 from .attackers import observed, told
 from .client import row_of
-from .settings import ATTACKS, BATCH, CANDIDATES, QUICK, QUICK_ATTACKS, STEPS
-from .training import TEXTS, Task
+from .lists import at_the_end
+from .training import Task
 
-ARGUMENTS = TEXTS | {
-    "--models": "folder that keeps what was trained",
-    "--rates": {"default": "frontier_rates", "help": "results of the part rates, beside OUTPUT"},
-}
+ARGUMENTS = text.TRAINED
 ROWS: list[tuple[str, dict]] = [
     ("none", {}),
     ("gaussian_noise", {"relative_scale": 20.0}),
@@ -34,14 +31,7 @@ LISTED = (16, 8, 2)  # of each message
 
 
 def cells(args) -> dict:
-    (name, size), attacks = CANDIDATES, ATTACKS
-    if args.quick:
-        (name, size), attacks = ("candidates", 4), QUICK_ATTACKS
-    count, settings = attacks[name, size]
-    common = {
-        "attack": name, "size": size, "messages": count, "settings": settings, "stage": "end",
-        "seed": 0, **(QUICK if args.quick else {"steps": STEPS, "batch": BATCH}),
-    }  # fmt: skip
+    common = at_the_end(args.quick)
     rows, some = (ROWS[:1], (4, 2)) if args.quick else (ROWS, LISTED)
     rates = {} if args.quick else text.rates_of(args)
     return {

@@ -71,9 +71,10 @@ PASSES = [
     (SEEDS, {one: list(STAGES) for one in ATTACKS}),
 ]
 QUICK = {"steps": 2, "batch": 4}
+QUICK_CANDIDATES = ("candidates", 4)
 QUICK_ATTACKS = {
     SPAN: (1, {}),
-    ("candidates", 4): (1, {"listed": 20}),
+    QUICK_CANDIDATES: (1, {"listed": 20}),
     ("gathered", 4): (1, {"listed": 20, "later": 1}),
 }
 QUICK_ROWS = [

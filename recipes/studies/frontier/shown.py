@@ -47,12 +47,16 @@ def cells_of(
             }  # fmt: skip
             found |= {(row, ACCURACY, str(seed)): cell for row, cell in trained.items()}
             for attack, stage in [(one, stage) for one in some for stage in some[one]]:
-                (name, size), (count, settings) = attack, attacks[attack]
-                asked = {"stage": stage, "attack": name, "size": size, "messages": count}
-                asked |= {"settings": settings}
-                place = f"{name}, {size}, {stage}"
-                found |= {(row, place, str(seed)): c | asked for row, c in trained.items()}
+                name, size = attack
+                place, own = f"{name}, {size}, {stage}", asked(attack, attacks, stage)
+                found |= {(row, place, str(seed)): c | own for row, c in trained.items()}
     return found
+
+
+def asked(attack: tuple[str, int], attacks: dict, stage: str) -> dict:
+    """What a cell says of an attack on messages of so many samples, at a stage."""
+    (name, size), (count, settings) = attack, attacks[attack]
+    return {"stage": stage, "attack": name, "size": size, "messages": count, "settings": settings}
 
 
 def fitting(found: dict) -> dict:

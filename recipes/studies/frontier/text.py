@@ -35,11 +35,11 @@ from .settings import (
 from .shown import Look, cells_of, fitting, picture, table
 from .training import TEXTS, Task
 
-ARGUMENTS = TEXTS | {
-    "--all": ALL,
+TRAINED = TEXTS | {
     "--models": "folder that keeps what was trained",
     "--rates": {"default": "frontier_rates", "help": "results of the part rates, beside OUTPUT"},
 }
+ARGUMENTS = TRAINED | {"--all": ALL}
 LOOK = Look(
     "token_f1", "words that the best attacker finds at any stage (token F1; less is better)", -7
 )

@@ -34,14 +34,8 @@ from .telling import ATTACKERS, by_difficulty, by_loss, log_odds, told
 
 ARGUMENTS = {flag: IMAGES[flag] for flag in ("--train", "--test")}
 ARGUMENTS |= {"--models": "folder that keeps what was trained"}
-TRAINING = (
-    "defense",
-    "strength",
-    "learning_rate",
-    "steps",
-    "pool",
-    "batch",
-)  # what makes a network
+# What makes a network, but for its seed
+TRAINING = ("defense", "strength", "learning_rate", "steps", "pool", "batch")
 
 
 def cells(args) -> dict:

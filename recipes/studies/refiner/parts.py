@@ -12,23 +12,34 @@ attacked as on the frontier: span has 8 messages of one sentence, and a list thr
 keeps what was trained, 45 MB a stage. Three to six minutes of one core a training.
 """
 
+from typing import Any
+
 import torch
 from torch.nn.functional import cosine_similarity
 
-from hf_gradguard import GradientMap
+from hf_gradguard import GradGuardTrainer, GradientMap
 from hf_gradguard.defenses import Defense, Message
 from hf_gradguard.randomness import Stream
 
 from ..frontier import rates
 from ..frontier.attackers import attacked
-from ..frontier.settings import ATTACKS, BATCH, CANDIDATES, QUICK, RATES_SEED, SPAN
-from ..frontier.shown import ACCURACY, lost, read
+from ..frontier.settings import (
+    ATTACKS,
+    BATCH,
+    CANDIDATES,
+    QUICK,
+    QUICK_ATTACKS,
+    QUICK_CANDIDATES,
+    RATES_SEED,
+    SPAN,
+)
+from ..frontier.shown import ACCURACY, asked, lost, read
 from ..frontier.training import TEXTS, Task
 from ..lib.results import Results, chosen
 from ..lib.tables import interval, write_table
 from ..lib.text import of_usual_length, sst2
 from .federation import flat
-from .settings import FIRST_PARTS, PARTS, PARTS_SEEDS, QUICK_PARTS, QUICK_PARTS_ATTACKS
+from .settings import FIRST_PARTS, PARTS, PARTS_SEEDS, QUICK_PARTS
 
 ARGUMENTS = TEXTS | {
     "--models": "folder that keeps what was trained",
@@ -42,9 +53,7 @@ def cells(args) -> dict:
     `--all` one seed of the first rows, and what is there.
     """
     results, found = Results(args.output), {}
-    attacks = (
-        QUICK_PARTS_ATTACKS if args.quick else {one: ATTACKS[one] for one in (SPAN, CANDIDATES)}
-    )
+    attacks = QUICK_ATTACKS if args.quick else ATTACKS
     best = {}
     for row in QUICK_PARTS if args.quick else PARTS:
         defense, strength, tried, steps = PARTS[row]
@@ -60,24 +69,20 @@ def cells(args) -> dict:
     for seed in range(1 if args.quick else PARTS_SEEDS):
         trained = {row: cell | {"seed": seed} for row, cell in best.items()}
         found |= {(row, ACCURACY, str(seed)): cell for row, cell in trained.items()}
-        for (name, size), (count, settings) in attacks.items() if seed == 0 else ():
-            asked = {"stage": "end", "attack": name, "size": size, "messages": count}
-            asked |= {"settings": settings}
-            found |= {(row, f"{name}, {size}", "0"): cell | asked for row, cell in trained.items()}
+        for attack in (SPAN, QUICK_CANDIDATES if args.quick else CANDIDATES) if seed == 0 else ():
+            (name, size), own = attack, asked(attack, attacks, "end")
+            found |= {(row, f"{name}, {size}", "0"): cell | own for row, cell in trained.items()}
     if args.quick:
         return found
-    few = [PARTS[row] for row in list(PARTS)[:FIRST_PARTS]]
-    wanted = [(part.defense, part.strength, part.steps) for part in few]
-
-    def first(cell: dict) -> bool:
-        what = cell["defense"], cell["strength"], cell["steps"]
-        return cell["seed"] in (0, RATES_SEED) and what in wanted
-
-    return chosen(found, first, args)
+    rows = list(PARTS)[:FIRST_PARTS]
+    first = [
+        cell for (row, *_), cell in found.items() if row in rows and cell["seed"] in (0, RATES_SEED)
+    ]
+    return chosen(found, lambda cell: cell in first, args)
 
 
 def prepare(args):
-    task = Task(args.model, args.data_dir, args.models)
+    task = SummedTask(args.model, args.data_dir, args.models)
     texts = of_usual_length(sst2(args.data_dir))
 
     def measure(cell: dict) -> dict:
@@ -85,10 +90,8 @@ def prepare(args):
             return attacked(cell, task.stage(cell, cell["stage"]), task.tokenizer, texts)
         if cell["seed"] == RATES_SEED:
             return task.on_held_out(cell)
-        if cell["seed"]:
-            return task.learned(cell)
-        sums = Sums()
-        return task.learned(cell, sums.watch) | {"cosine_of_sums": round(sums.cosine, 4)}
+        found = task.learned(cell)
+        return found if cell["seed"] else found | {"cosine_of_sums": round(task.sums.cosine, 4)}
 
     return measure
 
@@ -114,6 +117,15 @@ class Sums:
     def cosine(self) -> float:
         # In float32 sums of ten million squares are off in the third digit.
         return float(cosine_similarity(self.shared.double(), self.gradient.double(), dim=0))
+
+
+class SummedTask(Task):
+    """The frontier's, with the sums of the last training."""
+
+    def trainer(self, model: torch.nn.Module, rows: Any, cell: dict) -> GradGuardTrainer:
+        trainer, self.sums = super().trainer(model, rows, cell), Sums()
+        self.sums.watch(trainer._clients[0])
+        return trainer
 
 
 def report(figures: dict, args) -> None:

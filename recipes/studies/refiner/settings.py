@@ -135,10 +135,6 @@ PARTS = {  # the most telling first
     "default, 300 messages": Part("refiner", {}, (5e-5,), 300),
 }
 QUICK_PARTS, FIRST_PARTS, PARTS_SEEDS = ("none", "default", "without feedback"), 5, 3
-QUICK_PARTS_ATTACKS: dict[tuple[str, int], tuple[int, dict]] = {
-    ("span", 1): (1, {}),
-    ("candidates", 4): (1, {"listed": 20}),
-}
 
 # second_form.py: defense, settings, learning rate. A client's first message is sent.
 WEIGHTED = {"objective": "weighted", "evaluation_network": "text-evaluation-network-minilm-l6"}
