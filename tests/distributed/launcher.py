@@ -1,5 +1,5 @@
-"""Start a worker script on several ranks, and what such a script needs. Starting costs seconds: put
-many cases in one.
+"""Start a worker script on several ranks, and what such a script needs. Starting costs a second:
+put many cases in one.
 """
 
 from __future__ import annotations
@@ -7,38 +7,82 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
+import ranks as ranks_module
 from entropy import entropy_of
 
 from hf_gradguard import randomness
 
 HERE = Path(__file__).resolve().parent
 LIMIT = 150  # seconds; a rank that hangs prints where, and dies
-
-
-def command(worker: str, folder: Path, *arguments: str, ranks: int = 2) -> list[str]:
-    """Starts `worker` on its ranks, with `folder` and `arguments`."""
-    launch = [sys.executable, str(HERE / "ranks.py"), str(ranks)]
-    return [*launch, str(HERE / worker), str(folder), *arguments]
+# Imported once, by a process that computes nothing and is forked for every launch
+IMPORTED = [
+    "accelerate", "datasets", "peft", "scipy.stats", "torch.distributed.fsdp", "helpers",
+    "hf_gradguard.training",
+]  # fmt: skip
 
 
 def environment() -> dict[str, str]:
-    """One thread a rank, no network, and `tests/` and `recipes/` importable."""
-    tests = HERE.parent
-    path = os.pathsep.join([str(tests), str(tests.parent), os.environ.get("PYTHONPATH", "")])
+    """One thread a rank, no network, and `tests/`, its workers and `recipes/` importable."""
+    places = (HERE, HERE.parent, HERE.parents[1], os.environ.get("PYTHONPATH", ""))
     settings = {
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
-        "PYTHONPATH": path,
+        "PYTHONPATH": os.pathsep.join(map(str, places)),
     }
     return {**os.environ, **settings}
+
+
+class Running:
+    """`worker` on its ranks, with `folder` and `arguments`. What they print is in `printed`, in
+    `folder`. With `alone` none ends another, and `folder` gets what each prints, and its exit
+    status.
+    """
+
+    def __init__(
+        self,
+        worker: str,
+        folder: Path,
+        *arguments: str,
+        ranks: int = 2,
+        limit: int = LIMIT,
+        alone: bool = False,
+    ) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.printed = folder / "printed"
+        environ = {**environment(), "WORKER_LIMIT": str(limit)}
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(IMPORTED)
+        with patch.dict(os.environ, environ):
+            forkserver.ensure_running()
+        self._process = context.Process(
+            target=ranks_module.main,
+            args=(ranks, HERE / worker, folder, arguments, environ, self.printed, alone),
+        )
+        self._process.start()
+
+    def status(self, seconds: float = 0) -> int | None:
+        """The exit status, for which it waits so long; `None` while ranks are running."""
+        self._process.join(seconds)
+        return self._process.exitcode
+
+    def kill(self) -> None:
+        """SIGKILL to all ranks at once, and to what waits for them."""
+        assert self._process.pid is not None
+        with contextlib.suppress(ProcessLookupError):  # it ended by itself
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.kill()
+        self._process.join()
 
 
 def run(
@@ -47,20 +91,14 @@ def run(
     """Run `worker` on `ranks` ranks to its end. A rank that takes more than `limit` seconds fails
     the caller.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    environ = {**environment(), "WORKER_LIMIT": str(limit)}
-    process = subprocess.Popen(
-        command(worker, folder, *arguments, ranks=ranks),
-        env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        start_new_session=True,
-    )  # fmt: skip
-    try:
-        output, _ = process.communicate(timeout=limit + 30)
-    except subprocess.TimeoutExpired:
-        kill(process)
-        output, _ = process.communicate()
-        raise AssertionError(f"{worker} did not end within {limit} s:\n{output[-4000:]}") from None
-    return subprocess.CompletedProcess(process.args, process.returncode, output)
+    running = Running(worker, folder, *arguments, ranks=ranks, limit=limit)
+    status = running.status(limit + 30)
+    if status is None:
+        running.kill()
+    output = running.printed.read_text()
+    if status is None:
+        raise AssertionError(f"{worker} did not end within {limit} s:\n{output[-4000:]}")
+    return subprocess.CompletedProcess([worker, *arguments], status, output)
 
 
 def launch(
@@ -72,12 +110,6 @@ def launch(
         f"{worker} failed with exit status {done.returncode}:\n{done.stdout[-6000:]}"
     )
     return [json.loads((folder / f"report{rank}.json").read_text()) for rank in range(ranks)]
-
-
-def kill(process: subprocess.Popen[str]) -> None:
-    """SIGKILL all ranks at once, and what waits for them."""
-    with contextlib.suppress(ProcessLookupError):  # it ended by itself
-        os.killpg(process.pid, signal.SIGKILL)
 
 
 # For the workers

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from launcher import command, environment, kill, launch
+from launcher import Running, launch
 from resume_worker import SAVED, STEPS, train
 from safetensors.torch import load_file
 
@@ -26,22 +25,17 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
         *[checkpoint / f"gradguard_private_rank{rank}.safetensors" for rank in range(2)],
         *[folder / f"step{SAVED + 1}.rank{rank}" for rank in range(2)],
     ]
-    with (folder / "output").open("w") as output:
-        process = subprocess.Popen(
-            command("resume_worker.py", folder), env=environment(), stdout=output, stderr=output,
-            text=True, start_new_session=True,
-        )  # fmt: skip
-        try:
-            deadline = time.monotonic() + 90
-            while not all(path.exists() for path in wanted):
-                assert process.poll() is None, (folder / "output").read_text()[-3000:]
-                assert time.monotonic() < deadline, (
-                    f"no {[path for path in wanted if not path.exists()]}"
-                )
-                time.sleep(0.05)
-        finally:
-            kill(process)
-            process.wait()
+    running = Running("resume_worker.py", folder)
+    try:
+        deadline = time.monotonic() + 90
+        while not all(path.exists() for path in wanted):
+            assert running.status() is None, running.printed.read_text()[-3000:]
+            assert time.monotonic() < deadline, (
+                f"no {[path for path in wanted if not path.exists()]}"
+            )
+            time.sleep(0.05)
+    finally:
+        running.kill()
     assert not list(folder.glob("report*.json"))
     assert not list(folder.glob(f"step{STEPS}.*"))
     return checkpoint

@@ -5,7 +5,6 @@ nothing.
 from __future__ import annotations
 
 import functools
-import subprocess
 import time
 from itertools import combinations
 from pathlib import Path
@@ -16,7 +15,7 @@ import pytest
 import torch
 from dead_worker import TIMEOUT
 from identities import write_keys
-from launcher import command, environment, kill, launch
+from launcher import Running, launch
 from secure_worker import BOUND, RUNS
 from torch import Tensor
 
@@ -304,18 +303,14 @@ def test_a_dead_rank_ends_the_others(tmp_path: Path, how: str, secure: str) -> N
     outputs, statuses = (
         [tmp_path / f"{what}{rank}" for rank in range(3)] for what in ("output", "status")
     )
-    process = subprocess.Popen(
-        command("dead_worker.py", tmp_path, how, secure, ranks=3),
-        env={**environment(), "ALONE": "1"}, start_new_session=True,
-    )  # fmt: skip
+    running = Running("dead_worker.py", tmp_path, how, secure, ranks=3, alone=True)
     try:
         _wait(lambda: "second step" in _text(outputs[1]), 90)
         start = time.monotonic()
         _wait(lambda: all(_text(statuses[rank]) for rank in (0, 2)), TIMEOUT + 20)
         seconds = time.monotonic() - start
     finally:
-        kill(process)
-        process.wait()
+        running.kill()
     for rank in (0, 2):
         text = _text(outputs[rank])
         assert _text(statuses[rank]) not in ("0", ""), text[-2000:]
