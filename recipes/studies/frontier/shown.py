@@ -1,5 +1,6 @@
 """What the parts of the frontier share: their cells, what is lost and read, and the picture."""
 
+import itertools
 import re
 from typing import NamedTuple
 
@@ -146,7 +147,7 @@ def picture(figures: dict, output, look: Look) -> None:
     proportion to a clip is left out: a message of one sample has more of it than those of a
     training.
     """
-    figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
+    figure, axes = plt.subplots(figsize=(9, 6), layout="constrained")
     plain = figures["none"][ACCURACY]
     points: dict[str, list] = {}
     guess = -np.inf
@@ -194,38 +195,34 @@ def picture(figures: dict, output, look: Look) -> None:
 
 
 def _name(axes, names: list[tuple[str, tuple[float, float], str]]) -> None:
-    """Names points, each in the picture and where no other name is, if there is such a place."""
+    """Names points, each in the picture and where the fewest other names and points are."""
     axes.figure.canvas.draw()
-    taken: list[tuple[float, float, float]] = []  # left and right end, and height, in pixels
     scale = axes.figure.dpi / 72  # of a point
-    for said, at, color in names:
-        x, y = axes.transData.transform(at)
-        width = 7 * len(said) * scale
-        for right, up in [
-            (True, 6),
-            (True, -13),
-            (False, 6),
-            (False, -13),
-            (True, 20),
-            (True, -27),
-        ]:
-            low = x + 7 * scale if right else x - 7 * scale - width
-            box = (low, low + width, y + up * scale)
-            inside = axes.bbox.x0 <= box[0] and box[1] <= axes.bbox.x1
-            if inside and not any(
-                box[0] < one[1] and one[0] < box[1] and abs(box[2] - one[2]) < 12 * scale
+    places = [axes.transData.transform(at) for _, at, _ in names]
+    taken = [(x - 5 * scale, x + 5 * scale, y - 4 * scale) for x, y in places]  # left, right, low
+    for (said, at, color), (x, y) in zip(names, places, strict=True):
+        width = 5.5 * len(said) * scale
+        best: tuple[int, bool, int, tuple[float, float, float]] | None = None
+        for up, right in itertools.product((6, -13, 20, -27, 34, -41), (True, False)):
+            left = x + 7 * scale if right else x - 7 * scale - width
+            box = (left, left + width, y + up * scale)
+            outside = box[0] < axes.bbox.x0 or box[1] > axes.bbox.x1
+            met = 100 * outside + sum(
+                box[0] < one[1] and one[0] < box[1] and abs(box[2] - one[2]) < 11 * scale
                 for one in taken
-            ):
-                break
+            )
+            if best is None or met < best[0]:
+                best = met, right, up, box
+        assert best is not None
+        _, right, up, box = best
         taken.append(box)
-        side = "left" if right else "right"
-        place = {"xytext": (7 if right else -7, up), "textcoords": "offset points", "ha": side}
-        axes.annotate(said, at, color=color, **place)
+        place = {"xytext": (7 if right else -7, up), "textcoords": "offset points"}
+        axes.annotate(said, at, color=color, ha="left" if right else "right", **place)
 
 
 def _brief(strength: str) -> str:
     for long, short in (
-        ("relative_scale=", "× "), ("ratio=", ""), (" error_feedback=True", ", feedback"),
+        ("relative_scale=", "× "), ("ratio=", ""), (" error_feedback=True", " fed back"),
         (" min_batches=", " of "),
         ("objective=weighted", "published"),
         (" shape=own", ", own"), ("per_sample=True clip=1 noise_multiplier=", "σ = "),
