@@ -39,7 +39,7 @@ _THEN = [
     *(("optimal_pruning", {"ratio": r, "error_feedback": True}) for r in (0.99, 0.97, 0.95)),
     *(
         ("optimal_pruning", {"ratio": r, "error_feedback": True, "min_batches": 8})
-        for r in (0.99, 0.9)
+        for r in (0.99, 0.97, 0.95, 0.9)
     ),
     ("pruning", {"ratio": 0.999, "error_feedback": True}),
     *PRIVATE,
@@ -139,15 +139,18 @@ HEAD_DEFENSES: dict[str, dict] = {
     "dp_sgd": {"per_sample": True, "clip": 1.0, "noise_multiplier": 1.5},
 }
 HEAD_ROWS = [  # of so many last layers, messages, phrases a message
+    (4, 6400, 256),
     (4, 1600, 256),
     (1, 1600, 64),
     (1, 1600, 256),
+    (1, 25_600, 16),
     (1, 200, 16),
 ]
 HEAD_ATTACKED = {  # by whom
     (4, 1600, 256): ("candidates", "tag"),
     (1, 1600, 64): ("candidates", "tag"),
     (1, 1600, 256): ("candidates",),
+    (1, 25_600, 16): ("candidates",),
 }
 HEAD_GRID = (5e-4, 1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2, 6.4e-2)
 HEAD_RATE = 4e-3  # around which rates are tried
