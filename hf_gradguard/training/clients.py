@@ -116,10 +116,15 @@ class ClientRows(Dataset):
     def __len__(self) -> int:
         return len(self.data)
 
-    def __getitem__(self, pick: Pick | list[Pick]) -> Any:
-        if isinstance(pick, list):  # a whole batch, where its size varies
-            return [self[one] for one in pick]
+    def __getitem__(self, pick: Pick) -> tuple[Any, Pick]:
         return (None if pick.row is None else self.data[pick.row]), pick
+
+    def __getitems__(self, picks: list[Any]) -> list[tuple[Any, Pick]]:
+        """A batch at once; where sizes vary, a sampler draws a list of one batch."""
+        if isinstance(picks[0], list):
+            (picks,) = picks
+        rows = iter(_fetched(self.data, [pick.row for pick in picks if pick.row is not None]))
+        return [(None if pick.row is None else next(rows), pick) for pick in picks]
 
 
 @dataclass
@@ -135,8 +140,6 @@ class ClientCollator:
     collate: Callable[[list[Any]], dict[str, Any]]
 
     def __call__(self, places: list[Any]) -> dict[str, Any]:
-        if isinstance(places[0], list):
-            (places,) = places
         filled = [(row, pick) for row, pick in places if pick.row is not None]
         batch = dict(self.collate([row for row, _ in filled]))
         batch[CLIENT] = torch.tensor([pick.client for _, pick in filled])
@@ -190,10 +193,13 @@ class NumberedRows(Dataset):
         return self.data[row], row
 
     def __getitems__(self, rows: list[int]) -> list[tuple[Any, int]]:
-        """A batch at once, where the data set can."""
-        fetch = getattr(self.data, "__getitems__", None)
-        found = fetch(rows) if fetch else [self.data[row] for row in rows]
-        return list(zip(found, rows, strict=True))
+        return list(zip(_fetched(self.data, rows), rows, strict=True))
+
+
+def _fetched(data: Any, rows: list[int]) -> Sequence[Any]:
+    """At once, where the data set can."""
+    fetch = getattr(data, "__getitems__", None)
+    return fetch(rows) if fetch and rows else [data[row] for row in rows]
 
 
 @dataclass

@@ -43,6 +43,44 @@ def trainer(folder: Path, defense: Defense, task: str = "bert", **settings: Any)
     return GradGuardTrainer(model=model, args=args, defense=defense, train_dataset=data(task))
 
 
+class AtOnce:
+    """As a data set of `datasets`, of which a batch is far quicker at once than row by row."""
+
+    def __init__(self, rows: list[dict[str, Any]]) -> None:
+        self.rows, self.fetched = rows, 0
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, row: int) -> dict[str, Any]:
+        raise AssertionError("rows are not to be fetched one by one")
+
+    def __getitems__(self, rows: list[int]) -> list[dict[str, Any]]:
+        self.fetched += 1
+        return [self.rows[row] for row in rows]
+
+
+@pytest.mark.parametrize(
+    ("defense", "settings"),
+    [
+        (private(), {}),
+        (make_defense("gaussian_noise", scale=0.1), {"num_clients": 4, "clients_per_process": 2}),
+    ],
+)
+def test_a_batch_is_fetched_at_once(
+    defense: Defense, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    weights = []
+    for at_once in (False, True):
+        trained = trainer(tmp_path, defense, noise_seed=1, **settings)
+        if at_once:
+            rows = trained.train_dataset = AtOnce(trained.train_dataset)
+        trained.train()
+        weights.append(torch.cat([p.detach().flatten() for p in trained.model.parameters()]))
+    assert 2 <= rows.fetched <= 3  # messages, and one that the loader has in hand
+    assert torch.equal(*weights)
+
+
 # --- rows
 
 
