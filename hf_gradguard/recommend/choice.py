@@ -9,6 +9,8 @@ from typing import NamedTuple
 import numpy as np
 from scipy.stats import ttest_1samp
 
+MANY = 0.05  # of the samples, named by who has a list: then it is said what hides from him
+
 
 class Estimate(NamedTuple):
     """A mean with its 95 % interval."""
@@ -142,6 +144,11 @@ def choose(
             f" Who has a list of {chosen.listed} with the right ones among them names "
             f"{chosen.named.said()} of them."
         )
+        if chosen.named.low > MANY:
+            words += (
+                " Where that matters, a classifier can share its linear head alone, under dp_sgd "
+                "by samples: recipes/head.py, docs/choose.md."
+            )
     return Choice(list(outcomes), chosen, words)
 
 

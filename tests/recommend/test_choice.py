@@ -104,6 +104,14 @@ def listed(one: Outcome, named: float, width: float = 0.05) -> Outcome:
     return dataclasses.replace(one, named=Estimate(named, named - width, named + width), listed=54)
 
 
+def test_who_names_many_of_a_list_is_told_what_hides_from_him() -> None:
+    for named, said in ((0.5, True), (0.08, False)):  # of the latter 0.03 to 0.13
+        tried = [listed(PLAIN, 1.0), listed(outcome("a", 0.0, 0.1), named)]
+        words = choose(tried, 0.02, chance=0.2).words
+        assert "Who has a list of 54 with the right ones among them names" in words
+        assert ("share its linear head alone" in words) == said
+
+
 def test_searches_that_read_nothing_undefended_say_nothing() -> None:
     blind = outcome("none", 0.0, 0.17, width=0.04)  # a guess has 0.2
     choice = choose([blind, outcome("a", 0.0, 0.0)], 0.02, chance=0.2)

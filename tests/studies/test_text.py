@@ -135,19 +135,22 @@ def test_refiner_in_training(encoder, network, sst2, quick, tmp_path):
 @pytest.mark.distributed
 def test_defenses_on_sst2(encoder, sst2, quick, tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
-    data = ("--model", encoder, "--data_dir", sst2)
+    data, plain = ("--model", encoder, "--data_dir", sst2), accuracy.rows("quick")["none",]
+    known = {"accuracy": 0.75, "eval_sentences": 300, "seconds_per_step": 0.5}
+    known |= dict.fromkeys(accuracy.EXACT)  # of what no defense shares
+    Results(tmp_path / "sst2").add(plain | {"quick": True}, known)
     study = quick("hiding_and_learning", "accuracy", *data, output=tmp_path / "sst2")
     found = study.figures
     assert list(found) == ["none", "pruning-0.9"]
-    for one in found.values():
-        assert (one["ranks"], one["steps"]) == (2, 2)
+    assert found["none"] == known  # which is there, and not run
+    assert (found["pruning-0.9"]["ranks"], found["pruning-0.9"]["steps"]) == (2, 2)
     # Pruning takes away coordinates: what is left has cosine √(1 - e²) with the whole.
     error, cosine = (
         found["pruning-0.9"][f"defense/{name}"] for name in ("relative_error", "cosine")
     )
     assert 0 < error < 1
     assert cosine == pytest.approx((1 - error**2) ** 0.5, abs=1e-3)
-    assert table(tmp_path / "sst2")[0][:2] == ["`none`", ""]
+    assert table(tmp_path / "sst2")[0][:3] == ["`none`", "", "0.750 ± 0.049"]
     assert table(tmp_path / "sst2")[0][3:] == ["0.00", "1.00"]
     assert table(tmp_path / "sst2")[1][3:] == [f"{error:.2f}", f"{cosine:.2f}"]
 
