@@ -139,17 +139,23 @@ def choose(
     )
     if chosen.leak.low > chance:
         words += " That is more than a guess: it hides much, and not all."
-    if chosen.named is not None:
-        words += (
-            f" Who has a list of {chosen.listed} with the right ones among them names "
-            f"{chosen.named.said()} of them."
-        )
-        if chosen.named.low > MANY:
-            words += (
-                " Where that matters, a classifier can share its linear head alone, under dp_sgd "
-                "by samples: recipes/head.py, docs/choose.md."
-            )
+    words += _who_has_a_list(chosen)
     return Choice(list(outcomes), chosen, words)
+
+
+def _who_has_a_list(chosen: Outcome) -> str:
+    if chosen.named is None:
+        return ""
+    words = (
+        f" Who has a list of {chosen.listed} with the right ones among them names "
+        f"{chosen.named.said()} of them."
+    )
+    if chosen.named.low > MANY:
+        words += (
+            " Where that matters, a classifier can share its linear head alone, under dp_sgd by "
+            "samples: recipes/head.py, docs/choose.md."
+        )
+    return words
 
 
 def _least(kept: list[Outcome]) -> Outcome:

@@ -20,7 +20,7 @@ from transformers import TrainingArguments
 from ..defenses import Defense
 from ..gradient_map.domain import count_rows, domains_in
 from .checks import PADDING_FREE
-from .partition import Rows, make_partition
+from .partition import Rows, fetched, make_partition
 
 CLIENT, SHARE, ROW = "gradguard_client", "gradguard_share", "gradguard_row"
 """Entries of a collated batch: each row's client, that client's share of the round, and which row
@@ -123,7 +123,7 @@ class ClientRows(Dataset):
         """A batch at once; where sizes vary, a sampler draws a list of one batch."""
         if isinstance(picks[0], list):
             (picks,) = picks
-        rows = iter(_fetched(self.data, [pick.row for pick in picks if pick.row is not None]))
+        rows = iter(fetched(self.data, [pick.row for pick in picks if pick.row is not None]))
         return [(None if pick.row is None else next(rows), pick) for pick in picks]
 
 
@@ -193,13 +193,7 @@ class NumberedRows(Dataset):
         return self.data[row], row
 
     def __getitems__(self, rows: list[int]) -> list[tuple[Any, int]]:
-        return list(zip(_fetched(self.data, rows), rows, strict=True))
-
-
-def _fetched(data: Any, rows: list[int]) -> Sequence[Any]:
-    """At once, where the data set can."""
-    fetch = getattr(data, "__getitems__", None)
-    return fetch(rows) if fetch and rows else [data[row] for row in rows]
+        return list(zip(fetched(self.data, rows), rows, strict=True))
 
 
 @dataclass

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
 
 from ..randomness import Stream
+from .partition import fetched
 
 _NAMES = ("labels", "label", "label_ids")
 
@@ -119,7 +120,13 @@ class RandomizedLabels(Dataset):
         return len(self.data)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        row = self.data[index]
+        return self._with_label(self.data[index], index)
+
+    def __getitems__(self, indices: list[int]) -> list[dict[str, Any]]:
+        rows = fetched(self.data, indices)
+        return [self._with_label(row, index) for row, index in zip(rows, indices, strict=True)]
+
+    def _with_label(self, row: Any, index: int) -> dict[str, Any]:
         name = next((name for name in _NAMES if isinstance(row, Mapping) and name in row), None)
         label = None if name is None else row[name]
         if isinstance(label, Tensor) and label.dim() == 0 and not label.is_floating_point():

@@ -145,3 +145,14 @@ def class_labels(data: Any) -> Rows:
             "partition='iid'."
         )
     return found
+
+
+def fetched(data: Any, rows: list[int]) -> Sequence[Any]:
+    """Rows of a data set, at once where it can.
+
+    Example:
+        >>> fetched(["zero", "one", "two"], [2, 0])
+        ['two', 'zero']
+    """
+    fetch = getattr(data, "__getitems__", None)
+    return fetch(rows) if fetch and rows else [data[row] for row in rows]

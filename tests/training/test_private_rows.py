@@ -65,6 +65,7 @@ class AtOnce:
     [
         (private(), {}),
         (make_defense("gaussian_noise", scale=0.1), {"num_clients": 4, "clients_per_process": 2}),
+        (private(), {"protect_labels": "randomized_response", "label_epsilon": 50.0}),
     ],
 )
 def test_a_batch_is_fetched_at_once(
