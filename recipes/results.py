@@ -135,6 +135,7 @@ RUNS = [
     Run("refiner_frontier", REFINER, "frontier", FEDERATION, 9),
     Run("refiner_text", REFINER, "text", TEXT, 1),
     Run("refiner_pruning", REFINER, "pruning", TRAINED, 1),
+    Run("refiner_layers", REFINER, "layers", TRAINED, 1),
     Run("updates_words", UPDATES, "words", TEXT, 0.2),
     Run("updates_images", UPDATES, "images", "--cifar10 $CIFAR10_LOSSLESS", 0.3),
     Run("updates_rounds", UPDATES, "rounds", f"--cifar10 $CIFAR10_LOSSLESS {TEXT}", 0.5),

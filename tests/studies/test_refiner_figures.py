@@ -12,6 +12,7 @@ from PIL import Image
 from transformers import set_seed
 
 from hf_gradguard.models import LeakageLeNetConfig, LeakageLeNetForImageClassification
+from recipes.studies.refiner.layers import layers_of, noisy
 from recipes.studies.refiner.pruning import pruned
 
 EVEN = np.ones((8, 8, 1))
@@ -118,3 +119,35 @@ def test_pruned_entries_by_hand():
     }
     kept = {name: entries.tolist() for name, entries in kept.items()}
     assert kept == {"weight": [0, -1, 0, 2], "gradient": [4, 0, 3, 0], "product": [0, -1, 0, 2]}
+
+
+def test_noise_on_one_layer(federation, quick, tmp_path):
+    output = tmp_path / "layers"
+    figures = quick("refiner", "layers", *federation[:4], output=output).figures
+    layers = [f"convolutions.{number}" for number in range(4)] + ["classifier"]
+    assert list(figures) == ["none", "variance 0.1", "3 times the gradient"]
+    assert list(figures["variance 0.1"]) == list(figures["3 times the gradient"]) == layers
+    rows = [line.split(" | ") for line in Path(f"{output}.md").read_text().splitlines()[2:]]
+    assert len(rows) == 1 + 2 * 5
+    # What the paper has stands beside its layers, of which the last is the linear one.
+    papers = [row[-1].strip(" |") for row in rows[1:6]]
+    assert papers == ["47.56", "49.55", "49.54", "", "51.38"]
+
+
+def test_noise_is_of_the_size_it_says_and_on_one_layer():
+    draw = torch.Generator().manual_seed(0)
+    gradient = {
+        "a.weight": torch.randn(100, 99, generator=draw),
+        "a.bias": torch.full((100,), 2.0),
+        "b.weight": torch.ones(3),
+    }
+    assert layers_of(gradient) == ["a", "b"]
+    mine = torch.cat([gradient["a.weight"].flatten(), gradient["a.bias"]]).square().mean().sqrt()
+    for noise, expected in (({"variance": 0.01}, 0.1), ({"relative": 3.0}, 3 * float(mine))):
+        found = noisy(gradient, {"layer": "a"} | noise, draw)
+        assert torch.equal(found["b.weight"], gradient["b.weight"])
+        added = torch.cat([(found[name] - gradient[name]).flatten() for name in list(found)[:2]])
+        # Of 10,000 draws the standard deviation is known to 0.7 %.
+        assert float(added.std()) == pytest.approx(expected, rel=0.04)
+        assert float(added[-100:].std()) == pytest.approx(expected, rel=0.4)
+    assert noisy(gradient, {"layer": "none"}, draw) is gradient

@@ -11,6 +11,8 @@ down to 0, as in federation.py. Test accuracy in %, with its 95 % t-interval ove
 hour of one core.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from transformers.utils import logging
@@ -32,6 +34,7 @@ from .settings import (
 )
 
 ARGUMENTS, BATCH = TRAINING, 128
+Changed = Callable[[dict[str, Tensor], dict[str, Tensor]], dict[str, Tensor]]
 
 
 def cells(args) -> dict:
@@ -53,7 +56,16 @@ def cells(args) -> dict:
 
 def prepare(args):
     train, test = parquet_images(args.train), parquet_images(args.test)
-    return lambda cell: accuracy(cell, train, test)
+
+    def measure(cell: dict) -> float:
+        def changed(gradient: dict, parameters: dict) -> dict:
+            if cell["score"] == "none":
+                return gradient
+            return pruned(gradient, parameters, cell["score"], cell["ratio"])
+
+        return accuracy(cell, train, test, changed)
+
+    return measure
 
 
 def report(figures: dict, args) -> None:
@@ -75,22 +87,23 @@ def report(figures: dict, args) -> None:
     write_table(args.output, [*header, "paper: accuracy"], table)
 
 
-def accuracy(cell: dict, train: tuple, test: tuple) -> float:
-    (images, labels), name, ratio, seed = train, cell["score"], cell["ratio"], cell["seed"]
+def accuracy(cell: dict, train: tuple, test: tuple, changed: Changed) -> float:
+    """After the cell's epochs, where what is learned from is what a function makes of the gradient
+    and the parameters.
+    """
+    (images, labels), seed = train, cell["seed"]
     model, draw = lenet(seed), torch.Generator().manual_seed(seed)
     optimizer = torch.optim.Adam(model.parameters(), lr=LEARNING_RATE)
     steps = cell["epochs"] * -(-len(images) // BATCH)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / steps)
-    bar = logging.tqdm(total=steps, desc=f"{name}, {ratio:.0%}, seed {seed}")
+    bar = logging.tqdm(total=steps, desc=", ".join(map(str, cell.values())))
     for _ in range(cell["epochs"]):
         for rows in torch.randperm(len(images), generator=draw).split(BATCH):
             batch = {"pixel_values": images[rows].float() / 255, "labels": labels[rows]}
             gradient = GradientMap(model, batch, second_order=False).gradient()
-            kept = gradient
-            if name != "none":
-                kept = pruned(gradient, dict(model.named_parameters()), name, ratio)
+            used = changed(gradient, dict(model.named_parameters()))
             for key, parameter in model.named_parameters():
-                parameter.grad = kept[key]
+                parameter.grad = used[key]
             optimizer.step()
             schedule.step()
             bar.update()

@@ -111,6 +111,17 @@ PAPER_PRUNING = {
     "product": {0.2: 52.88, 0.4: 51.45, 0.6: 50.96, 0.8: 49.54},
 }
 
+# layers.py
+LAYER_NOISE: list[dict[str, float]] = [
+    {"variance": 0.001}, {"variance": 0.1}, {"relative": 3.0}, {"variance": 0.01},
+]  # fmt: skip
+QUICK_LAYER_NOISE: list[dict[str, float]] = [{"variance": 0.1}, {"relative": 3.0}]
+PAPER_LAYERS: dict[str, dict[int | str, float]] = {  # it has three layers, and a linear one
+    "variance 0.001": {0: 48.94, 1: 49.92, 2: 50.84, "linear": 51.73},
+    "variance 0.01": {0: 48.40, 1: 49.72, 2: 50.25, "linear": 51.60},
+    "variance 0.1": {0: 47.56, 1: 49.55, 2: 49.54, "linear": 51.38},
+}
+
 
 # parts.py
 class Part(NamedTuple):
@@ -124,7 +135,7 @@ class Part(NamedTuple):
 
 PARTS = {  # the most telling first
     "none": Part("none", {}, (2e-4,)),
-    "default": Part("refiner", {}),
+    "default": Part("refiner", {}, (2.5e-5, 5e-5, 2e-4)),
     "without feedback": Part("refiner", {"error_feedback": False}),
     "a factor a sample": Part("refiner", {"factors": "sample"}),
     "one factor": Part("refiner", {"factors": "message"}),
