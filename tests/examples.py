@@ -20,6 +20,7 @@ MORE_WORDS = "an it and or very this that with cast script scene joke slow warm 
 
 TEXT = {
     *("model", "tokenizer", "texts", "labels", "samples", "train_dataset", "batch"),
+    "public_texts",
     *("gmap", "shared", "delta", "seen"),
 }
 IMAGES = {"image_model", "image_batch", "image_gmap", "image_seen"}
@@ -38,6 +39,7 @@ def example_names(source: str | None = None) -> dict[str, Any]:
     - `model`, `tokenizer`: a tiny BERT with 2 labels, in eval mode, and its whole words.
     - `texts`, `labels`, `samples`, `train_dataset`: two sentences, with their classes, as pairs,
       and as rows for a Trainer.
+    - `public_texts`: other sentences, of the same words.
     - `batch`: the two sentences as a collator returns them.
     - `gmap`, `shared`, `delta`: the batch's gradient map, its gradient, and a small change of it.
     - `seen`: what a server sees of `shared`, who knows labels and tokenizer.
@@ -80,6 +82,7 @@ def _text() -> dict[str, Any]:
         "model": model,
         "tokenizer": tokenizer,
         "texts": list(SENTENCES),
+        "public_texts": MORE_WORDS.split(),
         "labels": labels,
         "samples": list(zip(SENTENCES, labels.tolist(), strict=True)),
         "train_dataset": rows,

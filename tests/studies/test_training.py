@@ -134,9 +134,18 @@ def test_frontier(encoder, sentences, quick, tmp_path, monkeypatch):
     assert row[:2] == ["`none`", "1.00"]
 
 
-def test_heads(encoder, sentences, quick, tmp_path, monkeypatch):
+@pytest.fixture
+def public(sentences, tmp_path) -> Path:
+    """The same sentences as a text of one paragraph."""
+    path = tmp_path / "public.txt"
+    path.write_text(" ".join(row["sentence"] + " ." for row in sst2(sentences, "train")))
+    return path
+
+
+def test_heads(encoder, sentences, public, quick, tmp_path, monkeypatch):
     monkeypatch.setattr("recipes.studies.frontier.head_training.HELD_OUT", 20)
-    data = ("--model", encoder, "--data_dir", sentences, "--models", tmp_path / "models")
+    data = ("--model", encoder, "--data_dir", sentences, "--public", public)
+    data += ("--models", tmp_path / "models")
     study = quick("frontier", "heads", *data, output=tmp_path / "frontier_heads")
     plain, private, alone = study.figures.values()
     attacked = {
@@ -159,9 +168,13 @@ def test_heads(encoder, sentences, quick, tmp_path, monkeypatch):
     assert set(load_file(kept)) == {"head.weight", "head.bias"}
 
 
-def test_embeddings_made_before_give_the_same_logits(encoder, sentences, tmp_path, monkeypatch):
+@pytest.mark.parametrize("whitened", [False, True])
+def test_embeddings_made_before_give_the_same_logits(
+    whitened, encoder, sentences, public, tmp_path, monkeypatch
+):
     monkeypatch.setattr("recipes.studies.frontier.head_training.HELD_OUT", 20)
-    task = HeadTask(str(encoder), str(sentences), str(tmp_path))
+    text = str(public) if whitened else None
+    task = HeadTask(str(encoder), str(sentences), str(tmp_path), public=text)
     model, texts = task.start(0), task.texts.train_rows.select(range(5))
     batch = task.tokenizer.pad({"input_ids": texts["input_ids"]}, return_tensors="pt")
     kept = task.held_out()["embeddings"][:5]

@@ -1,6 +1,7 @@
 """One client's training of a linear head on sentence embeddings that stay as they are."""
 
 import functools
+import random
 from pathlib import Path
 
 import numpy as np
@@ -12,20 +13,26 @@ from torch import Tensor, nn
 from transformers import AutoModel, PreTrainedModel, set_seed
 from transformers.modeling_outputs import SequenceClassifierOutput
 
+from ...head import whitening_of
+from ..lib.text import of_usual_length
 from .client import Client
-from .settings import HELD_OUT
+from .corpora import sentences
+from .settings import HELD_OUT, LENGTH, PUBLIC, SHRINKAGE
 from .training import Task
 
 
 class MeanPooled(nn.Module):
-    """A frozen encoder, the means of its last layers' states, and a linear head, which alone is
-    shared. It takes texts, or `embeddings` that were made of them before.
+    """A frozen encoder, the means of its last layers' states, perhaps whitened, and a linear head,
+    which alone is shared. It takes texts, or `embeddings` that were made of them before.
     """
 
-    def __init__(self, encoder: PreTrainedModel, layers: int = 1, labels: int = 2) -> None:
+    def __init__(
+        self, encoder: PreTrainedModel, layers: int, whitening: nn.Module, labels: int = 2
+    ) -> None:
         super().__init__()
         self.config, self.layers = encoder.config, layers
         self.encoder = encoder.requires_grad_(False)
+        self.whitening = whitening.requires_grad_(False)
         self.head = nn.Linear(layers * encoder.config.hidden_size, labels)
 
     def get_input_embeddings(self) -> nn.Module:
@@ -38,6 +45,10 @@ class MeanPooled(nn.Module):
         inputs_embeds: Tensor | None = None,
     ) -> Tensor:
         """`(B, T)` or `(B, T, width)` to `(B, layers · width)`."""
+        return self.whitening(self.mean_of(input_ids, attention_mask, inputs_embeds))
+
+    def mean_of(self, input_ids, attention_mask, inputs_embeds) -> Tensor:
+        """As `embed`, and not whitened."""
         every = self.encoder(
             input_ids=input_ids, attention_mask=attention_mask, inputs_embeds=inputs_embeds,
             output_hidden_states=True,
@@ -65,26 +76,47 @@ class MeanPooled(nn.Module):
 
 
 class HeadTask(Client):
-    """Trainings of heads, on embeddings that are made once and kept in `folder`."""
+    """Trainings of heads, on embeddings that are made once and kept in `folder`. Those are whitened
+    if there is a `public` text, a paragraph a line.
+    """
 
-    def __init__(self, model: str, data_dir: str, folder: str, layers: int = 1) -> None:
-        super().__init__(Path(folder) / f"layers-{layers}")
+    def __init__(
+        self, model: str, data_dir: str, folder: str, layers: int = 1, public: str | None = None
+    ) -> None:
+        name = f"layers-{layers}"
+        super().__init__(Path(folder) / (name if public is None else f"{name}-whitened"))
+        self._embeddings = Path(folder) / name
         self.texts = Task(model, data_dir)
-        self.tokenizer, self._name, self._layers = self.texts.tokenizer, model, layers
+        self.tokenizer, self._name = self.texts.tokenizer, model
+        self._layers, self._public = layers, public
 
     def start(self, seed: int) -> MeanPooled:
         """The encoder with the head that a seed gives it."""
+        return self._started(seed, self.whitening)
+
+    def _started(self, seed: int, whitening: nn.Module) -> MeanPooled:
         set_seed(seed)
         encoder = AutoModel.from_pretrained(self._name, trust_remote_code=False)
-        return MeanPooled(encoder, self._layers).eval()
+        return MeanPooled(encoder, self._layers, whitening).eval()
+
+    @functools.cached_property
+    def whitening(self) -> nn.Module:
+        """By sentences that are nobody's secret."""
+        if self._public is None:
+            return nn.Identity()
+        found = [row["sentence"] for row in of_usual_length(map(_row, sentences(self._public)))]
+        random.Random(0).shuffle(found)
+        rows = self.tokenizer(found[:PUBLIC], truncation=True, max_length=LENGTH)
+        listed = [{"input_ids": ids, "label": 0} for ids in rows["input_ids"]]
+        return whitening_of(self._kept_rows("public", listed)["embeddings"], SHRINKAGE)
 
     @functools.cached_property
     def train_rows(self) -> dict[str, Tensor]:
-        return self._embedded("train", self.texts.train_rows)
+        return self._whitened("train", self.texts.train_rows)
 
     @functools.cached_property
     def test_rows(self) -> dict[str, Tensor]:
-        return self._embedded("test", self.texts.test_rows)
+        return self._whitened("test", self.texts.test_rows)
 
     def rows_to_learn(self) -> Dataset:
         return self._rows_to_learn
@@ -101,9 +133,14 @@ class HeadTask(Client):
     def right(self, model: nn.Module, rows: dict[str, Tensor]) -> np.ndarray:
         return (model(**rows).logits.argmax(1) == rows["labels"]).numpy()
 
-    def _embedded(self, name: str, rows) -> dict[str, Tensor]:
-        assert self.folder is not None
-        path = Path(self.folder) / f"embeddings-{name}.safetensors"
+    @torch.no_grad()
+    def _whitened(self, name: str, rows) -> dict[str, Tensor]:
+        found = self._kept_rows(name, rows)
+        return found | {"embeddings": self.whitening(found["embeddings"])}
+
+    def _kept_rows(self, name: str, rows) -> dict[str, Tensor]:
+        """As the encoder makes them."""
+        path = self._embeddings / f"embeddings-{name}.safetensors"
         if not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
             save_file(self._embed(rows), path)
@@ -111,8 +148,12 @@ class HeadTask(Client):
 
     @torch.no_grad()
     def _embed(self, rows) -> dict[str, Tensor]:
-        model = self.start(0)
+        model = self._started(0, nn.Identity())
         found = torch.zeros(len(rows), model.head.in_features)
         for some, batch in self.texts.by_length(rows):
             found[some] = model.embed(batch["input_ids"], batch["attention_mask"])
         return {"embeddings": found, "labels": torch.tensor([row["label"] for row in rows])}
+
+
+def _row(sentence: str) -> dict:
+    return {"sentence": sentence}

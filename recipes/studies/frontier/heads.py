@@ -1,24 +1,27 @@
 r"""Accuracy on SST-2 where nothing but a linear head is shared, each sample clipped, and what
 attackers read of it at the start, in the middle and at the end of training.
 
-    python -m recipes.studies.frontier.run heads --model MODEL --data_dir SST2 --models FOLDER \
-        --output docs/results/frontier_heads
+    python -m recipes.studies.frontier.run heads --model MODEL --data_dir SST2 \
+        --public WIKITEXT --models FOLDER --output docs/results/frontier_heads
 
 The head takes the mean of the last states of an encoder that stays as it is, 770 shared numbers, or
 the means of its last four layers' states, 3,074 numbers; the part text shares 11 million. (Four
 layers one after the other: Devlin et al., 2019, Table 7, on features of a BERT that stays as it
-is.) `dp_sgd` clips each phrase's gradient to norm 1 and adds noise of 1.5 times that to their sum.
-By the lemma of Neyman and Pearson nobody, whatever he knows, then tells more than Φ(Φ⁻¹(0.01) +
-1/1.5) = 4.8 % of a message's members at 1 % false alarms.
+is.) `dp_sgd` clips each phrase's gradient to norm 1 and adds noise of 1.5 or 2 times that to their
+sum. By the lemma of Neyman and Pearson nobody, whatever he knows, then tells more than Φ(Φ⁻¹(0.01)
++ 1/1.5) = 4.8 % of a message's members at 1 % false alarms, or 3.4 %. Whitened are embeddings by
+the mean and the covariance of 5,000 sentences of WikiText-2's training part, which are nobody's
+secret, half shrunk to a multiple of one: then noise that is the same in every direction is no
+larger beside what varies little.
 
-Rows differ in layers, in how long training is, and in the phrases of a message. Rates are searched
-for as in the part rates, on held-out phrases by a seed that is not used again. Accuracy is of the
-2,693 sentences of SST-2's dev and SST's test set, compared with the undefended head of the same
-layers, length and seed, sentence by sentence; ε is of all messages of a training, for one phrase
-more or less. Attacked are sentences of the dev set, labels known; candidates are 300, ranked by
-likelihood. Noise alone is what the same attacker makes of nothing, at the undefended models. FOLDER
-keeps embeddings and what was trained. Embeddings take ten minutes of one core, a training one to
-five, TAG two a sentence.
+Rows differ in layers, in whitening, in how long training is, and in the phrases of a message. Rates
+are searched for as in the part rates, on held-out phrases by a seed that is not used again.
+Accuracy is of the 2,693 sentences of SST-2's dev and SST's test set, compared with the undefended
+head of the same embeddings, length and seed, sentence by sentence; ε is of all messages of a
+training, for one phrase more or less. Attacked are sentences of the dev set, labels known;
+candidates are 300, ranked by likelihood. Noise alone is what the same attacker makes of nothing, at
+the undefended models. FOLDER keeps embeddings and what was trained. Embeddings take ten minutes of
+one core, a training one to five, TAG two a sentence.
 """
 
 import functools
@@ -30,40 +33,50 @@ from . import rates
 from .attackers import CHANCE, NOISE_ALONE, attacked
 from .head_training import HeadTask
 from .settings import (
-    HEAD_ATTACKED,
     HEAD_ATTACKS,
-    HEAD_DEFENSES,
     HEAD_GRID,
     HEAD_RATE,
     HEAD_ROWS,
-    QUICK,
+    QUICK_HEAD,
     QUICK_HEADS,
     RATES_SEED,
     SEEDS,
     SPREAD,
 )
-from .shown import ACCURACY, PROOF, lost, proofs, read
+from .shown import ACCURACY, PROOF, asked, lost, proofs, read
 from .training import TEXTS
 
-ARGUMENTS = TEXTS | {"--models": "folder that keeps embeddings and what was trained"}
-RATES = "learning rate"
+ARGUMENTS = TEXTS | {
+    "--public": "a public text, WikiText-2's training part, a paragraph a line",
+    "--models": "folder that keeps embeddings and what was trained",
+}
+PLAIN, RATES = "`none`", "learning rate"
 _SAID = {1: "last layer", 4: "last four layers"}
 
 
 def cells(args) -> dict:
     """Rates first, then what takes the best of them."""
     results, found = Results(args.output), {}
-    for layers, steps, batch in [(1, *QUICK.values())] if args.quick else HEAD_ROWS:
-        for defense, strength in HEAD_DEFENSES.items():
-            row = f"`{defense}`, {_SAID[layers]}, {steps:,} messages of {batch:,}"
-            cell = {"defense": defense, "strength": strength, "steps": steps, "batch": batch}
-            if layers > 1:
-                cell["layers"] = layers
-            search = _search(results, cell, args.quick)
-            found |= {(row, RATES, rate): one for rate, one in search.items()}
+    for row in [QUICK_HEAD] if args.quick else HEAD_ROWS:
+        cell = {"steps": row.steps, "batch": row.batch}
+        if row.layers > 1:
+            cell["layers"] = row.layers
+        if row.whitened:
+            cell["whitened"] = True
+        shape = f"{_said(cell)}, {row.steps:,} messages of {row.batch:,}"
+        defended = {f"{PLAIN}, {shape}": {"defense": "none", "strength": {}}}
+        for multiplier in row.multipliers:
+            strength = {"per_sample": True, "clip": 1.0, "noise_multiplier": multiplier}
+            defended[f"`dp_sgd` {multiplier:g}, {shape}"] = {
+                "defense": "dp_sgd", "strength": strength,
+            }  # fmt: skip
+        for name, defense in defended.items():
+            search = _search(results, defense | cell, args.quick)
+            found |= {(name, RATES, rate): one for rate, one in search.items()}
             rate = HEAD_RATE if args.quick else rates.chosen(results, search)
             if rate is not None:
-                found |= _trained(row, cell | {"learning_rate": rate}, args.quick)
+                trained = defense | cell | {"learning_rate": rate}
+                found |= _trained(name, trained, row.by, args.quick)
     # The slow ones come last.
     return dict(sorted(found.items(), key=lambda one: one[1].get("attack") == "tag"))
 
@@ -76,21 +89,22 @@ def _search(results: Results, cell: dict, quick: bool) -> dict[str, dict]:
     return rates.by_rate(common, tried)
 
 
-def _trained(row: str, cell: dict, quick: bool) -> dict:
+def _trained(row: str, cell: dict, by: tuple[str, ...], quick: bool) -> dict:
     """Seeds, and attacks on some rows."""
     seeds = range(1 if quick else SEEDS)
     found = {(row, ACCURACY, str(seed)): cell | {"seed": seed} for seed in seeds}
-    shape = (_layers(cell), cell["steps"], cell["batch"])
-    by = ("candidates", "tag") if quick else HEAD_ATTACKED.get(shape, ())
-    for (name, size), (count, settings, stages) in (QUICK_HEADS if quick else HEAD_ATTACKS).items():
+    for attack, (count, settings, stages) in (QUICK_HEADS if quick else HEAD_ATTACKS).items():
+        name, size = attack
         if name not in by:
             continue
-        asked = {"attack": name, "size": size, "messages": count, "settings": settings, "seed": 0}
         for stage in stages:
-            place = f"{name}, {size}, {stage}"
-            found[row, place, "0"] = one = cell | asked | {"stage": stage}
+            place, own = (
+                f"{name}, {size}, {stage}",
+                asked(attack, {attack: (count, settings)}, stage),
+            )
+            found[row, place, "0"] = one = cell | own | {"seed": 0}
             if cell["defense"] == "none" and name == "tag":
-                found[f"{CHANCE}, {_SAID[_layers(cell)]}", place, "0"] = one | {NOISE_ALONE: True}
+                found[f"{CHANCE}, {_said(cell)}", place, "0"] = one | {NOISE_ALONE: True}
     return found
 
 
@@ -98,15 +112,20 @@ def _layers(cell: dict) -> int:
     return cell.get("layers", 1)
 
 
+def _said(cell: dict) -> str:
+    return _SAID[_layers(cell)] + (" whitened" if "whitened" in cell else "")
+
+
 def prepare(args):
     texts = of_usual_length(sst2(args.data_dir))
 
     @functools.cache
-    def task_of(layers: int) -> HeadTask:
-        return HeadTask(args.model, args.data_dir, args.models, layers)
+    def task_of(layers: int, whitened: bool) -> HeadTask:
+        public = args.public if whitened else None
+        return HeadTask(args.model, args.data_dir, args.models, layers, public)
 
     def measure(cell: dict) -> dict:
-        task = task_of(_layers(cell))
+        task = task_of(_layers(cell), "whitened" in cell)
         if "attack" not in cell:
             return task.on_held_out(cell) if cell["seed"] == RATES_SEED else task.learned(cell)
         return attacked(cell, task.stage(cell, cell["stage"]), task.tokenizer, texts)
@@ -120,7 +139,7 @@ def report(figures: dict, args) -> None:
     rows, epsilons = [], proofs(figures)
     for row, found in figures.items():
         runs = found.get(ACCURACY, {})
-        plain = figures.get(row.replace("`dp_sgd`", "`none`"), {}).get(ACCURACY, {})
+        plain = figures.get(f"{PLAIN}, {row.split(', ', 1)[1]}", {}).get(ACCURACY, {})
         tried = found.get(RATES, {})
         shown = [row, f"{rates.best({row: tried})[row]:g}" if tried else ""]
         shown += [interval([run["accuracy"] for run in runs.values()]) if runs else ""]

@@ -1,5 +1,7 @@
 """Defenses, strengths, rates and attackers of the frontier."""
 
+from typing import NamedTuple
+
 STEPS, BATCH, RATES_SEED, SEEDS = 200, 16, 100, 3
 HELD_OUT, LENGTH = 500, 64
 GRID = (5e-5, 1e-4, 2e-4, 4e-4, 8e-4, 1.6e-3, 3.2e-3)  # of learning rates, the same for all
@@ -134,24 +136,36 @@ QUICK_IMAGE_ATTACKS = {
 }
 
 # A head on a frozen encoder
-HEAD_DEFENSES: dict[str, dict] = {
-    "none": {},
-    "dp_sgd": {"per_sample": True, "clip": 1.0, "noise_multiplier": 1.5},
-}
-HEAD_ROWS = [  # of so many last layers, messages, phrases a message
-    (4, 6400, 256),
-    (4, 1600, 256),
-    (1, 1600, 64),
-    (1, 1600, 256),
-    (1, 25_600, 16),
-    (1, 200, 16),
+PUBLIC, SHRINKAGE = 5000, 0.5  # sentences by which embeddings are whitened, and how far
+
+
+class HeadRow(NamedTuple):
+    """Of so many last layers, messages, and phrases a message; with noise of so many times what a
+    phrase is clipped to; attacked by whom.
+    """
+
+    layers: int
+    steps: int
+    batch: int
+    whitened: bool = False
+    multipliers: tuple[float, ...] = (1.5,)
+    by: tuple[str, ...] = ()
+
+
+HEAD_ROWS = [
+    HeadRow(4, 1600, 1024, True, (1.5, 2.0), ("candidates",)),
+    HeadRow(4, 1600, 1024),
+    HeadRow(4, 6400, 256, True, by=("candidates",)),
+    HeadRow(4, 6400, 256),
+    HeadRow(4, 1600, 256, True, by=("candidates",)),
+    HeadRow(4, 1600, 256, by=("candidates", "tag")),
+    HeadRow(1, 1600, 64, by=("candidates", "tag")),
+    HeadRow(1, 1600, 256, True),
+    HeadRow(1, 1600, 256, by=("candidates",)),
+    HeadRow(1, 25_600, 16, by=("candidates",)),
+    HeadRow(1, 200, 16),
 ]
-HEAD_ATTACKED = {  # by whom
-    (4, 1600, 256): ("candidates", "tag"),
-    (1, 1600, 64): ("candidates", "tag"),
-    (1, 1600, 256): ("candidates",),
-    (1, 25_600, 16): ("candidates",),
-}
+QUICK_HEAD = HeadRow(1, *QUICK.values(), True, by=("candidates", "tag"))
 HEAD_GRID = (5e-4, 1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2, 6.4e-2)
 HEAD_RATE = 4e-3  # around which rates are tried
 HEAD_ATTACKS: dict[tuple[str, int], tuple[int, dict, list[str]]] = {  # the last: at which stages
