@@ -8,10 +8,7 @@ are whitened by it, which gives back some of what the noise costs. Two ranks wit
 sst2.py. `--config FILE.yaml` holds flags; flags override it.
 """
 
-import json
 import os
-import shlex
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -24,7 +21,7 @@ from transformers.utils import logging
 
 from hf_gradguard import GradGuardConfig, GradGuardTrainer
 from hf_gradguard.leakage import membership_power
-from hf_gradguard.training.command_line import parse_arguments
+from hf_gradguard.training.command_line import parse_arguments, write_metrics
 
 SHRINKAGE = 0.5
 DP_SGD = {"per_sample": True, "clip": 1.0, "noise_multiplier": 2.0, "delta": 1e-5}
@@ -156,8 +153,8 @@ def main() -> None:
             "accuracy": float((p.predictions.argmax(-1) == p.label_ids).mean())
         },
     )
-    trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
-    metrics = trainer.evaluate()
+    trained = trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+    metrics = {**trained.metrics, **trainer.evaluate()}
 
     trainer.save_model()
     trainer.create_model_card(
@@ -166,7 +163,9 @@ def main() -> None:
         dataset=os.path.basename(recipe.data_dir or "SST-2"),
     )
     if trainer.is_world_process_zero():
-        write_metrics(trainer, metrics)
+        proved, said = private(trainer)
+        report, path = write_metrics(trainer, metrics, "eval_sentences", **proved)
+        print(f"{report['defense']}: accuracy {report['accuracy']:.3f}{said} -> {path}")
     trainer.accelerator.end_training()
 
 
@@ -178,29 +177,16 @@ def public(encoder: Encoder, path: str) -> Tensor:
     return torch.cat([encoder(lines[start : start + 64]) for start in starts])
 
 
-def write_metrics(trainer: GradGuardTrainer, metrics: dict[str, float]) -> None:
-    report = {
-        "defense": trainer.defense.name,
-        "settings": trainer.defense.settings(),
-        "accuracy": metrics["eval_accuracy"],
-        "eval_sentences": len(trainer.eval_dataset),
-        "ranks": trainer.accelerator.num_processes,
-        "steps": trainer.state.global_step,
-        "seed": trainer.args.seed,
-        "command": shlex.join(sys.argv),
-    }
-    said = f"{report['defense']}: accuracy {report['accuracy']:.3f}"
+def private(trainer: GradGuardTrainer) -> tuple[dict[str, float | None], str]:
+    """What is proved of this training, for its metrics and in words."""
     rows = trainer.private_rows
-    if rows is not None:
-        power = membership_power(rows.noise_multiplier)
-        report |= {"epsilon": rows.epsilon, "told_of_a_message": power}
-        of = "the ranks' summed messages" if trainer.args.noise_for == "sum" else "a message"
-        said += "" if rows.epsilon is None else f", ε = {rows.epsilon:.2g}"
-        said += f"; of {of} nobody tells more than {power:.1%} of the rows at 1 % false alarms"
-    path = os.path.join(trainer.args.output_dir, "metrics.json")
-    with open(path, "w", encoding="utf-8") as file:
-        json.dump(report, file, indent=2)
-    print(f"{said} -> {path}")
+    if rows is None:
+        return {}, ""
+    power = membership_power(rows.noise_multiplier)
+    of = "the ranks' summed messages" if trainer.args.noise_for == "sum" else "a message"
+    said = "" if rows.epsilon is None else f", ε = {rows.epsilon:.2g}"
+    said += f"; of {of} nobody tells more than {power:.1%} of the rows at 1 % false alarms"
+    return {"epsilon": rows.epsilon, "told_of_a_message": power}, said
 
 
 if __name__ == "__main__":

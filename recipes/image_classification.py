@@ -16,13 +16,10 @@ holds flags; flags override it.
 
 import json
 import os
-import shlex
 import sys
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-import transformers
 from accelerate import PartialState
 from datasets import ClassLabel, Dataset, Image, load_dataset
 from transformers import (
@@ -35,7 +32,7 @@ from transformers import (
 
 from hf_gradguard import GradGuardConfig, GradGuardTrainer
 from hf_gradguard.models import MODELS
-from hf_gradguard.training.command_line import parse_arguments
+from hf_gradguard.training.command_line import parse_arguments, write_metrics
 
 
 @dataclass
@@ -153,7 +150,11 @@ def main() -> None:
         tasks="image-classification", dataset=os.path.basename(recipe.dataset.rstrip("/"))
     )
     if trainer.is_world_process_zero():
-        write_metrics(trainer, metrics)
+        report, path = write_metrics(trainer, metrics, "eval_images")
+        print(
+            f"{report['defense']}: accuracy {report['accuracy']:.3f}, "
+            f"{report['seconds_per_step']:.2f} s/step -> {path}"
+        )
     trainer.accelerator.end_training()
 
 
@@ -166,31 +167,6 @@ def only_column(data: Dataset, kind: type) -> str:
             f"Choose with {flag}."
         )
     return found[0]
-
-
-def write_metrics(trainer: GradGuardTrainer, metrics: dict[str, float]) -> None:
-    report = {
-        "defense": trainer.defense.name,
-        "settings": trainer.defense.settings(),
-        "accuracy": metrics["eval_accuracy"],
-        "eval_images": len(trainer.eval_dataset),
-        "ranks": trainer.accelerator.num_processes,
-        "steps": trainer.state.global_step,
-        "seconds_per_step": 1 / metrics["train_steps_per_second"],
-        "seed": trainer.args.seed,
-        "command": shlex.join(sys.argv),
-        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
-    }
-    for name in ("defense/relative_error", "defense/cosine", "defense/seconds"):
-        values = [row[name] for row in trainer.state.log_history if name in row]
-        report[name] = sum(values) / len(values) if values else None
-    path = os.path.join(trainer.args.output_dir, "metrics.json")
-    with open(path, "w", encoding="utf-8") as file:
-        json.dump(report, file, indent=2)
-    print(
-        f"{report['defense']}: accuracy {report['accuracy']:.3f}, {report['seconds_per_step']:.2f} "
-        f"s/step -> {path}"
-    )
 
 
 if __name__ == "__main__":

@@ -10,14 +10,10 @@ Two ranks without GPUs: add `--mixed_precision no --dynamo_backend no` before th
 holds flags; flags override it.
 """
 
-import json
 import os
-import shlex
 import sys
 from dataclasses import dataclass, field
 
-import torch
-import transformers
 from accelerate import PartialState
 from datasets import DatasetDict, load_dataset
 from tokenizers import BertWordPieceTokenizer
@@ -31,7 +27,7 @@ from transformers import (
 )
 
 from hf_gradguard import GradGuardConfig, GradGuardTrainer
-from hf_gradguard.training.command_line import parse_arguments
+from hf_gradguard.training.command_line import parse_arguments, write_metrics
 
 
 @dataclass
@@ -139,7 +135,11 @@ def main() -> None:
         tasks="text-classification", dataset=os.path.basename(recipe.data_dir or "SST-2")
     )
     if trainer.is_world_process_zero():
-        write_metrics(trainer, metrics)
+        report, path = write_metrics(trainer, metrics, "eval_sentences")
+        print(
+            f"{report['defense']}: accuracy {report['accuracy']:.3f}, "
+            f"{report['seconds_per_step']:.2f} s a step -> {path}"
+        )
     trainer.accelerator.end_training()
 
 
@@ -149,31 +149,6 @@ def train_tokenizer(data: DatasetDict, folder: str) -> None:
         data["train"]["sentence"], vocab_size=2000, min_frequency=2, show_progress=False
     )
     BertTokenizerFast(tokenizer_object=trained._tokenizer).save_pretrained(folder)
-
-
-def write_metrics(trainer: GradGuardTrainer, metrics: dict[str, float]) -> None:
-    report = {
-        "defense": trainer.defense.name,
-        "settings": trainer.defense.settings(),
-        "accuracy": metrics["eval_accuracy"],
-        "eval_sentences": len(trainer.eval_dataset),
-        "ranks": trainer.accelerator.num_processes,
-        "steps": trainer.state.global_step,
-        "seconds_per_step": 1 / metrics["train_steps_per_second"],
-        "seed": trainer.args.seed,
-        "command": shlex.join(sys.argv),
-        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
-    }
-    for name in ("defense/relative_error", "defense/cosine", "defense/seconds"):
-        values = [row[name] for row in trainer.state.log_history if name in row]
-        report[name] = sum(values) / len(values) if values else None
-    path = os.path.join(trainer.args.output_dir, "metrics.json")
-    with open(path, "w", encoding="utf-8") as file:
-        json.dump(report, file, indent=2)
-    print(
-        f"{report['defense']}: accuracy {report['accuracy']:.3f}, {report['seconds_per_step']:.2f} "
-        f"s a step -> {path}"
-    )
 
 
 if __name__ == "__main__":

@@ -1,13 +1,23 @@
-"""The command line that fills training arguments."""
+"""What command lines that train share: the flags, and what is written of a run."""
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
+import shlex
+import sys
+from collections.abc import Mapping
 from dataclasses import fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import torch
+import transformers
 import yaml
 from transformers import HfArgumentParser
+
+if TYPE_CHECKING:
+    from .trainer import GradGuardTrainer
 
 
 def parse_arguments(*dataclass_types: Any, argv: list[str] | None = None) -> tuple[Any, ...]:
@@ -46,3 +56,54 @@ def parse_arguments(*dataclass_types: Any, argv: list[str] | None = None) -> tup
             )
         parser.set_defaults(**values)
     return parser.parse_args_into_dataclasses(args=rest)
+
+
+def write_metrics(
+    trainer: GradGuardTrainer, metrics: Mapping[str, float], counted: str, **more: Any
+) -> tuple[dict[str, Any], str]:
+    """Write `metrics.json` into the output folder, which `recipes/compare.py` and `gradguard audit
+    --metrics` read.
+
+    Args:
+        trainer: After training.
+        metrics: What `train` and `evaluate` say, with `eval_accuracy` and `train_steps_per_second`.
+        counted: What the number of rows that were judged on is called, such as
+            `"eval_sentences"`.
+        **more: Further entries.
+
+    Returns:
+        What was written, and where.
+
+    Raises:
+        OSError: If it cannot be written.
+
+    Example:
+        >>> import tempfile
+        >>> from hf_gradguard import GradGuardConfig, GradGuardTrainer
+        >>> args = GradGuardConfig(tempfile.mkdtemp(), defense="pruning")
+        >>> trainer = GradGuardTrainer(model, args, eval_dataset=train_dataset)
+        >>> known = {"eval_accuracy": 0.9, "train_steps_per_second": 4.0}
+        >>> report, path = write_metrics(trainer, known, "eval_sentences")
+        >>> report["defense"], report["eval_sentences"], report["seconds_per_step"]
+        ('pruning', 2, 0.25)
+    """
+    report = {
+        "defense": trainer.defense.name,
+        "settings": trainer.defense.settings(),
+        "accuracy": metrics["eval_accuracy"],
+        counted: len(trainer.eval_dataset),
+        "ranks": trainer.accelerator.num_processes,
+        "steps": trainer.state.global_step,
+        "seconds_per_step": 1 / metrics["train_steps_per_second"],
+        "seed": trainer.args.seed,
+        "command": shlex.join(sys.argv),
+        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
+    }
+    for name in ("defense/relative_error", "defense/cosine", "defense/seconds"):
+        values = [row[name] for row in trainer.state.log_history if name in row]
+        report[name] = sum(values) / len(values) if values else None
+    report |= more
+    path = os.path.join(trainer.args.output_dir, "metrics.json")
+    with open(path, "w", encoding="utf-8") as file:
+        json.dump(report, file, indent=2)
+    return report, path

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 
 import hf_gradguard
 from hf_gradguard.leakage import dp_sgd_epsilon, membership_power
+from recipes import compare
 from recipes.head import Encoder, Head, whitening_of
 
 SENTIMENT = Path(hf_gradguard.__file__).parent / "data" / "sentiment"
@@ -67,6 +68,8 @@ def test_what_is_saved_gives_the_accuracy_and_what_is_said_is_proved(
     assert found["told_of_a_message"] == membership_power(2.0)
     assert "nobody tells more than 3.4%" in capsys.readouterr().out
     assert "noise multiplier 2" in (tmp_path / "README.md").read_text()
+    compare.main([str(tmp_path / "metrics.json")])
+    assert "| dp_sgd " in capsys.readouterr().out
 
 
 def test_without_public_text_or_proof(
