@@ -120,7 +120,7 @@ class ClientRows(Dataset):
         return (None if pick.row is None else self.data[pick.row]), pick
 
     def __getitems__(self, picks: list[Any]) -> list[tuple[Any, Pick]]:
-        """A batch at once; where sizes vary, a sampler draws a list of one batch."""
+        """A batch at once. Where sizes vary, the sampler draws it whole: a list of one list."""
         if isinstance(picks[0], list):
             (picks,) = picks
         rows = iter(fetched(self.data, [pick.row for pick in picks if pick.row is not None]))

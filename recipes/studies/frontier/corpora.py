@@ -53,11 +53,18 @@ def sentences(path: str | Path) -> Iterator[str]:
                     yield sentence
 
 
+def usual_sentences(path: str | Path) -> list[str]:
+    """Those of usual length."""
+    return [row["sentence"] for row in of_usual_length({"sentence": s} for s in sentences(path))]
+
+
 def prepare(args):
     task = Task(args.model, args.data_dir, args.models)
     labels = itertools.cycle((0, 1))
-    rows = of_usual_length({"sentence": one} for one in sentences(args.text))
-    texts = [row | {"label": label} for row, label in zip(rows, labels, strict=False)]
+    texts = [
+        {"sentence": one, "label": label}
+        for one, label in zip(usual_sentences(args.text), labels, strict=False)
+    ]
 
     def measure(cell: dict) -> dict:
         return attacked(cell, task.stage(cell, cell["stage"]), task.tokenizer, texts)

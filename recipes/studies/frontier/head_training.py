@@ -13,11 +13,10 @@ from torch import Tensor, nn
 from transformers import AutoModel, PreTrainedModel, set_seed
 from transformers.modeling_outputs import SequenceClassifierOutput
 
-from ...head import whitening_of
-from ..lib.text import of_usual_length
+from ...head import SHRINKAGE, whitening_of
 from .client import Client
-from .corpora import sentences
-from .settings import HELD_OUT, LENGTH, PUBLIC, SHRINKAGE
+from .corpora import usual_sentences
+from .settings import HELD_OUT, LENGTH, PUBLIC
 from .training import Task
 
 
@@ -45,19 +44,15 @@ class MeanPooled(nn.Module):
         inputs_embeds: Tensor | None = None,
     ) -> Tensor:
         """`(B, T)` or `(B, T, width)` to `(B, layers · width)`."""
-        return self.whitening(self.mean_of(input_ids, attention_mask, inputs_embeds))
-
-    def mean_of(self, input_ids, attention_mask, inputs_embeds) -> Tensor:
-        """As `embed`, and not whitened."""
         every = self.encoder(
             input_ids=input_ids, attention_mask=attention_mask, inputs_embeds=inputs_embeds,
             output_hidden_states=True,
         ).hidden_states  # fmt: skip
         states = torch.cat(every[-self.layers :], -1)
         if attention_mask is None:
-            return states.mean(1)
+            return self.whitening(states.mean(1))
         heard = attention_mask[..., None].to(states)
-        return (states * heard).sum(1) / heard.sum(1)
+        return self.whitening((states * heard).sum(1) / heard.sum(1))
 
     def forward(
         self,
@@ -104,7 +99,7 @@ class HeadTask(Client):
         """By sentences that are nobody's secret."""
         if self._public is None:
             return nn.Identity()
-        found = [row["sentence"] for row in of_usual_length(map(_row, sentences(self._public)))]
+        found = usual_sentences(self._public)
         random.Random(0).shuffle(found)
         rows = self.tokenizer(found[:PUBLIC], truncation=True, max_length=LENGTH)
         listed = [{"input_ids": ids, "label": 0} for ids in rows["input_ids"]]
@@ -153,7 +148,3 @@ class HeadTask(Client):
         for some, batch in self.texts.by_length(rows):
             found[some] = model.embed(batch["input_ids"], batch["attention_mask"])
         return {"embeddings": found, "labels": torch.tensor([row["label"] for row in rows])}
-
-
-def _row(sentence: str) -> dict:
-    return {"sentence": sentence}

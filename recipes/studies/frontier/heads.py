@@ -98,10 +98,7 @@ def _trained(row: str, cell: dict, by: tuple[str, ...], quick: bool) -> dict:
         if name not in by:
             continue
         for stage in stages:
-            place, own = (
-                f"{name}, {size}, {stage}",
-                asked(attack, {attack: (count, settings)}, stage),
-            )
+            place, own = f"{name}, {size}, {stage}", asked(attack, count, settings, stage)
             found[row, place, "0"] = one = cell | own | {"seed": 0}
             if cell["defense"] == "none" and name == "tag":
                 found[f"{CHANCE}, {_said(cell)}", place, "0"] = one | {NOISE_ALONE: True}

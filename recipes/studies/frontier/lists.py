@@ -42,7 +42,7 @@ def at_the_end(quick: bool) -> dict:
     """Who has a list, at the end of the first seed's training."""
     attack, attacks = (QUICK_CANDIDATES, QUICK_ATTACKS) if quick else (CANDIDATES, ATTACKS)
     sizes = QUICK if quick else {"steps": STEPS, "batch": BATCH}
-    return asked(attack, attacks, "end") | sizes | {"seed": 0}
+    return asked(attack, *attacks[attack], "end") | sizes | {"seed": 0}
 
 
 def prepare(args):

@@ -136,7 +136,7 @@ QUICK_IMAGE_ATTACKS = {
 }
 
 # A head on a frozen encoder
-PUBLIC, SHRINKAGE = 5000, 0.5  # sentences by which embeddings are whitened, and how far
+PUBLIC = 5000  # sentences by which embeddings are whitened
 
 
 class HeadRow(NamedTuple):

@@ -49,14 +49,14 @@ def cells_of(
             found |= {(row, ACCURACY, str(seed)): cell for row, cell in trained.items()}
             for attack, stage in [(one, stage) for one in some for stage in some[one]]:
                 name, size = attack
-                place, own = f"{name}, {size}, {stage}", asked(attack, attacks, stage)
+                place, own = f"{name}, {size}, {stage}", asked(attack, *attacks[attack], stage)
                 found |= {(row, place, str(seed)): c | own for row, c in trained.items()}
     return found
 
 
-def asked(attack: tuple[str, int], attacks: dict, stage: str) -> dict:
-    """What a cell says of an attack on messages of so many samples, at a stage."""
-    (name, size), (count, settings) = attack, attacks[attack]
+def asked(attack: tuple[str, int], count: int, settings: dict, stage: str) -> dict:
+    """What a cell says of an attack on so many messages of so many samples, at a stage."""
+    name, size = attack
     return {"stage": stage, "attack": name, "size": size, "messages": count, "settings": settings}
 
 

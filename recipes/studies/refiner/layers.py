@@ -17,7 +17,7 @@ from torch import Tensor
 from ..lib.images import parquet_images
 from ..lib.tables import interval, write_table
 from .federation import TRAINING, lenet
-from .pruning import accuracy
+from .pruning import accuracy, less
 from .settings import (
     EPOCHS,
     LAYER_NOISE,
@@ -48,7 +48,11 @@ def cells(args) -> dict:
 
 def layers_of(parameters: dict[str, Tensor]) -> list[str]:
     """Weights and bias are one."""
-    return list(dict.fromkeys(name.rsplit(".", 1)[0] for name in parameters))
+    return list(dict.fromkeys(map(_layer, parameters)))
+
+
+def _layer(name: str) -> str:
+    return name.rsplit(".", 1)[0]
 
 
 def _said(noise: dict) -> str:
@@ -72,16 +76,16 @@ def prepare(args):
 
 def noisy(gradient: dict[str, Tensor], cell: dict, draw: torch.Generator) -> dict[str, Tensor]:
     """With the cell's noise on its layer, and the others as they are."""
-    of = [name for name in gradient if name.rsplit(".", 1)[0] == cell["layer"]]
+    of = {name: g for name, g in gradient.items() if _layer(name) == cell["layer"]}
     if not of:
         return gradient
     if "variance" in cell:
         spread = cell["variance"] ** 0.5
     else:
-        entries = torch.cat([gradient[name].flatten() for name in of])
+        entries = torch.cat([g.flatten() for g in of.values()])
         spread = cell["relative"] * float(entries.square().mean().sqrt())
-    noise = {name: torch.randn(gradient[name].shape, generator=draw) for name in of}
-    return gradient | {name: gradient[name] + spread * noise[name] for name in of}
+    found = {name: g + spread * torch.randn(g.shape, generator=draw) for name, g in of.items()}
+    return gradient | found
 
 
 def report(figures: dict, args) -> None:
@@ -95,12 +99,7 @@ def report(figures: dict, args) -> None:
             found = interval([100 * one for one in mine.values()], 1)
             papers = PAPER_LAYERS.get(noise, {})
             paper = papers.get("linear" if mine is last else number, "")
-            beside = "" if mine is last else _less(mine, last)
-            table.append([noise, layer, found, _less(mine, plain), beside, paper])
+            beside = "" if mine is last else less(mine, last)
+            table.append([noise, layer, found, less(mine, plain), beside, paper])
     header = ["noise", "on", "accuracy", "less none", "less the classifier's"]
     write_table(args.output, [*header, "paper: accuracy"], table)
-
-
-def _less(mine: dict, other: dict) -> str:
-    """On the same seeds."""
-    return interval([100 * (one - other[seed]) for seed, one in mine.items() if seed in other], 1)

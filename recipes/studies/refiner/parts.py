@@ -70,7 +70,7 @@ def cells(args) -> dict:
         trained = {row: cell | {"seed": seed} for row, cell in best.items()}
         found |= {(row, ACCURACY, str(seed)): cell for row, cell in trained.items()}
         for attack in (SPAN, QUICK_CANDIDATES if args.quick else CANDIDATES) if seed == 0 else ():
-            (name, size), own = attack, asked(attack, attacks, "end")
+            (name, size), own = attack, asked(attack, *attacks[attack], "end")
             found |= {(row, f"{name}, {size}", "0"): cell | own for row, cell in trained.items()}
     if args.quick:
         return found

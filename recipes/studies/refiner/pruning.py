@@ -72,19 +72,22 @@ def report(figures: dict, args) -> None:
     plain, table = figures["none"]["0.0"], []
     for name, ratios in figures.items():
         for ratio, mine in ratios.items():
-            less = [100 * (mine[seed] - one) for seed, one in plain.items()]
             found = interval([100 * one for one in mine.values()], 1)
             paper = PAPER_PRUNING.get(name, {}).get(float(ratio), "")
-            table.append([name, f"{float(ratio):.0%}", found, interval(less, 1), paper])
+            table.append([name, f"{float(ratio):.0%}", found, less(mine, plain), paper])
     for other in ("gradient", "weight"):
         for ratio, mine in figures["product"].items():
-            pairs = zip(mine.values(), figures[other][ratio].values(), strict=True)
-            less = interval([100 * (a - b) for a, b in pairs], 1)
+            apart = less(mine, figures[other][ratio])
             ours, theirs = (PAPER_PRUNING[name].get(float(ratio)) for name in ("product", other))
             paper = f"{ours - theirs:.2f}" if ours and theirs else ""
-            table.append([f"product less {other}", f"{float(ratio):.0%}", "", less, paper])
+            table.append([f"product less {other}", f"{float(ratio):.0%}", "", apart, paper])
     header = ["left out by small", "share left out", "accuracy", "less none, same seeds"]
     write_table(args.output, [*header, "paper: accuracy"], table)
+
+
+def less(mine: dict[str, float], other: dict[str, float]) -> str:
+    """Points of accuracy on the same seeds, with their interval."""
+    return interval([100 * (one - other[seed]) for seed, one in mine.items()], 1)
 
 
 def accuracy(cell: dict, train: tuple, test: tuple, changed: Changed) -> float:
