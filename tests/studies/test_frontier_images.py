@@ -6,11 +6,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from datasets import Dataset
 from PIL import Image
 
-from recipes.studies.frontier import image_attackers, images, settings
+from recipes.studies.frontier import elsewhere, image_attackers, images, settings
 from recipes.studies.frontier.client import row_of
+from recipes.studies.frontier.image_networks import Place
 from recipes.studies.frontier.image_training import Images, ImageTask
 from recipes.studies.lib.images import single_images
 from recipes.studies.lib.results import Results
@@ -107,3 +109,55 @@ def test_rows_follow_each_other_and_rates_come_before_what_takes_the_best(tmp_pa
 
 def settings_row(number: int) -> str:
     return row_of(*settings.IMAGE_FIRST[number])
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    draw, path = np.random.default_rng(0), tmp_path_factory.mktemp("images") / "tiny.npz"
+    sizes = {"train": 40, "val": 7}
+    pixels = {f"x_{of}": draw.integers(0, 256, (n, 32, 32, 3), "uint8") for of, n in sizes.items()}
+    labels = {"y_train": np.arange(40) % 12, "y_val": np.arange(7)}
+    np.savez(path, **pixels, **labels)
+    return path
+
+
+def test_quick_elsewhere(data, mnist, tiny, quick, tmp_path, monkeypatch):
+    monkeypatch.setattr("recipes.studies.frontier.image_training.IMAGE_HELD_OUT", 20)
+    monkeypatch.setattr("recipes.studies.frontier.image_networks.IMAGE_HELD_OUT", 20)
+    monkeypatch.setattr(elsewhere, "QUICK_ROWS", settings.QUICK_ROWS[:2])
+    arguments = [part for name, path in data.items() for part in (f"--{name}", path)]
+    arguments += ["--mnist", mnist, "--tiny_imagenet", tiny, "--models", tmp_path / "models"]
+    study = quick("frontier", "elsewhere", *arguments, output=tmp_path / "frontier_elsewhere")
+    tested = [10, 10, 10, 7]
+    assert dict(zip(settings.ELSEWHERE, tested, strict=True)) == {
+        name: found["none"]["accuracy"]["0"]["of"] for name, found in study.figures.items()
+    }
+    for found in study.figures.values():
+        assert found["none"]["candidates, 4, end"]["0"]["rank"] == [1] * 4
+    for ending in ("_resnet", "_vit", "_digits", "_200_classes"):
+        rows = ["`none`", "`gaussian_noise relative_scale=20`"]
+        assert [row[0] for row in study.rows(ending)] == rows
+    assert (tmp_path / "frontier_elsewhere.png").exists()
+
+
+@pytest.mark.parametrize("place", settings.ELSEWHERE)
+def test_networks_fit_their_images_and_see_each_image_alone(place, data, mnist, tiny, tmp_path):
+    names = {"cifar10": "train", "mnist": mnist, "tiny_imagenet": tiny}
+    files = {name: (str(data.get(of, of)),) * 2 for name, of in names.items()}
+    here = Place(place, files, str(tmp_path))
+    pixels, labels = here.train_rows
+    model, x = here.start(0).eval(), pixels[:3].float() / 255
+    with torch.no_grad():
+        logits, alone = (model(pixel_values=some).logits for some in (x, x[:1]))
+    assert logits.shape == (3, int(labels.max()) + 1)
+    torch.testing.assert_close(logits[:1], alone)
+    again = here.start(0).state_dict()
+    assert all(torch.equal(again[name], tensor) for name, tensor in model.state_dict().items())
+
+
+def test_digits_are_not_flipped(mnist, tmp_path, monkeypatch):
+    monkeypatch.setattr("recipes.studies.frontier.image_networks.IMAGE_HELD_OUT", 20)
+    digits = Place("digits", {"mnist": (str(mnist),) * 2}, str(tmp_path))
+    rows = digits.rows_to_learn()
+    true = digits.train_rows[0][20].float() / 255
+    assert all(torch.equal(rows[0]["pixel_values"], true) for _ in range(40))

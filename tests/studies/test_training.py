@@ -16,7 +16,7 @@ from hf_gradguard.leakage import dp_sgd_epsilon
 from hf_gradguard.randomness import Stream
 from hf_gradguard.testing.small import small_text_task
 from recipes.studies.frontier import corpora, rates, shown, text
-from recipes.studies.frontier.attackers import sent, words_of
+from recipes.studies.frontier.attackers import attacked, sent, words_of
 from recipes.studies.frontier.client import Stage, row_of
 from recipes.studies.frontier.head_training import HeadTask
 from recipes.studies.frontier.settings import (
@@ -219,6 +219,16 @@ def test_each_message_is_the_next_one_of_a_training(name, settings):
     again = sent({"seed": 0}, stage(), [other, other])
     assert all(torch.equal(both[1][key], again[1][key]) for key in both[1])
     assert not all(torch.equal(both[0][key], again[0][key]) for key in both[0])
+
+
+def test_of_a_message_of_zeros_no_word_is_found():
+    model, _, tokenizer = small_text_task()
+    defense = make_defense("pruning", ratio=0.5, error_feedback=True, min_batches=2)
+    defense.prepare(model, tokenizer)  # it sends nothing of a first batch
+    texts = [{"sentence": tokenizer.decode([i, i + 1]), "label": 0} for i in (10, 12, 14, 16)]
+    cell = {"attack": "span", "size": 2, "messages": 2, "settings": {}, "seed": 0}
+    found = attacked(cell, Stage(model.eval(), defense), tokenizer, texts)
+    assert found == {"token_f1": [0.0] * 4, "token_f1_others": [0.0] * 4}
 
 
 def test_the_start_is_where_a_client_first_says_something(

@@ -43,6 +43,9 @@ def attacked(
         return _told(cell, texts, waited_for(cell, stage, batches, later, see))
     messages, found = sent(cell, stage, batches), []
     for number, (batch, message) in enumerate(zip(batches, messages, strict=True)):
+        if not any(tensor.any() for tensor in message.values()):  # Refiner of few samples
+            found.append([[] for _ in range(cell["size"])])
+            continue
         seen, known = _observed(stage, batch, message, tokenizer)
         attack = make_attack(cell["attack"], **cell["settings"] | known.get(cell["attack"], {}))
         found.append(ids_found(attack, seen, number))

@@ -32,7 +32,9 @@ class Network(SmallImageClassifier):
     def __init__(self, config: SmallImageClassifierConfig) -> None:
         super().__init__(config)
         layers = list[nn.Module]()
-        for number, (before, after) in enumerate(zip((3, *WIDTHS), WIDTHS, strict=False)):
+        for number, (before, after) in enumerate(
+            zip((config.num_channels, *WIDTHS), WIDTHS, strict=False)
+        ):
             kernel, stride = (3, 1) if number else (5, 2)
             layers.append(nn.Conv2d(before, after, kernel, stride, padding=kernel // 2))
             layers += [nn.GroupNorm(8, after), nn.GELU()]
@@ -48,17 +50,17 @@ class Network(SmallImageClassifier):
 
 
 class Images(Dataset):
-    """`pixels` (N, 3, H, W) in uint8 and `labels` as a client's rows, flipped at random."""
+    """`pixels` (N, C, H, W) in uint8 and `labels` as a client's rows, flipped at random."""
 
-    def __init__(self, pixels: Tensor, labels: Tensor) -> None:
-        self.pixels, self.labels = pixels, labels
+    def __init__(self, pixels: Tensor, labels: Tensor, flip: bool = True) -> None:
+        self.pixels, self.labels, self._flip = pixels, labels, flip
 
     def __len__(self) -> int:
         return len(self.labels)
 
     def __getitem__(self, row: int) -> dict[str, Tensor]:
         pixels = self.pixels[row].float() / 255
-        flipped = pixels.flip(-1) if torch.rand(()) < 0.5 else pixels
+        flipped = pixels.flip(-1) if self._flip and torch.rand(()) < 0.5 else pixels
         return {"pixel_values": flipped, "labels": self.labels[row]}
 
 
@@ -71,7 +73,11 @@ class ImageTask(Client):
 
     @functools.cached_property
     def train_rows(self) -> tuple[Tensor, Tensor]:
-        pixels, labels = parquet_images(self._train)
+        return self.shuffled(*parquet_images(self._train))
+
+    @staticmethod
+    def shuffled(pixels: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """In an order that is the same each time."""
         order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
         return pixels[order], labels[order]
 

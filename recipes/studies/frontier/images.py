@@ -54,7 +54,7 @@ def cells(args) -> dict:
     gray = {"attack": GRAY, "messages": IMAGE_ATTACKS[INVERTING][0]}
     found, chosen, searched = {(GRAY, f"{name}, {size}, end", "0"): gray}, {}, True
     for defense, strength in IMAGE_ROWS:
-        row, search = row_of(defense, strength), _search(results, defense, strength)
+        row, search = row_of(defense, strength), search_of(results, defense, strength)
         rate = rates.chosen(results, search)
         if rate is not None:
             chosen[row] = rate
@@ -68,9 +68,11 @@ def cells(args) -> dict:
     return fitting(found | {place: cell for place, cell in whole.items() if cell in results})
 
 
-def _search(results: Results, defense: str, strength: dict) -> dict[str, dict]:
+def search_of(
+    results: Results, defense: str, strength: dict, sizes: dict = IMAGE_SIZES
+) -> dict[str, dict]:
     """Cells of a row's rates, so far."""
-    common = {"defense": defense, "strength": strength, "seed": RATES_SEED, **IMAGE_SIZES}
+    common = {"defense": defense, "strength": strength, "seed": RATES_SEED, **sizes}
     start = rates.rates(strength, SPREAD, IMAGE_RATE, IMAGE_GRID)
     return rates.by_rate(common, rates.searched(results, common, start, IMAGE_GRID))
 
@@ -87,9 +89,15 @@ def prepare(args):
 
 
 def report(figures: dict, args) -> None:
+    table(figures, IMAGE_ATTACKS, args.output, {"rates (held out)": tried_of(figures)})
+    picture(figures, args.output, LOOK)
+
+
+def tried_of(figures: dict) -> dict[str, str]:
+    """By row, which rates were tried and what each came to; taken out of the figures."""
     searches = {row: found.pop(RATES, {}) for row, found in figures.items()}
     best = rates.best({row: tried for row, tried in searches.items() if tried})
-    tried = {
+    return {
         row: ", ".join(
             f"**{rate}** ({found['held_out']:.3f})"
             if float(rate) == best[row]
@@ -98,5 +106,3 @@ def report(figures: dict, args) -> None:
         )
         for row in best
     }
-    table(figures, IMAGE_ATTACKS, args.output, {"rates (held out)": tried})
-    picture(figures, args.output, LOOK)

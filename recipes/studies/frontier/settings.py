@@ -135,6 +135,33 @@ QUICK_IMAGE_ATTACKS = {
     ("gathered", 4): (1, {"listed": 20, "later": 1}),
 }
 
+
+# Other networks, and other images
+class Elsewhere(NamedTuple):
+    """A network, and the option that names its images."""
+
+    network: str
+    images: str
+
+
+ELSEWHERE = {
+    "ResNet": Elsewhere("resnet", "cifar10"),
+    "ViT": Elsewhere("vit", "cifar10"),
+    "digits": Elsewhere("convolutions", "mnist"),
+    "200 classes": Elsewhere("convolutions", "tiny_imagenet"),
+}
+ELSEWHERE_ROWS: list[tuple[str, dict]] = [
+    ("none", {}),
+    *(("gaussian_noise", {"relative_scale": r}) for r in (1.0, 5.0, 20.0)),
+    ("refiner", {}),
+    ("pruning", {"ratio": 0.99, "error_feedback": True}),
+    ("quantization", {"bits": 2}),
+]
+ELSEWHERE_PASSES = [
+    (1, {INVERTING: ["start", "end"], CANDIDATES: ["end"]}),
+    (SEEDS, {}),
+]
+
 # A head on a frozen encoder
 PUBLIC = 5000  # sentences by which embeddings are whitened
 

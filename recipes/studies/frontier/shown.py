@@ -148,6 +148,12 @@ def picture(figures: dict, output, look: Look) -> None:
     training.
     """
     figure, axes = plt.subplots(figsize=(9, 6), layout="constrained")
+    draw(axes, figures, look)
+    save(figure, output)
+
+
+def draw(axes, figures: dict, look: Look) -> None:
+    """The picture's one panel."""
     plain = figures["none"][ACCURACY]
     points: dict[str, list] = {}
     guess = -np.inf
@@ -191,7 +197,6 @@ def picture(figures: dict, output, look: Look) -> None:
     axes.set_ylabel("points of accuracy against no defense (95 % interval)")
     axes.grid(alpha=0.3)
     axes.legend()
-    save(figure, output)
 
 
 def _name(axes, names: list[tuple[str, tuple[float, float], str]]) -> None:

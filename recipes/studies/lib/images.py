@@ -49,6 +49,14 @@ def parquet_images(path: str) -> tuple[Tensor, Tensor]:
     return pixels.permute(0, 3, 1, 2), torch.tensor(data["label"])
 
 
+def array_images(path: str, split: str) -> tuple[Tensor, Tensor]:
+    """The same of an npz with x_train, y_train and the like; gray ones have one channel."""
+    with np.load(path) as file:
+        pixels, labels = (torch.from_numpy(file[f"{name}_{split}"]) for name in "xy")
+    pixels = pixels[:, None] if pixels.dim() == 3 else pixels.permute(0, 3, 1, 2)
+    return pixels, labels.long()
+
+
 def lenet_for(batch: dict[str, Tensor]) -> LeakageLeNetForImageClassification:
     """Before training: weights from the global generator."""
     _, channels, side, _ = batch["pixel_values"].shape
