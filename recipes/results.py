@@ -1,6 +1,6 @@
 """Everything that docs/results.md shows, made anew by one command a row.
 
-    MODEL=... SST2=... MNIST=... python recipes/results.py     all of it: two days of one core
+    MODEL=... SST2=... MNIST=... python recipes/results.py     all of it: three days of one core
     MODEL=... SST2=... python recipes/results.py span_attack   one run, or all that mention this
     python recipes/results.py --tables                         tables of what is there
     python recipes/results.py --list                           the runs, and their hours

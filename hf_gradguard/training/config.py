@@ -83,8 +83,8 @@ class GradGuardConfig(TrainingArguments):
         noise_seed: Makes all noise reproducible, by anybody. For tests only.
         leakage_logging_steps: Log leakage figures of what is about to be shared at every so many
             optimizer steps; 0 never.
-        leakage_num_probes: Probes for dFIL. By default the sensitivities that noise was shaped by,
-            at no pass more, or 10 probes where there are none.
+        leakage_num_probes: Probes for dFIL. By default 2 by differences, or 10 exact ones where
+            those are not to be had.
         leakage_limit: Do not share a message whose bound on the MSE of an unbiased attacker (per
             coordinate, in the input's unit squared) is lower for any of its samples. Measures every
             message.
@@ -202,7 +202,7 @@ class GradGuardConfig(TrainingArguments):
     leakage_num_probes: int | None = field(
         default=None,
         metadata={
-            "help": "Probes for dFIL. Default: the sensitivities that shaped noise, or 10 probes."
+            "help": "Probes for dFIL. Default: 2 by differences, or 10 exact ones where those do not work."
         },
     )
     leakage_limit: float | None = field(

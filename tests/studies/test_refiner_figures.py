@@ -12,6 +12,8 @@ from PIL import Image
 from transformers import set_seed
 
 from hf_gradguard.models import LeakageLeNetConfig, LeakageLeNetForImageClassification
+from recipes.studies.lib.images import single_images
+from recipes.studies.refiner import warm
 from recipes.studies.refiner.layers import layers_of, noisy
 from recipes.studies.refiner.pruning import pruned
 
@@ -151,3 +153,26 @@ def test_noise_is_of_the_size_it_says_and_on_one_layer():
         assert float(added.std()) == pytest.approx(expected, rel=0.04)
         assert float(added[-100:].std()) == pytest.approx(expected, rel=0.4)
     assert noisy(gradient, {"layer": "none"}, draw) is gradient
+
+
+def test_warm(federation, quick, tmp_path, monkeypatch):
+    monkeypatch.setattr(warm, "WARM_IMAGES", 16)
+    files = [*federation[2:6], "--models", tmp_path / "models"]
+    study = quick("refiner", "warm", *files, output=tmp_path / "refiner_warm")
+    for row, found in study.figures.items():
+        assert len(found["PSNR, start"]["0"]["psnr"]) == 1
+        cosines = found["cosine"]["0"]["cosine"]
+        assert cosines == [1, 1] if row == "none" else 0 < max(cosines) < 1
+    assert [row[0] for row in study.rows()] == list(study.figures)
+
+
+def test_few_images_are_learned_as_they_are_and_judged_by_the_next_ones(cifar10, monkeypatch):
+    monkeypatch.setattr(warm, "WARM_IMAGES", 16)
+    task = warm.FewImages(str(cifar10), "", "")
+    rows = single_images(str(cifar10), 24)
+    learned = task.rows_to_learn()
+    assert len(learned) == 16
+    assert all(torch.equal(learned[i]["pixel_values"], rows[i]["pixel_values"][0]) for i in (0, 15))
+    held_out, labels = task.held_out()
+    assert torch.equal(held_out[0].float() / 255, rows[16]["pixel_values"][0])
+    assert labels.tolist() == [int(row["labels"]) for row in rows[16:]]

@@ -28,18 +28,26 @@ SINGLE_IMAGES = {
 def single_images(
     path: str, samples: int | None, side: int | None = None, split: str = "train"
 ) -> list[dict[str, Tensor]]:
-    """Batches of one: the first images of an npz with x and y, or x_train and the like; larger ones
-    are cut to `side`.
+    """Batches of one: the first images of an npz; larger ones are cut to `side`."""
+    pixels, labels = array_images(path, split, samples)
+    pixels = pixels[..., :side, :side].float() / 255
+    return [
+        {"pixel_values": x, "labels": y}
+        for x, y in zip(pixels.split(1), labels.split(1), strict=True)
+    ]
+
+
+def array_images(
+    path: str, split: str = "train", samples: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """`(N, C, H, W)` in uint8, and labels, of an npz with x and y, or x_train and the like; gray
+    ones have one channel.
     """
     with np.load(path) as file:
         names = (f"x_{split}", f"y_{split}") if f"x_{split}" in file else ("x", "y")
         pixels, labels = (torch.from_numpy(file[name][:samples]) for name in names)
     pixels = pixels[:, None] if pixels.dim() == 3 else pixels.permute(0, 3, 1, 2)
-    pixels = pixels[..., :side, :side].float() / 255
-    return [
-        {"pixel_values": x, "labels": y}
-        for x, y in zip(pixels.split(1), labels.long().split(1), strict=True)
-    ]
+    return pixels, labels.long()
 
 
 def parquet_images(path: str) -> tuple[Tensor, Tensor]:
@@ -47,14 +55,6 @@ def parquet_images(path: str) -> tuple[Tensor, Tensor]:
     data = load_dataset("parquet", data_files=path, split="train")
     pixels = torch.from_numpy(np.stack([np.asarray(image) for image in data["img"]]))
     return pixels.permute(0, 3, 1, 2), torch.tensor(data["label"])
-
-
-def array_images(path: str, split: str) -> tuple[Tensor, Tensor]:
-    """The same of an npz with x_train, y_train and the like; gray ones have one channel."""
-    with np.load(path) as file:
-        pixels, labels = (torch.from_numpy(file[f"{name}_{split}"]) for name in "xy")
-    pixels = pixels[:, None] if pixels.dim() == 3 else pixels.permute(0, 3, 1, 2)
-    return pixels, labels.long()
 
 
 def lenet_for(batch: dict[str, Tensor]) -> LeakageLeNetForImageClassification:

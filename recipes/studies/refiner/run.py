@@ -3,14 +3,26 @@
     python -m recipes.studies.refiner.run PART --help
 
 Each part's help has its command: `sentences`, `in_training`, `text`, `second_form`, `parts`,
-`ablations`, `frontier`, `pruning` and `layers`.
+`ablations`, `frontier`, `warm`, `pruning` and `layers`.
 """
 
 from ..lib.command import main
-from . import ablations, frontier, in_training, layers, parts, pruning, second_form, sentences, text
+from . import (
+    ablations,
+    frontier,
+    in_training,
+    layers,
+    parts,
+    pruning,
+    second_form,
+    sentences,
+    text,
+    warm,
+)
+
+PARTS = [
+    sentences, in_training, text, second_form, parts, ablations, frontier, warm, pruning, layers,
+]  # fmt: skip
 
 if __name__ == "__main__":
-    main(
-        __doc__,
-        [sentences, in_training, text, second_form, parts, ablations, frontier, pruning, layers],
-    )
+    main(__doc__, PARTS)

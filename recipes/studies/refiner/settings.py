@@ -147,6 +147,16 @@ PARTS = {  # the most telling first
 }
 QUICK_PARTS, FIRST_PARTS, PARTS_SEEDS = ("none", "default", "without feedback"), 5, 3
 
+# warm.py
+WARM_IMAGES, WARM_SEEDS, WARM_RATE = 2000, 3, 2e-3
+WARM_SIZES = {"steps": 600, "batch": 16}
+WARM: dict[str, tuple[str, dict]] = {
+    "none": ("none", {}),
+    "10 iterations": ("refiner", BASE),
+    "5 iterations": ("refiner", BASE | {"iterations": 5}),
+    "10 iterations, 5 of what was seen before": ("refiner", BASE | {"warm_start": WARM_IMAGES}),
+}
+
 # second_form.py: defense, settings, learning rate. A client's first message is sent.
 WEIGHTED = {"objective": "weighted", "evaluation_network": "text-evaluation-network-minilm-l6"}
 SLOW = WEIGHTED | {"learning_rate": 0.001, "iterations": 4}

@@ -1,0 +1,108 @@
+r"""What a warm start brings to Refiner as published: half the iterations where an image was refined
+before, from what they led to then.
+
+    python -m recipes.studies.refiner.run warm --test TEST.parquet --images LOSSLESS.npz \
+        --models FOLDER --output docs/results/refiner_warm
+
+After Figures 15 and 18 of the Refiner paper (2025). One client trains the network of the frontier
+on images on 2,000 lossless images of CIFAR-10: 600 messages of 16, so that each is seen about five
+times, at the learning rate that is best for Refiner's default there. Accuracy is of 10,000 images,
+compared with the undefended run of the same seed, image by image. Read are eight images that were
+trained on, one a message, by the frontier's attacker; the cosine is of what is shared of 64 such
+messages with their gradients. FOLDER keeps what was trained.
+"""
+
+import functools
+
+from torch import Tensor
+from torch.nn.functional import cosine_similarity
+
+from hf_gradguard import GradientMap
+
+from ..frontier.attackers import sent
+from ..frontier.client import Stage
+from ..frontier.image_attackers import attacked
+from ..frontier.image_training import Images, ImageTask
+from ..frontier.settings import IMAGE_ATTACKS, INVERTING, QUICK, QUICK_IMAGE_ATTACKS
+from ..frontier.shown import ACCURACY, asked, lost, read
+from ..lib.images import array_images, single_images
+from ..lib.tables import interval, write_table
+from .federation import flat
+from .settings import WARM, WARM_IMAGES, WARM_RATE, WARM_SEEDS, WARM_SIZES
+
+ARGUMENTS = {
+    "--test": "parquet with img and label, to judge on",
+    "--images": "npz with x (N, 32, 32, 3) and y: to train on and to attack",
+    "--models": "folder that keeps what was trained",
+}
+COSINE = "cosine"
+
+
+def cells(args) -> dict:
+    """Trainings first, then what is read of the first seed's, early and late."""
+    found: dict = {}
+    attacks = QUICK_IMAGE_ATTACKS if args.quick else IMAGE_ATTACKS
+    sizes = (QUICK if args.quick else WARM_SIZES) | {"learning_rate": WARM_RATE}
+    rows = {
+        row: {"defense": defense, "strength": strength, **sizes}
+        for row, (defense, strength) in WARM.items()
+    }
+    for seed in range(1 if args.quick else WARM_SEEDS):
+        found |= {(row, ACCURACY, str(seed)): c | {"seed": seed} for row, c in rows.items()}
+    for row, cell in rows.items():
+        for stage in ("start", "end"):
+            own = asked(INVERTING, *attacks[INVERTING], stage)
+            found[row, f"PSNR, {stage}", "0"] = cell | {"seed": 0} | own
+        count = 2 if args.quick else 64
+        found[row, COSINE, "0"] = cell | {"seed": 0, "stage": "end", COSINE: count}
+    return found
+
+
+def prepare(args):
+    task = FewImages(args.images, args.test, args.models)
+
+    def measure(cell: dict) -> dict:
+        if "attack" in cell:
+            return attacked(cell, task, args.images)
+        if COSINE in cell:
+            rows = single_images(args.images, cell[COSINE])
+            return {COSINE: cosines(cell, task.stage(cell, cell["stage"]), rows)}
+        return task.learned(cell)
+
+    return measure
+
+
+class FewImages(ImageTask):
+    """The first images of an npz, as they are, and some of the next ones to judge by."""
+
+    @functools.cached_property
+    def train_rows(self) -> tuple[Tensor, Tensor]:
+        return array_images(self._train)
+
+    def rows_to_learn(self) -> Images:
+        return Images(*(part[:WARM_IMAGES] for part in self.train_rows), flip=False)
+
+    def held_out(self) -> tuple[Tensor, Tensor]:
+        pixels, labels = self.train_rows
+        return pixels[WARM_IMAGES:], labels[WARM_IMAGES:]
+
+
+def cosines(cell: dict, stage: Stage, batches: list[dict]) -> list[float]:
+    """Of each message with its gradient."""
+    messages = sent(cell, stage, batches)
+    found = []
+    for batch, message in zip(batches, messages, strict=True):
+        true = flat(GradientMap(stage.model, batch).gradient())
+        found.append(round(float(cosine_similarity(flat(message), true, dim=0)), 4))
+    return found
+
+
+def report(figures: dict, args) -> None:
+    plain, rows = figures["none"][ACCURACY], []
+    for row, found in figures.items():
+        runs = found[ACCURACY]
+        shown = [row, interval([run["accuracy"] for run in runs.values()]), lost(runs, plain)]
+        shown += [read(found[f"PSNR, {stage}"]) for stage in ("start", "end")]
+        rows.append([*shown, interval(found[COSINE]["0"][COSINE], 2)])
+    header = ["", "accuracy", "less than none", "PSNR, start", "PSNR, end", "cosine"]
+    write_table(args.output, header, rows)
