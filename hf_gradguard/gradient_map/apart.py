@@ -24,6 +24,8 @@ logger = logging.get_logger(__name__)
 
 TRIED = 4
 """Samples of a batch on which a model is tried out."""
+CLASSES = 64
+"""Up to so many label values a loss is tried out on each beside others: it may weigh classes."""
 
 
 class Plan(NamedTuple):
@@ -34,11 +36,13 @@ class Plan(NamedTuple):
         reason: Why samples are differentiated one by one; empty if together.
         modules: Those that ran in the trial. Others (an expert that no token was routed to) were
             not tried.
+        labels: Label values that were tried beside each other.
     """
 
     rules: tuple[str, ...]
     reason: str = ""
     modules: frozenset[str] = frozenset()
+    labels: tuple[frozenset[int], ...] = ()
 
 
 _PLANS: WeakKeyDictionary[nn.Module, dict[object, Plan]] = WeakKeyDictionary()
@@ -47,6 +51,11 @@ _PLANS: WeakKeyDictionary[nn.Module, dict[object, Plan]] = WeakKeyDictionary()
 def known_plan(gmap: GradientMap) -> Plan | None:
     """What was found out of a model on batches of this kind."""
     return _PLANS.get(gmap.model, {}).get(_key(gmap))
+
+
+def forget(model: nn.Module) -> None:
+    """Let a model and its loss be tried out anew."""
+    _PLANS.pop(model, None)
 
 
 def _key(gmap: GradientMap) -> object:
@@ -60,7 +69,11 @@ def plan_of(gmap: GradientMap, samples: int) -> tuple[Plan, Tensor]:
         plan = _try_out(gmap, samples, _RULES)
     weights = [_weights(rule, gmap.batch) for rule in plan.rules]
     if not _agree(weights):  # the first batches had as many tokens in every row
-        plan = _try_out(gmap, samples, plan.rules)
+        plan = _try_out(gmap, samples, plan.rules, plan.labels)
+        weights = [_weights(rule, gmap.batch) for rule in plan.rules]
+    elif not plan.reason and _has_untried(plan, gmap.batch):
+        again = _try_out(gmap, samples, plan.rules, plan.labels)
+        plan = again._replace(modules=plan.modules | again.modules)
         weights = [_weights(rule, gmap.batch) for rule in plan.rules]
     if gmap.replay.recomputes():
         plan = plan._replace(reason="activation checkpointing runs layers a second time")
@@ -74,13 +87,17 @@ def plan_of(gmap: GradientMap, samples: int) -> tuple[Plan, Tensor]:
     return plan, weights[0].to(device)
 
 
-def _try_out(gmap: GradientMap, samples: int, rules: tuple[str, ...]) -> Plan:
+def _try_out(
+    gmap: GradientMap,
+    samples: int,
+    rules: tuple[str, ...],
+    labels: tuple[frozenset[int], ...] = (),
+) -> Plan:
     """Compares a few samples together with each by itself, without dropout."""
-    items = _items(gmap.batch, True)
-    order = items.argsort(descending=True, stable=True).tolist()  # rows that count, and that differ
-    chosen = sorted({*order[: TRIED - 1], *[k for k in order if items[k] > 0][-1:]})
+    chosen = _to_try(gmap.batch, labels)
     batch = rows_of(gmap.batch, chosen, samples)
-    with _evaluating(gmap.model), gmap.replay.run(), gmap.replay.full_precision():
+    labels = _joined(labels, frozenset().union(*_labels(batch)))
+    with _still(gmap, batch), gmap.replay.run(), gmap.replay.full_precision():
         whole = plain_gradient(gmap, batch)
         single = [plain_gradient(gmap, rows_of(gmap.batch, [row], samples)) for row in chosen]
         size = sum(float(_norm(each)) for each in single) / len(chosen)
@@ -97,9 +114,9 @@ def _try_out(gmap: GradientMap, samples: int, rules: tuple[str, ...]) -> Plan:
         if not fitting:
             raise NotImplementedError(
                 f"{type(gmap.model).__name__}'s loss of a batch is no mean of its samples' own "
-                "losses: they are coupled (contrastive losses, routers, losses between samples), "
-                "so that no sample has a gradient of its own to clip. Use a loss that is a mean "
-                "over rows or tokens, or dp_sgd without per_sample."
+                "losses: they are coupled (classes that are weighed, contrastive losses, routers, "
+                "losses between samples), so that no sample has a gradient of its own to clip. Use "
+                "a loss that is a mean over rows or tokens, or dp_sgd without per_sample."
             )
         weights = _weights(fitting[0], batch)
         try:
@@ -110,7 +127,46 @@ def _try_out(gmap: GradientMap, samples: int, rules: tuple[str, ...]) -> Plan:
         except RuntimeError as error:  # a module that takes no copies, or is not vectorized
             why = str(error).splitlines()[0]
             return Plan(tuple(fitting), f"a module is not differentiated by rows ({why})")
-    return Plan(tuple(fitting), reason, frozenset(shares))
+    return Plan(tuple(fitting), reason, frozenset(shares), labels)
+
+
+def _to_try(batch: Mapping[str, Any], labels: tuple[frozenset[int], ...]) -> list[int]:
+    """Rows whose labels were not tried beside each other, then those of most and of fewest items
+    that count.
+    """
+    items, values = _items(batch, True), _labels(batch)
+    order = [k for k in items.argsort(descending=True, stable=True).tolist() if items[k] > 0]
+    chosen = order[:1] or [0]
+    seen = values[chosen[0]] if values else frozenset()
+    for row in order if values else []:
+        if len(chosen) < TRIED - 1 and not values[row] <= seen.union(*_joined(labels, seen)[-1:]):
+            chosen.append(row)
+            seen |= values[row]
+    rest = [row for row in order if row not in chosen]
+    return sorted({*chosen, *rest[: TRIED - 1 - len(chosen)], *order[-1:]})
+
+
+def _labels(batch: Mapping[str, Any]) -> list[frozenset[int]]:
+    """Each row's label values; nothing where labels are no classes."""
+    labels = batch.get("labels")
+    if not isinstance(labels, Tensor) or labels.is_floating_point() or not labels.dim():
+        return []
+    rows = labels.reshape(len(labels), -1).tolist()
+    return [frozenset(row) - {-100} for row in rows]
+
+
+def _joined(labels: tuple[frozenset[int], ...], more: frozenset[int]) -> tuple[frozenset[int], ...]:
+    """Values that were tried beside each other, also by way of others."""
+    met = more.union(*(group for group in labels if group & more))
+    return (*(group for group in labels if not group & more), *([met] if more else []))
+
+
+def _has_untried(plan: Plan, batch: Mapping[str, Any]) -> bool:
+    """Whether a batch has labels that were not tried beside each other."""
+    if sum(map(len, plan.labels)) > CLASSES:
+        return False
+    values = frozenset().union(*_labels(batch))
+    return len(values) > 1 and not any(values <= group for group in plan.labels)
 
 
 def _wrong(
@@ -135,14 +191,33 @@ def _wrong(
 
 
 @contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    modes = {part: part.training for part in model.modules()}
-    model.eval()
+def _still(gmap: GradientMap, batch: Mapping[str, Any]) -> Iterator[None]:
+    """Without dropout. Modules of a model's own code stay as they are, since what they do to a
+    batch in training may be something else, unless they draw at random.
+    """
+    modes = {part: part.training for part in gmap.model.modules()}
+    for part in modes:
+        part.training = part.training and not _is_of_a_library(part)
+    own = [part for part in modes if part.training]
+    kept = [(b, b.clone()) for part in own for b in part.buffers(recurse=False)]
     try:
+        if own:
+            with gmap.replay.run():
+                one, other = plain_gradient(gmap, batch), plain_gradient(gmap, batch)
+            apart = _norm({name: one[name] - other[name] for name in one})
+            if not float(apart) <= _tolerance(gmap) * float(_norm(one)):
+                gmap.model.eval()
         yield
     finally:
+        for buffer, before in kept:
+            if not torch.equal(buffer, before):
+                buffer.copy_(before)
         for part, mode in modes.items():
             part.training = mode
+
+
+def _is_of_a_library(module: nn.Module) -> bool:
+    return type(module).__module__.partition(".")[0] in ("torch", "transformers", "peft")
 
 
 def norms_of(shares: Mapping[str, Share]) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from .apart import norms_of, plain_gradient, plan_of, rows_of, total_of, wide
 from .domain import count_rows
-from .listening import listen
+from .listening import NotApartError, listen
 
 if TYPE_CHECKING:
     from .map import GradientMap, Tensors
@@ -80,9 +80,12 @@ def clipped_sum(gmap: GradientMap, clip: float) -> ClippedSum:
     if plan.reason:
         return _one_by_one(gmap, samples, clip)
     shares = gmap.shares if isinstance(gmap, SampleMap) else None
-    if shares is None:
-        with gmap.replay.run():
-            shares = listen(gmap, gmap.batch, samples)
+    try:
+        if shares is None:
+            with gmap.replay.run():
+                shares = listen(gmap, gmap.batch, samples)
+    except NotApartError:  # samples lie otherwise than when the model was tried out
+        return _one_by_one(gmap, samples, clip)
     if shares.keys() - plan.modules:
         return _one_by_one(gmap, samples, clip)
     counts = weights > 0

@@ -47,11 +47,13 @@ class Listener:
     Args:
         model: The model.
         parameters: Those that are shared, by name.
-        samples: How many there are in the batch.
+        batch: What it is evaluated on.
+        samples: How many there are in it.
     """
 
     model: nn.Module
     parameters: Mapping[str, Tensor]
+    batch: Mapping[str, Any]
     samples: int
     _calls: dict[str, list[_Call]] = field(default_factory=dict)
     _copies: dict[str, list[Tensor]] = field(default_factory=dict)
@@ -70,6 +72,11 @@ class Listener:
             if own:
                 self._own[name] = own
         self._modules = modules
+        self._lengths = {
+            value.shape[1]
+            for value in self.batch.values()
+            if isinstance(value, Tensor) and value.dim() == 2 and not value.is_floating_point()
+        }
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -124,7 +131,7 @@ class Listener:
             for call, slope in calls:
                 features = layer.features(_wide(call.args[0]))
                 pair = layer.rows(_wide(slope), self.samples), layer.rows(features, self.samples)
-                if pair[0] is None or pair[1] is None:
+                if pair[0] is None or pair[1] is None or not self._is_by_samples(features):
                     raise NotApartError(f"samples are no rows of what enters {name}")
                 rows.append((pair[0], pair[1]))
             return OfLayer(layer, rows)
@@ -137,6 +144,13 @@ class Listener:
                 raise NotApartError(f"samples are no rows of what enters {name}")
         wide = [(tuple(map(_wide, call.args)), _wide(slope)) for call, slope in calls]
         return of_module(module, own, wide)
+
+    def _is_by_samples(self, entered: Tensor) -> bool:
+        """Whether rows are samples, or all samples' tokens with what is padded. Of tokens that were
+        picked (without what is padded, by an expert) there may be as many by chance.
+        """
+        per_sample = len(entered) // self.samples
+        return entered.dim() > 2 or not self._lengths or per_sample in (1, *self._lengths)
 
     def _of_table(
         self, name: str, module: nn.Embedding, calls: list[tuple[_Call, Tensor]]
@@ -225,7 +239,7 @@ def listen(gmap: GradientMap, batch: Mapping[str, Any], samples: int) -> dict[st
     Raises:
         NotApartError: With the module that does not tell samples apart.
     """
-    listener = Listener(gmap.model, gmap.parameters, samples)
+    listener = Listener(gmap.model, gmap.parameters, batch, samples)
     with listener.listening():
         loss = gmap.loss_fn(gmap.model, dict(batch))
     return listener.shares(loss)

@@ -131,8 +131,9 @@ def ordinary_ids(count: int, special: Sequence[int]) -> Tensor:
 
 
 NOT_MADE_UP = (
-    "Random inputs with {} cannot be made up, so noise and pruning have no public shape. Choose "
-    "shape='past', averages over the client's earlier batches, or shape='own'."
+    "Random inputs with {} cannot be made up, so noise and pruning have no public shape, and "
+    "Refiner no samples. Choose shape='past', averages over the client's earlier batches, or "
+    "shape='own'; in place of Refiner another defense, or its objective='weighted'."
 )
 
 

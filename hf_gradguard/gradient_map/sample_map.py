@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .apart import known_plan, plain_gradient, total_of
 from .domain import count_rows
-from .listening import Listener
+from .listening import Listener, NotApartError
 from .map import GradientMap, Tensors
 from .shares import Share
 
@@ -43,23 +43,37 @@ class SampleMap(GradientMap):
             return super().gradient()
         self._devices.check_present()
         if self._gradient is None:
-            with self.replay.kernels():
-                shares = self._listener.shares(self._loss)
-            plan = known_plan(self)
-            if plan is not None and shares.keys() <= plan.modules:
-                self._shares = shares
+            self._shares = self._heard()
+            if self._shares is not None:
                 ones = torch.ones(count_rows(self._batch), device=self._loss.device)
-                found = total_of(self.parameters, shares, ones)
-            else:  # a module that did not run when the model was tried out
+                found = total_of(self.parameters, self._shares, ones)
+            else:
                 with self.replay.run():
                     found = plain_gradient(self, self._batch)
             self._gradient = {n: found[n].to(p.dtype) for n, p in self._parameters.items()}
         return self._gradient
 
+    def _heard(self) -> Mapping[str, Share] | None:
+        """`None` where a module did not run when the model was tried out, or samples lie in it
+        otherwise than then.
+        """
+        assert self._listener is not None
+        try:
+            with self.replay.kernels():
+                shares = self._listener.shares(self._loss)
+        except NotApartError:
+            return None
+        plan = known_plan(self)
+        return shares if plan is not None and shares.keys() <= plan.modules else None
+
     def _first_pass(self) -> tuple[Tensor, Tensor]:
         plan, samples = known_plan(self), count_rows(self._batch)
         if plan is None or plan.reason or samples == 1 or self.replay.recomputes():
             return super()._first_pass()
-        self._listener = Listener(self.model, self._parameters, samples)
-        with self._listener.listening():
+        self._listener = Listener(self.model, self._parameters, self._batch, samples)
+        try:
+            with self._listener.listening():
+                return super()._first_pass()
+        except NotApartError:  # a module is called otherwise than when it was tried out
+            self._listener = None
             return super()._first_pass()

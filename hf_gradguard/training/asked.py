@@ -83,6 +83,7 @@ class Asked:
     def _settings(self, args: TrainingArguments, objects: Mapping[str, Any]) -> dict[str, Any]:
         return {
             **{f"args.{name}": _frozen(getattr(args, name, None)) for name in _ARGUMENTS},
+            "args.per_device_train_batch_size": args.per_device_train_batch_size,
             "the defense": _frozen(self.defense),
             **{name: _Same(value) for name, value in objects.items()},
         }

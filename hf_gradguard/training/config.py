@@ -202,7 +202,7 @@ class GradGuardConfig(TrainingArguments):
     leakage_num_probes: int | None = field(
         default=None,
         metadata={
-            "help": "Probes for dFIL. Default: 2 by differences, or 10 exact ones where those do not work."
+            "help": "Probes for dFIL. Default: 2 by differences, or 10 exact ones without those."
         },
     )
     leakage_limit: float | None = field(

@@ -80,6 +80,9 @@ class GuardedTrainer(SeamTrainer):
                 be protected.
             RuntimeError: If anything but the exchange put a gradient where the optimizer finds it.
         """
+        named = str(resume_from_checkpoint)  # of a command line "True" is a text
+        if named.lower() in ("true", "false") and not Path(named).exists():
+            resume_from_checkpoint = named.lower() == "true"
         if resume_from_checkpoint is True:
             folder = Path(str(self.args.output_dir))
             resume_from_checkpoint = newest_complete(folder, self.accelerator)

@@ -61,7 +61,7 @@ def scale_learning_rate(
         logger.warning_once(
             "The learning rate stays as it is: how large this noise is beside the gradient depends "
             "on the gradient. Adam's steps will be √(1 + r²) times shorter under noise of r times "
-            "the gradient. State the noise as relative_scale, or choose the rate by trying."
+            f"the gradient. {_OUT[getattr(defense, 'per_sample', False)]}"
         )
     elif factor > 1:
         logger.warning_once(
@@ -78,3 +78,8 @@ def scale_learning_rate(
 
 
 _FACTOR = "gradguard_noise_factor"
+_OUT = {
+    False: "State the noise as relative_scale, or choose the rate by trying.",
+    True: "Choose the rate by trying.",
+}
+"""What to do where the ratio is not known, without and with clipping by samples."""

@@ -145,13 +145,13 @@ class MessageMaker:
             needs_input=client.defense.needs_input or measured,
         )
         gradient = gmap.gradient()
-        self._rows.see(gradient)
         norm = _norm(gradient)  # waits for the device: what follows times the defense alone
         start = time.perf_counter()
         before = client.defense.state_dict() if measured else {}
         client.defense.at_step(step)
         message = client.defense(gmap, noise)
         shared = dict(message.items())
+        self._rows.see(gradient, shared)
         if not client.is_empty:
             self._record(gradient, shared, norm, start)
         for name, value in message.figures.items():

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 from transformers import TrainingArguments
 
 from ..defenses import Defense
+from ..gradient_map.apart import forget
 from ..gradient_map.inputs import shared_parameters
 from ..leakage import FisherAccountant
 from .asked import Asked
@@ -137,14 +138,14 @@ class GradGuardMixin(PrivateRowsTrainer):
         if isinstance(self.args, GradGuardConfig):
             self.args.check()
         self._asked.resolve(self.args)
+        forget(self.model)  # its loss may be another now
         self._weights = LossWeights(self._loss)
         own_batches = draws_batches(type(self), GradGuardMixin)
         self._label_key = self._label_key or LabelKey.asked(self.args, self.args.process_index)
         if self._label_key is not None:
             data, key = self.train_dataset, self._label_key
             self.train_dataset = protect_labels(data, self.args, self.model, key, own_batches)
-        watched = ("model", "train_dataset", "processing_class")
-        objects = {name: getattr(self, name) for name in watched}
+        objects = {n: getattr(self, n) for n in ("model", "train_dataset", "processing_class")}
         check_training(self.args, self.model, self.accelerator, self.train_dataset)
         check_loss(getattr(self, "loss", None))
         self._secure = secure_aggregation_of(self.args, self.accelerator)

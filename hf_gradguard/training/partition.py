@@ -148,11 +148,13 @@ def class_labels(data: Any) -> Rows:
 
 
 def fetched(data: Any, rows: list[int]) -> Sequence[Any]:
-    """Rows of a data set, at once where it can.
+    """Rows of a data set, at once where it can; of a negative one, which stands for the shapes of
+    an empty batch, the last.
 
     Example:
         >>> fetched(["zero", "one", "two"], [2, 0])
         ['two', 'zero']
     """
+    rows = [row if row >= 0 else len(data) + row for row in rows]
     fetch = getattr(data, "__getitems__", None)
     return fetch(rows) if fetch and rows else [data[row] for row in rows]

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from accelerate.utils import gather
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 from transformers import TrainerCallback, TrainingArguments
@@ -85,6 +86,9 @@ class PrivateRows(TrainerCallback):
     ) -> None:
         """Find the noise for the messages that are to come, when their number is known."""
         messages = (state.max_steps - state.global_step) * args.gradient_accumulation_steps
+        if args.world_size > 1:  # a rank with fewer rows than others draws each more often
+            rates = torch.tensor([self.rate], dtype=torch.float64, device=args.device)
+            self.rate = float(gather(rates).max())
         if self.defense.target_epsilon is not None:
             assert self.defense.delta is not None  # it was checked with it
             target = self.defense.target_epsilon, self.defense.delta
@@ -97,8 +101,8 @@ class PrivateRows(TrainerCallback):
         if args.world_size > 1:
             check_agreed({"the noise multiplier (rows, steps)": multiplier}, args.device)
         each = multiplier
-        if getattr(args, "noise_for", "message") == "sum":
-            each /= math.sqrt(len(self.parts))
+        if getattr(args, "noise_for", "message") == "sum":  # a rank can take its own out of it
+            each /= math.sqrt(len(self.parts) - len(self.parts) // self._ranks)
         for client in self._clients():
             client.calibrate(each, self.batch_size)  # type: ignore[attr-defined]
         if self._rank == 0:
@@ -245,6 +249,10 @@ class PrivateRowsTrainer(GuardedTrainer):
             logs.update(self.private_rows.figures())
         super().log(logs, *args, **kwargs)
 
+    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
+        """As in `Trainer`; not of private rows, whose tokens it would tell."""
+        return 0 if self.private_rows is not None else int(super().floating_point_ops(inputs))
+
     def save_state_of_rank(self, folder: str) -> None:
         """The count of messages."""
         if self.private_rows is not None:
@@ -279,6 +287,11 @@ def _refuse(trainer: Any, chained: bool, own_batches: bool) -> None:
         raise NotImplementedError(
             f"{say} with num_clients, which draws clients and a fixed number of their rows. Leave "
             "it out: ranks and clients_per_process have fixed rows of their own here."
+        )
+    if getattr(args, "include_num_input_tokens_seen", "no") not in (False, "no"):
+        raise NotImplementedError(
+            f"{say} and include_num_input_tokens_seen: how many tokens a batch has tells of its "
+            "rows, and ε does not cover it. Leave it out."
         )
     if own_batches or trainer.train_dataset is None or is_iterable(trainer.train_dataset):
         if trainer.defense.delta is not None or is_iterable(trainer.train_dataset):

@@ -110,14 +110,20 @@ class RowGuard:
         self._rows: dict[str, list[Tensor]] = {}
         self._named = set[str]()
 
-    def see(self, gradient: Mapping[str, Tensor]) -> list[str]:
-        """Names that are new among those whose pattern of zeros differs, with a warning."""
+    def see(
+        self, gradient: Mapping[str, Tensor], shared: Mapping[str, Tensor] | None = None
+    ) -> list[str]:
+        """Names that are new among those whose pattern of zeros differs, with a warning. What is
+        shared without any zero, as behind noise everywhere, shows no pattern.
+        """
         if not self._left:
             return []
         self._left -= 1
         fresh = []
         for name, tensor in gradient.items():
             if tensor.dim() < 2 or name in self._named or not bool(tensor.any()):
+                continue
+            if shared is not None and bool(shared[name].all()):
                 continue
             rows = [(tensor != 0).movedim(dim, 0).flatten(1).any(1) for dim in range(tensor.dim())]
             before = self._rows.setdefault(name, rows)

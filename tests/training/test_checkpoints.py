@@ -114,12 +114,13 @@ def test_damage_is_named_and_the_newest_complete_one_is_found(
     assert "checkpoint-6: " in caplog.text
 
 
+@pytest.mark.parametrize("asked", [True, "True", "true"])  # as text from a command line
 def test_training_goes_on_from_the_newest_complete_one(
-    finished: tuple[Path, dict[str, Tensor]], run: Path
+    finished: tuple[Path, dict[str, Tensor]], run: Path, asked: bool | str
 ) -> None:
     cut("model.safetensors")(run / "checkpoint-6")
     trainer = trainer_of(run)
-    trainer.train(resume_from_checkpoint=True)
+    trainer.train(resume_from_checkpoint=asked)
     assert trainer.state.global_step == 6
     assert all(torch.equal(p, finished[1][n]) for n, p in trainer.model.named_parameters())
     assert not missing_from(run / "checkpoint-6")  # written anew

@@ -18,6 +18,7 @@ from hf_gradguard import GradGuardConfig, GradGuardTrainer, make_defense
 from hf_gradguard.defenses import Defense, chain
 from hf_gradguard.defenses.dp import NoSample
 from hf_gradguard.leakage import FisherAccountant, dp_sgd_epsilon
+from hf_gradguard.training import private_rows
 from hf_gradguard.training.clients import ClientBatch
 from hf_gradguard.training.poisson import DUMMY, PoissonSampler
 from hf_gradguard.training.private_rows import PrivateRows
@@ -194,7 +195,65 @@ def test_training_on_empty_batches_alone(tmp_path: Path, monkeypatch: pytest.Mon
     assert not torch.equal(before, t.model.classifier.weight)
     logged = [entry for entry in t.state.log_history if "loss" in entry]
     assert [entry["loss"] for entry in logged] == [0.0, 0.0]
+    assert t.state.total_flos == 0
     assert all("defense/cosine" not in entry for entry in logged)
+
+
+class Strict(list):
+    """Has no row -1."""
+
+    def __getitem__(self, row: Any) -> Any:
+        if row < 0:
+            raise IndexError(row)
+        return super().__getitem__(row)
+
+
+def test_a_loss_that_changed_between_trainings_is_tried_anew(tmp_path: Path) -> None:
+    """Classes that are weighed couple samples; a plain loss was tried before."""
+    t = trainer(tmp_path, private())
+    t.train()
+
+    def weighed(outputs: Any, labels: torch.Tensor, **_: Any) -> torch.Tensor:
+        logits = outputs["logits"]
+        weights = torch.arange(1.0, logits.shape[1] + 1)
+        return torch.nn.functional.cross_entropy(logits, labels, weight=weights)
+
+    args, rows = t.args, t.train_dataset
+    again = GradGuardTrainer(
+        model=t.model, args=args, defense=private(), train_dataset=rows, compute_loss_func=weighed
+    )
+    with pytest.raises(NotImplementedError, match="coupled"):
+        again.train()
+
+
+def test_an_empty_batch_reads_no_row_that_is_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    t = trainer(tmp_path, private())
+    t.train_dataset = Strict(t.train_dataset)
+    t.before_training()
+    monkeypatch.setattr(t.private_rows, "_rates", [0.0])
+    t.train()
+    assert t.state.global_step == 2
+
+
+def test_rows_are_not_told_by_operations(tmp_path: Path) -> None:
+    t = trainer(tmp_path, private())
+    t.train()
+    assert t.state.total_flos == 0
+    stock = trainer(tmp_path, make_defense("gaussian_noise", scale=0.1))
+    stock.train()
+    assert stock.state.total_flos > 0
+    with pytest.raises(NotImplementedError, match="include_num_input_tokens_seen"):
+        trainer(tmp_path, private(), include_num_input_tokens_seen="all")
+
+
+def test_a_batch_size_that_changed_between_trainings_counts(tmp_path: Path) -> None:
+    t = trainer(tmp_path, private())
+    t.train()
+    t.args.per_device_train_batch_size = 12
+    t.train()
+    assert t.private_rows.account.messages == {(1.0, 6 / ROWS): 2, (1.0, 12 / ROWS): 2}
 
 
 # --- ε
@@ -246,9 +305,9 @@ def test_a_resumed_run_keeps_count(tmp_path: Path) -> None:
         again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
 
 
-@pytest.mark.parametrize(("noise_for", "each"), [("message", 3.0), ("sum", 1.0)])
+@pytest.mark.parametrize(("noise_for", "each"), [("message", 3.0), ("sum", 3.0 / 6**0.5)])
 def test_noise_for_a_sum_is_shared_among_clients(noise_for: str, each: float) -> None:
-    """Nine messages a step with a third of the noise each sum up to all of it."""
+    """Of nine messages a step a rank knows its own three: the others' six have all of the noise."""
     args = GradGuardConfig(
         "out", use_cpu=True, per_device_train_batch_size=6, clients_per_process=3,
         secure_aggregation=True, noise_for=noise_for,
@@ -263,6 +322,20 @@ def test_noise_for_a_sum_is_shared_among_clients(noise_for: str, each: float) ->
     assert sorted(np.concatenate(rows.parts)) == list(range(90))
     rows.counted([])
     assert rows.epsilon == pytest.approx(dp_sgd_epsilon(3.0, 0.2, 1, 1e-3))
+
+
+def test_ranks_of_different_data_count_the_highest_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a thousand rows on another rank each is in a message ten times as often."""
+    monkeypatch.setattr(private_rows, "gather", lambda own: torch.cat([own, 10 * own]))
+    monkeypatch.setattr(private_rows, "check_agreed", lambda *_: None)
+    args = GradGuardConfig("out", use_cpu=True, per_device_train_batch_size=16)
+    defense: Any = private(delta=1e-5)
+    rows = PrivateRows(defense, args, 20_000, 0, 2, lambda: [])
+    monkeypatch.setattr(type(args), "world_size", 2)
+    state = type("State", (), {"max_steps": 1, "global_step": 0})
+    rows.on_train_begin(args, state, None, model=torch.nn.Linear(1, 1))
+    rows.counted([])
+    assert rows.epsilon == pytest.approx(dp_sgd_epsilon(1.0, 10 * 16 / 10_000, 1, 1e-5))
 
 
 # --- what is refused

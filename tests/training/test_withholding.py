@@ -116,6 +116,15 @@ def test_the_guard_sees_rows_of_any_dimension_and_names_each_once() -> None:
     assert guard.see({"same": torch.eye(2)[:1].expand(2, 2)}) == []  # it has stopped looking
 
 
+def test_the_guard_does_not_warn_of_rows_that_noise_filled() -> None:
+    guard, filled = RowGuard(), {"experts": torch.ones(2, 1)}
+    assert guard.see({"experts": torch.tensor([[1.0], [0.0]])}, filled) == []
+    other = {"experts": torch.tensor([[0.0], [1.0]])}
+    assert guard.see(other, filled) == []
+    assert guard.see({"experts": torch.tensor([[1.0], [0.0]])}, other) == []
+    assert guard.see(other, other) == ["experts"]
+
+
 class Peer(SimpleNamespace):
     """An accelerator whose other rank found what it says."""
 
