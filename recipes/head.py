@@ -3,25 +3,29 @@ private gradients: what a rank shares hides each of its sentences from everybody
 
     accelerate launch recipes/head.py --public_text wikitext.txt
 
-`--public_text` is any text that is nobody's secret, a sentence or a paragraph a line. Embeddings
-are whitened by it, which gives back some of what the noise costs. Two ranks without GPUs: as in
-sst2.py. `--config FILE.yaml` holds flags; flags override it.
+`--public_text` is any text that is nobody's secret, a sentence or a paragraph a line: no training
+sentence, since its mean is saved. Embeddings are whitened by it, which gives back some of what the
+noise costs. Two ranks without GPUs: as in sst2.py. `--config FILE.yaml` holds flags; flags override
+it.
 """
 
 import os
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from accelerate import PartialState
 from datasets import load_dataset
+from datasets.exceptions import DatasetsError
 from torch import Tensor, nn
 from transformers import AutoModel, AutoTokenizer, set_seed
 from transformers.utils import logging
 
 from hf_gradguard import GradGuardConfig, GradGuardTrainer
+from hf_gradguard.data.files import load_texts
 from hf_gradguard.leakage import membership_power
-from hf_gradguard.training.command_line import parse_arguments, write_metrics
+from hf_gradguard.training.command_line import parse_arguments, with_classes, write_metrics
 
 SHRINKAGE = 0.5
 DP_SGD = {"per_sample": True, "clip": 1.0, "noise_multiplier": 2.0, "delta": 1e-5}
@@ -52,7 +56,7 @@ class Arguments(GradGuardConfig):
     )
     defense: str = field(default="dp_sgd", metadata={"help": "The defense."})
     defense_kwargs: dict | str | None = field(
-        default_factory=DP_SGD.copy, metadata={"help": "Its settings."}
+        default=None, metadata={"help": f"Its settings. Default of dp_sgd: {DP_SGD}."}
     )
     per_device_train_batch_size: int = field(
         default=1024, metadata={"help": "Sentences a rank and message, on average."}
@@ -63,6 +67,11 @@ class Arguments(GradGuardConfig):
         default="no", metadata={"help": "Checkpoints on the way: no, steps or epoch."}
     )
 
+    def __post_init__(self) -> None:
+        if self.defense == "dp_sgd" and self.defense_kwargs is None:
+            self.defense_kwargs = DP_SGD.copy()
+        super().__post_init__()
+
 
 class Encoder:
     """Means of the last layers' states, one layer after the other."""
@@ -71,6 +80,12 @@ class Encoder:
         self.tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
         self.model = AutoModel.from_pretrained(name, trust_remote_code=False).eval().to(device)
         self._layers, self._max_length = layers, max_length
+        there = self.model.config.num_hidden_layers + 1
+        if not 1 <= layers <= there:
+            sys.exit(
+                f"--layers is {layers}, but {name} has {there} layers, its token embeddings "
+                f"included. Take 1 to {there}."
+            )
 
     @torch.no_grad()
     def __call__(self, texts: Sequence[str]) -> Tensor:
@@ -119,7 +134,7 @@ def main() -> None:
     state = PartialState(cpu=args.use_cpu)
     encoder = Encoder(args.model_name_or_path, recipe.layers, recipe.max_length, state.device)
 
-    # Data: the Hub's GLUE, or a folder. Each sentence is embedded once.
+    # Data: the Hub's GLUE, or a folder. Each sentence is embedded once, and not before all is well.
     def embedded(rows: dict) -> dict:
         return {"embeddings": encoder(rows["sentence"]).numpy()}
 
@@ -132,16 +147,23 @@ def main() -> None:
                 for s, n in (("train", "train"), ("validation", "dev"))
             }
             data = load_dataset("csv", data_files=files, delimiter="\t", quoting=3)
+    data = with_classes(data, "label")
+    classes = data["train"].features["label"].names
+    public = None
+    if recipe.public_text is not None:
+        public = public_texts(recipe.public_text, data["train"]["sentence"])
+    with state.main_process_first():
         data = data.map(embedded, batched=True, batch_size=64, remove_columns=["sentence"])
-    classes = max(data["train"]["label"]) + 1
     data = data.with_format("torch", columns=["embeddings", "label"])
 
     # Model: the head, behind a map that is no secret.
     whitening: nn.Module = nn.Identity()
-    if recipe.public_text is not None:
-        whitening = whitening_of(public(encoder, recipe.public_text), SHRINKAGE)
+    if public is not None:
+        starts = logging.tqdm(range(0, len(public), 64), desc="public text")
+        rows = torch.cat([encoder(public[start : start + 64]) for start in starts])
+        whitening = whitening_of(rows, SHRINKAGE)
     set_seed(args.seed)
-    head = Head(recipe.layers * encoder.model.config.hidden_size, classes, whitening)
+    head = Head(recipe.layers * encoder.model.config.hidden_size, len(classes), whitening)
 
     # Training: the stock Trainer's arguments, and a defense.
     trainer = GradGuardTrainer(
@@ -164,17 +186,37 @@ def main() -> None:
     )
     if trainer.is_world_process_zero():
         proved, said = private(trainer)
-        report, path = write_metrics(trainer, metrics, "eval_sentences", **proved)
+        report, path = write_metrics(trainer, metrics, "eval_sentences", classes=classes, **proved)
         print(f"{report['defense']}: accuracy {report['accuracy']:.3f}{said} -> {path}")
     trainer.accelerator.end_training()
 
 
-def public(encoder: Encoder, path: str) -> Tensor:
-    """Its embeddings, `(N, layers · width)`."""
-    with open(path, encoding="utf-8") as file:
-        lines = [line.strip() for line in file if line.strip()]
-    starts = logging.tqdm(range(0, len(lines), 64), desc="public text")
-    return torch.cat([encoder(lines[start : start + 64]) for start in starts])
+def public_texts(path: str, secret: Iterable[str]) -> list[str]:
+    """What a file holds, where that is enough and not mostly the secret sentences."""
+    if not os.path.isfile(path):
+        sys.exit(f"--public_text {path} is no file.")
+    try:
+        texts = [text.strip() for text in load_texts(path) if text.strip()]
+    except (DatasetsError, ValueError):
+        texts = []  # said below, with what could be read
+    if len(set(texts)) < 2:
+        sys.exit(
+            f"--public_text {path} gives {len(set(texts))} different text(s), and whitening takes "
+            "two or more, better thousands. Name a .txt file in UTF-8, with a text a line, or a "
+            ".csv, .tsv, .json, .jsonl or .parquet file with a column text, sentence or content."
+        )
+    known = set(map(_bare, secret))
+    same = sum(_bare(text) in known for text in texts)
+    said = f"{same} of the {len(texts)} texts of --public_text {path} are training sentences too"
+    if 2 * same > len(texts):
+        sys.exit(f"{said}: it is not public, and its mean is saved with the head. Take another.")
+    if same:  # leaving them out would tell which ones they are
+        logging.get_logger("recipes").warning(f"{said}. Check that it is public all the same.")
+    return texts
+
+
+def _bare(text: str) -> str:
+    return " ".join(text.casefold().split())
 
 
 def private(trainer: GradGuardTrainer) -> tuple[dict[str, float | None], str]:

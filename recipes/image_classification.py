@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from accelerate import PartialState
-from datasets import ClassLabel, Dataset, Image, load_dataset
+from datasets import ClassLabel, Dataset, DatasetDict, Image, load_dataset
 from transformers import (
     AutoConfig,
     AutoImageProcessor,
@@ -32,7 +32,7 @@ from transformers import (
 
 from hf_gradguard import GradGuardConfig, GradGuardTrainer
 from hf_gradguard.models import MODELS
-from hf_gradguard.training.command_line import parse_arguments, write_metrics
+from hf_gradguard.training.command_line import parse_arguments, with_classes, write_metrics
 
 
 @dataclass
@@ -92,14 +92,18 @@ def main() -> None:
     # images is held out.
     with state.main_process_first():
         splits = load_dataset(recipe.dataset, recipe.dataset_config)
-        if not {"validation", "test"} & set(splits):
-            splits = splits["train"].train_test_split(0.1, seed=args.seed)
     image_column = recipe.image_column or only_column(splits["train"], Image)
     label_column = recipe.label_column or only_column(splits["train"], ClassLabel)
     splits = splits.select_columns([image_column, label_column]).rename_columns(
         {label_column: "labels"}
     )
-    train, held_out = splits["train"], splits["validation" if "validation" in splits else "test"]
+    judged = "validation" if "validation" in splits else "test"
+    used = {name: splits[name] for name in ("train", judged) if name in splits}
+    splits = with_classes(DatasetDict(used), "labels")
+    if judged not in splits:
+        with state.main_process_first():
+            splits = splits["train"].train_test_split(0.1, seed=args.seed)
+    train, held_out = splits["train"], splits[judged]
     classes = train.features["labels"].names
 
     # Model: a pretrained one with a new head, or one from its configuration, for images in [-1, 1].
@@ -160,6 +164,11 @@ def main() -> None:
 
 def only_column(data: Dataset, kind: type) -> str:
     found = [name for name, feature in data.features.items() if isinstance(feature, kind)]
+    if kind is ClassLabel and len(data.column_names) == 1:
+        sys.exit(
+            "There are images alone, without classes. A folder needs two folders of images or "
+            "more, one a class and all equally deep, or a metadata.csv with a column of labels."
+        )
     if len(found) != 1:
         flag = "--image_column" if kind is Image else "--label_column"
         sys.exit(

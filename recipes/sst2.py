@@ -74,6 +74,12 @@ def main() -> None:
             f"{recipe.num_ranks} ranks were asked for, but {state.num_processes} started. See the "
             "head of this file."
         )
+    if recipe.from_scratch and (args.defense_kwargs or {}).get("per_sample"):
+        sys.exit(
+            "--from_scratch learns its vocabulary from the training sentences and saves it: words "
+            "of single ones too, which no ε of dp_sgd with per_sample covers. Leave it out, and "
+            "name a model whose tokenizer comes from other text as --model_name_or_path."
+        )
 
     # Data: the Hub's GLUE, or a folder.
     with state.main_process_first():

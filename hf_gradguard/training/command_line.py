@@ -1,4 +1,4 @@
-"""What command lines that train share: the flags, and what is written of a run."""
+"""What command lines that train share: the flags, classes, and what is written of a run."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ import yaml
 from transformers import HfArgumentParser
 
 if TYPE_CHECKING:
+    from datasets import DatasetDict
+
     from .trainer import GradGuardTrainer
 
 
@@ -56,6 +58,50 @@ def parse_arguments(*dataclass_types: Any, argv: list[str] | None = None) -> tup
             )
         parser.set_defaults(**values)
     return parser.parse_args_into_dataclasses(args=rest)
+
+
+def with_classes(splits: DatasetDict, column: str) -> DatasetDict:
+    """Number the classes of a column of labels: in every split those of the training split, sorted.
+
+    Args:
+        splits: Rows with other columns too. One split is called `train`.
+        column: Of numbers or strings. A `ClassLabel` has its numbers already.
+
+    Raises:
+        ValueError: For fewer than two classes, or a label that is none of them.
+
+    Example:
+        >>> from datasets import Dataset, DatasetDict
+        >>> rows = Dataset.from_dict({"text": ["fine", "poor"], "label": ["good", "bad"]})
+        >>> rows = with_classes(DatasetDict(train=rows), "label")["train"]
+        >>> rows.features["label"].names, rows["label"][:]
+        (['bad', 'good'], [1, 0])
+    """
+    from datasets import ClassLabel, DatasetDict
+
+    kind = splits["train"].features[column]
+    numbered = isinstance(kind, ClassLabel)
+    found = kind.names if numbered else splits["train"].unique(column)
+    classes = [label for label in found if label is not None]
+    if len(classes) < 2:
+        raise ValueError(
+            f"Column {column!r} of the training split has {len(classes)} class(es), {classes}. A "
+            "classifier needs two or more."
+        )
+    if numbered:
+        return splits
+    classes = sorted(classes)
+    numbers = {label: number for number, label in enumerate(classes)}
+    kind, coded = ClassLabel(names=list(map(str, classes))), DatasetDict()
+    for name, rows in splits.items():
+        if unknown := [label for label in rows.unique(column) if label not in numbers]:
+            raise ValueError(
+                f"Column {column!r} of split {name!r} holds {unknown[:5]}: no classes of the "
+                f"training split, which has {classes[:5]}. Correct these rows, or leave them out."
+            )
+        labels = [numbers[label] for label in rows[column]]
+        coded[name] = rows.remove_columns(column).add_column(column, labels, feature=kind)
+    return coded
 
 
 def write_metrics(

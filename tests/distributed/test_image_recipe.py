@@ -152,6 +152,51 @@ def test_a_trained_model_is_taken_up_again_with_another_head(
     assert (model.config.num_channels, model.config.model_type) == (3, "convnext")
 
 
+def listed(folder: Path, **splits: tuple[object, ...]) -> Path:
+    """An image for every label, and the labels in each split's metadata.csv."""
+    for split, labels in splits.items():
+        (folder / split).mkdir(parents=True)
+        rows = ["file_name,kind"]
+        for number, label in enumerate(labels):
+            Image.new("RGB", (12, 10), (9 * number,) * 3).save(folder / split / f"{number}.png")
+            rows.append(f"{number}.png,{label}")
+        (folder / split / "metadata.csv").write_text("\n".join(rows))
+    return folder
+
+
+SMALL = ["--from_scratch", "convnext", "--model_config", json.dumps(CONVNEXT), "--max_steps", "1"]
+SMALL += ["--defense", "none", "--label_column", "kind"]
+
+
+@pytest.mark.parametrize("labels", [(10, 9), ("b", "a")])
+def test_labels_of_a_table_become_classes(
+    tmp_path: Path, on_one_rank: Callable[..., dict[str, object]], labels: tuple[object, object]
+) -> None:
+    high, low = labels
+    data = listed(tmp_path / "data", train=(high, low, low), test=(high, high))
+    assert on_one_rank(data, tmp_path / "out", *SMALL)["eval_images"] == 2
+    model = AutoModelForImageClassification.from_pretrained(tmp_path / "out")
+    assert model.config.id2label == {0: str(low), 1: str(high)}
+
+
+def test_labels_without_a_class_are_refused(
+    tmp_path: Path, on_one_rank: Callable[..., dict[str, object]]
+) -> None:
+    out = tmp_path / "out"
+    other = listed(tmp_path / "other", train=("a", "b"), validation=("a", "c"), test=("d",))
+    with pytest.raises(ValueError, match=r"split 'validation' holds \['c'\].*\['a', 'b'\]"):
+        on_one_rank(other, out, *SMALL)
+    one = listed(tmp_path / "one", train=("a", "a"), test=("a",))
+    with pytest.raises(ValueError, match=r"1 class\(es\), \['a'\]"):
+        on_one_rank(one, out, *SMALL)
+    folder = tmp_path / "folder" / "red"
+    folder.mkdir(parents=True)
+    Image.new("RGB", (12, 10)).save(folder / "0.png")
+    with pytest.raises(SystemExit, match=r"images alone.*two folders"):
+        on_one_rank(folder.parent, out, *SMALL[:-2])
+    assert not out.exists()
+
+
 def test_a_papers_network_on_gray_images(
     tmp_path: Path, on_one_rank: Callable[..., dict[str, object]]
 ) -> None:

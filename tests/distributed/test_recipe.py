@@ -95,6 +95,19 @@ def test_wrong_number_of_ranks_stops(
     assert not out.exists()
 
 
+def test_a_vocabulary_of_private_rows_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    settings = '{"per_sample": true, "clip": 1.0, "noise_multiplier": 2.0, "delta": 1e-5}'
+    flags = ["--num_ranks", "1", "--defense", "dp_sgd", "--defense_kwargs", settings]
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "argv", [SCRIPT, *DEMO, *flags, "--output_dir", str(out)])
+    with pytest.raises(SystemExit, match=r"from_scratch learns.*--model_name_or_path"):
+        runpy.run_path(SCRIPT, run_name="__main__")
+    assert not out.exists()
+
+
 @pytest.mark.needs_data
 def test_real_sentences_and_a_model_of_ones_own(demo: Path, data_dir: Path, tmp_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(demo)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import runpy
 import sys
@@ -9,14 +10,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from datasets import load_dataset
+from datasets import DatasetDict, load_dataset
 from helpers import save_encoder, word_tokenizer
 from safetensors.torch import load_file
 
 import hf_gradguard
 from hf_gradguard.leakage import dp_sgd_epsilon, membership_power
 from recipes import compare
-from recipes.head import Encoder, Head, whitening_of
+from recipes.head import Encoder, Head, public_texts, whitening_of
 
 SENTIMENT = Path(hf_gradguard.__file__).parent / "data" / "sentiment"
 SCRIPT = Path(__file__).resolve().parents[2] / "recipes" / "head.py"
@@ -46,7 +47,7 @@ def test_what_is_saved_gives_the_accuracy_and_what_is_said_is_proved(
     recipe, encoder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = tmp_path / "public.txt"
-    lines = (SENTIMENT / "train.tsv").read_text().splitlines()[1:]
+    lines = (SENTIMENT / "dev.tsv").read_text().splitlines()[1:]
     text.write_text("\n\n".join(line.split("\t")[0] for line in lines[:100]) + "\n")
     found = recipe("--public_text", str(text))
     data = {split: str(SENTIMENT / f"{split}.tsv") for split in ("train", "dev")}
@@ -75,11 +76,67 @@ def test_what_is_saved_gives_the_accuracy_and_what_is_said_is_proved(
 def test_without_public_text_or_proof(
     recipe, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = recipe("--defense", "none", "--defense_kwargs", "{}")
+    found = recipe("--defense", "none")
     assert set(load_file(tmp_path / "model.safetensors")) == {"head.weight", "head.bias"}
     assert "epsilon" not in found
     assert "told_of_a_message" not in found
     assert "nobody" not in capsys.readouterr().out
+
+
+def test_labels_may_be_words(recipe, tmp_path: Path) -> None:
+    for split in ("train", "dev"):
+        lines = (SENTIMENT / f"{split}.tsv").read_text().splitlines()
+        words = [line[:-1] + {"0": "bad", "1": "good"}.get(line[-1], line[-1]) for line in lines]
+        (tmp_path / f"{split}.tsv").write_text("\n".join(words))
+    seeds = ["--noise_seed", "3", "--seed", "3"]
+    numbers, words = recipe(*seeds), recipe(*seeds, "--data_dir", str(tmp_path))
+    assert (numbers["classes"], words["classes"]) == (["0", "1"], ["bad", "good"])
+    assert numbers["accuracy"] == words["accuracy"]
+
+
+def test_what_cannot_be_meant_is_refused_before_texts_are_embedded(
+    recipe, encoder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(DatasetDict, "map", None)
+    with pytest.raises(SystemExit, match=r"--layers is 4, .* has 3 layers.*Take 1 to 3"):
+        recipe("--layers", "4")
+    with pytest.raises(SystemExit, match="--layers is 0"):
+        recipe("--layers", "0")
+    Encoder(encoder, 3, 64, torch.device("cpu"))
+    with pytest.raises(SystemExit, match=r"440 of the 440 texts .* it is not public"):
+        recipe("--public_text", str(SENTIMENT / "train.tsv"))
+    with pytest.raises(SystemExit, match=r"no\.txt is no file"):
+        recipe("--public_text", str(tmp_path / "no.txt"))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "count"),
+    [
+        ("empty.txt", b"", 0),
+        ("one.txt", b"a fine film\n\na fine film\n", 1),
+        ("packed.txt.gz", gzip.compress(b"a fine film\na poor play\n"), 0),
+        ("latin.txt", "caf\xe9\nfilm\n".encode("latin-1"), 0),
+        ("numbers.jsonl", b'{"number": 1}\n{"number": 2}\n', 0),
+    ],
+)
+def test_public_text_that_cannot_whiten_is_refused(
+    tmp_path: Path, name: str, content: bytes, count: int
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(SystemExit, match=f"gives {count} different.*UTF-8.*a column text"):
+        public_texts(str(tmp_path / name), [])
+
+
+def test_public_text_is_not_mostly_training_sentences(tmp_path: Path) -> None:
+    table, text = tmp_path / "text.jsonl", tmp_path / "text.txt"
+    table.write_text('{"text": "a fine film"}\n{"text": "a poor play"}\n')
+    text.write_text("a poor play\n\nA fine  film\n a fine film\n")
+    assert public_texts(str(table), ["a fine"]) == ["a fine film", "a poor play"]
+    with pytest.raises(SystemExit, match="2 of the 3 texts .* it is not public"):
+        public_texts(str(text), ["a fine film ", "a film"])
+    text.write_text("a poor play\na fine film\na plain book\na fine film\n")
+    kept = public_texts(str(text), ["a fine film"])
+    assert kept.count("a fine film") == 2  # leaving it out would tell that it was trained on
 
 
 def test_whitened_rows_have_no_mean_and_covariance_one():
