@@ -131,6 +131,14 @@ RUNS = [
         1,
     ),
     Run("frontier_images", FRONTIER, "images", f"{TRAINED} --images $CIFAR10_LOSSLESS {KEPT}", 1),
+    Run(
+        "frontier_elsewhere",
+        FRONTIER,
+        "elsewhere",
+        f"{TRAINED} --images $CIFAR10_LOSSLESS --mnist $MNIST --tiny_imagenet $TINY_IMAGENET "
+        f"{KEPT}",
+        2,
+    ),
     Run("members", "studies.members.run", "weights", f"{TRAINED} {KEPT}", 0.4),
     Run("private_accuracy", "studies.private.run", "accuracy", TEXT, 0.4),
     Run("refiner_sentences", REFINER, "sentences", TEXT, 0.5),
@@ -139,6 +147,13 @@ RUNS = [
     Run("refiner_in_training", REFINER, "in_training", TEXT, 0.25),
     Run("refiner_ablations", REFINER, "ablations", FEDERATION, 6),
     Run("refiner_frontier", REFINER, "frontier", FEDERATION, 9),
+    Run(
+        "refiner_warm",
+        REFINER,
+        "warm",
+        f"--test $CIFAR10_TEST --images $CIFAR10_LOSSLESS {KEPT}",
+        1,
+    ),
     Run("refiner_text", REFINER, "text", TEXT, 1),
     Run("refiner_pruning", REFINER, "pruning", TRAINED, 1),
     Run("refiner_layers", REFINER, "layers", TRAINED, 1),

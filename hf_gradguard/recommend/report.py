@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
 import yaml
 from jinja2 import Environment, PackageLoader, Template
 
-from ..audit.specs import make_defenses
 from ..audit.verdicts import Terms
+from ..defenses import DEFENSES, Defense
 from .choice import Choice, Outcome
-from .settings import TrialSettings
+from .settings import WARMUP, TrialSettings
 
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP, _RIGHT = 720, 380, 60, 50, 20, 34
 
@@ -39,27 +40,32 @@ def _cells(one: Outcome, terms: Terms) -> list[str]:
     ]  # fmt: skip
 
 
-def configuration(choice: Choice, terms: TrialSettings) -> str:
-    """A file of flags for the recipes: the setting that is recommended."""
-    chosen = choice.chosen
-    assert chosen is not None
-    (defense,) = make_defenses(chosen.defense).values()
+def configuration(choice: Choice, flags: Mapping[str, Any], terms: TrialSettings) -> str:
+    """A file of flags for the recipes: the setting that is recommended, with its own `flags`."""
+    assert choice.chosen is not None
     values = {
-        "defense": defense.name,
-        "defense_kwargs": _given(chosen.defense, defense.settings()),
-        "learning_rate": float(f"{chosen.learning_rate:.3g}"),
+        **flags,
+        "learning_rate": float(f"{choice.chosen.learning_rate:.3g}"),
         "scale_learning_rate": False,  # it is in the rate
+        "warmup_steps": WARMUP,
         "per_device_train_batch_size": terms.batch_size,
     }
     words = "\n".join(f"# {line}" for line in textwrap.wrap(choice.words, 96))
     return f"{words}\n{yaml.safe_dump(values, sort_keys=False)}"
 
 
-def _given(label: str, settings: dict[str, Any]) -> dict[str, Any]:
-    """The settings that a label names."""
-    named = label.partition(":")[2].split(",")
-    keys = {part.partition("=")[0] for part in named if part}
-    return {key: value for key, value in settings.items() if key in keys}
+def flags_of(defense: Defense) -> dict[str, Any] | None:
+    """What names a defense in a file; `None` where a file cannot: for a chain, a class that is not
+    registered, or a setting that is an object.
+    """
+    if DEFENSES.get(defense.name) is not type(defense):
+        return None
+    flags = {"defense": defense.name, "defense_kwargs": defense.settings()}
+    try:
+        yaml.safe_dump(flags)
+    except yaml.representer.RepresenterError:
+        return None
+    return flags
 
 
 def html_report(choice: Choice, chance: float, settings: TrialSettings, terms: Terms) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,8 +24,8 @@ from ..defenses import Defense
 from ..gradient_map.domain import domain_of_model
 from ..models.tasks import label_kind
 from .choice import Choice, Estimate, Outcome, choose
-from .report import configuration, html_report, markdown_table
-from .settings import ATTACKS, DEFENSES, TrialSettings
+from .report import configuration, flags_of, html_report, markdown_table
+from .settings import ATTACKS, DEFENSES, WARMUP, TrialSettings
 from .trials import Split, Trials
 
 logger = logging.get_logger(__name__)
@@ -45,9 +45,8 @@ def recommend(
     each at the start and at the end of its own training, and say which one to train with.
 
     In `output`: `recommend.json`, `recommend.md`, `recommend.html`, the audits, and, if one is
-    recommended, `recommended.yaml`, which `recipes/sst2.py --config` takes, and for images
-    `recipes/image_classification.py --config`. Every training and every attack is kept, so an
-    interrupted run goes on where it stopped.
+    recommended that flags can name, `recommended.yaml`, for `--config` of `recipes/sst2.py` or
+    `image_classification.py`. Trainings and attacks are kept: an interrupted run goes on.
 
     It measures short trainings: audit the long one as well. What an attacker who has a list of
     candidates names is said beside it; he decides only where no search reads anything.
@@ -73,13 +72,14 @@ def recommend(
         ['none', 'pruning']
     """
     _check_head(model)
-    terms, folder = TrialSettings(**settings), Path(output)
-    kind = domain_of_model(model).name
+    terms, folder, kind = TrialSettings(**settings), Path(output), domain_of_model(model).name
     asked = list(DEFENSES[kind]) if defenses is None else defenses
     made = make_defenses("none") | make_defenses(asked)
+    flags = {label: flags_of(one) for label, one in made.items()}  # before models prepare them
     split = Split.of(samples, terms.attacked, terms.batch_size)
     server = _Server(model, processing_class, split, terms, attacks, folder / "audits")
     trials = Trials(model, processing_class, server.modality, split, terms, folder)
+    made = {label: trials.calibrated(one) for label, one in made.items()}
     start = server.reads(model, made, "start")
     outcomes: list[Outcome] = []
     plain: list[float] | None = None
@@ -90,7 +90,7 @@ def recommend(
         outcomes += _outcome(label, rate, cell["judging"], plain, {"start": start, "end": end})
     said, chance = TERMS[kind], start.chance.scores[start.terms.score].mean
     choice = choose(outcomes, terms.budget, chance, said.scale, f" {said.unit}")
-    return _write(_measured(choice, server.modality.labels), chance, terms, folder, kind)
+    return _write(_measured(choice, server.modality.labels), flags, chance, terms, folder, kind)
 
 
 def _check_head(model: nn.Module) -> None:
@@ -166,7 +166,12 @@ def _told(label: str, stages: dict[str, Summary]) -> list[_Told]:
     if not told and label == "none":
         raise ValueError("No attack reads this model's undefended gradient: give others (--attack)")
     if not told:
-        logger.warning(f"{label} is left out: no attack could be applied. Give others (--attack).")
+        rows = [row for one in stages.values() for row in one.rows if row.defense == label]
+        why = dict.fromkeys(said for row in rows for said in (*row.reasons, *row.crashes))
+        logger.warning(
+            f"{label} is left out: no attack could be applied. "
+            f"{' '.join(why) or 'Give others (--attack).'}"
+        )
     return told
 
 
@@ -218,7 +223,13 @@ def _mean(values: Any) -> Estimate:
     return Estimate(float(found.mean()), float(found.mean() - half), float(found.mean() + half))
 
 
-def _write(choice: Choice, chance: float, terms: TrialSettings, folder: Path, kind: str) -> Choice:
+def _write(
+    choice: Choice, flags: Mapping[str, dict[str, Any] | None], chance: float,
+    terms: TrialSettings, folder: Path, kind: str,
+) -> Choice:  # fmt: skip
+    named = None if choice.chosen is None else flags[choice.chosen.defense]
+    if choice.chosen is not None and named is None:
+        choice = dataclasses.replace(choice, words=choice.words + _NO_FLAGS)
     stored = dataclasses.asdict(choice)
     for outcome in filter(None, [stored["chosen"], *stored["outcomes"]]):
         del outcome["right"], outcome["read"]  # sample by sample
@@ -228,6 +239,13 @@ def _write(choice: Choice, chance: float, terms: TrialSettings, folder: Path, ki
     write_text(folder / "recommend.html", html_report(choice, chance, terms, TERMS[kind]))
     path = folder / "recommended.yaml"
     path.unlink(missing_ok=True)
-    if choice.chosen is not None:
-        write_text(path, configuration(choice, terms))
+    if named is not None:
+        write_text(path, configuration(choice, named, terms))
     return choice
+
+
+_NO_FLAGS = (
+    " No flags name a chain or an object of your own, so there is no recommended.yaml: give the "
+    "defense itself to GradGuardTrainer, with this learning rate, scale_learning_rate=False and "
+    f"warmup_steps={WARMUP}."
+)

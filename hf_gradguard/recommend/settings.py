@@ -28,6 +28,7 @@ DEFENSES = {
     ),
 }
 ATTACKS = {"text": "span,tag:steps=300", "image": "inverting_gradients:steps=10"}
+WARMUP = 0.1  # of a training's steps, the recommended one's too
 
 
 @dataclass(kw_only=True)

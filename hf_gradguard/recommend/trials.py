@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,10 +22,12 @@ from ..audit.heads import IGNORED
 from ..audit.modality import Modality
 from ..data.samples import Sample
 from ..defenses import Defense
+from ..defenses.dp import PrivateSGD
+from ..leakage import dp_sgd_noise_multiplier
 from ..training.config import GradGuardConfig
 from ..training.learning_rate import rate_factor
 from ..training.trainer import GradGuardTrainer
-from .settings import TrialSettings
+from .settings import WARMUP, TrialSettings
 
 
 @dataclass(frozen=True)
@@ -94,6 +97,18 @@ class Trials:
         codes = code_digest(GradGuardTrainer, type(modality))
         self._key = digest(model, judged, len(split.training), sizes, codes)
 
+    def calibrated(self, defense: Defense) -> Defense:
+        """With the noise that the Trainer finds here for a `target_epsilon`: an attack has no
+        training to find it for.
+        """
+        if not isinstance(defense, PrivateSGD) or defense.target_epsilon is None:
+            return defense
+        assert defense.delta is not None  # it was checked with it
+        rate = min(1.0, self.terms.batch_size / len(self.split.training))
+        target = defense.target_epsilon, defense.delta
+        multiplier = dp_sgd_noise_multiplier(*target, rate, self.terms.steps)
+        return dataclasses.replace(defense, target_epsilon=None, noise_multiplier=multiplier)
+
     def of(self, label: str, defense: Defense, rate: float) -> Cell:
         """`choosing`, an accuracy, and `judging`, which of those samples are right."""
         path = self._weights(label, defense, rate)
@@ -139,7 +154,7 @@ class Trials:
         with tempfile.TemporaryDirectory() as folder:
             args = GradGuardConfig(
                 folder, max_steps=terms.steps, per_device_train_batch_size=terms.batch_size,
-                learning_rate=rate, warmup_steps=0.1, seed=terms.seed,
+                learning_rate=rate, warmup_steps=WARMUP, seed=terms.seed,
                 save_strategy="no", logging_strategy="no", report_to="none", disable_tqdm=True,
                 remove_unused_columns=False, scale_learning_rate=False,
                 use_cpu=next(model.parameters()).device.type == "cpu",

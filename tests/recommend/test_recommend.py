@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import stat
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import torch
+import yaml
 from peft import LoraConfig, get_peft_model
 from PIL import Image
 from transformers import (
@@ -23,29 +25,41 @@ from transformers import (
     set_seed,
 )
 
-from hf_gradguard import GradGuardConfig, make_defense
-from hf_gradguard.audit.modality import MODALITIES
+from hf_gradguard import DEFENSES as REGISTERED
+from hf_gradguard import GradGuardConfig, chain, make_defense
+from hf_gradguard.audit.modality import MODALITIES, modality_of
+from hf_gradguard.audit.settings import AuditSettings
 from hf_gradguard.audit.specs import make_defenses
 from hf_gradguard.cli import main
+from hf_gradguard.defenses import Defense
+from hf_gradguard.defenses.dp import PrivateSGD
+from hf_gradguard.defenses.noise import GaussianNoise
 from hf_gradguard.recommend import Choice, recommend
-from hf_gradguard.recommend.settings import ATTACKS
+from hf_gradguard.recommend.report import flags_of
+from hf_gradguard.recommend.settings import ATTACKS, TrialSettings
 from hf_gradguard.recommend.settings import DEFENSES as DEFENSES_BY_DOMAIN
-from hf_gradguard.recommend.trials import Split, share_right
+from hf_gradguard.recommend.trials import Split, Trials, share_right
 from hf_gradguard.testing.small import WORDS, small_text_task
 from hf_gradguard.training.command_line import parse_arguments
 
 TEXTS = [(" ".join(WORDS[i : i + 4]), i % 2) for i in range(40)]
 FEW = {"steps": 1, "batch_size": 8, "attacked": 2, "decoys": 5, "budget": 0.99}
 DEFENSES = ["gaussian_noise:relative_scale=20", "pruning:ratio=0.9"]
+PRIVATE = "dp_sgd:per_sample=true,target_epsilon=8,delta=0.001"
 
 
-def run(folder: Path, **settings: Any) -> Choice:
+@dataclass
+class OwnNoise(GaussianNoise):
+    name: ClassVar[str] = "own_noise"
+
+
+def run(folder: Path, defenses: Any = DEFENSES, **settings: Any) -> Choice:
     set_seed(0)
     model, _, tokenizer = small_text_task()
     with torch.no_grad():
         for parameter in model.eval().parameters():
             parameter *= 1.5
-    return recommend(model, tokenizer, TEXTS, DEFENSES, "span", output=folder, **FEW | settings)
+    return recommend(model, tokenizer, TEXTS, defenses, "span", output=folder, **FEW | settings)
 
 
 @pytest.fixture(scope="module")
@@ -90,6 +104,7 @@ def test_what_is_recommended_can_be_trained(found: tuple[Path, Choice], tmp_path
     (args,) = parse_arguments(GradGuardConfig, argv=argv)
     assert args.learning_rate == pytest.approx(choice.chosen.learning_rate, rel=1e-2)
     assert args.per_device_train_batch_size == 8
+    assert args.get_warmup_steps(200) == 20  # as many of its steps as where the rate was found
     made = make_defense(args.defense, **args.defense_kwargs)
     assert made == make_defense("gaussian_noise", relative_scale=20.0)
 
@@ -115,6 +130,73 @@ def test_it_goes_on_where_it_stopped(found: tuple[Path, Choice]) -> None:
     again = run(folder)
     assert again == choice
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("cells/*")} == kept
+
+
+def test_a_target_is_met_in_the_trainings_and_in_the_attacks(tmp_path: Path) -> None:
+    choice = run(tmp_path, PRIVATE)
+    assert choice.chosen is choice.outcomes[1]
+    assert choice.chosen.leak.mean < 0.5
+    assert choice.chosen.defense == PRIVATE
+    stored = yaml.safe_load((tmp_path / "recommended.yaml").read_text())
+    asked = make_defense("dp_sgd", per_sample=True, target_epsilon=8, delta=0.001)
+    assert make_defense("dp_sgd", **stored["defense_kwargs"]) == asked
+    kept = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("cells/*")}
+    assert run(tmp_path, PRIVATE) == choice
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("cells/*")} == kept
+
+
+def test_attacks_meet_the_noise_that_a_trainer_finds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, _, tokenizer = small_text_task()
+    modality = modality_of(model, tokenizer, AuditSettings())
+    terms, split = TrialSettings(steps=3, batch_size=8), Split.of(TEXTS, 2, batch_size=8)
+    trials = Trials(model, tokenizer, modality, split, terms, tmp_path)
+    asked, found = make_defenses(PRIVATE)[PRIVATE], []
+    calibrate = PrivateSGD.calibrate
+
+    def told(defense: PrivateSGD, *figures: float) -> None:
+        found.append(figures[0])
+        calibrate(defense, *figures)
+
+    monkeypatch.setattr(PrivateSGD, "calibrate", told)
+    trials.of(PRIVATE, asked, 1e-4)
+    calibrated: Any = trials.calibrated(asked)
+    assert found == [calibrated.noise_multiplier]
+    assert calibrated.target_epsilon is None
+    assert trials.calibrated(make_defense("pruning")) == make_defense("pruning")
+
+
+def test_who_is_left_out_is_told_why(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Its first messages are empty, and there is one message alone."""
+    empty = "pruning:error_feedback=true,min_batches=3"
+    run(tmp_path, [DEFENSES[0], empty], attacked=1, decoys=0)
+    (said,) = [text for text in caplog.messages if "left out" in text]
+    assert said.startswith(f"{empty} is left out: no attack could be applied. The first 2 messages")
+
+
+def test_what_no_flags_name_is_recommended_in_words(tmp_path: Path) -> None:
+    chained = "pruning:ratio=0.9+gaussian_noise:relative_scale=20"
+    choice = run(tmp_path, [chained, {"mine": OwnNoise(relative_scale=20.0)}])
+    assert [one.defense for one in choice.outcomes] == ["none", chained, "mine"]
+    assert choice.chosen is not None
+    assert "No flags name a chain or an object of your own" in choice.words
+    assert not (tmp_path / "recommended.yaml").exists()
+    for name in ("recommend.md", "recommend.html"):
+        assert choice.words in (tmp_path / name).read_text()
+
+
+def test_flags_name_what_they_can() -> None:
+    for name in REGISTERED:
+        made = make_defense(name)
+        flags = yaml.safe_load(yaml.safe_dump(flags_of(made)))
+        assert make_defense(flags["defense"], **flags["defense_kwargs"]) == made
+    odd: list[Defense] = [
+        chain(make_defense("pruning"), make_defense("gaussian_noise")),
+        OwnNoise(),
+        GaussianNoise(relative_scale=np.float64(5)),  # no YAML
+    ]
+    assert [flags_of(one) for one in odd] == [None, None, None]
 
 
 def test_nothing_is_recommended_where_all_cost_too_much(found: tuple[Path, Choice]) -> None:

@@ -132,7 +132,7 @@ def test_public_text_is_not_mostly_training_sentences(tmp_path: Path) -> None:
     table.write_text('{"text": "a fine film"}\n{"text": "a poor play"}\n')
     text.write_text("a poor play\n\nA fine  film\n a fine film\n")
     assert public_texts(str(table), ["a fine"]) == ["a fine film", "a poor play"]
-    with pytest.raises(SystemExit, match="2 of the 3 texts .* it is not public"):
+    with pytest.raises(SystemExit, match=r"2 of the 3 texts .* it is not public"):
         public_texts(str(text), ["a fine film ", "a film"])
     text.write_text("a poor play\na fine film\na plain book\na fine film\n")
     kept = public_texts(str(text), ["a fine film"])
