@@ -68,14 +68,6 @@ class LabelKey:
         stream = Stream() if seed is None else Stream.from_seeds(*seed)
         self._key = stream.bytes(32)
 
-    @classmethod
-    def asked(cls, args: Any, rank: int) -> LabelKey | None:
-        """One for training arguments with `protect_labels`."""
-        if getattr(args, "protect_labels", None) is None:
-            return None
-        seed = getattr(args, "noise_seed", None)
-        return cls(None if seed is None else (seed, rank))
-
     def of(self, row: int) -> Stream:
         """For a row of the data set."""
         return Stream.from_seeds(int.from_bytes(self._key, "big"), row)
@@ -127,7 +119,13 @@ class RandomizedLabels(Dataset):
         return [self._with_label(row, index) for row, index in zip(rows, indices, strict=True)]
 
     def _with_label(self, row: Any, index: int) -> dict[str, Any]:
-        name = next((name for name in _NAMES if isinstance(row, Mapping) and name in row), None)
+        names = [name for name in _NAMES if isinstance(row, Mapping) and name in row]
+        if len(names) > 1:
+            raise NotImplementedError(
+                f"GradGuardTrainer does not support protect_labels for rows with {names}: a "
+                "collator may take either one, and with it true labels. Remove all but one column."
+            )
+        name = names[0] if names else None
         label = None if name is None else row[name]
         if isinstance(label, Tensor) and label.dim() == 0 and not label.is_floating_point():
             label = int(label)
@@ -177,6 +175,11 @@ def protect_labels(
             "own: labels are randomized in train_dataset, which it need not read. Give the data as "
             "train_dataset."
         )
+    if others := set(getattr(args, "label_names", None) or []) - {*_NAMES}:
+        raise NotImplementedError(
+            f"GradGuardTrainer does not support protect_labels with label_names={sorted(others)}: "
+            "the loss would take those as they are. Call labels `labels`, without label_names."
+        )
     epsilon = getattr(args, "label_epsilon", None)
     if epsilon is None:
         raise ValueError(
@@ -191,6 +194,39 @@ def protect_labels(
             f"{epsilon:g} would release each a second time. Go on with the former."
         )
     return data
+
+
+class Randomizer:
+    """Randomizes a Trainer's labels: every data set by a key of its own, which is the same whenever
+    the data set comes back.
+
+    Attributes:
+        key: Of the data set that came last; `None` if its labels are true.
+
+    Example:
+        >>> from hf_gradguard import GradGuardConfig
+        >>> asked = {"protect_labels": "randomized_response", "label_epsilon": 50.0}
+        >>> randomizer, args = Randomizer(), GradGuardConfig("out", **asked)
+        >>> randomizer([{"labels": 1}], args, model, own_batches=False)[0]
+        {'labels': 1}
+    """
+
+    def __init__(self) -> None:
+        self.key: LabelKey | None = None
+        self._made: list[RandomizedLabels] = []
+
+    def __call__(self, data: Any, args: Any, model: nn.Module, own_batches: bool) -> Any:
+        """Training data, with randomized labels where `args.protect_labels` says so."""
+        if getattr(args, "protect_labels", None) is None and not self._made:
+            return data
+        seed = getattr(args, "noise_seed", None)
+        seeds = None if seed is None else (seed, args.process_index, len(self._made))
+        made = next((one for one in self._made if one.data is data), data)
+        found = protect_labels(made, args, model, LabelKey(seeds), own_batches)
+        self.key = None if found is None else found.key
+        if found is not None and all(found is not one for one in self._made):
+            self._made.append(found)
+        return found
 
 
 def number_of_classes(model: nn.Module) -> int:

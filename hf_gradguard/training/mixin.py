@@ -41,7 +41,7 @@ from .clients import (
 from .config import GradGuardConfig
 from .exchange import any_rank, average, average_gradients
 from .guarded import noting
-from .labels import LabelKey, protect_labels
+from .labels import Randomizer
 from .launch import say_ranks
 from .message import Draws, MessageMaker
 from .meter import LeakageMeter
@@ -109,7 +109,7 @@ class GradGuardMixin(PrivateRowsTrainer):
         if args is not None:
             check_arguments(args)
         self._asked, self._accountant = Asked(args, defense), accountant
-        self._label_key: LabelKey | None = None
+        self._labels = Randomizer()
         self._logs_next = False
         super().__init__(args=args, **kwargs)
         self.before_training()
@@ -141,10 +141,8 @@ class GradGuardMixin(PrivateRowsTrainer):
         forget(self.model)  # its loss may be another now
         self._weights = LossWeights(self._loss)
         own_batches = draws_batches(type(self), GradGuardMixin)
-        self._label_key = self._label_key or LabelKey.asked(self.args, self.args.process_index)
-        if self._label_key is not None:
-            data, key = self.train_dataset, self._label_key
-            self.train_dataset = protect_labels(data, self.args, self.model, key, own_batches)
+        labels = self.train_dataset, self.args, self.model, own_batches
+        self.train_dataset = self._labels(*labels)
         objects = {n: getattr(self, n) for n in ("model", "train_dataset", "processing_class")}
         check_training(self.args, self.model, self.accelerator, self.train_dataset)
         check_loss(getattr(self, "loss", None))
@@ -334,13 +332,13 @@ class GradGuardMixin(PrivateRowsTrainer):
         """
         super().save_state_of_rank(folder)
         rank, names = self.accelerator.process_index, self._messages.names_of(self._clients)
-        save_private_state(folder, rank, self._clients, self.accountant, names, self._label_key)
+        save_private_state(folder, rank, self._clients, self.accountant, names, self._labels.key)
 
     def load_state_of_rank(self, folder: str) -> None:
         """What `save_state_of_rank` wrote."""
         super().load_state_of_rank(folder)
         where = folder, self.accelerator.process_index, self._clients, self.accountant
-        names = load_private_state(*where, self.args.device, self._label_key)
+        names = load_private_state(*where, self.args.device, self._labels.key)
         self._messages.expect(self._clients, names)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:

@@ -101,6 +101,37 @@ def test_data_that_are_given_later_are_randomized_too(tmp_path: Path) -> None:
     assert isinstance(trainer.train_dataset, RandomizedLabels)
 
 
+def labels_of(trainer: GradGuardTrainer) -> list[int]:
+    return [int(trainer.train_dataset[i]["labels"]) for i in range(40)]
+
+
+@pytest.mark.parametrize("seed", [None, 3])
+def test_another_data_set_has_another_key_and_one_that_comes_back_its_own(
+    tmp_path: Path, seed: int | None
+) -> None:
+    """Else whoever knows a label of the one would see whether that of the other was kept."""
+    model, _ = make_task("bert", dtype=torch.float32)
+    data, other = rows(), rows()
+    trainer = GradGuardTrainer(model, config(tmp_path, noise_seed=seed), train_dataset=data)
+    found = []
+    for one in (data, other, data):
+        trainer.train_dataset = one
+        trainer.train()
+        found.append(labels_of(trainer))
+    assert found[0] == found[2] != found[1]
+
+
+def test_labels_that_another_trainer_randomized_are_resumed(tmp_path: Path) -> None:
+    model, _ = make_task("bert", dtype=torch.float32)
+    args = config(tmp_path, save_strategy="steps", save_steps=2)
+    first = GradGuardTrainer(model, config(tmp_path), train_dataset=rows())
+    second = GradGuardTrainer(model, args, train_dataset=first.train_dataset)
+    second.train()
+    again = GradGuardTrainer(model, args, train_dataset=rows())
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert labels_of(first) == labels_of(second) == labels_of(again)
+
+
 def test_resuming_goes_on_with_the_same_labels(tmp_path: Path) -> None:
     model, _ = make_task("bert", dtype=torch.float32)
     args = config(tmp_path, save_strategy="steps", save_steps=2)
@@ -144,6 +175,14 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
             data[0]
     with pytest.raises(ValueError, match="from 0 to 2"):
         RandomizedLabels([{"labels": 3}], 1.0, 3, LabelKey())[0]
+    both = RandomizedLabels([{"labels": 1, "label": 1}], 1.0, 3, LabelKey())
+    with pytest.raises(NotImplementedError, match="Remove all but one column"):
+        both[0]
+    with pytest.raises(NotImplementedError, match=r"label_names=\['target'\]"):
+        GradGuardTrainer(model, config(tmp_path, label_names=["target"]), train_dataset=rows())
+    by_class = config(tmp_path, num_clients=2, partition="dirichlet")
+    with pytest.raises(NotImplementedError, match="Take partition='iid'"):
+        GradGuardTrainer(model, by_class, train_dataset=rows())
     model.config.problem_type = "regression"
     with pytest.raises(NotImplementedError, match="problem_type='regression'"):
         GradGuardTrainer(model, config(tmp_path), train_dataset=rows())

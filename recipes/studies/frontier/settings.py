@@ -158,8 +158,9 @@ ELSEWHERE_ROWS: list[tuple[str, dict]] = [
     ("quantization", {"bits": 2}),
 ]
 ELSEWHERE_PASSES = [
-    (1, {INVERTING: ["start", "end"], CANDIDATES: ["end"]}),
+    (1, {CANDIDATES: ["end"]}),
     (SEEDS, {}),
+    (1, {INVERTING: ["start", "end"]}),
 ]
 
 # A head on a frozen encoder
