@@ -218,7 +218,6 @@ def divide(data: Any, args: TrainingArguments, ranks: int) -> list[Rows]:
 
     Raises:
         ValueError: If the ranks cannot host them alike, or as for `make_partition`.
-        NotImplementedError: By class, if labels are randomized.
 
     Example:
         >>> from hf_gradguard import GradGuardConfig
@@ -233,12 +232,6 @@ def divide(data: Any, args: TrainingArguments, ranks: int) -> list[Rows]:
         raise ValueError(
             f"num_clients={count} must be a multiple of the {ranks} ranks they live on, and at "
             f"least clients_per_process={args.clients_per_process} of them on each."
-        )
-    if args.partition == "dirichlet" and getattr(args, "protect_labels", None) is not None:
-        raise NotImplementedError(
-            "GradGuardTrainer does not support partition='dirichlet' with protect_labels: clients "
-            "by class would tell labels, and each rank would divide by its own randomized ones. "
-            "Take partition='iid'."
         )
     return make_partition(data, count, args.partition, args.dirichlet_alpha, _data_seed(args))
 

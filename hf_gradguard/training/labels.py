@@ -156,7 +156,8 @@ def protect_labels(
         own_batches: Whether the Trainer's class reads its batches in a way of its own.
 
     Raises:
-        NotImplementedError: If labels are no classes, or batches need not come from `data`.
+        NotImplementedError: If labels are no classes, clients are to have some of them, or batches
+            need not come from `data`.
         ValueError: If the labels were randomized with another ε.
 
     Example:
@@ -179,6 +180,12 @@ def protect_labels(
         raise NotImplementedError(
             f"GradGuardTrainer does not support protect_labels with label_names={sorted(others)}: "
             "the loss would take those as they are. Call labels `labels`, without label_names."
+        )
+    if getattr(args, "num_clients", None) and args.partition == "dirichlet":
+        raise NotImplementedError(
+            "GradGuardTrainer does not support partition='dirichlet' with protect_labels: clients "
+            "by class would tell labels, and each rank would divide by its own randomized ones. "
+            "Take partition='iid'."
         )
     epsilon = getattr(args, "label_epsilon", None)
     if epsilon is None:
