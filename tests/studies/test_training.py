@@ -229,6 +229,10 @@ def test_of_a_message_of_zeros_no_word_is_found():
     cell = {"attack": "span", "size": 2, "messages": 2, "settings": {}, "seed": 0}
     found = attacked(cell, Stage(model.eval(), defense), tokenizer, texts)
     assert found == {"token_f1": [0.0] * 4, "token_f1_others": [0.0] * 4}
+    listed = {"attack": "candidates", "settings": {"listed": 4}}
+    named = attacked(cell | listed, Stage(model.eval(), defense), tokenizer, texts)
+    assert named["tpr_1%"] == [0.0] * 4
+    assert len(set(named["rank"])) == 1  # a guess: all alike
 
 
 def test_the_start_is_where_a_client_first_says_something(

@@ -43,7 +43,7 @@ def attacked(
         return _told(cell, texts, waited_for(cell, stage, batches, later, see))
     messages, found = sent(cell, stage, batches), []
     for number, (batch, message) in enumerate(zip(batches, messages, strict=True)):
-        if not any(tensor.any() for tensor in message.values()):  # Refiner of few samples
+        if says_nothing(message):
             found.append([[] for _ in range(cell["size"])])
             continue
         seen, known = _observed(stage, batch, message, tokenizer)
@@ -85,11 +85,19 @@ def _batches(cell: dict, tokenizer, texts: list[dict]) -> list[dict]:
     return batches
 
 
-def observed(cell: dict, stage: Stage, tokenizer, texts: list[dict]) -> list[Observation]:
-    """A cell's messages, with their labels and the law of the defense."""
+def observed(cell: dict, stage: Stage, tokenizer, texts: list[dict]) -> list[Observation | None]:
+    """A cell's messages, with their labels and the law of the defense; `None` of one of zeros."""
     batches = _batches(cell, tokenizer, texts)
     messages = sent(cell, stage, batches)
-    return [_granted(stage, tokenizer, *one) for one in zip(batches, messages, strict=True)]
+    return [
+        None if says_nothing(message) else _granted(stage, tokenizer, batch, message)
+        for batch, message in zip(batches, messages, strict=True)
+    ]
+
+
+def says_nothing(message: Message) -> bool:
+    """Whether all is zero: Refiner's samples may span nothing of a small gradient."""
+    return not any(tensor.any() for tensor in message.values())
 
 
 def sent(cell: dict, stage: Stage, batches: Sequence[dict]) -> list[Message]:
@@ -143,21 +151,25 @@ def waited_for(
     return [gathered(uploads(number, batch)) for number, batch in enumerate(batches)]
 
 
-def _told(cell: dict, texts: list[dict], seen: Sequence[Observation]) -> dict:
+def _told(cell: dict, texts: list[dict], seen: Sequence[Observation | None]) -> dict:
     """Each message's sentences among a list of all messages' and more, with their labels."""
     listed = texts[: cell["settings"]["listed"]]
     candidates = [one["sentence"] for one in listed], [one["label"] for one in listed]
     return told(cell, *candidates, seen)
 
 
-def told(cell: dict, listed: Sequence, labels: Sequence[int], seen: Sequence[Observation]) -> dict:
+def told(
+    cell: dict, listed: Sequence, labels: Sequence[int], seen: Sequence[Observation | None]
+) -> dict:
     """Members of messages among a list that starts with them: whether each is told at 1 % false
-    alarms, and its rank.
+    alarms, and its rank. A message of zeros says the same of all.
     """
     attack, size = make_attack("candidates", candidates=listed, labels=labels), cell["size"]
-    found = attack.together(seen, torch.Generator().manual_seed(0))
+    there = [one for one in seen if one is not None]
+    found = iter(attack.together(there, torch.Generator().manual_seed(0)) if there else ())
     members = [range(size * number, size * (number + 1)) for number in range(len(seen))]
-    scores = [one.scores.numpy() for one in found]
+    alike = np.zeros(len(listed))
+    scores = [alike if one is None else next(found).scores.numpy() for one in seen]
     figures = score_candidates(scores, members, bootstrap=0).per_sample
     return {name: [float(x) for x in figures[name]] for name in ("tpr_1%", "rank")}
 

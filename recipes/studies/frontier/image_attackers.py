@@ -13,7 +13,7 @@ from hf_gradguard.randomness import Stream
 
 from ..lib.attacks import attack_of
 from ..lib.images import INVERTING, single_images, smoothed
-from .attackers import sent, told, waited_for
+from .attackers import says_nothing, sent, told, waited_for
 from .client import Stage
 from .image_training import ImageTask
 from .settings import CANDIDATES, GATHERED
@@ -46,13 +46,17 @@ def attacked(cell: dict, task: ImageTask, path: str) -> dict:
     settings = INVERTING | settings | {"patience": 5, "start": torch.full_like(images[0], 0.5)}
     settings["match_nonzero"] = stage.defense.informed().get("match_nonzero", False)
     theirs = _observed(cell, stage._replace(defense=_own(cell, stage, task)), rows[count:])
-    settings = smoothed(settings, theirs, images[count:])
-    attack = attack_of(cell["attack"], **settings)
-    found = attack.together(
-        _observed(cell, stage, rows[:count]), torch.Generator().manual_seed(cell["seed"])
-    )
+    if all(one is not None for one in theirs):
+        settings = smoothed(settings, theirs, images[count:])
+    else:  # there is nothing to choose a weight by
+        settings |= {"total_variation": settings["total_variation"][0]}
+    seen = _observed(cell, stage, rows[:count])
+    there = [one for one in seen if one is not None]
+    attack, generator = attack_of(cell["attack"], **settings), torch.Generator()
+    found = iter(attack.together(there, generator.manual_seed(cell["seed"])) if there else ())
+    guesses = [settings["start"] if one is None else next(found).input for one in seen]
     weight = {"total_variation": settings["total_variation"]}
-    return _psnr([one.input.nan_to_num(0.5) for one in found], rows[:count]) | weight
+    return _psnr([guess.nan_to_num(0.5) for guess in guesses], rows[:count]) | weight
 
 
 def _own(cell: dict, stage: Stage, task: ImageTask) -> Defense:
@@ -68,10 +72,10 @@ def _own(cell: dict, stage: Stage, task: ImageTask) -> Defense:
     return own
 
 
-def _observed(cell: dict, stage: Stage, batches: list[dict]) -> list[Observation]:
-    """What a server that knows the defense has."""
+def _observed(cell: dict, stage: Stage, batches: list[dict]) -> list[Observation | None]:
+    """What a server that knows the defense has; `None` of a message of zeros."""
     return [
-        _granted(stage, batch, message)
+        None if says_nothing(message) else _granted(stage, batch, message)
         for batch, message in zip(batches, sent(cell, stage, batches), strict=True)
     ]
 
