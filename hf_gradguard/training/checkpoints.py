@@ -3,6 +3,8 @@
 Once every rank has written its files, the first writes a list of what resuming will read, with
 sizes. The Trainer's own state comes last, before it deletes older checkpoints. A checkpoint of the
 stock Trainer has no such list: it is taken as complete if that last file is readable.
+
+None of them is uploaded: they hold private state.
 """
 
 from __future__ import annotations
@@ -10,10 +12,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import Accelerator
+from transformers import trainer
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.utils import logging
 
@@ -21,7 +26,7 @@ from ..data.private import write_private
 
 logger = logging.get_logger(__name__)
 
-LIST = "gradguard_complete.json"
+LIST, OURS = "gradguard_complete.json", "gradguard_"
 _OF_RANKS = "gradguard_private_rank"  # has a checksum, and says by itself what it means to lack one
 
 
@@ -140,6 +145,39 @@ def newest_complete(folder: Path, accelerator: Accelerator) -> str | None:
     return str(folder / f"{_PREFIX}{step}")
 
 
+@contextmanager
+def without_private_files() -> Iterator[None]:
+    """Whatever folder the Trainer uploads in here, checkpoints and private files stay. It leaves
+    out those at the top by itself, but not those of a search, in `run-*`.
+
+    Example:
+        >>> from transformers import trainer
+        >>> with without_private_files():
+        ...     type(trainer.hf_api()).__name__  # which `Trainer.push_to_hub` calls
+        '_Uploads'
+    """
+    made = trainer.hf_api
+    trainer.hf_api = lambda: _Uploads(made())
+    try:
+        yield
+    finally:
+        trainer.hf_api = made
+
+
+class _Uploads:
+    """A Hub's API that uploads no private files."""
+
+    def __init__(self, api: Any) -> None:
+        self._api = api
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._api, name)
+
+    def upload_folder(self, *, ignore_patterns: list[str] | None = None, **kwargs: Any) -> Any:
+        patterns = [*(ignore_patterns or ()), *_KEPT]
+        return self._api.upload_folder(ignore_patterns=patterns, **kwargs)
+
+
 def _checkpoints(folder: Path) -> Iterator[tuple[int, Path]]:
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         if (found := re.fullmatch(rf"{_PREFIX}(\d+)", path.name)) and path.is_dir():
@@ -155,3 +193,4 @@ def _files(folder: Path) -> Iterator[Path]:
 
 
 _PREFIX, _SUFFIXES = "checkpoint-", (".safetensors", ".bin", ".pt", ".pth")
+_KEPT = (f"*/{_PREFIX}*", f"{OURS}*", f"*/{OURS}*")  # `*` goes over slashes, too

@@ -6,6 +6,7 @@ protected from the outside. Better no training than training that only looks pro
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -177,15 +178,15 @@ def _argument_refusals(args: TrainingArguments) -> Iterator[str]:
             "reentrant activation checkpointing: it cannot run under torch.autograd.grad. Set "
             "activation_checkpointing_kwargs={'use_reentrant': False}."
         )
-    if args.push_to_hub and str(getattr(args.hub_strategy, "value", args.hub_strategy)) in (
-        "checkpoint",
-        "all_checkpoints",
-    ):
+    strategy = str(getattr(args.hub_strategy, "value", args.hub_strategy))
+    if args.push_to_hub and strategy in ("checkpoint", "all_checkpoints"):
         yield (
-            f"hub_strategy='{getattr(args.hub_strategy, 'value', args.hub_strategy)}': a "
-            "checkpoint holds the defense's private state, and pushing it publishes that. Use "
-            "'end' or 'every_save'."
+            f"hub_strategy='{strategy}': a checkpoint holds the defense's private state, and "
+            "pushing it publishes that. Use 'end' or 'every_save'."
         )
+    for name in _WANDB if "wandb" in args.report_to else ():
+        if (value := os.getenv(name)) in ("gradients", "all", "checkpoint"):
+            yield f"{name}={value}: wandb would upload {_WANDB[name]}. Set {name}=false."
     if args.n_gpu > 1:
         yield (
             f"DataParallel ({args.n_gpu} GPUs in one process): its replicas' gradients are summed "
@@ -200,10 +201,7 @@ def _model_refusals(model: nn.Module, sharded: bool) -> Iterator[str]:
     if isinstance(model, nn.DataParallel):
         yield "a model wrapped in DataParallel. Pass the module inside it."
     if isinstance(model, nn.parallel.DistributedDataParallel):
-        yield (
-            "a model wrapped in DistributedDataParallel. Pass the module inside it; the Trainer "
-            "wraps it."
-        )
+        yield "a model wrapped in DistributedDataParallel. Pass the module inside it."
     if any(isinstance(m, OptimizedModule) or m._compiled_call_impl for m in model.modules()):
         yield _COMPILE
     if any(isinstance(m, nn.SyncBatchNorm) for m in model.modules()):
@@ -309,6 +307,10 @@ def is_iterable(dataset: Any) -> bool:
     return isinstance(dataset, IterableDataset) or is_of_datasets(dataset, "IterableDataset")
 
 
+_WANDB = {
+    "WANDB_WATCH": "histograms of the true gradient, which hooks on parameters get",
+    "WANDB_LOG_MODEL": "checkpoints, which hold the defense's private state",
+}
 PADDING_FREE = (
     "padding-free batches of several clients: all texts are one row, so that nothing says whose a "
     "token is. Pad (DataCollatorWithPadding, DataCollatorForSeq2Seq, padding_free=False), or give "
@@ -319,10 +321,7 @@ _UNNUMBERED = (
     "numbers, and by its content an example that is augmented or masked anew would be another one "
     "at every visit. Use a data set with rows (datasets: load it without streaming)."
 )
-_DEEPSPEED = (
-    "DeepSpeed: its engine owns the backward pass and reduces inside it. Use DDP (accelerate "
-    "launch --multi_gpu)."
-)
+_DEEPSPEED = "DeepSpeed: its engine owns the backward pass, and reduces inside it. Use DDP alone."
 _FSDP = (
     "FSDP: local gradients are reduced and sharded before they can be seen. Use DDP, with LoRA or "
     "activation checkpointing if the model does not fit; or hf_gradguard.protect in a loop of your "

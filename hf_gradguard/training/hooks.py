@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 from transformers import PreTrainedModel, Trainer
 
-from .checkpoints import begin_checkpoint, list_checkpoint
+from .checkpoints import OURS, begin_checkpoint, list_checkpoint, without_private_files
 from .partition import is_of_datasets
 
 
@@ -208,6 +208,20 @@ class SeamTrainer(RenamedWeightsTrainer):
             begin_checkpoint(folder)
         self.accelerator.wait_for_everyone()
         super()._save_checkpoint(model, trial)
+
+    def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
+        """As in `Trainer`, without any checkpoint or private file."""
+        with without_private_files():
+            return super().push_to_hub(*args, **kwargs)
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        with without_private_files():
+            super()._push_from_checkpoint(checkpoint_folder)
+
+    def _checkpoint_push_skip_names(self, checkpoint_folder: str) -> set[str]:
+        """What sentence-transformers does not copy out of a checkpoint to push it."""
+        own = {path.name for path in Path(checkpoint_folder).glob(f"{OURS}*")}
+        return own | super()._checkpoint_push_skip_names(checkpoint_folder)
 
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)

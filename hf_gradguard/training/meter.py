@@ -106,7 +106,7 @@ class LeakageMeter:
         self._stops = self._limit is not None and getattr(args, "leakage_action", "skip") == "stop"
         self._has_dfil = defense.adds_gaussian_noise
         self._binding = accountant is not None or self._limit is not None
-        self.stop_due = False
+        self._stop_due = False
         self.last: dict[str, float] = {}
         self._figures: dict[str, list[float]] = defaultdict(list)
         self._skipped = 0
@@ -121,6 +121,14 @@ class LeakageMeter:
     def stops(self) -> bool:
         """Whether ranks have to agree at every step on going on."""
         return self._stops
+
+    @property
+    def stop_due(self) -> bool:
+        """Whether a message was below the limit since this was asked last: once a step, so that
+        the next training does not stop for it.
+        """
+        due, self._stop_due = self._stop_due, False
+        return due
 
     @property
     def measures_any(self) -> bool:
@@ -168,7 +176,7 @@ class LeakageMeter:
             self._measure_influence(seen or gmap.twice(), message)
         if self._limit is not None and bound is not None and bound < self._limit:
             self._skipped += 1
-            self.stop_due = self.stop_due or self._stops
+            self._stop_due = self._stops
             logger.warning_once(
                 "A message's bound on the MSE was below leakage_limit, so it was not shared. Such "
                 "messages count as zero gradients; leakage/skipped in this rank's log says how "

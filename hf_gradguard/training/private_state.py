@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -22,7 +23,7 @@ from .labels import LabelKey
 logger = logging.get_logger(__name__)
 
 _ACCOUNT, _CHECKSUM, _NAMES = "accountant/", "gradguard_sha256", "gradguard_parameters"
-_LABEL_KEY = "label_key"
+_LABEL_KEY, _CLIENTS, _RANKS = "label_key", "gradguard_clients", "gradguard_ranks"
 _NO_LABEL_KEY = (
     "{} holds no key of this rank's randomized labels, so going on would release each label a "
     "second time. Resume with as many ranks as were saved, from a run with protect_labels."
@@ -37,6 +38,16 @@ _BY_CONTENT = (
     "they are known by their row in the data set, so one's total would be in two parts, each too "
     "small. Resume with the version that wrote it, or without an accountant."
 )
+_OTHER_CLIENTS = (
+    "{} holds what the defenses of {} client(s) of this rank remember, and now it hosts {}, so one "
+    "would go on with what another left out. Resume with as many ranks, num_clients and "
+    "clients_per_process as were saved; or remove its gradguard_private_* files, and defenses "
+    "begin anew."
+)
+_OTHER_RANKS = (
+    "{} was saved by {} rank(s), and now there are {}, so what examples of other ranks have given "
+    "away would not be counted. Resume with as many ranks, or without an accountant."
+)
 
 
 def save_private_state(
@@ -48,7 +59,8 @@ def save_private_state(
     label_key: LabelKey | None = None,
 ) -> None:
     """Write the state of each client's defense, of the accountant, and the key of randomized
-    labels, to a file that only its owner can read: it depends on the client's data.
+    labels, to a file that only its owner can read: it depends on the client's data. It says of how
+    many clients and ranks it is.
 
     Args:
         folder: Of the checkpoint.
@@ -72,7 +84,12 @@ def save_private_state(
         state |= {f"{_ACCOUNT}{key}": tensor for key, tensor in accountant.state_dict().items()}
     if label_key is not None:
         state[_LABEL_KEY] = label_key.tensor()
-    about = {_CHECKSUM: _checksum(state), _NAMES: " ".join(names)}
+    about = {
+        _CHECKSUM: _checksum(state),
+        _NAMES: " ".join(names),
+        _CLIENTS: str(len(clients)),
+        _RANKS: str(_ranks()),
+    }
     write_private(_file(folder, rank), save(state, about))
 
 
@@ -87,9 +104,13 @@ def load_private_state(
     """Restore them. Returns what stands for the parameters that each client's last message was of,
     nothing if the file does not say.
 
+    Without a file of this rank, or with one that another number of ranks saved, defenses forget
+    what they remember, with a warning.
+
     Raises:
-        ValueError: If there is an accountant, and the folder holds none of this rank, or one that
-            knows examples by their content; or if the file is damaged.
+        ValueError: If the file is of another number of clients, or damaged; or if there is an
+            accountant, and the folder holds none of this rank, one of another number of ranks, or
+            one that knows examples by their content.
 
     Example:
         >>> one, other = make_defense("optimal_noise"), make_defense("optimal_noise")
@@ -104,15 +125,49 @@ def load_private_state(
             raise ValueError(_NO_ACCOUNT.format(folder))
         if label_key is not None:
             raise ValueError(_NO_LABEL_KEY.format(folder))
-        logger.warning(
-            f"{folder} holds no defense state of this rank. Sensitivities are estimated anew."
-        )
-        return []
-    saved, names = _read(_file(folder, rank))
+        return _begin_anew(clients, f"{folder} holds no defense state of this rank")
+    saved, about = _read(_file(folder, rank))
+    names, states = about.get(_NAMES, "").split(), _of_clients(saved)
+    held = int(about.get(_CLIENTS) or len(names) or 1 + max(states, default=-1))
+    if states and held != len(clients):
+        raise ValueError(_OTHER_CLIENTS.format(folder, held, len(clients)))
+    ranks = int(about.get(_RANKS, _ranks()))
+    if ranks != _ranks() and accountant is not None:
+        raise ValueError(_OTHER_RANKS.format(folder, ranks, _ranks()))
     _load_label_key(saved, folder, label_key)
+    _load_account(saved, folder, accountant)
+    if states and ranks != _ranks():
+        return _begin_anew(clients, f"{folder} was saved by {ranks} rank(s), not {_ranks()}")
+    for index, defense in enumerate(clients):
+        own = states.get(index, {})
+        defense.load_state_dict({key: tensor.to(device) for key, tensor in own.items()})
+    return names
+
+
+def _begin_anew(clients: Sequence[Defense], reason: str) -> list[str]:
+    """Also what an earlier training of this process has left."""
+    logger.warning(f"{reason}. Sensitivities are estimated anew, and nothing is left to be sent.")
+    for defense in clients:
+        defense.load_state_dict({})
+    return []
+
+
+def _of_clients(saved: Mapping[str, Tensor]) -> dict[int, dict[str, Tensor]]:
+    """What each client's defense remembers; nothing of one that remembers nothing."""
+    states: dict[int, dict[str, Tensor]] = defaultdict(dict)
+    for key, tensor in saved.items():
+        index, _, name = key.partition("/")
+        if index.isdecimal():
+            states[int(index)][name] = tensor
+    return states
+
+
+def _load_account(
+    saved: Mapping[str, Tensor], folder: str, accountant: FisherAccountant | None
+) -> None:
     account = {
-        key.removeprefix(_ACCOUNT): saved.pop(key)
-        for key in list(saved)
+        key.removeprefix(_ACCOUNT): tensor
+        for key, tensor in saved.items()
         if key.startswith(_ACCOUNT)
     }
     if accountant is not None:
@@ -126,28 +181,24 @@ def load_private_state(
             f"{folder} holds an accountant's state, which this run leaves behind: it has no "
             "accountant."
         )
-    state = {key: tensor.to(device) for key, tensor in saved.items()}
-    for index, defense in enumerate(clients):
-        prefix = f"{index}/"
-        own = {
-            key.removeprefix(prefix): tensor
-            for key, tensor in state.items()
-            if key.startswith(prefix)
-        }
-        defense.load_state_dict(own)
-    return names
 
 
-def _load_label_key(saved: dict[str, Tensor], folder: str, label_key: LabelKey | None) -> None:
-    own = saved.pop(_LABEL_KEY, None)
+def _load_label_key(saved: Mapping[str, Tensor], folder: str, label_key: LabelKey | None) -> None:
     if label_key is not None:
-        if own is None:
+        if _LABEL_KEY not in saved:
             raise ValueError(_NO_LABEL_KEY.format(folder))
-        label_key.load(own)
+        label_key.load(saved[_LABEL_KEY])
 
 
-def _read(path: str) -> tuple[dict[str, Tensor], list[str]]:
-    """The tensors of a private file as they were written, and the parameters they are of."""
+def _ranks() -> int:
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized():
+        return distributed.get_world_size()
+    return 1
+
+
+def _read(path: str) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The tensors of a private file as they were written, and what it says of them."""
     try:
         with safe_open(path, "pt") as file:
             about = file.metadata() or {}
@@ -156,7 +207,7 @@ def _read(path: str) -> tuple[dict[str, Tensor], list[str]]:
         raise ValueError(_DAMAGED.format(path, error)) from error
     if about.get(_CHECKSUM) != _checksum(state):
         raise ValueError(_DAMAGED.format(path, "its checksum is another"))
-    return state, about.get(_NAMES, "").split()
+    return state, about
 
 
 def _checksum(state: Mapping[str, Tensor]) -> str:

@@ -96,6 +96,8 @@ SEAMS = (
         "training/hooks.py reads the settings when training begins",
     ),
     Seam(_TRAINER, "_save_checkpoint", "training/hooks.py marks complete checkpoints"),
+    Seam(_TRAINER, "_push_from_checkpoint", "training/hooks.py pushes no private files"),
+    Seam("transformers.trainer", "hf_api", "training/checkpoints.py leaves out private files"),
     Seam(_TRAINER, "_get_output_dir", "training/hooks.py finds the folder of a checkpoint"),
     Seam(_TRAINER, "_load_from_checkpoint", "training/hooks.py finds renamed weights"),
     Seam(_TRAINER, "_load_best_model", "training/hooks.py finds renamed weights"),

@@ -8,13 +8,16 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from helpers import make_task
+from huggingface_hub.utils import filter_repo_objects
 from torch import Tensor
 from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers.trainer_utils import HPSearchBackend
 
 from hf_gradguard import GradGuardConfig, GradGuardTrainer
 from hf_gradguard.training import checkpoints
@@ -236,3 +239,61 @@ def test_ranks_agree_on_the_newest_that_all_have(tmp_path: Path) -> None:
     ranks = TwoRanks()
     assert checkpoints.newest_complete(tmp_path, ranks) == str(tmp_path / "checkpoint-2")  # type: ignore[arg-type]
     assert not list(ranks.theirs)
+
+
+# Pushing
+
+
+class Hub:
+    """Keeps the names of what would be uploaded."""
+
+    def __init__(self) -> None:
+        self.uploads: list[set[str]] = []
+
+    def create_repo(self, *args: Any, **kwargs: Any) -> SimpleNamespace:
+        return SimpleNamespace(repo_id="me/net")
+
+    def upload_folder(
+        self, folder_path: str, ignore_patterns: list[str] | None = None, **kwargs: Any
+    ) -> SimpleNamespace:
+        files = (p for p in Path(folder_path).rglob("*") if p.is_file())
+        names = (path.relative_to(folder_path).as_posix() for path in files)
+        self.uploads.append(set(filter_repo_objects(names, ignore_patterns=ignore_patterns)))
+        return SimpleNamespace(is_done=lambda: True, done=lambda: True)
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Hub:
+    hub = Hub()
+    monkeypatch.setattr("transformers.trainer.hf_api", lambda: hub)
+    monkeypatch.setattr("transformers.integrations.hp_params", lambda trial: {})
+    return hub
+
+
+def test_a_searchs_checkpoints_are_not_pushed(tmp_path: Path, hub: Hub) -> None:
+    feedback = {"defense": "pruning", "defense_kwargs": {"error_feedback": True}}
+    args = GradGuardConfig(**settings_of(tmp_path, push_to_hub=True, max_steps=2), **feedback)
+    trainer = GradGuardTrainer(
+        None,
+        args,
+        train_dataset=rows(),
+        model_init=lambda: make_task("bert", dtype=torch.float32)[0],
+    )
+    trainer.hp_search_backend, trainer.hp_name = HPSearchBackend.OPTUNA, None
+    trainer.hp_space, trainer.compute_objective = lambda trial: {}, lambda metrics: 0.0
+    trainer.train(trial=SimpleNamespace(number=0, params={}))  # type: ignore[call-arg]
+    trial = tmp_path / "run-0" / "checkpoint-2"
+    assert (trial / "gradguard_private_rank0.safetensors").is_file()
+    trainer_of(tmp_path, max_steps=1).push_to_hub()  # with what that search has left
+    during, after = hub.uploads
+    assert "model.safetensors" in during & after
+    assert not [n for n in during | after if "gradguard_" in n or "checkpoint-" in n]
+
+
+def test_private_files_that_were_copied_are_not_pushed(tmp_path: Path, hub: Hub) -> None:
+    for name in ("gradguard_private_rank0.safetensors", "notes/gradguard_epsilon_rank0.json"):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.touch()
+    trainer_of(tmp_path).push_to_hub()
+    assert not any("gradguard_" in name for name in hub.uploads[0])

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from frameworks import Training, dpo, encoders, seq2seq, sft
+from test_checkpoints import Hub, hub  # noqa: F401
 from torch import nn
 from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer
 
@@ -114,6 +115,23 @@ def test_losses_that_differentiate_by_themselves_are_refused(tmp_path: Path, fol
     training = encoders(folder, loss=losses.CachedMultipleNegativesRankingLoss)
     with pytest.raises(ValueError, match=r"not computed from any shared parameter.*take the plain"):
         training.run(tmp_path, {"defense": "gaussian_noise"})
+
+
+def test_private_files_are_not_pushed(
+    tmp_path: Path,
+    folder: Path,
+    hub: Hub,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """sentence-transformers copies nearly all of a checkpoint to push it."""
+    # The class of these arguments was made in a function, so they cannot be saved.
+    monkeypatch.setattr(GradGuardConfig, "__reduce__", lambda self: (dict, ()))
+    pushed = {"push_to_hub": True, "save_strategy": "steps", "save_steps": 1, "max_steps": 1}
+    encoders(folder).run(tmp_path, {"defense": "pruning", **pushed})
+    assert (tmp_path / "checkpoint-1" / "gradguard_private_rank0.safetensors").is_file()
+    assert "modules.json" in hub.uploads[0]
+    assert not list(tmp_path.glob("gradguard_*"))
+    assert not any("gradguard_" in name for name in hub.uploads[0])
 
 
 @pytest.mark.parametrize("more", [{"clients_per_process": 2}, {"num_clients": 2}])

@@ -464,6 +464,17 @@ def test_limit_that_nothing_keeps(make_trainer: MakeTrainer, action: str) -> Non
         assert [figures["skipped"] for figures in logged(trainer).values()] == [2, 2]
 
 
+def test_a_stop_is_of_one_training(make_trainer: MakeTrainer) -> None:
+    trainer = make_trainer(
+        defense="gaussian_noise", leakage_limit=1e30, leakage_action="stop", max_steps=3
+    )
+    trainer.train()
+    assert trainer.state.global_step == 1
+    trainer._meter._limit = 0.0  # no message is below it
+    trainer.train()
+    assert trainer.state.global_step == 3
+
+
 # Accounts
 
 

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 
 import pytest
 import torch
 from helpers import small_convolution
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from hf_gradguard import GradientMap, make_defense
 from hf_gradguard.defenses import Defense
+from hf_gradguard.gradient_map.given import Given
 from hf_gradguard.leakage import FisherAccountant
+from hf_gradguard.training import private_state
 from hf_gradguard.training.private_state import load_private_state, save_private_state
 
 CPU = torch.device("cpu")
@@ -66,3 +70,83 @@ def test_a_damaged_file_names_itself(damage: str, saved: tuple[Path, Defense]) -
     message = r"gradguard_private_rank0\.safetensors is cut off or was changed.*earlier checkpoint"
     with pytest.raises(ValueError, match=message):
         load_private_state(str(path.parent), 0, [defense], FisherAccountant(), CPU)
+
+
+def remembering(count: int) -> list[Defense]:
+    """Clients with error feedback; the k-th has left out k + 1."""
+    clients = [make_defense("pruning", ratio=0.5, error_feedback=True) for _ in range(count)]
+    for k, client in enumerate(clients):
+        client(Given({"w": torch.full((4,), k + 1.0)}))
+    return clients
+
+
+def left_out(clients: list[Defense]) -> list[float]:
+    return [float(client.state_dict().get("error.w", torch.zeros(1)).max()) for client in clients]
+
+
+def without_metadata(path: Path, *names: str) -> None:
+    """As older versions wrote it."""
+    with safe_open(path, "pt") as file:
+        about = {key: value for key, value in file.metadata().items() if key not in names}
+    save_file(load_file(path), path, about)
+
+
+OLDER = ("gradguard_clients", "gradguard_ranks")
+OLDEST = (*OLDER, "gradguard_parameters")
+
+
+@pytest.mark.parametrize("lacking", [(), OLDER, OLDEST])
+@pytest.mark.parametrize("count", [2, 4, 5])
+def test_the_state_of_other_clients_is_refused(
+    tmp_path: Path, count: int, lacking: tuple[str, ...]
+) -> None:
+    save_private_state(str(tmp_path), 0, remembering(4), None, ["n"] * 4)
+    without_metadata(tmp_path / "gradguard_private_rank0.safetensors", *lacking)
+    clients = remembering(count)[::-1]
+    before = left_out(clients)
+    if count == 4:
+        assert load_private_state(str(tmp_path), 0, clients, None, CPU) == (
+            [] if lacking == OLDEST else ["n"] * 4
+        )
+        assert left_out(clients) == before[::-1]
+        return
+    with pytest.raises(ValueError, match=rf"of 4 client.*hosts {count}.*num_clients.*begin anew"):
+        load_private_state(str(tmp_path), 0, clients, None, CPU)
+    assert left_out(clients) == before
+
+
+def test_clients_that_shared_nothing_yet_are_counted(tmp_path: Path) -> None:
+    fresh = make_defense("pruning", ratio=0.5, error_feedback=True)
+    save_private_state(str(tmp_path), 0, [*remembering(1), fresh], None)
+    clients = remembering(2)
+    load_private_state(str(tmp_path), 0, clients, None, CPU)
+    assert left_out(clients) == [1.0, 0.0]
+
+
+def test_where_nothing_is_remembered_clients_may_be_others(tmp_path: Path) -> None:
+    save_private_state(str(tmp_path), 0, [make_defense("gaussian_noise")] * 4, None)
+    load_private_state(str(tmp_path), 0, [make_defense("gaussian_noise")] * 2, None, CPU)
+
+
+@pytest.mark.parametrize("case", ["no file", "other ranks"])
+def test_defenses_that_begin_anew_forget_an_earlier_training(
+    tmp_path: Path, case: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    if case == "other ranks":
+        save_private_state(str(tmp_path), 0, remembering(2), None)
+        monkeypatch.setattr(private_state, "_ranks", lambda: 2)
+    clients = remembering(2)
+    assert left_out(clients) == [1.0, 2.0]
+    with caplog.at_level(logging.WARNING):
+        assert load_private_state(str(tmp_path), 0, clients, None, CPU) == []
+    assert left_out(clients) == [0.0, 0.0]
+    says = {"no file": "no defense state of this rank", "other ranks": "saved by 1 rank(s), not 2"}
+    assert says[case] in caplog.text
+
+
+def test_an_account_of_other_ranks_is_refused(
+    saved: tuple[Path, Defense], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(private_state, "_ranks", lambda: 2)
+    with pytest.raises(ValueError, match=r"by 1 rank.*now there are 2.*without an accountant"):
+        load_private_state(str(saved[0].parent), 0, [saved[1]], FisherAccountant(), CPU)
