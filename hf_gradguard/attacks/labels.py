@@ -28,6 +28,7 @@ from ..models.tasks import label_kind
 from .observation import Observation, without_dropout
 
 _DRAWS = 8
+_LAST = 128  # of a decoder's texts, of which one position counts
 
 
 def recover_labels(seen: Observation) -> Tensor:
@@ -180,20 +181,43 @@ class _Head:
         layer = seen.model.get_submodule(_Head.names(seen)[0].rpartition(".")[0])
         if not isinstance(layer, nn.Linear):
             return None
-        found: list[Tensor] = []
-        handle = layer.register_forward_pre_hook(lambda _, args: found.append(args[0].detach()))
-        generator = _generator(seen)
-        try:
-            with torch.no_grad(), _as_it_was(seen.model):
-                for _ in range(_DRAWS):
-                    seen.model(**_RANDOM[seen.domain.name](seen, generator))
-        finally:
-            handle.remove()
-        return (
-            cls(layer, torch.cat([features.flatten(0, -2) for features in found]))
-            if found
-            else None
-        )
+        found = _drawn(seen, layer)
+        return cls(layer, torch.cat(found)) if found else None
+
+
+def _drawn(seen: Observation, layer: nn.Linear) -> list[Tensor]:
+    """Features in front of the last layer, each `(n, H)`, of inputs drawn at random."""
+    calls: list[tuple[Tensor, Tensor]] = []
+    found: list[Tensor] = []
+    handle = layer.register_forward_hook(
+        lambda _, args, output: calls.append((args[0].detach(), output))
+    )
+    generator, draws = _generator(seen), _DRAWS
+    try:
+        with torch.no_grad(), _as_it_was(seen.model):
+            for number in range(max(_DRAWS, _LAST // seen.batch_size)):
+                if number >= draws:
+                    break
+                calls.clear()
+                logits = seen.model(**_RANDOM[seen.domain.name](seen, generator)).logits
+                for features, output in calls:
+                    found.append(_that_count(features, output, logits))
+                    if len(found[-1]) < output[..., 0].numel():
+                        draws = _LAST
+    finally:
+        handle.remove()
+    return found
+
+
+def _that_count(features: Tensor, output: Tensor, logits: Tensor) -> Tensor:
+    """Of features in front of the last layer those that logits come from, `(n, H)`: a decoder's
+    head runs at every position, and only a text's last one counts.
+    """
+    if output.dim() == 3 and output.shape[::2] == logits.shape:
+        counts = torch.isclose(output.to(logits), logits[:, None]).all(-1)
+        if bool(counts.any(1).all()):
+            return features[counts]
+    return features.flatten(0, -2)
 
 
 def _predictions(seen: Observation, head: _Head | None, slope: Tensor) -> Tensor:

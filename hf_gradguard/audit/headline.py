@@ -129,10 +129,11 @@ def _under(summary: Summary, name: str, row: Row) -> str:
         said += ", though these attackers prove nothing"
     listed = [one for one in summary.ranked if one.defense == name]
     if listed and not any(one.attack == row.attack for one in listed):
-        share = max(one.scores["top1"].mean for one in listed)
+        most = max(listed, key=lambda one: one.scores["top1"].mean)
         said += (
-            f", and who has a list of {listed[0].candidates} names {100 * share:.0f} % of the "
-            f"{terms.many}"
+            f", and who has a list of {most.candidates} names "
+            f"{100 * most.scores['top1'].mean:.0f} % of the {terms.many} (blindly "
+            f"{100 * most.blind:.0f} %)"
         )
     return said
 

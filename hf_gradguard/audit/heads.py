@@ -30,8 +30,8 @@ def with_labels(
         model: Says which.
         tokenizer: Of texts.
         encoded: The inputs, as the tokenizer or the processor gave them.
-        samples: With a class id; a number or several; one 0 or 1 a class; a class a word; a target
-            text; or `None`, where the text is its own label.
+        samples: With a class id or its name; a number or several; one 0 or 1 a class; a class a
+            word; a target text; or `None`, where the text is its own label.
         seed: Of the words that are masked: the same ones in one text every time.
 
     Raises:
@@ -52,8 +52,16 @@ def with_labels(
 
 
 def _classes(model: nn.Module, labels: Sequence[Any]) -> Tensor:
-    classes = getattr(getattr(model, "config", None), "num_labels", None)
+    config = getattr(model, "config", None)
+    classes, names = getattr(config, "num_labels", None), getattr(config, "label2id", None) or {}
+    labels = [names.get(label, label) if isinstance(label, str) else label for label in labels]
     for label in labels:
+        if isinstance(label, str):
+            known = ", ".join(names) or "unnamed"
+            raise ValueError(
+                f"A label must be a class id or a class's name, but is {label!r}. The model's "
+                f"classes are: {known}."
+            )
         if isinstance(label, bool) or not isinstance(label, int | np.integer):
             raise ValueError(f"A label must be a class id, but is {label!r}.")
         if label < 0 or (classes is not None and label >= classes):

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 from ..metrics import score_candidates
 from .labels import Values
@@ -23,6 +24,7 @@ class Listed:
         candidates: How many there were.
         members: How many samples were looked for.
         others: How many candidates false alarms are a share of, in all messages together.
+        blind: The share of samples that a blind draw names: as many entries as a message has.
         knows: Whether the attacker knows the defense.
     """
 
@@ -32,6 +34,7 @@ class Listed:
     candidates: int
     members: int
     others: int
+    blind: float
     knows: bool
 
 
@@ -41,16 +44,17 @@ def listed(place: tuple[str, str], cells: Sequence[Mapping[str, Any]]) -> Listed
     if not rows:
         return None
     found = score_candidates([row["scores"] for row in rows], [row["members"] for row in rows])
-    scores = {
-        name: Estimate(mean, *(None if math.isnan(end) else end for end in found.interval[name]))
-        for name, mean in found.mean.items()
-    }
+    ends = found.interval if len(rows) > 1 else {}
+    scores = {name: Estimate(mean, *ends.get(name, ())) for name, mean in found.mean.items()}
+    sizes = [len(row["members"]) for row in rows]
+    blind = np.average([len(row["members"]) / len(row["scores"]) for row in rows], weights=sizes)
     return Listed(
         *place,
         scores=scores,
         candidates=len(rows[0]["scores"]),
         members=len(found.per_sample["rank"]),
         others=found.false_positives,
+        blind=float(blind),
         knows=any(cell.get("knows", False) for cell in cells),
     )
 

@@ -61,9 +61,9 @@ def audit(
         processing_class: Its tokenizer or image processor; `None` for an image model that takes
             pixels in [0, 1].
         samples: `(text or image, label)` each; images as PIL or bytes `(H, W)` or `(H, W, C)`. A
-            label is a class id; a number; one 0 or 1 for each class; of a list of words a list of
-            class ids; of a source text the target; `None` where the text is its own label. With a
-            Trainer, how many rows to take of its data.
+            label is a class id or name; a number; one 0 or 1 for each class; of a list of words a
+            list of class ids; of a source text the target; `None` where the text is its own label.
+            With a Trainer, how many rows to take of its data.
         defenses: Names with settings or objects, see `parse_specs`; each is a row.
         attacks: Names with settings or objects. Each also runs as somebody sets it who knows the
             defense, where that makes a difference. Default: the strongest that is quick.

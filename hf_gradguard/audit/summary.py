@@ -4,27 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from ..metrics.scores import bootstrap_intervals
 from .figures import Correlation, correlate, silent
+from .judge import rival, verdicts
 from .labels import Values, found_by_chance, found_under, share_found
 from .ranked import Listed, listed, percentiles
 from .result import Audit
-from .verdicts import (
-    PERCENTILE,
-    TELLING,
-    TERMS,
-    Estimate,
-    Row,
-    Terms,
-    Verdict,
-    base_of,
-    verdicts,
-)
+from .verdicts import PERCENTILE, TELLING, TERMS, Estimate, Row, Terms, Verdict, base_of
 
 
 @dataclass(frozen=True)
@@ -108,7 +99,8 @@ def summarize(result: Audit) -> Summary:
     cells = {at: found for at, found in cells.items() if found or base_of(at[1]) == at[1]}
     values = {place: values_of(found) for place, found in cells.items()}
     guesses = dict(enumerate(result.chance))
-    rows = [_row(result, place, found, values, guesses) for place, found in cells.items()]
+    rows = [_row(result, at, found, values[at], guesses) for at, found in cells.items()]
+    rows = _beside_undefended(rows, values, result.settings["main_score"])
     chance = Row("chance", result.settings["chance"], _estimates(guesses), len(guesses))
     terms = TERMS[result.settings["kind"]]
     samples = sum(len(message["labels"]) for message in result.messages)
@@ -135,14 +127,11 @@ def _row(
     result: Audit,
     place: tuple[str, str],
     cells: Sequence[Mapping[str, Any]],
-    values: Mapping[tuple[str, str], Values],
+    own: Values,
     guesses: Values,
 ) -> Row:
-    (defense, attack), own, main = place, values[place], result.settings["main_score"]
+    main = result.settings["main_score"]
     over_chance = _differences(own, guesses, {main, *TELLING})
-    under: dict[str, Estimate] = {}
-    if defense != "none":
-        under = _differences(values.get(("none", base_of(attack)), {}), own, {main})
     scores, percentile = _estimates(own), _percentile(cells)
     beats = [
         score
@@ -151,21 +140,41 @@ def _row(
     ]
     if percentile is not None:
         scores[PERCENTILE] = percentile
-        above = percentile.low is not None and percentile.low > 0.5
-        beats += [PERCENTILE] * above
+        beats = [PERCENTILE] * (percentile.low is not None and percentile.low > 0.5)
     return Row(
-        defense=defense,
-        attack=attack,
+        *place,
         scores=scores,
         messages=len(own),
         over_chance=over_chance.get(main),
         beats_chance=tuple(beats),
-        under_reference=under.get(main),
         labels=_labels_right(cells, result),
         reasons=sorted({cell["reason"] for cell in cells if "reason" in cell}),
         crashes=sorted({cell["crash"] for cell in cells if "crash" in cell}),
         knows=any(cell.get("knows", False) for cell in cells),
     )
+
+
+def _beside_undefended(
+    rows: Sequence[Row], values: Mapping[tuple[str, str], Values], main: str
+) -> list[Row]:
+    """Defended rows with their distance from the undefended gradient's: their own attack's, and the
+    strongest one's.
+    """
+    reference = [row for row in rows if row.defense == "none" and row.scores]
+
+    def beside(row: Row) -> Row:
+        def under(attack: str) -> Estimate | None:
+            theirs = values.get(("none", attack), {})
+            return _differences(theirs, values[row.defense, row.attack], {main}).get(main)
+
+        if row.defense == "none":
+            return row
+        itself, most = base_of(row.attack), rival(row, reference, main)
+        own = under(itself)
+        strongest = own if most is None or most.attack == itself else under(most.attack)
+        return replace(row, under_reference=own, under_strongest=strongest)
+
+    return [beside(row) for row in rows]
 
 
 def _percentile(cells: Sequence[Mapping[str, Any]]) -> Estimate | None:
@@ -195,12 +204,11 @@ def _estimates(values: Values) -> dict[str, Estimate]:
         return {}
     per_sample = {name: [x for message in messages for x in message[name]] for name in messages[0]}
     sizes = [len(next(iter(message.values()))) for message in messages]
-    intervals = bootstrap_intervals(per_sample, sizes, bootstrap=2000, confidence=0.95, seed=0)
+    ends: dict[str, tuple[float, float]] = {}
+    if len(messages) > 1:
+        ends = bootstrap_intervals(per_sample, sizes, bootstrap=2000, confidence=0.95, seed=0)
     return {
-        name: Estimate(
-            float(np.mean(x)), *(None if np.isnan(limit) else limit for limit in intervals[name])
-        )
-        for name, x in per_sample.items()
+        name: Estimate(float(np.mean(x)), *ends.get(name, ())) for name, x in per_sample.items()
     }
 
 

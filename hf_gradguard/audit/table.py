@@ -59,13 +59,13 @@ def _scores(summary: Summary) -> list[str]:
 
 
 def _ranked(summary: Summary) -> list[str]:
-    header = ["defense", "a list of candidates", "knows the defense", "named", "mean rank"]
-    header += ["found at 1 % false alarms", "at 0.1 %"]
+    header = ["defense", "a list of candidates", "knows the defense", "named", "blindly"]
+    header += ["mean rank", "found at 1 % false alarms", "at 0.1 %"]
     lines = [_line(header), _line(["---"] * len(header))]
     for one in summary.ranked:
-        shown = [show(one.scores[name]) for name in ("top1", "rank", "tpr_1%", "tpr_0.1%")]
-        knows = "yes" if one.knows else "no"
-        lines.append(_line([f"`{one.defense}`", f"{one.candidates}", knows, *shown]))
+        named, *shown = (show(one.scores[name]) for name in ("top1", "rank", "tpr_1%", "tpr_0.1%"))
+        knows, blind = "yes" if one.knows else "no", f"{one.blind:.2f}"
+        lines.append(_line([f"`{one.defense}`", f"{one.candidates}", knows, named, blind, *shown]))
     return lines
 
 

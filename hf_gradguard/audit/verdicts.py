@@ -1,4 +1,4 @@
-"""How scores are said, and what an audit says of each defense, drawn from intervals."""
+"""How scores are said, and what verdicts are drawn from."""
 
 from __future__ import annotations
 
@@ -111,14 +111,15 @@ PERCENTILE = "percentile"
 
 TELLING = ("token_f1", "position_accuracy", "psnr", "ssim", PERCENTILE)
 """Scores that show a leak if they beat a guess. Few words, but each in its place, are no chance;
-nor is noise with a face in it.
+nor is noise with a face in it. Of who ranks a list the percentile alone does: entries drawn blindly
+are right as often as the list is short.
 """
 
 
 @dataclass(frozen=True)
 class Estimate:
     """A mean over samples with its 95 % bootstrap interval; `None` where a single message gives no
-    interval.
+    interval, however many samples it has.
     """
 
     mean: float
@@ -144,6 +145,7 @@ class Row:
         beats_chance: Which of `TELLING` scores are above a guess's, by intervals of the difference.
         under_reference: Main score of the same attack on the undefended gradient minus this one,
             message by message.
+        under_strongest: The same with the strongest attack on it; see `rival`.
         labels: Share of labels read off the gradient correctly, where they were not granted.
         reasons: Why the attack was not applicable to the other messages.
         crashes: How it failed on the others.
@@ -157,10 +159,16 @@ class Row:
     over_chance: Estimate | None = None
     beats_chance: tuple[str, ...] = ()
     under_reference: Estimate | None = None
+    under_strongest: Estimate | None = None
     labels: float | None = None
     reasons: list[str] = field(default_factory=list)
     crashes: list[str] = field(default_factory=list)
     knows: bool = False
+
+    @property
+    def sure(self) -> bool:
+        """Whether there are messages enough for an interval."""
+        return self.over_chance is not None and self.over_chance.low is not None
 
     @property
     def silence(self) -> str:
@@ -182,135 +190,6 @@ class Verdict:
     defense: str
     standing: str
     text: str
-
-
-def verdicts(rows: Sequence[Row], chance: Row, terms: Terms, samples: int) -> list[Verdict]:
-    """One verdict for each defense. Attacks that fail prove nothing, and the words say no more than
-    that.
-    """
-    say = _Wording(rows, chance, terms, samples)
-    scored = [row for row in rows if row.scores]
-    reference = [row for row in scored if row.defense == "none"]
-    return [
-        _verdict(label, [row for row in scored if row.defense == label], reference, say)
-        for label in dict.fromkeys(row.defense for row in rows)
-    ]
-
-
-def _verdict(defense: str, own: Sequence[Row], reference: Sequence[Row], say: _Wording) -> Verdict:
-    if not own:
-        return Verdict(defense, "unknown", "No attack gave anything, so nothing is known.")
-    best = max(own, key=say.main)
-    what = say.found(best, own)
-    if best.over_chance is None or best.over_chance.low is None:
-        text = f"{what}. One message gives no interval, so this is an anecdote."
-        return Verdict(defense, "unknown", text)
-    if defense == "none":
-        return _undefended(what, own, say)
-    if not any(row.beats_chance for row in own):
-        return _at_chance(defense, what, best.over_chance, own, reference, say)
-    if best.under_reference is None:
-        text = f"{what}. {say.leak(own)} Undefended was not tried."
-        return Verdict(defense, "unknown", text)
-    if not best.under_reference.above_zero:
-        against = f"Against {say.attacks[best.attack]}, not distinguishable from no defense."
-        return Verdict(defense, "open", f"{what}. {against}")
-    strongest = max(reference, key=say.main)
-    than = (
-        f"where undefended {say.attacks[strongest.attack]} {say.terms.verb} {say.short(strongest)}"
-    )
-    return Verdict(defense, "reduced", f"{say.found(best, own, than)}. {say.leak(own)}")
-
-
-def _undefended(what: str, own: Sequence[Row], say: _Wording) -> Verdict:
-    if any(row.beats_chance for row in own):
-        in_main = any(say.terms.score in row.beats_chance for row in own)
-        return Verdict("none", "open", f"{what}." if in_main else f"{what}. {say.leak(own)}")
-    text = (
-        f"{what}. These attacks fail even undefended: the audit says nothing about any defense. "
-        "Give them more steps, or try others."
-    )
-    return Verdict("none", "unknown", text)
-
-
-def _untold(own: Sequence[Row], reference: Sequence[Row], terms: Terms) -> str:
-    """Why failing attackers say nothing of a defense; empty if one does who knows it, and whose
-    attack reads what is not defended.
-    """
-    informed = [row for row in own if row.knows]
-    if not informed:
-        return "No attacker was tried who knows the defense, so this says nothing."
-    read = {row.attack for row in reference if _reads(row, terms)}
-    if not any(base_of(row.attack) in read for row in informed):
-        return (
-            "Attackers who know the defense hardly read what is not defended, so this says nothing."
-        )
-    return ""
-
-
-def _reads(row: Row, terms: Terms) -> bool:
-    """Whether an attack is well above chance."""
-    over = row.over_chance
-    return over is not None and over.above_zero and over.mean >= terms.well
-
-
-def _at_chance(
-    defense: str,
-    what: str,
-    over_chance: Estimate,
-    own: Sequence[Row],
-    reference: Sequence[Row],
-    say: _Wording,
-) -> Verdict:
-    if not any(row.beats_chance for row in reference):
-        why = "fail" if reference else "may fail"
-        tried = "" if reference else ", which was not tried"
-        text = f"{what}. These attacks {why} undefended as well{tried}, so this says nothing."
-        return Verdict(defense, "unknown", text)
-    if lacking := _untold(own, reference, say.terms):
-        return Verdict(defense, "unknown", f"{what}. {lacking}")
-    below = over_chance.high is not None and over_chance.high < 0
-    standing = "No better than chance" if below else "Not distinguishable from chance"
-    return Verdict(defense, "chance", f"{what}. {standing} under these attacks on {say.data}.")
-
-
-class _Wording:
-    """How scores are said: shares of words, or decibels."""
-
-    def __init__(self, rows: Sequence[Row], chance: Row, terms: Terms, samples: int) -> None:
-        self.terms, self.chance = terms, chance
-        self.attacks = short_labels(list(dict.fromkeys(row.attack for row in rows)))
-        self.data = f"this 1 {terms.one}" if samples == 1 else f"these {samples} {terms.many}"
-
-    def main(self, row: Row) -> float:
-        return row.scores[self.terms.score].mean
-
-    def short(self, row: Row) -> str:
-        return self.terms.said(self.main(row))
-
-    def found(self, best: Row, own: Sequence[Row], than: str = "") -> str:
-        """What the attacks found, the strongest first, and what a guess finds."""
-        value = best.scores[self.terms.score]
-        said = (
-            f"{self.attacks[best.attack]} {self.terms.verb} {self.short(best)} {self.terms.amount}"
-        )
-        if value.low is not None and value.high is not None:
-            said += self.terms.interval(value.low, value.high, " to ")
-        others = [f"{self.attacks[row.attack]} {self.short(row)}" for row in own if row is not best]
-        said += f" ({', '.join(others)})" if others else ""
-        said += f", {than}" if than else ""
-        return f"{said}; chance is {self.short(self.chance)}"
-
-    def leak(self, own: Sequence[Row]) -> str:
-        """In which score some attack is better than chance."""
-        if any(self.terms.score in row.beats_chance for row in own):
-            return "Better than chance: it still leaks."
-        row = next(row for row in own if row.beats_chance)
-        score = row.beats_chance[0]
-        guess = 0.5 if score == PERCENTILE else self.chance.scores[score].mean
-        figures = f"{row.scores[score].mean:.2f} against {guess:.2f}"
-        better = f"{self.attacks[row.attack]} is better than chance ({figures})"
-        return f"In {score} {better}: it still leaks."
 
 
 def base_of(label: str) -> str:

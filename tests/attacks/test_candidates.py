@@ -543,6 +543,37 @@ def test_texts_are_cut_to_the_length_of_each_message() -> None:
     assert sorted(found[1].token_ids) == sorted([short[4], list_[8]])
 
 
+@pytest.mark.parametrize("law", [Law(noise="gaussian", variance=1.0), None])
+def test_where_lengths_are_known_texts_of_others_are_as_good_as_excluded(law: Any) -> None:
+    """Behind noise: a longer text that starts as the client's, and shorter ones."""
+    model, _ = make_task("bert")
+    own = texts(5, length=5)
+    list_ = [[*own[2], 9, 9], *own, *texts(4, length=3, seed=2)]
+    seen = seen_by(model, batch_of([own[2]], [1]), law=law)
+    noise = torch.randn(len(flat(seen.gradient)), generator=torch_rng()).double()
+    seen = replace(seen, gradient=like(flat(seen.gradient) + noise, seen))
+    attack = make_attack("candidates", candidates=list_)
+    told = attack(replace(seen, attention_mask=torch.ones(1, 5)), torch_rng())
+    open_ = attack(seen, torch_rng()).scores
+    rare = torch.tensor([len(text) != 5 for text in list_])
+    torch.testing.assert_close(told.scores, open_ + math.log(1e-6) * rare)
+    assert set(told.ranking[:5].tolist()) == {1, 2, 3, 4, 5}
+    assert float(told.posterior[rare].sum()) < 1e-4 < float(open_.softmax(0)[rare].sum())
+    # Where none is as long, they were cut otherwise.
+    two = torch.ones(1, 5).index_fill(1, torch.tensor([2, 3, 4]), 0)
+    assert torch.equal(attack(replace(seen, attention_mask=two), torch_rng()).scores, open_)
+
+
+def test_a_text_may_have_been_cut_to_the_known_length() -> None:
+    model, _ = make_task("bert")
+    tokenizer = word_tokenizer(WORDS)
+    batch = {**tokenizer(["w3 w7 w5"], return_tensors="pt"), "labels": torch.tensor([1])}
+    seen = seen_by(model, batch, attention_mask=batch["attention_mask"], tokenizer=tokenizer)
+    found = make_attack("candidates", candidates=["w3 w7 w4", "w3 w7 w5 w8", "w3 w7"])(seen)
+    assert found.ranking[0] == 1
+    assert found.scores[2] == found.scores.min()
+
+
 @pytest.mark.parametrize("name", ["gaussian_noise", "refiner"])
 def test_single_texts_of_other_lengths_together_are_each_by_itself(name: str) -> None:
     """Each is compared with what its length allows, and with all of that."""
@@ -654,6 +685,63 @@ def test_own_labels_and_tokens() -> None:
     assert make_attack("candidates", candidates=list_)(seen).ranking[0] == 1
     mapped = [{"input_ids": torch.tensor([t]), "labels": torch.tensor([t])} for t in list_]
     assert make_attack("candidates", candidates=mapped)(seen).ranking[0] == 1
+
+
+def labelled(kind: str, list_: list[list[int]]) -> tuple[nn.Module, list[dict[str, Tensor]]]:
+    """A model whose loss is a mean over tokens, and texts with labels for it."""
+    model, _ = make_task(kind)
+    made = []
+    for text in list_:
+        ids = torch.tensor([text])
+        labels = ids.clone() if kind != "t5" else ids[:, : max(1, len(text) // 2)]
+        if kind == "bert_mlm":
+            labels[:, 1::2] = -100
+        made.append({"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels})
+    return model, made
+
+
+@pytest.mark.parametrize("kind", ["gpt2_lm", "bert_mlm", "t5"])
+def test_a_message_of_one_is_a_mean_over_its_tokens(kind: str) -> None:
+    model, list_ = labelled(kind, texts(6))
+    gradients = [flat(GradientMap(model, one).gradient()) for one in list_]
+    y = gradients[2] + 0.1 * torch.randn(len(gradients[2]), generator=torch_rng()).double()
+    seen = seen_by(model, list_[2], labels=None, law=Law(noise="gaussian", variance=0.01))
+    seen = replace(seen, gradient=like(y, seen))
+    scores = make_attack("candidates", candidates=list_, rounding=1e-9)(seen).scores
+    expected = torch.stack([-(y - g).square().sum() / 0.02 for g in gradients])
+    torch.testing.assert_close(scores, expected, rtol=1e-5, atol=1e-5)
+    # Without a law by distance or cosine, in units of the list's mean, which is taken off; of the
+    # gradient itself, where it points away from that.
+    blind = make_attack("candidates", candidates=list_)(replace(seen, law=None)).ranking
+    center = torch.stack(gradients).mean(0)
+    scale = float(y @ center / center.square().sum())
+    h, rest = torch.stack(gradients) - center, y / (scale if scale > 0 else 1.0) - center
+    statistics = h @ rest - h.square().sum(1) / 2, h @ rest / h.norm(dim=1)
+    assert blind.tolist() in [told.argsort(descending=True).tolist() for told in statistics]
+
+
+def test_texts_in_a_message_weigh_by_what_they_predict() -> None:
+    """Two of 3 and of 6 tokens add 2 and 5 of 7 labels, and others of the list are like them."""
+    list_ = texts(7, length=3) + texts(3, length=6, seed=2)
+    model, rows = labelled("gpt2_lm", list_)
+    batch = batch_of([list_[1], list_[8]], [0, 0])
+    batch["labels"] = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+    law = Law(noise="gaussian", variance=0.05)
+    seen = seen_by(model, batch, labels=None, law=law, attention_mask=batch["attention_mask"])
+    y = flat(seen.gradient)
+    y = y + 0.05**0.5 * torch.randn(len(y), generator=torch_rng()).double()
+    found = make_attack("candidates", candidates=list_, rounding=1e-9)(
+        replace(seen, gradient=like(y, seen))
+    )
+    added = torch.stack(
+        [(len(t) - 1) / 7 * flat(GradientMap(model, one).gradient())
+         for t, one in zip(list_, rows, strict=True)]
+    )  # fmt: skip
+    torch.testing.assert_close(added[1] + added[8], flat(seen.gradient))
+    h = added - added.mean(0)
+    inverse = torch.linalg.inv(0.05 * torch.eye(len(y)).double() + h.T @ h / len(h))
+    expected = h @ inverse @ (y - 2 * added.mean(0)) - ((h @ inverse) * h).sum(1) / 2
+    torch.testing.assert_close(found.scores, expected, rtol=1e-3, atol=1e-3)
 
 
 def test_shared_embeddings_count() -> None:

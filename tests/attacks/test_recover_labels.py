@@ -9,6 +9,7 @@ import pytest
 import torch
 from helpers import make_task, rng
 from torch import Tensor, nn
+from transformers import GPT2Config, GPT2ForSequenceClassification
 
 from hf_gradguard import GradientMap, make_defense
 from hf_gradguard.attacks import Observation, recover_labels, recover_labels_below
@@ -89,6 +90,23 @@ def test_a_text_model_too() -> None:
     with pytest.raises(ValueError, match="recover_labels_below"):
         recover_labels(seen)
     assert recover_labels_below(seen).tolist() == batch["labels"].tolist()
+
+
+def test_a_decoders_label_is_read_at_its_last_token() -> None:
+    """Its head has no bias, and runs at every position. Features of last tokens, from the decoder
+    itself, tell the sign of (p - y) hᵀ; those of all positions are others.
+    """
+    sizes = {"vocab_size": 50, "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 32}
+    config = GPT2Config(**sizes, num_labels=2, pad_token_id=0, bos_token_id=1, eos_token_id=1)
+    for seed in range(12):
+        torch.manual_seed(seed)
+        network, ids = GPT2ForSequenceClassification(config).eval(), torch.randint(2, 50, (65, 24))
+        with torch.no_grad():
+            mean = network.transformer(ids[1:]).last_hidden_state[:, -1].mean(0)
+        batch = {"input_ids": ids[:1], "labels": torch.tensor([seed % 2])}
+        gradient = GradientMap(network, batch).gradient()
+        found = recover_labels(Observation(network, gradient, (1, 24)))
+        assert found.tolist() == [seed % 2] == [int((gradient["score.weight"] @ mean).argmin())]
 
 
 def test_batch_statistics_stay() -> None:

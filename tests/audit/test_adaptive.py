@@ -27,7 +27,8 @@ from hf_gradguard.gradient_map.law import Law
 
 DRAW = np.random.default_rng(0)
 TEXTS = [" ".join(DRAW.choice(WORDS, size=5)) for _ in range(12)]
-SAMPLES = [(text, number % 3) for number, text in enumerate(TEXTS[:4])]
+MORE = [(text, number % 3) for number, text in enumerate(TEXTS[:10])]
+SAMPLES = MORE[:4]
 
 
 def text_model() -> tuple[Any, Any]:
@@ -157,7 +158,7 @@ def test_at_chance_needs_somebody_who_knows_and_reads() -> None:
     assert verdict.standing == "unknown"
     assert "No attacker was tried who knows the defense" in verdict.text
     # Six words in a hundred above chance are a leak, and no measure of a defense.
-    weak = [0.26, 0.27, 0.26, 0.27]
+    weak = [0.26, 0.27, 0.26, 0.27, 0.26]
     verdict = summarize(made({"none/tag": weak, "d/tag": LOW})).verdicts[1]
     assert verdict.standing == "unknown"
     assert "hardly read what is not defended" in verdict.text
@@ -230,7 +231,7 @@ def test_no_leak_is_at_chance_that_another_attacker_finds(
 
 def test_what_hides_is_at_chance_and_batches_and_images_are_ranked(tmp_path: Path) -> None:
     hidden = audit(
-        *text_model(), SAMPLES, "gaussian_noise:relative_scale=3e5", [],
+        *text_model(), MORE, "gaussian_noise:relative_scale=3e5", [],
         candidates=TEXTS, output=tmp_path / "a", batch_size=2,
     )  # fmt: skip
     summary = summarize(hidden)

@@ -140,7 +140,8 @@ def test_wrong_names_and_settings(tmp_path: Path) -> None:
         (TEXTS[:3], {"batch_size": 2}, "3 samples do not fill messages of 2"),
         ([], {}, "0 samples"),
         ([("w1", 3)], {}, "class ids from 0 to 2, but one is 3"),
-        ([("w1", "1")], {}, "must be a class id"),
+        ([("w1", "1")], {}, "classes are: LABEL_0, LABEL_1, LABEL_2"),
+        ([("w1", 0.5)], {}, "must be a class id"),
         ([("nothing here", 1)], {}, "holds no tokens but special ones"),
         (TEXTS, {"repeats": 0}, "at least 1"),
     ],
@@ -549,9 +550,7 @@ def test_scores_are_those_of_score_text_in_any_order(tmp_path: Path, spy: type[S
     expected = score_text(guesses, [text for text, _ in TEXTS[:2]], tokenizer=tokenizer)
     (row,) = summarize(result).rows
     assert {name: e.mean for name, e in row.scores.items()} == pytest.approx(expected.mean)
-    assert (row.scores["token_f1"].low, row.scores["token_f1"].high) == pytest.approx(
-        expected.interval["token_f1"]
-    )
+    assert row.scores["token_f1"].low is None  # of one message, whatever its size
     assert result.cells[0]["pieces"][0] == ["", "w1", " w2", " w3", ""]  # in the originals' order
     assert row.labels is None
 
@@ -666,7 +665,8 @@ def made(
     )
 
 
-HIGH, MIDDLE, LOW = [0.9, 1.0, 0.95, 0.85], [0.5, 0.6, 0.45, 0.55], [0.1, 0.3, 0.15, 0.25]
+HIGH, MIDDLE = [0.9, 1.0, 0.95, 0.85, 0.9], [0.5, 0.6, 0.45, 0.55, 0.5]
+LOW = [0.1, 0.3, 0.15, 0.25, 0.2]
 
 
 @pytest.mark.parametrize(
@@ -675,7 +675,7 @@ HIGH, MIDDLE, LOW = [0.9, 1.0, 0.95, 0.85], [0.5, 0.6, 0.45, 0.55], [0.1, 0.3, 0
         (
             {"none/tag": HIGH},
             ["open"],
-            "tag recovers 92 % of the words [85 to 100]; chance is 20 %.",
+            "tag recovers 92 % of the words [86 to 99]; chance is 20 %.",
         ),
         (
             {"none/tag": HIGH, "d/tag": MIDDLE},
@@ -690,10 +690,10 @@ HIGH, MIDDLE, LOW = [0.9, 1.0, 0.95, 0.85], [0.5, 0.6, 0.45, 0.55], [0.1, 0.3, 0
         (
             {"none/tag": HIGH, "d/tag": LOW},
             ["open", "chance"],
-            "Not distinguishable from chance under these attacks on these 4 texts.",
+            "Not distinguishable from chance under these attacks on these 5 texts.",
         ),
         (
-            {"none/tag": HIGH, "d/tag": [0.0, 0.01, 0.0, 0.02]},
+            {"none/tag": HIGH, "d/tag": [0.0, 0.01, 0.0, 0.02, 0.0]},
             ["open", "chance"],
             "No better than chance under these attacks",
         ),
@@ -705,6 +705,29 @@ HIGH, MIDDLE, LOW = [0.9, 1.0, 0.95, 0.85], [0.5, 0.6, 0.45, 0.55], [0.1, 0.3, 0
         ({"d/tag": LOW}, ["unknown"], "which was not tried, so this says nothing"),
         ({"d/tag": HIGH}, ["unknown"], "Undefended was not tried"),
         ({"none/tag": [0.9]}, ["unknown"], "no interval, so this is an anecdote"),
+        # What leaks on few messages leaks; what fails on few may not.
+        (
+            {"none/tag": HIGH[:4]},
+            ["open"],
+            "chance is 20 %. Fewer than 5 messages are weak evidence: give more samples.",
+        ),
+        (
+            {"none/tag": HIGH[:4], "d/tag": MIDDLE[:4]},
+            ["open", "reduced"],
+            "it still leaks. Fewer than 5 messages are weak evidence: give more samples.",
+        ),
+        (
+            {"none/tag": HIGH[:4], "d/tag": LOW[:4]},
+            ["open", "unknown"],
+            "Fewer than 5 messages do not say that attacks fail: give more samples.",
+        ),
+        # What a server reads falls, also where one attack reads what it did before.
+        (
+            {"none/tag": MIDDLE, "none/span": HIGH, "d/tag": MIDDLE, "d/span": LOW},
+            ["open", "reduced"],
+            "where undefended span recovers 92 %; chance is 20 %. Better than chance: it still "
+            "leaks. It is no better than none against tag.",
+        ),
         # The strongest attack counts, whichever it is.
         (
             {"none/tag": HIGH, "none/span": HIGH, "d/tag": LOW, "d/span": MIDDLE},

@@ -41,7 +41,7 @@ def test_headline(scores: dict[str, list[float]], metrics: dict[str, float], wor
 
 
 def test_the_worst_case_is_the_worst() -> None:
-    audit = made({"none/tag": HIGH, "a/tag": MIDDLE, "b/tag": [0.1, 0.2, 0.4, 0.1]})
+    audit = made({"none/tag": HIGH, "a/tag": MIDDLE, "b/tag": [0.1, 0.2, 0.4, 0.1, 0.2]})
     found = worst(summarize(audit))
     assert found is not None
     assert (found.message, found.place) == (2, 0)

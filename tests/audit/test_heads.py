@@ -142,6 +142,13 @@ def test_labels_of_heads() -> None:
     with pytest.raises(ValueError, match="1 labels for 2 words"):
         with_labels(model, TOKENIZER, encoded, [(["word1", "word2"], [3])])
 
+    config = BertConfig(**ENCODER, label2id={"bad": 0, "good": 1}, id2label={0: "bad", 1: "good"})
+    model = BertForSequenceClassification(config)
+    named = [("word1", "good"), ("word2", 0), ("word3", "bad")]
+    assert with_labels(model, TOKENIZER, {}, named)["labels"].tolist() == [1, 0, 0]
+    with pytest.raises(ValueError, match=r"'fine'.* classes are: bad, good"):
+        with_labels(model, TOKENIZER, {}, [("word1", "fine")])
+
     model, _ = made("text-generation")
     encoded = TOKENIZER(["word1", "word2 word3"], padding=True, return_tensors="pt")
     labels = with_labels(model, TOKENIZER, encoded, [("", None)] * 2)["labels"]

@@ -58,12 +58,14 @@ class Candidates(Attack):
     the log-likelihood: of noisy values, of the kept set and its values, of cells. Without one it is
     the better of cosine and distance, with the mean gradient of the label taken off: the one in
     which the best candidate stands out more. Of several samples it is the log-ratio of membership,
-    where other samples' gradients count as noise that varies as candidates do.
+    where other samples' gradients count as noise that varies as candidates do. Texts that are
+    longer than a message are cut to it; where its lengths are known, texts of others are as good as
+    excluded.
 
     Args:
-        candidates: Texts, lists of token ids, tensors `(C, H, W)` of pixels as the model takes
-            them, or mappings of a batch's entries for one sample, `labels` included. With `places`,
-            one text. Entries of the other domain are passed over.
+        candidates: Texts, lists of token ids as clients have them, tensors `(C, H, W)` of pixels as
+            the model takes them, or mappings of a batch's entries for one sample, `labels`
+            included. With `places`, one text. Entries of the other domain are passed over.
         labels: One class id a candidate, if the attacker's list has them. Default: those that the
             message may have.
         places: Positions of a text (special tokens included) at which every word is tried.
@@ -156,7 +158,7 @@ class Candidates(Attack):
             totals = [a + b for a, b in zip(totals, found, strict=True)] if totals else found
         seconds = (time.perf_counter() - started) / len(targets)
         return [
-            _ranked(uploads[0], one.inputs, scores, seconds)
+            _ranked(uploads[0], one.inputs, scores + one.likely, seconds)
             for uploads, one, scores in zip(targets, entries, totals, strict=True)
         ]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from ...models.tasks import label_kind
 from ..labels import recover_labels
 from ..observation import Observation
 from ..span.layer_inputs import is_causal_lm
+from .sizes import items_of, mean_items
 
 ALL_CLASSES = 8
 """Unknown labels are tried out where there are so many classes at most, and else read off."""
@@ -36,6 +38,9 @@ class Entries:
         counts: The share of each label in the batch.
         inputs: One a candidate: `(1, T)` ids or `(1, C, H, W)` pixels.
         values: The labels, each `(1, ...)`; none where each candidate has its own, token by token.
+        items: `(P,)`, over how many labels the mean loss of each pair is.
+        mean_items: How many a sample of the message has on average.
+        likely: `(K,)`, log prior of each candidate by its length, where the message's are known.
     """
 
     batches: list[dict[str, Any]]
@@ -45,6 +50,9 @@ class Entries:
     counts: dict[int, float]
     inputs: list[Tensor]
     values: list[Tensor]
+    items: Tensor
+    mean_items: float
+    likely: Tensor
 
 
 def make_entries(
@@ -55,7 +63,7 @@ def make_entries(
     Raises:
         ValueError: If there is none of that domain, or the labels are not one a candidate.
     """
-    inputs = _INPUTS[seen.domain.name](seen, candidates)
+    inputs, counts = _INPUTS[seen.domain.name](seen, candidates)
     if not inputs:
         raise ValueError(
             f"The list of candidates holds none for {seen.domain.content}: give texts or token ids "
@@ -76,15 +84,18 @@ def make_entries(
             candidate.append(number)
             label.append(place)
             priors.append(max(prior.get(place, 1.0), _RARE))
-    main = [seen.domain.main_input(batch) for batch in inputs]
+    items = items_of(seen.model, batches)
     return Entries(
         batches=batches,
         candidate=torch.tensor(candidate, device=seen.device),
         label=label,
         prior=torch.tensor(priors, dtype=torch.float64, device=seen.device),
         counts=shares,
-        inputs=main,
+        inputs=[seen.domain.main_input(batch) for batch in inputs],
         values=values,
+        items=items,
+        mean_items=mean_items(seen, batches, items),
+        likely=_by_length(seen, counts),
     )
 
 
@@ -102,7 +113,7 @@ def at_places(
     Raises:
         ValueError: If a place is none of the text's, or there would be too many candidates.
     """
-    (ids,) = (seen.domain.main_input(batch) for batch in _texts(seen, [text]))
+    (ids,) = (seen.domain.main_input(batch) for batch in _texts(seen, [text])[0])
     if not places or not all(0 <= place < ids.shape[1] for place in places):
         raise ValueError(f"places must be from 0 to {ids.shape[1] - 1}, but are {list(places)}.")
     if words is None:
@@ -126,8 +137,9 @@ def at_places(
     return made
 
 
-def _texts(seen: Observation, candidates: Sequence[Any]) -> list[dict[str, Any]]:
-    found = []
+def _texts(seen: Observation, candidates: Sequence[Any]) -> tuple[list[dict[str, Any]], list[int]]:
+    """And how many tokens clients have of each: of ids all, of a text what its tokenizer leaves."""
+    found, counts = [], list[int]()
     longest = seen.input_shape[1]
     for one in candidates:
         extra: dict[str, Any] = {}
@@ -144,13 +156,24 @@ def _texts(seen: Observation, candidates: Sequence[Any]) -> list[dict[str, Any]]
             continue
         row = torch.as_tensor(ids, device=seen.device).reshape(1, -1)
         extra = {k: v.to(seen.device) for k, v in extra.items() if isinstance(v, Tensor)}
+        counts.append(int(extra.get("attention_mask", torch.ones_like(row)).sum()))
         if not extra:
             row = row[:, :longest]
         found.append({TEXT.key: row, "attention_mask": torch.ones_like(row), **extra})
-    return found
+    return found, counts
 
 
-def _images(seen: Observation, candidates: Sequence[Any]) -> list[dict[str, Any]]:
+def _by_length(seen: Observation, counts: Sequence[int]) -> Tensor:
+    """`(K,)`, of candidates of so many tokens. Where none is as long as one of the message's texts,
+    clients cut them otherwise, and lengths say nothing.
+    """
+    lengths = set() if seen.attention_mask is None else set(seen.tokens.sum(1).tolist())
+    fits = torch.tensor([count in lengths for count in counts], device=seen.device)
+    rare = ~fits if bool(fits.any()) else torch.zeros_like(fits)
+    return rare.double() * math.log(_RARE)
+
+
+def _images(seen: Observation, candidates: Sequence[Any]) -> tuple[list[dict[str, Any]], list[int]]:
     dtype = next(p.dtype for p in seen.model.parameters() if torch.is_floating_point(p))
     found = []
     for one in candidates:
@@ -168,7 +191,7 @@ def _images(seen: Observation, candidates: Sequence[Any]) -> list[dict[str, Any]
                 f"{tuple(seen.input_shape[1:])}: prepare it as the client's processor does."
             )
         found.append({IMAGE.key: row, **extra})
-    return found
+    return found, [0] * len(found)
 
 
 _INPUTS = {TEXT.name: _texts, IMAGE.name: _images}
@@ -230,14 +253,3 @@ def place_of(values: Sequence[Tensor], label: Tensor) -> int:
     if label.dim() > 1 and not values:
         return 0
     return next((i for i, v in enumerate(values) if torch.equal(v, label.to(v))), len(values))
-
-
-def sizes_of(batches: Sequence[dict[str, Any]]) -> Tensor:
-    """`(P,)`: what a sample weighs in its batch's mean loss, relative to 1/B. A mean over tokens
-    counts a sample by its tokens.
-    """
-    labels = [batch["labels"] for batch in batches]
-    if labels[0].dim() < 2 or labels[0].is_floating_point():
-        return torch.ones(len(batches))
-    counts = torch.tensor([float((one != -100).sum()) for one in labels])
-    return counts / counts.mean()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...gradient_map import Tensors
-from .entries import Entries, place_of, sizes_of
+from .entries import Entries, place_of
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,8 @@ class Pool:
         batches: One a pair.
         candidate: `(P,)`, which of the candidates a pair is of.
         label: Which of the labels of all messages it has.
-        size: `(P,)`, what each weighs in a batch's mean loss, relative to 1/B.
+        size: `(P,)`, what each weighs in a batch's mean loss, in units of their mean.
+        units: By what each message is multiplied to be in these.
         asked: One a message.
 
     Example:
@@ -66,13 +67,14 @@ class Pool:
         rows: dict[tuple[Any, ...], int] = {}
         values: list[Tensor] = []
         candidates: list[int] = []
+        items: list[float] = []
         found = []
         for one in entries:
             places = [_added(values, value) for value in one.values]
             labels = [places[label] if places else label for label in one.label]
             at = []
-            for batch, candidate, label in zip(
-                one.batches, one.candidate.tolist(), labels, strict=True
+            for batch, candidate, label, count in zip(
+                one.batches, one.candidate.tolist(), labels, one.items.tolist(), strict=True
             ):
                 shape = tuple(one.inputs[candidate].shape)
                 row = rows.setdefault((candidate, label, shape), len(rows))
@@ -80,12 +82,15 @@ class Pool:
                     self.batches.append(batch)
                     self.label.append(label)
                     candidates.append(candidate)
+                    items.append(count)
                 at.append(row)
             counts = {places[k] if places else k: share for k, share in one.counts.items()}
             found.append((torch.tensor(at), one.prior, counts))
         device = entries[0].prior.device
         self.candidate = torch.tensor(candidates, device=device)
-        self.size = sizes_of(self.batches).to(device)
+        size = torch.tensor(items, device=device)
+        self.size = size / size.mean()
+        self.units = [one.mean_items / float(size.mean()) for one in entries]
         self.asked = [Asked(self._spread(at, prior), counts) for at, prior, counts in found]
 
     def _spread(self, at: Tensor, prior: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from .fitted import Fits
 from .likelihood import Likelihood, clipped, scaled
 from .linear import Filtered, MatchedFilter
 from .pool import Pool
+from .sizes import in_units
 from .weights import beside_others, by_noise
 
 _MEAN_OF = 64  # candidates of a label, whose gradients are averaged
@@ -50,7 +51,7 @@ class Scorer:
         entries: Sequence[Entries],
         generator: torch.Generator,
     ) -> None:
-        self.attack, self.observations, self.pool = attack, observations, Pool(entries)
+        self.attack, self.pool = attack, Pool(entries)
         self.generator, self.names = generator, list(observations[0].gradient)
         seen, batches = observations[0], self.pool.batches
         draws = attack.draws if has_draws(seen.model, batches[0]) else 1
@@ -62,16 +63,25 @@ class Scorer:
         )
         self.spread = self.many.spread(batches[:: max(1, len(batches) // _SPREAD_OF)][:_SPREAD_OF])
         self.spread = {name: (1 + 1 / draws) * value for name, value in self.spread.items()}
-        self.laws = [law_of(one) for one in observations]
-        self.clip_sample = _of_samples(self.laws)
+        laws = [law_of(one) for one in observations]
+        self.clip_sample = _of_samples(laws)
+        sized = self.clip_sample is None and bool((self.pool.size != 1).any())
+        self.sums = [sized and one.batch_size > 1 for one in observations]
+        told = [
+            in_units(one, law, unit if sums else 1.0)
+            for one, law, unit, sums in zip(
+                observations, laws, self.pool.units, self.sums, strict=True
+            )
+        ]
+        self.observations, self.laws = [one for one, _ in told], [law for _, law in told]
         self.direct = {
             at: Likelihood(law, dict(one.gradient), self._floor(one))
-            for at, (one, law) in enumerate(zip(observations, self.laws, strict=True))
+            for at, (one, law) in enumerate(told)
             if law is not None and not (law.fitted or law.left_out) and one.batch_size == 1
         }
         fitted = {
             at: (one.gradient, law.fitted)
-            for at, (one, law) in enumerate(zip(observations, self.laws, strict=True))
+            for at, (one, law) in enumerate(told)
             if law is not None and law.fitted is not None
         }
         self.fits = Fits(fitted, batches[0], seen.model, generator)
@@ -84,31 +94,27 @@ class Scorer:
         rest = [at for at in every if at not in told or self._beside(at)]
         beside = [at for at in self.fits.numbers if self.observations[at].batch_size > 1]
         alone = [at for at in self.fits.numbers if at not in beside]
-        means, sizes = self._means(any(map(self._beside, rest))) if rest or beside else ({}, {})
+        means, sizes = self._means(rest + beside, any(map(self._beside, rest)))
         centers = self._centers(means)
         filters = self._filters(rest, centers, sizes)
         alike: dict[tuple[int, int], list[int]] = {}  # beside the same others
         for at in beside:
             alike.setdefault((id(centers[at]), self.observations[at].batch_size), []).append(at)
         for rows, gradient in self.many(self.pool.batches):
-            gradient = self._of_sample(gradient, self.pool.size[rows])
+            parts = {sums: self._of_sample(gradient, rows, sums) for sums in set(self.sums)}
             for at, likelihood in self.direct.items():
-                some, own = self.pool.asked[at].of(rows, gradient)
+                some, own = self.pool.asked[at].of(rows, parts[False])
                 if some:
                     told[at][some] = likelihood(own)
             here = [at for at in alone if self.pool.asked[at].prior[rows].any()]
-            for at, scores in self.fits(gradient, here).items():
+            for at, scores in self.fits(parts[False], here).items() if here else ():
                 told[at][rows] = scores
-            if not means:
-                continue
-            labels = torch.tensor([self.pool.label[row] for row in rows])
-            mean = {n: m[labels.to(m.device)] for n, m in means.items()}
-            changes = {name: gradient[name] - mean[name] for name in self.names}
-            for one, _ in filters:
-                one.add(rows, changes)
+            changes = {sums: self._changes(parts[sums], rows, mean) for sums, mean in means.items()}
+            for one, numbers in filters:
+                one.add(rows, changes[self.sums[numbers[0]]])
             for (_, samples), numbers in alike.items():
-                center = centers[numbers[0]]
-                among = {name: center[name] + h / samples for name, h in changes.items()}
+                center, own = centers[numbers[0]], changes[self.sums[numbers[0]]]
+                among = {name: center[name] + h / samples for name, h in own.items()}
                 for at, scores in self.fits(among, numbers).items():
                     told[at][rows] = scores
         read = {at: [self._by_candidate(scores, at, one=True)] for at, scores in told.items()}
@@ -134,24 +140,24 @@ class Scorer:
             return False
         return at in self.direct or law.rounding != "sign"
 
-    def _centers(self, means: Tensors) -> list[Tensors]:
+    def _centers(self, means: dict[bool, Tensors]) -> list[Tensors]:
         """What messages of their labels are on average, by means of labels `(labels, *shape)`.
         Those of the same labels have one.
         """
-        found: dict[tuple[float, ...], Tensors] = {}
+        found: dict[tuple[bool, tuple[float, ...]], Tensors] = {}
         shares = [
-            tuple(asked.counts.get(i, 0.0) for i in range(self._classes))
-            for asked in self.pool.asked
+            (sums, tuple(asked.counts.get(i, 0.0) for i in range(self._classes)))
+            for sums, asked in zip(self.sums, self.pool.asked, strict=True)
         ]
-        for share in set(shares):
-            found[share] = {
+        for sums, share in set(shares):
+            found[sums, share] = {
                 n: torch.tensordot(torch.tensor(share).to(m), m, 1) / sum(share)
-                for n, m in means.items()
+                for n, m in means.get(sums, {}).items()
             }
         return [found[share] for share in shares]
 
     def _filters(self, rest: list[int], centers: list[Tensors], sizes: Tensors) -> list[Any]:
-        """A filter for observations that weigh alike."""
+        """A filter for observations whose coordinates and samples weigh alike."""
         groups: list[tuple[Tensors | None, list[int], list[Filtered]]] = []
         for at in rest:
             seen, law, center = self.observations[at], self.laws[at], centers[at]
@@ -164,7 +170,8 @@ class Scorer:
                 several.append((law, beside_others(seen, law, sizes), None))
             for known, weights, variance in several:
                 told = _to_filter(seen, known, center, weights, variance)
-                plain = [g for g in groups if g[0] is None and weights is None]
+                alike = [g for g in groups if self.sums[g[1][0]] == self.sums[at]]
+                plain = [g for g in alike if g[0] is None and weights is None]
                 if plain:
                     plain[0][1].append(at)
                     plain[0][2].append(told)
@@ -184,36 +191,50 @@ class Scorer:
     def _classes(self) -> int:
         return max(self.pool.label) + 1
 
-    def _means(self, sized: bool) -> tuple[Tensors, Tensors]:
-        """Over some candidates of each label: their mean gradient, `(labels, *shape)`, and if
-        `sized` the root of the mean square of all of them, `(*shape)`.
+    def _means(self, asked: list[int], squared: bool) -> tuple[dict[bool, Tensors], Tensors]:
+        """Over some candidates of each label: their mean gradient, `(labels, *shape)`, alone and as
+        part of a sum, as far as messages ask for it; and if `squared` the root of the mean square
+        of all of them as parts, `(*shape)`.
         """
         of: dict[int, list[int]] = {}
         for row, label in enumerate(self.pool.label):
             of.setdefault(label, []).append(row)
         parameters = self.many.parameters
-        means = {n: p.new_zeros(self._classes, *p.shape).detach() for n, p in parameters.items()}
-        squares = {n: torch.zeros_like(m[0]) for n, m in means.items()} if sized else {}
+        zeros = {n: p.new_zeros(self._classes, *p.shape).detach() for n, p in parameters.items()}
+        kinds = {self.sums[at] for at in asked}
+        means = {sums: {n: m.clone() for n, m in zeros.items()} for sums in kinds}
+        squares = {n: torch.zeros_like(m[0]) for n, m in zeros.items()} if squared else {}
         count = 0
-        for label, rows in of.items():
+        for label, rows in of.items() if kinds else ():
             step = max(1, len(rows) // _MEAN_OF)
             chosen = rows[::step][:_MEAN_OF]
             for some, gradient in self.many([self.pool.batches[row] for row in chosen]):
-                size = self.pool.size[[chosen[i] for i in some]]
-                for name, g in self._of_sample(gradient, size).items():
-                    means[name][label] += g.sum(0) / len(chosen)
-                    if sized:
-                        squares[name] += g.square().sum(0)
+                for sums, mean in means.items():
+                    part = self._of_sample(gradient, [chosen[i] for i in some], sums)
+                    for name, g in part.items():
+                        mean[name][label] += g.sum(0) / len(chosen)
+                        if squared and sums == max(kinds):
+                            squares[name] += g.square().sum(0)
             count += len(chosen)
         return means, {name: (square / count).sqrt() for name, square in squares.items()}
 
-    def _of_sample(self, gradient: Tensors, size: Tensor) -> Tensors:
-        """What each candidate adds to a sum: its size times its gradient, clipped if each is."""
+    def _of_sample(self, gradient: Tensors, rows: list[int], sums: bool) -> Tensors:
+        """What each candidate is as a message, clipped if each sample is; or what it adds to a sum:
+        its size times its gradient.
+        """
         if self.clip_sample is not None:
             return clipped(gradient, self.clip_sample)
-        if bool((size == 1).all()):
+        if not sums:
             return gradient
-        return {name: scaled(g, size) for name, g in gradient.items()}
+        return {name: scaled(g, self.pool.size[rows]) for name, g in gradient.items()}
+
+    def _changes(self, gradient: Tensors, rows: list[int], means: Tensors) -> Tensors:
+        """Gradients minus the means of their labels."""
+        labels = torch.tensor([self.pool.label[row] for row in rows])
+        return {
+            name: gradient[name] - means[name][labels.to(gradient[name].device)]
+            for name in self.names
+        }
 
     def _floor(self, seen: Observation) -> dict[str, float]:
         """The variance by which evaluations of one gradient differ, a parameter."""

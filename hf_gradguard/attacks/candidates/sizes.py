@@ -1,0 +1,93 @@
+"""What samples weigh in a batch's mean loss: in one over tokens, each by its tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...gradient_map.law import Law
+from ..observation import Observation
+from ..span.layer_inputs import is_causal_lm
+
+
+def items_of(model: nn.Module, batches: Sequence[Mapping[str, Any]]) -> Tensor:
+    """`(P,)`: over how many labels the mean loss of each batch of one is. Of a causal language
+    model a text's first token is no label.
+
+    Example:
+        >>> text = {"input_ids": torch.tensor([[5, 6, 7]]), "labels": torch.tensor([[-100, 1, 2]])}
+        >>> items_of(model, [text]), items_of(model, [{**text, "labels": torch.tensor([1])}])
+        (tensor([2.]), tensor([1.]))
+    """
+    causal = is_causal_lm(model)
+    return torch.tensor([_items(batch, causal) for batch in batches])
+
+
+def _items(batch: Mapping[str, Any], causal: bool) -> float:
+    labels: Tensor = batch.get("shift_labels", batch["labels"])
+    if labels.dim() < 2 or labels.is_floating_point():
+        return 1.0
+    if causal and "shift_labels" not in batch:
+        labels = labels[..., 1:]
+    return float((labels != -100).sum())
+
+
+def mean_items(seen: Observation, batches: Sequence[Mapping[str, Any]], items: Tensor) -> float:
+    """How many labels a sample of the message has on average: as candidates have, or where the
+    message's lengths are known, as those nearest to each in length.
+
+    Args:
+        seen: What the server saw.
+        batches: The candidates, as batches of one.
+        items: `(P,)`, how many labels each has.
+
+    Example:
+        >>> masks = [torch.ones(1, length) for length in (3, 5)]
+        >>> listed, known = [{"attention_mask": mask} for mask in masks], torch.ones(2, 5)
+        >>> mean_items(seen, listed, torch.tensor([2.0, 4.0]))
+        3.0
+        >>> told = Observation(model, shared, (2, 5), attention_mask=known)
+        >>> mean_items(told, listed, torch.tensor([2.0, 4.0]))
+        4.0
+    """
+    if seen.attention_mask is None or bool((items == items[0]).all()):
+        return float(items.mean())
+    lengths = seen.tokens.sum(1, keepdim=True).cpu()
+    own = torch.tensor([int(batch["attention_mask"].sum()) for batch in batches])
+    away = (own - lengths).abs()
+    near = (away == away.amin(1, keepdim=True)).float()
+    return float(((near * items / own).sum(1) / near.sum(1) * lengths[:, 0]).mean())
+
+
+def in_units(seen: Observation, law: Law | None, by: float) -> tuple[Observation, Law | None]:
+    """A message and its law, as if gradients were so many times as large.
+
+    Example:
+        >>> law = Law(clip_norm=1.0, noise="gaussian", variance=0.5)
+        >>> twice, told = in_units(seen, law, 2.0)
+        >>> bool((twice.gradient["classifier.bias"] == 2 * shared["classifier.bias"]).all())
+        True
+        >>> told.clip_norm, told.variance
+        (2.0, 2.0)
+    """
+    if by == 1:
+        return seen, law
+    if law is not None:
+        law = replace(
+            law,
+            clip_norm=law.clip_norm and law.clip_norm * by,
+            clip_coordinate=law.clip_coordinate and law.clip_coordinate * by,
+            variance=None if law.variance is None else _times(law.variance, by**2),
+        )
+    gradient = {name: g * by for name, g in seen.gradient.items()}
+    return replace(seen, gradient=gradient, law=law, noise_variance=None), law
+
+
+def _times(variance: float | Mapping[str, Tensor], by: float) -> float | dict[str, Tensor]:
+    if isinstance(variance, Mapping):
+        return {name: tensor * by for name, tensor in variance.items()}
+    return variance * by

@@ -1,0 +1,65 @@
+"""Which attacks a verdict goes by, and what few messages and lists prove."""
+
+from __future__ import annotations
+
+import pytest
+from test_audit import HIGH, LOW, MIDDLE, made
+
+from hf_gradguard.audit import markdown_table, summarize
+from hf_gradguard.audit.headline import headline
+from hf_gradguard.audit.verdicts import Estimate
+
+
+def test_one_message_of_several_samples_is_an_anecdote() -> None:
+    result = made({"none/tag": [0.9]})
+    result.cells[0]["scores"]["token_f1"] = HIGH
+    result.chance[0]["token_f1"] = LOW
+    (row,) = summarize(result).rows
+    assert row.scores["token_f1"] == Estimate(pytest.approx(0.92))
+    assert "this is an anecdote" in summarize(result).verdicts[0].text
+
+
+def test_an_attack_on_one_message_hides_no_other() -> None:
+    everywhere = {"none/span": HIGH, "d/span": MIDDLE, "e/span": LOW}
+    result = made(everywhere | {f"{name}/rows": [0.96] for name in "ed"} | {"none/rows": [0.97]})
+    undefended, leaking, hiding = summarize(result).verdicts
+    assert [undefended.standing, leaking.standing] == ["open", "reduced"]
+    assert "(rows 97 % on 1 of 5 messages)" in undefended.text
+    assert "where undefended span recovers 92 %;" in leaking.text
+    assert hiding.standing == "unknown"  # and it reads that one
+    assert "rows reads the one message that it works on" in hiding.text
+
+
+def test_who_has_a_list_leaks_by_its_order_alone() -> None:
+    """Entries that are drawn blindly are right at times, and are then whole texts."""
+    result = made({"none/candidates": [1.0] * 6, "d/candidates": [1.0, 0.0, 0.0, 1.0, 1.0, 1.0]})
+    for cell in result.cells:
+        number, told = cell["message"], cell["defense"] == "none"
+        first = number if told else (number + (1, 2, 3, 4, 5, 0)[number]) % 6
+        cell["ranked"] = {"scores": [-float(abs(k - first)) for k in range(6)], "members": [number]}
+    summary = summarize(result)
+    assert [row.beats_chance for row in summary.rows] == [("percentile",), ()]
+    undefended, verdict = summary.verdicts
+    assert undefended.text.endswith("chance is 20 %.")
+    assert verdict.standing == "chance"
+    assert "Not distinguishable from a blind draw from the list" in verdict.text
+    assert summary.ranked[1].blind == pytest.approx(1 / 6)
+    assert "| named | blindly |" in markdown_table(summary)
+    assert "| 0.17 |" in markdown_table(summary)
+
+
+def test_readers_are_compared_with_readers() -> None:
+    """That a list tells nothing any more is no help against who reads."""
+    result = made(
+        {"none/span": MIDDLE, "none/candidates": [1.0] * 5}
+        | {"d/span": MIDDLE, "d/candidates": LOW}
+    )  # fmt: skip
+    for cell in result.cells:
+        if cell["attack"] == "candidates":
+            even = [0.0] * 6 if cell["defense"] == "d" else [1.0] + [0.0] * 5
+            cell["ranked"] = {"scores": even, "members": [0]}
+    summary = summarize(result)
+    verdict = summary.verdicts[1]
+    assert "a list of 6 names 0 % of the texts (blindly 17 %)" in headline(summary)
+    assert verdict.standing == "open"
+    assert "Against span, not distinguishable from no defense." in verdict.text
