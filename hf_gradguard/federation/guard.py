@@ -25,6 +25,7 @@ from ..gradient_map import Tensors
 from ..gradient_map.given import Given
 from ..randomness import Stream
 from ..registry import DEFENSES
+from .rows import trained_rows
 
 logger = logging.get_logger(__name__)
 
@@ -33,7 +34,7 @@ STATISTICS = "*running_mean, *running_var, *num_batches_tracked"
 """Of batch normalization: averages of a client's data."""
 Withheld = Literal["zeros", "left out"]
 Sends = Literal["weights", "difference"]
-_TABLE_ROWS = 64  # a matrix of fewer rows is no table of words
+_TABLE_ROWS = 64  # a tensor of fewer rows is no table of words
 
 
 @dataclass(frozen=True)
@@ -217,18 +218,23 @@ class Guard:
             raise ValueError("There is nothing to send: every tensor is withheld.")
         if not self.settings.share_input_embeddings:
             for name, tensor in change.items():
-                _check_rows(name, tensor)
+                _check_rows(name, _wide(before[name]), tensor)
         return change
 
     def sent(self, before: Mapping[str, Tensor], message: Mapping[str, Tensor]) -> Tensors:
         """A protected update as what is sent: new weights, or their difference. What the message
         does not have was withheld.
+
+        Raises:
+            ValueError: For whole weights in half precision.
         """
         whole = self.settings.sends == "weights"
         found: Tensors = {}
         for name, start in before.items():
             if name in message:
                 change = message[name]
+                if whole and self.settings.on:
+                    _check_precision(name, start)
                 found[name] = (_wide(start) + change if whole else change).to(start.dtype)
             elif self.settings.withheld == "zeros":
                 found[name] = start if whole else torch.zeros_like(start)
@@ -298,17 +304,26 @@ def listed(names: str) -> list[str]:
     return [name.strip() for name in names.split(",") if name.strip()]
 
 
-def _check_rows(name: str, change: Tensor) -> None:
-    if change.dim() != 2 or len(change) < _TABLE_ROWS:
-        return
-    changed = int(change.any(1).sum())
-    if 0 < changed < len(change) / 2:
+def _check_precision(name: str, start: Tensor) -> None:
+    if start.dtype.itemsize < 4:
         raise ValueError(
-            f"Nothing was sent: {name!r} changed in {changed} of {len(change)} rows. It is a table "
-            "that the data looks up, and which rows changed names the words whatever is done to "
-            f"the others. Do not train it, name it in {PREFIX}withhold, or set "
-            f"{PREFIX}share_input_embeddings to send it all the same."
+            f"Nothing was sent: {name!r} is {start.dtype}, in which rounding takes the protection "
+            "off again: noise below half of a weight's last digit is lost. Train and exchange "
+            f"float32, or send differences and say so by {PREFIX}sends = 'difference'."
         )
+
+
+def _check_rows(name: str, start: Tensor, change: Tensor) -> None:
+    for dim, rows in enumerate(change.shape if change.dim() > 1 else ()):
+        trained = trained_rows(start, change, dim) if rows >= _TABLE_ROWS else 0
+        if 0 < trained < rows / 2:
+            where = f" along dimension {dim}" if dim else ""
+            raise ValueError(
+                f"Nothing was sent: {name!r} changed in {trained} of {rows} rows{where}. It is a "
+                "table that the data looks up, and which rows changed names the words whatever is "
+                f"done to the others. Do not train it, name it in {PREFIX}withhold, or set "
+                f"{PREFIX}share_input_embeddings to send it all the same."
+            )
 
 
 def _wide(tensor: Tensor) -> Tensor:

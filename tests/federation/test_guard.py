@@ -1,0 +1,115 @@
+"""What a guard refuses whichever framework sends: tables of words, and rounding."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hf_gradguard.federation.guard import Guard, GuardSettings
+
+OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any], int]] = {
+    "AdamW": (torch.optim.AdamW, {"lr": 1e-3}, 5),
+    "AdamW, small steps": (torch.optim.AdamW, {"lr": 2e-5}, 50),
+    "AdamW, below rounding": (torch.optim.AdamW, {"lr": 4e-6, "fused": True}, 20),
+    "AdamW, undecayed": (torch.optim.AdamW, {"lr": 1e-3, "weight_decay": 0.0}, 5),
+    "SGD": (torch.optim.SGD, {"lr": 0.1, "weight_decay": 5e-4}, 5),
+    "SGD, momentum": (torch.optim.SGD, {"lr": 1e-3, "weight_decay": 1e-4, "momentum": 0.9}, 9),
+}
+WORDS = torch.arange(0, 96, 2).view(8, 6)
+LABELS = torch.arange(8) % 2
+
+
+class LowRank(nn.Module):
+    """A linear map as LoRA has it: one factor starts at zero, of the other one row is zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.randn(8, 128) / 8), nn.Parameter(torch.zeros(128, 8))
+        self.a.data[0] = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + x @ self.a.T @ self.b.T
+
+
+def trained(
+    model: nn.Module, x: Tensor, optimizer: str, steps: int | None = None
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """A model's weights before and after local training at a rate that falls."""
+    kind, settings, several = OPTIMIZERS[optimizer]
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    made = kind(model.parameters(), **settings)
+    schedule = torch.optim.lr_scheduler.LinearLR(made, 1.0, 0.5, several)
+    for _ in range(steps or several):
+        made.zero_grad()
+        nn.functional.cross_entropy(model(x), LABELS).backward()
+        made.step()
+        schedule.step()
+    return before, model.state_dict()
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_decay_does_not_hide_which_words_were_trained(optimizer: str) -> None:
+    torch.manual_seed(0)
+    table = nn.Embedding(1000, 16, padding_idx=99)
+    model = nn.Sequential(table, nn.Flatten(), nn.Linear(96, 2))
+    with pytest.raises(ValueError, match=r"'0\.weight' changed in 48 of 1000 rows\. "):
+        Guard(GuardSettings()).protect(*trained(model, WORDS, optimizer))
+
+
+@pytest.mark.parametrize("shape", [(8, 2000), (1, 2000, 8)])
+def test_words_may_stand_along_any_dimension(shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    before = {"t": torch.randn(shape)}
+    for decay in (0.0, 1e-4):
+        after = {"t": before["t"] * (1 - decay)}
+        after["t"][:, [3, 7]] += 0.1
+        with pytest.raises(ValueError, match="2 of 2000 rows along dimension 1"):
+            Guard(GuardSettings()).protect(before, after)
+        difference = {"t": after["t"] - before["t"]}
+        with pytest.raises(ValueError, match="2 of 2000 rows along dimension 1"):
+            Guard(GuardSettings(sends="difference")).protect(before, difference)
+
+
+@pytest.mark.parametrize("steps", [1, 2, None])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_layers_that_were_trained_whole_pass(optimizer: str, steps: int | None) -> None:
+    """Also where the first steps change LoRA's first factor by decay, or by rounding, alone."""
+    torch.manual_seed(0)
+    layers = (nn.Unflatten(1, (2, 8, 8)), nn.Conv2d(2, 64, 3), nn.GELU(), nn.Conv2d(64, 64, 3))
+    last = (nn.Flatten(), nn.Linear(1024, 128), LowRank(), nn.GELU(), nn.Linear(128, 2))
+    before, after = trained(nn.Sequential(*layers, *last), torch.randn(8, 128), optimizer, steps)
+    assert Guard(GuardSettings()).protect(before, after).keys() == before.keys()
+
+
+def test_a_layer_that_grows_along_itself_has_not_decayed() -> None:
+    start = torch.cat([torch.ones(60), -torch.ones(40)]).view(100, 1)
+    before, after = {"w": start}, {"w": start + 0.01 * start + 1e-5 * torch.randn(100, 1)}
+    assert not torch.equal(Guard(GuardSettings()).protect(before, after)["w"], after["w"])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_whole_weights_in_half_precision_are_refused(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    before = {"w": (0.1 * torch.randn(3000)).to(dtype), "x": torch.ones(3)}
+    after = {"w": (before["w"] + 1e-5 * torch.randn(3000)).to(dtype), "x": 2 * torch.ones(3)}
+    with pytest.raises(ValueError, match=r"float16.*sends = 'difference'"):
+        Guard(GuardSettings()).protect(before, after)
+    with pytest.raises(ValueError, match="Train and exchange float32"):
+        Guard(GuardSettings("pruning")).sent(before, {"w": torch.zeros(3000)})
+    assert torch.equal(Guard(GuardSettings("none")).protect(before, after)["w"], after["w"])
+    found = Guard(GuardSettings(withhold="w")).protect(before, after)
+    assert torch.equal(found["w"], before["w"])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_differences_in_half_precision_keep_their_noise(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    before = {"w": (0.1 * torch.randn(3000)).to(dtype)}
+    step = {"w": (1e-5 * torch.randn(3000)).to(dtype)}
+    found = Guard(GuardSettings(sends="difference")).protect(before, step)["w"]
+    assert found.dtype == dtype
+    assert (found == step["w"]).float().mean() < 0.05
+    assert 0.9 < (found - step["w"]).float().norm() / step["w"].float().norm() < 1.1
