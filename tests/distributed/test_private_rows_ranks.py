@@ -36,10 +36,10 @@ def test_noise_of_a_step_is_of_messages_or_of_their_sum(
     reports: list[dict[str, Any]], run: str
 ) -> None:
     """Two steps of rate 1, each the mean of three messages over B rows. Times 3B it is the sum of
-    clipped gradients, with noise of σC in all, or of σC for each.
+    clipped gradients, with noise of σC for each, or of σC for what is not a rank's own.
     """
     moved = torch.tensor(reports[0][run]["moved"]) * RANKS * BATCH / (SIGMA * CLIP)
-    expected = 2 * (1 if run == "sum" else RANKS)
+    expected = 2 * (RANKS / (RANKS - 1) if run == "sum" else RANKS)
     assert float(moved.var()) == pytest.approx(
         expected, abs=5 * expected * math.sqrt(2 / len(moved))
     )
