@@ -192,18 +192,17 @@ def _drawn(seen: Observation, layer: nn.Linear) -> list[Tensor]:
     handle = layer.register_forward_hook(
         lambda _, args, output: calls.append((args[0].detach(), output))
     )
-    generator, draws = _generator(seen), _DRAWS
+    generator, drawn, draws = _generator(seen), 0, _DRAWS
     try:
         with torch.no_grad(), _as_it_was(seen.model):
-            for number in range(max(_DRAWS, _LAST // seen.batch_size)):
-                if number >= draws:
-                    break
+            while drawn < draws:
+                drawn += 1
                 calls.clear()
                 logits = seen.model(**_RANDOM[seen.domain.name](seen, generator)).logits
                 for features, output in calls:
                     found.append(_that_count(features, output, logits))
                     if len(found[-1]) < output[..., 0].numel():
-                        draws = _LAST
+                        draws = max(_DRAWS, _LAST // seen.batch_size)
     finally:
         handle.remove()
     return found

@@ -68,12 +68,10 @@ def plan_of(gmap: GradientMap, samples: int) -> tuple[Plan, Tensor]:
     if plan is None:
         plan = _try_out(gmap, samples, _RULES)
     weights = [_weights(rule, gmap.batch) for rule in plan.rules]
-    if not _agree(weights):  # the first batches had as many tokens in every row
-        plan = _try_out(gmap, samples, plan.rules, plan.labels)
-        weights = [_weights(rule, gmap.batch) for rule in plan.rules]
-    elif not plan.reason and _has_untried(plan, gmap.batch):
+    agree = _agree(weights)  # if not, the first batches had as many tokens in every row
+    if not agree or (not plan.reason and _has_untried(plan, gmap.batch)):
         again = _try_out(gmap, samples, plan.rules, plan.labels)
-        plan = again._replace(modules=plan.modules | again.modules)
+        plan = again._replace(modules=again.modules | plan.modules) if agree else again
         weights = [_weights(rule, gmap.batch) for rule in plan.rules]
     if gmap.replay.recomputes():
         plan = plan._replace(reason="activation checkpointing runs layers a second time")
@@ -134,7 +132,7 @@ def _to_try(batch: Mapping[str, Any], labels: tuple[frozenset[int], ...]) -> lis
     """Rows whose labels were not tried beside each other, then those of most and of fewest items
     that count.
     """
-    items, values = _items(batch, True), _labels(batch)
+    items, values = count_items(batch, True), _labels(batch)
     order = [k for k in items.argsort(descending=True, stable=True).tolist() if items[k] > 0]
     chosen = order[:1] or [0]
     seen = values[chosen[0]] if values else frozenset()
@@ -240,15 +238,24 @@ def total_of(
 
 def plain_gradient(gmap: GradientMap, batch: Mapping[str, Any]) -> Tensors:
     """Of a batch's mean loss; zeros if nothing in it counts."""
-    if not bool(_items(batch, False).any()):
+    if not bool(count_items(batch, False).any()):
         return {n: wide(torch.zeros_like(p)) for n, p in gmap.parameters.items()}
     loss = gmap.loss_fn(gmap.model, dict(batch))
     found = differentiate(loss, gmap.parameters)
     return {name: wide(tensor) for name, tensor in found.items()}
 
 
-def _items(batch: Mapping[str, Any], shifted: bool) -> Tensor:
-    """How many labels of each row count, `(B,)`; ones where there are none."""
+def count_items(batch: Mapping[str, Any], shifted: bool) -> Tensor:
+    """How many labels of each row count, `(B,)`; ones where there are none.
+
+    Args:
+        batch: Rows with `labels` or `shift_labels`, or neither.
+        shifted: Whether the first label of a row of several does not count.
+
+    Example:
+        >>> count_items({"labels": torch.tensor([[5, 6, -100], [7, 8, 9]])}, shifted=True)
+        tensor([1., 2.])
+    """
     labels = batch.get("shift_labels", batch.get("labels"))
     if not isinstance(labels, Tensor) or labels.is_floating_point() or not labels.dim():
         return torch.ones(count_rows(batch))
@@ -258,7 +265,7 @@ def _items(batch: Mapping[str, Any], shifted: bool) -> Tensor:
 
 
 def _weights(rule: str, batch: Mapping[str, Any]) -> Tensor:
-    items = _items(batch, rule == "shifted tokens").double()
+    items = count_items(batch, rule == "shifted tokens").double()
     if rule == "rows":
         items = (items > 0).double()
     return items / items.sum().clamp(min=1)

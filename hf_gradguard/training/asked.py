@@ -13,6 +13,7 @@ from ..registry import DEFENSES
 from .config import GradGuardConfig
 
 _ARGUMENTS = [name for name in GradGuardConfig.__annotations__ if name != "model_name_or_path"]
+_ARGUMENTS.append("per_device_train_batch_size")  # dp_sgd draws and divides by it
 
 
 class Asked:
@@ -83,7 +84,6 @@ class Asked:
     def _settings(self, args: TrainingArguments, objects: Mapping[str, Any]) -> dict[str, Any]:
         return {
             **{f"args.{name}": _frozen(getattr(args, name, None)) for name in _ARGUMENTS},
-            "args.per_device_train_batch_size": args.per_device_train_batch_size,
             "the defense": _frozen(self.defense),
             **{name: _Same(value) for name, value in objects.items()},
         }

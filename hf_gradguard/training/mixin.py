@@ -141,8 +141,7 @@ class GradGuardMixin(PrivateRowsTrainer):
         forget(self.model)  # its loss may be another now
         self._weights = LossWeights(self._loss)
         own_batches = draws_batches(type(self), GradGuardMixin)
-        labels = self.train_dataset, self.args, self.model, own_batches
-        self.train_dataset = self._labels(*labels)
+        self.train_dataset = self._labels(self.train_dataset, self.args, self.model, own_batches)
         objects = {n: getattr(self, n) for n in ("model", "train_dataset", "processing_class")}
         check_training(self.args, self.model, self.accelerator, self.train_dataset)
         check_loss(getattr(self, "loss", None))

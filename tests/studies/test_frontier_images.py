@@ -123,7 +123,6 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_quick_elsewhere(data, mnist, tiny, quick, tmp_path, monkeypatch):
     monkeypatch.setattr("recipes.studies.frontier.image_training.IMAGE_HELD_OUT", 20)
-    monkeypatch.setattr("recipes.studies.frontier.image_networks.IMAGE_HELD_OUT", 20)
     monkeypatch.setattr(elsewhere, "QUICK_ROWS", settings.QUICK_ROWS[:2])
     arguments = [part for name, path in data.items() for part in (f"--{name}", path)]
     arguments += ["--mnist", mnist, "--tiny_imagenet", tiny, "--models", tmp_path / "models"]
@@ -156,7 +155,7 @@ def test_networks_fit_their_images_and_see_each_image_alone(place, data, mnist, 
 
 
 def test_digits_are_not_flipped(mnist, tmp_path, monkeypatch):
-    monkeypatch.setattr("recipes.studies.frontier.image_networks.IMAGE_HELD_OUT", 20)
+    monkeypatch.setattr("recipes.studies.frontier.image_training.IMAGE_HELD_OUT", 20)
     digits = Place("digits", {"mnist": (str(mnist),) * 2}, str(tmp_path))
     rows = digits.rows_to_learn()
     true = digits.train_rows[0][20].float() / 255

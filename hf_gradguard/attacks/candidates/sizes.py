@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...gradient_map.apart import count_items
 from ...gradient_map.law import Law
 from ..observation import Observation
 from ..span.layer_inputs import is_causal_lm
@@ -24,16 +25,7 @@ def items_of(model: nn.Module, batches: Sequence[Mapping[str, Any]]) -> Tensor:
         (tensor([2.]), tensor([1.]))
     """
     causal = is_causal_lm(model)
-    return torch.tensor([_items(batch, causal) for batch in batches])
-
-
-def _items(batch: Mapping[str, Any], causal: bool) -> float:
-    labels: Tensor = batch.get("shift_labels", batch["labels"])
-    if labels.dim() < 2 or labels.is_floating_point():
-        return 1.0
-    if causal and "shift_labels" not in batch:
-        labels = labels[..., 1:]
-    return float((labels != -100).sum())
+    return torch.tensor([float(count_items(batch, causal)) for batch in batches])
 
 
 def mean_items(seen: Observation, batches: Sequence[Mapping[str, Any]], items: Tensor) -> float:

@@ -5,12 +5,13 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
 
 from hf_gradguard import GradientMap, make_defense
-from hf_gradguard.attacks import Observation, make_attack
+from hf_gradguard.attacks import Attack, Observation, make_attack
 from hf_gradguard.attacks.gathered import gathered
 from hf_gradguard.defenses import Defense, Message
 from hf_gradguard.metrics import score_candidates, score_text
@@ -100,6 +101,15 @@ def says_nothing(message: Message) -> bool:
     return not any(tensor.any() for tensor in message.values())
 
 
+def of_each(
+    attack: Attack, seen: Sequence[Observation | None], generator: torch.Generator
+) -> list[Any]:
+    """What an attack makes of messages together; `None` of one of zeros."""
+    there = [one for one in seen if one is not None]
+    found = iter(attack.together(there, generator) if there else ())
+    return [None if one is None else next(found) for one in seen]
+
+
 def sent(cell: dict, stage: Stage, batches: Sequence[dict]) -> list[Message]:
     """What the client makes of batches, each the next one of its training."""
     made = []
@@ -165,11 +175,10 @@ def told(
     alarms, and its rank. A message of zeros says the same of all.
     """
     attack, size = make_attack("candidates", candidates=listed, labels=labels), cell["size"]
-    there = [one for one in seen if one is not None]
-    found = iter(attack.together(there, torch.Generator().manual_seed(0)) if there else ())
+    found = of_each(attack, seen, torch.Generator().manual_seed(0))
     members = [range(size * number, size * (number + 1)) for number in range(len(seen))]
     alike = np.zeros(len(listed))
-    scores = [alike if one is None else next(found).scores.numpy() for one in seen]
+    scores = [alike if one is None else one.scores.numpy() for one in found]
     figures = score_candidates(scores, members, bootstrap=0).per_sample
     return {name: [float(x) for x in figures[name]] for name in ("tpr_1%", "rank")}
 

@@ -77,14 +77,9 @@ def cells(args) -> dict:
 
 
 def prepare(args):
-    files = {
-        "cifar10": (args.train, args.test),
-        "mnist": (args.mnist, args.mnist),
-        "tiny_imagenet": (args.tiny_imagenet, args.tiny_imagenet),
-    }
-    attacked_images = {"cifar10": args.images, "mnist": args.mnist} | {
-        "tiny_imagenet": args.tiny_imagenet
-    }
+    shown = {"cifar10": args.images, "mnist": args.mnist, "tiny_imagenet": args.tiny_imagenet}
+    files = {name: (path, path) for name, path in shown.items()}
+    files["cifar10"] = args.train, args.test
 
     @functools.cache
     def place(name: str) -> Place:
@@ -93,7 +88,7 @@ def prepare(args):
     def measure(cell: dict) -> dict:
         task = place(cell["place"])
         if "attack" in cell:
-            return attacked(cell, task, attacked_images[task.images])
+            return attacked(cell, task, shown[task.images])
         return task.on_held_out(cell) if cell["seed"] == RATES_SEED else task.learned(cell)
 
     return measure

@@ -13,7 +13,7 @@ from hf_gradguard.randomness import Stream
 
 from ..lib.attacks import attack_of
 from ..lib.images import INVERTING, single_images, smoothed
-from .attackers import says_nothing, sent, told, waited_for
+from .attackers import of_each, says_nothing, sent, told, waited_for
 from .client import Stage
 from .image_training import ImageTask
 from .settings import CANDIDATES, GATHERED
@@ -50,11 +50,9 @@ def attacked(cell: dict, task: ImageTask, path: str) -> dict:
         settings = smoothed(settings, theirs, images[count:])
     else:  # there is nothing to choose a weight by
         settings |= {"total_variation": settings["total_variation"][0]}
-    seen = _observed(cell, stage, rows[:count])
-    there = [one for one in seen if one is not None]
-    attack, generator = attack_of(cell["attack"], **settings), torch.Generator()
-    found = iter(attack.together(there, generator.manual_seed(cell["seed"])) if there else ())
-    guesses = [settings["start"] if one is None else next(found).input for one in seen]
+    seen, attack = _observed(cell, stage, rows[:count]), attack_of(cell["attack"], **settings)
+    found = of_each(attack, seen, torch.Generator().manual_seed(cell["seed"]))
+    guesses = [settings["start"] if one is None else one.input for one in found]
     weight = {"total_variation": settings["total_variation"]}
     return _psnr([guess.nan_to_num(0.5) for guess in guesses], rows[:count]) | weight
 

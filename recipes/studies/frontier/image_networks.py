@@ -1,6 +1,5 @@
 """Networks other than the frontier's, and images other than CIFAR-10."""
 
-import functools
 import itertools
 
 from torch import Tensor, nn
@@ -9,9 +8,8 @@ from transformers import PreTrainedModel, ViTConfig, ViTForImageClassification, 
 
 from hf_gradguard.models.classifier import SmallImageClassifier, SmallImageClassifierConfig
 
-from ..lib.images import array_images, parquet_images
-from .image_training import Images, ImageTask, Network
-from .settings import ELSEWHERE, IMAGE_HELD_OUT
+from .image_training import ImageTask, Network
+from .settings import ELSEWHERE
 
 RESNET = (16, 32, 64, 128)  # widths of its four stages
 VIT = {
@@ -80,22 +78,8 @@ class Place(ImageTask):
     def __init__(self, name: str, files: dict[str, tuple[str, str]], folder: str) -> None:
         self._network, self.images = ELSEWHERE[name]
         super().__init__(*files[self.images], folder=f"{folder}/{name}")
-
-    @functools.cached_property
-    def train_rows(self) -> tuple[Tensor, Tensor]:
-        return self.shuffled(*self._read(self._train, "train"))
-
-    @functools.cached_property
-    def test_rows(self) -> tuple[Tensor, Tensor]:
-        return self._read(self._test, "val" if self.images == "tiny_imagenet" else "test")
-
-    @staticmethod
-    def _read(path: str, split: str) -> tuple[Tensor, Tensor]:
-        return array_images(path, split) if path.endswith(".npz") else parquet_images(path)
-
-    def rows_to_learn(self) -> Images:
-        parts = (part[IMAGE_HELD_OUT:] for part in self.train_rows)
-        return Images(*parts, flip=self.images != "mnist")
+        self.flips = self.images != "mnist"
+        self.judged = "val" if self.images == "tiny_imagenet" else "test"
 
     def start(self, seed: int) -> PreTrainedModel:
         pixels, labels = self.train_rows

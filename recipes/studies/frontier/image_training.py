@@ -11,7 +11,7 @@ from transformers import set_seed
 
 from hf_gradguard.models.classifier import SmallImageClassifier, SmallImageClassifierConfig
 
-from ..lib.images import parquet_images
+from ..lib.images import images_at
 from .client import Client
 from .settings import IMAGE_HELD_OUT, IMAGE_SIZES, WIDTHS
 
@@ -67,30 +67,28 @@ class Images(Dataset):
 class ImageTask(Client):
     """Images, the network, and trainings on them. What was trained is kept in `folder`."""
 
+    flips, judged = True, "test"  # whether rows are flipped; which split of an npz judges
+
     def __init__(self, train: str, test: str, folder: str) -> None:
         super().__init__(folder)
         self._train, self._test = train, test
 
     @functools.cached_property
     def train_rows(self) -> tuple[Tensor, Tensor]:
-        return self.shuffled(*parquet_images(self._train))
-
-    @staticmethod
-    def shuffled(pixels: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """In an order that is the same each time."""
+        pixels, labels = images_at(self._train, "train")
         order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
         return pixels[order], labels[order]
 
     @functools.cached_property
     def test_rows(self) -> tuple[Tensor, Tensor]:
-        return parquet_images(self._test)
+        return images_at(self._test, self.judged)
 
     def start(self, seed: int) -> Network:
         set_seed(seed)
         return Network(SmallImageClassifierConfig())
 
     def rows_to_learn(self) -> Images:
-        return Images(*(part[IMAGE_HELD_OUT:] for part in self.train_rows))
+        return Images(*(part[IMAGE_HELD_OUT:] for part in self.train_rows), flip=self.flips)
 
     def held_out(self) -> tuple[Tensor, Tensor]:
         pixels, labels = self.train_rows

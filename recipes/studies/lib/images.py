@@ -50,6 +50,11 @@ def array_images(
     return pixels, labels.long()
 
 
+def images_at(path: str, split: str) -> tuple[Tensor, Tensor]:
+    """All images and labels of a parquet file, or of a split of an npz."""
+    return array_images(path, split) if path.endswith(".npz") else parquet_images(path)
+
+
 def parquet_images(path: str) -> tuple[Tensor, Tensor]:
     """`img` (N, 3, H, W) in uint8, and `label`."""
     data = load_dataset("parquet", data_files=path, split="train")
