@@ -6,7 +6,6 @@ protected from the outside. Better no training than training that only looks pro
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -184,9 +183,6 @@ def _argument_refusals(args: TrainingArguments) -> Iterator[str]:
             f"hub_strategy='{strategy}': a checkpoint holds the defense's private state, and "
             "pushing it publishes that. Use 'end' or 'every_save'."
         )
-    for name in _WANDB if "wandb" in args.report_to else ():
-        if (value := os.getenv(name)) in ("gradients", "all", "checkpoint"):
-            yield f"{name}={value}: wandb would upload {_WANDB[name]}. Set {name}=false."
     if args.n_gpu > 1:
         yield (
             f"DataParallel ({args.n_gpu} GPUs in one process): its replicas' gradients are summed "
@@ -307,10 +303,6 @@ def is_iterable(dataset: Any) -> bool:
     return isinstance(dataset, IterableDataset) or is_of_datasets(dataset, "IterableDataset")
 
 
-_WANDB = {
-    "WANDB_WATCH": "histograms of the true gradient, which hooks on parameters get",
-    "WANDB_LOG_MODEL": "checkpoints, which hold the defense's private state",
-}
 PADDING_FREE = (
     "padding-free batches of several clients: all texts are one row, so that nothing says whose a "
     "token is. Pad (DataCollatorWithPadding, DataCollatorForSeq2Seq, padding_free=False), or give "

@@ -52,6 +52,7 @@ from .secure_aggregation import secure_aggregation_of
 from .start import StartAlike
 from .summed_noise import share_of_noise
 from .tables import AgreedTables
+from .trackers import check_trackers
 from .weights import LossWeights, Normalization
 
 
@@ -144,6 +145,7 @@ class GradGuardMixin(PrivateRowsTrainer):
         self.train_dataset = self._labels(self.train_dataset, self.args, self.model, own_batches)
         objects = {n: getattr(self, n) for n in ("model", "train_dataset", "processing_class")}
         check_training(self.args, self.model, self.accelerator, self.train_dataset)
+        check_trackers(self.callback_handler.callbacks)
         check_loss(getattr(self, "loss", None))
         self._secure = secure_aggregation_of(self.args, self.accelerator)
         defense = share_of_noise(self.defense, self.args, self.accelerator.num_processes)

@@ -159,24 +159,6 @@ def test_supported_arguments(settings: dict[str, Any]) -> None:
     check_arguments(make_arguments(settings, {}))
 
 
-@pytest.mark.parametrize("watch", ["gradients", "all", "parameters", "false"])
-def test_what_wandb_would_watch(watch: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its hooks on parameters would upload histograms of the true gradient."""
-    monkeypatch.setenv("WANDB_WATCH", watch)
-    args = make_arguments({}, {})
-    check_arguments(args)  # reports nothing
-    args.report_to = ["tensorboard", "wandb"]
-    if watch in ("gradients", "all"):
-        message = refused(check_arguments, args)
-        for part in (f"WANDB_WATCH={watch}", "true gradient", "Set WANDB_WATCH=false"):
-            assert part in message
-    else:
-        check_arguments(args)
-    monkeypatch.setenv("WANDB_WATCH", "false")
-    monkeypatch.setenv("WANDB_LOG_MODEL", "checkpoint")
-    assert "private state. Set WANDB_LOG_MODEL=false" in refused(check_arguments, args)
-
-
 # Models
 
 

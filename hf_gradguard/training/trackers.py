@@ -1,0 +1,118 @@
+"""What callbacks of experiment trackers would upload beside figures: true gradients, checkpoints
+with the defense's private state, training data.
+
+They belong to Transformers and come by `report_to`, which takes all that are installed where it
+says so, or by `callbacks`. The variables that decide are theirs.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+from transformers import TrainerCallback
+
+_CHECKPOINTS = "checkpoints, which hold the defense's private state"
+_DATA = "the output folder, whose checkpoints hold the defense's private state, and the data"
+_YES = frozenset({"1", "ON", "YES", "TRUE"})  # of any case, as Transformers reads them
+
+
+class Upload(NamedTuple):
+    """What a callback uploads under which setting, and how not to."""
+
+    callback: str
+    setting: Callable[[Any], str]  # of the callback; empty where it does not upload
+    what: str
+    instead: str
+
+
+def check_trackers(callbacks: Iterable[TrainerCallback]) -> None:
+    """Refuse callbacks that would upload more than a rank may give away.
+
+    Args:
+        callbacks: Of the Trainer.
+
+    Raises:
+        NotImplementedError: With what would be uploaded, and the setting that leaves it.
+
+    Example:
+        >>> from transformers import PrinterCallback
+        >>> check_trackers([PrinterCallback()])
+    """
+    for reason in _refusals(callbacks):
+        raise NotImplementedError(f"GradGuardTrainer does not support {reason}")
+
+
+def _refusals(callbacks: Iterable[TrainerCallback]) -> Iterator[str]:
+    for callback in callbacks:
+        kinds = {kind.__name__ for kind in type(callback).__mro__}
+        for upload in _UPLOADS:
+            if upload.callback in kinds and (setting := upload.setting(callback)):
+                yield (
+                    f"{setting}: {upload.callback} would upload {upload.what}. {upload.instead}."
+                )
+
+
+def _variable(name: str, values: frozenset[str], unset: str = "") -> Callable[[Any], str]:
+    """Whether an environment variable has one of these values."""
+
+    def setting(callback: Any) -> str:
+        value = os.getenv(name, unset)
+        return f"{name}={value}" if value.upper() in values else ""
+
+    return setting
+
+
+def _argument(name: str, values: tuple[Any, ...]) -> Callable[[Any], str]:
+    """Whether a callback was made with one of these values."""
+
+    def setting(callback: Any) -> str:
+        value = getattr(callback, f"_{name}", getattr(callback, name, None))
+        return f"{name}={value!r}" if value in values else ""
+
+    return setting
+
+
+_UPLOADS = [
+    Upload(
+        "WandbCallback",
+        _variable("WANDB_WATCH", frozenset({"GRADIENTS", "ALL"})),
+        "histograms of the true gradient, which hooks on parameters get",
+        "Set WANDB_WATCH=false",
+    ),
+    Upload(
+        "WandbCallback",
+        _variable("WANDB_LOG_MODEL", frozenset({"CHECKPOINT"})),
+        _CHECKPOINTS,
+        "Set WANDB_LOG_MODEL=end, for the model alone, or false",
+    ),
+    Upload(
+        "CometCallback", _variable("COMET_LOG_ASSETS", _YES), _CHECKPOINTS,
+        "Set COMET_LOG_ASSETS=false",
+    ),
+    Upload(
+        "MLflowCallback", _variable("HF_MLFLOW_LOG_ARTIFACTS", _YES), _CHECKPOINTS,
+        "Set HF_MLFLOW_LOG_ARTIFACTS=false",
+    ),
+    Upload(
+        "DagsHubCallback", _variable("HF_DAGSHUB_LOG_ARTIFACTS", _YES), _DATA,
+        "Set HF_DAGSHUB_LOG_ARTIFACTS=false",
+    ),
+    Upload(
+        "ClearMLCallback", _variable("CLEARML_LOG_MODEL", _YES, "TRUE"), _CHECKPOINTS,
+        "Set CLEARML_LOG_MODEL=false",
+    ),
+    Upload(
+        "NeptuneCallback", _argument("log_checkpoints", ("same", "last", "best")), _CHECKPOINTS,
+        "Leave log_checkpoints out",
+    ),
+    Upload(
+        "DVCLiveCallback", _argument("log_model", ("all",)), _CHECKPOINTS,
+        "Use log_model=True (HF_DVCLIVE_LOG_MODEL=true), for the model alone",
+    ),
+    Upload(
+        "FlyteCallback", _argument("sync_checkpoints", (True,)), _CHECKPOINTS,
+        "Use sync_checkpoints=False",
+    ),
+]  # fmt: skip

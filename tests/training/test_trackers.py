@@ -1,0 +1,124 @@
+"""What callbacks of experiment trackers would upload is refused, and what they may is not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers import make_task
+from transformers import TrainerCallback
+from transformers.integrations import integration_utils
+
+from hf_gradguard import GradGuardConfig, GradGuardTrainer
+from hf_gradguard.training.trackers import check_trackers
+
+SOURCE = Path(integration_utils.__file__).read_text()  # reads them all, still
+# class, variables, attributes, and what is said
+REFUSED: dict[str, tuple[str, dict[str, str], dict[str, Any], tuple[str, ...]]] = {
+    "wandb, gradients": (
+        "WandbCallback", {"WANDB_WATCH": "gradients"}, {},
+        ("WANDB_WATCH=gradients", "true gradient", "Set WANDB_WATCH=false"),
+    ),
+    "wandb, all": ("WandbCallback", {"WANDB_WATCH": "all"}, {}, ("WANDB_WATCH=all",)),
+    "wandb, checkpoint": (
+        "WandbCallback", {"WANDB_LOG_MODEL": "checkpoint"}, {}, ("private state", "false"),
+    ),
+    "comet": ("CometCallback", {"COMET_LOG_ASSETS": "1"}, {}, ("COMET_LOG_ASSETS=false",)),
+    "mlflow": (
+        "MLflowCallback", {"HF_MLFLOW_LOG_ARTIFACTS": "True"}, {},
+        ("HF_MLFLOW_LOG_ARTIFACTS=True", "private state", "HF_MLFLOW_LOG_ARTIFACTS=false"),
+    ),
+    "dagshub": (
+        "DagsHubCallback", {"HF_DAGSHUB_LOG_ARTIFACTS": "yes"}, {},
+        ("and the data", "HF_DAGSHUB_LOG_ARTIFACTS=false"),
+    ),
+    "dagshub, as mlflow": (
+        "DagsHubCallback", {"HF_MLFLOW_LOG_ARTIFACTS": "1"}, {}, ("MLflowCallback",),
+    ),
+    "clearml": (
+        "ClearMLCallback", {}, {}, ("CLEARML_LOG_MODEL=TRUE", "Set CLEARML_LOG_MODEL=false"),
+    ),
+    "neptune": (
+        "NeptuneCallback", {}, {"_log_checkpoints": "last"},
+        ("log_checkpoints='last'", "Leave log_checkpoints out"),
+    ),
+    "dvclive": ("DVCLiveCallback", {}, {"_log_model": "all"}, ("log_model=True",)),
+    "flyte": ("FlyteCallback", {}, {"sync_checkpoints": True}, ("sync_checkpoints=False",)),
+}  # fmt: skip
+TAKEN: dict[str, tuple[str, dict[str, str], dict[str, Any]]] = {
+    "wandb": ("WandbCallback", {}, {}),
+    "wandb, off": ("WandbCallback", {"WANDB_WATCH": "false", "WANDB_LOG_MODEL": "false"}, {}),
+    "wandb, parameters": ("WandbCallback", {"WANDB_WATCH": "parameters"}, {}),
+    "wandb, model alone": ("WandbCallback", {"WANDB_LOG_MODEL": "end"}, {}),
+    "another's variable": ("TensorBoardCallback", {"WANDB_WATCH": "all"}, {}),
+    "comet": ("CometCallback", {}, {}),
+    "mlflow": ("MLflowCallback", {"HF_MLFLOW_LOG_ARTIFACTS": "false"}, {}),
+    "dagshub": ("DagsHubCallback", {}, {}),
+    "clearml, off": ("ClearMLCallback", {"CLEARML_LOG_MODEL": "false"}, {}),
+    "neptune": ("NeptuneCallback", {}, {"_log_checkpoints": None}),
+    "dvclive, model alone": ("DVCLiveCallback", {}, {"_log_model": True}),
+    "flyte": ("FlyteCallback", {}, {"sync_checkpoints": False}),
+}
+
+
+@pytest.fixture(autouse=True)
+def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    for _, variables, _, _ in REFUSED.values():
+        for name in variables:
+            monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv("CLEARML_LOG_MODEL", raising=False)
+
+
+def made(
+    name: str, variables: dict[str, str], attributes: dict[str, Any], patch: pytest.MonkeyPatch
+) -> TrainerCallback:
+    """One of Transformers' own, without the library that its `__init__` asks for."""
+    for variable, value in variables.items():
+        patch.setenv(variable, value)
+    kind = getattr(integration_utils, name)
+    callback = kind.__new__(kind)
+    vars(callback).update(attributes)
+    return callback
+
+
+@pytest.mark.parametrize(("name", "variables", "attributes", "says"), REFUSED.values(), ids=REFUSED)
+def test_refused(
+    name: str,
+    variables: dict[str, str],
+    attributes: dict[str, Any],
+    says: tuple[str, ...],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    callback = made(name, variables, attributes, monkeypatch)
+    with pytest.raises(NotImplementedError) as refused:
+        check_trackers([TrainerCallback(), callback])
+    assert all(part in str(refused.value) for part in says), str(refused.value)
+    assert all(read in SOURCE for read in (*variables, *attributes))
+
+
+@pytest.mark.parametrize(("name", "variables", "attributes"), TAKEN.values(), ids=TAKEN)
+def test_taken(
+    name: str,
+    variables: dict[str, str],
+    attributes: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    check_trackers([made(name, variables, attributes, monkeypatch)])
+
+
+class NeptuneCallback(TrainerCallback):
+    """What stands for Transformers' is known by its name."""
+
+    _log_checkpoints = "same"
+
+
+def test_the_trainer_refuses_one_that_it_is_given(tmp_path: Any) -> None:
+    model, _ = make_task("bert")
+    args = GradGuardConfig(str(tmp_path), use_cpu=True, report_to="none", defense="none")
+    with pytest.raises(NotImplementedError, match="log_checkpoints='same': NeptuneCallback would"):
+        GradGuardTrainer(model, args, callbacks=[NeptuneCallback()])
+    trainer = GradGuardTrainer(model, args, train_dataset=[{}])
+    trainer.add_callback(NeptuneCallback())
+    with pytest.raises(NotImplementedError, match="log_checkpoints='same': NeptuneCallback would"):
+        trainer.train()
