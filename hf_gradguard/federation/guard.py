@@ -206,7 +206,8 @@ class Guard:
         withheld, in at least float32.
 
         Raises:
-            ValueError: If nothing is left, or for a table of the input.
+            ValueError: If nothing is left, for a table of the input, or for what was trained in
+                half precision.
         """
         whole = self.settings.sends == "weights"
         change = {
@@ -216,9 +217,12 @@ class Guard:
         }
         if not change:
             raise ValueError("There is nothing to send: every tensor is withheld.")
-        if not self.settings.share_input_embeddings:
-            for name, tensor in change.items():
-                _check_rows(name, _wide(before[name]), tensor)
+        for name, tensor in change.items():
+            start = _wide(before[name])
+            if not self.settings.share_input_embeddings:
+                _check_rows(name, start, tensor)
+            if not whole or before[name].dtype.itemsize >= 4:
+                _check_grid(name, start, tensor)
         return change
 
     def sent(self, before: Mapping[str, Tensor], message: Mapping[str, Tensor]) -> Tensors:
@@ -309,8 +313,21 @@ def _check_precision(name: str, start: Tensor) -> None:
         raise ValueError(
             f"Nothing was sent: {name!r} is {start.dtype}, in which rounding takes the protection "
             "off again: noise below half of a weight's last digit is lost. Train and exchange "
-            f"float32, or send differences and say so by {PREFIX}sends = 'difference'."
+            "float32."
         )
+
+
+def _check_grid(name: str, start: Tensor, change: Tensor) -> None:
+    """Entries of float32 fall on those of half precision by chance once in thousands."""
+    changed = change != 0
+    after = (start + change)[changed]
+    for dtype in (torch.bfloat16, torch.float16):
+        if 2 * int((after.to(dtype) == after).sum()) > max(len(after), _TABLE_ROWS):
+            raise ValueError(
+                f"Nothing was sent: {name!r} was trained in {dtype}. Its weights are on a grid, "
+                "and who knows that rounds noise below half of its spacing off again. Train in "
+                "float32; autocast (bf16=True) is fine."
+            )
 
 
 def _check_rows(name: str, start: Tensor, change: Tensor) -> None:

@@ -95,7 +95,7 @@ def test_whole_weights_in_half_precision_are_refused(dtype: torch.dtype) -> None
     torch.manual_seed(0)
     before = {"w": (0.1 * torch.randn(3000)).to(dtype), "x": torch.ones(3)}
     after = {"w": (before["w"] + 1e-5 * torch.randn(3000)).to(dtype), "x": 2 * torch.ones(3)}
-    with pytest.raises(ValueError, match=r"float16.*sends = 'difference'"):
+    with pytest.raises(ValueError, match=r"float16.*Train and exchange float32"):
         Guard(GuardSettings()).protect(before, after)
     with pytest.raises(ValueError, match="Train and exchange float32"):
         Guard(GuardSettings("pruning")).sent(before, {"w": torch.zeros(3000)})
@@ -113,3 +113,31 @@ def test_differences_in_half_precision_keep_their_noise(dtype: torch.dtype) -> N
     assert found.dtype == dtype
     assert (found == step["w"]).float().mean() < 0.05
     assert 0.9 < (found - step["w"]).float().norm() / step["w"].float().norm() < 1.1
+
+
+@pytest.mark.parametrize("exchanged", ["as trained", "float32"])
+@pytest.mark.parametrize("sends", ["weights", "difference"])
+@pytest.mark.parametrize(("dtype", "size"), [(torch.float16, 1e-5), (torch.bfloat16, 1e-4)])
+def test_training_in_half_precision_is_refused(
+    dtype: torch.dtype, size: float, sends: Any, exchanged: str
+) -> None:
+    """Rounding to the grid of who trains in half precision takes most of the noise off again."""
+    torch.manual_seed(0)
+    start = {"w": 0.1 * torch.randn(3000), "x": torch.ones(3)}
+    before = {name: tensor.to(dtype) for name, tensor in start.items()}
+    after = {name: t + (size * torch.randn(t.shape)).to(dtype) for name, t in before.items()}
+    message = after["w"].float() + size * torch.randn(3000)  # as a guard would have sent it
+    assert (message.to(dtype) == after["w"]).float().mean() > 0.5
+    if exchanged == "float32":
+        before, after = ({n: t.float() for n, t in one.items()} for one in (before, after))
+    if sends == "difference":
+        after = {name: tensor - before[name] for name, tensor in after.items()}
+    with pytest.raises(ValueError, match=r"Nothing was sent: 'w' .*float16.*float32"):
+        Guard(GuardSettings(sends=sends)).protect(before, after)
+
+
+def test_few_entries_on_a_grid_are_chance() -> None:
+    before = {"w": torch.randn(3000), "x": torch.ones(3)}
+    after = {"w": before["w"] + 0.01 * torch.randn(3000), "x": 2 * torch.ones(3)}
+    after["w"][:1000] = after["w"][:1000].bfloat16().float()
+    assert Guard(GuardSettings()).protect(before, after).keys() == before.keys()
