@@ -10,6 +10,7 @@ import json
 import os
 import secrets
 import sys
+import sysconfig
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
@@ -148,7 +149,8 @@ def code_digest(*classes: type) -> str:
 
     It covers the module of each class and of its bases, and all modules that those import from
     their own package or from this one, however deep. Imports for type checkers only do not count.
-    A class of another package also has the version of its distribution in it.
+    A class of another package also has the version of its distribution in it, and where that is
+    installed (not editable) that says it all: nothing is read.
 
     A module is read once, and again when it was reloaded: what counts is the code that runs, not
     what was edited since. A class whose source cannot be read (typed into a prompt, or compiled)
@@ -166,6 +168,8 @@ def code_digest(*classes: type) -> str:
             if top in sys.stdlib_module_names and top != "__main__":
                 continue
             state.update(f"{base.__module__}:{base.__qualname__} {_version(top)}".encode())
+            if _version(top) and _is_installed(top):
+                continue
             for name in sorted(modules_of(base.__module__)):
                 state.update(name.encode() + _read(name))
     return state.hexdigest()[:24]
@@ -187,6 +191,12 @@ def _version(top: str) -> str:
     if top == PACKAGE:
         return ""
     return " ".join(version(name) for name in sorted(set(_distributions().get(top, []))))
+
+
+def _is_installed(top: str) -> bool:
+    path = _path(top)
+    places = (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
+    return path is not None and any(path.is_relative_to(place) for place in places)
 
 
 @cache

@@ -102,6 +102,21 @@ def test_the_version_of_another_package_counts(
     assert digests[0] != digests[1]
 
 
+def test_what_is_installed_is_known_by_its_version(
+    package: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reading all that Transformers' Trainer imports takes seconds."""
+    monkeypatch.setattr(
+        "hf_gradguard.audit.cells._distributions", lambda: {"toy_attacks": ["toy-attacks"]}
+    )
+    monkeypatch.setattr("hf_gradguard.audit.cells.version", lambda name: "1.0")
+    edited = code_digest(reloaded())
+    monkeypatch.setattr("sysconfig.get_path", lambda name: str(package.parent))
+    before = code_digest(reloaded())
+    (package / "helper.py").write_text("GUESS = 12345 % 7\n")
+    assert code_digest(reloaded()) == before != edited
+
+
 def test_a_class_without_source_is_never_the_same_again() -> None:
     names: dict[str, Any] = {"__name__": "typed_in"}
     exec("class Typed: pass", names)
