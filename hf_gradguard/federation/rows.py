@@ -7,6 +7,7 @@ from torch import Tensor
 
 _ULP = torch.finfo(torch.float32).eps  # a weight's last digit, as a share of the weight
 _ROUNDING = 2048 * _ULP  # of 4,096 steps of decay at most
+_WIDTH = 8  # of rows whose signs all agree with something, other than by chance
 
 
 def trained_rows(start: Tensor, change: Tensor, dim: int) -> int:
@@ -28,6 +29,10 @@ def trained_rows(start: Tensor, change: Tensor, dim: int) -> int:
         1
     """
     others = tuple(k for k in range(change.dim()) if k != dim)
+    shrunk = _by_signs(start, change, others)
+    if change.numel() >= _WIDTH * len(shrunk) and 2 * int((shrunk > 0.95).sum()) > len(shrunk):
+        more, much = (int((shrunk < share).sum()) for share in (0.95, 0.8))
+        return more if much >= more / 2 else 0
     factor = _decay(start, change, others)
     slack = min(_ULP - factor, _ROUNDING) if factor else 0.0
     rest, sizes = change.sub(start, alpha=factor).abs_(), start.abs()
@@ -35,6 +40,15 @@ def trained_rows(start: Tensor, change: Tensor, dim: int) -> int:
         int((rest > share * sizes).any(others).sum()) for share in (slack, 8 * max(slack, _ULP))
     )
     return more if much >= more / 2 else 0
+
+
+def _by_signs(start: Tensor, change: Tensor, others: tuple[int, ...]) -> Tensor:
+    """The cosine of rows' changes with shrinking by the same in all entries, as Adam moves them
+    whose decay is a part of the gradient (AdamW's is not). 1 for what did not change.
+    """
+    along = -(change * start.sign()).sum(others)
+    sizes = (change.square().sum(others) * start.ne(0).sum(others)).sqrt()
+    return torch.where(change.ne(0).any(others), along / sizes, 1.0)
 
 
 def _decay(start: Tensor, change: Tensor, others: tuple[int, ...]) -> float:
