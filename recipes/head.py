@@ -38,9 +38,12 @@ class RecipeArguments:
         metadata={"help": "Folder with train.tsv and dev.tsv. Default: GLUE, from the Hub."},
     )
     public_text: str | None = field(
-        default=None, metadata={"help": "Text by which embeddings are whitened. Default: not."}
+        default=None,
+        metadata={"help": "File of public text, to whiten embeddings. Default: no whitening."},
     )
-    layers: int = field(default=4, metadata={"help": "Of so many last layers are embeddings."})
+    layers: int = field(
+        default=4, metadata={"help": "How many of the last layers make an embedding."}
+    )
     max_length: int = field(
         default=64, metadata={"help": "Tokens a sentence; longer ones are cut."}
     )

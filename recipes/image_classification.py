@@ -56,7 +56,7 @@ class RecipeArguments:
         default="{}", metadata={"help": "For --from_scratch: its config, as JSON."}
     )
     num_ranks: int | None = field(
-        default=None, metadata={"help": "Stop unless exactly so many ranks were started."}
+        default=None, metadata={"help": "Stop unless exactly this many ranks were started."}
     )
 
 

@@ -43,7 +43,7 @@ class RecipeArguments:
         default=False, metadata={"help": "Train a small BERT and its tokenizer from nothing."}
     )
     num_ranks: int | None = field(
-        default=None, metadata={"help": "Stop unless exactly so many ranks were started."}
+        default=None, metadata={"help": "Stop unless exactly this many ranks were started."}
     )
 
 

@@ -131,9 +131,9 @@ def _under(summary: Summary, name: str, row: Row) -> str:
     if listed and not any(one.attack == row.attack for one in listed):
         most = max(listed, key=lambda one: one.scores["top1"].mean)
         said += (
-            f", and who has a list of {most.candidates} names "
-            f"{100 * most.scores['top1'].mean:.0f} % of the {terms.many} (blindly "
-            f"{100 * most.blind:.0f} %)"
+            f", and an attacker with a list of {most.candidates} names "
+            f"{100 * most.scores['top1'].mean:.0f} % of the {terms.many} ("
+            f"{100 * most.blind:.0f} % by chance)"
         )
     return said
 

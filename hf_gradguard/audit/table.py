@@ -59,7 +59,7 @@ def _scores(summary: Summary) -> list[str]:
 
 
 def _ranked(summary: Summary) -> list[str]:
-    header = ["defense", "a list of candidates", "knows the defense", "named", "blindly"]
+    header = ["defense", "a list of candidates", "knows the defense", "named", "by chance"]
     header += ["mean rank", "found at 1 % false alarms", "at 0.1 %"]
     lines = [_line(header), _line(["---"] * len(header))]
     for one in summary.ranked:

@@ -272,13 +272,13 @@ def _ids_of(candidate: Any) -> list[int]:
 
 _TOLD = {
     "fill-mask": (
-        "What is looked for is the text as the model read it: masked words do not count. Who has a "
-        "list of candidates is also told which words of theirs would be masked.",
+        "What is looked for is the text as the model read it: masked words do not count. An "
+        "attacker with a list of candidates is also told which words of theirs would be masked.",
     ),
     "text2text-generation": (
-        "What is looked for is the source text. Who has a list of candidates has their targets "
-        "too.",
+        "What is looked for is the source text. An attacker with a list of candidates has their "
+        "targets too.",
     ),
-    "token-classification": ("Who has a list of candidates has their words' labels too.",),
+    "token-classification": ("An attacker with a list of candidates has their words' labels too.",),
 }
 """What else has to be said of a task's audit."""

@@ -147,7 +147,7 @@ def _who_has_a_list(chosen: Outcome) -> str:
     if chosen.named is None:
         return ""
     words = (
-        f" Who has a list of {chosen.listed} with the right ones among them names "
+        f" An attacker with a list of {chosen.listed}, the right ones among them, names "
         f"{chosen.named.said()} of them."
     )
     if chosen.named.low > MANY:
@@ -209,7 +209,7 @@ def _without_searches(outcomes: list[Outcome], kept: list[Outcome], said: str) -
         return Choice(outcomes, None, words)
     named, chosen = min(fewer, key=lambda one: one[0].mean)
     words += (
-        f"Who has a list of {chosen.listed} with the right ones among them names "
+        f"An attacker with a list of {chosen.listed}, the right ones among them, names "
         f"{everybody.said()} of them undefended, and least under {chosen.defense}: "
         f"{named.said()}. At a learning rate of {chosen.learning_rate:.2g} it "
         f"{_kept(chosen, plain)}."

@@ -175,7 +175,7 @@ class GradGuardConfig(TrainingArguments):
     noise_for: str = field(
         default="message",
         metadata={
-            "help": "What a defense's scale is of: message, or sum (with secure_aggregation).",
+            "help": "Whose noise a scale is: a message's, or the sum's (secure_aggregation).",
             "choices": list(NOISE_FOR),
         },
     )

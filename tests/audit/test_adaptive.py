@@ -225,7 +225,7 @@ def test_no_leak_is_at_chance_that_another_attacker_finds(
     assert "chance" not in [verdict.standing for verdict in summarize(alone).verdicts]
     table, page = markdown_table(summary), html_report(summary)
     assert "| `soteria:ratio=0.5` | 12 | yes | 1.00" in table
-    assert "Who has a list of candidates" in page
+    assert "An attacker with a list of candidates" in page
     assert "<th>knows the defense</th>" in page
 
 

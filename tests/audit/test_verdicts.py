@@ -44,7 +44,7 @@ def test_who_has_a_list_leaks_by_its_order_alone() -> None:
     assert verdict.standing == "chance"
     assert "Not distinguishable from a blind draw from the list" in verdict.text
     assert summary.ranked[1].blind == pytest.approx(1 / 6)
-    assert "| named | blindly |" in markdown_table(summary)
+    assert "| named | by chance |" in markdown_table(summary)
     assert "| 0.17 |" in markdown_table(summary)
 
 
@@ -60,6 +60,6 @@ def test_readers_are_compared_with_readers() -> None:
             cell["ranked"] = {"scores": even, "members": [0]}
     summary = summarize(result)
     verdict = summary.verdicts[1]
-    assert "a list of 6 names 0 % of the texts (blindly 17 %)" in headline(summary)
+    assert "a list of 6 names 0 % of the texts (17 % by chance)" in headline(summary)
     assert verdict.standing == "open"
     assert "Against span, not distinguishable from no defense." in verdict.text

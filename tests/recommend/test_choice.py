@@ -108,7 +108,7 @@ def test_who_names_many_of_a_list_is_told_what_hides_from_him() -> None:
     for named, said in ((0.5, True), (0.08, False)):  # of the latter 0.03 to 0.13
         tried = [listed(PLAIN, 1.0), listed(outcome("a", 0.0, 0.1), named)]
         words = choose(tried, 0.02, chance=0.2).words
-        assert "Who has a list of 54 with the right ones among them names" in words
+        assert "An attacker with a list of 54, the right ones among them, names" in words
         assert ("share its linear head alone" in words) == said
 
 

@@ -84,7 +84,7 @@ def test_who_has_a_list_decides_nothing_and_is_told(found: tuple[Path, Choice]) 
     assert plain.listed == noise.listed == pruned.listed == 7
     assert plain.named.mean == pruned.named.mean == 1 >= noise.named.mean
     assert plain.attack == "span"
-    assert "Who has a list of 7 with the right ones among them names" in found[1].words
+    assert "An attacker with a list of 7, the right ones among them, names" in found[1].words
     assert "| named of a list |" in (found[0] / "recommend.md").read_text()
 
 
