@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from pathlib import Path
 from typing import Any
 
 from . import __version__
@@ -19,8 +20,12 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    commands.add_parser("defenses", help="list the defenses with their settings and defaults")
-    commands.add_parser("attacks", help="list the attacks with their settings and defaults")
+    commands.add_parser(
+        "defenses", help="list the defenses and their settings; docs/defenses.md says more"
+    )
+    commands.add_parser(
+        "attacks", help="list the attacks and their settings; docs/attacks.md says more"
+    )
     _add_evalnet(commands)
     _add_audit(commands)
     _add_recommend(commands)
@@ -30,7 +35,8 @@ def main(argv: list[str] | None = None) -> int:
     elif arguments.command == "evalnet":
         try:
             (_train_evalnet if arguments.action == "train" else _push_evalnet)(arguments)
-        except (ValueError, OSError) as error:  # said for people already; a traceback would hide it
+        # said for people already; a traceback would hide it
+        except (ValueError, OSError, ImportError) as error:
             parser.exit(1, f"gradguard evalnet {arguments.action}: {error}\n")
     else:
         if arguments.command == "audit":
@@ -124,6 +130,7 @@ def _train_evalnet(args: argparse.Namespace) -> None:
         name: getattr(args, name) for name in (*names, "batch_size", "learning_rate", "seed")
     }
     settings = {name: value for name, value in settings.items() if value is not None}
+    _check_output(args.output)
     source = {"column": args.column, "split": args.split, "config": args.dataset_config}
     network: Any
     if args.model:
@@ -140,12 +147,24 @@ def _train_evalnet(args: argparse.Namespace) -> None:
         network = train_text_network(embedding, tokenizer, texts, base_model=base_model, **settings)
     else:
         sizes = {"num_channels": args.num_channels, "image_size": args.image_size}
+        if args.dataset.endswith(".npz") and any(sizes.values()):
+            raise ValueError("An npz is taken as it is: leave --num_channels and --image_size out.")
         network = train_image_network(load_images(args.dataset, **source, **sizes), **settings)
     save_network(network, args.output)
     network_card(
         network, os.path.basename(args.dataset) if os.path.exists(args.dataset) else args.dataset
     ).save(os.path.join(args.output, "README.md"))
     print(f"{sum(p.numel() for p in network.parameters()):,} parameters -> {args.output}")
+
+
+def _check_output(output: str) -> None:
+    """Before a training, and not after it."""
+    path = Path(output)
+    if path.exists() and not path.is_dir():
+        raise ValueError(f"{output} is a file. Give a folder.")
+    config = path / "config.json"
+    if config.exists() and "gradguard_" not in config.read_text(encoding="utf-8"):
+        raise ValueError(f"{output} holds another model, which would be lost. Give a new folder.")
 
 
 def _push_evalnet(args: argparse.Namespace) -> None:

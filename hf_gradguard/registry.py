@@ -172,7 +172,13 @@ def _describe(value: str) -> Description:
     module, _, name = value.partition(":")
     try:
         where = _defined_in(module, name)
-    except (ImportError, OSError, SyntaxError, UnicodeDecodeError):
+    except (
+        ImportError,
+        OSError,
+        SyntaxError,
+        UnicodeDecodeError,
+        ValueError,
+    ):  # of a notebook, say
         where = None
     if where is None:
         return Description(f"{value}, whose source cannot be read.", {})

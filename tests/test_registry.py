@@ -120,3 +120,24 @@ def test_names_can_be_added_in_a_process() -> None:
     assert (list(own), own["mine"], len(own)) == (["mine"], dict, 1)
     del own["mine"]
     assert not len(own)
+
+
+def test_a_class_of_a_script_is_listed() -> None:
+    """A module that is run has no source that could be found by its name."""
+    done = subprocess.run(
+        [sys.executable, "-c", _SCRIPT], capture_output=True, text=True, check=True
+    )
+    assert "mine" in done.stdout
+    assert "whose source cannot be read" in done.stdout
+
+
+_SCRIPT = """
+from hf_gradguard import DEFENSES
+from hf_gradguard.cli import describe
+
+class Mine:
+    pass
+
+DEFENSES["mine"] = Mine
+print(describe(DEFENSES))
+"""

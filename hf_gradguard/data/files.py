@@ -114,7 +114,9 @@ def load_rows(dataset: str, split: str = "train", config: str | None = None) -> 
             raise ValueError(f"{dataset} is none of {', '.join(_FORMATS)} and .npz (images).")
         # Tab-separated data sets hold bare quotation marks, so quoting is off (csv.QUOTE_NONE)
         # there.
-        tabs = {"delimiter": "\t", "quoting": 3} if path.suffix == ".tsv" else {}
+        tabs: dict[str, Any] = {"delimiter": "\t", "quoting": 3} if path.suffix == ".tsv" else {}
+        if path.suffix in (".csv", ".tsv"):  # else a text "NA" or "None" were no text
+            tabs |= {"keep_default_na": False, "na_values": [""]}
         return load_dataset(_FORMATS[path.suffix], data_files=str(path), split="train", **tabs)
     return load_dataset(dataset, config, split=split)
 

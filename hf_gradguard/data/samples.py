@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-from datasets import Image
+from datasets import Dataset, Image
 
 from .files import COLUMNS, load_rows, pick_column
 
@@ -72,33 +72,60 @@ def load_samples(
     read = _READ.get(labels or "", lambda label, classes: label)
     usual_labels = _LABEL_COLUMNS.get(labels or "", ())
     if dataset.endswith(".npz"):
-        columns = (column, usual), (label_column, usual_labels)
-        inputs, found = _arrays(dataset, *columns)
+        of_labels = [(label_column, usual_labels)] if labels else []
+        inputs, found = _arrays(dataset, (column, usual), *of_labels)
         chosen = _draw(len(inputs), count, spare, seed, dataset)
-        return [(inputs[i], read(found[i].item(), classes)) for i in chosen]
-    rows = load_rows(dataset, split, config)
-    name = pick_column(rows.column_names, column, usual, dataset)
+        return [(inputs[i], read(found[i].tolist(), classes) if labels else None) for i in chosen]
+    rows, name = _rows(dataset, split, config, column, kind, usual)
     rows = rows.select(_draw(len(rows), count, spare, seed, dataset))
-    if kind == "image":
-        rows = rows.cast_column(name, Image())
     if labels is None:
-        return [(row[name], None) for row in rows]
+        return [(_whole(one, dataset), None) for one in rows[name]]
     label_name = pick_column(
         rows.column_names, label_column, usual_labels, dataset, "--label_column"
     )
-    return [(row[name], read(row[label_name], classes)) for row in rows]
+    ids = _own_ids(rows.features[label_name], classes, dataset)
+    found = [read(_mapped(label, ids), classes) for label in rows[label_name]]
+    return [(_whole(one, dataset), label) for one, label in zip(rows[name], found, strict=True)]
 
 
-def _arrays(
-    dataset: str,
-    of_inputs: tuple[str | None, tuple[str, ...]],
-    of_labels: tuple[str | None, tuple[str, ...]],
-) -> tuple[Any, Any]:
+def _whole(found: Any, dataset: str) -> Any:
+    if found is None:
+        raise ValueError(f"A row that was drawn from {dataset} is empty.")
+    return found
+
+
+def _own_ids(feature: Any, classes: Mapping[str, int] | None, dataset: str) -> list[int] | None:
+    """The model's class of each class of a data set that names them; `None` where names say nothing
+    of the model's.
+
+    Raises:
+        ValueError: If the model has only some of the names.
+    """
+    names: list[str] = getattr(getattr(feature, "feature", feature), "names", None) or []
+    known = [name for name in names if name in (classes or {})]
+    if not known or classes is None:
+        return None
+    if len(known) < len(names):
+        unknown = next(name for name in names if name not in classes)
+        raise ValueError(f"{dataset} has a class {unknown!r}, and the model none of that name.")
+    return [classes[name] for name in names]
+
+
+def _mapped(label: Any, ids: list[int] | None) -> Any:
+    if ids is None or label is None:
+        return label
+    return [ids[one] for one in label] if isinstance(label, list) else ids[label]
+
+
+def _arrays(dataset: str, *columns: tuple[str | None, tuple[str, ...]]) -> tuple[Any, Any]:
+    """Inputs, and labels if they are asked for."""
     with np.load(dataset, allow_pickle=False) as arrays:
-        names = list(arrays)
-        inputs = arrays[pick_column(names, *of_inputs, dataset)]
-        labels = arrays[pick_column(names, *of_labels, dataset, "--label_column")]
-    return inputs, labels
+        names, flags = list(arrays), ("--column", "--label_column")
+        found = [
+            arrays[pick_column(names, *column, dataset, flag)]
+            for column, flag in zip(columns, flags, strict=False)
+        ]
+    return found[0], found[-1]
 
 
 def load_inputs(
@@ -123,11 +150,22 @@ def load_inputs(
     if dataset.endswith(".npz"):
         with np.load(dataset, allow_pickle=False) as arrays:
             return list(arrays[pick_column(list(arrays), column, usual, dataset)])
+    rows, name = _rows(dataset, split, config, column, kind, usual)
+    return list(rows[name])
+
+
+def _rows(
+    dataset: str,
+    split: str,
+    config: str | None,
+    column: str | None,
+    kind: str,
+    usual: tuple[str, ...],
+) -> tuple[Dataset, str]:
+    """And the name of their inputs' column."""
     rows = load_rows(dataset, split, config)
     name = pick_column(rows.column_names, column, usual, dataset)
-    if kind == "image":
-        rows = rows.cast_column(name, Image())
-    return list(rows[name])
+    return (rows.cast_column(name, Image()) if kind == "image" else rows), name
 
 
 def _draw(available: int, count: int, spare: int, seed: int, dataset: str) -> list[int]:
@@ -146,7 +184,7 @@ def _usual(kind: str, labels: str | None = None) -> tuple[str, ...]:
 
 
 def _class_id(label: Any, classes: Mapping[str, int] | None) -> int:
-    if isinstance(label, int):
+    if isinstance(label, int) and (not classes or label in classes.values()):
         return label
     if classes and label in classes:
         return classes[label]

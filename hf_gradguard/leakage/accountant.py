@@ -18,6 +18,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -143,8 +144,10 @@ class FisherAccountant:
             standard_error: Of `dfil`, if it is an estimate; taken as independent between steps.
 
         Raises:
+            TypeError: If a key is neither an integer nor a string.
             ValueError: If lengths differ, or a value is negative or NaN. Nothing is added then.
         """
+        keys = keys.tolist() if hasattr(keys, "tolist") else [_plain(key) for key in keys]
         values = dfil.tolist()
         errors = [0.0] * len(values) if standard_error is None else standard_error.tolist()
         if not len(keys) == len(values) == len(errors):
@@ -157,14 +160,17 @@ class FisherAccountant:
                 "dFIL and its standard error must be at least 0, but one is smaller or NaN."
             )
         copies = Counter(keys)
+        sums = {key: [0.0, 0.0] for key in copies}  # rows of one example have the same probes
         for key, value, error in zip(keys, values, errors, strict=True):
+            sums[key][0] += self.factor * copies[key] * value
+            sums[key][1] += self.factor * copies[key] * error
+        for key, (value, error) in sums.items():
             row = self._rows.setdefault(key, len(self._rows))
             if row == len(self._totals):
                 self._totals.append(0.0)
                 self._variances.append(0.0)
-            weight = self.factor * copies[key]
-            self._totals[row] += weight * value
-            self._variances[row] += (weight * error) ** 2
+            self._totals[row] += value
+            self._variances[row] += error**2
         self.steps += 1
         self.failure_probability = min(self.failure_probability + self._delta, 1.0)
 
@@ -217,6 +223,14 @@ class FisherAccountant:
         self._totals, self._variances = state["totals"].tolist(), state["variances"].tolist()
         self.steps = int(state["steps"])
         self.failure_probability = float(state["failure_probability"])
+
+
+def _plain(key: Any) -> Key:
+    """A key that is equal to itself the next time, and that JSON can hold."""
+    plain: Key = key.item() if hasattr(key, "item") else key
+    if not isinstance(plain, Key):
+        raise TypeError(f"A key is an integer or a string, and not {type(key).__name__}.")
+    return plain
 
 
 def example_keys(gmap: GradientMap) -> list[str]:

@@ -171,7 +171,9 @@ def _exact_traces(unknowns: Unknowns, variance: Tensors) -> Tensor:
         ).sum()
         for unit in unknowns.units()
     ]
-    parts = torch.stack(squares).split(unknowns.per_sample.tolist())
+    if not (every := torch.stack(squares)).isfinite().all():
+        raise not_finite()
+    parts = every.split(unknowns.per_sample.tolist())
     return torch.stack([part.sum(dtype=torch.float64) for part in parts])
 
 

@@ -80,9 +80,9 @@ def inversion_influence(
     unknowns = Unknowns(gmap, sample)
     solution = solve(unknowns.gram, unknowns.vjp(delta), damping, tolerance, max_iterations)
     error = unknowns.unpack(solution.x)
-    influence = Influence(solution.x.norm())
+    influence = Influence(solution.x.double().norm())
     influence.num_coordinates, influence.error = unknowns.size, error
-    influence.per_sample = error.flatten(1).norm(dim=1)
+    influence.per_sample = error.flatten(1).norm(dim=1, dtype=torch.float64).to(error.dtype)
     influence.iterations, influence.residual = solution.iterations, solution.residual
     influence.relative_error = solution.relative_error
     return influence
@@ -137,9 +137,10 @@ def inversion_influence_lower_bound(
     # Lanczos approaches λ_max from below; with its residual added this stays a lower bound.
     divisor = float(eigenvalue) * (1 + 2 * gmap.product_error) + eigenvalue.residual + damping
     scale = (1 - gmap.product_error) / divisor if divisor else 0.0
-    bound = Influence(float(product.norm()) * scale)
+    bound = Influence(finite(product.double().norm()) * scale)
     bound.num_coordinates = unknowns.size
-    bound.per_sample = unknowns.unpack(product).flatten(1).norm(dim=1) * scale
+    norms = unknowns.unpack(product).flatten(1).norm(dim=1, dtype=torch.float64)
+    bound.per_sample = (norms * scale).to(product.dtype)
     bound.iterations, bound.residual = eigenvalue.iterations, eigenvalue.residual
     return bound
 
@@ -177,9 +178,9 @@ def one_product_bound(
     _check_damping(damping)
     unknowns = Unknowns(gmap, sample)
     product = unknowns.vjp(delta)
-    if not (size := finite(product.norm())):
+    if not (size := finite(product.double().norm())):
         return 0.0
-    unit = product / size
+    unit = (product.double() / size).to(product.dtype)
     divisor = finite((unknowns.gram(unit) + damping * unit).norm())
     return max(0.0, 1 - 3 * gmap.product_error) * size / divisor if divisor else 0.0
 

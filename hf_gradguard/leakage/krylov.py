@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -100,9 +100,17 @@ def solve(
         ArithmeticError: If the system is singular to working precision, or too many iterations
             would be needed.
     """
-    size = finite(b.norm())
-    if not size:
+    if not (peak := finite(b.abs().max())):
         return Solution(torch.zeros_like(b), 0.0, 0.0, 0)
+    unit = math.ldexp(1.0, math.frexp(peak)[1])  # squares of small numbers are zeros
+    found = _solve(operator, b / unit, damping, tolerance, max_iterations)
+    return replace(found, x=found.x * unit)
+
+
+def _solve(
+    operator: Operator, b: Tensor, damping: float, tolerance: float, max_iterations: int
+) -> Solution:
+    size = finite(b.norm())
     eps = torch.finfo(b.dtype).eps
     x, r, p = torch.zeros_like(b), b, b
     basis = _Basis(b)

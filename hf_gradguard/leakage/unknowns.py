@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..gradient_map import GradientMap, Tensors
+from .krylov import not_finite
 
 NoiseVariance = float | Mapping[str, Tensor]
 """Diagonal Σ: one variance for all coordinates, or one tensor per shared parameter, of its shape or
@@ -82,6 +83,7 @@ class Unknowns:
         """J D Jᵀ as an (m, m) matrix: m products.
 
         Raises:
+            FloatingPointError: If a product is not finite.
             ValueError: If m is above 8192.
         """
         if self.size > 8192:
@@ -90,6 +92,8 @@ class Unknowns:
                 "`sample`, a smaller batch, or an estimate."
             )
         matrix = torch.stack([self.gram(unit, weights) for unit in self.units()])
+        if not matrix.isfinite().all():
+            raise not_finite()
         return (matrix + matrix.T) / 2
 
     def units(self) -> Iterator[Tensor]:

@@ -32,6 +32,10 @@ class TextReconstruction(evaluate.Metric):
         0.833
     """
 
+    def __init__(self, *args: Any, keep_in_memory: bool = True, **kwargs: Any) -> None:
+        # else references, which are private, lie in a cache that everybody can read
+        super().__init__(*args, keep_in_memory=keep_in_memory, **kwargs)
+
     def _info(self) -> evaluate.MetricInfo:
         return evaluate.MetricInfo(
             description="How near texts reconstructed from a shared gradient are to the true ones.",

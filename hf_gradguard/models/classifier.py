@@ -31,6 +31,7 @@ class SmallImageClassifier(PreTrainedModel):
     """Base of the papers' networks. A subclass has `logits`."""
 
     main_input_name = "pixel_values"
+    accepts_loss_kwargs = False  # a mean of each micro-batch: the Trainer divides by their number
 
     def logits(self, pixel_values: Tensor) -> Tensor:
         """`(B, C, H, W)` to `(B, num_labels)`."""

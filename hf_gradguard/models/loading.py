@@ -103,6 +103,9 @@ def _adapted(name: str, task: str | None) -> tuple[nn.Module, Any]:
     return adapted.eval(), _processing(name, TASKS[task]) if own and task else processing_class
 
 
+_HEADS = ("classifier", "score", "out_proj")  # not `pre_classifier`, which PEFT saves as well
+
+
 def _classes_of(folder: str) -> dict[str, int]:
     """How many classes the head has that was trained beside the adapters: its base need not."""
     path = os.path.join(folder, "adapter_model.safetensors")
@@ -110,7 +113,8 @@ def _classes_of(folder: str) -> dict[str, int]:
         return {}
     with safe_open(path, framework="pt") as file:
         names = list(file.keys())
-        heads = [name for name in names if "lora_" not in name and name.endswith("weight")]
+        saved = [name for name in names if "lora_" not in name and name.endswith(".weight")]
+        heads = [name for name in saved if name.split(".")[-2] in _HEADS] or saved
         return {"num_labels": file.get_slice(heads[-1]).get_shape()[0]} if heads else {}
 
 

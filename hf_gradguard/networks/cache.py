@@ -19,7 +19,7 @@ from transformers.utils import logging
 
 from .loading import EvaluationNetwork, load_network, packaged_text_network, save_network
 from .noise import embedding_weight
-from .text import TextEvaluationNetwork, embedding_fingerprint
+from .text import TextEvaluationNetwork, embedding_fingerprint, every_embedding
 from .training import train_text_network
 
 logger = logging.get_logger(__name__)
@@ -77,10 +77,11 @@ def cached_text_network(
     if packaged is not None:
         return _text(load_network(packaged)).to(weight.device)
     root = Path(cache) if cache is not None else cache_folder()
-    folder = root / fingerprint
+    # of what the model reads: a module may scale
+    folder = root / embedding_fingerprint(every_embedding(embedding))
     if not folder.is_dir():
         root.mkdir(parents=True, exist_ok=True)
-        with WeakFileLock(root / f"{fingerprint}.lock"):
+        with WeakFileLock(root / f"{folder.name}.lock"):
             if not folder.is_dir():  # another rank may have trained it while this one waited
                 _train_into(folder, embedding, tokenizer, texts, base_model, training)
     return _text(load_network(folder)).to(weight.device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -49,6 +50,7 @@ def network_for(
             "evaluation_network in defense_kwargs."
         )
     name = getattr(getattr(model, "config", None), "name_or_path", "") or ""
+    name = "" if Path(name).exists() else name  # a folder means nothing elsewhere, and may tell
     return cached_text_network(
         TEXT.embedding(model), processing_class, lambda: _public_text(public_text), base_model=name
     )

@@ -75,7 +75,7 @@ def as_pixels(images: Any) -> Tensor:
         torch.Size([5, 1, 28, 28])
     """
     if not isinstance(images, np.ndarray | Tensor):
-        arrays = [np.asarray(image) for image in images]
+        arrays = [np.asarray(_plain(image)) for image in images]
         shapes = sorted({array.shape for array in arrays})
         if len(shapes) > 1:
             raise ValueError(
@@ -101,6 +101,14 @@ def as_pixels(images: Any) -> Tensor:
             f"Pixels must be uint8 or floating point in [0, 1], but are {pixels.dtype} beyond that."
         )
     return (pixels * 255).round().to(torch.uint8)
+
+
+def _plain(image: Any) -> Any:
+    """A palette's indices are no pixels, and transparency is no color."""
+    mode = getattr(image, "mode", None)
+    if mode in (None, "L", "RGB"):
+        return image
+    return image.convert("L" if mode in ("1", "LA") else "RGB")
 
 
 def embedding_weight(embedding: nn.Module) -> Tensor:

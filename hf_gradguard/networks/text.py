@@ -10,8 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel
 
+from ..gradient_map.domain import embed
 from .base import EvaluationNetworkBase, EvaluationNetworkOutput
 from .configuration import TextEvaluationNetworkConfig
+from .noise import embedding_weight
 
 _RATIO_WEIGHT = 10.0
 """Of the squared error of a text's ratio, beside the cross-entropy of its tokens."""
@@ -137,8 +139,8 @@ class TextEvaluationNetwork(EvaluationNetworkBase):
 
     @torch.no_grad()
     def set_embedding_statistics(self, weight: Tensor) -> None:
-        """Take mean, scale and special tokens from the embedding matrix `(V, H)`. Once, before
-        training.
+        """Take mean, scale and special tokens from the embeddings of all tokens, `(V, H)`. Once,
+        before training.
         """
         weight = weight.float()
         self.embedding_mean.copy_(weight.mean(0))
@@ -189,6 +191,12 @@ class TextEvaluationNetwork(EvaluationNetworkBase):
         # distance needs.
         distance = torch.cdist(x.float(), special, compute_mode="donot_use_mm_for_euclid_dist")
         return (distance > 0.01 * special.norm(dim=-1)).all(-1)
+
+
+def every_embedding(embedding: nn.Module) -> Tensor:
+    """`(V, H)`: what a module makes of every token. It may scale its matrix, as Gemma's does."""
+    weight = embedding_weight(embedding)
+    return embed(embedding, torch.arange(len(weight), device=weight.device)).detach()
 
 
 def embedding_fingerprint(weight: Tensor) -> str:

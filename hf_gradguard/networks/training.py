@@ -23,7 +23,7 @@ from .noise import (
     replace_tokens,
     special_token_ids,
 )
-from .text import TextEvaluationNetwork, embedding_fingerprint
+from .text import TextEvaluationNetwork, embedding_fingerprint, every_embedding
 
 
 def train_image_network(
@@ -173,7 +173,7 @@ def _new_text_network(
             )
         )
     network.to(weight.device)
-    network.set_embedding_statistics(weight)
+    network.set_embedding_statistics(every_embedding(passages.embedding))
     return network
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import mpmath
+import numpy as np
 import pytest
 import torch
 from helpers import make_task, small_convolution, torch_rng
@@ -321,3 +322,25 @@ def test_rdp_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
         rdp_of_order_two(1.0)
     with pytest.raises(ImportError, match=r"pip install 'hf-gradguard\[accounting\]'"):
         subsampling_factor(0.1, 1.0, 1e-5)
+
+
+def test_keys_of_a_collated_batch_add_up() -> None:
+    """Tensors are equal to nothing but themselves, and JSON holds none."""
+    accountant = FisherAccountant()
+    for keys in (torch.tensor([0, 1]), np.array([0, 1]), [torch.tensor(0), np.int64(1)], [0, 1]):
+        accountant.step(keys, row(1.0, 2.0))
+    assert (len(accountant), accountant.dfil(0), accountant.dfil(1)) == (2, 4.0, 8.0)
+    other = FisherAccountant()
+    other.load_state_dict(accountant.state_dict())
+    assert other.dfil(1) == 8.0
+    with pytest.raises(TypeError, match="an integer or a string, and not tuple"):
+        accountant.step([(0,), (1,)], row(1.0, 2.0))  # type: ignore[list-item]
+
+
+def test_rows_of_one_example_have_one_error() -> None:
+    """They are estimated from the same probes: errors add up, and not their squares."""
+    accountant = FisherAccountant()
+    accountant.step([7] * 4, row(1.0, 1.0, 1.0, 1.0), row(0.1, 0.1, 0.1, 0.1))
+    accountant.step([7], row(1.0), row(0.3))
+    assert accountant.dfil(7) == pytest.approx(17.0)
+    assert accountant.standard_error(7) == pytest.approx(math.hypot(4 * 4 * 0.1, 0.3))

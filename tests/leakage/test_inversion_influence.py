@@ -22,7 +22,9 @@ from hf_gradguard import GradientMap, make_defense
 from hf_gradguard.gradient_map.shifted import by_differences
 from hf_gradguard.gradient_map.views import MaskedMap
 from hf_gradguard.leakage import (
+    dfil,
     expected_squared_influence,
+    fisher_trace,
     inversion_influence,
     inversion_influence_lower_bound,
     largest_eigenvalue,
@@ -441,3 +443,35 @@ def test_a_bound_that_begins_at_what_noise_moves(name: str) -> None:
     assert began <= cold
     nothing = {n: torch.zeros_like(d) for n, d in delta.items()}
     assert inversion_influence_lower_bound(gmap, nothing, random=True) == 0
+
+
+@pytest.mark.parametrize("size", [1e-18, 1e-25])
+def test_small_perturbations_have_small_influence(size: float) -> None:
+    """All of them are linear in δ, though squares of small numbers are zeros in float32."""
+    model, batch = make_task("bert", dtype=torch.float32)
+    gmap = GradientMap(model, batch)
+    damping = 0.1 * largest_eigenvalue(gmap)
+    delta = {
+        name: torch.randn(g.shape, generator=torch_rng()) for name, g in gmap.gradient().items()
+    }
+    small = {name: size * d for name, d in delta.items()}
+    for figure in (inversion_influence, inversion_influence_lower_bound, one_product_bound):
+        assert float(figure(gmap, small, damping)) == pytest.approx(
+            size * float(figure(gmap, delta, damping)), rel=1e-4
+        )
+
+
+def test_what_is_not_finite_is_no_figure() -> None:
+    model, batch = make_task("bert")
+    next(p for n, p in model.named_parameters() if "query" in n).data[0, 0] = torch.nan
+    gmap = GradientMap(model, batch)
+    delta = {name: torch.ones_like(g) for name, g in gmap.gradient().items()}
+    for figure in (
+        lambda: dfil(gmap, 1e-3, None),
+        lambda: fisher_trace(gmap, 1e-3),
+        lambda: inversion_influence_lower_bound(gmap, delta, 0.1),
+        lambda: expected_squared_influence(gmap, 1e-3, 0.1),
+        lambda: smallest_directions(gmap),
+    ):
+        with pytest.raises(FloatingPointError, match="not finite"):
+            figure()

@@ -11,6 +11,7 @@ import math
 import socket
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -759,3 +760,14 @@ def test_the_metric_refuses_what_score_text_refuses(metric: TextReconstruction) 
     assert (
         metric.compute(predictions=["a"], references=["a"])["token_f1"] == 1
     )  # and works on after that
+
+
+def test_references_are_written_to_no_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("evaluate.config.HF_METRICS_CACHE", tmp_path)
+    metric = TextReconstruction(cache_dir=str(tmp_path))
+    metric.add_batch(predictions=["x"], references=["a secret"])
+    metric.compute()
+    written = [p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()]
+    assert not any(b"secret" in found for found in written)

@@ -110,3 +110,25 @@ def test_wrong_action_says_which_there_are(
         main(argv)
     assert done.value.code == 2
     assert "ACTION" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("what", ["file", "model"])
+def test_where_it_goes_is_seen_to_before_the_training(
+    what: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "file" if what == "file" else model
+    (tmp_path / "file").write_text("mine")
+    before = (model / "config.json").read_bytes()
+    data = ["--model", str(model), "--dataset", str(tmp_path / "nowhere.txt")]
+    with pytest.raises(SystemExit):
+        main(["evalnet", "train", *data, "--output", str(output)])
+    assert {"file": "is a file", "model": "holds another model"}[what] in capsys.readouterr().err
+    assert (model / "config.json").read_bytes() == before
+
+
+def test_sizes_of_an_array_are_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    np.savez(tmp_path / "images.npz", image=np.zeros((4, 8, 8), np.uint8))
+    data = ["--dataset", str(tmp_path / "images.npz"), "--output", str(tmp_path / "network")]
+    with pytest.raises(SystemExit):
+        main(["evalnet", "train", *data, "--image_size", "32"])
+    assert "leave --num_channels and --image_size out" in capsys.readouterr().err

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
+from helpers import make_task
 from transformers import ViTConfig, ViTForImageClassification
 
 from hf_gradguard import GradientMap, make_defense
@@ -72,3 +75,17 @@ def test_the_packaged_network_judges_and_refiner_runs(channels: int, size: int) 
     defense.prepare(model)
     message = defense(GradientMap(model, batch), Stream.from_seeds(1))
     assert all(torch.isfinite(tensor).all() for tensor in message.values())
+
+
+def test_the_name_of_a_folder_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A network from the cache may be pushed, and a folder's name may tell whose it is."""
+    model, _ = make_task("bert")
+    kept = []
+    monkeypatch.setattr(
+        "hf_gradguard.networks.fitting.cached_text_network",
+        lambda *_, base_model: kept.append(base_model),
+    )
+    for name in (str(tmp_path), "organization/model"):
+        model.config.name_or_path = name
+        network_for(model, object())
+    assert kept == ["", "organization/model"]

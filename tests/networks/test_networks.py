@@ -742,3 +742,31 @@ def test_a_loaded_network_goes_by_the_name_it_was_asked_for() -> None:
         "refiner", objective="weighted", evaluation_network="image-evaluation-network-32"
     )
     assert defense.settings()["evaluation_network"] == "image-evaluation-network-32"
+
+
+def test_special_tokens_of_an_embedding_that_scales() -> None:
+    """As Gemma's: the model reads √H times the matrix."""
+
+    class Scaled(nn.Embedding):
+        def forward(self, input: Tensor) -> Tensor:
+            return 8.0 * super().forward(input)
+
+    tokenizer = make_tokenizer()
+    torch.manual_seed(0)
+    plain, scaled = nn.Embedding(len(tokenizer), 16), Scaled(len(tokenizer), 16)
+    scaled.load_state_dict(plain.state_dict())
+    ids = torch.tensor([[tokenizer.cls_token_id, 9, 10, tokenizer.pad_token_id]])
+    quick = {"steps": 1, "progress": False}
+    for embedding in (plain, scaled):
+        network = train_text_network(embedding, tokenizer, make_texts(8), **quick)
+        assert network.reads(embedding(ids)).tolist() == [[False, True, True, False]]
+        every = embedding(torch.arange(len(tokenizer)))
+        assert torch.allclose(network.embedding_std, every.std(0))
+
+
+@pytest.mark.parametrize("mode", ["P", "LA", "RGBA", "1"])
+def test_pixels_of_palettes_and_transparent_images(mode: str) -> None:
+    white = Image.new("RGB", (4, 4), (255, 255, 255)).convert(mode)
+    pixels = as_pixels([white])
+    assert pixels.shape == (1, 3 if mode in ("P", "RGBA") else 1, 4, 4)
+    assert pixels.unique().tolist() == [255]  # of a palette the index is another
