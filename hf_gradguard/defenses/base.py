@@ -134,6 +134,14 @@ class Defense:
         """Whether a call asks for what each sample adds to the gradient."""
         return False
 
+    @property
+    def only_processes(self) -> bool:
+        """Whether it asks nothing of a client but the gradient it is given, so that noise in that
+        bounds what its messages tell. A subclass does where it says itself that it is of first
+        order.
+        """
+        return bool(vars(type(self)).get("first_order", False)) and not self.needs_samples
+
     def check_sharded(self) -> None:
         """Refuse a client of several devices, each of which has a part of the gradient. A subclass
         is refused, unless it says that it is `sharded` itself.

@@ -20,6 +20,13 @@ from .message import Message, Noise
 class Chain(Defense):
     """Applies `second` to what `first` would share; what `first` withheld stays withheld.
 
+    Noise of `first` counts where `second` only processes what it is given. Where it asks for the
+    client's data again (Soteria, shapes of the batch or of earlier ones), nothing is said of noise.
+
+    Raises:
+        ValueError: If `second` would share what `first` changed as it was before: Refiner as
+            published, after anything but pruning.
+
     Example:
         >>> first, second = make_defense("pruning"), make_defense("gaussian_noise")
         >>> Chain(first, second)(gmap).transmitted is not None
@@ -29,6 +36,14 @@ class Chain(Defense):
     name: ClassVar[str] = "chain"
     first: Defense
     second: Defense
+
+    def __post_init__(self) -> None:
+        if self.second.name == "refiner" and not (self.second.only_processes or self.first.exact):
+            raise ValueError(
+                f"refiner with objective='weighted' shares a gradient of the client's own data, so "
+                f"what {self.first.name} did to it would be gone. Put refiner first, or take "
+                "objective='cosine', which fits what it is given."
+            )
 
     def protect(self, gmap: GradientMap, generator: Stream) -> Message:
         one = self.first(gmap, generator)
@@ -48,8 +63,13 @@ class Chain(Defense):
             transmitted=transmitted,
             exact=one.exact and two.exact,
             carries=one.carries or two.carries,
-            figures=one.figures | two.figures,
+            figures=self._kept(one.figures) | two.figures,
         )
+
+    def _kept(self, figures: Mapping[str, float]) -> dict[str, float]:
+        """Without what is proved of noise, where `second` asks for more than the noisy gradient."""
+        proved = () if self.second.only_processes else ("client_noise_multiplier",)
+        return {name: figure for name, figure in figures.items() if name not in proved}
 
     def prepare(self, model: nn.Module, processing_class: Any = None) -> None:
         for part in (self.first, self.second):
@@ -74,7 +94,11 @@ class Chain(Defense):
     @property
     def adds_gaussian_noise(self) -> bool:
         after = self.first.exact and self.second.adds_gaussian_noise
-        return self.first.adds_gaussian_noise or after
+        return (self.first.adds_gaussian_noise and self.second.only_processes) or after
+
+    @property
+    def only_processes(self) -> bool:
+        return self.first.only_processes and self.second.only_processes
 
     @property
     def noise_ratio(self) -> float | None:

@@ -165,6 +165,10 @@ class Refiner(BiasedDefense):
         return self.objective == "weighted"
 
     @property
+    def only_processes(self) -> bool:
+        return self.objective == "cosine"
+
+    @property
     def special_ids(self) -> tuple[int, ...]:
         """What the tokenizer says is special: public, as it is."""
         return self._special.ids

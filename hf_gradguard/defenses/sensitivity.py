@@ -83,6 +83,10 @@ class SensitivityDefense(Defense):
         self._averages, self._calls = Averages(), 0
         self._special: list[int] = []
 
+    @property
+    def only_processes(self) -> bool:
+        return self.shape == "public"
+
     def prepare(self, model: nn.Module, processing_class: Any = None) -> None:
         self._special = special_ids(model, processing_class)
 

@@ -14,6 +14,7 @@ from transformers.utils import logging
 from .domain import count_rows
 from .graphs import differentiate
 from .listening import NotApartError, listen
+from .padding import READ, most_padded, real_tokens, shorter
 from .plans import code_of
 from .shares import Share
 
@@ -37,12 +38,14 @@ class Plan(NamedTuple):
         modules: Those that ran in the trial. Others (an expert that no token was routed to) were
             not tried.
         labels: Label values that were tried beside each other.
+        padded: Whether a text that is padded was compared with itself without padding.
     """
 
     rules: tuple[str, ...]
     reason: str = ""
     modules: frozenset[str] = frozenset()
     labels: tuple[frozenset[int], ...] = ()
+    padded: bool = False
 
 
 _PLANS: WeakKeyDictionary[nn.Module, dict[object, Plan]] = WeakKeyDictionary()
@@ -71,8 +74,11 @@ def plan_of(gmap: GradientMap, samples: int) -> tuple[Plan, Tensor]:
     agree = _agree(weights)  # if not, the first batches had as many tokens in every row
     if not agree or (not plan.reason and _has_untried(plan, gmap.batch)):
         again = _try_out(gmap, samples, plan.rules, plan.labels)
+        again = again._replace(padded=plan.padded)
         plan = again._replace(modules=again.modules | plan.modules) if agree else again
         weights = [_weights(rule, gmap.batch) for rule in plan.rules]
+    if not plan.padded:
+        plan = plan._replace(padded=_try_padding(gmap, samples))
     if gmap.replay.recomputes():
         plan = plan._replace(reason="activation checkpointing runs layers a second time")
     if plan.reason:
@@ -126,6 +132,26 @@ def _try_out(
             why = str(error).splitlines()[0]
             return Plan(tuple(fitting), f"a module is not differentiated by rows ({why})")
     return Plan(tuple(fitting), reason, frozenset(shares), labels)
+
+
+def _try_padding(gmap: GradientMap, samples: int) -> bool:
+    """Whether there is a padded text, whose gradient is then seen to be what it is without padding.
+
+    Raises:
+        NotImplementedError: If it is not.
+    """
+    real = real_tokens(gmap.model, gmap.batch)
+    row = most_padded(real, count_items(gmap.batch, True) > 0)
+    if real is None or row is None:
+        return False
+    alone = rows_of(gmap.batch, [row], samples)
+    with _still(gmap, alone), gmap.replay.run(), gmap.replay.full_precision():
+        one = plain_gradient(gmap, alone)
+        other = plain_gradient(gmap, shorter(gmap.model, alone, real[row]))
+    apart = _norm({name: one[name] - other[name] for name in one})
+    if float(apart) > float(_norm(other)) * _tolerance(gmap) + 1e-30:
+        raise NotImplementedError(f"{type(gmap.model).__name__} {READ}")
+    return True
 
 
 def _to_try(batch: Mapping[str, Any], labels: tuple[frozenset[int], ...]) -> list[int]:

@@ -40,16 +40,24 @@ def made_up(
     rows = torch.arange(samples, device=x.device) % len(x)
     places = _places(gmap, min(LENGTH, most)) if x.dim() == 3 else None
 
-    def resized(value: Any) -> Any:
+    def resized(name: str, value: Any) -> Any:
         if not isinstance(value, Tensor) or not value.dim():
             return value
         if places is not None and value.shape == (len(x), x.shape[1]):
             value = value.gather(1, places)
+        elif places is not None and value.dim() == 2 and _is_of_targets(gmap.model, name):
+            value = value[:, :1].expand(-1, places.shape[1])  # their length is the batch's, too
         return value[rows] if len(value) == len(x) else value
 
-    like = {name: resized(value) for name, value in batch.items()}
+    like = {name: resized(name, value) for name, value in batch.items()}
     made = gmap.domain.random_batch(gmap.model, like, generator, special)
     return gmap.undefended.of_batch(made)
+
+
+def _is_of_targets(model: nn.Module, name: str) -> bool:
+    """Whether an entry is of texts that an encoder-decoder writes."""
+    writes = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+    return bool(writes) and (name == "labels" or name.startswith("decoder_"))
 
 
 def _most_tokens(model: nn.Module) -> int:

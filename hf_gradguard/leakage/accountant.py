@@ -165,10 +165,7 @@ class FisherAccountant:
             sums[key][0] += self.factor * copies[key] * value
             sums[key][1] += self.factor * copies[key] * error
         for key, (value, error) in sums.items():
-            row = self._rows.setdefault(key, len(self._rows))
-            if row == len(self._totals):
-                self._totals.append(0.0)
-                self._variances.append(0.0)
+            row = self._row(key)
             self._totals[row] += value
             self._variances[row] += error**2
         self.steps += 1
@@ -215,14 +212,25 @@ class FisherAccountant:
         }
 
     def load_state_dict(self, state: Tensors) -> None:
-        """Restore what `state_dict` returned, exactly. Later steps use this object's κ, whatever
-        the earlier ones used.
+        """Take in what `state_dict` returned. What this object has counted beyond that stays: those
+        messages were shared as well. Later steps use its own κ, whatever the earlier ones used.
         """
         keys: list[Key] = json.loads(bytes(state["keys"].tolist()))
-        self._rows = {key: row for row, key in enumerate(keys)}
-        self._totals, self._variances = state["totals"].tolist(), state["variances"].tolist()
-        self.steps = int(state["steps"])
-        self.failure_probability = float(state["failure_probability"])
+        totals, variances = state["totals"].tolist(), state["variances"].tolist()
+        for key, total, variance in zip(keys, totals, variances, strict=True):
+            row = self._row(key)
+            if total >= self._totals[row]:
+                self._totals[row], self._variances[row] = total, variance
+        self.steps = max(self.steps, int(state["steps"]))
+        failure = float(state["failure_probability"])
+        self.failure_probability = max(self.failure_probability, failure)
+
+    def _row(self, key: Key) -> int:
+        row = self._rows.setdefault(key, len(self._rows))
+        if row == len(self._totals):
+            self._totals.append(0.0)
+            self._variances.append(0.0)
+        return row
 
 
 def _plain(key: Any) -> Key:

@@ -289,7 +289,7 @@ def test_added_noise_is_what_estimators_count() -> None:
     ("name", "settings"),
     [
         ("quantization", {}), ("laplace_noise", {}), ("dp_sgd", {"scale": 0.1}),
-        ("optimal_noise", {"scale": 5.0, "shape": "own"}), ("optimal_dp_sgd", {"scale": 0.1}),
+        ("optimal_dp_sgd", {"scale": 0.1}),
     ],
 )  # fmt: skip
 def test_noise_that_was_processed_has_no_covariance_that_is_known(
@@ -406,3 +406,35 @@ def test_state_names_say_whose_they_are(gmap: GradientMap) -> None:
     kinds = {"calls", "squares", "powers", "shape"}
     found = {name.split(kind)[0] for name in defense.state_dict() for kind in kinds if kind in name}
     assert found == {"first.first.", "second."}
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("optimal_noise", {"scale": 5.0, "shape": "own"}), ("soteria", {}),
+        ("optimal_pruning", {"shape": "past"}), ("optimal_dp_sgd", {"scale": 0.1, "shape": "own"}),
+    ],
+)  # fmt: skip
+def test_noise_says_nothing_of_what_asks_for_the_data_again(
+    name: str, settings: dict[str, Any]
+) -> None:
+    """Nor is what `dp_sgd` proves kept, however many follow."""
+    model, batch = make_task("bert")
+    gmap, first = GradientMap(model, batch), make_defense("dp_sgd", clip=1.0, scale=3.0)
+    assert chain(first, make_defense("pruning"))(gmap).figures["client_noise_multiplier"] == 1.5
+    defense = chain(first, make_defense(name, **settings))
+    for last in (defense, chain(defense, make_defense("pruning"))):
+        message = last(gmap)
+        assert not last.adds_gaussian_noise
+        assert message.noise is None
+        assert "client_noise_multiplier" not in message.figures
+
+
+def test_refiner_as_published_is_refused_after_what_it_would_undo() -> None:
+    """It shares a gradient of the client's own data: what came before gives weights alone."""
+    published, noise = make_defense("refiner", objective="weighted"), uniform(scale=9.0)
+    for first in (noise, chain(noise, make_defense("pruning")), make_defense("quantization")):
+        with pytest.raises(ValueError, match="refiner first, or take objective='cosine'"):
+            chain(first, published)
+    assert chain(make_defense("pruning"), published, noise).adds_gaussian_noise is False
+    assert chain(noise, make_defense("refiner")).adds_gaussian_noise

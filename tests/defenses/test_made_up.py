@@ -8,6 +8,7 @@ import pytest
 import torch
 from helpers import PAD, SmallNetwork, flat, make_task, rng
 from torch import Tensor
+from transformers import BartConfig, BartForConditionalGeneration
 
 from hf_gradguard import GradientMap, make_defense
 from hf_gradguard.defenses.made_up import MadeUp
@@ -360,3 +361,21 @@ def test_every_kind_of_model(task: str) -> None:
     gmap = GradientMap(model, batch, second_order=False)
     message = refiner(samples=3)(gmap, rng())
     assert 0 < message.figures["fit"] < 1
+
+
+@pytest.mark.parametrize("length", [5, 31])
+def test_made_up_targets_are_not_as_long_as_the_batchs(length: int) -> None:
+    """Position tables of a decoder would show how long the longest target is."""
+    sizes = {"d_model": 16, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16, "vocab_size": 40}
+    layers = {"encoder_layers": 1, "decoder_layers": 1, "max_position_embeddings": 40}
+    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    ends = {"pad_token_id": 1, "decoder_start_token_id": 2}
+    model = BartForConditionalGeneration(BartConfig(**sizes, **layers, **heads, **ends)).eval()
+    ids = torch.randint(4, 40, (2, 9))
+    batch = {
+        "input_ids": ids, "attention_mask": torch.ones_like(ids),
+        "labels": torch.randint(4, 40, (2, length)),
+        "decoder_attention_mask": torch.ones(2, length, dtype=torch.long),
+    }  # fmt: skip
+    made = made_up(GradientMap(model, batch, second_order=False), 3, rng()).batch
+    assert made["labels"].shape == made["decoder_attention_mask"].shape == (3, 16)

@@ -344,3 +344,15 @@ def test_rows_of_one_example_have_one_error() -> None:
     accountant.step([7], row(1.0), row(0.3))
     assert accountant.dfil(7) == pytest.approx(17.0)
     assert accountant.standard_error(7) == pytest.approx(math.hypot(4 * 4 * 0.1, 0.3))
+
+
+def test_resuming_takes_back_nothing_that_was_shared() -> None:
+    """Whoever trains on, and goes back to a checkpoint then, has shared the messages between."""
+    accountant = FisherAccountant()
+    accountant.step([1, 2], row(1.0, 1.0), row(0.1, 0.1))
+    saved = accountant.state_dict()
+    accountant.step([1, 3], row(2.0, 5.0), row(0.2, 0.5))
+    accountant.load_state_dict(saved)
+    assert [accountant.dfil(key) for key in (1, 2, 3)] == [3.0, 1.0, 5.0]
+    assert accountant.standard_error(1) == pytest.approx(math.hypot(0.1, 0.2))
+    assert (accountant.steps, len(accountant)) == (2, 3)

@@ -1,0 +1,117 @@
+"""A text must not add another gradient where others of its batch are longer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from helpers import flat
+from torch import Tensor
+from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
+    BertConfig,
+    BertForSequenceClassification,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
+
+from hf_gradguard import GradientMap
+from hf_gradguard.gradient_map.clipping import clipped_sum
+
+FIRST_ORDER = {"second_order": False, "needs_input": False}
+SHORT = [[i, i + 1, i + 2, i + 3] for i in range(5, 11)]
+LONG = list(range(4, 24))
+SMALL = {"num_hidden_layers": 2, "num_attention_heads": 2}
+
+
+def padded(rows: list[list[int]], side: str) -> dict[str, Tensor]:
+    longest = max(map(len, rows))
+    fill = [longest - len(row) for row in rows]
+    before, after = (fill, [0] * len(rows)) if side == "left" else ([0] * len(rows), fill)
+
+    def filled(value: int, inner: list[list[int]]) -> Tensor:
+        found = [
+            [value] * b + row + [value] * a for b, row, a in zip(before, inner, after, strict=True)
+        ]
+        return torch.tensor(found)
+
+    return {
+        "input_ids": filled(0, rows),
+        "attention_mask": filled(0, [[1] * len(row) for row in rows]),
+        # on the left the first token would be predicted from padding
+        "labels": filled(-100, [[-100, *row[1:]] for row in rows]),
+    }
+
+
+def gpt2() -> Any:
+    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 32, "vocab_size": 64}
+    return GPT2LMHeadModel(GPT2Config(**sizes, pad_token_id=0, tie_word_embeddings=False))
+
+
+def llama() -> Any:
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "vocab_size": 64, **SMALL}
+    return LlamaForCausalLM(LlamaConfig(**sizes, pad_token_id=0, tie_word_embeddings=False))
+
+
+def total(model: Any, batch: dict[str, Tensor], clip: float = 0.1) -> Tensor:
+    return flat(clipped_sum(GradientMap(model, batch, **FIRST_ORDER), clip).total)
+
+
+@pytest.mark.parametrize("first", [SHORT, [*SHORT, [7, 8]]])
+def test_padding_that_moves_positions_is_refused(first: list[list[int]]) -> None:
+    """GPT-2 counts positions from the first column. A first batch may have no padding at all."""
+    torch.manual_seed(0)
+    model = gpt2().eval()
+    if first is SHORT:
+        total(model, padded(SHORT, "left"))
+    with pytest.raises(NotImplementedError, match="reads the padding, or counts positions from it"):
+        total(model, padded([*first, LONG], "left"))
+
+
+@pytest.mark.parametrize(("make", "side"), [(gpt2, "right"), (llama, "left"), (llama, "right")])
+def test_one_more_text_moves_the_sum_by_what_it_is_clipped_to(make: Any, side: str) -> None:
+    torch.manual_seed(0)
+    model = make().eval()
+    few, more = total(model, padded(SHORT, side)), total(model, padded([*SHORT, LONG], side))
+    assert float((more - few).norm()) == pytest.approx(0.1, rel=1e-3)
+
+
+def test_positions_that_are_given_are_taken() -> None:
+    torch.manual_seed(0)
+    model, sums = gpt2().eval(), []
+    for rows in (SHORT, [*SHORT, LONG]):
+        batch = padded(rows, "left")
+        batch["position_ids"] = (batch["attention_mask"].cumsum(1) - 1).clamp(min=0)
+        sums.append(total(model, batch))
+    assert float((sums[1] - sums[0]).norm()) == pytest.approx(0.1, rel=1e-3)
+
+
+def test_padding_without_a_mask_is_refused() -> None:
+    torch.manual_seed(0)
+    config = BertConfig(
+        hidden_size=32, intermediate_size=32, vocab_size=64, pad_token_id=0, **SMALL
+    )
+    model = BertForSequenceClassification(config).eval()
+    batch = padded([*SHORT, LONG], "right")
+    batch["labels"] = torch.arange(7) % 2
+    total(model, batch)
+    del batch["attention_mask"]
+    with pytest.raises(NotImplementedError, match="reads the padding"):
+        total(model, batch)
+
+
+def test_targets_of_the_sources_length_stay_whole() -> None:
+    torch.manual_seed(0)
+    sizes = {"d_model": 32, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "vocab_size": 64}
+    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    layers = {"encoder_layers": 1, "decoder_layers": 1, "max_position_embeddings": 40}
+    model = BartForConditionalGeneration(
+        BartConfig(**sizes, **heads, **layers, pad_token_id=0, decoder_start_token_id=2)
+    ).eval()
+    batch = padded([*SHORT, LONG], "right")
+    batch["labels"] = torch.randint(4, 60, batch["labels"].shape)
+    assert float(total(model, batch).norm()) > 0
