@@ -4,7 +4,6 @@
     MODEL=... SST2=... python recipes/results.py span_attack   one run, or all that mention this
     python recipes/results.py --tables                         tables of what is there
     python recipes/results.py --list                           the runs, and their hours
-    python recipes/results.py --planned                        those that have no figures yet
 
 Studies go on with what is missing; benchmarks measure anew. `$NAMES` are read from the environment:
 docs/results.md says what they are.
@@ -144,6 +143,13 @@ RUNS = [
     Run("refiner_sentences", REFINER, "sentences", TEXT, 0.5),
     Run("refiner_second_form", REFINER, "second_form", f"{TEXT} {KEPT}", 1.5),
     Run("refiner_parts", REFINER, "parts", f"{TEXT} {KEPT}", 4),
+    Run(
+        "refiner_warm",
+        REFINER,
+        "warm",
+        f"--test $CIFAR10_TEST --images $CIFAR10_LOSSLESS {KEPT}",
+        1.5,
+    ),
     Run("refiner_in_training", REFINER, "in_training", TEXT, 0.25),
     Run("refiner_ablations", REFINER, "ablations", FEDERATION, 6),
     Run("refiner_frontier", REFINER, "frontier", FEDERATION, 9),
@@ -174,17 +180,6 @@ RUNS = [
 ]
 
 
-PLANNED: list[Run] = [  # written and tried, not run to their end: no figures on the page
-    Run(
-        "refiner_warm",
-        REFINER,
-        "warm",
-        f"--test $CIFAR10_TEST --images $CIFAR10_LOSSLESS {KEPT}",
-        1,
-    ),
-]
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -192,10 +187,9 @@ def main() -> None:
     parser.add_argument("only", nargs="*", help="outputs, or parts of commands")
     parser.add_argument("--tables", action="store_true", help="compute nothing")
     parser.add_argument("--list", action="store_true", help="run nothing")
-    parser.add_argument("--planned", action="store_true", help="list runs without figures")
     args = parser.parse_args()
-    chosen = PLANNED if args.planned else named(args.only)
-    if args.list or args.planned:
+    chosen = named(args.only)
+    if args.list:
         print("\n".join(f"{run.hours:5g} h  {run.command}" for run in chosen))
         return
     if args.tables:

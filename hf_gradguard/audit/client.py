@@ -204,7 +204,7 @@ class Upload:
 
         return {"estimator": name, **_outcome(estimate, ValueError, ArithmeticError)}
 
-    def labelled(self, modality: Modality) -> Cell:
+    def labeled(self, modality: Modality) -> Cell:
         """The labels that are read off it, whether or not attacks are granted them; or why none
         are.
         """

@@ -333,7 +333,7 @@ class _Run:
             else:
                 no_figures[name] = cell.get("reason") or f"It crashed. {cell['crash']}"
         row |= {"figures": figures, "no_figures": no_figures}
-        found = self.cells.once(digest(key, "labels"), partial(upload.labelled, self.modality))
+        found = self.cells.once(digest(key, "labels"), partial(upload.labeled, self.modality))
         if "labels" in found:
             row["labels"] = found["labels"]
         else:

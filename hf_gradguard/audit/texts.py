@@ -101,7 +101,7 @@ class Texts:
             ValueError: If labels belong to a text and are not given.
         """
         if (self.labels in ("text", "token") and not self.is_causal) or _with_labels(samples):
-            return self._labelled(samples)
+            return self._labeled(samples)
         texts = [s[0] if isinstance(s, tuple) else s for s in samples]
         rows = [_ids_of(one) for one in texts if not isinstance(one, str)]
         if texts := [one for one in texts if isinstance(one, str)]:
@@ -109,7 +109,7 @@ class Texts:
             rows += encoded["input_ids"]
         return [list(ids) for ids in dict.fromkeys(map(tuple, rows))]
 
-    def _labelled(self, samples: Sequence[Any]) -> list[Any]:
+    def _labeled(self, samples: Sequence[Any]) -> list[Any]:
         found: dict[tuple[int, ...], dict[str, Tensor]] = {}
         for one in samples:
             if not isinstance(one, Mapping):

@@ -392,8 +392,8 @@ def test_one_sample_is_found_behind_each_law(name: str, kind: str) -> None:
     if name not in ("coordinate", "optimal_pruning", "sign"):
         blind = make_attack("candidates", candidates=list_)(replace(seen, law=None), torch_rng())
         assert 13 in blind.ranking[:3]
-    unlabelled = replace(seen, labels=None)
-    assert 13 in make_attack("candidates", candidates=list_)(unlabelled, torch_rng()).ranking[:2]
+    unlabeled = replace(seen, labels=None)
+    assert 13 in make_attack("candidates", candidates=list_)(unlabeled, torch_rng()).ranking[:2]
 
 
 @pytest.mark.parametrize(
@@ -687,7 +687,7 @@ def test_own_labels_and_tokens() -> None:
     assert make_attack("candidates", candidates=mapped)(seen).ranking[0] == 1
 
 
-def labelled(kind: str, list_: list[list[int]]) -> tuple[nn.Module, list[dict[str, Tensor]]]:
+def labeled(kind: str, list_: list[list[int]]) -> tuple[nn.Module, list[dict[str, Tensor]]]:
     """A model whose loss is a mean over tokens, and texts with labels for it."""
     model, _ = make_task(kind)
     made = []
@@ -702,7 +702,7 @@ def labelled(kind: str, list_: list[list[int]]) -> tuple[nn.Module, list[dict[st
 
 @pytest.mark.parametrize("kind", ["gpt2_lm", "bert_mlm", "t5"])
 def test_a_message_of_one_is_a_mean_over_its_tokens(kind: str) -> None:
-    model, list_ = labelled(kind, texts(6))
+    model, list_ = labeled(kind, texts(6))
     gradients = [flat(GradientMap(model, one).gradient()) for one in list_]
     y = gradients[2] + 0.1 * torch.randn(len(gradients[2]), generator=torch_rng()).double()
     seen = seen_by(model, list_[2], labels=None, law=Law(noise="gaussian", variance=0.01))
@@ -723,7 +723,7 @@ def test_a_message_of_one_is_a_mean_over_its_tokens(kind: str) -> None:
 def test_texts_in_a_message_weigh_by_what_they_predict() -> None:
     """Two of 3 and of 6 tokens add 2 and 5 of 7 labels, and others of the list are like them."""
     list_ = texts(7, length=3) + texts(3, length=6, seed=2)
-    model, rows = labelled("gpt2_lm", list_)
+    model, rows = labeled("gpt2_lm", list_)
     batch = batch_of([list_[1], list_[8]], [0, 0])
     batch["labels"] = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
     law = Law(noise="gaussian", variance=0.05)

@@ -41,8 +41,7 @@ def test_cards_hold_the_tables_of_their_networks():
 
 
 def test_every_study_and_benchmark_is_run():
-    listed = results.RUNS + results.PLANNED
-    runs = {".".join([run.module, *run.part.split()[:1]]) for run in listed}
+    runs = {".".join([run.module, *run.part.split()[:1]]) for run in results.RUNS}
     found = set()
     for folder, mark in (("studies", "def report("), ("benchmarks", "def table(")):
         for path in (ROOT / "recipes" / folder).rglob("*.py"):
@@ -50,12 +49,6 @@ def test_every_study_and_benchmark_is_run():
                 name = path.relative_to(ROOT / "recipes").with_suffix("").parts
                 found.add(".".join([*name[:-1], *(["run"] * (folder == "studies")), name[-1]]))
     assert runs == found
-
-
-def test_what_is_planned_has_no_figures():
-    names = {run.output for run in results.PLANNED}
-    assert not names & {run.output for run in results.RUNS}
-    assert not [name for name in names if list(PUBLISHED.glob(f"{name}.*"))]
 
 
 def test_every_run_table_and_picture_is_on_the_page():

@@ -149,12 +149,25 @@ QUICK_PARTS, FIRST_PARTS, PARTS_SEEDS = ("none", "default", "without feedback"),
 
 # warm.py
 WARM_IMAGES, WARM_SEEDS, WARM_RATE = 2000, 3, 2e-3
+WARM_NOISE_RATE = 4e-3  # the frontier's for these two
 WARM_SIZES = {"steps": 600, "batch": 16}
-WARM: dict[str, tuple[str, dict]] = {
-    "none": ("none", {}),
-    "10 iterations": ("refiner", BASE),
-    "5 iterations": ("refiner", BASE | {"iterations": 5}),
-    "10 iterations, 5 of what was seen before": ("refiner", BASE | {"warm_start": WARM_IMAGES}),
+WARM: dict[str, tuple[str, dict, float]] = {
+    "none": ("none", {}, WARM_RATE),
+    "10 iterations": ("refiner", BASE, WARM_RATE),
+    "5 iterations": ("refiner", BASE | {"iterations": 5}, WARM_RATE),
+    "10 iterations, 5 of what was seen before": (
+        "refiner", BASE | {"warm_start": WARM_IMAGES}, WARM_RATE,
+    ),
+    "noise as large as the gradient": (
+        "gaussian_noise", {"relative_scale": 1.0}, WARM_NOISE_RATE,
+    ),
+    "noise of five times": ("gaussian_noise", {"relative_scale": 5.0}, WARM_NOISE_RATE),
+}  # fmt: skip
+
+WARM_TRIED = {  # rates, and how they do on what was held out
+    "5 iterations": (4e-3, 1e-3, 2e-3),
+    "noise of five times": (2e-3, 4e-3, 8e-3),
+    "none": (1e-3, 2e-3, 4e-3),
 }
 
 # second_form.py: defense, settings, learning rate. A client's first message is sent.
