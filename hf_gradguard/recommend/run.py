@@ -75,6 +75,8 @@ def recommend(
     terms, folder, kind = TrialSettings(**settings), Path(output), domain_of_model(model).name
     asked = list(DEFENSES[kind]) if defenses is None else defenses
     made = make_defenses("none") | make_defenses(asked)
+    if len(made) == 1:
+        raise ValueError("There is nothing to choose from: name a defense beside none.")
     flags = {label: flags_of(one) for label, one in made.items()}  # before models prepare them
     split = Split.of(samples, terms.attacked, terms.batch_size)
     server = _Server(model, processing_class, split, terms, attacks, folder / "audits")

@@ -278,6 +278,8 @@ def test_too_few_samples_are_refused(tmp_path: Path) -> None:
         recommend(model, tokenizer, TEXTS, output=tmp_path, message_size=3)
     with pytest.raises(TypeError, match="no_such"):
         recommend(model, tokenizer, TEXTS, output=tmp_path, no_such=3)
+    with pytest.raises(ValueError, match="nothing to choose from"):
+        recommend(model, tokenizer, TEXTS, "none", output=tmp_path)
 
 
 def test_the_command_says_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
