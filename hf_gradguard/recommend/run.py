@@ -73,10 +73,7 @@ def recommend(
     """
     _check_head(model)
     terms, folder, kind = TrialSettings(**settings), Path(output), domain_of_model(model).name
-    asked = list(DEFENSES[kind]) if defenses is None else defenses
-    made = make_defenses("none") | make_defenses(asked)
-    if len(made) == 1:
-        raise ValueError("There is nothing to choose from: name a defense beside none.")
+    made = _to_compare(list(DEFENSES[kind]) if defenses is None else defenses)
     flags = {label: flags_of(one) for label, one in made.items()}  # before models prepare them
     split = Split.of(samples, terms.attacked, terms.batch_size)
     server = _Server(model, processing_class, split, terms, attacks, folder / "audits")
@@ -93,6 +90,13 @@ def recommend(
     said, chance = TERMS[kind], start.chance.scores[start.terms.score].mean
     choice = choose(outcomes, terms.budget, chance, said.scale, f" {said.unit}")
     return _write(_measured(choice, server.modality.labels), flags, chance, terms, folder, kind)
+
+
+def _to_compare(asked: Spec | Sequence[Spec]) -> dict[str, Defense]:
+    made = make_defenses("none") | make_defenses(asked)
+    if len(made) == 1:
+        raise ValueError("There is nothing to choose from: name a defense beside none.")
+    return made
 
 
 def _check_head(model: nn.Module) -> None:
