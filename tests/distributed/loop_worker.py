@@ -49,13 +49,15 @@ def difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> 
 def main() -> None:
     folder, _ = begin()
     group = recording.initialize()
-    code = lines().replace("Accelerator()", "Accelerator(cpu=True)").replace("5e-5", "1e-2")
+    code = lines().replace("Accelerator()", "Accelerator(cpu=True)").replace("8e-4", "1e-2")
     code = code.replace("batch_size=8", "batch_size=2")
-    assert code.count("\n") == 12
-    protected = 'protect(model, batch, "optimal_noise", accelerator)'
+    assert code.count("\n") == 14
+    protected = "protect(model, batch, noise, accelerator)"
+    made = 'make_defense("optimal_noise", relative_scale=20.0)'
     assert protected in code
+    assert made in code
     plain = code.replace(protected, "model(**batch).loss; accelerator.backward(loss)")
-    none = run(code.replace("optimal_noise", "none"))
+    none = run(code.replace(made, 'make_defense("none")'))
     stock = run("model.get_input_embeddings().requires_grad_(False)\n" + plain)
     group.on = True
     noisy = run(code)
