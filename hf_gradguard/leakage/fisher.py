@@ -66,7 +66,8 @@ def dfil(
     Returns:
         η̄² and its standard error, one per sample. m_j counts pixels, or real tokens times hidden
         size. Infinite for a sample that some coordinate without noise depends on. The standard
-        error is 0 where the figure is exact or infinite, and infinite for one probe.
+        error is 0 where the figure is exact or infinite, and infinite for one probe. It is that of
+        normal probes: with signs, which are used, a little less where few parameters tell most.
 
     Raises:
         ValueError: If `num_probes` is below 1, or the variances do not fit.
