@@ -137,13 +137,14 @@ def _train_evalnet(args: argparse.Namespace) -> None:
         import torch
         from transformers import AutoModel, AutoTokenizer
 
+        from .networks.configuration import hub_name
+
         texts = load_texts(args.dataset, **source)
         tokenizer = AutoTokenizer.from_pretrained(args.model, trust_remote_code=False)
         embedding = AutoModel.from_pretrained(
             args.model, dtype=torch.float32, trust_remote_code=False
         ).get_input_embeddings()
-        # A folder's path means nothing to whoever loads the network elsewhere.
-        base_model = args.base_model or ("" if os.path.isdir(args.model) else args.model)
+        base_model = args.base_model or hub_name(args.model)
         network = train_text_network(embedding, tokenizer, texts, base_model=base_model, **settings)
     else:
         sizes = {"num_channels": args.num_channels, "image_size": args.image_size}

@@ -172,13 +172,7 @@ def _describe(value: str) -> Description:
     module, _, name = value.partition(":")
     try:
         where = _defined_in(module, name)
-    except (
-        ImportError,
-        OSError,
-        SyntaxError,
-        UnicodeDecodeError,
-        ValueError,
-    ):  # of a notebook, say
+    except (ImportError, OSError, SyntaxError, ValueError):  # the last of a notebook, say
         where = None
     if where is None:
         return Description(f"{value}, whose source cannot be read.", {})

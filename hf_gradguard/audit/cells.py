@@ -167,8 +167,9 @@ def code_digest(*classes: type) -> str:
             top = base.__module__.partition(".")[0]
             if top in sys.stdlib_module_names and top != "__main__":
                 continue
-            state.update(f"{base.__module__}:{base.__qualname__} {_version(top)}".encode())
-            if _version(top) and _is_installed(top):
+            said = _version(top)
+            state.update(f"{base.__module__}:{base.__qualname__} {said}".encode())
+            if said and _is_installed(top):
                 continue
             for name in sorted(modules_of(base.__module__)):
                 state.update(name.encode() + _read(name))

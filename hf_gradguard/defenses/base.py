@@ -137,10 +137,9 @@ class Defense:
     @property
     def only_processes(self) -> bool:
         """Whether it asks nothing of a client but the gradient it is given, so that noise in that
-        bounds what its messages tell. A subclass does where it says itself that it is of first
-        order.
+        bounds what its messages tell.
         """
-        return bool(vars(type(self)).get("first_order", False)) and not self.needs_samples
+        return not (self.needs_input or self.needs_samples)
 
     def check_sharded(self) -> None:
         """Refuse a client of several devices, each of which has a part of the gradient. A subclass

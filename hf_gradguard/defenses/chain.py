@@ -40,7 +40,7 @@ class Chain(Defense):
     def __post_init__(self) -> None:
         if self.second.name == "refiner" and not (self.second.only_processes or self.first.exact):
             raise ValueError(
-                f"refiner with objective='weighted' shares a gradient of the client's own data, so "
+                "refiner with objective='weighted' shares a gradient of the client's own data, so "
                 f"what {self.first.name} did to it would be gone. Put refiner first, or take "
                 "objective='cosine', which fits what it is given."
             )

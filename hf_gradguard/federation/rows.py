@@ -31,14 +31,13 @@ def trained_rows(start: Tensor, change: Tensor, dim: int) -> int:
     others = tuple(k for k in range(change.dim()) if k != dim)
     shrunk = _by_signs(start, change, others)
     if change.numel() >= _WIDTH * len(shrunk) and 2 * int((shrunk > 0.95).sum()) > len(shrunk):
-        more, much = (int((shrunk < share).sum()) for share in (0.95, 0.8))
-        return more if much >= more / 2 else 0
-    factor = _decay(start, change, others)
-    slack = min(_ULP - factor, _ROUNDING) if factor else 0.0
-    rest, sizes = change.sub(start, alpha=factor).abs_(), start.abs()
-    more, much = (
-        int((rest > share * sizes).any(others).sum()) for share in (slack, 8 * max(slack, _ULP))
-    )
+        found = [shrunk < share for share in (0.95, 0.8)]
+    else:
+        factor = _decay(start, change, others)
+        slack = min(_ULP - factor, _ROUNDING) if factor else 0.0
+        rest, sizes = change.sub(start, alpha=factor).abs_(), start.abs()
+        found = [(rest > s * sizes).any(others) for s in (slack, 8 * max(slack, _ULP))]
+    more, much = (int(rows.sum()) for rows in found)
     return more if much >= more / 2 else 0
 
 

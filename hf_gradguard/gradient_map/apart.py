@@ -74,8 +74,8 @@ def plan_of(gmap: GradientMap, samples: int) -> tuple[Plan, Tensor]:
     agree = _agree(weights)  # if not, the first batches had as many tokens in every row
     if not agree or (not plan.reason and _has_untried(plan, gmap.batch)):
         again = _try_out(gmap, samples, plan.rules, plan.labels)
-        again = again._replace(padded=plan.padded)
-        plan = again._replace(modules=again.modules | plan.modules) if agree else again
+        modules = again.modules | plan.modules if agree else again.modules
+        plan = again._replace(modules=modules, padded=plan.padded)
         weights = [_weights(rule, gmap.batch) for rule in plan.rules]
     if not plan.padded:
         plan = plan._replace(padded=_try_padding(gmap, samples))
@@ -141,13 +141,12 @@ def _try_padding(gmap: GradientMap, samples: int) -> bool:
         NotImplementedError: If it is not.
     """
     real = real_tokens(gmap.model, gmap.batch)
-    row = most_padded(real, count_items(gmap.batch, True) > 0)
-    if real is None or row is None:
+    if real is None or (row := most_padded(real, count_items(gmap.batch, True) > 0)) is None:
         return False
     alone = rows_of(gmap.batch, [row], samples)
     with _still(gmap, alone), gmap.replay.run(), gmap.replay.full_precision():
         one = plain_gradient(gmap, alone)
-        other = plain_gradient(gmap, shorter(gmap.model, alone, real[row]))
+        other = plain_gradient(gmap, shorter(gmap.model, alone, real[row : row + 1]))
     apart = _norm({name: one[name] - other[name] for name in one})
     if float(apart) > float(_norm(other)) * _tolerance(gmap) + 1e-30:
         raise NotImplementedError(f"{type(gmap.model).__name__} {READ}")

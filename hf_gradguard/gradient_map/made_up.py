@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ..randomness import Stream
 from .map import GradientMap
+from .texts import ends_of, is_of_targets
 
 LENGTH = 16
 """Tokens of a made-up text, if the model takes as many. Longer ones came no nearer."""
@@ -45,19 +46,13 @@ def made_up(
             return value
         if places is not None and value.shape == (len(x), x.shape[1]):
             value = value.gather(1, places)
-        elif places is not None and value.dim() == 2 and _is_of_targets(gmap.model, name):
+        elif places is not None and value.dim() == 2 and is_of_targets(gmap.model, name):
             value = value[:, :1].expand(-1, places.shape[1])  # their length is the batch's, too
         return value[rows] if len(value) == len(x) else value
 
     like = {name: resized(name, value) for name, value in batch.items()}
     made = gmap.domain.random_batch(gmap.model, like, generator, special)
     return gmap.undefended.of_batch(made)
-
-
-def _is_of_targets(model: nn.Module, name: str) -> bool:
-    """Whether an entry is of texts that an encoder-decoder writes."""
-    writes = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
-    return bool(writes) and (name == "labels" or name.startswith("decoder_"))
 
 
 def _most_tokens(model: nn.Module) -> int:
@@ -69,8 +64,7 @@ def _places(gmap: GradientMap, length: int) -> Tensor:
     end as the batch's do, whatever their lengths and padding.
     """
     x, present = gmap.input, gmap.domain.present(gmap.batch)
-    mask = torch.ones(x.shape[:2], device=x.device) if present is None else present.float()
-    first, last = mask.argmax(1), x.shape[1] - 1 - mask.flip(1).argmax(1)
+    first, last = ends_of(torch.ones(x.shape[:2], device=x.device) if present is None else present)
     at = torch.arange(length, device=x.device) % (last - first + 1)[:, None] + first[:, None]
     at[:, -1] = last
     return at

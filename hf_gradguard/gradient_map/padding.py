@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
+
+from .texts import ends_of, is_of_targets
 
 READ = (
     "gives a text another gradient where others of its batch are longer: it reads the padding, or "
@@ -38,30 +39,29 @@ def shorter(model: nn.Module, row: Mapping[str, Any], real: Tensor) -> dict[str,
     """A batch of one text without its padding at both ends.
 
     Args:
-        model: Whose batch it is: targets of an encoder-decoder have a length of their own.
+        model: Whose batch it is.
         row: The batch.
-        real: As `real_tokens` says, `(T,)`.
+        real: As `real_tokens` says, `(1, T)`.
     """
-    places = real.nonzero().flatten()
-    kept = slice(int(places[0]), int(places[-1]) + 1)
-    apart = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
+    first, last = map(int, ends_of(real))
 
     def along(name: str, value: Any) -> bool:
-        if not isinstance(value, Tensor) or value.dim() < 2 or value.shape[1] != len(real):
+        if not isinstance(value, Tensor) or value.dim() < 2 or value.shape[1] != real.shape[1]:
             return False
-        target = name.endswith("labels") or name.startswith("decoder")
-        return not target or not (apart or value.is_floating_point())
+        several = name.endswith("labels") and value.is_floating_point()  # of as many classes
+        return not several and not is_of_targets(model, name)
 
-    return {name: value[:, kept] if along(name, value) else value for name, value in row.items()}
+    return {
+        name: value[:, first : last + 1] if along(name, value) else value
+        for name, value in row.items()
+    }
 
 
-def most_padded(real: Tensor | None, rows: Tensor) -> int | None:
+def most_padded(real: Tensor, rows: Tensor) -> int | None:
     """Of some rows, `(B,)` bools, the one with the most padding at its ends; `None` if none has."""
-    if real is None or real.all():
+    if real.all():
         return None
-    numbers = torch.arange(real.shape[1], device=real.device)
-    last = numbers.where(real, -1).amax(1)
-    first = numbers.where(real, real.shape[1]).amin(1)
-    length = (last - first + 1).where(rows.to(real.device) & real.any(1), real.shape[1])
+    first, last = ends_of(real)
+    length = (last - first + 1).where(rows.to(real.device), real.shape[1])
     row = int(length.argmin())
     return row if length[row] < real.shape[1] else None

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..randomness import Stream
+from .texts import ends_of
 
 
 def random_entries(
@@ -159,10 +160,9 @@ def ends(
     """The special tokens with which all texts begin and end, if there are such. Padding is none of
     a text.
     """
-    mask = torch.ones_like(ids) if present is None else present.int()
-    ends = mask.argmax(1), ids.shape[1] - 1 - mask.flip(1).argmax(1)
     rows = torch.arange(len(ids), device=ids.device)
-    found = [ids[rows, place].unique().tolist() for place in ends]
+    places = ends_of(torch.ones_like(ids) if present is None else present)
+    found = [ids[rows, place].unique().tolist() for place in places]
     begins, closes = (
         index[0] if len(index) == 1 and index[0] in set(special) else None for index in found
     )

@@ -75,6 +75,38 @@ def mask_of(batch: Mapping[str, Any], key: str) -> Tensor | None:
     return mask
 
 
+def is_encoder_decoder(model: nn.Module) -> bool:
+    """Whether a decoder reads what an encoder made of the text.
+
+    Example:
+        >>> is_encoder_decoder(model)
+        False
+    """
+    return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
+
+
+def is_of_targets(model: nn.Module, name: str) -> bool:
+    """Whether an entry of a batch is of texts that an encoder-decoder writes. They have a length of
+    their own.
+
+    Example:
+        >>> is_of_targets(model, "labels")  # of a classifier
+        False
+    """
+    return is_encoder_decoder(model) and (name.endswith("labels") or name.startswith("decoder_"))
+
+
+def ends_of(present: Tensor) -> tuple[Tensor, Tensor]:
+    """`(B,)` each: the first and the last place of each text that is no padding.
+
+    Example:
+        >>> ends_of(torch.tensor([[0, 1, 1, 0], [1, 1, 1, 1]]))
+        (tensor([1, 0]), tensor([2, 3]))
+    """
+    mask = present.int()
+    return mask.argmax(1), mask.shape[1] - 1 - mask.flip(1).argmax(1)
+
+
 def owner_of(model: nn.Module) -> Any:
     """What embeds texts: the model, or the one model of Transformers inside it, as sentence
     encoders and adapters of one's own hold it.

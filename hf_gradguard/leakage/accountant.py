@@ -162,12 +162,12 @@ class FisherAccountant:
         copies = Counter(keys)
         sums = {key: [0.0, 0.0] for key in copies}  # rows of one example have the same probes
         for key, value, error in zip(keys, values, errors, strict=True):
-            sums[key][0] += self.factor * copies[key] * value
-            sums[key][1] += self.factor * copies[key] * error
+            sums[key][0] += value
+            sums[key][1] += error
         for key, (value, error) in sums.items():
-            row = self._row(key)
-            self._totals[row] += value
-            self._variances[row] += error**2
+            row, weight = self._row(key), self.factor * copies[key]
+            self._totals[row] += weight * value
+            self._variances[row] += (weight * error) ** 2
         self.steps += 1
         self.failure_probability = min(self.failure_probability + self._delta, 1.0)
 

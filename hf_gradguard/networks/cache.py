@@ -72,16 +72,15 @@ def cached_text_network(
         True
     """
     weight = embedding_weight(embedding)
-    fingerprint = embedding_fingerprint(weight)
+    fingerprint = embedding_fingerprint(every_embedding(embedding))  # a module may scale
     packaged = packaged_text_network(fingerprint)
     if packaged is not None:
         return _text(load_network(packaged)).to(weight.device)
     root = Path(cache) if cache is not None else cache_folder()
-    # of what the model reads: a module may scale
-    folder = root / embedding_fingerprint(every_embedding(embedding))
+    folder = root / fingerprint
     if not folder.is_dir():
         root.mkdir(parents=True, exist_ok=True)
-        with WeakFileLock(root / f"{folder.name}.lock"):
+        with WeakFileLock(root / f"{fingerprint}.lock"):
             if not folder.is_dir():  # another rank may have trained it while this one waited
                 _train_into(folder, embedding, tokenizer, texts, base_model, training)
     return _text(load_network(folder)).to(weight.device)

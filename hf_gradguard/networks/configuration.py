@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from typing import Any
 
 from huggingface_hub.dataclasses import strict
@@ -12,6 +13,17 @@ MAX_LAYERS, MAX_SIDE, MAX_SPECIAL, MAX_PARAMETERS = 100, 8192, 10_000, 100_000_0
 """A configuration may come from anywhere. Beyond these no network is built: the published ones have
 3 layers and 1.5 million parameters.
 """
+
+
+def hub_name(model: str) -> str:
+    """What to call a model elsewhere: nothing if it is a folder, whose path means nothing there,
+    and may tell whose it is.
+
+    Example:
+        >>> hub_name("organization/model"), hub_name(".")
+        ('organization/model', '')
+    """
+    return "" if os.path.exists(model) else model
 
 
 @strict

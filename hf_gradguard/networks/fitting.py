@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -10,7 +9,7 @@ from torch import nn
 from ..data.files import load_texts
 from ..gradient_map.domain import IMAGE, TEXT, domain_of_model
 from .cache import cached_text_network
-from .configuration import ImageEvaluationNetworkConfig
+from .configuration import ImageEvaluationNetworkConfig, hub_name
 from .loading import (
     EvaluationNetwork,
     load_network,
@@ -50,9 +49,11 @@ def network_for(
             "evaluation_network in defense_kwargs."
         )
     name = getattr(getattr(model, "config", None), "name_or_path", "") or ""
-    name = "" if Path(name).exists() else name  # a folder means nothing elsewhere, and may tell
     return cached_text_network(
-        TEXT.embedding(model), processing_class, lambda: _public_text(public_text), base_model=name
+        TEXT.embedding(model),
+        processing_class,
+        lambda: _public_text(public_text),
+        base_model=hub_name(name),
     )
 
 

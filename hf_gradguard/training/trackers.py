@@ -8,7 +8,7 @@ says so, or by `callbacks`. The variables that decide are theirs.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from transformers import TrainerCallback
@@ -40,17 +40,13 @@ def check_trackers(callbacks: Iterable[TrainerCallback]) -> None:
         >>> from transformers import PrinterCallback
         >>> check_trackers([PrinterCallback()])
     """
-    for reason in _refusals(callbacks):
-        raise NotImplementedError(f"GradGuardTrainer does not support {reason}")
-
-
-def _refusals(callbacks: Iterable[TrainerCallback]) -> Iterator[str]:
     for callback in callbacks:
         kinds = {kind.__name__ for kind in type(callback).__mro__}
         for upload in _UPLOADS:
             if upload.callback in kinds and (setting := upload.setting(callback)):
-                yield (
-                    f"{setting}: {upload.callback} would upload {upload.what}. {upload.instead}."
+                raise NotImplementedError(
+                    f"GradGuardTrainer does not support {setting}: {upload.callback} would upload "
+                    f"{upload.what}. {upload.instead}."
                 )
 
 

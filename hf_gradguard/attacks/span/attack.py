@@ -20,11 +20,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from ...gradient_map.texts import is_encoder_decoder
 from ..base import Attack, Reconstruction, as_text
 from ..length import with_length
 from ..observation import Observation, special_frame
 from .completion import complete
-from .layer_inputs import Readers, find_readers, is_encoder_decoder
+from .layer_inputs import Readers, find_readers
 from .ordering import extend
 from .places import fill, heard_positions, largest_rank, places_to_search
 from .ranking import Search, vectors

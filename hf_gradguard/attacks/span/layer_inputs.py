@@ -20,6 +20,7 @@ from transformers.models.auto.modeling_auto import (
 from transformers.pytorch_utils import Conv1D
 
 from ...gradient_map.domain import TEXT
+from ...gradient_map.texts import is_encoder_decoder
 from ...models.tasks import without_adapters
 from ..observation import Observation, ordinary_id, without_dropout
 
@@ -197,16 +198,6 @@ def is_causal_lm(model: nn.Module) -> bool:
         False
     """
     return _name(model) in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
-
-
-def is_encoder_decoder(model: nn.Module) -> bool:
-    """Whether a decoder reads what an encoder made of the text.
-
-    Example:
-        >>> is_encoder_decoder(model)
-        False
-    """
-    return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
 
 
 class _Stop(Exception):
