@@ -71,4 +71,6 @@ def load_candidates(source: SourceSettings, model: nn.Module, dataset: str) -> l
             "samples with their labels to audit(candidates=...)."
         )
     kind = domain_of_model(model).name
-    return load_inputs(dataset, kind=kind, column=source.column)
+    return load_inputs(
+        dataset, kind=kind, column=source.column, split=source.split, config=source.dataset_config
+    )

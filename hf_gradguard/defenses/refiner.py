@@ -158,6 +158,7 @@ class Refiner(BiasedDefense):
         self._loaded = None if isinstance(given, str) else given
         self._memory = Memory(self.warm_start)
         self._special, self._tried = SpecialTokens(), False
+        self._processor: tuple[Any, Any] = (None, None)  # an image processor's mean and deviation
         self._checked: tuple[int, int] | None = None
 
     @property
@@ -185,17 +186,19 @@ class Refiner(BiasedDefense):
         from ..networks import check_network, network_for
 
         self._special, self._tried = SpecialTokens.of(processing_class), False
-        if self.image_mean is None and getattr(processing_class, "do_normalize", False):
-            self.image_mean, self.image_std = (
-                list(processing_class.image_mean),
-                list(processing_class.image_std),
-            )
+        self._processor = (None, None)
+        if getattr(processing_class, "do_normalize", False):
+            self._processor = (processing_class.image_mean, processing_class.image_std)
         if not self.uses_network and self.evaluation_network is None:
             return
         if self.network is None or self.evaluation_network is None:  # one is found for each model
             self._loaded = network_for(model, processing_class, self.public_text)
         special = None if processing_class is None else self._special.ids
         check_network(self.network, domain_of_model(model).embedding(model), special)
+
+    @property
+    def _normalization(self) -> tuple[Any, Any]:
+        return self._processor if self.image_mean is None else (self.image_mean, self.image_std)
 
     @property
     def network(self) -> Any:
@@ -257,7 +260,7 @@ class Refiner(BiasedDefense):
         inputs = (
             Words(gmap, network, self._special)
             if gmap.embedding is not None
-            else Pixels(gmap, self.image_mean, self.image_std)
+            else Pixels(gmap, *self._normalization)
         )
         if not self._tried:  # a few words do not say much: then the next batch is tried too
             try_on_batch(gmap, network, inputs)
@@ -278,7 +281,7 @@ class Refiner(BiasedDefense):
     def _make_up(self, gmap: GradientMap, network: Any, generator: Stream) -> RobustData:
         own: Any = self
         made = made_up(gmap, own.samples, generator, self.special_ids)
-        inputs = MadeUpInput(made, self._special, self.image_mean, self.image_std)
+        inputs = MadeUpInput(made, self._special, *self._normalization)
 
         def brake(x: Tensor) -> Tensor:
             with torch.enable_grad():

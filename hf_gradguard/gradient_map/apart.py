@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers.utils import logging
 
+from . import plans, tables
 from .domain import count_rows
 from .graphs import differentiate
 from .listening import NotApartError, listen
@@ -57,8 +58,10 @@ def known_plan(gmap: GradientMap) -> Plan | None:
 
 
 def forget(model: nn.Module) -> None:
-    """Let a model and its loss be tried out anew."""
+    """Let a model and its loss be tried out anew, here and wherever else it was."""
     _PLANS.pop(model, None)
+    plans.forget(model)
+    tables.forget(model)
 
 
 def _key(gmap: GradientMap) -> object:

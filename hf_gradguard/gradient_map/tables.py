@@ -107,6 +107,12 @@ def remember_tables(model: nn.Module, tables: frozenset[str]) -> None:
     known.tables |= tables
 
 
+def forget(model: nn.Module) -> None:
+    """Look again at every kind of batch. What was found stays found: others may know it."""
+    if model in _known:
+        _known[model].keys.clear()
+
+
 def _scan(model: nn.Module, batch: Batch, loss_fn: LossFunction) -> frozenset[str]:
     """The tables of one batch's entries."""
     other, varied = vary(model, batch)

@@ -66,7 +66,7 @@ def recommend(
 
     Example:
         >>> texts = [("a fine film", 1), ("the plot is long", 0)] * 20
-        >>> few = {"steps": 1, "batch_size": 4, "attacked": 1}
+        >>> few = {"steps": 1, "batch_size": 4, "attacked": 2}
         >>> found = recommend(model, tokenizer, texts, "pruning", "span", output="out", **few)
         >>> [outcome.defense for outcome in found.outcomes]
         ['none', 'pruning']
@@ -161,13 +161,16 @@ class _Told(NamedTuple):
 
 def _told(label: str, stages: dict[str, Summary]) -> list[_Told]:
     """What attackers who have no list read of a defense; nothing, with a warning, if none could be
-    applied: then nobody knows what it hides, and it is not recommended.
+    applied to two messages: then nobody knows what it hides, and it is not recommended.
     """
     told = [
         _Told(row.scores[summary.terms.score], row.attack, stage, _messages(summary, row))
         for stage, summary in stages.items()
         for row in summary.rows
-        if row.defense == label and row.scores and not _ranks(summary, row.attack)
+        if row.defense == label
+        and row.scores
+        and not _ranks(summary, row.attack)
+        and row.scores[summary.terms.score].low is not None
     ]
     if not told and label == "none":
         raise ValueError("No attack reads this model's undefended gradient: give others (--attack)")
@@ -175,7 +178,7 @@ def _told(label: str, stages: dict[str, Summary]) -> list[_Told]:
         rows = [row for one in stages.values() for row in one.rows if row.defense == label]
         why = dict.fromkeys(said for row in rows for said in (*row.reasons, *row.crashes))
         logger.warning(
-            f"{label} is left out: no attack could be applied. "
+            f"{label} is left out: no attack could be applied to two messages. "
             f"{' '.join(why) or 'Give others (--attack).'}"
         )
     return told
@@ -195,7 +198,12 @@ def _ranks(summary: Summary, attack: str) -> bool:
 
 def _named(label: str, stages: Iterable[Summary]) -> tuple[Estimate | None, int]:
     """The share of samples that who has a list names at the worse stage, and its length."""
-    found = [one for summary in stages for one in summary.ranked if one.defense == label]
+    found = [
+        one
+        for summary in stages
+        for one in summary.ranked
+        if one.defense == label and one.scores["top1"].low is not None
+    ]
     if not found:
         return None, 0
     worst = max(found, key=lambda one: one.scores["top1"].mean)
@@ -217,9 +225,7 @@ def _outcome(
 
 
 def _estimate(audited: Any) -> Estimate:
-    """An audit's, whose ends may be missing."""
-    ends = (audited.mean if end is None else end for end in (audited.low, audited.high))
-    return Estimate(audited.mean, *ends)
+    return Estimate(audited.mean, audited.low, audited.high)
 
 
 def _mean(values: Any) -> Estimate:

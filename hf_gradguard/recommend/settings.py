@@ -39,7 +39,7 @@ class TrialSettings:
         steps: Optimizer steps of a training.
         batch_size: Samples in a message of training.
         message_size: Samples in a message that is attacked.
-        attacked: Samples that are attacked. They are never trained on.
+        attacked: Samples that are attacked, of two messages at least. They are never trained on.
         decoys: Samples more, which nothing is trained on: an attacker has a list of these and of
             those that are attacked, and ranks it. 0 leaves him out.
         learning_rate: Undefended rates are tried around it. For noise of r times the gradient,
@@ -76,6 +76,11 @@ class TrialSettings:
             raise ValueError(
                 f"{self.attacked} samples do not fill messages of {self.message_size}: take a "
                 "multiple."
+            )
+        if self.attacked < 2 * self.message_size:
+            raise ValueError(
+                f"{self.attacked} attacked samples are one message, which has no interval: attack "
+                f"{2 * self.message_size} or more."
             )
 
 

@@ -23,6 +23,7 @@ def model_facts(model: nn.Module) -> dict[str, Any]:
     """
     modules = dict(model.named_modules())
     parameters = dict(model.named_parameters())
+    config: Any = getattr(model, "config", None)
     return {
         "the modules' training modes": {name: m.training for name, m in modules.items()},
         "the modules' hooks": {
@@ -35,7 +36,7 @@ def model_facts(model: nn.Module) -> dict[str, Any]:
         "the parameters' hooks": {
             name: len(p._backward_hooks or ()) for name, p in parameters.items()
         },
-        "the model's configuration": model.config.to_dict(),  # type: ignore[operator, union-attr]
+        "the model's configuration": config.to_dict() if config is not None else None,
     }
 
 

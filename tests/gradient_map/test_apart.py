@@ -8,9 +8,10 @@ from helpers import make_task
 from torch import Tensor, nn
 
 from hf_gradguard import GradientMap
-from hf_gradguard.gradient_map import apart
+from hf_gradguard.gradient_map import apart, plans
 from hf_gradguard.gradient_map.clipping import ClippedSum, clipped_sum
 from hf_gradguard.gradient_map.sample_map import SampleMap
+from hf_gradguard.gradient_map.tables import find_tables
 
 FIRST_ORDER = {"second_order": False, "needs_input": False}
 
@@ -159,3 +160,34 @@ def test_a_model_is_tried_out_anew_once_it_is_forgotten() -> None:
     assert model in apart._PLANS
     apart.forget(model)
     assert model not in apart._PLANS
+
+
+def test_all_that_a_loss_was_tried_for_is_forgotten() -> None:
+    """A loss may change without its code. So every training asks anew."""
+
+    class Loss:
+        together, seen = False, 0
+
+        def __call__(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+            self.seen += 1
+            logits = model(**batch).logits
+            loss = nn.functional.cross_entropy(logits, batch["labels"])
+            return loss + logits.sum(0).square().sum() if self.together else loss
+
+    model, batch = make_task("bert")
+    loss = Loss()
+
+    def split() -> frozenset[str]:
+        return plans.plan_of(GradientMap(model, batch, loss_fn=loss)).split
+
+    found = find_tables(model, batch, loss)
+    assert split()
+    loss.together = True
+    assert split()
+    seen = loss.seen
+    assert find_tables(model, batch, loss) == found
+    assert loss.seen == seen
+    apart.forget(model)
+    assert find_tables(model, batch, loss) == found
+    assert loss.seen > seen
+    assert not split()

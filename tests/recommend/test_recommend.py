@@ -27,6 +27,7 @@ from transformers import (
 
 from hf_gradguard import DEFENSES as REGISTERED
 from hf_gradguard import GradGuardConfig, chain, make_defense
+from hf_gradguard.attacks.span.attack import Span
 from hf_gradguard.audit.modality import MODALITIES, modality_of
 from hf_gradguard.audit.settings import AuditSettings
 from hf_gradguard.audit.specs import make_defenses
@@ -167,12 +168,22 @@ def test_attacks_meet_the_noise_that_a_trainer_finds(
     assert trials.calibrated(make_defense("pruning")) == make_defense("pruning")
 
 
-def test_who_is_left_out_is_told_why(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Its first messages are empty, and there is one message alone."""
-    empty = "pruning:error_feedback=true,min_batches=3"
-    run(tmp_path, [DEFENSES[0], empty], attacked=1, decoys=0)
+def test_who_is_left_out_is_told_why(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = Span.reconstruct
+
+    def dense_alone(attack: Span, seen: Any, generator: torch.Generator) -> Any:
+        if torch.cat([g.flatten() for g in seen.gradient.values()]).eq(0).float().mean() > 0.8:
+            raise ValueError("Too much is zero.")
+        return read(attack, seen, generator)
+
+    monkeypatch.setattr(Span, "reconstruct", dense_alone)
+    choice = run(tmp_path, decoys=0)
+    assert [one.defense for one in choice.outcomes] == ["none", DEFENSES[0]]
     (said,) = [text for text in caplog.messages if "left out" in text]
-    assert said.startswith(f"{empty} is left out: no attack could be applied. The first 2 messages")
+    pruning = f"{DEFENSES[1]} is left out: no attack could be applied to two messages. "
+    assert said == f"{pruning}Too much is zero."
 
 
 def test_what_no_flags_name_is_recommended_in_words(tmp_path: Path) -> None:
@@ -240,7 +251,7 @@ def test_images_by_what_is_usual_for_them(tmp_path: Path) -> None:
     model, processor = ViTForImageClassification(config).eval(), ViTImageProcessor(size=8)
     pixels = np.random.default_rng(0).integers(0, 256, (24, 8, 8, 3), dtype=np.uint8)
     samples = [(Image.fromarray(image), at % 2) for at, image in enumerate(pixels)]
-    few = FEW | {"attacked": 1, "decoys": 0}
+    few = FEW | {"attacked": 2, "decoys": 0}
     plain, noise = recommend(
         model, processor, samples, DEFENSES[:1], output=tmp_path, **few
     ).outcomes
@@ -276,6 +287,8 @@ def test_too_few_samples_are_refused(tmp_path: Path) -> None:
         recommend(model, tokenizer, TEXTS[:20], output=tmp_path)
     with pytest.raises(ValueError, match="8 samples do not fill messages of 3"):
         recommend(model, tokenizer, TEXTS, output=tmp_path, message_size=3)
+    with pytest.raises(ValueError, match="one message, which has no interval: attack 6 or more"):
+        recommend(model, tokenizer, TEXTS, output=tmp_path, message_size=3, attacked=3)
     with pytest.raises(TypeError, match="no_such"):
         recommend(model, tokenizer, TEXTS, output=tmp_path, no_such=3)
     with pytest.raises(ValueError, match="nothing to choose from"):

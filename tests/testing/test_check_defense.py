@@ -35,6 +35,20 @@ def test_every_defense_keeps_the_contract(name: str) -> None:
     check_defense(make_defense(name, **cheap))
 
 
+def test_a_model_without_a_configuration_will_do() -> None:
+    class Plain(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(3, 2)
+
+        def forward(self, pixel_values: Tensor, labels: Tensor) -> dict[str, Tensor]:
+            logits = self.layer(pixel_values)
+            return {"loss": torch.nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+    batch = {"pixel_values": torch.rand(2, 3), "labels": torch.tensor([0, 1])}
+    check_defense(make_defense("gaussian_noise"), [(Plain(), batch)])
+
+
 @pytest.mark.parametrize("name", VARIANTS)
 def test_every_variant_keeps_the_contract(name: str) -> None:
     check_defense(make_defense(name, **VARIANTS[name]))

@@ -7,6 +7,7 @@ from __future__ import annotations
 import functools
 import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from transformers import (
 )
 
 from hf_gradguard import GradGuardConfig, GradGuardTrainer, GradientMap, make_defense, networks
+from hf_gradguard.defenses.robust_input import Pixels
 from hf_gradguard.networks import (
     cached_text_network,
     embedding_fingerprint,
@@ -191,15 +193,35 @@ def test_it_judges_images_of_another_size(tmp_path: Path) -> None:
     assert trainer.defense.network.config.num_channels == 3
 
 
-def test_normalization_comes_from_the_image_processor(tmp_path: Path) -> None:
-    class Processor:
-        do_normalize, image_mean, image_std = True, [0.5, 0.4, 0.3], [0.2, 0.3, 0.4]
+def test_normalization_comes_from_the_image_processor() -> None:
+    """Of each model anew; what was given stays, and no processor's figures become settings."""
 
-    defense = make_defense(
-        "refiner", objective="weighted", evaluation_network=SmallNetwork("image", 3)
-    )
-    defense.prepare(vit(32), Processor())
-    assert (defense.image_mean, defense.image_std) == (Processor.image_mean, Processor.image_std)
+    def processor(mean: float, std: float) -> Any:
+        return SimpleNamespace(do_normalize=True, image_mean=[mean] * 3, image_std=[std] * 3)
+
+    def limits(defense: Any, model: Any) -> tuple[float, float]:
+        """Of what the defense takes for noise: pixels from 0 to 1."""
+        batch = {"pixel_values": torch.zeros(1, 3, 32, 32), "labels": torch.tensor([0])}
+        gmap = GradientMap(model, batch)
+        space = Pixels(gmap, *defense._normalization).space
+        return float(space.low.min()), float(space.high.max())
+
+    model = vit(32)
+    network = SmallNetwork("image", 3)
+    defense = make_defense("refiner", objective="weighted", evaluation_network=network)
+    given = make_defense(
+        "refiner", objective="weighted", evaluation_network=network,
+        image_mean=[0.0] * 3, image_std=[1.0] * 3,
+    )  # fmt: skip
+    for one, expected in ((processor(0.5, 0.5), (-1, 1)), (processor(0.25, 0.25), (-1, 3))):
+        before = defense.settings()
+        defense.prepare(model, one)
+        given.prepare(model, one)
+        assert limits(defense, model) == expected
+        assert limits(given, model) == (0, 1)
+        assert defense.settings() == before
+    defense.prepare(model, None)
+    assert limits(defense, model) == (0, 1)
 
 
 def test_shared_embeddings_are_refused() -> None:
