@@ -260,7 +260,7 @@ DEFENSES: Registry[Any] = Registry(
         "optimal_pruning": "hf_gradguard.defenses.pruning:OptimalPruning",
         "quantization": "hf_gradguard.defenses.quantization:Quantization",
         "soteria": "hf_gradguard.defenses.soteria:Soteria",
-        "refiner": "hf_gradguard.defenses.refiner:Refiner",
+        "refiner": "hf_gradguard.defenses.refiner.defense:Refiner",
     },
 )
 ATTACKS: Registry[Any] = Registry(

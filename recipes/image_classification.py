@@ -39,7 +39,7 @@ from hf_gradguard.training.command_line import parse_arguments, with_classes, wr
 class RecipeArguments:
     dataset: str = field(
         default="uoft-cs/cifar10",
-        metadata={"help": "Hub name (ylecun/mnist, ...), or a folder of folders, one a class."},
+        metadata={"help": "Hub name (ylecun/mnist, ...), or a folder of folders, one per class."},
     )
     dataset_config: str | None = field(default=None, metadata={"help": "For SVHN: cropped_digits."})
     image_column: str | None = field(
@@ -167,7 +167,7 @@ def only_column(data: Dataset, kind: type) -> str:
     if kind is ClassLabel and len(data.column_names) == 1:
         sys.exit(
             "There are images alone, without classes. A folder needs two folders of images or "
-            "more, one a class and all equally deep, or a metadata.csv with a column of labels."
+            "more, one per class and all equally deep, or a metadata.csv with a column of labels."
         )
     if len(found) != 1:
         flag = "--image_column" if kind is Image else "--label_column"

@@ -107,7 +107,7 @@ def _outside_head(gradient: Tensor, most: int) -> Tensor:
     if most >= min(width, len(gradient) // 2):
         raise ValueError(
             "The output head is tied to the token embeddings, and its part of the gradient has up "
-            f"to {most} directions, one a token, in {width} dimensions: too many to tell the "
+            f"to {most} directions, one per token, in {width} dimensions: too many to tell the "
             "input's part from it. Use span."
         )
     norms = gradient.norm(dim=1)

@@ -14,7 +14,7 @@ from ..gradient_map import GradientMap, Tensors
 from ..gradient_map.domain import Domain, domain_of_shape
 from ..gradient_map.inputs import LossFunction
 from ..gradient_map.law import Law
-from ..gradient_map.optimizers import Optimizer
+from ..gradient_map.local_training.optimizers import Optimizer
 from .local import LocalTraining, with_weights
 
 

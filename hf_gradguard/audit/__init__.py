@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ..data.samples import load_samples
     from ..models.loading import load_model
-    from .report import write_report
+    from .report.html import write_report
+    from .report.summary import Summary, summarize
+    from .report.table import markdown_table
     from .result import Audit
     from .run import audit
     from .settings import AuditSettings
-    from .summary import Summary, summarize
-    from .table import markdown_table
 
 __all__ = [
     "Audit",

@@ -10,8 +10,8 @@ from ..attacks import Attack
 from ..attacks.candidates.attack import Candidates
 from ..defenses import Defense
 from .local import in_unit_of_gradients, training_of
+from .report.verdicts import INFORMED
 from .settings import AuditSettings
-from .verdicts import INFORMED
 
 T = TypeVar("T", bound=Attack)
 

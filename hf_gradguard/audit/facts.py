@@ -17,8 +17,8 @@ from ..attacks import Attack
 from ..defenses import Defense
 from ..models.tasks import task_of
 from .modality import Modality
+from .report.verdicts import TERMS
 from .settings import AuditSettings
-from .verdicts import TERMS
 
 _MOST = 20  # entries of a list that is a setting
 GRANTS = ("labels_known", "lengths_known", "noise_known", "share_input_embeddings")

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..attacks.local import LocalTraining
 from ..attacks.observation import Observation
-from ..gradient_map.update import mean_gradient
+from ..gradient_map.local_training.update import mean_gradient
 from .settings import AuditSettings
 
 _BOUNDS = ("clip_norm", "clip_coordinate")  # settings of attacks in the message's unit

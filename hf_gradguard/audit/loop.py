@@ -25,9 +25,9 @@ from .client import Client, Shared, Upload, beside, ranked_together
 from .facts import GRANTS, attack_settings, facts, plain_settings
 from .modality import Modality
 from .own import SMOOTHED, WEIGHTS, chosen_weight, own_batches, smooths
+from .report.verdicts import INFORMED, base_of
 from .result import Audit
 from .settings import AuditSettings
-from .verdicts import INFORMED, base_of
 from .writer import Writer
 
 logger = logging.get_logger(__name__)

@@ -14,15 +14,15 @@ class Audit:
         settings: Model, data, threat model, seeds, versions: all that it takes to repeat it.
         defenses: `{label: settings}`.
         attacks: `{label: settings}`.
-        messages: The originals, one entry a message that was attacked. Private data.
+        messages: The originals, one entry per message that was attacked. Private data.
         chance: Scores of guesses without a gradient: for each of these messages
             `{score: one number per sample}`.
-        shared: One entry a message, repeat and defense: `relative_error` ‖shared - g‖/‖g‖ and
+        shared: One entry per message, repeat and defense: `relative_error` ‖shared - g‖/‖g‖ and
             `cosine` of what was shared, `figures`, one number per sample for each estimator
             (`None` is infinite), `no_figures`, the reasons of the others, and `labels`, those that
             were read off it, or `no_labels`, why none were; or `reason`, if the defense refused; or
             `crash`, if it failed.
-        cells: One entry a message, repeat, defense and attack: `scores` and the reconstruction;
+        cells: One entry per message, repeat, defense and attack: `scores` and the reconstruction;
             or `reason`, if the attack is not applicable; or `crash`, if it failed.
 
     Example:

@@ -7,9 +7,9 @@ from dataclasses import asdict
 from pathlib import Path
 
 from .cells import write_json
-from .report import write_report
+from .report.html import write_report
+from .report.summary import summarize
 from .result import Audit
-from .summary import summarize
 
 
 class Writer:

@@ -14,8 +14,8 @@ from typing import ClassVar
 import torch
 
 from ..gradient_map import GradientMap, Tensors
-from ..gradient_map.clipping import clipped_sum
 from ..gradient_map.law import Law
+from ..gradient_map.per_sample.clipping import clipped_sum
 from ..randomness import Stream, together
 from .base import cast_like, check_finite, is_number, true_gradient
 from .message import Message
@@ -107,7 +107,7 @@ class PrivateSGD(DPSGD):
     @property
     def adds_gaussian_noise(self) -> bool:
         # Σ' on the undefended gradient that would hide as much exists for one clipping factor, not
-        # for one a sample.
+        # for one per sample.
         return not self.per_sample
 
     @property

@@ -10,13 +10,20 @@ import torch
 from torch import nn
 
 from ..gradient_map import GradientMap, Tensors
+from ..gradient_map.batch.pieces import first_rows
+from ..gradient_map.batch.random_labels import special_ids
 from ..gradient_map.devices import devices
-from ..gradient_map.marginals import Sums, heard, own_pass, power_sums, probe_sums, sums_of
-from ..gradient_map.per_sample import Pass
-from ..gradient_map.pieces import first_rows
-from ..gradient_map.plans import TOLERANCE, plan_of
-from ..gradient_map.random_labels import special_ids
-from ..gradient_map.sensitivity import probe_squares
+from ..gradient_map.differences.changes import Pass
+from ..gradient_map.differences.marginals import (
+    Sums,
+    heard,
+    own_pass,
+    power_sums,
+    probe_sums,
+    sums_of,
+)
+from ..gradient_map.differences.plan import TOLERANCE, plan_of
+from ..gradient_map.differences.sensitivity import probe_squares
 from ..randomness import Stream
 from .averages import PARTS, Averages, added
 from .base import Defense, OnDemand, check_finite, check_whole, power, total

@@ -9,7 +9,7 @@ from torch import nn
 
 from ..defenses import Defense, Message, make_defense
 from ..gradient_map import Batch, LossFunction, UpdateMap
-from ..gradient_map.optimizers import Optimizer
+from ..gradient_map.local_training.optimizers import Optimizer
 from ..randomness import Stream
 
 

@@ -2,9 +2,9 @@
 share.
 """
 
+from .differences.shifted import by_differences
 from .inputs import Batch, LossFunction
+from .local_training.update import UpdateMap
 from .map import GradientMap, Tensors
-from .shifted import by_differences
-from .update import UpdateMap
 
 __all__ = ["Batch", "GradientMap", "LossFunction", "Tensors", "UpdateMap", "by_differences"]

@@ -50,7 +50,7 @@ class Devices:
         """Figures of parameters' own parts, by name, as figures of whole parameters.
 
         Args:
-            figures: One number a parameter.
+            figures: One number per parameter.
             how: What two parts' figures become.
         """
         return dict(figures)

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from ..randomness import Stream
-from .random_labels import ends, ordinary_ids, random_entries
-from .texts import IDS, check_text, distinct_texts, embedding_of, mask_of, owner_of, text_keys
+from .batch.random_labels import ends, ordinary_ids, random_entries
+from .batch.texts import IDS, check_text, distinct_texts, embedding_of, mask_of, owner_of, text_keys
 
 
 class Domain(ABC):
@@ -48,7 +48,7 @@ class Domain(ABC):
         """
 
     def main_input(self, batch: Mapping[str, Any]) -> Tensor:
-        """The private entry of a batch, of one row a sample."""
+        """The private entry of a batch, of one row per sample."""
         value: Tensor = batch[self.key]
         return value
 

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 from transformers.utils import logging
 
+from .batch.tables import find_tables, known_tables
+from .batch.texts import Slots
 from .domain import Domain, Text, domain_of_batch, domain_of_model
-from .tables import find_tables, known_tables
-from .texts import Slots
 
 logger = logging.get_logger(__name__)
 

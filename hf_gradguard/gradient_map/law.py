@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from .sample_span import Factors
+from .per_sample.span import Granularity
 
 
 @dataclass(frozen=True)
@@ -23,12 +23,12 @@ class Fitted:
 
     Args:
         samples: How many.
-        factors: Of what there is one each.
+        factors: Their granularity.
         special: Ids of special tokens, which stand at a text's ends only.
     """
 
     samples: int
-    factors: Factors
+    factors: Granularity
     special: tuple[int, ...] = ()
 
 
@@ -53,10 +53,10 @@ class Law:
             or `"stochastic"` up or down; or `"sign"`, which shares signs times the mean |g|.
         levels: How many there are.
         noise: Its distribution.
-        variance: Of the noise: one number, or a tensor a parameter.
+        variance: Of the noise: one number, or a tensor per parameter.
         fitted: In what span it was fitted, and nothing else was done to it.
         left_out: What earlier messages left out was added first. Nobody knows how large it is.
-        batches: Of how many batches each entry is then the sum, a tensor a parameter: who keeps the
+        batches: Of how many batches each entry is then the sum, per parameter: who keeps the
             client's messages knows it.
 
     Raises:

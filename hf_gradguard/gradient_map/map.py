@@ -17,12 +17,12 @@ from torch import Tensor, nn
 
 from ..randomness import Stream
 from .candidates import Candidates
+from .differences.sensitivity import Method, estimate_squares
 from .domain import Domain
 from .factors import Factors
 from .inputs import Batch, LossFunction, find_input, model_loss, shared_by_batch
 from .jacobian import Jacobian
 from .replay import Replay
-from .sensitivity import Method, estimate_squares
 from .sharding import devices_for, local
 
 Tensors = dict[str, Tensor]  # one a shared parameter, by name and in its shape
@@ -302,7 +302,7 @@ class GradientMap:
             generator: Of the probes, a `Stream` or a generator on the input's device.
             split: Square differences sample by sample, where layers know samples apart.
             method: `"difference"`, off by 0.2 to 0.5 % in float32, or `"exact"`, by second
-                derivatives. Default: differences where two steps agree (tried out once a model).
+                derivatives. Default: differences where two steps agree (tried out once per model).
 
         Returns:
             Non-negative tensors in the parameters' shapes, at least in float32.

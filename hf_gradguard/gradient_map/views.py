@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from ..randomness import Stream
+from .differences.sensitivity import Method
 from .domain import Domain
 from .factors import Factors
 from .inputs import Batch
 from .map import GradientMap, Tensors
-from .sensitivity import Method
 
 SMOOTH_CLIP_NORM = 1.115
 """The largest norm that a smoothly clipped gradient can have, in units of C."""

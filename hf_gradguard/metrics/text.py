@@ -136,7 +136,7 @@ def as_batches(predictions: Any, references: Any) -> list[tuple[list[Any], list[
     if depth not in (1, 2):
         raise ValueError(
             "references must be a list of strings or of lists of token ids, or a list of such "
-            f"lists, one a batch, and hold at least one token, but is {_shorten(references)}."
+            f"lists, one per batch, and hold at least one token, but is {_shorten(references)}."
         )
     if depth == 1:
         predictions, references = [predictions], [references]

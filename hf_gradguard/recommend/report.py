@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 from jinja2 import Environment, PackageLoader, Template
 
-from ..audit.verdicts import Terms
+from ..audit.report.verdicts import Terms
 from ..defenses import DEFENSES, Defense
 from .choice import Choice, Outcome
 from .settings import WARMUP, TrialSettings

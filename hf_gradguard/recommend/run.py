@@ -14,11 +14,11 @@ from transformers.utils import logging
 
 from ..audit.cells import write_json, write_text
 from ..audit.modality import modality_of
+from ..audit.report.summary import Summary, summarize, values_of
+from ..audit.report.verdicts import TERMS, Row
 from ..audit.run import audit, usual_attacks
 from ..audit.settings import AuditSettings
 from ..audit.specs import Spec, make_defenses
-from ..audit.summary import Summary, summarize, values_of
-from ..audit.verdicts import TERMS, Row
 from ..data.samples import Sample
 from ..defenses import Defense
 from ..gradient_map.domain import domain_of_model

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from ..attacks import Attack, Observation, Reconstruction, make_attack
+from ..gradient_map.batch.pixel_space import PixelSpace
 from ..gradient_map.domain import DOMAINS
-from ..gradient_map.pixel_space import PixelSpace
 from .facts import model_facts, random_states, same
 from .observations import other_cases, small_observation
 
@@ -192,7 +192,7 @@ class _Contract:
         rows, size = found.token_ids, len(_embedding(seen))
         self.require(
             isinstance(rows, list) and len(rows) == seen.batch_size,
-            f"`token_ids` is one list a sample, {on} it is {_shape(rows)}.",
+            f"`token_ids` is one list per sample, {on} it is {_shape(rows)}.",
         )
         most = int(seen.tokens.sum())
         for row in rows or []:

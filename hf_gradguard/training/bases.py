@@ -108,7 +108,7 @@ def alone(trainer: Trainer, counts: bool) -> Iterator[None]:
     """While a Trainer computes a loss, its figures are this rank's own: nothing is gathered.
 
     Trainers gather rewards and log-probabilities of every example to log their means. And a loss is
-    computed several times a batch, which must not count several times.
+    computed several times per batch, which must not count several times.
 
     Args:
         trainer: Of any class.

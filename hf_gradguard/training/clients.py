@@ -325,7 +325,7 @@ def _take(batch: dict[str, Any], index: Tensor, rows: int) -> dict[str, Any]:
         else:
             raise NotImplementedError(
                 f"{key!r} of a batch has {whole} entries where the batch has {rows} rows, so it "
-                "cannot be cut into clients. Return one entry a row from the collator, or give "
+                "cannot be cut into clients. Return one entry per row from the collator, or give "
                 "each rank one client: clients_per_process=1, num_clients left out."
             )
     return taken

@@ -17,7 +17,7 @@ from ..gradient_map import GradientMap
 from ..gradient_map.devices import ONE, Devices, of_client
 from ..gradient_map.domain import check_batch
 from ..gradient_map.inputs import LossFunction, model_loss
-from ..gradient_map.sample_map import SampleMap
+from ..gradient_map.per_sample.map import SampleMap
 from ..gradient_map.sharding import devices_of, local, whole_of
 from .checks import check_model
 from .dropout import private_draws

@@ -17,7 +17,7 @@ from ..defenses import Defense
 from ..defenses.none import NoDefense
 from ..gradient_map import GradientMap
 from ..gradient_map.inputs import LossFunction
-from ..gradient_map.sample_map import SampleMap
+from ..gradient_map.per_sample.map import SampleMap
 from ..randomness import Stream
 from .clients import ClientBatch
 from .dropout import private_draws

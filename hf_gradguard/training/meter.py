@@ -15,7 +15,7 @@ from transformers.utils import logging
 
 from ..defenses import Defense, Message, Noise
 from ..gradient_map import GradientMap
-from ..gradient_map.shifted import DifferencedMap, by_differences
+from ..gradient_map.differences.shifted import DifferencedMap, by_differences
 from ..leakage import (
     DFIL,
     FisherAccountant,
@@ -124,7 +124,7 @@ class LeakageMeter:
 
     @property
     def stop_due(self) -> bool:
-        """Whether a message was below the limit since this was asked last: once a step, so that
+        """Whether a message was below the limit since this was asked last: once per step, so that
         the next training does not stop for it.
         """
         due, self._stop_due = self._stop_due, False
@@ -265,7 +265,7 @@ def _numbers(gmap: GradientMap, rows: Tensor | None) -> list[int]:
             "The batch does not say which rows of the data set it holds, so the accountant cannot "
             "tell whose leakage it is, and nothing was shared. In an own get_train_dataloader "
             "return `self.loader_of(self.train_dataset, sampler)`, which says it, or let the "
-            f"collator add a tensor {ROW!r}, one number a sample."
+            f"collator add a tensor {ROW!r}, one number per sample."
         )
     if rows.shape != (samples,):
         raise ValueError(

@@ -120,11 +120,13 @@ SEAMS = (
     Seam(
         "torch.nn.modules.instancenorm",
         "_InstanceNorm",
-        "gradient_map/clipping.py tells what mixes samples",
+        "gradient_map/per_sample/clipping.py tells what mixes samples",
     ),
-    Seam("torch:UntypedStorage", "_cdata", "gradient_map/tables.py tells storages apart"),
+    Seam("torch:UntypedStorage", "_cdata", "gradient_map/batch/tables.py tells storages apart"),
     Seam(
-        "torch._ops:OpOverload", "_schema", "gradient_map/tables.py sees what is written in place"
+        "torch._ops:OpOverload",
+        "_schema",
+        "gradient_map/batch/tables.py sees what is written in place",
     ),
     Seam(
         "torch:Tensor",

@@ -13,8 +13,8 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from transformers.utils import logging
 
+from ..gradient_map.batch.tables import find_tables, remember_tables
 from ..gradient_map.inputs import LossFunction
-from ..gradient_map.tables import find_tables, remember_tables
 from .exchange import average
 from .secure_aggregation import SecureAggregation
 
@@ -50,7 +50,7 @@ class AgreedTables:
         loss_fn: LossFunction,
         secure: SecureAggregation | None = None,
     ) -> bool:
-        """Look for tables, once a model and kind of batch. All ranks must call it at every step.
+        """Look for tables, once per model and kind of batch. All ranks must call it at every step.
 
         Args:
             model: The bare model.

@@ -5,7 +5,7 @@
 
 The floor of a probe by differences is a plain gradient, plus one for all probes; split by sample,
 weights have twice as many tokens in one of three products: 4/3. Exact: a plain gradient takes three
-matrix products a weight (forward, and two backward), a probe four (two through the graph of ∇_x L,
+products per weight (forward, and two backward), a probe four (two through the graph of ∇_x L,
 two through the forward pass), so k probes cost at least 4k/3, plus 2/3 for the forward pass and
 ∇_x L that they start from.
 """

@@ -95,7 +95,7 @@ def measure(args) -> dict:
         ),
     }
     gmap = GradientMap(model, many, second_order=False)
-    by_differences(gmap)  # tried out once a model
+    by_differences(gmap)  # tried out once per model
     for name in ("gaussian_noise", "optimal_noise"):
         variance = make_defense(name, scale=1e-3)(gmap).noise.variance
         label = f"the same by differences, {FEW} probes, `{name}` / plain gradient of the batch"

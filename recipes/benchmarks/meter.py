@@ -4,7 +4,7 @@ bound on the influence, both by differences.
     python -m recipes.benchmarks.meter --model MODEL --output docs/results/meter_speed
 
 On a map and a message that are there, 16 random tokens a sample, one thread. Trying differences
-out, which happens once a model and at every 16th logged step again, stands apart.
+out, which happens once per model and at every 16th logged step again, stands apart.
 """
 
 import json
@@ -13,8 +13,8 @@ import tempfile
 import torch
 
 from hf_gradguard import GradGuardConfig, GradientMap, make_defense
-from hf_gradguard.gradient_map.plans import forget
-from hf_gradguard.gradient_map.shifted import by_differences
+from hf_gradguard.gradient_map.differences.plan import forget
+from hf_gradguard.gradient_map.differences.shifted import by_differences
 from hf_gradguard.randomness import Stream
 from hf_gradguard.training.meter import LeakageMeter
 from recipes.studies.lib.results import named

@@ -2,7 +2,7 @@
 
     python -m recipes.benchmarks.refiner --model MODEL --output docs/results/refiner_speed
 
-The floor: an iteration takes seven matrix products a weight (forward, two backward, and four back
+The floor: an iteration takes seven matrix products per weight (forward, two backward, and four back
 through both), where a plain gradient takes three, so ι iterations cost 7ι/3 plain gradients; the
 true gradient and that of the robust data are two more, and every iteration passes through the
 evaluation network and back.

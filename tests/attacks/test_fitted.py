@@ -1,4 +1,4 @@
-"""Who knows that a message was fitted in the span of made-up samples' gradients."""
+"""Who knows that a message was fitted in the span of synthetic samples' gradients."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from hf_gradguard import GradientMap, make_defense
 from hf_gradguard.attacks import Observation, make_attack
 from hf_gradguard.attacks.candidates.fitted import LEAST, Fits
 from hf_gradguard.defenses.message import Message
+from hf_gradguard.gradient_map.differences.changes import Pass, layers_of
 from hf_gradguard.gradient_map.law import Fitted, Law
-from hf_gradguard.gradient_map.made_up import made_up
-from hf_gradguard.gradient_map.per_sample import Pass, layers_of
-from hf_gradguard.gradient_map.sample_span import Factors, SampleSpan
+from hf_gradguard.gradient_map.per_sample.span import Granularity, SampleSpan
+from hf_gradguard.gradient_map.per_sample.synthetic import synthetic_samples
 from hf_gradguard.randomness import Stream
 
 
@@ -40,7 +40,7 @@ def gradient_of(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]
     return GradientMap(model, batch, second_order=False).gradient()
 
 
-def columns_of(made: GradientMap, factors: Factors) -> list[dict[str, Tensor]]:
+def columns_of(made: GradientMap, factors: Granularity) -> list[dict[str, Tensor]]:
     """Groups of parameters, and what spans each, written out: dense, in float64."""
     count, layers = len(made.input), layers_of(made.model, made.parameters)
     told = Pass.of(made, made.input, layers)
@@ -64,10 +64,10 @@ def columns_of(made: GradientMap, factors: Factors) -> list[dict[str, Tensor]]:
     return [dict(group) for group in groups]
 
 
-@pytest.mark.parametrize("factors", get_args(Factors))
-def test_powers_are_those_of_a_dense_projection(factors: Factors) -> None:
+@pytest.mark.parametrize("factors", get_args(Granularity))
+def test_powers_are_those_of_a_dense_projection(factors: Granularity) -> None:
     model, batch = make_task("bert")
-    made = made_up(GradientMap(model, batch, second_order=False), 2, Stream.from_seeds(1))
+    made = synthetic_samples(GradientMap(model, batch, second_order=False), 2, Stream.from_seeds(1))
     powers = SampleSpan(made).powers(factors)
     some = [gradient_of(model, one) for one in texts(2)]
     found = powers({name: torch.stack([one[name] for one in some]) for name in some[0]})
@@ -182,7 +182,7 @@ def test_dropout_is_the_generators() -> None:
     assert torch.equal(before, torch.get_rng_state())
 
 
-def test_a_batch_that_cannot_be_made_up_is_refused() -> None:
+def test_a_batch_that_cannot_be_replaced_is_refused() -> None:
     model, batch = make_task("bert")
     batch = {**batch, "weights": torch.ones(len(batch["labels"]), 3)}
     message = gradient_of(model, texts(1)[0])

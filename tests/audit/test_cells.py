@@ -18,7 +18,7 @@ from hf_gradguard import DEFENSES, GradientMap
 from hf_gradguard.attacks import ATTACKS, Observation, Reconstruction
 from hf_gradguard.audit import audit, markdown_table, summarize
 from hf_gradguard.audit.cells import Cells, code_digest, modules_of
-from hf_gradguard.audit.report import html_report
+from hf_gradguard.audit.report.html import html_report
 from hf_gradguard.defenses import Defense
 from hf_gradguard.randomness import Stream
 

@@ -10,11 +10,11 @@ import pytest
 from test_audit import HIGH, LOW, MIDDLE, made
 
 from hf_gradguard.audit import price, summarize
-from hf_gradguard.audit.headline import headline, worst
+from hf_gradguard.audit.modality.texts import _NO_WORD
 from hf_gradguard.audit.price import read_metrics
-from hf_gradguard.audit.report import html_report
+from hf_gradguard.audit.report.headline import headline, worst
+from hf_gradguard.audit.report.html import html_report
 from hf_gradguard.audit.specs import make_defenses
-from hf_gradguard.audit.texts import _NO_WORD
 from hf_gradguard.defenses import make_defense
 
 

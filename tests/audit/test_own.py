@@ -12,7 +12,7 @@ import torch
 from hf_gradguard.attacks import ATTACKS, GradientMatching, Observation, Reconstruction, make_attack
 from hf_gradguard.audit import audit
 from hf_gradguard.audit.own import WEIGHTS, smooths
-from hf_gradguard.audit.verdicts import INFORMED
+from hf_gradguard.audit.report.verdicts import INFORMED
 from tests.helpers import make_task
 
 OWN = 0.8  # the gray of an attacker's own images

@@ -17,7 +17,7 @@ WEAK = {
     "tiny noise": "gaussian_noise:relative_scale=0.01",
     "clipped only": "dp_sgd:clip=0.1,scale=0",
     "Soteria": "soteria:ratio=0.5",
-    "made-up samples": "refiner",
+    "synthetic samples": "refiner",
 }
 
 
@@ -39,8 +39,8 @@ def leaking(width: int, count: int) -> tuple[Any, Any, list[tuple[str, int]]]:
 
 @pytest.mark.parametrize("weak", WEAK)
 def test_planted_leaks_are_not_at_chance(weak: str, tmp_path: Path) -> None:
-    """Span reads all of them but behind made-up samples, and somebody with a list names every text,
-    whichever attack is asked: so the verdict is that they leak.
+    """Span reads all of them but behind synthetic samples, and somebody with a list names every
+    text, whichever attack is asked: so the verdict is that they leak.
     """
     model, tokenizer, texts = leaking(width=48, count=4)
     listed = [text for text, _ in texts] + [" ".join(WORDS[k : k + 5]) for k in range(8)]

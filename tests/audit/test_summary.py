@@ -12,8 +12,8 @@ import pytest
 from test_audit import HIGH, LOW, MIDDLE, TEXTS, Spy, made, spy, text_model  # noqa: F401
 
 from hf_gradguard.audit import audit, markdown_table, summarize, write_report
-from hf_gradguard.audit import summary as summary_module
-from hf_gradguard.audit.verdicts import TERMS
+from hf_gradguard.audit.report.html import summary as summary_module
+from hf_gradguard.audit.report.verdicts import TERMS
 from hf_gradguard.metrics.scores import bootstrap_intervals
 
 
@@ -73,7 +73,7 @@ def test_an_exact_copy_does_not_press_all_others_together() -> None:
 
 
 def test_few_ticks_keep_both_ends() -> None:
-    from hf_gradguard.audit.report import _few
+    from hf_gradguard.audit.report.html import _few
 
     for count in (1, 3, 4, 5, 10, 11):
         ticks = [(0.1 * k, str(k)) for k in range(count + 1)]

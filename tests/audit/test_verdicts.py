@@ -6,8 +6,8 @@ import pytest
 from test_audit import HIGH, LOW, MIDDLE, made
 
 from hf_gradguard.audit import markdown_table, summarize
-from hf_gradguard.audit.headline import headline
-from hf_gradguard.audit.verdicts import Estimate
+from hf_gradguard.audit.report.headline import headline
+from hf_gradguard.audit.report.verdicts import Estimate
 
 
 def test_one_message_of_several_samples_is_an_anecdote() -> None:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from hf_gradguard import DEFENSES, GradientMap, chain, make_defense
 from hf_gradguard.defenses import Defense, sensitivity
-from hf_gradguard.gradient_map.update import UpdateMap
+from hf_gradguard.gradient_map.local_training.update import UpdateMap
 
 OWN = {"shape": "own", "num_probes": 2}
 """As published: weighed by sensitivities of the batch itself."""

@@ -13,7 +13,7 @@ from helpers import make_task
 from hf_gradguard import GradientMap, make_defense
 from hf_gradguard.defenses import Message
 from hf_gradguard.defenses.dp import NoSample
-from hf_gradguard.gradient_map.clipping import clipped_sum
+from hf_gradguard.gradient_map.per_sample.clipping import clipped_sum
 from hf_gradguard.leakage import gaussian_epsilon
 from hf_gradguard.randomness import Stream
 from hf_gradguard.testing import check_defense

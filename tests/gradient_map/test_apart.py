@@ -8,10 +8,11 @@ from helpers import make_task
 from torch import Tensor, nn
 
 from hf_gradguard import GradientMap
-from hf_gradguard.gradient_map import apart, plans
-from hf_gradguard.gradient_map.clipping import ClippedSum, clipped_sum
-from hf_gradguard.gradient_map.sample_map import SampleMap
-from hf_gradguard.gradient_map.tables import find_tables
+from hf_gradguard.gradient_map.batch.tables import find_tables
+from hf_gradguard.gradient_map.differences import plan as plans
+from hf_gradguard.gradient_map.per_sample import plan as apart
+from hf_gradguard.gradient_map.per_sample.clipping import ClippedSum, clipped_sum
+from hf_gradguard.gradient_map.per_sample.map import SampleMap
 
 FIRST_ORDER = {"second_order": False, "needs_input": False}
 

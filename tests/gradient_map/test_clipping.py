@@ -19,9 +19,10 @@ from transformers import (
 
 from hf_gradguard import GradientMap, make_defense
 from hf_gradguard.defenses import chain
-from hf_gradguard.gradient_map import apart, clipping
-from hf_gradguard.gradient_map.clipping import clipped_sum
-from hf_gradguard.gradient_map.sample_map import SampleMap
+from hf_gradguard.gradient_map.per_sample import clipping
+from hf_gradguard.gradient_map.per_sample import plan as apart
+from hf_gradguard.gradient_map.per_sample.clipping import clipped_sum
+from hf_gradguard.gradient_map.per_sample.map import SampleMap
 
 CLIP = 0.5
 ROWS = 4
@@ -125,7 +126,7 @@ def test_long_texts_and_short_ones_take_both_ways() -> None:
 
 
 def test_samples_that_are_cut_into_several_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    from hf_gradguard.gradient_map import shares
+    from hf_gradguard.gradient_map.differences.changes import shares
 
     monkeypatch.setattr(shares, "ENTRIES", 40)
     for name in ("convnext", "bert"):
@@ -180,7 +181,7 @@ def test_dropout_masks_are_those_of_the_map() -> None:
 
 def test_norms_are_never_too_small_by_rounding() -> None:
     """Tokens whose products cancel: a norm below the true one would clip too little."""
-    from hf_gradguard.gradient_map.shares import _ghost_squares
+    from hf_gradguard.gradient_map.per_sample.shares import _ghost_squares
 
     generator = torch.Generator().manual_seed(0)
     slopes = torch.randn(6, 2, 50, generator=generator).repeat_interleave(2, 1)

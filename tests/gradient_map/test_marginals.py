@@ -11,16 +11,16 @@ from helpers import flat, make_task, rng, small_convolution
 from torch import Tensor
 
 from hf_gradguard import GradientMap, make_defense
-from hf_gradguard.gradient_map import marginals
-from hf_gradguard.gradient_map.marginals import (
+from hf_gradguard.gradient_map.differences import marginals
+from hf_gradguard.gradient_map.differences.changes import Pass
+from hf_gradguard.gradient_map.differences.marginals import (
     heard,
     own_pass,
     power_sums,
     probe_sums,
     sums_of,
 )
-from hf_gradguard.gradient_map.per_sample import Pass
-from hf_gradguard.gradient_map.sensitivity import plan_of
+from hf_gradguard.gradient_map.differences.sensitivity import plan_of
 from hf_gradguard.randomness import Stream
 
 NAMES = ("bert", "bert_lora", "gpt2", "gpt2_lm", "t5", "vit", "convnext", "convolution")

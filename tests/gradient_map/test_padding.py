@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from hf_gradguard import GradientMap
-from hf_gradguard.gradient_map.clipping import clipped_sum
+from hf_gradguard.gradient_map.per_sample.clipping import clipped_sum
 
 FIRST_ORDER = {"second_order": False, "needs_input": False}
 SHORT = [[i, i + 1, i + 2, i + 3] for i in range(5, 11)]

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from transformers import BertConfig, BertForTokenClassification
 
 from hf_gradguard import GradientMap
+from hf_gradguard.gradient_map.batch.random_labels import special_ids
 from hf_gradguard.gradient_map.domain import IMAGE, TEXT
-from hf_gradguard.gradient_map.random_labels import special_ids
 
 SPECIAL = [0, 1, 2, 3]
 

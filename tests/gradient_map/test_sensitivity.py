@@ -34,8 +34,8 @@ from transformers import (
 )
 
 from hf_gradguard import GradientMap
-from hf_gradguard.gradient_map.per_sample import layers_of
-from hf_gradguard.gradient_map.sensitivity import TOLERANCE, plan_of
+from hf_gradguard.gradient_map.differences.changes import layers_of
+from hf_gradguard.gradient_map.differences.sensitivity import TOLERANCE, plan_of
 
 Task = tuple[nn.Module, dict[str, Tensor]]
 

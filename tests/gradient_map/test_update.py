@@ -20,10 +20,10 @@ from helpers import (
 from torch import Tensor
 
 from hf_gradguard.gradient_map import GradientMap, UpdateMap
-from hf_gradguard.gradient_map.optimizers import make_optimizer
-from hf_gradguard.gradient_map.pieces import Pieces
-from hf_gradguard.gradient_map.sensitivity import TOLERANCE, plan_of
-from hf_gradguard.gradient_map.update import MeanGradientMap
+from hf_gradguard.gradient_map.batch.pieces import Pieces
+from hf_gradguard.gradient_map.differences.sensitivity import TOLERANCE, plan_of
+from hf_gradguard.gradient_map.local_training.optimizers import make_optimizer
+from hf_gradguard.gradient_map.local_training.update import MeanGradientMap
 
 OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
     "sgd": ("sgd", {}),
@@ -254,7 +254,7 @@ def test_mean_gradient_of_a_constant_gradient_is_that_gradient(optimizer: str) -
     for _ in range(5):
         weight.grad = g.clone()
         steps.step()
-    from hf_gradguard.gradient_map.update import mean_gradient
+    from hf_gradguard.gradient_map.local_training.update import mean_gradient
 
     found = mean_gradient(made, [0.1] * 5, {"w": start}, {"w": weight.detach() - start})
     torch.testing.assert_close(found["w"], g)

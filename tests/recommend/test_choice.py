@@ -8,7 +8,7 @@ import re
 import numpy as np
 import pytest
 
-from hf_gradguard.audit.verdicts import TERMS
+from hf_gradguard.audit.report.verdicts import TERMS
 from hf_gradguard.recommend import Outcome, choose
 from hf_gradguard.recommend.choice import Estimate
 from hf_gradguard.recommend.report import html_report

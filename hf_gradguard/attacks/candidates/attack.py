@@ -52,7 +52,7 @@ class Ranked(Reconstruction):
 @dataclass
 class Candidates(Attack):
     """Ranks a list of texts or images by how well each explains the message. No search: one
-    gradient a candidate and label.
+    gradient per candidate and label.
 
     With the defense's law (`Observation.law`, or `noise_variance` of Gaussian noise) the score is
     the log-likelihood: of noisy values, of the kept set and its values, of cells. Without one it is

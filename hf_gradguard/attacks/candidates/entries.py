@@ -61,7 +61,7 @@ def make_entries(
     """The candidates of the observation's domain, each with every label that it may have.
 
     Raises:
-        ValueError: If there is none of that domain, or the labels are not one a candidate.
+        ValueError: If there is none of that domain, or the labels are not one per candidate.
     """
     inputs, counts = _INPUTS[seen.domain.name](seen, candidates)
     if not inputs:

@@ -1,4 +1,4 @@
-"""How well candidates explain a message that was fitted in the span of made-up samples' gradients.
+"""How well candidates explain a message fitted in the span of synthetic samples' gradients.
 
     M = P(g + e),   score = -Σ_l d_l/2 log ‖M - P g‖²,   ‖M - P g‖² = ‖M‖² - 2⟨M, g⟩ + ‖P g‖²
 
@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from ...gradient_map import GradientMap
 from ...gradient_map.law import Fitted
-from ...gradient_map.made_up import made_up
-from ...gradient_map.sample_span import Powers, SampleSpan
+from ...gradient_map.per_sample.span import Powers, SampleSpan
+from ...gradient_map.per_sample.synthetic import synthetic_samples
 from ...randomness import Stream
 
 LEAST = 1e-3
@@ -83,12 +83,12 @@ class Fits:
 def drawn(
     law: Fitted, batch: Mapping[str, Any], model: nn.Module, generator: torch.Generator
 ) -> Powers:
-    """Of the span of made-up samples of the server's own, with dropout of its own."""
+    """Of the span of synthetic samples of the server's own, with dropout of its own."""
     seed = int(torch.randint(2**62, (1,), generator=generator, device=generator.device))
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         gmap = GradientMap(model, dict(batch), second_order=False)
-        made = made_up(gmap, law.samples, Stream.from_seeds(seed), law.special)
+        made = synthetic_samples(gmap, law.samples, Stream.from_seeds(seed), law.special)
         return SampleSpan(made).powers(law.factors)
 
 

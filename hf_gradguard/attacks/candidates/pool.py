@@ -44,7 +44,7 @@ class Pool:
     Texts that are cut to a message's length are other pairs where the length is another.
 
     Args:
-        entries: Of one list, one a message.
+        entries: Of one list, one per message.
 
     Attributes:
         batches: One a pair.

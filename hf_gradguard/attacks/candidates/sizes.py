@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...gradient_map.apart import count_items
 from ...gradient_map.law import Law
+from ...gradient_map.per_sample.plan import count_items
 from ..observation import Observation
 from ..span.layer_inputs import is_causal_lm
 

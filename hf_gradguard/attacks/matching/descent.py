@@ -1,5 +1,5 @@
 """The loop of gradient matching: candidates go down the distance between gradients, all of them in
-one vectorized pass a step.
+one vectorized pass per step.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The span attack: tokens whose layer inputs lie in the span of a weight gradient's rows.
 
-The gradient of a linear layer's weight is δᵀX, where X, of one row a token, is what the layer
+The gradient of a linear layer's weight is δᵀX, where X, of one row per token, is what the layer
 reads. In front of the first attention nothing has mixed positions yet, so X holds one known vector
 for every (token, position) of the batch: a vocabulary token was there exactly if its vector lies in
 the row space of the query, key and value gradients. Seconds, no optimization.
@@ -20,7 +20,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ...gradient_map.texts import is_encoder_decoder
+from ...gradient_map.batch.texts import is_encoder_decoder
 from ..base import Attack, Reconstruction, as_text
 from ..length import with_length
 from ..observation import Observation, special_frame

@@ -19,8 +19,8 @@ from transformers.models.auto.modeling_auto import (
 )
 from transformers.pytorch_utils import Conv1D
 
+from ...gradient_map.batch.texts import is_encoder_decoder
 from ...gradient_map.domain import TEXT
-from ...gradient_map.texts import is_encoder_decoder
 from ...models.tasks import without_adapters
 from ..observation import Observation, ordinary_id, without_dropout
 
@@ -37,7 +37,7 @@ class Readers:
         positional: Whether one token gives different inputs at different positions.
         call: Which of a pass's calls of the layers this is: blocks may share their weights.
         calls: How many there are. Their inputs share one gradient, and so one row space.
-        pooled: Whether they read one input a text, and not one a position.
+        pooled: Whether they read one input per text, and not one per position.
 
     Example:
         >>> first = find_readers(seen)[0]
@@ -234,7 +234,7 @@ def _name(model: nn.Module) -> str:
 
 
 def _closing(seen: Observation) -> list[int]:
-    """What a made-up text must end with for the model to run to its end: classifiers of
+    """What a synthetic text must end with for the model to run to its end: classifiers of
     encoder-decoders read their output at the end-of-sequence token.
     """
     end = getattr(getattr(seen.model, "config", None), "eos_token_id", None)

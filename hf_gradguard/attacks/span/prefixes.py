@@ -52,8 +52,8 @@ def endings(
 
 
 def keeps_the_past(seen: Observation, readers: Readers) -> bool:
-    """Whether the model reads a text's end alike when it has kept the rest: tried out on a made-up
-    one.
+    """Whether the model reads a text's end alike when it has kept the rest: tried out on a text of
+    random words.
 
     Example:
         >>> from hf_gradguard.attacks.span.layer_inputs import find_readers

@@ -3,7 +3,7 @@ r"""Images drawn by an untrained network, against images that are smooth.
     python -m recipes.studies.attacks_undefended.run deep_prior --cifar10 LOSSLESS.npz \
         --output docs/results/undefended_deep_prior
 
-The first four images of the file, one a message, on the leakage papers' LeNet at its initial
+The first four images of the file, one per message, on the leakage papers' LeNet at its initial
 weights, labels known: undefended and behind Gaussian noise of a tenth of the gradient's norm and of
 all of it. A deep image prior of 100 and of 500 steps, and Inverting Gradients with several weights
 of total variation, one start each. PSNR with 95 % t-intervals over images, and of each number of

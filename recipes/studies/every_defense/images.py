@@ -5,7 +5,7 @@ r"""Every defense against attacks on images.
     python -m recipes.studies.every_defense.run images --images LOSSLESS.npz \
         --evaluation_network NETWORK --output docs/results/image_defenses
 
-The first 16 images of the file, one a message, on the leakage papers' LeNet at its initial weights;
+The first 16 images of the file, one per message, on the leakage papers' LeNet as it is initialized;
 labels read off the gradient. Budgets are such that undefended gradients give the image away, and
 the same for every defense. The adaptive attacker takes the mean of eight uploads of the batch where
 there is fresh noise, and weighs coordinates by its covariance where that is not the same

@@ -3,8 +3,8 @@ r"""Every defense against every attack on text.
     python -m recipes.studies.every_defense.run text --tokenizer MODEL --data_dir SST2 \
         --output docs/results/text_defenses
 
-20 sentences of SST-2's dev set that have 14 tokens, one a message, on a random BERT of 2 layers and
-width 128 (larger models take hours a row); labels and lengths known, token embeddings withheld.
+20 sentences of 14 tokens of SST-2's dev set, one per message, on a random BERT of 2 layers and
+width 128 (larger models take hours per row); labels and lengths known, token embeddings withheld.
 Attack budgets are such that undefended gradients give everything away, and the same for every
 defense. The adaptive attacker takes the mean of eight uploads of the batch where there is fresh
 noise, and weighs coordinates by its covariance where that is not the same everywhere; matches only

@@ -4,7 +4,7 @@ training set.
     python -m recipes.studies.frontier.run rates --model MODEL --data_dir SST2 \
         --output docs/results/frontier_rates
 
-A client of 16 phrases a message, 200 steps of AdamW with the Trainer's defaults, one seed that the
+A client of 16 phrases per message, 200 steps of AdamW with the Trainer's defaults, a seed that the
 frontier itself does not use. Rates come from one grid in steps of two. Three are tried: around
 2e-4, and for noise of r times the gradient around √(1 + r²) times that, because AdamW divides its
 steps by as much. Where the best is at an end, more are, until it is not. About two minutes of one

@@ -115,7 +115,7 @@ IMAGE_ROWS: list[tuple[str, dict]] = [
     ("optimal_noise", {"relative_scale": 100.0}),
     *PRIVATE,
     ("optimal_pruning", {"ratio": 0.99, "error_feedback": True}),
-    ("refiner", {"objective": "weighted"}),  # over half an hour a training
+    ("refiner", {"objective": "weighted"}),  # over half an hour per training
 ]
 INVERTING = ("inverting_gradients", 1)
 IMAGE_ATTACKS = {
@@ -168,7 +168,7 @@ PUBLIC = 5000  # sentences by which embeddings are whitened
 
 
 class HeadRow(NamedTuple):
-    """Of so many last layers, messages, and phrases a message; with noise of so many times what a
+    """Of so many last layers, messages, and phrases per message; with noise of so many times what a
     phrase is clipped to; attacked by whom.
     """
 

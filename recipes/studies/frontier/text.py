@@ -4,7 +4,7 @@ at the start, in the middle and at the end of its own training.
     python -m recipes.studies.frontier.run text --model MODEL --data_dir SST2 --models FOLDER \
         --output docs/results/frontier_text
 
-One client of 16 phrases a message, 200 steps, seeds that chose no rate. Accuracy is of the 2,693
+One client of 16 phrases per message, 200 steps, seeds that chose no rate. Accuracy is of the 2,693
 sentences of SST-2's dev and SST's test set, compared with the undefended run of the same seed,
 sentence by sentence. Attacked are messages of sentences of the dev set, without dropout, labels
 and lengths known. Attackers know the defense: TAG weighs coordinates by the noise's covariance, or
@@ -12,7 +12,7 @@ matches what a pruning left; span fills in what it pruned. Candidates are 300 se
 likelihood: what is shown is the share of a message's 16 that are told at 1 % false alarms. Behind
 error feedback "gathered" knows of how many batches each entry is the sum, and waits for 30 messages
 more, made at the same weights. Noise alone is what TAG makes of nothing, at the undefended models.
-FOLDER keeps what was trained, 45 MB a stage.
+FOLDER keeps what was trained, 45 MB per stage.
 """
 
 from ..lib.results import Results, chosen, named

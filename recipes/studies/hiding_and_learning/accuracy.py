@@ -5,7 +5,7 @@ r"""Accuracy of each defense on SST-2, two ranks, matched strength; or what a st
     python -m recipes.studies.hiding_and_learning.run accuracy --model MODEL --data_dir SST2 \
         --seconds --output docs/results/sst2_seconds
 
-Runs recipes/sst2.py once a row and keeps each run's metrics. Seconds mean something on a machine
+Runs recipes/sst2.py once per row and keeps each run's metrics. Seconds mean something on a machine
 that does nothing else. About six hours of two cores for all rows, most of them Refiner's; with
 `--seconds` five minutes.
 """
@@ -78,7 +78,7 @@ def half(found: dict) -> float:
 
 
 def report(figures: dict, args) -> None:
-    """Accuracies with their intervals, or seconds a step."""
+    """Accuracies with their intervals, or seconds per step."""
     table = []
     for row, one in figures.items():
         name, settings = ACCURACY[row]

@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import set_seed
 
 from hf_gradguard.defenses.dp import NoSample, PrivateSGD
-from hf_gradguard.gradient_map.sample_map import SampleMap
+from hf_gradguard.gradient_map.per_sample.map import SampleMap
 from hf_gradguard.leakage import FisherAccountant
 from hf_gradguard.models import TanhConvNetConfig, TanhConvNetForImageClassification
 from hf_gradguard.randomness import Stream

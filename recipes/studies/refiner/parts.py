@@ -9,7 +9,7 @@ phrases, by a seed that is not used again. Accuracy is of 2,693 sentences, compa
 undefended run of the same seed sentence by sentence. Sums: the cosine of what was shared in a
 training with the gradients there, each added up, one seed. At the end of its own training each is
 attacked as on the frontier: span has 8 messages of one sentence, and a list three of 16. FOLDER
-keeps what was trained, 45 MB a stage. Three to six minutes of one core a training.
+keeps what was trained, 45 MB per stage. Three to six minutes of one core a training.
 """
 
 from typing import Any

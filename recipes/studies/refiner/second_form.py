@@ -73,7 +73,7 @@ def cells(args) -> dict:
         known = list(trained)[: None if args.all or args.quick else FIRST_READ]
         found |= {(row, "read", str(seed)): trained[row] | read for row in known}
         told = read | {"batches": [1] if args.quick else BATCHES_TOLD}
-        fits = [row for row in known if made_up(trained[row])]
+        fits = [row for row in known if synthetic_samples(trained[row])]
         found |= {(row, "told", str(seed)): trained[row] | told for row in fits}
         word = {"messages": read["messages"], "words": 3 if args.quick else WORDS}
         found |= {(row, "word", str(seed)): trained[row] | word for row in fits}
@@ -122,7 +122,7 @@ def read(cell: dict, stage, tokenizer, texts: list[dict]) -> dict:
     return found
 
 
-def made_up(cell: dict) -> bool:
+def synthetic_samples(cell: dict) -> bool:
     """Whether samples are made up, and stay as they were drawn."""
     strength = cell["strength"]
     return strength.get("objective") == "cosine" and not strength["iterations"]

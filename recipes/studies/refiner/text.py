@@ -4,7 +4,7 @@ Refiner paper (2025), Table 13.
     python -m recipes.studies.refiner.run text --model MODEL --data_dir SST2 \
         --output docs/results/refiner_text
 
-The first 10 sentences of SST-2's dev set that have 14 tokens, one a message, the model as it is
+The first 10 sentences of SST-2's dev set that have 14 tokens, one per message, the model as it is
 before fine-tuning (new head, no dropout), labels and lengths known, token embeddings withheld. Both
 attacks get 500 evaluations: TAG 500 updates, Inverting Gradients 25 steps of L-BFGS with up to 20,
 its best of seven settings on three other, undefended sentences: Adam, signed or not, stays far

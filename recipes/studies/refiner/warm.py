@@ -10,7 +10,7 @@ messages of 16, so that each is seen about five times, at the learning rate that
 Refiner's default there; and behind uniform noise, at the rate that is best for it there. Rates
 beside them were tried with a seed of their own, on images that nothing was trained on. Accuracy is
 of 10,000 images, compared with the undefended run of the same seed, image by image. Read are eight
-images that were trained on, one a message, by the frontier's attacker; told are members of three
+images that were trained on, one per message, by the frontier's attacker; told are members of three
 messages of 16 by its list of 300 candidates, at 1 % false alarms. The cosine is of what is shared
 of 64 messages of one with their gradients. FOLDER keeps what was trained.
 """

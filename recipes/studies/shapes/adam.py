@@ -7,7 +7,7 @@ Adam's steps are ḡ/√(p + Σ) in expectation, with p = E g² over batches, so
 Σ_i ḡ_i²/√(p_i + Σ_ii). Each shape is scaled until that is a given share of what it is without
 noise; then Tr J_F is compared with uniform noise's. Shapes follow s² and p of other batches, of
 which a matrix keeps rows and columns. The encoder at its start and after 100 steps of AdamW (2e-4,
-16 phrases a batch), 12 batches to learn shapes from and 12 to evaluate them on; s² of one probe a
+16 phrases per batch), 12 batches to learn shapes from, 12 to evaluate them on; s² of one probe per
 batch, split by samples; every 20th coordinate. Six minutes of one core.
 """
 

@@ -3,7 +3,7 @@ r"""What does noise cost whose shape does not depend on the batch?
     python -m recipes.studies.shapes.run quality --model MODEL --data_dir SST2 --cifar10 CIFAR10 \
         --output docs/results/shapes_quality
 
-A client fine-tunes (AdamW, 16 samples a step); defenses measure at every tenth step and keep
+A client fine-tunes (AdamW, 16 samples per step); defenses measure at every tenth step and keep
 averages. At some steps other batches are looked at, of 16 samples and of one. Tr J_F·|U₂| does not
 depend on the noise's strength; its least value, (Σ s|g|)², needs s and |g| of the very batch. s² is
 from split probes (12, or 48 for one sample; exact ones for the ResNet, whose ReLU has kinks). dFIL

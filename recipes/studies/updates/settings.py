@@ -1,4 +1,4 @@
-"""Rows of the tables. `size`: samples a step; `epochs` over the client's four samples."""
+"""Rows of the tables. `size`: samples per step; `epochs` over the client's four samples."""
 
 SGD = {"optimizer": "sgd", "rate": 0.01, "shuffle": False}
 ADAMW = {"optimizer": "adamw", "rate": 5e-5, "shuffle": False}

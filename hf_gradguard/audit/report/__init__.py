@@ -1,0 +1,1 @@
+"""What an audit says, drawn from its cells: verdicts, tables, and the page to look at."""

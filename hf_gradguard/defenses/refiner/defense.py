@@ -1,0 +1,353 @@
+"""Refiner: share the gradient of robust data, which looks like noise.
+
+The published form is in published.py, the one that teaches in synthetic.py.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from dataclasses import KW_ONLY, dataclass
+from functools import cached_property
+from typing import Any, ClassVar, get_args
+
+import torch
+from torch import Tensor, nn
+
+from ...gradient_map import GradientMap, Tensors
+from ...gradient_map.domain import domain_of_model
+from ...gradient_map.per_sample.span import Granularity
+from ...gradient_map.per_sample.synthetic import synthetic_samples
+from ...networks.loading import check_digest
+from ...networks.trial import name_of
+from ...randomness import Stream
+from ..base import cast_like, check_range, check_whole, norm, true_gradient
+from ..feedback import BiasedDefense, LeftOut, check_min_batches
+from ..message import Message, nothing_of
+from .defaults import Objective, take_defaults
+from .inputs import Memory, Pixels, SpecialTokens, SyntheticInput, Words, try_on_batch
+from .published import Descent, RobustData, utility_weights
+from .synthetic import SyntheticSamples
+
+_PINS = ("revision", "sha256")
+
+
+@dataclass
+class Refiner(BiasedDefense):
+    """Gradient of robust data, which looks like noise: of synthetic samples, or of the batch
+    itself, moved toward noise.
+
+    With `objective="cosine"` samples are drawn at random and share nothing with the batch but its
+    shape. Their gradients are added up with the factors that bring the sum nearest to the client's;
+    with `iterations`, Adam brings the samples themselves nearer. What the sum leaves out, later
+    messages make up for. No evaluation network is needed.
+
+    `objective="weighted"` is the published form: the batch's own data, blended with noise, moves
+    toward what an evaluation network takes for noise, while a weighted distance holds its gradient.
+    Of a text, only words move: padding and the tokenizer's special tokens keep their embeddings.
+    The Trainer logs the share of the words that is hidden (`defense/movable_share`); under 0.9
+    nothing is shared. An image stays in its pixel range. All samples of a batch are refined
+    together, since they share one gradient. One of `hf_gradguard.networks` is tried before it is
+    believed: `prepare` sees that it knows noise, and each client's first batch that it rises from
+    that data to noise. A network of a class of your own is your code, and is not tried.
+
+    Settings that are left out are the objective's own (defaults.py), and those that are
+    of the other objective are refused.
+
+    Args:
+        evaluation_network: A network of `hf_gradguard.networks`, or where to load it from, which
+            `prepare` does, or the first call. Left out where it is needed, `prepare` finds one that
+            fits the model.
+        revision: Of its Hub repository; a commit pins it.
+        sha256: Of its model.safetensors: any other is refused.
+        objective: `"cosine"` or `"weighted"`. Default: "cosine", or "weighted" where a setting is
+            given that only this form has, or an evaluation network.
+        alpha: "weighted": share of noise in the start (1-α) x + α v. v is uniform over the pixel
+            range, or embeddings of random tokens. (The paper has 0.5, at which a third of a text's
+            words stay where they are.)
+        beta: Weight of D.
+        tau: "weighted": weight of a layer relative to the one before it.
+        iterations: Steps of Adam.
+        learning_rate: Of Adam: "weighted", in the input's unit (text models learn more with 0.001,
+            and hide less); "cosine", in units of its root mean square, falling to 0.
+        normalize: "weighted": divide UM by Σ ‖w ⊙ g‖². `False` is the formula as printed.
+        element_wise: "weighted": `False` leaves |g ⊙ θ| out of w, for ablation.
+        epsilon: "weighted": share g + ε (g(x*) - g)/‖g(x*) - g‖ where g(x*) is farther than ε from
+            g. **With ε far below ‖g‖ this is the true gradient but for ε, and leaks like it.**
+        relative_epsilon: ε in units of ‖g‖.
+        warm_start: "weighted": how many examples' robust data to remember and start from at their
+            next visit, with half the iterations. An example is known by its content.
+        public_text: Text that an evaluation network may be trained on when none fits: a file, or a
+            Hub name. Default: WikiText-2.
+        image_mean: Per channel, what was subtracted from pixels in [0, 1]. The Trainer asks the
+            image processor.
+        image_std: Per channel, what they were divided by afterwards.
+        samples: "cosine": how many samples are made up.
+        factors: "cosine": how many are fitted: one per `"message"`, per `"sample"`, per sample
+            and `"parameter"`, or per `"token"` and weight. The last two have no `iterations`.
+            Default: "token", with `iterations` "sample".
+        error_feedback: As for all biased defenses; on by default with "cosine".
+        min_batches: k in 1 to 255. With error feedback a message is made of the sum of k batches'
+            gradients or more, so a client's first k-1 messages are empty. Default: 2; with 1 the
+            first one is fitted to one batch's own gradient.
+    """
+
+    name: ClassVar[str] = "refiner"
+    evaluation_network: Any = None
+    revision: str | None = None
+    sha256: str | None = None
+    objective: Objective | None = None
+    alpha: float | None = None
+    beta: float | None = None
+    tau: float | None = None
+    iterations: int | None = None
+    learning_rate: float | None = None
+    normalize: bool | None = None
+    element_wise: bool | None = None
+    epsilon: float | None = None
+    relative_epsilon: float | None = None
+    warm_start: int = 0
+    public_text: str | None = None
+    image_mean: list[float] | None = None
+    image_std: list[float] | None = None
+    samples: int | None = None
+    factors: Granularity | None = None
+    _: KW_ONLY
+    error_feedback: bool | None = None  # type: ignore[assignment]
+    min_batches: int = 2
+
+    def __post_init__(self) -> None:
+        take_defaults(self)
+        weighted, still = self.objective == "weighted", self.factors in ("parameter", "token")
+        if weighted:
+            check_range("alpha", self.alpha, 0, 1)
+            check_range("tau", self.tau, 0, math.inf, above=True)
+        else:
+            check_whole("samples", self.samples, 1)
+            if self.factors not in get_args(Granularity):
+                names = " or ".join(map(repr, get_args(Granularity)))
+                raise ValueError(f"factors must be {names}, but is {self.factors!r}.")
+            if still and self.iterations:
+                raise ValueError(f"factors={self.factors!r} has no iterations: leave them out.")
+        check_range("beta", self.beta, 0, math.inf)
+        check_min_batches(self.min_batches)
+        check_range("learning_rate", self.learning_rate, 0, math.inf, above=True)
+        if still and self.beta:
+            raise ValueError(
+                f"factors={self.factors!r} has no iterations for beta to count in: leave beta out, "
+                "or take factors='sample'."
+            )
+        for name, least in (("iterations", int(weighted or self.beta != 0)), ("warm_start", 0)):
+            check_whole(name, getattr(self, name), least)
+        if self.epsilon is not None and self.relative_epsilon is not None:
+            raise ValueError("Give epsilon or relative_epsilon, not both.")
+        for name in ("epsilon", "relative_epsilon"):
+            if getattr(self, name) is not None:  # at 0 it would share the true gradient
+                check_range(name, getattr(self, name), 0, math.inf, above=True)
+        if (self.image_mean is None) != (self.image_std is None):
+            raise ValueError("Give image_mean and image_std together, or neither.")
+        given = self.evaluation_network
+        if given is not None and not isinstance(given, str) and not hasattr(given, "noise_ratio"):
+            raise ValueError(
+                "evaluation_network must be a network of hf_gradguard.networks or where to load it "
+                f"from, but is a {type(given).__name__}."
+            )
+        if self.revision is not None and not isinstance(given, str):
+            raise ValueError("revision is of a Hub repository: give its name in evaluation_network")
+        # The settings keep a name: what it stands for is loaded once, and clients share it.
+        self._loaded = None if isinstance(given, str) else given
+        self._memory = Memory(self.warm_start)
+        self._special, self._tried = SpecialTokens(), False
+        self._processor: tuple[Any, Any] = (None, None)  # an image processor's mean and deviation
+        self._checked: tuple[int, int] | None = None
+
+    @property
+    def needs_jacobian(self) -> bool:
+        return self.objective == "weighted"
+
+    @property
+    def only_processes(self) -> bool:
+        return self.objective == "cosine"
+
+    @property
+    def special_ids(self) -> tuple[int, ...]:
+        """What the tokenizer says is special: public, as it is."""
+        return self._special.ids
+
+    @property
+    def uses_network(self) -> bool:
+        """Whether what is shared depends on an evaluation network."""
+        return self.objective == "weighted" or self.beta != 0
+
+    def prepare(self, model: nn.Module, processing_class: Any = None) -> None:
+        """Load the evaluation network, or find one if none was given, and try it on noise; take
+        the image processor's normalization, or the tokenizer's special tokens.
+        """
+        from ...networks import check_network, network_for
+
+        self._special, self._tried = SpecialTokens.of(processing_class), False
+        self._processor = (None, None)
+        if getattr(processing_class, "do_normalize", False):
+            self._processor = (processing_class.image_mean, processing_class.image_std)
+        if not self.uses_network and self.evaluation_network is None:
+            return
+        if self.network is None or self.evaluation_network is None:  # one is found for each model
+            self._loaded = network_for(model, processing_class, self.public_text)
+        special = None if processing_class is None else self._special.ids
+        check_network(self.network, domain_of_model(model).embedding(model), special)
+
+    @property
+    def _normalization(self) -> tuple[Any, Any]:
+        return self._processor if self.image_mean is None else (self.image_mean, self.image_std)
+
+    @property
+    def network(self) -> Any:
+        """The evaluation network, loaded when it is first asked for; `None` if none was given or
+        found.
+        """
+        if self._loaded is None and self.evaluation_network is not None:
+            from ...networks import load_network
+
+            pins = {pin: getattr(self, pin) for pin in _PINS if getattr(self, pin) is not None}
+            self._loaded = load_network(self.evaluation_network, **pins)
+        if self._loaded is not None:
+            check_digest(name_of(self._loaded), getattr(self._loaded, "sha256", None), self.sha256)
+        return self._loaded
+
+    @cached_property
+    def _left_out(self) -> LeftOut:
+        return LeftOut(self.min_batches)
+
+    def protect(self, gmap: GradientMap, generator: Stream) -> Message:
+        robust = self.refine(gmap, generator)  # what cannot be refined is refused at once
+        if self.error_feedback and self._left_out.too_few:
+            return nothing_of(gmap)
+        if self.objective == "weighted":
+            shared = self.project(true_gradient(gmap), robust.gradient)
+            figures = {"movable_share": robust.movable_share}
+        else:
+            shared, figures = robust.gradient, {"fit": 1 - robust.utility_metric[-1]}
+            if robust.noise_ratio:
+                figures["noise_ratio"] = robust.noise_ratio[-1]
+        return Message(cast_like(shared, gmap), figures=figures)
+
+    def project(self, gradient: Tensors, shared: Tensors) -> Tensors:
+        """g + ε (g(x*) - g)/‖g(x*) - g‖ where `shared`, g(x*), is farther than ε from `gradient`,
+        g. (Appendix J.)
+        """
+        bound = (
+            self.epsilon
+            if self.relative_epsilon is None
+            else self.relative_epsilon * norm(gradient)
+        )
+        distance = norm({name: shared[name] - g for name, g in gradient.items()})
+        if bound is None or distance <= bound:
+            return shared
+        return {name: g + (shared[name] - g) * (bound / distance) for name, g in gradient.items()}
+
+    def refine(self, gmap: GradientMap, generator: Stream) -> RobustData:
+        """Robust data for the map's batch, with the course of what is minimized and of D.
+
+        Raises:
+            ValueError: If an evaluation network is needed and there is none, if it does not tell
+                this input from noise, or if the batch holds too little that could be refined.
+        """
+        self._check_shared(gmap)
+        own: Any = self  # settings that were left out have been filled in
+        network = self._network(gmap) if self.uses_network or self.network is not None else None
+        if self.objective == "cosine":
+            return self._fit_synthetic(gmap, network, generator)
+        inputs = (
+            Words(gmap, network, self._special)
+            if gmap.embedding is not None
+            else Pixels(gmap, *self._normalization)
+        )
+        if not self._tried:  # a few words do not say much: then the next batch is tried too
+            try_on_batch(gmap, network, inputs)
+            self._tried = not inputs.few
+        gradient = true_gradient(gmap)
+        weights = utility_weights(gmap, gradient, own.tau, own.element_wise, own.normalize)
+        x = gmap.input
+        moved = (1 - own.alpha) * x + own.alpha * inputs.noise(x, generator)
+        start = torch.where(inputs.free, moved, x)
+        iterations = own.iterations
+        if self._memory.recall_(start, inputs):
+            iterations = math.ceil(iterations / 2)
+        descent = Descent(gmap, gradient, inputs, network, own.beta, weights)
+        found = descent.run(start, iterations, own.learning_rate)
+        self._memory.keep(found.input, inputs)
+        return found
+
+    def _fit_synthetic(self, gmap: GradientMap, network: Any, generator: Stream) -> RobustData:
+        own: Any = self
+        made = synthetic_samples(gmap, own.samples, generator, self.special_ids)
+        inputs = SyntheticInput(made, self._special, *self._normalization)
+
+        def brake(x: Tensor) -> Tensor:
+            with torch.enable_grad():
+                x = x.detach().requires_grad_()
+                penalty = -own.beta * inputs.noise_ratio(network, x)
+            return made.slope_of(penalty, x, torch.ones_like(penalty)[None])[0]
+
+        search = SyntheticSamples(made, true_gradient(gmap), own.factors)
+        pull = brake if own.beta else None
+        x, fit, cosines = search.descend(own.iterations, own.learning_rate, inputs.free, pull)
+        ratios = []
+        if network is not None:
+            with torch.no_grad():
+                ratios = [float(inputs.noise_ratio(network, at)) for at in (made.input, x)]
+        return RobustData(x, fit.nearest, [1 - cosine for cosine in cosines], ratios, 1.0)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Refiner:
+        """A client's own: what it remembers is copied, the network, which never changes, is not."""
+        memo[id(self.network)] = self.network
+        copied = copy.copy(self)
+        copied.__dict__ = copy.deepcopy(self.__dict__, memo)
+        return copied
+
+    def _check_shared(self, gmap: GradientMap) -> None:
+        weight = None if gmap.embedding is None else gmap.embedding.weight
+        if weight is not None and any(p is weight for p in gmap.parameters.values()):
+            raise ValueError(
+                "refiner never shares the token embeddings: their gradient names the words, and "
+                "training them changes the space that an evaluation network knows. Leave "
+                "share_input_embeddings at False."
+            )
+
+    def _network(self, gmap: GradientMap) -> Any:
+        """The evaluation network, on the input's device and never trained."""
+        kind = "text" if gmap.embedding is not None else "image"
+        network = self.network
+        if network is None:
+            raise ValueError(
+                "refiner needs an evaluation network: give evaluation_network, a network of "
+                "hf_gradguard.networks or where to load it from. (GradGuardTrainer finds one by "
+                "itself.)"
+            )
+        if network.config.model_type != f"gradguard_{kind}_evaluation":
+            raise ValueError(
+                f"The model takes {kind} input, but the evaluation network is a "
+                f"{type(network).__name__}. Give one for {kind} input."
+            )
+        if gmap.embedding is not None:
+            weight: Tensor = gmap.embedding.weight  # type: ignore[assignment]
+            version = (weight.data_ptr(), weight._version)
+            if self._checked != version:  # hashing the matrix takes longer than a step
+                network.check_embedding(weight)
+                self._checked, self._tried = version, False
+        return network.to(gmap.input.device).eval().requires_grad_(False)
+
+    def state_dict(self) -> Tensors:
+        return super().state_dict() | self._memory.state_dict()
+
+    def load_state_dict(self, state: Tensors) -> None:
+        super().load_state_dict(self._memory.load_state_dict(state))
+
+    def settings(self) -> dict[str, Any]:
+        settings = super().settings()
+        given = settings.pop("evaluation_network", self._loaded)
+        if given is None:
+            return settings
+        name = given if isinstance(given, str) else given.name_or_path or "unnamed"
+        found = {pin: getattr(self._loaded, pin, None) for pin in _PINS}
+        return settings | {"evaluation_network": name} | {k: v for k, v in found.items() if v}

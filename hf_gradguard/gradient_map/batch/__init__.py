@@ -1,0 +1,1 @@
+"""What a batch holds: texts and their padding, pixels, labels, and tables that its ids index."""

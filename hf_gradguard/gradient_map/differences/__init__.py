@@ -1,0 +1,1 @@
+"""Derivatives of the gradient as differences of passes a little apart."""

@@ -1,0 +1,169 @@
+"""Row and column sums of s² and of g², of which averages are made, without s² itself.
+
+Of a sample's share of a linear layer, LᵀR with few rows, the squares' row sums are the diagonal of
+Lᵀ(R Rᵀ)L: products as large as the sample is long, where squares are as many as the weight has
+entries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from ...randomness import Stream
+from ..devices import devices
+from ..inputs import Batch
+from ..per_sample.shares import OfLayer
+from .changes import LINEAR, Change, Layer, Pass
+from .plan import TOLERANCE, known_plan, plan_of
+from .sensitivity import layer_squares, probe_squares
+
+if TYPE_CHECKING:
+    from ..map import GradientMap, Tensors
+
+GRAM_AT_MOST = 1.0
+"""How many products Gram matrices may take, in those of the sample's gradient itself."""
+
+Sums = tuple[Tensor, ...]
+"""Of a matrix, or of what is flattened to one, its rows' and its columns' sums; else the tensor."""
+
+
+def sums_of(tensor: Tensor) -> Sums:
+    """The sums of a tensor that is there.
+
+    Args:
+        tensor: Of any shape.
+    """
+    if tensor.dim() < 2:
+        return (tensor,)
+    matrix = tensor.flatten(1)
+    return matrix.sum(1), matrix.sum(0)
+
+
+def probe_sums(
+    gmap: GradientMap,
+    num_probes: int,
+    generator: Stream | torch.Generator | None = None,
+    start: Pass | None = None,
+) -> Iterator[tuple[str, Sums]]:
+    """The sums of an estimate of s_i² from each probe: as those of `probe_squares`, up to rounding.
+
+    Args:
+        gmap: The map.
+        num_probes: At least 1.
+        generator: Of the probes.
+        start: What the map's own passes told, from `heard`.
+
+    Raises:
+        ValueError: If there are no probes.
+        RuntimeError: If no method works for this model.
+    """
+    for name, found in probe_squares(gmap, num_probes, generator, start=start, of=_layer_sums):
+        yield name, found if isinstance(found, tuple) else sums_of(found)
+
+
+def heard(gmap: GradientMap, batch: Batch) -> tuple[GradientMap, Pass | None]:
+    """A map of another batch, with its gradient; and what layers took in and which slopes they got
+    in the same two passes. `None` where it is not known yet which layers to listen to.
+    """
+    plan = known_plan(gmap)
+    if devices().any(plan is None or not plan.error <= TOLERANCE) or plan is None:
+        return gmap.of_batch(batch), None
+    start = Pass(plan.layers_of(gmap))
+    with gmap.replay.full_precision():
+        with start.listening():
+            other = gmap.of_batch(batch)
+        gradient = other.gradient()
+    split = {name for layer in start.layers.values() for name in (layer.weight, layer.bias)}
+    start.rest = {name: g for name, g in gradient.items() if name not in split}
+    return other, start
+
+
+def own_pass(gmap: GradientMap) -> Pass | None:
+    """What layers take in at the map's own input, and which slopes they get. `None` where samples
+    are not told apart.
+    """
+    plan = known_plan(gmap) or plan_of(gmap)
+    if plan.error > TOLERANCE or not plan.split:
+        return None
+    return Pass.of(gmap, gmap.input, plan.layers_of(gmap))
+
+
+def power_sums(
+    gradient: Tensors, samples: int = 1, start: Pass | None = None
+) -> Iterator[tuple[str, Sums]]:
+    """The sums of E g_i², as far as one batch tells it.
+
+    Samples that are drawn independently have shares g_bi of which only the means add up:
+    E g_i² = Σ_b E g_bi² + what their means have in common. Where layers know samples apart, Σ_b
+    g_bi² estimates the first, from as many squares as there are samples; g_i², of a single one,
+    errs by as much as it is large.
+
+    Args:
+        gradient: g.
+        samples: B.
+        start: A pass at the batch; `None` if samples are not known apart.
+    """
+    left = dict(gradient)
+    if start is not None:
+        for name, layer in start.layers.items():
+            if rows := start.rows(name, samples):
+                for parameter, sums in _sample_sums(layer, rows):
+                    del left[parameter]
+                    yield parameter, sums
+    for parameter, g in left.items():
+        yield parameter, sums_of(g.to(torch.promote_types(g.dtype, torch.float32)).square())
+
+
+def _sample_sums(layer: Layer, rows: Sequence[tuple[Tensor, Tensor]]) -> Iterator[tuple[str, Sums]]:
+    """Of Σ_b g_b² of a layer's parameters."""
+    if layer.bias is not None:
+        shares = torch.stack([layer.bias_gradients(slopes) for slopes, _ in rows]).sum(0)
+        yield layer.bias, sums_of(shares.square().sum(0))
+    if layer.weight is None:
+        return
+    found = None
+    if isinstance(layer.module, LINEAR):
+        slopes, features = (torch.cat(parts, 1) for parts in zip(*rows, strict=True))
+        found = _sums_of_products(layer, slopes, features)
+    if found is None:
+        parts = (part[layer.weight] for part in OfLayer(layer, rows).written())
+        found = sums_of(torch.stack([part.square().sum(0) for part in parts]).sum(0))
+    yield layer.weight, found
+
+
+def _layer_sums(layer: Layer, change: Change) -> Iterator[tuple[str, Tensor | Sums]]:
+    """As `layer_squares`, with a matrix's sums in its place where they are cheaper."""
+    if layer.weight is None or not isinstance(layer.module, LINEAR) or not change.slopes:
+        yield from layer_squares(layer, change)
+        return
+    left = torch.cat([*change.slopes, *change.mean_slopes], 1)  # (B, n, out)
+    right = torch.cat([*change.mean_features, *change.features], 1)  # (B, n, in)
+    found = _sums_of_products(layer, left, right)
+    if found is None:
+        yield from layer_squares(layer, change)
+        return
+    yield layer.weight, found
+    if layer.bias is not None:
+        yield layer.bias, change.bias(layer).square().sum(0)
+
+
+def _sums_of_products(layer: Layer, left: Tensor, right: Tensor) -> Sums | None:
+    """Row and column sums of Σ_b (left_bᵀ right_b)², in the shape of a linear layer's weight, from
+    `(B, T, out)` and `(B, T, in)`; `None` where writing them out is cheaper.
+    """
+    length, outputs, inputs = left.shape[1], left.shape[2], right.shape[2]
+    if 2 * length * (outputs + inputs) > GRAM_AT_MOST * outputs * inputs:
+        return None
+    by_output, by_input = _gram_sums(left, right), _gram_sums(right, left)
+    plain = isinstance(layer.module, nn.Linear)  # Conv1D's rows are inputs
+    return (by_output, by_input) if plain else (by_input, by_output)
+
+
+def _gram_sums(factor: Tensor, other: Tensor) -> Tensor:
+    """Σ_b Σ_j (factor_bᵀ other_b)_ij², `(i,)`."""
+    gram = other @ other.mT
+    return ((gram @ factor) * factor).sum((0, 1)).clamp_(min=0)  # not below zero by rounding

@@ -1,0 +1,332 @@
+"""What a client sends that trains for some steps before it sends: the change of its weights.
+
+    x ↦ Δθ(x) = θ_K - θ_0,    θ_k = θ_{k-1} + change(∇_θ L_k(θ_{k-1}, x_k), …)
+
+It is one more function of a client's continuous input, so all that is asked of a gradient's map is
+asked of it: defenses change what comes out, attacks go backward through the steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..batch.pieces import Pieces, cut, join
+from ..candidates import Held
+from ..domain import Text, embed
+from ..factors import Factors
+from ..graphs import differentiate
+from ..inputs import Batch, LossFunction, find_input, model_loss, shared_by_batch
+from ..jacobian import UnrolledJacobian
+from ..map import GradientMap, Tensors
+from ..replay import Replay
+from ..sharding import devices_for
+from .optimizers import Optimizer, State, make_optimizer
+
+
+class UpdateMap(GradientMap):
+    """The map from a client's data to the update that its local training would send.
+
+    Constructing it runs the training once, with all that the model's forward passes do: dropout
+    draws from the global generator, batch statistics are updated. The weights stay as they are.
+    Where a `GradientMap` says gradient, this says update, **in the weights' unit**: the standard
+    deviation of a defense's noise, its clipping bounds and its utility budget are of Δθ. With
+    K steps of rate η, Δθ is about ηK times as large as a gradient, and of the other sign.
+
+    Its input holds every batch once: texts under each other, padded to the longest. A batch that is
+    given several times (the same object, as for several epochs) is one input. Where epochs shuffle,
+    a sample counts as another one in every batch that it is in.
+
+    Parameters that a client withholds are not trained either. Buffers, such as running statistics
+    of batch normalization, are no part of an update.
+
+    Args:
+        model: As for `GradientMap`.
+        batches: What each of the K local steps trains on, in order.
+        learning_rate: η, or one of each step.
+        optimizer: `"sgd"` or `"adamw"`, starting afresh; or one made by `make_optimizer`.
+        optimizer_kwargs: Its other settings, as `torch.optim` calls them.
+        loss_fn: As for `GradientMap`.
+        share_input_embeddings: Likewise.
+        withhold: Likewise.
+        second_order: Likewise.
+        needs_input: Likewise.
+
+    Raises:
+        ValueError: If there is no batch, batches do not belong together, learning rates are not
+            K numbers above 0, the optimizer is unknown, or `GradientMap` would raise.
+
+    Example:
+        >>> update = UpdateMap(model, [batch, batch], learning_rate=0.1).update()
+        >>> update.keys() == GradientMap(model, batch).gradient().keys()
+        True
+    """
+
+    replay: _Steps
+    any_rows = False
+
+    def __init__(
+        self,
+        model: nn.Module,
+        batches: Sequence[Batch],
+        *,
+        learning_rate: float | Sequence[float],
+        optimizer: str | Optimizer = "sgd",
+        optimizer_kwargs: Mapping[str, Any] | None = None,
+        loss_fn: LossFunction | None = None,
+        share_input_embeddings: bool = False,
+        withhold: Sequence[str] = (),
+        second_order: bool = True,
+        needs_input: bool = True,
+    ) -> None:
+        self._devices = devices_for(model, second_order=False)
+        self.model, self.loss_fn = model, loss_fn or model_loss
+        self._needs_input = needs_input or second_order
+        self._sharing: Any = {
+            "share_input_embeddings": share_input_embeddings,
+            "withhold": withhold,
+        }
+        self.optimizer = make_optimizer(optimizer, optimizer_kwargs)
+        unique = {id(batch): batch for batch in batches}
+        self._pieces = Pieces(list(unique.values()), self._needs_input)
+        self._order = [list(unique).index(id(batch)) for batch in batches]
+        self.rates = _rates(learning_rate, len(self._order))
+        self._batch = self._pieces.joined() if self._needs_input else batches[0]
+        self._source = find_input(model, self._batch, self._needs_input)
+        self.replay = _Steps(model, second_order, f"{self.optimizer}, {len(self._order)} steps")
+        with self.replay.kernels():
+            for batch in self._pieces.batches:
+                self._parameters = shared_by_batch(model, batch, self.loss_fn, **self._sharing)
+        self._held = Held(model)
+        self._parts: list[Tensor] = []
+        losses: list[Tensor] = []
+        with torch.enable_grad(), self.replay.kernels():
+            self._gradient = self._train(self._pieces.batches, None, losses=losses)
+        self._shapes = [part.shape for part in self._parts]
+        self._x = join(self._parts) if self._needs_input else self._parts[0]
+        self._loss = torch.stack(losses).mean()
+        self._jacobian = UnrolledJacobian(
+            lambda x: self.gradient_at(x, create_graph=True), self._x, self._parameters, self.replay
+        )
+
+    @property
+    def steps(self) -> int:
+        """K."""
+        return len(self._order)
+
+    def update(self) -> Tensors:
+        """Δθ: what plain local training would send. The same as `gradient()`."""
+        return dict(self.gradient())
+
+    def evaluate(self, x: Tensor, entries: Mapping[str, Any] | None = None) -> Tensor:
+        """The mean loss of the batches at another input, before any step."""
+        batches = self._pieces.apart({**self._batch, **(entries or {})})
+        parts = cut(x, self._pieces.rows, self._shapes)
+        losses = [
+            self._source.evaluate(self.loss_fn, self.model, batch, value=part)[1]
+            for batch, part in zip(batches, parts, strict=True)
+        ]
+        return torch.stack(losses).mean()
+
+    def gradient_at(self, x: Tensor, create_graph: bool = False, **entries: Tensor) -> Tensors:
+        """Δθ at another input; arguments as for `GradientMap.gradient_at`, entries in the form of
+        `batch`.
+        """
+        if x.shape != (shape := self.input.shape):
+            raise ValueError(
+                f"x has shape {tuple(x.shape)}, but this training's input has {tuple(shape)}."
+            )
+        if create_graph:
+            self._require_second_order("gradient_at(create_graph=True)")
+            self.replay.check_differentiable()
+        batches = self._pieces.apart({**self._batch, **entries})
+        with self.replay.run():
+            parts = cut(x, self._pieces.rows, self._shapes)
+            return self._train(batches, parts, create_graph)
+
+    def slopes_at(
+        self,
+        function: Callable[[Mapping[str, Tensor | Factors], Tensors], Tensor],
+        xs: Tensor,
+        extras: Tensors,
+        *,
+        factored: bool = False,
+        **entries: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensors]:
+        """As `GradientMap.slopes_at`, one candidate after the other and never in factors."""
+        values, slopes, others = [], [], []
+        names = [key for key, entry in entries.items() if entry.is_floating_point()]
+        for number, candidate in enumerate(xs):
+            x = candidate.detach().requires_grad_()
+            own = {key: entry[number].detach() for key, entry in entries.items()}
+            leaves = [own[name].requires_grad_() for name in names]
+            gradient = self.gradient_at(x, create_graph=True, **own)
+            with torch.enable_grad():
+                value = function(gradient, {name: extra[number] for name, extra in extras.items()})
+            slope, *other = self.input_gradient(value, x, *leaves)
+            values.append(value.detach())
+            slopes.append(slope)
+            others.append(other)
+        by_leaf = [torch.stack(some) for some in zip(*others, strict=True)]
+        return torch.stack(values), torch.stack(slopes), dict(zip(names, by_leaf, strict=True))
+
+    def of_batch(self, batch: Batch, second_order: bool = False) -> UpdateMap:
+        """The same training, with the same random draws, on another batch like `batch`."""
+        pieces = self._pieces.apart(batch)
+        with self.replay.draws():
+            return type(self)(
+                self.model,
+                [pieces[index] for index in self._order],
+                learning_rate=self.rates,
+                optimizer=self.optimizer,
+                loss_fn=self.loss_fn,
+                second_order=second_order,
+                needs_input=self._needs_input,
+                **self._sharing,
+            )
+
+    def outcome(self, weights: Tensors, change: Tensors) -> Tensors:
+        """What is sent, of the weights before training and their change."""
+        return change
+
+    def _train(
+        self,
+        batches: Sequence[Batch],
+        parts: Sequence[Tensor] | None,
+        create_graph: bool = False,
+        losses: list[Tensor] | None = None,
+    ) -> Tensors:
+        """The change of the weights, kept apart from them: beside them it would be rounded off."""
+        first = {name: p.detach() for name, p in self._parameters.items()}
+        change = {name: torch.zeros_like(p) for name, p in first.items()}
+        state: State = {}
+        seen: dict[int, Tensor] = {}
+        for step, (index, rate) in enumerate(zip(self._order, self.rates, strict=True), 1):
+            weights = {name: first[name] + change[name] for name in first}
+            if not create_graph:
+                weights = {name: w.detach() for name, w in weights.items()}
+            for weight in weights.values():
+                weight.requires_grad_()
+            part = None if parts is None else parts[index]
+            gradient, loss, x = self._step(weights, batches[index], part, index, create_graph)
+            seen.setdefault(index, x.detach())
+            if losses is not None:
+                losses.append(loss.detach())
+            with torch.set_grad_enabled(create_graph):
+                more, state = self.optimizer.change(weights, gradient, state, rate, step)
+                change = {name: change[name] + more[name] for name in change}
+        if not self._parts:
+            self._parts = [seen[index] for index in range(len(batches))]
+        return self.outcome(first, change)
+
+    def _moved(self, index: int, part: Tensor, batch: Batch) -> Tensor:
+        """The input of a batch at the present weights: where its table is trained too, it moves
+        along.
+        """
+        domain, embedding = self.domain, self.embedding
+        if embedding is None or not self._sharing["share_input_embeddings"]:
+            return part
+        assert isinstance(domain, Text)
+        own = [embed(embedding, ids) for ids in domain.texts(batch).values()]
+        return torch.cat(own, 1) + (part - self._parts[index])
+
+    def _step(
+        self, weights: Tensors, batch: Batch, part: Tensor | None, index: int, create_graph: bool
+    ) -> tuple[Tensors, Tensor, Tensor]:
+        """The gradient at some weights, the loss and the input. Differentiated while the weights
+        are the model's: layers under activation checkpointing run again.
+        """
+
+        def run() -> tuple[Tensors, Tensor, Tensor]:
+            value = None if part is None else self._moved(index, part, batch)
+            x, loss = self._source.evaluate(self.loss_fn, self.model, batch, value=value)
+            if loss.dim() or not loss.requires_grad:
+                raise ValueError(
+                    "The loss must be a differentiable scalar, but has shape "
+                    f"{tuple(loss.shape)} and requires_grad={loss.requires_grad}."
+                )
+            return differentiate(loss, weights, create_graph=create_graph), loss, x
+
+        held = {f"model.{name}": weight for name, weight in weights.items()}
+        found: tuple[Tensors, Tensor, Tensor] = torch.func.functional_call(self._held, held, (run,))
+        return found
+
+
+class MeanGradientMap(UpdateMap):
+    """An update in a gradient's unit: the mean over the steps of what training by SGD adds up,
+
+        (a θ_0 - θ_K) / C,    θ_K = a θ_0 - Σ_k c_k g_k,    C = Σ_k c_k.
+
+    With one step of plain SGD it is the gradient.
+
+    Example:
+        >>> one = MeanGradientMap(model, [batch], learning_rate=0.1)
+        >>> same = GradientMap(model, batch).gradient()["classifier.bias"]
+        >>> bool(torch.allclose(one.gradient()["classifier.bias"], same))
+        True
+    """
+
+    def outcome(self, weights: Tensors, change: Tensors) -> Tensors:
+        return mean_gradient(self.optimizer, self.rates, weights, change)
+
+
+def mean_gradient(
+    optimizer: Optimizer, rates: Sequence[float], weights: Tensors, change: Tensors
+) -> Tensors:
+    """What a change of weights says of the gradients behind it; see `MeanGradientMap`. Of AdamW, it
+    is the mean of the normalized directions.
+
+    Args:
+        optimizer: Of the local training.
+        rates: One a step.
+        weights: Before training.
+        change: Of the weights.
+
+    Example:
+        >>> weights, change = {"w": torch.ones(2)}, {"w": torch.full((2,), -0.5)}
+        >>> mean_gradient(make_optimizer("sgd"), [0.1, 0.1], weights, change)["w"]
+        tensor([2.5000, 2.5000])
+    """
+    kept, total = optimizer.linear(list(rates))
+    if kept == 1:
+        return {name: -delta / total for name, delta in change.items()}
+    return {name: ((kept - 1) * weights[name] - delta) / total for name, delta in change.items()}
+
+
+class _Steps(Replay):
+    """Of several steps."""
+
+    def __init__(self, model: nn.Module, second_order: bool, kind: str) -> None:
+        super().__init__(model, second_order)
+        self.kind = kind
+
+    def recomputes(self) -> bool:
+        """Layers run once per step: what they do in one of them does not tell samples apart."""
+        return True
+
+    def check_differentiable(self) -> None:
+        """Raise where second derivatives would be of other weights."""
+        if super().recomputes():
+            raise RuntimeError(
+                "Local training is not differentiated under activation checkpointing: layers would "
+                "run again with the weights of the start. Call "
+                "model.gradient_checkpointing_disable(), or take a defense that differentiates "
+                "once."
+            )
+
+
+def _rates(learning_rate: float | Sequence[float], steps: int) -> list[float]:
+    rates = (
+        [float(rate) for rate in learning_rate]
+        if isinstance(learning_rate, Sequence)
+        else [float(learning_rate)] * steps
+    )
+    if len(rates) != steps or not all(0 < rate < float("inf") for rate in rates):
+        raise ValueError(
+            f"learning_rate must be a finite number above 0, or one for each of {steps} steps, but "
+            f"is {learning_rate!r}."
+        )
+    return rates

@@ -1,0 +1,1 @@
+"""What each sample of a batch adds to its gradient, from one pass."""

@@ -1,0 +1,135 @@
+"""The sum of samples' gradients, each clipped by itself: Σ_b min(1, C/‖g_b‖) g_b.
+
+g_b is the gradient of sample b's own mean loss, so that what a sample adds depends on no other. Of
+a batch-mean loss L = Σ_b w_b L_b (w_b = 1/B for a mean over rows, n_b/Σn for one over tokens) it is
+1/w_b times what the sample adds to the batch's gradient.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..domain import count_rows
+from .listening import NotApartError, listen
+from .plan import norms_of, plain_gradient, plan_of, rows_of, total_of, wide
+
+if TYPE_CHECKING:
+    from ..map import GradientMap, Tensors
+
+
+class ClippedSum(NamedTuple):
+    """Samples' clipped gradients, added up.
+
+    Args:
+        total: Σ_b min(1, C/‖g_b‖) g_b, by parameter, at least in float32.
+        norms: ‖g_b‖, `(B,)` in float64; never below the true one by more than rounding.
+    """
+
+    total: Tensors
+    norms: Tensor
+
+
+def clipped_sum(gmap: GradientMap, clip: float) -> ClippedSum:
+    """The sum of the batch's gradients, each clipped to the norm C.
+
+    Samples' norms come from one pass, by products of what layers took in and gave back, and the sum
+    from the same products. Where a model does not let samples be told apart so, they are
+    differentiated one by one, which is said once. Which of both is tried out on a model's first
+    batch of several samples, against gradients of single ones.
+
+    Args:
+        gmap: A client's own map; first-order ones will do.
+        clip: C > 0.
+
+    Raises:
+        NotImplementedError: If samples are coupled (batch statistics, losses between samples), so
+            that a sample has no gradient of its own, or the batch cannot be cut into rows.
+
+    Example:
+        >>> total, norms = clipped_sum(gmap, clip=0.1)
+        >>> bool(torch.nn.utils.get_total_norm(list(total.values())) <= 0.1 * len(norms))
+        True
+    """
+    if gmap.replay.kind:
+        raise NotImplementedError(
+            "After several local steps a sample has no gradient of its own that could be clipped. "
+            "Clip the update as a whole: dp_sgd without per_sample."
+        )
+    from ..map import GradientMap
+    from .map import SampleMap
+
+    if type(gmap) not in (GradientMap, SampleMap) and gmap.undefended is gmap:
+        raise NotImplementedError(
+            f"{type(gmap).__name__}: only of a loss's gradient are there samples' gradients. Use "
+            "dp_sgd without per_sample, whose clipping is of all that a client shares."
+        )
+    if gmap.undefended is not gmap:
+        raise NotImplementedError(
+            "Samples' gradients are clipped before anything else is done to them: put dp_sgd with "
+            "per_sample=True first in a chain."
+        )
+    _refuse_batch_statistics(gmap.model)
+    samples = count_rows(gmap.batch)
+    if samples == 1:
+        return _clipped({n: wide(g)[None] for n, g in gmap.gradient().items()}, clip)
+    plan, weights = plan_of(gmap, samples)
+    if plan.reason:
+        return _one_by_one(gmap, samples, clip)
+    shares = gmap.shares if isinstance(gmap, SampleMap) else None
+    try:
+        if shares is None:
+            with gmap.replay.run():
+                shares = listen(gmap, gmap.batch, samples)
+    except NotApartError:  # samples lie otherwise than when the model was tried out
+        return _one_by_one(gmap, samples, clip)
+    if shares.keys() - plan.modules:
+        return _one_by_one(gmap, samples, clip)
+    counts = weights > 0
+    inverse = torch.where(counts, 1 / weights, 0.0)
+    norms = inverse * norms_of(shares)
+    return ClippedSum(total_of(gmap.parameters, shares, inverse * _factors(norms, clip)), norms)
+
+
+def _factors(norms: Tensor, clip: float) -> Tensor:
+    """min(1, C/‖g‖); not a number stays so, to be refused."""
+    return torch.where(norms > clip, clip / norms, torch.ones_like(norms)).where(
+        norms.isfinite(), math.nan
+    )
+
+
+def _clipped(each: Tensors, clip: float) -> ClippedSum:
+    squares = [tensor.flatten(1).double().square().sum(1) for tensor in each.values()]
+    norms = torch.stack(squares).sum(0).sqrt()
+    factors = _factors(norms, clip)
+    total = {n: torch.tensordot(factors.to(t.dtype), t, 1) for n, t in each.items()}
+    return ClippedSum(total, norms)
+
+
+def _one_by_one(gmap: GradientMap, samples: int, clip: float) -> ClippedSum:
+    total = {n: wide(torch.zeros_like(p, requires_grad=False)) for n, p in gmap.parameters.items()}
+    norms = []
+    with gmap.replay.run():
+        for row in range(samples):
+            one = rows_of(gmap.batch, [row], samples)
+            each = plain_gradient(gmap, one)
+            found = _clipped({n: g[None] for n, g in each.items()}, clip)
+            norms.append(found.norms)
+            for name, tensor in found.total.items():
+                total[name] += tensor
+    return ClippedSum(total, torch.cat(norms))
+
+
+def _refuse_batch_statistics(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, nn.modules.batchnorm._NormBase) and (
+            module.training or module.running_mean is None
+        ) and not isinstance(module, nn.modules.instancenorm._InstanceNorm):  # fmt: skip
+            raise NotImplementedError(
+                f"{name} normalizes with the statistics of the batch, so that every sample's "
+                "gradient depends on all others. Use batch_statistics='frozen', or group or layer "
+                "normalization."
+            )
