@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from ..gradient_map.batch.pixel_space import PixelSpace
 from ..gradient_map.domain import IMAGE
+from ..gradient_map.graphs import hooked
 from .base import Attack, Reconstruction
 from .observation import Observation, without_dropout
 from .patches import is_patch_projection, position_embeddings, read_patches
@@ -49,7 +50,6 @@ class Analytic(Attack):
 
     name: ClassVar[str] = "analytic"
     domains: ClassVar[tuple[str, ...]] = ("image",)
-    does: ClassVar[str] = "reads pixels"
     informed_by: ClassVar[frozenset[str]] = frozenset({"noise_variance"})
     tolerance: float = 0.02
 
@@ -185,11 +185,7 @@ def _first(seen: Observation, wanted: Callable[[nn.Module], bool]) -> tuple[str,
                     found.append(name)
 
             handles.append(module.register_forward_pre_hook(look))
-    try:
-        if handles:
-            with torch.no_grad(), without_dropout(seen.model):
-                seen.model(**{**seen.placeholder(), IMAGE.key: pixels})
-    finally:
-        for handle in handles:
-            handle.remove()
+    if handles:
+        with hooked(handles), torch.no_grad(), without_dropout(seen.model):
+            seen.model(**{**seen.placeholder(), IMAGE.key: pixels})
     return (found[0], seen.model.get_submodule(found[0])) if found else None

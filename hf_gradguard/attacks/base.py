@@ -65,7 +65,6 @@ class Attack:
         ... class FirstWord(Attack):
         ...     name = "first_word"
         ...     domains = ("text",)
-        ...     does = "repeats a word"
         ...     token: int = 7
         ...
         ...     def reconstruct(self, seen, generator):
@@ -75,12 +74,11 @@ class Attack:
         2
         >>> FirstWord()(image_seen)  # doctest: +ELLIPSIS
         Traceback (most recent call last):
-        ValueError: first_word repeats a word, so it is for text, but the input is pixels...
+        ValueError: first_word is for text, but the input is pixels...
     """
 
     name: ClassVar[str]
     domains: ClassVar[tuple[str, ...]] = ("text", "image")
-    does: ClassVar[str] = "works on nothing else"
     informed_by: ClassVar[frozenset[str]] = frozenset()
 
     def __call__(
@@ -117,8 +115,8 @@ class Attack:
         if seen.domain.name not in self.domains:
             content = seen.domain.content
             raise ValueError(
-                f"{self.name} {self.does}, so it is for {' and '.join(self.domains)}, but the "
-                f"input is {content}. For {content} take {_INSTEAD[seen.domain.name]}."
+                f"{self.name} is for {' and '.join(self.domains)}, but the input is {content}. "
+                f"For {content} take {_INSTEAD[seen.domain.name]}."
             )
 
     def reconstruct(self, seen: Observation, generator: torch.Generator) -> Reconstruction:

@@ -42,7 +42,6 @@ class EmbeddingRows(Attack):
 
     name: ClassVar[str] = "embedding_rows"
     domains: ClassVar[tuple[str, ...]] = ("text",)
-    does: ClassVar[str] = "looks for vocabulary tokens"
 
     def reconstruct(self, seen: Observation, generator: torch.Generator) -> Reconstruction:
         start = time.perf_counter()

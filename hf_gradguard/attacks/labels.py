@@ -189,22 +189,19 @@ def _drawn(seen: Observation, layer: nn.Linear) -> list[Tensor]:
     """Features in front of the last layer, each `(n, H)`, of inputs drawn at random."""
     calls: list[tuple[Tensor, Tensor]] = []
     found: list[Tensor] = []
-    handle = layer.register_forward_hook(
+    noting = layer.register_forward_hook(
         lambda _, args, output: calls.append((args[0].detach(), output))
     )
     generator, drawn, draws = _generator(seen), 0, _DRAWS
-    try:
-        with torch.no_grad(), _as_it_was(seen.model):
-            while drawn < draws:
-                drawn += 1
-                calls.clear()
-                logits = seen.model(**_RANDOM[seen.domain.name](seen, generator)).logits
-                for features, output in calls:
-                    found.append(_that_count(features, output, logits))
-                    if len(found[-1]) < output[..., 0].numel():
-                        draws = max(_DRAWS, _LAST // seen.batch_size)
-    finally:
-        handle.remove()
+    with noting, torch.no_grad(), _as_it_was(seen.model):
+        while drawn < draws:
+            drawn += 1
+            calls.clear()
+            logits = seen.model(**_RANDOM[seen.domain.name](seen, generator)).logits
+            for features, output in calls:
+                found.append(_that_count(features, output, logits))
+                if len(found[-1]) < output[..., 0].numel():
+                    draws = max(_DRAWS, _LAST // seen.batch_size)
     return found
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from ..gradient_map.graphs import hooked
 from .observation import Observation, ordinary_id
 from .span.layer_inputs import is_causal_lm, run
 
@@ -85,13 +86,9 @@ def _positions(seen: Observation, tokens: nn.Module) -> tuple[Tensor, int] | Non
         if args:
             caught[module] = args[0]
 
-    handles = [module.register_forward_pre_hook(catch) for module in modules]
-    try:
-        token = ordinary_id(seen.model, seen.tokenizer)
+    token = ordinary_id(seen.model, seen.tokenizer)
+    with hooked(module.register_forward_pre_hook(catch) for module in modules):
         run(seen, torch.full((1, 3), token, device=seen.device))
-    finally:
-        for handle in handles:
-            handle.remove()
     for module, read in caught.items():
         rows = read.flatten().tolist()
         if len(rows) == 3 and rows == list(range(rows[0], rows[0] + 3)):

@@ -123,7 +123,6 @@ class _ManyTrainings(ManyGradients):
                 self._local.batches(batch),
                 learning_rate=list(self._local.rates),
                 optimizer=self._local.optimizer,
-                loss_fn=self.loss_fn,
                 share_input_embeddings=self._shares,
                 second_order=False,
                 needs_input=False,

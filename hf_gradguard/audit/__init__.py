@@ -35,13 +35,13 @@ __all__ = [
 _WHERE = {
     "Audit": ".result",
     "AuditSettings": ".settings",
-    "Summary": ".summary",
+    "Summary": ".report.summary",
     "audit": ".run",
     "load_model": "..models.loading",
     "load_samples": "..data.samples",
-    "markdown_table": ".table",
-    "summarize": ".summary",
-    "write_report": ".report",
+    "markdown_table": ".report.table",
+    "summarize": ".report.summary",
+    "write_report": ".report.html",
 }
 
 

@@ -29,7 +29,7 @@ from .settings import AuditSettings
 from .specs import Spec, make_attacks, make_defenses
 from .trained import set_up
 
-USUAL = {"text": "span", "image": "inverting_gradients"}
+DEFAULT_ATTACKS = {"text": "span", "image": "inverting_gradients"}
 """Attacks by domain, where none is named."""
 
 
@@ -169,12 +169,12 @@ def _usual(
     model: nn.Module, processing_class: Any, samples: Sequence[Sample], terms: AuditSettings
 ) -> str:
     if not samples or domain_of_model(model) is not IMAGE:
-        return USUAL[domain_of_model(model).name]
+        return DEFAULT_ATTACKS[domain_of_model(model).name]
     return usual_attacks(model, modality_of(model, processing_class, terms).batch(samples[:1]))
 
 
 def usual_attacks(
-    model: nn.Module, batch: Mapping[str, Tensor], attacks: Mapping[str, str] = USUAL
+    model: nn.Module, batch: Mapping[str, Tensor], attacks: Mapping[str, str] = DEFAULT_ATTACKS
 ) -> str:
     """Those of the model's domain, and on images `analytic` where it can read.
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..gradient_map import Tensors
 from ..gradient_map.devices import devices
 from ..gradient_map.differences.marginals import Sums, power_sums, sums_of
-from .base import OnDemand
+from .tensors import OnDemand
 
 DECAY = 0.7
 """What an average keeps at every step: about the last three batches count."""

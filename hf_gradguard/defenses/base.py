@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import fields
-from decimal import Decimal
-from typing import Any, ClassVar
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -14,9 +12,9 @@ from torch import Tensor, nn
 from ..gradient_map import GradientMap, Tensors
 from ..gradient_map.devices import devices
 from ..gradient_map.law import Law
-from ..randomness import Stream, together
-from .knowledge import informed_settings, law_of
+from ..randomness import Stream
 from .message import Message, check_untouched, checked_message
+from .tensors import check_finite
 
 
 class Defense:
@@ -141,6 +139,13 @@ class Defense:
         """
         return not (self.needs_input or self.needs_samples)
 
+    @property
+    def shares_anew(self) -> bool:
+        """Whether what it shares is a gradient of the client's own data whatever it is given: what
+        an earlier defense of a chain did would be gone.
+        """
+        return False
+
     def check_sharded(self) -> None:
         """Refuse a client of several devices, each of which has a part of the gradient. A subclass
         is refused, unless it says that it is `sharded` itself.
@@ -164,14 +169,32 @@ class Defense:
         Args:
             message: One of its own.
         """
-        return law_of(self, message)
+        law = self._law(message)
+        if message.carries:  # whatever else was done
+            law = Law(fitted=None if law is None else law.fitted, left_out=True)
+        if law is None or message.transmitted is None:
+            return law
+        return replace(law, kept=self.kept)
+
+    def _law(self, message: Message) -> Law | None:
+        """The same but for what was left out: by the message's own facts, its noise's covariance
+        among them.
+        """
+        if message.noise is not None and message.noise.added is not None:
+            return Law(noise="gaussian", variance=message.noise.added)
+        return Law() if message.exact else None
+
+    @property
+    def kept(self) -> Literal["chosen", "largest"]:
+        """By which rule it leaves entries out, if it does: by itself, or the smallest ones."""
+        return "chosen"
 
     def informed(self) -> dict[str, Any]:
         """What attackers who know it do about it: settings, of which each attack takes those that
-        it has, and grants by the names of an observation's fields. Empty where knowing it is of no
-        use.
+        it has, and grants by the names of an observation's fields: `noise_variance`, or `law` alone
+        where nothing else would do. Empty where knowing it is of no use.
         """
-        return informed_settings(self)
+        return {}
 
     def state_dict(self) -> Tensors:
         """What the defense remembers between calls. Private to the client: it depends on its
@@ -188,153 +211,3 @@ class Defense:
         """The settings that differ from unset, for cards and logs."""
         named = ((f.name, getattr(self, f.name)) for f in fields(self))  # type: ignore[arg-type]
         return {name: value for name, value in named if value is not None}
-
-
-def true_gradient(gmap: GradientMap) -> Tensors:
-    """g, checked to be finite and in at least float32."""
-    gradient = gmap.gradient()
-    check_finite(
-        gradient,
-        "The gradient of {} is not finite, so nothing was shared. Look for labels out of range, an "
-        "overflow in the loss (in half precision use bf16), or a learning rate that made the "
-        "weights diverge.",
-    )
-    return {name: t.to(torch.promote_types(t.dtype, torch.float32)) for name, t in gradient.items()}
-
-
-def floor_share(ratio: float, count: int) -> int:
-    """floor(ratio · count), through the decimal that was written: 0.29 * 100 is 28.999… in
-    binary.
-    """
-    return int(Decimal(str(ratio)) * count)
-
-
-def check_finite(tensors: Mapping[str, Tensor], message: str) -> None:
-    """Raise `FloatingPointError(message)` with the first name whose tensor holds NaN or
-    infinity.
-    """
-    # A sum with NaN or infinity in it is neither finite: one fast pass, and a closer look only
-    # where a sum is not.
-    sums = torch.stack([tensor.sum(dtype=torch.float32) for tensor in tensors.values()])
-    if not devices().any(not torch.isfinite(sums).all()):
-        return
-    broken = {name: ~torch.isfinite(tensor).all() for name, tensor in tensors.items()}
-    for name, found in devices().each(broken, "max").items():
-        if found:
-            raise FloatingPointError(message.format(name))
-
-
-def cast_like(shared: Tensors, gmap: GradientMap) -> Tensors:
-    """`shared` in the types of the gradient that it stands for."""
-    gradient = gmap.gradient()
-    return {name: tensor.to(gradient[name].dtype) for name, tensor in shared.items()}
-
-
-class OnDemand(Mapping[str, Tensor]):
-    """Tensors that are made when they are asked for, anew each time, so that none are kept.
-
-    Args:
-        names: Of all of them.
-        make: Gives the tensor of a name; whoever asks may write to it.
-        total: The sum of all their entries, if that is known.
-    """
-
-    def __init__(
-        self, names: Iterable[str], make: Callable[[str], Tensor], total: float | None = None
-    ) -> None:
-        self._names, self._make, self.total = dict.fromkeys(names), make, total
-
-    def __getitem__(self, name: str) -> Tensor:
-        if name not in self._names:
-            raise KeyError(name)
-        return self._make(name)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
-
-
-def total(tensors: Mapping[str, Tensor]) -> Tensor:
-    """The sum over all entries of all tensors, tensors added up in float64."""
-    known = getattr(tensors, "total", None)
-    if known is not None:
-        return torch.tensor(known, dtype=torch.float64)
-    return devices().total({name: tensor.sum().double() for name, tensor in tensors.items()})
-
-
-def count(tensors: Mapping[str, Tensor]) -> int:
-    """How many entries all tensors have."""
-    return int(devices().total({name: torch.tensor(t.numel()) for name, t in tensors.items()}))
-
-
-def power(tensors: Mapping[str, Tensor]) -> Tensor:
-    """The sum of squares, likewise."""
-    return devices().total({name: _square_sum(tensor) for name, tensor in tensors.items()})
-
-
-def _square_sum(tensor: Tensor) -> Tensor:
-    """Without a tensor of squares; by rows, since norms of many entries add up in their own type,
-    and round.
-    """
-    if tensor.dim() < 2:
-        return tensor.square().sum().double()
-    return torch.linalg.vector_norm(tensor.flatten(1), dim=1).double().square().sum()
-
-
-def norm(tensors: Mapping[str, Tensor]) -> float:
-    """The Euclidean norm over all entries of all tensors."""
-    return float(power(tensors).sqrt())
-
-
-def drawn(
-    tensors: Mapping[str, Tensor],
-    draw: Callable[[Tensor, Stream], Tensor],
-    generator: Stream,
-) -> Iterator[tuple[str, Tensor]]:
-    """Random tensors in the shapes of those given: on each of a client's devices others, but for
-    parameters that all of them hold.
-
-    Args:
-        tensors: By name.
-        draw: Gives a random tensor in the shape, type and place of the one that it gets, whose
-            entries are independent of each other.
-        generator: This device's.
-    """
-    for some, stream in devices().streams(tensors, generator):
-        yield from together(some, lambda like, stream=stream: draw(like, stream))  # type: ignore[misc]
-
-
-def scaled(tensor: Tensor, factor: float, offset: float = 0.0) -> Tensor:
-    """`factor * tensor + offset`, in place where that is possible, and one number for one."""
-    if tensor.numel() and not any(tensor.stride()):
-        return (tensor[(0,) * tensor.dim()] * factor + offset).expand_as(tensor)
-    return tensor.mul_(factor).add_(offset) if offset else tensor.mul_(factor)
-
-
-def root(variances: Mapping[str, Tensor], name: str) -> Tensor:
-    """Standard deviations of variances, one number for one, in place where those were just made."""
-    variance = variances[name]
-    if variance.numel() and not any(variance.stride()):
-        return variance[(0,) * variance.dim()].sqrt().expand_as(variance)
-    return variance.sqrt_() if isinstance(variances, OnDemand) else variance.sqrt()
-
-
-def is_number(value: object) -> bool:
-    """Whether a setting is a finite int or float, and no bool."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def check_range(name: str, value: object, low: float, high: float, above: bool = False) -> None:
-    """Raise `ValueError` unless a setting is a number from `low`, or `above` it, to `high`."""
-    if not is_number(value) or not low <= value <= high or (above and value == low):  # type: ignore[operator]
-        least = f"above {low}" if above else f"at least {low}"
-        most = f" and at most {high}" if high < math.inf else ""
-        raise ValueError(f"{name} must be a finite number {least}{most}, but is {value!r}.")
-
-
-def check_whole(name: str, value: object, least: int) -> None:
-    """Raise `ValueError` unless a setting is a whole number of at least `least`."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ValueError(f"{name} must be a whole number of at least {least}, but is {value!r}.")

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from torch import Tensor, nn
 
 from ..gradient_map import GradientMap, Tensors
+from ..gradient_map.law import Law
 from ..gradient_map.views import MaskedMap
 from ..randomness import Stream
 from .base import Defense
@@ -24,8 +25,8 @@ class Chain(Defense):
     client's data again (Soteria, shapes of the batch or of earlier ones), nothing is said of noise.
 
     Raises:
-        ValueError: If `second` would share what `first` changed as it was before: Refiner as
-            published, after anything but pruning.
+        ValueError: If `second` shares anew what `first` changed: Refiner as published, after
+            anything but pruning.
 
     Example:
         >>> first, second = make_defense("pruning"), make_defense("gaussian_noise")
@@ -38,11 +39,12 @@ class Chain(Defense):
     second: Defense
 
     def __post_init__(self) -> None:
-        if self.second.name == "refiner" and not (self.second.only_processes or self.first.exact):
+        if self.second.shares_anew and not self.first.exact:
+            name = self.second.name
+            fits = " (objective='cosine' fits what it is given.)" if name == "refiner" else ""
             raise ValueError(
-                "refiner with objective='weighted' shares a gradient of the client's own data, so "
-                f"what {self.first.name} did to it would be gone. Put refiner first, or take "
-                "objective='cosine', which fits what it is given."
+                f"{name} shares a gradient of the client's own data, so what {self.first.name} did "
+                f"to it would be gone. Put {name} first.{fits}"
             )
 
     def protect(self, gmap: GradientMap, generator: Stream) -> Message:
@@ -84,6 +86,20 @@ class Chain(Defense):
             part.check_sharded()
 
     @property
+    def kept(self) -> Literal["chosen", "largest"]:
+        """By the first that leaves something out."""
+        return self.first.kept
+
+    def _law(self, message: Message) -> Law | None:
+        """Of exact entries the second's. Noise that something came after has other facts."""
+        if self.first.exact:
+            return self.second.law(message)
+        return None if message.noise is None else self.first.law(message)
+
+    def informed(self) -> dict[str, Any]:
+        return self.first.informed() | self.second.informed()
+
+    @property
     def exact(self) -> bool:
         return self.first.exact and self.second.exact
 
@@ -101,6 +117,10 @@ class Chain(Defense):
         return self.first.only_processes and self.second.only_processes
 
     @property
+    def shares_anew(self) -> bool:
+        return self.first.shares_anew or self.second.shares_anew
+
+    @property
     def noise_ratio(self) -> float | None:
         one, two = self.first.noise_ratio, self.second.noise_ratio
         # the second is relative to what the first leaves, its noise included
@@ -113,6 +133,10 @@ class Chain(Defense):
     @property
     def needs_input(self) -> bool:
         return self.first.needs_input or self.second.needs_input
+
+    @property
+    def needs_samples(self) -> bool:
+        return self.first.needs_samples
 
     def state_dict(self) -> Tensors:
         return {

@@ -6,26 +6,29 @@ References: Abadi et al., "Deep Learning with Differential Privacy" (2016); Ball
 
 from __future__ import annotations
 
-import dataclasses
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, fields, replace
+from typing import Any, ClassVar, Literal
 
 import torch
+from torch import Tensor
 
 from ..gradient_map import GradientMap, Tensors
+from ..gradient_map.devices import devices
 from ..gradient_map.law import Law
 from ..gradient_map.per_sample.clipping import clipped_sum
 from ..randomness import Stream, together
-from .base import cast_like, check_finite, is_number, true_gradient
+from .checks import is_number
 from .message import Message
-from .noise import DPSGD
+from .noise import NoiseDefense, OptimalNoise
+from .tensors import cast_like, check_finite, norm, true_gradient
 
 _OF_MESSAGES = ("scale", "relative_scale", "utility_budget")
 
 
 @dataclass
-class PrivateSGD(DPSGD):
+class DPSGD(NoiseDefense):
     """Clip, then add the same Gaussian noise everywhere.
 
     As it is, the client's batch-mean gradient is clipped. With `clip_by="norm"` and an absolute
@@ -54,6 +57,8 @@ class PrivateSGD(DPSGD):
     name: ClassVar[str] = "dp_sgd"
     first_order: ClassVar[bool] = True
     sharded: ClassVar[bool] = True
+    clip: float = 1.0
+    clip_by: Literal["norm", "coordinate"] = "norm"
     per_sample: bool = False
     noise_multiplier: float | None = None
     target_epsilon: float | None = None
@@ -61,6 +66,9 @@ class PrivateSGD(DPSGD):
     expected_batch_size: float | None = None
 
     def __post_init__(self) -> None:
+        _check_clip(self.clip)
+        if self.clip_by not in ("norm", "coordinate"):
+            raise ValueError(f"clip_by must be 'norm' or 'coordinate', but is {self.clip_by!r}.")
         if not self.per_sample:
             private = ("noise_multiplier", "target_epsilon", "delta", "expected_batch_size")
             if given := [name for name in private if getattr(self, name) is not None]:
@@ -73,9 +81,6 @@ class PrivateSGD(DPSGD):
                 "noise_multiplier times clip on the sum of samples' gradients, whatever they are. "
                 "Give noise_multiplier, or target_epsilon and delta."
             )
-        self.relative_scale = 0.0  # super() wants one
-        super().__post_init__()
-        self.relative_scale = None
         self._check_private()
 
     def _check_private(self) -> None:
@@ -94,6 +99,23 @@ class PrivateSGD(DPSGD):
             raise ValueError(f"delta must be between 0 and 1, but is {self.delta!r}.")
         if self.target_epsilon is not None and self.delta is None:
             raise ValueError("target_epsilon needs delta, well below one over the number of rows.")
+
+    def clipped(self, gradient: Tensors) -> Tensors:
+        if self.clip_by == "coordinate":
+            return {name: g.clamp(-self.clip, self.clip) for name, g in gradient.items()}
+        size = norm(gradient)
+        return (
+            gradient
+            if size <= self.clip
+            else {name: g * (self.clip / size) for name, g in gradient.items()}
+        )
+
+    def referred(self, gradient: Tensors, variance: Tensors) -> Tensors:
+        if self.clip_by == "coordinate":
+            return _infinite_where_clipped(gradient, variance, self.clip)
+        # J̃ = (C/‖g‖) J (I - ĝĝᵀ), and a projection only takes information away from uniform noise.
+        grown = max(norm(gradient) / self.clip, 1.0) ** 2
+        return {name: v * grown for name, v in variance.items()}
 
     @property
     def client_noise_multiplier(self) -> float | None:
@@ -122,14 +144,18 @@ class PrivateSGD(DPSGD):
                 "sample's gradient. Leave per_sample out, or give each rank the whole model."
             )
 
-    def law(self, message: Message) -> Law | None:
-        """As for any defense, or of a sum of samples' clipped gradients."""
+    def _law(self, message: Message) -> Law | None:
+        """Of a clipped gradient, or of a sum of samples' clipped gradients."""
         if not self.per_sample:
-            return super().law(message)
+            law = super()._law(message)
+            return None if law is None else replace(law, **self.informed())
         samples = message.figures.get("samples", 1.0)
         size = self.expected_batch_size or samples
         std = (self.noise_multiplier or 0.0) * self.clip / size
         return Law(clip_sample=self.clip, scale=samples / size, noise="gaussian", variance=std**2)
+
+    def informed(self) -> dict[str, Any]:
+        return {"clip_norm" if self.clip_by == "norm" else "clip_coordinate": self.clip}
 
     def calibrate(self, noise_multiplier: float, expected_batch_size: float) -> None:
         """Take σ and B as a Trainer found them."""
@@ -172,7 +198,7 @@ class PrivateSGD(DPSGD):
 
 
 @dataclass
-class NoSample(PrivateSGD):
+class NoSample(DPSGD):
     """What `dp_sgd` with `per_sample` shares of a batch that turned out empty: noise alone. The map
     it is called with is of any batch, for the shapes.
     """
@@ -188,10 +214,77 @@ class NoSample(PrivateSGD):
         return self._noisy(gmap, zeros, 0, generator, {})
 
     @classmethod
-    def of(cls, defense: PrivateSGD) -> NoSample:
+    def of(cls, defense: DPSGD) -> NoSample:
         """For a client whose own is `defense`."""
-        settings = {f.name: getattr(defense, f.name) for f in dataclasses.fields(PrivateSGD)}
+        settings = {f.name: getattr(defense, f.name) for f in fields(DPSGD)}
         return cls(**settings)
+
+
+@dataclass
+class OptimalDPSGD(OptimalNoise):
+    """Clip every coordinate to ±clip, then optimal noise for what is left.
+
+    A clipped coordinate does not change with the input, so with `shape="own"` it gets no noise.
+    (Theorem 3 of the paper's first version.) Which ones are bare then says what was clipped.
+
+    Args:
+        clip: The bound P of every coordinate.
+    """
+
+    name: ClassVar[str] = "optimal_dp_sgd"
+    sharded: ClassVar[bool] = True
+    clip: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_clip(self.clip)
+
+    def clipped(self, gradient: Tensors) -> Tensors:
+        return {name: g.clamp(-self.clip, self.clip) for name, g in gradient.items()}
+
+    def referred(self, gradient: Tensors, variance: Tensors) -> Tensors:
+        return _infinite_where_clipped(gradient, variance, self.clip)
+
+    def shaped(
+        self, gmap: GradientMap, gradient: Tensors, generator: Stream
+    ) -> tuple[Mapping[str, Tensor], float]:
+        shape, trace = super().shaped(gmap, gradient, generator)
+        if self.shape == "own":  # with one ratio a tensor the clipped ones have it too
+            shape = {name: tensor * self._within(gradient[name]) for name, tensor in shape.items()}
+        return shape, trace
+
+    def learned(self, gradient: Tensors, squares: Tensors) -> tuple[Tensors, Tensors]:
+        squares = {name: s * self._within(gradient[name]) for name, s in squares.items()}
+        if self.shape == "own":
+            return {name: g * self._within(g) for name, g in gradient.items()}, squares
+        return self.clipped(gradient), squares
+
+    def learns_all(self, gradient: Tensors) -> bool:
+        return not devices().any(not all(bool(self._within(g).all()) for g in gradient.values()))
+
+    def _law(self, message: Message) -> Law | None:
+        law = super()._law(message)
+        return None if law is None else replace(law, clip_coordinate=self.clip)
+
+    def informed(self) -> dict[str, Any]:
+        return super().informed() | {"clip_coordinate": self.clip}
+
+    def _within(self, g: Tensor) -> Tensor:
+        return g.abs() < self.clip
+
+
+def _infinite_where_clipped(gradient: Tensors, variance: Tensors, clip: float) -> Tensors:
+    """A clipped coordinate does not change with the input: it says as little as one that is not
+    shared.
+    """
+    return {
+        name: v.masked_fill(gradient[name].abs() >= clip, math.inf) for name, v in variance.items()
+    }
+
+
+def _check_clip(clip: float) -> None:
+    if not (is_number(clip) and clip > 0):
+        raise ValueError(f"clip must be a finite number above 0, but is {clip!r}.")
 
 
 _NOT_FINITE = (

@@ -12,7 +12,7 @@ Compression Schemes" (ICML 2019).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from functools import cached_property
 
 import torch
@@ -20,10 +20,13 @@ from torch import Tensor
 from transformers.utils import logging
 
 from ..gradient_map import GradientMap, Tensors
+from ..gradient_map.law import Law
 from ..gradient_map.views import CorrectedMap
 from ..randomness import Stream
-from .base import Defense, cast_like, check_whole, norm, true_gradient
+from .base import Defense
+from .checks import check_whole
 from .message import Message
+from .tensors import cast_like, norm, true_gradient
 
 logger = logging.get_logger(__name__)
 
@@ -194,6 +197,12 @@ class BiasedDefense(Defense):
     @cached_property
     def _left_out(self) -> LeftOut:
         return LeftOut()
+
+    def _law(self, message: Message) -> Law | None:
+        if not self.error_feedback:
+            return super()._law(message)
+        # Nothing was left out before the first message.
+        return Law() if replace(self, error_feedback=False).exact else None
 
     @property
     def held(self) -> int:

@@ -15,31 +15,20 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from transformers.utils import logging
 
 from ..gradient_map import GradientMap, Tensors
-from ..gradient_map.devices import devices
+from ..gradient_map.law import Law
 from ..randomness import Stream
-from .base import (
-    Defense,
-    OnDemand,
-    cast_like,
-    count,
-    drawn,
-    is_number,
-    norm,
-    power,
-    root,
-    scaled,
-    total,
-    true_gradient,
-)
+from .base import Defense
+from .checks import is_number
 from .message import Message, Noise
 from .sensitivity import SensitivityDefense, capped, sensitivity_ratio, shape_trace
+from .tensors import OnDemand, cast_like, count, drawn, power, root, scaled, total, true_gradient
 
 logger = logging.get_logger(__name__)
 
@@ -190,6 +179,21 @@ class LaplaceNoise(NoiseDefense):
         )
         return (one - two) / math.sqrt(2)
 
+    def _law(self, message: Message) -> Law | None:
+        """Of relative noise, y itself tells its strength: E ‖y‖² = ‖g‖² (1 + r²)."""
+        masks = message.transmitted
+        total = sum(t.numel() for t in message.values())
+        size = total if masks is None else sum(int(mask.sum()) for mask in masks.values())
+        if self.scale is not None:
+            variance = self.scale**2 * total / max(size, 1)
+        elif self.relative_scale is not None:
+            share = self.relative_scale**2 / (1 + self.relative_scale**2)
+            power = sum(float(t.double().square().sum()) for t in message.values())
+            variance = share * power / max(size, 1)
+        else:
+            return None
+        return Law(noise="laplace", variance=variance) if variance else Law()
+
 
 @dataclass
 class OptimalNoise(SensitivityDefense, NoiseDefense):
@@ -218,6 +222,9 @@ class OptimalNoise(SensitivityDefense, NoiseDefense):
     def _plain(self) -> bool:
         return super()._plain and self.shape != "own"
 
+    def informed(self) -> dict[str, Any]:
+        return {"noise_variance": True}
+
     def shaped(
         self, gmap: GradientMap, gradient: Tensors, generator: Stream
     ) -> tuple[Mapping[str, Tensor], float]:
@@ -240,103 +247,3 @@ class OptimalNoise(SensitivityDefense, NoiseDefense):
 
         # The power that is lifted off is as much as what is spread.
         return OnDemand(gradient, lifted, whole), 0.0
-
-
-def _infinite_where_clipped(gradient: Tensors, variance: Tensors, clip: float) -> Tensors:
-    """A clipped coordinate does not change with the input: it says as little as one that is not
-    shared.
-    """
-    return {
-        name: v.masked_fill(gradient[name].abs() >= clip, math.inf) for name, v in variance.items()
-    }
-
-
-def _check_clip(clip: float) -> None:
-    if not (is_number(clip) and clip > 0):
-        raise ValueError(f"clip must be a finite number above 0, but is {clip!r}.")
-
-
-@dataclass
-class DPSGD(NoiseDefense):
-    """Clip the client's batch-mean gradient, then add the same Gaussian noise everywhere.
-
-    Args:
-        clip: The bound C.
-        clip_by: `"norm"` scales the whole gradient down to norm C; `"coordinate"` clips every
-            coordinate to ±C, the plain counterpart of `optimal_dp_sgd`.
-    """
-
-    name: ClassVar[str] = "dp_sgd"
-    first_order: ClassVar[bool] = True
-    sharded: ClassVar[bool] = True
-    clip: float = 1.0
-    clip_by: Literal["norm", "coordinate"] = "norm"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _check_clip(self.clip)
-        if self.clip_by not in ("norm", "coordinate"):
-            raise ValueError(f"clip_by must be 'norm' or 'coordinate', but is {self.clip_by!r}.")
-
-    def clipped(self, gradient: Tensors) -> Tensors:
-        if self.clip_by == "coordinate":
-            return {name: g.clamp(-self.clip, self.clip) for name, g in gradient.items()}
-        size = norm(gradient)
-        return (
-            gradient
-            if size <= self.clip
-            else {name: g * (self.clip / size) for name, g in gradient.items()}
-        )
-
-    def referred(self, gradient: Tensors, variance: Tensors) -> Tensors:
-        if self.clip_by == "coordinate":
-            return _infinite_where_clipped(gradient, variance, self.clip)
-        # J̃ = (C/‖g‖) J (I - ĝĝᵀ), and a projection only takes information away from uniform noise.
-        grown = max(norm(gradient) / self.clip, 1.0) ** 2
-        return {name: v * grown for name, v in variance.items()}
-
-
-@dataclass
-class OptimalDPSGD(OptimalNoise):
-    """Clip every coordinate to ±clip, then optimal noise for what is left.
-
-    A clipped coordinate does not change with the input, so with `shape="own"` it gets no noise.
-    (Theorem 3 of the paper's first version.) Which ones are bare then says what was clipped.
-
-    Args:
-        clip: The bound P of every coordinate.
-    """
-
-    name: ClassVar[str] = "optimal_dp_sgd"
-    sharded: ClassVar[bool] = True
-    clip: float = 1.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _check_clip(self.clip)
-
-    def clipped(self, gradient: Tensors) -> Tensors:
-        return {name: g.clamp(-self.clip, self.clip) for name, g in gradient.items()}
-
-    def referred(self, gradient: Tensors, variance: Tensors) -> Tensors:
-        return _infinite_where_clipped(gradient, variance, self.clip)
-
-    def shaped(
-        self, gmap: GradientMap, gradient: Tensors, generator: Stream
-    ) -> tuple[Mapping[str, Tensor], float]:
-        shape, trace = super().shaped(gmap, gradient, generator)
-        if self.shape == "own":  # with one ratio a tensor the clipped ones have it too
-            shape = {name: tensor * self._within(gradient[name]) for name, tensor in shape.items()}
-        return shape, trace
-
-    def learned(self, gradient: Tensors, squares: Tensors) -> tuple[Tensors, Tensors]:
-        squares = {name: s * self._within(gradient[name]) for name, s in squares.items()}
-        if self.shape == "own":
-            return {name: g * self._within(g) for name, g in gradient.items()}, squares
-        return self.clipped(gradient), squares
-
-    def learns_all(self, gradient: Tensors) -> bool:
-        return not devices().any(not all(bool(self._within(g).all()) for g in gradient.values()))
-
-    def _within(self, g: Tensor) -> Tensor:
-        return g.abs() < self.clip

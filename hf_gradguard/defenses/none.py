@@ -7,8 +7,9 @@ from typing import ClassVar
 
 from ..gradient_map import GradientMap
 from ..randomness import Stream
-from .base import Defense, cast_like, true_gradient
+from .base import Defense
 from .message import Message
+from .tensors import cast_like, true_gradient
 
 
 @dataclass

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -21,10 +21,11 @@ from ..gradient_map import GradientMap, Tensors
 from ..gradient_map.devices import devices, later_sums
 from ..gradient_map.views import CorrectedMap, MaskedMap
 from ..randomness import Stream
-from .base import cast_like, count, floor_share, is_number, true_gradient
+from .checks import floor_share, is_number
 from .feedback import BiasedDefense, LeftOut, check_min_batches
 from .message import Message
 from .sensitivity import SensitivityDefense
+from .tensors import cast_like, count, true_gradient
 
 
 @dataclass
@@ -58,6 +59,9 @@ class PruningDefense(BiasedDefense):
         if self.utility is not None and not (is_number(self.utility) and 0 < self.utility <= 1):
             raise ValueError(f"utility must be above 0 and at most 1, but is {self.utility!r}.")
         check_min_batches(self.min_batches)
+
+    def informed(self) -> dict[str, Any]:
+        return {"match_nonzero": True, "complete": True}
 
     def worth(self, gmap: GradientMap, gradient: Tensors, generator: Stream) -> Iterable[Tensor]:
         """Non-negative ranks, tensor by tensor in the gradient's order: the smallest are pruned
@@ -109,6 +113,10 @@ class Pruning(PruningDefense):
     name: ClassVar[str] = "pruning"
     sharded: ClassVar[bool] = True
     first_order: ClassVar[bool] = True
+
+    @property
+    def kept(self) -> Literal["chosen", "largest"]:
+        return "largest"
 
     def worth(self, gmap: GradientMap, gradient: Tensors, generator: Stream) -> Iterable[Tensor]:
         return (g.abs() for g in gradient.values())

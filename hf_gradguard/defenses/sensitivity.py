@@ -26,7 +26,9 @@ from ..gradient_map.differences.plan import TOLERANCE, plan_of
 from ..gradient_map.differences.sensitivity import probe_squares
 from ..randomness import Stream
 from .averages import PARTS, Averages, added
-from .base import Defense, OnDemand, check_finite, check_whole, power, total
+from .base import Defense
+from .checks import check_whole
+from .tensors import OnDemand, check_finite, power, total
 
 Granularity = Literal["parameter", "layer"]
 ShapedBy = Literal["public", "past", "own"]

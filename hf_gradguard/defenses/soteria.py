@@ -11,16 +11,18 @@ Federated Learning from Representation Perspective" (CVPR 2021).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ..gradient_map import GradientMap
+from ..gradient_map.graphs import hooked
 from ..randomness import Stream
-from .base import cast_like, check_whole, floor_share, is_number, true_gradient
+from .checks import check_whole, floor_share, is_number
 from .feedback import BiasedDefense
 from .message import Message
+from .tensors import cast_like, true_gradient
 
 
 @dataclass
@@ -33,7 +35,7 @@ class Soteria(BiasedDefense):
     Args:
         ratio: p in [0, 1): floor(p·n) of the layer's n columns are zeroed, ties broken by position.
         neuron_chunk: Neurons differentiated at once; bounds memory, see
-            `GradientMap.representation`.
+            `representation`.
     """
 
     name: ClassVar[str] = "soteria"
@@ -51,6 +53,9 @@ class Soteria(BiasedDefense):
     @property
     def exact(self) -> bool:
         return not self.error_feedback
+
+    def informed(self) -> dict[str, Any]:
+        return {"match_nonzero": True}
 
     def protect(self, gmap: GradientMap, generator: Stream) -> Message:
         gradient = true_gradient(gmap)
@@ -108,14 +113,10 @@ def representation(gmap: GradientMap, generator: Stream, neuron_chunk: int = 1) 
         ran.append((module, args[0] if args else torch.empty(0)))
 
     with_parameters = [m for m in gmap.model.modules() if any(True for _ in m.parameters(False))]
-    handles = [module.register_forward_pre_hook(note) for module in with_parameters]
-    try:
-        with gmap.replay.run():
-            x = gmap.input.clone().requires_grad_()
-            gmap.evaluate(x)
-    finally:
-        for handle in handles:
-            handle.remove()
+    noting = hooked(module.register_forward_pre_hook(note) for module in with_parameters)
+    with noting, gmap.replay.run():
+        x = gmap.input.clone().requires_grad_()
+        gmap.evaluate(x)
     layer, r = ran[-1]
     weight = getattr(layer, "weight", None)
     name = next((name for name, p in gmap.parameters.items() if p is weight), None)

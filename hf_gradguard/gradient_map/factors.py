@@ -18,6 +18,8 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from .graphs import hooked
+
 
 @dataclass(frozen=True)
 class Factors:
@@ -64,15 +66,11 @@ class LinearCalls:
     def watching(self) -> Iterator[None]:
         """Listen while the model runs inside."""
         # First in line: what other hooks make of an output is not the layer's own doing.
-        handles = [
+        with hooked(
             m.register_forward_hook(self._hook(name), prepend=True)
             for name, m in self.layers.items()
-        ]
-        try:
+        ):
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def factors(self, derivatives: Mapping[str, Tensor]) -> dict[str, Factors]:
         """The weights' gradients, from the loss's derivatives by the offsets."""

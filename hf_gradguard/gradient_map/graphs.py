@@ -1,12 +1,14 @@
-"""Derivatives of a loss, and what autograd computed them by."""
+"""Derivatives of a loss, what autograd computed them by, and hooks that go away again."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 
 def differentiate(
@@ -42,6 +44,25 @@ def differentiate(
         name: torch.zeros_like(leaf, requires_grad=False) if gradient is None else gradient
         for (name, leaf), gradient in zip(leaves.items(), gradients, strict=True)
     }
+
+
+@contextmanager
+def hooked(handles: Iterable[RemovableHandle]) -> Iterator[None]:
+    """Take hooks away again on the way out.
+
+    Example:
+        >>> with hooked([model.register_forward_hook(print)]):
+        ...     len(model._forward_hooks)
+        1
+        >>> len(model._forward_hooks)
+        0
+    """
+    registered = list(handles)
+    try:
+        yield
+    finally:
+        for handle in registered:
+            handle.remove()
 
 
 def nodes_of(tensors: Iterable[Tensor]) -> Iterator[Any]:

@@ -62,11 +62,8 @@ class ContinuousInput:
         assert isinstance(self.domain, Text)
         texts = self.domain.texts(batch)
         slots = Slots(list(texts.values()), value, only=len(self.domain.keys) == 1)
-        handle = self.embedding.register_forward_hook(slots, with_kwargs=True)
-        try:
+        with self.embedding.register_forward_hook(slots, with_kwargs=True):
             loss = loss_fn(model, dict(batch))
-        finally:
-            handle.remove()
         if slots.strangers or slots.found != len(texts):
             raise ValueError(
                 f"The input embedding {type(self.embedding).__name__} of {type(model).__name__} "

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers.utils import logging
 
+from .candidates import Held
 from .graphs import differentiate
-from .inputs import LossFunction, model_loss
+from .inputs import model_loss
 from .replay import Replay
 
 if TYPE_CHECKING:
@@ -33,7 +34,6 @@ class ManyGradients:
         model: The model.
         names: The parameters to differentiate by.
         seeds: One for each set of draws over which to average.
-        loss_fn: As `GradientMap` takes it.
         vectorized: Run several batches of one shape in one pass, if a trial of two gives what they
             give by themselves.
 
@@ -53,15 +53,14 @@ class ManyGradients:
         model: nn.Module,
         names: Sequence[str],
         seeds: Sequence[int] = (0,),
-        loss_fn: LossFunction | None = None,
         vectorized: bool = True,
     ) -> None:
         parameters = dict(model.named_parameters())
         if unknown := [n for n in names if n not in parameters or not parameters[n].requires_grad]:
             raise ValueError(f"{unknown[0]!r} is no parameter of the model that is trained.")
-        self.model, self.loss_fn = model, loss_fn or model_loss
+        self.model = model
         self.parameters = {name: parameters[name] for name in names}
-        self._seeds, self._vectorized = list(seeds), vectorized
+        self._seeds = list(seeds)
         size = sum(parameter.numel() for parameter in self.parameters.values())
         self.at_once = max(1, ENTRIES // max(size, 1)) if vectorized else 1
         self._allowed: dict[tuple[str, ...], bool] = {}
@@ -110,7 +109,7 @@ class ManyGradients:
 
     def _one(self, batch: Mapping[str, Any], seed: int) -> Tensors:
         with self._replay(seed).run():
-            return differentiate(self.loss_fn(self.model, dict(batch)), self.parameters)
+            return differentiate(model_loss(self.model, dict(batch)), self.parameters)
 
     def _together(
         self, batches: list[Mapping[str, Any]], own: tuple[str, ...], seed: int
@@ -120,11 +119,14 @@ class ManyGradients:
         if not own:  # one batch, several times
             one = self._one(batches[0], seed)
             return {name: g.expand(len(batches), *g.shape) for name, g in one.items()}
-        held = _Held(self.model, self.loss_fn)
+        held = Held(self.model)
         parameters = {f"model.{name}": p.detach() for name, p in self.parameters.items()}
 
         def loss(parameters: Tensors, entries: Tensors) -> Tensor:
-            value: Tensor = torch.func.functional_call(held, parameters, ({**fixed, **entries},))
+            def run() -> Tensor:
+                return model_loss(self.model, {**fixed, **entries})
+
+            value: Tensor = torch.func.functional_call(held, parameters, (run,))
             return value
 
         each = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0), randomness="same")
@@ -155,17 +157,6 @@ class ManyGradients:
         with torch.random.fork_rng(devices=devices):
             torch.manual_seed(seed)
             return Replay(self.model, second_order=False)
-
-
-class _Held(nn.Module):
-    """A model with its loss: what `functional_call` needs to swap its parameters."""
-
-    def __init__(self, model: nn.Module, loss_fn: LossFunction) -> None:
-        super().__init__()
-        self.model, self._loss_fn = model, loss_fn
-
-    def forward(self, batch: dict[str, Any]) -> Tensor:
-        return self._loss_fn(self.model, batch)
 
 
 def has_draws(model: nn.Module, batch: Mapping[str, Any]) -> bool:

@@ -12,6 +12,8 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import PreTrainedModel
 
+from .graphs import hooked
+
 
 class Replay:
     """What has to hold while a model runs so that it is the same function every time.
@@ -108,12 +110,10 @@ class Replay:
                 if torch.is_autocast_enabled(kind):
                     torch.set_autocast_enabled(kind, False)
 
-        handles = [module.register_forward_pre_hook(leave_autocast) for module in self.modules]
         try:
-            yield
+            with hooked(m.register_forward_pre_hook(leave_autocast) for m in self.modules):
+                yield
         finally:
-            for handle in handles:
-                handle.remove()
             for kind, enabled in before.items():
                 torch.set_autocast_enabled(kind, enabled)
 

@@ -25,7 +25,7 @@ from ..gradient_map.domain import domain_of_model
 from ..models.tasks import label_kind
 from .choice import Choice, Estimate, Outcome, choose
 from .report import configuration, flags_of, html_report, markdown_table
-from .settings import ATTACKS, DEFENSES, WARMUP, TrialSettings
+from .settings import DEFAULT_ATTACKS, DEFAULT_DEFENSES, WARMUP, TrialSettings
 from .trials import Split, Trials
 
 logger = logging.get_logger(__name__)
@@ -73,7 +73,7 @@ def recommend(
     """
     _check_head(model)
     terms, folder, kind = TrialSettings(**settings), Path(output), domain_of_model(model).name
-    made = _to_compare(list(DEFENSES[kind]) if defenses is None else defenses)
+    made = _to_compare(list(DEFAULT_DEFENSES[kind]) if defenses is None else defenses)
     flags = {label: flags_of(one) for label, one in made.items()}  # before models prepare them
     split = Split.of(samples, terms.attacked, terms.batch_size)
     server = _Server(model, processing_class, split, terms, attacks, folder / "audits")
@@ -134,7 +134,7 @@ class _Server:
         self.modality = modality_of(model, processing_class, self._terms)
         if attacks is None:
             batch = self.modality.batch(split.attacked[: trial.message_size])
-            attacks = usual_attacks(model, batch, ATTACKS)
+            attacks = usual_attacks(model, batch, DEFAULT_ATTACKS)
         self._processing_class, self._split = processing_class, split
         self._attacks, self._folder = attacks, folder
         others = split.choosing[: trial.decoys]

@@ -7,7 +7,7 @@ from typing import Any
 
 from ..audit.settings import SourceSettings, option
 
-DEFENSES = {
+DEFAULT_DEFENSES = {
     "text": (
         "gaussian_noise:relative_scale=5",
         "gaussian_noise:relative_scale=20",
@@ -27,7 +27,7 @@ DEFENSES = {
         "optimal_pruning:ratio=0.9",
     ),
 }
-ATTACKS = {"text": "span,tag:steps=300", "image": "inverting_gradients:steps=10"}
+DEFAULT_ATTACKS = {"text": "span,tag:steps=300", "image": "inverting_gradients:steps=10"}
 WARMUP = 0.1  # of a training's steps, the recommended one's too
 
 

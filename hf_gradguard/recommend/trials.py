@@ -22,7 +22,7 @@ from ..audit.modality import Modality
 from ..audit.modality.heads import IGNORED
 from ..data.samples import Sample
 from ..defenses import Defense
-from ..defenses.dp import PrivateSGD
+from ..defenses.dp import DPSGD
 from ..leakage import dp_sgd_noise_multiplier
 from ..training.config import GradGuardConfig
 from ..training.learning_rate import rate_factor
@@ -101,7 +101,7 @@ class Trials:
         """With the noise that the Trainer finds here for a `target_epsilon`: an attack has no
         training to find it for.
         """
-        if not isinstance(defense, PrivateSGD) or defense.target_epsilon is None:
+        if not isinstance(defense, DPSGD) or defense.target_epsilon is None:
             return defense
         assert defense.delta is not None  # it was checked with it
         rate = min(1.0, self.terms.batch_size / len(self.split.training))

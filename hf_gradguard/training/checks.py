@@ -17,7 +17,7 @@ from torch.utils.data import IterableDataset
 from transformers import DataCollatorWithFlattening, TrainingArguments
 
 from ..defenses import Defense
-from ..defenses.noise import DPSGD
+from ..defenses.dp import DPSGD
 from .bases import base_refusals
 from .partition import is_of_datasets
 from .seams import read

@@ -32,7 +32,7 @@ from .poisson import DUMMY, PoissonSampler
 from .start import check_agreed
 
 if TYPE_CHECKING:
-    from ..defenses.dp import PrivateSGD
+    from ..defenses.dp import DPSGD
 
 logger = logging.get_logger(__name__)
 
@@ -59,7 +59,7 @@ class PrivateRows(TrainerCallback):
     """
 
     def __init__(
-        self, defense: PrivateSGD, args: TrainingArguments, rows: int, rank: int, ranks: int,
+        self, defense: DPSGD, args: TrainingArguments, rows: int, rank: int, ranks: int,
         clients: Callable[[], Sequence[Defense]], account: PrivacyAccount | None = None,
     ) -> None:  # fmt: skip
         self.defense, self._args, self._rank, self._ranks = defense, args, rank, ranks
@@ -138,14 +138,14 @@ class PrivateRows(TrainerCallback):
 
     def counted(self, batches: list[ClientBatch]) -> list[ClientBatch]:
         """A step's clients, each of which now shares a message; of an empty batch noise alone."""
-        from ..defenses.dp import NoSample, PrivateSGD
+        from ..defenses.dp import DPSGD, NoSample
 
         assert self.noise_multiplier is not None
         self.account.add(self.noise_multiplier, self.rate)
         found = []
         for batch in batches:
             empty = batch.rows is not None and bool((batch.rows == DUMMY).any())
-            if empty and isinstance(batch.defense, PrivateSGD) and batch.rows is not None:
+            if empty and isinstance(batch.defense, DPSGD) and batch.rows is not None:
                 noise = NoSample.of(batch.defense)
                 batch = batch._replace(defense=noise, rows=batch.rows[:0])
             found.append(batch)

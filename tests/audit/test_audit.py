@@ -482,8 +482,8 @@ def test_attacks_that_refuse_are_recorded(tmp_path: Path) -> None:
     assert other.messages == 2
     table = markdown_table(summarize(result))
     assert "not applicable" in table
-    assert "- lamp:steps=1: lamp moves words" in table
-    assert "lamp moves words" in html_report(summarize(result))
+    assert "- lamp:steps=1: lamp is for text" in table
+    assert "lamp is for text" in html_report(summarize(result))
 
 
 def test_an_attack_that_refuses_one_message_is_scored_on_the_others(

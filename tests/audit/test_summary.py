@@ -12,7 +12,7 @@ import pytest
 from test_audit import HIGH, LOW, MIDDLE, TEXTS, Spy, made, spy, text_model  # noqa: F401
 
 from hf_gradguard.audit import audit, markdown_table, summarize, write_report
-from hf_gradguard.audit.report.html import summary as summary_module
+from hf_gradguard.audit.report import summary as summary_module
 from hf_gradguard.audit.report.verdicts import TERMS
 from hf_gradguard.metrics.scores import bootstrap_intervals
 

@@ -25,9 +25,9 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from hf_gradguard import GradientMap, protect
 from hf_gradguard.defenses import Defense, chain, make_defense
 from hf_gradguard.defenses.averages import Averages
-from hf_gradguard.defenses.base import check_finite
 from hf_gradguard.defenses.noise import GaussianNoise
 from hf_gradguard.defenses.pruning import largest
+from hf_gradguard.defenses.tensors import check_finite
 from hf_gradguard.gradient_map.devices import ONE, of_client
 from hf_gradguard.gradient_map.sharding import devices_of, is_sharded, whole_of
 from hf_gradguard.randomness import Stream

@@ -33,12 +33,11 @@ from hf_gradguard.audit.settings import AuditSettings
 from hf_gradguard.audit.specs import make_defenses
 from hf_gradguard.cli import main
 from hf_gradguard.defenses import Defense
-from hf_gradguard.defenses.dp import PrivateSGD
+from hf_gradguard.defenses.dp import DPSGD
 from hf_gradguard.defenses.noise import GaussianNoise
 from hf_gradguard.recommend import Choice, recommend
 from hf_gradguard.recommend.report import flags_of
-from hf_gradguard.recommend.settings import ATTACKS, TrialSettings
-from hf_gradguard.recommend.settings import DEFENSES as DEFENSES_BY_DOMAIN
+from hf_gradguard.recommend.settings import DEFAULT_ATTACKS, DEFAULT_DEFENSES, TrialSettings
 from hf_gradguard.recommend.trials import Split, Trials, share_right
 from hf_gradguard.testing.small import WORDS, small_text_task
 from hf_gradguard.training.command_line import parse_arguments
@@ -154,13 +153,13 @@ def test_attacks_meet_the_noise_that_a_trainer_finds(
     terms, split = TrialSettings(steps=3, batch_size=8), Split.of(TEXTS, 2, batch_size=8)
     trials = Trials(model, tokenizer, modality, split, terms, tmp_path)
     asked, found = make_defenses(PRIVATE)[PRIVATE], []
-    calibrate = PrivateSGD.calibrate
+    calibrate = DPSGD.calibrate
 
-    def told(defense: PrivateSGD, *figures: float) -> None:
+    def told(defense: DPSGD, *figures: float) -> None:
         found.append(figures[0])
         calibrate(defense, *figures)
 
-    monkeypatch.setattr(PrivateSGD, "calibrate", told)
+    monkeypatch.setattr(DPSGD, "calibrate", told)
     trials.of(PRIVATE, asked, 1e-4)
     calibrated: Any = trials.calibrated(asked)
     assert found == [calibrated.noise_multiplier]
@@ -259,9 +258,9 @@ def test_images_by_what_is_usual_for_them(tmp_path: Path) -> None:
     assert plain.leak.mean > 25 > noise.leak.mean  # dB
     audits = (tmp_path / "audits").rglob("audit.json")
     attacks = {name for path in audits for name in json.loads(path.read_text())["attacks"]}
-    assert {ATTACKS["image"], "analytic"} <= attacks
-    assert DEFENSES_BY_DOMAIN.keys() == ATTACKS.keys() == MODALITIES.keys()
-    assert all(len(make_defenses(list(some))) == len(some) for some in DEFENSES_BY_DOMAIN.values())
+    assert {DEFAULT_ATTACKS["image"], "analytic"} <= attacks
+    assert DEFAULT_DEFENSES.keys() == DEFAULT_ATTACKS.keys() == MODALITIES.keys()
+    assert all(len(make_defenses(list(some))) == len(some) for some in DEFAULT_DEFENSES.values())
 
 
 def test_what_counts_as_right() -> None:

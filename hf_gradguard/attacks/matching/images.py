@@ -118,7 +118,6 @@ class DeepImagePrior(InvertingGradients):
 
     name: ClassVar[str] = "deep_image_prior"
     domains: ClassVar[tuple[str, ...]] = ("image",)
-    does: ClassVar[str] = "draws pixels by a convolutional network"
     steps: int = 500
     learning_rate: float = 1e-2
     optimizer: str = "adam"

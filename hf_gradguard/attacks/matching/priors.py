@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...gradient_map.graphs import hooked
+
 
 def total_variation(x: Tensor) -> Tensor:
     """Mean absolute difference between neighboring pixels, of images `(K, B, C, H, W)`.
@@ -72,11 +74,7 @@ def batch_norm_distance(model: nn.Module, x: Tensor) -> Tensor:
             for m in model.modules()
             if isinstance(m, nn.modules.batchnorm._NormBase) and m.track_running_stats
         ]
-        handles = [norm.register_forward_pre_hook(compare) for norm in norms]
-        try:
+        with hooked(norm.register_forward_pre_hook(compare) for norm in norms):
             model(pixel_values=images)
-        finally:
-            for handle in handles:
-                handle.remove()
         values.append(torch.stack(terms).sum() if terms else images.new_zeros(()))
     return torch.stack(values)

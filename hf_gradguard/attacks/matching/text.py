@@ -71,7 +71,6 @@ class Lamp(GradientMatching):
 
     name: ClassVar[str] = "lamp"
     domains: ClassVar[tuple[str, ...]] = ("text",)
-    does: ClassVar[str] = "moves words"
     steps: int = 1500
     learning_rate: float = 0.01
     schedule: str = "linear"

@@ -70,7 +70,6 @@ class Span(Attack):
 
     name: ClassVar[str] = "span"
     domains: ClassVar[tuple[str, ...]] = ("text",)
-    does: ClassVar[str] = "looks for vocabulary tokens"
     informed_by: ClassVar[frozenset[str]] = frozenset({"noise_variance"})
     threshold: float | None = None
     shortlist: int = 128

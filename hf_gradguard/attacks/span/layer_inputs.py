@@ -8,6 +8,7 @@ projections and LoRA are alike.
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ...gradient_map.batch.texts import is_encoder_decoder
 from ...gradient_map.domain import TEXT
+from ...gradient_map.graphs import hooked
 from ...models.tasks import without_adapters
 from ..observation import Observation, ordinary_id, without_dropout
 
@@ -179,14 +181,9 @@ def all_inputs(
             raise _Stop
 
     modules = dict.fromkeys(readers.modules[0] for readers in groups)
-    handles = [module.register_forward_pre_hook(catch) for module in modules]
-    try:
+    catching = hooked(module.register_forward_pre_hook(catch) for module in modules)
+    with catching, suppress(_Stop):
         run(seen, ids, mask, **more)
-    except _Stop:
-        pass
-    finally:
-        for handle in handles:
-            handle.remove()
     return [caught[index] for index in range(len(groups))]
 
 
@@ -252,12 +249,8 @@ def _all_inputs(
         inputs[module, counts[module]] = args[0]
         counts[module] += 1
 
-    handles = [module.register_forward_pre_hook(watch) for module in modules]
-    try:
+    with hooked(module.register_forward_pre_hook(watch) for module in modules):
         run(seen, torch.tensor([ids], device=seen.device))
-    finally:
-        for handle in handles:
-            handle.remove()
     return inputs
 
 

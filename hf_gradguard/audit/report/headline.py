@@ -122,8 +122,8 @@ def _under(summary: Summary, name: str, row: Row) -> str:
     terms = summary.terms
     guess = terms.said(summary.chance.scores[terms.score].mean)
     said = f"it {_reads(summary, row)}, where a guess has {guess}"
-    failed = any(_fails(one) for one in [_strongest(summary).get("none")] if one is not None)
-    if failed:
+    undefended = _strongest(summary).get("none")
+    if undefended is not None and _fails(undefended):
         said = f"they reach {terms.said(row.scores[terms.score].mean)}"
     elif verdict.standing == "unknown":
         said += ", though these attackers prove nothing"

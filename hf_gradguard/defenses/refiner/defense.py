@@ -9,24 +9,33 @@ import copy
 import math
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
-from typing import Any, ClassVar, get_args
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from ...gradient_map import GradientMap, Tensors
 from ...gradient_map.domain import domain_of_model
+from ...gradient_map.law import Fitted, Law
 from ...gradient_map.per_sample.span import Granularity
 from ...gradient_map.per_sample.synthetic import synthetic_samples
 from ...networks.loading import check_digest
 from ...networks.trial import name_of
 from ...randomness import Stream
-from ..base import cast_like, check_range, check_whole, norm, true_gradient
-from ..feedback import BiasedDefense, LeftOut, check_min_batches
+from ..feedback import BiasedDefense, LeftOut
 from ..message import Message, nothing_of
-from .defaults import Objective, take_defaults
-from .inputs import Memory, Pixels, SpecialTokens, SyntheticInput, Words, try_on_batch
-from .published import Descent, RobustData, utility_weights
+from ..tensors import cast_like, norm, true_gradient
+from .inputs import (
+    Memory,
+    Pixels,
+    SpecialTokens,
+    SyntheticInput,
+    Words,
+    check_embeddings_stay,
+    try_on_batch,
+)
+from .published import Descent, RobustData, brought_near, utility_weights
+from .settings import Objective, check_settings, take_defaults
 from .synthetic import SyntheticSamples
 
 _PINS = ("revision", "sha256")
@@ -51,7 +60,7 @@ class Refiner(BiasedDefense):
     believed: `prepare` sees that it knows noise, and each client's first batch that it rises from
     that data to noise. A network of a class of your own is your code, and is not tried.
 
-    Settings that are left out are the objective's own (defaults.py), and those that are
+    Settings that are left out are the objective's own (settings.py), and those that are
     of the other objective are refused.
 
     Args:
@@ -118,42 +127,8 @@ class Refiner(BiasedDefense):
 
     def __post_init__(self) -> None:
         take_defaults(self)
-        weighted, still = self.objective == "weighted", self.factors in ("parameter", "token")
-        if weighted:
-            check_range("alpha", self.alpha, 0, 1)
-            check_range("tau", self.tau, 0, math.inf, above=True)
-        else:
-            check_whole("samples", self.samples, 1)
-            if self.factors not in get_args(Granularity):
-                names = " or ".join(map(repr, get_args(Granularity)))
-                raise ValueError(f"factors must be {names}, but is {self.factors!r}.")
-            if still and self.iterations:
-                raise ValueError(f"factors={self.factors!r} has no iterations: leave them out.")
-        check_range("beta", self.beta, 0, math.inf)
-        check_min_batches(self.min_batches)
-        check_range("learning_rate", self.learning_rate, 0, math.inf, above=True)
-        if still and self.beta:
-            raise ValueError(
-                f"factors={self.factors!r} has no iterations for beta to count in: leave beta out, "
-                "or take factors='sample'."
-            )
-        for name, least in (("iterations", int(weighted or self.beta != 0)), ("warm_start", 0)):
-            check_whole(name, getattr(self, name), least)
-        if self.epsilon is not None and self.relative_epsilon is not None:
-            raise ValueError("Give epsilon or relative_epsilon, not both.")
-        for name in ("epsilon", "relative_epsilon"):
-            if getattr(self, name) is not None:  # at 0 it would share the true gradient
-                check_range(name, getattr(self, name), 0, math.inf, above=True)
-        if (self.image_mean is None) != (self.image_std is None):
-            raise ValueError("Give image_mean and image_std together, or neither.")
+        check_settings(self)
         given = self.evaluation_network
-        if given is not None and not isinstance(given, str) and not hasattr(given, "noise_ratio"):
-            raise ValueError(
-                "evaluation_network must be a network of hf_gradguard.networks or where to load it "
-                f"from, but is a {type(given).__name__}."
-            )
-        if self.revision is not None and not isinstance(given, str):
-            raise ValueError("revision is of a Hub repository: give its name in evaluation_network")
         # The settings keep a name: what it stands for is loaded once, and clients share it.
         self._loaded = None if isinstance(given, str) else given
         self._memory = Memory(self.warm_start)
@@ -170,6 +145,10 @@ class Refiner(BiasedDefense):
         return self.objective == "cosine"
 
     @property
+    def shares_anew(self) -> bool:
+        return self.objective == "weighted"
+
+    @property
     def special_ids(self) -> tuple[int, ...]:
         """What the tokenizer says is special: public, as it is."""
         return self._special.ids
@@ -178,6 +157,16 @@ class Refiner(BiasedDefense):
     def uses_network(self) -> bool:
         """Whether what is shared depends on an evaluation network."""
         return self.objective == "weighted" or self.beta != 0
+
+    def _law(self, message: Message) -> Law | None:
+        """Of samples that stay as they were drawn. How far others move depends on the gradient."""
+        if self.objective != "cosine" or self.iterations:
+            return None
+        own: Any = self
+        return Law(fitted=Fitted(own.samples, own.factors, self.special_ids))
+
+    def informed(self) -> dict[str, Any]:
+        return {"restarts": 4}  # it hides where it started from
 
     def prepare(self, model: nn.Module, processing_class: Any = None) -> None:
         """Load the evaluation network, or find one if none was given, and try it on noise; take
@@ -223,27 +212,16 @@ class Refiner(BiasedDefense):
         if self.error_feedback and self._left_out.too_few:
             return nothing_of(gmap)
         if self.objective == "weighted":
-            shared = self.project(true_gradient(gmap), robust.gradient)
+            gradient, bound = true_gradient(gmap), self.epsilon
+            if self.relative_epsilon is not None:
+                bound = self.relative_epsilon * norm(gradient)
+            shared = brought_near(gradient, robust.gradient, bound)
             figures = {"movable_share": robust.movable_share}
         else:
             shared, figures = robust.gradient, {"fit": 1 - robust.utility_metric[-1]}
             if robust.noise_ratio:
                 figures["noise_ratio"] = robust.noise_ratio[-1]
         return Message(cast_like(shared, gmap), figures=figures)
-
-    def project(self, gradient: Tensors, shared: Tensors) -> Tensors:
-        """g + ε (g(x*) - g)/‖g(x*) - g‖ where `shared`, g(x*), is farther than ε from `gradient`,
-        g. (Appendix J.)
-        """
-        bound = (
-            self.epsilon
-            if self.relative_epsilon is None
-            else self.relative_epsilon * norm(gradient)
-        )
-        distance = norm({name: shared[name] - g for name, g in gradient.items()})
-        if bound is None or distance <= bound:
-            return shared
-        return {name: g + (shared[name] - g) * (bound / distance) for name, g in gradient.items()}
 
     def refine(self, gmap: GradientMap, generator: Stream) -> RobustData:
         """Robust data for the map's batch, with the course of what is minimized and of D.
@@ -252,7 +230,7 @@ class Refiner(BiasedDefense):
             ValueError: If an evaluation network is needed and there is none, if it does not tell
                 this input from noise, or if the batch holds too little that could be refined.
         """
-        self._check_shared(gmap)
+        check_embeddings_stay(gmap)
         own: Any = self  # settings that were left out have been filled in
         network = self._network(gmap) if self.uses_network or self.network is not None else None
         if self.objective == "cosine":
@@ -304,15 +282,6 @@ class Refiner(BiasedDefense):
         copied = copy.copy(self)
         copied.__dict__ = copy.deepcopy(self.__dict__, memo)
         return copied
-
-    def _check_shared(self, gmap: GradientMap) -> None:
-        weight = None if gmap.embedding is None else gmap.embedding.weight
-        if weight is not None and any(p is weight for p in gmap.parameters.values()):
-            raise ValueError(
-                "refiner never shares the token embeddings: their gradient names the words, and "
-                "training them changes the space that an evaluation network knows. Leave "
-                "share_input_embeddings at False."
-            )
 
     def _network(self, gmap: GradientMap) -> Any:
         """The evaluation network, on the input's device and never trained."""

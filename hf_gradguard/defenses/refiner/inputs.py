@@ -246,6 +246,17 @@ def _judged(pixels: Tensor, network: Any) -> Tensor:
     return ratio
 
 
+def check_embeddings_stay(gmap: GradientMap) -> None:
+    """Refuse to share token embeddings."""
+    weight = None if gmap.embedding is None else gmap.embedding.weight
+    if weight is not None and any(p is weight for p in gmap.parameters.values()):
+        raise ValueError(
+            "refiner never shares the token embeddings: their gradient names the words, and "
+            "training them changes the space that an evaluation network knows. Leave "
+            "share_input_embeddings at False."
+        )
+
+
 def try_on_batch(gmap: GradientMap, network: Any, inputs: Words | Pixels) -> None:
     """See that D rises from a client's own data to noise, and can be raised in between.
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ...gradient_map import GradientMap, Tensors
 from ...gradient_map.layers import layer_numbers
-from ..base import norm
+from ..tensors import norm
 from .inputs import Pixels, Words
 
 
@@ -107,3 +107,13 @@ def utility_weights(
         weights[name] = weight * tau ** layers[name]
     size = norm({name: weights[name] * g for name, g in gradient.items()}) if normalize else 1.0
     return {name: weight / (size or 1.0) for name, weight in weights.items()}
+
+
+def brought_near(gradient: Tensors, shared: Tensors, bound: float | None) -> Tensors:
+    """g + ε (g(x*) - g)/‖g(x*) - g‖ where `shared`, g(x*), is farther than ε, `bound`, from g.
+    (Appendix J.)
+    """
+    distance = norm({name: shared[name] - g for name, g in gradient.items()})
+    if bound is None or distance <= bound:
+        return shared
+    return {name: g + (shared[name] - g) * (bound / distance) for name, g in gradient.items()}

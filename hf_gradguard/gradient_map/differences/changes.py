@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn import grad
 from transformers.pytorch_utils import Conv1D
 
-from ..graphs import differentiate
+from ..graphs import differentiate, hooked
 
 if TYPE_CHECKING:
     from ..map import GradientMap, Tensors
@@ -164,15 +164,11 @@ class Pass:
     @contextmanager
     def listening(self) -> Iterator[None]:
         """Take down what layers take in meanwhile, and then the slopes that they get."""
-        handles = [
+        with hooked(
             layer.module.register_forward_hook(self._hook(name, layer), prepend=True)
             for name, layer in self.layers.items()
-        ]
-        try:
+        ):
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def _hook(self, name: str, layer: Layer) -> Any:
         def called(_module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:

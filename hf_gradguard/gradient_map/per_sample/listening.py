@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ..differences.changes import Layer, layers_of
+from ..graphs import hooked
 from .shares import OfLayer, OfTable, Share, Written, of_module
 
 if TYPE_CHECKING:
@@ -92,10 +93,9 @@ class Listener:
                 hook = self._listen(name, type(module) is nn.Embedding)
                 handles.append(module.register_forward_hook(hook, prepend=True, with_kwargs=True))
         try:
-            yield
+            with hooked(handles):
+                yield
         finally:
-            for handle in handles:
-                handle.remove()
             for name, parameters in kept.items():
                 self._modules[name]._parameters.update(parameters)
 

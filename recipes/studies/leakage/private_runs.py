@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers import set_seed
 
-from hf_gradguard.defenses.dp import NoSample, PrivateSGD
+from hf_gradguard.defenses.dp import DPSGD, NoSample
 from hf_gradguard.gradient_map.per_sample.map import SampleMap
 from hf_gradguard.leakage import FisherAccountant
 from hf_gradguard.models import TanhConvNetConfig, TanhConvNetForImageClassification
@@ -28,7 +28,7 @@ def training(cell: dict, seed: int, x: Tensor, y: Tensor) -> Iterator:
     """The model before each step, and after the last."""
     set_seed(seed)
     model = network(x)
-    defense = PrivateSGD(
+    defense = DPSGD(
         per_sample=True, clip=cell["clip"], noise_multiplier=cell["noise_multiplier"],
         expected_batch_size=cell["batch"],
     )  # fmt: skip
