@@ -28,7 +28,7 @@ from transformers import (
 from hf_gradguard import DEFENSES as REGISTERED
 from hf_gradguard import GradGuardConfig, chain, make_defense
 from hf_gradguard.attacks.span.attack import Span
-from hf_gradguard.audit.modality.both import MODALITIES, modality_of
+from hf_gradguard.audit.modality import MODALITIES, modality_of
 from hf_gradguard.audit.settings import AuditSettings
 from hf_gradguard.audit.specs import make_defenses
 from hf_gradguard.cli import main

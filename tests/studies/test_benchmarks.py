@@ -119,6 +119,7 @@ def test_leakage(measure):
 
 
 @pytest.mark.distributed
+@pytest.mark.slow
 def test_exchange(measure):
     report, rows = measure("exchange")
     found = report["ranks"]["3"]
