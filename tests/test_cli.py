@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from pathlib import Path
 
 import pytest
 
@@ -35,3 +36,19 @@ def test_wrong_command_says_which_there_are(
         main(argv)
     assert done.value.code == 2
     assert "COMMAND" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("command", "flag", "name"),
+    [("audit", "--defense", "nois"), ("audit", "--attack", "spam"),
+     ("recommend", "--defense", "nois"), ("recommend", "--attack", "spam")],
+)  # fmt: skip
+def test_a_misspelt_name_is_said_before_a_download(
+    command: str, flag: str, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = ["--model", "nowhere/at-all", "--dataset", "nowhere.tsv"]
+    with pytest.raises(SystemExit):
+        main([command, *files, flag, name, "--output", str(tmp_path / "out")])
+    error = capsys.readouterr().err
+    assert repr(name) in error
+    assert "nowhere" not in error

@@ -365,3 +365,12 @@ def test_estimates_take_either_kind() -> None:
     ours = signs(Stream.from_seeds(1), (5,), cpu, torch.float32)
     assert torch.equal(ours, Stream.from_seeds(1).signs((5,)))
     assert signs(None, (2, 3), cpu, torch.float32).shape == (2, 3)
+
+
+def test_what_is_no_seed_is_refused() -> None:
+    for wrong in (1.5, "1"):
+        with pytest.raises(TypeError, match="integer"):
+            Stream.from_seeds(wrong)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"A key is bytes, not 5. From seeds: Stream.from_seeds"):
+        Stream(5)  # type: ignore[arg-type]
+    assert Stream.from_seeds(np.int64(3)).bytes(8) == Stream.from_seeds(3).bytes(8)

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..gradient_map import GradientMap, Tensors
+from ..gradient_map import GradientMap
+from ..gradient_map.batch.texts import special_frame
 from ..gradient_map.domain import Domain, domain_of_shape
 from ..gradient_map.inputs import LossFunction
 from ..gradient_map.law import Law
@@ -34,6 +35,8 @@ class Observation:
             token.
         tokenizer: The model's tokenizer, which is public: tells special tokens, and turns ids into
             text.
+        special_tokens: Whether clients' texts have the tokenizer's special tokens around them.
+            Public, as how batches are made; rows that are packed or cut to length have not.
         noise_variance: Variance of the defense's Gaussian noise, one for all or `{name: tensor}`,
             if the server knows it.
         law: How messages come from gradients, if the server knows the defense: what
@@ -66,6 +69,7 @@ class Observation:
     labels: Tensor | None = None
     attention_mask: Tensor | None = None
     tokenizer: Any = None
+    special_tokens: bool = True
     noise_variance: float | Mapping[str, Tensor] | None = None
     law: Law | None = None
     image_mean: Sequence[float] | None = None
@@ -191,6 +195,12 @@ class Observation:
             return torch.ones(self.input_shape, dtype=torch.bool, device=self.device)
         return self.attention_mask.bool().to(self.device)
 
+    @property
+    def frame(self) -> tuple[list[int], list[int]]:
+        """The special ids before and after every text."""
+        framed = self.tokenizer is not None and self.special_tokens
+        return special_frame(self.tokenizer) if framed else ([], [])
+
     def known_ids(self) -> Tensor:
         """`(B, T)` ids of the special tokens that the tokenizer puts around every text, padding
         included; -1 elsewhere.
@@ -201,7 +211,7 @@ class Observation:
         ids = torch.full(self.input_shape, -1, dtype=torch.long, device=self.device)
         if self.tokenizer is None:
             return ids
-        before, after = special_frame(self.tokenizer)
+        before, after = self.frame
         for row, present in zip(ids, self.tokens, strict=True):
             places = present.nonzero().flatten()
             row[~present] = (
@@ -292,23 +302,6 @@ def _placeholder_pixels(seen: Observation) -> dict[str, Tensor]:
 _PLACEHOLDERS = {"text": _placeholder_ids, "image": _placeholder_pixels}
 
 
-def special_frame(tokenizer: Any) -> tuple[list[int], list[int]]:
-    """The special ids that a tokenizer puts before and after a text.
-
-    Example:
-        >>> before, after = special_frame(tokenizer)
-        >>> tokenizer.convert_ids_to_tokens([*before, *after])
-        ['[CLS]', '[SEP]']
-    """
-    special = set(tokenizer.all_special_ids)
-    ids = tokenizer("a")["input_ids"]
-    ordinary = [place for place, token in enumerate(ids) if token not in special]
-    if not ordinary:  # "a" is unknown to this vocabulary, and the unknown token is special
-        unknown = [place for place, token in enumerate(ids) if token == tokenizer.unk_token_id]
-        ordinary = unknown or [len(ids)]
-    return list(ids[: ordinary[0]]), list(ids[ordinary[-1] + 1 :])
-
-
 def ordinary_id(model: nn.Module, tokenizer: Any) -> int:
     """A token id that is not special: some models derive masks and positions from the padding
     id.
@@ -345,6 +338,3 @@ def without_dropout(model: nn.Module) -> Iterator[None]:
     finally:
         for module, mode in modes.items():
             module.training = mode
-
-
-__all__ = ["Observation", "Tensors", "average", "ordinary_id", "special_frame", "without_dropout"]

@@ -14,6 +14,7 @@ from .cells import Cells
 from .loading import Loaded, load, load_candidates
 from .run import audit
 from .settings import AuditSettings, CommandSettings, read_settings
+from .specs import make_attacks, make_defenses
 
 
 def run_audit(given: Mapping[str, Any]) -> None:
@@ -28,8 +29,11 @@ def run_audit(given: Mapping[str, Any]) -> None:
     """
     settings = read_settings(given)
     output = Path(settings.output)
-    # An output that cannot be written to is said before a download.
+    # Said before a download: an output that cannot be written to, or a misspelt name.
     Cells(output / "cells")
+    make_defenses(settings.defense)
+    if settings.attack is not None:
+        make_attacks(settings.attack)
     spare = 0 if settings.candidates else settings.decoys
     loaded = load(settings, count=settings.samples, spare=spare, seed=settings.seed)
     # Who is audited does not depend on how many decoys are drawn.

@@ -245,13 +245,9 @@ class OptimalDPSGD(OptimalNoise):
     def referred(self, gradient: Tensors, variance: Tensors) -> Tensors:
         return _infinite_where_clipped(gradient, variance, self.clip)
 
-    def shaped(
-        self, gmap: GradientMap, gradient: Tensors, generator: Stream
-    ) -> tuple[Mapping[str, Tensor], float]:
-        shape, trace = super().shaped(gmap, gradient, generator)
-        if self.shape == "own":  # with one ratio a tensor the clipped ones have it too
-            shape = {name: tensor * self._within(gradient[name]) for name, tensor in shape.items()}
-        return shape, trace
+    def bare_where_clipped(self, ratio: Tensors, gradient: Tensors) -> Tensors:
+        # With one ratio per tensor the clipped ones have it too.
+        return {name: tensor * self._within(gradient[name]) for name, tensor in ratio.items()}
 
     def learned(self, gradient: Tensors, squares: Tensors) -> tuple[Tensors, Tensors]:
         squares = {name: s * self._within(gradient[name]) for name, s in squares.items()}

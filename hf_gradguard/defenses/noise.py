@@ -27,7 +27,8 @@ from ..randomness import Stream
 from .base import Defense
 from .checks import is_number
 from .message import Message, Noise
-from .sensitivity import SensitivityDefense, capped, sensitivity_ratio, shape_trace
+from .own_shape import shape_trace
+from .sensitivity import SensitivityDefense, capped, sensitivity_ratio
 from .tensors import OnDemand, cast_like, count, drawn, power, root, scaled, total, true_gradient
 
 logger = logging.get_logger(__name__)
@@ -205,16 +206,24 @@ class OptimalNoise(SensitivityDefense, NoiseDefense):
 
     Args:
         floor: ρ in [0, 1], the share of the noise's power that `"public"` and `"past"` spread over
-            all coordinates alike, so that none of an unusual batch stays bare.
+            all coordinates alike, so that none of an unusual batch stays bare. Default: 0.2.
     """
 
     name: ClassVar[str] = "optimal_noise"
     sharded: ClassVar[bool] = True
-    floor: float = 0.2
+    floor: float | None = None
 
     def __post_init__(self) -> None:
         NoiseDefense.__post_init__(self)
         SensitivityDefense.__post_init__(self)
+        if self.shape == "own":
+            if self.floor is not None:
+                raise ValueError(
+                    "shape='own' leaves coordinates bare that know nothing of this batch, as "
+                    "published: leave floor out, or take shape='public' or 'past'."
+                )
+            return
+        self.floor = 0.2 if self.floor is None else self.floor
         if not (is_number(self.floor) and 0 <= self.floor <= 1):
             raise ValueError(f"floor must be from 0 to 1, but is {self.floor!r}.")
 
@@ -225,12 +234,17 @@ class OptimalNoise(SensitivityDefense, NoiseDefense):
     def informed(self) -> dict[str, Any]:
         return {"noise_variance": True}
 
+    def bare_where_clipped(self, ratio: Tensors, gradient: Tensors) -> Tensors:
+        """Ratios, without those of coordinates that clipping holds."""
+        return ratio
+
     def shaped(
         self, gmap: GradientMap, gradient: Tensors, generator: Stream
     ) -> tuple[Mapping[str, Tensor], float]:
         if self.shape == "own":
             own = gmap.restrict(sensitivity_ratio(*self.own_sensitivity(gmap, gradient, generator)))
-            return capped(own), shape_trace(own)
+            own = self.bare_where_clipped(own, gradient)
+            return capped(own), shape_trace(gmap, gradient, own, self)
         averaged = self.averaged_ratio(gmap, generator)
         if averaged is None:
             return NoiseDefense.shaped(self, gmap, gradient, generator)
@@ -239,10 +253,13 @@ class OptimalNoise(SensitivityDefense, NoiseDefense):
         if masks is not None:
             shape = OnDemand(gradient, lambda name: gmap.restrict({name: averaged[name]})[name])
         whole = float(total(shape))
+        assert self.floor is not None
         lift = self.floor * whole / max(int(entries), 1)
 
+        spread = 1 - self.floor
+
         def lifted(name: str) -> Tensor:
-            one = scaled(shape[name], 1 - self.floor, lift)
+            one = scaled(shape[name], spread, lift)
             return gmap.restrict({name: one})[name]
 
         # The power that is lifted off is as much as what is spread.

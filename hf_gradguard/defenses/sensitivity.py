@@ -28,7 +28,7 @@ from ..randomness import Stream
 from .averages import PARTS, Averages, added
 from .base import Defense
 from .checks import check_whole
-from .tensors import OnDemand, check_finite, power, total
+from .tensors import OnDemand, check_finite, total
 
 Granularity = Literal["parameter", "layer"]
 ShapedBy = Literal["public", "past", "own"]
@@ -227,14 +227,3 @@ def sensitivity_ratio(sensitivity: Tensors, magnitude: Tensors) -> Tensors:
 
 def capped(ratio: Tensors) -> Tensors:
     return {name: r.clamp(max=LARGEST_RATIO) for name, r in ratio.items()}
-
-
-def shape_trace(ratio: Tensors) -> float:
-    """½ Σ_i ‖∂ log Σ_ii/∂x‖² of Σ_ii ∝ s_i/|g_i|, with s_i held: ‖∂ log|g_i|/∂x‖ = s_i/|g_i|.
-
-    What changes of s_i is of third order in the loss, and small beside coordinates that are nearly
-    zero. Capped ratios do not follow the input. With one ratio a tensor it is an upper bound.
-    """
-    return float(
-        power(OnDemand(ratio, lambda n: ratio[n].where(ratio[n] < LARGEST_RATIO, 0).double())) / 2
-    )

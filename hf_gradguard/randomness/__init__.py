@@ -15,6 +15,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from operator import index
 from os import urandom
 
 import torch
@@ -58,6 +59,8 @@ class Stream:
     """
 
     def __init__(self, key: bytes | None = None) -> None:
+        if key is not None and not isinstance(key, bytes):
+            raise TypeError(f"A key is bytes, not {key!r}. From seeds: Stream.from_seeds.")
         if key is not None and len(key) != KEY_BYTES:
             raise ValueError(f"A key has {KEY_BYTES} bytes, but this one has {len(key)}.")
         self._private = key is None
@@ -71,10 +74,12 @@ class Stream:
 
         Raises:
             ValueError: If a seed is below 0.
+            TypeError: If one is no whole number.
         """
+        seeds = tuple(map(index, seeds))
         if any(seed < 0 for seed in seeds):
             raise ValueError(f"Seeds must be at least 0, but are {seeds}.")
-        written = ",".join(str(int(seed)) for seed in seeds).encode()
+        written = ",".join(str(seed) for seed in seeds).encode()
         kdf = HKDF(SHA256(), KEY_BYTES, salt=None, info=b"hf-gradguard: stream from seeds")
         return cls(kdf.derive(written))
 

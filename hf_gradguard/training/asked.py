@@ -107,7 +107,7 @@ def resolve_defense(defense: str | Defense | None, args: TrainingArguments) -> D
     if defense is not None and named is not None and defense != named:
         raise ValueError(
             f"Two defenses are named: {defense!r} to the Trainer and {named!r} in its arguments. "
-            "Give one."
+            "Give one: to set trainer.defense, set args.defense to None."
         )
     if isinstance(defense, Defense):
         if settings:

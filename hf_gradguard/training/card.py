@@ -102,6 +102,7 @@ def privacy_section(trainer: GradGuardTrainer) -> str:
         points="\n".join(f"- {point}" for point in points if point),
         settings=json.dumps(defense.settings(), indent=2, default=str),
         memorized=_MEMORIZED if trainer.private_rows is None else _MEMORIZED_PRIVATELY,
+        repetition=_REPETITION if trainer.private_rows is None else "",  # ε counts it
     )
 
 
@@ -202,6 +203,10 @@ _MEMORIZED_PRIVATELY = (
     "What stands beside ε: logged losses, and what was chosen by them or by evaluation; people "
     "with several rows, for whom it is larger."
 )
+_REPETITION = (
+    "- Repetition: an attacker who sees many messages about the same example can average noise "
+    "away.\n"
+)
 _SECTION = """## Privacy
 
 {summary}
@@ -217,8 +222,7 @@ _SECTION = """## Privacy
 - {memorized}
 - What a client reveals beside gradients: the average loss, the number of label tokens, and \
 evaluation predictions.
-- Repetition: an attacker who sees many messages about the same example can average noise away.
-- The label, as a rule: the last layer's gradient shows it under all but strong noise.
+{repetition}- The label, as a rule: the last layer's gradient shows it under all but strong noise.
 - The sentence's length, through the gradient of learned position embeddings.
 
 How much an attacker still recovers is an empirical question. Attack your own setting before you \

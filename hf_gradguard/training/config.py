@@ -240,6 +240,10 @@ class GradGuardConfig(TrainingArguments):
         super().__post_init__()
         self.check()
 
+    def to_dict(self) -> dict[str, Any]:
+        """As in `TrainingArguments`, but for `noise_seed`: trackers log it, and cards show it."""
+        return super().to_dict() | {"noise_seed": None}
+
     def check(self) -> None:
         """Refuse what cannot be meant. Runs again when training begins, so that a later change is
         checked like an argument.

@@ -12,7 +12,13 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 from transformers import PreTrainedModel, Trainer
 
-from .checkpoints import OURS, begin_checkpoint, list_checkpoint, without_private_files
+from .checkpoints import (
+    OURS,
+    begin_checkpoint,
+    list_checkpoint,
+    without_noise_seed,
+    without_private_files,
+)
 from .partition import is_of_datasets
 
 
@@ -214,8 +220,12 @@ class SeamTrainer(RenamedWeightsTrainer):
         with without_private_files():
             return super().push_to_hub(*args, **kwargs)
 
+    def _save(self, *args: Any, **kwargs: Any) -> None:
+        with without_noise_seed(self.args):
+            super()._save(*args, **kwargs)
+
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        with without_private_files():
+        with without_private_files(), without_noise_seed(self.args):
             super()._push_from_checkpoint(checkpoint_folder)
 
     def _checkpoint_push_skip_names(self, checkpoint_folder: str) -> set[str]:

@@ -97,6 +97,7 @@ SEAMS = (
     ),
     Seam(_TRAINER, "_save_checkpoint", "training/hooks.py marks complete checkpoints"),
     Seam(_TRAINER, "_push_from_checkpoint", "training/hooks.py pushes no private files"),
+    Seam(_TRAINER, "_save", "training/hooks.py writes no seed of noise beside a model"),
     Seam("transformers.trainer", "hf_api", "training/checkpoints.py leaves out private files"),
     Seam(_TRAINER, "_get_output_dir", "training/hooks.py finds the folder of a checkpoint"),
     Seam(_TRAINER, "_load_from_checkpoint", "training/hooks.py finds renamed weights"),

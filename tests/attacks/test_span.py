@@ -560,3 +560,16 @@ def test_refusals() -> None:
         Span(threshold=0.0)
     with pytest.raises(ValueError, match="beams"):
         Span(beams=0)
+
+
+@pytest.mark.parametrize("family", ["llama", "bert", "gpt2"])
+def test_rows_without_special_tokens_are_read_where_that_is_known(family: str) -> None:
+    """Packed rows, or rows cut to length: how batches are made is public."""
+    torch.manual_seed(0)
+    model = randomize(MODELS[family]()).float().eval()
+    text = [40, 41, 42, 43, 44, 45]
+    seen = observe(model, [text], tokenizer=TOKENIZER)
+    assert seen.known_ids()[0, 0] == 2
+    bare = replace(seen, special_tokens=False)
+    assert bare.known_ids().tolist() == [[-1] * 6]
+    assert Span()(bare).token_ids == [text]

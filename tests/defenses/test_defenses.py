@@ -97,7 +97,7 @@ RANGES: list[tuple[str, str, str, tuple[Any, ...]]] = [
         for defense in ("optimal_noise", "optimal_dp_sgd", "optimal_pruning")
     ),
     *(
-        (defense, "floor", "floor must be from 0 to 1", (-0.1, 1.1, math.nan, "1", True, None))
+        (defense, "floor", "floor must be from 0 to 1", (-0.1, 1.1, math.nan, "1", True))
         for defense in ("optimal_noise", "optimal_dp_sgd")
     ),
     *(
@@ -733,3 +733,21 @@ def test_own_sensitivities_that_underflow_are_not_zero() -> None:
     gmap.squared_sensitivity = lambda *_: {n: torch.zeros_like(t) for n, t in squares.items()}
     roots, _ = defense.own_sensitivity(gmap, gmap.gradient(), rng())
     assert not flat(roots).any()  # a loss without second derivatives needs no noise
+
+
+@pytest.mark.parametrize("name", ["optimal_noise", "optimal_dp_sgd"])
+def test_the_batchs_own_shape_has_no_floor(name: str) -> None:
+    with pytest.raises(ValueError, match="leave floor out, or take shape='public'"):
+        make_defense(name, shape="own", floor=0.2)
+    assert "floor" not in make_defense(name, shape="own").settings()
+
+
+def test_labels_without_a_count_of_classes_are_named() -> None:
+    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3 * 4 * 4, 2))
+
+    def loss(model: torch.nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        return torch.nn.functional.cross_entropy(model(batch["pixel_values"]), batch["labels"])
+
+    batch = {"pixel_values": torch.rand(2, 3, 4, 4), "labels": torch.tensor([0, 1])}
+    with pytest.raises(ValueError, match=r"Class ids need model.config.num_labels, which is not"):
+        make_defense("optimal_noise")(GradientMap(model, batch, loss_fn=loss))

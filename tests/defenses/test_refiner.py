@@ -430,3 +430,15 @@ def test_settings_name_the_network() -> None:
     assert settings["evaluation_network"] == "small-text"
     assert settings["iterations"] == 3
     assert "epsilon" not in settings
+
+
+def test_a_network_of_a_class_of_ones_own_is_taken_as_it_is() -> None:
+    class Own(torch.nn.Module):
+        def noise_ratio(self, pixels: Tensor) -> Tensor:
+            return pixels.std((1, 2, 3))
+
+    model, batch = make_task("vit")
+    batch["pixel_values"] = batch["pixel_values"].sigmoid()
+    defense = make_defense("refiner", objective="weighted", evaluation_network=Own())
+    message = defense(GradientMap(model, batch))
+    assert message.keys() == GradientMap(model, batch).gradient().keys()

@@ -47,10 +47,6 @@ def test_a_changing_s_is_left_out_with_little_loss(name: str) -> None:
     s, g = jacobian.square().sum(0).sqrt(), flat(gradient)
     free = (g.abs() > 1e-8) & (s < 1e6 * g.abs()) & (s > 1e-6 * s.max())
     assert free.double().mean() > 0.9
-    noise = make_defense("optimal_noise", scale=0.1, shape="own")(exact_map(name), rng()).noise
-    assert noise is not None
-    closed = float((s / g)[free].square().sum() / 2)
-    assert noise.shape_trace == pytest.approx(closed, rel=1e-3)
 
     step = 1e-5 if name != "vit" else 1e-4  # ViT's softmax is in float32
     whole = held = torch.zeros_like(s)
@@ -63,3 +59,51 @@ def test_a_changing_s_is_left_out_with_little_loss(name: str) -> None:
     assert float(whole[free].sum() / held[free].sum()) == pytest.approx(1, abs=0.02)
     few = held[free].argsort()[: -len(g) // 100]
     assert float(whole[free][few].sum() / held[free][few].sum()) == pytest.approx(1, abs=0.2)
+
+
+@pytest.mark.parametrize(
+    "strength", [{"scale": 0.1}, {"relative_scale": 2.0}, {"utility_budget": 0.3}], ids=str
+)
+@pytest.mark.parametrize("name", ["bert", "gpt2"])
+def test_the_strength_follows_the_input_too(name: str, strength: dict[str, float]) -> None:
+    """½ Σ_i ‖∂ log(λ w_i)/∂x‖² from the dense Jacobian, w = s/|g| with s held, λ as the strength
+    has it.
+    """
+    gradient, jacobian = dense_reference(name)
+    s, g = jacobian.square().sum(0).sqrt(), flat(gradient)
+    w = (s / g.abs().clamp(min=1e-8)).clamp(max=1e6)
+    follows = (w < 1e6) & (g.abs() >= 1e-8)
+    slopes = torch.where(follows, -jacobian / g, 0.0)  # of log w
+    if "utility_budget" in strength:
+        each = g.square() * w
+        of_factor = -((2 * jacobian / g + slopes) * each).nan_to_num().sum(1) / each.sum()
+    else:
+        of_factor = -(slopes * w).sum(1) / w.sum()
+        if "relative_scale" in strength:
+            of_factor = of_factor + 2 * jacobian @ g / g.square().sum()
+    noisy = w > 0
+    expected = float((slopes + of_factor[:, None])[:, noisy].square().sum() / 2)
+    noise = make_defense("optimal_noise", shape="own", **strength)(exact_map(name), rng()).noise
+    assert noise is not None
+    assert noise.shape_trace == pytest.approx(expected, rel=1e-3)
+    by_layer = {"shape": "own", "granularity": "layer"}
+    coarse = make_defense("optimal_noise", **by_layer, **strength)(exact_map(name), rng()).noise
+    assert coarse is not None
+    assert coarse.shape_trace > 0
+
+
+def test_one_ratio_per_tensor_is_bounded_from_above() -> None:
+    """By the dense Jacobian: w = ‖s‖/‖g‖ of a tensor, s held."""
+    gradient, jacobian = dense_reference("bert")
+    sizes = [g.numel() for g in gradient.values()]
+    parts = list(zip(jacobian.split(sizes, 1), flat(gradient).split(sizes), strict=True))
+    norms = [(J.square().sum().sqrt(), g.norm(), -(J @ g) / g.square().sum()) for J, g in parts]
+    ratios = torch.stack([(s / g).clamp(max=1e6) for s, g, _ in norms])
+    slopes = torch.stack([d if float(s / g) < 1e6 else 0 * d for s, g, d in norms], 1)
+    counts = torch.tensor(sizes, dtype=ratios.dtype)
+    of_factor = -(slopes * ratios * counts).sum(1) / (ratios * counts).sum()
+    exact = float(((slopes + of_factor[:, None]).square().sum(0) * counts).sum() / 2)
+    defense = make_defense("optimal_noise", scale=0.1, shape="own", granularity="layer")
+    noise = defense(exact_map("bert"), rng()).noise
+    assert noise is not None
+    assert exact <= noise.shape_trace

@@ -17,6 +17,7 @@ from helpers import make_task
 from huggingface_hub.utils import filter_repo_objects
 from torch import Tensor
 from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer_utils import HPSearchBackend
 
 from hf_gradguard import GradGuardConfig, GradGuardTrainer
@@ -297,3 +298,22 @@ def test_private_files_that_were_copied_are_not_pushed(tmp_path: Path, hub: Hub)
         path.touch()
     trainer_of(tmp_path).push_to_hub()
     assert not any("gradguard_" in name for name in hub.uploads[0])
+
+
+def test_no_file_holds_the_seed_of_noise(tmp_path: Path) -> None:
+    """Whoever has it has all noise. It is in no file beside a model, and in no tracker's record."""
+    seed = 987_654_321
+    trainer = trainer_of(tmp_path, noise_seed=seed, max_steps=2)
+    trainer.train()
+    trainer.save_model(str(tmp_path / "model"))
+    trainer.create_model_card()
+    saved = [tmp_path / "checkpoint-2", tmp_path / "model"]
+    assert [torch.load(one / TRAINING_ARGS_NAME, weights_only=False).noise_seed
+            for one in saved] == [None, None]  # fmt: skip
+    for path in tmp_path.rglob("*"):
+        if path.is_file():
+            content = path.read_bytes()
+            assert str(seed).encode() not in content, path
+            assert seed.to_bytes(4, "little") not in content, path
+    assert str(seed) not in trainer.args.to_json_string()
+    assert trainer.args.noise_seed == seed

@@ -146,7 +146,9 @@ def _texts(seen: Observation, candidates: Sequence[Any]) -> tuple[list[dict[str,
         if isinstance(one, str):
             if seen.tokenizer is None:
                 raise ValueError("Texts need a tokenizer: give it to the Observation, or give ids.")
-            ids = seen.tokenizer(one, truncation=True, max_length=longest)["input_ids"]
+            ids = seen.tokenizer(
+                one, truncation=True, max_length=longest, add_special_tokens=seen.special_tokens
+            )["input_ids"]
         elif isinstance(one, Mapping) and TEXT.key in one:
             ids = one[TEXT.key]
             extra = {k: v for k, v in one.items() if k != TEXT.key}

@@ -23,7 +23,7 @@ from torch import Tensor
 from ...gradient_map.batch.texts import is_encoder_decoder
 from ..base import Attack, Reconstruction, as_text
 from ..length import with_length
-from ..observation import Observation, special_frame
+from ..observation import Observation
 from .completion import complete
 from .layer_inputs import Readers, find_readers
 from .ordering import extend
@@ -177,7 +177,7 @@ def _without_frame(seen: Observation, found: dict[int, list[int]]) -> dict[int, 
     """Where lengths are known, the special tokens around a text stand at their places alone."""
     if seen.tokenizer is None or seen.attention_mask is None:
         return found
-    before, after = special_frame(seen.tokenizer)
+    before, after = seen.frame
     frame = {*before, *after, seen.tokenizer.pad_token_id}
     return {place: [t for t in tokens if t not in frame] for place, tokens in found.items()}
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ...attacks.span.layer_inputs import is_causal_lm
+from ...gradient_map.batch.texts import is_framed
 from ...gradient_map.domain import TEXT
 from ...metrics import Scores, score_text
 from ...models.tasks import label_kind, task_of
@@ -79,6 +80,7 @@ class Texts:
             "input_shape": tuple(batch["input_ids"].shape),
             "attention_mask": mask,
             "tokenizer": self.tokenizer,
+            "special_tokens": is_framed(self.tokenizer, batch["input_ids"], self._mask(batch)),
         }
 
     def granted(self, batch: dict[str, Tensor]) -> Tensor | None:

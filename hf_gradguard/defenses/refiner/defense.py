@@ -293,12 +293,14 @@ class Refiner(BiasedDefense):
                 "hf_gradguard.networks or where to load it from. (GradGuardTrainer finds one by "
                 "itself.)"
             )
-        if network.config.model_type != f"gradguard_{kind}_evaluation":
+        # Without one of these it is of its owner's own class.
+        found = str(getattr(getattr(network, "config", None), "model_type", ""))
+        if found.startswith("gradguard_") and found != f"gradguard_{kind}_evaluation":
             raise ValueError(
                 f"The model takes {kind} input, but the evaluation network is a "
                 f"{type(network).__name__}. Give one for {kind} input."
             )
-        if gmap.embedding is not None:
+        if gmap.embedding is not None and hasattr(network, "check_embedding"):
             weight: Tensor = gmap.embedding.weight  # type: ignore[assignment]
             version = (weight.data_ptr(), weight._version)
             if self._checked != version:  # hashing the matrix takes longer than a step

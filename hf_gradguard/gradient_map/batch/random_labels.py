@@ -106,7 +106,10 @@ def random_labels(
         return drawn
     if value.shape == private.shape and classes > 1:
         return generator.integers(classes, value.shape, device=value.device).to(value.dtype)
-    raise ValueError(NOT_SYNTHETIC.format(f"labels of shape {tuple(value.shape)}"))
+    raise ValueError(
+        NOT_SYNTHETIC.format(f"labels of shape {tuple(value.shape)}")
+        + (" Class ids need model.config.num_labels, which is not set." if classes < 2 else "")
+    )
 
 
 def special_ids(model: nn.Module, processing_class: Any = None) -> list[int]:

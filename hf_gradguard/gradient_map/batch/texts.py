@@ -230,3 +230,40 @@ def _pads(ids: Tensor, text: Tensor) -> bool:
 
 def _same(one: Tensor, other: Tensor) -> bool:
     return one.shape == other.shape and torch.equal(one, other)
+
+
+def special_frame(tokenizer: Any) -> tuple[list[int], list[int]]:
+    """The special ids that a tokenizer puts before and after a text.
+
+    Example:
+        >>> before, after = special_frame(tokenizer)
+        >>> tokenizer.convert_ids_to_tokens([*before, *after])
+        ['[CLS]', '[SEP]']
+    """
+    special = set(tokenizer.all_special_ids)
+    ids = tokenizer("a")["input_ids"]
+    ordinary = [place for place, token in enumerate(ids) if token not in special]
+    if not ordinary:  # "a" is unknown to this vocabulary, and the unknown token is special
+        unknown = [place for place, token in enumerate(ids) if token == tokenizer.unk_token_id]
+        ordinary = unknown or [len(ids)]
+    return list(ids[: ordinary[0]]), list(ids[ordinary[-1] + 1 :])
+
+
+def is_framed(tokenizer: Any, ids: Tensor, mask: Tensor) -> bool:
+    """Whether every text `(T,)` of a batch has the tokenizer's special tokens around it.
+
+    Example:
+        >>> ids = torch.tensor([tokenizer("a fine film").input_ids])
+        >>> is_framed(tokenizer, ids, torch.ones_like(ids))
+        True
+        >>> is_framed(tokenizer, ids[:, 1:], torch.ones_like(ids[:, 1:]))
+        False
+    """
+    before, after = special_frame(tokenizer)
+    texts = [row[present.bool()].tolist() for row, present in zip(ids, mask, strict=True)]
+    return all(
+        len(text) >= len(before) + len(after)
+        and text[: len(before)] == before
+        and text[len(text) - len(after) :] == after
+        for text in texts
+    )

@@ -1,0 +1,77 @@
+"""What lies in the shape of noise that follows the batch itself: the Fisher information in Σ.
+
+    ½ Σ_i ‖∂ log Σ_ii/∂x‖²,   Σ_ii = λ w_i,   w_i = s_i/|g_i|
+
+s_i is held: what changes of it is of third order in the loss, and small beside coordinates that are
+nearly zero. Ratios at their cap do not follow the input, and neither does what carries no noise. λ
+brings the noise to the strength asked for, so it follows the input wherever w does:
+
+    λ = scale² d/Σ w,   relative_scale² ‖g‖²/Σ w,   or utility_budget/Σ g² w
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..gradient_map import GradientMap, Tensors
+from .sensitivity import LARGEST_RATIO, SMALLEST_GRADIENT, capped
+from .tensors import OnDemand, cast_like, power, total
+
+
+def shape_trace(gmap: GradientMap, gradient: Tensors, ratio: Tensors, noise: Any) -> float:
+    """The trace, about the whole batch's input.
+
+    Args:
+        gmap: The batch's map, for two products with J.
+        gradient: g, to which noise is added.
+        ratio: s_i/|g_i|, 0 where there is no noise.
+        noise: The defense, for its strength and granularity. With one ratio per tensor the trace is
+            a bound from above.
+    """
+    weight = capped(ratio)
+    whole = float(total(weight))
+    if not whole:
+        return 0.0
+    follows = {name: r.where(r < LARGEST_RATIO, 0) for name, r in ratio.items()}
+    if noise.granularity == "layer":
+        return _bound(gradient, weight, follows, noise)
+    free = float(power(OnDemand(follows, lambda name: follows[name].double())))
+    inverse = {
+        name: (1 / g).where((follows[name] > 0) & (g.abs() >= SMALLEST_GRADIENT), 0)
+        for name, g in gradient.items()
+    }
+    if noise.utility_budget is not None:
+        power_of = {name: g.square() * weight[name] for name, g in gradient.items()}
+        size = float(total(power_of))
+        factor = {
+            name: -g * weight[name] * (1 + (inverse[name] == 0).to(g)) / (size or 1.0)
+            for name, g in gradient.items()
+        }
+    else:
+        factor = {name: weight[name] * inverse[name] / whole for name in gradient}
+        if noise.relative_scale is not None:
+            size = float(power(gradient)) or 1.0
+            moves = {name: g.where(ratio[name] > 0, 0) for name, g in gradient.items()}
+            factor = {name: f + 2 * moves[name] / size for name, f in factor.items()}
+    slope = gmap.vjp(cast_like(factor, gmap)).double()
+    cross = (gmap.vjp(cast_like(inverse, gmap)).double() * slope).sum()
+    noisy = int(total({name: (w > 0).sum() for name, w in weight.items()}))
+    return max(free / 2 - float(cross) + noisy / 2 * float(slope.square().sum()), 0.0)
+
+
+def _bound(gradient: Tensors, weight: Tensors, follows: Tensors, noise: Any) -> float:
+    """With one ratio r per tensor: ‖∂ log w‖ ≤ r, ‖∂ ‖g‖²‖ ≤ 2 r ‖g‖², and the triangle
+    inequality.
+    """
+
+    def mean(weights: Tensors) -> float:
+        size = float(total(weights))
+        return float(total({n: w * follows[n] for n, w in weights.items()})) / (size or 1.0)
+
+    squares = {name: g.square() for name, g in gradient.items()}
+    if noise.utility_budget is not None:
+        most = 3 * mean({name: square * weight[name] for name, square in squares.items()})
+    else:
+        most = mean(weight) + (2 * mean(squares) if noise.relative_scale is not None else 0.0)
+    each = OnDemand(follows, lambda n: (follows[n].double() + most).where(weight[n] > 0, 0))
+    return float(power(each)) / 2
