@@ -25,7 +25,6 @@ from hf_gradguard.attacks.local import LocalTraining
 from hf_gradguard.gradient_map.law import Law
 from hf_gradguard.gradient_map.local_training.optimizers import make_optimizer
 from hf_gradguard.gradient_map.many import ManyGradients, has_draws
-from hf_gradguard.randomness import Stream
 
 WORDS = [f"w{i}" for i in range(20)]
 
@@ -789,19 +788,3 @@ def test_settings_out_of_range() -> None:
         Law(kept="some")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="levels"):
         Law(levels=4)
-
-
-def test_the_law_is_read_off_a_defenses_message() -> None:
-    model, batch = make_task("bert", batch_size=1)
-    ids = batch["input_ids"]
-    others = torch.randint(10, 30, (11, ids.shape[1]), generator=torch_rng(1)).tolist()
-    defense = make_defense("gaussian_noise", relative_scale=5.0)
-    message = defense(GradientMap(model, batch), Stream.from_seeds(0))
-    seen = Observation(model, message, tuple(ids.shape), labels=batch["labels"])
-    listed = {"candidates": [*ids.tolist(), *others]}
-    known = make_attack("candidates", **listed)(replace(seen, law=defense.law(message)))
-    found = make_attack("candidates", **listed, defense=defense)(seen)
-    assert torch.equal(found.scores, known.scores)
-    assert not torch.equal(found.scores, make_attack("candidates", **listed)(seen).scores)
-    with pytest.raises(ValueError, match="the message as the defense returned it"):
-        make_attack("candidates", **listed, defense=defense)(replace(seen, gradient=dict(message)))

@@ -100,6 +100,7 @@ def test_second_call_does_not_repeat_the_section(tmp_path: Path) -> None:
     text = card_of(tmp_path, defense="pruning", calls=2)
     assert text.count("## Privacy") == 1
     assert text.count("### What is not protected") == 1
+    assert text.count("- Repetition: an attacker who sees many messages") == 1
 
 
 def test_card_is_written_when_training_saves(tmp_path: Path) -> None:

@@ -277,6 +277,7 @@ def test_epsilon_is_logged_and_stays_within_its_target(tmp_path: Path) -> None:
     card = (tmp_path / "README.md").read_text()
     assert f"ε = {spent[-1]:.4g} at δ = 0.001" in card
     assert "no differential privacy" not in card.replace("\n", " ")
+    assert "Repetition:" not in card  # ε counts all messages
     with pytest.raises(ValueError, match="is spent"):  # the same data again
         t.train()
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -72,8 +72,6 @@ class Candidates(Attack):
         words: Which words those are. Default: the vocabulary without special tokens.
         draws: Where the client ran dropout, the attacker's gradients are means over so many draws
             of their own, and how much these differ counts as noise.
-        defense: The client's, of which the law is read off each message where the observation has
-            none. Default: nobody knows it.
         rounding: How far evaluations of one gradient differ, in units of its root mean square.
         vectorized: Evaluate several candidates in one pass, where the model allows it.
 
@@ -93,7 +91,6 @@ class Candidates(Attack):
     draws: int = 4
     rounding: float = 1e-4
     vectorized: bool = True
-    defense: Any = None
 
     def __post_init__(self) -> None:
         if self.draws < 1:
@@ -154,7 +151,6 @@ class Candidates(Attack):
     ) -> list[Ranked]:
         """One result a target: the uploads of one batch, each at a model of its own."""
         started = time.perf_counter()
-        targets = [[self._knowing(seen) for seen in uploads] for uploads in targets]
         totals: list[Tensor] = []
         for uploads in zip(*targets, strict=True):
             entries = [self._entries(seen) for seen in uploads]
@@ -165,17 +161,6 @@ class Candidates(Attack):
             _ranked(uploads[0], one.inputs, scores + one.likely, seconds)
             for uploads, one, scores in zip(targets, entries, totals, strict=True)
         ]
-
-    def _knowing(self, seen: Observation) -> Observation:
-        """With the law of `defense`, if the observation has none."""
-        if self.defense is None or seen.law is not None:
-            return seen
-        if not hasattr(seen.gradient, "noise"):
-            raise ValueError(
-                "With a defense, candidates reads the law off the message: give the observation "
-                "the message as the defense returned it, or law=defense.law(message)."
-            )
-        return replace(seen, law=self.defense.law(seen.gradient))
 
     def _entries(self, seen: Observation) -> Entries:
         listed = self.candidates
