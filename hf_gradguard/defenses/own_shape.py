@@ -11,9 +11,13 @@ brings the noise to the strength asked for, so it follows the input wherever w d
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-from ..gradient_map import GradientMap, Tensors
+from torch import Tensor
+
+from ..gradient_map import GradientMap, Tensors, by_differences
+from ..gradient_map.devices import devices
 from .sensitivity import LARGEST_RATIO, SMALLEST_GRADIENT, capped
 from .tensors import OnDemand, cast_like, power, total
 
@@ -25,15 +29,16 @@ def shape_trace(gmap: GradientMap, gradient: Tensors, ratio: Tensors, noise: Any
         gmap: The batch's map, for two products with J.
         gradient: g, to which noise is added.
         ratio: s_i/|g_i|, 0 where there is no noise.
-        noise: The defense, for its strength and granularity. With one ratio per tensor the trace is
-            a bound from above.
+        noise: The defense, for its strength and granularity. With one ratio per tensor, and on
+            several devices, the trace is a bound from above.
     """
     weight = capped(ratio)
     whole = float(total(weight))
     if not whole:
         return 0.0
     follows = {name: r.where(r < LARGEST_RATIO, 0) for name, r in ratio.items()}
-    if noise.granularity == "layer":
+    vjp = None if noise.granularity == "layer" else _product(gmap)
+    if vjp is None:
         return _bound(gradient, weight, follows, noise)
     free = float(power(OnDemand(follows, lambda name: follows[name].double())))
     inverse = {
@@ -53,15 +58,25 @@ def shape_trace(gmap: GradientMap, gradient: Tensors, ratio: Tensors, noise: Any
             size = float(power(gradient)) or 1.0
             moves = {name: g.where(ratio[name] > 0, 0) for name, g in gradient.items()}
             factor = {name: f + 2 * moves[name] / size for name, f in factor.items()}
-    slope = gmap.vjp(cast_like(factor, gmap)).double()
-    cross = (gmap.vjp(cast_like(inverse, gmap)).double() * slope).sum()
+    slope = vjp(cast_like(factor, gmap)).double()
+    cross = (vjp(cast_like(inverse, gmap)).double() * slope).sum()
     noisy = int(total({name: (w > 0).sum() for name, w in weight.items()}))
     return max(free / 2 - float(cross) + noisy / 2 * float(slope.square().sum()), 0.0)
 
 
+def _product(gmap: GradientMap) -> Callable[[Tensors], Tensor] | None:
+    """δ ↦ J δ, by differences where there are no second derivatives; `None` on several devices."""
+    plain = gmap.undefended
+    if devices().size > 1:
+        return None
+    if plain.replay.second_order:
+        return plain.vjp
+    return (by_differences(plain) or plain.twice()).vjp
+
+
 def _bound(gradient: Tensors, weight: Tensors, follows: Tensors, noise: Any) -> float:
-    """With one ratio r per tensor: ‖∂ log w‖ ≤ r, ‖∂ ‖g‖²‖ ≤ 2 r ‖g‖², and the triangle
-    inequality.
+    """With r the ratio of a coordinate, or of its tensor: ‖∂ log w‖ ≤ r, ‖∂ ‖g‖²‖ ≤ 2 r ‖g‖², and
+    the triangle inequality.
     """
 
     def mean(weights: Tensors) -> float:

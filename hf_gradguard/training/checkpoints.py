@@ -150,6 +150,7 @@ def without_noise_seed(args: TrainingArguments) -> Iterator[None]:
     """While arguments are saved beside a model: whoever has the seed has all noise.
 
     Example:
+        >>> from hf_gradguard import GradGuardConfig
         >>> args = GradGuardConfig("out", noise_seed=7)
         >>> with without_noise_seed(args):
         ...     print(args.noise_seed)

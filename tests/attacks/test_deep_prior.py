@@ -215,7 +215,11 @@ def test_refused_inputs() -> None:
     model, batch = make_task("bert")
     shared = GradientMap(model, batch).gradient()
     text = Observation(model, shared, tuple(batch["input_ids"].shape), labels=batch["labels"])
-    with pytest.raises(ValueError, match=r"draws pixels .* For tokens take tag"):
+    refused = r"deep_image_prior is for image, but the input is tokens. For tokens take tag"
+    with pytest.raises(ValueError, match=refused):
+        ValueError,
+        match=r"deep_image_prior is for image, but the input is tokens. For tokens take tag",
+    ):
         make_attack("deep_image_prior")(text)
     with pytest.raises(ValueError, match=r"draws pixels, and this input has none. Take prior=None"):
         make_attack("tag", prior="deep", optimizer="adam", steps=1)(text)

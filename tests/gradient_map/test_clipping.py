@@ -126,7 +126,7 @@ def test_long_texts_and_short_ones_take_both_ways() -> None:
 
 
 def test_samples_that_are_cut_into_several_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    from hf_gradguard.gradient_map.differences.changes import shares
+    from hf_gradguard.gradient_map.per_sample import shares
 
     monkeypatch.setattr(shares, "ENTRIES", 40)
     for name in ("convnext", "bert"):

@@ -212,16 +212,20 @@ class Refiner(BiasedDefense):
         if self.error_feedback and self._left_out.too_few:
             return nothing_of(gmap)
         if self.objective == "weighted":
-            gradient, bound = true_gradient(gmap), self.epsilon
-            if self.relative_epsilon is not None:
-                bound = self.relative_epsilon * norm(gradient)
-            shared = brought_near(gradient, robust.gradient, bound)
+            gradient = true_gradient(gmap)
+            shared = brought_near(gradient, robust.gradient, self.bound(gradient))
             figures = {"movable_share": robust.movable_share}
         else:
             shared, figures = robust.gradient, {"fit": 1 - robust.utility_metric[-1]}
             if robust.noise_ratio:
                 figures["noise_ratio"] = robust.noise_ratio[-1]
         return Message(cast_like(shared, gmap), figures=figures)
+
+    def bound(self, gradient: Tensors) -> float | None:
+        """ε in the gradient's unit; `None` where there is none."""
+        if self.relative_epsilon is None:
+            return self.epsilon
+        return self.relative_epsilon * norm(gradient)
 
     def refine(self, gmap: GradientMap, generator: Stream) -> RobustData:
         """Robust data for the map's batch, with the course of what is minimized and of D.

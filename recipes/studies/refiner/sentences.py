@@ -21,6 +21,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, set_
 from transformers.utils import logging
 
 from hf_gradguard import GradientMap, make_defense
+from hf_gradguard.defenses.refiner.published import brought_near
 from hf_gradguard.randomness import Stream
 
 from ..lib.tables import write_table
@@ -82,7 +83,7 @@ def refine_all(model: torch.nn.Module, defense, samples: list[dict]) -> dict:
 def refined(model: torch.nn.Module, defense, sample: dict, generator: Stream) -> dict[str, float]:
     gmap = GradientMap(model, sample)
     found = defense.refine(gmap, generator)
-    sent = defense.project(gmap.gradient(), found.gradient)
+    sent = brought_near(gmap.gradient(), found.gradient, defense.bound(gmap.gradient()))
     true, shared = flat(gmap.gradient()), flat(sent)
     words = ~torch.isin(
         sample["input_ids"][0], torch.tensor(defense.network.config.special_token_ids)
