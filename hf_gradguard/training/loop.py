@@ -25,7 +25,7 @@ from .exchange import average
 from .mesh import ClientRanks, check_mesh, group_of
 from .message import Draws
 from .secure_aggregation import SecureAggregation
-from .tables import AgreedTables
+from .tables import AgreedTables, RowGuard
 
 if TYPE_CHECKING:
     from .mesh import Clients
@@ -90,6 +90,7 @@ def protect(
         if ranks is not None:
             loop.tables(ranks).settle(module, batch, loss_fn, secure)
         gmap, message = _message(module, batch, defense, loss_fn, client)
+        loop.rows.see(gmap.gradient(), message)
     _add(gmap, message, ranks, getattr(accelerator, "gradient_accumulation_steps", 1), secure)
     return gmap.loss
 
@@ -148,6 +149,7 @@ class _Loop:
     """What is kept of a model's loop."""
 
     def __init__(self) -> None:
+        self.rows = RowGuard()
         self._named: dict[str, Defense] = {}
         self._last: Defense | None = None
         self._ranks: tuple[Any, Any] = None, None

@@ -217,9 +217,6 @@ def test_refused_inputs() -> None:
     text = Observation(model, shared, tuple(batch["input_ids"].shape), labels=batch["labels"])
     refused = r"deep_image_prior is for image, but the input is tokens. For tokens take tag"
     with pytest.raises(ValueError, match=refused):
-        ValueError,
-        match=r"deep_image_prior is for image, but the input is tokens. For tokens take tag",
-    ):
         make_attack("deep_image_prior")(text)
     with pytest.raises(ValueError, match=r"draws pixels, and this input has none. Take prior=None"):
         make_attack("tag", prior="deep", optimizer="adam", steps=1)(text)

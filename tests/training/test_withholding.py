@@ -11,7 +11,7 @@ import torch
 from helpers import VOCABULARY, make_task
 from torch import Tensor, nn
 
-from hf_gradguard import GradGuardConfig, GradGuardTrainer
+from hf_gradguard import GradGuardConfig, GradGuardTrainer, protect
 from hf_gradguard.gradient_map.batch.tables import known_tables
 from hf_gradguard.gradient_map.inputs import model_loss
 from hf_gradguard.training.card import privacy_section
@@ -97,6 +97,14 @@ def test_experts_are_named_and_can_be_withheld(
     assert "Zero rows" not in caplog.text
     assert "Withheld as told: experts." in caplog.text
     assert "So were, as told, `experts`." in privacy_section(trainer)
+
+
+def test_experts_are_named_in_a_loop_of_ones_own_too(caplog: pytest.LogCaptureFixture) -> None:
+    model = Bigrams()
+    for row in rows():
+        protect(model, {name: torch.as_tensor(value)[None] for name, value in row.items()}, "none")
+    (warning,) = [r.getMessage() for r in caplog.records if "Zero rows" in r.getMessage()]
+    assert warning.startswith("Zero rows of experts differ from message to message")
 
 
 def test_a_pattern_of_nothing_is_refused(tmp_path: Path) -> None:
