@@ -105,3 +105,18 @@ def test_refused_where_differences_mean_nothing() -> None:
         quick.vjp({"nothing": torch.zeros(1)})
     assert not quick.vjp({}).any()
     assert not flat(quick.jvp(torch.zeros_like(gmap.input))).any()
+
+
+@pytest.mark.parametrize("name", ["bert", "vit"])
+def test_layers_that_run_again_run_at_the_same_weights(name: str) -> None:
+    """Under activation checkpointing they do in the backward pass, where weights are others."""
+    model, batch = make_task(name, dtype=torch.float32)
+    plain = by_differences(GradientMap(model, batch, second_order=False))
+    assert plain is not None
+    gradient = GradientMap(model, batch).gradient()
+    expected = plain.vjp(gradient)
+    model.train()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    again = by_differences(GradientMap(model, batch, second_order=False))
+    assert again is not None
+    torch.testing.assert_close(again.vjp(gradient), expected, rtol=1e-3, atol=1e-6)

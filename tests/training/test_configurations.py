@@ -149,6 +149,7 @@ def refusal(found: dict[str, Any]) -> str | None:
     if (
         found["defense"] == "refiner"
         and text
+        and found["model"] != "bert_lora"  # whose embeddings are frozen
         and guarded["share_input_embeddings"] in (True, "true")
     ):
         return "refiner never shares the token embeddings"

@@ -50,8 +50,8 @@ FAMILIES = [
 def test_every_family_of_defense_protects(
     tmp_path: Path, folder: Path, defense: str, name: str
 ) -> None:
-    needs_no_network = {"objective": "cosine"} if defense == "refiner" else None
-    settings = {"defense": defense, "defense_kwargs": needs_no_network, "max_steps": 1}
+    at_once = {"objective": "cosine", "min_batches": 1} if defense == "refiner" else None
+    settings = {"defense": defense, "defense_kwargs": at_once, "max_steps": 1}
     trainer = named(name, folder).run(tmp_path, settings)
     (entry,) = (entry for entry in trainer.state.log_history if "loss" in entry)
     assert entry["defense/relative_error"] > 1e-3

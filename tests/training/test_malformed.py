@@ -204,6 +204,8 @@ def test_malformed_batches_are_named(tmp_path: Path, case: str, clients: int) ->
     before = {n: p.detach().clone() for n, p in trainer.model.named_parameters()}
     if clients > 1 and case == "fewer labels":
         says = "'labels' of a batch has 2 entries where the batch has 4 rows"
+    if clients > 1 and case == "one row of ids":
+        says = "A batch has 5 rows of 4 examples"
     with pytest.raises(Exception, match=f"(?s){says}") as error:
         trainer.train()
     assert not isinstance(error.value, KeyError)

@@ -63,11 +63,15 @@ def vjp_by_difference(gmap: GradientMap, x: Tensor, delta: Tensors) -> Tensor:
 def _slope(gmap: GradientMap, x: Tensor, parameters: Tensors) -> Tensor:
     """∇_x L at other parameters."""
     x = x.detach().requires_grad_()
+
+    def slope() -> Tensor:
+        # Where the parameters are still the others: under checkpointing layers run again here.
+        (found,) = torch.autograd.grad(gmap.evaluate(x), x)
+        return found
+
     with gmap.replay.run(), gmap.replay.full_precision():
         values = {f"model.{name}": p.to(x.device) for name, p in parameters.items()}
-        loss = torch.func.functional_call(Held(gmap.model), values, (lambda: gmap.evaluate(x),))
-        (slope,) = torch.autograd.grad(loss, x)
-    found: Tensor = slope
+        found: Tensor = torch.func.functional_call(Held(gmap.model), values, (slope,))
     return found
 
 
