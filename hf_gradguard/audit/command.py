@@ -14,7 +14,7 @@ from .cells import Cells
 from .loading import Loaded, load, load_candidates
 from .run import audit
 from .settings import AuditSettings, CommandSettings, read_settings
-from .specs import make_attacks, make_defenses
+from .specs import check_specs
 
 
 def run_audit(given: Mapping[str, Any]) -> None:
@@ -31,9 +31,7 @@ def run_audit(given: Mapping[str, Any]) -> None:
     output = Path(settings.output)
     # Said before a download: an output that cannot be written to, or a misspelt name.
     Cells(output / "cells")
-    make_defenses(settings.defense)
-    if settings.attack is not None:
-        make_attacks(settings.attack)
+    check_specs(settings.defense, settings.attack)
     spare = 0 if settings.candidates else settings.decoys
     loaded = load(settings, count=settings.samples, spare=spare, seed=settings.seed)
     # Who is audited does not depend on how many decoys are drawn.

@@ -77,6 +77,16 @@ def make_attacks(specs: Spec | Sequence[Spec]) -> dict[str, Attack]:
     return made
 
 
+def check_specs(
+    defenses: Spec | Sequence[Spec] | None, attacks: Spec | Sequence[Spec] | None
+) -> None:
+    """Refuse names and settings that there are not, before anything is loaded. `None` passes."""
+    if defenses is not None:
+        make_defenses(defenses)
+    if attacks is not None:
+        make_attacks(attacks)
+
+
 def _chained(links: Links) -> Defense:
     return chain(*(make_defense(name, **settings) for name, settings in links))
 

@@ -182,15 +182,14 @@ class LaplaceNoise(NoiseDefense):
 
     def _law(self, message: Message) -> Law | None:
         """Of relative noise, y itself tells its strength: E ‖y‖² = ‖g‖² (1 + r²)."""
-        masks = message.transmitted
-        total = sum(t.numel() for t in message.values())
-        size = total if masks is None else sum(int(mask.sum()) for mask in masks.values())
+        masks, entries = message.transmitted, count(message)
+        noisy = max(entries if masks is None else int(total(masks)), 1)
         if self.scale is not None:
-            variance = self.scale**2 * total / max(size, 1)
+            variance = self.scale**2 * entries / noisy
         elif self.relative_scale is not None:
             share = self.relative_scale**2 / (1 + self.relative_scale**2)
-            power = sum(float(t.double().square().sum()) for t in message.values())
-            variance = share * power / max(size, 1)
+            squares = sum(float(t.double().square().sum()) for t in message.values())
+            variance = share * squares / noisy
         else:
             return None
         return Law(noise="laplace", variance=variance) if variance else Law()
@@ -243,8 +242,8 @@ class OptimalNoise(SensitivityDefense, NoiseDefense):
     ) -> tuple[Mapping[str, Tensor], float]:
         if self.shape == "own":
             own = gmap.restrict(sensitivity_ratio(*self.own_sensitivity(gmap, gradient, generator)))
-            own = self.bare_where_clipped(own, gradient)
-            return capped(own), shape_trace(gmap, gradient, own, self)
+            own = capped(self.bare_where_clipped(own, gradient))
+            return own, shape_trace(gmap, gradient, own, self)
         averaged = self.averaged_ratio(gmap, generator)
         if averaged is None:
             return NoiseDefense.shaped(self, gmap, gradient, generator)

@@ -18,25 +18,24 @@ from torch import Tensor
 
 from ..gradient_map import GradientMap, Tensors, by_differences
 from ..gradient_map.devices import devices
-from .sensitivity import LARGEST_RATIO, SMALLEST_GRADIENT, capped
+from .sensitivity import LARGEST_RATIO, SMALLEST_GRADIENT
 from .tensors import OnDemand, cast_like, power, total
 
 
-def shape_trace(gmap: GradientMap, gradient: Tensors, ratio: Tensors, noise: Any) -> float:
+def shape_trace(gmap: GradientMap, gradient: Tensors, weight: Tensors, noise: Any) -> float:
     """The trace, about the whole batch's input.
 
     Args:
         gmap: The batch's map, for two products with J.
         gradient: g, to which noise is added.
-        ratio: s_i/|g_i|, 0 where there is no noise.
+        weight: w, capped, 0 where there is no noise.
         noise: The defense, for its strength and granularity. With one ratio per tensor, and on
             several devices, the trace is a bound from above.
     """
-    weight = capped(ratio)
     whole = float(total(weight))
     if not whole:
         return 0.0
-    follows = {name: r.where(r < LARGEST_RATIO, 0) for name, r in ratio.items()}
+    follows = {name: w.where(w < LARGEST_RATIO, 0) for name, w in weight.items()}
     vjp = None if noise.granularity == "layer" else _product(gmap)
     if vjp is None:
         return _bound(gradient, weight, follows, noise)
@@ -56,7 +55,7 @@ def shape_trace(gmap: GradientMap, gradient: Tensors, ratio: Tensors, noise: Any
         factor = {name: weight[name] * inverse[name] / whole for name in gradient}
         if noise.relative_scale is not None:
             size = float(power(gradient)) or 1.0
-            moves = {name: g.where(ratio[name] > 0, 0) for name, g in gradient.items()}
+            moves = {name: g.where(weight[name] > 0, 0) for name, g in gradient.items()}
             factor = {name: f + 2 * moves[name] / size for name, f in factor.items()}
     slope = vjp(cast_like(factor, gmap)).double()
     cross = (vjp(cast_like(inverse, gmap)).double() * slope).sum()
@@ -83,10 +82,11 @@ def _bound(gradient: Tensors, weight: Tensors, follows: Tensors, noise: Any) -> 
         size = float(total(weights))
         return float(total({n: w * follows[n] for n, w in weights.items()})) / (size or 1.0)
 
-    squares = {name: g.square() for name, g in gradient.items()}
     if noise.utility_budget is not None:
-        most = 3 * mean({name: square * weight[name] for name, square in squares.items()})
+        most = 3 * mean({name: g.square() * weight[name] for name, g in gradient.items()})
     else:
-        most = mean(weight) + (2 * mean(squares) if noise.relative_scale is not None else 0.0)
+        most = mean(weight)
+        if noise.relative_scale is not None:
+            most += 2 * mean({name: g.square() for name, g in gradient.items()})
     each = OnDemand(follows, lambda n: (follows[n].double() + most).where(weight[n] > 0, 0))
     return float(power(each)) / 2

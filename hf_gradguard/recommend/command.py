@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..audit.loading import load
-from ..audit.specs import make_attacks, make_defenses
+from ..audit.specs import check_specs
 from .run import recommend
 from .settings import CommandSettings, TrialSettings
 
@@ -27,10 +27,7 @@ def run_recommend(given: Mapping[str, Any]) -> None:
     required = ("model", "dataset", "output")
     if missing := [f"--{name}" for name in required if not getattr(settings, name)]:
         raise ValueError(f"{', '.join(missing)} must be given.")
-    if settings.defense is not None:  # a misspelt name is said before a download
-        make_defenses(settings.defense)
-    if settings.attack is not None:
-        make_attacks(settings.attack)
+    check_specs(settings.defense, settings.attack)  # a misspelt name is said before a download
     loaded = load(settings, count=1, spare=settings.rows - 1, seed=settings.seed)
     recommend(
         loaded.model,

@@ -19,7 +19,7 @@ from transformers import TrainingArguments
 
 from ..defenses import Defense
 from ..gradient_map.inputs import shared_parameters
-from ..gradient_map.per_sample.plan import forget
+from ..gradient_map.trials import forget
 from ..leakage import FisherAccountant
 from .asked import Asked
 from .bases import alone, check_loss, check_order, draws_batches

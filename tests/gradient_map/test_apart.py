@@ -13,6 +13,7 @@ from hf_gradguard.gradient_map.differences import plan as plans
 from hf_gradguard.gradient_map.per_sample import plan as apart
 from hf_gradguard.gradient_map.per_sample.clipping import ClippedSum, clipped_sum
 from hf_gradguard.gradient_map.per_sample.map import SampleMap
+from hf_gradguard.gradient_map.trials import forget
 
 FIRST_ORDER = {"second_order": False, "needs_input": False}
 
@@ -188,7 +189,7 @@ def test_all_that_a_loss_was_tried_for_is_forgotten() -> None:
     seen = loss.seen
     assert find_tables(model, batch, loss) == found
     assert loss.seen == seen
-    apart.forget(model)
+    forget(model)
     assert find_tables(model, batch, loss) == found
     assert loss.seen > seen
     assert not split()

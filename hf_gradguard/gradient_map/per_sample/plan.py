@@ -11,9 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers.utils import logging
 
-from ..batch import tables
 from ..batch.padding import READ, most_padded, real_tokens, shorter
-from ..differences import plan as differences
 from ..differences.plan import code_of
 from ..domain import count_rows
 from ..graphs import differentiate
@@ -59,10 +57,8 @@ def known_plan(gmap: GradientMap) -> Plan | None:
 
 
 def forget(model: nn.Module) -> None:
-    """Let a model and its loss be tried out anew, here and wherever else it was."""
+    """Let a model and its loss be tried out anew."""
     _PLANS.pop(model, None)
-    differences.forget(model)
-    tables.forget(model)
 
 
 def _key(gmap: GradientMap) -> object:
