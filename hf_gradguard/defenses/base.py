@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ..gradient_map import GradientMap, Tensors
 from ..gradient_map.devices import devices
 from ..gradient_map.law import Law
+from ..gradient_map.per_sample.map import SampleMap
 from ..randomness import Stream
 from .message import Message, check_untouched, checked_message
 from .tensors import check_finite
@@ -145,6 +146,30 @@ class Defense:
         an earlier defense of a chain did would be gone.
         """
         return False
+
+    def gradient_map(
+        self, model: nn.Module, batch: Mapping[str, Any], measured: bool = False, **sharing: Any
+    ) -> GradientMap:
+        """The gradient of a client's batch, with what the next call asks for and no more.
+
+        Args:
+            model: As for `GradientMap`.
+            batch: As for `GradientMap`.
+            measured: Whether its leakage is estimated too, which differentiates the input.
+            **sharing: Of `GradientMap`: `loss_fn`, `share_input_embeddings`, `withhold`.
+
+        Example:
+            >>> defense = make_defense("pruning", ratio=0.9)
+            >>> defense(defense.gradient_map(model, batch)).keys() == gmap.gradient().keys()
+            True
+        """
+        return (SampleMap if self.needs_samples and not measured else GradientMap)(
+            model,
+            batch,
+            second_order=self.needs_jacobian,
+            needs_input=self.needs_input or measured,
+            **sharing,
+        )
 
     def check_sharded(self) -> None:
         """Refuse a client of several devices, each of which has a part of the gradient. A subclass

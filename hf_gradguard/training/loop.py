@@ -17,7 +17,6 @@ from ..gradient_map import GradientMap
 from ..gradient_map.devices import ONE, Devices, of_client
 from ..gradient_map.domain import check_batch
 from ..gradient_map.inputs import LossFunction, model_loss
-from ..gradient_map.per_sample.map import SampleMap
 from ..gradient_map.sharding import devices_of, local, whole_of
 from .checks import check_model
 from .dropout import private_draws
@@ -122,13 +121,7 @@ def _message(
     noise = client.new_message(noise)
     device = next(module.parameters()).device
     with private_draws(None if isinstance(defense, NoDefense) else dropout, device):
-        gmap = (SampleMap if defense.needs_samples else GradientMap)(
-            module,
-            batch,
-            loss_fn=loss_fn,
-            second_order=defense.needs_jacobian,
-            needs_input=defense.needs_input,
-        )
+        gmap = defense.gradient_map(module, batch, loss_fn=loss_fn)
         return gmap, defense(gmap, noise)
 
 

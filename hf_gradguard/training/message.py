@@ -15,9 +15,7 @@ from transformers.utils import logging
 
 from ..defenses import Defense
 from ..defenses.none import NoDefense
-from ..gradient_map import GradientMap
 from ..gradient_map.inputs import LossFunction
-from ..gradient_map.per_sample.map import SampleMap
 from ..randomness import Stream
 from .clients import ClientBatch
 from .dropout import private_draws
@@ -135,14 +133,13 @@ class MessageMaker:
         probes: Stream,
     ) -> Tensor:
         measured = self._meter.measures(step)
-        gmap = (SampleMap if client.defense.needs_samples and not measured else GradientMap)(
+        gmap = client.defense.gradient_map(
             module,
             client.batch,
+            measured,
             loss_fn=loss_fn,
             share_input_embeddings=self._share_input_embeddings,
             withhold=self._withhold,
-            second_order=client.defense.needs_jacobian,
-            needs_input=client.defense.needs_input or measured,
         )
         gradient = gmap.gradient()
         norm = _norm(gradient)  # waits for the device: what follows times the defense alone
