@@ -14,6 +14,7 @@ from ..gradient_map import GradientMap
 from ..gradient_map.batch.texts import special_frame
 from ..gradient_map.domain import Domain, domain_of_shape
 from ..gradient_map.inputs import LossFunction
+from ..gradient_map.kept import modes_kept
 from ..gradient_map.law import Law
 from ..gradient_map.local_training.optimizers import Optimizer
 from .local import LocalTraining, with_weights
@@ -329,12 +330,8 @@ def without_dropout(model: nn.Module) -> Iterator[None]:
         >>> model.training
         True
     """
-    modes = {module: module.training for module in model.modules()}
-    try:
-        for module in modes:
+    with modes_kept(model) as modules:
+        for module in modules:
             if not isinstance(module, nn.modules.batchnorm._NormBase):
                 module.training = False
         yield
-    finally:
-        for module, mode in modes.items():
-            module.training = mode

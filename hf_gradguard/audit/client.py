@@ -20,6 +20,7 @@ from ..attacks.candidates.attack import Candidates, Ranked
 from ..attacks.labels import recover_labels
 from ..gradient_map import GradientMap, UpdateMap
 from ..gradient_map.domain import count_rows
+from ..gradient_map.kept import draws_kept
 from ..randomness import Stream
 from ..registry import ESTIMATORS
 from .local import observation
@@ -324,9 +325,8 @@ def _reproducible(model: nn.Module, stream: Stream) -> Iterator[None]:
     afterwards.
     """
     buffers = {name: tensor.clone() for name, tensor in model.named_buffers()}
-    devices = {p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"}
     seed = int.from_bytes(stream.bytes(8), "little") >> 1
-    with torch.random.fork_rng(devices=sorted(devices)):
+    with draws_kept(model):
         torch.manual_seed(seed)
         try:
             yield

@@ -13,6 +13,7 @@ from transformers.utils import logging
 from .candidates import Held
 from .graphs import differentiate
 from .inputs import model_loss
+from .kept import draws_kept
 from .replay import Replay
 
 if TYPE_CHECKING:
@@ -153,8 +154,7 @@ class ManyGradients:
         return change <= (1e3 * eps) ** 2 * size
 
     def _replay(self, seed: int) -> Replay:
-        devices = sorted({p.device.index or 0 for p in self.parameters.values() if p.is_cuda})
-        with torch.random.fork_rng(devices=devices):
+        with draws_kept(self.model):
             torch.manual_seed(seed)
             return Replay(self.model, second_order=False)
 
@@ -165,7 +165,7 @@ def has_draws(model: nn.Module, batch: Mapping[str, Any]) -> bool:
         return False
     losses = []
     for seed in (0, 1):
-        with torch.random.fork_rng():
+        with draws_kept(model):
             torch.manual_seed(seed)
             replay = Replay(model, second_order=False)
         with replay.draws(), torch.no_grad():

@@ -13,6 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import PreTrainedModel
 
 from .graphs import hooked
+from .kept import devices_that_draw
 
 
 class Replay:
@@ -40,8 +41,7 @@ class Replay:
                 "silently wrong. Make the model without them (use_liger_kernel=False), or the map "
                 "with second_order=False, and ask it for nothing that differentiates twice."
             )
-        on_gpu = {p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"}
-        self._devices = sorted(on_gpu)
+        self._devices = devices_that_draw(model)
         self._cpu = torch.get_rng_state()
         self._cuda = [torch.cuda.get_rng_state(device) for device in self._devices]
 

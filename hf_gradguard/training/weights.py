@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import Trainer
 
 from ..gradient_map.domain import count_rows
+from ..gradient_map.kept import modes_kept
 from .seams import read
 
 Loss = Callable[[nn.Module, dict[str, Any], float | None], Tensor]
@@ -170,15 +171,10 @@ class LossWeights:
 
     def _losses(self, module: nn.Module, batch: dict[str, Any]) -> tuple[float, float, float]:
         """The loss per item, per two items, and per so many that only B is left."""
-        modes = {part: part.training for part in module.modules()}
-        # no dropout and no batch statistics: the global generator and the buffers stay as they are
-        module.eval()
-        try:
-            with torch.no_grad():
-                one, two, many = (float(self._loss(module, batch, n)) for n in (1, 2, _MANY))
-        finally:
-            for part, mode in modes.items():
-                part.training = mode
+        with modes_kept(module), torch.no_grad():
+            # no dropout and no batch statistics: the generator and the buffers stay as they are
+            module.eval()
+            one, two, many = (float(self._loss(module, batch, n)) for n in (1, 2, _MANY))
         return one, two, many
 
 

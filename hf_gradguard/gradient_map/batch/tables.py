@@ -29,6 +29,7 @@ from torch.utils._pytree import tree_leaves
 from transformers.utils import logging
 
 from ..devices import devices
+from ..kept import draws_kept, modes_kept
 from ..sharding import reshard, whole_parameters
 from .lookups import Lookup, lookups
 from .variation import TOKENS, contents, vary
@@ -298,22 +299,18 @@ def _same(one: list[Tensor], other: list[Tensor]) -> bool:
 @contextmanager
 def _undisturbed(model: nn.Module) -> Iterator[None]:
     """Eval mode; modes, buffers and random draws are put back."""
-    modes = {module: module.training for module in model.modules()}
     buffers = {
         (module, name): (buffer, buffer.clone())
-        for module in modes
+        for module in model.modules()
         for name, buffer in module._buffers.items()
         if buffer is not None
     }
-    devices = {p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"}
-    with torch.random.fork_rng(devices=sorted(devices)):
+    with modes_kept(model) as modules, draws_kept(model):
         try:
-            for module in modes:
+            for module in modules:
                 module.training = False
             yield
         finally:
-            for module, mode in modes.items():
-                module.training = mode
             for (module, name), (buffer, copy) in buffers.items():
                 module._buffers[name] = buffer
                 if not torch.equal(buffer, copy):

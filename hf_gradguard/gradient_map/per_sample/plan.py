@@ -15,6 +15,7 @@ from ..batch.padding import READ, most_padded, real_tokens, shorter
 from ..differences.plan import code_of
 from ..domain import count_rows
 from ..graphs import differentiate
+from ..kept import modes_kept
 from .listening import NotApartError, listen
 from .shares import Share
 
@@ -218,25 +219,23 @@ def _still(gmap: GradientMap, batch: Mapping[str, Any]) -> Iterator[None]:
     """Without dropout. Modules of a model's own code stay as they are, since what they do to a
     batch in training may be something else, unless they draw at random.
     """
-    modes = {part: part.training for part in gmap.model.modules()}
-    for part in modes:
-        part.training = part.training and not _is_of_a_library(part)
-    own = [part for part in modes if part.training]
-    kept = [(b, b.clone()) for part in own for b in part.buffers(recurse=False)]
-    try:
-        if own:
-            with gmap.replay.run():
-                one, other = plain_gradient(gmap, batch), plain_gradient(gmap, batch)
-            apart = _norm({name: one[name] - other[name] for name in one})
-            if not float(apart) <= _tolerance(gmap) * float(_norm(one)):
-                gmap.model.eval()
-        yield
-    finally:
-        for buffer, before in kept:
-            if not torch.equal(buffer, before):
-                buffer.copy_(before)
-        for part, mode in modes.items():
-            part.training = mode
+    with modes_kept(gmap.model) as parts:
+        for part in parts:
+            part.training = part.training and not _is_of_a_library(part)
+        own = [part for part in parts if part.training]
+        kept = [(b, b.clone()) for part in own for b in part.buffers(recurse=False)]
+        try:
+            if own:
+                with gmap.replay.run():
+                    one, other = plain_gradient(gmap, batch), plain_gradient(gmap, batch)
+                apart = _norm({name: one[name] - other[name] for name in one})
+                if not float(apart) <= _tolerance(gmap) * float(_norm(one)):
+                    gmap.model.eval()
+            yield
+        finally:
+            for buffer, before in kept:
+                if not torch.equal(buffer, before):
+                    buffer.copy_(before)
 
 
 def _is_of_a_library(module: nn.Module) -> bool:
