@@ -53,7 +53,7 @@ def main() -> None:
     code = code.replace("batch_size=8", "batch_size=2")
     assert code.count("\n") == 14
     protected = "protect(model, batch, noise, accelerator)"
-    made = 'make_defense("optimal_noise", relative_scale=20.0)'
+    made = 'make_defense("gaussian_noise", relative_scale=20.0)'
     assert protected in code
     assert made in code
     plain = code.replace(protected, "model(**batch).loss; accelerator.backward(loss)")

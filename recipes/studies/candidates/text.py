@@ -10,6 +10,7 @@ who know the defense rank by likelihood, the others by cosine or distance. Each 
 strengths, and the same draws in each. An hour of one core.
 """
 
+from ..lib.intervals import share
 from ..lib.tables import write_table
 from .settings import DEFENSES, MESSAGES, PLAN, QUICK, QUICK_DEFENSES, STATES
 from .task import Task, measured
@@ -61,14 +62,20 @@ def report(figures: dict, args) -> None:
             row = [f"`{defense}`", f"`{strength}`" if strength else "", WHO[knows]]
             for state, size in columns:
                 one = states.get(state, {}).get(size, {}).get(key)
-                row.append(_shown(one) if one else "")
+                row.append(_shown(one, int(size)) if one else "")
             rows.append(row)
     named = [f"{state} model, messages of {size}" for state, size in columns]
     write_table(args.output, ["defense", "strength", "who knows it", *named], rows)
 
 
-def _shown(one: dict) -> str:
-    """Named, mean rank, and found at 1 % false alarms."""
-    top, low, high = (100 * value for value in one["top1"])
+def _shown(one: dict, size: int) -> str:
+    """Named, mean rank, and found at 1 % false alarms. Where all messages are alike, a bootstrap
+    has no width: the interval is that of so many messages then.
+    """
+    top, low, high = one["top1"]
+    if low == high and top in (0, 1):
+        messages = one["members"] // size
+        top, low, high = share(int(top) * messages, messages)
+    top, low, high = (100 * value for value in (top, low, high))
     ends = f" [{low:.0f}, {high:.0f}]" if low == low else ""
     return f"{top:.0f} %{ends}, {one['rank'][0]:.1f}, {100 * one['tpr_1%'][0]:.0f} %"

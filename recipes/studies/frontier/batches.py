@@ -24,10 +24,11 @@ from hf_gradguard.attacks import Observation
 from hf_gradguard.gradient_map.law import Law
 from hf_gradguard.randomness import Stream
 
-from ..lib.tables import interval, write_table
+from ..lib.tables import write_table
 from ..lib.text import of_usual_length, sst2
 from .attackers import told
 from .settings import BATCH
+from .shown import told_of
 from .training import TEXTS, Task
 
 ARGUMENTS = TEXTS
@@ -98,8 +99,8 @@ def _told(cell: dict, listed: list[dict], seen: Sequence[Observation], size: int
 
 def report(figures: dict, args) -> None:
     rows = [
-        [f"`{name}`", count, interval(one["tpr_1%"], 2), f"{median(one['rank']):g}",
-         interval(one["all"], 2)]
+        [f"`{name}`", count, told_of([one["tpr_1%"]], "tpr_1%"), f"{median(one['rank']):g}",
+         told_of([one["all"]], "tpr_1%")]
         for name, found in figures.items()
         for count, one in found.items()
     ]  # fmt: skip

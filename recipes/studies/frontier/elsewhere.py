@@ -102,7 +102,7 @@ def report(figures: dict, args) -> None:
         ending = "_" + name.lower().replace(" ", "_")
         table(found, IMAGE_ATTACKS, named(args.output, ending), tried)
         runs = [places[ACCURACY] for places in found.values() if ACCURACY in places]
-        most = max(apart(one, found["none"][ACCURACY])[2] for one in runs)
+        most = max(apart(one, found["none"][ACCURACY]).mean for one in runs)
         draw(axes, found, Look("tpr_1%", TOLD, -110 * max(most, 0.01)))
         axes.set_title(name)
     for axes in panels.flat[:-1]:

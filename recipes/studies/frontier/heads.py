@@ -25,6 +25,7 @@ one core, a training one to five, TAG two a sentence.
 """
 
 import functools
+import itertools
 
 from ..lib.results import Results
 from ..lib.tables import interval, write_table
@@ -33,6 +34,7 @@ from . import rates
 from .attackers import CHANCE, NOISE_ALONE, attacked
 from .head_training import HeadTask
 from .settings import (
+    CANDIDATES,
     HEAD_ATTACKS,
     HEAD_GRID,
     HEAD_RATE,
@@ -40,8 +42,8 @@ from .settings import (
     QUICK_HEAD,
     QUICK_HEADS,
     RATES_SEED,
-    SEEDS,
     SPREAD,
+    HeadRow,
 )
 from .shown import ACCURACY, PROOF, asked, lost, proofs, read
 from .training import TEXTS
@@ -76,7 +78,7 @@ def cells(args) -> dict:
             rate = HEAD_RATE if args.quick else rates.chosen(results, search)
             if rate is not None:
                 trained = defense | cell | {"learning_rate": rate}
-                found |= _trained(name, trained, row.by, args.quick)
+                found |= _trained(name, trained, row, args.quick)
     # The slow ones come last.
     return dict(sorted(found.items(), key=lambda one: one[1].get("attack") == "tag"))
 
@@ -89,18 +91,20 @@ def _search(results: Results, cell: dict, quick: bool) -> dict[str, dict]:
     return rates.by_rate(common, tried)
 
 
-def _trained(row: str, cell: dict, by: tuple[str, ...], quick: bool) -> dict:
-    """Seeds, and attacks on some rows."""
-    seeds = range(1 if quick else SEEDS)
-    found = {(row, ACCURACY, str(seed)): cell | {"seed": seed} for seed in seeds}
+def _trained(name: str, cell: dict, row: HeadRow, quick: bool) -> dict:
+    """Seeds, and attacks on some of them."""
+    seeds = range(1 if quick else row.seeds)
+    found = {(name, ACCURACY, str(seed)): cell | {"seed": seed} for seed in seeds}
     for attack, (count, settings, stages) in (QUICK_HEADS if quick else HEAD_ATTACKS).items():
-        name, size = attack
-        if name not in by:
+        if attack[0] not in row.by:
             continue
-        for stage in stages:
-            place, own = f"{name}, {size}, {stage}", asked(attack, count, settings, stage)
-            found[row, place, "0"] = one = cell | own | {"seed": 0}
-            if cell["defense"] == "none" and name == "tag":
+        for seed, stage in itertools.product(
+            seeds[: row.attacked if attack == CANDIDATES else 1], stages
+        ):
+            place = f"{attack[0]}, {attack[1]}, {stage}"
+            own = asked(attack, count, settings, stage)
+            found[name, place, str(seed)] = one = cell | own | {"seed": seed}
+            if cell["defense"] == "none" and attack[0] == "tag":
                 found[f"{CHANCE}, {_said(cell)}", place, "0"] = one | {NOISE_ALONE: True}
     return found
 

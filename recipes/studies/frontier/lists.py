@@ -17,12 +17,12 @@ import statistics
 from hf_gradguard import make_defense
 from hf_gradguard.gradient_map.inputs import shared_parameters
 
-from ..lib.tables import interval, write_table
+from ..lib.tables import write_table
 from ..lib.text import of_usual_length, sst2
 from .attackers import attacked
 from .client import Stage
 from .settings import ATTACKS, BATCH, CANDIDATES, QUICK, QUICK_ATTACKS, QUICK_CANDIDATES, STEPS
-from .shown import asked
+from .shown import asked, told_of
 from .training import TEXTS, Task
 
 ARGUMENTS = TEXTS | {"--models": "folder that keeps what was trained"}
@@ -68,7 +68,7 @@ def report(figures: dict, args) -> None:
         [
             strength,
             f"{math.sqrt(one['parameters'] / size) / float(strength):.2g}",
-            interval(one["tpr_1%"], 2),
+            told_of([one["tpr_1%"]], "tpr_1%"),
             f"{statistics.median(one['rank']):g}",
         ]
         for strength, one in figures.items()

@@ -12,12 +12,13 @@ rank. A minute of one core a cell, and three for a training.
 
 from statistics import median
 
-from ..lib.tables import interval, write_table
+from ..lib.tables import write_table
 from ..lib.text import of_usual_length, sst2
 from . import text
 from .attackers import observed, told
 from .client import row_of
 from .lists import at_the_end
+from .shown import told_of
 from .training import Task
 
 ARGUMENTS = text.TRAINED
@@ -61,7 +62,7 @@ def prepare(args):
 
 def report(figures: dict, args) -> None:
     rows = [
-        [f"`{row}`", *(f"{interval(one['tpr_1%'], 2)}, {median(one['rank']):g}"
+        [f"`{row}`", *(f"{told_of([one['tpr_1%']], 'tpr_1%')}, {median(one['rank']):g}"
                        for one in found.values())]
         for row, found in figures.items()
     ]  # fmt: skip

@@ -169,7 +169,8 @@ PUBLIC = 5000  # sentences by which embeddings are whitened
 
 class HeadRow(NamedTuple):
     """Of so many last layers, messages, and phrases per message; with noise of so many times what a
-    phrase is clipped to; attacked by whom.
+    phrase is clipped to; attacked by whom; of how many seeds, of which so many are attacked by
+    lists of messages of 16.
     """
 
     layers: int
@@ -178,10 +179,12 @@ class HeadRow(NamedTuple):
     whitened: bool = False
     multipliers: tuple[float, ...] = (1.5,)
     by: tuple[str, ...] = ()
+    seeds: int = SEEDS
+    attacked: int = 1
 
 
 HEAD_ROWS = [
-    HeadRow(4, 1600, 1024, True, (1.5, 2.0), ("candidates",)),
+    HeadRow(4, 1600, 1024, True, (1.5, 2.0), ("candidates",), seeds=5, attacked=5),
     HeadRow(4, 1600, 1024),
     HeadRow(4, 6400, 256, True, by=("candidates",)),
     HeadRow(4, 6400, 256),

@@ -2,17 +2,33 @@
 
 import itertools
 import re
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from ..lib.tables import bracketed, interval, plt, save, write_table
+from ..lib.intervals import Interval, over_seeds, paired
+from ..lib.tables import interval, plt, save, write_table
 from .attackers import OTHERS
 from .client import row_of
 from .settings import DELTA, GATHERED, STAGES
 
 ACCURACY, GRAY, PROOF = "accuracy", "a gray image", f"ε at δ = {DELTA:g}"
-SCORES = {"token_f1": 2, "psnr": 1, "tpr_1%": 2}  # what tables show of them: digits
+
+
+class Score(NamedTuple):
+    """What tables show of a score: its digits, and of which kind it is to `over_seeds`."""
+
+    digits: int
+    kind: str
+
+
+ONE_SEED = " (1 seed)"  # an interval over samples alone
+SCORES = {
+    "token_f1": Score(2, "part"),
+    "psnr": Score(1, "decibels"),
+    "tpr_1%": Score(2, "shares"),
+}
 
 
 class Look(NamedTuple):
@@ -72,21 +88,14 @@ def fitting(found: dict) -> dict:
 
 def lost(runs: dict, plain: dict) -> str:
     """The undefended runs' accuracy less this one's, with its interval."""
-    return bracketed(apart(runs, plain), ".3f") if runs.keys() & plain.keys() else ""
+    seeds = len(runs.keys() & plain.keys())
+    return apart(runs, plain).said() + ONE_SEED * (seeds == 1) if seeds else ""
 
 
-def apart(runs: dict, plain: dict) -> list[float]:
-    """The same as numbers. The 95 % bootstrap interval is over seeds and samples, paired in
-    both.
-    """
+def apart(runs: dict, plain: dict) -> Interval:
+    """The same as numbers, paired by seed and sample."""
     seeds = sorted(runs.keys() & plain.keys())
-    lost = np.stack([_bits(plain[s]) - _bits(runs[s]) for s in seeds])
-    draws, means, count = np.random.default_rng(0), [], lost.shape[1]
-    for _ in range(2000):
-        some = lost[draws.integers(len(seeds), size=len(seeds))].sum(0)
-        times = np.bincount(draws.integers(count, size=count), minlength=count)
-        means.append(some @ times / lost.size)
-    return [float(lost.mean()), *map(float, np.quantile(means, [0.025, 0.975]))]
+    return paired(np.stack([_bits(plain[s]) - _bits(runs[s]) for s in seeds]))
 
 
 def _bits(run: dict) -> np.ndarray:
@@ -104,19 +113,31 @@ def proofs(figures: dict) -> dict[str, str]:
 
 
 def read(runs: dict) -> str:
-    """Mean with a 95 % interval over all samples of all seeds: token F1, PSNR, or of candidates the
-    share that is told. After token F1 that with other sentences, where it is known.
+    """Mean with its interval: token F1, PSNR, or of candidates the share that is told. After token
+    F1 that with other sentences, where it is known.
     """
-    for name, digits in SCORES.items():
+    for name in SCORES:
         if values := _scores(runs, name):
             others = _scores(runs, OTHERS)
-            by_chance = f" ({np.mean(others):.{digits}f})" if len(others) == len(values) else ""
-            return interval(values, digits) + by_chance
+            if not others or list(map(len, others)) != list(map(len, values)):
+                return told_of(values, name)
+            by_chance = np.mean(np.concatenate(others))
+            return f"{told_of(values, name)} ({by_chance:.{SCORES[name].digits}f})"
     return ""
 
 
-def _scores(runs: dict, name: str) -> list[float]:
-    return [f for run in runs.values() for f in run.get(name, [])]
+def told_of(values: Sequence[Sequence[float]], name: str) -> str:
+    """The same of one score's values, by seed."""
+    score = SCORES[name]
+    every = {value for group in values for value in group}
+    if score.kind == "part" and len(every) == 1:  # no interval can be told from values alike
+        return f"{every.pop():.{score.digits}f} (all {sum(map(len, values))})"
+    return over_seeds(values, score.kind).said(score.digits)
+
+
+def _scores(runs: dict, name: str) -> list[list[float]]:
+    """By seed."""
+    return [run[name] for run in runs.values() if run.get(name)]
 
 
 def table(figures: dict, attacks: dict, output, more: dict[str, dict[str, str]]) -> None:
@@ -162,24 +183,27 @@ def draw(axes, figures: dict, look: Look) -> None:
         read_by = [_scores(runs, look.score) for name, runs in found.items() if name != ACCURACY]
         if not any(read_by):
             continue
-        worst = max((scores for scores in read_by if scores), key=np.mean)
+        worst = max(
+            (over_seeds(scores, SCORES[look.score].kind) for scores in read_by if scores),
+            key=lambda found: found.mean,
+        )
         if row == GRAY:
-            guess = float(np.mean(worst))
+            guess = worst.mean
             axes.axvline(guess, color="gray", linestyle=":", label=GRAY)
         elif ACCURACY in found and "noise_multiplier" not in row:
             kind, _, strength = row.partition(" ")
             points.setdefault(kind, []).append((strength, worst, apart(found[ACCURACY], plain)))
     names: list[tuple[str, tuple[float, float], str]] = []
     for number, (kind, some) in enumerate(points.items()):
-        x = [max(float(np.mean(scores)), guess) for _, scores, _ in some]
-        means = [-100 * mean for _, _, (mean, _, _) in some]
+        x = [max(worst.mean, guess) for _, worst, _ in some]
+        means = [-100 * lost.mean for _, _, lost in some]
         y = [max(mean, look.lowest) for mean in means]
         shown = [mean > look.lowest for mean in means]
         bars = [
-            [100 * (high - mean) * there, 100 * (mean - low) * there]
-            for there, (_, _, (mean, low, high)) in zip(shown, some, strict=True)
+            [100 * side * there for side in reversed(lost.bar)]
+            for there, (_, _, lost) in zip(shown, some, strict=True)
         ]
-        wide = [1.96 * np.std(scores) / len(scores) ** 0.5 for _, scores, _ in some]
+        wide = np.transpose([worst.bar for _, worst, _ in some])
         color = f"C{number}"
         style = {
             "color": color,

@@ -6,7 +6,8 @@ import numpy as np
 
 from hf_gradguard.leakage import mse_bound_from_rdp, subsampling_factor
 
-from ..lib.tables import half_width, interval, plt, save
+from ..lib.intervals import half_width
+from ..lib.tables import interval, plt, save
 from .clipped import rdp
 
 COLORS = {"RDP": "tab:blue", "largest dFIL": "tab:red", "median dFIL": "tab:orange"}

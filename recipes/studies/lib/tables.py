@@ -5,14 +5,14 @@ from pathlib import Path
 
 import matplotlib
 import numpy as np
-import scipy.stats
 
+from .intervals import half_width
 from .results import named
 
 matplotlib.use("agg")
 from matplotlib import pyplot as plt
 
-__all__ = ["bracketed", "half_width", "interval", "plt", "save", "summary", "write_table"]
+__all__ = ["bracketed", "interval", "plt", "save", "summary", "write_table"]
 
 
 def write_table(output: Path, header: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
@@ -51,8 +51,3 @@ def interval(values: Sequence[float], digits: int = 3) -> str:
     if len(values) < 2:
         return f"{values[0]:.{digits}f}"
     return f"{np.mean(values):.{digits}f} ± {half_width(values):.{digits}f}"
-
-
-def half_width(values: Sequence[float]) -> float:
-    """Of the 95 % interval of a mean (Student's t)."""
-    return float(scipy.stats.t.ppf(0.975, len(values) - 1) * scipy.stats.sem(values))

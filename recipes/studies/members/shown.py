@@ -6,8 +6,9 @@ from pathlib import Path
 import numpy as np
 
 from ..frontier.shown import PROOF
+from ..lib.intervals import half_width
 from ..lib.results import named
-from ..lib.tables import half_width, interval, plt, save, write_table
+from ..lib.tables import interval, plt, save, write_table
 from .settings import NOISE, STOPPED
 from .telling import ATTACKERS
 

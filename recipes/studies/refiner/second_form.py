@@ -29,8 +29,9 @@ from hf_gradguard.attacks import Observation, make_attack
 from hf_gradguard.metrics import score_text
 from hf_gradguard.randomness import Stream
 
-from ..frontier.shown import lost
+from ..frontier.shown import lost, told_of
 from ..frontier.training import TEXTS, Task
+from ..lib.intervals import share
 from ..lib.tables import interval, write_table
 from ..lib.text import batches_of_one, of_usual_length, sst2
 from .federation import flat
@@ -222,9 +223,15 @@ def report(figures: dict, args) -> None:
         cells = [interval([one["accuracy"] for one in runs.values()]) if runs else ""]
         cells += [lost(runs, plain)]
         if reads:
-            first = [float(rank == 0) for rank in whole("rank")]
-            cells += [f"{statistics.mean(whole('cosine')):.2f}", interval(whole("token_f1"), 2)]
-            cells += [interval(first, 2), f"{statistics.median(whole('rank')):g}"]
+            first = [rank == 0 for rank in whole("rank")]
+            cells += [
+                f"{statistics.mean(whole('cosine')):.2f}",
+                told_of([whole("token_f1")], "token_f1"),
+            ]
+            cells += [
+                share(sum(first), len(first)).said(2),
+                f"{statistics.median(whole('rank')):g}",
+            ]
         rows.append([row, *cells, *[""] * (6 - len(cells))])
     header = ["accuracy", "less than none", "cosine", "span, token F1", "sentence is first of 64"]
     write_table(args.output, ["", *header, "its rank, median"], rows)
@@ -237,7 +244,7 @@ def report(figures: dict, args) -> None:
     table = []
     for key, found in ranks.items():
         others = words - 1 if key[1] == "word" else listed - int(key[1])
-        first = interval([float(rank == 0) for rank in found], 2)
+        first = share(sum(rank == 0 for rank in found), len(found)).said(2)
         before = interval([1 - rank / others for rank in found], 2)
         median = f"{statistics.median(found):g}"
         table.append([key[0], said(key[1]), *key[2:], first, median, before])

@@ -1,0 +1,83 @@
+"""95 % intervals of means over samples and over trainings."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from scipy.stats import binomtest, sem, t
+
+
+class Interval(NamedTuple):
+    """A mean and its interval; `None` where one value gives none."""
+
+    mean: float
+    low: float | None = None
+    high: float | None = None
+
+    def said(self, digits: int = 3) -> str:
+        """As tables show it."""
+        if self.low is None:
+            return f"{self.mean:.{digits}f}"
+        return f"{self.mean:.{digits}f} [{self.low:.{digits}f}, {self.high:.{digits}f}]"
+
+    @property
+    def bar(self) -> tuple[float, float]:
+        """How far it reaches to either side."""
+        if self.low is None or self.high is None:
+            return 0.0, 0.0
+        return self.mean - self.low, self.high - self.mean
+
+
+def half_width(values: Sequence[float]) -> float:
+    """Of the interval of a mean (Student's t)."""
+    return float(t.ppf(0.975, len(values) - 1) * sem(values))
+
+
+def student(values: Sequence[float], limits: tuple[float, float] = (-np.inf, np.inf)) -> Interval:
+    """Of a mean of values between limits."""
+    mean = float(np.mean(values))
+    if len(values) < 2:
+        return Interval(mean)
+    half = half_width(values)
+    return Interval(mean, max(limits[0], mean - half), min(limits[1], mean + half))
+
+
+def share(found: int, of: int) -> Interval:
+    """Of so many: Clopper and Pearson's, which has a width also where none or all were found."""
+    exact = binomtest(found, of).proportion_ci()
+    return Interval(found / of, float(exact.low), float(exact.high))
+
+
+def over_seeds(groups: Sequence[Sequence[float]], kind: str) -> Interval:
+    """Of what attackers read of samples, in trainings of several seeds: at either end the wider of
+    the interval over samples and that over the trainings' means. Samples of one training have its
+    luck in common, and few trainings may be alike by chance.
+
+    Args:
+        groups: Samples by training.
+        kind: `"shares"` of zeros and ones; `"part"`, between 0 and 1; else anything.
+    """
+    every = [value for group in groups for value in group]
+    limits = (0.0, 1.0) if kind in ("shares", "part") else (-np.inf, np.inf)
+    shares = kind == "shares"
+    found = share(round(sum(every)), len(every)) if shares else student(every, limits)
+    if len(groups) < 2 or found.low is None or found.high is None:
+        return found
+    half = half_width([float(np.mean(group)) for group in groups])
+    low, high = max(limits[0], found.mean - half), min(limits[1], found.mean + half)
+    return Interval(found.mean, min(found.low, low), max(found.high, high))
+
+
+def paired(differences: np.ndarray) -> Interval:
+    """Of `(seeds, samples)`, what two trainings of a seed differ by on each of the same samples.
+
+    Student's half-width over seeds, and that over samples of their means over seeds, as squares
+    added up: another training would differ, and so would other samples. Of one seed it is over
+    samples alone.
+    """
+    seeds, samples = differences.mean(1), differences.mean(0)
+    half = half_width(samples.tolist())
+    if len(seeds) > 1:
+        half = float(np.hypot(half, half_width(seeds.tolist())))
+    mean = float(differences.mean())
+    return Interval(mean, mean - half, mean + half)
