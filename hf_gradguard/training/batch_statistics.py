@@ -50,7 +50,7 @@ def warn_of_statistics(model: nn.Module, choice: str) -> None:
             f"{next(iter(layers))!r}). Each rank's stay its own; rank 0's are saved with the "
             "model, so publishing it publishes them. Group normalization has none; "
             "batch_statistics='frozen' takes those that the model came with; 'shared' averages "
-            "them over ranks."
+            "them over ranks. In a loop of your own put these layers in eval mode."
         )
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from transformers import TrainingArguments, trainer
+from transformers import trainer
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.utils import logging
 
@@ -143,30 +143,6 @@ def newest_complete(folder: Path, accelerator: Accelerator) -> str | None:
         )
         return None
     return str(folder / f"{_PREFIX}{step}")
-
-
-@contextmanager
-def without_noise_seed(args: TrainingArguments) -> Iterator[None]:
-    """While arguments are saved beside a model: whoever has the seed has all noise.
-
-    Example:
-        >>> from hf_gradguard import GradGuardConfig
-        >>> args = GradGuardConfig("out", noise_seed=7)
-        >>> with without_noise_seed(args):
-        ...     print(args.noise_seed)
-        None
-        >>> args.noise_seed
-        7
-    """
-    seed = getattr(args, "noise_seed", None)
-    if seed is None:
-        yield
-        return
-    args.noise_seed = None
-    try:
-        yield
-    finally:
-        args.noise_seed = seed
 
 
 @contextmanager

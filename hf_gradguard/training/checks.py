@@ -13,13 +13,12 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import nn
 from torch._dynamo import OptimizedModule
-from torch.utils.data import IterableDataset
 from transformers import DataCollatorWithFlattening, TrainingArguments
 
 from ..defenses import Defense
 from ..defenses.dp import DPSGD
 from .bases import base_refusals
-from .partition import is_of_datasets
+from .dispatch import DISPATCHED, is_iterable
 from .seams import read
 
 if TYPE_CHECKING:
@@ -255,14 +254,10 @@ def _accelerator_refusals(accelerator: Accelerator, train_dataset: Any) -> Itera
             "DDP communication hooks: protected gradients are averaged by the Trainer, not by DDP, "
             "so the hook would never run. Leave comm_hook unset."
         )
-    if accelerator.num_processes > 1 and train_dataset is not None:
+    if accelerator.num_processes > 1:
         dispatch = accelerator.dataloader_config.dispatch_batches
         if dispatch or (dispatch is None and is_iterable(train_dataset)):
-            yield (
-                "dispatched batches: rank 0 would read everybody's data and send it, unprotected, "
-                "to the other ranks. Set accelerator_config={'dispatch_batches': False} (it is on "
-                "by default for iterable data sets)."
-            )
+            yield DISPATCHED
 
 
 def _leakage_refusals(
@@ -296,11 +291,6 @@ def _leakage_refusals(
 
 def _clips_by_norm(defense: Defense) -> bool:
     return isinstance(defense, DPSGD) and defense.clip_by == "norm" and defense.scale is not None
-
-
-def is_iterable(dataset: Any) -> bool:
-    """Whether a data set has no rows that could be drawn."""
-    return isinstance(dataset, IterableDataset) or is_of_datasets(dataset, "IterableDataset")
 
 
 PADDING_FREE = (

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import copy
 import math
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 from transformers import TrainingArguments
 from transformers.hf_argparser import string_to_bool
@@ -243,6 +244,21 @@ class GradGuardConfig(TrainingArguments):
     def to_dict(self) -> dict[str, Any]:
         """As in `TrainingArguments`, but for `noise_seed`: trackers log it, and cards show it."""
         return super().to_dict() | {"noise_seed": None}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What is pickled, as `training_args.bin` is: without `noise_seed`."""
+        return vars(self) | {"noise_seed": None}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """A copy in this process has all."""
+        memo[id(self)] = copied = copy.copy(self)
+        copied.__dict__ = copy.deepcopy(self.__dict__, memo)
+        return copied
+
+    def __copy__(self) -> Self:
+        copied = type(self).__new__(type(self))
+        copied.__dict__ = dict(self.__dict__)
+        return copied
 
     def check(self) -> None:
         """Refuse what cannot be meant. Runs again when training begins, so that a later change is

@@ -16,7 +16,6 @@ from .checkpoints import (
     OURS,
     begin_checkpoint,
     list_checkpoint,
-    without_noise_seed,
     without_private_files,
 )
 from .partition import is_of_datasets
@@ -220,12 +219,8 @@ class SeamTrainer(RenamedWeightsTrainer):
         with without_private_files():
             return super().push_to_hub(*args, **kwargs)
 
-    def _save(self, *args: Any, **kwargs: Any) -> None:
-        with without_noise_seed(self.args):
-            super()._save(*args, **kwargs)
-
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        with without_private_files(), without_noise_seed(self.args):
+        with without_private_files():
             super()._push_from_checkpoint(checkpoint_folder)
 
     def _checkpoint_push_skip_names(self, checkpoint_folder: str) -> set[str]:

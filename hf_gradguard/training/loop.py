@@ -18,6 +18,7 @@ from ..gradient_map.devices import ONE, Devices, of_client
 from ..gradient_map.domain import check_batch
 from ..gradient_map.inputs import LossFunction, model_loss
 from ..gradient_map.sharding import devices_of, local, whole_of
+from .batch_statistics import warn_of_statistics
 from .checks import check_model
 from .dropout import private_draws
 from .exchange import average
@@ -158,6 +159,7 @@ class _Loop:
             elif hasattr(given, "all_reduce") and not isinstance(given, Accelerator):
                 carrier = _FabricRanks(given)
             self._ranks, self._tables = (given, carrier), None
+            warn_of_statistics(module, "local")
         return self._ranks[1]
 
     def tables(self, ranks: Any) -> AgreedTables:
@@ -179,18 +181,20 @@ class _Loop:
         return defense
 
 
-def _bare(model: nn.Module) -> nn.Module:
+def _bare(model: Any) -> nn.Module:
     """The module inside a wrapper that would exchange gradients by itself."""
-    wrapped = isinstance(model, nn.parallel.DistributedDataParallel)
-    if not wrapped and type(model).__name__ != "_FabricModule":
-        return model
+    module: nn.Module = model
+    wrapped = isinstance(module, nn.parallel.DistributedDataParallel)
+    if not wrapped and type(module).__name__ != "_FabricModule":
+        return module
     if wrapped:
         logger.warning_once(
             "The model is wrapped in DistributedDataParallel, whose reducer is not used: it would "
             "average true gradients. protect() averages protected ones."
         )
-    inner: Any = model.module
-    return _bare(inner)
+        # Else its next forward pass, say of an evaluation, sends rank 0's statistics of its data.
+        model.broadcast_buffers = False
+    return _bare(model.module)
 
 
 _LOOPS: WeakKeyDictionary[nn.Module, _Loop] = WeakKeyDictionary()

@@ -13,6 +13,7 @@ from transformers.utils import logging
 from ..gradient_map.devices import ONE, Devices
 from ..gradient_map.sharding import Shards
 from .checks import check_accelerator
+from .dispatch import check_loader
 from .secure_aggregation import SecureAggregation
 
 logger = logging.get_logger(__name__)
@@ -104,6 +105,8 @@ def check_mesh(
         return
     if isinstance(accelerator, Accelerator):
         check_accelerator(accelerator)
+        for loader in accelerator._dataloaders:
+            check_loader(loader)
     if clients is not None:
         raise ValueError("Pass accelerator or clients, not both: each says what is averaged over.")
     if client is not ONE:

@@ -24,8 +24,8 @@ from transformers.utils import logging
 
 from ..defenses import Chain, Defense
 from ..leakage import PrivacyAccount, dp_sgd_noise_multiplier
-from .checks import is_iterable
 from .clients import ClientBatch, divide, round_sampler
+from .dispatch import is_iterable
 from .guarded import GuardedTrainer
 from .partition import Rows
 from .poisson import DUMMY, PoissonSampler
@@ -244,8 +244,13 @@ class PrivateRowsTrainer(GuardedTrainer):
         return batches if self.private_rows is None else self.private_rows.counted(batches)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """As in `Trainer`, with ε so far beside the training loss."""
+        """As in `Trainer`, with ε so far beside the training loss. What the defense did to messages
+        is left out: how many rows were drawn and clipped, and how long it took, are no secret that
+        ε covers.
+        """
         if self.private_rows is not None and ("loss" in logs or "train_loss" in logs):
+            for name in [name for name in logs if name.startswith("defense/")]:
+                del logs[name]
             logs.update(self.private_rows.figures())
         super().log(logs, *args, **kwargs)
 

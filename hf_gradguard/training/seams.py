@@ -97,7 +97,6 @@ SEAMS = (
     ),
     Seam(_TRAINER, "_save_checkpoint", "training/hooks.py marks complete checkpoints"),
     Seam(_TRAINER, "_push_from_checkpoint", "training/hooks.py pushes no private files"),
-    Seam(_TRAINER, "_save", "training/hooks.py writes no seed of noise beside a model"),
     Seam("transformers.trainer", "hf_api", "training/checkpoints.py leaves out private files"),
     Seam(_TRAINER, "_get_output_dir", "training/hooks.py finds the folder of a checkpoint"),
     Seam(_TRAINER, "_load_from_checkpoint", "training/hooks.py finds renamed weights"),
@@ -122,6 +121,9 @@ SEAMS = (
         "torch.nn.modules.instancenorm",
         "_InstanceNorm",
         "gradient_map/per_sample/clipping.py tells what mixes samples",
+    ),
+    Seam(
+        "accelerate:Accelerator", "_dataloaders", "training/mesh.py refuses loaders that dispatch"
     ),
     Seam("torch:UntypedStorage", "_cdata", "gradient_map/batch/tables.py tells storages apart"),
     Seam(

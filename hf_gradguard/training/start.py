@@ -13,6 +13,7 @@ from transformers import TrainerCallback, TrainingArguments
 from transformers.utils import logging
 
 from ..leakage.received import ADVICE, check_received
+from .dispatch import check_loader
 
 _MOST = 10  # findings that are listed
 
@@ -111,6 +112,7 @@ class StartAlike(TrainerCallback):
         self, args: TrainingArguments, *_: Any, model: nn.Module, **kwargs: Any
     ) -> None:
         if args.world_size > 1:
+            check_loader(kwargs.get("train_dataloader"))  # also of a class of the user's own
             check_agreed(agreed_upon(args, model), args.device)
             # later on buffers hold statistics of rank 0's data
             buffers = [] if self._started else list(model.buffers())

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import recording
 import torch
+from accelerate import Accelerator
 from examples import example_names
 from launcher import begin, finish
 from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
 
-from hf_gradguard import protect
+from hf_gradguard import GradGuardConfig, GradGuardTrainer, protect
+from hf_gradguard.testing.small import small_image_task, small_text_task
 
 try:  # here, where it is imported for all ranks at once
     from lightning_fabric import Fabric
@@ -71,8 +75,64 @@ def main() -> None:
             "checksum": [float(tensor.double().sum()) for tensor in noisy.values()],
             "sizes": [len(tensor) for name, tensor in group.sent if name == "allreduce"],
             "fabric": by_fabric(),
+            "evaluated": evaluated(group),
+            "dispatched": dispatched(group, folder / "out"),
         },
     )
+
+
+class Endless(IterableDataset):
+    """Rows of this rank's own."""
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        for number in range(64):
+            row = torch.arange(4, 10) + number % 8
+            yield {
+                "input_ids": row,
+                "attention_mask": row.sign(),
+                "labels": torch.tensor(number % 3),
+            }
+
+
+class OwnLoader(GradGuardTrainer):
+    """Its loader is no business of the Trainer's."""
+
+    def get_train_dataloader(self) -> DataLoader:
+        return self.accelerator.prepare(DataLoader(Endless(), batch_size=4))
+
+
+def dispatched(group: recording.Recorder, folder: Path) -> dict[str, Any]:
+    """How loops over loaders that send batches end, and what was sent."""
+    accelerator, (model, batch, _) = Accelerator(cpu=True), small_text_task()
+    group.sent, group.on = [], True
+    accelerator.prepare(DataLoader(Endless(), batch_size=4))
+    found = {"loop": refusal(lambda: protect(model, batch, "gaussian_noise", accelerator))}
+    args = GradGuardConfig(str(folder), max_steps=1, use_cpu=True, report_to="none")
+    found["trainer"] = refusal(OwnLoader(model, args, defense="gaussian_noise").train)
+    group.on = False
+    return found | {"sent": sum(t.dtype == torch.int64 and len(t) >= 24 for _, t in group.sent)}
+
+
+def refusal(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except NotImplementedError as error:
+        return str(error)
+    return ""
+
+
+def evaluated(group: recording.Recorder) -> list[str]:
+    """What an evaluation sends after a protected step of a model with batch statistics."""
+    accelerator, (model, batch, _) = Accelerator(cpu=True), small_image_task()
+    assert any(isinstance(part, nn.BatchNorm2d) for part in model.modules())
+    wrapped = accelerator.prepare(model.train())
+    assert isinstance(wrapped, nn.parallel.DistributedDataParallel)
+    protect(wrapped, batch, "gaussian_noise", accelerator)
+    group.sent, group.on = [], True
+    with torch.no_grad():
+        wrapped.eval()(**batch)
+    group.on = False
+    return [kind for kind, _ in group.sent]
 
 
 def by_fabric() -> list[float] | None:

@@ -36,6 +36,18 @@ def test_it_sends_messages_alone(reports: list[dict[str, Any]]) -> None:
         assert len(set(messages)) == 1
 
 
+def test_evaluation_sends_no_batch_statistics(reports: list[dict[str, Any]]) -> None:
+    """DDP's forward pass would send rank 0's, which hold its private activations."""
+    assert [report["evaluated"] for report in reports] == [[], []]
+
+
+def test_no_loader_sends_batches_for_others(reports: list[dict[str, Any]]) -> None:
+    for report in reports:
+        for way in ("loop", "trainer"):
+            assert "dispatch_batches" in report["dispatched"][way], way
+        assert not report["dispatched"]["sent"]
+
+
 def test_fabric_averages_over_ranks(reports: list[dict[str, Any]]) -> None:
     if reports[0]["fabric"] is None:
         pytest.skip("lightning-fabric is not installed")

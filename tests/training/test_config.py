@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,21 @@ def test_defaults_protect_nothing_by_silence() -> None:
     assert config.clients_per_process == 1
     assert config.noise_seed is None
     assert config.model_name_or_path is None
+
+
+def test_a_pickled_config_has_no_seed_of_noise() -> None:
+    """Trackers pickle arguments beside a model by themselves; a copy in this process has all."""
+    config = make(noise_seed=7, weight_decay=0.5)
+    loaded = pickle.loads(pickle.dumps(config))
+    assert (loaded.noise_seed, loaded.weight_decay) == (None, 0.5)
+    for copied in (copy.copy(config), copy.deepcopy(config), dataclasses.replace(config)):
+        assert (copied.noise_seed, copied.weight_decay) == (7, 0.5)
+        assert type(copied) is GradGuardConfig
+    first = make(defense="pruning", defense_kwargs={"ratio": 0.5})
+    copied = copy.deepcopy(first)
+    assert copied.defense_kwargs is not None
+    copied.defense_kwargs["ratio"] = 0.9
+    assert first.defense_kwargs == {"ratio": 0.5}
 
 
 def test_training_arguments_keep_their_defaults() -> None:

@@ -83,6 +83,14 @@ def test_a_batch_is_fetched_at_once(
     assert torch.equal(*weights)
 
 
+def test_the_log_says_nothing_of_the_rows_that_were_drawn(tmp_path: Path) -> None:
+    """How many there were is secret: ε is of rows that nobody sees drawn."""
+    trained = trainer(tmp_path, private(delta=1e-5))
+    trained.train()
+    ours = {name for row in trained.state.log_history for name in row if "defense" in name}
+    assert ours == {"defense/epsilon"}
+
+
 # --- rows
 
 
