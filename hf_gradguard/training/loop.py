@@ -16,9 +16,10 @@ from ..defenses.none import NoDefense
 from ..gradient_map import GradientMap
 from ..gradient_map.devices import ONE, Devices, of_client
 from ..gradient_map.domain import check_batch
+from ..gradient_map.exchanges import no_exchange
 from ..gradient_map.inputs import LossFunction, model_loss
 from ..gradient_map.sharding import devices_of, local, whole_of
-from .batch_statistics import warn_of_statistics
+from .batch_statistics import BufferGuard, warn_of_statistics
 from .checks import check_model
 from .dropout import private_draws
 from .exchange import average
@@ -86,7 +87,7 @@ def protect(
     ranks, loss_fn = loop.ranks(accelerator, clients, module, client), loss_fn or model_loss
     defense = loop.prepared(module, defense, client)
     check_batch(module, batch, defense.needs_input)
-    with of_client(client):
+    with of_client(client), loop.buffers.watch(module):
         if ranks is not None:
             loop.tables(ranks).settle(module, batch, loss_fn, secure)
         gmap, message = _message(module, batch, defense, loss_fn, client)
@@ -121,7 +122,8 @@ def _message(
     noise, _, dropout = Draws().at(0)
     noise = client.new_message(noise)
     device = next(module.parameters()).device
-    with private_draws(None if isinstance(defense, NoDefense) else dropout, device):
+    dropout = None if isinstance(defense, NoDefense) else dropout
+    with no_exchange(module), private_draws(dropout, device):
         gmap = defense.gradient_map(module, batch, loss_fn=loss_fn)
         return gmap, defense(gmap, noise)
 
@@ -143,7 +145,7 @@ class _Loop:
     """What is kept of a model's loop."""
 
     def __init__(self) -> None:
-        self.rows = RowGuard()
+        self.rows, self.buffers = RowGuard(), BufferGuard()
         self._named: dict[str, Defense] = {}
         self._last: Defense | None = None
         self._ranks: tuple[Any, Any] = None, None

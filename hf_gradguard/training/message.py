@@ -17,6 +17,7 @@ from ..defenses import Defense
 from ..defenses.none import NoDefense
 from ..gradient_map.inputs import LossFunction
 from ..randomness import Stream
+from .batch_statistics import BufferGuard
 from .clients import ClientBatch
 from .dropout import private_draws
 from .ledger import Ledger
@@ -101,7 +102,7 @@ class MessageMaker:
     ) -> None:
         self._draws, self._meter, self._ledger = draws, meter, ledger
         self._names: dict[int, str] = {}
-        self._rows = RowGuard()
+        self._rows, self._buffers = RowGuard(), BufferGuard()
         self._share_input_embeddings, self._withhold = share_input_embeddings, withhold
         self._figures: dict[str, list[float]] = defaultdict(list)
 
@@ -133,15 +134,16 @@ class MessageMaker:
         probes: Stream,
     ) -> Tensor:
         measured = self._meter.measures(step)
-        gmap = client.defense.gradient_map(
-            module,
-            client.batch,
-            measured,
-            loss_fn=loss_fn,
-            share_input_embeddings=self._share_input_embeddings,
-            withhold=self._withhold,
-        )
-        gradient = gmap.gradient()
+        with self._buffers.watch(module):
+            gmap = client.defense.gradient_map(
+                module,
+                client.batch,
+                measured,
+                loss_fn=loss_fn,
+                share_input_embeddings=self._share_input_embeddings,
+                withhold=self._withhold,
+            )
+            gradient = gmap.gradient()
         norm = _norm(gradient)  # waits for the device: what follows times the defense alone
         start = time.perf_counter()
         before = client.defense.state_dict() if measured else {}

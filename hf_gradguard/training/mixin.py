@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 from transformers import TrainingArguments
 
 from ..defenses import Defense
+from ..gradient_map.exchanges import no_exchange
 from ..gradient_map.inputs import shared_parameters
 from ..gradient_map.trials import forget
 from ..leakage import FisherAccountant
@@ -231,7 +232,7 @@ class GradGuardMixin(PrivateRowsTrainer):
         count = None if items is None else torch.tensor(items, device=self.args.device)
         counts = self._logs_next and torch.is_grad_enabled()
         self._logs_next = self._logs_next and not counts
-        with self.compute_loss_context_manager(), alone(self, counts):
+        with self.compute_loss_context_manager(), alone(self, counts), no_exchange(self.model):
             return self.compute_loss(module, dict(batch), num_items_in_batch=count)
 
     def _clients_of(

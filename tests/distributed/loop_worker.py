@@ -10,6 +10,7 @@ from typing import Any
 import recording
 import torch
 from accelerate import Accelerator
+from accelerate.utils import reduce
 from examples import example_names
 from launcher import begin, finish
 from torch import nn
@@ -77,6 +78,7 @@ def main() -> None:
             "fabric": by_fabric(),
             "evaluated": evaluated(group),
             "dispatched": dispatched(group, folder / "out"),
+            "exchanging": exchanging(group, folder / "out"),
         },
     )
 
@@ -133,6 +135,35 @@ def evaluated(group: recording.Recorder) -> list[str]:
         wrapped.eval()(**batch)
     group.on = False
     return [kind for kind, _ in group.sent]
+
+
+class Counting(nn.Module):
+    """Its loss is a mean over all ranks' objects, as those of detection are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(12, 2)
+
+    def forward(self, pixel_values: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        count = reduce((labels > 0).sum().float(), "mean")
+        logits = self.linear(pixel_values.flatten(1))
+        return {"loss": nn.functional.cross_entropy(logits, labels, reduction="sum") / count}
+
+
+def exchanging(group: recording.Recorder, folder: Path) -> dict[str, Any]:
+    """How training a model ends that exchanges in its loss, and what was sent."""
+    accelerator, model = Accelerator(cpu=True), Counting()
+    batch = {"pixel_values": torch.rand(4, 3, 2, 2), "labels": torch.tensor([0, 1, 1, 0])}
+    rows = [{name: value[i] for name, value in batch.items()} for i in range(4)]
+    group.sent, group.on = [], True
+    found = {"loop": refusal(lambda: protect(model, batch, "gaussian_noise", accelerator))}
+    loops = len(group.sent)
+    args = GradGuardConfig(str(folder), max_steps=1, use_cpu=True, report_to="none")
+    trainer = GradGuardTrainer(model, args, defense="gaussian_noise", train_dataset=rows)
+    found["trainer"] = refusal(trainer.train)
+    group.on = False
+    floats = [t for _, t in group.sent if t.is_floating_point() and len(t) == 1]
+    return found | {"sent": loops + len(floats)}
 
 
 def by_fabric() -> list[float] | None:

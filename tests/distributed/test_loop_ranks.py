@@ -48,6 +48,14 @@ def test_no_loader_sends_batches_for_others(reports: list[dict[str, Any]]) -> No
         assert not report["dispatched"]["sent"]
 
 
+def test_no_loss_exchanges(reports: list[dict[str, Any]]) -> None:
+    """Models of detection send how many objects a batch has."""
+    for report in reports:
+        for way in ("loop", "trainer"):
+            assert "Counting calls torch.distributed.all_reduce" in report["exchanging"][way], way
+        assert not report["exchanging"]["sent"]
+
+
 def test_fabric_averages_over_ranks(reports: list[dict[str, Any]]) -> None:
     if reports[0]["fabric"] is None:
         pytest.skip("lightning-fabric is not installed")

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import LABELS, image_batch, make_task
-from torch import nn
+from torch import Tensor, nn
 from transformers import ResNetConfig, ResNetForImageClassification
 
-from hf_gradguard import GradGuardConfig, GradGuardTrainer
+from hf_gradguard import GradGuardConfig, GradGuardTrainer, protect
 from hf_gradguard.training.batch_statistics import CHOICES, tracking_layers
 from hf_gradguard.training.checks import check_model
 
@@ -105,3 +105,40 @@ def test_the_card_says_it(tmp_path: Path, choice: str, says: str) -> None:
     assert f"- Batch statistics {says}" in (tmp_path / "README.md").read_text()
     make_trainer(make_task("vit", dtype=torch.float32)[0], tmp_path / "vit").create_model_card()
     assert "Batch statistics" not in (tmp_path / "vit" / "README.md").read_text()
+
+
+class Remembering(nn.Module):
+    """Keeps what it saw last."""
+
+    def __init__(self, persistent: bool = True) -> None:
+        super().__init__()
+        self.linear = nn.Linear(12, 2)
+        self.register_buffer("last", torch.zeros(4, 2), persistent=persistent)
+        self.register_buffer("scale", torch.ones(()))
+
+    def forward(self, pixel_values: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        logits = self.linear(pixel_values.flatten(1)) * self.scale
+        self.last = logits.detach().clone()
+        return {"loss": nn.functional.cross_entropy(logits, labels)}
+
+
+@pytest.mark.parametrize("persistent", [True, False])
+@pytest.mark.parametrize("by", ["trainer", "protect"])
+def test_buffers_that_a_pass_writes_to_are_named(
+    by: str, persistent: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They are made of private data, and saved with the model."""
+    model = Remembering(persistent)
+    batch = {"pixel_values": torch.rand(4, 3, 2, 2), "labels": torch.tensor([0, 1, 1, 0])}
+    for _ in range(2):
+        if by == "protect":
+            protect(model, batch, "gaussian_noise")
+        else:
+            rows = [{name: value[k] for name, value in batch.items()} for k in range(4)]
+            args = GradGuardConfig(
+                str(tmp_path), max_steps=2, use_cpu=True, report_to="none", save_strategy="no"
+            )
+            GradGuardTrainer(model, args, defense="gaussian_noise", train_dataset=rows).train()
+    said = [text for text in caplog.messages if "writes to buffers" in text]
+    assert len(said) == persistent * (1 if by == "protect" else 2)
+    assert all("runs: last." in text for text in said)

@@ -29,6 +29,7 @@ from torch.utils._pytree import tree_leaves
 from transformers.utils import logging
 
 from ..devices import devices
+from ..exchanges import no_exchange
 from ..kept import draws_kept, modes_kept
 from ..sharding import reshard, whole_parameters
 from .lookups import Lookup, lookups
@@ -189,7 +190,7 @@ class _Watch(TorchDispatchMode):
                 self._floats |= bit if tensor.is_floating_point() else 0
                 self._mark(tensor, bit)
         try:
-            with self, torch.no_grad():
+            with no_exchange(self._model), self, torch.no_grad():
                 loss_fn(self._model, dict(batch))
         except BaseException:
             self._runs.pop()
