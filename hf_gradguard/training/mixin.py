@@ -54,7 +54,7 @@ from .start import StartAlike
 from .summed_noise import share_of_noise
 from .tables import AgreedTables
 from .trackers import check_trackers
-from .weights import LossWeights, Normalization
+from .weights import LossWeights, Normalization, Spread
 
 
 class GradGuardMixin(PrivateRowsTrainer):
@@ -237,7 +237,7 @@ class GradGuardMixin(PrivateRowsTrainer):
 
     def _clients_of(
         self, module: nn.Module, inputs: dict[str, Any], normalization: Normalization
-    ) -> tuple[list[ClientBatch], float]:
+    ) -> tuple[list[ClientBatch], Spread]:
         """What of a rank's batch is whose, how much it counts, and the spread of `Weights`."""
         if CLIENT not in inputs:
             batches = split(inputs, len(self._clients))
@@ -255,7 +255,7 @@ class GradGuardMixin(PrivateRowsTrainer):
             )
             for number, share, rows, batch in drawn(inputs)
         ]
-        return self.counted(clients), 1.0
+        return self.counted(clients), Spread()
 
     def _exchange(self, module: nn.Module) -> None:
         """Average over ranks what they have protected, and agree on going on."""

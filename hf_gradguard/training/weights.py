@@ -2,6 +2,11 @@
 
 Noise scales and bounds speak of the gradient of a client's *mean* loss. So the weight is taken out
 before protection and applied after.
+
+A loss may change while it is trained: a penalty that is warmed up, a distillation that fades in. So
+weights are right for any A/n + B, whatever of it there is at a step, and no step looks for it. Only
+what noise is measured against, a mean with B counted once or as often as the stock Trainer counts
+it, follows the first loss that is not 0: three passes without gradients, once a training.
 """
 
 from __future__ import annotations
@@ -23,6 +28,19 @@ Loss = Callable[[nn.Module, dict[str, Any], float | None], Tensor]
 """`(module, batch, items)`: the Trainer's loss, with `items` as its `num_items_in_batch`."""
 
 
+class Spread(NamedTuple):
+    """How a client's mean loss is taken from the Trainer's loss.
+
+    Args:
+        items: How many items count as one in `num_items_in_batch`.
+        loss: What the loss is multiplied with. A loss A/n + B of n items has the mean
+            `loss`/`items` · A/n + `loss` · B.
+    """
+
+    items: float = 1.0
+    loss: float = 1.0
+
+
 @dataclass(frozen=True)
 class Normalization:
     """How the stock Trainer normalizes the losses of a micro-batch.
@@ -39,7 +57,7 @@ class Normalization:
     Example:
         >>> means = Normalization(None, 1.0, accumulation=2, accumulated=False, shifts_labels=False)
         >>> LossWeights(loss=lambda model, batch, items: model(**batch).loss)(model, [batch], means)
-        Weights(factors=[0.5], spread=1.0)
+        Weights(factors=[0.5], spread=Spread(items=1.0, loss=1.0))
     """
 
     num_items: Tensor | int | None
@@ -77,16 +95,15 @@ class Normalization:
         return int(labels.ne(-100).sum())
 
     def mean_loss(
-        self, loss: Loss, spread: float, module: nn.Module, batch: dict[str, Any]
+        self, loss: Loss, spread: Spread, module: nn.Module, batch: dict[str, Any]
     ) -> Tensor:
-        """A client's mean loss: the Trainer's own, normalized by the client's items.
-
-        A loss A/n + B of n items becomes A/n + `spread` · B; see `LossWeights`.
+        """A client's mean loss: the Trainer's own, normalized by the client's items; see
+        `LossWeights`.
         """
-        items = self.items(batch)
-        if items is not None and spread != 1:
-            return loss(module, batch, items * spread) * (spread / self.rank_factor)
-        return loss(module, batch, items) / self.rank_factor
+        items: float | None = self.items(batch)
+        if items is not None and spread.items != 1:
+            items = items * spread.items
+        return loss(module, batch, items) / (self.rank_factor / spread.loss)
 
 
 class Weights(NamedTuple):
@@ -94,12 +111,11 @@ class Weights(NamedTuple):
 
     Args:
         factors: Of each client's mean loss; 0 for one in which nothing counts.
-        spread: How much the part of the loss that is not divided by the number of items counts in
-            a mean loss.
+        spread: How mean losses are taken.
     """
 
     factors: list[float]
-    spread: float = 1.0
+    spread: Spread = Spread()
 
 
 class LossWeights:
@@ -108,8 +124,11 @@ class LossWeights:
     A loss that is given the number of items n of the whole step is A/n + B: A alone for a sum over
     tokens, B alone where a model takes its own mean, both in a mixture of experts with a router
     loss. The stock Trainer adds up A_i/N + B_i over micro-batches i, so a micro-batch of C items
-    counts as C/N times its mean loss A_i/C + (N/C) B_i. Clients share A_i and B_i in proportion to
-    their items.
+    counts as C/N times its mean loss A_i/C + (N/C) B_i, or, where there is B alone, once as its
+    mean loss B_i. Clients share A_i and B_i in proportion to their items.
+
+    Either is right for both parts, since it asks for the loss of N items: one client's is the stock
+    Trainer's, whichever part comes or goes.
 
     Args:
         loss: The Trainer's.
@@ -117,7 +136,7 @@ class LossWeights:
 
     def __init__(self, loss: Loss) -> None:
         self._loss = loss
-        self._form: str | None = None
+        self._is_mean: bool | None = None
 
     def __call__(
         self, module: nn.Module, batches: Sequence[dict[str, Any]], normalization: Normalization
@@ -132,42 +151,35 @@ class LossWeights:
             count_rows(batch) if count is None else count
             for batch, count in zip(batches, counts, strict=True)
         ]
-        whole, spread = float(sum(sizes)), 1.0
+        whole, spread = float(sum(sizes)), Spread()
         if normalization.num_items is not None and whole:
             fullest = batches[max(range(len(sizes)), key=sizes.__getitem__)]
-            form = self._form_of_loss(module, fullest)
-            if form != _MEAN:
-                items = float(normalization.num_items)
-                spread, whole = (items / whole if form == _BOTH else 1.0), items
+            items = float(normalization.num_items)
+            if self._takes_a_mean(module, fullest):
+                spread = Spread(items / whole)
+            else:
+                spread, whole = Spread(items / whole, items / whole), items
         factor = normalization.rank_factor
         if not normalization.accumulated:
             factor /= normalization.accumulation
         return Weights([size * factor / whole if size else 0.0 for size in sizes], spread)
 
-    def _form_of_loss(self, module: nn.Module, batch: dict[str, Any]) -> str:
-        """Which parts of A/n + B there are. Where a batch cannot tell, both are: that is right for
-        each.
-        """
-        if self._form is None:
+    def _takes_a_mean(self, module: nn.Module, batch: dict[str, Any]) -> bool:
+        """Whether of A/n + B there is B alone. A batch that cannot tell is asked again."""
+        if self._is_mean is None:
             one, two, many = self._losses(module, batch)
             largest = max(abs(one), abs(two), abs(many))
             if not 0 < largest < math.inf:
-                return (
-                    _BOTH  # a vanishing loss cannot tell; one that is not finite is refused later
-                )
+                return False  # a loss that is not finite is refused later
             if abs(two - (one + many) / 2) > 1e-2 * largest:
                 raise NotImplementedError(
                     f"The loss changes by a factor of {two / one:g} when num_items_in_batch "
                     "doubles. It has to be a sum divided by it, a mean that ignores it, or one of "
                     "each added up: change compute_loss_func or compute_loss."
                 )
-            # n is a power of two, so a sum divided by it is exact; so small a B, and so small an A
-            # against it, make no difference that arithmetic could tell.
-            if abs(many * _MANY - one) <= 1e-5 * abs(one):
-                self._form = _SUM
-            else:
-                self._form = _MEAN if abs(one - many) <= 1e-6 * largest else _BOTH
-        return self._form
+            # so small an A makes no difference that arithmetic could tell
+            self._is_mean = abs(one - many) <= 1e-6 * largest
+        return self._is_mean
 
     def _losses(self, module: nn.Module, batch: dict[str, Any]) -> tuple[float, float, float]:
         """The loss per item, per two items, and per so many that only B is left."""
@@ -179,4 +191,3 @@ class LossWeights:
 
 
 _MANY = 2**30
-_SUM, _MEAN, _BOTH = "A/n", "B", "A/n + B"

@@ -1,5 +1,5 @@
 """Losses of which only a part is divided by the number of items: a mixture of experts adds a router
-loss. Against the stock Trainer and closed forms.
+loss, and a penalty that fades in comes later. Against the stock Trainer and closed forms.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import PAD, VOCABULARY, pad, ragged_rows
+from helpers import PAD, VOCABULARY, make_task, pad, ragged_rows
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from transformers import (
@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from hf_gradguard import GradGuardConfig, GradGuardTrainer
-from hf_gradguard.training.weights import LossWeights, Normalization, Weights
+from hf_gradguard.training.weights import LossWeights, Normalization, Spread, Weights
 
 # --- closed forms
 
@@ -54,10 +54,14 @@ def normalization(items: float, ranks: float = 1.0, **more: Any) -> Normalizatio
     return Normalization(items, ranks, **settings)
 
 
-def totals(model: Losses, batches: list[dict[str, Tensor]], norm: Normalization) -> list[float]:
-    """What each client adds to the gradients by a and b."""
-    weigh = LossWeights(linear)
-    factors, spread = weigh(model, batches, norm)
+def totals(
+    model: Losses,
+    batches: list[dict[str, Tensor]],
+    norm: Normalization,
+    weigh: LossWeights | None = None,
+) -> list[float]:
+    """What all clients add to the gradients by a and b."""
+    factors, spread = (weigh or LossWeights(linear))(model, batches, norm)
     total = sum(
         factor * norm.mean_loss(linear, spread, model, batch)
         for factor, batch in zip(factors, batches, strict=True)
@@ -81,7 +85,7 @@ def test_clients_share_both_parts_by_their_items() -> None:
     norm = normalization(20)
     factors, spread = LossWeights(linear)(Losses(1.0, 1.0), [one, two], norm)
     assert factors == [3 / 20, 1 / 20]
-    assert spread == 20 / 4  # the step has 5 micro-batches' worth of items
+    assert spread == Spread(5, 5)  # the step has 20/4 micro-batches' worth of items
     # a client's mean loss is A/n + 5 B: what the scale of its noise is of
     assert float(norm.mean_loss(linear, spread, Losses(1.0, 1.0), one)) == pytest.approx(2 + 5 * 2)
     found = totals(Losses(1.0, 1.0), [one, two], norm)
@@ -91,10 +95,11 @@ def test_clients_share_both_parts_by_their_items() -> None:
 @pytest.mark.parametrize(
     ("a", "b", "weights"),
     [
-        (1.0, 0.0, Weights([3 / 20, 1 / 20], 1.0)),  # a sum over items
-        (0.0, 1.0, Weights([3 / 4, 1 / 4], 1.0)),  # a mean of the model's own
-        (1.0, 1e-9, Weights([3 / 20, 1 / 20], 5.0)),  # so small a B still counts in full
-        (0.0, 0.0, Weights([3 / 20, 1 / 20], 5.0)),  # nothing to tell by: right for both
+        (1.0, 0.0, Weights([3 / 20, 1 / 20], Spread(5, 5))),  # a sum over items
+        (0.0, 1.0, Weights([3 / 4, 1 / 4], Spread(5, 1))),  # a mean of the model's own
+        (1.0, 1e-9, Weights([3 / 20, 1 / 20], Spread(5, 5))),  # so small a B still counts in full
+        (1e-9, 1.0, Weights([3 / 4, 1 / 4], Spread(5, 1))),  # and so small an A
+        (0.0, 0.0, Weights([3 / 20, 1 / 20], Spread(5, 5))),  # nothing to tell by
     ],
 )
 def test_forms(a: float, b: float, weights: Weights) -> None:
@@ -108,10 +113,37 @@ def test_the_form_is_found_once_it_can_be() -> None:
     weigh(model, batches, norm)
     assert model.passes == 3
     with torch.no_grad():
-        model.a += 1
-    assert weigh(model, batches, norm) == Weights([3 / 20], 1.0)
-    assert weigh(model, batches, norm) == Weights([3 / 20], 1.0)
+        model.b += 1
+    mean = Weights([1.0], Spread(20 / 3, 1))
+    assert weigh(model, batches, norm) == mean
+    assert weigh(model, batches, norm) == mean
     assert model.passes == 6
+
+
+@pytest.mark.parametrize("ranks", [1.0, 2.0])
+@pytest.mark.parametrize("later", [(0.5, 0.0), (0.0, 2.0), (0.5, 2.0)])
+@pytest.mark.parametrize("first", [(1.0, 0.0), (0.0, 1.0), (1.0, 1.0), (0.0, 0.0)])
+def test_parts_may_come_and_go(
+    first: tuple[float, float], later: tuple[float, float], ranks: float
+) -> None:
+    """The first batch does not fix which parts there are, and later ones are not asked."""
+    model, weigh, norm = Losses(*first), LossWeights(linear), normalization(20, ranks)
+    batches = [batch_of([1, 2, 3]), batch_of([4, 0, 0])]
+    weigh(model, batches, norm)
+    with torch.no_grad():
+        model.a.fill_(later[0])
+        model.b.fill_(later[1])
+    found = totals(model, batches, norm, weigh)
+    assert found == pytest.approx([10 / 20, (3 / 4) * 2 + (1 / 4) * (4 / 3)])
+
+
+def test_noise_is_of_one_mean_where_a_model_takes_it_itself() -> None:
+    """A scale of noise speaks of B, however many batches a step accumulates."""
+    batch, norm = batch_of([1, 2, 3]), normalization(20)
+    model, weigh = Losses(0.0, 1.0), LossWeights(linear)
+    factors, spread = weigh(model, [batch], norm)
+    assert factors == [1.0]
+    assert float(norm.mean_loss(linear, spread, model, batch)) == 2.0
 
 
 @pytest.mark.parametrize(
@@ -161,8 +193,15 @@ class Gradients(TrainerCallback):
 
 
 def gradients(
-    folder: Path, data: list[Any], model: nn.Module, guarded: bool, **more: Any
+    folder: Path,
+    data: list[Any],
+    model: nn.Module,
+    guarded: bool,
+    kind: type | None = None,
+    **more: Any,
 ) -> list[dict[str, Tensor]]:
+    """Of a Trainer, or of a subclass that a mixin makes of it."""
+    bases = (kind,) if kind else ()
     seen = Gradients()
     settings = {
         "output_dir": str(folder), "max_steps": 2, "per_device_train_batch_size": 3,
@@ -172,9 +211,10 @@ def gradients(
     options = {"train_dataset": data, "data_collator": pad, "callbacks": [seen]}
     if guarded:
         args = GradGuardConfig(**settings, share_input_embeddings=True, defense="none", **more)
-        GradGuardTrainer(model, args, **options).train()
+        made = type("Guarded", (*bases, GradGuardTrainer), {})(model, args, **options)
     else:
-        Trainer(model, TrainingArguments(**settings), **options).train()
+        made = type("Stock", (*bases, Trainer), {})(model, TrainingArguments(**settings), **options)
+    made.train()
     return seen.steps
 
 
@@ -231,3 +271,40 @@ def test_router_losses_of_clients_by_closed_form(tmp_path: Path) -> None:
                 expected[name] += g
     for name in names:
         torch.testing.assert_close(found[name], expected[name], rtol=1e-4, atol=1e-6)
+
+
+# --- parts of a loss that fade in
+
+
+class PenaltyFadesIn:
+    """A mean that a subclass adds, 0 at the first step."""
+
+    def compute_loss(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        loss, out = super().compute_loss(model, inputs, True, **kwargs)  # type: ignore[misc]
+        coefficient = self.state.global_step / 2  # type: ignore[attr-defined]
+        loss = loss + coefficient * out["logits"].square().mean()
+        return (loss, out) if args and args[0] else loss
+
+
+class TokensFadeIn:
+    """A mean at the first step, to which a sum over tokens is added."""
+
+    def compute_loss(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        loss, out = super().compute_loss(model, inputs, True, **kwargs)  # type: ignore[misc]
+        coefficient = self.state.global_step / 2  # type: ignore[attr-defined]
+        loss = coefficient * loss + out["logits"].square().mean()
+        return (loss, out) if args and args[0] else loss
+
+
+@pytest.mark.parametrize("kind", [PenaltyFadesIn, TokensFadeIn])
+def test_losses_that_change_equal_the_stock_trainers(tmp_path: Path, kind: type) -> None:
+    """What the first batch's loss is made of used to be taken for all that there is."""
+    stock, guarded = (
+        gradients(
+            tmp_path, ragged_rows(14), make_task("gpt2_lm", dtype=torch.float32)[0], own, kind
+        )
+        for own in (False, True)
+    )
+    assert len(guarded) == len(stock) == 2
+    for mine, theirs in zip(guarded, stock, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)
