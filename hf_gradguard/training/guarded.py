@@ -18,7 +18,7 @@ from ..defenses import Defense
 from ..gradient_map.domain import check_batch
 from .checkpoints import check_checkpoint, newest_complete
 from .hooks import SeamTrainer
-from .learning_rate import scale_learning_rate
+from .learning_rate import loaded_rates_follow, scale_learning_rate
 from .ledger import Ledger
 
 
@@ -62,6 +62,10 @@ class GuardedTrainer(SeamTrainer):
         optimizer = super().create_optimizer(*args, **kwargs)
         scale_learning_rate(optimizer, self.defense, self.args, made)
         return optimizer
+
+    def loading_rates(self) -> contextlib.AbstractContextManager[None]:
+        """A checkpoint has the rates of the noise that it was trained with."""
+        return loaded_rates_follow(self.optimizer, self.lr_scheduler, self.defense, self.args)
 
     def train(
         self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +110,10 @@ class SeamTrainer(RenamedWeightsTrainer):
 
     def average_over_ranks(self, figure: Tensor) -> None:
         """Replace a figure of this rank by its mean over ranks, in place. Here: on one rank."""
+
+    def loading_rates(self) -> AbstractContextManager[None]:
+        """Around what reads the optimizer and its scheduler from a checkpoint."""
+        return nullcontext()
 
     def store_flos(self) -> None:
         """As in `Trainer`, of a mean in place of this rank's own count, which tells its tokens."""
@@ -237,10 +241,12 @@ class SeamTrainer(RenamedWeightsTrainer):
             list_checkpoint(Path(output_dir))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        with self.loading_rates():
+            super()._load_optimizer_and_scheduler(checkpoint)
         # Not beside the random state, which a resumed run may leave behind.
-        super()._load_optimizer_and_scheduler(checkpoint)
-        if checkpoint is not None:
-            self.load_state_of_rank(checkpoint)
+        self.load_state_of_rank(checkpoint)
 
 
 _TRAINING = "Training"  # what the Trainer calls its batches

@@ -7,6 +7,9 @@ Adam divides a step by √v, where v averages g² + Σ: noise of r times the gra
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from transformers import TrainingArguments
@@ -36,7 +39,7 @@ def rate_factor(defense: Defense) -> float | None:
 
 def scale_learning_rate(
     optimizer: torch.optim.Optimizer, defense: Defense, args: TrainingArguments, made: bool = True
-) -> None:
+) -> list[float]:
     """Raise the rates of an optimizer of Adam's kind that the Trainer made; say so once.
 
     Args:
@@ -46,16 +49,19 @@ def scale_learning_rate(
         args: `scale_learning_rate=False` leaves rates alone.
         made: Whether it was made just now. One that was given, by whomever, is left alone.
 
+    Returns:
+        What the rate of each group was multiplied with.
+
     Example:
         >>> from hf_gradguard import GradGuardConfig
         >>> optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
         >>> noise = make_defense("gaussian_noise", relative_scale=3.0)
-        >>> scale_learning_rate(optimizer, noise, GradGuardConfig("out"))
+        >>> _ = scale_learning_rate(optimizer, noise, GradGuardConfig("out"))
         >>> round(optimizer.param_groups[0]["lr"] / 1e-4, 3)
         3.162
     """
     if "adam" not in type(getattr(optimizer, "optimizer", optimizer)).__name__.lower():
-        return
+        return [1.0] * len(optimizer.param_groups)
     factor = rate_factor(defense) if getattr(args, "scale_learning_rate", False) else 1.0
     if factor is None:
         logger.warning_once(
@@ -69,12 +75,56 @@ def scale_learning_rate(
             "divides its steps by as much under this noise. scale_learning_rate=False leaves it "
             "alone."
         )
+    changes = []
     for group in optimizer.param_groups:
         before = group.get(_FACTOR, 1.0 if made else None)
+        after = factor or 1.0
+        changes.append(1.0 if before is None else after / before)
         if before is not None:
-            group[_FACTOR] = factor or 1.0
-            for name in {"lr", "initial_lr"} & group.keys():
-                group[name] *= group[_FACTOR] / before
+            group[_FACTOR] = after
+        for name in {"lr", "initial_lr"} & group.keys():
+            group[name] *= changes[-1]
+    return changes
+
+
+@contextmanager
+def loaded_rates_follow(
+    optimizer: torch.optim.Optimizer, scheduler: Any, defense: Defense, args: TrainingArguments
+) -> Iterator[None]:
+    """What is read from a checkpoint in here, of whatever noise, has the rates of this noise.
+
+    Args:
+        optimizer: What `scale_learning_rate` has seen. If the Trainer made it, a checkpoint whose
+            groups remember no factor is of a run without one.
+        scheduler: Of its rates, which has them too.
+        defense: Of the messages.
+        args: As for `scale_learning_rate`.
+
+    Example:
+        >>> from hf_gradguard import GradGuardConfig
+        >>> optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+        >>> scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
+        >>> without, args = optimizer.state_dict(), GradGuardConfig("out")
+        >>> noise = make_defense("gaussian_noise", relative_scale=3.0)
+        >>> _ = scale_learning_rate(optimizer, noise, args)
+        >>> with loaded_rates_follow(optimizer, scheduler, noise, args):
+        ...     optimizer.load_state_dict(without)
+        >>> [round(rate / 1e-4, 3) for rate in scheduler.base_lrs]
+        [3.162]
+    """
+    made = all(_FACTOR in group for group in optimizer.param_groups)
+    yield
+    changes = scale_learning_rate(optimizer, defense, args, made)
+    _scale_schedule(scheduler, changes)
+
+
+def _scale_schedule(scheduler: Any, changes: list[float]) -> None:
+    """Multiply what a scheduler remembers of the groups' rates, and those that it is made of."""
+    for name in {"base_lrs", "_last_lr"} & vars(scheduler).keys():
+        rates = getattr(scheduler, name)
+        setattr(scheduler, name, [rate * by for rate, by in zip(rates, changes, strict=True)])
+    for part in getattr(scheduler, "_schedulers", ()):
+        _scale_schedule(part, changes)
 
 
 _FACTOR = "gradguard_noise_factor"

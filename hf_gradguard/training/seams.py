@@ -109,6 +109,14 @@ SEAMS = (
     ),
     Seam(_CONFIG, "_attn_implementation", "gradient_map/replay.py finds fused attention"),
     Seam(_CONFIG, "_attn_implementation_internal", "gradient_map/replay.py sets plain attention"),
+    *(
+        Seam(
+            f"torch.optim.lr_scheduler:{kind}",
+            name,
+            "training/learning_rate.py changes the rates of a schedule that was loaded",
+        )
+        for kind, name in (("LRScheduler", "_last_lr"), ("SequentialLR", "_schedulers"))
+    ),
     Seam(_MODULE, "_compiled_call_impl", "training/checks.py refuses compiled modules"),
     Seam("torch._dynamo", "OptimizedModule", "training/checks.py refuses compiled models"),
     Seam(_MODULE, "_buffers", "gradient_map/replay.py keeps batch statistics as they were"),

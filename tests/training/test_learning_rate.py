@@ -17,16 +17,25 @@ from hf_gradguard.training.learning_rate import rate_factor
 RATE = 1e-3
 
 
-def trainer(folder: Path, defense: Any, *, given: bool = False, **settings: Any) -> Any:
+def trainer(
+    folder: Path,
+    defense: Any,
+    *,
+    given: bool = False,
+    kind: type[GradGuardTrainer] = GradGuardTrainer,
+    **settings: Any,
+) -> Any:
     model, batch = make_task("bert")
     model = model.float()
     args = GradGuardConfig(
-        str(folder), max_steps=2, learning_rate=RATE, lr_scheduler_type="constant", use_cpu=True,
-        save_strategy="no", report_to="none", disable_tqdm=True, logging_steps=1, **settings,
+        str(folder), learning_rate=RATE, use_cpu=True, report_to="none", disable_tqdm=True,
+        logging_steps=1,
+        **{"max_steps": 2, "lr_scheduler_type": "constant", "save_strategy": "no", **settings},
     )  # fmt: skip
     rows = [{name: entry[i] for name, entry in batch.items()} for i in range(2)]
     own = (torch.optim.AdamW(model.parameters(), lr=RATE), None) if given else (None, None)
-    return GradGuardTrainer(model, args, defense=defense, train_dataset=rows, optimizers=own)
+    data = {"train_dataset": rows, "eval_dataset": rows}
+    return kind(model, args, defense=defense, optimizers=own, **data)
 
 
 def rates(made: Any) -> list[float]:
@@ -117,3 +126,53 @@ def test_a_resumed_run_goes_on_at_its_rate(tmp_path: Path) -> None:
     again.args.max_steps = 4
     again.train(resume_from_checkpoint=True)
     assert rates(again) == pytest.approx([RATE * math.sqrt(401)] * 4)
+
+
+CHECKPOINTS = {"max_steps": 4, "save_strategy": "steps", "save_steps": 1}
+
+
+class WarmsUp(GradGuardTrainer):
+    """By one scheduler, after which another goes on."""
+
+    def create_scheduler(self, *args: Any, **kwargs: Any) -> Any:
+        own, make = self.optimizer, torch.optim.lr_scheduler
+        parts = [make.LinearLR(own, total_iters=2), make.ExponentialLR(own, gamma=0.9)]
+        self.lr_scheduler = make.SequentialLR(own, parts, milestones=[3])
+        return self.lr_scheduler
+
+
+@pytest.mark.parametrize(("before", "after"), [(3.0, 20.0), (20.0, None), (None, 3.0)])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"lr_scheduler_type": "linear"},
+        {"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "epoch"},
+        {"kind": WarmsUp},
+    ],
+    ids=["constant", "linear", "plateau", "sequential"],
+)
+def test_a_run_that_resumes_under_other_noise_has_its_rates(
+    tmp_path: Path, settings: dict[str, Any], before: float | None, after: float | None
+) -> None:
+    """It used to keep the old ones, and say the new ones."""
+
+    def run(folder: str, ratio: float | None) -> Any:
+        noise = make_defense("gaussian_noise", relative_scale=ratio or 3.0)
+        more = {**CHECKPOINTS, **settings, "scale_learning_rate": ratio is not None}
+        return trainer(tmp_path / folder, noise, **more)
+
+    straight, resumed = run("straight", after), run("resumed", after)
+    straight.train()
+    run("resumed", before).train()
+    resumed.train(resume_from_checkpoint=str(tmp_path / "resumed" / "checkpoint-2"))
+    assert rates(resumed)[2:] == pytest.approx(rates(straight)[2:])
+    assert rates(resumed)[:2] != pytest.approx(rates(straight)[:2])
+
+
+def test_a_run_that_was_given_its_optimizer_resumes_with_its_rate(tmp_path: Path) -> None:
+    for ratio in (3.0, 20.0):
+        noise = make_defense("gaussian_noise", relative_scale=ratio)
+        made = trainer(tmp_path, noise, given=True, **CHECKPOINTS)
+        made.train(str(tmp_path / "checkpoint-2") if ratio == 20.0 else None)
+        assert rates(made) == pytest.approx([RATE] * 4)
