@@ -98,6 +98,19 @@ def recover_labels_below(seen: Observation) -> Tensor:
     return _as_labels(_non_negative(system.double(), target.double()) * seen.batch_size, seen)
 
 
+def check_classes(seen: Observation) -> None:
+    """Refuse models whose labels are no single class a sample.
+
+    Raises:
+        ValueError: With what to do instead.
+
+    Example:
+        >>> check_classes(seen)
+    """
+    if (kind := label_kind(seen.model)) != "class":
+        raise ValueError(_NOT_READ[kind])
+
+
 def last_layer_slope(seen: Observation) -> Tensor:
     """`(C,)`: mean_b (p_b - y_b), read off the last layer; of one sample without a bias only up to
     a positive factor.
@@ -265,8 +278,7 @@ def _as_labels(counts: Tensor, seen: Observation) -> Tensor:
 
 def _last_parameter(seen: Observation) -> tuple[str, int]:
     """The last parameter that has a row for each class, and how many there are."""
-    if (kind := label_kind(seen.model)) != "class":
-        raise ValueError(_NOT_READ[kind])
+    check_classes(seen)
     classes = getattr(getattr(seen.model, "config", None), "num_labels", None)
     parameters = dict(seen.model.named_parameters())
     last = next((name for name in reversed(parameters) if len(parameters[name]) == classes), None)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 import gc
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -276,6 +277,28 @@ def test_labels_that_cannot_be_read_are_refused() -> None:
     model, batch = make_task("bert_mlm")
     with pytest.raises(ValueError, match="labels"):
         recover_labels(observe(model, batch))
+
+
+@pytest.mark.parametrize(
+    ("task", "settings", "labels"),
+    [
+        ("bert", {"problem_type": "multi_label_classification"}, torch.eye(3)[:2].double()),
+        ("bert", {"num_labels": 1}, torch.tensor([2.5, -1.0]).double()),
+        ("gpt2_lm", {}, None),
+    ],
+    ids=["several classes", "numbers", "text"],
+)
+def test_dlg_matches_no_other_loss_than_the_models(
+    task: str, settings: dict[str, Any], labels: Tensor | None
+) -> None:
+    """Logits that it optimizes are those of one class a sample."""
+    model, batch = make_task(task, **settings)
+    batch["labels"] = batch["labels"] if labels is None else labels
+    seen = observe(model, batch)
+    dlg = make_attack("dlg", steps=1)
+    with pytest.raises(ValueError, match=r"abels.*Pass labels|labels are its text"):
+        dlg(seen, torch_rng())
+    assert dlg(replace(seen, labels=batch["labels"]), torch_rng()).objective > 0
 
 
 # --- decoding

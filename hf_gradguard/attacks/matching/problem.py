@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ...gradient_map import GradientMap, Tensors
-from ..labels import recover_labels
+from ..labels import check_classes, recover_labels
 from ..observation import Observation
 from .deep_prior import DeepPrior
 from .objectives import Candidate, Objective, inverse_norm
@@ -184,6 +184,7 @@ def _labels(seen: Observation, soft: bool) -> Tensor:
         return seen.labels.to(seen.device)
     if not soft:
         return recover_labels(seen)
+    check_classes(seen)  # the loss of logits is cross-entropy, whatever the model's own is
     config: Any = seen.model.config
     like = next(iter(seen.gradient.values()))
     return like.new_zeros(seen.batch_size, config.num_labels)
