@@ -49,7 +49,8 @@ def with_length(seen: Observation) -> Observation:
     """The observation as an attacker takes it who reads the longest text's length off the gradient,
     where it was not granted and can be read.
 
-    In what was pruned a row without entries says nothing, so nothing is read there.
+    In what was pruned a row without entries says nothing, so nothing is read there. Token
+    embeddings do not tell: of most words they have no gradient anyway.
 
     Example:
         >>> from dataclasses import replace
@@ -59,15 +60,21 @@ def with_length(seen: Observation) -> Observation:
     """
     if seen.attention_mask is not None or len(seen.input_shape) != 2:
         return seen
-    entries = sum(tensor.numel() for tensor in seen.gradient.values())
-    kept = sum(int(tensor.count_nonzero()) for tensor in seen.gradient.values())
-    length = observed_length(seen) if kept > entries / 2 else None
+    length = None if _is_pruned(seen) else observed_length(seen)
     if length is None or length >= seen.input_shape[1]:
         return seen
     labels = seen.labels
     if labels is not None and labels.dim() > 1 and labels.shape == seen.input_shape:
         labels = labels[:, :length]
     return replace(seen, input_shape=(seen.batch_size, length), labels=labels)
+
+
+def _is_pruned(seen: Observation) -> bool:
+    words = getattr(seen.domain.embedding(seen.model), "weight", None)
+    own = {name for name, p in seen.model.named_parameters() if p is words}  # a tied head's as well
+    counted = [tensor for name, tensor in seen.gradient.items() if name not in own]
+    kept = sum(int(tensor.count_nonzero()) for tensor in counted)
+    return kept <= sum(tensor.numel() for tensor in counted) / 2
 
 
 def _positions(seen: Observation, tokens: nn.Module) -> tuple[Tensor, int] | None:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from helpers import torch_rng
-from test_span import TOKENIZER, build, collate, observe, sentences
+from test_span import ENCODER, TOKENIZER, build, collate, observe, sentences
 from torch import Tensor, nn
+from transformers import BertConfig, BertForSequenceClassification
 
 from hf_gradguard import GradientMap
 from hf_gradguard.attacks import Observation
 from hf_gradguard.attacks.embedding_rows import EmbeddingRows
-from hf_gradguard.attacks.length import observed_length
+from hf_gradguard.attacks.length import observed_length, with_length
 
 
 def share_all(
@@ -118,3 +121,17 @@ def test_length_under_noise_and_without_positions() -> None:
         )
         is None
     )
+
+
+@pytest.mark.parametrize("rows", [128, 3000])
+def test_the_length_is_read_beside_a_large_vocabulary(rows: int) -> None:
+    """Most words have no gradient, which is no pruning; what was pruned tells nothing."""
+    torch.manual_seed(0)
+    model = BertForSequenceClassification(BertConfig(**ENCODER | {"vocab_size": rows})).eval()
+    batch = collate([*sentences(1, (6,)), [5] * 12])
+    batch = {name: entry[:1] for name, entry in batch.items()} | {"labels": torch.tensor([1])}
+    gradient = GradientMap(model, batch, share_input_embeddings=True).gradient()
+    seen = Observation(model, gradient, (1, 12))
+    assert with_length(seen).input_shape == (1, 6)
+    pruned = {n: g * (g.abs() >= g.abs().quantile(0.9)) for n, g in gradient.items()}
+    assert with_length(replace(seen, gradient=pruned)).input_shape == (1, 12)
