@@ -13,6 +13,7 @@ If the last layer is withheld, the layer below still gets (p - y) through its kn
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,10 +23,10 @@ import torch
 from scipy.optimize import nnls
 from torch import Tensor, nn
 
-from ..gradient_map import GradientMap
-from ..gradient_map.domain import IMAGE
+from ..gradient_map import GradientMap, Tensors
 from ..models.tasks import label_kind
 from .observation import Observation, without_dropout
+from .random_inputs import random_inputs
 
 _DRAWS = 8
 _LAST = 128  # of a decoder's texts, of which one position counts
@@ -83,7 +84,7 @@ def recover_labels_below(seen: Observation) -> Tensor:
             total = torch.zeros_like(shared)
             for _ in range(_DRAWS):
                 labels = torch.full((seen.batch_size,), label, device=seen.device)
-                batch = _RANDOM[seen.domain.name](seen, generator) | {"labels": labels}
+                batch = random_inputs(seen, generator) | {"labels": labels}
                 gradient = GradientMap(
                     seen.model, batch, share_input_embeddings=True, second_order=False
                 ).gradient()
@@ -130,24 +131,25 @@ def last_layer_slope(seen: Observation) -> Tensor:
             f"The gradient of the last layer ({last}) was not shared. Pass labels to the "
             "Observation, or read the layer below (recover_labels_below)."
         )
-    if weight not in seen.gradient:
-        return seen.gradient[bias]
-    rows = seen.gradient[weight].flatten(1)
-    if bias not in seen.gradient and seen.batch_size == 1 and classes > 2:
+    shared = _shared(seen)
+    if weight not in shared:
+        return shared[bias]
+    rows = shared[weight].flatten(1)
+    if bias not in shared and seen.batch_size == 1 and classes > 2:
         # Row c is (p - y)_c h. The label's entry is minus the sum of the others, so its row is the
         # longest, and it points away from them.
         return -(rows @ rows[rows.norm(dim=1).argmax()])
     head = _Head.of(seen)
     if head is None:
-        if bias in seen.gradient:
-            return seen.gradient[bias]
+        if bias in shared:
+            return shared[bias]
         raise ValueError(
             f"The last layer ({last}) has no bias, and is no linear layer of the features. Pass "
             "labels to the Observation."
         )
-    if bias not in seen.gradient:
+    if bias not in shared:
         return rows @ head.mean / head.mean.square().sum()
-    return _both(rows, seen.gradient[bias], head, _noise(seen))[0]
+    return _both(rows, shared[bias], head, _noise(shared))[0]
 
 
 def _both(rows: Tensor, by_bias: Tensor, head: _Head, noise: Tensor) -> tuple[Tensor, Tensor]:
@@ -167,6 +169,17 @@ def _both(rows: Tensor, by_bias: Tensor, head: _Head, noise: Tensor) -> tuple[Te
         share = noise / (noise + doubt).clamp_min(1e-38)
         slope = share * by_weight + (1 - share) * by_bias
     return slope, mean
+
+
+def _shared(seen: Observation) -> Tensors:
+    """What was shared of the last layer's weight and bias, by name: of one type, the more precise
+    of the gradient's and the model's, and no less than float32.
+    """
+    found = {name: seen.gradient[name] for name in _Head.names(seen) if name in seen.gradient}
+    models = [p.dtype for p in seen.model.parameters() if torch.is_floating_point(p)]
+    types = [*models, *(tensor.dtype for tensor in found.values())]
+    dtype = functools.reduce(torch.promote_types, types, torch.float32)
+    return {name: tensor.to(dtype) for name, tensor in found.items()}
 
 
 @dataclass(frozen=True)
@@ -195,7 +208,8 @@ class _Head:
         if not isinstance(layer, nn.Linear):
             return None
         found = _drawn(seen, layer)
-        return cls(layer, torch.cat(found)) if found else None
+        like = next(iter(_shared(seen).values()))
+        return cls(layer, torch.cat(found).to(like)) if found else None
 
 
 def _drawn(seen: Observation, layer: nn.Linear) -> list[Tensor]:
@@ -210,7 +224,7 @@ def _drawn(seen: Observation, layer: nn.Linear) -> list[Tensor]:
         while drawn < draws:
             drawn += 1
             calls.clear()
-            logits = seen.model(**_RANDOM[seen.domain.name](seen, generator)).logits
+            logits = seen.model(**random_inputs(seen, generator)).logits
             for features, output in calls:
                 found.append(_that_count(features, output, logits))
                 if len(found[-1]) < output[..., 0].numel():
@@ -236,27 +250,29 @@ def _predictions(seen: Observation, head: _Head | None, slope: Tensor) -> Tensor
     as far as they stand out of the noise; elsewhere the attacker's own inputs' are taken.
     """
     weight, bias = _Head.names(seen)
-    if head is None or weight not in seen.gradient:
+    shared = _shared(seen)
+    if head is None or weight not in shared:
         return _mean_prediction(seen).expand(len(slope), -1)
-    noise, mean, rows = _noise(seen), head.mean, seen.gradient[weight].flatten(1)
-    if bias in seen.gradient:
-        mean = _both(rows, seen.gradient[bias], head, noise)[1]
+    noise, mean, rows = _noise(shared), head.mean, shared[weight].flatten(1)
+    if bias in shared:
+        mean = _both(rows, shared[bias], head, noise)[1]
     features = mean.expand(len(slope), -1).clone()
     present, between = slope < 0, mean.square().mean()
     ratio = rows[present] / slope[present, None]
     trust = between / (between + noise / slope[present, None].square()).clamp_min(1e-38)
     features[present] = features[present] + trust * (ratio - features[present])
     with torch.no_grad():
-        return nn.functional.linear(features, head.layer.weight, head.layer.bias).softmax(-1)
+        added = None if head.layer.bias is None else head.layer.bias.to(features)
+        logits = nn.functional.linear(features, head.layer.weight.to(features), added)
+    return logits.softmax(-1)
 
 
-def _noise(seen: Observation) -> Tensor:
+def _noise(shared: Tensors) -> Tensor:
     """The variance of noise on an entry of the last layer's gradient: without any, its rows sum to
     zero.
     """
-    names = [name for name in _Head.names(seen) if name in seen.gradient]
-    sums = torch.cat([seen.gradient[name].sum(0).flatten() for name in names])
-    return sums.square().mean() / len(seen.gradient[names[0]])
+    sums = torch.cat([tensor.sum(0).flatten() for tensor in shared.values()])
+    return sums.square().mean() / len(next(iter(shared.values())))
 
 
 def _non_negative(system: Tensor, target: Tensor) -> Tensor:
@@ -310,7 +326,7 @@ def _mean_prediction(seen: Observation) -> Tensor:
     total: Tensor | float = 0.0
     with torch.no_grad(), _as_it_was(seen.model):
         for _ in range(_DRAWS):
-            batch = _RANDOM[seen.domain.name](seen, generator)
+            batch = random_inputs(seen, generator)
             total = total + seen.model(**batch).logits.softmax(-1).mean(0) / _DRAWS
     assert isinstance(total, Tensor)
     return total
@@ -326,19 +342,3 @@ def _as_it_was(model: nn.Module) -> Iterator[None]:
     finally:
         for buffer, copy in buffers:
             buffer.data.copy_(copy)
-
-
-def _random_ids(seen: Observation, generator: torch.Generator) -> dict[str, Tensor]:
-    batch = seen.placeholder()
-    size = seen.model.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
-    drawn = torch.randint(size, seen.input_shape, generator=generator, device=seen.device)
-    return {**batch, "input_ids": torch.where(seen.known_ids() >= 0, batch["input_ids"], drawn)}
-
-
-def _random_pixels(seen: Observation, generator: torch.Generator) -> dict[str, Tensor]:
-    like = IMAGE.main_input(seen.placeholder())
-    drawn = torch.rand(like.shape, generator=generator, device=like.device, dtype=like.dtype)
-    return {IMAGE.key: drawn}
-
-
-_RANDOM = {"text": _random_ids, "image": _random_pixels}

@@ -123,11 +123,15 @@ class Problem:
         )
 
     def _compared(self, seen: Observation, weights: Tensors | None) -> Tensors:
-        """What a candidate of this observation is compared to, and by which weights."""
-        shared = {name: seen.gradient[name] for name in self.names}
+        """What a candidate of this observation is compared to, and by which weights; of the types
+        that the model's own gradients have.
+        """
+        types = {name: self.gmap.parameters[name].dtype for name in self.names}
+        shared = {name: seen.gradient[name].to(types[name]) for name in self.names}
         if not self.weighted:
             return shared
         own = weights or {name: torch.ones_like(tensor) for name, tensor in shared.items()}
+        own = {name: tensor.to(types[name]) for name, tensor in own.items()}
         shared = {name: tensor * own[name] for name, tensor in shared.items()}
         return shared | {f"weight {name}": tensor for name, tensor in own.items()}
 
@@ -186,8 +190,8 @@ def _labels(seen: Observation, soft: bool) -> Tensor:
         return recover_labels(seen)
     check_classes(seen)  # the loss of logits is cross-entropy, whatever the model's own is
     config: Any = seen.model.config
-    like = next(iter(seen.gradient.values()))
-    return like.new_zeros(seen.batch_size, config.num_labels)
+    dtype = next(p.dtype for p in seen.model.parameters() if torch.is_floating_point(p))
+    return torch.zeros(seen.batch_size, config.num_labels, dtype=dtype, device=seen.device)
 
 
 def _weights(
@@ -203,7 +207,8 @@ def _weights(
     if clipped:
         weights = {name: torch.ones_like(seen.gradient[name]) for name in names}
     if isinstance(seen.noise_variance, Mapping):
-        variance = {name: seen.noise_variance[name] for name in names}
+        known = {name: seen.noise_variance[name] for name in names}
+        variance = {n: v.to(torch.promote_types(v.dtype, torch.float32)) for n, v in known.items()}
         mean = sum(float(v.sum()) for v in variance.values()) / sum(
             v.numel() for v in variance.values()
         )
