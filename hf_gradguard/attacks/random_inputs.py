@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..gradient_map.batch.random_labels import ordinary_ids, special_ids
+from ..gradient_map.batch.texts import ends_of, is_encoder_decoder
 from ..gradient_map.domain import IMAGE
 from .observation import Observation
 
@@ -22,8 +24,33 @@ def random_inputs(seen: Observation, generator: torch.Generator) -> dict[str, Te
 def _random_ids(seen: Observation, generator: torch.Generator) -> dict[str, Tensor]:
     batch = seen.placeholder()
     size = seen.model.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
-    drawn = torch.randint(size, seen.input_shape, generator=generator, device=seen.device)
-    return {**batch, "input_ids": torch.where(seen.known_ids() >= 0, batch["input_ids"], drawn)}
+    words = ordinary_ids(size, _special(seen)).to(seen.device)
+    which = torch.randint(len(words), seen.input_shape, generator=generator, device=seen.device)
+    ids = torch.where(seen.known_ids() >= 0, batch["input_ids"], words[which])
+    return {**batch, "input_ids": _closed(seen, ids)}
+
+
+def _special(seen: Observation) -> list[int]:
+    """Ids that are no words: of padding and ends, models make masks and places."""
+    found = {*special_ids(seen.model, seen.tokenizer), *special_ids(seen.model)}
+    return sorted(found | set(_ends(seen)))
+
+
+def _ends(seen: Observation) -> list[int]:
+    """The ids that end a text, of which some models have several."""
+    end = getattr(getattr(seen.model, "config", None), "eos_token_id", None)
+    return [] if end is None else list(end) if isinstance(end, list | tuple) else [int(end)]
+
+
+def _closed(seen: Observation, ids: Tensor) -> Tensor:
+    """Texts with an end, where no special token of the tokenizer's is one: classifiers of
+    encoder-decoders read their output there.
+    """
+    ends = _ends(seen)
+    if ends and is_encoder_decoder(seen.model):
+        rows = (~torch.isin(ids, torch.tensor(ends, device=ids.device)).any(1)).nonzero()[:, 0]
+        ids[rows, ends_of(seen.tokens)[1][rows]] = ends[0]
+    return ids
 
 
 def _random_pixels(seen: Observation, generator: torch.Generator) -> dict[str, Tensor]:

@@ -4,15 +4,24 @@ from __future__ import annotations
 
 from collections import Counter
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
-from helpers import make_task, rng
+from helpers import make_task, rng, word_tokenizer
 from torch import Tensor, nn
-from transformers import GPT2Config, GPT2ForSequenceClassification
+from transformers import (
+    BartConfig,
+    BartForSequenceClassification,
+    GPT2Config,
+    GPT2ForSequenceClassification,
+    T5Config,
+    T5ForSequenceClassification,
+)
 
 from hf_gradguard import GradientMap, make_defense
 from hf_gradguard.attacks import Observation, recover_labels, recover_labels_below
+from hf_gradguard.attacks.random_inputs import random_inputs
 from hf_gradguard.models import LeakageLeNetConfig, LeakageLeNetForImageClassification
 
 CLASSES, BATCH, MESSAGES = 20, 8, 12
@@ -120,3 +129,48 @@ def test_batch_statistics_stay() -> None:
     recover_labels(seen)
     recover_labels_below(seen)
     assert all(torch.equal(buffer, before[name]) for name, buffer in network.named_buffers())
+
+
+ENDS: dict[str, Any] = {
+    "vocab_size": 12, "d_model": 16, "num_labels": 3, "pad_token_id": 0, "bos_token_id": 2,
+    "eos_token_id": 3,
+}  # fmt: skip
+ENCODER_DECODERS = {
+    "bart": lambda: BartForSequenceClassification(
+        BartConfig(
+            **ENDS, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
+            decoder_attention_heads=2, encoder_ffn_dim=16, decoder_ffn_dim=16,
+            max_position_embeddings=16, decoder_start_token_id=3, forced_eos_token_id=3,
+        )
+    ),
+    "t5": lambda: T5ForSequenceClassification(
+        T5Config(**ENDS, d_kv=8, d_ff=16, num_layers=1, num_heads=2, decoder_start_token_id=0)
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ENCODER_DECODERS)
+@pytest.mark.parametrize("masked", [False, True], ids=["no mask", "mask"])
+def test_classifiers_that_read_at_the_end_of_a_text(name: str, masked: bool) -> None:
+    """They refuse texts with several ends, or with none: no random token is one."""
+    torch.manual_seed(0)
+    network = ENCODER_DECODERS[name]().eval()
+    ids = torch.tensor([[2, 5, 7, 9, 11, 3], [2, 4, 6, 3, 0, 0]])
+    batch = {"input_ids": ids, "attention_mask": (ids > 0).long(), "labels": torch.tensor([0, 2])}
+    mask = batch["attention_mask"] if masked else None
+    gradient = GradientMap(network, batch).gradient()
+    seen = Observation(network, gradient, tuple(ids.shape), attention_mask=mask)
+    assert recover_labels(seen).tolist() == [0, 2]
+    assert len(recover_labels_below(seen)) == 2
+
+
+@pytest.mark.parametrize("tokenizer", [None, word_tokenizer(["a", "b", "c", "d"])])
+def test_random_texts_have_no_special_tokens_inside(tokenizer: Any) -> None:
+    network, batch = make_task("gpt2")
+    network.config.eos_token_id = [1, 2]
+    gradient = GradientMap(network, batch).gradient()
+    seen = Observation(network, gradient, (9, 8), tokenizer=tokenizer)
+    ids = random_inputs(seen, torch.Generator().manual_seed(0))["input_ids"]
+    ids = ids if tokenizer is None else ids[:, 1:-1]
+    assert not torch.isin(ids, torch.tensor([0, 1, 2])).any()
+    assert tokenizer is None or not torch.isin(ids, torch.tensor(tokenizer.all_special_ids)).any()
