@@ -20,7 +20,8 @@ from ...metrics import membership_log_odds
 from ...randomness import Stream, torch_generator
 from ..base import Attack, Reconstruction, as_text
 from ..observation import Observation, average
-from .entries import Entries, at_places, make_entries
+from .entries import Entries, make_entries
+from .inputs import at_places
 from .scorer import Scorer
 
 
@@ -63,9 +64,10 @@ class Candidates(Attack):
     excluded.
 
     Args:
-        candidates: Texts, lists of token ids as clients have them, tensors `(C, H, W)` of pixels as
-            the model takes them, or mappings of a batch's entries for one sample, `labels`
-            included. With `places`, one text. Entries of the other domain are passed over.
+        candidates: Texts, token ids as clients have them, tensors or arrays `(C, H, W)` of pixels
+            as the model takes them, or mappings of a batch's entries for one sample, `labels`
+            included, as rows of a data set have them. With `places`, one text. Entries of the
+            other domain are passed over: they rank last, with a score of -inf.
         labels: One class id a candidate, if the attacker's list has them. Default: those that the
             message may have.
         places: Positions of a text (special tokens included) at which every word is tried.
@@ -158,7 +160,7 @@ class Candidates(Attack):
             totals = [a + b for a, b in zip(totals, found, strict=True)] if totals else found
         seconds = (time.perf_counter() - started) / len(targets)
         return [
-            _ranked(uploads[0], one.inputs, scores + one.likely, seconds)
+            _ranked(uploads[0], one, scores + one.likely, seconds)
             for uploads, one, scores in zip(targets, entries, totals, strict=True)
         ]
 
@@ -178,19 +180,24 @@ def _averaged(uploads: Sequence[Observation]) -> Observation:
     return uploads[0] if len(uploads) == 1 else average(uploads)
 
 
-def _ranked(seen: Observation, inputs: list[Tensor], scores: Tensor, seconds: float) -> Ranked:
-    ranking = scores.argsort(descending=True, stable=True)
-    best = [inputs[int(k)] for k in ranking[: seen.batch_size]]
+def _ranked(seen: Observation, entries: Entries, scores: Tensor, seconds: float) -> Ranked:
+    """The K scores at their places in the list."""
+    best = [entries.inputs[int(k)] for k in scores.argsort(descending=True, stable=True)]
+    best = best[: seen.batch_size]
     best += [best[-1]] * (seen.batch_size - len(best))  # a short list
+    every = scores.new_full((entries.listed,), -torch.inf)
+    every[entries.places] = scores
+    posterior = torch.zeros_like(every)
+    posterior[entries.places] = _posterior(scores, seen.batch_size)
     labels = seen.labels
     return Ranked(
         **_SHOWN[seen.domain.name](seen, best),
         labels=None if labels is None or labels.dim() != 1 else labels,
         objective=-float(scores.max()),
         seconds=seconds,
-        scores=scores,
-        ranking=ranking,
-        posterior=_posterior(scores, seen.batch_size),
+        scores=every,
+        ranking=every.argsort(descending=True, stable=True),
+        posterior=posterior,
     )
 
 

@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...gradient_map.domain import IMAGE, TEXT
 from ...models.tasks import label_kind
 from ..labels import recover_labels
 from ..observation import Observation
 from ..span.layer_inputs import is_causal_lm
+from .inputs import make_inputs, shown
 from .sizes import items_of, mean_items
 
 ALL_CLASSES = 8
 """Unknown labels are tried out where there are so many classes at most, and else read off."""
-MOST = 200_000
 _RARE = 1e-6  # what is as good as excluded still has a finite logarithm
 
 
@@ -36,7 +34,9 @@ class Entries:
         prior: `(P,)`, of a pair by its label: how often the batch has it. Those of one candidate
             add up to 1.
         counts: The share of each label in the batch.
-        inputs: One a candidate: `(1, T)` ids or `(1, C, H, W)` pixels.
+        inputs: One a candidate: `(1, T)` ids without padding or `(1, C, H, W)` pixels.
+        places: `(K,)`, where each candidate stands in the list.
+        listed: How long the list is, with what is passed over.
         values: The labels, each `(1, ...)`; none where each candidate has its own, token by token.
         items: `(P,)`, over how many labels the mean loss of each pair is.
         mean_items: How many a sample of the message has on average.
@@ -49,6 +49,8 @@ class Entries:
     prior: Tensor
     counts: dict[int, float]
     inputs: list[Tensor]
+    places: Tensor
+    listed: int
     values: list[Tensor]
     items: Tensor
     mean_items: float
@@ -61,22 +63,13 @@ def make_entries(
     """The candidates of the observation's domain, each with every label that it may have.
 
     Raises:
-        ValueError: If there is none of that domain, or the labels are not one per candidate.
+        ValueError: As `make_inputs` does, or if labels are needed that nobody gave.
     """
-    inputs, counts = _INPUTS[seen.domain.name](seen, candidates)
-    if not inputs:
-        raise ValueError(
-            f"The list of candidates holds none for {seen.domain.content}: give texts or token ids "
-            "for a text, and tensors (C, H, W) of pixels for images."
-        )
-    if labels is not None and len(labels) != len(inputs):
-        raise ValueError(f"There are {len(labels)} labels for {len(inputs)} candidates.")
-    own = [_own_labels(seen, batch) for batch in inputs]
-    if labels is not None:
-        own = [torch.as_tensor(labels[k])[None].to(seen.device) for k in range(len(inputs))]
+    made = make_inputs(seen, candidates, labels)
+    own = [_own_labels(seen, batch) for batch in made.batches]
     values, shares, prior = _classes(seen, own)
     batches, candidate, label, priors = [], list[int](), list[int](), list[float]()
-    for number, (batch, fixed) in enumerate(zip(inputs, own, strict=True)):
+    for number, (batch, fixed) in enumerate(zip(made.batches, own, strict=True)):
         choices = range(len(values)) if fixed is None else [place_of(values, fixed)]
         for place in choices:
             value = fixed if fixed is not None else values[place]
@@ -91,78 +84,14 @@ def make_entries(
         label=label,
         prior=torch.tensor(priors, dtype=torch.float64, device=seen.device),
         counts=shares,
-        inputs=[seen.domain.main_input(batch) for batch in inputs],
+        inputs=[shown(seen.domain, batch) for batch in made.batches],
+        places=torch.tensor(made.places, device=seen.device),
+        listed=len(candidates),
         values=values,
         items=items,
         mean_items=mean_items(seen, batches, items),
-        likely=_by_length(seen, counts),
+        likely=_by_length(seen, made.counts),
     )
-
-
-def at_places(
-    seen: Observation, text: Any, places: Sequence[int], words: Sequence[Any] | None
-) -> list[dict[str, Tensor]]:
-    """One text with every word of a list, or of the whole vocabulary, at some of its places.
-
-    Args:
-        seen: Whose tokenizer and vocabulary it is.
-        text: The text, or its ids.
-        places: Positions among its tokens, special ones included.
-        words: Tokens or ids. Default: all that are not special.
-
-    Raises:
-        ValueError: If a place is none of the text's, or there would be too many candidates.
-    """
-    (ids,) = (seen.domain.main_input(batch) for batch in _texts(seen, [text])[0])
-    if not places or not all(0 <= place < ids.shape[1] for place in places):
-        raise ValueError(f"places must be from 0 to {ids.shape[1] - 1}, but are {list(places)}.")
-    if words is None:
-        size = len(TEXT.embedding(seen.model).weight)  # type: ignore[arg-type]
-        special = set(seen.tokenizer.all_special_ids) if seen.tokenizer is not None else set()
-        words = [token for token in range(size) if token not in special]
-    tokens = [
-        word if isinstance(word, int) else seen.tokenizer.convert_tokens_to_ids(word)
-        for word in words
-    ]
-    if len(tokens) ** len(places) > MOST:
-        raise ValueError(
-            f"{len(tokens)} words at {len(places)} places make more than {MOST:,} candidates. Name "
-            "fewer words, or ask for one place after the other."
-        )
-    made = []
-    for filled in product(tokens, repeat=len(places)):
-        one = ids.clone()
-        one[0, list(places)] = torch.tensor(filled, device=ids.device)
-        made.append({TEXT.key: one})
-    return made
-
-
-def _texts(seen: Observation, candidates: Sequence[Any]) -> tuple[list[dict[str, Any]], list[int]]:
-    """And how many tokens clients have of each: of ids all, of a text what its tokenizer leaves."""
-    found, counts = [], list[int]()
-    longest = seen.input_shape[1]
-    for one in candidates:
-        extra: dict[str, Any] = {}
-        if isinstance(one, str):
-            if seen.tokenizer is None:
-                raise ValueError("Texts need a tokenizer: give it to the Observation, or give ids.")
-            ids = seen.tokenizer(
-                one, truncation=True, max_length=longest, add_special_tokens=seen.special_tokens
-            )["input_ids"]
-        elif isinstance(one, Mapping) and TEXT.key in one:
-            ids = one[TEXT.key]
-            extra = {k: v for k, v in one.items() if k != TEXT.key}
-        elif isinstance(one, Sequence):
-            ids = one
-        else:
-            continue
-        row = torch.as_tensor(ids, device=seen.device).reshape(1, -1)
-        extra = {k: v.to(seen.device) for k, v in extra.items() if isinstance(v, Tensor)}
-        counts.append(int(extra.get("attention_mask", torch.ones_like(row)).sum()))
-        if not extra:
-            row = row[:, :longest]
-        found.append({TEXT.key: row, "attention_mask": torch.ones_like(row), **extra})
-    return found, counts
 
 
 def _by_length(seen: Observation, counts: Sequence[int]) -> Tensor:
@@ -175,35 +104,11 @@ def _by_length(seen: Observation, counts: Sequence[int]) -> Tensor:
     return rare.double() * math.log(_RARE)
 
 
-def _images(seen: Observation, candidates: Sequence[Any]) -> tuple[list[dict[str, Any]], list[int]]:
-    dtype = next(p.dtype for p in seen.model.parameters() if torch.is_floating_point(p))
-    found = []
-    for one in candidates:
-        extra: dict[str, Any] = {}
-        pixels = one
-        if isinstance(one, Mapping) and IMAGE.key in one:
-            pixels = one[IMAGE.key]
-            extra = {k: v.to(seen.device) for k, v in one.items() if k != IMAGE.key}
-        if not isinstance(pixels, Tensor) or not pixels.is_floating_point():
-            continue
-        row = pixels.to(seen.device, dtype).reshape(1, *pixels.shape[-3:])
-        if tuple(row.shape[1:]) != tuple(seen.input_shape[1:]):
-            raise ValueError(
-                f"A candidate has shape {tuple(pixels.shape)}, where the message's images have "
-                f"{tuple(seen.input_shape[1:])}: prepare it as the client's processor does."
-            )
-        found.append({IMAGE.key: row, **extra})
-    return found, [0] * len(found)
-
-
-_INPUTS = {TEXT.name: _texts, IMAGE.name: _images}
-
-
 def _own_labels(seen: Observation, batch: dict[str, Any]) -> Tensor | None:
     """Labels that come with a candidate: its own entry, or of a language model its tokens."""
     if "labels" in batch:
         labels: Tensor = batch["labels"]
-        return labels.reshape(1, *labels.shape[1:]) if labels.dim() else labels[None]
+        return labels
     if is_causal_lm(seen.model):
         ids: Tensor = seen.domain.main_input(batch)
         return ids

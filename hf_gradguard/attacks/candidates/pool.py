@@ -76,7 +76,7 @@ class Pool:
             for batch, candidate, label, count in zip(
                 one.batches, one.candidate.tolist(), labels, one.items.tolist(), strict=True
             ):
-                shape = tuple(one.inputs[candidate].shape)
+                shape = tuple(t.shape for t in batch.values() if isinstance(t, Tensor))
                 row = rows.setdefault((candidate, label, shape), len(rows))
                 if row == len(self.batches):
                     self.batches.append(batch)

@@ -1,0 +1,273 @@
+"""Candidates as batches of one: texts, ids, pixels, and mappings of a batch's entries."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ...gradient_map.domain import DOMAINS, IMAGE, TEXT, Domain
+from ...models.tasks import label_kind, task_of
+from ..observation import Observation
+
+MOST = 200_000
+_LABELS = ("labels", "label", "label_ids")  # collators take each for the first
+_PER_TOKEN = ("token", "text")  # kinds of labels
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """K candidates of a list, as batches of one.
+
+    Args:
+        places: `(K,)`: where each stands in the list.
+        batches: With `labels` where the list has them.
+        counts: How many tokens clients have of each; 0 of an image.
+    """
+
+    places: list[int]
+    batches: list[dict[str, Any]]
+    counts: list[int]
+
+
+def make_inputs(
+    seen: Observation, candidates: Sequence[Any], labels: Sequence[Any] | None = None
+) -> Inputs:
+    """The candidates of the observation's domain.
+
+    Args:
+        seen: Whose domain and tokenizer it is.
+        candidates: As `Candidates` takes them.
+        labels: One each, or none.
+
+    Raises:
+        ValueError: If there is none of that domain, one is of no domain or does not fit the model,
+            or the labels are not one per candidate.
+
+    Example:
+        >>> made = make_inputs(seen, [torch.rand(3, 8, 8), "a fine film"])
+        >>> made.places, made.batches[0]["input_ids"].shape
+        ([1], torch.Size([1, 5]))
+    """
+    if labels is not None and len(labels) != len(candidates):
+        raise ValueError(f"There are {len(labels)} labels for {len(candidates)} candidates.")
+    found = Inputs([], [], [])
+    for place, one in enumerate(candidates):
+        entries = _entries(seen, one, place)
+        if entries is None:
+            continue
+        if labels is not None:
+            entries["labels"] = labels[place]
+        batch = _as_batch(seen, entries, place)
+        mask = batch.get("attention_mask")
+        found.places.append(place)
+        found.batches.append(_cut(seen, batch))
+        found.counts.append(0 if mask is None else int(mask.sum()))
+    if not found.places:
+        raise ValueError(
+            f"The list of candidates holds none for {seen.domain.content}: give texts or token ids "
+            "for a text, and tensors (C, H, W) of pixels for images."
+        )
+    return found
+
+
+def shown(domain: Domain, batch: Mapping[str, Any]) -> Tensor:
+    """What a candidate shows of itself: `(1, C, H, W)` pixels, or `(1, T)` ids without padding.
+
+    Example:
+        >>> padded = {"input_ids": torch.tensor([[0, 5]]), "attention_mask": torch.tensor([[0, 1]])}
+        >>> shown(TEXT, padded)
+        tensor([[5]])
+    """
+    main, present = domain.main_input(batch), domain.present(batch)
+    return main if present is None else main[present][None]
+
+
+def at_places(
+    seen: Observation, text: Any, places: Sequence[int], words: Sequence[Any] | None
+) -> list[dict[str, Tensor]]:
+    """One text with every word of a list, or of the whole vocabulary, at some of its places.
+
+    Args:
+        seen: Whose tokenizer and vocabulary it is.
+        text: The text, or its ids.
+        places: Positions among its tokens, special ones included.
+        words: Tokens or ids. Default: all that are not special.
+
+    Raises:
+        ValueError: If a place is none of the text's, or there would be too many candidates.
+    """
+    ids = shown(seen.domain, make_inputs(seen, [text]).batches[0])
+    if not places or not all(0 <= place < ids.shape[1] for place in places):
+        raise ValueError(f"places must be from 0 to {ids.shape[1] - 1}, but are {list(places)}.")
+    if words is None:
+        size = len(TEXT.embedding(seen.model).weight)  # type: ignore[arg-type]
+        special = set(seen.tokenizer.all_special_ids) if seen.tokenizer is not None else set()
+        words = [token for token in range(size) if token not in special]
+    tokens = [
+        word if isinstance(word, int) else seen.tokenizer.convert_tokens_to_ids(word)
+        for word in words
+    ]
+    if len(tokens) ** len(places) > MOST:
+        raise ValueError(
+            f"{len(tokens)} words at {len(places)} places make more than {MOST:,} candidates. Name "
+            "fewer words, or ask for one place after the other."
+        )
+    made = []
+    for filled in product(tokens, repeat=len(places)):
+        one = ids.clone()
+        one[0, list(places)] = torch.tensor(filled, device=ids.device)
+        made.append({TEXT.key: one})
+    return made
+
+
+def _entries(seen: Observation, one: Any, place: int) -> dict[str, Any] | None:
+    """A candidate's entries by name; `None` if it is of another domain than the observation."""
+    if isinstance(one, str):
+        return {TEXT.key: _ids_of(seen, one)} if seen.domain is TEXT else None
+    if isinstance(one, Mapping):
+        domain = next((d for d in DOMAINS.values() if d.key in one), None)
+        entries = {key: value for key, value in one.items() if value is not None}
+    else:
+        value = _tensor(one)
+        domain = None if value is None else (IMAGE if value.dim() > 2 else TEXT)
+        entries = {} if domain is None else {domain.key: value}
+    if domain is None:
+        raise ValueError(
+            f"Candidate {place} is a {type(one).__name__}"
+            f"{f' of {sorted(one)}' if isinstance(one, Mapping) else ''}: give texts or token ids "
+            "for a text, tensors (C, H, W) of pixels for images, or mappings with one of them."
+        )
+    return entries if domain is seen.domain else None
+
+
+def _ids_of(seen: Observation, text: str) -> list[int]:
+    if seen.tokenizer is None:
+        raise ValueError("Texts need a tokenizer: give it to the Observation, or give ids.")
+    found: list[int] = seen.tokenizer(
+        text,
+        truncation=True,
+        max_length=seen.input_shape[1],
+        add_special_tokens=seen.special_tokens,
+    )["input_ids"]
+    return found
+
+
+def _tensor(value: Any) -> Tensor | None:
+    """Numbers, lists and arrays of them as a tensor; of anything else none."""
+    if isinstance(value, Sequence) and any(isinstance(entry, str) for entry in value):
+        return None
+    if isinstance(value, np.ndarray) and not value.flags.writeable:
+        value = value.copy()
+    try:
+        return torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError):
+        return None
+
+
+def _as_batch(seen: Observation, entries: Mapping[str, Any], place: int) -> dict[str, Any]:
+    """Each entry as a tensor of one row: rows of a data set have numbers and lists."""
+    found = {}
+    for key, value in entries.items():
+        tensor = _tensor(value)
+        if tensor is None:
+            raise ValueError(
+                f"Candidate {place} has a {type(value).__name__} under {key!r}, which is no "
+                "tensor: leave it out."
+            )
+        found[key] = tensor.to(seen.device)
+    given = next((name for name in _LABELS if name in found), None)
+    labels = None if given is None else _as_label(seen.model, found[given], place)
+    found = {key: value for key, value in found.items() if key not in _LABELS}
+    main = _MAINS[seen.domain.name](seen, found.pop(seen.domain.key), place)
+    rows = {key: _as_row(value) for key, value in found.items()}
+    if seen.domain is TEXT:
+        rows = {"attention_mask": torch.ones_like(main), **rows}
+    return {seen.domain.key: main, **rows, **({} if labels is None else {"labels": labels})}
+
+
+def _as_row(value: Tensor) -> Tensor:
+    return value if value.dim() > 1 and len(value) == 1 else value[None]
+
+
+def _as_label(model: nn.Module, label: Tensor, place: int) -> Tensor:
+    """`(1,)` or `(1, ...)`, as the model's head takes it."""
+    kind = label_kind(model)
+    if kind in _PER_TOKEN:
+        return label.reshape(1, -1)
+    if kind in ("several", "number") and not label.is_floating_point():
+        label = label.float()
+    if label.numel() == 1 and kind != "several":
+        return label.reshape(1)
+    if kind == "class" and task_of(model) is not None:
+        raise ValueError(
+            f"Candidate {place} has labels of shape {tuple(label.shape)}, where the model takes "
+            "one class."
+        )
+    return label if label.dim() > 1 and len(label) == 1 else label[None]
+
+
+def _as_ids(seen: Observation, ids: Tensor, place: int) -> Tensor:
+    one_row = ids.dim() == 1 or (ids.dim() == 2 and len(ids) == 1)
+    if ids.is_floating_point() or not one_row or not ids.numel():
+        raise ValueError(
+            f"Candidate {place} has ids of shape {tuple(ids.shape)} and type {ids.dtype}, where "
+            "those of one text are needed: whole numbers, one at least."
+        )
+    return ids.reshape(1, -1).long()
+
+
+def _as_pixels(seen: Observation, pixels: Tensor, place: int) -> Tensor:
+    if not pixels.is_floating_point():
+        raise ValueError(
+            f"Candidate {place} holds pixels as whole numbers ({pixels.dtype}), where the model "
+            "takes floating point: prepare it as the client's processor does."
+        )
+    row = pixels.reshape(-1, *pixels.shape[-3:])
+    if tuple(row.shape) != (1, *seen.input_shape[1:]):
+        raise ValueError(
+            f"A candidate has shape {tuple(pixels.shape)}, where the message's images have "
+            f"{tuple(seen.input_shape[1:])}: prepare it as the client's processor does."
+        )
+    dtype = next(p.dtype for p in seen.model.parameters() if torch.is_floating_point(p))
+    return row.to(dtype)
+
+
+_MAINS = {TEXT.name: _as_ids, IMAGE.name: _as_pixels}
+
+
+def _cut(seen: Observation, batch: dict[str, Any]) -> dict[str, Any]:
+    """A text that is longer than the message, cut to it, but where labels belong to it."""
+    whole = "labels" in batch and label_kind(seen.model) in _PER_TOKEN
+    if seen.domain is not TEXT or whole:
+        return batch
+    return {
+        key: value[:, : seen.input_shape[1]]
+        if _is_of_tokens(seen.model, key, value, batch[TEXT.key])
+        else value
+        for key, value in batch.items()
+    }
+
+
+def _is_of_tokens(model: nn.Module, key: str, value: Tensor, ids: Tensor) -> bool:
+    """Whether an entry is one number a token."""
+    if key == "labels" and not labels_tokens(model):
+        return False
+    return value.shape == ids.shape and not key.startswith("decoder_")
+
+
+def labels_tokens(model: nn.Module) -> bool:
+    """Whether labels are one a token of the text that the model reads.
+
+    Example:
+        >>> labels_tokens(model)
+        False
+    """
+    config = getattr(model, "config", None)
+    own = label_kind(model) in _PER_TOKEN
+    return own and not getattr(config, "is_encoder_decoder", False)

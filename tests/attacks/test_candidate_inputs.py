@@ -1,0 +1,162 @@
+"""Lists of candidates: what may be in them, where each stands, and how clients pad them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers import make_task, torch_rng, word_tokenizer
+from torch import Tensor, nn
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    BertForTokenClassification,
+)
+
+from hf_gradguard import GradientMap
+from hf_gradguard.attacks import Observation, make_attack
+from hf_gradguard.gradient_map.law import Law
+
+TOKENIZER = word_tokenizer([f"w{i}" for i in range(20)])
+BERT = {
+    "vocab_size": 24, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "intermediate_size": 16, "max_position_embeddings": 12, "pad_token_id": 0, "num_labels": 3,
+}  # fmt: skip
+GPT2 = {
+    "vocab_size": 24, "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 12, "num_labels": 3,
+    "pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 3,
+}  # fmt: skip
+T5 = {
+    "vocab_size": 24, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2,
+    "pad_token_id": 0, "decoder_start_token_id": 0,
+}  # fmt: skip
+
+
+def built(model: type[nn.Module], config: Any) -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return model(config).eval()
+
+
+def texts(lengths: list[int]) -> list[list[int]]:
+    draw = torch_rng(1)
+    return [torch.randint(4, 24, (n,), generator=draw).tolist() for n in lengths]
+
+
+def left(rows: list[list[int]], labels: Any = None) -> dict[str, Tensor]:
+    """A client's batch, with padding on the left; a language model's where there are no labels."""
+    longest = max(map(len, rows))
+    ids = torch.tensor([[0] * (longest - len(row)) + row for row in rows])
+    mask = (ids != 0).long()
+    own = ids.masked_fill(mask == 0, -100) if labels is None else torch.as_tensor(labels)
+    return {"input_ids": ids, "attention_mask": mask, "labels": own}
+
+
+def seen_by(model: nn.Module, batch: dict[str, Tensor], **granted: Any) -> Observation:
+    main = batch["pixel_values"] if "pixel_values" in batch else batch["input_ids"]
+    gradient = GradientMap(model, batch).gradient()
+    return Observation(model, gradient, tuple(main.shape), **{"law": Law(), **granted})
+
+
+def one_text(labels: Any = 1, **more: Any) -> dict[str, Tensor]:
+    ids = torch.tensor([[2, 5, 9, 7, 3]])
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), **more,
+            "labels": torch.as_tensor(labels)[None]}  # fmt: skip
+
+
+# --- rows of data sets, and what tokenizers return
+
+
+@pytest.mark.parametrize("labels", ["labels", "label"])
+def test_numbers_and_lists_of_a_row_count(labels: str) -> None:
+    model = built(BertForSequenceClassification, BertConfig(**BERT))
+    seen = seen_by(model, one_text(2))
+    ids = [2, 5, 9, 7, 3]
+    rows = [{"input_ids": ids, "attention_mask": [1] * 5, labels: k} for k in range(3)]
+    found = make_attack("candidates", candidates=rows)(seen)
+    assert found.ranking[0] == 2
+    assert found.posterior[2] > 0.99
+    types = [[0, 0, 0, 0, 0], [0, 0, 0, 1, 1]]
+    seen = seen_by(
+        model, one_text(token_type_ids=torch.tensor(types[1:])), labels=torch.ones(1).long()
+    )
+    rows = [{"input_ids": ids, "token_type_ids": one} for one in types]
+    assert make_attack("candidates", candidates=rows)(seen).ranking.tolist() == [1, 0]
+
+
+@pytest.mark.parametrize("kind", ["token", "several", "number"])
+def test_labels_of_every_head(kind: str) -> None:
+    """As lists and as rows of tensors."""
+    head = BertForTokenClassification if kind == "token" else BertForSequenceClassification
+    more = {"several": {"problem_type": "multi_label_classification"}, "number": {"num_labels": 1}}
+    model = built(head, BertConfig(**{**BERT, **more.get(kind, {})}))
+    options: list[Any] = {
+        "token": [[-100, 0, 1, 2, -100], [-100, 2, 1, 0, -100]],
+        "several": [[1, 0, 1], [0, 1, 1]],
+        "number": [2, -1],
+    }[kind]
+    true = torch.tensor(options[1], dtype=torch.long if kind == "token" else torch.float)
+    seen = seen_by(model, one_text(true))
+    for form in (list, torch.tensor):
+        ids = form([2, 5, 9, 7, 3])
+        rows = [
+            {"input_ids": ids, "labels": torch.tensor(one) if form is not list else one}
+            for one in options
+        ]
+        assert make_attack("candidates", candidates=rows)(seen).ranking.tolist() == [1, 0]
+
+
+def test_images_as_arrays_and_rows() -> None:
+    model, _ = make_task("vit")
+    pixels = list(torch.rand((4, 3, 8, 8), generator=torch_rng(), dtype=torch.float64))
+    batch = {"pixel_values": pixels[2][None], "labels": torch.tensor([1])}
+    seen = seen_by(model, batch)
+    for listed in (
+        pixels,
+        [one.numpy() for one in pixels],
+        [{"pixel_values": one, "labels": 1} for one in pixels],
+        [{"pixel_values": one.tolist(), "labels": [1]} for one in pixels],
+    ):
+        assert make_attack("candidates", candidates=listed)(seen).ranking[0] == 2
+    listed = [pixels[0], (255 * pixels[1]).byte()]
+    with pytest.raises(
+        ValueError, match=r"Candidate 1 holds pixels as whole numbers \(torch.uint8"
+    ):
+        make_attack("candidates", candidates=listed)(seen)
+
+
+def test_ranks_are_of_the_callers_list() -> None:
+    """Images among texts are passed over, and keep their place, as their labels do."""
+    model = built(BertForSequenceClassification, BertConfig(**BERT))
+    seen = seen_by(model, one_text(), labels=torch.tensor([1]), tokenizer=TOKENIZER)
+    ids = [2, 5, 9, 7, 3]
+    listed = [torch.rand(3, 8, 8), "w1 w2 w3", torch.tensor(ids), np.array([2, 4, 5, 6, 3])]
+    for labels in (None, [0, 2, 1, 1]):
+        found = make_attack("candidates", candidates=listed, labels=labels)(seen)
+        assert found.ranking[0] == 2
+        assert found.ranking[-1] == 0
+        assert found.scores[0] == -torch.inf
+        assert found.posterior[0] == 0
+        assert found.token_ids == [ids]
+        assert len(found.scores) == len(found.posterior) == 4
+
+
+@pytest.mark.parametrize(
+    ("one", "message"),
+    [
+        (None, "Candidate 1 is a NoneType"),
+        ({"labels": 1}, r"Candidate 1 is a dict of \['labels'\]"),
+        ([], "Candidate 1 has ids of shape"),
+        (torch.rand(5), "Candidate 1 has ids of shape"),
+        (torch.ones(2, 5).long(), "Candidate 1 has ids of shape"),
+        ({"input_ids": [5, 6], "text": "w1 w2"}, "Candidate 1 has a str under 'text'"),
+        ({"input_ids": [5, 6], "labels": [0, 1]}, "Candidate 1 has labels of shape"),
+    ],
+)
+def test_what_is_no_candidate_is_named(one: Any, message: str) -> None:
+    model = built(BertForSequenceClassification, BertConfig(**BERT))
+    seen = seen_by(model, one_text(), tokenizer=TOKENIZER)
+    with pytest.raises(ValueError, match=message):
+        make_attack("candidates", candidates=["w1 w2 w3", one])(seen)
