@@ -13,10 +13,13 @@ from transformers import (
     BertConfig,
     BertForSequenceClassification,
     BertForTokenClassification,
+    GPT2Config,
+    GPT2LMHeadModel,
 )
 
 from hf_gradguard import GradientMap
 from hf_gradguard.attacks import Observation, make_attack
+from hf_gradguard.attacks.candidates.entries import make_entries
 from hf_gradguard.gradient_map.law import Law
 
 TOKENIZER = word_tokenizer([f"w{i}" for i in range(20)])
@@ -160,3 +163,28 @@ def test_what_is_no_candidate_is_named(one: Any, message: str) -> None:
     seen = seen_by(model, one_text(), tokenizer=TOKENIZER)
     with pytest.raises(ValueError, match=message):
         make_attack("candidates", candidates=["w1 w2 w3", one])(seen)
+
+
+# --- labels of padding
+
+
+def test_padding_of_a_language_model_is_no_label() -> None:
+    model = built(GPT2LMHeadModel, GPT2Config(**GPT2))
+    rows = texts([4, 4, 4])
+    ids = torch.tensor([rows[1]])
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
+    padded = [
+        {"input_ids": [*row, 0, 0, 0], "attention_mask": [1] * 4 + [0] * 3} for row in rows
+    ]  # fmt: skip
+    seen = seen_by(model, {k: nn.functional.pad(v, (0, 3), value=-100 if k == "labels" else 0)
+                           for k, v in batch.items()})  # fmt: skip
+    tensors = [{k: torch.tensor([v]) for k, v in row.items()} for row in padded]
+    for listed in (padded, tensors):
+        made = make_entries(seen, listed, None)
+        assert [one["labels"].tolist() for one in made.batches] == [
+            [[*row, -100, -100, -100]] for row in rows
+        ]
+        assert made.items.tolist() == [3, 3, 3]
+    found = make_attack("candidates", candidates=padded)(seen)
+    assert found.ranking[0] == 1
+    assert found.token_ids == [rows[1]]

@@ -111,7 +111,7 @@ def _own_labels(seen: Observation, batch: dict[str, Any]) -> Tensor | None:
         return labels
     if is_causal_lm(seen.model):
         ids: Tensor = seen.domain.main_input(batch)
-        return ids
+        return ids.masked_fill(batch["attention_mask"] == 0, -100)
     return None
 
 
