@@ -14,7 +14,10 @@ from transformers import (
     BertForSequenceClassification,
     BertForTokenClassification,
     GPT2Config,
+    GPT2ForSequenceClassification,
     GPT2LMHeadModel,
+    T5Config,
+    T5ForConditionalGeneration,
 )
 
 from hf_gradguard import GradientMap
@@ -67,6 +70,70 @@ def one_text(labels: Any = 1, **more: Any) -> dict[str, Tensor]:
     ids = torch.tensor([[2, 5, 9, 7, 3]])
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids), **more,
             "labels": torch.as_tensor(labels)[None]}  # fmt: skip
+
+
+# --- padding on the left
+
+
+@pytest.mark.parametrize(
+    "kind", [(GPT2ForSequenceClassification, GPT2Config(**GPT2)),
+             (BertForSequenceClassification, BertConfig(**BERT))], ids=["gpt2", "bert"],
+)  # fmt: skip
+def test_members_of_messages_padded_on_the_left_are_found(kind: Any) -> None:
+    """Positions count from the padding. What is shown is the text without it."""
+    model = built(*kind)
+    rows = texts([4, 9, 6, 3] * 6)
+    batch = left(rows[:4], [0, 2, 1, 0])
+    seen = seen_by(
+        model, batch, labels=batch["labels"], attention_mask=batch["attention_mask"],
+        tokenizer=TOKENIZER, law=Law() if "bert" in str(kind[0]).lower() else None,
+    )  # fmt: skip
+    found = make_attack("candidates", candidates=rows)(seen, torch_rng())
+    assert set(found.ranking[:4].tolist()) == {0, 1, 2, 3}
+    assert sorted(found.token_ids) == sorted(rows[:4])
+
+
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("causal", [True, False])
+def test_candidates_are_padded_as_the_message_is(known: bool, causal: bool) -> None:
+    """By the mask, or the tokenizer. Of a language model padding predicts the first token."""
+    kind = GPT2LMHeadModel if causal else GPT2ForSequenceClassification
+    model = built(kind, GPT2Config(**GPT2))
+    rows = texts([3, 6])
+    batch = left(rows, None if causal else [1, 2])
+    tokenizer = word_tokenizer([f"w{i}" for i in range(20)])
+    tokenizer.padding_side = "right" if known else "left"
+    grants = {"attention_mask": batch["attention_mask"]} if known else {"tokenizer": tokenizer}
+    seen = seen_by(model, batch, labels=None if causal else batch["labels"], **grants)
+    made = make_entries(seen, rows, None if causal else [1, 2])
+    for row, one in enumerate(made.batches):
+        assert {k: v.tolist() for k, v in one.items()} == {
+            k: v[row : row + 1].tolist() for k, v in batch.items()
+        }
+    assert [one.tolist() for one in made.inputs] == [[row] for row in rows]
+
+
+def test_what_is_of_tokens_is_padded_and_nothing_else() -> None:
+    """Three labels are not labels of three words, nor is a target of three."""
+    types = {"input_ids": [5, 6, 7], "token_type_ids": [0, 1, 1]}
+    grants = {"labels": None, "attention_mask": torch.tensor([[0, 1, 1, 1], [1, 1, 1, 1]])}
+    for model, labels, expected in (
+        (built(BertForTokenClassification, BertConfig(**BERT)), [0, 1, 2], [-100, 0, 1, 2]),
+        (built(T5ForConditionalGeneration, T5Config(**T5)), [8, 9, 3], [8, 9, 3]),
+        (built(BertForSequenceClassification,
+               BertConfig(**BERT, problem_type="multi_label_classification")),
+         [1, 0, 1], [1.0, 0.0, 1.0]),
+    ):  # fmt: skip
+        rows = labels if expected != [-100, 0, 1, 2] else [[0, *labels]] * 2
+        rows = rows if isinstance(rows[0], list) else [labels] * 2
+        like = torch.tensor(rows, dtype=torch.float if expected == [1.0, 0.0, 1.0] else None)
+        batch = left([[5, 6, 7], [5, 6, 7, 8]], like)
+        seen = seen_by(model, batch, **grants)
+        (one,) = make_entries(seen, [{**types, "labels": labels}], None).batches
+        assert one["input_ids"].tolist() == [[0, 5, 6, 7]]
+        assert one["attention_mask"].tolist() == [[0, 1, 1, 1]]
+        assert one["token_type_ids"].tolist() == [[0, 0, 1, 1]]
+        assert one["labels"].tolist() == [expected]
 
 
 # --- rows of data sets, and what tokenizers return

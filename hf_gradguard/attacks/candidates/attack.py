@@ -60,8 +60,9 @@ class Candidates(Attack):
     the better of cosine and distance, with the mean gradient of the label taken off: the one in
     which the best candidate stands out more. Of several samples it is the log-ratio of membership,
     where other samples' gradients count as noise that varies as candidates do. Texts that are
-    longer than a message are cut to it; where its lengths are known, texts of others are as good as
-    excluded.
+    longer than a message are cut to it; shorter ones are padded on the left where clients pad
+    there, by the mask or else by the tokenizer; where its lengths are known, texts of others are as
+    good as excluded.
 
     Args:
         candidates: Texts, token ids as clients have them, tensors or arrays `(C, H, W)` of pixels

@@ -16,6 +16,7 @@ from ...models.tasks import label_kind, task_of
 from ..observation import Observation
 
 MOST = 200_000
+_IGNORED = -100
 _LABELS = ("labels", "label", "label_ids")  # collators take each for the first
 _PER_TOKEN = ("token", "text")  # kinds of labels
 
@@ -41,7 +42,7 @@ def make_inputs(
     """The candidates of the observation's domain.
 
     Args:
-        seen: Whose domain and tokenizer it is.
+        seen: Whose domain, tokenizer and padding it is.
         candidates: As `Candidates` takes them.
         labels: One each, or none.
 
@@ -57,6 +58,7 @@ def make_inputs(
     if labels is not None and len(labels) != len(candidates):
         raise ValueError(f"There are {len(labels)} labels for {len(candidates)} candidates.")
     found = Inputs([], [], [])
+    left = _pads_left(seen)
     for place, one in enumerate(candidates):
         entries = _entries(seen, one, place)
         if entries is None:
@@ -66,7 +68,7 @@ def make_inputs(
         batch = _as_batch(seen, entries, place)
         mask = batch.get("attention_mask")
         found.places.append(place)
-        found.batches.append(_cut(seen, batch))
+        found.batches.append(_fitted(seen, batch, left))
         found.counts.append(0 if mask is None else int(mask.sum()))
     if not found.places:
         raise ValueError(
@@ -241,13 +243,31 @@ def _as_pixels(seen: Observation, pixels: Tensor, place: int) -> Tensor:
 _MAINS = {TEXT.name: _as_ids, IMAGE.name: _as_pixels}
 
 
-def _cut(seen: Observation, batch: dict[str, Any]) -> dict[str, Any]:
-    """A text that is longer than the message, cut to it, but where labels belong to it."""
+def _pads_left(seen: Observation) -> bool:
+    """Whether clients' texts have padding before them: by the mask, and else by the tokenizer."""
+    if seen.domain is not TEXT:
+        return False
+    if seen.attention_mask is None:
+        return getattr(seen.tokenizer, "padding_side", "right") == "left"
+    return bool((~seen.tokens[:, 0] & seen.tokens[:, -1]).any())
+
+
+def _fitted(seen: Observation, batch: dict[str, Any], left: bool) -> dict[str, Any]:
+    """A text that is longer than the message, cut to it, but where labels belong to it; a shorter
+    one, where clients have padding on the left, with as much before it. Many models count positions
+    from there, and of a language model padding predicts the first token.
+    """
+    more = 0 if seen.domain is not TEXT else seen.input_shape[1] - batch[TEXT.key].shape[1]
     whole = "labels" in batch and label_kind(seen.model) in _PER_TOKEN
-    if seen.domain is not TEXT or whole:
+    if not more or (more < 0 and whole) or (more > 0 and not left):
         return batch
+    before = more > 0 or not bool(batch["attention_mask"][0, 0])
+    tokenizer, config = seen.tokenizer, getattr(seen.model, "config", None)
+    pads = [getattr(tokenizer, "pad_token_id", None), getattr(config, "pad_token_id", None), 0]
+    fill = {TEXT.key: next(pad for pad in pads if pad is not None), "labels": _IGNORED}
+    side = (more, 0) if before else (0, more)
     return {
-        key: value[:, : seen.input_shape[1]]
+        key: nn.functional.pad(value, side, value=fill.get(key, 0))
         if _is_of_tokens(seen.model, key, value, batch[TEXT.key])
         else value
         for key, value in batch.items()
