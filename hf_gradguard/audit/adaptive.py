@@ -9,11 +9,15 @@ from typing import Any, TypeVar
 from ..attacks import Attack
 from ..attacks.candidates.attack import Candidates
 from ..defenses import Defense
+from ..randomness import Stream
 from .local import in_unit_of_gradients, training_of
+from .modality import Modality
 from .report.verdicts import INFORMED
 from .settings import AuditSettings
 
-T = TypeVar("T", bound=Attack)
+T = TypeVar("T")
+
+_ORDER = 5  # a stream of random numbers, beside a client's
 
 
 @dataclass(frozen=True)
@@ -57,21 +61,53 @@ def attackers(
     return found
 
 
-def with_list(attacks: Mapping[str, Attack], listed: list[Any] | None) -> dict[str, Attack]:
+def with_list(
+    attacks: Mapping[str, Attack], listed: list[Any] | None, modality: Modality, seed: int
+) -> dict[str, Attack]:
     """The attacks, with `candidates` among them if there is a list for it. One that has a list of
-    its own keeps it.
+    its own keeps it, as clients have it. Every list is shuffled.
+
+    Args:
+        attacks: By label.
+        listed: As `modality.candidates` makes it.
+        modality: What the inputs ask for.
+        seed: Of the order.
+
+    Raises:
+        ValueError: If an attack's own list is none for this model.
     """
-    if listed is None:
-        return dict(attacks)
     found = {
-        label: replace(one, candidates=listed)
-        if isinstance(one, Candidates) and one.candidates is None
-        else one
+        label: _with_own(one, modality, seed) if isinstance(one, Candidates) else one
         for label, one in attacks.items()
     }
+    if listed is None:
+        return found
+    theirs = _shuffled(listed, seed)
+    for label, one in found.items():
+        if isinstance(one, Candidates) and one.candidates is None:
+            found[label] = replace(one, candidates=theirs)
     if not any(isinstance(one, Candidates) for one in found.values()):
-        found[Candidates.name] = Candidates(candidates=listed)
+        found[Candidates.name] = Candidates(candidates=theirs)
     return found
+
+
+def _with_own(attack: Candidates, modality: Modality, seed: int) -> Candidates:
+    listed, labels = attack.candidates, attack.labels
+    if listed is None or attack.places or isinstance(listed, str | Mapping):
+        return attack
+    if labels is not None and len(labels) != len(listed):
+        raise ValueError(f"There are {len(labels)} labels for {len(listed)} candidates.")
+    return replace(
+        attack,
+        candidates=_shuffled(modality.prepared(listed), seed),
+        labels=None if labels is None else _shuffled(list(labels), seed),
+    )
+
+
+def _shuffled(listed: list[T], seed: int) -> list[T]:
+    """The place in the list says nothing: who scores alike is ranked by it."""
+    order = Stream.from_seeds(seed, _ORDER).uniform((len(listed),)).argsort().tolist()
+    return [listed[at] for at in order]
 
 
 def _settings_of(attack: Attack, known: Mapping[str, Any]) -> dict[str, Any]:

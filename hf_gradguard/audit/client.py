@@ -302,8 +302,9 @@ def _listed(
     """Of a ranking of candidates their scores, and which of them were in the message."""
     if not isinstance(found, Ranked) or not isinstance(attack, Candidates) or attack.places:
         return {}
-    members = modality.among(attack.candidates, batch)
-    return {"ranked": {"scores": found.scores.tolist(), "members": members}}
+    ranked = (found.scores > -torch.inf).nonzero().flatten().tolist()  # what is passed over is not
+    members = modality.among([attack.candidates[place] for place in ranked], batch)
+    return {"ranked": {"scores": found.scores[ranked].tolist(), "members": members}}
 
 
 def _outcome(make: Callable[[], Cell], *refusals: type[Exception]) -> Cell:

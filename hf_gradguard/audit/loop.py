@@ -17,7 +17,6 @@ from transformers.utils import logging
 from ..attacks import Attack
 from ..attacks.candidates.attack import Candidates
 from ..defenses import Defense
-from ..randomness import Stream
 from ..registry import ESTIMATORS
 from .adaptive import attackers, with_list
 from .cells import Cell, Cells, code_digest, digest
@@ -32,7 +31,6 @@ from .writer import Writer
 
 logger = logging.get_logger(__name__)
 
-_ORDER = 5  # a stream of random numbers, beside a client's
 _HELD = 2**28  # entries of several defenses' messages that are attacked together: 1 GiB
 
 _Place = tuple[str, str]  # labels of a defense and of an attack
@@ -81,17 +79,11 @@ def run(
         cells: Finished pieces; results go to the folder above them.
         price: By label of a defense, what a model reaches that is trained under it.
     """
-    listed = None if setup.listed is None else _shuffled(setup.listed, terms.seed)
-    made = _Run(setup, terms, defenses, with_list(attacks, listed), cells)
+    every = with_list(attacks, setup.listed, setup.modality, terms.seed)
+    made = _Run(setup, terms, defenses, every, cells)
     made.settings["metrics"] = dict(price or {})
     logger.warning(made.expected())
     return made.to(cells.folder.parent)
-
-
-def _shuffled(listed: list[Any], seed: int) -> list[Any]:
-    """The place in the list says nothing: who scores alike is ranked by it."""
-    order = Stream.from_seeds(seed, _ORDER).uniform((len(listed),)).argsort().tolist()
-    return [listed[at] for at in order]
 
 
 class _Run:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -18,6 +19,7 @@ from hf_gradguard.attacks.candidates import linear
 from hf_gradguard.attacks.candidates.attack import Candidates
 from hf_gradguard.audit import audit, markdown_table, summarize
 from hf_gradguard.audit.adaptive import attackers, with_list
+from hf_gradguard.audit.modality import modality_of
 from hf_gradguard.audit.report.html import html_report
 from hf_gradguard.audit.report.verdicts import INFORMED
 from hf_gradguard.audit.settings import AuditSettings
@@ -289,12 +291,58 @@ def test_defenses_together_are_each_by_itself(
 
 def test_the_list_says_nothing_by_its_order() -> None:
     """Equal scores are ranked by place: the audited ones must not come first."""
-    spy = with_list({}, [[5], [6]])
-    assert spy["candidates"].candidates == [[5], [6]]  # type: ignore[attr-defined]
+    modality = modality_of(*text_model(), AuditSettings())
+    listed = [[5 + k] for k in range(9)]
+    (found,) = with_list({}, listed, modality, 0).values()
+    assert found.candidates != listed == sorted(found.candidates)  # type: ignore[attr-defined]
     own = make_attack("candidates", candidates=[[7]])
-    kept = with_list({"mine": own, "theirs": make_attack("candidates")}, [[5]])
+    both = {"mine": own, "theirs": make_attack("candidates")}
+    kept = with_list(both, [[5]], modality, 0)
     assert [one.candidates for one in kept.values()] == [[[7]], [[5]]]  # type: ignore[attr-defined]
-    assert with_list({"tag": make_attack("tag")}, None).keys() == {"tag"}
+    assert with_list({"tag": make_attack("tag")}, None, modality, 0).keys() == {"tag"}
+
+
+def test_a_list_of_ones_own_is_as_clients_have_it_and_shuffled(tmp_path: Path) -> None:
+    """Texts, ids and rows, with labels that stay with them; a word at places is as it was."""
+    model, tokenizer = text_model()
+    modality = modality_of(model, tokenizer, AuditSettings())
+    texts = [*TEXTS[:6], tokenizer(TEXTS[6]).input_ids, dict(tokenizer(TEXTS[7]))]
+    labels = list(range(8))
+    own = make_attack("candidates", candidates=texts, labels=labels)
+    (found,) = with_list({"own": own}, None, modality, 0).values()
+    assert isinstance(found, Candidates)
+    ids = [one["input_ids"] if isinstance(one, Mapping) else one for one in found.candidates]
+    assert ids == [tokenizer(TEXTS[label]).input_ids for label in found.labels or ()]
+    assert found.labels != labels == sorted(found.labels or ())
+    assert own.candidates == texts
+    at = make_attack("candidates", candidates=TEXTS[0], places=[1], words=["word1", "word2"])
+    attacks = [make_attack("candidates", candidates=texts), at]
+    result = audit(*text_model(), SAMPLES[:2], [], attacks, output=tmp_path / "out")
+    assert not [cell for cell in result.cells if "crash" in cell or "reason" in cell]
+    ranks = [cell["ranked"] for cell in result.cells if "ranked" in cell]
+    assert [len(one["members"]) for one in ranks] == [1, 1]
+    assert all(one["scores"][one["members"][0]] == max(one["scores"]) for one in ranks)
+
+
+def test_images_of_ones_own(tmp_path: Path) -> None:
+    """Pictures, pixels as the model takes them, and rows of a batch."""
+    model, processor = image_model()
+    pictures = images(6)
+    modality = modality_of(model, processor, AuditSettings())
+    pixels = modality.batch(pictures)["pixel_values"]
+    listed = [pictures[0][0], pixels[1], {"pixel_values": pixels[2], "labels": pictures[2][1]}]
+    listed += [pixels[3].numpy(), *(image for image, _ in pictures[4:])]
+    attack = make_attack("candidates", candidates=listed)
+    result = audit(model, processor, pictures[:4], [], attack, output=tmp_path / "out")
+    ranks = [cell["ranked"] for cell in result.cells]
+    assert [one["scores"][one["members"][0]] == max(one["scores"]) for one in ranks] == [True] * 4
+
+
+@pytest.mark.parametrize("one", [None, ["two", "words"], 5])
+def test_what_is_no_candidate_is_refused_before_any_work(one: Any, tmp_path: Path) -> None:
+    attack = make_attack("candidates", candidates=[TEXTS[0], one])
+    with pytest.raises(ValueError, match="give a text, its ids, or a row"):
+        audit(*text_model(), SAMPLES[:1], [], attack, output=tmp_path / "out")
 
 
 def test_where_first_messages_are_empty_others_come_before(tmp_path: Path) -> None:

@@ -82,10 +82,16 @@ class Images:
         pixels = torch.stack([*rows, *(self._pixels(rest).to(device) if rest else ())])
         return [row for at, row in enumerate(pixels) if not _same_as(row, pixels[:at])]
 
+    def prepared(self, listed: Sequence[Any]) -> list[Any]:
+        """An attack's own list as clients have it, in the same order: pictures become pixels;
+        pixels as the model takes them, and rows of a batch, stay.
+        """
+        return [one if _is_pixels(one) else self.candidates([one])[0] for one in listed]
+
     def among(self, candidates: Sequence[Any], batch: dict[str, Tensor]) -> list[int]:
         """Which candidates are in a batch; those that are not listed are left out."""
         inside = IMAGE.main_input(batch).cpu()
-        return [at for at, row in enumerate(candidates) if _same_as(row.cpu(), inside)]
+        return [at for at, one in enumerate(candidates) if _same_as(_pixels_of(one), inside)]
 
     def show(self, batch: dict[str, Tensor]) -> dict[str, Any]:
         """The originals, for the report."""
@@ -139,6 +145,18 @@ class Images:
         """`(B, C, H, W)` pixels in [0, 1]."""
         pixels = IMAGE.main_input(batch).detach().float().cpu()
         return PixelSpace(pixels, self.mean, self.std).plain(pixels)
+
+
+def _is_pixels(one: Any) -> bool:
+    if isinstance(one, np.ndarray):
+        return bool(np.issubdtype(one.dtype, np.floating))
+    return isinstance(one, Mapping) or (isinstance(one, Tensor) and one.is_floating_point())
+
+
+def _pixels_of(candidate: Any) -> Tensor:
+    pixels = candidate[IMAGE.key] if isinstance(candidate, Mapping) else candidate
+    found = torch.as_tensor(pixels).cpu()
+    return found.reshape(found.shape[-3:])
 
 
 def _same_as(image: Tensor, others: Tensor) -> bool:

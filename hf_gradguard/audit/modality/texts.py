@@ -111,6 +111,15 @@ class Texts:
             rows += encoded["input_ids"]
         return [list(ids) for ids in dict.fromkeys(map(tuple, rows))]
 
+    def prepared(self, listed: Sequence[Any]) -> list[Any]:
+        """An attack's own list as clients have it, in the same order: texts become ids; ids, and
+        rows of a batch, stay.
+        """
+        return [
+            one if isinstance(one, Mapping) or _is_ids(one) else self.candidates([one])[0]
+            for one in listed
+        ]
+
     def _labeled(self, samples: Sequence[Any]) -> list[Any]:
         found: dict[tuple[int, ...], dict[str, Tensor]] = {}
         for one in samples:
@@ -266,9 +275,26 @@ def _with_labels(samples: Sequence[Any]) -> bool:
     return any(isinstance(one, Mapping) and "labels" in one for one in samples)
 
 
+def _is_ids(one: Any) -> bool:
+    if isinstance(one, Tensor | np.ndarray):
+        return True
+    listed = isinstance(one, Sequence) and not isinstance(one, str)
+    return listed and all(isinstance(part, int | np.integer) for part in one)
+
+
 def _ids_of(candidate: Any) -> list[int]:
-    ids = candidate["input_ids"] if isinstance(candidate, Mapping) else candidate
-    found: list[int] = torch.as_tensor(ids).flatten().tolist()
+    """Without padding, as `references` are."""
+    row = candidate if isinstance(candidate, Mapping) else {TEXT.key: candidate}
+    try:
+        len(row[TEXT.key])  # a number alone is no text
+        ids = torch.as_tensor(row[TEXT.key]).flatten().cpu()
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(
+            f"A candidate is {str(candidate)[:60]!r}: give a text, its ids, or a row of a batch."
+        ) from error
+    if row.get("attention_mask") is not None:
+        ids = ids[torch.as_tensor(row["attention_mask"]).flatten().bool().cpu()]
+    found: list[int] = ids.tolist()
     return found
 
 
