@@ -232,6 +232,19 @@ def test_what_is_no_candidate_is_named(one: Any, message: str) -> None:
         make_attack("candidates", candidates=["w1 w2 w3", one])(seen)
 
 
+def test_labels_of_words_are_asked_for() -> None:
+    """Those of the message are of its own text: another one has other words."""
+    model = built(BertForTokenClassification, BertConfig(**BERT))
+    labels = [-100, 0, 1, 2, -100]
+    seen = seen_by(
+        model, one_text(labels), labels=torch.tensor([labels]), tokenizer=TOKENIZER
+    )  # fmt: skip
+    with pytest.raises(ValueError, match=r"Candidate 1 has 4 tokens.* Give labels"):
+        make_attack("candidates", candidates=["w1 w5 w3", "w1 w2"])(seen)
+    fitting = make_attack("candidates", candidates=["w2 w2 w2", "w1 w5 w3"])(seen)
+    assert fitting.ranking[0] == 1
+
+
 # --- labels of padding
 
 

@@ -24,6 +24,7 @@ from transformers import (
 )
 
 from hf_gradguard import GradGuardConfig, GradGuardTrainer
+from hf_gradguard.attacks import make_attack
 from hf_gradguard.audit import audit, load_model, summarize
 from hf_gradguard.audit.client import Client, Shared, Upload
 from hf_gradguard.audit.modality.heads import with_labels
@@ -131,6 +132,14 @@ def test_labels_that_nobody_grants_are_asked_for(head: str, tmp_path: Path) -> N
     cells = {cell["attack"].split(":")[0]: cell for cell in result.cells}
     assert cells["span"]["scores"]["token_f1"] == [1.0]
     assert "Pass labels" in cells["tag"]["reason"]
+
+
+def test_a_list_of_texts_without_their_words_labels_is_refused(tmp_path: Path) -> None:
+    model, samples = made("token-classification")
+    own = make_attack("candidates", candidates=TEXTS)
+    for asked in ({"candidates": TEXTS}, {"attacks": own}):
+        with pytest.raises(ValueError, match="give a list of words and a list of as many"):
+            audit(model, TOKENIZER, samples[:1], "none", **asked, output=tmp_path / "out")  # type: ignore[arg-type]
 
 
 def test_labels_of_heads() -> None:

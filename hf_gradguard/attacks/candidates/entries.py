@@ -15,7 +15,7 @@ from ...models.tasks import label_kind
 from ..labels import recover_labels
 from ..observation import Observation
 from ..span.layer_inputs import is_causal_lm
-from .inputs import make_inputs, shown
+from .inputs import labels_tokens, make_inputs, shown
 from .sizes import items_of, mean_items
 
 ALL_CLASSES = 8
@@ -73,6 +73,8 @@ def make_entries(
         choices = range(len(values)) if fixed is None else [place_of(values, fixed)]
         for place in choices:
             value = fixed if fixed is not None else values[place]
+            if labels_tokens(seen.model):
+                _check_tokens(value, seen.domain.main_input(batch), made.places[number])
             batches.append({**batch, "labels": value})
             candidate.append(number)
             label.append(place)
@@ -102,6 +104,14 @@ def _by_length(seen: Observation, counts: Sequence[int]) -> Tensor:
     fits = torch.tensor([count in lengths for count in counts], device=seen.device)
     rare = ~fits if bool(fits.any()) else torch.zeros_like(fits)
     return rare.double() * math.log(_RARE)
+
+
+def _check_tokens(labels: Tensor, ids: Tensor, place: int) -> None:
+    if labels.shape != ids.shape:
+        raise ValueError(
+            f"Candidate {place} has {ids.shape[1]} tokens, and there are {labels.numel()} labels "
+            "for it: they belong to the words of a text. Give labels with each candidate."
+        )
 
 
 def _own_labels(seen: Observation, batch: dict[str, Any]) -> Tensor | None:

@@ -101,6 +101,11 @@ def _of_words(encoded: Any, samples: Sequence[Sample]) -> Tensor:
         )
     labels = torch.full(encoded[TEXT.key].shape, IGNORED)
     for row, (words, classes) in enumerate(samples):
+        if isinstance(words, str) or classes is None:
+            raise ValueError(
+                "Labels of words belong to their text: give a list of words and a list of as many "
+                f"labels, and not {words!r} with {classes!r}."
+            )
         if len(words) != len(classes):
             raise ValueError(f"There are {len(classes)} labels for {len(words)} words.")
         before = None
