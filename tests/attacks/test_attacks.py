@@ -28,6 +28,7 @@ from hf_gradguard.attacks.matching.priors import (
     total_variation,
 )
 from hf_gradguard.attacks.matching.problem import Problem
+from hf_gradguard.attacks.matching.text import Tag
 from hf_gradguard.attacks.matching.vocabulary import Vocabulary
 from hf_gradguard.models import (
     DeepConvNetConfig,
@@ -835,3 +836,68 @@ def test_an_attack_stops_early() -> None:
     assert len(make_attack("tag", steps=50, tolerance=1e9)(seen, torch_rng()).history) == 1
     stuck = make_attack("tag", steps=50, learning_rate=1e-300, patience=4)(seen, torch_rng())
     assert len(stuck.history) == 5
+
+
+class Diverging(Tag):
+    """Whose starts of these numbers diverge."""
+
+    lost: frozenset[int] = frozenset()
+
+    def between_steps(
+        self, problem: Any, step: int, x: Tensor, first: int, generator: torch.Generator
+    ) -> None:
+        for k in self.lost & set(range(first, first + len(x))):
+            x[k - first] = torch.nan
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "lbfgs"])
+def test_a_start_that_diverges_does_not_stop_the_others(optimizer: str) -> None:
+    def run(*lost: int, **settings: Any) -> list[Any]:
+        attack = Diverging(**{"steps": 6, "restarts": 2, "optimizer": optimizer} | settings)
+        attack.lost = frozenset(lost)
+        return attack.together([seen, seen], torch_rng())
+
+    model, batch, _ = text_task()
+    seen = observe(model, batch, labels=batch["labels"])
+    whole, some = run(), run(0, 1)
+    assert len(some[1].history) == len(whole[1].history) > 1
+    assert some[1].objective == pytest.approx(whole[1].objective, rel=1e-6)
+    assert some[0].objective <= whole[0].history[0]
+    # What is gone does not keep the others from stopping.
+    if optimizer == "adamw":
+        assert len(run(0, learning_rate=1e-300, patience=2)[1].history) == 3
+        assert len(run(0, 1, 2, 3)[1].history) == 1
+
+
+def test_a_start_that_was_never_finite_does_not_hide_what_others_reach() -> None:
+    class Endless(Tag):
+        def penalty(self, problem: Any, x: Tensor) -> Tensor:
+            return torch.tensor([torch.inf, 0.0]) + 0 * x.flatten(1).sum(1)
+
+    class Broken(Tag):
+        def penalty(self, problem: Any, x: Tensor) -> Tensor:
+            return torch.tensor([torch.nan, 0.0]) * x.flatten(1).sum(1)
+
+    model, batch, _ = text_task()
+    seen = observe(model, batch, labels=batch["labels"])
+    for kind in (Endless, Broken):
+        found = kind(steps=8, restarts=2, patience=2)(seen, torch_rng())
+        assert len(found.history) == 8
+    assert len(Broken(steps=8, restarts=2, tolerance=1e9)(seen, torch_rng()).history) == 1
+
+
+def test_restarts_are_drawn_to_the_mean_of_those_that_did_not_diverge() -> None:
+    attack = make_attack("grad_inversion", restarts=3, group_consistency=0.5)
+    x = torch.rand((6, 1, 2, 2, 2), generator=torch_rng())
+    model = small_lenet()
+    batch = {"pixel_values": image_batch(1)["pixel_values"], "labels": torch.tensor([2])}
+    problem = attack.problem([observe(model, batch, labels=batch["labels"])])
+    gone = x.clone()
+    gone[1] = torch.nan
+    gone.requires_grad_()
+    two, both = attack.penalty(problem, gone), attack.penalty(problem, x)
+    assert torch.equal(two[3:], both[3:])
+    pair = make_attack("grad_inversion", restarts=2, group_consistency=0.5)
+    torch.testing.assert_close(two[[0, 2]], pair.penalty(problem, x[[0, 2]]))
+    (slope,) = torch.autograd.grad(two.sum(), gone)
+    assert torch.isfinite(slope.flatten(1)).all(1).tolist() == [True, False, *[True] * 4]

@@ -106,7 +106,7 @@ class _Descent:
         optimizer = OPTIMIZERS[attack.optimizer](leaves, attack.learning_rate)
         rate = torch.optim.lr_scheduler.LambdaLR(optimizer, attack.rate)
         evaluate = functools.partial(self._evaluate, slopes_at)
-        least, since = math.inf, 0
+        least, since = (math.inf, math.inf), 0
         bar = logging.tqdm(
             range(attack.steps), desc=attack.name, disable=not attack.progress or first > 0
         )
@@ -117,9 +117,9 @@ class _Descent:
             attack.between_steps(self.problem, step, self.x, first, generator)
             if step % 20 == 0:
                 bar.set_postfix(objective=f"{float(self.best.min()):.4g}")
-            now = float(self.best.sum())
+            now = self._reached()
             least, since = (now, 0) if now < least else (least, since + 1)
-            if float(self.best.max()) <= attack.tolerance or not torch.isfinite(self.x).all():
+            if self._over().all():
                 break
             if attack.patience is not None and since >= attack.patience:
                 break
@@ -134,6 +134,18 @@ class _Descent:
             self.best_x, self.best, self.best_labels, torch.stack(self.history, 1), strict=True
         )
         return [Descended(*row) for row in rows]
+
+    def _reached(self) -> tuple[float, float]:
+        """How many candidates were never finite, and what the others' best add up to: less is
+        better.
+        """
+        found = torch.isfinite(self.best)
+        return float((~found).sum()), float(self.best[found].sum())
+
+    def _over(self) -> Tensor:
+        """`(K,)`: who is at the tolerance, or diverged, which does not concern the others."""
+        diverged = ~torch.isfinite(self.x.flatten(1)).all(1)
+        return diverged | (self.best <= self.attack.tolerance)
 
     def _evaluate(self, slopes_at: SlopesAt) -> float:
         if self.network:

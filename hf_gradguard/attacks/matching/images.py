@@ -170,7 +170,8 @@ class GradInversion(GradientMatching):
             value = value + self.batch_norm * distance
         if self.group_consistency and self.restarts > 1 and len(x) > 1:
             groups = x.view(-1, self.restarts, *x.shape[1:])
-            value = value + self.group_consistency * (
-                groups - groups.mean(1, keepdim=True)
-            ).view_as(x).flatten(1).square().mean(1)
+            # Without restarts that diverged. What draws to it adds up to 0, so it has no slope.
+            mean = groups.detach().nanmean(1, keepdim=True)
+            away = (groups - mean).view_as(x).flatten(1)
+            value = value + self.group_consistency * away.square().mean(1)
         return value
