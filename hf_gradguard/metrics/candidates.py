@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 from scipy.optimize import brentq
-from scipy.special import expit, logsumexp
+from scipy.special import log_expit, logsumexp
 
 from .scores import Scores, check_bootstrap, summarize
 
@@ -79,19 +79,20 @@ def score_candidates(
     inside = [_inside(row, own) for row, own in zip(rows, members, strict=True)]
     if not rows:
         raise ValueError("There is no message to score.")
-    rows = [membership_log_odds(row, own.sum()) for row, own in zip(rows, inside, strict=True)]
-    others = np.sort(np.concatenate([row[~own] for row, own in zip(rows, inside, strict=True)]))
+    odds = [membership_log_odds(row, own.sum()) for row, own in zip(rows, inside, strict=True)]
+    others = np.sort(np.concatenate([row[~own] for row, own in zip(odds, inside, strict=True)]))
     limits = {name: _threshold(others, rate) for name, rate in FALSE_POSITIVES.items()}
     told = [
-        _told(row, own, number, limits)
-        for row, own, numbers in zip(rows, inside, members, strict=True)
+        _ranked(row, own, number)
+        | {name: float(sure[number] > limit) for name, limit in limits.items()}
+        for row, sure, own, numbers in zip(rows, odds, inside, members, strict=True)
         for number in numbers
     ]
     plain = summarize(
         told, [None] * len(told), [len(one) for one in members],
         bootstrap=bootstrap, confidence=confidence, seed=seed,
     )  # fmt: skip
-    own_scores = np.concatenate([row[own] for row, own in zip(rows, inside, strict=True)])
+    own_scores = np.concatenate([row[own] for row, own in zip(odds, inside, strict=True)])
     return CandidateScores(
         plain.per_sample, plain.mean, plain.interval, plain.matched,
         curve=_curve(own_scores, others), false_positives=len(others),
@@ -104,21 +105,51 @@ def membership_log_odds(scores: Any, members: int) -> np.ndarray:
 
     Args:
         scores: `(K,)`, logarithms: for one member of p(message | candidate), up to what all have
-            in common; for several of p(message | candidate in it)/p(message).
+            in common; for several of p(message | candidate in it)/p(message). Of -infinity are
+            those who cannot be in it, of infinity those who must.
         members: How many of the candidates are in it, below K.
+
+    Returns:
+        The log-odds, infinite for whom there is no doubt: those who must be in it, or who are left
+        when others cannot.
 
     Example:
         >>> membership_log_odds([0.0, 0.0, 0.0], members=1).round(3)  # ln 1/2
         array([-0.693, -0.693, -0.693])
+        >>> membership_log_odds([1000.0, 990.0, 0.0], members=2).round(3)
+        array([ 505.,  495., -495.])
     """
-    values, place, counts = np.unique(
-        np.asarray(scores, dtype=float), return_inverse=True, return_counts=True
-    )  # those that score alike stay so
-    if members == 1:  # others' likelihoods exclude each other
-        return (values - _of_others(values, counts))[place]
-    low, high = -values[-1] - _FAR, -values[0] + _FAR
-    shift = brentq(lambda shift: counts @ expit(values + shift) - members, low, high)
-    return (values + shift)[place]
+    given = np.asarray(scores, dtype=float)
+    odds, left = np.empty_like(given), int(members)
+    for alike in (given == np.inf, np.isfinite(given), given == -np.inf):  # the surest first
+        count = int(alike.sum())
+        if left <= 0 or count <= left:
+            odds[alike] = np.inf if left > 0 else -np.inf
+        else:
+            # Those of infinite scores are alike.
+            values = given[alike] if np.isfinite(given[alike]).all() else np.zeros(count)
+            odds[alike] = _of_finite(values, left, exclusive=members == 1)
+        left -= count
+    return odds
+
+
+def _of_finite(scores: np.ndarray, members: int, exclusive: bool) -> np.ndarray:
+    """`membership_log_odds` where all are finite and some are in it; `exclusive` where one is, so
+    that others' likelihoods exclude each other.
+    """
+    if exclusive:
+        values, place, counts = np.unique(scores, return_inverse=True, return_counts=True)
+        return (values - _of_others(values, counts))[place]  # those that score alike stay so
+    falling = np.sort(scores)[::-1]
+    best, rest = falling[:members], falling[members:]
+
+    def excess(shift: float) -> float:
+        """ln of the sum of p over the rest, less that of 1 - p over the best: in logarithms it
+        rises everywhere, where the sum of all p is flat in floating point.
+        """
+        return float(logsumexp(log_expit(rest + shift)) - logsumexp(log_expit(-(best + shift))))
+
+    return scores + brentq(excess, -falling[0] - _FAR, -falling[-1] + _FAR)
 
 
 def _of_others(values: np.ndarray, counts: np.ndarray) -> np.ndarray:
@@ -131,14 +162,11 @@ def _of_others(values: np.ndarray, counts: np.ndarray) -> np.ndarray:
     return np.append(whole + np.log1p(-np.exp(values[:-1] - whole)), rest)
 
 
-def _told(
-    row: np.ndarray, own: np.ndarray, number: int, limits: dict[str, float]
-) -> dict[str, float]:
-    """The scores of one member."""
+def _ranked(row: np.ndarray, own: np.ndarray, number: int) -> dict[str, float]:
+    """The scores of one member among those of its message."""
     value, rest = row[number], row[~own]
     before = float((rest > value).sum() + (rest == value).sum() / 2)
-    found = {"top1": float((row >= value).sum() <= own.sum()), "rank": 1 + before}
-    return found | {name: float(value > limit) for name, limit in limits.items()}
+    return {"top1": float((row >= value).sum() <= own.sum()), "rank": 1 + before}
 
 
 def _inside(row: np.ndarray, members: Sequence[int]) -> np.ndarray:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from scipy.optimize import brentq
+from scipy.special import expit
 
 from hf_gradguard.metrics import membership_log_odds, score_candidates
 
@@ -54,6 +56,56 @@ def test_of_several_members_probabilities_add_up_to_them() -> None:
         odds = membership_log_odds(scores, 16)
         assert (1 / (1 + np.exp(-odds.clip(-700)))).sum() == pytest.approx(16, abs=1e-6)
         np.testing.assert_allclose(odds - scores, (odds - scores)[0], rtol=1e-9, atol=1e-9)
+
+
+def test_of_several_members_log_odds_have_one_value_where_all_is_sure() -> None:
+    """By hand: p of the third is 1 - p of the second, and a little of the first's."""
+    both = np.log1p(np.exp(-10))
+    odds = membership_log_odds([1000.0, 990.0, 0.0, -1000.0], 2)
+    np.testing.assert_allclose(odds, np.array([505, 495, -495, -1495]) + both / 2, rtol=1e-13)
+    # Ties stay. Three times p of the third.
+    odds = membership_log_odds([0.0, -300.0, 0.0, 990.0, 0.0, 1000.0], 2)
+    shift = (both - 990 - np.log(3)) / 2
+    np.testing.assert_allclose(odds, np.array([0, -300, 0, 990, 0, 1000]) + shift, rtol=1e-13)
+    assert odds[0] == odds[2] == odds[4]
+    # All tied at the edge: two of three are in, of whom nobody knows which.
+    odds = membership_log_odds([500.0, 0.0, 500.0, 500.0], 2)
+    np.testing.assert_allclose(odds[[0, 2, 3]], np.log(2), atol=1e-9)
+    order = np.random.default_rng(2).permutation(60)
+    scores = np.repeat(np.linspace(-4e3, 4e3, 20), 3)
+    np.testing.assert_array_equal(
+        membership_log_odds(scores, 7)[order], membership_log_odds(scores[order], 7)
+    )
+
+
+def test_where_nothing_is_sure_probabilities_add_up_as_ever() -> None:
+    draw = np.random.default_rng(3)
+    for members in (2, 5, 39):
+        scores = 3 * draw.normal(size=40).round(1)
+        plain = brentq(lambda s, b=members, v=scores: expit(v + s).sum() - b, -99, 99)
+        odds = membership_log_odds(scores, members)
+        np.testing.assert_allclose(odds, scores + plain, atol=1e-8)
+
+
+def test_infinite_scores_are_sure() -> None:
+    inf = np.inf
+    for scores, members, expected in (
+        ([0.0, -inf, 0.0, -inf, 0.0], 2, [np.log(2), -inf, np.log(2), -inf, np.log(2)]),
+        ([0.0, inf, 0.0, 0.0], 2, [-np.log(2), inf, -np.log(2), -np.log(2)]),
+        ([1.0, -inf, 0.0], 2, [inf, -inf, inf]),  # who else
+        ([1.0, -inf, 0.0, -inf, -inf, -inf], 3, [inf, -np.log(3), inf, *[-np.log(3)] * 3]),
+        ([inf, 0.0, inf, inf], 2, [np.log(2), -inf, np.log(2), np.log(2)]),
+        ([1.0, 0.0, -inf], 1, [1.0, -1.0, -inf]),
+        ([-inf, -inf, -inf], 1, [-np.log(2)] * 3),
+        ([inf, 5.0, -inf], 1, [inf, -inf, -inf]),
+        ([3.0, -inf, -inf], 1, [inf, -inf, -inf]),
+    ):
+        with np.errstate(all="raise"):
+            odds = membership_log_odds(scores, members)
+        np.testing.assert_allclose(odds, expected, atol=1e-9)
+    # Whom nothing excludes are told apart still, though all of them are sure.
+    found = score_candidates([[3.0, -inf, 1.0, -inf]], [[0, 3]], bootstrap=0)
+    assert found.per_sample["rank"] == [1.0, 2.5]
 
 
 def test_a_message_with_one_outlier_does_not_hide_the_members_of_all() -> None:
