@@ -14,7 +14,8 @@ from .base import Attack, Reconstruction
 from .labels import recover_labels, recover_labels_below
 from .length import observed_length
 from .matching.attack import GradientMatching
-from .observation import Observation, average
+from .observation import Observation
+from .uploads import average
 
 __all__ = [
     "ATTACKS",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -254,37 +254,6 @@ class Observation:
             raise ValueError(
                 f"Labels must be class ids from 0 to {classes - 1}, but are {labels.tolist()}."
             )
-
-
-def average(observations: Sequence[Observation]) -> Observation:
-    """Several uploads of one batch, from the same weights, as one: fresh noise averages out.
-
-    Raises:
-        ValueError: If there are none, or they name different parameters.
-
-    Example:
-        >>> mean = average([replace(seen, noise_variance=0.04)] * 4)
-        >>> mean.noise_variance
-        0.01
-    """
-    if not observations or any(
-        seen.gradient.keys() != observations[0].gradient.keys() for seen in observations
-    ):
-        raise ValueError(
-            "average needs at least one observation, all with gradients of the same parameters."
-        )
-    first, count = observations[0], len(observations)
-    mean = {
-        name: torch.stack([seen.gradient[name] for seen in observations]).mean(0)
-        for name in first.gradient
-    }
-    variance = first.noise_variance
-    if isinstance(variance, Mapping):
-        variance = {name: tensor / count for name, tensor in variance.items()}
-    elif variance is not None:
-        variance = variance / count
-    law = None if first.law is None else first.law.of_mean(count)
-    return replace(first, gradient=mean, noise_variance=variance, law=law)
 
 
 def _placeholder_ids(seen: Observation) -> dict[str, Tensor]:

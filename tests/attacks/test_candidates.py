@@ -651,6 +651,127 @@ def test_repeated_batches_are_averaged_first() -> None:
         attack.history([])
 
 
+def uneven(seen: Any, variances: Sequence[Any], noise: str = "gaussian") -> list[Any]:
+    """Uploads behind noise of these variances, in units of the gradient's mean square."""
+    unit = float(flat(seen.gradient).square().mean())
+    found = []
+    for seed, share in enumerate(variances):
+        v = like(share * unit + torch.zeros_like(flat(seen.gradient)), seen)
+        gradient = {
+            n: g + v[n].sqrt() * torch.randn(g.shape, generator=torch_rng(seed), dtype=g.dtype)
+            for n, g in seen.gradient.items()
+        }
+        law = Law(noise=noise, variance=v if isinstance(share, Tensor) else share * unit)
+        found.append(replace(seen, gradient=gradient, law=law))
+    return found
+
+
+@pytest.mark.parametrize("kind", ["numbers", "by entry", "both"])
+def test_the_mean_of_uneven_noise_is_by_the_formula(kind: str) -> None:
+    model, _ = make_task("bert")
+    seen = seen_by(model, batch_of(texts(1), [1]))
+    size, draw = len(flat(seen.gradient)), torch_rng(9)
+    drawn = [0.1 + torch.rand(size, generator=draw).double() for _ in range(3)]
+    drawn[1][:5] = 0.0  # exact there
+    variances: list[Any] = {
+        "numbers": [1.0, 100.0, 4.0], "by entry": drawn, "both": [drawn[0], 2.0, drawn[2]],
+    }[kind]  # fmt: skip
+    uploads = uneven(seen, variances)
+    v = torch.stack([flat({n: one.law.variance_of(n) + torch.zeros_like(g)
+                           for n, g in seen.gradient.items()}) for one in uploads])  # fmt: skip
+    y = torch.stack([flat(one.gradient) for one in uploads])
+    expected = torch.where(v[1] == 0, y[1], (y / v).sum(0) / (1 / v).sum(0))
+    for ordered in (uploads, uploads[::-1]):
+        granted = [replace(one, noise_variance=one.law.variance, law=None) for one in ordered]
+        for mean in (average(ordered), average(granted)):
+            told = mean.noise_variance if mean.law is None else mean.law.variance
+            assert isinstance(told, float) == (kind == "numbers")
+            if isinstance(told, float):
+                told = {n: torch.full_like(g, told) for n, g in seen.gradient.items()}
+            torch.testing.assert_close(flat(mean.gradient), expected)
+            torch.testing.assert_close(flat(told), 1 / (1 / v).sum(0))
+
+
+@pytest.mark.parametrize("noise", ["gaussian", "laplace"])
+def test_uneven_uploads_tell_what_each_tells_in_any_order(noise: str) -> None:
+    """Of one sample log-likelihoods add up, whether or not there is a mean that says the same."""
+    model, _ = make_task("bert")
+    list_ = texts(8)
+    uploads = uneven(seen_by(model, batch_of([list_[2]], [1])), [100.0, 0.5, 1e4], noise)
+    attack = make_attack("candidates", candidates=list_, rounding=1e-9)
+    total = sum(attack(one, torch_rng()).scores for one in uploads)
+    for ordered in (uploads, uploads[::-1]):
+        scores = attack.history(ordered, torch_rng()).scores
+        torch.testing.assert_close(scores - scores[0], total - total[0], rtol=1e-6, atol=1e-6)
+
+
+def test_a_noisy_upload_does_not_spoil_a_precise_one() -> None:
+    """Nor of several samples, where others' gradients are the same in both."""
+    model, _ = make_task("bert")
+    list_ = texts(12, length=5)
+    seen = seen_by(model, batch_of([list_[2], list_[7]], [1, 0]))
+    attack = make_attack("candidates", candidates=list_)
+    precise, noisy = uneven(seen, [1e-4, 1e4])
+    alone = attack(precise, torch_rng())
+    for ordered in ([precise, noisy], [noisy, precise]):
+        both = attack.history(ordered, torch_rng())
+        assert set(both.ranking[:2].tolist()) == {2, 7}
+        torch.testing.assert_close(both.posterior, alone.posterior, rtol=1e-2, atol=1e-2)
+
+
+def test_uploads_with_other_laws_have_no_mean_but_a_history() -> None:
+    model, _ = make_task("bert")
+    list_ = texts(8)
+    seen = seen_by(model, batch_of([list_[2]], [1]), LAWS["none"])
+    (noisy,) = uneven(seen, [1.0])
+    for other in (
+        seen,
+        replace(noisy, law=None),
+        replace(noisy, noise_variance=1.0),
+        replace(noisy, law=replace(noisy.law, clip_norm=1.0)),
+        replace(noisy, law=replace(noisy.law, noise="laplace")),
+        replace(noisy, local=LocalTraining((0.1,), make_optimizer("sgd"))),
+    ):
+        with pytest.raises(ValueError, match="have no mean"):
+            average([noisy, other])
+    attack = make_attack("candidates", candidates=list_)
+    found = attack.history([noisy, seen], torch_rng()).scores
+    total = attack(noisy, torch_rng()).scores + attack(seen, torch_rng()).scores
+    torch.testing.assert_close(found, total)
+
+
+@pytest.mark.parametrize("told", ["law", "noise_variance"])
+def test_what_was_withheld_takes_no_part_in_a_mean(told: str) -> None:
+    model, _ = make_task("bert")
+    list_ = texts(8)
+    seen = seen_by(model, batch_of([list_[2]], [1]))
+    size = len(flat(seen.gradient))
+    kept = [torch.rand(size, generator=torch_rng(seed)) < 0.5 for seed in (1, 2)]
+    uploads = []
+    for seed, (here, scale) in enumerate(zip(kept, (1.0, 3.0), strict=True)):
+        v = scale * here.double()
+        y = flat(seen.gradient) + torch.randn(size, generator=torch_rng(seed)).double() * v.sqrt()
+        law = Law(kept="chosen", noise="gaussian", variance=like(v, seen))
+        grant = {"law": law} if told == "law" else {"noise_variance": law.variance}
+        uploads.append(replace(seen, gradient=like(y * here, seen), **grant))
+    y = torch.stack([flat(one.gradient) for one in uploads])
+    precision = torch.stack(
+        [here.double() / scale for here, scale in zip(kept, (1.0, 3.0), strict=True)]
+    )
+    mean = average(uploads)
+    sent = precision.sum(0) > 0
+    expected = (y * precision).sum(0)[sent] / precision.sum(0)[sent]
+    torch.testing.assert_close(flat(mean.gradient)[sent], expected)
+    assert not flat(mean.gradient)[~sent].any()
+    variance = mean.law.variance if told == "law" else mean.noise_variance
+    torch.testing.assert_close(flat(variance)[sent], 1 / precision.sum(0)[sent])
+    if told == "law":
+        attack = make_attack("candidates", candidates=list_, rounding=1e-9)
+        total = sum(attack(one, torch_rng()).scores for one in uploads)
+        scores = attack.history(uploads, torch_rng()).scores
+        torch.testing.assert_close(scores - scores[0], total - total[0], rtol=1e-6, atol=1e-6)
+
+
 # --- lists
 
 

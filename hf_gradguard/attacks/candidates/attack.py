@@ -19,7 +19,8 @@ from torch import Tensor
 from ...metrics import membership_log_odds
 from ...randomness import Stream, torch_generator
 from ..base import Attack, Reconstruction, as_text
-from ..observation import Observation, average
+from ..observation import Observation
+from ..uploads import alike, average
 from .entries import Entries, make_entries
 from .inputs import at_places
 from .scorer import Scorer
@@ -132,7 +133,8 @@ class Candidates(Attack):
         self, observations: Sequence[Observation], generator: Stream | torch.Generator | None = None
     ) -> Ranked:
         """Attack all uploads of the same batch together, each with the model at which it was made:
-        log-likelihoods add up, and what was uploaded at the same weights is averaged first.
+        log-likelihoods add up, and what was uploaded at the same weights is averaged first, as far
+        as what is known of it differs in the variance of Gaussian noise alone.
 
         Args:
             observations: Of one client and one batch.
@@ -143,10 +145,8 @@ class Candidates(Attack):
         """
         if not observations:
             raise ValueError("There is nothing to attack: give at least one observation.")
-        same: dict[int, list[Observation]] = {}
-        for seen in observations:
-            same.setdefault(id(seen.model), []).append(seen)
-        means = [_averaged(several) for several in same.values()]
+        means = [several[0] if len(several) == 1 else average(several)
+                 for several in _at_same_weights(observations)]  # fmt: skip
         return self._rank([means], torch_generator(generator, observations[0].device))[0]
 
     def _rank(
@@ -177,8 +177,17 @@ class Candidates(Attack):
         return make_entries(seen, listed, self.labels)
 
 
-def _averaged(uploads: Sequence[Observation]) -> Observation:
-    return uploads[0] if len(uploads) == 1 else average(uploads)
+def _at_same_weights(observations: Sequence[Observation]) -> list[list[Observation]]:
+    """Uploads that have a mean, with each other."""
+    found: list[list[Observation]] = []
+    for seen in observations:
+        same = (one for one in found if one[0].model is seen.model and alike(one[0], seen))
+        beside = next(same, None)
+        if beside is None:
+            found.append([seen])
+        else:
+            beside.append(seen)
+    return found
 
 
 def _ranked(seen: Observation, entries: Entries, scores: Tensor, seconds: float) -> Ranked:
