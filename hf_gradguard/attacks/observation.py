@@ -48,8 +48,8 @@ class Observation:
         local: How the client trained for several steps before it sent; `from_update` says it.
 
     Raises:
-        ValueError: If a name or a shape is not the model's, nothing but zeros was shared, or labels
-            are out of range.
+        ValueError: If a name or a shape is not the model's, nothing but zeros was shared, labels
+            are out of range, or a variance is missing.
         FloatingPointError: If a gradient holds NaN or infinity.
 
     Example:
@@ -166,6 +166,7 @@ class Observation:
             )
         if self.labels is not None:
             self._check_labels(self.labels)
+        self._check_variances()
         if (self.image_mean is None) != (self.image_std is None):
             raise ValueError("Give image_mean and image_std together, or neither.")
         object.__setattr__(
@@ -244,6 +245,18 @@ class Observation:
         if self.local is not None:
             return self.local.gradient_map(self.model, batch, loss_fn)
         return GradientMap(self.model, batch, loss_fn=loss_fn)
+
+    def _check_variances(self) -> None:
+        for grant, told in (
+            ("noise_variance", self.noise_variance),
+            ("law", None if self.law is None else self.law.variance),
+        ):
+            missing = self.gradient.keys() - told.keys() if isinstance(told, Mapping) else ()
+            if missing:
+                raise ValueError(
+                    f"{grant} has no variance for {min(missing)!r}, which was shared. Give that of "
+                    "every shared parameter, 0 where no noise was added."
+                )
 
     def _check_labels(self, labels: Tensor) -> None:
         classes = getattr(getattr(self.model, "config", None), "num_labels", None)
