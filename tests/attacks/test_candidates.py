@@ -889,6 +889,10 @@ def test_shared_embeddings_count() -> None:
         ({"candidates": ["w1"]}, "need a tokenizer"),
         ({"candidates": [5, 6], "places": [2]}, "from 0 to 1"),
         ({"candidates": [5, 6, 7], "places": [0, 1], "words": list(range(500))}, "more than"),
+        ({"candidates": [[5, 6], [5, 24]]}, "the token id 24, where the model's are from 0 to 23"),
+        ({"candidates": [[5, -1]]}, "the token id -1"),
+        ({"candidates": [{"input_ids": torch.tensor([5, 99])}]}, "the token id 99"),
+        ({"candidates": [5, 6], "places": [1], "words": [7, 1000]}, "the token id 1000"),
     ],
 )
 def test_what_is_refused(settings: dict[str, Any], message: str) -> None:

@@ -221,7 +221,22 @@ def _as_ids(seen: Observation, ids: Tensor, place: int) -> Tensor:
             f"Candidate {place} has ids of shape {tuple(ids.shape)} and type {ids.dtype}, where "
             "those of one text are needed: whole numbers, one at least."
         )
-    return ids.reshape(1, -1).long()
+    row = ids.reshape(1, -1).long()
+    size = _vocabulary(seen)
+    if len(wrong := row[(row < 0) | (row >= size)] if size is not None else row[row < 0]):
+        known = "at least 0" if size is None else f"from 0 to {size - 1}"
+        raise ValueError(
+            f"Candidate {place} has the token id {int(wrong[0])}, where the model's are {known}: "
+            "give ids of the model's own tokenizer."
+        )
+    return row
+
+
+def _vocabulary(seen: Observation) -> int | None:
+    """How many ids there are, if the model says it."""
+    embeddings = TEXT.token_embeddings(seen.model)[:2]  # an encoder-decoder's third one is targets'
+    weights = [getattr(module, "weight", None) for module in embeddings]
+    return min((len(weight) for weight in weights if isinstance(weight, Tensor)), default=None)
 
 
 def _as_pixels(seen: Observation, pixels: Tensor, place: int) -> Tensor:
