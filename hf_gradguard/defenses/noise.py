@@ -22,6 +22,7 @@ from torch import Tensor
 from transformers.utils import logging
 
 from ..gradient_map import GradientMap, Tensors
+from ..gradient_map.given import Nothing
 from ..gradient_map.law import Law
 from ..randomness import Stream
 from .base import Defense
@@ -142,6 +143,13 @@ class NoiseDefense(Defense):
         return self.relative_scale
 
     @property
+    def stands_alone(self) -> bool:
+        """Whether a client in whose batch nothing counts shares noise: its strength follows no
+        gradient.
+        """
+        return bool(self.scale)
+
+    @property
     def _plain(self) -> bool:
         """Whether covariances add up where Gaussian noise was before; see `Noise`."""
         return type(self).clipped is NoiseDefense.clipped
@@ -240,11 +248,13 @@ class OptimalNoise(SensitivityDefense, NoiseDefense):
     def shaped(
         self, gmap: GradientMap, gradient: Tensors, generator: Stream
     ) -> tuple[Mapping[str, Tensor], float]:
-        if self.shape == "own":
+        alone = isinstance(gmap, Nothing)
+        if self.shape == "own" and not alone:
             own = gmap.restrict(sensitivity_ratio(*self.own_sensitivity(gmap, gradient, generator)))
             own = capped(self.bare_where_clipped(own, gradient))
             return own, shape_trace(gmap, gradient, own, self)
-        averaged = self.averaged_ratio(gmap, generator)
+        known = self.known_ratio(gradient) if alone else None
+        averaged = known if alone else self.averaged_ratio(gmap, generator)
         if averaged is None:
             return NoiseDefense.shaped(self, gmap, gradient, generator)
         shape, masks = averaged, gmap.transmitted

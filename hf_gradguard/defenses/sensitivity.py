@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -135,6 +135,12 @@ class SensitivityDefense(Defense):
             self._learn(plain, None, generator)
         self._calls += 1
         return ratio
+
+    def known_ratio(self, names: Iterable[str]) -> OnDemand | None:
+        """The same of what is known already, where there is no batch to learn from."""
+        if not self._averages.knows(names):
+            return None
+        return self._averages.ratio(self.granularity == "layer")
 
     def own_sensitivity(
         self, gmap: GradientMap, gradient: Tensors, generator: Stream

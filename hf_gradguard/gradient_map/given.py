@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor
 
 from .map import GradientMap, Tensors
@@ -29,10 +30,15 @@ class Given(GradientMap):
         RuntimeError: This defense asks for the client's data...
     """
 
+    _why = (
+        "here only the outcome of its training is known. Take gaussian_noise, dp_sgd, pruning or "
+        "quantization, or protect where the data is, by protect_update"
+    )
+
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._gradient = dict(tensors)
-        self.model: Any = _Unknown()
-        self.replay: Any = _Unknown()
+        self.model: Any = _Unknown(self._why)
+        self.replay: Any = _Unknown(self._why)
 
     def gradient(self) -> Tensors:
         return dict(self._gradient or {})
@@ -42,30 +48,50 @@ class Given(GradientMap):
 
     @property
     def undefended(self) -> GradientMap:
-        _refuse("undefended")
+        _refuse("undefended", self._why)
 
     @property
     def input(self) -> Tensor:
-        _refuse("input")
+        _refuse("input", self._why)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        _refuse(name)
+        _refuse(name, self._why)
+
+
+class Nothing(Given):
+    """A batch in which nothing counts: a gradient of zeros, and no data behind it.
+
+    Args:
+        parameters: The shared ones, by name.
+
+    Example:
+        >>> alone = Nothing({"w": torch.ones(1000)})
+        >>> 0.4 < float(make_defense("gaussian_noise", scale=0.5)(alone)["w"].std()) < 0.6
+        True
+    """
+
+    _why = (
+        "a batch in which nothing counts has none. Let its `protect` do without, or filter rows "
+        "without labels"
+    )
+
+    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
+        super().__init__({name: torch.zeros_like(p.detach()) for name, p in parameters.items()})
 
 
 class _Unknown:
     """In the place of a model that is not there."""
 
+    def __init__(self, why: str) -> None:
+        self._why = why
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        _refuse(name)
+        _refuse(name, self._why)
 
 
-def _refuse(what: str) -> NoReturn:
-    raise RuntimeError(
-        f"This defense asks for the client's data ({what}), and here only the outcome of its "
-        "training is known. Take gaussian_noise, dp_sgd, pruning or quantization, or protect "
-        "where the data is, by protect_update."
-    )
+def _refuse(what: str, why: str) -> NoReturn:
+    raise RuntimeError(f"This defense asks for the client's data ({what}), and {why}.")

@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.trainer_utils import TrainOutput
 
 from ..defenses import Defense
 from ..gradient_map.domain import check_batch
+from .batch_statistics import freeze_statistics
 from .checkpoints import check_checkpoint, newest_complete
 from .hooks import SeamTrainer
 from .learning_rate import loaded_rates_follow, scale_learning_rate
@@ -40,6 +41,7 @@ class GuardedTrainer(SeamTrainer):
 
     asks_for_input: bool = True
     defense: Defense
+    _batch_statistics: str = "local"
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.ledger = Ledger()
@@ -93,6 +95,16 @@ class GuardedTrainer(SeamTrainer):
         elif resume_from_checkpoint:
             check_checkpoint(Path(resume_from_checkpoint))
         return super().train(resume_from_checkpoint, *args, **kwargs)
+
+    def _ready(self, model: nn.Module) -> nn.Module:
+        """The bare model in training mode."""
+        model.train()
+        if self._batch_statistics == "frozen":
+            freeze_statistics(model)
+        if callable(getattr(self.optimizer, "train", None)):
+            self.optimizer.train()
+        bare: nn.Module = self.accelerator.unwrap_model(model)
+        return bare
 
     def get_batch_samples(self, epoch_iterator: Any, *args: Any, **kwargs: Any) -> Any:
         """As in `Trainer`, of batches that can be protected."""

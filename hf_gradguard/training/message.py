@@ -15,6 +15,7 @@ from transformers.utils import logging
 
 from ..defenses import Defense
 from ..defenses.none import NoDefense
+from ..gradient_map.given import Nothing
 from ..gradient_map.inputs import LossFunction
 from ..randomness import Stream
 from .batch_statistics import BufferGuard
@@ -160,14 +161,32 @@ class MessageMaker:
             # message hold anything of it.
             client.defense.load_state_dict(before)
             return gmap.loss
-        self._ledger.check(gmap.parameters.values(), "share a message")
-        with torch.no_grad():
-            for name, parameter in gmap.parameters.items():
-                # A copy: clipping and averaging write to it, and a defense may keep its message.
-                part = shared.pop(name).to(parameter.dtype).mul(client.weight)
-                parameter.grad = part if parameter.grad is None else parameter.grad.add_(part)
-        self._ledger.write(gmap.parameters.values())
+        self._add(gmap.parameters, shared, client.weight)
         return torch.zeros_like(gmap.loss) if client.is_empty else gmap.loss
+
+    def share_noise(
+        self, parameters: Mapping[str, nn.Parameter], defense: Defense, weight: float, step: int
+    ) -> None:
+        """Add a message of noise alone, times a weight, to `.grad`: of a client in whose batch
+        nothing counts. It is not measured, since it says nothing of any data.
+
+        Raises:
+            RuntimeError: If the defense asks for the batch.
+        """
+        noise, _, _ = self._draws.at(step)
+        defense.at_step(step)
+        self._add(parameters, dict(defense(Nothing(parameters), noise)), weight)
+
+    @torch.no_grad()
+    def _add(
+        self, parameters: Mapping[str, nn.Parameter], shared: dict[str, Tensor], weight: float
+    ) -> None:
+        self._ledger.check(parameters.values(), "share a message")
+        for name, parameter in parameters.items():
+            # A copy: clipping and averaging write to it, and a defense may keep its message.
+            part = shared.pop(name).to(parameter.dtype).mul(weight)
+            parameter.grad = part if parameter.grad is None else parameter.grad.add_(part)
+        self._ledger.write(parameters.values())
 
     def names_of(self, clients: Sequence[Defense]) -> list[str]:
         """What stands for the parameters that each client's last message was of, `"-"` before its

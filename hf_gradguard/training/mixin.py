@@ -24,7 +24,7 @@ from ..gradient_map.trials import forget
 from ..leakage import FisherAccountant
 from .asked import Asked
 from .bases import alone, check_loss, check_order, draws_batches
-from .batch_statistics import average_statistics, freeze_statistics, warn_of_statistics
+from .batch_statistics import average_statistics, warn_of_statistics
 from .card import complete_card
 from .checks import check_arguments, check_collator, check_leakage, check_training
 from .clients import (
@@ -40,6 +40,7 @@ from .clients import (
     split,
 )
 from .config import GradGuardConfig
+from .empty import EmptyClients
 from .exchange import any_rank, average, average_gradients
 from .guarded import noting
 from .labels import Randomizer
@@ -51,7 +52,7 @@ from .private_state import load_private_state, save_private_state
 from .seams import check_seams
 from .secure_aggregation import secure_aggregation_of
 from .start import StartAlike
-from .summed_noise import share_of_noise
+from .summed_noise import is_summed, share_of_noise
 from .tables import AgreedTables
 from .trackers import check_trackers
 from .weights import LossWeights, Normalization, Spread
@@ -151,6 +152,7 @@ class GradGuardMixin(PrivateRowsTrainer):
         self._secure = secure_aggregation_of(self.args, self.accelerator)
         defense = share_of_noise(self.defense, self.args, self.accelerator.num_processes)
         check_leakage(self.args, defense, self._accountant, own_batches, self.train_dataset)
+        self._empty = EmptyClients(self._shared, is_summed(defense, self.args))
         changed = self._asked.changed(self.args, objects)
         if not changed:
             return
@@ -211,21 +213,14 @@ class GradGuardMixin(PrivateRowsTrainer):
                 self._logs_next = True  # the message's own pass, before those of its defense
                 loss = self._messages.share(module, client, mean_loss, step)
                 losses.append(client.weight * loss)
+            accumulation = normalization.accumulation
+            self._empty.share(self._messages, module, clients, accumulation, step)
         steps = self.args.torch_empty_cache_steps
         if steps is not None and step % steps == 0:
             clear_device_cache()
         if self.accelerator.sync_gradients:
             self._exchange(module)
         return torch.stack(losses).sum() if losses else torch.zeros((), device=self.args.device)
-
-    def _ready(self, model: nn.Module) -> nn.Module:
-        """The bare model in training mode."""
-        model.train()
-        if self._batch_statistics == "frozen":
-            freeze_statistics(model)
-        if callable(getattr(self.optimizer, "train", None)):
-            self.optimizer.train()
-        return self.accelerator.unwrap_model(model)
 
     def _loss(self, module: nn.Module, batch: dict[str, Any], items: float | None) -> Tensor:
         """The Trainer's own loss, which a subclass may have overridden."""
@@ -259,6 +254,8 @@ class GradGuardMixin(PrivateRowsTrainer):
 
     def _exchange(self, module: nn.Module) -> None:
         """Average over ranks what they have protected, and agree on going on."""
+        where = self._messages, module, self.state.global_step
+        self._empty.settle(*where, self.accelerator, self._secure)
         parameters = self._shared(module).values()
         self.ledger.check(parameters, "exchange gradients")
         average_gradients(parameters, self.accelerator, self._secure)

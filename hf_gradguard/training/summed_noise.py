@@ -29,6 +29,17 @@ def check_noise_for(args: Any) -> None:
         )
 
 
+def is_summed(defense: Defense, args: TrainingArguments) -> bool:
+    """Whether a `scale` is of the sum of messages.
+
+    Example:
+        >>> is_summed(make_defense("gaussian_noise"), TrainingArguments("out"))
+        False
+    """
+    summed = getattr(args, "noise_for", "message") == "sum"
+    return summed and not getattr(defense, "per_sample", False)
+
+
 def share_of_noise(defense: Defense, args: TrainingArguments, ranks: int) -> Defense:
     """The defense of one message. With `noise_for="sum"`, each of the n messages that are exchanged
     at a time gets 1/√n of `scale`, so that their sum has noise of `scale`.
@@ -36,6 +47,7 @@ def share_of_noise(defense: Defense, args: TrainingArguments, ranks: int) -> Def
     Raises:
         NotImplementedError: With `noise_for="sum"`, for a defense without Gaussian noise of a
             stated `scale`, or a limit that would keep messages, and so their noise, back.
+        ValueError: With `noise_for="sum"`, if there are more clients than rows of a batch.
 
     Example:
         >>> from hf_gradguard import GradGuardConfig
@@ -43,7 +55,7 @@ def share_of_noise(defense: Defense, args: TrainingArguments, ranks: int) -> Def
         >>> share_of_noise(make_defense("gaussian_noise", scale=0.2), args, ranks=4).scale
         0.1
     """
-    if getattr(args, "noise_for", "message") != "sum" or getattr(defense, "per_sample", False):
+    if not is_summed(defense, args):
         return defense  # of a noise multiplier `PrivateRows` gives each message its share
     from ..defenses.noise import NoiseDefense  # settings alone import no defense
 
@@ -62,6 +74,12 @@ def share_of_noise(defense: Defense, args: TrainingArguments, ranks: int) -> Def
         raise NotImplementedError(
             "GradGuardTrainer does not support noise_for='sum' with leakage_limit: a message that "
             "is kept back takes its noise out of the sum. Leave one of them out."
+        )
+    if args.per_device_train_batch_size < args.clients_per_process:
+        raise ValueError(
+            f"noise_for='sum' with clients_per_process={args.clients_per_process} of "
+            f"per_device_train_batch_size={args.per_device_train_batch_size} rows: some clients "
+            "would never have any. Take larger batches, or fewer clients."
         )
     messages = ranks * args.clients_per_process
     own = defense.scale / math.sqrt(messages)

@@ -1,0 +1,101 @@
+"""Clients in whose batch nothing counts, since it has no rows for them or no labels.
+
+They share noise alone where its strength is stated. Zeros would say that nothing counted, and would
+leave a sum with less noise than was stated for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+
+from ..defenses import Defense
+from ..defenses.noise import NoiseDefense
+from .clients import ClientBatch
+from .exchange import average
+from .message import MessageMaker
+from .secure_aggregation import SecureAggregation
+
+
+class EmptyClients:
+    """What a rank's empty clients share.
+
+    A message of noise alone counts as much as one of equal weights would. With `summed` it counts
+    as much as those that do count on average, on all ranks: a sum of n messages then has all of
+    its noise, however few of them count. That is known when a step is due.
+
+    Args:
+        shared: Gives the shared parameters of a module, by name.
+        summed: Whether noise is stated for the sum of messages.
+
+    Example:
+        >>> from hf_gradguard import GradGuardConfig
+        >>> from hf_gradguard.training.ledger import Ledger
+        >>> from hf_gradguard.training.message import Draws, LeakageMeter
+        >>> defense = make_defense("gaussian_noise", scale=0.5)
+        >>> meter = LeakageMeter(GradGuardConfig("out"), defense, None)
+        >>> messages = MessageMaker(Draws(), meter, Ledger(), share_input_embeddings=False)
+        >>> empty = EmptyClients(lambda module: dict(module.named_parameters()), summed=False)
+        >>> nobody = ClientBatch(defense, {}, weight=0.0)
+        >>> empty.share(messages, model, [nobody], accumulation=1, step=0)
+        >>> 0.4 < float(model.classifier.weight.grad.std()) < 0.6
+        True
+    """
+
+    def __init__(
+        self, shared: Callable[[nn.Module], Mapping[str, nn.Parameter]], summed: bool
+    ) -> None:
+        self._shared, self._summed = shared, summed
+        self._waiting: list[Defense] = []
+        self._weight, self._count = 0.0, 0
+
+    def share(
+        self, messages: MessageMaker, module: nn.Module, clients: Sequence[ClientBatch],
+        accumulation: int, step: int,
+    ) -> None:  # fmt: skip
+        """Add the noise of those of a micro-batch's clients that are empty, or keep it for
+        `settle`.
+
+        Args:
+            messages: Makes them.
+            module: Whose parameters are shared.
+            clients: All of the micro-batch.
+            accumulation: Micro-batches of the optimizer step.
+            step: Optimizer steps that are finished.
+        """
+        self._weight += sum(client.weight for client in clients)
+        self._count += sum(bool(client.weight) for client in clients)
+        empty = [client.defense for client in clients if not client.weight]
+        alone = [one for one in empty if isinstance(one, NoiseDefense) and one.stands_alone]
+        if self._summed:
+            self._waiting += alone
+            return
+        for defense in alone:
+            weight = 1 / (len(clients) * accumulation)
+            messages.share_noise(self._shared(module), defense, weight, step)
+
+    def settle(
+        self, messages: MessageMaker, module: nn.Module, step: int, accelerator: Accelerator,
+        secure: SecureAggregation | None = None,
+    ) -> None:  # fmt: skip
+        """Add what was kept, before a step's gradients are exchanged. All ranks must call it.
+
+        Args:
+            messages: As for `share`.
+            module: As for `share`.
+            step: As for `share`.
+            accelerator: Carries the weights and the number of messages that count.
+            secure: Hides each rank's.
+        """
+        if not self._summed:
+            return
+        own = [self._weight, self._count]
+        means = torch.tensor(own, dtype=torch.float64, device=accelerator.device)
+        average([means], accelerator, secure)
+        weight, count = means.tolist()
+        for defense in self._waiting if count else []:
+            messages.share_noise(self._shared(module), defense, weight / count, step)
+        self._waiting, self._weight, self._count = [], 0.0, 0
