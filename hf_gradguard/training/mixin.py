@@ -159,7 +159,7 @@ class GradGuardMixin(PrivateRowsTrainer):
         defense.prepare(self.model, self.processing_class)
         if "model" in changed:
             self.remove_callback(StartAlike)
-            self.add_callback(StartAlike())
+            self.add_callback(StartAlike(lambda: self.eval_dataset))
         self._share_input_embeddings: bool = getattr(self.args, "share_input_embeddings", False)
         self._batch_statistics: str = getattr(self.args, "batch_statistics", "local")
         if self.is_world_process_zero():

@@ -99,7 +99,9 @@ class PrivateRows(TrainerCallback):
         multiplier = self.noise_multiplier
         assert multiplier is not None
         if args.world_size > 1:
-            check_agreed({"the noise multiplier (rows, steps)": multiplier}, args.device)
+            hosted = len(self.parts) // self._ranks
+            apart = {"the noise multiplier (rows, steps)": multiplier}
+            check_agreed(apart | {"clients_per_process": hosted}, args.device)
         each = multiplier
         if getattr(args, "noise_for", "message") == "sum":  # a rank can take its own out of it
             each /= math.sqrt(len(self.parts) - len(self.parts) // self._ranks)

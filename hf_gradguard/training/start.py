@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -13,35 +13,12 @@ from transformers import TrainerCallback, TrainingArguments
 from transformers.utils import logging
 
 from ..leakage.received import ADVICE, check_received
+from .agreed import agreed_upon, differences
 from .dispatch import check_loader
 
 _MOST = 10  # findings that are listed
 
 logger = logging.get_logger(__name__)
-
-# What decides which exchanges there are, and of what. Other settings may differ.
-_SETTINGS = (
-    "secure_aggregation", "secure_aggregation_range", "share_input_embeddings", "withhold",
-    "batch_statistics", "leakage_limit", "leakage_action", "noise_for", "num_clients",
-    "gradient_accumulation_steps", "max_steps", "num_train_epochs",
-)  # fmt: skip
-
-
-def agreed_upon(args: TrainingArguments, model: nn.Module) -> dict[str, Any]:
-    """What has to be the same on all ranks, by name. Limits count by whether they stop a run.
-
-    Example:
-        >>> agreed_upon(TrainingArguments("out", max_steps=3), model)["max_steps"]
-        3
-    """
-    found = {name: getattr(args, name, None) for name in _SETTINGS}
-    limit, action = found.pop("leakage_limit"), found.pop("leakage_action")
-    found["leakage_action"] = None if limit is None else action
-    parameters = [
-        (name, tuple(p.shape), str(p.dtype), p.requires_grad)
-        for name, p in model.named_parameters()
-    ]
-    return found | {"the model's parameters, and which of them are trained": parameters}
 
 
 def check_agreed(found: Mapping[str, Any], device: torch.device | str) -> None:
@@ -49,7 +26,8 @@ def check_agreed(found: Mapping[str, Any], device: torch.device | str) -> None:
     wait for each other, or mix up what is whose. All ranks must call it.
 
     Args:
-        found: As `agreed_upon` says. Ranks send 8 bytes of a hash of each entry.
+        found: As `agreed_upon` says. Ranks send 8 bytes of a hash of each entry: that hides no
+            small number.
         device: That ranks exchange from.
 
     Raises:
@@ -63,10 +41,7 @@ def check_agreed(found: Mapping[str, Any], device: torch.device | str) -> None:
     if differ := [
         name for name, same in zip(found, (everyone == everyone[0]).all(0), strict=True) if not same
     ]:
-        raise ValueError(
-            f"Ranks differ in {', '.join(differ)}, so nothing was trained. Start every rank with "
-            "the same settings and the same model, frozen alike."
-        )
+        raise ValueError(f"Ranks differ in {differences(differ)}")
 
 
 def _hashed(value: Any) -> bytes:
@@ -103,17 +78,22 @@ class StartAlike(TrainerCallback):
 
     Rank 0 could plant weights that make gradients leak. A rank that has loaded a model of its own
     says so where rank 0's is another, and looks at what it got.
+
+    Args:
+        evaluated: Gives what the model is evaluated on.
     """
 
-    def __init__(self) -> None:
-        self._started = False
+    def __init__(self, evaluated: Callable[[], Any] = lambda: None) -> None:
+        self._started, self._evaluated = False, evaluated
 
     def on_train_begin(
-        self, args: TrainingArguments, *_: Any, model: nn.Module, **kwargs: Any
+        self, args: TrainingArguments, state: Any = None, *_: Any, model: nn.Module, **kwargs: Any
     ) -> None:
         if args.world_size > 1:
-            check_loader(kwargs.get("train_dataloader"))  # also of a class of the user's own
-            check_agreed(agreed_upon(args, model), args.device)
+            trained = kwargs.get("optimizer"), kwargs.get("train_dataloader")
+            check_loader(trained[1])  # also of a class of the user's own
+            found = agreed_upon(args, model, state, *trained, self._evaluated())
+            check_agreed(found, args.device)
             # later on buffers hold statistics of rank 0's data
             buffers = [] if self._started else list(model.buffers())
             tensors = [tensor.detach() for tensor in (*model.parameters(), *buffers)]

@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from hf_gradguard import GradGuardConfig
 from hf_gradguard.training import start as starting
+from hf_gradguard.training.agreed import BATCHES, OPTIMIZER, ROWS, STEPS, agreed_upon
 
 
 def start(monkeypatch: pytest.MonkeyPatch, received: float | None) -> nn.Module:
@@ -47,3 +49,76 @@ def test_tensors_of_every_type_are_compared(dtype: torch.dtype) -> None:
     assert starting._digest(one) == starting._digest(one.clone())
     assert starting._digest(one) != starting._digest(one.flip(0))
     assert starting._digest(torch.zeros((), dtype=dtype)) != b""
+
+
+# What has to be alike
+
+
+def differ(one: dict[str, Any], two: dict[str, Any]) -> set[str]:
+    """The names of what `agreed_upon` says otherwise of two ranks' settings."""
+    model = nn.Linear(3, 2)
+    found = [agreed_upon(GradGuardConfig("out", use_cpu=True, **own), model) for own in (one, two)]
+    return {name for name in found[0] if found[0][name] != found[1][name]}
+
+
+@pytest.mark.parametrize(
+    ("one", "two", "names"),
+    [
+        ({"learning_rate": 1e-3}, {"learning_rate": 1e-1}, {"learning_rate"}),
+        ({"max_grad_norm": 1.0}, {"max_grad_norm": 0.0}, {"max_grad_norm"}),
+        ({"warmup_steps": 3}, {}, {"warmup_steps"}),
+        ({"logging_steps": 1}, {"logging_steps": 3}, {"logging_steps"}),
+        ({"logging_strategy": "no", "logging_steps": 1}, {"logging_strategy": "no"}, set()),
+        ({"eval_strategy": "steps", "eval_steps": 2}, {}, {"eval_strategy", "eval_steps",
+         "eval_delay"}),
+        ({"save_steps": 7}, {"save_steps": 8}, {"save_steps"}),
+        ({"average_tokens_across_devices": False}, {}, {"average_tokens_across_devices"}),
+        ({"clients_per_process": 2}, {"clients_per_process": 4}, set()),
+        ({"clients_per_process": 2, "num_clients": 8}, {"clients_per_process": 4, "num_clients": 8},
+         {"clients_per_process"}),
+        ({"per_device_train_batch_size": 2, "output_dir": "a"} | {"seed": 3}, {}, set()),
+        ({"num_clients": 8, "seed": 3}, {"num_clients": 8}, {"data_seed"}),
+    ],
+)  # fmt: skip
+def test_settings_that_have_to_be_alike(
+    one: dict[str, Any], two: dict[str, Any], names: set[str]
+) -> None:
+    settings = [{key: v for key, v in own.items() if key != "output_dir"} for own in (one, two)]
+    assert differ(*settings) == names
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_messages_of_a_sum_are_counted_alike(count: int) -> None:
+    summed = {"secure_aggregation": True, "noise_for": "sum"}
+    own = {"clients_per_process": count}
+    assert differ(summed, summed | own) == {"clients_per_process"}
+
+
+def test_lengths_count_where_an_exchange_follows_them() -> None:
+    model, state, data = nn.Linear(3, 2), SimpleNamespace(max_steps=12), [0] * 5
+    found = {}
+    for name, more in {
+        "epochs": {}, "max_steps": {"max_steps": 12},
+        "logged": {"max_steps": 12, "logging_strategy": "epoch"},
+        "evaluated": {"max_steps": 12, "eval_strategy": "steps", "eval_steps": 3},
+        "tokens": {"include_num_input_tokens_seen": "all", "gradient_accumulation_steps": 2},
+    }.items():  # fmt: skip
+        args = GradGuardConfig("out", use_cpu=True, **more)
+        each = agreed_upon(args, model, state, None, data, {"a": data, "b": [0]})
+        found[name] = each[STEPS], each[BATCHES], each[ROWS]
+    lengths = [("a", 5), ("b", 1)]
+    assert found == {
+        "epochs": (12, None, None), "max_steps": (None, None, None), "logged": (None, 5, None),
+        "evaluated": (None, None, lengths), "tokens": (12, 5, None),
+    }  # fmt: skip
+
+
+def test_optimizers_count_by_their_settings_and_not_by_their_weights() -> None:
+    args, found = GradGuardConfig("out", use_cpu=True), []
+    for rate in (0.1, torch.tensor(0.1), 0.2):
+        model = nn.Linear(3, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+        found.append(repr(agreed_upon(args, model, None, optimizer)[OPTIMIZER]))
+    again = torch.optim.SGD(nn.Linear(3, 2).parameters(), lr=0.1)
+    assert repr(agreed_upon(args, nn.Linear(3, 2), None, again)[OPTIMIZER]) == found[0]
+    assert len(set(found)) == 3

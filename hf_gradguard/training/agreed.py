@@ -1,0 +1,158 @@
+"""What has to be the same on all ranks when a training begins: what decides which exchanges there
+are, and of what; and what is done to the weights after each, which ranks never compare again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sized
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import TrainerState, TrainingArguments
+
+# Other settings may differ.
+_SETTINGS = (
+    "secure_aggregation", "secure_aggregation_range", "share_input_embeddings", "withhold",
+    "batch_statistics", "noise_for", "num_clients", "gradient_accumulation_steps", "max_steps",
+    "num_train_epochs", "average_tokens_across_devices", "include_num_input_tokens_seen",
+    "max_grad_norm", "lr_scheduler_type", "lr_scheduler_kwargs", "logging_strategy",
+    "logging_first_step", "save_strategy", "eval_strategy", "eval_on_start",
+    "load_best_model_at_end", "metric_for_best_model", "greater_is_better",
+)  # fmt: skip
+# Which make the optimizer
+_OF_OPTIMIZER = (
+    "optim", "optim_args", "learning_rate", "weight_decay", "adam_beta1", "adam_beta2",
+    "adam_epsilon", "warmup_steps", "warmup_ratio",
+)  # fmt: skip
+# Of ranks that hold parts of one federation, or of one sum
+_OF_CLIENTS = (
+    "clients_per_process", "per_device_train_batch_size", "partition", "dirichlet_alpha",
+)  # fmt: skip
+STEPS, BATCHES = "the number of steps", "the number of batches in an epoch"
+ROWS, OPTIMIZER = "the number of rows to evaluate on", "the optimizer and its rates"
+PARAMETERS = "the model's parameters, and which of them are trained"
+
+
+def agreed_upon(
+    args: TrainingArguments,
+    model: nn.Module,
+    state: TrainerState | None = None,
+    optimizer: Any = None,
+    batches: Any = None,
+    evaluated: Any = None,
+) -> dict[str, Any]:
+    """What has to be the same on all ranks, by name. Limits count by whether they stop a run,
+    intervals where something follows them, and lengths of data where exchanges follow them.
+
+    Args:
+        args: Training arguments.
+        model: The one that is trained.
+        state: Of the training that begins.
+        optimizer: Its own.
+        batches: Its data loader.
+        evaluated: What it is evaluated on, if it is.
+
+    Example:
+        >>> agreed_upon(TrainingArguments("out", max_steps=3), model)["max_steps"]
+        3
+    """
+    found = {name: getattr(args, name, None) for name in (*_SETTINGS, *_OF_OPTIMIZER)}
+    limited = getattr(args, "leakage_limit", None) is not None
+    found["leakage_action"] = getattr(args, "leakage_action", None) if limited else None
+    found |= _intervals(args)
+    together = found["num_clients"] is not None
+    for name in _OF_CLIENTS:
+        of_sum = found["noise_for"] == "sum" and name == "clients_per_process"
+        found[name] = getattr(args, name, None) if together or of_sum else None
+    seeds = getattr(args, "data_seed", None), getattr(args, "seed", None)
+    found["data_seed"] = next(seed for seed in (*seeds, 0) if seed is not None) if together else 0
+    counted = state is not None and (found["max_steps"] or 0) <= 0
+    found[STEPS] = state.max_steps if counted and state is not None else None
+    found[BATCHES] = _length(batches) if _follows_epochs(found, batches) else None
+    found[ROWS] = _lengths(evaluated) if _evaluates(found) else None
+    parameters = [
+        (name, tuple(p.shape), str(p.dtype), p.requires_grad)
+        for name, p in model.named_parameters()
+    ]
+    found[PARAMETERS] = parameters
+    found[OPTIMIZER] = None if optimizer is None else _described(optimizer)
+    return found
+
+
+def differences(names: Iterable[str]) -> str:
+    """Entries of `agreed_upon` that differ, without what follows from others, and what to do.
+
+    Example:
+        >>> differences(["learning_rate", OPTIMIZER])
+        'learning_rate, so nothing was trained. Start every rank with the same settings ...'
+    """
+    names = list(names)
+    if not {PARAMETERS, *_OF_OPTIMIZER}.isdisjoint(names):
+        names = [name for name in names if name != OPTIMIZER]
+    return f"{', '.join(names)}, so nothing was trained. {_ways_out(set(names))}"
+
+
+def _ways_out(names: set[str]) -> str:
+    found = ["Start every rank with the same settings and the same model, frozen alike."]
+    if names & {STEPS, BATCHES}:
+        found.append(
+            "Where ranks have data sets of their own, of different lengths, give all the same "
+            "max_steps, and log, save and evaluate by steps, not by epochs; leave "
+            "use_seedable_sampler as it is. Or give all as many rows and the same batch size."
+        )
+    if ROWS in names:
+        found.append("Evaluate on data of the same length on every rank.")
+    if OPTIMIZER in names:
+        found.append("Rates follow noise: scale_learning_rate=False leaves them alone.")
+    return " ".join(found)
+
+
+def _intervals(args: TrainingArguments) -> dict[str, Any]:
+    found = {}
+    for what in ("logging", "save", "eval"):
+        by_steps = getattr(args, f"{what}_strategy", None) == "steps"
+        found[f"{what}_steps"] = getattr(args, f"{what}_steps", None) if by_steps else None
+    delayed = getattr(args, "eval_strategy", "no") != "no"
+    return found | {"eval_delay": getattr(args, "eval_delay", None) if delayed else None}
+
+
+def _evaluates(found: dict[str, Any]) -> bool:
+    return bool(found["eval_on_start"]) or (found["eval_strategy"] or "no") != "no"
+
+
+def _follows_epochs(found: dict[str, Any], batches: Any) -> bool:
+    """Whether ranks exchange something at the end of an epoch, at its start (a sampler's random
+    state), or for each batch.
+    """
+    strategies = [found[f"{what}_strategy"] for what in ("logging", "save", "eval")]
+    counts = (found["include_num_input_tokens_seen"] or "no") != "no"
+    accumulates = (found["gradient_accumulation_steps"] or 1) > 1
+    at_start = bool(getattr(batches, "rng_types", None))
+    return "epoch" in strategies or at_start or (counts and accumulates)
+
+
+def _length(data: Any) -> int | None:
+    try:
+        return len(data) if isinstance(data, Sized) else None
+    except TypeError:  # a loader of rows without a length
+        return None
+
+
+def _lengths(data: Any) -> Any:
+    if isinstance(data, dict):
+        return [(name, _length(one)) for name, one in data.items()]
+    return _length(data)
+
+
+def _described(optimizer: Any) -> Any:
+    """Its class, and of each group how many parameters there are and all that is set for them."""
+    plain = getattr(optimizer, "optimizer", optimizer)  # Accelerate wraps it
+    groups = [sorted(_settings(group)) for group in getattr(plain, "param_groups", [])]
+    return type(plain).__name__, groups
+
+
+def _settings(group: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    for name, value in group.items():
+        if name in ("params", "param_names"):
+            value = len(value)
+        yield name, repr(value.tolist() if isinstance(value, Tensor) else value)
