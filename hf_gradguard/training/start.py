@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from accelerate.utils import broadcast, gather
@@ -72,6 +73,9 @@ def say_received(model: nn.Module) -> None:
         logger.warning(f"In the model that this rank received:{listed}{more}\n{ADVICE}")
 
 
+_TRAINED: WeakSet[nn.Module] = WeakSet()
+
+
 class StartAlike(TrainerCallback):
     """Every rank is asked for the same, and starts, as wrapping in DDP would have made it, from
     rank 0's parameters and buffers.
@@ -94,8 +98,8 @@ class StartAlike(TrainerCallback):
             check_loader(trained[1])  # also of a class of the user's own
             found = agreed_upon(args, model, state, *trained, self._evaluated())
             check_agreed(found, args.device)
-            # later on buffers hold statistics of rank 0's data
-            buffers = [] if self._started else list(model.buffers())
+            # later on buffers hold statistics of rank 0's data, also in another Trainer
+            buffers = [] if model in _TRAINED else list(model.buffers())
             tensors = [tensor.detach() for tensor in (*model.parameters(), *buffers)]
             compared = [] if self._started else tensors
             before = list(map(_digest, compared))
@@ -107,3 +111,4 @@ class StartAlike(TrainerCallback):
             if other := sum(one != after for one, after in pairs):
                 logger.warning(_PLANTED.format(other, len(tensors)))
         self._started = True
+        _TRAINED.add(model)

@@ -92,3 +92,14 @@ def test_statistics_leave_a_rank_only_when_shared(ranks: list[dict[str, Any]], c
         assert [
             (kind, size) for kind, size in report[choice]["sent"] if size > 1
         ] == start + STEPS * step
+
+
+def test_another_trainer_sends_no_more(ranks: list[dict[str, Any]]) -> None:
+    """The model that it is given is no initial one: its buffers hold what a rank's data left."""
+    for report in ranks:
+        for choice in CHOICES:
+            again, another = (
+                [one for one in report[choice][name] if one[0] == "broadcast"]
+                for name in ("sent", "by another")
+            )
+            assert again == another, choice
