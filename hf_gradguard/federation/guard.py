@@ -25,7 +25,7 @@ from ..gradient_map import Tensors
 from ..gradient_map.given import Given
 from ..randomness import Stream
 from ..registry import DEFENSES
-from .rows import trained_rows
+from .tables import check_tables
 
 logger = logging.get_logger(__name__)
 
@@ -34,7 +34,11 @@ STATISTICS = "*running_mean, *running_var, *num_batches_tracked"
 """Of batch normalization: averages of a client's data."""
 Withheld = Literal["zeros", "left out"]
 Sends = Literal["weights", "difference"]
-_TABLE_ROWS = 64  # a tensor of fewer rows is no table of words
+_GRID = 64  # entries that may lie on a grid by chance
+_REMEDY = (
+    f"Do not train it, name it in {PREFIX}withhold, or set {PREFIX}share_input_embeddings to send "
+    "it all the same."
+)
 
 
 @dataclass(frozen=True)
@@ -217,12 +221,13 @@ class Guard:
         }
         if not change:
             raise ValueError("There is nothing to send: every tensor is withheld.")
+        starts = {name: _wide(before[name]) for name in change}
         for name, tensor in change.items():
-            start = _wide(before[name])
-            if not self.settings.share_input_embeddings:
-                _check_rows(name, start, tensor)
-            if not whole or before[name].dtype.itemsize >= 4:
-                _check_grid(name, start, tensor)
+            if whole:
+                _check_precision(name, before[name])
+            _check_grid(name, starts[name], tensor)
+        if not self.settings.share_input_embeddings:
+            check_tables(starts, change, _REMEDY)
         return change
 
     def sent(self, before: Mapping[str, Tensor], message: Mapping[str, Tensor]) -> Tensors:
@@ -322,24 +327,11 @@ def _check_grid(name: str, start: Tensor, change: Tensor) -> None:
     changed = change != 0
     after = (start + change)[changed]
     for dtype in (torch.bfloat16, torch.float16):
-        if 2 * int((after.to(dtype) == after).sum()) > max(len(after), _TABLE_ROWS):
+        if 2 * int((after.to(dtype) == after).sum()) > max(len(after), _GRID):
             raise ValueError(
                 f"Nothing was sent: {name!r} was trained in {dtype}. Its weights are on a grid, "
                 "and who knows that rounds noise below half of its spacing off again. Train in "
                 "float32; autocast (bf16=True) is fine."
-            )
-
-
-def _check_rows(name: str, start: Tensor, change: Tensor) -> None:
-    for dim, rows in enumerate(change.shape if change.dim() > 1 else ()):
-        trained = trained_rows(start, change, dim) if rows >= _TABLE_ROWS else 0
-        if 0 < trained < rows / 2:
-            where = f" along dimension {dim}" if dim else ""
-            raise ValueError(
-                f"Nothing was sent: {name!r} changed in {trained} of {rows} rows{where}. It is a "
-                "table that the data looks up, and which rows changed names the words whatever is "
-                f"done to the others. Do not train it, name it in {PREFIX}withhold, or set "
-                f"{PREFIX}share_input_embeddings to send it all the same."
             )
 
 
