@@ -573,3 +573,33 @@ def test_rows_without_special_tokens_are_read_where_that_is_known(family: str) -
     bare = replace(seen, special_tokens=False)
     assert bare.known_ids().tolist() == [[-1] * 6]
     assert Span()(bare).token_ids == [text]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("family", ["bert", "gpt2", "llama"])
+def test_a_text_that_is_there_twice_is_found_twice(family: str, dtype: torch.dtype) -> None:
+    """It spans what it spans once. What rounding leaves is no third text, and nothing tells that no
+    other text was there: that is said.
+    """
+    torch.manual_seed(0)
+    model = MODELS[family]().to(dtype).eval()
+    one, other = sentences(2, (6, 7))
+    for texts in ([one, one], [one, other, one], [one, one, one]):
+        found = Span()(observe(model, texts))
+        assert found.token_ids == texts
+        assert "several times" in found.undecided
+    assert Span()(observe(model, [one, other])).undecided == ""
+
+
+def test_selection_ends_where_rounding_begins() -> None:
+    """Of two rows that are the same, one is chosen; under noise both places in it are filled."""
+    generator = torch_rng(4)
+    candidates = torch.randn(2, 12, 24, generator=generator).double()
+    true = candidates[[0, 0, 1], [3, 3, 5]]
+    matrix = torch.randn(80, 3, generator=generator).double() @ true
+    given, capacity = candidates.new_zeros(0, 24), torch.tensor([2, 2])
+    for noise, counts in ((0.0, [1, 1]), (1e-3, [2, 2])):
+        noisy = matrix + noise * torch.randn(80, 24, generator=generator).double()
+        chosen = select(row_space([noisy.float()], None, 4), given, candidates, capacity)
+        assert [len(own) for own in chosen] == counts
+        assert [own[0] for own in chosen] == [3, 5]

@@ -106,7 +106,8 @@ class Span(Attack):
             rows = extend(seen, view, heard, known, found, self.beams)
         else:
             views = self._views(seen, behind, heard)
-            rows = fill(wanted, known, found, first.positional, decided=bool(views))
+            again = self.threshold is None
+            rows = fill(wanted, known, found, first.positional, decided=bool(views), again=again)
             if views and (seen.batch_size > 1 or not first.positional):
                 if not first.positional:
                     found = dict.fromkeys(range(seen.input_shape[1]), found.get(0, []))
@@ -120,7 +121,7 @@ class Span(Attack):
             labels=seen.labels,
             objective=_objective(seen, first, space, rows),
             seconds=time.perf_counter() - start,
-            undecided=undecided,
+            undecided=" ".join(filter(None, (undecided, _repeated(ids)))),
         )
 
     def _views(self, seen: Observation, behind: list[Readers], heard: Tensor) -> list[View]:
@@ -193,6 +194,16 @@ def _undecided(seen: Observation, first: Readers) -> str:
         if holds
     ]
     return f"No gradient behind the first attention tells {' nor '.join(open_)}." if open_ else ""
+
+
+def _repeated(ids: list[list[int]]) -> str:
+    """What is left open where one text is answered several times."""
+    if len({tuple(text) for text in ids}) == len(ids):
+        return ""
+    return (
+        "A text that is there several times spans what it spans once: another one may stand in its "
+        "place that was not found."
+    )
 
 
 def _variances(seen: Observation, readers: Readers) -> list[Tensor] | None:

@@ -69,6 +69,7 @@ def fill(
     found: dict[int, list[int]],
     positional: bool,
     decided: bool = True,
+    again: bool = False,
 ) -> Tensor:
     """Rows of ids from what was found at each place.
 
@@ -80,6 +81,8 @@ def fill(
         decided: Whether a later step tells which sentence a token is of, or there is but one.
             If nothing tells whose token it is, they go to the sentences by their ids, so that the
             result does not hang on rounding errors.
+        again: Whether, where a place has more sentences than tokens were found, these stand there
+            several times: then that is all there was.
 
     Returns:
         `(B, T)` ids: those known and, in the order found, those at each position; -1 where there
@@ -91,16 +94,22 @@ def fill(
         [[2, 9], [2, 7]]
         >>> fill(known < 0, known, {1: [9, 7, 8]}, positional=True, decided=False).tolist()
         [[2, 7], [2, 9]]
+        >>> fill(known < 0, known, {1: [9]}, positional=True, again=True).tolist()
+        [[2, 9], [2, 9]]
     """
+
+    def first(ids: list[int], count: int) -> list[int]:
+        return (ids * (count // max(1, len(ids)) + 1 if again else 1))[:count]
+
     rows = known.clone()
     if not positional:
-        bag = found.get(0, [])[: int(wanted.sum())]
+        bag = first(found.get(0, []), int(wanted.sum()))
         slots = wanted.nonzero()[: len(bag)]
         rows[slots[:, 0], slots[:, 1]] = torch.tensor(bag, dtype=torch.long, device=rows.device)
         return rows
     for place, ids in found.items():
         slots = wanted[:, place].nonzero().flatten()
-        tokens = ids[: len(slots)]
+        tokens = first(ids, len(slots))
         rows[slots[: len(tokens)], place] = torch.tensor(
             tokens if decided else sorted(tokens), dtype=torch.long, device=rows.device
         )

@@ -21,6 +21,7 @@ CHUNK = (
 # another was seen, can lie in the span too: what is nearly as near as the nearest goes on to where
 # the attention has mixed them.
 TIE, ALTERNATIVES = 1e4, 64
+SURE = 1e-16  # nearer than this are only tokens that were there, whatever the type
 
 
 @dataclass(frozen=True)
@@ -129,7 +130,9 @@ class Search:
         found = {}
         for i, place in enumerate(self.places.tolist()):
             best: list[int] = [int(ids[i, k]) for k in chosen[i]]
-            farthest = scores[i, : int(self.capacity[i])].max().clamp(min=0)
+            short = 0 < len(best) < int(self.capacity[i])  # all that there is stands there
+            nearest = scores[i, chosen[i]] if short else scores[i, : int(self.capacity[i])]
+            farthest = nearest.max().clamp(min=SURE if short else 0)
             close: list[int] = ids[i, scores[i] <= TIE * farthest].tolist()
             found[place] = best + [token for token in close if token not in best][:ALTERNATIVES]
         return found

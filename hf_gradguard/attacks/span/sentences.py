@@ -15,13 +15,12 @@ import torch
 from torch import Tensor
 
 from ..observation import Observation
-from .choice import Text, choose
+from .choice import NEAR, Text, choose
 from .views import Explained, View, outside, vectors_of
 
 SWEEPS, ROUNDS = 40, 4
 NEAREST = 4  # texts of all those tried that run through the whole model
 STARTS = 4  # at most for each sentence that is looked for
-NEAR = 1e-4  # a position's squared distance that only right texts have, if there is no noise
 
 
 def assemble(
@@ -72,16 +71,26 @@ def assemble(
     rows = known.clone()
     for index, text in enumerate(choose(seen, [first, *views], pools)):
         rows[index, heard[index]] = torch.tensor(text, dtype=torch.long, device=rows.device)
-    near = len(rows[outside(seen, views, rows, heard) < NEAR * heard.sum(1)].unique(dim=0))
-    if near == len(rows):
+    near = _near(seen, views, heard, rows)
+    distinct = len(rows[near].unique(dim=0))
+    if distinct == len(rows):
         return rows
-    # Noise, or a text that was not found: all tokens of a place are used before nearer texts are,
-    # but for those that are as near as only right ones are.
+    # Noise, or a text that was not found, or one that is there twice: all tokens of a place are
+    # used before nearer texts are, but for those that are as near as only right ones are.
     others = exchange(seen, views, heard, known < 0, filled)
-    far = outside(seen, views, others, heard)
-    if first.readers.positional and int((far < NEAR * heard.sum(1)).sum()) >= near:
+    nearer = _near(seen, views, heard, others)
+    if bool(near.all()) and not bool(nearer.all()):
+        mine, theirs = (misfit(seen, [first], heard, each) for each in (rows, others))
+        if mine < theirs + 0.5:  # no token is left over
+            return rows
+    if first.readers.positional and int(nearer.sum()) >= distinct:
         return others
     return min((others, rows), key=lambda each: misfit(seen, views, heard, each))
+
+
+def _near(seen: Observation, views: Sequence[View], heard: Tensor, rows: Tensor) -> Tensor:
+    """`(B,)`: whether each text is as near as only right ones are."""
+    return outside(seen, views, rows, heard) < NEAR * heard.sum(1)
 
 
 def misfit(seen: Observation, views: Sequence[View], heard: Tensor, rows: Tensor) -> float:

@@ -14,6 +14,10 @@ from typing import cast
 import torch
 from torch import Tensor
 
+# Rounding leaves singular values below this many epsilons of the type, of the largest (and in half
+# precision below what a weak text's may be), behind a gap, and with no tail.
+ROUNDING, LOW, GAP, TAIL = 100.0, 1e-4, 4.0, 8.0
+
 
 @dataclass(frozen=True)
 class RowSpace:
@@ -24,6 +28,8 @@ class RowSpace:
         count: M, how many rows G has.
         noise: Standard deviation of an entry of E.
         columns: `(H,)` factors that candidates must be multiplied by, as G's columns were.
+        ends: Whether a gap shows where E begins, which is rounding: all that X's rows span stands
+            above it.
 
     Example:
         >>> space = row_space([torch.tensor([[3.0, 0.0, 0.0], [0.0, 4.0, 0.0]])], None, rank=2)
@@ -36,6 +42,7 @@ class RowSpace:
     count: int
     noise: float
     columns: Tensor
+    ends: bool = False
 
     def directions(self, free: int | None = None) -> tuple[Tensor, Tensor]:
         """Right singular vectors `(r, H)` that stand out of the noise, and how far each is to be
@@ -91,14 +98,17 @@ def row_space(blocks: list[Tensor], variances: list[Tensor] | None, rank: int) -
         return RowSpace(factor, len(stack), 1.0, columns)
     stack = torch.cat([matrix / (float(matrix.norm()) or 1.0) for matrix in matrices])
     count = len(stack)
-    rows, columns = _scales(stack, rank)
+    _, values, right = torch.linalg.svd(_factor(stack), full_matrices=False)
+    end = _end(values, rank, epsilon)
+    rank = rank if end is None else end
+    rows, columns = _scales(stack, right, rank)
     factor = _factor(stack * rows[:, None] * columns)
     values = torch.linalg.svdvals(factor)
     # The edge of the noise's spectrum lies at noise (√M + √H); the first value that cannot be
-    # signal is at most there.
-    edge = float(values[rank]) if rank < len(values) else epsilon * float(values[0])
-    noise = max(edge, 1e-16 * float(values[0])) / (math.sqrt(count) + math.sqrt(width))
-    return RowSpace(factor, count, noise, columns)
+    # signal is at most there, and counts as noise itself, up to what a decomposition rounds.
+    edge = (1 + 1e-6) * float(values[rank]) if rank < len(values) else epsilon * float(values[0])
+    noise = max(edge, 1e-15 * float(values[0])) / (math.sqrt(count) + math.sqrt(width))
+    return RowSpace(factor, count, noise, columns, end is not None)
 
 
 def distances(vectors: Tensor, directions: Tensor, trust: Tensor) -> Tensor:
@@ -121,7 +131,8 @@ def select(space: RowSpace, known: Tensor, candidates: Tensor, capacity: Tensor)
     """Choose candidates that together span the row space.
 
     A few of the nearest at a time, after which they are projected out of the matrix and of the
-    candidates, so that what they share with the rest no longer counts.
+    candidates, so that what they share with the rest no longer counts. Where it is seen that they
+    span all of it, each place gets one at least, and no more: equal rows span it once.
 
     Args:
         space: The row space.
@@ -149,7 +160,10 @@ def select(space: RowSpace, known: Tensor, candidates: Tensor, capacity: Tensor)
     # the least that was ever seen of a candidate outside the span of what was chosen and what
     # stands out
     outside = size
+    whole = space.directions()[0]
     while bool(room.any()) and len(basis) < candidates.shape[-1]:
+        if space.ends and float((basis @ whole.T).square().sum()) > len(whole) - 0.5:
+            room = room.masked_fill(torch.tensor([bool(own) for own in chosen]).to(room.device), 0)
         directions, trust = left.directions(free=candidates.shape[-1] - len(basis))
         squares = rest.square().sum(-1)
         outside = torch.minimum(outside, distances(rest, directions, trust) * squares)
@@ -197,9 +211,21 @@ def _factor(matrix: Tensor) -> Tensor:
     return cast(Tensor, torch.linalg.qr(matrix, mode="r").R)
 
 
-def _scales(stack: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+def _end(values: Tensor, rank: int, epsilon: float) -> int | None:
+    """How many singular values stand above those of rounding, at most `rank`: equal rows count
+    once. `None` if no gap shows it.
+    """
+    values = (values / values[0].clamp(min=1e-300)).clamp(min=0.01 * epsilon)
+    for k in range(1, min(rank + 1, len(values))):
+        low = values[k] <= min(ROUNDING * epsilon, LOW) and values[k - 1] > GAP * values[k]
+        if low and values[k] <= TAIL * values[k:].median():
+            return k
+    return None
+
+
+def _scales(stack: Tensor, right: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     """Factors of rows and columns that make the noise even, judged by what no matrix of that rank
-    explains.
+    explains, of right singular vectors `right`.
 
     Rounding errors grow with a row's and a column's entries, and so may a defense's noise. 1 where
     nothing is left over.
@@ -207,7 +233,6 @@ def _scales(stack: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     ones = torch.ones_like(stack[:, 0]), torch.ones_like(stack[0])
     if rank >= min(stack.shape):
         return ones
-    _, _, right = torch.linalg.svd(_factor(stack), full_matrices=False)
     squares = (stack - (stack @ right[:rank].T) @ right[:rank]).square()
     mean = float(squares.mean())
     return _equalize((squares / mean).clamp(min=1e-6)) if mean > 0 else ones
