@@ -21,6 +21,11 @@ HEADER = (
 )
 
 
+def _figure(value: float | None) -> str:
+    """Of `dp_sgd` by samples there is none: it would tell of the rows that were drawn."""
+    return "-" if value is None else f"{value:.3f}"
+
+
 def main(paths: list[str]) -> None:
     if not paths:
         sys.exit(__doc__)
@@ -38,8 +43,7 @@ def main(paths: list[str]) -> None:
                 ", ".join(f"{key}={value}" for key, value in changed.items()) or "-",
                 f"{p:.3f}",
                 f"{1.96 * math.sqrt(p * (1 - p) / n):.3f}",
-                f"{run['defense/relative_error']:.3f}",
-                f"{run['defense/cosine']:.3f}",
+                *map(_figure, (run["defense/relative_error"], run["defense/cosine"])),
                 f"{run['seconds_per_step']:.2f}",
             )
         )

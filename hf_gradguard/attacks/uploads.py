@@ -29,7 +29,7 @@ def average(observations: Sequence[Observation]) -> Observation:
         >>> mean.noise_variance
         0.01
         >>> uneven = average([replace(seen, noise_variance=v) for v in (1.0, 0.25)])
-        >>> uneven.noise_variance  # the second weighs four times as much
+        >>> round(uneven.noise_variance, 6)  # the second weighs four times as much
         0.2
     """
     if not observations or any(

@@ -27,7 +27,7 @@ from recipes.studies.frontier.settings import (
     STAGES,
 )
 from recipes.studies.frontier.training import Task
-from recipes.studies.lib.tables import interval
+from recipes.studies.lib.intervals import share
 from recipes.studies.lib.text import sst2
 from recipes.studies.private import accuracy
 
@@ -74,7 +74,7 @@ def test_refiner_parts(encoder, sentences, quick, tmp_path, monkeypatch):
     assert -1 <= cosines["default"] < 1
     rows = study.rows()
     assert rows[0][:4] == ["none", "", f"{found['none']['accuracy']['0']['accuracy']:.3f}",
-                           "0.000 [0.000, 0.000]"]  # fmt: skip
+                           "0.000 [0.000, 0.000] (1 seed)"]  # fmt: skip
 
 
 def test_frontier(encoder, sentences, quick, tmp_path, monkeypatch):
@@ -97,8 +97,8 @@ def test_frontier(encoder, sentences, quick, tmp_path, monkeypatch):
     assert plain["span, 1, start"]["0"]["token_f1"] == [1.0]  # a lone sentence, undefended
     told = plain["candidates, 4, start"]["0"]
     assert len(told["rank"]) == 4  # one of each of the message's sentences
-    assert shown.read({"0": told}) == interval(told["tpr_1%"], 2)
-    assert shown.lost(plain["accuracy"], plain["accuracy"]) == "0.000 [0.000, 0.000]"
+    assert shown.read({"0": told}) == share(round(sum(told["tpr_1%"])), 4).said(2)
+    assert shown.lost(plain["accuracy"], plain["accuracy"]) == "0.000 [0.000, 0.000] (1 seed)"
     assert (tmp_path / "frontier_text.png").exists()
 
     study = quick(

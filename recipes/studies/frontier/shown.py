@@ -130,8 +130,9 @@ def told_of(values: Sequence[Sequence[float]], name: str) -> str:
     """The same of one score's values, by seed."""
     score = SCORES[name]
     every = {value for group in values for value in group}
-    if score.kind == "part" and len(every) == 1:  # no interval can be told from values alike
-        return f"{every.pop():.{score.digits}f} (all {sum(map(len, values))})"
+    count = sum(map(len, values))
+    if score.kind == "part" and count > 1 == len(every):  # values alike tell no interval
+        return f"{every.pop():.{score.digits}f} (all {count})"
     return over_seeds(values, score.kind).said(score.digits)
 
 
