@@ -288,7 +288,7 @@ def test_the_app_protects_where_the_data_is() -> None:
 
 def test_a_defense_that_needs_the_data_is_not_left_out() -> None:
     """If the app forgot to protect, the mod cannot, and nothing is sent."""
-    here = context(defense="optimal_noise")
+    here = context(defense="optimal_noise", withhold="*position_embeddings*")
     with pytest.raises(RuntimeError, match="protect_update"):
         app(trained_inside(False))(message(arrays=weights()), here)
 

@@ -58,16 +58,7 @@ def assemble(
         >>> sorted(rows.tolist()) == sorted(ids.tolist())
         True
     """
-    patterns: dict[tuple[tuple[bool, ...], Text], list[int]] = {}
-    for index, (present, given) in enumerate(zip(heard.tolist(), known.tolist(), strict=True)):
-        patterns.setdefault((tuple(present), tuple(given)), []).append(index)
-    pools: list[dict[Text, float]] = [{} for _ in heard]
-    surest = len(heard) if first.readers.positional else max(map(len, found.values()), default=0)
-    left = {(place, token) for place, tokens in found.items() for token in tokens}
-    for (present, given), indices in patterns.items():
-        pool = _Descent(seen, views, present, given, found, surest).sentences(left, len(indices))
-        for index in indices:
-            pools[index] = pool
+    pools = _pools(seen, views, heard, known, found, first)
     rows = known.clone()
     for index, text in enumerate(choose(seen, [first, *views], pools)):
         rows[index, heard[index]] = torch.tensor(text, dtype=torch.long, device=rows.device)
@@ -79,13 +70,41 @@ def assemble(
     # used before nearer texts are, but for those that are as near as only right ones are.
     others = exchange(seen, views, heard, known < 0, filled)
     nearer = _near(seen, views, heard, others)
-    if bool(near.all()) and not bool(nearer.all()):
-        mine, theirs = (misfit(seen, [first], heard, each) for each in (rows, others))
-        if mine < theirs + 0.5:  # no token is left over
-            return rows
+    if bool(near.all()) and not bool(nearer.all()) and _uses_all(seen, first, heard, rows, others):
+        return rows
     if first.readers.positional and int(nearer.sum()) >= distinct:
         return others
     return min((others, rows), key=lambda each: misfit(seen, views, heard, each))
+
+
+def _uses_all(seen: Observation, first: View, heard: Tensor, rows: Tensor, others: Tensor) -> bool:
+    """Whether texts leave no token over that others use: they explain as much of what the first
+    layers read, to within half a token.
+    """
+    mine, theirs = (misfit(seen, [first], heard, each) for each in (rows, others))
+    return mine < theirs + 0.5
+
+
+def _pools(
+    seen: Observation,
+    views: Sequence[View],
+    heard: Tensor,
+    known: Tensor,
+    found: dict[int, list[int]],
+    first: View,
+) -> list[dict[Text, float]]:
+    """For each row the whole sentences that may be there, with their distances."""
+    patterns: dict[tuple[tuple[bool, ...], Text], list[int]] = {}
+    for index, (present, given) in enumerate(zip(heard.tolist(), known.tolist(), strict=True)):
+        patterns.setdefault((tuple(present), tuple(given)), []).append(index)
+    pools: list[dict[Text, float]] = [{} for _ in heard]
+    surest = len(heard) if first.readers.positional else max(map(len, found.values()), default=0)
+    left = {(place, token) for place, tokens in found.items() for token in tokens}
+    for (present, given), indices in patterns.items():
+        pool = _Descent(seen, views, present, given, found, surest).sentences(left, len(indices))
+        for index in indices:
+            pools[index] = pool
+    return pools
 
 
 def _near(seen: Observation, views: Sequence[View], heard: Tensor, rows: Tensor) -> Tensor:
