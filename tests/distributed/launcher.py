@@ -12,6 +12,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
@@ -126,6 +127,15 @@ def begin() -> tuple[Path, list[str]]:
         starts.write("started\n")
         randomness.urandom = entropy_of(f"{Path(sys.argv[0]).name} {rank} {starts.tell()}")
     return folder, sys.argv[2:]
+
+
+def refusal(run: Callable[[], object], kind: type[Exception]) -> str:
+    """What an error of this kind says; nothing if there was none."""
+    try:
+        run()
+    except kind as error:
+        return str(error)
+    return ""
 
 
 def finish(folder: Path, results: dict[str, Any]) -> None:

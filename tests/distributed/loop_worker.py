@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import reduce
 from examples import example_names
-from launcher import begin, finish
+from launcher import begin, finish, refusal
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -108,19 +108,17 @@ def dispatched(group: recording.Recorder, folder: Path) -> dict[str, Any]:
     accelerator, (model, batch, _) = Accelerator(cpu=True), small_text_task()
     group.sent, group.on = [], True
     accelerator.prepare(DataLoader(Endless(), batch_size=4))
-    found = {"loop": refusal(lambda: protect(model, batch, "gaussian_noise", accelerator))}
+    found = {
+        "loop": refusal(
+            lambda: protect(model, batch, "gaussian_noise", accelerator), NotImplementedError
+        )
+    }
     args = GradGuardConfig(str(folder), max_steps=1, use_cpu=True, report_to="none")
-    found["trainer"] = refusal(OwnLoader(model, args, defense="gaussian_noise").train)
+    found["trainer"] = refusal(
+        OwnLoader(model, args, defense="gaussian_noise").train, NotImplementedError
+    )
     group.on = False
     return found | {"sent": sum(t.dtype == torch.int64 and len(t) >= 24 for _, t in group.sent)}
-
-
-def refusal(call: Callable[[], object]) -> str:
-    try:
-        call()
-    except NotImplementedError as error:
-        return str(error)
-    return ""
 
 
 def evaluated(group: recording.Recorder) -> list[str]:
@@ -156,11 +154,15 @@ def exchanging(group: recording.Recorder, folder: Path) -> dict[str, Any]:
     batch = {"pixel_values": torch.rand(4, 3, 2, 2), "labels": torch.tensor([0, 1, 1, 0])}
     rows = [{name: value[i] for name, value in batch.items()} for i in range(4)]
     group.sent, group.on = [], True
-    found = {"loop": refusal(lambda: protect(model, batch, "gaussian_noise", accelerator))}
+    found = {
+        "loop": refusal(
+            lambda: protect(model, batch, "gaussian_noise", accelerator), NotImplementedError
+        )
+    }
     loops = len(group.sent)
     args = GradGuardConfig(str(folder), max_steps=1, use_cpu=True, report_to="none")
     trainer = GradGuardTrainer(model, args, defense="gaussian_noise", train_dataset=rows)
-    found["trainer"] = refusal(trainer.train)
+    found["trainer"] = refusal(trainer.train, NotImplementedError)
     group.on = False
     floats = [t for _, t in group.sent if t.is_floating_point() and len(t) == 1]
     return found | {"sent": loops + len(floats)}

@@ -6,13 +6,12 @@ import logging
 import math
 import shutil
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from cases import make_model, rows
-from launcher import begin, finish
+from launcher import begin, finish, refusal
 from torch import Tensor
 from transformers import TrainerCallback
 
@@ -67,14 +66,6 @@ def differing(one: dict[str, Tensor], two: dict[str, Tensor]) -> list[str]:
     return [name for name in one if not torch.equal(one[name], two[name])]
 
 
-def _refusal(run: Callable[[], Any]) -> str:
-    try:
-        run()
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
 class Warnings(logging.Handler):
     """Keeps this package's messages."""
 
@@ -119,8 +110,9 @@ def main() -> None:
         ],
         "accounts": differing(continued.state_dict(), whole.state_dict()),
         "forgot": differing(forgot, left_alone),
-        "unaccounted": _refusal(
-            lambda: train(folder / "unaccounted", forgetful, accountant=FisherAccountant())
+        "unaccounted": refusal(
+            lambda: train(folder / "unaccounted", forgetful, accountant=FisherAccountant()),
+            ValueError,
         ),
         "grown": [float(weight.double().sum()) for weight in grown.values()],
         "warnings": warnings.messages,

@@ -15,7 +15,7 @@ from ...models.tasks import label_kind
 from ..labels import recover_labels
 from ..observation import Observation
 from ..span.layer_inputs import is_causal_lm
-from .inputs import labels_tokens, make_inputs, shown
+from .inputs import IGNORED, labels_tokens, make_inputs, shown
 from .sizes import items_of, mean_items
 
 ALL_CLASSES = 8
@@ -121,7 +121,7 @@ def _own_labels(seen: Observation, batch: dict[str, Any]) -> Tensor | None:
         return labels
     if is_causal_lm(seen.model):
         ids: Tensor = seen.domain.main_input(batch)
-        return ids.masked_fill(batch["attention_mask"] == 0, -100)
+        return ids.masked_fill(batch["attention_mask"] == 0, IGNORED)
     return None
 
 

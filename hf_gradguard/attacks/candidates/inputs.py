@@ -11,12 +11,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ...gradient_map.batch.texts import is_encoder_decoder
 from ...gradient_map.domain import DOMAINS, IMAGE, TEXT, Domain
 from ...models.tasks import label_kind, task_of
 from ..observation import Observation
 
 MOST = 200_000
-_IGNORED = -100
+IGNORED = -100
 _LABELS = ("labels", "label", "label_ids")  # collators take each for the first
 _PER_TOKEN = ("token", "text")  # kinds of labels
 
@@ -211,7 +212,7 @@ def _as_label(model: nn.Module, label: Tensor, place: int) -> Tensor:
             f"Candidate {place} has labels of shape {tuple(label.shape)}, where the model takes "
             "one class."
         )
-    return label if label.dim() > 1 and len(label) == 1 else label[None]
+    return _as_row(label)
 
 
 def _as_ids(seen: Observation, ids: Tensor, place: int) -> Tensor:
@@ -279,7 +280,7 @@ def _fitted(seen: Observation, batch: dict[str, Any], left: bool) -> dict[str, A
     before = more > 0 or not bool(batch["attention_mask"][0, 0])
     tokenizer, config = seen.tokenizer, getattr(seen.model, "config", None)
     pads = [getattr(tokenizer, "pad_token_id", None), getattr(config, "pad_token_id", None), 0]
-    fill = {TEXT.key: next(pad for pad in pads if pad is not None), "labels": _IGNORED}
+    fill = {TEXT.key: next(pad for pad in pads if pad is not None), "labels": IGNORED}
     side = (more, 0) if before else (0, more)
     return {
         key: nn.functional.pad(value, side, value=fill.get(key, 0))
@@ -303,6 +304,4 @@ def labels_tokens(model: nn.Module) -> bool:
         >>> labels_tokens(model)
         False
     """
-    config = getattr(model, "config", None)
-    own = label_kind(model) in _PER_TOKEN
-    return own and not getattr(config, "is_encoder_decoder", False)
+    return label_kind(model) in _PER_TOKEN and not is_encoder_decoder(model)

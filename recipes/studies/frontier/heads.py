@@ -96,15 +96,14 @@ def _trained(name: str, cell: dict, row: HeadRow, quick: bool) -> dict:
     seeds = range(1 if quick else row.seeds)
     found = {(name, ACCURACY, str(seed)): cell | {"seed": seed} for seed in seeds}
     for attack, (count, settings, stages) in (QUICK_HEADS if quick else HEAD_ATTACKS).items():
-        if attack[0] not in row.by:
+        kind, size = attack
+        if kind not in row.by:
             continue
-        for seed, stage in itertools.product(
-            seeds[: row.attacked if attack == CANDIDATES else 1], stages
-        ):
-            place = f"{attack[0]}, {attack[1]}, {stage}"
-            own = asked(attack, count, settings, stage)
+        attacked_seeds = seeds[: row.attacked if attack == CANDIDATES else 1]
+        for seed, stage in itertools.product(attacked_seeds, stages):
+            place, own = f"{kind}, {size}, {stage}", asked(attack, count, settings, stage)
             found[name, place, str(seed)] = one = cell | own | {"seed": seed}
-            if cell["defense"] == "none" and attack[0] == "tag":
+            if cell["defense"] == "none" and kind == "tag":
                 found[f"{CHANCE}, {_said(cell)}", place, "0"] = one | {NOISE_ALONE: True}
     return found
 

@@ -131,7 +131,7 @@ def told_of(values: Sequence[Sequence[float]], name: str) -> str:
     score = SCORES[name]
     every = {value for group in values for value in group}
     count = sum(map(len, values))
-    if score.kind == "part" and count > 1 == len(every):  # values alike tell no interval
+    if score.kind == "part" and count > 1 and len(every) == 1:  # values alike tell no interval
         return f"{every.pop():.{score.digits}f} (all {count})"
     return over_seeds(values, score.kind).said(score.digits)
 

@@ -33,13 +33,18 @@ def half_width(values: Sequence[float]) -> float:
     return float(t.ppf(0.975, len(values) - 1) * sem(values))
 
 
-def student(values: Sequence[float], limits: tuple[float, float] = (-np.inf, np.inf)) -> Interval:
+ANYWHERE, WITHIN_ONE = (-np.inf, np.inf), (0.0, 1.0)  # limits of a mean
+
+
+def around(mean: float, half: float, limits: tuple[float, float] = ANYWHERE) -> Interval:
+    """As far to either side, within limits."""
+    return Interval(mean, max(limits[0], mean - half), min(limits[1], mean + half))
+
+
+def student(values: Sequence[float], limits: tuple[float, float] = ANYWHERE) -> Interval:
     """Of a mean of values between limits."""
     mean = float(np.mean(values))
-    if len(values) < 2:
-        return Interval(mean)
-    half = half_width(values)
-    return Interval(mean, max(limits[0], mean - half), min(limits[1], mean + half))
+    return Interval(mean) if len(values) < 2 else around(mean, half_width(values), limits)
 
 
 def share(found: int, of: int) -> Interval:
@@ -58,14 +63,13 @@ def over_seeds(groups: Sequence[Sequence[float]], kind: str) -> Interval:
         kind: `"shares"` of zeros and ones; `"part"`, between 0 and 1; else anything.
     """
     every = [value for group in groups for value in group]
-    limits = (0.0, 1.0) if kind in ("shares", "part") else (-np.inf, np.inf)
-    shares = kind == "shares"
+    limits, shares = WITHIN_ONE if kind in ("shares", "part") else ANYWHERE, kind == "shares"
     found = share(round(sum(every)), len(every)) if shares else student(every, limits)
-    if len(groups) < 2 or found.low is None or found.high is None:
+    if len(groups) < 2:
         return found
     half = half_width([float(np.mean(group)) for group in groups])
-    low, high = max(limits[0], found.mean - half), min(limits[1], found.mean + half)
-    return Interval(found.mean, min(found.low, low), max(found.high, high))
+    _, *ends = around(found.mean, half, limits)
+    return Interval(found.mean, min(found.low, ends[0]), max(found.high, ends[1]))
 
 
 def paired(differences: np.ndarray) -> Interval:
@@ -79,5 +83,4 @@ def paired(differences: np.ndarray) -> Interval:
     half = half_width(samples.tolist())
     if len(seeds) > 1:
         half = float(np.hypot(half, half_width(seeds.tolist())))
-    mean = float(differences.mean())
-    return Interval(mean, mean - half, mean + half)
+    return around(float(differences.mean()), half)

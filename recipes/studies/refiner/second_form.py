@@ -223,15 +223,10 @@ def report(figures: dict, args) -> None:
         cells = [interval([one["accuracy"] for one in runs.values()]) if runs else ""]
         cells += [lost(runs, plain)]
         if reads:
-            first = [rank == 0 for rank in whole("rank")]
-            cells += [
-                f"{statistics.mean(whole('cosine')):.2f}",
-                told_of([whole("token_f1")], "token_f1"),
-            ]
-            cells += [
-                share(sum(first), len(first)).said(2),
-                f"{statistics.median(whole('rank')):g}",
-            ]
+            ranks, words = whole("rank"), told_of([whole("token_f1")], "token_f1")
+            first = share(sum(rank == 0 for rank in ranks), len(ranks)).said(2)
+            cells += [f"{statistics.mean(whole('cosine')):.2f}", words]
+            cells += [first, f"{statistics.median(ranks):g}"]
         rows.append([row, *cells, *[""] * (6 - len(cells))])
     header = ["accuracy", "less than none", "cosine", "span, token F1", "sentence is first of 64"]
     write_table(args.output, ["", *header, "its rank, median"], rows)
