@@ -26,8 +26,9 @@ from hf_gradguard.leakage import (
     inversion_influence_lower_bound,
     largest_eigenvalue,
 )
+from recipes.studies.lib.device import DEVICE
 
-from .measuring import DEVICE, RATIO, alternate, cells, classifier, main, random_batch
+from .measuring import RATIO, alternate, cells, classifier, main, random_batch
 
 LENGTH, BATCH, PROBES, FEW, ROUNDS, TOLERANCE = 16, 16, 10, 2, 3, 1e-4
 ATTACK_STEPS, TIMED_STEPS = 1500, 25

@@ -17,10 +17,10 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
 from recipes.studies.lib.command import common
+from recipes.studies.lib.device import DEVICE
 from recipes.studies.lib.results import named
 from recipes.studies.lib.tables import write_table
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 RATIO = ("median", "range")  # what `cells` holds
 
 

@@ -31,9 +31,10 @@ from transformers import (
 from hf_gradguard import GradientMap, make_defense
 from hf_gradguard.defenses.sensitivity import REFRESH_EVERY
 from hf_gradguard.randomness import Stream
+from recipes.studies.lib.device import DEVICE
 from recipes.studies.lib.results import Results, named
 
-from .measuring import DEVICE, cells, clock, main, peak, spread
+from .measuring import cells, clock, main, peak, spread
 
 ROUNDS = 3
 BETWEEN, MEASURING = {"refresh_every": 10**6}, {"refresh_every": 1}

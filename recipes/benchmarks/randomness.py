@@ -16,9 +16,10 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from hf_gradguard import GradientMap
 from hf_gradguard.randomness import Stream
+from recipes.studies.lib.device import DEVICE
 
 from .defenses import training_steps
-from .measuring import DEVICE, RATIO, alternate, cells, main, random_batch
+from .measuring import RATIO, alternate, cells, main, random_batch
 
 NUMBERS, STEPS, ROUNDS = 22_713_216, 10, 15  # as many numbers as MiniLM has parameters
 SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}

@@ -18,9 +18,10 @@ import hf_gradguard
 from hf_gradguard import GradientMap, make_defense
 from hf_gradguard.data.files import load_texts
 from hf_gradguard.randomness import Stream
+from recipes.studies.lib.device import DEVICE
 from recipes.studies.lib.text import NETWORK
 
-from .measuring import DEVICE, RATIO, alternate, cells, classifier, main, peak
+from .measuring import RATIO, alternate, cells, classifier, main, peak
 
 BATCH, LENGTH, ROUNDS = 16, 16, 3
 ARGUMENTS = {"evaluation_network": NETWORK}

@@ -36,9 +36,10 @@ from transformers import (
 )
 
 from hf_gradguard import GradGuardConfig, GradGuardTrainer
+from recipes.studies.lib.device import DEVICE
 from recipes.studies.lib.text import sst2
 
-from .measuring import DEVICE, RATIO, cells, main, now, spread
+from .measuring import RATIO, cells, main, now, spread
 
 ARGUMENTS: dict[str, dict] = {
     "data_dir": {"help": "folder of train.tsv"},

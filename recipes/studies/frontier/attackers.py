@@ -18,6 +18,7 @@ from hf_gradguard.metrics import score_candidates, score_text
 from hf_gradguard.randomness import Stream
 
 from ..lib.attacks import ids_found
+from ..lib.device import DEVICE, there
 from .client import Stage
 from .settings import GATHERED
 
@@ -82,7 +83,7 @@ def _batches(cell: dict, tokenizer, texts: list[dict]) -> list[dict]:
     for number in range(cell["messages"]):
         part = texts[number * size : (number + 1) * size]
         batch = dict(tokenizer([t["sentence"] for t in part], padding=True, return_tensors="pt"))
-        batches.append(batch | {"labels": torch.tensor([t["label"] for t in part])})
+        batches.append(there(batch | {"labels": torch.tensor([t["label"] for t in part])}))
     return batches
 
 
@@ -175,10 +176,10 @@ def told(
     alarms, and its rank. A message of zeros says the same of all.
     """
     attack, size = make_attack("candidates", candidates=listed, labels=labels), cell["size"]
-    found = of_each(attack, seen, torch.Generator().manual_seed(0))
+    found = of_each(attack, seen, torch.Generator(DEVICE).manual_seed(0))
     members = [range(size * number, size * (number + 1)) for number in range(len(seen))]
     alike = np.zeros(len(listed))
-    scores = [alike if one is None else one.scores.numpy() for one in found]
+    scores = [alike if one is None else one.scores.cpu().numpy() for one in found]
     figures = score_candidates(scores, members, bootstrap=0).per_sample
     return {name: [float(x) for x in figures[name]] for name in ("tpr_1%", "rank")}
 

@@ -14,6 +14,7 @@ from hf_gradguard import GradGuardConfig, GradGuardTrainer, make_defense
 from hf_gradguard.defenses.pruning import PruningDefense
 from hf_gradguard.leakage import dp_sgd_epsilon
 
+from ..lib.device import DEVICE
 from .settings import DELTA, GRID, STAGES
 
 
@@ -93,7 +94,7 @@ class Client:
         args = GradGuardConfig(
             self._scratch.name, defense=cell["defense"], defense_kwargs=cell["strength"],
             learning_rate=cell["learning_rate"], max_steps=cell["steps"], warmup_steps=0.1,
-            per_device_train_batch_size=cell["batch"], seed=cell["seed"], use_cpu=True,
+            per_device_train_batch_size=cell["batch"], seed=cell["seed"],
             noise_seed=cell["seed"], scale_learning_rate=False, save_strategy="no",
             logging_steps=cell["steps"], report_to="none", disable_tqdm=True,
         )  # fmt: skip
@@ -108,9 +109,10 @@ class Client:
             self.train(cell, keep=True)
         model = self.start(cell["seed"])
         model.load_state_dict(load_file(folder / f"{stage}.safetensors"), strict=False)
+        model.to(DEVICE)
         defense = make_defense(cell["defense"], **cell["strength"])
         defense.prepare(model, self.processing_class)
-        defense.load_state_dict(load_file(folder / f"{stage}.defense"))
+        defense.load_state_dict(load_file(folder / f"{stage}.defense", device=DEVICE))
         return Stage(model.eval(), defense, _batches(defense))
 
     def _kept(self, cell: dict) -> Path:

@@ -14,6 +14,7 @@ from transformers import AutoModel, PreTrainedModel, set_seed
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 from ...head import SHRINKAGE, whitening_of
+from ..lib.device import DEVICE, there
 from .client import Client
 from .corpora import usual_sentences
 from .settings import HELD_OUT, LENGTH, PUBLIC
@@ -126,7 +127,8 @@ class HeadTask(Client):
 
     @torch.no_grad()
     def right(self, model: nn.Module, rows: dict[str, Tensor]) -> np.ndarray:
-        return (model(**rows).logits.argmax(1) == rows["labels"]).numpy()
+        classes = model.to(DEVICE)(**there(rows)).logits.argmax(1)
+        return (classes.cpu() == rows["labels"]).numpy()
 
     @torch.no_grad()
     def _whitened(self, name: str, rows) -> dict[str, Tensor]:
@@ -143,8 +145,9 @@ class HeadTask(Client):
 
     @torch.no_grad()
     def _embed(self, rows) -> dict[str, Tensor]:
-        model = self._started(0, nn.Identity())
+        model = self._started(0, nn.Identity()).to(DEVICE)
         found = torch.zeros(len(rows), model.head.in_features)
         for some, batch in self.texts.by_length(rows):
-            found[some] = model.embed(batch["input_ids"], batch["attention_mask"])
+            batch = there(batch)
+            found[some] = model.embed(batch["input_ids"], batch["attention_mask"]).cpu()
         return {"embeddings": found, "labels": torch.tensor([row["label"] for row in rows])}

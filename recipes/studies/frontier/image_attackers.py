@@ -12,6 +12,7 @@ from hf_gradguard.metrics import score_images
 from hf_gradguard.randomness import Stream
 
 from ..lib.attacks import attack_of
+from ..lib.device import DEVICE, there
 from ..lib.images import INVERTING, single_images, smoothed
 from .attackers import of_each, says_nothing, sent, told, waited_for
 from .client import Stage
@@ -26,11 +27,11 @@ def attacked(cell: dict, task: ImageTask, path: str) -> dict:
     """
     count = cell["messages"]
     if cell["attack"] == GRAY:
-        rows = single_images(path, count)
+        rows = _images(path, count)
         return _psnr([torch.full_like(row["pixel_values"], 0.5) for row in rows], rows)
     stage, settings = task.stage(cell, cell["stage"]), dict(cell["settings"])
     if cell["attack"] in (CANDIDATES[0], GATHERED[0]):
-        rows, size = single_images(path, settings["listed"]), cell["size"]
+        rows, size = _images(path, settings["listed"]), cell["size"]
         starts = range(0, count * size, size)
         batches = [_together(rows[at : at + size]) for at in starts]
         if cell["attack"] == GATHERED[0]:
@@ -41,7 +42,7 @@ def attacked(cell: dict, task: ImageTask, path: str) -> dict:
         listed = [row["pixel_values"][0] for row in rows]
         return told(cell, listed, [int(row["labels"]) for row in rows], seen)
     own = settings.pop("own")
-    rows = single_images(path, count + own)
+    rows = _images(path, count + own)
     images = [row["pixel_values"] for row in rows]
     settings = INVERTING | settings | {"patience": 5, "start": torch.full_like(images[0], 0.5)}
     settings["match_nonzero"] = stage.defense.informed().get("match_nonzero", False)
@@ -51,7 +52,7 @@ def attacked(cell: dict, task: ImageTask, path: str) -> dict:
     else:  # there is nothing to choose a weight by
         settings |= {"total_variation": settings["total_variation"][0]}
     seen, attack = _observed(cell, stage, rows[:count]), attack_of(cell["attack"], **settings)
-    found = of_each(attack, seen, torch.Generator().manual_seed(cell["seed"]))
+    found = of_each(attack, seen, torch.Generator(DEVICE).manual_seed(cell["seed"]))
     guesses = [settings["start"] if one is None else one.input for one in found]
     weight = {"total_variation": settings["total_variation"]}
     return _psnr([guess.nan_to_num(0.5) for guess in guesses], rows[:count]) | weight
@@ -87,6 +88,10 @@ def _granted(stage: Stage, batch: dict, message: Message) -> Observation:
         noise_variance=None if message.noise is None else message.noise.added,
         law=stage.defense.law(message),
     )
+
+
+def _images(path: str, count: int) -> list[dict]:
+    return [there(row) for row in single_images(path, count)]
 
 
 def _together(rows: list[dict]) -> dict:

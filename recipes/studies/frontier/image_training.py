@@ -11,6 +11,7 @@ from transformers import set_seed
 
 from hf_gradguard.models.classifier import SmallImageClassifier, SmallImageClassifierConfig
 
+from ..lib.device import there
 from ..lib.images import images_at
 from .client import Client
 from .settings import IMAGE_HELD_OUT, IMAGE_SIZES, WIDTHS
@@ -99,11 +100,12 @@ class ImageTask(Client):
         for x, y in zip(
             *(part.split(IMAGE_SIZES["batch"]) for part in self.held_out()), strict=True
         ):
-            yield {"pixel_values": x.float() / 255, "labels": y}
+            yield there({"pixel_values": x.float() / 255, "labels": y})
 
     @torch.no_grad()
     def right(self, model: nn.Module, rows: tuple[Tensor, Tensor]) -> np.ndarray:
         model.eval()
-        some = zip(*(part.split(500) for part in rows), strict=True)
-        right = [model(x.float() / 255).logits.argmax(1) == y for x, y in some]
-        return torch.cat(right).numpy()
+        pixels, labels = rows
+        some = (x.to(model.device).float() / 255 for x in pixels.split(500))
+        classes = torch.cat([model(x).logits.argmax(1) for x in some])
+        return (classes.cpu() == labels).numpy()

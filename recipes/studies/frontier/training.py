@@ -8,6 +8,7 @@ import torch
 from datasets import Dataset
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, set_seed
 
+from ..lib.device import there
 from ..lib.text import sst2
 from .client import Client
 from .settings import BATCH, HELD_OUT, LENGTH
@@ -57,7 +58,7 @@ class Task(Client):
         found = np.zeros(len(rows), dtype=bool)
         for some, batch in self.by_length(rows):
             with torch.no_grad():
-                classes = model(**batch).logits.argmax(1).tolist()
+                classes = model(**batch.to(model.device)).logits.argmax(1).tolist()
             found[some] = [c == rows[i]["label"] for c, i in zip(classes, some, strict=True)]
         return found
 
@@ -80,4 +81,4 @@ class Task(Client):
             some = [rows[i] for i in range(start, start + BATCH)]
             texts = [{"input_ids": row["input_ids"]} for row in some]
             batch = dict(self.tokenizer.pad(texts, return_tensors="pt"))
-            yield batch | {"labels": torch.tensor([row["label"] for row in some])}
+            yield there(batch | {"labels": torch.tensor([row["label"] for row in some])})

@@ -13,10 +13,15 @@ def attack_of(name: str, **settings) -> Attack:
     return make_attack(published.get(name, name), **settings)
 
 
+def generator_there(seen: Observation, seed: int) -> torch.Generator:
+    """Where the attack computes."""
+    return torch.Generator(next(iter(seen.gradient.values())).device).manual_seed(seed)
+
+
 def ids_found(attack: Attack, seen: Observation, seed: int) -> list[list[int]]:
     """A text attack's token ids; none where a pruning left nothing of the layers that it reads."""
     try:
-        return attack(seen, generator=torch.Generator().manual_seed(seed)).token_ids
+        return attack(seen, generator_there(seen, seed)).token_ids
     except ValueError as error:
         if "nothing to search" not in str(error):
             raise

@@ -11,7 +11,7 @@ from hf_gradguard.attacks import Observation
 from hf_gradguard.metrics import score_images
 from hf_gradguard.models import LeakageLeNetConfig, LeakageLeNetForImageClassification
 
-from .attacks import attack_of
+from .attacks import attack_of, generator_there
 
 # Inverting Gradients by L-BFGS, far stronger than as published on these small smooth networks
 INVERTING = {"optimizer": "lbfgs", "learning_rate": 1.0, "schedule": "constant", "signed": False}
@@ -88,7 +88,7 @@ def smoothed(settings: dict, own: list[Observation], images: list[Tensor]) -> di
         attack = attack_of(
             "inverting_gradients", **settings | {"total_variation": total_variation, "restarts": 1}
         )
-        found = attack.together(own, torch.Generator().manual_seed(0))
+        found = attack.together(own, generator_there(own[0], 0))
         return statistics.mean(
             score_images([one.input.nan_to_num(0.5) for one in found], images).per_sample["psnr"]
         )

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from .device import card
+
 Place = tuple[str, ...]  # where a table shows a cell: ("pruning ratio=0.9", "tag, adaptive")
 
 
@@ -17,7 +19,8 @@ def named(output: Path, ending: str) -> Path:
 
 
 class Results(Mapping):
-    """Figures by settings, in OUTPUT.json: a list of `{"settings": ..., "figures": ...}`.
+    """Figures by settings, in OUTPUT.json: a list of `{"settings": ..., "figures": ...}`, and of the
+    card that computed them.
 
     Data and networks that a command names are not among the settings: keep to one OUTPUT for each.
     """
@@ -38,7 +41,7 @@ class Results(Mapping):
 
     def add(self, settings: dict, figures: Any) -> None:
         """Writes the file anew, with this cell. An interrupt does not cost what was there."""
-        cell = {"settings": settings, "figures": figures}
+        cell = {"settings": settings, "figures": figures} | card()
         self._cells[_key(settings)] = json.loads(json.dumps(cell))
         cells = [
             ",\n ".join(f"{_line(name)}: {_line(part)}" for name, part in one.items())

@@ -31,6 +31,8 @@ from hf_gradguard.randomness import Stream
 
 from ..frontier.shown import lost, told_of
 from ..frontier.training import TEXTS, Task
+from ..lib.attacks import generator_there
+from ..lib.device import there
 from ..lib.intervals import share
 from ..lib.tables import interval, write_table
 from ..lib.text import batches_of_one, of_usual_length, sst2
@@ -105,7 +107,7 @@ def read(cell: dict, stage, tokenizer, texts: list[dict]) -> dict:
     """Token F1 of span, the rank of the true sentence, and the cosine with the true gradient, of
     each message. Each is a next one of the client's.
     """
-    batches = batches_of_one(tokenizer, texts[: cell["candidates"]])
+    batches = _there(tokenizer, texts[: cell["candidates"]])
     gradients = [
         flat(GradientMap(stage.model, batch, second_order=False).gradient()) for batch in batches
     ]
@@ -133,7 +135,7 @@ def told(cell: dict, stage, tokenizer, texts: list[dict]) -> dict:
     """For each size of batch, message and attacker, how many of the other sentences `candidates`
     takes for likelier than each that is in the message.
     """
-    batches = batches_of_one(tokenizer, texts[: cell["candidates"]])
+    batches = _there(tokenizer, texts[: cell["candidates"]])
     attack = make_attack("candidates", candidates=batches)
     ranks = functools.partial(ranked, stage, stage.defense.state_dict(), tokenizer, cell["seed"])
     found: dict = {}
@@ -154,7 +156,7 @@ def word(cell: dict, stage, task: Task, texts: list[dict]) -> dict:
     ranks = functools.partial(
         ranked, stage, stage.defense.state_dict(), task.tokenizer, cell["seed"]
     )
-    for number, batch in enumerate(batches_of_one(task.tokenizer, texts[: cell["messages"]])):
+    for number, batch in enumerate(_there(task.tokenizer, texts[: cell["messages"]])):
         ids = batch["input_ids"][0].tolist()
         place = len(ids) // 2
         others = np.random.default_rng(number).permutation([t for t in pool if t != ids[place]])
@@ -163,6 +165,10 @@ def word(cell: dict, stage, task: Task, texts: list[dict]) -> dict:
         for name, some in ranks([batch], attack, [0]).items():
             found.setdefault(f"word {name}", []).extend(some)
     return found
+
+
+def _there(tokenizer, texts: list[dict]) -> list[dict]:
+    return [there(batch) for batch in batches_of_one(tokenizer, texts)]
 
 
 def ranked(
@@ -174,7 +180,7 @@ def ranked(
         stage.defense.load_state_dict(state)
         plain, informed = shared(stage, tokenizer, rows, seed)
         seen |= {f"{when} plain": plain, f"{when} informed": informed}
-    drawn, found = torch.Generator().manual_seed(members[0]), {}
+    drawn, found = generator_there(next(iter(seen.values())), members[0]), {}
     for name, one in zip(seen, attack.together([*seen.values()], drawn), strict=True):
         others = one.scores.clone()
         others[list(members)] = -torch.inf
@@ -185,7 +191,7 @@ def ranked(
 def shared(stage, tokenizer, rows: list[dict], seed: int) -> tuple[Observation, Observation]:
     """What a server sees of a batch, without the law and with it."""
     texts = [{"input_ids": row["input_ids"][0].tolist()} for row in rows]
-    batch = dict(tokenizer.pad(texts, return_tensors="pt"))
+    batch = there(tokenizer.pad(texts, return_tensors="pt"))
     batch["labels"] = torch.cat([row["labels"] for row in rows])
     gmap = GradientMap(stage.model, batch, second_order=False)
     message = stage.defense(gmap, Stream.from_seeds(seed, int(batch["input_ids"].sum())))
@@ -204,7 +210,7 @@ def spanned(model, message, batch: dict, tokenizer, number: int) -> float:
     settings = {"complete": True} if message.transmitted is not None else {}
     try:
         attack = make_attack("span", **settings)
-        ids = attack(seen, generator=torch.Generator().manual_seed(number)).token_ids
+        ids = attack(seen, generator_there(seen, number)).token_ids
     except ValueError as error:
         if not any(why in str(error) for why in ("nothing to search", "lies in the span")):
             raise

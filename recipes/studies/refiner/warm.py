@@ -34,6 +34,7 @@ from ..frontier.settings import (
     RATES_SEED,
 )
 from ..frontier.shown import ACCURACY, asked, lost, read
+from ..lib.device import there
 from ..lib.images import array_images, single_images
 from ..lib.tables import interval, write_table
 from .federation import flat
@@ -80,7 +81,7 @@ def prepare(args):
         if "attack" in cell:
             return attacked(cell, task, args.images)
         if COSINE in cell:
-            rows = single_images(args.images, cell[COSINE])
+            rows = [there(row) for row in single_images(args.images, cell[COSINE])]
             return {COSINE: cosines(cell, task.stage(cell, cell["stage"]), rows)}
         return task.learned(cell)
 
