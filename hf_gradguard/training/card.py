@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from huggingface_hub import ModelCard
 
@@ -12,6 +12,7 @@ from ..gradient_map.inputs import withheld_by_name, withheld_parameters
 from .batch_statistics import tracking_layers
 
 if TYPE_CHECKING:
+    from .shared import SharedMessages
     from .trainer import GradGuardTrainer
 
 
@@ -60,8 +61,8 @@ def _evaluated(trainer: GradGuardTrainer) -> dict[str, float]:
 
 
 def privacy_section(trainer: GradGuardTrainer) -> str:
-    """Markdown that names the defense, its settings, what was withheld, and what is not
-    protected.
+    """Markdown that names the defenses that messages were shared behind, their settings, what was
+    withheld, and what is not protected. Before the first message it is of what was asked for.
 
     Example:
         >>> from hf_gradguard import GradGuardTrainer
@@ -71,39 +72,77 @@ def privacy_section(trainer: GradGuardTrainer) -> str:
         - Defense: `pruning`, with hf-gradguard
         ...
     """
-    defense, args = trainer.defense, trainer.args
+    messages = trainer.shared_messages
+    of = f": {{}} of {messages.total} messages of rank 0" if messages.total else ""
     points = [
-        f"Defense: `{defense.name}`, with hf-gradguard",
-        f"Clients: {_clients(trainer)}; every micro-batch is a message protected by itself",
-        "" if trainer.accelerator.num_processes > 1 else _ALONE,
-        _embeddings(trainer),
-        _labels(trainer),
-        _statistics(trainer),
-        _aggregation(trainer),
-        _epsilon(trainer),
-        "The noise was drawn by ChaCha20, with a new key from the operating system for every "
-        "message."
-        if getattr(args, "noise_seed", None) is None
-        else "**The noise was drawn from a fixed seed, so it hides nothing from whoever knows the "
-        "seed.**",
+        f"Defense: `{name}`, with hf-gradguard{of.format(count)}"
+        for name, count in messages.by("defense").items()
     ]
-    if defense.name == "none":
+    for about in _ABOUT:
+        points += _told(messages, about)
+    points += [_epsilon(trainer), *_told(messages, "noise")]
+    private = "" not in messages.by("epsilon") and messages.complete
+    return _SECTION.format(
+        summary=_summary(messages),
+        points="\n".join(f"- {point}" for point in points if point),
+        settings="\n\n".join(text.strip() for text in _told(messages, "settings")),
+        memorized=_MEMORIZED_PRIVATELY if private else _MEMORIZED,
+        repetition="" if private else _REPETITION,  # ε counts it
+    )
+
+
+def sharing(trainer: Any) -> dict[str, str]:
+    """What the card says of a message that is shared now.
+
+    Example:
+        >>> from hf_gradguard import GradGuardTrainer
+        >>> sharing(GradGuardTrainer(model, defense="pruning"))["defense"]
+        'pruning'
+    """
+    defense, args = trainer.defense, trainer.args
+    settings = {"defense": defense.name} | defense.settings()
+    whose = "each client's messages"
+    if getattr(args, "noise_for", "message") == "sum":
+        whose = "the sums of all clients' messages, if every rank adds its noise"
+    return {
+        "defense": defense.name,
+        "settings": f"\n\n```json\n{json.dumps(settings, indent=2, default=str)}\n```",
+        "clients": f"Clients: {_clients(trainer)}; every micro-batch is a message protected by "
+        "itself",
+        "alone": "" if trainer.accelerator.num_processes > 1 else _ALONE,
+        "withheld": _embeddings(trainer),
+        "labels": _labels(trainer),
+        "statistics": _statistics(trainer),
+        "aggregation": _aggregation(trainer),
+        "noise": _NEW_KEYS if getattr(args, "noise_seed", None) is None else _FIXED_SEED,
+        "epsilon": "" if trainer.private_rows is None else whose,  # whose messages it is of
+    }
+
+
+def _told(messages: SharedMessages, about: str) -> list[str]:
+    """What is to be said about something: of which messages, if not of all."""
+    found = messages.by(about)
+    if len(found) == 1:
+        return list(found)
+    said = [(text, count) for text, count in found.items() if text]
+    return [f"In {count} of {messages.total} messages: {text}" for text, count in said]
+
+
+def _summary(messages: SharedMessages) -> str:
+    unprotected = messages.by("defense")["none"]
+    if not messages.total:
+        summary = "Nothing was shared: this Trainer has not trained. It was asked for what follows."
+    elif unprotected:
         summary = (
-            "**Gradients were shared unprotected.** Training text or images can be read back out "
-            "of them."
+            f"**Gradients were shared unprotected in {unprotected} of {messages.total} messages of "
+            "rank 0.** Training text or images can be read back out of them."
         )
     else:
         summary = (
             "Each client shared only protected gradients; they were protected before they left its "
             "process."
         )
-    return _SECTION.format(
-        summary=summary,
-        points="\n".join(f"- {point}" for point in points if point),
-        settings=json.dumps(defense.settings(), indent=2, default=str),
-        memorized=_MEMORIZED if trainer.private_rows is None else _MEMORIZED_PRIVATELY,
-        repetition=_REPETITION if trainer.private_rows is None else "",  # ε counts it
-    )
+    return summary if messages.complete else f"{summary} {_UNKNOWN}"
 
 
 def _clients(trainer: GradGuardTrainer) -> str:
@@ -169,27 +208,39 @@ _ALONE = "One process trained, so nothing left it: these clients were simulated.
 
 
 def _epsilon(trainer: GradGuardTrainer) -> str:
-    rows = trainer.private_rows
-    if rows is None:
+    rows, whose = trainer.private_rows, trainer.shared_messages.by("epsilon")
+    others = whose.pop("", 0)
+    if rows is None or not rows.account.messages:
         return ""
-    messages = sum(rows.account.messages.values())
-    noise = ", ".join(f"{multiplier:.4g}" for multiplier, _ in rows.account.messages)
+    noise, rates = (
+        ", ".join(dict.fromkeys(f"{value:.4g}" for value in values))
+        for values in zip(*rows.account.messages, strict=True)
+    )
     sampled = (
-        f"Each row's gradient was clipped, and rows were drawn by Poisson sampling (rate "
-        f"{rows.rate:.4g}): {messages} messages of each client, noise multiplier {noise or '-'}"
+        f"Each row's gradient was clipped, and rows were drawn by Poisson sampling (rate {rates}): "
+        f"{sum(rows.account.messages.values())} messages of each client, noise multiplier {noise}"
     )
     if rows.epsilon is None:
         return f"{sampled}. No δ was set, so no ε was computed."
-    who = "each client's messages"
-    if getattr(trainer.args, "noise_for", "message") == "sum":
-        who = "the sums of all clients' messages, if every rank adds its noise"
+    left_out = f" It leaves out {others} messages of other defenses, which this model is of, too."
+    whole = not others and trainer.shared_messages.complete
     return (
-        f"{sampled}. **ε = {rows.epsilon:.4g} at δ = {rows.defense.delta:g}** for {who}, and for "
-        "this model where nothing else chose it: data sets that differ in one row, added or "
-        "removed (privacy loss distributions, by dp-accounting)."
+        f"{sampled}. **ε = {rows.epsilon:.4g} at δ = {rows.defense.delta:g}** for "
+        f"{' and '.join(whose)}{_OF_MODEL if whole else ''}: data sets that differ in one row, "
+        "added or removed (privacy loss distributions, by dp-accounting)."
+        f"{left_out if others else ''}"
     )
 
 
+_ABOUT = ("clients", "alone", "withheld", "labels", "statistics", "aggregation")
+_OF_MODEL = ", and for this model where nothing else chose it"
+_NEW_KEYS = (
+    "The noise was drawn by ChaCha20, with a new key from the operating system for every message."
+)
+_FIXED_SEED = (
+    "**The noise was drawn from a fixed seed, so it hides nothing from whoever knows the seed.**"
+)
+_UNKNOWN = "**This leaves out what was shared before a checkpoint that does not say how.**"
 _STATISTICS = {
     "local": "stayed on their ranks; those in this model are rank 0's, of its own data.",
     "shared": "were averaged over ranks unprotected; those in this model are of all ranks' data.",
@@ -213,9 +264,7 @@ _SECTION = """## Privacy
 
 {points}
 
-```json
 {settings}
-```
 
 ### What is not protected
 

@@ -17,10 +17,12 @@ from transformers.trainer_utils import TrainOutput
 from ..defenses import Defense
 from ..gradient_map.domain import check_batch
 from .batch_statistics import freeze_statistics
+from .card import sharing
 from .checkpoints import check_checkpoint, newest_complete
 from .hooks import SeamTrainer
 from .learning_rate import loaded_rates_follow, scale_learning_rate
 from .ledger import Ledger
+from .shared import SharedMessages
 
 
 class GuardedTrainer(SeamTrainer):
@@ -29,6 +31,7 @@ class GuardedTrainer(SeamTrainer):
 
     Attributes:
         ledger: Of the gradients that may be exchanged and trained on.
+        shared_messages: How many this rank has shared, and how, checkpoints included.
         defense: Of the messages.
         asks_for_input: Whether anything asks for the continuous input of a batch.
 
@@ -45,6 +48,7 @@ class GuardedTrainer(SeamTrainer):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.ledger = Ledger()
+        self.shared_messages = SharedMessages(lambda: sharing(self))
         super().__init__(*args, **kwargs)
         self.add_callback(self.ledger)
 
@@ -68,6 +72,14 @@ class GuardedTrainer(SeamTrainer):
     def loading_rates(self) -> contextlib.AbstractContextManager[None]:
         """A checkpoint has the rates of the noise that it was trained with."""
         return loaded_rates_follow(self.optimizer, self.lr_scheduler, self.defense, self.args)
+
+    def save_state_of_rank(self, folder: str) -> None:
+        """What was shared so far."""
+        self.shared_messages.save(folder, self.accelerator.process_index)
+
+    def load_state_of_rank(self, folder: str) -> None:
+        """What was shared so far."""
+        self.shared_messages.load(folder, self.accelerator.process_index)
 
     def train(
         self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any

@@ -215,6 +215,7 @@ class GradGuardMixin(PrivateRowsTrainer):
                 losses.append(client.weight * loss)
             accumulation = normalization.accumulation
             self._empty.share(self._messages, module, clients, accumulation, step)
+            self.shared_messages.add(len(clients))
         steps = self.args.torch_empty_cache_steps
         if steps is not None and step % steps == 0:
             clear_device_cache()

@@ -261,12 +261,14 @@ class PrivateRowsTrainer(GuardedTrainer):
         return 0 if self.private_rows is not None else int(super().floating_point_ops(inputs))
 
     def save_state_of_rank(self, folder: str) -> None:
-        """The count of messages."""
+        """As before, and the count that ε is of."""
+        super().save_state_of_rank(folder)
         if self.private_rows is not None:
             self.private_rows.save(folder)
 
     def load_state_of_rank(self, folder: str) -> None:
-        """The count of messages."""
+        """As before, and the count that ε is of."""
+        super().load_state_of_rank(folder)
         if self.private_rows is not None:
             self.private_rows.load(folder)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import shutil
@@ -100,7 +101,10 @@ def main() -> None:
     forgot = train(folder / "forgot", forgetful)
     warnings = Warnings()
     grown = train(folder / "grown", of_one_rank)
+    rank = torch.distributed.get_rank()
+    shared = folder / "resumed" / f"checkpoint-{2 * SAVED}" / f"gradguard_messages_rank{rank}.json"
     results = {
+        "messages": list(json.loads(shared.read_text())["messages"].values()),
         "moved": len(differing(left_alone, dict(make_model("bert").named_parameters()))),
         "resumed": differing(resumed, left_alone),
         "accounted": [

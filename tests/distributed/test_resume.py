@@ -88,6 +88,11 @@ def test_resumed_accounts_equal_those_of_a_run_left_alone(reports: list[dict[str
         assert "holds no accountant's state of this rank" in report["unaccounted"]
 
 
+def test_resumed_counts_have_each_client_and_micro_batch(reports: list[dict[str, Any]]) -> None:
+    for report in reports:
+        assert report["messages"] == [2 * SAVED * 2 * 2]  # of one defense, in a later checkpoint
+
+
 def test_defense_state_is_needed_for_that(reports: list[dict[str, Any]]) -> None:
     for report in reports:
         assert len(report["forgot"]) > 20

@@ -71,10 +71,132 @@ def test_card_says_when_nothing_was_withheld(
     )
 
 
+def trainer_of(folder: Path, defense: Any, task: str = "bert", **settings: Any) -> Any:
+    """Of two steps, each of two micro-batches."""
+    model, batch = make_task(task, dtype=torch.float32, batch_size=8)
+    args = GradGuardConfig(
+        str(folder), use_cpu=True, report_to="none", disable_tqdm=True,
+        **{"max_steps": 2, "gradient_accumulation_steps": 2, "save_strategy": "no",
+           "per_device_train_batch_size": 4, **settings},
+    )  # fmt: skip
+    rows = [{key: value[k] for key, value in batch.items()} for k in range(8)]
+    return GradGuardTrainer(model, args, defense=defense, train_dataset=rows)
+
+
+def written(trainer: Any) -> str:
+    trainer.create_model_card()
+    return (Path(trainer.args.output_dir) / "README.md").read_text()
+
+
 def test_card_of_an_unprotected_run_is_loud(tmp_path: Path) -> None:
-    text = card_of(tmp_path, defense="none")
-    assert "**Gradients were shared unprotected.**" in text
+    trainer = trainer_of(tmp_path, "none")
+    trainer.train()
+    text = written(trainer)
+    assert "**Gradients were shared unprotected in 4 of 4 messages of rank 0.**" in text
     assert "protected before they left" not in text
+
+
+def test_a_defense_that_was_assigned_later_protected_nothing(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path, "none")
+    trainer.train()
+    trainer.defense = "pruning"
+    text = written(trainer)
+    assert "**Gradients were shared unprotected in 4 of 4 messages of rank 0.**" in text
+    assert "`none`, with hf-gradguard: 4 of 4 messages of rank 0" in text
+    assert "pruning" not in text
+
+
+def test_card_has_every_defense_and_what_changed_with_it(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path, "none")
+    trainer.train()
+    trainer.defense = make_defense("pruning", ratio=0.5)
+    trainer.args.noise_seed, trainer.args.clients_per_process = 1, 2
+    trainer.args.share_input_embeddings = True
+    trainer.train()
+    text = written(trainer)
+    assert "shared unprotected in 4 of 12 messages of rank 0" in text
+    for line in (
+        "- Defense: `none`, with hf-gradguard: 4 of 12 messages of rank 0",
+        "- Defense: `pruning`, with hf-gradguard: 8 of 12 messages of rank 0",
+        "- In 4 of 12 messages: Clients: 1 rank(s) with 1 client(s) each; every",
+        "- In 8 of 12 messages: Clients: 1 rank(s) with 2 client(s) each; every",
+        "- In 4 of 12 messages: Input embeddings (`bert.embeddings.word_embeddings.weight`)",
+        "- In 8 of 12 messages: No parameter was withheld.",
+        "- In 4 of 12 messages: The noise was drawn by ChaCha20",
+        "- In 8 of 12 messages: **The noise was drawn from a fixed seed",
+        '\nIn 8 of 12 messages: \n\n```json\n{\n  "defense": "pruning",\n',
+        "\n- One process trained",
+    ):
+        assert line in text
+
+
+@pytest.mark.parametrize("clients", [1, 3])
+def test_one_message_is_counted_for_each_client_and_micro_batch(
+    tmp_path: Path, clients: int
+) -> None:
+    trainer = trainer_of(tmp_path, "pruning", clients_per_process=clients)
+    trainer.train()
+    assert trainer.shared_messages.by("defense") == {"pruning": 4 * clients}
+    trainer.train()
+    assert trainer.shared_messages.total == 8 * clients
+
+
+@pytest.mark.parametrize("case", ["kept back", "nothing counts"])
+def test_counts_say_nothing_of_the_data(tmp_path: Path, case: str) -> None:
+    if case == "kept back":
+        trainer = trainer_of(tmp_path, "gaussian_noise", leakage_limit=1e9)
+    else:
+        trainer = trainer_of(tmp_path, "pruning", "gpt2_lm", per_device_train_batch_size=2)
+        for row in trainer.train_dataset[:6]:
+            row["labels"][:] = -100
+    trainer.train()
+    assert trainer.state.log_history[-1].get("leakage/skipped", 4) == 4
+    assert trainer.shared_messages.total == 4
+
+
+def test_a_message_that_was_refused_is_not_counted(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path, "pruning")
+    trainer.model.classifier.weight.data.fill_(torch.nan)
+    with pytest.raises(FloatingPointError):
+        trainer.train()
+    assert "Nothing was shared: this Trainer has not trained." in written(trainer)
+
+
+def test_card_of_an_untrained_trainer_says_so(tmp_path: Path) -> None:
+    for defense in ("none", "pruning"):
+        text = card_of(tmp_path, defense=defense)
+        assert "Nothing was shared: this Trainer has not trained." in text
+        assert f"- Defense: `{defense}`, with hf-gradguard\n" in text
+        assert "unprotected" not in text
+        assert "only protected gradients" not in text
+
+
+def test_resuming_takes_what_was_shared_before(tmp_path: Path) -> None:
+    first = trainer_of(tmp_path, "none", save_strategy="steps", save_steps=1)
+    first.train()
+    saved = tmp_path / "checkpoint-1"
+    file = saved / "gradguard_messages_rank0.json"
+    assert file.stat().st_mode & 0o777 == 0o600
+    other = trainer_of(tmp_path / "other", "pruning")
+    other.train(resume_from_checkpoint=str(saved))
+    assert other.shared_messages.by("defense") == {"none": 2, "pruning": 2}
+    assert "shared unprotected in 2 of 4 messages" in written(other)
+    first.train(resume_from_checkpoint=str(saved))  # shares the second step's once more
+    assert first.shared_messages.by("defense") == {"none": 6}
+    file.write_text(file.read_text()[:-5])
+    with pytest.raises(ValueError, match=r"gradguard_messages_rank0\.json is cut off"):
+        trainer_of(tmp_path, "pruning").train(resume_from_checkpoint=str(saved))
+
+
+def test_what_a_checkpoint_does_not_say_is_not_called_protected(tmp_path: Path) -> None:
+    settings = {"save_strategy": "steps", "save_steps": 1}
+    trainer_of(tmp_path, "none", **settings).train()
+    (tmp_path / "checkpoint-1" / "gradguard_messages_rank0.json").unlink()
+    for step in (1, 2):  # the second has what the first has not said
+        trainer = trainer_of(tmp_path, "pruning", **settings, **{"max_steps": step + 1})
+        trainer.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{step}"))
+        text = written(trainer)
+        assert "leaves out what was shared before a checkpoint that does not say how" in text
 
 
 def test_card_of_a_run_with_a_noise_seed_is_loud(tmp_path: Path) -> None:

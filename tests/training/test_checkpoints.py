@@ -285,6 +285,7 @@ def test_a_searchs_checkpoints_are_not_pushed(tmp_path: Path, hub: Hub) -> None:
     trainer.train(trial=SimpleNamespace(number=0, params={}))  # type: ignore[call-arg]
     trial = tmp_path / "run-0" / "checkpoint-2"
     assert (trial / "gradguard_private_rank0.safetensors").is_file()
+    assert (trial / "gradguard_messages_rank0.json").is_file()
     trainer_of(tmp_path, max_steps=1).push_to_hub()  # with what that search has left
     during, after = hub.uploads
     assert "model.safetensors" in during & after

@@ -299,6 +299,54 @@ def test_without_delta_there_is_no_epsilon(tmp_path: Path) -> None:
     assert "no ε was computed" in (tmp_path / "README.md").read_text()
 
 
+def card(t: Any) -> str:
+    t.create_model_card()
+    return (Path(t.args.output_dir) / "README.md").read_text()
+
+
+@pytest.mark.parametrize("other", ["none", "pruning"])
+def test_the_card_says_what_epsilon_leaves_out(tmp_path: Path, other: str) -> None:
+    """Messages of rows that were not clipped one by one: the model is of them, too."""
+    t = trainer(tmp_path, private(delta=1e-3))
+    assert "ε =" not in card(t)  # nothing was shared
+    t.train()
+    assert "and for this model" in card(t)
+    t.defense = other
+    t.train()
+    assert "ε =" not in card(t)
+    t.defense = private(delta=1e-3)
+    t.train()
+    text = card(t)
+    assert f"ε = {t.private_rows.epsilon:.4g} at δ = 0.001" in text
+    assert "4 messages of each client" in text
+    assert "It leaves out 2 messages of other defenses, which this model is of, too." in text
+    assert "and for this model" not in text
+    assert "gives no differential privacy" in text.replace("\n", " ")
+    assert "Repetition:" in text
+
+
+def test_the_card_has_every_sampling_rate(tmp_path: Path) -> None:
+    t = trainer(tmp_path, private(delta=1e-3))
+    t.train()
+    t.args.per_device_train_batch_size = 12
+    t.train()
+    assert "(rate 0.25, 0.5): 4 messages of each client, noise multiplier 1." in card(t)
+
+
+def test_the_card_counts_empty_batches_as_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """How many turned out empty is secret."""
+    cards = []
+    for rates in ([0.0], [1.0]):
+        t = trainer(tmp_path, private(delta=1e-3))
+        monkeypatch.setattr(t.private_rows, "_rates", rates)
+        t.train()
+        assert t.shared_messages.total == 2
+        cards.append(card(t).partition("## Privacy")[2])
+    assert cards[0] == cards[1]
+
+
 def test_a_resumed_run_keeps_count(tmp_path: Path) -> None:
     settings = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
     defense = private(noise_multiplier=None, target_epsilon=1.0, delta=1e-3)
