@@ -222,7 +222,7 @@ def _epsilon(trainer: GradGuardTrainer) -> str:
     )
     if rows.epsilon is None:
         return f"{sampled}. No δ was set, so no ε was computed."
-    left_out = f" It leaves out {others} messages of other defenses, which this model is of, too."
+    left_out = f" It leaves out {others} messages of other defenses, which trained this model, too."
     whole = not others and trainer.shared_messages.complete
     return (
         f"{sampled}. **ε = {rows.epsilon:.4g} at δ = {rows.defense.delta:g}** for "

@@ -319,7 +319,7 @@ def test_the_card_says_what_epsilon_leaves_out(tmp_path: Path, other: str) -> No
     text = card(t)
     assert f"ε = {t.private_rows.epsilon:.4g} at δ = 0.001" in text
     assert "4 messages of each client" in text
-    assert "It leaves out 2 messages of other defenses, which this model is of, too." in text
+    assert "It leaves out 2 messages of other defenses, which trained this model, too." in text
     assert "and for this model" not in text
     assert "gives no differential privacy" in text.replace("\n", " ")
     assert "Repetition:" in text
