@@ -4,17 +4,25 @@ one.
 
 from __future__ import annotations
 
+import copy
+import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from helpers import SmallNetwork, flat, make_task
+from helpers import SmallNetwork, flat, make_task, word_tokenizer
 from torch import Tensor, nn
 
 from hf_gradguard import GradGuardConfig, GradGuardTrainer, GradientMap, make_defense
-from hf_gradguard.attacks import Observation, make_attack
-from hf_gradguard.leakage import dfil, inversion_influence_lower_bound, largest_eigenvalue
+from hf_gradguard.attacks import Observation, average, make_attack, recover_labels
+from hf_gradguard.leakage import (
+    dfil,
+    inversion_influence_lower_bound,
+    largest_eigenvalue,
+    make_estimator,
+)
 from hf_gradguard.randomness import Stream
 
 DEVICE = "cuda"
@@ -29,14 +37,21 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "laplace_noise": {"relative_scale": 1.0},
     "optimal_noise": {"relative_scale": 1.0},
     "dp_sgd": {"relative_scale": 1.0},
+    "dp_sgd of each sample": {"per_sample": True, "clip": 1.0, "noise_multiplier": 1.0},
+    "optimal_noise of its own": {"relative_scale": 1.0, "shape": "own"},
+    "pruning with feedback": {"ratio": 0.5, "error_feedback": True, "min_batches": 1},
     "optimal_dp_sgd": {"relative_scale": 1.0},
     "pruning": {"ratio": 0.5},
     "optimal_pruning": {"ratio": 0.5},
     "quantization": {"bits": 4, "stochastic": True},
     "soteria": {"ratio": 0.5},
-    "refiner": {"objective": "weighted", "iterations": 2},
+    "refiner": {},
+    "refiner as published": {"objective": "weighted", "iterations": 2},
 }
+PUBLISHED = "refiner as published"
 TASKS = ["bert", "gpt2_lm", "vit"]
+TOKENIZER = word_tokenizer([f"w{i}" for i in range(20)])
+TEXTS = [[4, 9, 13, 7, 21], [22, 5, 17], [6, 6, 11, 19], [8, 20, 15, 10, 12]]
 
 
 def on_device(model: nn.Module, batch: dict[str, Tensor]) -> tuple[nn.Module, dict[str, Tensor]]:
@@ -80,9 +95,9 @@ def test_several_inputs_at_once(count: int, factored: bool) -> None:
 def test_defenses_stay_on_the_device(name: str, task: str) -> None:
     model, batch = on_device(*make_task(task, dtype=torch.float32))
     network = SmallNetwork("image" if task == "vit" else "text", 3 if task == "vit" else 8)
-    settings = SETTINGS[name] | ({"evaluation_network": network} if name == "refiner" else {})
+    settings = SETTINGS[name] | ({"evaluation_network": network} if name == PUBLISHED else {})
     gmap = GradientMap(model, batch)
-    shared = make_defense(name, **settings)(gmap, generator=Stream.from_seeds(0))
+    shared = make_defense(name.split()[0], **settings)(gmap, generator=Stream.from_seeds(0))
     assert all(tensor.device.type == DEVICE for tensor in shared.values())
     assert all(torch.isfinite(tensor).all() for tensor in shared.values())
     assert (name == "none") == all(torch.equal(shared[n], g) for n, g in gmap.gradient().items())
@@ -118,7 +133,7 @@ def test_trainer_takes_steps(name: str, tmp_path: Path) -> None:
     model, batch = make_task("bert", dtype=torch.float32)
     rows = [{key: tensor[row] for key, tensor in batch.items()} for row in (0, 1, 0, 1)]
     settings = SETTINGS[name] | (
-        {"evaluation_network": SmallNetwork("text", 8)} if name == "refiner" else {}
+        {"evaluation_network": SmallNetwork("text", 8)} if name == PUBLISHED else {}
     )
     before = flat({n: p.detach().clone() for n, p in model.named_parameters()})
     trainer = GradGuardTrainer(
@@ -126,10 +141,104 @@ def test_trainer_takes_steps(name: str, tmp_path: Path) -> None:
         GradGuardConfig(
             output_dir=str(tmp_path), max_steps=2, per_device_train_batch_size=2, report_to=[]
         ),
-        defense=make_defense(name, **settings),
+        defense=make_defense(name.split()[0], **settings),
         train_dataset=rows,
     )
     trainer.train()
     after = flat({n: p.detach() for n, p in trainer.model.named_parameters()})
     assert torch.isfinite(after).all()
     assert not torch.equal(before, after.cpu())
+
+
+def observed(device: str, defense: str = "none", count: int = 1, **settings: Any) -> Observation:
+    """A message of `count` rows of a tiny BERT, with labels and the law of its defense."""
+    model, batch = make_task("bert", dtype=torch.float64)
+    rows = {key: tensor[:count].to(device) for key, tensor in batch.items()}
+    protect = make_defense(defense, **settings)
+    message = protect(GradientMap(model.to(device), rows), generator=Stream.from_seeds(0))
+    return Observation(
+        model, dict(message), tuple(rows["input_ids"].shape), labels=rows["labels"],
+        attention_mask=rows["attention_mask"], tokenizer=TOKENIZER, law=protect.law(message),
+    )  # fmt: skip
+
+
+LAWS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "gaussian_noise": {"relative_scale": 1.0},
+    "laplace_noise": {"relative_scale": 1.0},
+    "optimal_noise": {"relative_scale": 1.0},
+    "dp_sgd": {"per_sample": True, "clip": 1.0, "noise_multiplier": 0.1},
+    "pruning": {"ratio": 0.5},
+    "optimal_pruning": {"ratio": 0.5, "error_feedback": True, "min_batches": 1},
+    "quantization": {"bits": 2},
+}
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("name", LAWS)
+def test_candidates_are_ranked_as_on_the_cpu(name: str, count: int) -> None:
+    """Of one and the same message."""
+    seen = observed("cpu", name, count, **LAWS[name])
+    attack = make_attack("candidates", candidates=TEXTS, labels=[0, 1, 2, 0])
+    here = attack(seen)
+    there = attack(everywhere(seen))
+    torch.testing.assert_close(there.scores.cpu(), here.scores, rtol=1e-6, atol=1e-6)
+    assert torch.equal(there.ranking.cpu(), here.ranking)
+
+
+def everywhere(seen: Observation) -> Observation:
+    """The same, there."""
+    moved = {
+        field.name: there(getattr(seen, field.name))
+        for field in dataclasses.fields(seen)
+        if field.name != "law"
+    }
+    law = seen.law
+    if law is not None:
+        moved["law"] = dataclasses.replace(
+            law, **{f.name: there(getattr(law, f.name)) for f in dataclasses.fields(law)}
+        )
+    return Observation(**moved)
+
+
+def there(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.to(DEVICE)
+    if isinstance(value, nn.Module):
+        return copy.deepcopy(value).to(DEVICE)
+    if isinstance(value, Mapping):
+        return {key: there(one) for key, one in value.items()}
+    return value
+
+
+@pytest.mark.parametrize("name", ["span", "embedding_rows", "analytic"])
+def test_closed_form_attacks_read_the_same(name: str) -> None:
+    model, batch = make_task("vit" if name == "analytic" else "bert")
+    rows = {key: tensor[:1] for key, tensor in batch.items()}
+    gmap = GradientMap(model, rows, share_input_embeddings=name == "embedding_rows")
+    shape = tuple(rows["pixel_values" if name == "analytic" else "input_ids"].shape)
+    seen = Observation(model, gmap.gradient(), shape, tokenizer=TOKENIZER)
+    here, away = make_attack(name)(seen), make_attack(name)(everywhere(seen))
+    assert here.token_ids == away.token_ids
+    if here.input is not None:
+        assert away.input is not None
+        assert away.input.device.type == DEVICE
+        torch.testing.assert_close(away.input.cpu(), here.input, rtol=1e-5, atol=1e-5)
+
+
+def test_labels_and_averages_are_those_of_the_cpu() -> None:
+    seen = observed("cpu", count=2)
+    assert torch.equal(recover_labels(everywhere(seen)).cpu(), recover_labels(seen))
+    several = [observed("cpu", "gaussian_noise", relative_scale=0.1 * (1 + k)) for k in range(3)]
+    here, away = average(several), average([everywhere(one) for one in several])
+    torch.testing.assert_close(flat(dict(away.gradient)).cpu(), flat(dict(here.gradient)))
+
+
+@pytest.mark.parametrize("name", ["i2f_lower_bound", "dfil_bound"])
+def test_named_estimators_are_those_of_the_cpu(name: str) -> None:
+    found = []
+    for gmap in (GradientMap(*make_task("bert")), GradientMap(*on_device(*make_task("bert")))):
+        message = make_defense("gaussian_noise")(gmap, generator=Stream.from_seeds(0))
+        estimator = make_estimator(name, gmap)
+        found.append(estimator(message, Stream.from_seeds(1)).cpu())
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-6)
