@@ -137,13 +137,17 @@ def _train_evalnet(args: argparse.Namespace) -> None:
         import torch
         from transformers import AutoModel, AutoTokenizer
 
+        from .models.named import check_name, loading
         from .networks.configuration import hub_name
 
+        check_name(args.model)  # before texts are loaded
+
         texts = load_texts(args.dataset, **source)
-        tokenizer = AutoTokenizer.from_pretrained(args.model, trust_remote_code=False)
-        embedding = AutoModel.from_pretrained(
-            args.model, dtype=torch.float32, trust_remote_code=False
-        ).get_input_embeddings()
+        with loading(args.model):
+            tokenizer = AutoTokenizer.from_pretrained(args.model, trust_remote_code=False)
+            embedding = AutoModel.from_pretrained(
+                args.model, dtype=torch.float32, trust_remote_code=False
+            ).get_input_embeddings()
         base_model = args.base_model or hub_name(args.model)
         network = train_text_network(embedding, tokenizer, texts, base_model=base_model, **settings)
     else:

@@ -25,6 +25,7 @@ from transformers.utils import logging
 from hf_gradguard import GradGuardConfig, GradGuardTrainer
 from hf_gradguard.data.files import load_texts
 from hf_gradguard.leakage import membership_power
+from hf_gradguard.models.named import loading
 from hf_gradguard.training.command_line import parse_arguments, with_classes, write_metrics
 
 SHRINKAGE = 0.5
@@ -80,8 +81,9 @@ class Encoder:
     """Means of the last layers' states, one layer after the other."""
 
     def __init__(self, name: str, layers: int, max_length: int, device: torch.device) -> None:
-        self.tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-        self.model = AutoModel.from_pretrained(name, trust_remote_code=False).eval().to(device)
+        with loading(name):
+            self.tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+            self.model = AutoModel.from_pretrained(name, trust_remote_code=False).eval().to(device)
         self._layers, self._max_length = layers, max_length
         there = self.model.config.num_hidden_layers + 1
         if not 1 <= layers <= there:

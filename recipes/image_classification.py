@@ -32,6 +32,7 @@ from transformers import (
 
 from hf_gradguard import GradGuardConfig, GradGuardTrainer
 from hf_gradguard.models import MODELS
+from hf_gradguard.models.named import loading
 from hf_gradguard.training.command_line import parse_arguments, with_classes, write_metrics
 
 
@@ -121,12 +122,12 @@ def main() -> None:
         gray = [0.5] * sizes["num_channels"]
         processor = ViTImageProcessor(size=sizes["image_size"], image_mean=gray, image_std=gray)
     else:
-        processor = AutoImageProcessor.from_pretrained(
-            args.model_name_or_path, trust_remote_code=False
-        )
-        model = AutoModelForImageClassification.from_pretrained(
-            args.model_name_or_path, ignore_mismatched_sizes=True, **labels, trust_remote_code=False
-        )
+        name = args.model_name_or_path
+        with loading(name):
+            processor = AutoImageProcessor.from_pretrained(name, trust_remote_code=False)
+            model = AutoModelForImageClassification.from_pretrained(
+                name, ignore_mismatched_sizes=True, **labels, trust_remote_code=False
+            )
     mode = "L" if getattr(model.config, "num_channels", 3) == 1 else "RGB"
 
     def to_pixels(rows: dict[str, list]) -> dict[str, Any]:

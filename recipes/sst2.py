@@ -27,6 +27,7 @@ from transformers import (
 )
 
 from hf_gradguard import GradGuardConfig, GradGuardTrainer
+from hf_gradguard.models.named import loading
 from hf_gradguard.training.command_line import parse_arguments, write_metrics
 
 
@@ -111,10 +112,12 @@ def main() -> None:
         # Withheld embeddings stay as random as they start: a wider start tells tokens apart better.
         model = BertForSequenceClassification(BertConfig(**sizes, initializer_range=0.05))
     else:
-        tokenizer = AutoTokenizer.from_pretrained(args.model_name_or_path, trust_remote_code=False)
-        model = AutoModelForSequenceClassification.from_pretrained(
-            args.model_name_or_path, num_labels=2, trust_remote_code=False
-        )
+        name = args.model_name_or_path
+        with loading(name):
+            tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+            model = AutoModelForSequenceClassification.from_pretrained(
+                name, num_labels=2, trust_remote_code=False
+            )
 
     def tokenize(rows: dict) -> dict:
         return tokenizer(rows["sentence"], truncation=True, max_length=recipe.max_length)

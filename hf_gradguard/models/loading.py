@@ -10,6 +10,7 @@ from safetensors import safe_open
 from torch import nn
 from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer
 
+from .named import loading
 from .tasks import TASKS, Task
 
 ADAPTER = "adapter_config.json"
@@ -30,6 +31,7 @@ def load_model(name: str, task: str | None = None) -> tuple[nn.Module, Any]:
 
     Raises:
         ValueError: If there is no such task, or no class of the model's type for it.
+        FileNotFoundError: If neither a folder nor the Hub has the model.
 
     Example:
         >>> model.save_pretrained("classifier")
@@ -46,7 +48,8 @@ def load_model(name: str, task: str | None = None) -> tuple[nn.Module, Any]:
 
 
 def _load(name: str, task: str | None, **settings: Any) -> tuple[nn.Module, Any]:
-    config = AutoConfig.from_pretrained(name, trust_remote_code=False)
+    with loading(name):
+        config = AutoConfig.from_pretrained(name, trust_remote_code=False)
     chosen = TASKS[task] if task is not None else _own_task(config, name)
     if config.model_type not in chosen.models:
         raise ValueError(f"{name} ({config.model_type}) is no model for {chosen.name}.")

@@ -16,6 +16,8 @@ import transformers
 import yaml
 from transformers import HfArgumentParser
 
+from ..models.named import check_name
+
 if TYPE_CHECKING:
     from datasets import DatasetDict
 
@@ -35,6 +37,7 @@ def parse_arguments(*dataclass_types: Any, argv: list[str] | None = None) -> tup
 
     Raises:
         ValueError: If the file holds a key that is no flag.
+        FileNotFoundError: If `model_name_or_path` is a path that leads nowhere.
 
     Example:
         >>> from hf_gradguard import GradGuardConfig
@@ -57,7 +60,11 @@ def parse_arguments(*dataclass_types: Any, argv: list[str] | None = None) -> tup
                 f"{found.config} holds {', '.join(unknown)}, which no flag is called. See --help."
             )
         parser.set_defaults(**values)
-    return parser.parse_args_into_dataclasses(args=rest)
+    parsed = parser.parse_args_into_dataclasses(args=rest)
+    for one in parsed:
+        if isinstance(name := getattr(one, "model_name_or_path", None), str):
+            check_name(name)  # before data are loaded
+    return parsed
 
 
 def with_classes(splits: DatasetDict, column: str) -> DatasetDict:

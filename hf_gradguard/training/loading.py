@@ -8,12 +8,15 @@ import transformers
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, TrainingArguments
 from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 
+from ..models.named import loading
+
 
 def load_model(args: TrainingArguments) -> PreTrainedModel:
     """The model at `args.model_name_or_path`, of the class that its configuration names.
 
     Raises:
         ValueError: If there is no such argument, or the class is unknown or has no loss.
+        FileNotFoundError: If neither a folder nor the Hub has the model.
 
     Example:
         >>> from hf_gradguard import GradGuardConfig
@@ -26,7 +29,8 @@ def load_model(args: TrainingArguments) -> PreTrainedModel:
         raise ValueError(
             "There is no model: pass model=, model_init=, or model_name_or_path in GradGuardConfig."
         )
-    named = AutoConfig.from_pretrained(path, trust_remote_code=False).architectures or []
+    with loading(path):
+        named = AutoConfig.from_pretrained(path, trust_remote_code=False).architectures or []
     model_class = getattr(transformers, named[0], None) if named else None
     if model_class is None:
         raise ValueError(

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor
 
+from ...models.named import loading
 from .attack import GradientMatching
 from .objectives import Objective, TagDistance, cosine_distance
 from .priors import embedding_length
@@ -90,9 +91,10 @@ class Lamp(GradientMatching):
         if isinstance(self.language_model, str):
             from transformers import AutoModelForCausalLM
 
-            self._language = AutoModelForCausalLM.from_pretrained(
-                self.language_model, trust_remote_code=False
-            ).eval()
+            with loading(self.language_model):
+                self._language = AutoModelForCausalLM.from_pretrained(
+                    self.language_model, trust_remote_code=False
+                ).eval()
         else:
             self._language = self.language_model
 

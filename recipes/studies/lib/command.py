@@ -12,6 +12,8 @@ from types import ModuleType
 
 from transformers.utils import logging
 
+from hf_gradguard.models.named import check_name
+
 from .results import Place, Results, nested
 
 
@@ -91,4 +93,6 @@ def _prepared(part: ModuleType, args: argparse.Namespace, missing: int) -> Calla
     needed = [flag for flag, more in part.ARGUMENTS.items() if isinstance(more, str)]
     if absent := [flag for flag in needed if getattr(args, flag.lstrip("-")) is None]:
         sys.exit(f"{missing} cells are to be computed: give {', '.join(absent)}.")
+    if "--model" in part.ARGUMENTS and args.model is not None:
+        check_name(args.model)
     return part.prepare(args)
