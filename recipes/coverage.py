@@ -1,10 +1,10 @@
-"""Every table and figure of the five papers, and what became of it here: writes docs/coverage.md
-from coverage.yaml.
+"""Every table, figure and theorem of the five papers, and what became of it here: writes
+docs/coverage.md from coverage.yaml.
 
     python recipes/coverage.py
 
-A verdict rests on figures that docs/results.md has, with their intervals. One whose interval is
-wider than the effect is "cannot tell".
+A verdict rests on figures that docs/results.md has, with their intervals, or on tests. One whose
+interval is wider than the effect is "cannot tell".
 """
 
 from __future__ import annotations
@@ -23,23 +23,27 @@ DATA = Path(__file__).with_suffix(".yaml")
 
 NOT_ATTEMPTED = "not attempted"
 STATES = {
-    "reproduced": "the effect is there, outside our interval, in about the paper's size",
+    "reproduced": "the effect is there, outside our interval, in about the paper's size; of a "
+    "theorem: no case that we computed breaks it, which is no proof",
     "direction": "the effect is there, in another size or under other conditions",
-    "refuted": "our interval excludes the paper's effect, at its operating point or one we name",
+    "refuted": "our interval excludes the paper's effect, at its operating point or one we name; "
+    "of a theorem: a case that meets its assumptions breaks it",
     "cannot tell": "our interval is wider than the effect; with what would decide it",
-    NOT_ATTEMPTED: "no study of ours asks it",
+    NOT_ATTEMPTED: "no study or test of ours asks it",
 }
 
 
 def papers() -> list[dict]:
-    """Each with `title`, how many `figures` and `tables`, which of them are `silent`, and `items`:
-    `where` it stands, what it `claim`s, its `state` (where none is given, not attempted), what was
-    `found`, and a `link` to the figures.
+    """Each with `title`, how many `figures` and `tables`, which `theorems`, which of all these are
+    `silent`, and `items`: `where` it stands, what it `claim`s, its `state` (where none is given,
+    not attempted), what was `found`, and a `link` to the figures, or the `tests` that show it.
     """
     found = yaml.safe_load(DATA.read_text(encoding="utf-8"))
     for paper in found:
         for item in paper["items"]:
             item.setdefault("state", NOT_ATTEMPTED)
+            tests = item.get("tests", [])
+            item["tests"] = [tests] if isinstance(tests, str) else tests
     return found
 
 
@@ -55,7 +59,7 @@ def page() -> str:
         "Both versions of Chen et al. stand in one table.",
         "",
         "This page is made by `python recipes/coverage.py`. The figures, with their commands,",
-        "seeds and intervals, are in [results](results.md).",
+        "seeds and intervals, are in [results](results.md). Linked tests compute what they show.",
         "",
         "| state | means |",
         "|---|---|",
@@ -72,8 +76,11 @@ def page() -> str:
 def rows(paper: dict) -> Iterator[str]:
     for item in paper["items"]:
         here = re.sub(r"{seeds\((\d+), (\d+), (\d+)\)}", _seeds, item.get("found", ""))
-        if "link" in item:
-            here += f": [results](results.md#{item['link']})"
+        shown = [f"[results](results.md#{item['link']})"] if "link" in item else []
+        files = dict.fromkeys(test.split("::")[0] for test in item["tests"])
+        shown += [f"[{Path(file).name}](../{file})" for file in files]
+        if shown:
+            here += f": {', '.join(shown)}"
         cells = (item["where"], item["claim"], item["state"], here)
         yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 

@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+import ast
 import re
+from pathlib import Path
 
 import pytest
 
 from recipes import coverage
 
+ROOT = Path(__file__).resolve().parents[1]
 PAPERS = {paper["title"]: paper for paper in coverage.papers()}
 
 
-def _numbers(text: str) -> set[tuple[str, int]]:
-    """`Figures 1 and 2, Tables 1 to 4` as pairs of kind and number."""
+KINDS = ("Figure", "Table", "Theorem", "Lemma", "Remark", "Proposition", "Corollary")
+
+
+def _numbers(text: str) -> set[str]:
+    """`Figures 1 and 2, Theorem A.1` as `Figure 1`, `Figure 2`, `Theorem A.1`."""
     found, kind = set(), ""
-    for word in re.findall(r"Figures?|Tables?|\d+ to \d+|\d+", text):
-        if word[0] in "FT":
-            kind = word[0]
-        else:
-            ends = [int(end) for end in word.split(" to ")]
-            found |= {(kind, number) for number in range(ends[0], ends[-1] + 1)}
+    for word in re.findall(r"[A-Z][a-z]+|(?:[A-Z]\.)?\d[\d.]*(?: to \d+)?", text):
+        if word[1:2].isalpha():
+            kind = word.removesuffix("s")
+        elif kind in KINDS:
+            first, _, last = word.rstrip(".").partition(" to ")
+            numbers = range(int(first), int(last) + 1) if last else [first]
+            found |= {f"{kind} {number}" for number in numbers}
     return found
 
 
@@ -28,10 +35,11 @@ def test_the_page_is_made_of_the_data():
 
 
 @pytest.mark.parametrize("title", PAPERS)
-def test_every_table_and_figure_is_there(title):
+def test_every_table_figure_and_theorem_is_there(title):
     paper = PAPERS[title]
-    expected = {("F", n + 1) for n in range(paper["figures"])}
-    expected |= {("T", n + 1) for n in range(paper["tables"])}
+    expected = {f"Figure {n + 1}" for n in range(paper["figures"])}
+    expected |= {f"Table {n + 1}" for n in range(paper["tables"])}
+    expected |= _numbers(paper["theorems"])
     claiming = {pair for item in paper["items"] for pair in _numbers(item["where"])}
     silent = _numbers(re.sub(r"\(.*?\)", "", paper["silent"]))
     assert claiming | silent == expected
@@ -43,8 +51,34 @@ def test_every_verdict_says_on_what_it_rests(title):
     for item in PAPERS[title]["items"]:
         assert item["state"] in coverage.STATES, item
         judged = item["state"] != coverage.NOT_ATTEMPTED
-        assert judged == ("found" in item) == ("link" in item), item
+        assert judged == ("found" in item) == ("link" in item or bool(item["tests"])), item
         assert "{" not in re.sub(r"{seeds\(\d+, \d+, \d+\)}", "", item.get("found", "")), item
+
+
+TESTS = {test for paper in PAPERS.values() for item in paper["items"] for test in item["tests"]}
+
+
+@pytest.mark.parametrize("test", sorted(TESTS))
+def test_every_cited_test_is_there(test):
+    file, name = test.split("::")
+    found = ast.parse((ROOT / file).read_text(encoding="utf-8")).body
+    assert name in {node.name for node in found if isinstance(node, ast.FunctionDef)}
+
+
+def test_every_cited_section_is_there():
+    headings = {
+        re.sub(r"[^\w\- ]", "", line.lstrip("# ").lower()).replace(" ", "-")
+        for line in (ROOT / "docs" / "results.md").read_text(encoding="utf-8").splitlines()
+        if line.startswith("#")
+    }
+    links = {item["link"] for paper in PAPERS.values() for item in paper["items"] if "link" in item}
+    assert links <= headings
+
+
+def test_numbers():
+    assert _numbers("Tables 1 to 3, Theorems 2 and A.1; Appendix J, Lemma 3.8.") == {
+        *("Table 1", "Table 2", "Table 3", "Theorem 2", "Theorem A.1", "Lemma 3.8")
+    }
 
 
 def test_seeds_that_decide():

@@ -231,6 +231,8 @@ def test_optimal_noise_attains_the_least_information_at_its_utility(
 
     uniform = at_utility(torch.ones_like(g), g, utility)
     assert information(s, uniform) > 1.2 * attained
+    printed = at_utility(s.square() / g, g, utility)  # Algorithm 1, which has s_i²
+    assert information(s, printed) > 1.2 * attained
     for spread in (0.05, 0.3, 1.0, 3.0):  # random Σ, from near the optimum to anywhere
         factors = (spread * torch.randn(100, len(g), generator=torch_rng(), dtype=g.dtype)).exp()
         for start in (variance, torch.ones_like(g)):

@@ -234,6 +234,9 @@ def test_no_set_of_equal_utility_leaks_less(model: str, settings: dict[str, floa
     kept = pruned("optimal_pruning", gmap, **settings) != 0
     utility, leakage = g[kept].square().sum(), s[kept].square().sum()
     order_of = ratios(gmap).log()
+    backward = order_of.argsort(descending=True)  # the first version keeps the largest ratios
+    reached = g.square()[backward].cumsum(0) >= utility
+    assert s.square()[backward].cumsum(0)[reached][0] > 1.1 * leakage
     for disturbance in (0.01, 0.1, 0.5, 2.0, 1e6):
         noise = torch.randn(200, len(g), generator=torch_rng(), dtype=g.dtype)
         order = (order_of + disturbance * noise).argsort(1)
