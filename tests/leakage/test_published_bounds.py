@@ -14,9 +14,12 @@ from collections.abc import Callable
 import pytest
 import torch
 from helpers import torch_rng
+from leakage_helpers import perturbation
 from torch import Tensor
 
-from hf_gradguard.leakage import mse_bound_from_dfil, mse_bound_from_rdp
+from hf_gradguard import GradientMap
+from hf_gradguard.leakage import largest_eigenvalue, mse_bound_from_dfil, mse_bound_from_rdp
+from hf_gradguard.models import LeakageLeNetConfig, LeakageLeNetForImageClassification
 
 SIGMA, WIDTH = 0.7, 1.5
 Y = torch.linspace(-9, 11, 20_001, dtype=torch.float64)
@@ -229,3 +232,27 @@ def test_where_the_printed_bound_fails() -> None:
     product = abs(x + slope * math.sqrt(1 + x**2))  # |Jδ|
     printed = product / (math.sqrt(2) * math.hypot(1, slope) + 2 * 1 * 0)
     assert printed > 1.4 * x  # the error is x
+
+
+@pytest.mark.parametrize(("size", "channels"), [(28, 1), (32, 3)])
+def test_lenets_constants_are_not_small(size: int, channels: int) -> None:
+    """Zhang et al., Appendix H.1, has μ_L = 0.5 to 0.7 and μ_J = 4e-13 at most, for weights in
+    [-0.5, 0.5]. One direction of the parameters bounds both from below.
+    """
+    draw = torch_rng()
+    config = LeakageLeNetConfig(image_size=size, num_channels=channels, num_labels=10)
+    model = LeakageLeNetForImageClassification(config).double().eval()
+    for weight in model.parameters():
+        torch.nn.init.uniform_(weight, -0.5, 0.5, generator=draw)
+    images = torch.nn.functional.interpolate(
+        torch.rand(2, channels, 4, 4, generator=draw, dtype=torch.float64), size=(size, size)
+    )
+    one, other = (
+        GradientMap(model, {"pixel_values": image[None], "labels": torch.tensor([3])})
+        for image in images
+    )
+    assert math.sqrt(largest_eigenvalue(one)) > 2
+    along = perturbation(one)
+    length = math.sqrt(sum(float(part.square().sum()) for part in along.values()))
+    differs = float((one.vjp(along) - other.vjp(along)).norm()) / length
+    assert differs / float((images[0] - images[1]).norm()) > 1e-3
