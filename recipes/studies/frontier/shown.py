@@ -253,10 +253,10 @@ def _name(axes, names: list[tuple[str, tuple[float, float], str]]) -> None:
 
 def _brief(strength: str) -> str:
     for long, short in (
-        ("relative_scale=", "× "), ("ratio=", ""), (" error_feedback=True", " fed back"),
-        (" min_batches=", " of "),
+        ("relative_scale=", "× "), ("ratio=", ""), (" error_feedback=True", " feedback"),
         ("objective=weighted", "published"),
         (" shape=own", ", own"), ("per_sample=True clip=1 noise_multiplier=", "σ = "),
     ):  # fmt: skip
         strength = strength.replace(long, short)
+    strength = re.sub(r" min_batches=(\d+)", r", \1 batches", strength)
     return re.sub(r"bits=(\d+)", r"\1 bit", strength)
