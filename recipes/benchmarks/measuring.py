@@ -16,6 +16,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
+from hf_gradguard.models.named import check_name
 from recipes.studies.lib.command import common
 from recipes.studies.lib.device import DEVICE
 from recipes.studies.lib.results import named
@@ -49,6 +50,7 @@ def main(
     if not args.tables:
         if args.model is None:
             parser.error("give --model, a text encoder")
+        check_name(args.model)
         path.parent.mkdir(parents=True, exist_ok=True)
         report = measure(args) | {"torch": torch.__version__}
         text = json.dumps(report, indent=1, ensure_ascii=False)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from hf_gradguard.models import LeakyConvNetConfig, LeakyConvNetForImageClassification
+from hf_gradguard.models.named import loading
 from hf_gradguard.training.partition import partition_dirichlet, partition_iid
 
 Batch = dict[str, Tensor]
@@ -37,9 +38,10 @@ class Task:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.config["seed"])
             if self.is_text:
-                return AutoModelForSequenceClassification.from_pretrained(
-                    self.config["model"], num_labels=2, trust_remote_code=False
-                ).eval()
+                with loading(self.config["model"]):
+                    return AutoModelForSequenceClassification.from_pretrained(
+                        self.config["model"], num_labels=2, trust_remote_code=False
+                    ).eval()
             config = LeakyConvNetConfig(num_channels=3, image_size=32, hidden_size=64)
             return LeakyConvNetForImageClassification(config)
 
@@ -105,7 +107,8 @@ def _parts_of_flower(labels: np.ndarray, clients: int, alpha: float, seed: int) 
 
 @cache
 def _tokenizer(name: str) -> Any:
-    return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+    with loading(name):
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
 
 
 @cache

@@ -18,6 +18,7 @@ import torch
 from transformers import AutoModel, AutoTokenizer
 
 from hf_gradguard.data.files import load_images, load_texts
+from hf_gradguard.models.named import loading
 from hf_gradguard.networks import save_network, train_image_network, train_text_network
 
 from .settings import BASE_MODEL, IMAGE, TEXT, TRAIN_IMAGE, TRAIN_TEXT
@@ -53,10 +54,11 @@ def main() -> None:
         )
         output = args.output or CARDS / IMAGE
     else:
-        tokenizer = AutoTokenizer.from_pretrained(args.model, trust_remote_code=False)
-        embedding = AutoModel.from_pretrained(
-            args.model, dtype=torch.float32, trust_remote_code=False
-        ).get_input_embeddings()
+        with loading(args.model):
+            tokenizer = AutoTokenizer.from_pretrained(args.model, trust_remote_code=False)
+            embedding = AutoModel.from_pretrained(
+                args.model, dtype=torch.float32, trust_remote_code=False
+            ).get_input_embeddings()
         network = train_text_network(
             embedding,
             tokenizer,

@@ -93,6 +93,7 @@ def _prepared(part: ModuleType, args: argparse.Namespace, missing: int) -> Calla
     needed = [flag for flag, more in part.ARGUMENTS.items() if isinstance(more, str)]
     if absent := [flag for flag in needed if getattr(args, flag.lstrip("-")) is None]:
         sys.exit(f"{missing} cells are to be computed: give {', '.join(absent)}.")
-    if "--model" in part.ARGUMENTS and args.model is not None:
-        check_name(args.model)
+    for flag in {"--model", "--tokenizer"} & set(part.ARGUMENTS):
+        if (name := getattr(args, flag.lstrip("-"))) is not None:
+            check_name(name)
     return part.prepare(args)
