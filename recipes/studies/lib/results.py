@@ -19,8 +19,8 @@ def named(output: Path, ending: str) -> Path:
 
 
 class Results(Mapping):
-    """Figures by settings, in OUTPUT.json: a list of `{"settings": ..., "figures": ...}`, and of the
-    card that computed them.
+    """Figures by settings, in OUTPUT.json: a list of `{"settings": ..., "figures": ...}`, with the
+    `"device"` that computed them where that is no CPU.
 
     Data and networks that a command names are not among the settings: keep to one OUTPUT for each.
     """
