@@ -207,9 +207,15 @@ def _distributions() -> dict[str, list[str]]:
 
 def _path(module: str) -> Path | None:
     """Where the source of a module lies; `None` if there is none."""
-    top, *rest = module.split(".")
-    file = getattr(sys.modules.get(top), "__file__", None)
-    if file is None or Path(file).suffix != ".py":
+    file = getattr(sys.modules.get(module.partition(".")[0]), "__file__", None)
+    return None if file is None else _beside(file, module)
+
+
+@cache
+def _beside(file: str, module: str) -> Path | None:
+    """Where it lies in a package of that file."""
+    _, *rest = module.split(".")
+    if Path(file).suffix != ".py":
         return None
     if not rest:
         return Path(file)
@@ -241,35 +247,36 @@ def _imports(module: str, tops: frozenset[str]) -> tuple[str, ...]:
     if path is None:
         return ()
     package = module if path.name == "__init__.py" else module.rpartition(".")[0]
-    return _imported(_read(module), package, tops)
+    # A name may be a module of its own, or something in the one that it comes from.
+    found = [name if _in(name, tops) else base for name, base in _imported(_read(module), package)]
+    return tuple(name for name in found if _in(name, tops))
 
 
 @cache
-def _imported(source: bytes, module: str, tops: frozenset[str]) -> tuple[str, ...]:
-    """Modules that a source in a package imports."""
+def _imported(source: bytes, module: str) -> tuple[tuple[str, str], ...]:
+    """What a source in a package imports, each with the module that it comes from."""
     package = module.split(".")
-    found: list[str] = []
+    found: list[tuple[str, str]] = []
     for node in _running(ast.parse(source)):
         if isinstance(node, ast.Import):
-            found += [alias.name for alias in node.names]
+            found += [(alias.name, alias.name) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             above = package[: len(package) - node.level + 1] if node.level else []
             base = ".".join([*above, *(node.module or "").split(".")]).strip(".")
-            # A name may be a module of its own, or something in the one that it comes from.
-            inner = [f"{base}.{alias.name}" for alias in node.names]
-            found += [name if _in(name, tops) else base for name in inner]
-    return tuple(name for name in found if _in(name, tops))
+            found += [(f"{base}.{alias.name}", base) for alias in node.names]
+    return tuple(found)
 
 
 def _in(name: str, tops: frozenset[str]) -> bool:
     return name.partition(".")[0] in tops and _path(name) is not None
 
 
-def _running(node: ast.AST) -> Iterator[ast.AST]:
+def _running(tree: ast.AST) -> Iterator[ast.AST]:
     """All nodes but those under `if TYPE_CHECKING`."""
-    yield node
-    inside = ast.iter_child_nodes(node)
-    if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
-        inside = iter(node.orelse)
-    for child in inside:
-        yield from _running(child)
+    left = [tree]
+    while left:
+        yield (node := left.pop())
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            left += node.orelse
+        else:
+            left += ast.iter_child_nodes(node)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -44,11 +45,11 @@ class Task:
         """The class itself."""
         return getattr(transformers, self.auto)
 
-    @property
-    def classes(self) -> set[str]:
+    @functools.cached_property
+    def classes(self) -> frozenset[str]:
         """The names of all model classes."""
         names = (one if isinstance(one, tuple | list) else (one,) for one in self.models.values())
-        return {name for several in names for name in several}
+        return frozenset(name for several in names for name in several)
 
 
 _OWN_IMAGES = {name: model.__name__ for name, model in MODELS.items()}
