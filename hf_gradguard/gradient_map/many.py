@@ -13,7 +13,7 @@ from transformers.utils import logging
 from .candidates import Held
 from .graphs import differentiate
 from .inputs import model_loss
-from .kept import draws_kept
+from .kept import draws_kept, seed_draws
 from .replay import Replay
 
 if TYPE_CHECKING:
@@ -155,7 +155,7 @@ class ManyGradients:
 
     def _replay(self, seed: int) -> Replay:
         with draws_kept(self.model):
-            torch.manual_seed(seed)
+            seed_draws(self.model, seed)
             return Replay(self.model, second_order=False)
 
 
@@ -166,7 +166,7 @@ def has_draws(model: nn.Module, batch: Mapping[str, Any]) -> bool:
     losses = []
     for seed in (0, 1):
         with draws_kept(model):
-            torch.manual_seed(seed)
+            seed_draws(model, seed)
             replay = Replay(model, second_order=False)
         with replay.draws(), torch.no_grad():
             losses.append(float(model_loss(model, dict(batch))))
