@@ -4,10 +4,14 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from pathlib import Path
 
 import pytest
+import torch
+
+from hf_gradguard.attacks.matching.settings import OPTIMIZERS
 
 
 @pytest.fixture(scope="session")
@@ -19,3 +23,12 @@ def data_dir() -> Path:
     if not folder.is_dir():
         raise FileNotFoundError(f"GRADGUARD_DATA names no folder: {folder}")
     return folder
+
+
+@pytest.fixture
+def few_evaluations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step of L-BFGS evaluates twice, and not twenty times: for tests of what is around it."""
+    few = functools.partial(
+        torch.optim.LBFGS, max_iter=2, history_size=100, line_search_fn="strong_wolfe"
+    )
+    monkeypatch.setitem(OPTIMIZERS, "lbfgs", lambda leaves, rate: few(leaves, lr=rate))

@@ -8,11 +8,13 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from unittest.mock import patch
 
 import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 from helpers import UNHEARD, save_encoder, word_tokenizer
+from matplotlib.figure import Figure
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 import hf_gradguard
@@ -62,6 +64,23 @@ def encoder(tmp_path_factory: pytest.TempPathFactory, sst2: Path) -> Path:
     words += [f"{UNHEARD}{index}" for index in range(2 * len(words))]
     folder = tmp_path_factory.mktemp("data") / "encoder"
     return save_encoder(folder, word_tokenizer(words), hidden_size=16)
+
+
+@pytest.fixture(autouse=True)
+def _quick(few_evaluations: None) -> None:
+    """What quick parts read of a gradient is not looked at."""
+
+
+@pytest.fixture(autouse=True)
+def _pictures_in_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layout draws every picture twice, which takes longer than most quick parts."""
+    draw = Figure.savefig
+
+    def savefig(figure: Figure, path: Path, **ignored: object) -> None:
+        figure.set_layout_engine("none")
+        draw(figure, path, dpi=20)
+
+    monkeypatch.setattr(Figure, "savefig", savefig)
 
 
 SMALL_NETWORK = {
@@ -117,11 +136,15 @@ class Study:
         flags = [part, *map(str, arguments), "--output", str(output), "--quick"]
         self.output, self.args = output, command.parse(None, [part_of], flags)
         self.cells = command.cells_of(part_of, self.args)
-        self.again()
+        self._run(self.args)
 
     def again(self, **changed: object) -> None:
-        """Runs it, some of its arguments changed."""
-        args = argparse.Namespace(**vars(self.args) | changed)
+        """Runs it, some of its arguments changed; its pictures are left as they were drawn."""
+        with patch.object(Figure, "savefig"):
+            self._run(argparse.Namespace(**vars(self.args) | changed))
+
+    @staticmethod
+    def _run(args: argparse.Namespace) -> None:
         command.run(args.module, args)
         plt.close("all")
 

@@ -79,7 +79,7 @@ def test_logistic_regression(digits: Path, quick, tmp_path: Path) -> None:
             p = torch.sigmoid(image @ w)
             return (p - y[at]) * image / len(x)
 
-        moved = inverse @ torch.func.jacfwd(gradient)(x[at])
+        moved = inverse @ torch.func.jacrev(gradient)(x[at])
         bounds.append(
             float(
                 mse_bound_from_dfil(

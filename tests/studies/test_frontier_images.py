@@ -10,7 +10,14 @@ import torch
 from datasets import Dataset
 from PIL import Image
 
-from recipes.studies.frontier import elsewhere, image_attackers, images, settings
+from recipes.studies.frontier import (
+    elsewhere,
+    image_attackers,
+    image_networks,
+    image_training,
+    images,
+    settings,
+)
 from recipes.studies.frontier.client import row_of
 from recipes.studies.frontier.image_networks import Place
 from recipes.studies.frontier.image_training import Images, ImageTask
@@ -124,6 +131,9 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_quick_elsewhere(data, mnist, tiny, quick, tmp_path, monkeypatch):
     monkeypatch.setattr("recipes.studies.frontier.image_training.IMAGE_HELD_OUT", 20)
     monkeypatch.setattr(elsewhere, "QUICK_ROWS", settings.QUICK_ROWS[:2])
+    monkeypatch.setattr(image_training, "WIDTHS", (8, 8, 8))
+    monkeypatch.setattr(image_networks, "RESNET", (8, 8, 8, 8))
+    monkeypatch.setitem(image_networks.VIT, "hidden_size", 16)
     arguments = [part for name, path in data.items() for part in (f"--{name}", path)]
     arguments += ["--mnist", mnist, "--tiny_imagenet", tiny, "--models", tmp_path / "models"]
     study = quick("frontier", "elsewhere", *arguments, output=tmp_path / "frontier_elsewhere")

@@ -62,7 +62,7 @@ def test_whether_influence_predicts_attacks(mnist, cifar10, sst2, encoder, quick
             for point in points:
                 assert point["bound"] / 1.001 <= 1.02 * point["influence"], data
                 assert point["influence"] <= 1020 * point["bound"], data
-    assert figures["MNIST"]["0"]["0"][0]["coordinates"] == 8 * 8
+    assert figures["MNIST"]["0"]["0"][0]["coordinates"] == 6 * 6
     assert set(figures["SST-2"]["0"]["0"][0]) > {"rougeL", "google_bleu"}
 
     # A sample that is there is not run again: ranks follow its figures, here in the order of I_lb.
@@ -143,7 +143,7 @@ def test_unfairness(mnist, quick, tmp_path) -> None:
     assert [point["label"] for point in figures["attacked"].values()] == classes
     for one in figures["spectra"].values():  # Σ 1/λ over m eigenvalues
         assert (
-            64 / one["λ_max"] <= one["E I²"] / QUICK_UNFAIR["variance"] <= 64 * 1e6 / one["λ_max"]
+            36 / one["λ_max"] <= one["E I²"] / QUICK_UNFAIR["variance"] <= 36 * 1e6 / one["λ_max"]
         )
 
     for point in figures["attacked"].values():
@@ -159,9 +159,18 @@ def test_unfairness(mnist, quick, tmp_path) -> None:
     assert rows["share of the variance between classes"] == ["100%"]  # one image a class
 
 
+def smaller(path: Path, folder: Path) -> Path:
+    """A file of images, cut to 12 x 12 pixels."""
+    with np.load(path) as file:
+        cut = {name: a[:, :12, :12] if a.ndim > 1 else a for name, a in file.items()}
+    np.savez(folder / path.name, **cut)
+    return folder / path.name
+
+
 def test_epochs(mnist, cifar10, quick, tmp_path) -> None:
+    mnist, cifar10 = (smaller(path, tmp_path) for path in (mnist, cifar10))
     draw = np.random.default_rng(0)
-    images = [Image.fromarray(x) for x in draw.integers(0, 256, (20, 32, 32, 3), dtype=np.uint8)]
+    images = [Image.fromarray(x) for x in draw.integers(0, 256, (20, 12, 12, 3), dtype=np.uint8)]
     rows = {"img": images, "label": draw.integers(0, 10, 20).tolist()}
     Dataset.from_dict(rows).to_parquet(tmp_path / "train.parquet")
     data = ["--mnist", mnist, "--cifar10", cifar10, "--train", tmp_path / "train.parquet"]

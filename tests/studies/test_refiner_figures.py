@@ -12,6 +12,7 @@ from PIL import Image
 from transformers import set_seed
 
 from hf_gradguard.models import LeakageLeNetConfig, LeakageLeNetForImageClassification
+from recipes.studies.frontier import image_training
 from recipes.studies.lib.images import single_images
 from recipes.studies.refiner import warm
 from recipes.studies.refiner.layers import layers_of, noisy
@@ -157,6 +158,7 @@ def test_noise_is_of_the_size_it_says_and_on_one_layer():
 
 def test_warm(federation, quick, tmp_path, monkeypatch):
     monkeypatch.setattr(warm, "WARM_IMAGES", 16)
+    monkeypatch.setattr(image_training, "WIDTHS", (8, 8, 8))
     files = [*federation[2:6], "--models", tmp_path / "models"]
     study = quick("refiner", "warm", *files, output=tmp_path / "refiner_warm")
     for row, found in study.figures.items():

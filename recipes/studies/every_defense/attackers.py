@@ -6,6 +6,7 @@ from hf_gradguard import GradientMap
 from hf_gradguard.attacks import Observation, average
 from hf_gradguard.randomness import Stream
 
+from ..lib.images import QUICK_SMOOTHING
 from ..lib.tables import bracketed, plt, save, write_table
 from .settings import (
     CLIPS,
@@ -24,6 +25,7 @@ def quickly(plan: dict) -> dict:
         "uploads": QUICK_UPLOADS,
         "samples": {name: QUICK_SAMPLES.get(name, n) for name, n in plan["samples"].items()},
         "attacks": {a: s | steps if "steps" in s else s for a, s in plan["attacks"].items()},
+        "chosen": {name: s | QUICK_SMOOTHING for name, s in plan["chosen"].items()},
         "defenses": {name: plan["defenses"][name][:1] for name in QUICK_DEFENSES},
         "refiner": dict.fromkeys(plan["refiner"], QUICK_NETWORK_STEPS),
     }

@@ -17,7 +17,7 @@ TEXT_GROUPS = [  # about 0.01
 ]
 QUICK_GROUPS = [{"gaussian_noise": [1e-3, 1e-2], "pruning": [0.5, 0.9]}]
 PREDICTS = {"samples": 12, "side": 32, "lbfgs": 60, "tag": 300}
-QUICK_PREDICTS = {"samples": 2, "side": 8, "lbfgs": 1, "tag": 2}
+QUICK_PREDICTS = {"samples": 2, "side": 6, "lbfgs": 1, "tag": 2}
 
 # directions.py; the gradient's norm is about 30
 DIRECTIONS = {"samples": 3, "side": 32, "size": 0.3, "steps": 60}
@@ -31,7 +31,7 @@ SPECTRUM = 100  # eigenvalues kept to be drawn
 
 # unfairness.py
 UNFAIR = {"per_class": 5, "side": 28, "variance": 1e-3, "training_steps": 5000, "steps": 60}
-QUICK_UNFAIR = {"per_class": 1, "side": 8, "variance": 1e-3, "training_steps": 5, "steps": 3}
+QUICK_UNFAIR = {"per_class": 1, "side": 6, "variance": 1e-3, "training_steps": 5, "steps": 1}
 
 # epochs.py
 NOISES = {

@@ -19,6 +19,7 @@ INVERTING |= {"start": "uniform", "total_variation": 1e-5}
 # Behind a defense it has to smooth more, by how much depends on the defense; it stops when 5 steps
 # brought no better match.
 SMOOTHING = {"total_variation": [1e-5, 1e-4, 1e-3, 1e-2, 3e-2, 1e-1], "patience": 5}
+QUICK_SMOOTHING = {"total_variation": [1e-3, 1e-2]}
 
 SINGLE_IMAGES = {
     "--mnist": "npz with x_train and y_train", "--cifar10": "npz with x (N, 32, 32, 3) and y"

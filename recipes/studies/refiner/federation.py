@@ -24,7 +24,7 @@ from hf_gradguard.randomness import Stream
 from hf_gradguard.training.partition import partition_dirichlet
 
 from ..lib.defenses import published
-from ..lib.images import parquet_images, single_images, smoothed
+from ..lib.images import QUICK_SMOOTHING, parquet_images, single_images, smoothed
 from .settings import (
     ATTACKED,
     OWN,
@@ -57,6 +57,7 @@ def attack(quick: bool, defense: str, strength: dict, knowledge: dict | None = N
     images of the attacker's own.
     """
     settings = UNKNOWING | (QUICK_STEPS if quick else {}) | (knowledge or {})
+    settings |= QUICK_SMOOTHING if quick and knowledge else {}
     cell = {"measure": "attack", "defense": defense, "strength": strength, "settings": settings}
     own = (QUICK_OWN if quick else OWN) if knowledge else {}
     return cell | (QUICK_ATTACKED if quick else ATTACKED) | own
