@@ -11,6 +11,7 @@ import pytest
 
 from hf_gradguard import DEFENSES
 from hf_gradguard.attacks import ATTACKS
+from hf_gradguard.defenses.pruning import Pruning
 from hf_gradguard.registry import Registry, UnknownNameError
 
 PARTS = """
@@ -87,31 +88,22 @@ def test_unknown_names_list_the_right_ones() -> None:
     assert "zzz" not in DEFENSES
 
 
-def test_a_built_in_name_cannot_be_taken_over(tmp_path: Path) -> None:
+def test_a_built_in_name_cannot_be_taken_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By a package; and one that cannot be imported says which package it is of."""
     metadata = tmp_path / "bad_guard-1.0.dist-info"
     metadata.mkdir()
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: bad-guard\nVersion: 1.0\n")
     points = "[hf_gradguard.defenses]\npruning = json:loads\nbroken = bad_guard:Absent\n"
     (metadata / "entry_points.txt").write_text(points)
-    script = """
-import sys
-from hf_gradguard.registry import DEFENSES
-print(DEFENSES["pruning"].__name__, list(DEFENSES)[-1], DEFENSES.package("broken"))
-try:
-    DEFENSES["broken"]
-except ImportError as error:
-    print(error)
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=True,
-        env={"PYTHONPATH": f"{tmp_path}:{Path(__file__).parents[1]}", "PATH": "/usr/bin:/bin"},
-    )  # fmt: skip
-    first, second = done.stdout.strip().split("\n")
-    assert first == "Pruning broken bad-guard"
-    assert second.startswith(
-        "The defense 'broken' of bad-guard (bad_guard:Absent) cannot be imported"
-    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    anew = Registry[type]("defense", DEFENSES._builtin)
+    assert anew["pruning"] is Pruning
+    assert (list(anew)[-1], anew.package("broken")) == ("broken", "bad-guard")
+    said = r"The defense 'broken' of bad-guard \(bad_guard:Absent\) cannot be imported"
+    with pytest.raises(ImportError, match=said):
+        anew["broken"]
 
 
 def test_names_can_be_added_in_a_process() -> None:

@@ -868,7 +868,7 @@ class Diverging(Tag):
 @pytest.mark.parametrize("optimizer", ["adamw", "lbfgs"])
 def test_a_start_that_diverges_does_not_stop_the_others(optimizer: str) -> None:
     def run(*lost: int, **settings: Any) -> list[Any]:
-        attack = Diverging(**{"steps": 6, "restarts": 2, "optimizer": optimizer} | settings)
+        attack = Diverging(**{"steps": 3, "restarts": 2, "optimizer": optimizer} | settings)
         attack.lost = frozenset(lost)
         return attack.together([seen, seen], torch_rng())
 

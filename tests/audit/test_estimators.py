@@ -211,6 +211,7 @@ def test_where_the_points_are() -> None:
     assert (plot["coefficient"], plot["count"], plot["zeros"]) == ("-1.00", 4, True)
 
 
+@pytest.mark.usefixtures("few_evaluations")
 def test_the_report_of_an_audit_shows_all_points(tmp_path: Path, spy: type[Spy]) -> None:
     result = audit(
         *image_model(), images(3), STRENGTHS, "inverting_gradients:steps=2", output=tmp_path

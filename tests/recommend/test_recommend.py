@@ -241,6 +241,7 @@ def test_a_language_model_with_adapters(tmp_path: Path) -> None:
         recommend(regression, tokenizer, texts, "pruning", "span", output=tmp_path, **FEW)
 
 
+@pytest.mark.usefixtures("few_evaluations")
 def test_images_by_what_is_usual_for_them(tmp_path: Path) -> None:
     """Attacks are those of images; `analytic` comes where it can read the model."""
     set_seed(0)
