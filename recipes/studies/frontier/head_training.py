@@ -4,19 +4,16 @@ import functools
 import random
 from pathlib import Path
 
-import numpy as np
 import torch
 import torch.nn.functional as F
-from datasets import Dataset
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModel, PreTrainedModel, set_seed
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 from ...head import SHRINKAGE, whitening_of
 from ..lib.device import DEVICE, there
-from .client import Client
 from .corpora import usual_sentences
+from .on_embeddings import OnEmbeddings
 from .settings import HELD_OUT, LENGTH, PUBLIC
 from .training import Task
 
@@ -71,20 +68,24 @@ class MeanPooled(nn.Module):
         return SequenceClassifierOutput(loss=loss, logits=logits)
 
 
-class HeadTask(Client):
-    """Trainings of heads, on embeddings that are made once and kept in `folder`. Those are whitened
-    if there is a `public` text, a paragraph a line.
+class HeadTask(OnEmbeddings):
+    """Heads on sentence embeddings. Those are whitened if there is a `public` text, a paragraph a
+    line.
     """
 
     def __init__(
         self, model: str, data_dir: str, folder: str, layers: int = 1, public: str | None = None
     ) -> None:
         name = f"layers-{layers}"
-        super().__init__(Path(folder) / (name if public is None else f"{name}-whitened"))
-        self._embeddings = Path(folder) / name
+        trained = name if public is None else f"{name}-whitened"
+        super().__init__(Path(folder) / trained, Path(folder) / name)
         self.texts = Task(model, data_dir)
         self.tokenizer, self._name = self.texts.tokenizer, model
         self._layers, self._public = layers, public
+
+    @property
+    def held_back(self) -> int:
+        return HELD_OUT
 
     def start(self, seed: int) -> MeanPooled:
         """The encoder with the head that a seed gives it."""
@@ -100,52 +101,20 @@ class HeadTask(Client):
         """By sentences that are nobody's secret."""
         if self._public is None:
             return nn.Identity()
+        return whitening_of(self.kept("public")["embeddings"], SHRINKAGE)
+
+    def _rows(self, name: str):
+        if name != "public":
+            return self.texts.train_rows if name == "train" else self.texts.test_rows
+        assert self._public is not None
         found = usual_sentences(self._public)
         random.Random(0).shuffle(found)
         rows = self.tokenizer(found[:PUBLIC], truncation=True, max_length=LENGTH)
-        listed = [{"input_ids": ids, "label": 0} for ids in rows["input_ids"]]
-        return whitening_of(self._kept_rows("public", listed)["embeddings"], SHRINKAGE)
-
-    @functools.cached_property
-    def train_rows(self) -> dict[str, Tensor]:
-        return self._whitened("train", self.texts.train_rows)
-
-    @functools.cached_property
-    def test_rows(self) -> dict[str, Tensor]:
-        return self._whitened("test", self.texts.test_rows)
-
-    def rows_to_learn(self) -> Dataset:
-        return self._rows_to_learn
-
-    @functools.cached_property
-    def _rows_to_learn(self) -> Dataset:
-        rows = {name: tensor[HELD_OUT:].numpy() for name, tensor in self.train_rows.items()}
-        return Dataset.from_dict(rows).with_format("torch")
-
-    def held_out(self) -> dict[str, Tensor]:
-        return {name: tensor[:HELD_OUT] for name, tensor in self.train_rows.items()}
+        return [{"input_ids": ids, "label": 0} for ids in rows["input_ids"]]
 
     @torch.no_grad()
-    def right(self, model: nn.Module, rows: dict[str, Tensor]) -> np.ndarray:
-        classes = model.to(DEVICE)(**there(rows)).logits.argmax(1)
-        return (classes.cpu() == rows["labels"]).numpy()
-
-    @torch.no_grad()
-    def _whitened(self, name: str, rows) -> dict[str, Tensor]:
-        found = self._kept_rows(name, rows)
-        return found | {"embeddings": self.whitening(found["embeddings"])}
-
-    def _kept_rows(self, name: str, rows) -> dict[str, Tensor]:
-        """As the encoder makes them."""
-        path = self._embeddings / f"embeddings-{name}.safetensors"
-        if not path.exists():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            save_file(self._embed(rows), path)
-        return load_file(path)
-
-    @torch.no_grad()
-    def _embed(self, rows) -> dict[str, Tensor]:
-        model = self._started(0, nn.Identity()).to(DEVICE)
+    def embed(self, name: str) -> dict[str, Tensor]:
+        rows, model = self._rows(name), self._started(0, nn.Identity()).to(DEVICE)
         found = torch.zeros(len(rows), model.head.in_features)
         for some, batch in self.texts.by_length(rows):
             batch = there(batch)

@@ -26,6 +26,8 @@ one core, a training one to five, TAG two a sentence.
 
 import functools
 import itertools
+from collections.abc import Callable
+from typing import NamedTuple
 
 from ..lib.results import Results
 from ..lib.tables import interval, write_table
@@ -56,16 +58,29 @@ PLAIN, RATES = "`none`", "learning rate"
 _SAID = {1: "last layer", 4: "last four layers"}
 
 
+class Heads(NamedTuple):
+    """What is trained, and attacked; `said` names embeddings by a cell."""
+
+    rows: list[HeadRow]
+    attacks: dict[tuple[str, int], tuple[int, dict, list[str]]]
+    said: Callable[[dict], str]
+
+
 def cells(args) -> dict:
+    heads = ([QUICK_HEAD], QUICK_HEADS) if args.quick else (HEAD_ROWS, HEAD_ATTACKS)
+    return cells_for(args, Heads(*heads, _said))
+
+
+def cells_for(args, heads: Heads) -> dict:
     """Rates first, then what takes the best of them."""
     results, found = Results(args.output), {}
-    for row in [QUICK_HEAD] if args.quick else HEAD_ROWS:
+    for row in heads.rows:
         cell = {"steps": row.steps, "batch": row.batch}
         if row.layers > 1:
             cell["layers"] = row.layers
         if row.whitened:
             cell["whitened"] = True
-        shape = f"{_said(cell)}, {row.steps:,} messages of {row.batch:,}"
+        shape = f"{heads.said(cell)}, {row.steps:,} messages of {row.batch:,}"
         defended = {f"{PLAIN}, {shape}": {"defense": "none", "strength": {}}}
         for multiplier in row.multipliers:
             strength = {"per_sample": True, "clip": 1.0, "noise_multiplier": multiplier}
@@ -78,7 +93,7 @@ def cells(args) -> dict:
             rate = HEAD_RATE if args.quick else rates.chosen(results, search)
             if rate is not None:
                 trained = defense | cell | {"learning_rate": rate}
-                found |= _trained(name, trained, row, args.quick)
+                found |= _trained(name, trained, row, heads, args.quick)
     # The slow ones come last.
     return dict(sorted(found.items(), key=lambda one: one[1].get("attack") == "tag"))
 
@@ -91,11 +106,11 @@ def _search(results: Results, cell: dict, quick: bool) -> dict[str, dict]:
     return rates.by_rate(common, tried)
 
 
-def _trained(name: str, cell: dict, row: HeadRow, quick: bool) -> dict:
+def _trained(name: str, cell: dict, row: HeadRow, heads: Heads, quick: bool) -> dict:
     """Seeds, and attacks on some of them."""
     seeds = range(1 if quick else row.seeds)
     found = {(name, ACCURACY, str(seed)): cell | {"seed": seed} for seed in seeds}
-    for attack, (count, settings, stages) in (QUICK_HEADS if quick else HEAD_ATTACKS).items():
+    for attack, (count, settings, stages) in heads.attacks.items():
         kind, size = attack
         if kind not in row.by:
             continue
@@ -104,7 +119,7 @@ def _trained(name: str, cell: dict, row: HeadRow, quick: bool) -> dict:
             place, own = f"{kind}, {size}, {stage}", asked(attack, count, settings, stage)
             found[name, place, str(seed)] = one = cell | own | {"seed": seed}
             if cell["defense"] == "none" and kind == "tag":
-                found[f"{CHANCE}, {_said(cell)}", place, "0"] = one | {NOISE_ALONE: True}
+                found[f"{CHANCE}, {heads.said(cell)}", place, "0"] = one | {NOISE_ALONE: True}
     return found
 
 
@@ -139,7 +154,7 @@ def report(figures: dict, args) -> None:
     rows, epsilons = [], proofs(figures)
     for row, found in figures.items():
         runs = found.get(ACCURACY, {})
-        plain = figures.get(f"{PLAIN}, {row.split(', ', 1)[1]}", {}).get(ACCURACY, {})
+        plain = figures.get(f"{PLAIN}, {row.partition(', ')[2]}", {}).get(ACCURACY, {})
         tried = found.get(RATES, {})
         shown = [row, f"{rates.best({row: tried})[row]:g}" if tried else ""]
         shown += [interval([run["accuracy"] for run in runs.values()]) if runs else ""]

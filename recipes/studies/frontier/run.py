@@ -4,11 +4,12 @@
 
 Parts: on texts `rates` first, then `text`, which reads what `rates` chose, then `lists`, which
 takes what `text` trained, as `corpora` and `partly` do. `batches` trains nothing. `heads`,
-`images` and `elsewhere` choose their rates themselves.
+`image_heads`, `images` and `elsewhere` choose their rates themselves.
 """
 
 from ..lib.command import main
-from . import batches, corpora, elsewhere, heads, images, lists, partly, rates, text
+from . import batches, corpora, elsewhere, heads, image_heads, images, lists, partly, rates, text
 
 if __name__ == "__main__":
-    main(__doc__, [rates, text, lists, partly, corpora, batches, heads, images, elsewhere])
+    parts = [rates, text, lists, partly, corpora, batches, heads, images, elsewhere, image_heads]
+    main(__doc__, parts)

@@ -204,6 +204,22 @@ HEAD_ATTACKS: dict[tuple[str, int], tuple[int, dict, list[str]]] = {  # the last
     ("candidates", 1): (40, {"listed": 300}, list(STAGES)),
     TAG: (2, {"steps": 500}, ["start", "end"]),
 }
+FILTERS, PUBLIC_IMAGES = 200, 3000  # of features; images by which they are made and whitened
+IMAGE_HEAD_ROWS = [
+    HeadRow(1, 1600, 4096, True, (2.0,), ("candidates", "inverting_gradients"), 5, 5),
+    HeadRow(1, 1600, 1024, True, (2.0,), ("candidates",)),
+    HeadRow(1, 600, 64, True, (2.0,)),
+]
+IMAGE_HEAD_ATTACKS: dict[tuple[str, int], tuple[int, dict, list[str]]] = {
+    CANDIDATES: (12, {"listed": 300}, list(STAGES)),
+    ("candidates", 1): (40, {"listed": 300}, list(STAGES)),
+    INVERTING: (*IMAGE_ATTACKS[INVERTING], ["start", "end"]),
+}
+QUICK_IMAGE_HEAD = HeadRow(1, *QUICK.values(), True, (2.0,), ("candidates", "inverting_gradients"))
+QUICK_IMAGE_HEADS: dict[tuple[str, int], tuple[int, dict, list[str]]] = {
+    ("candidates", 4): (1, {"listed": 20}, list(STAGES)),
+    INVERTING: (*QUICK_IMAGE_ATTACKS[INVERTING], ["end"]),
+}
 QUICK_HEADS: dict[tuple[str, int], tuple[int, dict, list[str]]] = {
     ("candidates", 4): (1, {"listed": 20}, list(STAGES)),
     TAG: (1, {"steps": 1}, ["end"]),
