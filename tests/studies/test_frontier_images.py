@@ -9,7 +9,10 @@ import pytest
 import torch
 from datasets import Dataset
 from PIL import Image
+from safetensors.torch import load_file
+from torch import Tensor
 
+from hf_gradguard.leakage import dp_sgd_epsilon
 from recipes.studies.frontier import (
     elsewhere,
     image_attackers,
@@ -19,8 +22,10 @@ from recipes.studies.frontier import (
     settings,
 )
 from recipes.studies.frontier.client import row_of
+from recipes.studies.frontier.image_head_training import ImageHeadTask
 from recipes.studies.frontier.image_networks import Place
 from recipes.studies.frontier.image_training import Images, ImageTask
+from recipes.studies.frontier.patch_features import PatchFeatures
 from recipes.studies.lib.images import single_images
 from recipes.studies.lib.results import Results
 
@@ -170,3 +175,89 @@ def test_digits_are_not_flipped(mnist, tmp_path, monkeypatch):
     rows = digits.rows_to_learn()
     true = digits.train_rows[0][20].float() / 255
     assert all(torch.equal(rows[0]["pixel_values"], true) for _ in range(40))
+
+
+@pytest.fixture(scope="module")
+def public(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path, draw = tmp_path_factory.mktemp("public") / "public.npz", np.random.default_rng(1)
+    np.savez(
+        path,
+        x_train=draw.integers(0, 256, (30, 32, 32, 3), dtype=np.uint8),
+        y_train=np.zeros(30, dtype=np.uint8),
+    )
+    return path
+
+
+@pytest.fixture
+def small_heads(monkeypatch):
+    for name, value in (("IMAGE_HELD_OUT", 20), ("FILTERS", 4), ("PUBLIC_IMAGES", 20)):
+        monkeypatch.setattr(f"recipes.studies.frontier.image_head_training.{name}", value)
+
+
+def test_quick_heads(data, public, quick, small_heads, tmp_path):
+    arguments = [part for name, path in data.items() for part in (f"--{name}", path)]
+    arguments += ["--public", public, "--models", tmp_path / "models"]
+    study = quick("frontier", "image_heads", *arguments, output=tmp_path / "image_heads")
+    plain, private, gray = study.figures.values()
+    attacked = {
+        f"{name}, {size}, {stage}"
+        for (name, size), (_, _, stages) in settings.QUICK_IMAGE_HEADS.items()
+        for stage in stages
+    }
+    assert plain.keys() == private.keys() == {"learning rate", "accuracy", *attacked}
+    assert list(gray) == ["inverting_gradients, 1, end"]
+    assert plain["candidates, 4, end"]["0"]["rank"] == [1] * 4
+    (spent,) = (run["epsilon"] for run in private["accuracy"].values())
+    assert spent == pytest.approx(dp_sgd_epsilon(2.0, 4 / 20, 2, 1e-5))
+    assert [row[0] for row in study.rows()] == list(study.figures)
+    # What was kept is the head alone.
+    (kept,) = (tmp_path / "models").glob("*/dp_sgd*/end.safetensors")
+    assert set(load_file(kept)) == {"head.weight", "head.bias"}
+
+
+def test_features_made_before_give_the_same_logits(data, public, small_heads, tmp_path):
+    task = ImageHeadTask(str(data["train"]), str(data["test"]), str(tmp_path), str(public))
+    model, pixels = task.start(0), ImageTask(str(data["train"]), "", "").train_rows[0]
+    kept = task.held_out()["embeddings"]
+    with torch.no_grad():
+        here = model(pixel_values=pixels[:20].float() / 255).logits
+        torch.testing.assert_close(model(embeddings=kept).logits, here, rtol=1e-4, atol=1e-4)
+    learned = task.rows_to_learn()
+    assert len(learned) == 20
+    assert torch.equal(learned[3]["embeddings"], task.train_rows["embeddings"][23])
+
+
+def test_patch_features_are_those_of_each_patch():
+    """Patch by patch: normalized, whitened, times whitened patches of unit length."""
+    draw = torch.Generator().manual_seed(0)
+    public = torch.rand(30, 3, 12, 12, generator=draw, dtype=torch.float64)
+    features = PatchFeatures(public, 4, torch.Generator().manual_seed(1))
+    # The same patches, drawn anew.
+    again = torch.Generator().manual_seed(1)
+    patches = torch.nn.functional.unfold(public, 6).transpose(1, 2)
+    places = torch.rand(patches.shape[:2], generator=again).topk(20).indices
+
+    def normalized(some: Tensor) -> Tensor:
+        centered = some - some.mean(-1, keepdim=True)
+        return centered / (centered.square().sum(-1, keepdim=True) / 107 + 0.015).sqrt()
+
+    drawn = normalized(torch.stack([patches[i, j] for i in range(30) for j in places[i]]))
+    covariance, center = torch.cov(drawn.T), drawn.mean(0)
+    values, vectors = torch.linalg.eigh(covariance)
+    whitening = vectors @ torch.diag((values + 0.1).rsqrt()) @ vectors.T
+    filters = (drawn[torch.randperm(600, generator=again)[:4]] - center) @ whitening
+    filters = filters / filters.norm(dim=1, keepdim=True)
+    images = torch.rand(2, 3, 12, 12, generator=draw, dtype=torch.float64)
+    every = torch.nn.functional.unfold(images, 6).transpose(1, 2)
+    responses = (normalized(every) - center) @ whitening @ filters.T  # (2, 49, 4)
+    signs = torch.cat([responses, -responses], 2).view(2, 7, 7, 8)
+    strong = (signs - 0.5).clamp(min=0)
+    # Quarters of seven places overlap in the middle one.
+    parts = (slice(0, 4), slice(3, 7))
+    quarters = [strong[:, rows, columns].mean((1, 2)) for rows in parts for columns in parts]
+    expected = torch.stack(quarters, 2).flatten(1)
+    found = features.double()(images) * features.deviation + features.mean
+    torch.testing.assert_close(found, expected)
+    on_public = features(public)
+    assert on_public.mean(0).abs().max() < 1e-6
+    torch.testing.assert_close(on_public.std(0), torch.ones(32).double(), rtol=1e-5, atol=1e-5)
