@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -774,6 +775,26 @@ def test_lamp_puts_words_in_the_order_that_matches() -> None:
     attack = make_attack("lamp", steps=2, every=1, moves=60, learning_rate=1e-9, start=shuffled)
     found = attack(seen, torch_rng())
     assert found.token_ids == batch["input_ids"].tolist()
+
+
+def test_lamp_does_not_move_to_where_nothing_can_be_computed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A score that is no number is no best one."""
+    model, batch, tokenizer = text_task()
+    seen = observe(model, batch, labels=batch["labels"], tokenizer=tokenizer)
+    attack = make_attack("lamp", steps=1, every=1, moves=4)
+    problem = attack.problem([seen])  # type: ignore[attr-defined]
+    scores = iter([2.0, math.nan, 1.0, math.nan, 3.0])
+    monkeypatch.setattr(
+        type(attack), "_score", lambda *_: torch.tensor(next(scores), dtype=torch.float64)
+    )
+    x = GradientMap(model, batch).input[None]
+    orders = [torch.roll(x[0], k, 1) for k in range(4)]
+    left = iter(orders)
+    monkeypatch.setattr(type(attack), "_rearranged", lambda *_: next(left))
+    attack.between_steps(problem, 0, x, 0, torch_rng())  # type: ignore[attr-defined]
+    assert torch.equal(x[0], orders[1])
 
 
 def test_a_language_model_tells_orders_apart() -> None:

@@ -118,7 +118,7 @@ class Lamp(GradientMatching):
                 [x[k], *(self._rearranged(problem, x[k], generator) for _ in range(self.moves))]
             )
             scores = torch.stack([self._score(problem, one, first + k) for one in moved])
-            x[k] = moved[scores.argmin()]
+            x[k] = moved[scores.nan_to_num(torch.inf).argmin()]
 
     def _score(self, problem: Problem, x: Tensor, candidate: int) -> Tensor:
         value = problem.distance(x, candidate)
