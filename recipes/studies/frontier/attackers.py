@@ -35,8 +35,7 @@ def attacked(
     nothing to find. Who gathers what a client sends waits for the batches to come `later`.
     """
     if NOISE_ALONE in cell:
-        stage = stage._replace(defense=make_defense("gaussian_noise", relative_scale=1e6))
-        stage.defense.prepare(stage.model, tokenizer)
+        stage = noise_alone(stage, tokenizer)
     if cell["attack"] == "candidates":
         return _told(cell, texts, observed(cell, stage, tokenizer, texts))
     batches = _batches(cell, tokenizer, texts)
@@ -59,6 +58,13 @@ def attacked(
         for batch in batches
     ]
     return words_of(found, truths, tokenizer)
+
+
+def noise_alone(stage: Stage, processing_class: Any = None) -> Stage:
+    """The same model, and messages that say nothing."""
+    defense = make_defense("gaussian_noise", relative_scale=1e6)
+    defense.prepare(stage.model, processing_class)
+    return stage._replace(defense=defense)
 
 
 def words_of(found: list, truths: list, tokenizer) -> dict[str, list[float]]:

@@ -59,16 +59,24 @@ _SAID = {1: "last layer", 4: "last four layers"}
 
 
 class Heads(NamedTuple):
-    """What is trained, and attacked; `said` names embeddings by a cell."""
+    """What is trained, and attacked.
+
+    Args:
+        rows: Trainings.
+        attacks: How many messages, settings and stages of each.
+        said: Names embeddings, by a cell.
+        guesses: Of which attackers is shown what they make of noise alone.
+    """
 
     rows: list[HeadRow]
     attacks: dict[tuple[str, int], tuple[int, dict, list[str]]]
     said: Callable[[dict], str]
+    guesses: str
 
 
 def cells(args) -> dict:
     heads = ([QUICK_HEAD], QUICK_HEADS) if args.quick else (HEAD_ROWS, HEAD_ATTACKS)
-    return cells_for(args, Heads(*heads, _said))
+    return cells_for(args, Heads(*heads, _said, "tag"))
 
 
 def cells_for(args, heads: Heads) -> dict:
@@ -118,7 +126,7 @@ def _trained(name: str, cell: dict, row: HeadRow, heads: Heads, quick: bool) -> 
         for seed, stage in itertools.product(attacked_seeds, stages):
             place, own = f"{kind}, {size}, {stage}", asked(attack, count, settings, stage)
             found[name, place, str(seed)] = one = cell | own | {"seed": seed}
-            if cell["defense"] == "none" and kind == "tag":
+            if cell["defense"] == "none" and kind == heads.guesses and seed == 0:
                 found[f"{CHANCE}, {heads.said(cell)}", place, "0"] = one | {NOISE_ALONE: True}
     return found
 

@@ -14,7 +14,7 @@ from hf_gradguard.randomness import Stream
 from ..lib.attacks import attack_of
 from ..lib.device import DEVICE, there
 from ..lib.images import INVERTING, single_images, smoothed
-from .attackers import of_each, says_nothing, sent, told, waited_for
+from .attackers import NOISE_ALONE, noise_alone, of_each, says_nothing, sent, told, waited_for
 from .client import Stage
 from .image_training import ImageTask
 from .settings import CANDIDATES, GATHERED
@@ -30,6 +30,8 @@ def attacked(cell: dict, task: ImageTask, path: str) -> dict:
         rows = _images(path, count)
         return _psnr([torch.full_like(row["pixel_values"], 0.5) for row in rows], rows)
     stage, settings = task.stage(cell, cell["stage"]), dict(cell["settings"])
+    if NOISE_ALONE in cell:
+        stage = noise_alone(stage)
     if cell["attack"] in (CANDIDATES[0], GATHERED[0]):
         rows, size = _images(path, settings["listed"]), cell["size"]
         starts = range(0, count * size, size)

@@ -17,7 +17,8 @@ Rows differ in how long training is, and in the images of a message. Rates are s
 the part heads. Accuracy is of 10,000 images, compared with the undefended head of the same length
 and seed, image by image; ε is of all messages, for one image more or less. Attacked are lossless
 images, labels known, as in the part images: by Inverting Gradients, through the features, and by
-300 candidates, ranked by likelihood. FOLDER keeps features and what was trained. Features take five
+300 candidates, ranked by likelihood. Noise alone is what candidates of these labels come to: who
+knows that a message is of one cat looks at cats. FOLDER keeps features and what was trained. Features take five
 minutes of one core, a training one to five.
 """
 
@@ -48,7 +49,7 @@ def cells(args) -> dict:
         if args.quick
         else (IMAGE_HEAD_ROWS, IMAGE_HEAD_ATTACKS)
     )
-    found = heads.cells_for(args, Heads(*some, lambda cell: "features"))
+    found = heads.cells_for(args, Heads(*some, lambda cell: "features", "candidates"))
     (name, size), (count, _, stages) = INVERTING, some[1][INVERTING]
     gray = {"attack": GRAY, "messages": count}
     return found | {(GRAY, f"{name}, {size}, {stage}", "0"): gray for stage in stages}

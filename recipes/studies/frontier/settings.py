@@ -206,8 +206,8 @@ HEAD_ATTACKS: dict[tuple[str, int], tuple[int, dict, list[str]]] = {  # the last
 }
 FILTERS, PUBLIC_IMAGES = 200, 3000  # of features; images by which they are made and whitened
 IMAGE_HEAD_ROWS = [
-    HeadRow(1, 1600, 4096, True, (2.0,), ("candidates", "inverting_gradients"), 5, 5),
-    HeadRow(1, 1600, 1024, True, (2.0,), ("candidates",)),
+    HeadRow(1, 1600, 4096, True, (2.0,), ("candidates", "inverting_gradients"), attacked=3),
+    HeadRow(1, 1600, 1024, True, (2.0,), ("candidates",), seeds=5, attacked=5),
     HeadRow(1, 600, 64, True, (2.0,)),
 ]
 IMAGE_HEAD_ATTACKS: dict[tuple[str, int], tuple[int, dict, list[str]]] = {
