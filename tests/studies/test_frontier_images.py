@@ -198,7 +198,7 @@ def test_quick_heads(data, public, quick, small_heads, tmp_path):
     arguments = [part for name, path in data.items() for part in (f"--{name}", path)]
     arguments += ["--public", public, "--models", tmp_path / "models"]
     study = quick("frontier", "image_heads", *arguments, output=tmp_path / "image_heads")
-    plain, private, gray = study.figures.values()
+    plain, private, alone, gray = study.figures.values()
     attacked = {
         f"{name}, {size}, {stage}"
         for (name, size), (_, _, stages) in settings.QUICK_IMAGE_HEADS.items()
@@ -206,6 +206,7 @@ def test_quick_heads(data, public, quick, small_heads, tmp_path):
     }
     assert plain.keys() == private.keys() == {"learning rate", "accuracy", *attacked}
     assert list(gray) == ["inverting_gradients, 1, end"]
+    assert alone.keys() == {place for place in attacked if place.startswith("candidates")}
     assert plain["candidates, 4, end"]["0"]["rank"] == [1] * 4
     (spent,) = (run["epsilon"] for run in private["accuracy"].values())
     assert spent == pytest.approx(dp_sgd_epsilon(2.0, 4 / 20, 2, 1e-5))
