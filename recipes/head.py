@@ -11,12 +11,13 @@ it.
 
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from accelerate import PartialState
-from datasets import load_dataset
+from datasets import DatasetDict, load_dataset
 from datasets.exceptions import DatasetsError
 from torch import Tensor, nn
 from transformers import AutoModel, AutoTokenizer, set_seed
@@ -140,9 +141,6 @@ def main() -> None:
     encoder = Encoder(args.model_name_or_path, recipe.layers, recipe.max_length, state.device)
 
     # Data: the Hub's GLUE, or a folder. Each sentence is embedded once, and not before all is well.
-    def embedded(rows: dict) -> dict:
-        return {"embeddings": encoder(rows["sentence"]).numpy()}
-
     with state.main_process_first():
         if recipe.data_dir is None:
             data = load_dataset("nyu-mll/glue", "sst2")
@@ -153,22 +151,46 @@ def main() -> None:
             }
             data = load_dataset("csv", data_files=files, delimiter="\t", quoting=3)
     data = with_classes(data, "label")
-    classes = data["train"].features["label"].names
     public = None
     if recipe.public_text is not None:
         public = public_texts(recipe.public_text, data["train"]["sentence"])
+    data = embedded(data, "sentence", encoder, state)
+    whitening = whitening_by(public, encoder, "public text")
+    dataset = os.path.basename(recipe.data_dir or "SST-2")
+    train(args, data, whitening, "eval_sentences", tasks="text-classification", dataset=dataset)
+
+
+def embedded(
+    data: DatasetDict, column: str, encoder: Callable[[Any], Tensor], state: PartialState
+) -> DatasetDict:
+    """Rows with `embeddings` of a column in its place. One rank computes them for all."""
+
+    def embed(rows: dict) -> dict:
+        return {"embeddings": encoder(rows[column]).numpy()}
+
     with state.main_process_first():
-        data = data.map(embedded, batched=True, batch_size=64, remove_columns=["sentence"])
+        return data.map(embed, batched=True, batch_size=64, remove_columns=[column])
+
+
+def whitening_by(public: Sequence | None, encoder: Callable[[Any], Tensor], said: str) -> nn.Module:
+    """The map that whitens embeddings of what is nobody's secret, if there is any."""
+    if public is None:
+        return nn.Identity()
+    starts = logging.tqdm(range(0, len(public), 64), desc=said)
+    rows = torch.cat([encoder(public[start : start + 64]) for start in starts])
+    return whitening_of(rows, SHRINKAGE)
+
+
+def train(
+    args: Arguments, data: DatasetDict, whitening: nn.Module, counted: str, **card: str
+) -> None:
+    """Train a head on `embeddings` and `label`, and save it, its card and its metrics."""
     data = data.with_format("torch", columns=["embeddings", "label"])
+    classes = data["train"].features["label"].names
 
     # Model: the head, behind a map that is no secret.
-    whitening: nn.Module = nn.Identity()
-    if public is not None:
-        starts = logging.tqdm(range(0, len(public), 64), desc="public text")
-        rows = torch.cat([encoder(public[start : start + 64]) for start in starts])
-        whitening = whitening_of(rows, SHRINKAGE)
     set_seed(args.seed)
-    head = Head(recipe.layers * encoder.model.config.hidden_size, len(classes), whitening)
+    head = Head(len(data["train"][0]["embeddings"]), len(classes), whitening)
 
     # Training: the stock Trainer's arguments, and a defense.
     trainer = GradGuardTrainer(
@@ -184,14 +206,10 @@ def main() -> None:
     metrics = {**trained.metrics, **trainer.evaluate()}
 
     trainer.save_model()
-    trainer.create_model_card(
-        finetuned_from=args.model_name_or_path,
-        tasks="text-classification",
-        dataset=os.path.basename(recipe.data_dir or "SST-2"),
-    )
+    trainer.create_model_card(finetuned_from=args.model_name_or_path, **card)
     if trainer.is_world_process_zero():
         proved, said = private(trainer)
-        report, path = write_metrics(trainer, metrics, "eval_sentences", classes=classes, **proved)
+        report, path = write_metrics(trainer, metrics, counted, classes=classes, **proved)
         print(f"{report['defense']}: accuracy {report['accuracy']:.3f}{said} -> {path}")
     trainer.accelerator.end_training()
 
@@ -210,14 +228,20 @@ def public_texts(path: str, secret: Iterable[str]) -> list[str]:
             "two or more, better thousands. Name a .txt file in UTF-8, with a text a line, or a "
             ".csv, .tsv, .json, .jsonl or .parquet file with a column text, sentence or content."
         )
-    known = set(map(_bare, secret))
-    same = sum(_bare(text) in known for text in texts)
-    said = f"{same} of the {len(texts)} texts of --public_text {path} are training sentences too"
-    if 2 * same > len(texts):
+    said = f"texts of --public_text {path} are training sentences"
+    check_public(list(map(_bare, texts)), map(_bare, secret), said)
+    return texts
+
+
+def check_public(public: Sequence[str], secret: Iterable[str], said: str) -> None:
+    """Refuse what is mostly secret, and warn of what is so in part."""
+    known = set(secret)
+    same = sum(one in known for one in public)
+    said = f"{same} of the {len(public)} {said} too"
+    if 2 * same > len(public):
         sys.exit(f"{said}: it is not public, and its mean is saved with the head. Take another.")
     if same:  # leaving them out would tell which ones they are
         logging.get_logger("recipes").warning(f"{said}. Check that it is public all the same.")
-    return texts
 
 
 def _bare(text: str) -> str:

@@ -22,10 +22,12 @@ from typing import Any
 
 from accelerate import PartialState
 from datasets import ClassLabel, Dataset, DatasetDict, Image, load_dataset
+from datasets.exceptions import DatasetsError
 from transformers import (
     AutoConfig,
     AutoImageProcessor,
     AutoModelForImageClassification,
+    PretrainedConfig,
     ViTImageProcessor,
     set_seed,
 )
@@ -37,7 +39,7 @@ from hf_gradguard.training.command_line import parse_arguments, with_classes, wr
 
 
 @dataclass
-class RecipeArguments:
+class DataArguments:
     dataset: str = field(
         default="uoft-cs/cifar10",
         metadata={"help": "Hub name (ylecun/mnist, ...), or a folder of folders, one per class."},
@@ -49,6 +51,10 @@ class RecipeArguments:
     label_column: str | None = field(
         default=None, metadata={"help": "Default: the only one that holds classes."}
     )
+
+
+@dataclass
+class RecipeArguments(DataArguments):
     from_scratch: str | None = field(
         default=None,
         metadata={"help": f"Train from nothing: vit, resnet, convnext, {', '.join(MODELS)}, ..."},
@@ -89,22 +95,7 @@ def main() -> None:
             "file's head."
         )
 
-    # Data: the Hub's, or a folder's. Without a validation or test split a tenth of the training
-    # images is held out.
-    with state.main_process_first():
-        splits = load_dataset(recipe.dataset, recipe.dataset_config)
-    image_column = recipe.image_column or only_column(splits["train"], Image)
-    label_column = recipe.label_column or only_column(splits["train"], ClassLabel)
-    splits = splits.select_columns([image_column, label_column]).rename_columns(
-        {label_column: "labels"}
-    )
-    judged = "validation" if "validation" in splits else "test"
-    used = {name: splits[name] for name in ("train", judged) if name in splits}
-    splits = with_classes(DatasetDict(used), "labels")
-    if judged not in splits:
-        with state.main_process_first():
-            splits = splits["train"].train_test_split(0.1, seed=args.seed)
-    train, held_out = splits["train"], splits[judged]
+    train, held_out, image_column = load_splits(recipe, args.seed, state)
     classes = train.features["labels"].names
 
     # Model: a pretrained one with a new head, or one from its configuration, for images in [-1, 1].
@@ -128,7 +119,7 @@ def main() -> None:
             model = AutoModelForImageClassification.from_pretrained(
                 name, ignore_mismatched_sizes=True, **labels, trust_remote_code=False
             )
-    mode = "L" if getattr(model.config, "num_channels", 3) == 1 else "RGB"
+    mode = mode_of(model.config)
 
     def to_pixels(rows: dict[str, list]) -> dict[str, Any]:
         pixels = processor(
@@ -161,6 +152,39 @@ def main() -> None:
             f"{report['seconds_per_step']:.2f} s/step -> {path}"
         )
     trainer.accelerator.end_training()
+
+
+def load_splits(
+    recipe: DataArguments, seed: int, state: PartialState
+) -> tuple[Dataset, Dataset, str]:
+    """Images of the Hub, or of a folder, and their `labels`: to train on and to judge by; and the
+    images' column. Without a validation or test split a tenth of the training images is held out.
+    """
+    with state.main_process_first():
+        try:
+            splits = load_dataset(recipe.dataset, recipe.dataset_config)
+        except (DatasetsError, FileNotFoundError, ConnectionError) as error:
+            sys.exit(
+                f"--dataset {recipe.dataset} gives no images: {error}. Name a folder of folders of "
+                "images, one per class, or a data set on the Hub."
+            )
+    image_column = recipe.image_column or only_column(splits["train"], Image)
+    label_column = recipe.label_column or only_column(splits["train"], ClassLabel)
+    splits = splits.select_columns([image_column, label_column]).rename_columns(
+        {label_column: "labels"}
+    )
+    judged = "validation" if "validation" in splits else "test"
+    used = {name: splits[name] for name in ("train", judged) if name in splits}
+    splits = with_classes(DatasetDict(used), "labels")
+    if judged not in splits:
+        with state.main_process_first():
+            splits = splits["train"].train_test_split(0.1, seed=seed)
+    return splits["train"], splits[judged], image_column
+
+
+def mode_of(config: PretrainedConfig) -> str:
+    """Of the images that a model takes."""
+    return "L" if getattr(config, "num_channels", 3) == 1 else "RGB"
 
 
 def only_column(data: Dataset, kind: type) -> str:

@@ -15,8 +15,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from peft import LoraConfig, get_peft_model
+from PIL import Image
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
@@ -53,6 +55,7 @@ VOCABULARY = 24
 PAD = 0
 LABELS = 3
 WIDTH = 8
+COLORS = {"blue": (40, 40, 210), "green": (40, 210, 40), "red": (210, 40, 40)}
 
 
 def token_batch(batch_size: int = 2, length: int = 5, labels: str = "class") -> dict[str, Tensor]:
@@ -440,6 +443,21 @@ def save_encoder(folder: Path, tokenizer: PreTrainedTokenizerFast, hidden_size: 
         model.get_input_embeddings().weight[unheard] += 0.1 * (-1) ** torch.arange(hidden_size)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    return folder
+
+
+def write_images(folder: Path, count: int, mode: str = "RGB") -> Path:
+    """`count` noisy images of 12 × 10 pixels a class, each class of one color, in one subfolder
+    each.
+    """
+    draw = np.random.default_rng(count)
+    for name, color in COLORS.items():
+        (folder / name).mkdir(parents=True)
+        for number in range(count):
+            pixels = np.clip(np.array(color) + draw.normal(0, 30, (10, 12, 3)), 0, 255).astype(
+                np.uint8
+            )
+            Image.fromarray(pixels).convert(mode).save(folder / name / f"{number}.png")
     return folder
 
 

@@ -12,9 +12,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import datasets
-import numpy as np
 import pytest
 import torch
+from helpers import write_images
 from launcher import environment, run
 from PIL import Image
 from transformers import AutoImageProcessor, AutoModelForImageClassification
@@ -22,7 +22,6 @@ from transformers import AutoImageProcessor, AutoModelForImageClassification
 import hf_gradguard.models  # noqa: F401
 
 ROOT = Path(__file__).resolve().parents[2]
-COLORS = {"blue": (40, 40, 210), "green": (40, 210, 40), "red": (210, 40, 40)}
 pytestmark = pytest.mark.distributed
 
 VIT = {
@@ -72,21 +71,6 @@ def on_one_rank(
         return metrics_of(out, capsys.readouterr().out, ranks=1)
 
     return recipe
-
-
-def write_images(folder: Path, count: int, mode: str = "RGB") -> Path:
-    """`count` noisy images of 12 × 10 pixels a class, each class of one color, in one subfolder
-    each.
-    """
-    draw = np.random.default_rng(count)
-    for name, color in COLORS.items():
-        (folder / name).mkdir(parents=True)
-        for number in range(count):
-            pixels = np.clip(np.array(color) + draw.normal(0, 30, (10, 12, 3)), 0, 255).astype(
-                np.uint8
-            )
-            Image.fromarray(pixels).convert(mode).save(folder / name / f"{number}.png")
-    return folder
 
 
 @pytest.fixture(scope="module")

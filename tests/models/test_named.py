@@ -78,12 +78,12 @@ def test_wherever_names_are_loaded(
         assert "or a name on the Hugging Face Hub" in error
 
 
-@pytest.mark.parametrize("recipe", ["sst2", "head", "image_classification"])
+@pytest.mark.parametrize("recipe", ["sst2", "head", "image_classification", "image_head"])
 def test_recipes_say_it_before_data_are_loaded(
     recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     flags = ["--model_name_or_path", "/no/model", "--output_dir", str(tmp_path)]
-    images = ["--dataset", str(tmp_path)] if recipe == "image_classification" else []
+    images = ["--dataset", str(tmp_path)] if recipe.startswith("image") else []
     flags += images or ["--data_dir", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", ["recipe", *flags])
     with pytest.raises(FileNotFoundError, match="There is no folder /no/model"):

@@ -1,0 +1,156 @@
+r"""Train a linear head on image embeddings that stay as they are, by differentially private
+gradients: what a rank shares hides each of its images from everybody, by proof.
+
+    accelerate launch recipes/image_head.py --dataset uoft-cs/cifar10 \
+        --public_images tinyimagenet.npz
+    accelerate launch --multi_gpu --num_processes 2 recipes/image_head.py --dataset my/images \
+        --model_name_or_path microsoft/resnet-50 --public_images my/public
+
+Data sets are those of image_classification.py. An embedding is what the encoder pools, or the mean
+of its last states. `--public_images` is any folder, parquet or npz file of images that are nobody's
+secret: no training images, since their mean is saved. Embeddings are whitened by them, which gives
+back some of what the noise costs. Two ranks without GPUs: as in image_classification.py. `--config
+FILE.yaml` holds flags; flags override it.
+"""
+
+import hashlib
+import os
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import PIL.Image
+import torch
+from accelerate import PartialState
+from datasets import DatasetDict, Image
+from datasets.exceptions import DatasetsError
+from torch import Tensor
+from transformers import AutoImageProcessor, AutoModel
+
+from hf_gradguard.data.files import COLUMNS, load_images, load_rows, pick_column
+from hf_gradguard.models.named import loading
+from hf_gradguard.training.command_line import parse_arguments
+
+# Started as a file, it finds no other recipe.
+sys.path.append(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+from recipes import head
+from recipes.image_classification import DataArguments, load_splits, mode_of
+
+
+@dataclass
+class RecipeArguments(DataArguments):
+    public_images: str | None = field(
+        default=None,
+        metadata={
+            "help": "Folder, parquet or npz file of public images, to whiten embeddings. Default: "
+            "no whitening."
+        },
+    )
+
+
+@dataclass
+class Arguments(head.Arguments):
+    output_dir: str = field(
+        default="runs/image_head",
+        metadata={"help": "Where the head, its card and metrics.json go."},
+    )
+    model_name_or_path: str | None = field(
+        default="facebook/dinov2-small", metadata={"help": "Any encoder of images."}
+    )
+    per_device_train_batch_size: int = field(
+        default=1024, metadata={"help": "Images a rank and message, on average."}
+    )
+
+
+class Encoder:
+    """What a model pools, or the mean of its last states over tokens or places."""
+
+    def __init__(self, name: str, device: torch.device) -> None:
+        with loading(name):
+            self.processor = AutoImageProcessor.from_pretrained(name, trust_remote_code=False)
+            model, found = AutoModel.from_pretrained(
+                name, trust_remote_code=False, output_loading_info=True
+            )
+        self.model = getattr(model, "vision_model", model).eval().to(device)  # CLIP reads texts too
+        lacking = sorted(found["missing_keys"])
+        self._pools = not any("pooler" in key for key in lacking)  # a classifier's may not
+        if others := [key for key in lacking if "pooler" not in key]:
+            sys.exit(
+                f"{name} was saved without {', '.join(others[:3])}, which would be random, and "
+                "other ones in the next run. Take another encoder."
+            )
+
+    @torch.no_grad()
+    def __call__(self, images: Sequence[PIL.Image.Image]) -> Tensor:
+        """`(N, width)`."""
+        mode = mode_of(self.model.config)
+        pixels = self.processor([image.convert(mode) for image in images], return_tensors="pt")
+        found = self.model(
+            pixel_values=pixels["pixel_values"].to(self.model.device, self.model.dtype)
+        )
+        pooled = getattr(found, "pooler_output", None)
+        if pooled is None or not self._pools:
+            states = found.last_hidden_state  # (N, tokens, width) or (N, width, rows, columns)
+            pooled = states.mean(1 if states.ndim == 3 else (2, 3))
+        return pooled.flatten(1).float().cpu()
+
+
+def main() -> None:
+    recipe, args = parse_arguments(RecipeArguments, Arguments)
+    state = PartialState(cpu=args.use_cpu)
+    encoder = Encoder(args.model_name_or_path, state.device)
+
+    # Each image is embedded once, and not before all is well.
+    train, held_out, column = load_splits(recipe, args.seed, state)
+    public = None
+    if recipe.public_images is not None:
+        public = public_images(recipe.public_images, train[column])
+    data = DatasetDict(train=train, validation=held_out).rename_column("labels", "label")
+    data = head.embedded(data, column, encoder, state)
+    whitening = head.whitening_by(public, encoder, "public images")
+    dataset = os.path.basename(recipe.dataset.rstrip("/"))
+    head.train(args, data, whitening, "eval_images", tasks="image-classification", dataset=dataset)
+
+
+def public_images(path: str, secret: Iterable[PIL.Image.Image]) -> Sequence[PIL.Image.Image]:
+    """What a folder or a file holds, where that is enough and not mostly the secret images."""
+    if not os.path.exists(path):
+        sys.exit(f"--public_images {path} is no folder and no file.")
+    try:
+        images = _read(path)
+    except (DatasetsError, FileNotFoundError, TypeError, ValueError):
+        images = []  # said below, with what could be read
+    bare = list(map(_bare, images))
+    if len(set(bare)) < 2:
+        sys.exit(
+            f"--public_images {path} gives {len(set(bare))} different image(s), and whitening "
+            "takes two or more, better thousands. Name a folder of images, a .parquet file with a "
+            f"column {' or '.join(COLUMNS['image'])}, or an .npz file with such an array of bytes, "
+            "(N, H, W) or (N, H, W, 3)."
+        )
+    said = f"images of --public_images {path} are training images"
+    head.check_public(bare, map(_bare, secret), said)
+    return images
+
+
+def _read(path: str) -> Sequence[PIL.Image.Image]:
+    if path.endswith(".npz"):
+        arrays = load_images(path)
+        if arrays.dtype != np.uint8 or arrays.ndim < 3 or arrays.shape[3:] not in ((), (1,), (3,)):
+            raise ValueError("no images")
+        return [
+            PIL.Image.fromarray(one[..., 0] if one.shape[2:] == (1,) else one) for one in arrays
+        ]
+    rows = load_rows(path)
+    name = pick_column(rows.column_names, None, COLUMNS["image"], path)
+    return rows.cast_column(name, Image())[name]  # read when they are asked for
+
+
+def _bare(image: PIL.Image.Image) -> str:
+    pixels = image.convert("RGB")
+    return f"{pixels.size} {hashlib.sha256(pixels.tobytes()).hexdigest()}"
+
+
+if __name__ == "__main__":
+    main()
