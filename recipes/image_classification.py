@@ -165,8 +165,8 @@ def load_splits(
             splits = load_dataset(recipe.dataset, recipe.dataset_config)
         except (DatasetsError, FileNotFoundError, ConnectionError) as error:
             sys.exit(
-                f"--dataset {recipe.dataset} gives no images: {error}. Name a folder of folders of "
-                "images, one per class, or a data set on the Hub."
+                f"--dataset {recipe.dataset} gives no images ({str(error).rstrip('.')}). Name a "
+                "folder of folders of images, one per class, or a data set on the Hub."
             )
     image_column = recipe.image_column or only_column(splits["train"], Image)
     label_column = recipe.label_column or only_column(splits["train"], ClassLabel)

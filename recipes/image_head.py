@@ -32,8 +32,8 @@ from hf_gradguard.data.files import COLUMNS, load_images, load_rows, pick_column
 from hf_gradguard.models.named import loading
 from hf_gradguard.training.command_line import parse_arguments
 
-# Started as a file, it finds no other recipe.
-sys.path.append(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+# Started as a file, it finds no other recipe by itself.
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from recipes import head
 from recipes.image_classification import DataArguments, load_splits, mode_of
 
