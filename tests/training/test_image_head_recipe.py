@@ -175,7 +175,7 @@ def test_what_cannot_be_meant_is_refused_before_images_are_embedded(
 ) -> None:
     monkeypatch.setattr(DatasetDict, "map", None)
     vit, missing = encoders["vit"], str(tmp_path / "no")
-    with pytest.raises(SystemExit, match=r"--dataset .*no gives no images \(.*no\)\..*one per class"):
+    with pytest.raises(SystemExit, match=r"--dataset .*no gives no images.*no\)\..*one per class"):
         recipe(vit, "--dataset", missing)
     with pytest.raises(SystemExit, match=r"--public_images .*no is no folder and no file"):
         recipe(vit, "--public_images", missing)
