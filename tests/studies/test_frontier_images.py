@@ -198,7 +198,7 @@ def test_quick_heads(data, public, quick, small_heads, tmp_path):
     arguments = [part for name, path in data.items() for part in (f"--{name}", path)]
     arguments += ["--public", public, "--models", tmp_path / "models"]
     study = quick("frontier", "image_heads", *arguments, output=tmp_path / "image_heads")
-    plain, private, alone, gray = study.figures.values()
+    plain, alone, private, gray = study.figures.values()
     attacked = {
         f"{name}, {size}, {stage}"
         for (name, size), (_, _, stages) in settings.QUICK_IMAGE_HEADS.items()
