@@ -153,7 +153,7 @@ def _who_has_a_list(chosen: Outcome) -> str:
     if chosen.named.low > MANY:
         words += (
             " Where that matters, a classifier can share its linear head alone, under dp_sgd by "
-            "samples: recipes/head.py, docs/choose.md."
+            "samples: recipes/head.py and image_head.py, docs/choose.md."
         )
     return words
 
