@@ -206,7 +206,7 @@ def test_quick_heads(data, public, quick, small_heads, tmp_path):
     }
     assert plain.keys() == private.keys() == {"learning rate", "accuracy", *attacked}
     assert list(gray) == ["inverting_gradients, 1, end"]
-    assert alone.keys() == {place for place in attacked if place.startswith("candidates")}
+    assert alone.keys() == {place for place in attacked if place.startswith("candidates, ")}
     assert plain["candidates, 4, end"]["0"]["rank"] == [1] * 4
     (spent,) = (run["epsilon"] for run in private["accuracy"].values())
     assert spent == pytest.approx(dp_sgd_epsilon(2.0, 4 / 20, 2, 1e-5))

@@ -45,6 +45,7 @@ from .settings import (
     QUICK_HEADS,
     RATES_SEED,
     SPREAD,
+    UNLABELED,
     HeadRow,
 )
 from .shown import ACCURACY, PROOF, asked, lost, proofs, read
@@ -122,7 +123,7 @@ def _trained(name: str, cell: dict, row: HeadRow, heads: Heads, quick: bool) -> 
         kind, size = attack
         if kind not in row.by:
             continue
-        attacked_seeds = seeds[: row.attacked if attack == CANDIDATES else 1]
+        attacked_seeds = seeds[: row.attacked if attack in (CANDIDATES, UNLABELED) else 1]
         for seed, stage in itertools.product(attacked_seeds, stages):
             place, own = f"{kind}, {size}, {stage}", asked(attack, count, settings, stage)
             found[name, place, str(seed)] = one = cell | own | {"seed": seed}

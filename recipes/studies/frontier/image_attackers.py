@@ -1,5 +1,6 @@
 """What attackers who know the defense read of images, at a stage of a client's training."""
 
+import dataclasses
 import functools
 import itertools
 
@@ -17,7 +18,7 @@ from ..lib.images import INVERTING, single_images, smoothed
 from .attackers import NOISE_ALONE, noise_alone, of_each, says_nothing, sent, told, waited_for
 from .client import Stage
 from .image_training import ImageTask
-from .settings import CANDIDATES, GATHERED
+from .settings import CANDIDATES, GATHERED, UNLABELED
 from .shown import GRAY
 
 
@@ -32,7 +33,7 @@ def attacked(cell: dict, task: ImageTask, path: str) -> dict:
     stage, settings = task.stage(cell, cell["stage"]), dict(cell["settings"])
     if NOISE_ALONE in cell:
         stage = noise_alone(stage)
-    if cell["attack"] in (CANDIDATES[0], GATHERED[0]):
+    if cell["attack"] in (CANDIDATES[0], UNLABELED[0], GATHERED[0]):
         rows, size = _images(path, settings["listed"]), cell["size"]
         starts = range(0, count * size, size)
         batches = [_together(rows[at : at + size]) for at in starts]
@@ -41,6 +42,8 @@ def attacked(cell: dict, task: ImageTask, path: str) -> dict:
             seen = waited_for(cell, stage, batches, task.later(), see)
         else:
             seen = _observed(cell, stage, batches)
+        if cell["attack"] == UNLABELED[0]:
+            seen = [one and dataclasses.replace(one, labels=None) for one in seen]
         listed = [row["pixel_values"][0] for row in rows]
         return told(cell, listed, [int(row["labels"]) for row in rows], seen)
     own = settings.pop("own")

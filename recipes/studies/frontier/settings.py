@@ -52,6 +52,7 @@ ALL = {"action": "store_true", "help": "all rows, seeds and attackers, not only 
 
 # Messages of so many sentences, how many of them, and the attack's settings
 SPAN, CANDIDATES, TAG = ("span", 1), ("candidates", 16), ("tag", 1)
+UNLABELED = ("candidates without labels", 16)  # who does not know a message's labels
 GATHERED = ("gathered", 16)  # candidates of who waits for so many messages more
 ATTACKS = {
     SPAN: (8, {}),
@@ -205,18 +206,22 @@ HEAD_ATTACKS: dict[tuple[str, int], tuple[int, dict, list[str]]] = {  # the last
     TAG: (2, {"steps": 500}, ["start", "end"]),
 }
 FILTERS, PUBLIC_IMAGES = 200, 3000  # of features; images by which they are made and whitened
+BY_LISTS = (CANDIDATES[0], UNLABELED[0])
 IMAGE_HEAD_ROWS = [
-    HeadRow(1, 1600, 4096, True, (2.0,), ("candidates", "inverting_gradients"), attacked=3),
-    HeadRow(1, 1600, 1024, True, (2.0,), ("candidates",), seeds=5, attacked=5),
+    HeadRow(1, 1600, 4096, True, (2.0,), (*BY_LISTS, "inverting_gradients"), attacked=3),
+    HeadRow(1, 1600, 1024, True, (2.0,), BY_LISTS, seeds=5, attacked=5),
     HeadRow(1, 600, 64, True, (2.0,)),
 ]
 IMAGE_HEAD_ATTACKS: dict[tuple[str, int], tuple[int, dict, list[str]]] = {
     CANDIDATES: (12, {"listed": 300}, list(STAGES)),
+    UNLABELED: (12, {"listed": 300}, list(STAGES)),
     ("candidates", 1): (40, {"listed": 300}, list(STAGES)),
+    (UNLABELED[0], 1): (40, {"listed": 300}, list(STAGES)),
     INVERTING: (*IMAGE_ATTACKS[INVERTING], ["start", "end"]),
 }
-QUICK_IMAGE_HEAD = HeadRow(1, *QUICK.values(), True, (2.0,), ("candidates", "inverting_gradients"))
+QUICK_IMAGE_HEAD = HeadRow(1, *QUICK.values(), True, (2.0,), (*BY_LISTS, "inverting_gradients"))
 QUICK_IMAGE_HEADS: dict[tuple[str, int], tuple[int, dict, list[str]]] = {
+    (UNLABELED[0], 4): (1, {"listed": 20}, ["end"]),
     ("candidates", 4): (1, {"listed": 20}, list(STAGES)),
     INVERTING: (*QUICK_IMAGE_ATTACKS[INVERTING], ["end"]),
 }
