@@ -131,6 +131,13 @@ RUNS = [
     ),
     Run("frontier_images", FRONTIER, "images", f"{TRAINED} --images $CIFAR10_LOSSLESS {KEPT}", 1),
     Run(
+        "frontier_image_heads",
+        FRONTIER,
+        "image_heads",
+        f"{TRAINED} --images $CIFAR10_LOSSLESS --public $TINY_IMAGENET {KEPT}",
+        1.5,
+    ),
+    Run(
         "frontier_elsewhere",
         FRONTIER,
         "elsewhere",

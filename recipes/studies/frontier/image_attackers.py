@@ -49,7 +49,8 @@ def attacked(cell: dict, task: ImageTask, path: str) -> dict:
     own = settings.pop("own")
     rows = _images(path, count + own)
     images = [row["pixel_values"] for row in rows]
-    settings = INVERTING | settings | {"patience": 5, "start": torch.full_like(images[0], 0.5)}
+    gray = torch.full_like(images[0], 0.5)
+    settings = INVERTING | {"patience": 5, "start": gray} | settings
     settings["match_nonzero"] = stage.defense.informed().get("match_nonzero", False)
     theirs = _observed(cell, stage._replace(defense=_own(cell, stage, task)), rows[count:])
     if all(one is not None for one in theirs):
@@ -58,7 +59,7 @@ def attacked(cell: dict, task: ImageTask, path: str) -> dict:
         settings |= {"total_variation": settings["total_variation"][0]}
     seen, attack = _observed(cell, stage, rows[:count]), attack_of(cell["attack"], **settings)
     found = of_each(attack, seen, torch.Generator(DEVICE).manual_seed(cell["seed"]))
-    guesses = [settings["start"] if one is None else one.input for one in found]
+    guesses = [gray if one is None else one.input for one in found]
     weight = {"total_variation": settings["total_variation"]}
     return _psnr([guess.nan_to_num(0.5) for guess in guesses], rows[:count]) | weight
 

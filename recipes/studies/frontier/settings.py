@@ -217,7 +217,11 @@ IMAGE_HEAD_ATTACKS: dict[tuple[str, int], tuple[int, dict, list[str]]] = {
     UNLABELED: (12, {"listed": 300}, list(STAGES)),
     ("candidates", 1): (40, {"listed": 300}, list(STAGES)),
     (UNLABELED[0], 1): (40, {"listed": 300}, list(STAGES)),
-    INVERTING: (*IMAGE_ATTACKS[INVERTING], ["start", "end"]),
+    INVERTING: (
+        8,
+        {"steps": 60, "total_variation": [1e-3, 1e-2, 0.1, 0.3, 1.0], "own": 2, "start": "uniform"},
+        ["start", "end"],
+    ),
 }
 QUICK_IMAGE_HEAD = HeadRow(1, *QUICK.values(), True, (2.0,), (*BY_LISTS, "inverting_gradients"))
 QUICK_IMAGE_HEADS: dict[tuple[str, int], tuple[int, dict, list[str]]] = {
