@@ -15,7 +15,7 @@ from hf_gradguard.defenses.pruning import PruningDefense
 from hf_gradguard.leakage import dp_sgd_epsilon
 
 from ..lib.device import DEVICE
-from .settings import DELTA, GRID, STAGES
+from .settings import DELTA, GRID, RATES_SEED, STAGES
 
 
 class Stage(NamedTuple):
@@ -69,6 +69,10 @@ class Client:
             trainer.add_callback(_Keeper(trainer, self, cell))
         trainer.train()
         return trainer.model
+
+    def trained(self, cell: dict) -> dict:
+        """Figures of a training: by the seed that chooses rates, or another one."""
+        return self.on_held_out(cell) if cell["seed"] == RATES_SEED else self.learned(cell)
 
     def on_held_out(self, cell: dict) -> dict:
         """What a rate is chosen by."""

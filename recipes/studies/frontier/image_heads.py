@@ -25,16 +25,15 @@ core, a training one to five.
 
 from . import heads
 from .heads import Heads
-from .image_attackers import attacked
 from .image_head_training import ImageHeadTask
 from .image_training import IMAGES
+from .images import measured
 from .settings import (
     IMAGE_HEAD_ATTACKS,
     IMAGE_HEAD_ROWS,
     INVERTING,
     QUICK_IMAGE_HEAD,
     QUICK_IMAGE_HEADS,
-    RATES_SEED,
 )
 from .shown import GRAY
 
@@ -57,14 +56,7 @@ def cells(args) -> dict:
 
 
 def prepare(args):
-    task = ImageHeadTask(args.train, args.test, args.models, args.public)
-
-    def measure(cell: dict) -> dict:
-        if "attack" in cell:
-            return attacked(cell, task, args.images)
-        return task.on_held_out(cell) if cell["seed"] == RATES_SEED else task.learned(cell)
-
-    return measure
+    return measured(ImageHeadTask(args.train, args.test, args.models, args.public), args.images)
 
 
 def report(figures: dict, args) -> None:

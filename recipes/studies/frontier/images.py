@@ -15,9 +15,11 @@ Candidates are 300 images, ranked by likelihood: what is shown is the share of a
 are told at 1 % false alarms. A minute of one core a cell. FOLDER keeps what was trained.
 """
 
+from collections.abc import Callable
+
 from ..lib.results import Results
 from . import rates
-from .client import row_of
+from .client import Client, row_of
 from .image_attackers import attacked
 from .image_training import IMAGES, ImageTask
 from .settings import (
@@ -80,10 +82,14 @@ def search_of(
 def prepare(args):
     task = ImageTask(args.train, args.test, args.models)
 
+    return measured(task, args.images)
+
+
+def measured(task: Client, images: str) -> Callable[[dict], dict]:
+    """From a cell to its figures, where `images` are attacked."""
+
     def measure(cell: dict) -> dict:
-        if "attack" in cell:
-            return attacked(cell, task, args.images)
-        return task.on_held_out(cell) if cell["seed"] == RATES_SEED else task.learned(cell)
+        return attacked(cell, task, images) if "attack" in cell else task.trained(cell)
 
     return measure
 
