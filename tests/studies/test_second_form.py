@@ -43,4 +43,4 @@ def test_second_form(encoder: Path, folder: Path, quick, tmp_path: Path) -> None
     assert all(rank in (0, 1, 2) for ranks in word.values() for rank in ranks)
     rows = study.rows()
     assert rows[0][:3] == ["none", f"{found['none']['accuracy']['0']['accuracy']:.3f}",
-                           "0.000 [0.000, 0.000]"]  # fmt: skip
+                           "0.000 [0.000, 0.000] (1 seed)"]  # fmt: skip
