@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+from matplotlib.patheffects import withStroke
 
 from ..lib.intervals import Interval, over_seeds, paired
 from ..lib.tables import interval, plt, save, write_table
@@ -213,7 +214,9 @@ def draw(axes, figures: dict, look: Look) -> None:
             "capsize": 3,
             "elinewidth": 1,
         }
-        axes.errorbar(x, y, np.transpose(bars), wide, label=kind, **style)
+        _, caps, lines = axes.errorbar(x, y, np.transpose(bars), wide, label=kind, **style)
+        for part in (*caps, *lines):  # points and their names stand before them
+            part.set_alpha(0.35)
         for left, up, mean, (strength, _, _) in zip(x, y, means, some, strict=True):
             said = _brief(strength) + (f" ({mean:.0f})" if mean < look.lowest else "")
             names.append((said, (left, up), color))
@@ -248,6 +251,7 @@ def _name(axes, names: list[tuple[str, tuple[float, float], str]]) -> None:
         _, right, up, box = best
         taken.append(box)
         place = {"xytext": (7 if right else -7, up), "textcoords": "offset points"}
+        place["path_effects"] = [withStroke(linewidth=2.5, foreground="white")]
         axes.annotate(said, at, color=color, ha="left" if right else "right", **place)
 
 
