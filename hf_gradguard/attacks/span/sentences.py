@@ -9,6 +9,7 @@ yet.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -19,6 +20,7 @@ from .choice import NEAR, Text, choose
 from .views import Explained, View, outside, vectors_of
 
 SWEEPS, ROUNDS = 40, 4
+MORE, EVERY = 12, 1024  # rounds, and texts that are all tried, where nothing but rounding is noise
 NEAREST = 4  # texts of all those tried that run through the whole model
 STARTS = 4  # at most for each sentence that is looked for
 
@@ -215,7 +217,8 @@ class _Descent:
         """
         pool: dict[Text, float] = {}
         near = NEAR * int(self.mask.sum())
-        for turn in range(ROUNDS if self.tokens else 1):
+        exact = any(view.space.ends for view in self.views)
+        for turn in range((MORE if exact else ROUNDS) if self.tokens else 1):
             starts, anchor = self._starts(left, turn, STARTS * count)
             rows, far = self.descend(starts, anchor, count if turn == 0 else None)
             for row, distance in zip(rows, far.tolist(), strict=True):
@@ -225,8 +228,24 @@ class _Descent:
                     left -= {(place, int(row[place])) for place in self.tokens}
             if sum(distance < near for distance in pool.values()) >= count:
                 break
+        else:  # which start leads where depends on rounding
+            if exact and self.tokens and math.prod(map(len, self.tokens.values())) <= EVERY:
+                rows = self._every()
+                far = self._far(rows, self.views)
+                nearest = far.argsort()[:count]
+                pool |= {
+                    tuple(row[self.mask].tolist()): float(distance)
+                    for row, distance in zip(rows[nearest], far[nearest], strict=True)
+                }
         right = {text: distance for text, distance in pool.items() if distance < near}
         return right if len(right) >= count else pool
+
+    def _every(self) -> Tensor:
+        """`(N, T)`: all texts of these tokens."""
+        chosen = torch.cartesian_prod(*self.tokens.values()).view(-1, len(self.tokens))
+        rows = self.given.clamp(min=0).repeat(len(chosen), 1)
+        rows[:, list(self.tokens)] = chosen.to(rows.dtype)
+        return rows
 
     def _starts(self, left: set[tuple[int, int]], turn: int, most: int) -> tuple[Tensor, int]:
         """`(S, T)` texts to start from: one for each of the surest tokens that are left over at the
