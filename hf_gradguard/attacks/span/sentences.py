@@ -10,7 +10,7 @@ yet.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -217,10 +217,7 @@ class _Descent:
         """
         pool: dict[Text, float] = {}
         near = NEAR * int(self.mask.sum())
-        exact = any(view.space.ends for view in self.views)
-        for turn in range((MORE if exact else ROUNDS) if self.tokens else 1):
-            starts, anchor = self._starts(left, turn, STARTS * count)
-            rows, far = self.descend(starts, anchor, count if turn == 0 else None)
+        for rows, far in self._tries(left, count):
             for row, distance in zip(rows, far.tolist(), strict=True):
                 text = tuple(row[self.mask].tolist())
                 pool[text] = min(distance, pool.get(text, distance))
@@ -228,17 +225,22 @@ class _Descent:
                     left -= {(place, int(row[place])) for place in self.tokens}
             if sum(distance < near for distance in pool.values()) >= count:
                 break
-        else:  # which start leads where depends on rounding
-            if exact and self.tokens and math.prod(map(len, self.tokens.values())) <= EVERY:
-                rows = self._every()
-                far = self._far(rows, self.views)
-                nearest = far.argsort()[:count]
-                pool |= {
-                    tuple(row[self.mask].tolist()): float(distance)
-                    for row, distance in zip(rows[nearest], far[nearest], strict=True)
-                }
         right = {text: distance for text, distance in pool.items() if distance < near}
         return right if len(right) >= count else pool
+
+    def _tries(self, left: set[tuple[int, int]], count: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Texts and their distances, from other starts each time. Which start leads where depends
+        on rounding: where that is all the noise, all texts come last if they are few.
+        """
+        exact = any(view.space.ends for view in self.views)
+        for turn in range((MORE if exact else ROUNDS) if self.tokens else 1):
+            starts, anchor = self._starts(left, turn, STARTS * count)
+            yield self.descend(starts, anchor, count if turn == 0 else None)
+        if exact and self.tokens and math.prod(map(len, self.tokens.values())) <= EVERY:
+            rows = self._every()
+            far = self._far(rows, self.views)
+            nearest = far.argsort()[:count]
+            yield rows[nearest], far[nearest]
 
     def _every(self) -> Tensor:
         """`(N, T)`: all texts of these tokens."""
