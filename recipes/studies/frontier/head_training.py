@@ -5,7 +5,6 @@ import random
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoModel, PreTrainedModel, set_seed
 from transformers.modeling_outputs import SequenceClassifierOutput
@@ -13,7 +12,7 @@ from transformers.modeling_outputs import SequenceClassifierOutput
 from ...head import SHRINKAGE, whitening_of
 from ..lib.device import DEVICE, there
 from .corpora import usual_sentences
-from .on_embeddings import OnEmbeddings
+from .on_embeddings import OnEmbeddings, classified
 from .settings import HELD_OUT, LENGTH, PUBLIC
 from .training import Task
 
@@ -63,9 +62,7 @@ class MeanPooled(nn.Module):
     ) -> SequenceClassifierOutput:
         if embeddings is None:
             embeddings = self.embed(input_ids, attention_mask, inputs_embeds)
-        logits = self.head(embeddings)
-        loss = None if labels is None else F.cross_entropy(logits, labels)
-        return SequenceClassifierOutput(loss=loss, logits=logits)
+        return classified(self.head, embeddings, labels)
 
 
 class HeadTask(OnEmbeddings):

@@ -5,15 +5,14 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from transformers import set_seed
-from transformers.modeling_outputs import ImageClassifierOutput
+from transformers.modeling_outputs import SequenceClassifierOutput
 
 from ...head import SHRINKAGE, whitening_of
 from ..lib.device import DEVICE
 from ..lib.images import array_images
 from .image_training import ImageTask
-from .on_embeddings import OnEmbeddings
+from .on_embeddings import OnEmbeddings, classified
 from .patch_features import PatchFeatures
 from .settings import FILTERS, IMAGE_HELD_OUT, PUBLIC_IMAGES
 
@@ -35,13 +34,11 @@ class ImageHead(nn.Module):
         embeddings: Tensor | None = None,
         labels: Tensor | None = None,
         **kwargs,
-    ) -> ImageClassifierOutput:
+    ) -> SequenceClassifierOutput:
         if embeddings is None:
             assert pixel_values is not None
             embeddings = self.whitening(self.features(pixel_values))
-        logits = self.head(embeddings)
-        loss = None if labels is None else F.cross_entropy(logits, labels)
-        return ImageClassifierOutput(loss=loss, logits=logits)
+        return classified(self.head, embeddings, labels)
 
 
 class ImageHeadTask(OnEmbeddings):

@@ -7,10 +7,21 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils.data import Dataset
+from transformers.modeling_outputs import SequenceClassifierOutput
 
 from ..lib.device import DEVICE, there
 from .client import Client
+
+
+def classified(
+    head: nn.Linear, embeddings: Tensor, labels: Tensor | None
+) -> SequenceClassifierOutput:
+    """What a head says of embeddings, and its loss where labels are given."""
+    logits = head(embeddings)
+    loss = None if labels is None else F.cross_entropy(logits, labels)
+    return SequenceClassifierOutput(loss=loss, logits=logits)
 
 
 class Rows(Dataset):
