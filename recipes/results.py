@@ -161,6 +161,7 @@ RUNS = [
     Run("refiner_ablations", REFINER, "ablations", FEDERATION, 6),
     Run("refiner_frontier", REFINER, "frontier", FEDERATION, 9),
     Run("refiner_text", REFINER, "text", TEXT, 1),
+    Run("refiner_fine_tuned", REFINER, "fine_tuned", f"{TEXT} {KEPT}", 2),
     Run("refiner_pruning", REFINER, "pruning", TRAINED, 1),
     Run("refiner_layers", REFINER, "layers", TRAINED, 1),
     Run("updates_words", UPDATES, "words", TEXT, 0.2),

@@ -6,11 +6,16 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from helpers import save_encoder
+from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 from recipes.studies.hiding_and_learning import accuracy, span
 from recipes.studies.lib.results import Results
+from recipes.studies.refiner import fine_tuned
+from recipes.studies.refiner.settings import FINE_TUNED
+from recipes.studies.refiner.text import QUICK_SAMPLES
 
 
 @pytest.fixture(scope="module")
@@ -179,3 +184,40 @@ def test_attacks_on_refiner(encoder, network, sst2, quick, tmp_path):
     study.overwrite(found | {"none": known})
     study.again()
     assert table(output)[0] == ["none", "0.750", *["0.50 [0.25, 0.75]"] * 2, ""]
+
+
+def test_what_a_fine_tuned_model_shares(encoder, network, sst2, quick, tmp_path, monkeypatch):
+    monkeypatch.setattr("recipes.studies.frontier.training.HELD_OUT", 20)
+    monkeypatch.setattr("recipes.studies.frontier.training.TEST", ("dev",))
+    output, folder = tmp_path / "fine_tuned", tmp_path / "models"
+    data = ["--model", encoder, "--data_dir", sst2, "--evaluation_network", network]
+    study = quick("refiner", "fine_tuned", *data, "--models", folder, output=output)
+    found = study.figures
+    start, *rows = found
+    assert rows == ["none", "paper: pruning", "paper: gaussian_noise", "paper: refiner"]
+    gradient = found[start]["gradient"]["0"]
+    assert len(gradient["norm"]) == QUICK_SAMPLES
+    assert all(norm > 0 for norm in gradient["norm"])
+    for row in rows:
+        assert 0 <= found[row]["accuracy"]["0"]["accuracy"] <= 1
+        for attack in fine_tuned.ATTACKS:
+            read = found[row][attack]["0"]["token_f1"]
+            assert len(read) == QUICK_SAMPLES
+            assert all(0 <= score <= 1 for score in read)
+    # What is undefended, span reads. Who goes on starts at what was fine-tuned.
+    assert found["none"]["span"]["0"]["token_f1"] == [1.0] * QUICK_SAMPLES
+    half = fine_tuned.Half(str(encoder), str(sst2), folder / "fine_tuned")
+    task = fine_tuned.FineTuned(half, FINE_TUNED | fine_tuned.QUICK, str(network))
+    (kept,) = (folder / "fine_tuned").glob("none-*-0.0001-*")
+    tuned = load_file(kept / "end.safetensors")
+    model = task.start(0)
+    assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in tuned.items())
+    both = [*half.rows_to_learn(), *task.rows_to_learn()]
+    assert both == list(task.train_rows)[20:]
+
+    # By how much more is read than behind Refiner, sentence by sentence
+    for row, scores in (("none", [0.5, 0.75]), ("paper: refiner", [0.25, 0.25])):
+        found[row]["span"] = {"0": {"token_f1": scores}}
+    study.overwrite(found)
+    study.again()
+    assert [line[3:5] for line in table(output)][1] == ["0.62 [0.00, 1.00]", "0.38 [-1.21, 1.96]"]

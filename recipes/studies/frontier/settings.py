@@ -45,6 +45,13 @@ _THEN = [
     ),
     ("pruning", {"ratio": 0.999, "error_feedback": True}),
     *PRIVATE,
+    ("refiner", {"samples": 64}),
+    ("refiner", {"samples": 64, "min_batches": 8}),
+    ("pruning", {"ratio": 0.95}),
+    ("refiner", {"samples": 4}),
+    ("refiner", {"min_batches": 8}),
+    ("dp_sgd", {"per_sample": True, "clip": 1.0, "noise_multiplier": 0.2}),
+    ("dp_sgd", {"per_sample": True, "clip": 1.0, "noise_multiplier": 0.05}),
 ]
 FIRST = [(name, strength) for name, some in _FIRST.items() for strength in some]
 ROWS = FIRST + _THEN
@@ -116,6 +123,15 @@ IMAGE_ROWS: list[tuple[str, dict]] = [
     ("optimal_noise", {"relative_scale": 100.0}),
     *PRIVATE,
     ("optimal_pruning", {"ratio": 0.99, "error_feedback": True}),
+    ("refiner", {"samples": 64}),
+    *(("quantization", {"bits": b}) for b in (4, 8)),
+    *(("pruning", {"ratio": r}) for r in (0.5, 0.95, 0.999)),
+    *(("optimal_pruning", {"ratio": r}) for r in (0.5, 0.95, 0.999)),
+    ("optimal_pruning", {"ratio": 0.95, "error_feedback": True}),
+    ("optimal_pruning", {"ratio": 0.99, "error_feedback": True, "min_batches": 8}),
+    *(("dp_sgd", {"per_sample": True, "clip": 1.0, "noise_multiplier": m}) for m in (0.2, 1.0)),
+    ("refiner", {"samples": 256}),
+    ("refiner", {"samples": 4}),
     ("refiner", {"objective": "weighted"}),  # over half an hour per training
 ]
 INVERTING = ("inverting_gradients", 1)
@@ -123,12 +139,16 @@ IMAGE_ATTACKS = {
     INVERTING: (8, {"steps": 20, "total_variation": [1e-3, 1e-2, 0.1, 0.3, 1.0], "own": 2}),
     CANDIDATES: (3, {"listed": 300}),
     GATHERED: (3, {"listed": 300, "later": 30}),
+    ("candidates", 4): (4, {"listed": 300}),
+    ("candidates", 1): (12, {"listed": 300}),
 }
 IMAGE_PASSES = [
     (1, {INVERTING: ["end"], CANDIDATES: ["end"], GATHERED: ["end"]}),
     (1, {INVERTING: ["start", "middle"], CANDIDATES: ["start"], GATHERED: ["start"]}),
-    (SEEDS, {INVERTING: ["end"]}),
-    (SEEDS, {INVERTING: list(STAGES), CANDIDATES: ["end"]}),
+    (SEEDS, {INVERTING: ["end"], CANDIDATES: ["end"]}),
+    (1, {("candidates", 4): ["end"], ("candidates", 1): ["end"]}),
+    (1, {CANDIDATES: list(STAGES)}),
+    (SEEDS, {INVERTING: list(STAGES)}),
 ]
 QUICK_IMAGE_ATTACKS = {
     INVERTING: (1, {"steps": 1, "total_variation": [1e-3, 1e-2], "own": 1}),

@@ -2,13 +2,14 @@
 
     python -m recipes.studies.refiner.run PART --help
 
-Each part's help has its command: `sentences`, `in_training`, `text`, `second_form`, `parts`,
-`ablations`, `frontier`, `warm`, `pruning` and `layers`.
+Each part's help has its command: `sentences`, `in_training`, `text`, `fine_tuned`, `second_form`,
+`parts`, `ablations`, `frontier`, `warm`, `pruning` and `layers`.
 """
 
 from ..lib.command import main
 from . import (
     ablations,
+    fine_tuned,
     frontier,
     in_training,
     layers,
@@ -21,7 +22,8 @@ from . import (
 )
 
 PARTS = [
-    sentences, in_training, text, second_form, parts, ablations, frontier, warm, pruning, layers,
+    sentences, in_training, text, fine_tuned, second_form, parts, ablations, frontier, warm,
+    pruning, layers,
 ]  # fmt: skip
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """Rows of the tables, and what the paper has for them."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from ..frontier.settings import BATCH
 from ..lib.images import INVERTING
 
 # sentences.py
@@ -52,6 +53,12 @@ PAPER_TEXT = {  # accuracy and F1 in %, against TAG and against Inverting Gradie
     "paper: gaussian_noise": "90.6, 30.44; 90.5, 49.36",
     "paper: refiner": "90.9, 24.55; 91.1, 35.64",
 }
+
+# fine_tuned.py: the model that is attacked, and what goes on from it
+FINE_TUNED: dict[str, Any] = {
+    "defense": "none", "strength": {}, "seed": 0, "learning_rate": 1e-4, "steps": 1000, "batch": 32,
+}  # fmt: skip
+FINE_TUNED_SEEDS, FINE_TUNED_SIZES = 3, {"learning_rate": 5e-5, "steps": 100, "batch": BATCH}
 
 # ablations.py and frontier.py, in the federation of federation.py
 SEEDS, QUICK_SEEDS = 3, 2
