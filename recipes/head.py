@@ -164,6 +164,13 @@ def embedded(
     data: DatasetDict, column: str, encoder: Callable[[Any], Tensor], state: PartialState
 ) -> DatasetDict:
     """Rows with `embeddings` of a column in its place. One rank computes them for all."""
+    first = data["train"][:2][column]
+    one, again = encoder(first), encoder(first)
+    if (again - one).norm() > 1e-2 * one.norm():
+        sys.exit(
+            "The encoder gives the same rows other embeddings each time, as one that masks at "
+            "random does (ViT-MAE). A head learns little from these. Take another encoder."
+        )
 
     def embed(rows: dict) -> dict:
         return {"embeddings": encoder(rows[column]).numpy()}

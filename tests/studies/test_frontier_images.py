@@ -12,7 +12,9 @@ from PIL import Image
 from safetensors.torch import load_file
 from torch import Tensor
 
+from hf_gradguard import make_defense
 from hf_gradguard.leakage import dp_sgd_epsilon
+from hf_gradguard.testing.small import small_image_task
 from recipes.studies.frontier import (
     elsewhere,
     image_attackers,
@@ -21,11 +23,12 @@ from recipes.studies.frontier import (
     images,
     settings,
 )
-from recipes.studies.frontier.client import row_of
+from recipes.studies.frontier.client import Stage, row_of
 from recipes.studies.frontier.image_head_training import ImageHeadTask
 from recipes.studies.frontier.image_networks import Place
 from recipes.studies.frontier.image_training import Images, ImageTask
 from recipes.studies.frontier.patch_features import PatchFeatures
+from recipes.studies.frontier.shown import fitting
 from recipes.studies.lib.images import single_images
 from recipes.studies.lib.results import Results
 
@@ -88,6 +91,22 @@ def test_a_gray_image_is_scored_by_hand(data):
     pixels = [row["pixel_values"].double() for row in single_images(str(data["images"]), 3)]
     by_hand = [-10 * float(((x - 0.5) ** 2).mean().log10()) for x in pixels]
     assert found == pytest.approx(by_hand, abs=0.011)
+
+
+def test_who_knows_no_covariance_sees_the_same_message_without_it():
+    model, batch, *_ = small_image_task()
+    stage = Stage(model, make_defense("optimal_noise", relative_scale=1.0))
+    asked = {"seed": 0, "attack": settings.INVERTING[0]}
+    (aware,) = image_attackers._observed(asked, stage, [batch])
+    unknowing = asked | {"attack": settings.UNAWARE[0]}
+    (unaware,) = image_attackers._observed(unknowing, stage, [batch])
+    assert unaware.noise_variance is unaware.law is None
+    assert all(torch.equal(unaware.gradient[name], g) for name, g in aware.gradient.items())
+    assert any(variance.unique().numel() > 1 for variance in aware.noise_variance.values())
+
+    cell = {"attack": settings.UNAWARE[0], "strength": {}}
+    by = {name: cell | {"defense": name} for name in ("gaussian_noise", "optimal_noise")}
+    assert list(fitting(by)) == ["optimal_noise"]
 
 
 def test_rows_follow_each_other_and_rates_come_before_what_takes_the_best(tmp_path):

@@ -26,6 +26,8 @@ from transformers import (
     ViTConfig,
     ViTForImageClassification,
     ViTImageProcessor,
+    ViTMAEConfig,
+    ViTMAEModel,
     ViTModel,
 )
 
@@ -126,6 +128,12 @@ def test_what_is_saved_gives_the_accuracy_and_what_is_said_is_proved(
     assert "image-classification" in card
     compare.main([str(tmp_path / "metrics.json")])
     assert "| dp_sgd " in capsys.readouterr().out
+
+
+def test_an_encoder_that_masks_at_random_is_refused(recipe, tmp_path: Path) -> None:
+    config = ViTMAEConfig(image_size=12, patch_size=4, **TRANSFORMER)
+    with pytest.raises(SystemExit, match="other embeddings each time"):
+        recipe(saved(ViTMAEModel(config), tmp_path / "encoder"))
 
 
 def test_a_head_learns_without_public_images_or_proof(

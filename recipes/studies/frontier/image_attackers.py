@@ -18,7 +18,8 @@ from ..lib.images import INVERTING, single_images, smoothed
 from .attackers import NOISE_ALONE, noise_alone, of_each, says_nothing, sent, told, waited_for
 from .client import Stage
 from .image_training import ImageTask
-from .settings import CANDIDATES, GATHERED, UNLABELED
+from .settings import CANDIDATES, GATHERED, UNAWARE, UNLABELED
+from .settings import INVERTING as ONE_IMAGE
 from .shown import GRAY
 
 
@@ -57,7 +58,7 @@ def attacked(cell: dict, task: ImageTask, path: str) -> dict:
         settings = smoothed(settings, theirs, images[count:])
     else:  # there is nothing to choose a weight by
         settings |= {"total_variation": settings["total_variation"][0]}
-    seen, attack = _observed(cell, stage, rows[:count]), attack_of(cell["attack"], **settings)
+    seen, attack = _observed(cell, stage, rows[:count]), attack_of(ONE_IMAGE[0], **settings)
     found = of_each(attack, seen, torch.Generator(DEVICE).manual_seed(cell["seed"]))
     guesses = [gray if one is None else one.input for one in found]
     weight = {"total_variation": settings["total_variation"]}
@@ -79,10 +80,13 @@ def _own(cell: dict, stage: Stage, task: ImageTask) -> Defense:
 
 def _observed(cell: dict, stage: Stage, batches: list[dict]) -> list[Observation | None]:
     """What a server that knows the defense has; `None` of a message of zeros."""
-    return [
+    seen = [
         None if says_nothing(message) else _granted(stage, batch, message)
         for batch, message in zip(batches, sent(cell, stage, batches), strict=True)
     ]
+    if cell["attack"] != UNAWARE[0]:
+        return seen
+    return [one and dataclasses.replace(one, noise_variance=None, law=None) for one in seen]
 
 
 def _granted(stage: Stage, batch: dict, message: Message) -> Observation:

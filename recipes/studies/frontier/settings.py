@@ -135,8 +135,10 @@ IMAGE_ROWS: list[tuple[str, dict]] = [
     ("refiner", {"objective": "weighted"}),  # over half an hour per training
 ]
 INVERTING = ("inverting_gradients", 1)
+UNAWARE = ("inverting_gradients of who knows no covariance", 1)
 IMAGE_ATTACKS = {
     INVERTING: (8, {"steps": 20, "total_variation": [1e-3, 1e-2, 0.1, 0.3, 1.0], "own": 2}),
+    UNAWARE: (8, {"steps": 20, "total_variation": [1e-3, 1e-2, 0.1, 0.3, 1.0], "own": 2}),
     CANDIDATES: (3, {"listed": 300}),
     GATHERED: (3, {"listed": 300, "later": 30}),
     ("candidates", 4): (4, {"listed": 300}),
@@ -148,6 +150,7 @@ IMAGE_PASSES = [
     (SEEDS, {INVERTING: ["end"], CANDIDATES: ["end"]}),
     (1, {("candidates", 4): ["end"], ("candidates", 1): ["end"]}),
     (1, {CANDIDATES: list(STAGES)}),
+    (SEEDS, {UNAWARE: ["end"]}),
     (SEEDS, {INVERTING: list(STAGES)}),
 ]
 QUICK_IMAGE_ATTACKS = {

@@ -12,7 +12,7 @@ from ..lib.intervals import Interval, over_seeds, paired
 from ..lib.tables import interval, plt, save, write_table
 from .attackers import OTHERS
 from .client import row_of
-from .settings import DELTA, GATHERED, STAGES
+from .settings import DELTA, GATHERED, STAGES, UNAWARE
 
 ACCURACY, GRAY, PROOF = "accuracy", "a gray image", f"ε at δ = {DELTA:g}"
 
@@ -78,9 +78,11 @@ def asked(attack: tuple[str, int], count: int, settings: dict, stage: str) -> di
 
 
 def fitting(found: dict) -> dict:
-    """Without those that wait for what a defense never brings."""
+    """Without those that wait for what a defense never brings, or ignore what it does not have."""
 
     def brings(cell: dict) -> bool:
+        if cell.get("attack") == UNAWARE[0]:
+            return cell["defense"] == "optimal_noise"
         waits = cell.get("attack") == GATHERED[0]
         return not waits or "error_feedback" in cell["strength"]
 
