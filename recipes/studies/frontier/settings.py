@@ -55,6 +55,14 @@ _THEN = [
 ]
 FIRST = [(name, strength) for name, some in _FIRST.items() for strength in some]
 ROWS = FIRST + _THEN
+# Trained with more seeds than the others: what is recommended, and what comes near the bound
+MORE_SEEDS = 5
+MORE = [
+    *FIRST,
+    ("refiner", {}),
+    ("optimal_pruning", {"ratio": 0.97, "error_feedback": True}),
+    ("optimal_pruning", {"ratio": 0.99, "error_feedback": True, "min_batches": 8}),
+]
 ALL = {"action": "store_true", "help": "all rows, seeds and attackers, not only the first"}
 
 # Messages of so many sentences, how many of them, and the attack's settings

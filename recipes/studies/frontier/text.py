@@ -24,6 +24,8 @@ from .settings import (
     ATTACKS,
     BATCH,
     FIRST,
+    MORE,
+    MORE_SEEDS,
     PASSES,
     QUICK,
     QUICK_ATTACKS,
@@ -52,6 +54,7 @@ def cells(args) -> dict:
         return fitting(cells_of(QUICK_ROWS, passes, QUICK_ATTACKS, QUICK, None))
     rate_of, sizes = rates_of(args), {"steps": STEPS, "batch": BATCH}
     whole = _with_chance(fitting(cells_of(ROWS, PASSES, ATTACKS, sizes, rate_of)))
+    whole |= cells_of(MORE, [(MORE_SEEDS, {})], ATTACKS, sizes, rate_of)
     first = cells_of(FIRST, PASSES[:1], ATTACKS, sizes, rate_of).values()
     return chosen(whole, lambda cell: cell in first, args)
 
