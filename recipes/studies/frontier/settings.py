@@ -67,6 +67,8 @@ ALL = {"action": "store_true", "help": "all rows, seeds and attackers, not only 
 
 # Messages of so many sentences, how many of them, and the attack's settings
 SPAN, CANDIDATES, TAG = ("span", 1), ("candidates", 16), ("tag", 1)
+LAMP, INVERTED_TEXT = ("lamp", 1), ("inverting_gradients_published", 1)
+LBFGS = {"optimizer": "lbfgs", "learning_rate": 1.0, "schedule": "constant", "signed": False}
 UNLABELED = ("candidates without labels", 16)  # who does not know a message's labels
 GATHERED = ("gathered", 16)  # candidates of who waits for so many messages more
 ATTACKS = {
@@ -76,6 +78,8 @@ ATTACKS = {
     ("candidates", 4): (4, {"listed": 300}),
     ("candidates", 1): (12, {"listed": 300}),
     TAG: (4, {"steps": 500}),
+    INVERTED_TEXT: (4, {"steps": 25, **LBFGS}),
+    LAMP: (4, {"steps": 300, "every": 100, "moves": 20}),
     ("span", 4): (3, {}),
 }
 # What comes first: so many seeds, trained and attacked by these at these stages
