@@ -2,7 +2,7 @@
 
 from typing import Any, NamedTuple
 
-from ..frontier.settings import BATCH
+from ..frontier.settings import BATCH, LBFGS
 from ..lib.images import INVERTING
 
 # sentences.py
@@ -43,11 +43,8 @@ TEXT: dict[str, tuple[str, dict]] = {
 }
 TEXT_ATTACKS = {
     "tag": {"steps": 500},
-    "inverting_gradients": {
-        "steps": 25, "optimizer": "lbfgs", "learning_rate": 1.0, "schedule": "constant",
-        "signed": False,
-    },
-}  # fmt: skip
+    "inverting_gradients": {"steps": 25, **LBFGS},
+}
 PAPER_TEXT = {  # accuracy and F1 in %, against TAG and against Inverting Gradients
     "paper: pruning": "90.7, 32.28; 90.8, 50.09",
     "paper: gaussian_noise": "90.6, 30.44; 90.5, 49.36",
