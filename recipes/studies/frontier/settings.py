@@ -139,8 +139,11 @@ IMAGE_ROWS: list[tuple[str, dict]] = [
     *(("quantization", {"bits": b}) for b in (4, 8)),
     *(("pruning", {"ratio": r}) for r in (0.5, 0.95, 0.999)),
     *(("optimal_pruning", {"ratio": r}) for r in (0.5, 0.95, 0.999)),
-    ("optimal_pruning", {"ratio": 0.95, "error_feedback": True}),
-    ("optimal_pruning", {"ratio": 0.99, "error_feedback": True, "min_batches": 8}),
+    *(("optimal_pruning", {"ratio": r, "error_feedback": True}) for r in (0.95, 0.9, 0.8)),
+    *(
+        ("optimal_pruning", {"ratio": r, "error_feedback": True, "min_batches": 8})
+        for r in (0.99, 0.9)
+    ),
     *(("dp_sgd", {"per_sample": True, "clip": 1.0, "noise_multiplier": m}) for m in (0.2, 1.0)),
     ("refiner", {"samples": 256}),
     ("refiner", {"samples": 4}),
