@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from recipes.studies.frontier.shown import lost, told_of
+from recipes.studies.frontier.shown import lost, read, told_of
 from recipes.studies.lib.intervals import over_seeds, paired, share, student
 
 
@@ -56,3 +56,13 @@ def test_one_seed_is_said() -> None:
     assert two.startswith("0.062 [")
     assert "seed" not in two
     assert lost({"5": mine}, {"0": plain}) == ""
+
+
+def test_members_are_told_by_the_threshold_that_tells_more():
+    """Of a message whose scores are all low, one threshold for all tells nobody."""
+    low = {"tpr_1%": [0.0, 0.0, 0.0], "rank": [1.0, 3.0, 3.5]}
+    assert read({"0": low}) == share(2, 3).said(2)
+    high = {"tpr_1%": [1.0, 1.0, 1.0], "rank": [1.0, 2.0, 9.0]}
+    assert read({"0": high}) == share(3, 3).said(2)
+    both = read({"0": low, "1": high})  # the same threshold for all seeds: 4 of 6 told, not 5
+    assert both == over_seeds([[1.0, 1.0, 0.0], [1.0, 1.0, 0.0]], "shares").said(2)

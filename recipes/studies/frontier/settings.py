@@ -200,6 +200,8 @@ ELSEWHERE_PASSES = [
     (1, {CANDIDATES: ["end"]}),
     (SEEDS, {}),
     (1, {INVERTING: ["start", "end"]}),
+    (1, {CANDIDATES: list(STAGES), GATHERED: ["start", "end"], INVERTING: list(STAGES)}),
+    (SEEDS, {CANDIDATES: list(STAGES)}),
 ]
 
 # A head on a frozen encoder

@@ -24,11 +24,13 @@ class Score(NamedTuple):
     kind: str
 
 
+TOLD = "tpr_1%"
+AHEAD = 3.0  # the last rank of who has at most 1 % of a list's others ahead, of 284 to 299
 ONE_SEED = " (1 seed)"  # an interval over samples alone
 SCORES = {
     "token_f1": Score(2, "part"),
     "psnr": Score(1, "decibels"),
-    "tpr_1%": Score(2, "shares"),
+    TOLD: Score(2, "shares"),
 }
 
 
@@ -140,8 +142,14 @@ def told_of(values: Sequence[Sequence[float]], name: str) -> str:
 
 
 def _scores(runs: dict, name: str) -> list[list[float]]:
-    """By seed."""
-    return [run[name] for run in runs.values() if run.get(name)]
+    """By seed. Members of messages are told by one threshold for all messages, or by each message's
+    own, whichever tells more: what a message's scores are worth differs between messages.
+    """
+    found = [run[name] for run in runs.values() if run.get(name)]
+    if name != TOLD or not all(run.get("rank") for run in runs.values()):
+        return found
+    own = [[float(rank <= AHEAD) for rank in run["rank"]] for run in runs.values()]
+    return max(found, own, key=lambda told: sum(map(sum, told)))
 
 
 def table(figures: dict, attacks: dict, output, more: dict[str, dict[str, str]]) -> None:
