@@ -6,13 +6,13 @@ they cost it: Refiner paper (2025), Table 13, at its operating point.
 
 The encoder is fine-tuned on one half of SST-2, 1,000 messages of 32 phrases without a defense. From
 there one client goes on with phrases of the other half, 100 messages of 16 at the Trainer's 5e-5,
-under each of the paper's settings (`--all`: three seeds, and all attacks). Accuracy is of 2,693 sentences, compared
-with the undefended run of the same seed, sentence by sentence. Attacked is the fine-tuned model as
-in the part text: the first 10 sentences of the dev set that have 14 tokens, one per message,
-labels, lengths and the defense known, 500 evaluations; and by span. Token F1 (in brackets that with
-the other sentences), and by how much more is read than behind Refiner, sentence by sentence. FOLDER
-keeps what was trained. Refiner takes half an hour a training, a cell of the slower attacks five
-minutes.
+under each of the paper's settings (`--all`: three seeds, and all attacks). Accuracy is of 2,693
+sentences, compared with the undefended run of the same seed, sentence by sentence. Attacked is the
+fine-tuned model as in the part text: the first 10 sentences of the dev set that have 14 tokens, one
+per message, labels, lengths and the defense known, 500 evaluations; and by span. Token F1 (in
+brackets that with the other sentences), and by how much more is read than behind Refiner, sentence
+by sentence. FOLDER keeps what was trained. Refiner takes half an hour a training, a cell of the
+slower attacks ten minutes.
 """
 
 from pathlib import Path
