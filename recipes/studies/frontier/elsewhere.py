@@ -34,9 +34,9 @@ from .settings import (
     QUICK_IMAGE_ATTACKS,
     QUICK_ROWS,
 )
-from .shown import ACCURACY, GRAY, Look, apart, cells_of, draw, fitting, table
+from .shown import ACCURACY, GRAY, TOLD, Look, apart, cells_of, draw, fitting, table
 
-TOLD = "members of 16 that a list tells at 1 % false alarms (less is better)"
+LABEL = "members of 16 that a list tells at 1 % false alarms (less is better)"
 ARGUMENTS = IMAGES | {
     "--mnist": "npz with x_train, y_train, x_test and y_test",
     "--tiny_imagenet": "npz with x_train, y_train, x_val and y_val",
@@ -102,7 +102,7 @@ def report(figures: dict, args) -> None:
         table(found, IMAGE_ATTACKS, named(args.output, ending), tried)
         runs = [places[ACCURACY] for places in found.values() if ACCURACY in places]
         most = max(apart(one, found["none"][ACCURACY]).mean for one in runs)
-        draw(axes, found, Look("tpr_1%", TOLD, -110 * max(most, 0.01)))
+        draw(axes, found, Look(TOLD, LABEL, -110 * max(most, 0.01)))
         axes.set_title(name)
     for axes in panels.flat[:-1]:
         axes.get_legend().remove()

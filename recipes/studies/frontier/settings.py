@@ -151,9 +151,9 @@ IMAGE_ROWS: list[tuple[str, dict]] = [
 ]
 INVERTING = ("inverting_gradients", 1)
 UNAWARE = ("inverting_gradients of who knows no covariance", 1)
+SMOOTHED = {"total_variation": [1e-3, 1e-2, 0.1, 0.3, 1.0], "own": 2}
 IMAGE_ATTACKS = {
-    INVERTING: (8, {"steps": 20, "total_variation": [1e-3, 1e-2, 0.1, 0.3, 1.0], "own": 2}),
-    UNAWARE: (8, {"steps": 20, "total_variation": [1e-3, 1e-2, 0.1, 0.3, 1.0], "own": 2}),
+    **dict.fromkeys((INVERTING, UNAWARE), (8, {"steps": 20, **SMOOTHED})),
     CANDIDATES: (3, {"listed": 300}),
     GATHERED: (3, {"listed": 300, "later": 30}),
     ("candidates", 4): (4, {"listed": 300}),
@@ -259,7 +259,7 @@ IMAGE_HEAD_ATTACKS: dict[tuple[str, int], tuple[int, dict, list[str]]] = {
     (UNLABELED[0], 1): (40, {"listed": 300}, list(STAGES)),
     INVERTING: (
         8,
-        {"steps": 60, "total_variation": [1e-3, 1e-2, 0.1, 0.3, 1.0], "own": 2, "start": "uniform"},
+        {"steps": 60, **SMOOTHED, "start": "uniform"},
         ["start", "end"],
     ),
 }

@@ -63,31 +63,34 @@ ATTACKS: dict[str, dict] = {
 
 def cells(args) -> dict:
     """The fine-tuned model first, then what is read of it, then trainings that go on from it."""
-    first = FINE_TUNED | (QUICK if args.quick else {})
+    first = _first(args)
     sizes = FINE_TUNED_SIZES | (QUICK if args.quick else {})
     samples, fast = (QUICK_SAMPLES, QUICK_STEPS) if args.quick else (SAMPLES, {})
     found: dict = {(START, ACCURACY, "0"): first, (START, SIZE, "0"): first | {SIZE: samples}}
-    published = {row: (name, as_published(name, how)) for row, (name, how) in TEXT.items()}
+    published = {
+        row: {"defense": name, "strength": as_published(name, how), "start": first}
+        for row, (name, how) in TEXT.items()
+        if row in ROWS
+    }
     for attack, settings in ATTACKS.items():
         own = asked((attack, 1), samples, settings | (fast if settings else {}), "start")
-        for row in ROWS:
-            defense, strength = published[row]
-            cell = {"defense": defense, "strength": strength, "seed": 0, "start": first}
-            found[row, attack, "0"] = cell | own
+        found |= {(row, attack, "0"): one | {"seed": 0} | own for row, one in published.items()}
     for seed in range(1 if args.quick else FINE_TUNED_SEEDS):
-        for row in ROWS:
-            defense, strength = published[row]
-            cell = {"defense": defense, "strength": strength, "seed": seed, **sizes}
-            found[row, ACCURACY, str(seed)] = cell | {"start": first}
+        trained = {row: one | {"seed": seed} | sizes for row, one in published.items()}
+        found |= {(row, ACCURACY, str(seed)): cell for row, cell in trained.items()}
     if args.quick:
         return found
     return chosen(found, lambda cell: cell["seed"] == 0 and cell.get("attack", SPAN) == SPAN, args)
 
 
+def _first(args) -> dict:
+    """The training that others go on from."""
+    return FINE_TUNED | (QUICK if args.quick else {})
+
+
 def prepare(args):
-    first = FINE_TUNED | (QUICK if args.quick else {})
     half = Half(args.model, args.data_dir, Path(args.models, "fine_tuned"))
-    task = FineTuned(half, first, args.evaluation_network)
+    task = FineTuned(half, _first(args), args.evaluation_network)
 
     def long(row: dict) -> bool:
         return len(task.tokenizer(row["sentence"])["input_ids"]) == LENGTH
@@ -95,17 +98,16 @@ def prepare(args):
     texts = list(filter(long, sst2(args.data_dir)))
 
     def measure(cell: dict) -> dict:
-        if "start" not in cell and SIZE not in cell:
-            return half.learned(cell)
-        if SIZE not in cell and "attack" not in cell:
-            return task.learned(cell)
-        model = task.start(cell["seed"]).eval()
         if SIZE in cell:
+            model = task.start(cell["seed"]).eval()
             batches = batches_of_one(task.tokenizer, texts[: cell[SIZE]])
             return size([GradientMap(model, batch).gradient() for batch in batches])
-        defense = make_defense(cell["defense"], **task.strength(cell))
-        defense.prepare(model, task.tokenizer)
-        return attacked(cell, Stage(model, defense), task.tokenizer, texts)
+        if "attack" in cell:
+            model = task.start(cell["seed"]).eval()
+            defense = make_defense(cell["defense"], **task.strength(cell))
+            defense.prepare(model, task.tokenizer)
+            return attacked(cell, Stage(model, defense), task.tokenizer, texts)
+        return (task if "start" in cell else half).learned(cell)
 
     return measure
 
