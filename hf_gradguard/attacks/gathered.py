@@ -28,7 +28,8 @@ def gathered(uploads: Iterable[Observation], at: int = 0) -> Observation:
 
     Returns:
         The observation at that place. Entries that no upload brings are 0, and count the batches
-        that the next one would bring.
+        that the next one would bring. Fitted messages bring a part of everything: the first one
+        stays as it is, and its law has those that came `later`.
 
     Raises:
         ValueError: If there is no upload at that place, or one has no law, or they name different
@@ -44,6 +45,7 @@ def gathered(uploads: Iterable[Observation], at: int = 0) -> Observation:
         ([2.0, 6.0], [1, 3])
     """
     target: Observation | None = None
+    later: list[Tensors] = []
     gradient: Tensors = {}
     batches: Tensors = {}  # in each entry of the upload, or of the one that brings it
     waiting: Tensors = {}  # for one that does
@@ -60,6 +62,9 @@ def gathered(uploads: Iterable[Observation], at: int = 0) -> Observation:
             target = seen
             gradient = {name: torch.zeros_like(y) for name, y in seen.gradient.items()}
             waiting = {name: torch.ones_like(y, dtype=torch.bool) for name, y in gradient.items()}
+        if target is not None and target.law is not None and target.law.fitted is not None:
+            later.extend([dict(seen.gradient)] if number > at else ())
+            continue
         for name, y in seen.gradient.items():
             if number < at:
                 batches[name] = (batches[name] + 1).masked_fill(y != 0, 1)
@@ -69,6 +74,8 @@ def gathered(uploads: Iterable[Observation], at: int = 0) -> Observation:
             batches[name] = batches[name] + waiting[name]
     if target is None or target.law is None:
         raise ValueError(f"There is no upload at {at}.")
+    if target.law.fitted is not None:
+        return replace(target, law=replace(target.law, later=tuple(later), left_out=True))
     law = replace(target.law, batches=batches, left_out=True)
     return replace(target, gradient=gradient, law=law)
 

@@ -75,10 +75,11 @@ def alike(one: Observation, other: Observation) -> bool:
         return False
     if one.law is None or other.law is None:
         return True
-    plain, others = (replace(law, noise=None, variance=None, batches=None)
+    plain, others = (replace(law, noise=None, variance=None, batches=None, later=())
                      for law in (one.law, other.law))  # fmt: skip
     return (
         plain == others
+        and not (one.law.later or other.law.later)
         and _same(one.law.batches, other.law.batches)
         and one.law.noise == other.law.noise
         and (one.law.noise != "laplace" or _same(one.law.variance, other.law.variance))

@@ -58,9 +58,10 @@ class Law:
         left_out: What earlier messages left out was added first. Nobody knows how large it is.
         batches: Of how many batches each entry is then the sum, per parameter: who keeps the
             client's messages knows it.
+        later: The client's next messages, which bring what a fitted one left out.
 
     Raises:
-        ValueError: For names that there are not, or a variance without noise.
+        ValueError: For names that there are not, or what goes together and is not given together.
 
     Example:
         >>> Law(noise="gaussian", variance=0.01).uniform
@@ -79,6 +80,7 @@ class Law:
     fitted: Fitted | None = None
     left_out: bool = False
     batches: Mapping[str, Tensor] | None = None
+    later: tuple[Mapping[str, Tensor], ...] = ()
 
     def __post_init__(self) -> None:
         for name, value, known in (
@@ -94,6 +96,8 @@ class Law:
             raise ValueError(
                 "Entries are sums of several batches where earlier ones left some out."
             )
+        if self.later and self.fitted is None:
+            raise ValueError("Later messages bring what a fitted one left out: give fitted as well.")
         if (self.rounding in ("nearest", "stochastic")) != (self.levels is not None):
             raise ValueError("Rounding to levels needs their number, and nothing else has one.")
 

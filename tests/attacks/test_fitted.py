@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from hf_gradguard import GradientMap, make_defense
 from hf_gradguard.attacks import Observation, make_attack
-from hf_gradguard.attacks.candidates.fitted import LEAST, Fits
+from hf_gradguard.attacks.candidates.fitted import LEAST, Fits, brought, shares_of
 from hf_gradguard.defenses.message import Message
 from hf_gradguard.gradient_map.differences.changes import Pass, layers_of
 from hf_gradguard.gradient_map.law import Fitted, Law
@@ -188,3 +188,82 @@ def test_a_batch_that_cannot_be_replaced_is_refused() -> None:
     message = gradient_of(model, texts(1)[0])
     with pytest.raises(ValueError, match="'weights' cannot be made up"):
         Fits({0: (message, Fitted(2, "token"))}, batch, model, torch_rng())
+
+
+class Span:
+    """Two groups of parameters, and what a span has of them."""
+
+    names = [["a"], ["b", "c"], ["still"]]
+    factors = torch.tensor([2, 3, 1])
+
+    def __call__(self, gradients: dict[str, Tensor]) -> Tensor:
+        both = torch.cat([gradients["b"], gradients["c"]], 1).double().square().sum(1)
+        first = gradients["a"].double().square().sum(1)
+        return torch.stack([first / 2, both / 4, torch.zeros_like(both)], 1)
+
+
+def some_messages(count: int) -> list[dict[str, Tensor]]:
+    drawn = torch_rng(2)
+    sizes = {"a": 3, "b": 2, "c": 4}
+    made = [{n: torch.randn(k, generator=drawn).double() for n, k in sizes.items()}
+            for _ in range(count)]  # fmt: skip
+    return [one | {"still": torch.zeros(2).double(), "no sample's": torch.ones(1).double()}
+            for one in made]  # fmt: skip
+
+
+def test_shares_are_medians_over_candidates() -> None:
+    drawn = torch_rng(1)
+    sizes = {"a": 3, "b": 2, "c": 4, "still": 2}
+    gradients = [{n: torch.randn(2, k, generator=drawn) for n, k in sizes.items()} for _ in "12"]
+    assert shares_of(Span(), gradients) == pytest.approx([0.5, 0.25, 1e-3])  # type: ignore
+
+
+def test_what_later_messages_bring_is_weighed_as_in_the_normal_equations() -> None:
+    """Σ_t d r_t ⟨h, M_t⟩/‖M_t‖² and Σ_t φ d r_t² ⟨h, h⟩/‖M_t‖², r_t = (1 - φ)ᵗ, group by group."""
+    messages, shares = some_messages(3), [0.5, 0.25, 1e-3]
+    y, weights = brought(messages, Span(), shares)  # type: ignore[arg-type]
+    h = some_messages(4)[3]
+    for names, factors, share in zip(Span.names[:2], (2, 3), shares[:2], strict=True):
+        products = squares = 0.0
+        for place, message in enumerate(messages):
+            power = sum(float(message[n].square().sum()) for n in names)
+            left = (1 - share) ** place
+            products += factors * left * sum(float(h[n] @ message[n]) for n in names) / power
+            squares += share * factors * left**2 * sum(float(h[n] @ h[n]) for n in names) / power
+        got = sum(float((weights[n] ** 2 * h[n]) @ y[n]) for n in names)
+        assert got == pytest.approx(products, rel=1e-9)
+        got = sum(float((weights[n] * h[n]).square().sum()) for n in names)
+        assert got == pytest.approx(squares, rel=1e-9)
+    for name in ("still", "no sample's"):  # rounding alone, and what is in no span
+        assert not weights[name].any()
+        assert not y[name].any()
+    assert y.keys() == weights.keys() == messages[0].keys()
+
+
+class Drawn:
+    """One group of 60 parameters, of which samples span 15 directions."""
+
+    names = [["a"]]
+    factors = torch.tensor([15])
+
+
+def test_later_messages_tell_more() -> None:
+    """M_t = P_t v_t of random spans, v_t+1 = v_t - M_t and other batches: members are told by what
+    M_0 brings, and better with what M_1 to M_3 do.
+    """
+    drawn, ranks = torch_rng(7), torch.zeros(2)
+    for _ in range(200):
+        listed = torch.randn(12, 60, generator=drawn).double()
+        v = listed[:3].mean(0) + 0.6 * torch.randn(60, generator=drawn)
+        messages = []
+        for _ in range(4):
+            basis = torch.linalg.qr(torch.randn(60, 15, generator=drawn).double())[0]
+            messages.append({"a": basis @ (basis.T @ v)})
+            v = v - messages[-1]["a"] + 0.3 * torch.randn(60, generator=drawn)
+        for place, some in enumerate((messages[:1], messages)):
+            y, weights = brought(some, Drawn(), [0.25])  # type: ignore[arg-type]
+            scores = listed @ (weights["a"] ** 2 * y["a"])
+            ranks[place] += (scores[3:, None] > scores[:3]).sum() / 200 / 3
+    alone, waited = ranks.tolist()
+    assert alone < 3  # 4.5 by chance
+    assert waited < 0.75 * alone, (waited, alone)

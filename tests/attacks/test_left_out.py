@@ -13,7 +13,9 @@ from helpers import make_task, torch_rng
 from hf_gradguard import GradientMap, make_defense
 from hf_gradguard.attacks import Observation, make_attack
 from hf_gradguard.attacks.candidates.linear import _BESIDE, Filtered, MatchedFilter
+from hf_gradguard.attacks.candidates.sizes import in_units
 from hf_gradguard.attacks.gathered import gathered, own_entries
+from hf_gradguard.attacks.uploads import alike
 from hf_gradguard.audit.means import average_of
 from hf_gradguard.gradient_map.law import Law
 from hf_gradguard.randomness import Stream
@@ -196,3 +198,25 @@ def test_every_entry_is_of_as_many_batches_as_a_client_asks_for(name: str) -> No
             ]
             assert (own_entries(whole) is None) == (least > 1)
         assert min(found) == least
+
+
+def test_fitted_messages_keep_later_ones_in_their_law() -> None:
+    model, _ = make_task("bert", dtype=torch.float32)
+    words = [torch.randint(4, 24, (5,), generator=torch_rng(1)).tolist() for _ in range(32)]
+    _, uploads = _uploads(model, words[:16], 4, "refiner", samples=12)
+    whole = gathered(uploads, 1)
+    torch.testing.assert_close(whole.gradient, uploads[1].gradient, rtol=0, atol=0)
+    assert whole.law is not None
+    for later, upload in zip(whole.law.later, uploads[2:], strict=True):
+        torch.testing.assert_close(later, upload.gradient, rtol=0, atol=0)
+    assert not alike(whole, whole)
+    twice = in_units(whole, whole.law, 2.0)[1]
+    assert twice is not None
+    bias = "classifier.bias"
+    assert torch.equal(twice.later[0][bias], 2 * uploads[2].gradient[bias])
+    with pytest.raises(ValueError, match="give fitted as well"):
+        Law(later=whole.law.later)
+    attack = make_attack("candidates", candidates=words[4:8] + words[16:])
+    scores = attack(whole, torch_rng()).scores
+    before = [int((scores[4:] > scores[at]).sum()) for at in range(4)]
+    assert sum(before) / 4 < 4, before  # 8 by chance

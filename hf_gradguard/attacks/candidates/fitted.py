@@ -5,6 +5,10 @@
 Each group l of parameters has d_l factors of its own, and e, what earlier messages left out, is
 noise there whose variance is not known: the best one is taken out. Of the samples only ‖P g‖² is
 asked for, and others of the same law span as much of g. So the server draws its own.
+
+Of several samples a message is regressed on the list (linear.py), with precisions of groups,
+M_l/φ_l where samples span the share φ_l of gradients. What it leaves out waits: the client's next
+messages bring φ_l (1 - φ_l)ᵗ of it, and weigh as much.
 """
 
 from __future__ import annotations
@@ -25,6 +29,8 @@ LEAST = 1e-3
 """Of a message's power, the share down to which what a candidate leaves of it is told: samples are
 not the client's own.
 """
+LEAST_SHARE = 1e-3
+"""Less of gradients is not divided by."""
 ROUNDED = 1e-12
 """Parameters with so little of a message's power have no gradient but rounding: a key's bias."""
 
@@ -90,6 +96,52 @@ def drawn(
         gmap = GradientMap(model, dict(batch), second_order=False)
         made = synthetic_samples(gmap, law.samples, Stream.from_seeds(seed), law.special)
         return SampleSpan(made).powers(law.factors)
+
+
+def shares_of(span: Powers, gradients: Sequence[Mapping[str, Tensor]]) -> list[float]:
+    """φ of each of the span's groups: what share of gradients' power it has, at their median.
+
+    Args:
+        span: Of synthetic samples.
+        gradients: Each of several candidates, `(K, *parameter.shape)`.
+    """
+    found = []
+    for gradient in gradients:
+        squares = {n: g.double().flatten(1).square().sum(1) for n, g in gradient.items()}
+        sizes = [torch.stack([squares[n] for n in names]).sum(0) for names in span.names]
+        found.append(span(gradient) / torch.stack(sizes, 1).clamp(min=1e-300))
+    median = torch.cat(found).median(0).values
+    return [float(share) for share in median.clamp(LEAST_SHARE, 1.0)]
+
+
+def brought(
+    messages: Sequence[Mapping[str, Tensor]], span: Powers, shares: Sequence[float]
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """A gradient as a client's messages since then bring it, beside other batches', and what its
+    entries weigh.
+
+    Args:
+        messages: The one that was made of it, and those that came later.
+        span: Of synthetic samples.
+        shares: φ of each of its groups.
+    """
+    whole = [sum(float(y.double().square().sum()) for y in one.values()) for one in messages]
+    found = {name: torch.zeros_like(y) for name, y in messages[0].items()}
+    weights = dict(found)  # of what no sample has a gradient of
+    for names, factors, share in zip(span.names, span.factors.tolist(), shares, strict=True):
+        total: dict[str, Tensor] = dict.fromkeys(names, torch.zeros(()))
+        power = 0.0
+        for place, (message, size) in enumerate(zip(messages, whole, strict=True)):
+            own = sum(float(message[name].double().square().sum()) for name in names)
+            if own <= ROUNDED * size:
+                continue
+            precision, left = factors / own, (1 - share) ** place
+            power += precision * left**2
+            total = {n: y.to(message[n]) + precision * left * message[n] for n, y in total.items()}
+        for name in names:
+            weights[name] = torch.full_like(found[name], (share * power) ** 0.5)
+            found[name] = found[name] + total[name].to(found[name]) / (share * power or 1.0)
+    return found, weights
 
 
 def _score(

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from ...gradient_map import Tensors
-from ...gradient_map.law import Law
+from ...gradient_map.law import Fitted, Law
 from ...gradient_map.many import ManyGradients, has_draws
+from ...gradient_map.per_sample.span import Powers
 from ..gathered import own_entries
 from ..observation import Observation
 from .entries import Entries
-from .fitted import Fits
+from .fitted import Fits, brought, drawn, shares_of
 from .likelihood import Likelihood, clipped, scaled
 from .linear import Filtered, MatchedFilter
 from .pool import Pool
@@ -23,6 +24,7 @@ from .weights import beside_others, by_noise
 
 _MEAN_OF = 64  # candidates of a label, whose gradients are averaged
 _SPREAD_OF = 4  # candidates, whose gradients are compared between draws of dropout
+_SHARES_OF = 16  # candidates, of whose gradients it is asked how much synthetic samples span
 
 
 class Settings(Protocol):
@@ -82,7 +84,7 @@ class Scorer:
         fitted = {
             at: (one.gradient, law.fitted)
             for at, (one, law) in enumerate(told)
-            if law is not None and law.fitted is not None
+            if law is not None and law.fitted is not None and one.batch_size == 1
         }
         self.fits = Fits(fitted, batches[0], seen.model, generator)
 
@@ -91,32 +93,21 @@ class Scorer:
         given = [*self.direct, *self.fits.numbers]
         told = {at: torch.zeros_like(self.pool.size, dtype=torch.float64) for at in given}
         every = range(len(self.observations))
-        rest = [at for at in every if at not in told or self._beside(at)]
-        beside = [at for at in self.fits.numbers if self.observations[at].batch_size > 1]
-        alone = [at for at in self.fits.numbers if at not in beside]
-        means, sizes = self._means(rest + beside, any(map(self._beside, rest)))
-        centers = self._centers(means)
-        filters = self._filters(rest, centers, sizes)
-        alike: dict[tuple[int, int], list[int]] = {}  # beside the same others
-        for at in beside:
-            alike.setdefault((id(centers[at]), self.observations[at].batch_size), []).append(at)
+        rest = [at for at in every if at not in told]
+        means, sizes = self._means(rest, any(map(self._beside, rest)))
+        filters = self._filters(rest, self._centers(means), sizes)
         for rows, gradient in self.many(self.pool.batches):
             parts = {sums: self._of_sample(gradient, rows, sums) for sums in set(self.sums)}
             for at, likelihood in self.direct.items():
                 some, own = self.pool.asked[at].of(rows, parts[False])
                 if some:
                     told[at][some] = likelihood(own)
-            here = [at for at in alone if self.pool.asked[at].prior[rows].any()]
+            here = [at for at in self.fits.numbers if self.pool.asked[at].prior[rows].any()]
             for at, scores in self.fits(parts[False], here).items() if here else ():
                 told[at][rows] = scores
             changes = {sums: self._changes(parts[sums], rows, mean) for sums, mean in means.items()}
             for one, numbers in filters:
                 one.add(rows, changes[self.sums[numbers[0]]])
-            for (_, samples), numbers in alike.items():
-                center, own = centers[numbers[0]], changes[self.sums[numbers[0]]]
-                among = {name: center[name] + h / samples for name, h in own.items()}
-                for at, scores in self.fits(among, numbers).items():
-                    told[at][rows] = scores
         read = {at: [self._by_candidate(scores, at, one=True)] for at, scores in told.items()}
         for filter_, numbers in filters:
             for place, at in enumerate(numbers):
@@ -127,9 +118,11 @@ class Scorer:
         ]
 
     def _beside(self, at: int) -> bool:
-        """Whether a message of several samples has what earlier ones left out beside them."""
-        law = self.laws[at]
-        return law is not None and law.left_out and self.observations[at].batch_size > 1
+        """Whether a message of several samples has something of unknown size beside them: what
+        earlier ones left out, or what synthetic samples do not span.
+        """
+        law, several = self.laws[at], self.observations[at].batch_size > 1
+        return law is not None and several and (law.left_out or law.fitted is not None)
 
     def _known(self, at: int) -> bool:
         """Whether scores are likelihoods. Else, and where others' noise is a guess, it is also one
@@ -159,12 +152,17 @@ class Scorer:
     def _filters(self, rest: list[int], centers: list[Tensors], sizes: Tensors) -> list[Any]:
         """A filter for observations whose coordinates and samples weigh alike."""
         groups: list[tuple[Tensors | None, list[int], list[Filtered]]] = []
+        spans = self._spans(rest)
         for at in rest:
             seen, law, center = self.observations[at], self.laws[at], centers[at]
+            if law is not None and law.fitted is not None:
+                y, precise = brought([seen.gradient, *law.later], *spans[law.fitted])
+                groups.append((precise, [at], [Filtered(y, center, seen.batch_size, None)]))
+                continue
             several, own = [], own_entries(seen) if self._beside(at) else None
             if own is not None:
                 several.append((own.law, *by_noise(own, own.law, center, self._floor(seen))))
-            elif at not in self.fits.numbers:
+            else:
                 several.append((law, *by_noise(seen, law, center, self._floor(seen))))
             if self._beside(at) and (own is None or not self._enough(own)):
                 several.append((law, beside_others(seen, law, sizes), None))
@@ -182,6 +180,17 @@ class Scorer:
             (MatchedFilter(several, weights, count, self.generator), numbers)
             for weights, numbers, several in groups
         ]
+
+    def _spans(self, rest: list[int]) -> dict[Fitted, tuple[Powers, list[float]]]:
+        """What synthetic samples of the server's own span, and what share of gradients that is."""
+        laws = {fit for at in rest if (one := self.laws[at]) and (fit := one.fitted)}
+        batches, model = self.pool.batches, self.observations[0].model
+        some = batches[:: max(1, len(batches) // _SHARES_OF)][:_SHARES_OF]
+        found = {}
+        for fit in laws:
+            span = drawn(fit, batches[0], model, self.generator.clone_state())
+            found[fit] = span, shares_of(span, [gradient for _, gradient in self.many(some)])
+        return found
 
     def _enough(self, own: Observation) -> bool:
         """Whether entries that are a batch's own tell candidates apart without any others."""

@@ -74,6 +74,7 @@ def in_units(seen: Observation, law: Law | None, by: float) -> tuple[Observation
             clip_norm=law.clip_norm and law.clip_norm * by,
             clip_coordinate=law.clip_coordinate and law.clip_coordinate * by,
             variance=None if law.variance is None else _times(law.variance, by**2),
+            later=tuple({name: g * by for name, g in one.items()} for one in law.later),
         )
     gradient = {name: g * by for name, g in seen.gradient.items()}
     return replace(seen, gradient=gradient, law=law, noise_variance=None), law

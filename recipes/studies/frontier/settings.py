@@ -50,8 +50,10 @@ _THEN = [
     ("pruning", {"ratio": 0.95}),
     ("refiner", {"samples": 4}),
     ("refiner", {"min_batches": 8}),
+    ("refiner", {"samples": 4, "min_batches": 8}),
     ("dp_sgd", {"per_sample": True, "clip": 1.0, "noise_multiplier": 0.2}),
     ("dp_sgd", {"per_sample": True, "clip": 1.0, "noise_multiplier": 0.05}),
+    ("refiner", {"objective": "weighted"}),  # forty minutes of a core per training
 ]
 FIRST = [(name, strength) for name, some in _FIRST.items() for strength in some]
 ROWS = FIRST + _THEN

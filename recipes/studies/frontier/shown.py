@@ -85,8 +85,12 @@ def fitting(found: dict) -> dict:
     def brings(cell: dict) -> bool:
         if cell.get("attack") == UNAWARE[0]:
             return cell["defense"] == "optimal_noise"
-        waits = cell.get("attack") == GATHERED[0]
-        return not waits or "error_feedback" in cell["strength"]
+        if cell.get("attack") != GATHERED[0]:
+            return True
+        strength = cell["strength"]
+        if cell["defense"] == "refiner":
+            return bool(strength.get("objective") != "weighted")
+        return "error_feedback" in strength
 
     return {place: cell for place, cell in found.items() if brings(cell)}
 
