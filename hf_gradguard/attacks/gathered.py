@@ -28,12 +28,10 @@ def gathered(uploads: Iterable[Observation], at: int = 0) -> Observation:
 
     Returns:
         The observation at that place. Entries that no upload brings are 0, and count the batches
-        that the next one would bring. Fitted messages bring a part of everything: the first one
-        stays as it is, and its law has those that came `later`.
+        that the next one would bring. Fitted messages are kept `later` in its law.
 
     Raises:
-        ValueError: If there is no upload at that place, or one has no law, or they name different
-            parameters.
+        ValueError: If there is none at that place, or one has no law or other parameters.
 
     Example:
         >>> from hf_gradguard.gradient_map.law import Law
@@ -62,8 +60,8 @@ def gathered(uploads: Iterable[Observation], at: int = 0) -> Observation:
             target = seen
             gradient = {name: torch.zeros_like(y) for name, y in seen.gradient.items()}
             waiting = {name: torch.ones_like(y, dtype=torch.bool) for name, y in gradient.items()}
-        if target is not None and target.law is not None and target.law.fitted is not None:
-            later.extend([dict(seen.gradient)] if number > at else ())
+        if seen.law.fitted is not None:
+            later += [dict(seen.gradient)] if number > at else []
             continue
         for name, y in seen.gradient.items():
             if number < at:

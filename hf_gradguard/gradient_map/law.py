@@ -97,7 +97,7 @@ class Law:
                 "Entries are sums of several batches where earlier ones left some out."
             )
         if self.later and self.fitted is None:
-            raise ValueError("Later messages bring what a fitted one left out: give fitted as well.")
+            raise ValueError("Later messages bring what a fitted one left out: give fitted too.")
         if (self.rounding in ("nearest", "stochastic")) != (self.levels is not None):
             raise ValueError("Rounding to levels needs their number, and nothing else has one.")
 

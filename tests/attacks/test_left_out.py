@@ -214,7 +214,7 @@ def test_fitted_messages_keep_later_ones_in_their_law() -> None:
     assert twice is not None
     bias = "classifier.bias"
     assert torch.equal(twice.later[0][bias], 2 * uploads[2].gradient[bias])
-    with pytest.raises(ValueError, match="give fitted as well"):
+    with pytest.raises(ValueError, match="give fitted too"):
         Law(later=whole.law.later)
     attack = make_attack("candidates", candidates=words[4:8] + words[16:])
     scores = attack(whole, torch_rng()).scores

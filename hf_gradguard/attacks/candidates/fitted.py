@@ -17,10 +17,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Generator, Tensor, nn
 
 from ...gradient_map import GradientMap
 from ...gradient_map.law import Fitted
+from ...gradient_map.many import ManyGradients
 from ...gradient_map.per_sample.span import Powers, SampleSpan
 from ...gradient_map.per_sample.synthetic import synthetic_samples
 from ...randomness import Stream
@@ -29,6 +30,7 @@ LEAST = 1e-3
 """Of a message's power, the share down to which what a candidate leaves of it is told: samples are
 not the client's own.
 """
+SHARES_OF = 16  # candidates, of whose gradients it is asked how much samples span
 LEAST_SHARE = 1e-3
 """Less of gradients is not divided by."""
 ROUNDED = 1e-12
@@ -59,7 +61,7 @@ class Fits:
         messages: Mapping[int, tuple[Mapping[str, Tensor], Fitted]],
         batch: Mapping[str, Any],
         model: nn.Module,
-        generator: torch.Generator,
+        generator: Generator,
     ) -> None:
         self.numbers = list(messages)
         self._messages: dict[Fitted, dict[int, Mapping[str, Tensor]]] = {}
@@ -86,9 +88,7 @@ class Fits:
         return found
 
 
-def drawn(
-    law: Fitted, batch: Mapping[str, Any], model: nn.Module, generator: torch.Generator
-) -> Powers:
+def drawn(law: Fitted, batch: Mapping[str, Any], model: nn.Module, generator: Generator) -> Powers:
     """Of the span of synthetic samples of the server's own, with dropout of its own."""
     seed = int(torch.randint(2**62, (1,), generator=generator, device=generator.device))
     with torch.random.fork_rng():
@@ -96,6 +96,22 @@ def drawn(
         gmap = GradientMap(model, dict(batch), second_order=False)
         made = synthetic_samples(gmap, law.samples, Stream.from_seeds(seed), law.special)
         return SampleSpan(made).powers(law.factors)
+
+
+def spanned(
+    law: Fitted, batches: Sequence[Mapping[str, Any]], many: ManyGradients, generator: Generator
+) -> tuple[Powers, list[float]]:
+    """The span of the server's own samples, and φ of its groups, by some candidates.
+
+    Args:
+        law: Of the samples.
+        batches: Of all candidates.
+        many: Their gradients.
+        generator: Of the samples. Left as it is.
+    """
+    some = batches[:: max(1, len(batches) // SHARES_OF)][:SHARES_OF]
+    span = drawn(law, batches[0], many.model, generator.clone_state())
+    return span, shares_of(span, [gradient for _, gradient in many(some)])
 
 
 def shares_of(span: Powers, gradients: Sequence[Mapping[str, Tensor]]) -> list[float]:

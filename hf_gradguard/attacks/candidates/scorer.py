@@ -9,13 +9,12 @@ import torch
 from torch import Tensor
 
 from ...gradient_map import Tensors
-from ...gradient_map.law import Fitted, Law
+from ...gradient_map.law import Law
 from ...gradient_map.many import ManyGradients, has_draws
-from ...gradient_map.per_sample.span import Powers
 from ..gathered import own_entries
 from ..observation import Observation
 from .entries import Entries
-from .fitted import Fits, brought, drawn, shares_of
+from .fitted import Fits, brought, spanned
 from .likelihood import Likelihood, clipped, scaled
 from .linear import Filtered, MatchedFilter
 from .pool import Pool
@@ -24,7 +23,6 @@ from .weights import beside_others, by_noise
 
 _MEAN_OF = 64  # candidates of a label, whose gradients are averaged
 _SPREAD_OF = 4  # candidates, whose gradients are compared between draws of dropout
-_SHARES_OF = 16  # candidates, of whose gradients it is asked how much synthetic samples span
 
 
 class Settings(Protocol):
@@ -152,7 +150,8 @@ class Scorer:
     def _filters(self, rest: list[int], centers: list[Tensors], sizes: Tensors) -> list[Any]:
         """A filter for observations whose coordinates and samples weigh alike."""
         groups: list[tuple[Tensors | None, list[int], list[Filtered]]] = []
-        spans = self._spans(rest)
+        laws = {fit for at in rest if (one := self.laws[at]) and (fit := one.fitted)}
+        spans = {fit: spanned(fit, self.pool.batches, self.many, self.generator) for fit in laws}
         for at in rest:
             seen, law, center = self.observations[at], self.laws[at], centers[at]
             if law is not None and law.fitted is not None:
@@ -180,17 +179,6 @@ class Scorer:
             (MatchedFilter(several, weights, count, self.generator), numbers)
             for weights, numbers, several in groups
         ]
-
-    def _spans(self, rest: list[int]) -> dict[Fitted, tuple[Powers, list[float]]]:
-        """What synthetic samples of the server's own span, and what share of gradients that is."""
-        laws = {fit for at in rest if (one := self.laws[at]) and (fit := one.fitted)}
-        batches, model = self.pool.batches, self.observations[0].model
-        some = batches[:: max(1, len(batches) // _SHARES_OF)][:_SHARES_OF]
-        found = {}
-        for fit in laws:
-            span = drawn(fit, batches[0], model, self.generator.clone_state())
-            found[fit] = span, shares_of(span, [gradient for _, gradient in self.many(some)])
-        return found
 
     def _enough(self, own: Observation) -> bool:
         """Whether entries that are a batch's own tell candidates apart without any others."""
