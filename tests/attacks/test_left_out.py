@@ -220,3 +220,17 @@ def test_fitted_messages_keep_later_ones_in_their_law() -> None:
     scores = attack(whole, torch_rng()).scores
     before = [int((scores[4:] > scores[at]).sum()) for at in range(4)]
     assert sum(before) / 4 < 4, before  # 8 by chance
+
+
+@pytest.mark.parametrize("name", ["pruning", "refiner"])
+def test_who_has_another_label_is_as_good_as_excluded(name: str) -> None:
+    model, _ = make_task("bert", dtype=torch.float32)
+    drawn = torch_rng(5)
+    words = [torch.randint(4, 24, (5,), generator=drawn).tolist() for _ in range(24)]
+    settings: dict[str, Any] = {"samples": 12} if name == "refiner" else {"ratio": 0.8}
+    _, uploads = _uploads(model, words[:8], 2, name, **settings)
+    seen = replace(uploads[1], labels=torch.tensor([1, 0, 1, 0]))
+    classes = [at % 3 for at in range(16)]
+    scores = make_attack("candidates", candidates=words[8:], labels=classes)(seen).scores
+    other = torch.tensor(classes) == 2
+    assert scores[other].max() < scores[~other].min()

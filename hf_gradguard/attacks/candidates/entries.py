@@ -40,7 +40,8 @@ class Entries:
         values: The labels, each `(1, ...)`; none where each candidate has its own, token by token.
         items: `(P,)`, over how many labels the mean loss of each pair is.
         mean_items: How many a sample of the message has on average.
-        likely: `(K,)`, log prior of each candidate by its length, where the message's are known.
+        likely: `(K,)`, log prior of each candidate by its length, where the message's are known,
+            and by whether the message has its label.
     """
 
     batches: list[dict[str, Any]]
@@ -92,7 +93,7 @@ def make_entries(
         values=values,
         items=items,
         mean_items=mean_items(seen, batches, items),
-        likely=_by_length(seen, made.counts),
+        likely=_by_length(seen, made.counts) + _by_label(candidate, priors).to(seen.device),
     )
 
 
@@ -104,6 +105,13 @@ def _by_length(seen: Observation, counts: Sequence[int]) -> Tensor:
     fits = torch.tensor([count in lengths for count in counts], device=seen.device)
     rare = ~fits if bool(fits.any()) else torch.zeros_like(fits)
     return rare.double() * math.log(_RARE)
+
+
+def _by_label(candidate: Sequence[int], priors: Sequence[float]) -> Tensor:
+    """`(K,)`: those of labels that the message does not have are as good as excluded."""
+    best = torch.zeros(max(candidate, default=-1) + 1, dtype=torch.float64)
+    best = best.scatter_reduce(0, torch.tensor(candidate), torch.tensor(priors).double(), "amax")
+    return (best <= _RARE).double() * math.log(_RARE)
 
 
 def _check_tokens(labels: Tensor, ids: Tensor, place: int) -> None:
