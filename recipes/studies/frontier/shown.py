@@ -185,7 +185,7 @@ def picture(figures: dict, output, look: Look) -> None:
     proportion to a clip is left out: a message of one sample has more of it than those of a
     training.
     """
-    figure, axes = plt.subplots(figsize=(9, 6), layout="constrained")
+    figure, axes = plt.subplots(figsize=(10, 8), layout="constrained")
     draw(axes, figures, look)
     save(figure, output)
 
@@ -251,7 +251,7 @@ def _name(axes, names: list[tuple[str, tuple[float, float], str]]) -> None:
     for (said, at, color), (x, y) in zip(names, places, strict=True):
         width = 5.5 * len(said) * scale
         best: tuple[int, bool, int, tuple[float, float, float]] | None = None
-        for up, right in itertools.product((6, -13, 20, -27, 34, -41), (True, False)):
+        for up, right in itertools.product((6, -13, 20, -27, 34, -41, 48, 62, 76), (True, False)):
             left = x + 7 * scale if right else x - 7 * scale - width
             box = (left, left + width, y + up * scale)
             outside = box[0] < axes.bbox.x0 or box[1] > axes.bbox.x1
@@ -276,5 +276,7 @@ def _brief(strength: str) -> str:
         (" shape=own", ", own"), ("per_sample=True clip=1 noise_multiplier=", "σ = "),
     ):  # fmt: skip
         strength = strength.replace(long, short)
-    strength = re.sub(r" min_batches=(\d+)", r", \1 batches", strength)
-    return re.sub(r"bits=(\d+)", r"\1 bit", strength)
+    strength = strength.replace(" min_batches", ", min_batches")
+    for setting, unit in (("min_batches", "batches"), ("samples", "samples"), ("bits", "bit")):
+        strength = re.sub(rf"{setting}=(\d+)", rf"\1 {unit}", strength)
+    return strength
