@@ -202,7 +202,8 @@ def test_every_entry_is_of_as_many_batches_as_a_client_asks_for(name: str) -> No
 
 def test_fitted_messages_keep_later_ones_in_their_law() -> None:
     model, _ = make_task("bert", dtype=torch.float32)
-    words = [torch.randint(4, 24, (5,), generator=torch_rng(1)).tolist() for _ in range(32)]
+    drawn = torch_rng(1)
+    words = [torch.randint(4, 24, (5,), generator=drawn).tolist() for _ in range(32)]
     _, uploads = _uploads(model, words[:16], 4, "refiner", samples=12)
     whole = gathered(uploads, 1)
     torch.testing.assert_close(whole.gradient, uploads[1].gradient, rtol=0, atol=0)
