@@ -69,7 +69,7 @@ def make_entries(
     made = make_inputs(seen, candidates, labels)
     own = [_own_labels(seen, batch) for batch in made.batches]
     values, shares, prior = _classes(seen, own)
-    batches, candidate, label, priors = [], list[int](), list[int](), list[float]()
+    batches, candidate, label, priors, best = [], list[int](), list[int](), list[float](), []
     for number, (batch, fixed) in enumerate(zip(made.batches, own, strict=True)):
         choices = range(len(values)) if fixed is None else [place_of(values, fixed)]
         for place in choices:
@@ -79,7 +79,9 @@ def make_entries(
             batches.append({**batch, "labels": value})
             candidate.append(number)
             label.append(place)
-            priors.append(max(prior.get(place, 1.0), _RARE))
+        likely = [max(prior.get(place, 1.0), _RARE) for place in choices]
+        priors += likely
+        best.append(max(likely, default=0.0))
     items = items_of(seen.model, batches)
     return Entries(
         batches=batches,
@@ -93,7 +95,7 @@ def make_entries(
         values=values,
         items=items,
         mean_items=mean_items(seen, batches, items),
-        likely=_by_length(seen, made.counts) + _by_label(candidate, priors).to(seen.device),
+        likely=_by_length(seen, made.counts) + _by_label(seen, best),
     )
 
 
@@ -107,11 +109,12 @@ def _by_length(seen: Observation, counts: Sequence[int]) -> Tensor:
     return rare.double() * math.log(_RARE)
 
 
-def _by_label(candidate: Sequence[int], priors: Sequence[float]) -> Tensor:
-    """`(K,)`: those of labels that the message does not have are as good as excluded."""
-    best = torch.zeros(max(candidate, default=-1) + 1, dtype=torch.float64)
-    best = best.scatter_reduce(0, torch.tensor(candidate), torch.tensor(priors).double(), "amax")
-    return (best <= _RARE).double() * math.log(_RARE)
+def _by_label(seen: Observation, priors: Sequence[float]) -> Tensor:
+    """`(K,)`, of candidates whose labels are so likely at most. Those of labels that the message
+    does not have are as good as excluded.
+    """
+    rare = torch.tensor([prior <= _RARE for prior in priors], device=seen.device)
+    return rare.double() * math.log(_RARE)
 
 
 def _check_tokens(labels: Tensor, ids: Tensor, place: int) -> None:

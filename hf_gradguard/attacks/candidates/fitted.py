@@ -25,6 +25,7 @@ from ...gradient_map.many import ManyGradients
 from ...gradient_map.per_sample.span import Powers, SampleSpan
 from ...gradient_map.per_sample.synthetic import synthetic_samples
 from ...randomness import Stream
+from .pool import evenly
 
 LEAST = 1e-3
 """Of a message's power, the share down to which what a candidate leaves of it is told: samples are
@@ -109,9 +110,9 @@ def spanned(
         many: Their gradients.
         generator: Of the samples. Left as it is.
     """
-    some = batches[:: max(1, len(batches) // SHARES_OF)][:SHARES_OF]
     span = drawn(law, batches[0], many.model, generator.clone_state())
-    return span, shares_of(span, [gradient for _, gradient in many(some)])
+    some = many(evenly(batches, SHARES_OF))
+    return span, shares_of(span, [gradient for _, gradient in some])
 
 
 def shares_of(span: Powers, gradients: Sequence[Mapping[str, Tensor]]) -> list[float]:
@@ -141,30 +142,34 @@ def brought(
         span: Of synthetic samples.
         shares: φ of each of its groups.
     """
-    whole = [sum(float(y.double().square().sum()) for y in one.values()) for one in messages]
-    found = {name: torch.zeros_like(y) for name, y in messages[0].items()}
-    weights = dict(found)  # of what no sample has a gradient of
+    sizes = [_sizes(message) for message in messages]
+    found, weights = ({name: torch.zeros_like(y) for name, y in messages[0].items()} for _ in "yw")
     for names, factors, share in zip(span.names, span.factors.tolist(), shares, strict=True):
-        total: dict[str, Tensor] = dict.fromkeys(names, torch.zeros(()))
         power = 0.0
-        for place, (message, size) in enumerate(zip(messages, whole, strict=True)):
-            own = sum(float(message[name].double().square().sum()) for name in names)
-            if own <= ROUNDED * size:
+        for place, (message, size) in enumerate(zip(messages, sizes, strict=True)):
+            own = sum(size[name] for name in names)
+            if own <= ROUNDED * sum(size.values()):
                 continue
             precision, left = factors / own, (1 - share) ** place
             power += precision * left**2
-            total = {n: y.to(message[n]) + precision * left * message[n] for n, y in total.items()}
+            for name in names:
+                found[name] += precision * left * message[name]
         for name in names:
-            weights[name] = torch.full_like(found[name], (share * power) ** 0.5)
-            found[name] = found[name] + total[name].to(found[name]) / (share * power or 1.0)
+            weights[name] += (share * power) ** 0.5
+            found[name] /= share * power or 1.0
     return found, weights
+
+
+def _sizes(message: Mapping[str, Tensor]) -> dict[str, float]:
+    """Its power, parameter by parameter."""
+    return {name: float(y.double().square().sum()) for name, y in message.items()}
 
 
 def _score(
     span: Powers, message: Mapping[str, Tensor], gradient: Mapping[str, Tensor], powers: Tensor
 ) -> Tensor:
     score = torch.zeros_like(powers[:, 0])
-    sizes = {name: float(y.double().square().sum()) for name, y in message.items()}
+    sizes = _sizes(message)
     least = ROUNDED * sum(sizes.values())
     for names, factors, power in zip(span.names, span.factors.tolist(), powers.T, strict=True):
         total = sum(sizes[name] for name in names)

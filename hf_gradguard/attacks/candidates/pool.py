@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from ...gradient_map import Tensors
 from .entries import Entries, place_of
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -95,6 +97,11 @@ class Pool:
 
     def _spread(self, at: Tensor, prior: Tensor) -> Tensor:
         return prior.new_zeros(len(self.batches)).index_copy_(0, at.to(prior.device), prior)
+
+
+def evenly(listed: Sequence[T], count: int) -> Sequence[T]:
+    """So many of them at most, from all over the list."""
+    return listed[:: max(1, len(listed) // count)][:count]
 
 
 def _added(values: list[Tensor], value: Tensor) -> int:

@@ -17,7 +17,7 @@ from .entries import Entries
 from .fitted import Fits, brought, spanned
 from .likelihood import Likelihood, clipped, scaled
 from .linear import Filtered, MatchedFilter
-from .pool import Pool
+from .pool import Pool, evenly
 from .sizes import in_units
 from .weights import beside_others, by_noise
 
@@ -61,7 +61,7 @@ class Scorer:
             if seen.local is not None and seen.batch_size == 1  # of several, to first order
             else ManyGradients(seen.model, self.names, seeds.tolist(), vectorized=attack.vectorized)
         )
-        self.spread = self.many.spread(batches[:: max(1, len(batches) // _SPREAD_OF)][:_SPREAD_OF])
+        self.spread = self.many.spread(evenly(batches, _SPREAD_OF))
         self.spread = {name: (1 + 1 / draws) * value for name, value in self.spread.items()}
         laws = [law_of(one) for one in observations]
         self.clip_sample = _of_samples(laws)
@@ -116,11 +116,11 @@ class Scorer:
         ]
 
     def _beside(self, at: int) -> bool:
-        """Whether a message of several samples has something of unknown size beside them: what
-        earlier ones left out, or what synthetic samples do not span.
+        """Whether a message of several samples, sent entry by entry, has what earlier ones left out
+        beside them.
         """
         law, several = self.laws[at], self.observations[at].batch_size > 1
-        return law is not None and several and (law.left_out or law.fitted is not None)
+        return law is not None and law.fitted is None and law.left_out and several
 
     def _known(self, at: int) -> bool:
         """Whether scores are likelihoods. Else, and where others' noise is a guess, it is also one
@@ -203,8 +203,7 @@ class Scorer:
         squares = {n: torch.zeros_like(m[0]) for n, m in zeros.items()} if squared else {}
         count = 0
         for label, rows in of.items() if kinds else ():
-            step = max(1, len(rows) // _MEAN_OF)
-            chosen = rows[::step][:_MEAN_OF]
+            chosen = evenly(rows, _MEAN_OF)
             for some, gradient in self.many([self.pool.batches[row] for row in chosen]):
                 for sums, mean in means.items():
                     part = self._of_sample(gradient, [chosen[i] for i in some], sums)
@@ -245,7 +244,7 @@ class Scorer:
         """Statistics of a message, of which there are several where its law is not known."""
         share = self.pool.asked[at].share
         unknown = one.messages[place].variance is None
-        beside = self._beside(at) and one.weights is not None and unknown
+        beside = one.weights is not None and unknown  # what is left out, or in no span
         if beside or not one.complete(place, share):
             return [self._best(one.regressed(place, share), at)]
         alone = self.observations[at].batch_size == 1

@@ -8,6 +8,8 @@ from typing import NamedTuple
 import numpy as np
 from matplotlib.patheffects import withStroke
 
+from hf_gradguard import make_defense
+
 from ..lib.intervals import Interval, over_seeds, paired
 from ..lib.tables import interval, plt, save, write_table
 from .attackers import OTHERS
@@ -87,10 +89,8 @@ def fitting(found: dict) -> dict:
             return cell["defense"] == "optimal_noise"
         if cell.get("attack") != GATHERED[0]:
             return True
-        strength = cell["strength"]
-        if cell["defense"] == "refiner":
-            return bool(strength.get("objective") != "weighted")
-        return "error_feedback" in strength
+        defense = make_defense(cell["defense"], **cell["strength"])
+        return bool(getattr(defense, "error_feedback", False))
 
     return {place: cell for place, cell in found.items() if brings(cell)}
 
