@@ -4,11 +4,12 @@
 
 Each group l of parameters has d_l factors of its own, and e, what earlier messages left out, is
 noise there whose variance is not known: the best one is taken out. Of the samples only ‖P g‖² is
-asked for, and others of the same law span as much of g. So the server draws its own.
+asked for. Where a message names its own samples (in_span.py) they are these. Others of the same law
+span as much of g: where it does not, the server draws its own.
 
-Of several samples a message is regressed on the list (linear.py), with precisions of groups,
-M_l/φ_l where samples span the share φ_l of gradients. What it leaves out waits: the client's next
-messages bring φ_l (1 - φ_l)ᵗ of it, and weigh as much.
+Of several samples a message of such is regressed on the list (linear.py), with precisions of
+groups, M_l/φ_l where samples span the share φ_l of gradients. What it leaves out waits: the
+client's next messages bring φ_l (1 - φ_l)ᵗ of it, and weigh as much.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ class Fits:
         batch: Any of the clients' kind.
         model: At which messages were made.
         generator: Of the samples: the same for every law, and left as it is.
+        spans: Those that are known, by number.
 
     Example:
         >>> law = Fitted(samples=4, factors="token")
@@ -63,40 +65,65 @@ class Fits:
         batch: Mapping[str, Any],
         model: nn.Module,
         generator: Generator,
+        spans: Mapping[int, Powers] | None = None,
     ) -> None:
         self.numbers = list(messages)
-        self._messages: dict[Fitted, dict[int, Mapping[str, Tensor]]] = {}
+        self._messages = {number: message for number, (message, _) in messages.items()}
+        self._spans, own = dict(spans or {}), {}
         for number, (message, law) in messages.items():
-            self._messages.setdefault(law, {})[number] = message
-        self._spans = {
-            law: drawn(law, batch, model, generator.clone_state()) for law in self._messages
-        }
+            if number not in self._spans:
+                if law not in own:
+                    own[law] = drawn(law, batch, model, list(message), generator)
+                self._spans[number] = own[law]
 
     def __call__(
         self, gradient: Mapping[str, Tensor], numbers: Sequence[int] | None = None
     ) -> dict[int, Tensor]:
         """`(K,)` in float64 for each message, or some, of gradients `(K, *parameter.shape)`."""
-        wanted = self.numbers if numbers is None else numbers
-        found = {}
-        for law, messages in self._messages.items():
-            some = [number for number in wanted if number in messages]
-            if not some:
-                continue
-            span = self._spans[law]
-            powers = span(gradient)
-            for number in some:
-                found[number] = _score(span, messages[number], gradient, powers)
+        found, powers = {}, {}
+        for number in self.numbers if numbers is None else numbers:
+            span = self._spans[number]
+            if id(span) not in powers:
+                powers[id(span)] = span(gradient)
+            found[number] = _score(span, self._messages[number], gradient, powers[id(span)])
         return found
 
 
-def drawn(law: Fitted, batch: Mapping[str, Any], model: nn.Module, generator: Generator) -> Powers:
-    """Of the span of synthetic samples of the server's own, with dropout of its own."""
+def drawn(
+    law: Fitted,
+    batch: Mapping[str, Any],
+    model: nn.Module,
+    names: Sequence[str],
+    generator: Generator,
+) -> Powers:
+    """Of the span of synthetic samples of the server's own. The generator is left as it is."""
+    made = made_up(law, batch, model, names, generator.clone_state())
+    return SampleSpan(made).powers(law.factors)
+
+
+def made_up(
+    law: Fitted,
+    batch: Mapping[str, Any],
+    model: nn.Module,
+    names: Sequence[str],
+    generator: Generator,
+) -> GradientMap:
+    """Synthetic samples of the server's own, with dropout of its own.
+
+    Args:
+        law: Of the samples.
+        batch: Any of the clients' kind.
+        model: The model.
+        names: Of the parameters that messages are of.
+        generator: Of the samples.
+    """
     seed = int(torch.randint(2**62, (1,), generator=generator, device=generator.device))
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         gmap = GradientMap(model, dict(batch), second_order=False)
-        made = synthetic_samples(gmap, law.samples, Stream.from_seeds(seed), law.special)
-        return SampleSpan(made).powers(law.factors)
+        if withheld := [name for name in gmap.parameters if name not in names]:
+            gmap = GradientMap(model, dict(batch), withhold=withheld, second_order=False)
+        return synthetic_samples(gmap, law.samples, Stream.from_seeds(seed), law.special)
 
 
 def spanned(
@@ -110,7 +137,7 @@ def spanned(
         many: Their gradients.
         generator: Of the samples. Left as it is.
     """
-    span = drawn(law, batches[0], many.model, generator.clone_state())
+    span = drawn(law, batches[0], many.model, list(many.parameters), generator)
     some = many(evenly(batches, SHARES_OF))
     return span, shares_of(span, [gradient for _, gradient in some])
 

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from ...gradient_map import Tensors
-from ...gradient_map.law import Law
+from ...gradient_map.law import Fitted
 from ...gradient_map.many import ManyGradients, has_draws
+from ...gradient_map.per_sample.span import Powers
 from ..gathered import own_entries
 from ..observation import Observation
 from .entries import Entries
 from .fitted import Fits, brought, spanned
+from .in_span import InSpan, spans_of
+from .laws import clip_of_samples, law_of
 from .likelihood import Likelihood, clipped, scaled
 from .linear import Filtered, MatchedFilter
 from .pool import Pool, evenly
-from .sizes import in_units
+from .sizes import in_units, to_filter
 from .weights import beside_others, by_noise
 
 _MEAN_OF = 64  # candidates of a label, whose gradients are averaged
@@ -31,6 +34,15 @@ class Settings(Protocol):
     draws: int
     rounding: float
     vectorized: bool
+
+
+class _Alike(NamedTuple):
+    """Messages whose coordinates weigh alike, and what gradients are in these coordinates."""
+
+    weights: Tensors | None
+    numbers: list[int]
+    told: list[Filtered]
+    within: InSpan | None = None
 
 
 class Scorer:
@@ -54,7 +66,8 @@ class Scorer:
         self.attack, self.pool = attack, Pool(entries)
         self.generator, self.names = generator, list(observations[0].gradient)
         seen, batches = observations[0], self.pool.batches
-        draws = attack.draws if has_draws(seen.model, batches[0]) else 1
+        drops = has_draws(seen.model, batches[0])
+        draws = attack.draws if drops else 1
         seeds = torch.randint(2**31, (draws,), generator=generator, device=generator.device)
         self.many = (
             seen.local.many(seen.model, self.names, seeds.tolist())
@@ -64,7 +77,7 @@ class Scorer:
         self.spread = self.many.spread(evenly(batches, _SPREAD_OF))
         self.spread = {name: (1 + 1 / draws) * value for name, value in self.spread.items()}
         laws = [law_of(one) for one in observations]
-        self.clip_sample = _of_samples(laws)
+        self.clip_sample = clip_of_samples(laws)
         sized = self.clip_sample is None and bool((self.pool.size != 1).any())
         self.sums = [sized and one.batch_size > 1 for one in observations]
         told = [
@@ -79,12 +92,19 @@ class Scorer:
             for at, (one, law) in enumerate(told)
             if law is not None and not (law.fitted or law.left_out) and one.batch_size == 1
         }
-        fitted = {
-            at: (one.gradient, law.fitted)
-            for at, (one, law) in enumerate(told)
-            if law is not None and law.fitted is not None and one.batch_size == 1
+        fitted = {at: fit for at in range(len(told)) if (fit := self._fit(at))}
+        self.spans = {
+            at: spans
+            for at, fit in fitted.items()
+            if not drops and (spans := spans_of(self.observations[at], fit, batches[0], generator))
         }
-        self.fits = Fits(fitted, batches[0], seen.model, generator)
+        alone = {
+            at: (self.observations[at].gradient, fit)
+            for at, fit in fitted.items()
+            if self.observations[at].batch_size == 1
+        }
+        known = {at: spans[0] for at, spans in self.spans.items()}
+        self.fits = Fits(alone, batches[0], seen.model, generator, known)
 
     def scores(self) -> list[Tensor]:
         """`(K,)` for each observation."""
@@ -104,16 +124,21 @@ class Scorer:
             for at, scores in self.fits(parts[False], here).items() if here else ():
                 told[at][rows] = scores
             changes = {sums: self._changes(parts[sums], rows, mean) for sums, mean in means.items()}
-            for one, numbers in filters:
-                one.add(rows, changes[self.sums[numbers[0]]])
+            for one, numbers, within in filters:
+                change = changes[self.sums[numbers[0]]]
+                one.add(rows, within(change) if within else change)
         read = {at: [self._by_candidate(scores, at, one=True)] for at, scores in told.items()}
-        for filter_, numbers in filters:
+        for filter_, numbers, _ in filters:
             for place, at in enumerate(numbers):
                 read.setdefault(at, []).extend(self._filtered(filter_, place, at))
         return [
             read[at][0] if self._known(at) else _standing_out(read[at], seen.batch_size)
             for at, seen in enumerate(self.observations)
         ]
+
+    def _fit(self, at: int) -> Fitted | None:
+        law = self.laws[at]
+        return None if law is None else law.fitted
 
     def _beside(self, at: int) -> bool:
         """Whether a message of several samples, sent entry by entry, has what earlier ones left out
@@ -148,15 +173,16 @@ class Scorer:
         return [found[share] for share in shares]
 
     def _filters(self, rest: list[int], centers: list[Tensors], sizes: Tensors) -> list[Any]:
-        """A filter for observations whose coordinates and samples weigh alike."""
-        groups: list[tuple[Tensors | None, list[int], list[Filtered]]] = []
-        laws = {fit for at in rest if (one := self.laws[at]) and (fit := one.fitted)}
+        """A filter for observations whose coordinates and samples weigh alike, with what gradients
+        are in its coordinates where these are others.
+        """
+        groups: list[_Alike] = []
+        laws = {fit for at in rest if at not in self.spans and (fit := self._fit(at))}
         spans = {fit: spanned(fit, self.pool.batches, self.many, self.generator) for fit in laws}
         for at in rest:
             seen, law, center = self.observations[at], self.laws[at], centers[at]
-            if law is not None and law.fitted is not None:
-                y, precise = brought([seen.gradient, *law.later], *spans[law.fitted])
-                groups.append((precise, [at], [Filtered(y, center, seen.batch_size, None)]))
+            if fit := self._fit(at):
+                groups.append(self._fitted(at, center, spans.get(fit)))
                 continue
             several, own = [], own_entries(seen) if self._beside(at) else None
             if own is not None:
@@ -166,19 +192,35 @@ class Scorer:
             if self._beside(at) and (own is None or not self._enough(own)):
                 several.append((law, beside_others(seen, law, sizes), None))
             for known, weights, variance in several:
-                told = _to_filter(seen, known, center, weights, variance)
-                alike = [g for g in groups if self.sums[g[1][0]] == self.sums[at]]
-                plain = [g for g in alike if g[0] is None and weights is None]
+                told = to_filter(seen, known, center, weights, variance)
+                alike = [g for g in groups if self.sums[g.numbers[0]] == self.sums[at]]
+                plain = [g for g in alike if g.weights is None and weights is None]
                 if plain:
-                    plain[0][1].append(at)
-                    plain[0][2].append(told)
+                    plain[0].numbers.append(at)
+                    plain[0].told.append(told)
                 else:
-                    groups.append((weights, [at], [told]))
+                    groups.append(_Alike(weights, [at], [told]))
         count = len(self.pool.batches)
         return [
-            (MatchedFilter(several, weights, count, self.generator), numbers)
-            for weights, numbers, several in groups
+            (MatchedFilter(one.told, one.weights, count, self.generator), one.numbers, one.within)
+            for one in groups
         ]
+
+    def _fitted(self, at: int, center: Tensors, drawn: tuple[Powers, list[float]] | None) -> _Alike:
+        """Of a message of several samples, fitted in a span that it names, or in one like those
+        that were drawn.
+        """
+        seen, law = self.observations[at], self.laws[at]
+        messages = [seen.gradient, *(law.later if law else ())]
+        if drawn is None or at in self.spans:
+            inside = InSpan(messages, self.spans[at])
+            mean = inside({name: c[None] for name, c in center.items()})
+            told = Filtered(
+                inside.message, {n: c[0] for n, c in mean.items()}, seen.batch_size, None
+            )
+            return _Alike(inside.weights, [at], [told], inside)
+        y, precise = brought(messages, *drawn)
+        return _Alike(precise, [at], [Filtered(y, center, seen.batch_size, None)])
 
     def _enough(self, own: Observation) -> bool:
         """Whether entries that are a batch's own tell candidates apart without any others."""
@@ -270,56 +312,6 @@ class Scorer:
         return found.scatter_reduce_(0, self.pool.candidate, own, "amax")
 
 
-def law_of(seen: Observation) -> Law | None:
-    """The law of a message as it was granted; of `noise_variance` alone that of Gaussian noise.
-
-    Example:
-        >>> from dataclasses import replace
-        >>> law_of(replace(seen, noise_variance=0.5)).variance, law_of(seen)
-        (0.5, None)
-    """
-    if seen.law is not None and seen.law.fitted is not None and seen.local is not None:
-        return None  # an update is in the span of others
-    if seen.law is None and seen.noise_variance is not None:
-        return Law(noise="gaussian", variance=seen.noise_variance)
-    return seen.law
-
-
-def _of_samples(laws: Sequence[Law | None]) -> float | None:
-    """The norm that each sample's gradient is clipped to."""
-    bounds = {None if law is None else law.clip_sample for law in laws}
-    if len(bounds) > 1:
-        raise ValueError(
-            "Messages that are attacked together must have samples clipped alike. Attack the "
-            "others by themselves."
-        )
-    return bounds.pop()
-
-
-def _to_filter(
-    seen: Observation,
-    law: Law | None,
-    center: Tensors,
-    weights: Tensors | None,
-    variance: float | None,
-) -> Filtered:
-    """A message in units of what it is on average, where it was not clipped."""
-    heard = center
-    if weights is not None and variance is None:
-        heard = {name: c * (weights[name] != 0) for name, c in center.items()}
-    scaled_alike = law is not None and law.clip_norm is None and not law.left_out
-    scale = law.scale if scaled_alike else _fitted(seen.gradient, heard)  # type: ignore[union-attr]
-    message = {name: g / scale for name, g in seen.gradient.items()}
-    variance = None if variance is None else variance / scale**2
-    return Filtered(message, _clipped(center, law), seen.batch_size, variance)
-
-
-def _clipped(center: Tensors, law: Law | None) -> Tensors:
-    if law is None or law.clip_coordinate is None:
-        return center
-    return {n: c.clamp(-law.clip_coordinate, law.clip_coordinate) for n, c in center.items()}
-
-
 def _standing_out(statistics: Sequence[Tensor], samples: int) -> Tensor:
     """The statistic in which the best candidates stand out the most, as log-ratios.
 
@@ -335,10 +327,3 @@ def _standing_out(statistics: Sequence[Tensor], samples: int) -> Tensor:
         top = z.topk(min(samples, len(z))).values.mean()
         found.append((float(top), top * z - top**2 / 2))
     return max(found, key=lambda one: one[0])[1]
-
-
-def _fitted(message: Mapping[str, Tensor], center: Mapping[str, Tensor]) -> float:
-    """How large a message is in units of what it is on average: defenses may scale it down."""
-    product = sum(float((g.double() * center[name]).sum()) for name, g in message.items())
-    square = sum(float(center[name].double().square().sum()) for name in message)
-    return product / square if product > 1e-3 * square else 1.0

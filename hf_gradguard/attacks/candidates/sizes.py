@@ -9,10 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...gradient_map import Tensors
 from ...gradient_map.law import Law
 from ...gradient_map.per_sample.plan import count_items
 from ..observation import Observation
 from ..span.layer_inputs import is_causal_lm
+from .linear import Filtered
 
 
 def items_of(model: nn.Module, batches: Sequence[Mapping[str, Any]]) -> Tensor:
@@ -84,3 +86,50 @@ def _times(variance: float | Mapping[str, Tensor], by: float) -> float | dict[st
     if isinstance(variance, Mapping):
         return {name: tensor * by for name, tensor in variance.items()}
     return variance * by
+
+
+def to_filter(
+    seen: Observation,
+    law: Law | None,
+    center: Tensors,
+    weights: Tensors | None,
+    variance: float | None,
+) -> Filtered:
+    """A message in units of what it is on average, where it was not clipped.
+
+    Args:
+        seen: What the server saw.
+        law: How the message was made.
+        center: What it is on average.
+        weights: Of coordinates, `None` where all weigh alike.
+        variance: Of the noise in these units, `None` where nobody knows it.
+
+    Example:
+        >>> twice = {name: 2 * y for name, y in shared.items()}
+        >>> to_filter(seen, Law(scale=0.5), shared, None, 1.0).variance
+        4.0
+        >>> told = to_filter(seen, None, twice, None, None)
+        >>> torch.allclose(told.message["classifier.bias"], twice["classifier.bias"])
+        True
+    """
+    heard = center
+    if weights is not None and variance is None:
+        heard = {name: c * (weights[name] != 0) for name, c in center.items()}
+    scaled_alike = law is not None and law.clip_norm is None and not law.left_out
+    scale = law.scale if scaled_alike else _fitted(seen.gradient, heard)  # type: ignore[union-attr]
+    message = {name: g / scale for name, g in seen.gradient.items()}
+    variance = None if variance is None else variance / scale**2
+    return Filtered(message, _clipped(center, law), seen.batch_size, variance)
+
+
+def _clipped(center: Tensors, law: Law | None) -> Tensors:
+    if law is None or law.clip_coordinate is None:
+        return center
+    return {n: c.clamp(-law.clip_coordinate, law.clip_coordinate) for n, c in center.items()}
+
+
+def _fitted(message: Mapping[str, Tensor], center: Mapping[str, Tensor]) -> float:
+    """How large a message is in units of what it is on average: defenses may scale it down."""
+    product = sum(float((g.double() * center[name]).sum()) for name, g in message.items())
+    square = sum(float(center[name].double().square().sum()) for name in message)
+    return product / square if product > 1e-3 * square else 1.0

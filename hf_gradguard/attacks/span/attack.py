@@ -148,19 +148,31 @@ class Span(Attack):
         return row_space(blocks, _variances(seen, readers), rank)
 
 
-def _first(groups: list[Readers]) -> Readers:
+def first_readers(groups: list[Readers]) -> Readers | None:
     """The readers of unmixed inputs with the largest gradient: the first block's query, key and
     value. Of LoRA's two matrices the one that reads tokens as they are, and not what the other made
-    of them.
+    of them. `None` where there are none.
+
+    Args:
+        groups: As `find_readers` finds them.
+
+    Example:
+        >>> from hf_gradguard.attacks.span.layer_inputs import find_readers
+        >>> first_readers(find_readers(seen)).mixing
+        'none'
     """
     unmixed = [g for g in groups if g.mixing == "none"]
-    if not unmixed:
+    return max(unmixed, key=lambda g: (-g.calls, g.size[0], g.width)) if unmixed else None
+
+
+def _first(groups: list[Readers]) -> Readers:
+    if (found := first_readers(groups)) is None:
         raise ValueError(
             "No gradient was shared of a linear layer that reads tokens before attention mixes "
             "them (in most models the first block's query, key and value), or it is zero: span has "
             "nothing to search. Attack by gradient matching, e.g. tag."
         )
-    return max(unmixed, key=lambda g: (-g.calls, g.size[0], g.width))
+    return found
 
 
 def _behind(seen: Observation, groups: list[Readers], first: Readers) -> list[Readers]:

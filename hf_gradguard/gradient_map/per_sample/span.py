@@ -8,7 +8,7 @@ gradient of such a weight is written out.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -177,6 +177,12 @@ class Powers:
 
     def __call__(self, gradients: Mapping[str, Tensor]) -> Tensor:
         """`(K, groups)` in float64, of gradients `(K, *parameter.shape)`."""
+        return torch.stack([c.square().sum(1) for c in self.coordinates(gradients)], 1)
+
+    def coordinates(self, gradients: Mapping[str, Tensor]) -> list[Tensor]:
+        """U'g of gradients `(K, *parameter.shape)`, `(K, factors)` in float64 for each group: U is
+        an orthonormal basis of what is spanned.
+        """
         found = []
         for (group, _, scale), root in zip(self._groups, self._roots, strict=True):
             inner = torch.stack(
@@ -185,8 +191,25 @@ class Powers:
                     for name, part in group
                 ]
             )
-            found.append((inner.sum(0) * scale @ root).square().sum(1))
-        return torch.stack(found, 1)
+            found.append(inner.sum(0) * scale @ root)
+        return found
+
+    def across(self, other: Powers) -> list[Tensor]:
+        """U'V for each group, `(factors, factors of the other)`: V is a basis of what another span
+        of the same groups has.
+        """
+        found = []
+        mine, theirs = (
+            zip(self._groups, self._roots, strict=True),
+            zip(other._groups, other._roots, strict=True),
+        )
+        for ((group, _, scale), root), ((beside, _, size), turned) in zip(
+            mine, theirs, strict=True
+        ):
+            pairs = zip(group, beside, strict=True)
+            products = torch.stack([one.across(two).double() for (_, one), (_, two) in pairs])
+            found.append(root.T @ (scale[:, None] * products.sum(0) * size) @ turned)
+        return found
 
 
 class _Outer(NamedTuple):
@@ -215,12 +238,18 @@ class _Outer(NamedTuple):
     def gram(self) -> Tensor:
         """Between samples' gradients, `(B, B)`."""
         count, length, _ = self.slopes.shape
-        slopes, features = self.slopes.flatten(0, 1), self.features.flatten(0, 1)
-        if length * length * count > slopes.shape[1] * features.shape[1]:  # shorter written out
+        out, width = self.slopes.shape[-1], self.features.shape[-1]
+        if length * length * count > out * width:  # shorter written out
             written = (self.slopes.mT @ self.features).flatten(1)
             return written @ written.T
-        products = (slopes @ slopes.T) * (features @ features.T)
-        return products.view(count, length, count, length).sum((1, 3))
+        return self.across(self)
+
+    def across(self, other: Any) -> Tensor:
+        """With those of others, `(B, B')`."""
+        sizes = [part.slopes.shape[:2] for part in (self, other)]
+        mine, theirs = ((p.slopes.flatten(0, 1), p.features.flatten(0, 1)) for p in (self, other))
+        products = (mine[0] @ theirs[0].T) * (mine[1] @ theirs[1].T)
+        return products.view(*sizes[0], *sizes[1]).sum((1, 3))
 
     def weighted(self, weights: Tensor) -> Tensor:
         """Σ_b c_b times samples' gradients."""
@@ -239,6 +268,9 @@ class _Written(NamedTuple):
 
     def gram(self) -> Tensor:
         return self.rows @ self.rows.T
+
+    def across(self, other: Any) -> Tensor:
+        return self.rows @ other.rows.T
 
     def weighted(self, weights: Tensor) -> Tensor:
         return weights.to(self.rows) @ self.rows
