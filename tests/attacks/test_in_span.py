@@ -22,13 +22,15 @@ from hf_gradguard.gradient_map.per_sample.span import Granularity, Powers, Sampl
 from hf_gradguard.gradient_map.per_sample.synthetic import synthetic_samples
 from hf_gradguard.randomness import Stream
 
+# It takes texts of 8 tokens: too short ones for few of them to have more tokens than it is wide
 WIDE: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 1000}
 
 
-def sample_span(model: nn.Module, seed: int, factors: Granularity) -> tuple[GradientMap, Powers]:
-    batch = texts(1)[0]
-    gmap = GradientMap(model, batch, second_order=False)
-    made = synthetic_samples(gmap, 2, Stream.from_seeds(seed))
+def sample_span(
+    model: nn.Module, seed: int, factors: Granularity, samples: int = 2
+) -> tuple[GradientMap, Powers]:
+    gmap = GradientMap(model, texts(1)[0], second_order=False)
+    made = synthetic_samples(gmap, samples, Stream.from_seeds(seed))
     return made, SampleSpan(made).powers(factors)
 
 
@@ -157,6 +159,21 @@ def test_more_tokens_than_a_layer_is_wide_are_not_read() -> None:
     for samples, count in ((4, 1), (8, 0), (12, 0)):  # of 8 tokens each, where 64 span everything
         _, seen = sent(model, batch, 1, samples=samples, factors="parameter")
         assert len(read(seen, batch)) == count
+
+
+@pytest.mark.parametrize("factors", ["parameter", "token"])
+def test_texts_that_may_be_long_are_not_read(factors: Granularity) -> None:
+    """Their tokens span all that the first layer could read, and more factors they are not."""
+    model, _ = make_task("bert", **WIDE | {"max_position_embeddings": 64})
+    for seed, batch in enumerate(texts(3)):
+        message, seen = sent(model, batch, seed, samples=4, factors=factors)
+        assert read(seen, batch) == []
+        sizes = torch.linalg.svdvals(message["bert.encoder.layer.0.attention.self.query.weight"])
+        assert float(sizes[-1] / sizes[0]) > 1e-12  # where it has a span, the rest is rounding
+    made, span = sample_span(model, 1, factors, samples=4)
+    assert made.input.shape[:2] == (4, 32)
+    most = {"parameter": 4, "token": 16 * 4}[factors]
+    assert max(span.factors.tolist()) == most
 
 
 def test_images_are_not_read() -> None:

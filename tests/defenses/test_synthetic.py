@@ -15,7 +15,7 @@ from hf_gradguard.defenses.refiner.synthetic import SyntheticSamples
 from hf_gradguard.gradient_map.differences.changes import Pass, layers_of
 from hf_gradguard.gradient_map.per_sample import span as sample_span
 from hf_gradguard.gradient_map.per_sample.span import Granularity
-from hf_gradguard.gradient_map.per_sample.synthetic import synthetic_samples
+from hf_gradguard.gradient_map.per_sample.synthetic import synthetic_samples, text_length
 from hf_gradguard.gradient_map.views import CorrectedMap
 from hf_gradguard.randomness import Stream
 
@@ -224,6 +224,27 @@ def test_nothing_of_the_batch_is_in_synthetic_samples(length: int, padding: int)
     assert not (found[0].batch["input_ids"] == PAD).any()
     assert found[0].batch["input_ids"][:, 0].eq(1).all()
     assert found[0].batch["input_ids"][:, -1].eq(2).all()
+
+
+@pytest.mark.parametrize(
+    ("task", "settings", "samples", "length"),
+    [
+        ("bert", {"hidden_size": 96, "max_position_embeddings": 200}, 16, 16),
+        ("bert", {"hidden_size": 96, "max_position_embeddings": 200}, 4, 32),  # 128 tokens
+        ("bert", {"hidden_size": 96, "max_position_embeddings": 200}, 2, 64),
+        ("bert", {"hidden_size": 96, "max_position_embeddings": 200}, 1, 100),  # half of all
+        ("bert", {"hidden_size": 96, "max_position_embeddings": 20}, 1, 16),
+        ("bert_lora", {"hidden_size": 96, "max_position_embeddings": 200}, 1, 16),  # of rank 2
+        ("bert_mlm", {"hidden_size": 96, "max_position_embeddings": 200}, 4, 32),
+    ],
+)
+def test_texts_have_more_tokens_than_a_gradient_tells_apart(
+    task: str, settings: dict[str, Any], samples: int, length: int
+) -> None:
+    model, batch = make_task(task, **settings)
+    gmap = GradientMap(model, batch, second_order=False)
+    assert text_length(gmap, samples) == length
+    assert synthetic_samples(gmap, samples, rng()).input.shape[:2] == (samples, length)
 
 
 def test_messages_differ_and_repeat_with_the_stream() -> None:

@@ -24,6 +24,7 @@ from ...gradient_map.per_sample.span import Powers, SampleSpan
 from ..observation import Observation
 from ..span.attack import Span, first_readers
 from ..span.layer_inputs import find_readers
+from .entries import ALL_CLASSES
 from .fitted import ROUNDED, made_up
 
 INSIDE = 0.99
@@ -122,12 +123,12 @@ def _texts(
 
 
 def _labeled(samples: Mapping[str, Any], row: int, seen: Observation) -> list[dict[str, Any]]:
-    """With each label that a text may have, where that is one class a text."""
+    """With each label that a text may have, where that is one of few classes."""
     labels = samples.get("labels")
-    if labels is None or labels.dim() != 1 or labels.is_floating_point():
+    count = getattr(getattr(seen.model, "config", None), "num_labels", None) or 1
+    if labels is None or labels.dim() != 1 or labels.is_floating_point() or count > ALL_CLASSES:
         return [dict(samples)]
-    model: Any = seen.model
-    classes = torch.arange(model.config.num_labels).to(labels)
+    classes = torch.arange(count).to(labels)
     return [
         {**samples, "labels": torch.cat([labels[:row], one[None], labels[row + 1 :]])}
         for one in classes

@@ -20,13 +20,17 @@ if TYPE_CHECKING:
     from ..map import GradientMap, Tensors
 
 Granularity = Literal["message", "sample", "parameter", "token"]
-"""Of factors: one per message, per sample, per sample and parameter, or per token and weight."""
+"""Of factors: one per message, per sample, per sample and parameter, or per token and weight, where
+neighbors share one if there are many.
+"""
 
 RIDGE = 1e-6
 """Added to a Gram matrix of unit vectors: samples' gradients may be nearly alike."""
 
-TERMS = 256
-"""Factors that are fitted for a weight, at most: to solve for more takes longer than a pass."""
+TERMS, EACH = 256, 16
+"""Factors that are fitted for a weight, at most, in all and for each sample: to solve for more
+takes longer than a pass.
+"""
 
 
 class Fit(NamedTuple):
@@ -127,8 +131,8 @@ class SampleSpan:
 
         Args:
             wanted: The gradient to come near to.
-            tokens: Factors of a linear layer's weight are of tokens and not of samples, of 256
-                tokens, or groups of them, at most.
+            tokens: Factors of a linear layer's weight are of tokens and not of samples, or of
+                groups of neighbors where there are more than 16 for each sample or 256 in all.
         """
         nearest = {}
         for name, part in self._parts():
@@ -222,7 +226,7 @@ class _Outer(NamedTuple):
     def of_tokens(self) -> _Outer:
         """With tokens in the place of samples, or groups of neighbors where there are many."""
         count, length, _ = self.slopes.shape
-        size = -(-count * length // TERMS)
+        size = -(-count * length // min(TERMS, EACH * count))
         more = -length % size
         slopes, features = (
             nn.functional.pad(part, (0, 0, 0, more)).reshape(-1, size, part.shape[-1])

@@ -1,10 +1,13 @@
 """Synthetic samples: random ones of a public law, in the span of whose gradients another is fitted.
 
-Whoever knows the law makes up samples of his own: other draws of it span as much of a gradient.
+Whoever knows the law makes up samples of his own: other draws of it span as much of a gradient. A
+message's own are not to be read out of it, or its span would be known. So texts are that long that
+they have more tokens than a weight's gradient can tell apart.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,13 +19,16 @@ from ..batch.texts import ends_of, is_of_targets
 from ..map import GradientMap
 
 LENGTH = 16
-"""Tokens of a synthetic text, if the model takes as many. Longer ones came no nearer."""
+"""Tokens of a synthetic text come in so many, if the model takes as many."""
+MORE = 4 / 3
+"""Times as many tokens as a layer's inputs have directions: then these are in no span."""
+READERS = 4  # of one input at most, whose gradients are read together: query, key and value
 
 
 def synthetic_samples(
     gmap: GradientMap, samples: int, generator: Stream, special: Sequence[int] = ()
 ) -> GradientMap:
-    """A model on random samples with random labels; texts are of 16 tokens.
+    """A model on random samples with random labels; texts are of 16 tokens or more.
 
     Args:
         gmap: A map of the model, whose batch says which entries there are.
@@ -37,9 +43,9 @@ def synthetic_samples(
         >>> synthetic_samples(gmap, 5, Stream()).input.shape[:2]
         torch.Size([5, 16])
     """
-    x, batch, most = gmap.input, gmap.batch, _most_tokens(gmap.model)
+    x, batch = gmap.input, gmap.batch
     rows = torch.arange(samples, device=x.device) % len(x)
-    places = _places(gmap, min(LENGTH, most)) if x.dim() == 3 else None
+    places = _places(gmap, text_length(gmap, samples)) if x.dim() == 3 else None
 
     def resized(name: str, value: Any) -> Any:
         if not isinstance(value, Tensor) or not value.dim():
@@ -53,6 +59,27 @@ def synthetic_samples(
     like = {name: resized(name, value) for name, value in batch.items()}
     made = gmap.domain.random_batch(gmap.model, like, generator, special)
     return gmap.undefended.of_batch(made)
+
+
+def text_length(gmap: GradientMap, samples: int) -> int:
+    """Of how many tokens synthetic texts are: half of what the model takes at most, or 16.
+
+    A linear layer's gradient is δᵀX. Where X has fewer rows, one a token, than columns, it shows
+    which tokens they are of (the span attack).
+
+    Args:
+        gmap: A map of the model.
+        samples: How many texts there are.
+
+    Example:
+        >>> text_length(gmap, 16), gmap.input.shape[2]  # 16 x 16 tokens are more than enough
+        (16, 32)
+    """
+    matrices = [min(p.shape) for p in gmap.parameters.values() if p.dim() == 2]
+    told_apart = min(READERS * max(matrices, default=1), gmap.input.shape[-1])
+    wanted = LENGTH * math.ceil(MORE * told_apart / samples / LENGTH)
+    most = _most_tokens(gmap.model)
+    return min(wanted, max(min(LENGTH, most), most // 2))
 
 
 def _most_tokens(model: nn.Module) -> int:
