@@ -62,6 +62,7 @@ MORE_SEEDS = 5
 MORE = [
     *FIRST,
     ("refiner", {}),
+    ("refiner", {"samples": 4, "min_batches": 8}),
     ("optimal_pruning", {"ratio": 0.97, "error_feedback": True}),
     ("optimal_pruning", {"ratio": 0.99, "error_feedback": True, "min_batches": 8}),
 ]
