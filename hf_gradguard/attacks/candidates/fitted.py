@@ -169,7 +169,7 @@ def brought(
         span: Of synthetic samples.
         shares: φ of each of its groups.
     """
-    sizes = [_sizes(message) for message in messages]
+    sizes = [sizes_of(message) for message in messages]
     found, weights = ({name: torch.zeros_like(y) for name, y in messages[0].items()} for _ in "yw")
     for names, factors, share in zip(span.names, span.factors.tolist(), shares, strict=True):
         power = 0.0
@@ -187,8 +187,13 @@ def brought(
     return found, weights
 
 
-def _sizes(message: Mapping[str, Tensor]) -> dict[str, float]:
-    """Its power, parameter by parameter."""
+def sizes_of(message: Mapping[str, Tensor]) -> dict[str, float]:
+    """Its power, parameter by parameter.
+
+    Example:
+        >>> sizes_of({"weight": torch.tensor([3.0, 4.0])})
+        {'weight': 25.0}
+    """
     return {name: float(y.double().square().sum()) for name, y in message.items()}
 
 
@@ -196,7 +201,7 @@ def _score(
     span: Powers, message: Mapping[str, Tensor], gradient: Mapping[str, Tensor], powers: Tensor
 ) -> Tensor:
     score = torch.zeros_like(powers[:, 0])
-    sizes = _sizes(message)
+    sizes = sizes_of(message)
     least = ROUNDED * sum(sizes.values())
     for names, factors, power in zip(span.names, span.factors.tolist(), powers.T, strict=True):
         total = sum(sizes[name] for name in names)

@@ -11,7 +11,7 @@ it left, each has the part in its own span.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from ..observation import Observation
 from ..span.attack import Span, first_readers
 from ..span.layer_inputs import find_readers
 from .entries import ALL_CLASSES
-from .fitted import ROUNDED, made_up
+from .fitted import ROUNDED, made_up, sizes_of
 
 INSIDE = 0.99
 """Of a message's power, group by group: so much of it lies in no span but its own."""
@@ -48,10 +48,14 @@ def spans_of(
         batch: Any of the clients' kind.
         generator: Of the search. Left as it is.
     """
-    found = []
+    found: list[Powers] = []
+    if seen.domain.name != "text":
+        return found
+    drawn = generator.clone_state()
+    made = made_up(law, batch, seen.model, list(seen.gradient), drawn)
     later = () if seen.law is None or seen.batch_size == 1 else seen.law.later[:LATER]
     for message in (seen.gradient, *later):
-        span = _span_of(message, seen, law, batch, generator.clone_state())
+        span = _span_of(message, seen, law, made, drawn.clone_state())
         if span is None:
             break
         found.append(span)
@@ -62,24 +66,25 @@ def _span_of(
     message: Mapping[str, Tensor],
     seen: Observation,
     law: Fitted,
-    batch: Mapping[str, Any],
+    made: GradientMap,
     generator: torch.Generator,
 ) -> Powers | None:
-    made = made_up(law, batch, seen.model, list(message), generator)
     ids = _texts(message, seen, made, generator)
     if ids is None:
         return None
     samples = {**made.batch, text_keys(made.batch)[0]: ids}
+    classes = _classes(samples, seen)
+    rows = iter([*range(len(ids))] * SWEEPS if len(classes) else [])
     span = SampleSpan(made.of_batch(samples)).powers(law.factors)
-    for row in [*range(len(ids))] * SWEEPS:
-        if held(span, message) >= MOST:
-            break
-        tried = _labeled(samples, row, seen)
+    while held(span, message) < MOST:
+        if (row := next(rows, None)) is None:
+            return None
+        tried = [_labeled(samples, row, one) for one in classes]
         spans = [SampleSpan(made.of_batch(one)).powers(law.factors) for one in tried]
         within = [float(one(_alone(message)).sum()) for one in spans]
         best = within.index(max(within))
         samples, span = tried[best], spans[best]
-    return span if held(span, message) >= MOST else None
+    return span
 
 
 def held(span: Powers, message: Mapping[str, Tensor]) -> float:
@@ -89,18 +94,28 @@ def held(span: Powers, message: Mapping[str, Tensor]) -> float:
         >>> round(held(SampleSpan(gmap).powers("token"), gmap.gradient()), 1)
         1.0
     """
-    inside, factors = span(_alone(message))[0], span.factors
-    within = [float(p) >= INSIDE * _power(message, names) for p, names in
-              zip(inside, span.names, strict=True)]  # fmt: skip
-    return float(factors[within].sum() / factors.sum())
+    groups = _groups(span, message, sizes_of(message))
+    inside = sum(len(y) for y, power in groups if _lies(y, power))
+    return inside / sum(len(y) for y, _ in groups)
+
+
+def _groups(
+    span: Powers, message: Mapping[str, Tensor], sizes: Mapping[str, float]
+) -> list[tuple[Tensor, float]]:
+    """A message's coordinates in each group of a span, and its power there."""
+    powers = [sum(sizes[name] for name in names) for names in span.names]
+    return [
+        (y, power) for (y,), power in zip(span.coordinates(_alone(message)), powers, strict=True)
+    ]
+
+
+def _lies(y: Tensor, power: float) -> bool:
+    """Whether what has so much power lies in the span where these are its coordinates."""
+    return float(y.square().sum()) >= INSIDE * power
 
 
 def _alone(message: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: y[None] for name, y in message.items()}
-
-
-def _power(message: Mapping[str, Tensor], names: Iterable[str]) -> float:
-    return sum(float(message[name].double().square().sum()) for name in names)
 
 
 def _texts(
@@ -108,7 +123,7 @@ def _texts(
 ) -> Tensor | None:
     """Ids `(samples, T)` of the synthetic texts; `None` where the span attack finds no such."""
     keys = text_keys(made.batch)
-    if seen.domain.name != "text" or len(keys) != 1 or not any(y.any() for y in message.values()):
+    if len(keys) != 1 or not any(y.any() for y in message.values()):
         return None
     ids = made.batch[keys[0]]
     told = Observation(
@@ -122,17 +137,19 @@ def _texts(
     return found if found.shape == ids.shape and bool((found >= 0).all()) else None
 
 
-def _labeled(samples: Mapping[str, Any], row: int, seen: Observation) -> list[dict[str, Any]]:
-    """With each label that a text may have, where that is one of few classes."""
+def _classes(samples: Mapping[str, Any], seen: Observation) -> Tensor:
+    """Those that a text may be of, to be tried; none where labels are no few classes."""
     labels = samples.get("labels")
     count = getattr(getattr(seen.model, "config", None), "num_labels", None) or 1
     if labels is None or labels.dim() != 1 or labels.is_floating_point() or count > ALL_CLASSES:
-        return [dict(samples)]
-    classes = torch.arange(count).to(labels)
-    return [
-        {**samples, "labels": torch.cat([labels[:row], one[None], labels[row + 1 :]])}
-        for one in classes
-    ]
+        return torch.empty(0)
+    return torch.arange(count).to(labels)
+
+
+def _labeled(samples: Mapping[str, Any], row: int, label: Tensor) -> dict[str, Any]:
+    labels = samples["labels"].clone()
+    labels[row] = label
+    return {**samples, "labels": labels}
 
 
 class InSpan:
@@ -160,12 +177,12 @@ class InSpan:
         }
         heard, weights = [], []
         for message, span in zip(messages, spans, strict=False):
-            least = ROUNDED * _power(message, message)
-            for names, (y,) in zip(span.names, span.coordinates(_alone(message)), strict=True):
-                power = _power(message, names)
-                lies = power > least and float(y.square().sum()) >= INSIDE * power
+            sizes = sizes_of(message)
+            least = ROUNDED * sum(sizes.values())
+            for y, power in _groups(span, message, sizes):
+                told = power > least and _lies(y, power)
                 heard.append(y)
-                weights.append(torch.full_like(y, (len(y) / power) ** 0.5 if lies else 0.0))
+                weights.append(torch.full_like(y, (len(y) / power) ** 0.5 if told else 0.0))
         self.message, self.weights = {"fitted": torch.cat(heard)}, {"fitted": torch.cat(weights)}
 
     def __call__(self, gradients: Tensors) -> Tensors:

@@ -182,7 +182,8 @@ class Scorer:
         for at in rest:
             seen, law, center = self.observations[at], self.laws[at], centers[at]
             if fit := self._fit(at):
-                groups.append(self._fitted(at, center, spans.get(fit)))
+                drawn = None if at in self.spans else spans[fit]
+                groups.append(self._fitted(at, center, drawn))
                 continue
             several, own = [], own_entries(seen) if self._beside(at) else None
             if own is not None:
@@ -207,12 +208,12 @@ class Scorer:
         ]
 
     def _fitted(self, at: int, center: Tensors, drawn: tuple[Powers, list[float]] | None) -> _Alike:
-        """Of a message of several samples, fitted in a span that it names, or in one like those
-        that were drawn.
+        """Of a message of several samples, fitted in a span that it names, or in one like that
+        which was drawn.
         """
         seen, law = self.observations[at], self.laws[at]
         messages = [seen.gradient, *(law.later if law else ())]
-        if drawn is None or at in self.spans:
+        if drawn is None:
             inside = InSpan(messages, self.spans[at])
             mean = inside({name: c[None] for name, c in center.items()})
             told = Filtered(

@@ -203,12 +203,8 @@ class Powers:
         of the same groups has.
         """
         found = []
-        mine, theirs = (
-            zip(self._groups, self._roots, strict=True),
-            zip(other._groups, other._roots, strict=True),
-        )
-        for ((group, _, scale), root), ((beside, _, size), turned) in zip(
-            mine, theirs, strict=True
+        for (group, _, scale), root, (beside, _, size), turned in zip(
+            self._groups, self._roots, other._groups, other._roots, strict=True
         ):
             pairs = zip(group, beside, strict=True)
             products = torch.stack([one.across(two).double() for (_, one), (_, two) in pairs])
