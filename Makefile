@@ -3,7 +3,7 @@
 # make test      the test suite
 # make lint      what CI checks before the tests
 # make test-versions   the tests of Trainers, updates and the gradient map with the oldest and the newest supported versions
-# make results   figures, tables and pictures of docs/results.md anew; only run X with ONLY=X (data sets: see that page)
+# make results   figures, tables and pictures of docs/findings anew; only run X with ONLY=X (data sets: see docs/results.md)
 # make tables    its tables and pictures, of the figures that are there
 
 PYTHON ?= python3

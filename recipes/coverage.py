@@ -3,7 +3,7 @@ docs/coverage.md from coverage.yaml.
 
     python recipes/coverage.py
 
-A verdict rests on figures that docs/results.md has, with their intervals, or on tests. One whose
+A verdict rests on figures that docs/findings has, with their intervals, or on tests. One whose
 interval is wider than the effect is "cannot tell".
 """
 
@@ -76,7 +76,7 @@ def page() -> str:
 def rows(paper: dict) -> Iterator[str]:
     for item in paper["items"]:
         here = re.sub(r"{seeds\((\d+), (\d+), (\d+)\)}", _seeds, item.get("found", ""))
-        shown = [f"[results](results.md#{item['link']})"] if "link" in item else []
+        shown = [f"[results](findings/{item['link']})"] if "link" in item else []
         files = dict.fromkeys(test.split("::")[0] for test in item["tests"])
         shown += [f"[{Path(file).name}](../{file})" for file in files]
         if shown:

@@ -1,4 +1,4 @@
-"""Everything that docs/results.md shows, made anew by one command a row.
+"""Everything that docs/findings shows, made anew by one command a row.
 
     MODEL=... SST2=... MNIST=... python recipes/results.py     all of it: three days of one core
     MODEL=... SST2=... python recipes/results.py span_attack   one run, or all that mention this
@@ -148,7 +148,6 @@ RUNS = [
     Run("members", "studies.members.run", "weights", f"{TRAINED} {KEPT}", 0.4),
     Run("private_accuracy", "studies.private.run", "accuracy", TEXT, 0.4),
     Run("refiner_sentences", REFINER, "sentences", TEXT, 0.5),
-    Run("refiner_second_form", REFINER, "second_form", f"{TEXT} {KEPT}", 1.5),
     Run("refiner_parts", REFINER, "parts", f"{TEXT} {KEPT}", 4),
     Run(
         "refiner_warm",

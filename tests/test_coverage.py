@@ -67,8 +67,9 @@ def test_every_cited_test_is_there(test):
 
 def test_every_cited_section_is_there():
     headings = {
-        re.sub(r"[^\w\- ]", "", line.lstrip("# ").lower()).replace(" ", "-")
-        for line in (ROOT / "docs" / "results.md").read_text(encoding="utf-8").splitlines()
+        f"{page.name}#" + re.sub(r"[^\w\- ]", "", line.lstrip("# ").lower()).replace(" ", "-")
+        for page in (ROOT / "docs" / "findings").glob("*.md")
+        for line in page.read_text(encoding="utf-8").splitlines()
         if line.startswith("#")
     }
     links = {item["link"] for paper in PAPERS.values() for item in paper["items"] if "link" in item}

@@ -1,5 +1,5 @@
-"""docs/results.md: what it links is there, its tables are those of the figures, and
-`recipes/results.py` runs what it names.
+"""docs/results.md and docs/findings: what they link is there, their tables are those of the
+figures, and `recipes/results.py` runs what they name.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from recipes import results
 from recipes.studies.evaluation_networks.settings import IMAGE, TEXT
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE, PUBLISHED = ROOT / "docs" / "results.md", ROOT / "docs" / "results"
+PUBLISHED = ROOT / "docs" / "results"
+PAGES = [ROOT / "docs" / "results.md", *sorted((ROOT / "docs" / "findings").glob("*.md"))]
 
 
 @pytest.mark.parametrize("run", results.RUNS, ids=lambda run: run.output)
@@ -51,21 +52,39 @@ def test_every_study_and_benchmark_is_run():
     assert runs == found
 
 
-def test_every_run_table_and_picture_is_on_the_page():
-    page = PAGE.read_text(encoding="utf-8")
-    named = set(re.findall(r"make results ONLY=(\w+)", page)) - {"NAME"}
-    assert named == {run.output for run in results.RUNS}
-    links = set(re.findall(r"\]\(([^#)]+?)(?:#[^)]*)?\)", page))
-    assert not [link for link in links if not (PAGE.parent / link).exists()]
-    files = [*PUBLISHED.glob("*.md"), *PUBLISHED.glob("*.png")]
-    cards = {f"results/evalnets_{network}.md" for network in (IMAGE, TEXT)}  # on their cards
-    assert {f"results/{path.name}" for path in files} - cards <= links
-    headings = {
+def _headings(page: Path) -> set[str]:
+    return {
         re.sub(r"[^\w\- ]", "", line.lstrip("# ").lower()).replace(" ", "-")
-        for line in page.splitlines()
+        for line in page.read_text(encoding="utf-8").splitlines()
         if line.startswith("#")
     }
-    assert set(re.findall(r"\]\(#(.*?)\)", page)) <= headings
+
+
+def test_every_run_table_and_picture_is_on_a_page():
+    texts = [page.read_text(encoding="utf-8") for page in PAGES]
+    named = [name for text in texts for name in re.findall(r"make results ONLY=(\w+)", text)]
+    assert {*named} - {"NAME"} == {run.output for run in results.RUNS}
+    links = {
+        (page.parent / link).resolve()
+        for page, text in zip(PAGES, texts, strict=True)
+        for link in re.findall(r"\]\(([^#)]+?)(?:#[^)]*)?\)", text)
+    }
+    assert not [link for link in links if not link.exists()]
+    files = {*PUBLISHED.glob("*.md"), *PUBLISHED.glob("*.png")}
+    cards = {PUBLISHED / f"evalnets_{network}.md" for network in (IMAGE, TEXT)}  # on their cards
+    assert files - cards <= links
+    assert {*PAGES[1:]} <= links
+
+
+LINKING = [*(ROOT / "docs").rglob("*.md"), ROOT / "README.md"]
+
+
+@pytest.mark.parametrize("page", LINKING, ids=lambda page: str(page.relative_to(ROOT)))
+def test_linked_sections_are_there(page):
+    for link, section in re.findall(r"\]\(([^#)\s]*)#([^)]+)\)", page.read_text(encoding="utf-8")):
+        if not link.startswith("http"):
+            target = (page.parent / link).resolve() if link else page
+            assert section in _headings(target), f"{link}#{section}"
 
 
 def test_runs_are_chosen_by_output_or_by_what_they_mention():

@@ -65,10 +65,11 @@ def test_refiner_parts(encoder, sentences, quick, tmp_path, monkeypatch):
     found = study.figures
     assert list(found) == ["none", "default", "without feedback"]
     for row in found.values():
-        assert list(row) == ["accuracy", "span, 1", "candidates, 4"]
+        assert list(row) == ["accuracy", "span, 1", "candidates, 4", "one word, 1"]
         (trained,), (read,) = row["accuracy"].values(), row["candidates, 4"].values()
         assert 0 <= trained["accuracy"] <= 1
         assert len(read["tpr_1%"]) == 4
+    assert found["none"]["one word, 1"]["0"]["rank"] == [1]
     cosines = {row: one["accuracy"]["0"]["cosine_of_sums"] for row, one in found.items()}
     assert cosines["none"] == pytest.approx(1)
     assert -1 <= cosines["default"] < 1

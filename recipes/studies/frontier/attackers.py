@@ -20,7 +20,7 @@ from hf_gradguard.randomness import Stream
 from ..lib.attacks import ids_found
 from ..lib.device import DEVICE, there
 from .client import Stage
-from .settings import GATHERED
+from .settings import GATHERED, WORD
 
 NOISE_ALONE = "noise_alone"
 OWN, OTHERS = "token_f1", "token_f1_others"  # words of the sentence found, and by chance
@@ -31,13 +31,16 @@ def attacked(
     cell: dict, stage: Stage, tokenizer, texts: list[dict], later: Iterable[dict] = ()
 ) -> dict:
     """Figures of each sentence: token F1, with itself and with others; of candidates, whether it is
-    told at 1 % false alarms, and its rank. With `NOISE_ALONE` among a cell's settings there is
-    nothing to find. Who gathers what a client sends waits for the batches to come `later`.
+    told at 1 % false alarms, and its rank, or the same of the word in its middle. With
+    `NOISE_ALONE` among a cell's settings there is nothing to find. Who gathers what a client sends
+    waits for the batches to come `later`.
     """
     if NOISE_ALONE in cell:
         stage = noise_alone(stage, tokenizer)
     if cell["attack"] == "candidates":
         return _told(cell, texts, observed(cell, stage, tokenizer, texts))
+    if cell["attack"] == WORD[0]:
+        return _words_told(cell, stage, tokenizer, texts)
     batches = _batches(cell, tokenizer, texts)
     if cell["attack"] == GATHERED[0]:
         see = functools.partial(_granted, stage, tokenizer)
@@ -175,6 +178,22 @@ def _told(cell: dict, texts: list[dict], seen: Sequence[Observation | None]) -> 
     return told(cell, *candidates, seen)
 
 
+def _words_told(cell: dict, stage: Stage, tokenizer, texts: list[dict]) -> dict:
+    """The word in the middle of each sentence among others' words, for who knows all the rest."""
+    special, count = set(tokenizer.all_special_ids), cell["settings"]["words"]
+    every = {i for text in texts for i in tokenizer(text["sentence"])["input_ids"]} - special
+    scores = []
+    for number, seen in enumerate(observed(cell, stage, tokenizer, texts)):
+        ids = tokenizer(texts[number]["sentence"])["input_ids"]
+        place = len(ids) // 2
+        others = np.random.default_rng(number).permutation(sorted(every - {ids[place]}))
+        words = [ids[place], *others[: count - 1].tolist()]
+        attack = make_attack("candidates", candidates=ids, places=[place], words=words)
+        (found,) = of_each(attack, [seen], torch.Generator(DEVICE).manual_seed(0))
+        scores.append(np.zeros(len(words)) if found is None else found.scores.cpu().numpy())
+    return _scored(scores, [[0]] * len(scores))
+
+
 def told(
     cell: dict, listed: Sequence, labels: Sequence[int], seen: Sequence[Observation | None]
 ) -> dict:
@@ -186,6 +205,10 @@ def told(
     members = [range(size * number, size * (number + 1)) for number in range(len(seen))]
     alike = np.zeros(len(listed))
     scores = [alike if one is None else one.scores.cpu().numpy() for one in found]
+    return _scored(scores, members)
+
+
+def _scored(scores: list[np.ndarray], members: Sequence[Sequence[int]]) -> dict:
     figures = score_candidates(scores, members, bootstrap=0).per_sample
     return {name: [float(x) for x in figures[name]] for name in ("tpr_1%", "rank")}
 

@@ -28,7 +28,7 @@ from ..lib.tables import write_table
 from ..lib.text import of_usual_length, sst2
 from .attackers import told
 from .settings import BATCH
-from .shown import told_of
+from .shown import read, told_of
 from .training import TEXTS, Task
 
 ARGUMENTS = TEXTS
@@ -99,7 +99,7 @@ def _told(cell: dict, listed: list[dict], seen: Sequence[Observation], size: int
 
 def report(figures: dict, args) -> None:
     rows = [
-        [f"`{name}`", count, told_of([one["tpr_1%"]], "tpr_1%"), f"{median(one['rank']):g}",
+        [f"`{name}`", count, read({"0": one}), f"{median(one['rank']):g}",
          told_of([one["all"]], "tpr_1%")]
         for name, found in figures.items()
         for count, one in found.items()

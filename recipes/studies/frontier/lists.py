@@ -22,7 +22,7 @@ from ..lib.text import of_usual_length, sst2
 from .attackers import attacked
 from .client import Stage
 from .settings import ATTACKS, BATCH, CANDIDATES, QUICK, QUICK_ATTACKS, QUICK_CANDIDATES, STEPS
-from .shown import asked, told_of
+from .shown import asked, read
 from .training import TEXTS, Task
 
 ARGUMENTS = TEXTS | {"--models": "folder that keeps what was trained"}
@@ -68,7 +68,7 @@ def report(figures: dict, args) -> None:
         [
             strength,
             f"{math.sqrt(one['parameters'] / size) / float(strength):.2g}",
-            told_of([one["tpr_1%"]], "tpr_1%"),
+            read({"0": one}),
             f"{statistics.median(one['rank']):g}",
         ]
         for strength, one in figures.items()

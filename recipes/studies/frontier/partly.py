@@ -18,7 +18,7 @@ from . import text
 from .attackers import observed, told
 from .client import row_of
 from .lists import at_the_end
-from .shown import told_of
+from .shown import read
 from .training import Task
 
 ARGUMENTS = text.TRAINED
@@ -62,7 +62,7 @@ def prepare(args):
 
 def report(figures: dict, args) -> None:
     rows = [
-        [f"`{row}`", *(f"{told_of([one['tpr_1%']], 'tpr_1%')}, {median(one['rank']):g}"
+        [f"`{row}`", *(f"{read({'0': one})}, {median(one['rank']):g}"
                        for one in found.values())]
         for row, found in figures.items()
     ]  # fmt: skip

@@ -73,6 +73,7 @@ SPAN, CANDIDATES, TAG = ("span", 1), ("candidates", 16), ("tag", 1)
 LAMP, INVERTED_TEXT = ("lamp", 1), ("inverting_gradients_published", 1)
 LBFGS = {"optimizer": "lbfgs", "learning_rate": 1.0, "schedule": "constant", "signed": False}
 UNLABELED = ("candidates without labels", 16)  # who does not know a message's labels
+WORD = ("one word", 1)  # candidates of who knows all others of a sentence
 GATHERED = ("gathered", 16)  # candidates of who waits for so many messages more
 ATTACKS = {
     SPAN: (8, {}),
@@ -80,6 +81,7 @@ ATTACKS = {
     GATHERED: (3, {"listed": 300, "later": 30}),
     ("candidates", 4): (4, {"listed": 300}),
     ("candidates", 1): (12, {"listed": 300}),
+    WORD: (8, {"words": 300}),
     TAG: (4, {"steps": 500}),
     INVERTED_TEXT: (4, {"steps": 25, **LBFGS}),
     LAMP: (4, {"steps": 300, "every": 100, "moves": 20}),
@@ -100,6 +102,7 @@ QUICK_CANDIDATES = ("candidates", 4)
 QUICK_ATTACKS = {
     SPAN: (1, {}),
     QUICK_CANDIDATES: (1, {"listed": 20}),
+    WORD: (1, {"words": 4}),
     ("gathered", 4): (1, {"listed": 20, "later": 1}),
 }
 QUICK_ROWS = [

@@ -2,8 +2,8 @@
 
     python -m recipes.studies.refiner.run PART --help
 
-Each part's help has its command: `sentences`, `in_training`, `text`, `fine_tuned`, `second_form`,
-`parts`, `ablations`, `frontier`, `warm`, `pruning` and `layers`.
+Each part's help has its command: `sentences`, `in_training`, `text`, `fine_tuned`, `parts`,
+`ablations`, `frontier`, `warm`, `pruning` and `layers`.
 """
 
 from ..lib.command import main
@@ -15,14 +15,13 @@ from . import (
     layers,
     parts,
     pruning,
-    second_form,
     sentences,
     text,
     warm,
 )
 
 PARTS = [
-    sentences, in_training, text, fine_tuned, second_form, parts, ablations, frontier, warm,
+    sentences, in_training, text, fine_tuned, parts, ablations, frontier, warm,
     pruning, layers,
 ]  # fmt: skip
 

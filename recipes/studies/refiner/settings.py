@@ -133,21 +133,20 @@ class Part(NamedTuple):
 
     defense: str
     strength: dict
-    rates: tuple[float, ...] = (5e-5, 2e-4)
+    rates: tuple[float, ...] = (1e-4, 2e-4)
     steps: int = 200
 
 
 PARTS = {  # the most telling first
     "none": Part("none", {}, (2e-4,)),
-    "default": Part("refiner", {}, (2.5e-5, 5e-5, 2e-4)),
+    "default": Part("refiner", {}),
     "without feedback": Part("refiner", {"error_feedback": False}),
     "a factor a sample": Part("refiner", {"factors": "sample"}),
     "one factor": Part("refiner", {"factors": "message"}),
-    "a factor a sample, 2 steps": Part("refiner", {"iterations": 2}),
-    "64 samples": Part("refiner", {"samples": 64}),
     "4 samples": Part("refiner", {"samples": 4}),
+    "a factor a sample, 2 steps": Part("refiner", {"iterations": 2}),
     "none, 300 messages": Part("none", {}, (2e-4,), 300),
-    "default, 300 messages": Part("refiner", {}, (5e-5,), 300),
+    "default, 300 messages": Part("refiner", {}, (2e-4,), 300),
 }
 QUICK_PARTS, FIRST_PARTS, PARTS_SEEDS = ("none", "default", "without feedback"), 5, 3
 
@@ -173,63 +172,3 @@ WARM_TRIED = {  # rates, and how they do on what was held out
     "noise of five times": (2e-3, 4e-3, 8e-3),
     "none": (1e-3, 2e-3, 4e-3),
 }
-
-# second_form.py: defense, settings, learning rate. A client's first message is sent.
-WEIGHTED = {"objective": "weighted", "evaluation_network": "text-evaluation-network-minilm-l6"}
-SLOW = WEIGHTED | {"learning_rate": 0.001, "iterations": 4}
-COSINE = {"objective": "cosine", "factors": "sample"}
-ONE = COSINE | {"factors": "message"}
-TOKEN = COSINE | {"factors": "token"}
-EACH = COSINE | {"factors": "parameter"}
-FEEDBACK = {"error_feedback": True, "min_batches": 1}
-NO_FEEDBACK = {"error_feedback": False}
-SECOND_FORM: dict[str, tuple[str, dict, float]] = {  # the most telling first
-    "none": ("none", {}, 2e-4),
-    "uniform noise of 20": ("gaussian_noise", {"relative_scale": 20.0}, 8e-4),
-    "a factor by token": (
-        "refiner", TOKEN | FEEDBACK | {"samples": 16, "iterations": 0}, 2e-4,
-    ),
-    "a factor by sample and parameter, 64 samples": (
-        "refiner", EACH | FEEDBACK | {"samples": 64, "iterations": 0}, 2e-4,
-    ),
-    "a factor by sample and parameter": (
-        "refiner", EACH | FEEDBACK | {"samples": 16, "iterations": 0}, 2e-4,
-    ),
-    "a factor by sample, 2 steps": (
-        "refiner", COSINE | FEEDBACK | {"samples": 16, "iterations": 2}, 2e-4,
-    ),
-    "a factor by sample, no step": (
-        "refiner", COSINE | FEEDBACK | {"samples": 16, "iterations": 0}, 2e-4,
-    ),
-    "a factor by token, 64 samples": (
-        "refiner", TOKEN | FEEDBACK | {"samples": 64, "iterations": 0}, 2e-4,
-    ),
-    "2 steps, without feedback": (
-        "refiner", COSINE | NO_FEEDBACK | {"samples": 16, "iterations": 2}, 2e-4,
-    ),
-    "64 samples": ("refiner", COSINE | FEEDBACK | {"samples": 64, "iterations": 0}, 2e-4),
-    "one factor, 4 steps": ("refiner", ONE | FEEDBACK | {"samples": 16, "iterations": 4}, 2e-4),
-    "one factor, 4 steps, without feedback": (
-        "refiner", ONE | NO_FEEDBACK | {"samples": 16, "iterations": 4}, 2e-4,
-    ),
-    "one factor, no step": ("refiner", ONE | FEEDBACK | {"samples": 16, "iterations": 0}, 2e-4),
-    "4 samples": ("refiner", COSINE | FEEDBACK | {"samples": 4, "iterations": 0}, 2e-4),
-    "a factor by token, rate 4e-4": (
-        "refiner", TOKEN | FEEDBACK | {"samples": 16, "iterations": 0}, 4e-4,
-    ),
-    "16 samples, rate 4e-4": (
-        "refiner", COSINE | FEEDBACK | {"samples": 16, "iterations": 0}, 4e-4,
-    ),
-    "published": ("refiner", WEIGHTED, 2e-4),
-    "published, 4 slow steps": ("refiner", SLOW | NO_FEEDBACK, 2e-4),
-    "published, 4 slow steps, feedback": ("refiner", SLOW | FEEDBACK, 2e-4),
-    "pruning 0.99": ("pruning", {"ratio": 0.99}, 2e-4),
-    "pruning 0.99, feedback": ("pruning", {"ratio": 0.99} | FEEDBACK, 2e-4),
-    "optimal pruning 0.9": ("optimal_pruning", {"ratio": 0.9, "shape": "own"}, 2e-4),
-    "optimal pruning 0.9, feedback": (
-        "optimal_pruning", {"ratio": 0.9, "shape": "own"} | FEEDBACK, 2e-4,
-    ),
-}  # fmt: skip
-QUICK_SECOND = ("none", "a factor by token", "pruning 0.99, feedback")
-FIRST_ROWS, FIRST_READ, SECOND_SIZES, SECOND_SEEDS = 7, 3, {"steps": 200, "batch": 16}, 3
-SENTENCES_READ, CANDIDATES, BATCHES_TOLD, WORDS = 8, 64, [1, 16], 150
