@@ -16,6 +16,7 @@ DEFAULT_DEFENSES = {
         "optimal_noise:relative_scale=20",
         "pruning:ratio=0.99",
         "optimal_pruning:ratio=0.9",
+        "optimal_pruning:ratio=0.97,error_feedback=true",
     ),
     "image": (
         "gaussian_noise:relative_scale=1",
@@ -25,6 +26,7 @@ DEFAULT_DEFENSES = {
         "optimal_noise:relative_scale=5",
         "pruning:ratio=0.99",
         "optimal_pruning:ratio=0.9",
+        "optimal_pruning:ratio=0.99,error_feedback=true",
     ),
 }
 DEFAULT_ATTACKS = {"text": "span,tag:steps=300", "image": "inverting_gradients:steps=10"}

@@ -38,7 +38,7 @@ from .settings import (
     RATES_SEED,
     SPREAD,
 )
-from .shown import GRAY, Look, cells_of, fitting, picture, table
+from .shown import GRAY, Look, cells_of, fitting, lists, picture, table
 
 ARGUMENTS = IMAGES | {"--all": ALL, "--models": "folder that keeps what was trained"}
 RATES = "learning rate"
@@ -96,6 +96,7 @@ def measured(task: Client, images: str) -> Callable[[dict], dict]:
 
 def report(figures: dict, args) -> None:
     table(figures, IMAGE_ATTACKS, args.output, {"rates (held out)": tried_of(figures)})
+    lists(figures, IMAGE_ATTACKS, args.output)
     picture(figures, args.output, LOOK)
 
 

@@ -28,6 +28,7 @@ class Score(NamedTuple):
 
 TOLD = "tpr_1%"
 AHEAD = 3.0  # the last rank of who has at most 1 % of a list's others ahead, of 284 to 299
+TENTH = 29.0  # of at most 10 %
 ONE_SEED = " (1 seed)"  # an interval over samples alone
 SCORES = {
     "token_f1": Score(2, "part"),
@@ -178,6 +179,29 @@ def table(figures: dict, attacks: dict, output, more: dict[str, dict[str, str]])
         shown += [proved.get(row, "") for _ in proof]
         rows.append(shown + [read(found.get(column, {})) for column in columns])
     write_table(output, ["", *more, "accuracy", "less than none", *proof, *columns], rows)
+
+
+def lists(figures: dict, attacks: dict, output) -> None:
+    """OUTPUT_lists: how many of how many members are told at 1 % false alarms, and at 10 %."""
+    named = [f"{attack}, {size}, {stage}" for attack, size in attacks for stage in STAGES]
+    columns = [
+        one for one in named if any(_scores(found.get(one, {}), TOLD) for found in figures.values())
+    ]
+    rows = [
+        [f"`{row}`", *(_counted(found.get(one, {})) for one in columns)]
+        for row, found in figures.items()
+    ]
+    where = output.with_name(output.name + "_lists")
+    write_table(
+        where, ["of how many, at 1 % (10 %)", *columns], [row for row in rows if any(row[1:])]
+    )
+
+
+def _counted(runs: dict) -> str:
+    told = [float(one) for values in _scores(runs, TOLD) for one in values]
+    ranks = [rank for run in runs.values() for rank in run.get("rank", ())]
+    among = sum(rank <= TENTH for rank in ranks)
+    return f"{sum(told):.0f} ({among}) of {len(told)}" if told else ""
 
 
 def picture(figures: dict, output, look: Look) -> None:

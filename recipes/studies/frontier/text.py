@@ -34,7 +34,7 @@ from .settings import (
     STAGES,
     STEPS,
 )
-from .shown import Look, cells_of, fitting, picture, table
+from .shown import Look, cells_of, fitting, lists, picture, table
 from .training import TEXTS, Task
 
 TRAINED = TEXTS | {
@@ -96,4 +96,5 @@ def prepare(args):
 
 def report(figures: dict, args) -> None:
     table(figures, ATTACKS, args.output, {})
+    lists(figures, ATTACKS, args.output)
     picture(figures, args.output, LOOK)
