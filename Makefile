@@ -9,11 +9,11 @@
 PYTHON ?= python3
 BIN := .venv/bin
 RANKS := --multi_gpu --num_processes 2 --num_machines 1 --mixed_precision no --dynamo_backend no
-DEMO := none optimal_noise optimal_pruning refiner
+DEMO := none refiner optimal_noise optimal_pruning
 none_SETTINGS := {}
+refiner_SETTINGS := {}
 optimal_noise_SETTINGS := {"relative_scale": 5}
 optimal_pruning_SETTINGS := {}
-refiner_SETTINGS := {"evaluation_network": "runs/demo/network", "iterations": 2, "warm_start": 500}
 OFFLINE := HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=1
 
 .NOTPARALLEL:
@@ -30,20 +30,12 @@ install: .venv/installed
 demo: $(DEMO:%=demo-%)
 	@$(BIN)/python recipes/compare.py $(DEMO:%=runs/demo/%/metrics.json)
 	@$(OFFLINE) $(BIN)/gradguard audit --model runs/demo/none --dataset hf_gradguard/data/sentiment/train.tsv \
-		--defense optimal_noise:relative_scale=5 --defense optimal_pruning \
-		--defense refiner:evaluation_network=runs/demo/network,iterations=2,warm_start=500 \
+		--defense refiner --defense optimal_noise:relative_scale=5 --defense optimal_pruning \
 		--attack span --samples 8 --metrics $(DEMO:%=runs/demo/%/metrics.json) --output runs/demo/audit
 
 demo-%: install
 	@$(OFFLINE) $(BIN)/accelerate launch $(RANKS) recipes/sst2.py --config recipes/configs/demo.yaml \
 		--defense $* --defense_kwargs '$($*_SETTINGS)' --output_dir runs/demo/$*
-
-# Refiner's evaluation network. Withheld embeddings stay as they start, so the first run's are every run's.
-demo-network: demo-none
-	@$(OFFLINE) $(BIN)/gradguard evalnet train --model runs/demo/none --dataset hf_gradguard/data/sentiment/dev.tsv \
-		--steps 150 --max_length 16 --output runs/demo/network
-
-demo-refiner: demo-network
 
 test: install lint
 	$(OFFLINE) $(BIN)/python -m pytest -m "not slow" --numprocesses auto --maxprocesses 4 --dist worksteal

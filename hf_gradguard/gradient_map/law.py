@@ -22,12 +22,12 @@ class Fitted:
     much of a gradient.
 
     Args:
-        samples: How many.
+        samples: How many; `None` as many as are usual of texts, or of images.
         factors: Their granularity.
         special: Ids of special tokens, which stand at a text's ends only.
     """
 
-    samples: int
+    samples: int | None
     factors: Granularity
     special: tuple[int, ...] = ()
 

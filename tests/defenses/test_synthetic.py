@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import BartConfig, BartForConditionalGeneration
 
 from hf_gradguard import GradientMap, make_defense
+from hf_gradguard.attacks.candidates.fitted import made_up
 from hf_gradguard.defenses.refiner.synthetic import SyntheticSamples
 from hf_gradguard.gradient_map.differences.changes import Pass, layers_of
 from hf_gradguard.gradient_map.per_sample import span as sample_span
@@ -245,6 +246,24 @@ def test_texts_have_more_tokens_than_a_gradient_tells_apart(
     gmap = GradientMap(model, batch, second_order=False)
     assert text_length(gmap, samples) == length
     assert synthetic_samples(gmap, samples, rng()).input.shape[:2] == (samples, length)
+
+
+@pytest.mark.parametrize(("task", "samples"), [("bert", 4), ("vit", 16)])
+def test_of_texts_few_are_made_up_and_of_images_more(task: str, samples: int) -> None:
+    """By the defense, and by whoever knows its law."""
+    gmap = GradientMap(*make_task(task), second_order=False)
+    settings: dict[str, Any] = {"error_feedback": False}
+    usual, stated = (
+        make_defense("refiner", **settings | more) for more in ({}, {"samples": samples})
+    )
+    one, other = (defense(gmap, Stream.from_seeds(1)) for defense in (usual, stated))
+    torch.testing.assert_close(dict(one), dict(other), rtol=0, atol=0)
+    law = usual.law(one)
+    assert law is not None
+    assert law.fitted is not None
+    draw = torch.Generator()
+    made = made_up(law.fitted, gmap.batch, gmap.model, list(gmap.parameters), draw)
+    assert len(made.input) == samples
 
 
 def test_messages_differ_and_repeat_with_the_stream() -> None:

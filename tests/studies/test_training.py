@@ -63,7 +63,7 @@ def test_refiner_parts(encoder, sentences, quick, tmp_path, monkeypatch):
     data = ("--model", encoder, "--data_dir", sentences, "--models", tmp_path / "models")
     study = quick("refiner", "parts", *data, output=tmp_path / "parts")
     found = study.figures
-    assert list(found) == ["none", "default", "without feedback"]
+    assert list(found) == ["none", "4 samples", "16, without feedback"]
     for row in found.values():
         assert list(row) == ["accuracy", "span, 1", "candidates, 4", "one word, 1"]
         (trained,), (read,) = row["accuracy"].values(), row["candidates, 4"].values()
@@ -72,7 +72,7 @@ def test_refiner_parts(encoder, sentences, quick, tmp_path, monkeypatch):
     assert found["none"]["one word, 1"]["0"]["rank"] == [1]
     cosines = {row: one["accuracy"]["0"]["cosine_of_sums"] for row, one in found.items()}
     assert cosines["none"] == pytest.approx(1)
-    assert -1 <= cosines["default"] < 1
+    assert -1 <= cosines["4 samples"] < 1
     rows = study.rows()
     assert rows[0][:4] == ["none", "", f"{found['none']['accuracy']['0']['accuracy']:.3f}",
                            "0.000 [0.000, 0.000] (1 seed)"]  # fmt: skip

@@ -91,7 +91,7 @@ class Refiner(BiasedDefense):
         image_mean: Per channel, what was subtracted from pixels in [0, 1]. The Trainer asks the
             image processor.
         image_std: Per channel, what they were divided by afterwards.
-        samples: "cosine": how many samples are made up.
+        samples: "cosine": how many samples are made up. Default: 4 texts, or 16 images.
         factors: "cosine": how many are fitted: one per `"message"`, per `"sample"`, per sample
             and `"parameter"`, or per `"token"` and weight. The last two have no `iterations`.
             Default: "token", with `iterations` "sample".

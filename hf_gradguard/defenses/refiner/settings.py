@@ -13,7 +13,7 @@ Objective = Literal["cosine", "weighted"]
 
 DEFAULTS: dict[str, dict[str, Any]] = {
     "cosine": {
-        "beta": 0.0, "learning_rate": 0.2, "samples": 16, "error_feedback": True,
+        "beta": 0.0, "learning_rate": 0.2, "error_feedback": True,
     },
     "weighted": {
         "alpha": 0.6, "beta": 1.0, "tau": 0.95, "iterations": 10, "learning_rate": 0.01,
@@ -76,7 +76,8 @@ def check_settings(refiner: Any) -> None:
         check_range("alpha", refiner.alpha, 0, 1)
         check_range("tau", refiner.tau, 0, math.inf, above=True)
     else:
-        check_whole("samples", refiner.samples, 1)
+        if refiner.samples is not None:
+            check_whole("samples", refiner.samples, 1)
         if refiner.factors not in get_args(Granularity):
             names = " or ".join(map(repr, get_args(Granularity)))
             raise ValueError(f"factors must be {names}, but is {refiner.factors!r}.")

@@ -28,7 +28,7 @@ CORPUS = "WikiText-2"
 ROWS: list[tuple[str, dict]] = [
     ("none", {}),
     *((name, {"relative_scale": 20.0}) for name in ("gaussian_noise", "optimal_noise")),
-    ("refiner", {}),
+    *(("refiner", {"samples": count}) for count in (4, 16)),
     ("refiner", {"samples": 4, "min_batches": 8}),
 ]
 ASKED = {SPAN: list(STAGES), CANDIDATES: ["end"]}

@@ -1,4 +1,4 @@
-r"""Refiner's default, and what each part of it gives: one is left out, or done otherwise.
+r"""Refiner of 4 and 16 texts, and what each part of it gives: one is left out, or done otherwise.
 
     python -m recipes.studies.refiner.run parts --model MODEL --data_dir SST2 --models FOLDER \
         --output docs/results/refiner_parts

@@ -139,16 +139,17 @@ class Part(NamedTuple):
 
 PARTS = {  # the most telling first
     "none": Part("none", {}, (2e-4,)),
-    "default": Part("refiner", {}),
-    "without feedback": Part("refiner", {"error_feedback": False}),
-    "a factor a sample": Part("refiner", {"factors": "sample"}),
-    "one factor": Part("refiner", {"factors": "message"}),
     "4 samples": Part("refiner", {"samples": 4}),
-    "a factor a sample, 2 steps": Part("refiner", {"iterations": 2}),
+    "16 samples": Part("refiner", {"samples": 16}),
+    "16, without feedback": Part("refiner", {"samples": 16, "error_feedback": False}),
+    "16, a factor a sample": Part("refiner", {"samples": 16, "factors": "sample"}),
+    "16, one factor": Part("refiner", {"samples": 16, "factors": "message"}),
+    "16, a factor a sample, 2 steps": Part("refiner", {"samples": 16, "iterations": 2}),
     "none, 300 messages": Part("none", {}, (2e-4,), 300),
-    "default, 300 messages": Part("refiner", {}, (2e-4,), 300),
+    "4 samples, 300 messages": Part("refiner", {"samples": 4}, (1e-4,), 300),
+    "16 samples, 300 messages": Part("refiner", {"samples": 16}, (2e-4,), 300),
 }
-QUICK_PARTS, FIRST_PARTS, PARTS_SEEDS = ("none", "default", "without feedback"), 5, 3
+QUICK_PARTS, FIRST_PARTS, PARTS_SEEDS = ("none", "4 samples", "16, without feedback"), 6, 3
 
 # warm.py
 WARM_IMAGES, WARM_SEEDS, WARM_RATE = 2000, 3, 2e-3
