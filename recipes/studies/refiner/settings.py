@@ -150,7 +150,7 @@ PARTS = {  # the most telling first
     "16 samples, 300 messages": Part("refiner", {"samples": 16}, (2e-4,), 300),
 }
 QUICK_PARTS, FIRST_PARTS, PARTS_SEEDS = ("none", "4 samples", "16, without feedback"), 6, 3
-OF_WORDS = 3  # rows that who knows all other words attacks
+OF_WORDS = 2  # rows that who knows all other words attacks
 
 # warm.py
 WARM_IMAGES, WARM_SEEDS, WARM_RATE = 2000, 3, 2e-3
