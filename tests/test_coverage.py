@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+from headings import headings
 
 from recipes import coverage
 
@@ -66,14 +67,13 @@ def test_every_cited_test_is_there(test):
 
 
 def test_every_cited_section_is_there():
-    headings = {
-        f"{page.name}#" + re.sub(r"[^\w\- ]", "", line.lstrip("# ").lower()).replace(" ", "-")
+    sections = {
+        f"{page.name}#{heading}"
         for page in (ROOT / "docs" / "findings").glob("*.md")
-        for line in page.read_text(encoding="utf-8").splitlines()
-        if line.startswith("#")
+        for heading in headings(page)
     }
     links = {item["link"] for paper in PAPERS.values() for item in paper["items"] if "link" in item}
-    assert links <= headings
+    assert links <= sections
 
 
 def test_numbers():

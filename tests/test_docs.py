@@ -29,7 +29,8 @@ from examples import example_names
 import hf_gradguard
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = sorted([ROOT / "README.md", *ROOT.glob("docs/*.md"), *ROOT.glob("model_cards/*/README.md")])
+GLOBS = ("README.md", "docs/*.md", "docs/findings/*.md", "model_cards/*/README.md")
+PAGES = sorted(page for pages in GLOBS for page in ROOT.glob(pages))
 ROOMS = ["hf_gradguard"] + [
     f"hf_gradguard.{room.name}"
     for room in pkgutil.iter_modules(hf_gradguard.__path__)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 import pytest
+from headings import headings
 
 from recipes import results
 from recipes.studies.evaluation_networks.settings import IMAGE, TEXT
@@ -52,14 +53,6 @@ def test_every_study_and_benchmark_is_run():
     assert runs == found
 
 
-def _headings(page: Path) -> set[str]:
-    return {
-        re.sub(r"[^\w\- ]", "", line.lstrip("# ").lower()).replace(" ", "-")
-        for line in page.read_text(encoding="utf-8").splitlines()
-        if line.startswith("#")
-    }
-
-
 def test_every_run_table_and_picture_is_on_a_page():
     texts = [page.read_text(encoding="utf-8") for page in PAGES]
     named = [name for text in texts for name in re.findall(r"make results ONLY=(\w+)", text)]
@@ -84,7 +77,7 @@ def test_linked_sections_are_there(page):
     for link, section in re.findall(r"\]\(([^#)\s]*)#([^)]+)\)", page.read_text(encoding="utf-8")):
         if not link.startswith("http"):
             target = (page.parent / link).resolve() if link else page
-            assert section in _headings(target), f"{link}#{section}"
+            assert section in headings(target), f"{link}#{section}"
 
 
 def test_runs_are_chosen_by_output_or_by_what_they_mention():

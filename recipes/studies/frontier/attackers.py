@@ -180,18 +180,17 @@ def _told(cell: dict, texts: list[dict], seen: Sequence[Observation | None]) -> 
 
 def _words_told(cell: dict, stage: Stage, tokenizer, texts: list[dict]) -> dict:
     """The word in the middle of each sentence among others' words, for who knows all the rest."""
-    special, count = set(tokenizer.all_special_ids), cell["settings"]["words"]
-    every = {i for text in texts for i in tokenizer(text["sentence"])["input_ids"]} - special
-    scores = []
+    sentences = [tokenizer(text["sentence"])["input_ids"] for text in texts]
+    every = {i for ids in sentences for i in ids} - set(tokenizer.all_special_ids)
+    count, found = min(cell["settings"]["words"], len(every)), list[Any]()
     for number, seen in enumerate(observed(cell, stage, tokenizer, texts)):
-        ids = tokenizer(texts[number]["sentence"])["input_ids"]
+        ids = sentences[number]
         place = len(ids) // 2
         others = np.random.default_rng(number).permutation(sorted(every - {ids[place]}))
         words = [ids[place], *others[: count - 1].tolist()]
         attack = make_attack("candidates", candidates=ids, places=[place], words=words)
-        (found,) = of_each(attack, [seen], torch.Generator(DEVICE).manual_seed(0))
-        scores.append(np.zeros(len(words)) if found is None else found.scores.cpu().numpy())
-    return _scored(scores, [[0]] * len(scores))
+        found += of_each(attack, [seen], torch.Generator(DEVICE).manual_seed(0))
+    return _scored(found, [[0]] * len(found), count)
 
 
 def told(
@@ -203,12 +202,13 @@ def told(
     attack, size = make_attack("candidates", candidates=listed, labels=labels), cell["size"]
     found = of_each(attack, seen, torch.Generator(DEVICE).manual_seed(0))
     members = [range(size * number, size * (number + 1)) for number in range(len(seen))]
-    alike = np.zeros(len(listed))
+    return _scored(found, members, len(listed))
+
+
+def _scored(found: list[Any], members: Sequence[Sequence[int]], count: int) -> dict:
+    """Of so many candidates for each message; one of zeros says the same of all."""
+    alike = np.zeros(count)
     scores = [alike if one is None else one.scores.cpu().numpy() for one in found]
-    return _scored(scores, members)
-
-
-def _scored(scores: list[np.ndarray], members: Sequence[Sequence[int]]) -> dict:
     figures = score_candidates(scores, members, bootstrap=0).per_sample
     return {name: [float(x) for x in figures[name]] for name in ("tpr_1%", "rank")}
 

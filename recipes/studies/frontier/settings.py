@@ -80,7 +80,6 @@ ATTACKS = {
     GATHERED: (3, {"listed": 300, "later": 30}),
     ("candidates", 4): (4, {"listed": 300}),
     ("candidates", 1): (12, {"listed": 300}),
-    WORD: (8, {"words": 300}),
     TAG: (4, {"steps": 500}),
     INVERTED_TEXT: (4, {"steps": 25, **LBFGS}),
     LAMP: (4, {"steps": 300, "every": 100, "moves": 20}),
@@ -101,7 +100,6 @@ QUICK_CANDIDATES = ("candidates", 4)
 QUICK_ATTACKS = {
     SPAN: (1, {}),
     QUICK_CANDIDATES: (1, {"listed": 20}),
-    WORD: (1, {"words": 4}),
     ("gathered", 4): (1, {"listed": 20, "later": 1}),
 }
 QUICK_ROWS = [

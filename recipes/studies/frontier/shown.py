@@ -167,8 +167,7 @@ def table(figures: dict, attacks: dict, output, more: dict[str, dict[str, str]])
         more: Further columns: `{title: {row: cell}}`.
     """
     places = dict.fromkeys(place for found in figures.values() for place in found)
-    named = [f"{attack}, {size}, {stage}" for attack, size in attacks for stage in STAGES]
-    columns = [attack for attack in named if attack in places]
+    columns = [place for place in _places(attacks) if place in places]
     plain, rows, proved = figures.get("none", {}).get(ACCURACY, {}), [], proofs(figures)
     proof = [PROOF] if proved else []
     for row, found in figures.items():
@@ -183,18 +182,24 @@ def table(figures: dict, attacks: dict, output, more: dict[str, dict[str, str]])
 
 def lists(figures: dict, attacks: dict, output) -> None:
     """OUTPUT_lists: how many of how many members are told at 1 % false alarms, and at 10 %."""
-    named = [f"{attack}, {size}, {stage}" for attack, size in attacks for stage in STAGES]
     columns = [
-        one for one in named if any(_scores(found.get(one, {}), TOLD) for found in figures.values())
+        place
+        for place in _places(attacks)
+        if any(_scores(found.get(place, {}), TOLD) for found in figures.values())
     ]
     rows = [
-        [f"`{row}`", *(_counted(found.get(one, {})) for one in columns)]
+        [f"`{row}`", *(_counted(found.get(place, {})) for place in columns)]
         for row, found in figures.items()
     ]
     where = output.with_name(output.name + "_lists")
     write_table(
         where, ["of how many, at 1 % (10 %)", *columns], [row for row in rows if any(row[1:])]
     )
+
+
+def _places(attacks: dict) -> list[str]:
+    """Where tables may show attacks, as `cells_of` names them."""
+    return [f"{attack}, {size}, {stage}" for attack, size in attacks for stage in STAGES]
 
 
 def _counted(runs: dict) -> str:

@@ -41,7 +41,15 @@ from ..lib.results import Results, chosen
 from ..lib.tables import interval, write_table
 from ..lib.text import of_usual_length, sst2
 from .federation import flat
-from .settings import FIRST_PARTS, OF_WORDS, PARTS, PARTS_SEEDS, QUICK_PARTS
+from .settings import (
+    FIRST_PARTS,
+    OF_WORDS,
+    PARTS,
+    PARTS_SEEDS,
+    QUICK_PARTS,
+    QUICK_WORDS,
+    WORDS,
+)
 
 ARGUMENTS = TEXTS | {
     "--models": "folder that keeps what was trained",
@@ -55,7 +63,7 @@ def cells(args) -> dict:
     `--all` one seed of the first rows, and what is there.
     """
     results, found = Results(args.output), {}
-    attacks = QUICK_ATTACKS if args.quick else ATTACKS
+    attacks = QUICK_ATTACKS | QUICK_WORDS if args.quick else ATTACKS | WORDS
     best = {}
     for row in QUICK_PARTS if args.quick else PARTS:
         defense, strength, tried, steps = PARTS[row]
@@ -68,23 +76,22 @@ def cells(args) -> dict:
         rate = tried[0] if one_alone else rates.chosen(results, search)
         if rate is not None:
             best[row] = cell | {"learning_rate": rate}
+    listed = QUICK_CANDIDATES if args.quick else CANDIDATES
+    rows_of = {SPAN: list(PARTS), listed: list(PARTS), WORD: list(PARTS)[:OF_WORDS]}
     for seed in range(1 if args.quick else PARTS_SEEDS):
         trained = {row: cell | {"seed": seed} for row, cell in best.items()}
         found |= {(row, ACCURACY, str(seed)): cell for row, cell in trained.items()}
-        listed = QUICK_CANDIDATES if args.quick else CANDIDATES
-        for attack in (SPAN, listed, WORD) if seed == 0 else ():
+        for attack, rows in rows_of.items() if seed == 0 else ():
             (name, size), own = attack, asked(attack, *attacks[attack], "end")
-            rows = list(PARTS)[:OF_WORDS] if attack == WORD else list(PARTS)
-            found |= {
-                (row, f"{name}, {size}", "0"): cell | own
-                for row, cell in trained.items()
-                if row in rows
-            }
+            of = [row for row in trained if row in rows]
+            found |= {(row, f"{name}, {size}", "0"): trained[row] | own for row in of}
     if args.quick:
         return found
-    rows = list(PARTS)[:FIRST_PARTS]
+    most_telling = list(PARTS)[:FIRST_PARTS]
     first = [
-        cell for (row, *_), cell in found.items() if row in rows and cell["seed"] in (0, RATES_SEED)
+        cell
+        for (row, *_), cell in found.items()
+        if row in most_telling and cell["seed"] in (0, RATES_SEED)
     ]
     return chosen(found, lambda cell: cell in first, args)
 

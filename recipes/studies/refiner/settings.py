@@ -2,7 +2,7 @@
 
 from typing import Any, NamedTuple
 
-from ..frontier.settings import BATCH, LBFGS
+from ..frontier.settings import BATCH, LBFGS, WORD
 from ..lib.images import INVERTING
 
 # sentences.py
@@ -151,6 +151,7 @@ PARTS = {  # the most telling first
 }
 QUICK_PARTS, FIRST_PARTS, PARTS_SEEDS = ("none", "4 samples", "16, without feedback"), 6, 3
 OF_WORDS = 2  # rows that who knows all other words attacks
+WORDS, QUICK_WORDS = {WORD: (8, {"words": 300})}, {WORD: (1, {"words": 4})}
 
 # warm.py
 WARM_IMAGES, WARM_SEEDS, WARM_RATE = 2000, 3, 2e-3
