@@ -17,8 +17,7 @@ from scipy import stats
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from hf_gradguard.randomness import Stream, normal, signs, together
-from hf_gradguard.randomness.chacha import chacha20_words, keystream
+from hf_gradguard.randomness import Stream, chacha20_words, draw_tensors, keystream, normal, signs
 
 # RFC 8439: Section 2.3.2, and Appendix A.1, test vectors 1 to 5: key, nonce, block, keystream.
 VECTORS = {
@@ -315,7 +314,7 @@ def test_workers_of_a_data_loader_draw_their_own() -> None:
 
 def test_small_tensors_are_cut_from_one_draw(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neighbors up to a size, of one type; larger ones alone, as they are."""
-    monkeypatch.setattr("hf_gradguard.randomness.cut._TOGETHER", 10)
+    monkeypatch.setattr("hf_gradguard.randomness._SHARED_DRAW", 10)
     sizes = {"a": (2, 3), "b": (4,), "c": (1,), "large": (11,), "d": (), "e": (0,), "f": (3, 3)}
     tensors = {name: torch.ones(shape) for name, shape in sizes.items()}
     tensors["g"] = torch.ones(1, dtype=torch.float64)
@@ -328,7 +327,7 @@ def test_small_tensors_are_cut_from_one_draw(monkeypatch: pytest.MonkeyPatch) ->
         start = sum(size for size, *_ in seen[:-1])
         return torch.arange(start, start + like.numel(), dtype=like.dtype).view(like.shape)
 
-    drawn = dict(together(tensors, draw))
+    drawn = dict(draw_tensors(tensors, draw))
     single, double = torch.float32, torch.float64
     assert seen == [
         (10, single, ""), (1, single, "c"), (11, single, "large"), (10, single, ""),
@@ -339,7 +338,7 @@ def test_small_tensors_are_cut_from_one_draw(monkeypatch: pytest.MonkeyPatch) ->
         assert (drawn[name].shape, drawn[name].dtype) == (tensor.shape, tensor.dtype)
     every = torch.cat([part.flatten().double() for part in drawn.values()])
     assert torch.equal(every, torch.arange(33.0, dtype=double))  # each number once, and in order
-    assert dict(together({}, draw)) == {}
+    assert dict(draw_tensors({}, draw)) == {}
 
 
 def test_keys_are_not_copied_and_not_stored() -> None:

@@ -18,7 +18,7 @@ from ..gradient_map import GradientMap, Tensors
 from ..gradient_map.devices import devices
 from ..gradient_map.law import Law
 from ..gradient_map.per_sample.clipping import clipped_sum
-from ..randomness import Stream, together
+from ..randomness import Stream, draw_tensors
 from .checks import is_number
 from .message import Message
 from .noise import NoiseDefense, OptimalNoise
@@ -192,7 +192,7 @@ class DPSGD(NoiseDefense):
         std = self.noise_multiplier * self.clip
         shared = {
             name: drawn.mul_(std).add_(total[name]).div_(size)
-            for name, drawn in together(total, lambda like: self.draw(like, generator))
+            for name, drawn in draw_tensors(total, lambda like: self.draw(like, generator))
         }
         return Message(cast_like(shared, gmap), figures=figures)
 

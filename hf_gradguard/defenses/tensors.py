@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..gradient_map import GradientMap, Tensors
 from ..gradient_map.devices import devices
-from ..randomness import Stream, together
+from ..randomness import Stream, draw_tensors
 
 
 def true_gradient(gmap: GradientMap) -> Tensors:
@@ -118,7 +118,7 @@ def drawn(
         generator: This device's.
     """
     for some, stream in devices().streams(tensors, generator):
-        yield from together(some, lambda like, stream=stream: draw(like, stream))  # type: ignore[misc]
+        yield from draw_tensors(some, lambda like, stream=stream: draw(like, stream))  # type: ignore[misc]
 
 
 def scaled(tensor: Tensor, factor: float, offset: float = 0.0) -> Tensor:

@@ -14,7 +14,7 @@ from launcher import launch
 from torch import Tensor
 from transformers import set_seed
 
-from hf_gradguard.randomness import Stream, normal, together
+from hf_gradguard.randomness import Stream, draw_tensors, normal
 
 CPU = torch.device("cpu")
 
@@ -230,7 +230,8 @@ def _stream(
         return normal(generator, tensor.shape, CPU, torch.float32)
 
     draws = [
-        torch.cat([drawn.flatten() for _, drawn in together(like, draw)]) for _ in range(messages)
+        torch.cat([drawn.flatten() for _, drawn in draw_tensors(like, draw)])
+        for _ in range(messages)
     ]
     return torch.stack(draws)
 

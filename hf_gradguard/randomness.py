@@ -13,27 +13,29 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from operator import index
 from os import urandom
 
 import torch
+from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from torch import Tensor
 
-from .chacha import BLOCK_WORDS, chacha20_words, keystream, shifted
-from .cut import together
-
-__all__ = ["KEY_BYTES", "Stream", "normal", "signs", "together", "torch_generator"]
+__all__ = ["KEY_BYTES", "Stream", "draw_tensors", "normal", "signs", "torch_generator"]
 
 KEY_BYTES = 32
+BLOCK_WORDS = 16
+_ZEROS = memoryview(bytes(2**19))  # what is encrypted: the keystream is what comes out
 # Pairs of numbers at once: what is made of them stays in a processor's cache, and torch, which
 # shares out what is longer, leaves them to the one thread that makes them.
 _CHUNK = 2**15
 _CHUNK_ELSEWHERE = 2**24
-_FEW = 2**10  # words, of which signs are made together
+_SMALL_DRAW = 2**10  # words, of which signs are made together
+_SHARED_DRAW, _SHARED_DRAW_ELSEWHERE = 2**20, 2**24
+"""Numbers of small tensors in one draw, on a processor and on other devices."""
 
 _Draw = tuple[bytes, bytes]  # key and nonce
 
@@ -91,8 +93,8 @@ class Stream:
 
     def bytes(self, count: int) -> bytes:
         """So many bytes."""
-        parts = _words(*self._next_draw(), 1, (count + 3) // 4, torch.device("cpu"), _CHUNK)
-        return b"".join(words.numpy().tobytes() for words in parts)[:count]
+        word_chunks = _words(*self._next_draw(), 1, (count + 3) // 4, torch.device("cpu"), _CHUNK)
+        return b"".join(words.numpy().tobytes() for words in word_chunks)[:count]
 
     def normal(
         self,
@@ -119,7 +121,7 @@ class Stream:
                 radius = _log_uniform(radius).mul_(-2).float().sqrt_()
             return angle.cos().mul_(radius), angle.sin_().mul_(radius)
 
-        return self._each(4 if exact else 3, shape, device, dtype, make, per=2)
+        return self._draw_numbers(4 if exact else 3, shape, device, dtype, make, per=2)
 
     def signs(
         self,
@@ -132,14 +134,14 @@ class Stream:
 
         def make(words: Tensor) -> tuple[Tensor, ...]:
             shifts: Iterable[Tensor] = (words.bitwise_left_shift(bit) for bit in range(32))
-            if len(words) <= _FEW:  # all at once: calls would take longer than numbers
+            if len(words) <= _SMALL_DRAW:  # all at once: calls would take longer than numbers
                 shifts = (words.bitwise_left_shift(torch.arange(32).to(words)[:, None]).flatten(),)
             return tuple(
-                one.bitwise_and_(-(2**31)).bitwise_or_(0x3F800000).view(torch.float32)
-                for one in shifts
+                shifted_words.bitwise_and_(-(2**31)).bitwise_or_(0x3F800000).view(torch.float32)
+                for shifted_words in shifts
             )
 
-        return self._each(1, shape, device, dtype, make, per=32)
+        return self._draw_numbers(1, shape, device, dtype, make, per=32)
 
     def exponential(
         self,
@@ -149,7 +151,7 @@ class Stream:
         dtype: torch.dtype = torch.float32,
     ) -> Tensor:
         """Exponential numbers of mean 1, from 64 bits each."""
-        return self._each(
+        return self._draw_numbers(
             2, shape, device, dtype, lambda w: (_log_uniform(w.view(torch.int64)).neg_(),)
         )
 
@@ -162,10 +164,12 @@ class Stream:
     ) -> Tensor:
         """Uniform numbers in [0, 1): of 24 bits, or in float64 of 53."""
         if dtype == torch.float64:
-            return self._each(
+            return self._draw_numbers(
                 2, shape, device, dtype, lambda w: (shifted(w.view(torch.int64), 11) * 2.0**-53,)
             )
-        return self._each(1, shape, device, dtype, lambda w: (shifted(w, 8).float() * 2.0**-24,))
+        return self._draw_numbers(
+            1, shape, device, dtype, lambda w: (shifted(w, 8).float() * 2.0**-24,)
+        )
 
     def integers(
         self, high: int, shape: Sequence[int], *, device: torch.device | str = "cpu"
@@ -177,12 +181,12 @@ class Stream:
         """
         if not 1 <= high <= 2**32:
             raise ValueError(f"high must be from 1 to 2**32, but is {high}.")
-        return self._each(
+        return self._draw_numbers(
             2, shape, device, torch.int64, lambda w: (shifted(w.view(torch.int64), 1) % high,)
         )
 
     def words(self, count: int, *, device: torch.device | str = "cpu") -> Iterator[Tensor]:
-        """Uniform int32, alike on all devices; use each part before asking for the next one."""
+        """Uniform int32, alike on all devices; use each chunk before asking for the next one."""
         device = torch.device(device)
         return _words(*self._next_draw(), 1, count, device, _chunk(device))
 
@@ -192,16 +196,16 @@ class Stream:
             "key would lie in a file. Use spawn(), or make a new one."
         )
 
-    def _each(
+    def _draw_numbers(
         self,
-        words_each: int,
+        words_per_number: int,
         shape: Sequence[int],
         device: torch.device | str,
         dtype: torch.dtype,
         make: Callable[[Tensor], tuple[Tensor, ...]],
         per: int = 1,
     ) -> Tensor:
-        """One draw: `make` gives `per` tensors of as many numbers as it gets `words_each` words."""
+        """One draw. Of n · `words_per_number` words, `make` makes `per` tensors of n numbers."""
         device, size, draw = torch.device(device), math.prod(shape), self._next_draw()
         out, count, chunk = (
             torch.empty(size, device=device, dtype=dtype),
@@ -209,12 +213,12 @@ class Stream:
             _chunk(device),
         )
 
-        def fill(first: int, last: int) -> None:
-            done = first * per
-            for words in _words(*draw, words_each, last - first, device, chunk, first):
-                for part in make(words):
-                    taken = min(len(part), size - done)
-                    out[done : done + taken] = part[:taken]
+        def fill(start: int, end: int) -> None:
+            done = start * per
+            for words in _words(*draw, words_per_number, end - start, device, chunk, start):
+                for numbers in make(words):
+                    taken = min(len(numbers), size - done)
+                    out[done : done + taken] = numbers[:taken]
                     done += taken
 
         ends = _shares(count, chunk, device)
@@ -237,33 +241,33 @@ class Stream:
 def _words(
     key: bytes,
     nonce: bytes,
-    each: int,
+    words_per_number: int,
     count: int,
     device: torch.device,
     chunk: int,
-    first: int = 0,
+    start: int = 0,
 ) -> Iterator[Tensor]:
-    """`each` 32-bit words for each of `count` things after the first ones, `chunk` things at a
-    time.
+    """`words_per_number` 32-bit words for each of `count` numbers, from number `start` on, `chunk`
+    numbers at a time.
     """
-    # Whole blocks, so that every part starts with one.
+    # Whole blocks, so that every chunk starts with one.
     chunk = max(BLOCK_WORDS, chunk // BLOCK_WORDS * BLOCK_WORDS)
-    parts = [min(chunk, count - start) * each for start in range(0, count, chunk)]
-    block = first * each // BLOCK_WORDS
+    chunk_sizes = [min(chunk, count - done) * words_per_number for done in range(0, count, chunk)]
+    block = start * words_per_number // BLOCK_WORDS
     if _on_cpu(device):
-        yield from keystream(key, nonce, parts, block)
+        yield from keystream(key, nonce, chunk_sizes, block)
         return
-    for size in parts:
+    for size in chunk_sizes:
         blocks = -(-size // BLOCK_WORDS)
         yield chacha20_words(key, nonce, block, blocks, device)[:size]
         block += blocks
 
 
 def _shares(count: int, chunk: int, device: torch.device) -> list[int]:
-    """Where the shares of threads end, in whole parts."""
-    parts = count // max(chunk, BLOCK_WORDS)
-    threads = min(torch.get_num_threads(), parts) if _on_cpu(device) else 1
-    return [round(n * parts / threads) * chunk for n in range(1, threads)] + [count]
+    """Where the shares of threads end, in whole chunks."""
+    chunks = count // max(chunk, BLOCK_WORDS)
+    threads = min(torch.get_num_threads(), chunks) if _on_cpu(device) else 1
+    return [round(n * chunks / threads) * chunk for n in range(1, threads)] + [count]
 
 
 def _log_uniform(words: Tensor) -> Tensor:
@@ -340,3 +344,116 @@ def torch_generator(
         return generator
     seed = int.from_bytes((generator or Stream()).bytes(8), "little") >> 1
     return torch.Generator(device=device).manual_seed(seed)
+
+
+def draw_tensors(
+    tensors: Mapping[str, Tensor], draw: Callable[[Tensor], Tensor]
+) -> Iterator[tuple[str, Tensor]]:
+    """Random tensors in the shapes of those given. Small neighbors are cut from one draw, since a
+    draw costs as much as a thousand numbers, and a long one is shared out over torch's threads.
+    Large ones have draws of their own, so that no more is held than one of them.
+
+    Args:
+        tensors: By name.
+        draw: Gives a random tensor in the shape, type and place of the one that it gets, whose
+            values mean nothing. Its entries are independent of each other.
+
+    Yields:
+        A name, and what was drawn for it, in the order of `tensors`.
+
+    Example:
+        >>> like = {"weight": torch.zeros(4, 3), "bias": torch.zeros(4)}
+        >>> noise = dict(draw_tensors(like, lambda tensor: Stream().normal(tensor.shape)))
+        >>> noise["weight"].shape, noise["bias"].shape
+        (torch.Size([4, 3]), torch.Size([4]))
+    """
+    pending: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        neighbor = next(iter(pending.values()), tensor)
+        size = sum(waiting.numel() for waiting in pending.values()) + tensor.numel()
+        fits = size <= (_SHARED_DRAW if _on_cpu(tensor.device) else _SHARED_DRAW_ELSEWHERE)
+        if not (fits and (tensor.dtype, tensor.device) == (neighbor.dtype, neighbor.device)):
+            yield from _cut_from_one_draw(pending, draw)
+            pending = {}
+        pending[name] = tensor
+    yield from _cut_from_one_draw(pending, draw)
+
+
+def _cut_from_one_draw(
+    tensors: Mapping[str, Tensor], draw: Callable[[Tensor], Tensor]
+) -> Iterator[tuple[str, Tensor]]:
+    if len(tensors) < 2:
+        yield from ((name, draw(tensor)) for name, tensor in tensors.items())
+        return
+    sizes = [tensor.numel() for tensor in tensors.values()]
+    numbers = draw(next(iter(tensors.values())).new_empty(sum(sizes))).split(sizes)
+    for (name, tensor), random_tensor in zip(tensors.items(), numbers, strict=True):
+        yield name, random_tensor.view(tensor.shape)
+
+
+def chacha20_words(
+    key: bytes, nonce: bytes, first_block: int, blocks: int, device: torch.device | str
+) -> Tensor:
+    """Blocks of ChaCha20's keystream in torch's integer operations, on any device.
+
+    Args:
+        key: 32 bytes.
+        nonce: 12 bytes.
+        first_block: Its number.
+        blocks: How many.
+        device: Where to compute.
+
+    Returns:
+        `(16 * blocks,)` words as int32, as little-endian bytes give them.
+
+    Reference: RFC 8439, Section 2.3.
+    """
+    constants = b"expand 32-byte k"
+    fixed = torch.frombuffer(bytearray(constants + key), dtype=torch.int32).to(device)
+    nonce_words = torch.frombuffer(bytearray(nonce), dtype=torch.int32).to(device)
+    counter = torch.arange(first_block, first_block + blocks, device=device)
+    start = torch.empty(BLOCK_WORDS, blocks, dtype=torch.int32, device=device)
+    start[:12], start[13:] = fixed[:, None], nonce_words[:, None]
+    start[12] = (counter - ((counter >> 31) << 32)).to(torch.int32)  # as unsigned 32 bits
+    # Four rows of four columns: a round works on all columns, and then on all diagonals, at once.
+    a, b, c, d = start.clone().view(4, 4, blocks)
+    for _ in range(10):
+        for turns in (1, -1):
+            a = a + b
+            d = _rotated(d ^ a, 16)
+            c = c + d
+            b = _rotated(b ^ c, 12)
+            a = a + b
+            d = _rotated(d ^ a, 8)
+            c = c + d
+            b = _rotated(b ^ c, 7)
+            b, c, d = b.roll(-turns, 0), c.roll(-2 * turns, 0), d.roll(-3 * turns, 0)
+    return (torch.cat([a, b, c, d]) + start).T.reshape(-1)
+
+
+def keystream(
+    key: bytes, nonce: bytes, chunk_sizes: Sequence[int], block: int = 0
+) -> Iterator[Tensor]:
+    """So many words at a time of the keystream from a block, on the CPU. Use each chunk before
+    asking for the next one: they share a buffer.
+    """
+    if not chunk_sizes:
+        return
+    encryptor = Cipher(
+        algorithms.ChaCha20(key, block.to_bytes(4, "little") + nonce), mode=None
+    ).encryptor()
+    most = 4 * max(chunk_sizes)
+    buffer, zeros = bytearray(most + 63), _ZEROS if most <= len(_ZEROS) else memoryview(bytes(most))
+    for size in chunk_sizes:
+        encryptor.update_into(zeros[: 4 * size], buffer)
+        yield torch.frombuffer(buffer, dtype=torch.int32, count=size)
+
+
+def shifted(words: Tensor, bits: int) -> Tensor:
+    """Words shifted right as if they were unsigned."""
+    width = 8 * words.element_size()
+    return (words >> bits) & ((1 << (width - bits)) - 1)
+
+
+def _rotated(words: Tensor, bits: int) -> Tensor:
+    return (words << bits) | shifted(words, 32 - bits)
