@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from .auto import announce
-
 if TYPE_CHECKING:
     from .defenses import chain, make_defense
     from .gradient_map import GradientMap
@@ -49,6 +47,3 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
-
-
-announce()

@@ -137,13 +137,13 @@ def _train_evalnet(args: argparse.Namespace) -> None:
         import torch
         from transformers import AutoModel, AutoTokenizer
 
-        from .models.named import check_name, loading
+        from .models import check_name, explain_missing_model
         from .networks.configuration import hub_name
 
         check_name(args.model)  # before texts are loaded
 
         texts = load_texts(args.dataset, **source)
-        with loading(args.model):
+        with explain_missing_model(args.model):
             tokenizer = AutoTokenizer.from_pretrained(args.model, trust_remote_code=False)
             embedding = AutoModel.from_pretrained(
                 args.model, dtype=torch.float32, trust_remote_code=False

@@ -26,7 +26,7 @@ from transformers.utils import logging
 from hf_gradguard import GradGuardConfig, GradGuardTrainer
 from hf_gradguard.data.files import load_texts
 from hf_gradguard.leakage import membership_power
-from hf_gradguard.models.named import loading
+from hf_gradguard.models import explain_missing_model
 from hf_gradguard.training.command_line import parse_arguments, with_classes, write_metrics
 
 SHRINKAGE = 0.5
@@ -82,7 +82,7 @@ class Encoder:
     """Means of the last layers' states, one layer after the other."""
 
     def __init__(self, name: str, layers: int, max_length: int, device: torch.device) -> None:
-        with loading(name):
+        with explain_missing_model(name):
             self.tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
             self.model = AutoModel.from_pretrained(name, trust_remote_code=False).eval().to(device)
         self._layers, self._max_length = layers, max_length

@@ -33,9 +33,12 @@ from transformers import (
 )
 
 from hf_gradguard import GradGuardConfig, GradGuardTrainer
-from hf_gradguard.models import MODELS
-from hf_gradguard.models.named import loading
+from hf_gradguard.models import explain_missing_model
 from hf_gradguard.training.command_line import parse_arguments, with_classes, write_metrics
+
+# Started as a file, it finds no other recipe by itself.
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+from recipes.small_networks import MODELS
 
 
 @dataclass
@@ -114,7 +117,7 @@ def main() -> None:
         processor = ViTImageProcessor(size=sizes["image_size"], image_mean=gray, image_std=gray)
     else:
         name = args.model_name_or_path
-        with loading(name):
+        with explain_missing_model(name):
             processor = AutoImageProcessor.from_pretrained(name, trust_remote_code=False)
             model = AutoModelForImageClassification.from_pretrained(
                 name, ignore_mismatched_sizes=True, **labels, trust_remote_code=False

@@ -29,7 +29,7 @@ from torch import Tensor
 from transformers import AutoImageProcessor, AutoModel
 
 from hf_gradguard.data.files import COLUMNS, load_images, load_rows, pick_column
-from hf_gradguard.models.named import loading
+from hf_gradguard.models import explain_missing_model
 from hf_gradguard.training.command_line import parse_arguments
 
 # Started as a file, it finds no other recipe by itself.
@@ -67,7 +67,7 @@ class Encoder:
     """What a model pools, or the mean of its last states over tokens or places."""
 
     def __init__(self, name: str, device: torch.device) -> None:
-        with loading(name):
+        with explain_missing_model(name):
             self.processor = AutoImageProcessor.from_pretrained(name, trust_remote_code=False)
             model, found = AutoModel.from_pretrained(
                 name, trust_remote_code=False, output_loading_info=True

@@ -27,7 +27,7 @@ from transformers import (
 )
 
 from hf_gradguard import GradGuardConfig, GradGuardTrainer
-from hf_gradguard.models.named import loading
+from hf_gradguard.models import explain_missing_model
 from hf_gradguard.training.command_line import parse_arguments, write_metrics
 
 
@@ -113,7 +113,7 @@ def main() -> None:
         model = BertForSequenceClassification(BertConfig(**sizes, initializer_range=0.05))
     else:
         name = args.model_name_or_path
-        with loading(name):
+        with explain_missing_model(name):
             tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
             model = AutoModelForSequenceClassification.from_pretrained(
                 name, num_labels=2, trust_remote_code=False

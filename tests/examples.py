@@ -13,7 +13,7 @@ from transformers import BertConfig, BertForSequenceClassification
 
 from hf_gradguard import GradientMap, chain, make_defense
 from hf_gradguard.attacks import Observation
-from hf_gradguard.models import LeakageLeNetConfig, LeakageLeNetForImageClassification
+from recipes.small_networks import LeakageLeNetConfig, LeakageLeNetForImageClassification
 
 SENTENCES = ["a fine film", "the plot is long and dull"]
 MORE_WORDS = "an it and or very this that with cast script scene joke slow warm bad good"

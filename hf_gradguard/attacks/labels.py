@@ -24,7 +24,7 @@ from scipy.optimize import nnls
 from torch import Tensor, nn
 
 from ..gradient_map import GradientMap, Tensors
-from ..models.tasks import label_kind
+from ..models import label_kind
 from .observation import Observation, without_dropout
 from .random_inputs import random_inputs
 

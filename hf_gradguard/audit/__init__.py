@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ..data.samples import load_samples
-    from ..models.loading import load_model
+    from ..models import load_model
     from .report.html import write_report
     from .report.summary import Summary, summarize
     from .report.table import markdown_table
@@ -37,7 +37,7 @@ _WHERE = {
     "AuditSettings": ".settings",
     "Summary": ".report.summary",
     "audit": ".run",
-    "load_model": "..models.loading",
+    "load_model": "..models",
     "load_samples": "..data.samples",
     "markdown_table": ".report.table",
     "summarize": ".report.summary",

@@ -15,7 +15,7 @@ from torch import nn
 from .. import __version__
 from ..attacks import Attack
 from ..defenses import Defense
-from ..models.tasks import task_of
+from ..models import task_of
 from .modality import Modality
 from .report.verdicts import TERMS
 from .settings import AuditSettings

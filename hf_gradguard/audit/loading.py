@@ -10,8 +10,7 @@ from transformers import set_seed
 
 from ..data.samples import Sample, load_inputs, load_samples
 from ..gradient_map.domain import domain_of_model
-from ..models.loading import load_model
-from ..models.tasks import label_kind, task_of
+from ..models import label_kind, load_model, task_of
 from .settings import SourceSettings
 
 

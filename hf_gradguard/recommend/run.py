@@ -22,7 +22,7 @@ from ..audit.specs import Spec, make_defenses
 from ..data.samples import Sample
 from ..defenses import Defense
 from ..gradient_map.domain import domain_of_model
-from ..models.tasks import label_kind
+from ..models import label_kind
 from .choice import Choice, Estimate, Outcome, choose
 from .report import configuration, flags_of, html_report, markdown_table
 from .settings import DEFAULT_ATTACKS, DEFAULT_DEFENSES, WARMUP, TrialSettings

@@ -16,7 +16,7 @@ import transformers
 import yaml
 from transformers import HfArgumentParser
 
-from ..models.named import check_name
+from ..models import check_name
 
 if TYPE_CHECKING:
     from datasets import DatasetDict

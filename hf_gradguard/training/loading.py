@@ -8,7 +8,7 @@ import transformers
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, TrainingArguments
 from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 
-from ..models.named import loading
+from ..models import explain_missing_model
 
 
 def load_model(args: TrainingArguments) -> PreTrainedModel:
@@ -29,7 +29,7 @@ def load_model(args: TrainingArguments) -> PreTrainedModel:
         raise ValueError(
             "There is no model: pass model=, model_init=, or model_name_or_path in GradGuardConfig."
         )
-    with loading(path):
+    with explain_missing_model(path):
         named = AutoConfig.from_pretrained(path, trust_remote_code=False).architectures or []
     model_class = getattr(transformers, named[0], None) if named else None
     if model_class is None:

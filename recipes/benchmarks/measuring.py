@@ -16,7 +16,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
-from hf_gradguard.models.named import check_name
+from hf_gradguard.models import check_name
 from recipes.studies.lib.command import common
 from recipes.studies.lib.device import DEVICE
 from recipes.studies.lib.results import named

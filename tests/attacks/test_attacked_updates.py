@@ -14,7 +14,7 @@ from transformers import BertConfig, BertForSequenceClassification
 from hf_gradguard.attacks import Observation, make_attack
 from hf_gradguard.gradient_map import GradientMap
 from hf_gradguard.gradient_map.law import Law
-from hf_gradguard.models import LeakageLeNetConfig, LeakageLeNetForImageClassification
+from recipes.small_networks import LeakageLeNetConfig, LeakageLeNetForImageClassification
 
 WORDS = 60
 OPTIMIZERS = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}

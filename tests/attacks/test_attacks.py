@@ -32,7 +32,7 @@ from hf_gradguard.attacks.matching.problem import Problem
 from hf_gradguard.attacks.matching.text import Tag
 from hf_gradguard.attacks.matching.vocabulary import Vocabulary
 from hf_gradguard.gradient_map.law import Law
-from hf_gradguard.models import (
+from recipes.small_networks import (
     DeepConvNetConfig,
     DeepConvNetForImageClassification,
     LeakageLeNetConfig,

@@ -18,8 +18,8 @@ from hf_gradguard.attacks.matching.deep_prior import CODE, WIDTH, DeepPrior
 from hf_gradguard.attacks.matching.descent import _Descent
 from hf_gradguard.attacks.matching.images import DLG, DeepImagePrior
 from hf_gradguard.gradient_map.batch.pixel_space import PixelSpace
-from hf_gradguard.models import LeakageLeNetConfig, LeakageLeNetForImageClassification
 from hf_gradguard.testing import check_attack
+from recipes.small_networks import LeakageLeNetConfig, LeakageLeNetForImageClassification
 
 MEAN, STD = [0.5, 0.4, 0.3], [0.2, 0.25, 0.3]
 RANGE = PixelSpace(torch.zeros((), dtype=torch.float64), MEAN, STD)

@@ -31,7 +31,7 @@ from hf_gradguard.audit.modality.heads import with_labels
 from hf_gradguard.cli import main
 from hf_gradguard.data.samples import load_samples
 from hf_gradguard.defenses import make_defense
-from hf_gradguard.models.tasks import label_kind, task_of
+from hf_gradguard.models import label_kind, task_of
 from hf_gradguard.testing.small import small_tokenizer
 
 TOKENIZER = small_tokenizer()

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from hf_gradguard import GradientMap, chain, make_defense
 from hf_gradguard.attacks import Observation, make_attack
 from hf_gradguard.defenses.soteria import representation
-from hf_gradguard.models import LeakageLeNetConfig, LeakageLeNetForImageClassification
+from recipes.small_networks import LeakageLeNetConfig, LeakageLeNetForImageClassification
 
 HEADS = {
     "vit": "classifier",

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from hf_gradguard import GradientMap
 from hf_gradguard.leakage import largest_eigenvalue, mse_bound_from_dfil, mse_bound_from_rdp
-from hf_gradguard.models import LeakageLeNetConfig, LeakageLeNetForImageClassification
+from recipes.small_networks import LeakageLeNetConfig, LeakageLeNetForImageClassification
 
 SIGMA, WIDTH = 0.7, 1.5
 Y = torch.linspace(-9, 11, 20_001, dtype=torch.float64)

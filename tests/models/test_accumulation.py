@@ -11,7 +11,7 @@ import torch
 from transformers import Trainer
 
 from hf_gradguard import GradGuardConfig, GradGuardTrainer
-from hf_gradguard.models import LeakyConvNetConfig, LeakyConvNetForImageClassification
+from recipes.small_networks import LeakyConvNetConfig, LeakyConvNetForImageClassification
 
 
 @pytest.mark.parametrize("kind", [Trainer, GradGuardTrainer])

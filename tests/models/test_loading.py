@@ -8,7 +8,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import DistilBertConfig, DistilBertForSequenceClassification
 
-from hf_gradguard.models.loading import load_model
+from hf_gradguard.models import load_model
 from hf_gradguard.testing.small import small_tokenizer
 
 

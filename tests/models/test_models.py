@@ -15,7 +15,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForImageClassification, PreTrainedConfig
 
 from hf_gradguard import GradientMap
-from hf_gradguard.models import (
+from recipes.small_networks import (
     MODELS,
     DeepConvNetConfig,
     LeakageLeNetConfig,

@@ -20,8 +20,8 @@ from hf_gradguard.leakage import (
     smoothly_clipped,
     subsampling_factor,
 )
-from hf_gradguard.models import TanhConvNetConfig, TanhConvNetForImageClassification
 from hf_gradguard.randomness import Stream
+from recipes.small_networks import TanhConvNetConfig, TanhConvNetForImageClassification
 from recipes.studies.leakage import private_runs
 from recipes.studies.leakage.clipped import (
     Told,

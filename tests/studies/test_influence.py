@@ -13,7 +13,7 @@ from transformers import set_seed
 
 from hf_gradguard import GradientMap
 from hf_gradguard.leakage import smallest_directions
-from hf_gradguard.models import LeakageLeNetConfig, LeakageLeNetForImageClassification
+from recipes.small_networks import LeakageLeNetConfig, LeakageLeNetForImageClassification
 from recipes.studies.leakage.settings import NOISES, QUICK_UNFAIR
 
 

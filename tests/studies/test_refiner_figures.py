@@ -11,7 +11,7 @@ from datasets import Dataset
 from PIL import Image
 from transformers import set_seed
 
-from hf_gradguard.models import LeakageLeNetConfig, LeakageLeNetForImageClassification
+from recipes.small_networks import LeakageLeNetConfig, LeakageLeNetForImageClassification
 from recipes.studies.frontier import image_training
 from recipes.studies.lib.images import single_images
 from recipes.studies.refiner import warm

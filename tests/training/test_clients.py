@@ -20,7 +20,6 @@ from transformers import TrainerCallback
 
 from hf_gradguard import GradGuardConfig, GradGuardTrainer, GradientMap, make_defense
 from hf_gradguard.defenses.noise import GaussianNoise
-from hf_gradguard.models import LeakageLeNetConfig, LeakageLeNetForImageClassification
 from hf_gradguard.randomness import Stream
 from hf_gradguard.training.clients import CLIENT, SHARE, ClientCollator, ClientSampler, Pick
 from hf_gradguard.training.partition import (
@@ -29,6 +28,7 @@ from hf_gradguard.training.partition import (
     partition_dirichlet,
     partition_iid,
 )
+from recipes.small_networks import LeakageLeNetConfig, LeakageLeNetForImageClassification
 
 # --- partitions
 

@@ -1,5 +1,5 @@
 """What is learned, from what, and by whom: real SST-2 with a pretrained encoder, or CIFAR-10 with
-one of hf-gradguard's networks. Nothing here is about protection.
+a small convolutional network. Nothing here is about protection.
 """
 
 import csv
@@ -13,12 +13,33 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from hf_gradguard.models import LeakyConvNetConfig, LeakyConvNetForImageClassification
-from hf_gradguard.models.named import loading
+from hf_gradguard.models import explain_missing_model
 from hf_gradguard.training.partition import partition_dirichlet, partition_iid
 
 Batch = dict[str, Tensor]
 TESTED = 500
+
+
+class ConvNet(nn.Module):
+    """Two 3 × 3 convolutions with leaky ReLU and max pooling, two dense layers: 32 × 32 pixels in,
+    ten classes out.
+    """
+
+    main_input_name = "pixel_values"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Conv2d(3, 32, 3, padding=1), nn.LeakyReLU(), nn.MaxPool2d(2),
+            nn.Conv2d(32, 64, 3, padding=1), nn.LeakyReLU(), nn.MaxPool2d(2),
+            nn.Flatten(), nn.Linear(64 * 8 * 8, 64), nn.LeakyReLU(), nn.Linear(64, 10),
+        )  # fmt: skip
+
+    def forward(self, pixel_values: Tensor, labels: Tensor | None = None) -> Batch:
+        logits = self.layers(pixel_values)
+        if labels is None:
+            return {"logits": logits}
+        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
 
 
 class Task:
@@ -38,12 +59,11 @@ class Task:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.config["seed"])
             if self.is_text:
-                with loading(self.config["model"]):
+                with explain_missing_model(self.config["model"]):
                     return AutoModelForSequenceClassification.from_pretrained(
                         self.config["model"], num_labels=2, trust_remote_code=False
                     ).eval()
-            config = LeakyConvNetConfig(num_channels=3, image_size=32, hidden_size=64)
-            return LeakyConvNetForImageClassification(config)
+            return ConvNet()
 
     def batches(self, client: int, clients: int, seed: int) -> Iterator[Batch]:
         """Batches of a client's own rows in random order, without an end."""
@@ -107,7 +127,7 @@ def _parts_of_flower(labels: np.ndarray, clients: int, alpha: float, seed: int) 
 
 @cache
 def _tokenizer(name: str) -> Any:
-    with loading(name):
+    with explain_missing_model(name):
         return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...models.tasks import label_kind
+from ...models import label_kind
 from ..labels import recover_labels
 from ..observation import Observation
 from ..span.layer_inputs import is_causal_lm

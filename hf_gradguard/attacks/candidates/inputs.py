@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ...gradient_map.batch.texts import is_encoder_decoder
 from ...gradient_map.domain import DOMAINS, IMAGE, TEXT, Domain
-from ...models.tasks import label_kind, task_of
+from ...models import label_kind, task_of
 from ..observation import Observation
 
 MOST = 200_000

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor
 
-from ...models.named import loading
+from ...models import explain_missing_model
 from .attack import GradientMatching
 from .objectives import Objective, TagDistance, cosine_distance
 from .priors import embedding_length
@@ -91,7 +91,7 @@ class Lamp(GradientMatching):
         if isinstance(self.language_model, str):
             from transformers import AutoModelForCausalLM
 
-            with loading(self.language_model):
+            with explain_missing_model(self.language_model):
                 self._language = AutoModelForCausalLM.from_pretrained(
                     self.language_model, trust_remote_code=False
                 ).eval()

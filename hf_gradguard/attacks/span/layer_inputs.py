@@ -23,7 +23,7 @@ from transformers.pytorch_utils import Conv1D
 from ...gradient_map.batch.texts import is_encoder_decoder
 from ...gradient_map.domain import TEXT
 from ...gradient_map.graphs import hooked
-from ...models.tasks import without_adapters
+from ...models import without_adapters
 from ..observation import Observation, ordinary_id, without_dropout
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from ...models.tasks import without_adapters
+from ...models import without_adapters
 from ..observation import Observation, ordinary_id
 from .choice import Text
 from .layer_inputs import Readers, layer_inputs

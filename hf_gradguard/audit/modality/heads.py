@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ...gradient_map.domain import TEXT
-from ...models.tasks import label_kind, task_of
+from ...models import label_kind, task_of
 from ...randomness import Stream
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ...gradient_map.batch.pixel_space import PixelSpace
 from ...gradient_map.domain import IMAGE
 from ...metrics import score_images
-from ...models.tasks import label_kind
+from ...models import label_kind
 from .heads import with_labels
 from .pictures import png, to_pil
 

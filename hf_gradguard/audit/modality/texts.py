@@ -14,7 +14,7 @@ from ...attacks.span.layer_inputs import is_causal_lm
 from ...gradient_map.batch.texts import is_framed
 from ...gradient_map.domain import TEXT
 from ...metrics import Scores, score_text
-from ...models.tasks import label_kind, task_of
+from ...models import label_kind, task_of
 from ...randomness import Stream
 from .heads import with_labels
 

@@ -18,7 +18,7 @@ import torch
 from transformers import AutoModel, AutoTokenizer
 
 from hf_gradguard.data.files import load_images, load_texts
-from hf_gradguard.models.named import loading
+from hf_gradguard.models import explain_missing_model
 from hf_gradguard.networks import save_network, train_image_network, train_text_network
 
 from .settings import BASE_MODEL, IMAGE, TEXT, TRAIN_IMAGE, TRAIN_TEXT
@@ -54,7 +54,7 @@ def main() -> None:
         )
         output = args.output or CARDS / IMAGE
     else:
-        with loading(args.model):
+        with explain_missing_model(args.model):
             tokenizer = AutoTokenizer.from_pretrained(args.model, trust_remote_code=False)
             embedding = AutoModel.from_pretrained(
                 args.model, dtype=torch.float32, trust_remote_code=False

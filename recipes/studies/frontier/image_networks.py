@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torch.nn.functional import gelu
 from transformers import PreTrainedModel, ViTConfig, ViTForImageClassification, set_seed
 
-from hf_gradguard.models.classifier import SmallImageClassifier, SmallImageClassifierConfig
+from recipes.small_networks import SmallImageClassifier, SmallImageClassifierConfig
 
 from .image_training import ImageTask, Network
 from .settings import ELSEWHERE

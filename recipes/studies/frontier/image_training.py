@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 from transformers import set_seed
 
-from hf_gradguard.models.classifier import SmallImageClassifier, SmallImageClassifierConfig
+from recipes.small_networks import SmallImageClassifier, SmallImageClassifierConfig
 
 from ..lib.device import there
 from ..lib.images import images_at

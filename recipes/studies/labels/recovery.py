@@ -21,8 +21,8 @@ from transformers import set_seed
 
 from hf_gradguard import GradGuardConfig, GradGuardTrainer, GradientMap
 from hf_gradguard.attacks import Observation, recover_labels, recover_labels_below
-from hf_gradguard.models import LeakyConvNetConfig, LeakyConvNetForImageClassification
 from hf_gradguard.training.labels import keep_probability
+from recipes.small_networks import LeakyConvNetConfig, LeakyConvNetForImageClassification
 
 from ..lib.tables import interval, write_table
 from .settings import BATCH, CLASSES, EPSILONS, MESSAGES, QUICK, QUICK_SEEDS, ROWS, SEEDS

@@ -10,9 +10,9 @@ from transformers import set_seed
 from hf_gradguard.defenses.dp import DPSGD, NoSample
 from hf_gradguard.gradient_map.per_sample.map import SampleMap
 from hf_gradguard.leakage import FisherAccountant
-from hf_gradguard.models import TanhConvNetConfig, TanhConvNetForImageClassification
 from hf_gradguard.randomness import Stream
 from hf_gradguard.training.poisson import DUMMY, PoissonSampler
+from recipes.small_networks import TanhConvNetConfig, TanhConvNetForImageClassification
 
 from .clipped import random_directions, told
 from .training import accuracy, logits_of

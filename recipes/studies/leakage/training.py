@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from transformers import set_seed
 from transformers.utils import logging
 
-from hf_gradguard.models import LeakageLeNetForImageClassification
+from recipes.small_networks import LeakageLeNetForImageClassification
 
 from ..lib.images import lenet_for
 

@@ -19,8 +19,8 @@ from torch import Tensor
 from hf_gradguard import GradientMap, make_defense
 from hf_gradguard.attacks import Observation, make_attack
 from hf_gradguard.leakage import smallest_directions
-from hf_gradguard.models import LeakageLeNetForImageClassification
 from hf_gradguard.randomness import Stream
+from recipes.small_networks import LeakageLeNetForImageClassification
 
 from ..lib.images import single_images
 from ..lib.tables import plt, save, write_table

@@ -12,7 +12,7 @@ from types import ModuleType
 
 from transformers.utils import logging
 
-from hf_gradguard.models.named import check_name
+from hf_gradguard.models import check_name
 
 from .results import Place, Results, nested
 

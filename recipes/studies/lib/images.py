@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hf_gradguard.attacks import Observation
 from hf_gradguard.metrics import score_images
-from hf_gradguard.models import LeakageLeNetConfig, LeakageLeNetForImageClassification
+from recipes.small_networks import LeakageLeNetConfig, LeakageLeNetForImageClassification
 
 from .attacks import attack_of, generator_there
 

@@ -36,8 +36,8 @@ from hf_gradguard import GradientMap
 from hf_gradguard.attacks import Observation
 from hf_gradguard.defenses import Message
 from hf_gradguard.metrics import score_images
-from hf_gradguard.models import MODELS
 from hf_gradguard.randomness import Stream
+from recipes.small_networks import MODELS
 
 from ..lib.attacks import attack_of
 from ..lib.defenses import published

@@ -19,8 +19,8 @@ from transformers import set_seed
 from transformers.utils import logging
 
 from hf_gradguard import GradientMap
-from hf_gradguard.models import LeakyConvNetConfig, LeakyConvNetForImageClassification
 from hf_gradguard.randomness import Stream
+from recipes.small_networks import LeakyConvNetConfig, LeakyConvNetForImageClassification
 
 from ..lib.defenses import published
 from ..lib.tables import interval, plt, save, write_table

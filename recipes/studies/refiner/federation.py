@@ -19,9 +19,9 @@ from transformers.utils import logging
 from hf_gradguard import GradientMap
 from hf_gradguard.attacks import Observation, make_attack
 from hf_gradguard.metrics import score_images
-from hf_gradguard.models import LeakageLeNetConfig, LeakageLeNetForImageClassification
 from hf_gradguard.randomness import Stream
 from hf_gradguard.training.partition import partition_dirichlet
+from recipes.small_networks import LeakageLeNetConfig, LeakageLeNetForImageClassification
 
 from ..lib.defenses import published
 from ..lib.images import QUICK_SMOOTHING, parquet_images, single_images, smoothed
