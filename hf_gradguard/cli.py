@@ -40,9 +40,9 @@ def main(argv: list[str] | None = None) -> int:
             parser.exit(1, f"gradguard evalnet {arguments.action}: {error}\n")
     else:
         if arguments.command == "audit":
-            from .audit.command import run_audit as run
+            from .audit import run_audit as run
         else:
-            from .recommend.command import run_recommend as run
+            from .recommend import run_recommend as run
         try:
             run({name: value for name, value in vars(arguments).items() if name != "command"})
         except (ValueError, TypeError, OSError, ImportError, FloatingPointError) as error:

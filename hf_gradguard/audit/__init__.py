@@ -10,13 +10,15 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from ..registry import need
+
 if TYPE_CHECKING:
     from ..data.samples import load_samples
     from ..models import load_model
-    from .report.html import write_report
+    from .cells import Audit
+    from .command import run_audit
+    from .report.page import markdown_table, write_report
     from .report.summary import Summary, summarize
-    from .report.table import markdown_table
-    from .result import Audit
     from .run import audit
     from .settings import AuditSettings
 
@@ -28,20 +30,22 @@ __all__ = [
     "load_model",
     "load_samples",
     "markdown_table",
+    "run_audit",
     "summarize",
     "write_report",
 ]
 
 _WHERE = {
-    "Audit": ".result",
+    "Audit": ".cells",
     "AuditSettings": ".settings",
     "Summary": ".report.summary",
     "audit": ".run",
     "load_model": "..models",
     "load_samples": "..data.samples",
-    "markdown_table": ".report.table",
+    "markdown_table": ".report.page",
+    "run_audit": ".command",
     "summarize": ".report.summary",
-    "write_report": ".report.html",
+    "write_report": ".report.page",
 }
 
 
@@ -49,6 +53,7 @@ def __getattr__(name: str) -> Any:
     # Imported when first asked for, so that the command line's help imports no torch.
     if name not in _WHERE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    need("audit", "attacks", "datasets", "jinja2", "PIL", "scipy")
     return getattr(importlib.import_module(_WHERE[name], __name__), name)
 
 

@@ -18,23 +18,26 @@ from transformers.utils import logging
 
 from ..attacks.candidates.attack import Candidates, Ranked
 from ..attacks.labels import recover_labels
+from ..attacks.local import LocalTraining
+from ..attacks.observation import Observation
+from ..defenses.message import Message, Noise
 from ..gradient_map import GradientMap, UpdateMap
-from ..gradient_map.domain import count_rows
+from ..gradient_map.domain import IMAGE, TEXT, count_rows, domain_of_model
 from ..gradient_map.kept import draws_kept
+from ..gradient_map.local_training.update import mean_gradient
 from ..randomness import Stream
 from ..registry import ESTIMATORS
-from .local import observation
-from .means import average_of, mean_of
+from .images import Images
+from .settings import AuditSettings
+from .texts import Texts
 
 if TYPE_CHECKING:
-    from ..attacks import Attack, Observation, Reconstruction
-    from ..attacks.local import LocalTraining
-    from ..defenses import Defense, Message
+    from ..attacks import Attack, Reconstruction
+    from ..defenses import Defense
     from ..gradient_map.inputs import LossFunction
     from ..leakage.estimators import Estimator
-    from .adaptive import Attacker
     from .cells import Cell
-    from .modality import Modality
+
 
 logger = logging.get_logger(__name__)
 
@@ -60,6 +63,21 @@ class Shared:
     loss_fn: LossFunction | None = None
     micro_batches: int = 1
     local: LocalTraining | None = None
+
+
+@dataclass(frozen=True)
+class Attacker:
+    """An attack under one defense, as somebody would set it.
+
+    Args:
+        attack: The attack with its settings.
+        grants: Fields of the observation that it is granted beyond the threat model's.
+        knows: Whether it does what there is to do about the defense, or there is nothing.
+    """
+
+    attack: Attack
+    grants: frozenset[str]
+    knows: bool
 
 
 class Client:
@@ -343,3 +361,120 @@ def _inner(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
 
 def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
+
+
+def mean_of(several: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Name by name.
+
+    Example:
+        >>> mean_of([{"w": torch.ones(2)}, {"w": torch.zeros(2)}])["w"].tolist()
+        [0.5, 0.5]
+    """
+    if len(several) == 1:
+        return dict(several[0])
+    return {name: torch.stack([one[name] for one in several]).mean(0) for name in several[0]}
+
+
+def average_of(messages: Sequence[Message]) -> Message:
+    """The mean of several messages that were protected one by one, each with noise of its own."""
+    if len(messages) == 1:
+        return messages[0]
+    noises = [message.noise for message in messages]
+    noise = None
+    if all(one is not None for one in noises):
+        known = [one for one in noises if one is not None]
+        added = [one.added for one in known if one.added is not None]
+        noise = Noise(
+            variance=_of_mean([one.variance for one in known]),
+            added=_of_mean(added) if len(added) == len(known) else None,
+            plain=all(one.plain for one in known),
+        )
+    carries = any(message.carries for message in messages)
+    return Message(mean_of(messages), noise=noise, carries=carries)
+
+
+def _of_mean(variances: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    return {name: tensor / len(variances) for name, tensor in mean_of(variances).items()}
+
+
+_BOUNDS = ("clip_norm", "clip_coordinate")  # settings of attacks in the message's unit
+
+
+def training_of(terms: AuditSettings) -> LocalTraining | None:
+    """How clients train before they send; `None` if they send gradients. The attacker knows it, and
+    in which order the batches come.
+
+    Raises:
+        ValueError: If the learning rate is no number above 0, or the optimizer is unknown.
+
+    Example:
+        >>> training_of(AuditSettings(local_steps=4, learning_rate=0.1)).rates
+        (0.1, 0.1, 0.1, 0.1)
+        >>> training_of(AuditSettings()) is None
+        True
+    """
+    if not terms.local_steps:
+        return None
+    # Weight decay is known and takes nothing from the message: transformers' default is none.
+    settings = {"weight_decay": 0.0}
+    rate = float(terms.learning_rate or 0.0)
+    return LocalTraining.of(rate, terms.local_steps, terms.batch_size, terms.optimizer, settings)
+
+
+def observation(
+    local: LocalTraining | None, model: nn.Module, message: Mapping[str, Tensor], **grants: Any
+) -> Observation:
+    """What a server sees of a message: a gradient, or an update and how it was trained.
+
+    Args:
+        local: The client's training, if it is an update.
+        model: As it was sent to the client.
+        message: What came back.
+        **grants: As for `Observation`; noise and law are those of the message.
+
+    Example:
+        >>> seen = observation(None, model, shared, input_shape=(2, 8))
+        >>> seen.local is None, seen.gradient.keys() == shared.keys()
+        (True, True)
+    """
+    if local is None:
+        return Observation(model=model, gradient=message, **grants)
+    weights = {name: p.detach() for name, p in model.named_parameters() if name in message}
+    gradient = mean_gradient(local.optimizer, local.rates, weights, dict(message))
+    return Observation(model=model, gradient=gradient, local=local, **local.behind(grants))
+
+
+def in_unit_of_gradients(
+    local: LocalTraining | None, settings: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Settings of attacks that a defense names in its message's unit, in that of the observation's
+    gradient.
+
+    Example:
+        >>> local = training_of(AuditSettings(local_steps=2, learning_rate=0.5))
+        >>> in_unit_of_gradients(local, {"clip_norm": 3.0, "complete": True})
+        {'clip_norm': 3.0, 'complete': True}
+    """
+    if local is None:
+        return dict(settings)
+    total = local.optimizer.linear(list(local.rates))[1]
+    return {
+        name: value / total if name in _BOUNDS and value is not None else value
+        for name, value in settings.items()
+    }
+
+
+Modality = Texts | Images
+
+
+def modality_of(model: nn.Module, processing_class: Any, settings: AuditSettings) -> Texts | Images:
+    """What the inputs of a model ask for.
+
+    Raises:
+        ValueError: If a model of texts comes without a tokenizer.
+    """
+    return MODALITIES[domain_of_model(model).name](model, processing_class, settings)
+
+
+MODALITIES: dict[str, type[Texts] | type[Images]] = {TEXT.name: Texts, IMAGE.name: Images}
+"""By a domain's name."""

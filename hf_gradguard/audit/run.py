@@ -2,32 +2,31 @@
 
 from __future__ import annotations
 
-from . import installed as installed
-
-# isort: split
+import json
 import os
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import fields
+from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import yaml
 from torch import Tensor, nn
 from transformers import Trainer
+from transformers.utils import logging
 
-from ..attacks import Attack
+from ..attacks import Attack, make_attack
 from ..attacks.analytic import readable
 from ..data.samples import Sample
-from ..defenses import Defense
+from ..defenses import Chain, Defense, chain, make_defense
 from ..gradient_map.domain import IMAGE, domain_of_model
-from .cells import Cells
-from .client import Shared
-from .local import training_of
-from .loop import Setup, run
-from .modality import Modality, modality_of
-from .price import Metrics, read_metrics
-from .result import Audit
+from .cells import Audit, Cells
+from .client import Modality, Shared, modality_of, training_of
+from .loop import Setup, plain_settings, run
 from .settings import AuditSettings
-from .specs import Spec, make_attacks, make_defenses
-from .trained import set_up
+from .trainer import set_up
 
 DEFAULT_ATTACKS = {"text": "span", "image": "inverting_gradients"}
 """Attacks by domain, where none is named."""
@@ -139,7 +138,9 @@ def _of_trainer(
         )
     mode, others = trainer.model.training, make_defenses(asked.defenses)
     try:
-        terms, setup, own = set_up(trainer, samples, asked.candidates, asked.settings)
+        terms, setup, defense = set_up(trainer, samples, asked.candidates, asked.settings)
+        own = make_defenses([defense])
+        setup.states = {label: one.state_dict() for label, one in own.items()}
         attacks = asked.attacks
         if attacks is None:
             attacks = usual_attacks(setup.model, setup.batches[0])
@@ -217,3 +218,245 @@ def _batches(
         {name: tensor.to(device) for name, tensor in modality.batch(samples[at:][:size]).items()}
         for at in range(0, len(samples), size)
     ]
+
+
+Spec = str | Defense | Attack | Mapping[str, Any]
+"""`"name"`, `"name:key=value,key=value"`, an object, or a mapping: `{"name": {"key": value}}`,
+where a list of settings means several, or `{"label": object}`.
+"""
+
+Links = list[tuple[str, dict[str, Any]]]
+"""Names with their settings: one pair, or for a chain its links in order."""
+
+
+def parse_specs(specs: Spec | Sequence[Spec]) -> dict[str, Links | Defense | Attack]:
+    """Named settings and objects in all the ways they may be written.
+
+    Args:
+        specs: One or several of: `"tag:steps=500,restarts=2,span"` (a part without `=`, or with a
+            `:`, begins the next one; `+` chains: `"pruning:ratio=0.9+gaussian_noise:scale=0.1"`),
+            a `Defense` or `Attack`, or a mapping of names to their settings or to a list of
+            settings, one for each strength, or of labels to objects. Values are YAML.
+
+    Returns:
+        `{label: [(name, settings), ...]}` or `{label: object}`. A label says the settings that were
+        given, or in which an object differs from its class's defaults. What is said twice counts
+        once.
+
+    Raises:
+        ValueError: If it cannot be read as that, or two objects would be called the same.
+
+    Example:
+        >>> list(parse_specs(["none", {"pruning": [{"ratio": 0.5}, {"ratio": 0.9}]}]))
+        ['none', 'pruning:ratio=0.5', 'pruning:ratio=0.9']
+    """
+    found: dict[str, Links | Defense | Attack] = {}
+    for spec in [specs] if isinstance(specs, str | Mapping | Defense | Attack) else specs:
+        for label, one in _entries(spec):
+            earlier = found.get(label, one)
+            if earlier is not one and not (isinstance(one, list) and isinstance(earlier, list)):
+                raise ValueError(
+                    f"Two are called {label!r}, and nothing would tell their results apart. Give "
+                    "objects labels of their own: {'one': ..., 'other': ...}."
+                )
+            found[label] = one
+    return found
+
+
+def make_defenses(specs: Spec | Sequence[Spec]) -> dict[str, Defense]:
+    """`{label: defense}`; see `parse_specs` and `make_defense`."""
+    made = {}
+    for label, one in parse_specs(specs).items():
+        if isinstance(one, Attack):
+            raise ValueError(f"{label} is an attack, where a defense was to be.")
+        made[label] = one if isinstance(one, Defense) else _chained(one)
+    return made
+
+
+def make_attacks(specs: Spec | Sequence[Spec]) -> dict[str, Attack]:
+    """`{label: attack}`; see `parse_specs` and `make_attack`."""
+    made = {}
+    for label, one in parse_specs(specs).items():
+        if isinstance(one, Defense):
+            raise ValueError(f"{label} is a defense, where an attack was to be.")
+        made[label] = one if isinstance(one, Attack) else _single(one)
+    return made
+
+
+def check_specs(
+    defenses: Spec | Sequence[Spec] | None, attacks: Spec | Sequence[Spec] | None
+) -> None:
+    """Refuse names and settings that there are not, before anything is loaded. `None` passes."""
+    if defenses is not None:
+        make_defenses(defenses)
+    if attacks is not None:
+        make_attacks(attacks)
+
+
+def _chained(links: Links) -> Defense:
+    return chain(*(make_defense(name, **settings) for name, settings in links))
+
+
+def _single(links: Links) -> Attack:
+    if len(links) > 1:
+        raise ValueError(f"Attacks cannot be chained: {' + '.join(name for name, _ in links)}.")
+    ((name, settings),) = links
+    return make_attack(name, **settings)
+
+
+def _entries(spec: Spec) -> Iterator[tuple[str, Links | Defense | Attack]]:
+    """What one spec names, with labels."""
+    if isinstance(spec, str):
+        for one in _separate(spec):
+            links = [_link(link) for link in re.split(r"\+(?=[A-Za-z])", one)]
+            yield "+".join(map(_label, links)), links
+    elif isinstance(spec, Defense | Attack):
+        yield _label_of(spec), spec
+    elif isinstance(spec, Mapping):
+        for name, settings in spec.items():
+            for one in settings if isinstance(settings, list) else [settings]:
+                if isinstance(one, Defense | Attack):
+                    yield str(name), one
+                elif one is None or isinstance(one, Mapping):
+                    link = str(name), {key: _number(value) for key, value in (one or {}).items()}
+                    yield _label(link), [link]
+                else:
+                    raise ValueError(f"The settings of {name} must be a mapping, but are {one!r}.")
+    else:
+        raise ValueError(
+            f"{spec!r} is neither a name, nor a defense or an attack, nor a mapping of names to "
+            "settings."
+        )
+
+
+def _label_of(made: Defense | Attack) -> str:
+    """The name of an object with the settings in which it differs from its class's defaults."""
+    if isinstance(made, Chain):
+        return f"{_label_of(made.first)}+{_label_of(made.second)}"
+    given = {}
+    for field in fields(made):  # type: ignore[arg-type]
+        default = field.default_factory() if callable(field.default_factory) else field.default
+        value = getattr(made, field.name)
+        if field.init and field.repr and not _same(value, default):
+            given[field.name] = value
+    return _label((made.name, given))
+
+
+def _same(value: Any, default: Any) -> bool:
+    same = value is default or value == default
+    return same if isinstance(same, bool) else False  # tensors and arrays compare entry by entry
+
+
+def _separate(text: str) -> list[str]:
+    """`"a:x=1,y=2,b"` as `["a:x=1,y=2", "b"]`. Commas in brackets separate nothing."""
+    found: list[str] = []
+    for part in re.split(r",(?![^\[]*\])", text):
+        if found and "=" in part and ":" not in part.split("=")[0]:
+            found[-1] += f",{part}"
+        else:
+            found.append(part)
+    return found
+
+
+def _link(text: str) -> tuple[str, dict[str, Any]]:
+    name, colon, rest = (part.strip() for part in text.partition(":"))
+    settings = {}
+    for part in re.split(r",(?![^\[]*\])", rest) if rest else []:
+        key, equals, value = (side.strip() for side in part.partition("="))
+        if not (key and equals and value):
+            raise ValueError(
+                f"{text!r} cannot be read. Settings are written name:key=value,key=value."
+            )
+        settings[key] = _number(yaml.safe_load(value))
+    if not name or (colon and not settings):
+        raise ValueError(f"{text!r} cannot be read. Write a name, or name:key=value,key=value.")
+    return name, settings
+
+
+def _number(value: Any) -> Any:
+    if isinstance(value, str):
+        with suppress(ValueError):
+            return float(value)  # YAML 1.1 takes 1e-3 for a word
+    return value
+
+
+def _label(link: tuple[str, dict[str, Any]]) -> str:
+    name, settings = link
+    shown = ",".join(f"{key}={_shown(value)}" for key, value in settings.items())
+    return f"{name}:{shown}" if shown else name
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, float):
+        return str(value).removesuffix(".0")
+    if value is None or isinstance(value, int | str | list | tuple | Mapping | PathLike):
+        return str(value)
+    return type(value).__name__
+
+
+logger = logging.get_logger(__name__)
+
+File = str | os.PathLike[str]
+Metrics = File | Sequence[File] | Mapping[str, float]
+
+
+def read_metrics(
+    metrics: Metrics | None, defenses: Mapping[str, Defense] | None = None
+) -> dict[str, float]:
+    """What a model reaches under each defense, by label.
+
+    Args:
+        metrics: That itself, `{label: accuracy}`; or JSON files of it, or the `metrics.json` of
+            runs of the recipes, each of which belongs to the defense that has all its settings.
+        defenses: Those that are audited, by label.
+
+    Raises:
+        ValueError: If they are no numbers, or two runs are of one defense.
+        OSError: If a file cannot be read.
+
+    Example:
+        >>> read_metrics({"none": 0.9, "pruning": 0.88})
+        {'none': 0.9, 'pruning': 0.88}
+    """
+    if metrics is None:
+        return {}
+    if isinstance(metrics, Mapping):
+        return _numbers(metrics)
+    found: dict[str, float] = {}
+    for file in [metrics] if isinstance(metrics, str | os.PathLike) else metrics:
+        read = json.loads(Path(file).read_text(encoding="utf-8"))
+        if isinstance(read, Mapping) and {"defense", "settings", "accuracy"} <= read.keys():
+            read = _of_run(file, read, defenses or {})
+        numbers = _numbers(read)
+        if twice := found.keys() & numbers.keys():
+            raise ValueError(f"{file} is the second to say what {sorted(twice)[0]} reaches.")
+        found |= numbers
+    return found
+
+
+def _of_run(file: File, run: Mapping[str, Any], defenses: Mapping[str, Defense]) -> dict:
+    """Of a run's defense, if it is audited with the same settings."""
+    near = []
+    for label, defense in defenses.items():
+        if defense.name != run["defense"]:
+            continue
+        own, those = plain_settings(defense.settings()), run["settings"]
+        other = [key for key in own.keys() | those.keys() if own.get(key) != those.get(key)]
+        if not other:
+            return {label: run["accuracy"]}
+        near.append(f"{label} differs in {', '.join(sorted(other))}")
+    why = "; ".join(near) or f"{run['defense']} is not among them"
+    logger.warning(f"{file} is of none of the audited defenses: {why}. Its accuracy is left out.")
+    return {}
+
+
+def _numbers(found: Any) -> dict[str, float]:
+    values: Iterable[Any] = found.values() if isinstance(found, Mapping) else [found]
+    if not all(isinstance(value, int | float) for value in values):
+        raise ValueError(
+            "Metrics must be one number for each defense, as {defense: accuracy}, or the "
+            f"metrics.json of a recipe's run, but are {found!r}."
+        )
+    return {str(label): float(value) for label, value in found.items()}

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from . import installed as installed
-
-# isort: split
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from datasets import Dataset, Image, load_dataset
+
+from ..registry import need
+
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 COLUMNS = {
     "text": ("text", "sentence", "content"),
@@ -91,8 +92,7 @@ def load_images(
             return arrays[pick_column(list(arrays), column, COLUMNS["image"], dataset)]
     rows = load_rows(dataset, split, config)
     name = pick_column(rows.column_names, column, COLUMNS["image"], dataset)
-    rows = rows.cast_column(name, Image(mode="L" if num_channels == 1 else "RGB"))
-    images = rows[name]
+    images = as_images(rows, name, "L" if num_channels == 1 else "RGB")[name]
     return [
         np.asarray(image.resize((image_size, image_size)) if image_size else image)
         for image in images
@@ -108,6 +108,10 @@ def load_rows(dataset: str, split: str = "train", config: str | None = None) -> 
         >>> load_rows("rows.tsv").column_names
         ['sentence', 'label']
     """
+    need("data", "data", "datasets")
+    # An extra: training needs this room's private files and not this library.
+    from datasets import load_dataset
+
     path = Path(dataset)
     if path.is_file():
         if path.suffix not in _FORMATS:
@@ -119,6 +123,13 @@ def load_rows(dataset: str, split: str = "train", config: str | None = None) -> 
             tabs |= {"keep_default_na": False, "na_values": [""]}
         return load_dataset(_FORMATS[path.suffix], data_files=str(path), split="train", **tabs)
     return load_dataset(dataset, config, split=split)
+
+
+def as_images(rows: Dataset, column: str, mode: str | None = None) -> Dataset:
+    """Rows whose column holds PIL images, of that mode if one is given."""
+    from datasets import Image
+
+    return rows.cast_column(column, Image(mode=mode))
 
 
 def pick_column(

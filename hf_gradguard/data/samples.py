@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from . import installed as installed
-
-# isort: split
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from datasets import Dataset, Image
 
-from .files import COLUMNS, load_rows, pick_column
+from .files import COLUMNS, as_images, load_rows, pick_column
+
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 Sample = tuple[Any, Any]
 """A text or an image, with its class id; or with another label, as its model takes it."""
@@ -165,7 +164,7 @@ def _rows(
     """And the name of their inputs' column."""
     rows = load_rows(dataset, split, config)
     name = pick_column(rows.column_names, column, usual, dataset)
-    return (rows.cast_column(name, Image()) if kind == "image" else rows), name
+    return (as_images(rows, name) if kind == "image" else rows), name
 
 
 def _draw(available: int, count: int, spare: int, seed: int, dataset: str) -> list[int]:

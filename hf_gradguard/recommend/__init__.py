@@ -9,16 +9,19 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from ..registry import need
+
 if TYPE_CHECKING:
     from .choice import Choice, Outcome, choose
-    from .run import recommend
+    from .run import recommend, run_recommend
 
-__all__ = ["Choice", "Outcome", "choose", "recommend"]
+__all__ = ["Choice", "Outcome", "choose", "recommend", "run_recommend"]
 
 
 def __getattr__(name: str) -> Any:
     # Imported when first asked for, so that the command line's help imports nothing heavy.
     if name in __all__:
-        module = ".run" if name == "recommend" else ".choice"
+        need("audit", "attacks", "datasets", "jinja2", "PIL", "scipy")
+        module = ".choice" if name in ("Choice", "Outcome", "choose") else ".run"
         return getattr(import_module(module, __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,19 +14,27 @@ from torch import nn
 from transformers.utils import logging
 
 from ..audit.cells import write_json, write_text
-from ..audit.modality import modality_of
+from ..audit.client import modality_of
+from ..audit.command import load
 from ..audit.report.summary import Summary, summarize, values_of
 from ..audit.report.verdicts import TERMS, Row
-from ..audit.run import audit, usual_attacks
+from ..audit.run import Spec, audit, check_specs, make_defenses, usual_attacks
 from ..audit.settings import AuditSettings
-from ..audit.specs import Spec, make_defenses
 from ..data.samples import Sample
 from ..defenses import Defense
 from ..gradient_map.domain import domain_of_model
 from ..models import label_kind
-from .choice import Choice, Estimate, Outcome, choose
-from .report import configuration, flags_of, html_report, markdown_table
-from .settings import DEFAULT_ATTACKS, DEFAULT_DEFENSES, WARMUP, TrialSettings
+from .choice import (
+    Choice,
+    Estimate,
+    Outcome,
+    choose,
+    configuration,
+    flags_of,
+    html_report,
+    markdown_table,
+)
+from .settings import DEFAULT_ATTACKS, DEFAULT_DEFENSES, WARMUP, CommandSettings, TrialSettings
 from .trials import Split, Trials
 
 logger = logging.get_logger(__name__)
@@ -261,3 +270,35 @@ _NO_FLAGS = (
     "defense itself to GradGuardTrainer, with this learning rate, scale_learning_rate=False and "
     f"warmup_steps={WARMUP}."
 )
+
+
+def run_recommend(given: Mapping[str, Any]) -> None:
+    """Recommend a defense for a model and data, and print the words and the table.
+
+    Args:
+        given: Flags that were given, by name.
+
+    Raises:
+        ValueError: For settings that are missing or wrong.
+        OSError: If a file cannot be read or the output folder not be written to.
+    """
+    settings = CommandSettings(**given)
+    required = ("model", "dataset", "output")
+    if missing := [f"--{name}" for name in required if not getattr(settings, name)]:
+        raise ValueError(f"{', '.join(missing)} must be given.")
+    check_specs(settings.defense, settings.attack)  # a misspelt name is said before a download
+    loaded = load(settings, count=1, spare=settings.rows - 1, seed=settings.seed)
+    recommend(
+        loaded.model,
+        loaded.processing_class,
+        loaded.samples,
+        settings.defense,
+        settings.attack,
+        output=settings.output,
+        **{field.name: getattr(settings, field.name) for field in fields(TrialSettings)},
+    )
+    folder = Path(settings.output)
+    print((folder / "recommend.md").read_text(encoding="utf-8"))
+    print(f"{folder / 'recommend.html'} (the audits beside it hold private samples)")
+    if (folder / "recommended.yaml").exists():
+        print(f"Train with it: --config {folder / 'recommended.yaml'}")

@@ -18,8 +18,8 @@ from transformers.utils import logging
 
 from ..attacks.span.layer_inputs import is_causal_lm
 from ..audit.cells import Cell, Cells, code_digest, digest
-from ..audit.modality import Modality
-from ..audit.modality.heads import IGNORED
+from ..audit.client import Modality
+from ..audit.texts import IGNORED
 from ..data.samples import Sample
 from ..defenses import Defense
 from ..defenses.dp import DPSGD

@@ -16,7 +16,7 @@ from hf_gradguard.attacks.candidates.linear import _BESIDE, Filtered, MatchedFil
 from hf_gradguard.attacks.candidates.sizes import in_units
 from hf_gradguard.attacks.gathered import gathered, own_entries
 from hf_gradguard.attacks.uploads import alike
-from hf_gradguard.audit.means import average_of
+from hf_gradguard.audit.client import average_of
 from hf_gradguard.gradient_map.law import Law
 from hf_gradguard.randomness import Stream
 

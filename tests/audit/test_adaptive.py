@@ -18,12 +18,12 @@ from hf_gradguard.attacks import ATTACKS, Attack, Observation, Reconstruction, m
 from hf_gradguard.attacks.candidates import linear
 from hf_gradguard.attacks.candidates.attack import Candidates
 from hf_gradguard.audit import audit, markdown_table, summarize
-from hf_gradguard.audit.adaptive import attackers, with_list
-from hf_gradguard.audit.modality import modality_of
-from hf_gradguard.audit.report.html import html_report
+from hf_gradguard.audit.attackers import attackers, with_list
+from hf_gradguard.audit.client import modality_of
+from hf_gradguard.audit.report.page import html_report
 from hf_gradguard.audit.report.verdicts import INFORMED
+from hf_gradguard.audit.run import make_defenses
 from hf_gradguard.audit.settings import AuditSettings
-from hf_gradguard.audit.specs import make_defenses
 from hf_gradguard.defenses import DEFENSES
 from hf_gradguard.gradient_map.law import Law
 

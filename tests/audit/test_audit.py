@@ -24,8 +24,8 @@ from hf_gradguard.attacks import ATTACKS, Attack, Observation, Reconstruction
 from hf_gradguard.attacks.matching.text import Tag
 from hf_gradguard.audit import Audit, audit, markdown_table, summarize, write_report
 from hf_gradguard.audit.cells import digest
-from hf_gradguard.audit.report.html import html_report, marks
-from hf_gradguard.audit.specs import parse_specs
+from hf_gradguard.audit.report.page import html_report, marks
+from hf_gradguard.audit.run import parse_specs
 from hf_gradguard.cli import main
 from hf_gradguard.defenses import Defense
 from hf_gradguard.defenses.noise import NoiseDefense

@@ -18,7 +18,7 @@ from hf_gradguard import DEFENSES, GradientMap
 from hf_gradguard.attacks import ATTACKS, Observation, Reconstruction
 from hf_gradguard.audit import audit, markdown_table, summarize
 from hf_gradguard.audit.cells import Cells, code_digest, modules_of
-from hf_gradguard.audit.report.html import html_report
+from hf_gradguard.audit.report.page import html_report
 from hf_gradguard.defenses import Defense
 from hf_gradguard.randomness import Stream
 
@@ -219,7 +219,7 @@ def test_files_are_written_after_every_message(
         return Reconstruction(token_ids=[[5]])
 
     spy.answer = staticmethod(answer)
-    monkeypatch.setattr("hf_gradguard.audit.writer.time.monotonic", lambda: 0.0)
+    monkeypatch.setattr("hf_gradguard.audit.loop.time.monotonic", lambda: 0.0)
     model, tokenizer = text_model()
     audit(model, tokenizer, TEXTS, "none", "spy", output=tmp_path)
     assert written == [0, 1, 2, 3]

@@ -20,8 +20,7 @@ from torch import Tensor, nn
 
 from hf_gradguard import GradientMap
 from hf_gradguard.audit import audit, markdown_table, summarize
-from hf_gradguard.audit.report.html import html_report, scatters
-from hf_gradguard.audit.report.table import show_mean
+from hf_gradguard.audit.report.page import html_report, scatters, show_mean
 from hf_gradguard.defenses import Message, Noise
 from hf_gradguard.leakage.estimators import make_estimator
 

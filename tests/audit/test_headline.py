@@ -9,12 +9,11 @@ from unittest import mock
 import pytest
 from test_audit import HIGH, LOW, MIDDLE, made
 
-from hf_gradguard.audit import price, summarize
-from hf_gradguard.audit.modality.texts import _NO_WORD
-from hf_gradguard.audit.price import read_metrics
+from hf_gradguard.audit import run, summarize
 from hf_gradguard.audit.report.headline import headline, worst
-from hf_gradguard.audit.report.html import html_report
-from hf_gradguard.audit.specs import make_defenses
+from hf_gradguard.audit.report.page import html_report
+from hf_gradguard.audit.run import make_defenses, read_metrics
+from hf_gradguard.audit.texts import _NO_WORD
 from hf_gradguard.defenses import make_defense
 
 
@@ -58,22 +57,22 @@ def test_metrics_are_numbers(tmp_path: Any) -> None:
 def test_runs_are_of_the_defense_with_their_settings(tmp_path: Any) -> None:
     """What a recipe writes of a training, beside what is audited."""
 
-    def run(name: str, accuracy: float, **settings: Any) -> Any:
+    def trained(name: str, accuracy: float, **settings: Any) -> Any:
         own = make_defense(name, **settings).settings()
         path = tmp_path / f"{name}{accuracy}.json"
         path.write_text(json.dumps({"defense": name, "settings": own, "accuracy": accuracy}))
         return path
 
     audited = make_defenses(["none", "pruning:ratio=0.9", "pruning:ratio=0.99", "gaussian_noise"])
-    plain, weak = run("none", 0.9), run("pruning", 0.8, ratio=0.9)
-    strong = run("gaussian_noise", 0.7, relative_scale=20)
-    with mock.patch.object(price.logger, "warning") as warning:
+    plain, weak = trained("none", 0.9), trained("pruning", 0.8, ratio=0.9)
+    strong = trained("gaussian_noise", 0.7, relative_scale=20)
+    with mock.patch.object(run.logger, "warning") as warning:
         found = read_metrics([plain, weak, strong], audited)
     assert found == {"none": 0.9, "pruning:ratio=0.9": 0.8}
     assert "gaussian_noise differs in relative_scale" in warning.call_args[0][0]
     assert read_metrics(plain, audited) == {"none": 0.9}
     with pytest.raises(ValueError, match="is the second to say what none reaches"):
-        read_metrics([plain, run("none", 0.91)], audited)
+        read_metrics([plain, trained("none", 0.91)], audited)
 
 
 def test_places_that_a_vocabulary_keeps_free_are_no_words() -> None:

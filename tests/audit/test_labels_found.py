@@ -14,7 +14,7 @@ from test_audit import TEXTS, Spy, image_model, images, spy, text_model  # noqa:
 
 from hf_gradguard.attacks import Reconstruction
 from hf_gradguard.audit import audit, summarize
-from hf_gradguard.audit.report.labels import found_by_chance, found_under
+from hf_gradguard.audit.report.summary import found_by_chance, found_under
 
 DEFENSES = ["pruning:ratio=0.5", "gaussian_noise:relative_scale=1000"]
 

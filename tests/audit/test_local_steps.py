@@ -16,9 +16,8 @@ from test_planted_leaks import leaking
 from hf_gradguard import GradGuardConfig, GradGuardTrainer, make_defense
 from hf_gradguard.attacks import make_attack
 from hf_gradguard.audit import audit, summarize
-from hf_gradguard.audit.adaptive import attackers
-from hf_gradguard.audit.client import Client, Shared, Upload
-from hf_gradguard.audit.local import training_of
+from hf_gradguard.audit.attackers import attackers
+from hf_gradguard.audit.client import Client, Shared, Upload, training_of
 from hf_gradguard.audit.settings import AuditSettings
 from hf_gradguard.federation import protect_update
 

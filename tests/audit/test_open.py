@@ -17,8 +17,8 @@ from torch import Tensor
 from hf_gradguard import DEFENSES, GradientMap
 from hf_gradguard.attacks import ATTACKS, Attack, Observation, Reconstruction, make_attack
 from hf_gradguard.audit import audit, markdown_table, summarize
-from hf_gradguard.audit.report.html import html_report
-from hf_gradguard.audit.specs import make_attacks, make_defenses, parse_specs
+from hf_gradguard.audit.report.page import html_report
+from hf_gradguard.audit.run import make_attacks, make_defenses, parse_specs
 from hf_gradguard.defenses import Defense, Message, chain, make_defense
 from hf_gradguard.leakage.estimators import Estimator
 from hf_gradguard.randomness import Stream

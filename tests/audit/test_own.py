@@ -11,7 +11,7 @@ import torch
 
 from hf_gradguard.attacks import ATTACKS, GradientMatching, Observation, Reconstruction, make_attack
 from hf_gradguard.audit import audit
-from hf_gradguard.audit.own import WEIGHTS, smooths
+from hf_gradguard.audit.attackers import WEIGHTS, smooths
 from hf_gradguard.audit.report.verdicts import INFORMED
 from tests.helpers import make_task
 

@@ -73,7 +73,7 @@ def test_an_exact_copy_does_not_press_all_others_together() -> None:
 
 
 def test_few_ticks_keep_both_ends() -> None:
-    from hf_gradguard.audit.report.html import _few
+    from hf_gradguard.audit.report.page import _few
 
     for count in (1, 3, 4, 5, 10, 11):
         ticks = [(0.1 * k, str(k)) for k in range(count + 1)]

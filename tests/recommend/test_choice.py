@@ -10,8 +10,7 @@ import pytest
 
 from hf_gradguard.audit.report.verdicts import TERMS
 from hf_gradguard.recommend import Outcome, choose
-from hf_gradguard.recommend.choice import Estimate
-from hf_gradguard.recommend.report import html_report
+from hf_gradguard.recommend.choice import Estimate, html_report
 from hf_gradguard.recommend.settings import TrialSettings
 
 

@@ -28,15 +28,15 @@ from transformers import (
 from hf_gradguard import DEFENSES as REGISTERED
 from hf_gradguard import GradGuardConfig, chain, make_defense
 from hf_gradguard.attacks.span.attack import Span
-from hf_gradguard.audit.modality import MODALITIES, modality_of
+from hf_gradguard.audit.client import MODALITIES, modality_of
+from hf_gradguard.audit.run import make_defenses
 from hf_gradguard.audit.settings import AuditSettings
-from hf_gradguard.audit.specs import make_defenses
 from hf_gradguard.cli import main
 from hf_gradguard.defenses import Defense
 from hf_gradguard.defenses.dp import DPSGD
 from hf_gradguard.defenses.noise import GaussianNoise
 from hf_gradguard.recommend import Choice, recommend
-from hf_gradguard.recommend.report import flags_of
+from hf_gradguard.recommend.choice import flags_of
 from hf_gradguard.recommend.settings import DEFAULT_ATTACKS, DEFAULT_DEFENSES, TrialSettings
 from hf_gradguard.recommend.trials import Split, Trials, share_right
 from hf_gradguard.testing.small import WORDS, small_text_task

@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+from scipy.stats import binom, spearmanr
 
+from ...metrics import score_candidates
 from ...metrics.scores import bootstrap_intervals
-from ..result import Audit
-from .figures import Correlation, correlate, silent
-from .judge import rival, verdicts
-from .labels import Values, found_by_chance, found_under, share_found
-from .ranked import Listed, listed, percentiles
-from .verdicts import PERCENTILE, TELLING, TERMS, Estimate, Row, Terms, Verdict, base_of
+from ..cells import Audit
+from .verdicts import (
+    PERCENTILE,
+    TELLING,
+    TERMS,
+    Estimate,
+    Row,
+    Terms,
+    Verdict,
+    base_of,
+    rival,
+    verdicts,
+)
 
 
 @dataclass(frozen=True)
@@ -280,3 +290,194 @@ def _unfinished(result: Audit) -> str:
         f"This audit is not finished: it is of {done} of {planned} messages{times}. The same "
         "command goes on where it stopped."
     )
+
+
+@dataclass(frozen=True)
+class Listed:
+    """One attack that ranks candidates, under one defense.
+
+    Args:
+        defense: Its label.
+        attack: Its label.
+        scores: Estimates of `top1`, `rank`, `tpr_1%` and `tpr_0.1%`; see `score_candidates`.
+        candidates: How many there were.
+        members: How many samples were looked for.
+        others: How many candidates false alarms are a share of, in all messages together.
+        blind: The share of samples that a blind draw names: as many entries as a message has.
+        knows: Whether the attacker knows the defense.
+    """
+
+    defense: str
+    attack: str
+    scores: dict[str, Estimate]
+    candidates: int
+    members: int
+    others: int
+    blind: float
+    knows: bool
+
+
+def listed(place: tuple[str, str], cells: Sequence[Mapping[str, Any]]) -> Listed | None:
+    """What the cells of a defense and an attack say of candidates; `None` if they rank none."""
+    rows = _ranked(cells)
+    if not rows:
+        return None
+    found = score_candidates([row["scores"] for row in rows], [row["members"] for row in rows])
+    ends = found.interval if len(rows) > 1 else {}
+    scores = {name: Estimate(mean, *ends.get(name, ())) for name, mean in found.mean.items()}
+    sizes = [len(row["members"]) for row in rows]
+    blind = np.average([len(row["members"]) / len(row["scores"]) for row in rows], weights=sizes)
+    return Listed(
+        *place,
+        scores=scores,
+        candidates=len(rows[0]["scores"]),
+        members=len(found.per_sample["rank"]),
+        others=found.false_positives,
+        blind=float(blind),
+        knows=any(cell.get("knows", False) for cell in cells),
+    )
+
+
+def percentiles(cells: Sequence[Mapping[str, Any]]) -> Values:
+    """The share of other candidates that come after each member, message by message."""
+    values: Values = {}
+    for cell in cells:
+        for row in _ranked([cell]):
+            found = score_candidates([row["scores"]], [row["members"]], bootstrap=0)
+            shares = [1 - (r - 1) / found.false_positives for r in found.per_sample["rank"]]
+            values[cell["message"]] = {PERCENTILE: shares}
+    return values
+
+
+def _ranked(cells: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Of first repeats: others are of the same samples. A message of which nobody, or everybody, is
+    listed tells nothing.
+    """
+    rows = [cell["ranked"] for cell in cells if "ranked" in cell and not cell["repeat"]]
+    return [row for row in rows if 0 < len(row["members"]) < len(row["scores"])]
+
+
+Values = dict[int, dict[str, list[float]]]
+"""For each message, for each score, one number per sample."""
+
+
+def share_found(found: Sequence[int], true: Sequence[int]) -> float:
+    """As many labels as both have in common, each as often as both have it, over all.
+
+    Example:
+        >>> share_found([1, 1, 2, 3], true=[1, 2, 2, 2])
+        0.5
+    """
+    return (Counter(found) & Counter(true)).total() / len(true)
+
+
+def found_under(result: Audit, defense: str) -> Values:
+    """The share of labels found in each message under a defense, a mean over repeats."""
+    shares: dict[int, list[float]] = {}
+    for row in result.shared:
+        if row["defense"] == defense and "labels" in row:
+            true = result.messages[row["message"]]["labels"]
+            shares.setdefault(row["message"], []).append(share_found(row["labels"], true))
+    return {at: {"labels": [sum(found) / len(found)]} for at, found in shares.items()}
+
+
+def found_by_chance(result: Audit) -> float | None:
+    """The share that drawing each label uniformly from all classes finds on average."""
+    classes = result.settings.get("classes")
+    if not classes or not result.messages:
+        return None
+    common = size = 0.0
+    for message in result.messages:
+        true = Counter(message["labels"])
+        size += true.total()
+        common += sum(
+            float(binom.sf(place, true.total(), 1 / classes))
+            for count in true.values()
+            for place in range(count)
+        )
+    return common / size
+
+
+@dataclass(frozen=True)
+class Point:
+    """One sample of one message under one defense: an estimator's figure and an attack's scores."""
+
+    defense: str
+    figure: float
+    scores: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Correlation:
+    """Spearman's rank correlation of an estimator's figure with each score of an attack, over
+    defenses and samples.
+
+    Args:
+        figure: Name of the estimator.
+        attack: Label of the attack.
+        coefficients: `{score: coefficient}`; `None` where fewer than three points, or equal ones,
+            say nothing.
+        common: The points, one for each sample, repeat and defense. Those of one sample are not
+            independent.
+    """
+
+    figure: str
+    attack: str
+    coefficients: dict[str, float | None]
+    common: list[Point]
+
+    @property
+    def points(self) -> int:
+        """How many there are."""
+        return len(self.common)
+
+
+def correlate(result: Audit) -> list[Correlation]:
+    """One for every estimator and attack that have points in common."""
+    found = []
+    for figure in result.settings["estimators"]:
+        for attack in result.attacks:
+            common = points(result, figure, attack)
+            if not common:
+                continue
+            x = [point.figure for point in common]
+            coefficients: dict[str, float | None] = {}
+            for score in common[0].scores:
+                y = [point.scores[score] for point in common]
+                telling = len(common) >= 3 and len(set(x)) > 1 and len(set(y)) > 1
+                coefficients[score] = float(spearmanr(x, y).statistic) if telling else None
+            found.append(Correlation(figure, attack, coefficients, common))
+    return found
+
+
+def points(result: Audit, figure: str, attack: str) -> list[Point]:
+    """Where both the figure and the attack's scores are there and finite."""
+    found = {
+        (row["message"], row["repeat"], row["defense"]): row.get("figures", {}).get(figure)
+        for row in result.shared
+    }
+    return [
+        Point(
+            cell["defense"], value, {name: scores[place] for name, scores in cell["scores"].items()}
+        )
+        for cell in result.cells
+        if cell["attack"] == attack and "scores" in cell
+        for place, value in enumerate(
+            found.get((cell["message"], cell["repeat"], cell["defense"])) or []
+        )
+        if value is not None
+    ]
+
+
+def silent(result: Audit) -> list[str]:
+    """Which estimators say nothing of which defenses, with the reason."""
+    under: dict[tuple[str, str], list[str]] = {}
+    for row in result.shared:
+        for name, reason in row.get("no_figures", {}).items():
+            title = result.settings["estimators"][name]["title"]
+            where = under.setdefault((reason, title), [])
+            if row["defense"] not in where:
+                where.append(row["defense"])
+    return [
+        f"{reason} ({title}, under {', '.join(where)})" for (reason, title), where in under.items()
+    ]

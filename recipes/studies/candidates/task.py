@@ -10,7 +10,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from hf_gradguard import GradientMap, make_defense
 from hf_gradguard.attacks import Observation, make_attack
-from hf_gradguard.audit.adaptive import attackers
+from hf_gradguard.audit.attackers import attackers
 from hf_gradguard.audit.settings import AuditSettings
 from hf_gradguard.defenses import Defense
 from hf_gradguard.metrics import score_candidates, score_text

@@ -17,21 +17,20 @@ from ..gradient_map.domain import IMAGE, TEXT, count_rows
 from ..training.clients import CLIENT, ROW, SHARE, Pick
 from ..training.mixin import GradGuardMixin
 from .cells import code_digest
-from .client import Shared
+from .client import Modality, Shared, modality_of
 from .loop import Setup
-from .modality import Modality, modality_of
 from .settings import AuditSettings
-from .specs import make_defenses
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
+
 
 _DECOYS = 100  # rows among which an attacker has to find the audited ones
 
 
 def set_up(
     trainer: Any, samples: int, candidates: Sequence[Any] | None, given: Mapping[str, Any]
-) -> tuple[AuditSettings, Setup, dict[str, Defense]]:
+) -> tuple[AuditSettings, Setup, Defense]:
     """What a Trainer would share: its model in training mode, batches of its data by its collator,
     its loss, and its first client's defense with what that remembers.
 
@@ -42,7 +41,7 @@ def set_up(
         given: Settings of the audit. Sizes of batches are the Trainer's, if nothing else is said.
 
     Returns:
-        The settings, what is audited, and the defense under its label.
+        The settings, what is audited, and the defense.
 
     Raises:
         ValueError: If the Trainer protects nothing, runs on several ranks, or its data has no rows
@@ -70,18 +69,16 @@ def set_up(
     batches, others = _drawn(trainer, samples, size, terms.seed)
     rows = [row for batch in [*batches, *others] for row in _rows(modality, batch)]
     defense = copy.deepcopy(trainer._clients[0])
-    own = make_defenses([defense])
     setup = Setup(
         model, modality, batches,
         None if candidates == [] or not others + list(candidates or [])
         else modality.candidates([*rows, *(candidates or [])]),
         Shared(terms.share_input_embeddings, trainer._withhold,
                functools.partial(trainer._loss, items=None), terms.accumulation),
-        states={label: one.state_dict() for label, one in own.items()},
         identity=[args.label_smoothing_factor, code_digest(type(trainer))],
         told=_told(trainer),
     )  # fmt: skip
-    return terms, setup, own
+    return terms, setup, defense
 
 
 def _check(trainer: Trainer, given: Mapping[str, Any]) -> None:
