@@ -130,13 +130,19 @@ class Registry(MutableMapping[str, T]):
         return describe(self._points[name].value)
 
 
-def make(registry: Registry[type[T]], name: str, settings: Mapping[str, Any]) -> T:
+def make(
+    registry: Registry[type[T]],
+    name: str,
+    settings: Mapping[str, Any],
+    refused: Mapping[str, str] | None = None,
+) -> T:
     """`registry[name](**settings)`, with errors that list what there is.
 
     Args:
         registry: Of classes, dataclasses of their settings.
         name: One of its names.
         settings: Fields of that class.
+        refused: Settings that some classes do not have for a reason, with the reason.
 
     Raises:
         ValueError: For an unknown name.
@@ -146,7 +152,7 @@ def make(registry: Registry[type[T]], name: str, settings: Mapping[str, Any]) ->
     known = [field.name for field in fields(found) if field.init]  # type: ignore[arg-type]
     unknown = sorted(settings.keys() - set(known))
     if unknown:
-        reasons = getattr(found, "refused", {})
+        reasons = refused or {}
         if setting := next((setting for setting in unknown if setting in reasons), None):
             raise TypeError(f"{name} has no setting {setting}: {reasons[setting]}.")
         has = f"It has: {', '.join(known)}." if known else "It has none."

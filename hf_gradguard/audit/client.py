@@ -176,14 +176,15 @@ class Upload:
         others: Sequence[Client] = (),
     ) -> None:
         self.client, self.defense, self.state = client, defense, dict(state or {})
-        held = 0 if self.state else -(-defense.held // client.shared.micro_batches)
+        held = 0 if self.state else -(-defense.facts.warmup_messages // client.shared.micro_batches)
         self.before = list(islice(cycle(others), held))
 
     @cached_property
     def message(self) -> Message:
-        if self.defense.held and not (self.state or self.before):
+        warmup = self.defense.facts.warmup_messages
+        if warmup and not (self.state or self.before):
             raise ValueError(
-                f"The first {self.defense.held} messages of {self.defense.name} are empty. Audit "
+                f"The first {warmup} messages of {self.defense.name} are empty. Audit "
                 "several messages, so that others come before each, or a trainer that has trained."
             )
         # No audited message knows of another one.
@@ -389,8 +390,8 @@ def average_of(messages: Sequence[Message]) -> Message:
             added=_of_mean(added) if len(added) == len(known) else None,
             plain=all(one.plain for one in known),
         )
-    carries = any(message.carries for message in messages)
-    return Message(mean_of(messages), noise=noise, carries=carries)
+    has_residual = any(message.has_residual for message in messages)
+    return Message(mean_of(messages), noise=noise, has_residual=has_residual)
 
 
 def _of_mean(variances: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..registry import DEFENSES, make
-from .base import Defense
+from .base import Defense, DefenseFacts
 from .chain import Chain, chain
 from .message import Message, Noise
 from .sensitivity import SensitivityDefense
@@ -18,12 +18,21 @@ __all__ = [
     "DEFENSES",
     "Chain",
     "Defense",
+    "DefenseFacts",
     "Message",
     "Noise",
     "SensitivityDefense",
     "chain",
     "make_defense",
 ]
+
+
+_NO_FEEDBACK = (
+    "it shares the true gradient, or that with independent noise, which averages out over "
+    "messages by itself. Fed back, each message would take back the noise of the one before, and "
+    "their sum would show the sum of the gradients"
+)
+"""Why a defense that does not have `error_feedback` has it not."""
 
 
 def make_defense(name: str, **settings: Any) -> Defense:
@@ -42,5 +51,5 @@ def make_defense(name: str, **settings: Any) -> Defense:
         >>> make_defense("optimal_pruning", ratio=0.8, refresh_every=10).ratio
         0.8
     """
-    defense: Defense = make(DEFENSES, name, settings)
+    defense: Defense = make(DEFENSES, name, settings, refused={"error_feedback": _NO_FEEDBACK})
     return defense

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -16,6 +16,63 @@ from ..gradient_map.per_sample.map import SampleMap
 from ..randomness import Stream
 from .message import Message, check_untouched, checked_message
 from .tensors import check_finite
+
+
+@dataclass(frozen=True)
+class DefenseFacts:
+    """What a defense needs of a client, and what its messages are.
+
+    The defaults are safe: of a defense that declares nothing, nothing is assumed that would leave
+    out what it needs, or would claim privacy.
+
+    Args:
+        needs_input: It asks for the continuous input, or how the gradient depends on it. If not,
+            it takes batches of any kind.
+        needs_samples: It asks for what each sample adds to the gradient.
+        needs_second_order: Its next call differentiates twice, so its map needs
+            `second_order=True`.
+        sharded_refusal: Why it does not protect a sharded model, with the way out. `None`: it does,
+            since it takes figures of a whole gradient (norms, counts, ranges) over all shards.
+        adds_gaussian_noise: Its messages have `noise`: Gaussian noise of known covariance on the
+            true gradient.
+        noise_ratio: The noise's norm over that of the gradient it is added to; `None` if settings
+            do not say it.
+        is_exact: Its messages are `exact`: the true gradient wherever anything is transmitted.
+        warmup_messages: How many of a client's first messages are empty.
+        selection: By which rule it leaves entries out, if it does: `"largest"`, the smallest ones
+            go; `"chosen"`, by a rule of its own.
+        post_processes: It asks nothing of a client but the gradient it is given, so that noise in
+            that gradient bounds what its messages tell.
+        replaces_gradient: It shares a gradient of the client's own data whatever it is given: what
+            an earlier defense of a chain did would be gone.
+
+    Example:
+        >>> make_defense("pruning", ratio=0.9).facts.selection
+        'largest'
+    """
+
+    needs_input: bool = True
+    needs_samples: bool = False
+    needs_second_order: bool = False
+    sharded_refusal: str | None = (
+        "it asks for second derivatives or for a whole gradient, which no device holds, or does "
+        "not say that it asks for neither (sharded_refusal=None in its facts). Use "
+        "gaussian_noise, laplace_noise, optimal_noise, dp_sgd, optimal_dp_sgd, pruning, "
+        "optimal_pruning or quantization, or give each rank the whole model."
+    )
+    adds_gaussian_noise: bool = False
+    noise_ratio: float | None = 0.0
+    is_exact: bool = False
+    warmup_messages: int = 0
+    selection: Literal["chosen", "largest"] = "chosen"
+    post_processes: bool = False
+    replaces_gradient: bool = False
+
+
+_UNDECLARED: dict[str, Any] = {
+    name: getattr(DefenseFacts, name)
+    for name in ("needs_input", "sharded_refusal", "post_processes")
+}
 
 
 class Defense:
@@ -32,16 +89,27 @@ class Defense:
     """
 
     name: ClassVar[str]
-    first_order: ClassVar[bool] = False  # asks for the gradient alone, so takes any batch
-    sharded: ClassVar[bool] = False  # takes a whole gradient's figures from this file's functions
-    refused: ClassVar[dict[str, str]] = {
-        "error_feedback": (
-            "it shares the true gradient, or that with independent noise, which averages out over "
-            "messages by itself. Fed back, each message would take back the noise of the one "
-            "before, and their sum would show the sum of the gradients"
-        )
-    }
-    """Settings that it has for a reason not."""
+
+    @property
+    def facts(self) -> DefenseFacts:
+        """What it needs of a client, and what its messages are. A subclass declares them as a class
+        attribute, or as a property where its settings decide.
+        """
+        return DefenseFacts()
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """A class whose facts are not declared in its own body may need everything: what its base
+        promises holds for the base's own `protect`.
+        """
+        super().__init_subclass__(**kwargs)
+        if "facts" in vars(cls):
+            return
+
+        def undeclared(self: Defense) -> DefenseFacts:
+            base: Any = super(cls, self)
+            return replace(base.facts, **_UNDECLARED)
+
+        cls.facts = property(undeclared)  # type: ignore[assignment]
 
     def __call__(self, gmap: GradientMap, generator: Stream | None = None) -> Message:
         """What a client shares in place of its gradient.
@@ -92,61 +160,6 @@ class Defense:
     def at_step(self, step: int) -> None:
         """Told before a message, by who counts them, how many optimizer steps are finished."""
 
-    @property
-    def adds_gaussian_noise(self) -> bool:
-        """Whether its messages carry `noise`: Gaussian noise of known covariance on the true
-        gradient.
-        """
-        return False
-
-    @property
-    def noise_ratio(self) -> float | None:
-        """The noise's norm over that of the gradient it is added to; `None` if settings do not say
-        it.
-        """
-        return 0.0
-
-    @property
-    def exact(self) -> bool:
-        """Whether its messages are `exact`: the true gradient wherever anything is transmitted."""
-        return False
-
-    @property
-    def held(self) -> int:
-        """How many of a client's first messages are empty."""
-        return 0
-
-    @property
-    def needs_jacobian(self) -> bool:
-        """Whether the next call differentiates twice, so that its map needs `second_order=True`."""
-        return False
-
-    @property
-    def needs_input(self) -> bool:
-        """Whether a call asks for the continuous input, or how the gradient depends on it. A
-        subclass does, unless it says that it is of first order itself.
-        """
-        return not vars(type(self)).get("first_order", False)
-
-    @property
-    def needs_samples(self) -> bool:
-        """Whether a call asks for what each sample adds to the gradient."""
-        return False
-
-    @property
-    def only_processes(self) -> bool:
-        """Whether it asks nothing of a client but the gradient it is given, so that noise in that
-        bounds what its messages tell.
-        """
-        return not (self.needs_input or self.needs_samples)
-
-    @property
-    def shares_anew(self) -> bool:
-        """Whether what it shares is a gradient of the client's own data whatever it is given: what
-        an earlier defense of a chain did would be gone.
-        """
-        return False
-
     def gradient_map(
         self, model: nn.Module, batch: Mapping[str, Any], measured: bool = False, **sharing: Any
     ) -> GradientMap:
@@ -163,29 +176,14 @@ class Defense:
             >>> defense(defense.gradient_map(model, batch)).keys() == gmap.gradient().keys()
             True
         """
-        return (SampleMap if self.needs_samples and not measured else GradientMap)(
+        facts = self.facts
+        return (SampleMap if facts.needs_samples and not measured else GradientMap)(
             model,
             batch,
-            second_order=self.needs_jacobian,
-            needs_input=self.needs_input or measured,
+            second_order=facts.needs_second_order,
+            needs_input=facts.needs_input or measured,
             **sharing,
         )
-
-    def check_sharded(self) -> None:
-        """Refuse a client of several devices, each of which has a part of the gradient. A subclass
-        is refused, unless it says that it is `sharded` itself.
-
-        Raises:
-            NotImplementedError: With the reason and the way out.
-        """
-        if not vars(type(self)).get("sharded", False):
-            raise NotImplementedError(
-                f"{type(self).__name__} ({self.name}) does not protect a sharded model: it asks "
-                "for second derivatives or for a whole gradient, which no device holds, or does "
-                "not say that it asks for neither (sharded = True in its class). Use "
-                "gaussian_noise, laplace_noise, optimal_noise, dp_sgd, optimal_dp_sgd, pruning, "
-                "optimal_pruning or quantization, or give each rank the whole model."
-            )
 
     def law(self, message: Message) -> Law | None:
         """How its messages come from gradients, as whoever knows it and its settings knows it: what
@@ -195,11 +193,11 @@ class Defense:
             message: One of its own.
         """
         law = self._law(message)
-        if message.carries:  # whatever else was done
+        if message.has_residual:  # whatever else was done
             law = Law(fitted=None if law is None else law.fitted, left_out=True)
         if law is None or message.transmitted is None:
             return law
-        return replace(law, kept=self.kept)
+        return replace(law, kept=self.facts.selection)
 
     def _law(self, message: Message) -> Law | None:
         """The same but for what was left out: by the message's own facts, its noise's covariance
@@ -208,11 +206,6 @@ class Defense:
         if message.noise is not None and message.noise.added is not None:
             return Law(noise="gaussian", variance=message.noise.added)
         return Law() if message.exact else None
-
-    @property
-    def kept(self) -> Literal["chosen", "largest"]:
-        """By which rule it leaves entries out, if it does: by itself, or the smallest ones."""
-        return "chosen"
 
     def informed(self) -> dict[str, Any]:
         """What attackers who know it do about it: settings, of which each attack takes those that

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
@@ -13,7 +13,7 @@ from ..gradient_map import GradientMap, Tensors
 from ..gradient_map.law import Law
 from ..gradient_map.views import MaskedMap
 from ..randomness import Stream
-from .base import Defense
+from .base import Defense, DefenseFacts
 from .message import Message, Noise
 
 
@@ -39,7 +39,7 @@ class Chain(Defense):
     second: Defense
 
     def __post_init__(self) -> None:
-        if self.second.shares_anew and not self.first.exact:
+        if self.second.facts.replaces_gradient and not self.first.facts.is_exact:
             name = self.second.name
             fits = " (objective='cosine' fits what it is given.)" if name == "refiner" else ""
             raise ValueError(
@@ -61,17 +61,17 @@ class Chain(Defense):
 
         return Message(
             shared,
-            noise=noise if self.adds_gaussian_noise else None,
+            noise=noise if self.facts.adds_gaussian_noise else None,
             transmitted=transmitted,
             exact=one.exact and two.exact,
-            carries=one.carries or two.carries,
-            figures=self._kept(one.figures) | two.figures,
+            has_residual=one.has_residual or two.has_residual,
+            metrics=self._still_true(one.metrics) | two.metrics,
         )
 
-    def _kept(self, figures: Mapping[str, float]) -> dict[str, float]:
+    def _still_true(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """Without what is proved of noise, where `second` asks for more than the noisy gradient."""
-        proved = () if self.second.only_processes else ("client_noise_multiplier",)
-        return {name: figure for name, figure in figures.items() if name not in proved}
+        proved = () if self.second.facts.post_processes else ("client_noise_multiplier",)
+        return {name: metric for name, metric in metrics.items() if name not in proved}
 
     def prepare(self, model: nn.Module, processing_class: Any = None) -> None:
         for part in (self.first, self.second):
@@ -81,18 +81,9 @@ class Chain(Defense):
         for part in (self.first, self.second):
             part.at_step(step)
 
-    def check_sharded(self) -> None:
-        for part in (self.first, self.second):
-            part.check_sharded()
-
-    @property
-    def kept(self) -> Literal["chosen", "largest"]:
-        """By the first that leaves something out."""
-        return self.first.kept
-
     def _law(self, message: Message) -> Law | None:
         """Of exact entries the second's. Noise that something came after has other facts."""
-        if self.first.exact:
+        if self.first.facts.is_exact:
             return self.second.law(message)
         return None if message.noise is None else self.first.law(message)
 
@@ -100,43 +91,24 @@ class Chain(Defense):
         return self.first.informed() | self.second.informed()
 
     @property
-    def exact(self) -> bool:
-        return self.first.exact and self.second.exact
-
-    @property
-    def held(self) -> int:
-        return self.first.held + self.second.held
-
-    @property
-    def adds_gaussian_noise(self) -> bool:
-        after = self.first.exact and self.second.adds_gaussian_noise
-        return (self.first.adds_gaussian_noise and self.second.only_processes) or after
-
-    @property
-    def only_processes(self) -> bool:
-        return self.first.only_processes and self.second.only_processes
-
-    @property
-    def shares_anew(self) -> bool:
-        return self.first.shares_anew or self.second.shares_anew
-
-    @property
-    def noise_ratio(self) -> float | None:
-        one, two = self.first.noise_ratio, self.second.noise_ratio
-        # the second is relative to what the first leaves, its noise included
-        return None if one is None or two is None else math.hypot(one, two, one * two)
-
-    @property
-    def needs_jacobian(self) -> bool:
-        return self.first.needs_jacobian or self.second.needs_jacobian
-
-    @property
-    def needs_input(self) -> bool:
-        return self.first.needs_input or self.second.needs_input
-
-    @property
-    def needs_samples(self) -> bool:
-        return self.first.needs_samples
+    def facts(self) -> DefenseFacts:
+        first, second = self.first.facts, self.second.facts
+        one, two = first.noise_ratio, second.noise_ratio
+        still_noisy = first.adds_gaussian_noise and second.post_processes
+        return DefenseFacts(
+            needs_input=first.needs_input or second.needs_input,
+            needs_samples=first.needs_samples,
+            needs_second_order=first.needs_second_order or second.needs_second_order,
+            sharded_refusal=first.sharded_refusal or second.sharded_refusal,
+            adds_gaussian_noise=still_noisy or (first.is_exact and second.adds_gaussian_noise),
+            # the second is relative to what the first leaves, its noise included
+            noise_ratio=None if one is None or two is None else math.hypot(one, two, one * two),
+            is_exact=first.is_exact and second.is_exact,
+            warmup_messages=first.warmup_messages + second.warmup_messages,
+            selection=first.selection,  # by the first that leaves something out
+            post_processes=first.post_processes and second.post_processes,
+            replaces_gradient=first.replaces_gradient or second.replaces_gradient,
+        )
 
     def state_dict(self) -> Tensors:
         return {

@@ -19,6 +19,7 @@ from ..gradient_map.devices import devices
 from ..gradient_map.law import Law
 from ..gradient_map.per_sample.clipping import clipped_sum
 from ..randomness import Stream, draw_tensors
+from .base import DefenseFacts
 from .checks import is_number
 from .message import Message
 from .noise import NoiseDefense, OptimalNoise
@@ -55,8 +56,6 @@ class DPSGD(NoiseDefense):
     """
 
     name: ClassVar[str] = "dp_sgd"
-    first_order: ClassVar[bool] = True
-    sharded: ClassVar[bool] = True
     clip: float = 1.0
     clip_by: Literal["norm", "coordinate"] = "norm"
     per_sample: bool = False
@@ -127,29 +126,23 @@ class DPSGD(NoiseDefense):
         return self.scale / (2 * self.clip)
 
     @property
-    def adds_gaussian_noise(self) -> bool:
+    def facts(self) -> DefenseFacts:
         # Σ' on the undefended gradient that would hide as much exists for one clipping factor, not
         # for one per sample.
-        return not self.per_sample
-
-    @property
-    def needs_samples(self) -> bool:
-        return self.per_sample
-
-    def check_sharded(self) -> None:
-        super().check_sharded()
-        if self.per_sample:
-            raise NotImplementedError(
-                "dp_sgd with per_sample=True does not protect a sharded model: no device holds a "
-                "sample's gradient. Leave per_sample out, or give each rank the whole model."
-            )
+        return replace(
+            super().facts,
+            needs_samples=self.per_sample,
+            adds_gaussian_noise=not self.per_sample,
+            post_processes=not self.per_sample,
+            sharded_refusal=_NO_SAMPLES if self.per_sample else None,
+        )
 
     def _law(self, message: Message) -> Law | None:
         """Of a clipped gradient, or of a sum of samples' clipped gradients."""
         if not self.per_sample:
             law = super()._law(message)
             return None if law is None else replace(law, **self.informed())
-        samples = message.figures.get("samples", 1.0)
+        samples = message.metrics.get("samples", 1.0)
         size = self.expected_batch_size or samples
         std = (self.noise_multiplier or 0.0) * self.clip / size
         return Law(clip_sample=self.clip, scale=samples / size, noise="gaussian", variance=std**2)
@@ -167,20 +160,20 @@ class DPSGD(NoiseDefense):
             message = super().protect(gmap, generator)
             multiplier = self.client_noise_multiplier
             if multiplier is not None and gmap.transmitted is None:
-                message.figures["client_noise_multiplier"] = multiplier
+                message.metrics["client_noise_multiplier"] = multiplier
             return message
         true_gradient(gmap)  # refuses one that is not finite
         found = clipped_sum(gmap, self.clip)
         check_finite(found.total, _NOT_FINITE)
-        figures = {
+        metrics = {
             "clipped_samples": float((found.norms > self.clip).double().mean()),
             "samples": float(len(found.norms)),
         }
-        return self._noisy(gmap, found.total, len(found.norms), generator, figures)
+        return self._noisy(gmap, found.total, len(found.norms), generator, metrics)
 
     def _noisy(
         self, gmap: GradientMap, total: Tensors, samples: int, generator: Stream,
-        figures: Mapping[str, float],
+        metrics: Mapping[str, float],
     ) -> Message:  # fmt: skip
         if self.noise_multiplier is None:
             raise ValueError(
@@ -194,7 +187,7 @@ class DPSGD(NoiseDefense):
             name: drawn.mul_(std).add_(total[name]).div_(size)
             for name, drawn in draw_tensors(total, lambda like: self.draw(like, generator))
         }
-        return Message(cast_like(shared, gmap), figures=figures)
+        return Message(cast_like(shared, gmap), metrics=metrics)
 
 
 @dataclass
@@ -203,7 +196,7 @@ class NoSample(DPSGD):
     it is called with is of any batch, for the shapes.
     """
 
-    first_order: ClassVar[bool] = True
+    facts = DPSGD.facts
 
     def protect(self, gmap: GradientMap, generator: Stream) -> Message:
         zeros = {
@@ -232,7 +225,7 @@ class OptimalDPSGD(OptimalNoise):
     """
 
     name: ClassVar[str] = "optimal_dp_sgd"
-    sharded: ClassVar[bool] = True
+    facts = OptimalNoise.facts
     clip: float = 1.0
 
     def __post_init__(self) -> None:
@@ -283,6 +276,10 @@ def _check_clip(clip: float) -> None:
         raise ValueError(f"clip must be a finite number above 0, but is {clip!r}.")
 
 
+_NO_SAMPLES = (
+    "with per_sample=True it needs samples' gradients, which no device holds. Leave per_sample "
+    "out, or give each rank the whole model."
+)
 _NOT_FINITE = (
     "A sample's gradient of {} is not finite, so nothing was shared. Look for an overflow in the "
     "loss (in half precision use bf16)."

@@ -23,7 +23,7 @@ from ..gradient_map import GradientMap, Tensors
 from ..gradient_map.law import Law
 from ..gradient_map.views import CorrectedMap
 from ..randomness import Stream
-from .base import Defense
+from .base import Defense, DefenseFacts
 from .checks import check_whole
 from .message import Message
 from .tensors import cast_like, norm, true_gradient
@@ -166,7 +166,7 @@ class BiasedDefense(Defense):
     Example:
         >>> defense = make_defense("pruning", ratio=0.9, error_feedback=True)
         >>> once, again = defense(gmap), defense(gmap)
-        >>> once.carries, again.carries
+        >>> once.has_residual, again.has_residual
         (False, True)
     """
 
@@ -183,11 +183,11 @@ class BiasedDefense(Defense):
         sent = gmap.restrict(dict(message))
         error, size = {n: v - sent[n].to(v.dtype) for n, v in wanted.items()}, norm(gradient)
         self._left_out.keep(error, size, message.transmitted)
-        figures = {"left_out": norm(error) / size} if size else {}
+        metrics = {"left_out": norm(error) / size} if size else {}
         # Nothing of it is the true gradient's once earlier batches are in it: no other facts hold.
         return Message(
-            sent, transmitted=message.transmitted, carries=wanted is not gradient,
-            figures=message.figures | figures,
+            sent, transmitted=message.transmitted, has_residual=wanted is not gradient,
+            metrics=message.metrics | metrics,
         )  # fmt: skip
 
     def corrected(self, gmap: GradientMap, wanted: Tensors) -> GradientMap:
@@ -202,11 +202,12 @@ class BiasedDefense(Defense):
         if not self.error_feedback:
             return super()._law(message)
         # Nothing was left out before the first message.
-        return Law() if replace(self, error_feedback=False).exact else None
+        return Law() if replace(self, error_feedback=False).facts.is_exact else None
 
     @property
-    def held(self) -> int:
-        return self._left_out.min_batches - 1 if self.error_feedback else 0
+    def facts(self) -> DefenseFacts:
+        waits = self._left_out.min_batches - 1 if self.error_feedback else 0
+        return replace(super().facts, warmup_messages=waits)
 
     def at_step(self, step: int) -> None:
         super().at_step(step)

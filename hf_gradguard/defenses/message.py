@@ -51,8 +51,8 @@ class Message(Mapping[str, Tensor]):
         transmitted: Masks of the entries that were transmitted; the others are zero and carry
             nothing. `None`: all but what turned to zero.
         exact: Whether the transmitted entries are the true gradient's, unchanged.
-        carries: Whether what the client's earlier messages left out is in it.
-        figures: What else the defense says of this message, by name; the Trainer logs each as
+        has_residual: Whether what the client's earlier messages left out is in it.
+        metrics: What else the defense says of this message, by name; the Trainer logs each as
             `defense/<name>`. They stay on the rank.
 
     Example:
@@ -71,12 +71,12 @@ class Message(Mapping[str, Tensor]):
         noise: Noise | Callable[[], Noise | None] | None = None,
         transmitted: Mapping[str, Tensor] | None = None,
         exact: bool = False,
-        carries: bool = False,
-        figures: Mapping[str, float] | None = None,
+        has_residual: bool = False,
+        metrics: Mapping[str, float] | None = None,
     ) -> None:
         self._tensors, self._noise = dict(tensors), noise
-        self.transmitted, self.exact, self.carries = transmitted, exact, carries
-        self.figures = dict(figures or {})
+        self.transmitted, self.exact, self.has_residual = transmitted, exact, has_residual
+        self.metrics = dict(metrics or {})
 
     @property
     def noise(self) -> Noise | None:
@@ -88,8 +88,8 @@ class Message(Mapping[str, Tensor]):
     def of_part(self) -> Message:
         """What holds of one device's part of it: what is said of noise is of the whole."""
         return Message(
-            self, transmitted=self.transmitted, exact=self.exact, carries=self.carries,
-            figures=self.figures,
+            self, transmitted=self.transmitted, exact=self.exact, has_residual=self.has_residual,
+            metrics=self.metrics,
         )  # fmt: skip
 
     def __getitem__(self, name: str) -> Tensor:

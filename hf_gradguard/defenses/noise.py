@@ -25,7 +25,7 @@ from ..gradient_map import GradientMap, Tensors
 from ..gradient_map.given import Nothing
 from ..gradient_map.law import Law
 from ..randomness import Stream
-from .base import Defense
+from .base import Defense, DefenseFacts
 from .checks import is_number
 from .message import Message, Noise
 from .own_shape import shape_trace
@@ -130,17 +130,19 @@ class NoiseDefense(Defense):
 
         return Message(
             cast_like(noisy, gmap),
-            noise=noise if self.adds_gaussian_noise else None,
+            noise=noise if self.facts.adds_gaussian_noise else None,
             transmitted=gmap.transmitted,
         )
 
     @property
-    def adds_gaussian_noise(self) -> bool:
-        return type(self).draw is NoiseDefense.draw
-
-    @property
-    def noise_ratio(self) -> float | None:
-        return self.relative_scale
+    def facts(self) -> DefenseFacts:
+        return DefenseFacts(
+            needs_input=False,
+            post_processes=True,
+            sharded_refusal=None,
+            adds_gaussian_noise=type(self).draw is NoiseDefense.draw,
+            noise_ratio=self.relative_scale,
+        )
 
     @property
     def stands_alone(self) -> bool:
@@ -166,8 +168,7 @@ class GaussianNoise(NoiseDefense):
     """The same Gaussian noise on every parameter: Σ = scale² I."""
 
     name: ClassVar[str] = "gaussian_noise"
-    first_order: ClassVar[bool] = True
-    sharded: ClassVar[bool] = True
+    facts = NoiseDefense.facts
 
 
 @dataclass
@@ -177,8 +178,7 @@ class LaplaceNoise(NoiseDefense):
     """
 
     name: ClassVar[str] = "laplace_noise"
-    first_order: ClassVar[bool] = True
-    sharded: ClassVar[bool] = True
+    facts = NoiseDefense.facts
 
     def draw(self, like: Tensor, generator: Stream) -> Tensor:
         # The difference of two unit exponentials is Laplace(0, 1), of variance 2.
@@ -217,7 +217,7 @@ class OptimalNoise(SensitivityDefense, NoiseDefense):
     """
 
     name: ClassVar[str] = "optimal_noise"
-    sharded: ClassVar[bool] = True
+    facts = SensitivityDefense.facts
     floor: float | None = None
 
     def __post_init__(self) -> None:

@@ -10,9 +10,9 @@ Their first version says "smallest"; the second, its Eq. 13 and the proof say la
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from functools import cached_property
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from ..gradient_map import GradientMap, Tensors
 from ..gradient_map.devices import devices, later_sums
 from ..gradient_map.views import CorrectedMap, MaskedMap
 from ..randomness import Stream
+from .base import DefenseFacts
 from .checks import floor_share, is_number
 from .feedback import BiasedDefense, LeftOut, check_min_batches
 from .message import Message
@@ -102,8 +103,8 @@ class PruningDefense(BiasedDefense):
         return Message(cast_like(left, gmap), transmitted=transmitted, exact=True)
 
     @property
-    def exact(self) -> bool:
-        return not self.error_feedback
+    def facts(self) -> DefenseFacts:
+        return replace(super().facts, is_exact=not self.error_feedback)
 
 
 @dataclass
@@ -111,12 +112,16 @@ class Pruning(PruningDefense):
     """The smallest |g_i| over all tensors together are zeroed."""
 
     name: ClassVar[str] = "pruning"
-    sharded: ClassVar[bool] = True
-    first_order: ClassVar[bool] = True
 
     @property
-    def kept(self) -> Literal["chosen", "largest"]:
-        return "largest"
+    def facts(self) -> DefenseFacts:
+        return replace(
+            super().facts,
+            needs_input=False,
+            post_processes=True,
+            sharded_refusal=None,
+            selection="largest",
+        )
 
     def worth(self, gmap: GradientMap, gradient: Tensors, generator: Stream) -> Iterable[Tensor]:
         return (g.abs() for g in gradient.values())
@@ -135,7 +140,7 @@ class OptimalPruning(SensitivityDefense, PruningDefense):
     """
 
     name: ClassVar[str] = "optimal_pruning"
-    sharded: ClassVar[bool] = True
+    facts = SensitivityDefense.facts
 
     def __post_init__(self) -> None:
         PruningDefense.__post_init__(self)

@@ -13,6 +13,7 @@ from ..gradient_map import GradientMap, Tensors
 from ..gradient_map.devices import devices
 from ..gradient_map.law import Law
 from ..randomness import Stream
+from .base import DefenseFacts
 from .feedback import BiasedDefense
 from .message import Message
 from .tensors import cast_like, true_gradient
@@ -31,8 +32,7 @@ class Quantization(BiasedDefense):
     """
 
     name: ClassVar[str] = "quantization"
-    first_order: ClassVar[bool] = True
-    sharded: ClassVar[bool] = True
+    facts = DefenseFacts(needs_input=False, post_processes=True, sharded_refusal=None)
     bits: int | None = None
     stochastic: bool = False
     sign_only: bool = False

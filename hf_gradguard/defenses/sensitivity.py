@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 import torch
@@ -26,7 +26,7 @@ from ..gradient_map.differences.plan import TOLERANCE, plan_of
 from ..gradient_map.differences.sensitivity import probe_squares
 from ..randomness import Stream
 from .averages import PARTS, Averages, added
-from .base import Defense
+from .base import Defense, DefenseFacts
 from .checks import check_whole
 from .tensors import OnDemand, check_finite, total
 
@@ -44,6 +44,7 @@ REFRESH_EVERY = 10
 """Messages from one that averages are fed at to the next, unless set."""
 SMALLEST_GRADIENT = 1e-8
 LARGEST_RATIO = 1e6
+_BY_TENSOR = "with granularity='layer' it takes norms of whole tensors. Leave granularity out."
 
 
 @dataclass
@@ -93,19 +94,17 @@ class SensitivityDefense(Defense):
         self._special: list[int] = []
 
     @property
-    def only_processes(self) -> bool:
-        return self.shape == "public"
+    def facts(self) -> DefenseFacts:
+        refusal = _BY_TENSOR if self.granularity == "layer" else None
+        return replace(
+            super().facts,
+            needs_input=True,
+            post_processes=self.shape == "public",
+            sharded_refusal=refusal,
+        )
 
     def prepare(self, model: nn.Module, processing_class: Any = None) -> None:
         self._special = special_ids(model, processing_class)
-
-    def check_sharded(self) -> None:
-        super().check_sharded()
-        if self.granularity == "layer":
-            raise NotImplementedError(
-                f"{self.name} with granularity='layer' does not protect a sharded model. Leave "
-                "granularity out."
-            )
 
     def averaged_ratio(
         self, gmap: GradientMap, generator: Stream, waiting: Tensors | None = None

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from ..gradient_map import GradientMap
 from ..gradient_map.graphs import hooked
 from ..randomness import Stream
+from .base import DefenseFacts
 from .checks import check_whole, floor_share, is_number
 from .feedback import BiasedDefense
 from .message import Message
@@ -51,8 +52,8 @@ class Soteria(BiasedDefense):
         check_whole("neuron_chunk", self.neuron_chunk, 1)
 
     @property
-    def exact(self) -> bool:
-        return not self.error_feedback
+    def facts(self) -> DefenseFacts:
+        return DefenseFacts(is_exact=not self.error_feedback)
 
     def informed(self) -> dict[str, Any]:
         return {"match_nonzero": True}

@@ -69,7 +69,7 @@ def protect_update(
         loss_fn=loss_fn,
         share_input_embeddings=share_input_embeddings,
         withhold=withhold,
-        second_order=made.needs_jacobian,
-        needs_input=made.needs_input,
+        second_order=made.facts.needs_second_order,
+        needs_input=made.facts.needs_input,
     )
     return made(gmap, generator)

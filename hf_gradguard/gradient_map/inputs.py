@@ -106,7 +106,7 @@ class NoInput:
 
 _NOT_ASKED = (
     "This GradientMap was made with needs_input=False, so it has no continuous input. A defense "
-    "that asks for one has to say so: its property needs_input is True unless a class says "
+    "that asks for one has to say so: its facts have needs_input=True unless a class says "
     "otherwise."
 )
 

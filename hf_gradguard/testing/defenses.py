@@ -32,7 +32,8 @@ def check_defense(defense: Defense | str, tasks: Sequence[Task] | None = None) -
     - changes the gradient, or says that what it transmits is exact;
     - says the truth in its `Message`: entries that are not transmitted are zero, exact entries are
       the gradient's, the noise that it claims has that variance;
-    - says beforehand what it needs (`needs_jacobian`) and adds (`adds_gaussian_noise`, `exact`);
+    - says beforehand what it needs (`facts.needs_second_order`) and adds
+      (`adds_gaussian_noise`, `is_exact`);
     - is pure: it leaves model, batch, gradient map and the process's random numbers as they were;
     - draws from the generator that it is given: the same seed gives the same message;
     - keeps what it remembers in `state_dict`, goes on from there after `load_state_dict`, and
@@ -117,7 +118,7 @@ class _Contract:
         """One message, with everything around it watched."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)  # dropout draws from the process's generator
-            gmap = GradientMap(model, batch, second_order=defense.needs_jacobian)
+            gmap = GradientMap(model, batch, second_order=defense.facts.needs_second_order)
         gmap.gradient()
         generator = Stream.from_seeds(seed)
         with self.unchanged(gmap, batch):
@@ -151,11 +152,12 @@ class _Contract:
 
     def check_facts(self, message: Message, gmap: GradientMap) -> None:
         gradient = gmap.gradient()
-        for what in ("exact", "adds_gaussian_noise"):
-            said = message.exact if what == "exact" else message.noise is not None
+        is_noisy = message.noise is not None
+        for fact, of_message in (("is_exact", message.exact), ("adds_gaussian_noise", is_noisy)):
+            declared = getattr(self.defense.facts, fact)
             self.require(
-                getattr(self.defense, what) == said,
-                f"`{what}` is {getattr(self.defense, what)}, but its message says {said}.",
+                declared == of_message,
+                f"`facts.{fact}` is {declared}, but its message says {of_message}.",
             )
         for name, mask in (message.transmitted or {}).items():
             self.require(
@@ -215,7 +217,7 @@ class _Contract:
         last = self.defense
         while isinstance(last, Chain):
             last = last.second
-        return not last.adds_gaussian_noise
+        return not last.facts.adds_gaussian_noise
 
     def check_memory(self, model: nn.Module, batch: Mapping[str, Tensor]) -> None:
         """A defense that is restored goes on as the one that was saved."""

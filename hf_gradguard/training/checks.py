@@ -122,7 +122,9 @@ def check_leakage(
     """
     limit = getattr(args, "leakage_limit", None)
     measured = bool(getattr(args, "leakage_logging_steps", 0)) or limit is not None
-    if args.use_liger_kernel and (measured or accountant is not None or defense.needs_jacobian):
+    if args.use_liger_kernel and (
+        measured or accountant is not None or defense.facts.needs_second_order
+    ):
         raise NotImplementedError(_LIGER.format(defense.name))
     _raise_first(_leakage_refusals(limit is not None, defense, accountant, own_batches))
     if accountant is not None and is_iterable(train_dataset):
@@ -263,7 +265,7 @@ def _accelerator_refusals(accelerator: Accelerator, train_dataset: Any) -> Itera
 def _leakage_refusals(
     limited: bool, defense: Defense, accountant: FisherAccountant | None, own_batches: bool
 ) -> Iterator[str]:
-    if (limited or accountant is not None) and not defense.adds_gaussian_noise:
+    if (limited or accountant is not None) and not defense.facts.adds_gaussian_noise:
         yield (
             f"{'leakage_limit' if limited else 'an accountant'} with {defense.name}: it adds no "
             "Gaussian noise of known covariance to the true gradient, so there is no Fisher "

@@ -33,7 +33,7 @@ def rate_factor(defense: Defense) -> float | None:
         1.0
         >>> rate_factor(make_defense("gaussian_noise", scale=1e-3))
     """
-    ratio = defense.noise_ratio
+    ratio = defense.facts.noise_ratio
     return None if ratio is None else math.sqrt(1 + ratio**2)
 
 

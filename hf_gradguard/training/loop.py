@@ -86,7 +86,7 @@ def protect(
     loop = _LOOPS.setdefault(module, _Loop())
     ranks, loss_fn = loop.ranks(accelerator, clients, module, client), loss_fn or model_loss
     defense = loop.prepared(module, defense, client)
-    check_batch(module, batch, defense.needs_input)
+    check_batch(module, batch, defense.facts.needs_input)
     with of_client(client), loop.buffers.watch(module):
         if ranks is not None:
             loop.tables(ranks).settle(module, batch, loss_fn, secure)
@@ -175,8 +175,11 @@ class _Loop:
             if defense not in self._named:
                 self._named[defense] = make_defense(defense)
             defense = self._named[defense]
-        if client is not ONE:
-            defense.check_sharded()
+        if client is not ONE and (reason := defense.facts.sharded_refusal):
+            raise NotImplementedError(
+                f"{type(defense).__name__} ({defense.name}) does not protect a sharded model: "
+                f"{reason}"
+            )
         if defense is not self._last:
             defense.prepare(module)
             self._last = defense

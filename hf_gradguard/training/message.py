@@ -154,7 +154,7 @@ class MessageMaker:
         self._rows.see(gradient, shared)
         if not client.is_empty:
             self._record(gradient, shared, norm, start)
-        for name, value in message.figures.items():
+        for name, value in message.metrics.items():
             self._figures[f"defense/{name}"].append(value)
         if measured and not self._meter.admits(gmap, message, step, probes, client.rows):
             # Nothing is added: to the other ranks it is a gradient of zeros. Nor does a later

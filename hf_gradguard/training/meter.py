@@ -104,7 +104,7 @@ class LeakageMeter:
         self._limit: float | None = getattr(args, "leakage_limit", None)
         self._num_probes: int | None = getattr(args, "leakage_num_probes", None)
         self._stops = self._limit is not None and getattr(args, "leakage_action", "skip") == "stop"
-        self._has_dfil = defense.adds_gaussian_noise
+        self._has_dfil = defense.facts.adds_gaussian_noise
         self._binding = accountant is not None or self._limit is not None
         self._stop_due = False
         self.last: dict[str, float] = {}

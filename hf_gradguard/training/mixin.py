@@ -170,7 +170,7 @@ class GradGuardMixin(PrivateRowsTrainer):
         self._shared(self.model)  # refuse none, name withheld
         self._host_clients(defense, own_batches)
         self._meter = LeakageMeter(self.args, defense, self._accountant)
-        self.asks_for_input = defense.needs_input or self._meter.measures_any
+        self.asks_for_input = defense.facts.needs_input or self._meter.measures_any
         draws = Draws.asked(self.args, self.accelerator.process_index)
         self._messages = MessageMaker(
             draws, self._meter, self.ledger, self._share_input_embeddings, self._withhold

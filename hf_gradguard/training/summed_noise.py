@@ -61,7 +61,7 @@ def share_of_noise(defense: Defense, args: TrainingArguments, ranks: int) -> Def
 
     if not (
         isinstance(defense, NoiseDefense)
-        and defense.adds_gaussian_noise
+        and defense.facts.adds_gaussian_noise
         and defense.scale is not None
     ):
         raise NotImplementedError(

@@ -97,7 +97,7 @@ def training_steps(
             if defense is None:
                 model(**batch).loss.backward()
             else:
-                gmap = GradientMap(model, batch, second_order=defense.needs_jacobian)
+                gmap = GradientMap(model, batch, second_order=defense.facts.needs_second_order)
                 for parameter, shared in zip(
                     gmap.parameters.values(), defense(gmap, generator).values(), strict=True
                 ):

@@ -56,7 +56,7 @@ def test_members_are_found_beside_what_was_left_out(name: str) -> None:
 
     message(words[36:], 0)
     made, seen = message(words[:4], 1)
-    assert made.carries
+    assert made.has_residual
     assert seen.law is not None
     assert seen.law.left_out
     assert (seen.law.fitted is not None) == (name == "refiner")
@@ -70,12 +70,12 @@ def test_a_mean_of_messages_carries_what_they_carry() -> None:
     gmap, streams = GradientMap(*make_task("bert")), [Stream.from_seeds(n) for n in range(2)]
     defense = make_defense("pruning", ratio=0.9, error_feedback=True)
     mean = average_of([defense(gmap, stream) for stream in streams])
-    assert mean.carries
+    assert mean.has_residual
     law = defense.law(mean)
     assert law is not None
     assert law.left_out
     plain = make_defense("pruning", ratio=0.9)
-    assert not average_of([plain(gmap, stream) for stream in streams]).carries
+    assert not average_of([plain(gmap, stream) for stream in streams]).has_residual
 
 
 def _uploads(
@@ -91,11 +91,11 @@ def _uploads(
         gmap = GradientMap(model, batch)
         made = defense(gmap, Stream.from_seeds(number))
         gradients.append({name: g.detach() for name, g in gmap.gradient().items()})
-        if number < defense.held:
+        if number < defense.facts.warmup_messages:
             continue  # empty
         law = defense.law(made)
         assert law is not None
-        if number == defense.held:
+        if number == defense.facts.warmup_messages:
             of = {name: torch.tensor(number + 1) for name in made}
             law = replace(law, batches=of, left_out=True)
         uploads.append(Observation(model, dict(made), (4, 5), labels=batch["labels"], law=law))

@@ -12,7 +12,7 @@ from helpers import exact_map, flat, make_task, rng, small_convolution
 from torch import Tensor
 
 from hf_gradguard import GradientMap, chain, make_defense
-from hf_gradguard.defenses import Chain, Defense
+from hf_gradguard.defenses import Chain, Defense, DefenseFacts
 from hf_gradguard.gradient_map.views import MaskedMap
 from hf_gradguard.randomness import Stream
 
@@ -349,26 +349,28 @@ class Sharp(Defense):
         self.calls = 0
 
     @property
-    def needs_jacobian(self) -> bool:
-        return self.calls % 2 == 0
+    def facts(self) -> DefenseFacts:
+        return DefenseFacts(needs_second_order=self.calls % 2 == 0)
 
     def protect(self, gmap: GradientMap, generator: Stream) -> dict[str, Tensor]:
-        if self.needs_jacobian:
+        if self.facts.needs_second_order:
             gmap.vjp(gmap.gradient())
         self.calls += 1
         return gmap.gradient()
 
 
-def test_needs_jacobian() -> None:
+def test_needs_second_order() -> None:
     plain = make_defense("pruning")
-    assert not chain(plain, plain).needs_jacobian
+    assert not chain(plain, plain).facts.needs_second_order
     # Sensitivities are from differences.
-    assert not chain(make_defense("optimal_pruning"), make_defense("optimal_noise")).needs_jacobian
+    assert not chain(
+        make_defense("optimal_pruning"), make_defense("optimal_noise")
+    ).facts.needs_second_order
     for defense in (chain(plain, Sharp()), chain(Sharp(), plain), chain(plain, plain, Sharp())):
         model, batch = small_convolution()
         told = []
         for _ in range(3):
-            told.append(defense.needs_jacobian)
+            told.append(defense.facts.needs_second_order)
             defense(GradientMap(model, batch, second_order=told[-1]), rng())
         assert told == [True, False, True]
 
@@ -421,13 +423,13 @@ def test_noise_says_nothing_of_what_asks_for_the_data_again(
     """Nor is what `dp_sgd` proves kept, however many follow."""
     model, batch = make_task("bert")
     gmap, first = GradientMap(model, batch), make_defense("dp_sgd", clip=1.0, scale=3.0)
-    assert chain(first, make_defense("pruning"))(gmap).figures["client_noise_multiplier"] == 1.5
+    assert chain(first, make_defense("pruning"))(gmap).metrics["client_noise_multiplier"] == 1.5
     defense = chain(first, make_defense(name, **settings))
     for last in (defense, chain(defense, make_defense("pruning"))):
         message = last(gmap)
-        assert not last.adds_gaussian_noise
+        assert not last.facts.adds_gaussian_noise
         assert message.noise is None
-        assert "client_noise_multiplier" not in message.figures
+        assert "client_noise_multiplier" not in message.metrics
 
 
 def test_refiner_as_published_is_refused_after_what_it_would_undo() -> None:
@@ -436,5 +438,5 @@ def test_refiner_as_published_is_refused_after_what_it_would_undo() -> None:
     for first in (noise, chain(noise, make_defense("pruning")), make_defense("quantization")):
         with pytest.raises(ValueError, match=r"Put refiner first.*objective='cosine' fits"):
             chain(first, published)
-    assert chain(make_defense("pruning"), published, noise).adds_gaussian_noise is False
-    assert chain(noise, make_defense("refiner")).adds_gaussian_noise
+    assert chain(make_defense("pruning"), published, noise).facts.adds_gaussian_noise is False
+    assert chain(noise, make_defense("refiner")).facts.adds_gaussian_noise

@@ -526,7 +526,7 @@ def test_averages_are_fed_at_every_nth_message(
     calls = Calls(monkeypatch)
     for _ in range(11 if refresh_every is None else 2 * refresh_every + 1):
         gmap = GradientMap(model, batch, second_order=False)
-        assert not defense.needs_jacobian
+        assert not defense.facts.needs_second_order
         defense(gmap, rng())
         fed.append(len(calls))
         assert all((seen is gmap) == (shape == "past") for seen, _ in calls)
@@ -631,7 +631,7 @@ def test_the_state_is_rows_and_columns(name: str, shape: str) -> None:
 @pytest.mark.parametrize("name", sorted(set(DEFENSES) - set(SENSITIVE) - {"refiner", "soteria"}))
 def test_the_others_need_no_jacobian_and_keep_nothing(name: str) -> None:
     defense = make_defense(name)
-    assert not defense.needs_jacobian
+    assert not defense.facts.needs_second_order
     defense(GradientMap(*make_task("bert"), second_order=False), rng())
     assert defense.state_dict() == {}
     defense.load_state_dict({})

@@ -113,7 +113,7 @@ def test_worked_by_hand(
         assert message["head.bias"].tolist() == pytest.approx(sent, abs=1e-12)
         assert error_of(defense)["head.bias"].tolist() == pytest.approx(left, abs=1e-12)
         expected = math.hypot(*left) / 14**0.5
-        assert message.figures["left_out"] == pytest.approx(expected, rel=1e-6)
+        assert message.metrics["left_out"] == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize("which", BIASED)
@@ -205,7 +205,7 @@ def test_what_rounding_left_is_no_batch(dtype: torch.dtype) -> None:
 def test_every_entry_is_of_enough_batches(ratio: float) -> None:
     """Each adds 1 to all."""
     gmap, defense = task(), by_power(ratio=ratio, utility=None, min_batches=3)
-    assert defense.held == 2
+    assert defense.facts.warmup_messages == 2
     ones = CorrectedMap(gmap, {n: torch.ones_like(g) for n, g in gmap.gradient().items()})
     messages = [flat(defense(ones, rng())) for _ in range(12)]
     assert [bool(sent.any()) for sent in messages[:3]] == [False, False, True]
@@ -214,9 +214,9 @@ def test_every_entry_is_of_enough_batches(ratio: float) -> None:
 
 
 def test_first_messages_are_held() -> None:
-    assert make_defense("pruning").held == 0
-    assert by_power(min_batches=255).held == 254
-    assert chain(by_power(min_batches=3), by_power(min_batches=2)).held == 3
+    assert make_defense("pruning").facts.warmup_messages == 0
+    assert by_power(min_batches=255).facts.warmup_messages == 254
+    assert chain(by_power(min_batches=3), by_power(min_batches=2)).facts.warmup_messages == 3
 
 
 # When it is dropped
@@ -287,8 +287,8 @@ def test_every_biased_defense_keeps_the_contract(which: str) -> None:
     defense = fed_back(which)
     check_defense(defense, small_tasks()[:1])
     first, later = defense(task(), rng()), defense(task(), rng())
-    assert later.carries
-    assert not first.carries  # nothing was left out before
+    assert later.has_residual
+    assert not first.has_residual  # nothing was left out before
     for message in (first, later):
         assert not message.exact
         assert message.noise is None
@@ -346,7 +346,7 @@ def test_noise_after_feedback_is_not_noise_on_the_gradient() -> None:
         make_defense("pruning", ratio=0.5, error_feedback=True),
         make_defense("gaussian_noise", scale=0.5),
     )
-    assert not before.adds_gaussian_noise
+    assert not before.facts.adds_gaussian_noise
     assert before(task(), rng()).noise is None
 
 

@@ -52,12 +52,12 @@ def test_says_only_what_holds() -> None:
     defense = make_defense("dp_sgd", per_sample=True, clip=1e-3, noise_multiplier=1.0)
     message = defense(gmap)
     assert message.noise is None
-    assert not defense.adds_gaussian_noise
+    assert not defense.facts.adds_gaussian_noise
     assert not message.exact
     assert message.transmitted is None
-    assert message.figures == {"clipped_samples": 1.0, "samples": ROWS}
-    assert not defense.needs_jacobian
-    assert not defense.needs_input
+    assert message.metrics == {"clipped_samples": 1.0, "samples": ROWS}
+    assert not defense.facts.needs_second_order
+    assert not defense.facts.needs_input
     law = defense.law(message)
     assert law is not None
     assert law.variance == pytest.approx((1e-3 / ROWS) ** 2)
@@ -74,7 +74,7 @@ def test_no_sample_is_noise_alone() -> None:
     values = torch.cat([tensor.flatten() for tensor in message.values()]) / (2.0 * CLIP / 8)
     assert abs(float(values.var()) - 1) < 5 * math.sqrt(2 / len(values))
     assert all(torch.equal(message[name], other[name]) for name in message)
-    assert not NoSample.of(private).needs_input
+    assert not NoSample.of(private).facts.needs_input
 
 
 def test_as_before_without_per_sample() -> None:
@@ -82,9 +82,9 @@ def test_as_before_without_per_sample() -> None:
     gmap = task()
     message = make_defense("dp_sgd", clip=CLIP, scale=0.01)(gmap, Stream.from_seeds(1))
     assert message.noise is not None
-    assert message.figures == {"client_noise_multiplier": pytest.approx(0.01 / (2 * CLIP))}
+    assert message.metrics == {"client_noise_multiplier": pytest.approx(0.01 / (2 * CLIP))}
     for settings in ({"relative_scale": 1.0}, {"scale": 0.1, "clip_by": "coordinate"}):
-        assert make_defense("dp_sgd", clip=CLIP, **settings)(gmap).figures == {}
+        assert make_defense("dp_sgd", clip=CLIP, **settings)(gmap).metrics == {}
 
 
 def test_a_clients_multiplier_is_the_worst_case() -> None:

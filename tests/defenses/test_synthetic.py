@@ -77,10 +77,10 @@ def test_what_is_left_out_is_the_rest_of_the_power(
         message = defense(gmap, Stream.from_seeds(seed))
         left = {name: v - message[name] for name, v in wanted.items()}
         cosine = float(torch.nn.functional.cosine_similarity(flat(message), flat(wanted), dim=0))
-        assert cosine == pytest.approx(message.figures["fit"], rel=1e-6)
+        assert cosine == pytest.approx(message.metrics["fit"], rel=1e-6)
         assert 0 < cosine < 1
         assert power(left) == pytest.approx((1 - cosine**2) * power(wanted), rel=1e-9)
-        assert message.figures["left_out"] == pytest.approx(
+        assert message.metrics["left_out"] == pytest.approx(
             (power(left) / power(gmap.gradient())) ** 0.5, rel=1e-6
         )
         total, sent = total + flat(gmap.gradient()), sent + flat(message)
@@ -101,7 +101,7 @@ def test_what_is_sent_is_of_enough_batches(objective: str, count: int) -> None:
             "iterations": 1,
         }
     defense = make_defense("refiner", **settings, error_feedback=True, min_batches=count)
-    assert defense.held == count - 1
+    assert defense.facts.warmup_messages == count - 1
     for _ in range(count - 1):
         empty = defense(gmap, rng())
         assert not flat(empty).any()
@@ -336,7 +336,7 @@ def test_no_evaluation_network_is_loaded(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr("hf_gradguard.networks.network_for", never)
     monkeypatch.setattr("hf_gradguard.networks.load_network", never)
     defense = refiner()
-    assert not defense.needs_jacobian
+    assert not defense.facts.needs_second_order
     defense(text_map(), rng())
     with pytest.raises(AssertionError, match="a network was asked for"):
         refiner(beta=1.0, iterations=1)
@@ -400,7 +400,7 @@ def test_every_kind_of_model(task: str) -> None:
     model, batch = make_task(task)
     gmap = GradientMap(model, batch, second_order=False)
     message = refiner(samples=3)(gmap, rng())
-    assert 0 < message.figures["fit"] < 1
+    assert 0 < message.metrics["fit"] < 1
 
 
 @pytest.mark.parametrize("length", [5, 31])

@@ -107,7 +107,11 @@ REFUSED = {
     "per sample": ("NotImplementedError", "no device holds a sample's gradient"),
     "layer": ("NotImplementedError", "Leave granularity out"),
     "chain": ("NotImplementedError", "Soteria"),
-    "subclass": ("NotImplementedError", "Own (gaussian_noise)", "sharded = True in its class"),
+    "subclass": (
+        "NotImplementedError",
+        "Own (gaussian_noise)",
+        "sharded_refusal=None",
+    ),
     "kinks": ("RuntimeError", "have kinks", "Use gaussian_noise"),
     "hsdp": ("NotImplementedError", "average true gradients over clients", "clients=mesh"),
     "columns": ("NotImplementedError", "not by rows", "Leave shard_placement_fn"),

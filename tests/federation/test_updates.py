@@ -64,7 +64,7 @@ def test_every_defense_protects_an_update(name: str) -> None:
     defense.prepare(model, Marks())
     before = {key: p.detach().clone() for key, p in model.named_parameters()}
     plain = UpdateMap(
-        model, order, learning_rate=RATE, second_order=defense.needs_jacobian
+        model, order, learning_rate=RATE, second_order=defense.facts.needs_second_order
     ).update()
     sent = protect_update(model, order, defense, learning_rate=RATE, generator=rng())
     assert sent.keys() == plain.keys()

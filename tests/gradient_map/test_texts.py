@@ -215,8 +215,8 @@ FIRST = ["none", "gaussian_noise", "laplace_noise", "dp_sgd", "pruning", "quanti
 @pytest.mark.parametrize("name", FIRST)
 def test_defenses_of_first_order_ask_for_no_input(name: str) -> None:
     defense = make_defense(name)
-    assert not defense.needs_input
-    gmap = GradientMap(Sounds(), SOUNDS, second_order=False, needs_input=defense.needs_input)
+    assert not defense.facts.needs_input
+    gmap = GradientMap(Sounds(), SOUNDS, second_order=False, needs_input=defense.facts.needs_input)
     assert list(defense(gmap)) == ["layer.weight", "layer.bias"]
     check_batch(gmap.model, SOUNDS, needs_input=False)
     assert count_rows(SOUNDS) == 3
@@ -224,7 +224,7 @@ def test_defenses_of_first_order_ask_for_no_input(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["optimal_noise", "optimal_pruning", "optimal_dp_sgd", "soteria"])
 def test_others_say_that_there_is_none(name: str) -> None:
-    assert make_defense(name).needs_input
+    assert make_defense(name).facts.needs_input
     with pytest.raises(ValueError, match="neither `input_ids` nor `pixel_values`"):
         GradientMap(Sounds(), SOUNDS)
     with pytest.raises(ValueError, match="neither `input_ids` nor `pixel_values`"):
@@ -238,9 +238,9 @@ def test_a_chain_asks_if_a_part_does() -> None:
     from hf_gradguard import chain
 
     noise, pruning = make_defense("gaussian_noise"), make_defense("optimal_pruning")
-    assert chain(pruning, noise).needs_input
-    assert chain(noise, pruning).needs_input
-    assert not chain(noise, noise).needs_input
+    assert chain(pruning, noise).facts.needs_input
+    assert chain(noise, pruning).facts.needs_input
+    assert not chain(noise, noise).facts.needs_input
 
 
 def test_a_loss_of_no_parameter_is_refused() -> None:

@@ -85,7 +85,7 @@ def test_an_honest_network_is_taken(honest: Path) -> None:
     defense, model = refiner(honest), bert()
     defense.prepare(model, TOKENIZER)
     message = defense(GradientMap(model, batch()))
-    assert message.figures == {"movable_share": 1.0}
+    assert message.metrics == {"movable_share": 1.0}
     found = defense.refine(GradientMap(model, batch()), rng())
     moved = (found.input != GradientMap(model, batch()).input).any(-1)
     special = torch.isin(batch()["input_ids"], torch.tensor(TOKENIZER.all_special_ids))
@@ -136,7 +136,7 @@ def test_words_special_to_the_tokenizer(honest: Path) -> None:
     with pytest.raises(ValueError, match=r"Of the 8 tokens .* only 75% would be hidden"):
         defense(GradientMap(model, batch(["w0 w2 w4 w6 w8 w10 w12 w14"])))
     found = defense(GradientMap(model, batch(["w2 w4 w6 w8 w10 w12 w14 w16 w18 w1 w3"])))
-    assert found.figures["movable_share"] == pytest.approx(10 / 11)
+    assert found.metrics["movable_share"] == pytest.approx(10 / 11)
 
 
 def constant(value: float) -> dict[str, Tensor]:
@@ -414,4 +414,4 @@ def test_a_network_of_ones_own_is_ones_own(honest: Path) -> None:
 
     defense = make_defense("refiner", objective="weighted", evaluation_network=Own(), iterations=1)
     defense.prepare(bert(), TOKENIZER)
-    assert defense(GradientMap(bert(), batch())).figures["movable_share"] == 1
+    assert defense(GradientMap(bert(), batch())).metrics["movable_share"] == 1

@@ -12,7 +12,7 @@ from helpers import SmallNetwork
 from torch import Tensor
 
 from hf_gradguard import DEFENSES, GradientMap, chain, make_defense
-from hf_gradguard.defenses import Defense, Message, Noise
+from hf_gradguard.defenses import Defense, DefenseFacts, Message, Noise
 from hf_gradguard.randomness import Stream
 from hf_gradguard.testing import check_defense
 from hf_gradguard.testing.small import small_text_task
@@ -120,8 +120,8 @@ class Toy(Defense):
     scale: float = 0.5
 
     @property
-    def adds_gaussian_noise(self) -> bool:
-        return True
+    def facts(self) -> DefenseFacts:
+        return DefenseFacts(adds_gaussian_noise=True)
 
     def protect(self, gmap: GradientMap, generator: Stream) -> Message:
         gradient = gmap.gradient()
@@ -212,8 +212,8 @@ class SharesTheTruth(Toy):
     scale: float = 0.0
 
     @property
-    def adds_gaussian_noise(self) -> bool:
-        return False
+    def facts(self) -> DefenseFacts:
+        return DefenseFacts()
 
     def protect(self, gmap: GradientMap, generator: Stream) -> Any:
         return dict(gmap.gradient())
@@ -221,8 +221,8 @@ class SharesTheTruth(Toy):
 
 class SaysExact(SharesTheTruth):
     @property
-    def exact(self) -> bool:
-        return True
+    def facts(self) -> DefenseFacts:
+        return DefenseFacts(is_exact=True)
 
     def protect(self, gmap: GradientMap, generator: Stream) -> Message:
         return Message({n: g * 0.9 for n, g in gmap.gradient().items()}, exact=True)
@@ -241,8 +241,8 @@ class SaysMoreNoise(Toy):
 
 class SaysNoNoise(Toy):
     @property
-    def adds_gaussian_noise(self) -> bool:
-        return False
+    def facts(self) -> DefenseFacts:
+        return DefenseFacts()
 
 
 class Counts(Toy):
@@ -308,7 +308,7 @@ BREACHES: dict[str, tuple[type[Toy], str]] = {
     "exact, and is not": (SaysExact, f"true gradient's, but {TENSOR} differs"),
     "not transmitted, and is": (SaysNotTransmitted, f"is zero, but {TENSOR} holds something"),
     "more noise than there is": (SaysMoreNoise, r"its noise has 0\.8.* times the variance"),
-    "noise that it did not announce": (SaysNoNoise, "`adds_gaussian_noise` is False"),
+    "noise that it did not announce": (SaysNoNoise, "`facts.adds_gaussian_noise` is False"),
     "a memory that is not saved": (Counts, f"restores what it remembers, but {TENSOR} differs"),
     "a memory of all clients": (Leaks, f"another client's messages change {TENSOR}"),
     "second derivatives": (Unsaid, "second_order=False it raised RuntimeError"),

@@ -377,6 +377,6 @@ def test_ligers_kernels_are_for_what_differentiates_once(name: str) -> None:
 def test_ligers_kernels_are_refused_with_what_differentiates_twice() -> None:
     args = make_arguments({"use_liger_kernel": True}, {})
     defense = make_defense("refiner", objective="weighted")
-    assert defense.needs_jacobian
+    assert defense.facts.needs_second_order
     with pytest.raises(NotImplementedError, match=r"Liger kernels.*refiner may not"):
         check_leakage(args, defense, None, own_batches=False)

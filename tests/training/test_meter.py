@@ -117,7 +117,7 @@ def test_what_a_chain_says_of_its_noise() -> None:
     # What asks for nothing else only processes it.
     for later in (pruned, make_defense("quantization")):
         first = chain(gaussian, later)
-        assert first.adds_gaussian_noise
+        assert first.facts.adds_gaussian_noise
         torch.testing.assert_close(
             flat(noise_of(first, gmap).variance), torch.full((len(kept),), 0.09).double()
         )
@@ -133,7 +133,7 @@ def test_what_a_chain_says_of_its_noise() -> None:
         pruned, chain(make_defense("laplace_noise"), gaussian), make_defense("none"),
         make_defense("laplace_noise"),
     ):  # fmt: skip
-        assert not others.adds_gaussian_noise
+        assert not others.facts.adds_gaussian_noise
         assert others(gmap, rng()).noise is None
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import math
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -22,6 +22,7 @@ from ...gradient_map.per_sample.synthetic import synthetic_samples
 from ...networks.loading import check_digest
 from ...networks.trial import name_of
 from ...randomness import Stream
+from ..base import DefenseFacts
 from ..feedback import BiasedDefense, LeftOut
 from ..message import Message, nothing_of
 from ..tensors import cast_like, norm, true_gradient
@@ -137,16 +138,14 @@ class Refiner(BiasedDefense):
         self._checked: tuple[int, int] | None = None
 
     @property
-    def needs_jacobian(self) -> bool:
-        return self.objective == "weighted"
-
-    @property
-    def only_processes(self) -> bool:
-        return self.objective == "cosine"
-
-    @property
-    def shares_anew(self) -> bool:
-        return self.objective == "weighted"
+    def facts(self) -> DefenseFacts:
+        published = self.objective == "weighted"
+        return replace(
+            super().facts,
+            needs_second_order=published,
+            post_processes=not published,
+            replaces_gradient=published,
+        )
 
     @property
     def special_ids(self) -> tuple[int, ...]:
@@ -214,12 +213,12 @@ class Refiner(BiasedDefense):
         if self.objective == "weighted":
             gradient = true_gradient(gmap)
             shared = brought_near(gradient, robust.gradient, self.bound(gradient))
-            figures = {"movable_share": robust.movable_share}
+            metrics = {"movable_share": robust.movable_share}
         else:
-            shared, figures = robust.gradient, {"fit": 1 - robust.utility_metric[-1]}
+            shared, metrics = robust.gradient, {"fit": 1 - robust.utility_metric[-1]}
             if robust.noise_ratio:
-                figures["noise_ratio"] = robust.noise_ratio[-1]
-        return Message(cast_like(shared, gmap), figures=figures)
+                metrics["noise_ratio"] = robust.noise_ratio[-1]
+        return Message(cast_like(shared, gmap), metrics=metrics)
 
     def bound(self, gradient: Tensors) -> float | None:
         """ε in the gradient's unit; `None` where there is none."""

@@ -131,7 +131,7 @@ class _Keeper(TrainerCallback):
 
     def __init__(self, trainer: GradGuardTrainer, client: Client, cell: dict) -> None:
         self._trainer, self._folder = trainer, client._kept(cell)
-        held = trainer._clients[0].held  # nothing can be read of these
+        held = trainer._clients[0].facts.warmup_messages  # nothing can be read of these
         self._stages = {name: max(held, round(s * cell["steps"])) for name, s in STAGES.items()}
         self._folder.mkdir(parents=True, exist_ok=True)
 

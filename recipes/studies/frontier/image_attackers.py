@@ -72,7 +72,7 @@ def _own(cell: dict, stage: Stage, task: ImageTask) -> Defense:
     own = make_defense(cell["defense"], **cell["strength"])
     own.prepare(stage.model, None)
     if getattr(own, "error_feedback", False):
-        before = own.held if cell["stage"] == "start" else None
+        before = own.facts.warmup_messages if cell["stage"] == "start" else None
         for number, batch in enumerate(itertools.islice(task.later(), before)):
             own(GradientMap(stage.model, batch), Stream.from_seeds(cell["seed"], number))
     return own

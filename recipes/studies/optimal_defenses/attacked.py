@@ -128,7 +128,10 @@ def point(cell: dict, images: torch.Tensor, labels: torch.Tensor) -> dict[str, f
 
     optimizer = torch.optim.Adam(model.parameters(), lr=cell["learning_rate"])
     for _ in range(cell["steps"]):
-        maps = [GradientMap(model, mine, second_order=defense.needs_jacobian) for mine in clients]
+        maps = [
+            GradientMap(model, mine, second_order=defense.facts.needs_second_order)
+            for mine in clients
+        ]
         sent = [defense(gmap, generator=noise) for gmap in maps]
         for key, parameter in model.named_parameters():
             parameter.grad = sum(one[key] for one in sent) / CLIENTS

@@ -78,7 +78,10 @@ def train(cell: dict, data: tuple, test: tuple) -> dict:
             ]
             drawn = list(zip(*orders, strict=True))[::-1]
         batches = [{"pixel_values": images[rows], "labels": labels[rows]} for rows in drawn.pop()]
-        maps = [GradientMap(model, batch, second_order=defense.needs_jacobian) for batch in batches]
+        maps = [
+            GradientMap(model, batch, second_order=defense.facts.needs_second_order)
+            for batch in batches
+        ]
         sent = [defense(gmap, generator=noise) for gmap in maps]
         for name, parameter in model.named_parameters():
             parameter.grad = sum(one[name] for one in sent) / CLIENTS

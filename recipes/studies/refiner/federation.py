@@ -102,7 +102,7 @@ def accuracy(cell: dict, defense, train: tuple, test: tuple) -> float:
         for client in torch.randperm(CLIENTS, generator=draw)[:DRAWN]:
             rows = parts[client][torch.randint(len(parts[client]), (BATCH,), generator=draw)]
             batch = {"pixel_values": images[rows].float() / 255, "labels": labels[rows]}
-            gmap = GradientMap(model, batch, second_order=defense.needs_jacobian)
+            gmap = GradientMap(model, batch, second_order=defense.facts.needs_second_order)
             shared = defenses[client](gmap, generator=noise)
             for name, parameter in model.named_parameters():
                 mine = shared[name] / DRAWN
