@@ -18,9 +18,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from ..gradient_map.batch.pixel_space import PixelSpace
 from ..gradient_map.domain import IMAGE
-from ..gradient_map.graphs import hooked
+from ..gradient_map.inputs import PixelSpace
+from ..gradient_map.replay import hooked
 from .base import Attack, Reconstruction
 from .observation import Observation, without_dropout
 from .patches import is_patch_projection, position_embeddings, read_patches

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from ..gradient_map.graphs import hooked
+from ..gradient_map.replay import hooked
 from .observation import Observation, ordinary_id
 from .span.layer_inputs import is_causal_lm, run
 

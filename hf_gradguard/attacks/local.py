@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from ..gradient_map import Batch, LossFunction, Tensors, UpdateMap
-from ..gradient_map.batch.pieces import pieces_of
 from ..gradient_map.law import Law
+from ..gradient_map.local_training.batches import pieces_of
 from ..gradient_map.local_training.optimizers import Optimizer, make_optimizer
 from ..gradient_map.local_training.update import MeanGradientMap, mean_gradient
-from ..gradient_map.many import ManyGradients
+from ..gradient_map.vectorized import ManyGradients
 
 
 @dataclass(frozen=True)

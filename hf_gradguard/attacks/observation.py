@@ -11,12 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from ..gradient_map import GradientMap
-from ..gradient_map.batch.texts import special_frame
-from ..gradient_map.domain import Domain, domain_of_shape
-from ..gradient_map.inputs import LossFunction
-from ..gradient_map.kept import modes_kept
+from ..gradient_map.domain import Domain, domain_of_shape, special_frame
 from ..gradient_map.law import Law
 from ..gradient_map.local_training.optimizers import Optimizer
+from ..gradient_map.replay import modes_kept
+from ..gradient_map.types import LossFunction
 from .local import LocalTraining, with_weights
 
 

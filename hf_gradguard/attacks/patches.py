@@ -13,7 +13,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from ..gradient_map.batch.pixel_space import PixelSpace
+from ..gradient_map.inputs import PixelSpace
 from .labels import recover_labels
 from .observation import Observation, without_dropout
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..gradient_map.batch.random_labels import ordinary_ids, special_ids
-from ..gradient_map.batch.texts import ends_of, is_encoder_decoder
-from ..gradient_map.domain import IMAGE
+from ..gradient_map.domain import IMAGE, ends_of, is_encoder_decoder
+from ..gradient_map.random_batch import ordinary_ids, special_ids
 from .observation import Observation
 
 

@@ -23,8 +23,8 @@ from ..attacks.observation import Observation
 from ..defenses.message import Message, Noise
 from ..gradient_map import GradientMap, UpdateMap
 from ..gradient_map.domain import IMAGE, TEXT, count_rows, domain_of_model
-from ..gradient_map.kept import draws_kept
 from ..gradient_map.local_training.update import mean_gradient
+from ..gradient_map.replay import draws_kept
 from ..randomness import Stream
 from ..registry import ESTIMATORS
 from .images import Images
@@ -34,7 +34,7 @@ from .texts import Texts
 if TYPE_CHECKING:
     from ..attacks import Attack, Reconstruction
     from ..defenses import Defense
-    from ..gradient_map.inputs import LossFunction
+    from ..gradient_map.types import LossFunction
     from ..leakage.estimators import Estimator
     from .cells import Cell
 

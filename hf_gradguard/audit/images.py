@@ -12,8 +12,8 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from ..gradient_map.batch.pixel_space import PixelSpace
 from ..gradient_map.domain import IMAGE
+from ..gradient_map.inputs import PixelSpace
 from ..metrics import score_images
 from ..models import label_kind
 from .texts import with_labels

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..attacks.span.layer_inputs import is_causal_lm
-from ..gradient_map.batch.texts import is_framed
-from ..gradient_map.domain import TEXT
+from ..gradient_map.domain import TEXT, is_framed
 from ..metrics import Scores, score_text
 from ..models import label_kind, task_of
 from ..randomness import Stream

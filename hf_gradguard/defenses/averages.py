@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..gradient_map import Tensors
 from ..gradient_map.devices import devices
-from ..gradient_map.differences.marginals import Sums, power_sums, sums_of
+from ..gradient_map.marginals import Sums, power_sums, sums_of
 from .tensors import OnDemand
 
 DECAY = 0.7

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ..gradient_map import GradientMap, Tensors
 from ..gradient_map.devices import devices
 from ..gradient_map.law import Law
-from ..gradient_map.per_sample.map import SampleMap
+from ..gradient_map.per_sample.clipping import SampleMap
 from ..randomness import Stream
 from .message import Message, check_untouched, checked_message
 from .tensors import check_finite

@@ -22,8 +22,8 @@ from torch import Tensor
 from transformers.utils import logging
 
 from ..gradient_map import GradientMap, Tensors
-from ..gradient_map.given import Nothing
 from ..gradient_map.law import Law
+from ..gradient_map.views import Nothing
 from ..randomness import Stream
 from .base import Defense, DefenseFacts
 from .checks import is_number

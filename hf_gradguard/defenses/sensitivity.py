@@ -10,20 +10,12 @@ import torch
 from torch import nn
 
 from ..gradient_map import GradientMap, Tensors
-from ..gradient_map.batch.pieces import first_rows
-from ..gradient_map.batch.random_labels import special_ids
 from ..gradient_map.devices import devices
-from ..gradient_map.differences.changes import Pass
-from ..gradient_map.differences.marginals import (
-    Sums,
-    heard,
-    own_pass,
-    power_sums,
-    probe_sums,
-    sums_of,
-)
-from ..gradient_map.differences.plan import TOLERANCE, plan_of
-from ..gradient_map.differences.sensitivity import probe_squares
+from ..gradient_map.layers import Pass
+from ..gradient_map.local_training.batches import first_rows
+from ..gradient_map.marginals import Sums, heard, own_pass, power_sums, probe_sums, sums_of
+from ..gradient_map.random_batch import random_batch, special_ids
+from ..gradient_map.sensitivity import TOLERANCE, plan_of, probe_squares
 from ..randomness import Stream
 from .averages import PARTS, Averages, added
 from .base import Defense, DefenseFacts
@@ -126,7 +118,7 @@ class SensitivityDefense(Defense):
         if self.shape == "public" and due:
             like = first_rows(plain.batch, MEASURED) if plain.any_rows else plain.batch
             for _ in range(1 if self._averages else FIRST):
-                made = gmap.domain.random_batch(gmap.model, like, generator, self._special)
+                made = random_batch(gmap.domain, gmap.model, like, generator, self._special)
                 self._learn(*heard(plain, made), generator)
         by_tensor = self.granularity == "layer"
         ratio = self._averages.ratio(by_tensor, waiting) if self._averages else None
@@ -213,7 +205,7 @@ class SensitivityDefense(Defense):
 def _own_probes(gmap: GradientMap) -> int:
     """Of one batch, whose estimates are averaged over nothing else."""
     plan, samples = plan_of(gmap.undefended), len(gmap.input)
-    apart = plan.error <= TOLERANCE and bool(plan.split)
+    apart = plan.error <= TOLERANCE and bool(plan.split_layers)
     return max(LEAST_PROBES, -(-OWN_PROBES // samples)) if apart else OWN_PROBES
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ..gradient_map import GradientMap
-from ..gradient_map.graphs import hooked
+from ..gradient_map.replay import hooked
 from ..randomness import Stream
 from .base import DefenseFacts
 from .checks import check_whole, floor_share, is_number

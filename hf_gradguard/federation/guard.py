@@ -22,7 +22,7 @@ from transformers.utils import logging
 from ..data.private import make_private_folder, write_private
 from ..defenses import Defense, make_defense
 from ..gradient_map import Tensors
-from ..gradient_map.given import Given
+from ..gradient_map.views import Given
 from ..randomness import Stream
 from ..registry import DEFENSES
 from .tables import check_tables

@@ -2,9 +2,9 @@
 share.
 """
 
-from .differences.shifted import by_differences
-from .inputs import Batch, LossFunction
+from .differences import by_differences
 from .local_training.update import UpdateMap
-from .map import GradientMap, Tensors
+from .map import GradientMap
+from .types import Batch, LossFunction, Tensors
 
 __all__ = ["Batch", "GradientMap", "LossFunction", "Tensors", "UpdateMap", "by_differences"]

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ..randomness import Stream
-from .graphs import differentiate
+from .replay import differentiate
 
 How = Literal["sum", "min", "max"]
 

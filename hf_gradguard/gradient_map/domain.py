@@ -8,15 +8,13 @@ looks like there, and how to get back inside.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from ..randomness import Stream
-from .batch.random_labels import ends, ordinary_ids, random_entries
-from .batch.texts import IDS, check_text, distinct_texts, embedding_of, mask_of, owner_of, text_keys
+IDS, MASK = "input_ids", "attention_mask"
 
 
 class Domain(ABC):
@@ -64,46 +62,6 @@ class Domain(ABC):
     def token_embeddings(self, model: nn.Module) -> list[nn.Module]:
         """Every module that embeds token ids: the model's, and an encoder-decoder's two."""
 
-    def random_batch(
-        self,
-        model: nn.Module,
-        batch: Mapping[str, Any],
-        generator: Stream,
-        special: Sequence[int] = (),
-    ) -> dict[str, Any]:
-        """A batch of the same shapes with nothing of the content: random inputs and labels, no
-        padding.
-
-        Args:
-            model: Says how many tokens and classes there are.
-            batch: For shapes and types.
-            generator: Of the inputs and labels.
-            special: Ids of special tokens. Texts begin and end with those that the batch's do.
-
-        Raises:
-            ValueError: For an entry that it cannot make up, by name.
-        """
-        made: dict[str, Any] = self.random_inputs(model, batch, generator, special)
-        return made | random_entries(model, batch, self.key, made, generator)
-
-    def random_inputs(
-        self, model: nn.Module, batch: Mapping[str, Any], generator: Stream, special: Sequence[int]
-    ) -> dict[str, Tensor]:
-        """The private entries, drawn at random."""
-        like, present = self.main_input(batch), self.present(batch)
-        return {self.key: self.random_input(model, like, generator, special, present)}
-
-    @abstractmethod
-    def random_input(
-        self,
-        model: nn.Module,
-        like: Tensor,
-        generator: Stream,
-        special: Sequence[int],
-        present: Tensor | None = None,
-    ) -> Tensor:
-        """The private entry, drawn at random. `present` is as of the method of that name."""
-
 
 class Text(Domain):
     """Token ids, of which a model makes embeddings `(B, T, H)`; of several texts side by side.
@@ -117,11 +75,24 @@ class Text(Domain):
     def __init__(self, keys: Sequence[str] = (IDS,)) -> None:
         self.keys, self.key = keys, keys[0]
 
+    def distinct(self, batch: Mapping[str, Any]) -> dict[str, list[str]]:
+        """Texts that differ: the name of the first with these ids, and all names that have them.
+
+        Example:
+            >>> ids = torch.tensor([[5, 7]])
+            >>> pair = {"a_input_ids": ids, "b_input_ids": ids}
+            >>> Text(["a_input_ids", "b_input_ids"]).distinct(pair)
+            {'a_input_ids': ['a_input_ids', 'b_input_ids']}
+        """
+        names: dict[str, list[str]] = {}
+        for key in self.keys:
+            same = (first for first in names if torch.equal(batch[first], batch[key]))
+            names.setdefault(next(same, key), []).append(key)
+        return names
+
     def texts(self, batch: Mapping[str, Any]) -> dict[str, Tensor]:
         """The texts that differ, `(B, T)` each."""
-        if len(self.keys) == 1:
-            return {self.key: batch[self.key]}
-        return {key: batch[key] for key in distinct_texts(batch, self.keys)}
+        return {key: batch[key] for key in self.distinct(batch)}
 
     def main_input(self, batch: Mapping[str, Any]) -> Tensor:
         texts = list(self.texts(batch).values())
@@ -147,7 +118,7 @@ class Text(Domain):
         # An encoder-decoder embeds its source in a module of the encoder's own: a hook on the
         # shared one never fires.
         owner = owner_of(model)
-        if getattr(getattr(owner, "config", None), "is_encoder_decoder", False):
+        if is_encoder_decoder(owner):
             owner = owner.get_encoder()
         embedding = embedding_of(owner)
         if embedding is None:
@@ -159,42 +130,11 @@ class Text(Domain):
         return embedding
 
     def token_embeddings(self, model: nn.Module) -> list[nn.Module]:
-        whole = owner_of(model)
-        owners = [whole]
-        if getattr(getattr(whole, "config", None), "is_encoder_decoder", False):
-            owners += [whole.get_encoder(), whole.get_decoder()]
+        owner = owner_of(model)
+        owners = [owner]
+        if is_encoder_decoder(owner):
+            owners += [owner.get_encoder(), owner.get_decoder()]
         return [module for module in map(embedding_of, owners) if module is not None]
-
-    def random_inputs(
-        self, model: nn.Module, batch: Mapping[str, Any], generator: Stream, special: Sequence[int]
-    ) -> dict[str, Tensor]:
-        texts = distinct_texts(batch, self.keys) if len(self.keys) > 1 else {self.key: self.keys}
-        made: dict[str, Tensor] = {}
-        for first, names in texts.items():
-            mask = mask_of(batch, first)
-            present = None if mask is None else mask.bool()
-            drawn = self.random_input(model, batch[first], generator, special, present)
-            made |= dict.fromkeys(names, drawn)
-        return made
-
-    def random_input(
-        self,
-        model: nn.Module,
-        like: Tensor,
-        generator: Stream,
-        special: Sequence[int],
-        present: Tensor | None = None,
-    ) -> Tensor:
-        """Tokens drawn from the vocabulary without special ones, which stand at the ends only."""
-        words = len(self.embedding(model).weight)  # type: ignore[arg-type]
-        ordinary = ordinary_ids(words, special).to(like.device)
-        ids = ordinary[generator.integers(len(ordinary), like.shape, device=like.device)]
-        first, last = ends(like, special, present)
-        if first is not None:
-            ids[:, 0] = first
-        if last is not None and ids.shape[1] > 1:
-            ids[:, -1] = last
-        return ids.to(like.dtype)
 
 
 class Image(Domain):
@@ -207,22 +147,6 @@ class Image(Domain):
 
     def embedding(self, model: nn.Module) -> None:
         return None
-
-    def random_input(
-        self,
-        model: nn.Module,
-        like: Tensor,
-        generator: Stream,
-        special: Sequence[int],
-        present: Tensor | None = None,
-    ) -> Tensor:
-        """Patches of even color under fine noise, of mean 0 and deviation 1: more like images than
-        white noise is.
-        """
-        coarse = generator.normal((*like.shape[:2], 4, 4), device=like.device)
-        smooth = nn.functional.interpolate(coarse, size=like.shape[2:], mode="bilinear")
-        fine = generator.normal(like.shape, device=like.device)
-        return (smooth + 0.3 * fine).to(like.dtype)
 
     def token_embeddings(self, model: nn.Module) -> list[nn.Module]:
         # Vision models call their patch projection an input embedding; it is shared like any
@@ -346,3 +270,143 @@ def embed(module: nn.Module, ids: Tensor) -> Tensor:
     with torch.no_grad():
         output: Tensor = type(module).forward(module, ids)
     return output
+
+
+def text_keys(batch: Mapping[str, Any]) -> tuple[str, ...]:
+    """The entries of a batch that are texts.
+
+    Example:
+        >>> text_keys(batch)
+        ('input_ids',)
+        >>> text_keys({"query_input_ids": 0, "query_attention_mask": 0, "answer_input_ids": 0})
+        ('query_input_ids', 'answer_input_ids')
+    """
+    if IDS in batch:
+        return (IDS,)
+    return tuple(k for k in batch if k.endswith(f"_{IDS}") and k != f"decoder_{IDS}")
+
+
+def check_text(model: nn.Module, embedding: nn.Module, batch: Mapping[str, Any], key: str) -> None:
+    """Refuse ids that a model does not embed, and a mask of another shape.
+
+    Raises:
+        ValueError: With the entry's name.
+    """
+    ids, mask = batch[key], mask_of(batch, key)
+    if ids.is_floating_point():
+        raise ValueError(f"`{key}` of a batch are {ids.dtype}, where whole numbers are ids.")
+    rows = getattr(embedding, "num_embeddings", None)
+    low, high = (int(end) for end in ids.aminmax())
+    if rows is not None and not 0 <= low <= high < rows:
+        raise ValueError(
+            f"`{key}` of a batch go from {low} to {high}, but {type(model).__name__} "
+            f"embeds 0 to {rows - 1}. The tokenizer is another model's, or new tokens need "
+            "model.resize_token_embeddings."
+        )
+    if isinstance(mask, Tensor) and mask.dim() == ids.dim() and mask.shape != ids.shape:
+        raise ValueError(
+            f"`{key.removesuffix(IDS)}{MASK}` has shape {tuple(mask.shape)}, but "
+            f"`{key}` have {tuple(ids.shape)}. Change the collator."
+        )
+
+
+def mask_of(batch: Mapping[str, Any], key: str) -> Tensor | None:
+    """The attention mask of a text."""
+    mask: Tensor | None = batch.get(key.removesuffix(IDS) + MASK)
+    return mask
+
+
+def is_encoder_decoder(model: nn.Module) -> bool:
+    """Whether a decoder reads what an encoder made of the text.
+
+    Example:
+        >>> is_encoder_decoder(model)
+        False
+    """
+    return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
+
+
+def is_of_targets(model: nn.Module, name: str) -> bool:
+    """Whether an entry of a batch is of texts that an encoder-decoder writes. They have a length of
+    their own.
+
+    Example:
+        >>> is_of_targets(model, "labels")  # of a classifier
+        False
+    """
+    return is_encoder_decoder(model) and (name.endswith("labels") or name.startswith("decoder_"))
+
+
+def ends_of(present: Tensor) -> tuple[Tensor, Tensor]:
+    """`(B,)` each: the first and the last place of each text that is no padding.
+
+    Example:
+        >>> ends_of(torch.tensor([[0, 1, 1, 0], [1, 1, 1, 1]]))
+        (tensor([1, 0]), tensor([2, 3]))
+    """
+    mask = present.int()
+    return mask.argmax(1), mask.shape[1] - 1 - mask.flip(1).argmax(1)
+
+
+def owner_of(model: nn.Module) -> Any:
+    """What embeds texts: the model, or the one model of Transformers inside it, as sentence
+    encoders and adapters of one's own hold it.
+    """
+    if embedding_of(model) is not None:
+        return model
+    inner = list(_outermost(model))
+    return inner[0] if len(inner) == 1 else model
+
+
+def embedding_of(owner: Any) -> nn.Module | None:
+    """The module that a model names as its input embedding."""
+    try:
+        embedding = owner.get_input_embeddings()
+    except (AttributeError, NotImplementedError):
+        return None
+    return embedding if isinstance(embedding, nn.Module) else None
+
+
+def _outermost(module: nn.Module) -> Iterator[nn.Module]:
+    for child in module.children():
+        if embedding_of(child) is not None:
+            yield child
+        else:
+            yield from _outermost(child)
+
+
+def special_frame(tokenizer: Any) -> tuple[list[int], list[int]]:
+    """The special ids that a tokenizer puts before and after a text.
+
+    Example:
+        >>> before, after = special_frame(tokenizer)
+        >>> tokenizer.convert_ids_to_tokens([*before, *after])
+        ['[CLS]', '[SEP]']
+    """
+    special = set(tokenizer.all_special_ids)
+    ids = tokenizer("a")["input_ids"]
+    ordinary = [place for place, token in enumerate(ids) if token not in special]
+    if not ordinary:  # "a" is unknown to this vocabulary, and the unknown token is special
+        unknown = [place for place, token in enumerate(ids) if token == tokenizer.unk_token_id]
+        ordinary = unknown or [len(ids)]
+    return list(ids[: ordinary[0]]), list(ids[ordinary[-1] + 1 :])
+
+
+def is_framed(tokenizer: Any, ids: Tensor, mask: Tensor) -> bool:
+    """Whether every text `(T,)` of a batch has the tokenizer's special tokens around it.
+
+    Example:
+        >>> ids = torch.tensor([tokenizer("a fine film").input_ids])
+        >>> is_framed(tokenizer, ids, torch.ones_like(ids))
+        True
+        >>> is_framed(tokenizer, ids[:, 1:], torch.ones_like(ids[:, 1:]))
+        False
+    """
+    before, after = special_frame(tokenizer)
+    texts = [row[present.bool()].tolist() for row, present in zip(ids, mask, strict=True)]
+    return all(
+        len(text) >= len(before) + len(after)
+        and text[: len(before)] == before
+        and text[len(text) - len(after) :] == after
+        for text in texts
+    )

@@ -8,23 +8,15 @@ called in their ordinary way, with token ids.
 
 from __future__ import annotations
 
-import fnmatch
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.utils import logging
 
-from .batch.tables import find_tables, known_tables
-from .batch.texts import Slots
-from .domain import Domain, Text, domain_of_batch, domain_of_model
-
-logger = logging.get_logger(__name__)
-
-Batch = Mapping[str, Any]
-LossFunction = Callable[[nn.Module, dict[str, Any]], Tensor]
+from .domain import Domain, Text, domain_of_batch
+from .types import Batch, LossFunction
 
 
 @dataclass(frozen=True)
@@ -136,134 +128,135 @@ def find_input(model: nn.Module, batch: Batch, needed: bool = True) -> Continuou
     return ContinuousInput(domain, domain.embedding(model))
 
 
-def shared_parameters(
-    model: nn.Module, share_input_embeddings: bool = False, withhold: Sequence[str] = ()
-) -> dict[str, nn.Parameter]:
-    """The trainable parameters whose gradient a client shares, by name, in the model's own order.
-
-    Tables that the input indexes are left out unless `share_input_embeddings`: their gradient is
-    non-zero on exactly the rows that the batch looks up, so sharing it gives the words away
-    whatever else is done. They are the model's token embeddings and what `find_tables` found. An
-    output head tied to one is the same tensor, and is withheld with it. Says so once.
-
-    Args:
-        model: The model.
-        share_input_embeddings: Share these tables all the same.
-        withhold: Patterns of names (`"*.experts.*"`) that are left out in any case.
-
-    Raises:
-        ValueError: If nothing is left to share, or a pattern is of no parameter.
-    """
-    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    tables = {} if share_input_embeddings else withheld_parameters(model)
-    chosen = withheld_by_name(model, withhold)
-    shared = {n: p for n, p in trainable.items() if n not in tables and n not in chosen}
-    if not shared:
-        raise ValueError(
-            "There is no gradient to share: every trainable parameter is an input embedding, and "
-            "those are withheld."
-            if trainable and not chosen
-            else "There is no gradient to share: every trainable parameter is withheld."
-            if trainable
-            else "There is no gradient to share: every parameter of the model is frozen "
-            "(`requires_grad=False`)."
-        )
-    if _is_first_rank():
-        ids = _token_embeddings(model)
-        _say_withheld(tables, {name for name in tables if id(trainable[name]) in ids})
-        if chosen:
-            logger.warning_once(f"Withheld as told: {', '.join(chosen)}.")
-    return shared
-
-
-def shared_by_batch(
-    model: nn.Module,
-    batch: Batch,
-    loss_fn: LossFunction,
-    share_input_embeddings: bool = False,
-    withhold: Sequence[str] = (),
-) -> dict[str, nn.Parameter]:
-    """`shared_parameters`, after a look at which tables the batch indexes."""
-    if not share_input_embeddings:
-        find_tables(model, batch, loss_fn)
-    return shared_parameters(model, share_input_embeddings, withhold)
-
-
-def withheld_parameters(model: nn.Module) -> dict[str, list[str]]:
-    """Trainable parameters of the tables that the input indexes: each name with all the names the
-    same tensor goes by.
-
-    They are those of the token embeddings, by name, and those that `find_tables` found. An adapter
-    of a table is withheld with it.
-    """
-    tables = _token_embeddings(model)
-    modules = dict(model.named_modules())
-    for name in known_tables(model):
-        tables.add(id(model.get_parameter(name)))
-        owner = name.rpartition(".")[0]
-        parts = owner.split(".")
-        for length in range(1, len(parts) + 1):
-            wrapper = modules[".".join(parts[:length])]
-            if hasattr(wrapper, "base_layer"):  # as PEFT calls what an adapter is put around
-                tables |= {id(parameter) for parameter in wrapper.parameters()}
-    aliases: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if id(parameter) in tables and parameter.requires_grad:
-            aliases.setdefault(id(parameter), []).append(name)
-    return {names[0]: names for names in aliases.values()}
-
-
-def withheld_by_name(model: nn.Module, patterns: Sequence[str]) -> list[str]:
-    """Trainable parameters that a pattern names.
-
-    Raises:
-        ValueError: If a pattern is of none of the model's parameters.
-    """
-    if not patterns:
-        return []
-    names = [name for name, p in model.named_parameters() if p.requires_grad]
-    every = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-    for pattern in patterns:
-        if not fnmatch.filter(every, pattern):
-            raise ValueError(
-                f"withhold={pattern!r} names no parameter of {type(model).__name__}. Its last are: "
-                f"{', '.join(every[-4:])}. `*` stands for anything."
-            )
-    return [name for name in names if any(fnmatch.fnmatchcase(name, one) for one in patterns)]
-
-
-def _token_embeddings(model: nn.Module) -> set[int]:
-    """The parameters of the modules that a model calls its token embeddings, by identity."""
-    modules = domain_of_model(model).token_embeddings(model)
-    return {id(p) for module in modules for p in module.parameters()}
-
-
-def _say_withheld(tables: Mapping[str, list[str]], embeddings: set[str]) -> None:
-    """Once for the token embeddings, and once for other tables."""
-    for which, why in (
-        (tables.keys() & embeddings, "Its gradient is non-zero on exactly the batch's tokens."),
-        (tables.keys() - embeddings, "The input says which rows of it are looked up, and its "
-         "gradient is non-zero on exactly these."),
-    ):  # fmt: skip
-        names = sorted({alias for name in which for alias in tables[name]})
-        tied = (
-            " The output head is the same tensor, so it is not trained either."
-            if len(names) > len(which)
-            else ""
-        )
-        if names:
-            logger.warning_once(
-                f"Withheld, neither shared nor trained: {', '.join(names)}. {why}{tied} Set "
-                "share_input_embeddings=True to share it all the same."
-            )
-
-
-def _is_first_rank() -> bool:
-    return (
-        not (torch.distributed.is_available() and torch.distributed.is_initialized())
-        or not torch.distributed.get_rank()
-    )
-
-
 def _leaf(tensor: Tensor) -> Tensor:
     return tensor.detach().clone().requires_grad_()
+
+
+class PixelSpace:
+    """Where images may lie whose pixels were in [0, 1] before mean and deviation were taken out.
+
+    Args:
+        like: Images `(B, C, H, W)`, for device and type.
+        mean: Per channel, what was subtracted; `None` is 0.
+        std: Per channel, what they were divided by afterwards; `None` is 1.
+    """
+
+    def __init__(
+        self, like: Tensor, mean: Sequence[float] | None = None, std: Sequence[float] | None = None
+    ) -> None:
+        self.mean, self.std = (
+            torch.tensor(list(values), device=like.device, dtype=like.dtype).view(1, -1, 1, 1)
+            for values in (mean or [0.0], std or [1.0])
+        )
+        self.low, self.high = (0 - self.mean) / self.std, (1 - self.mean) / self.std
+
+    def noise(self, shape: Sequence[int], like: Tensor, generator: torch.Generator) -> Tensor:
+        """Uniform over the pixel range."""
+        drawn = torch.rand(tuple(shape), generator=generator, device=like.device, dtype=like.dtype)
+        return self.low.to(like.dtype) + drawn * (self.high - self.low).to(like.dtype)
+
+    def project_(self, x: Tensor) -> None:
+        """Back into the pixel range, in place."""
+        torch.minimum(torch.maximum(x, self.low.to(x.dtype)), self.high.to(x.dtype), out=x)
+
+    def plain(self, x: Tensor) -> Tensor:
+        """Pixels as they were before normalization."""
+        return x * self.std + self.mean
+
+
+class Slots:
+    """A hook on the module that embeds texts, which puts the continuous input in the place of what
+    it makes.
+
+    A call without gradients, as of a reference model that shares its weights, is let through: it
+    counts as a constant. One with ids that were seen before is the same text. One with several of
+    the batch's texts, row under row, is those.
+
+    Args:
+        texts: The batch's, `(B, T)` each.
+        value: The continuous input; `None` makes a new leaf of what the module makes.
+        only: Whether the batch has one text alone, of which a model may embed what it makes.
+    """
+
+    def __init__(self, texts: Sequence[Tensor], value: Tensor | None, only: bool) -> None:
+        self._texts, self.x, self._given, self._only = list(texts), value, value is not None, only
+        self._ends = torch.tensor([text.shape[-1] for text in texts]).cumsum(0).tolist()
+        self._seen: dict[int, tuple[Tensor, Tensor]] = {}
+        self.strangers = 0
+        # Vectorized evaluations differentiate by themselves, with the engine's own graphs off.
+        self._enabled = torch.is_grad_enabled()
+
+    def __call__(self, _module: nn.Module, args: Any, kwargs: Any, output: Tensor) -> Tensor | None:
+        if self._enabled and not torch.is_grad_enabled():
+            return None
+        ids = args[0] if args else next(iter(kwargs.values()))
+        rows = len(ids) if self._only else len(self._texts[0])
+        parts = zip(ids.split(rows), output.split(rows), strict=True)
+        entered = [self._enter(own, made) for own, made in parts]
+        found = [x for x in entered if x is not None]
+        if len(found) < len(entered):
+            self.strangers += 1
+            return None
+        x = found[0] if len(found) == 1 else torch.cat(found)
+        # The value is x. The graph keeps `output`, so the embedding matrix still gets its gradient
+        # if it is shared.
+        return output + (x - output.detach())
+
+    @property
+    def found(self) -> int:
+        """How many texts were embedded."""
+        return len(self._seen)
+
+    def _enter(self, ids: Tensor, made: Tensor) -> Tensor | None:
+        """What stands in the place of an embedded text; `None` if it is none of the batch's."""
+        place = self._place(ids)
+        if place is None:
+            return None
+        length = made.shape[1] if self._only else self._texts[place].shape[1]
+        own = made[:, :length]  # what follows is padding
+        if place not in self._seen:
+            self._seen[place] = ids, own.detach()
+            if not self._given:
+                self._fill(place, own)
+        elif not self._given and not torch.equal(self._seen[place][1], own):
+            raise ValueError(
+                "A text was embedded twice, and not in the same way: noise on embeddings "
+                "(neftune_noise_alpha) has no place in a loss that reads a text twice."
+            )
+        x = self._part(place)
+        return x if length == made.shape[1] else torch.cat([x, made[:, length:].detach()], 1)
+
+    def _place(self, ids: Tensor) -> int | None:
+        if self._only:
+            return 0 if not self._seen or _same(ids, self._seen[0][0]) else None
+        return next((k for k, text in enumerate(self._texts) if _pads(ids, text)), None)
+
+    def _fill(self, place: int, made: Tensor) -> None:
+        """Write what was embedded to the leaf."""
+        if len(self._texts) == 1:
+            self.x = made.detach().clone().requires_grad_()
+            return
+        if self.x is None:
+            shape = (len(made), self._ends[-1], made.shape[-1])
+            self.x = made.new_zeros(shape).requires_grad_()
+        with torch.no_grad():
+            self._part(place).copy_(made)
+
+    def _part(self, place: int) -> Tensor:
+        assert self.x is not None
+        if len(self._texts) == 1:
+            return self.x
+        end = self._ends[place]
+        return self.x[:, end - self._texts[place].shape[1] : end]
+
+
+def _pads(ids: Tensor, text: Tensor) -> bool:
+    """Whether ids are a text's, with zeros after it: texts are embedded together, as wide as the
+    widest.
+    """
+    length = text.shape[1]
+    return _same(ids[:, :length], text) and not ids[:, length:].any()
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and torch.equal(one, other)

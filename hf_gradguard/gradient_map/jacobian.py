@@ -7,8 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from .graphs import check_whole, differentiate
-from .replay import Replay
+from .replay import Replay, check_whole, differentiate
 
 
 class Jacobian:

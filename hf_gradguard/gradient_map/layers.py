@@ -1,44 +1,243 @@
-"""The order of a model's layers, from the input to the loss, read off its parameters' names."""
+"""How each sample's share of the gradient answers to a change of the input, without second
+derivatives.
+
+Jᵀv = d/dα g(x + αv) is the difference of two plain gradients, over a small step. And what a layer's
+weight has as its gradient is a sum over samples of products of what went into the layer (its
+features a) with the loss's derivative by what came out (its slopes δ). Both passes' a and δ give
+the difference sample by sample,
+
+    δ'ᵀa' - δᵀa = (δ' - δ)ᵀ (a' + a)/2 + (δ' + δ)ᵀ/2 (a' - a),
+
+with what nearly cancels taken before any sum.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import grad
+from transformers.pytorch_utils import Conv1D
+
+from .replay import differentiate, hooked
+from .types import ClientMap, Tensors
+
+LINEAR, _CONVOLUTIONS = (nn.Linear, Conv1D), (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_ENTRIES = 2**24  # of several samples' weight gradients, written out at once
 
 
-def layer_numbers(names: Iterable[str]) -> dict[str, int]:
-    """The layer that each parameter belongs to: 1 for the layers nearest the input.
-
-    Hugging Face models number their blocks (`bert.encoder.layer.3.…`, `transformer.h.3.…`). Each
-    block is a layer, and so is what stands together before, between and after blocks: embeddings,
-    poolers, the head. Of a model without numbered blocks every module is a layer. Names are taken
-    in the order given, which is the order in which the model defines its parts; an
-    encoder-decoder's decoder so follows its encoder.
+@dataclass(frozen=True)
+class Layer:
+    """A layer whose gradient is a sum of samples' products.
 
     Args:
-        names: Parameter names, as `model.named_parameters()` lists them.
-
-    Example:
-        >>> names = ["embed.weight", "layer.0.weight", "layer.0.bias", "layer.1.bias", "head.bias"]
-        >>> list(layer_numbers(names).values())
-        [1, 2, 2, 3, 4]
+        module: A linear layer, a convolution or a layer normalization.
+        weight: The name of its weight, if that is shared.
+        bias: The name of its bias, if that is shared.
     """
-    names = list(names)
-    blocks = {name: _block(name) for name in names}
-    if not any(blocks.values()):
-        blocks = {name: name.rpartition(".")[0] for name in names}
-    numbers: dict[str, int] = {}
-    number, previous = 0, None
-    for name in names:
-        if blocks[name] != previous or not numbers:
-            number, previous = number + 1, blocks[name]
-        numbers[name] = number
-    return numbers
+
+    module: nn.Module
+    weight: str | None
+    bias: str | None
+
+    def features(self, entered: Tensor) -> Tensor:
+        """What slopes are multiplied with to give the weight's gradient."""
+        m = self.module
+        if isinstance(m, nn.LayerNorm):
+            return nn.functional.layer_norm(entered, m.normalized_shape, eps=m.eps)
+        return entered
+
+    def rows(self, tensor: Tensor, samples: int) -> Tensor | None:
+        """Features or slopes with a first dimension of samples: `(B, T, F)`, of a convolution
+        `(B, F, …)`. `None` if its first dimension is of something else.
+        """
+        if isinstance(self.module, _CONVOLUTIONS):
+            return tensor if len(tensor) == samples and tensor.dim() > 2 else None
+        if len(tensor) % samples:
+            return None
+        return tensor.reshape(samples, -1, tensor.shape[-1])
+
+    def weight_gradients(self, slopes: Tensor, features: Tensor) -> Tensor:
+        """`(B, *weight.shape)` from rows of both."""
+        m: Any = self.module
+        if isinstance(m, nn.Linear):
+            return slopes.mT @ features
+        if isinstance(m, Conv1D):  # (in, out), where nn.Linear has (out, in)
+            return features.mT @ slopes
+        if isinstance(m, nn.LayerNorm):
+            return (slopes * features).sum(1)
+        # A group of channels for each sample keeps samples apart.
+        size, samples = m.weight.shape, len(slopes)
+        function = getattr(grad, f"conv{len(size) - 2}d_weight")
+        found: Tensor = function(
+            features.flatten(0, 1)[None],
+            (samples * size[0], *size[1:]),
+            slopes.flatten(0, 1)[None],
+            m.stride, m.padding, m.dilation, m.groups * samples,
+        )  # fmt: skip
+        return found.view(samples, *size)
+
+    def bias_gradients(self, slopes: Tensor) -> Tensor:
+        """`(B, *bias.shape)` from rows."""
+        if isinstance(self.module, _CONVOLUTIONS):
+            return slopes.flatten(2).sum(2)
+        return slopes.sum(1)
 
 
-def _block(name: str) -> str:
-    """The name through its first number, or nothing if it has none."""
-    parts = name.split(".")
-    for index, part in enumerate(parts):
-        if part.isdigit():
-            return ".".join(parts[: index + 1])
-    return ""
+def layers_of(model: nn.Module, parameters: Mapping[str, Tensor]) -> dict[str, Layer]:
+    """The layers with shared parameters that no other module holds, by the modules' names."""
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    modules = dict(model.named_modules())
+    holders = Counter(id(p) for m in modules.values() for p in m.parameters(recurse=False))
+    found = {}
+    for name, module in modules.items():
+        if type(module) not in (*LINEAR, *_CONVOLUTIONS, nn.LayerNorm):
+            continue
+        plain = getattr(module, "padding_mode", "zeros") == "zeros"
+        if not plain or isinstance(getattr(module, "padding", None), str):
+            continue
+        if isinstance(module, nn.LayerNorm) and len(module.normalized_shape) > 1:
+            continue
+        weight, bias = (
+            names.get(id(p)) if p is not None and holders[id(p)] == 1 else None
+            for p in (module.weight, module.bias)
+        )
+        if weight or bias:
+            found[name] = Layer(module, weight, bias)
+    return found
+
+
+@dataclass
+class Pass:
+    """One evaluation of a map: what layers took in, the loss's slopes there, and the gradients of
+    all other parameters; with layers also the loss and its slope at the input.
+    """
+
+    layers: Mapping[str, Layer]
+    features: dict[str, list[Tensor]] = field(default_factory=dict)
+    slopes: dict[str, dict[int, Tensor]] = field(default_factory=dict)
+    rest: Tensors = field(default_factory=dict)
+    loss: Tensor | None = None
+    slope: Tensor | None = None
+
+    @classmethod
+    def of(cls, gmap: ClientMap, x: Tensor, layers: Mapping[str, Layer]) -> Pass:
+        """At an input x, with the map's own random draws."""
+        if not layers:
+            with gmap.replay.full_precision():
+                return cls(layers, rest=gmap.gradient_at(x.detach()))
+        split = {name for layer in layers.values() for name in (layer.weight, layer.bias)}
+        others = {name: p for name, p in gmap.parameters.items() if name not in split}
+        found = cls(layers)
+        with gmap.replay.run(), gmap.replay.full_precision():
+            x = x.detach().requires_grad_()
+            with found.listening():
+                loss = gmap.evaluate(x)
+            found.rest = differentiate(loss, {**others, "": x})
+        found.loss, found.slope = loss.detach(), found.rest.pop("")
+        return found
+
+    def rows(
+        self, name: str, samples: int, calls: Collection[int] | None = None
+    ) -> list[tuple[Tensor, Tensor]] | None:
+        """Slopes and features of each call of a layer that reached the loss, or of these calls, of
+        samples; `None` if it does not know them apart.
+        """
+        layer, found = self.layers[name], []
+        for number, features in enumerate(self.features.get(name, [])):
+            slopes = self.slopes[name].get(number)
+            if slopes is None or (calls is not None and number not in calls):
+                continue
+            pair = layer.rows(slopes, samples), layer.rows(features, samples)
+            if pair[0] is None or pair[1] is None:
+                return None
+            found.append((pair[0], pair[1]))
+        return found
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Take down what layers take in meanwhile, and then the slopes that they get."""
+        with hooked(
+            layer.module.register_forward_hook(self._hook(name, layer), prepend=True)
+            for name, layer in self.layers.items()
+        ):
+            yield
+
+    def _hook(self, name: str, layer: Layer) -> Any:
+        def called(_module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+            calls = self.features.setdefault(name, [])
+            slopes, number = self.slopes.setdefault(name, {}), len(calls)
+            calls.append(layer.features(args[0].detach()))
+            if output.requires_grad:
+                output.register_hook(lambda slope: slopes.__setitem__(number, slope))
+
+        return called
+
+
+class Change(NamedTuple):
+    """What a step changes of a layer's calls, and the means of both ends, as rows of samples.
+
+    Args:
+        slopes: δ' - δ over the step, of each call.
+        mean_features: (a' + a)/2.
+        mean_slopes: (δ' + δ)/2.
+        features: a' - a over the step.
+    """
+
+    slopes: list[Tensor]
+    mean_features: list[Tensor]
+    mean_slopes: list[Tensor]
+    features: list[Tensor]
+
+    @classmethod
+    def between(cls, start: Pass, end: Pass, name: str, step: float, samples: int) -> Change | None:
+        """Of a layer; `None` if it does not know samples apart."""
+        # A start that was asked for all gradients also has slopes of calls that do not see x.
+        one = start.rows(name, samples, end.slopes.get(name, {}).keys())
+        other = end.rows(name, samples)
+        if one is None or other is None or len(one) != len(other):
+            return None
+        found = cls([], [], [], [])
+        for (slopes, features), (later_slopes, later_features) in zip(one, other, strict=True):
+            if slopes.shape != later_slopes.shape or features.shape != later_features.shape:
+                return None
+            found.slopes.append(torch.sub(later_slopes, slopes).div_(step))
+            found.mean_features.append(torch.lerp(features, later_features, 0.5))
+            found.mean_slopes.append(torch.lerp(slopes, later_slopes, 0.5))
+            found.features.append(torch.sub(later_features, features).div_(step))
+        return found
+
+    def bias(self, layer: Layer) -> Tensor:
+        """J_bᵀv of the bias, `(B, *bias.shape)`."""
+        return torch.stack([layer.bias_gradients(slopes) for slopes in self.slopes]).sum(0)
+
+    def weight(self, layer: Layer) -> Iterator[Tensor]:
+        """J_bᵀv of the weight, `(*weight.shape)`, of one sample after the other. Each is gone when
+        the next is asked for.
+        """
+        if not self.slopes:
+            return
+        if isinstance(layer.module, LINEAR):  # one product, into memory that a cache holds
+            left = torch.cat([*self.slopes, *self.mean_slopes], 1)
+            right = torch.cat([*self.mean_features, *self.features], 1)
+            if isinstance(layer.module, Conv1D):  # (in, out), where nn.Linear has (out, in)
+                left, right = right, left
+            found = left.new_empty(layer.module.weight.shape)
+            for slopes, features in zip(left, right, strict=True):
+                yield torch.mm(slopes.mT, features, out=found)
+            return
+        several = max(1, _ENTRIES // layer.module.weight.numel())  # type: ignore[operator]
+        for first in range(0, len(self.slopes[0]), several):
+            some = slice(first, first + several)
+            total: Tensor | float = 0.0
+            for parts in zip(*self, strict=True):
+                slopes, mean_features, mean_slopes, features = (part[some] for part in parts)
+                total = total + layer.weight_gradients(slopes, mean_features)
+                total = total + layer.weight_gradients(mean_slopes, features)
+            assert isinstance(total, Tensor)
+            yield from total

@@ -16,16 +16,15 @@ import torch
 from torch import Tensor, nn
 
 from ..randomness import Stream
-from .candidates import Candidates
-from .differences.sensitivity import Method, estimate_squares
 from .domain import Domain
-from .factors import Factors
-from .inputs import Batch, LossFunction, find_input, model_loss, shared_by_batch
+from .inputs import find_input, model_loss
 from .jacobian import Jacobian
+from .parameters import shared_by_batch
 from .replay import Replay
+from .sensitivity import Method, estimate_squares
 from .sharding import devices_for, local
-
-Tensors = dict[str, Tensor]  # one a shared parameter, by name and in its shape
+from .types import Batch, LossFunction, Tensors
+from .vectorized import Candidates, Factors
 
 
 class GradientMap:

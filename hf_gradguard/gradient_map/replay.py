@@ -4,16 +4,16 @@ attention.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, NoReturn
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
-
-from .graphs import hooked
-from .kept import devices_that_draw
 
 
 class Replay:
@@ -129,3 +129,184 @@ def _is_ligers(module: nn.Module) -> bool:
     """Whether a module is one of Liger's, or runs a function of Liger's in its own's place."""
     sources = (type(module), getattr(module.forward, "__func__", module.forward))
     return any(str(getattr(s, "__module__", "")).startswith("liger_kernel") for s in sources)
+
+
+@contextmanager
+def modes_kept(model: nn.Module) -> Iterator[list[nn.Module]]:
+    """All modules of a model, whose modes are put back, whatever happens to them meanwhile.
+
+    Example:
+        >>> model = model.train()
+        >>> with modes_kept(model):
+        ...     _ = model.eval()
+        >>> model.training
+        True
+    """
+    modes = {module: module.training for module in model.modules()}
+    try:
+        yield list(modes)
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
+def draws_kept(model: nn.Module) -> AbstractContextManager[None]:
+    """torch's generators of the processor and of the model's GPUs, put back as they were.
+
+    Example:
+        >>> before = torch.get_rng_state()
+        >>> with draws_kept(model):
+        ...     _ = torch.rand(1)
+        >>> torch.equal(before, torch.get_rng_state())
+        True
+    """
+    return torch.random.fork_rng(devices=devices_that_draw(model))
+
+
+def seed_draws(model: nn.Module, seed: int) -> None:
+    """Seeds what `draws_kept` puts back. `torch.manual_seed` takes a millisecond where it is deep
+    in calls: it notes a traceback for every kind of device that is not in use.
+
+    Example:
+        >>> seed_draws(model, 7)
+        >>> torch.initial_seed()
+        7
+    """
+    torch.default_generator.manual_seed(seed)
+    for index in devices_that_draw(model):
+        torch.cuda.default_generators[index].manual_seed(seed)
+
+
+def devices_that_draw(model: nn.Module) -> list[int]:
+    """The GPUs that a model is on.
+
+    Example:
+        >>> devices_that_draw(torch.nn.Linear(2, 1))
+        []
+    """
+    return sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
+
+
+def differentiate(
+    loss: Tensor,
+    leaves: Mapping[str, Tensor],
+    *,
+    retain_graph: bool = False,
+    create_graph: bool = False,
+) -> dict[str, Tensor]:
+    """The derivatives of a loss by leaves, zeros by those that it does not use.
+
+    Raises:
+        ValueError: If it uses none of them.
+        RuntimeError: With `create_graph`, if they come through a kernel that is not to be
+            differentiated twice.
+    """
+    gradients = torch.autograd.grad(
+        loss,
+        list(leaves.values()),
+        retain_graph=retain_graph or create_graph,
+        create_graph=create_graph,
+        allow_unused=True,
+    )
+    if all(gradient is None for gradient in gradients):
+        raise ValueError(
+            "The loss is not computed from any shared parameter, so there is no gradient of it. "
+            "Losses that differentiate by themselves and keep what they found (sentence-"
+            "transformers' Cached...Loss) are such: take the plain one, with smaller batches."
+        )
+    if create_graph:
+        check_whole(gradient for gradient in gradients if gradient is not None)
+    return {
+        name: torch.zeros_like(leaf, requires_grad=False) if gradient is None else gradient
+        for (name, leaf), gradient in zip(leaves.items(), gradients, strict=True)
+    }
+
+
+@contextmanager
+def hooked(handles: Iterable[RemovableHandle]) -> Iterator[None]:
+    """Take hooks away again on the way out.
+
+    Example:
+        >>> with hooked([model.register_forward_hook(print)]):
+        ...     len(model._forward_hooks)
+        1
+        >>> len(model._forward_hooks)
+        0
+    """
+    registered = list(handles)
+    try:
+        yield
+    finally:
+        for handle in registered:
+            handle.remove()
+
+
+def nodes_of(tensors: Iterable[Tensor]) -> Iterator[Any]:
+    """Every step of autograd's that tensors were computed by."""
+    nodes, seen = [tensor.grad_fn for tensor in tensors], set()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        yield node
+        nodes += [after for after, _ in node.next_functions]
+
+
+def check_whole(derivatives: Iterable[Tensor]) -> None:
+    """Raise if derivatives come through a kernel that is not to be differentiated twice: autograd
+    does so itself only where its path leads on, and leaves it out where it ends.
+    """
+    if any(node.name() == "torch::autograd::Error" for node in nodes_of(derivatives)):
+        raise RuntimeError(
+            "The model has a function that is marked once_differentiable, as fused kernels are: "
+            "without it second derivatives would be wrong. Run the model without that kernel, or "
+            "ask for nothing that differentiates twice (method='difference', second_order=False)."
+        )
+
+
+_EXCHANGES = (
+    "all_reduce", "reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "gather",
+    "gather_object", "broadcast", "broadcast_object_list", "scatter", "scatter_object_list",
+    "reduce_scatter", "reduce_scatter_tensor", "all_to_all", "all_to_all_single", "send", "recv",
+    "isend", "irecv", "send_object_list", "recv_object_list", "batch_isend_irecv",
+)  # fmt: skip
+
+
+@contextmanager
+def no_exchange(model: nn.Module) -> Iterator[None]:
+    """Refuse what a model's own code sends to other ranks in here, as losses of detection send how
+    many objects a batch has. The devices of one client may exchange.
+
+    Raises:
+        NotImplementedError: With the call, and the way out.
+
+    Example:
+        >>> with no_exchange(model):
+        ...     loss = model(**batch).loss
+    """
+    if not _several() or any(hasattr(p, "device_mesh") for p in model.parameters()):
+        yield
+        return
+    before = {name: vars(dist)[name] for name in _EXCHANGES if name in vars(dist)}
+    vars(dist).update({name: _refusing(name, model) for name in before})
+    try:
+        yield
+    finally:
+        vars(dist).update(before)
+
+
+def _several() -> bool:
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def _refusing(name: str, model: nn.Module) -> Callable[..., NoReturn]:
+    def refuse(*args: Any, **kwargs: Any) -> NoReturn:
+        raise NotImplementedError(
+            f"GradGuardTrainer does not support a loss that exchanges: {type(model).__name__} "
+            f"calls torch.distributed.{name} in its pass, so that the others would be sent a "
+            "figure of this rank's own batch, unprotected. Compute the loss without it "
+            "(compute_loss_func; loss_fn of protect), or train on one rank."
+        )
+
+    return refuse

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from ..randomness import Stream
-from .differences.sensitivity import Method
 from .domain import Domain
-from .factors import Factors
-from .inputs import Batch
-from .map import GradientMap, Tensors
+from .map import GradientMap
+from .sensitivity import Method
+from .types import Batch, Tensors
+from .vectorized import Factors
 
 SMOOTH_CLIP_NORM = 1.115
 """The largest norm that a smoothly clipped gradient can have, in units of C."""
@@ -327,3 +327,89 @@ def smoothly_clipped(gmap: GradientMap, clip: float) -> GradientMap:
 
 def _norm(gradient: Tensors) -> Tensor:
     return torch.stack([tensor.square().sum() for tensor in gradient.values()]).sum().sqrt()
+
+
+class Given(GradientMap):
+    """What a defense sees of tensors that somebody else computed: their values, and nothing of the
+    data behind them.
+
+    Defenses of values work on it (noise of one size, clipping, pruning by size, quantization). What
+    asks for the data, as sensitivities do, is refused.
+
+    Args:
+        tensors: By name.
+
+    Example:
+        >>> given = Given({"w": torch.tensor([3.0, 0.1])})
+        >>> make_defense("pruning", ratio=0.5)(given)["w"]
+        tensor([3., 0.])
+        >>> make_defense("optimal_noise")(given)  # doctest: +ELLIPSIS
+        Traceback (most recent call last):
+        RuntimeError: This defense asks for the client's data...
+    """
+
+    _why = (
+        "here only the outcome of its training is known. Take gaussian_noise, dp_sgd, pruning or "
+        "quantization, or protect where the data is, by protect_update"
+    )
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._gradient = dict(tensors)
+        self.model: Any = _Unknown(self._why)
+        self.replay: Any = _Unknown(self._why)
+
+    def gradient(self) -> Tensors:
+        return dict(self._gradient or {})
+
+    def versions(self) -> dict[str, int]:
+        return {f"the update of {name!r}": t._version for name, t in self.gradient().items()}
+
+    @property
+    def undefended(self) -> GradientMap:
+        _refuse("undefended", self._why)
+
+    @property
+    def input(self) -> Tensor:
+        _refuse("input", self._why)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        _refuse(name, self._why)
+
+
+class Nothing(Given):
+    """A batch in which nothing counts: a gradient of zeros, and no data behind it.
+
+    Args:
+        parameters: The shared ones, by name.
+
+    Example:
+        >>> alone = Nothing({"w": torch.ones(1000)})
+        >>> 0.4 < float(make_defense("gaussian_noise", scale=0.5)(alone)["w"].std()) < 0.6
+        True
+    """
+
+    _why = (
+        "a batch in which nothing counts has none. Let its `protect` do without, or filter rows "
+        "without labels"
+    )
+
+    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
+        super().__init__({name: torch.zeros_like(p.detach()) for name, p in parameters.items()})
+
+
+class _Unknown:
+    """In the place of a model that is not there."""
+
+    def __init__(self, why: str) -> None:
+        self._why = why
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        _refuse(name, self._why)
+
+
+def _refuse(what: str, why: str) -> NoReturn:
+    raise RuntimeError(f"This defense asks for the client's data ({what}), and {why}.")

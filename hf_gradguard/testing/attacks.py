@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from ..attacks import Attack, Observation, Reconstruction, make_attack
-from ..gradient_map.batch.pixel_space import PixelSpace
 from ..gradient_map.domain import DOMAINS
+from ..gradient_map.inputs import PixelSpace
 from .facts import model_facts, random_states, same
 from .observations import other_cases, small_observation
 

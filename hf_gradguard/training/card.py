@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from huggingface_hub import ModelCard
 
-from ..gradient_map.inputs import withheld_by_name, withheld_parameters
+from ..gradient_map.parameters import withheld_by_name, withheld_parameters
 from .batch_statistics import tracking_layers
 
 if TYPE_CHECKING:

@@ -16,9 +16,10 @@ from ..defenses.none import NoDefense
 from ..gradient_map import GradientMap
 from ..gradient_map.devices import ONE, Devices, of_client
 from ..gradient_map.domain import check_batch
-from ..gradient_map.exchanges import no_exchange
-from ..gradient_map.inputs import LossFunction, model_loss
+from ..gradient_map.inputs import model_loss
+from ..gradient_map.replay import no_exchange
 from ..gradient_map.sharding import devices_of, local, whole_of
+from ..gradient_map.types import LossFunction
 from .batch_statistics import BufferGuard, warn_of_statistics
 from .checks import check_model
 from .dropout import private_draws

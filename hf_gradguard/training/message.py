@@ -15,8 +15,8 @@ from transformers.utils import logging
 
 from ..defenses import Defense
 from ..defenses.none import NoDefense
-from ..gradient_map.given import Nothing
-from ..gradient_map.inputs import LossFunction
+from ..gradient_map.types import LossFunction
+from ..gradient_map.views import Nothing
 from ..randomness import Stream
 from .batch_statistics import BufferGuard
 from .clients import ClientBatch

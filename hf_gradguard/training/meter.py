@@ -15,7 +15,7 @@ from transformers.utils import logging
 
 from ..defenses import Defense, Message, Noise
 from ..gradient_map import GradientMap
-from ..gradient_map.differences.shifted import DifferencedMap, by_differences
+from ..gradient_map.differences import DifferencedMap, by_differences
 from ..leakage import (
     DFIL,
     FisherAccountant,

@@ -18,9 +18,9 @@ from torch.utils.data import DataLoader
 from transformers import TrainingArguments
 
 from ..defenses import Defense
-from ..gradient_map.exchanges import no_exchange
-from ..gradient_map.inputs import shared_parameters
-from ..gradient_map.trials import forget
+from ..gradient_map.cache import forget
+from ..gradient_map.parameters import shared_parameters
+from ..gradient_map.replay import no_exchange
 from ..leakage import FisherAccountant
 from .asked import Asked
 from .bases import alone, check_loss, check_order, draws_batches

@@ -13,8 +13,8 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from transformers.utils import logging
 
-from ..gradient_map.batch.tables import find_tables, remember_tables
-from ..gradient_map.inputs import LossFunction
+from ..gradient_map.parameters import find_tables, remember_tables
+from ..gradient_map.types import LossFunction
 from .exchange import average
 from .secure_aggregation import SecureAggregation
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers import Trainer
 
 from ..gradient_map.domain import count_rows
-from ..gradient_map.kept import modes_kept
+from ..gradient_map.replay import modes_kept
 from .seams import read
 
 Loss = Callable[[nn.Module, dict[str, Any], float | None], Tensor]

@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hf_gradguard import GradientMap
 from hf_gradguard.attacks import Observation, make_attack
-from hf_gradguard.gradient_map.layers import layer_numbers
+from hf_gradguard.gradient_map.parameters import layer_numbers
 
 from .measuring import cells, classifier, clock, main, random_batch, spread
 

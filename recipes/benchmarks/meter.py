@@ -13,8 +13,8 @@ import tempfile
 import torch
 
 from hf_gradguard import GradGuardConfig, GradientMap, make_defense
-from hf_gradguard.gradient_map.differences.plan import forget
-from hf_gradguard.gradient_map.differences.shifted import by_differences
+from hf_gradguard.gradient_map.cache import cache_of
+from hf_gradguard.gradient_map.differences import by_differences
 from hf_gradguard.randomness import Stream
 from hf_gradguard.training.meter import LeakageMeter
 from recipes.studies.lib.results import named
@@ -48,7 +48,7 @@ def logged(model, batch: dict, rounds: int) -> dict[str, dict[str, float]]:
         GradientMap(model, batch, second_order=False).gradient()
 
     def trial() -> None:
-        forget(model)
+        cache_of(model).difference_plans.clear()
         by_differences(gmap)
 
     with tempfile.TemporaryDirectory() as folder:

@@ -16,8 +16,7 @@ import torch
 from torch import nn
 
 from hf_gradguard import GradientMap, make_defense
-from hf_gradguard.gradient_map.per_sample.clipping import clipped_sum
-from hf_gradguard.gradient_map.per_sample.map import SampleMap
+from hf_gradguard.gradient_map.per_sample.clipping import SampleMap, clipped_sum
 from hf_gradguard.leakage import dp_sgd_epsilon
 
 from .measuring import alternate, cells, classifier, main, peak, random_batch

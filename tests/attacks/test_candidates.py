@@ -24,7 +24,7 @@ from hf_gradguard.attacks.candidates.linear import Filtered, MatchedFilter
 from hf_gradguard.attacks.local import LocalTraining
 from hf_gradguard.gradient_map.law import Law
 from hf_gradguard.gradient_map.local_training.optimizers import make_optimizer
-from hf_gradguard.gradient_map.many import ManyGradients, has_draws
+from hf_gradguard.gradient_map.vectorized import ManyGradients, has_draws
 
 WORDS = [f"w{i}" for i in range(20)]
 

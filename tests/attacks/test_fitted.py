@@ -15,10 +15,10 @@ from hf_gradguard import GradientMap, make_defense
 from hf_gradguard.attacks import Observation, make_attack
 from hf_gradguard.attacks.candidates.fitted import LEAST, Fits, brought, shares_of
 from hf_gradguard.defenses.message import Message
-from hf_gradguard.gradient_map.differences.changes import Pass, layers_of
 from hf_gradguard.gradient_map.law import Fitted, Law
+from hf_gradguard.gradient_map.layers import Pass, layers_of
 from hf_gradguard.gradient_map.per_sample.span import Granularity, SampleSpan
-from hf_gradguard.gradient_map.per_sample.synthetic import synthetic_samples
+from hf_gradguard.gradient_map.random_batch import synthetic_samples
 from hf_gradguard.randomness import Stream
 
 

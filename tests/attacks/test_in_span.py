@@ -19,7 +19,7 @@ from hf_gradguard.attacks.gathered import gathered
 from hf_gradguard.defenses.message import Message
 from hf_gradguard.gradient_map.law import Fitted
 from hf_gradguard.gradient_map.per_sample.span import Granularity, Powers, SampleSpan
-from hf_gradguard.gradient_map.per_sample.synthetic import synthetic_samples
+from hf_gradguard.gradient_map.random_batch import synthetic_samples
 from hf_gradguard.randomness import Stream
 
 # It takes texts of 8 tokens: too short ones for few of them to have more tokens than it is wide

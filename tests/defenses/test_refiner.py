@@ -12,7 +12,7 @@ from helpers import PAD, SmallNetwork, flat, make_task, reference_gradient, refe
 from torch import Tensor, nn
 
 from hf_gradguard import GradientMap, chain, make_defense
-from hf_gradguard.gradient_map.layers import layer_numbers
+from hf_gradguard.gradient_map.parameters import layer_numbers
 
 SPECIAL = SmallNetwork.special_token_ids
 

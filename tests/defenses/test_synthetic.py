@@ -13,10 +13,10 @@ from transformers import BartConfig, BartForConditionalGeneration
 from hf_gradguard import GradientMap, make_defense
 from hf_gradguard.attacks.candidates.fitted import made_up
 from hf_gradguard.defenses.refiner.synthetic import SyntheticSamples
-from hf_gradguard.gradient_map.differences.changes import Pass, layers_of
+from hf_gradguard.gradient_map.layers import Pass, layers_of
 from hf_gradguard.gradient_map.per_sample import span as sample_span
 from hf_gradguard.gradient_map.per_sample.span import Granularity
-from hf_gradguard.gradient_map.per_sample.synthetic import synthetic_samples, text_length
+from hf_gradguard.gradient_map.random_batch import synthetic_samples, text_length
 from hf_gradguard.gradient_map.views import CorrectedMap
 from hf_gradguard.randomness import Stream
 

@@ -8,12 +8,11 @@ from helpers import make_task
 from torch import Tensor, nn
 
 from hf_gradguard import GradientMap
-from hf_gradguard.gradient_map.batch.tables import find_tables
-from hf_gradguard.gradient_map.differences import plan as plans
+from hf_gradguard.gradient_map import sensitivity as plans
+from hf_gradguard.gradient_map.cache import cache_of, forget
+from hf_gradguard.gradient_map.parameters import find_tables
 from hf_gradguard.gradient_map.per_sample import plan as apart
-from hf_gradguard.gradient_map.per_sample.clipping import ClippedSum, clipped_sum
-from hf_gradguard.gradient_map.per_sample.map import SampleMap
-from hf_gradguard.gradient_map.trials import forget
+from hf_gradguard.gradient_map.per_sample.clipping import ClippedSum, SampleMap, clipped_sum
 
 FIRST_ORDER = {"second_order": False, "needs_input": False}
 
@@ -70,7 +69,7 @@ def test_classes_that_count_alike_are_tried_only_until_each_was(
     model = Head([1.0] * 10)
     for _ in range(9):
         summed(model, list(range(10)))
-    (plan,) = apart._PLANS[model].values()
+    (plan,) = cache_of(model).sample_plans.values()
     assert plan.labels == (frozenset(range(10)),)
     assert len(tried) <= 5  # two or three more each time
     summed(model, [3] * 5)
@@ -145,7 +144,7 @@ def test_tokens_that_were_picked_are_not_taken_for_rows(lengths: list[int], kind
         return kind(model, batch, loss_fn=lambda model, b: model(**b), **FIRST_ORDER)
 
     clipped_sum(of([8] * 6), 1.0)
-    (plan,) = apart._PLANS[model].values()
+    (plan,) = cache_of(model).sample_plans.values()
     assert not plan.reason
     gmap = of(lengths)
     found = clipped_sum(gmap, 1.0)
@@ -159,9 +158,9 @@ def test_tokens_that_were_picked_are_not_taken_for_rows(lengths: list[int], kind
 def test_a_model_is_tried_out_anew_once_it_is_forgotten() -> None:
     model, batch = make_task("bert", batch_size=4)
     clipped_sum(GradientMap(model, batch, second_order=False), 1.0)
-    assert model in apart._PLANS
-    apart.forget(model)
-    assert model not in apart._PLANS
+    assert cache_of(model).sample_plans
+    forget(model)
+    assert not cache_of(model).sample_plans
 
 
 def test_all_that_a_loss_was_tried_for_is_forgotten() -> None:
@@ -180,7 +179,7 @@ def test_all_that_a_loss_was_tried_for_is_forgotten() -> None:
     loss = Loss()
 
     def split() -> frozenset[str]:
-        return plans.plan_of(GradientMap(model, batch, loss_fn=loss)).split
+        return plans.plan_of(GradientMap(model, batch, loss_fn=loss)).split_layers
 
     found = find_tables(model, batch, loss)
     assert split()

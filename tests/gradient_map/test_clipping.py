@@ -19,10 +19,9 @@ from transformers import (
 
 from hf_gradguard import GradientMap, make_defense
 from hf_gradguard.defenses import chain
+from hf_gradguard.gradient_map.cache import SamplePlan, cache_of
 from hf_gradguard.gradient_map.per_sample import clipping
-from hf_gradguard.gradient_map.per_sample import plan as apart
-from hf_gradguard.gradient_map.per_sample.clipping import clipped_sum
-from hf_gradguard.gradient_map.per_sample.map import SampleMap
+from hf_gradguard.gradient_map.per_sample.clipping import SampleMap, clipped_sum
 
 CLIP = 0.5
 ROWS = 4
@@ -67,8 +66,8 @@ def check(model: nn.Module, batch: dict[str, Tensor], clip: float = CLIP, **shar
             assert (one.gradient()[name] - gmap.gradient()[name]).norm() < 1e-5 * size, name
 
 
-def plan(model: nn.Module) -> apart.Plan:
-    (found,) = apart._PLANS[model].values()
+def plan(model: nn.Module) -> SamplePlan:
+    (found,) = cache_of(model).sample_plans.values()
     return found
 
 
@@ -249,8 +248,8 @@ def test_modules_that_did_not_run_in_the_trial_are_not_trusted(
     """An expert that no token had been routed to."""
     model, batch = make_task("bert", batch_size=ROWS)
     check(model, batch)
-    ((key, found),) = apart._PLANS[model].items()
-    apart._PLANS[model][key] = found._replace(modules=found.modules - {"classifier"})
+    ((key, found),) = cache_of(model).sample_plans.items()
+    cache_of(model).sample_plans[key] = found._replace(modules=found.modules - {"classifier"})
     looked = []
     one_by_one = clipping._one_by_one
     monkeypatch.setattr(clipping, "_one_by_one", lambda *a: looked.append(a) or one_by_one(*a))

@@ -7,7 +7,7 @@ import torch
 from helpers import TASKS, make_task
 
 from hf_gradguard import GradientMap
-from hf_gradguard.gradient_map.differences.shifted import by_differences
+from hf_gradguard.gradient_map.differences import by_differences
 from hf_gradguard.gradient_map.views import MaskedMap
 
 

@@ -17,7 +17,7 @@ from hf_gradguard.attacks.matching.objectives import (
     layerwise_cosine_distance,
     squared_distance,
 )
-from hf_gradguard.gradient_map.factors import Factors, linear_layers
+from hf_gradguard.gradient_map.vectorized import Factors, linear_layers
 
 OBJECTIVES = [squared_distance, cosine_distance, layerwise_cosine_distance, TagDistance(0.1)]
 NAMES = ["squared", "cosine", "layerwise", "tag"]

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 from helpers import make_task
 
-from hf_gradguard.gradient_map.inputs import shared_parameters
-from hf_gradguard.gradient_map.layers import layer_numbers
+from hf_gradguard.gradient_map.parameters import layer_numbers, shared_parameters
 
 
 @pytest.mark.parametrize(

@@ -31,8 +31,8 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from hf_gradguard import GradientMap
-from hf_gradguard.gradient_map.batch.tables import find_tables
 from hf_gradguard.gradient_map.inputs import model_loss
+from hf_gradguard.gradient_map.parameters import find_tables
 from hf_gradguard.gradient_map.views import MaskedMap
 
 DENSE = ("bert", "gpt2", "vit")

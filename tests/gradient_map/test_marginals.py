@@ -11,16 +11,10 @@ from helpers import flat, make_task, rng, small_convolution
 from torch import Tensor
 
 from hf_gradguard import GradientMap, make_defense
-from hf_gradguard.gradient_map.differences import marginals
-from hf_gradguard.gradient_map.differences.changes import Pass
-from hf_gradguard.gradient_map.differences.marginals import (
-    heard,
-    own_pass,
-    power_sums,
-    probe_sums,
-    sums_of,
-)
-from hf_gradguard.gradient_map.differences.sensitivity import plan_of
+from hf_gradguard.gradient_map import marginals
+from hf_gradguard.gradient_map.layers import Pass
+from hf_gradguard.gradient_map.marginals import heard, own_pass, power_sums, probe_sums, sums_of
+from hf_gradguard.gradient_map.sensitivity import plan_of, split_layers
 from hf_gradguard.randomness import Stream
 
 NAMES = ("bert", "bert_lora", "gpt2", "gpt2_lm", "t5", "vit", "convnext", "convolution")
@@ -147,7 +141,7 @@ def test_what_is_heard_is_a_pass_of_its_own(name: str) -> None:
     gmap, other = GradientMap(model, batch, second_order=False), other_batch(batch)
     made, start = heard(gmap, other)
     assert start is None  # nothing was tried out yet
-    layers = plan_of(made).layers_of(made)
+    layers = split_layers(made, plan_of(made))
     made, start = heard(gmap, other)
     expected = gmap.of_batch(other)
     torch.testing.assert_close(flat(made.gradient()), flat(expected.gradient()))

@@ -12,15 +12,15 @@ from torch import Tensor, nn
 from transformers import BertConfig, BertForTokenClassification
 
 from hf_gradguard import GradientMap
-from hf_gradguard.gradient_map.batch.random_labels import special_ids
 from hf_gradguard.gradient_map.domain import IMAGE, TEXT
+from hf_gradguard.gradient_map.random_batch import random_batch, special_ids
 
 SPECIAL = [0, 1, 2, 3]
 
 
 def made(model: nn.Module, batch: dict[str, Any], seed: int = 1) -> dict[str, Any]:
     domain = TEXT if "input_ids" in batch else IMAGE
-    return domain.random_batch(model, batch, rng(seed), SPECIAL)
+    return random_batch(domain, model, batch, rng(seed), SPECIAL)
 
 
 def same(one: dict[str, Any], other: dict[str, Any]) -> bool:

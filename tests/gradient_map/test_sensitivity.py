@@ -34,8 +34,8 @@ from transformers import (
 )
 
 from hf_gradguard import GradientMap
-from hf_gradguard.gradient_map.differences.changes import layers_of
-from hf_gradguard.gradient_map.differences.sensitivity import TOLERANCE, plan_of
+from hf_gradguard.gradient_map.layers import layers_of
+from hf_gradguard.gradient_map.sensitivity import TOLERANCE, plan_of
 
 Task = tuple[nn.Module, dict[str, Tensor]]
 
@@ -257,7 +257,7 @@ def test_split_estimates_are_unbiased(name: str) -> None:
     model, batch = make_task(name)
     gmap = GradientMap(model, batch)
     layers = layers_of(model, gmap.parameters)
-    assert plan_of(gmap).split == set(layers)
+    assert plan_of(gmap).split_layers == set(layers)
     weighty = {name for layer in layers.values() for name in (layer.weight, layer.bias) if name}
     assert len(weighty) > 0.8 * len(gmap.parameters)
     assert_unbiased(estimates(gmap, 200), dense_reference(name)[1].square().sum(0))
@@ -325,8 +325,8 @@ def test_samples_that_a_loss_couples_are_not_split() -> None:
         GradientMap(model, batch),
         GradientMap(model, batch, loss_fn=against_the_others),
     )
-    assert plan_of(plain).split == {"first", "last"}
-    assert plan_of(coupled).split == set()
+    assert plan_of(plain).split_layers == {"first", "last"}
+    assert plan_of(coupled).split_layers == set()
     assert_unbiased(estimates(plain, 200), dense(plain).square().sum(0))
     assert_unbiased(estimates(coupled, 200), dense(coupled).square().sum(0))
 
@@ -334,11 +334,11 @@ def test_samples_that_a_loss_couples_are_not_split() -> None:
 def test_samples_that_batch_statistics_couple_are_not_split() -> None:
     model, batch = small_convolution(4, batch_norm=True)
     gmap = GradientMap(model, batch)
-    assert plan_of(gmap).split == set()
+    assert plan_of(gmap).split_layers == set()
     assert_unbiased(estimates(gmap, 200), dense(gmap).square().sum(0))
     model.eval()  # with fixed statistics they are apart, and tried out anew
     fixed = GradientMap(model, batch)
-    assert plan_of(fixed).split == {"convolution", "head"}
+    assert plan_of(fixed).split_layers == {"convolution", "head"}
     assert_unbiased(estimates(fixed, 200), dense(fixed).square().sum(0))
 
 
@@ -361,8 +361,8 @@ def test_what_stands_still_is_as_the_others_are() -> None:
     model, batch = Adapted().double(), contrastive_batch()
     gmap = GradientMap(model, batch, loss_fn=against_the_others)
     assert not gmap.gradient()["down.weight"].any()
-    assert plan_of(gmap).split == set()
-    assert plan_of(GradientMap(model, batch)).split == {"first", "last", "down", "up"}
+    assert plan_of(gmap).split_layers == set()
+    assert plan_of(GradientMap(model, batch)).split_layers == {"first", "last", "down", "up"}
     nn.init.normal_(model.up.weight)
     moved = GradientMap(model, batch, loss_fn=against_the_others)
     assert_unbiased(estimates(moved, 200), dense(moved).square().sum(0))
@@ -394,7 +394,7 @@ def test_other_layouts_and_uses_stay_unbiased() -> None:
     gmap = GradientMap(Sequences(3).double(), batch)
     exact = dense(gmap).square().sum(0)
     assert exact.all()
-    assert plan_of(gmap).split == set()
+    assert plan_of(gmap).split_layers == set()
     assert_unbiased(estimates(gmap, 200), exact)
 
 
@@ -403,7 +403,7 @@ def test_windows_stay_unbiased() -> None:
     gmap = GradientMap(*swin(torch.float64))
     exact = estimates(gmap, 300, method="exact")
     found = estimates(gmap, 300)
-    assert plan_of(gmap).split
+    assert plan_of(gmap).split_layers
     gap = found.sum(1).mean() - exact.sum(1).mean()
     spread = (found.sum(1).var() + exact.sum(1).var()).sqrt() / 300**0.5
     assert abs(float(gap)) < 4 * float(spread)
@@ -468,7 +468,7 @@ def test_activation_checkpointing_is_not_split(first: bool) -> None:
     model.enable_input_require_grads()
     torch.manual_seed(9)
     gmap = GradientMap(model, batch, second_order=False)
-    assert plan_of(gmap).split == set()
+    assert plan_of(gmap).split_layers == set()
     found = flat(gmap.squared_sensitivity(2, rng()))
     assert error(found, expected) < 0.01
 

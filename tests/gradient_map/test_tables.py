@@ -15,8 +15,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_gradguard import GradientMap
-from hf_gradguard.gradient_map.batch.tables import find_tables, known_tables
-from hf_gradguard.gradient_map.inputs import model_loss, shared_parameters, withheld_parameters
+from hf_gradguard.gradient_map.inputs import model_loss
+from hf_gradguard.gradient_map.parameters import (
+    find_tables,
+    known_tables,
+    shared_parameters,
+    withheld_parameters,
+)
 
 DEFAULT = {
     "bart", "deberta-v2", "gemma4_text", "gpt_oss", "layoutlm", "mixtral", "roberta",

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from hf_gradguard import GradientMap, make_defense
 from hf_gradguard.gradient_map.domain import check_batch, count_rows, domain_of_batch
+from hf_gradguard.gradient_map.random_batch import random_batch
 from hf_gradguard.randomness import Stream
 
 WORDS, WIDTH = 11, 3
@@ -148,13 +149,13 @@ def test_texts_that_are_equal_are_one() -> None:
     present = gmap.domain.present(batch)
     assert present is not None
     assert torch.equal(present, batch["a_attention_mask"].bool())
-    drawn = gmap.domain.random_batch(gmap.model, batch, Stream.from_seeds(1))
+    drawn = random_batch(gmap.domain, gmap.model, batch, Stream.from_seeds(1))
     assert torch.equal(drawn["a_input_ids"], drawn["b_input_ids"])
 
 
 def test_a_random_batch_has_nothing_of_the_texts() -> None:
     batch = pairs() | {"label": torch.ones(3, dtype=torch.float64), "a_modality": "text"}
-    drawn = domain_of_batch(batch).random_batch(Encoder(), batch, Stream.from_seeds(1))
+    drawn = random_batch(domain_of_batch(batch), Encoder(), batch, Stream.from_seeds(1))
     assert drawn.keys() == batch.keys()
     assert drawn["a_attention_mask"].all()
     assert not torch.equal(drawn["a_input_ids"], batch["a_input_ids"])

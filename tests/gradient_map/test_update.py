@@ -20,10 +20,10 @@ from helpers import (
 from torch import Tensor
 
 from hf_gradguard.gradient_map import GradientMap, UpdateMap
-from hf_gradguard.gradient_map.batch.pieces import Pieces
-from hf_gradguard.gradient_map.differences.sensitivity import TOLERANCE, plan_of
+from hf_gradguard.gradient_map.local_training.batches import Pieces
 from hf_gradguard.gradient_map.local_training.optimizers import make_optimizer
 from hf_gradguard.gradient_map.local_training.update import MeanGradientMap
+from hf_gradguard.gradient_map.sensitivity import TOLERANCE, plan_of
 
 OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
     "sgd": ("sgd", {}),
@@ -215,7 +215,7 @@ def test_differences_are_the_derivatives() -> None:
     one, two = batches(2)
     gmap = UpdateMap(model, [one, two, one], learning_rate=1e-3)
     plan = plan_of(gmap)
-    assert not plan.split
+    assert not plan.split_layers
     assert plan.error < TOLERANCE
     near = flat(gmap.squared_sensitivity(3, rng(), method="difference"))
     exact = flat(gmap.squared_sensitivity(3, rng(), method="exact"))

@@ -19,7 +19,7 @@ from leakage_helpers import (
 )
 
 from hf_gradguard import GradientMap, make_defense
-from hf_gradguard.gradient_map.differences.shifted import by_differences
+from hf_gradguard.gradient_map.differences import by_differences
 from hf_gradguard.gradient_map.views import MaskedMap
 from hf_gradguard.leakage import (
     dfil,

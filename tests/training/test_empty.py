@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import TrainerCallback
 
 from hf_gradguard import GradGuardConfig, GradGuardTrainer, GradientMap, chain, make_defense
-from hf_gradguard.gradient_map.given import Nothing
+from hf_gradguard.gradient_map.views import Nothing
 from hf_gradguard.leakage import FisherAccountant
 from hf_gradguard.randomness import Stream
 from hf_gradguard.training.summed_noise import share_of_noise

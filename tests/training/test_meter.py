@@ -30,7 +30,7 @@ from torch.utils.data import DataLoader
 from hf_gradguard import GradGuardConfig, GradGuardTrainer, GradientMap, chain, make_defense
 from hf_gradguard.defenses import Defense, Noise
 from hf_gradguard.defenses.noise import GaussianNoise
-from hf_gradguard.gradient_map.differences.shifted import by_differences
+from hf_gradguard.gradient_map.differences import by_differences
 from hf_gradguard.leakage import (
     FisherAccountant,
     dfil,

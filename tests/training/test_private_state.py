@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from hf_gradguard import GradientMap, make_defense
 from hf_gradguard.defenses import Defense
-from hf_gradguard.gradient_map.given import Given
+from hf_gradguard.gradient_map.views import Given
 from hf_gradguard.leakage import FisherAccountant
 from hf_gradguard.training import private_state
 from hf_gradguard.training.private_state import load_private_state, save_private_state

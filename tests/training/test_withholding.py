@@ -12,8 +12,8 @@ from helpers import VOCABULARY, make_task
 from torch import Tensor, nn
 
 from hf_gradguard import GradGuardConfig, GradGuardTrainer, protect
-from hf_gradguard.gradient_map.batch.tables import known_tables
 from hf_gradguard.gradient_map.inputs import model_loss
+from hf_gradguard.gradient_map.parameters import known_tables
 from hf_gradguard.training.card import privacy_section
 from hf_gradguard.training.tables import AgreedTables, RowGuard
 

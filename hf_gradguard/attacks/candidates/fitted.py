@@ -22,9 +22,9 @@ from torch import Generator, Tensor, nn
 
 from ...gradient_map import GradientMap
 from ...gradient_map.law import Fitted
-from ...gradient_map.many import ManyGradients
 from ...gradient_map.per_sample.span import Powers, SampleSpan
-from ...gradient_map.per_sample.synthetic import synthetic_samples
+from ...gradient_map.random_batch import synthetic_samples
+from ...gradient_map.vectorized import ManyGradients
 from ...randomness import Stream
 from .pool import evenly
 

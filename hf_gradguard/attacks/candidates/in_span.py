@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ...gradient_map import GradientMap, Tensors
-from ...gradient_map.batch.texts import text_keys
+from ...gradient_map.domain import text_keys
 from ...gradient_map.law import Fitted
 from ...gradient_map.per_sample.span import Powers, SampleSpan
 from ..observation import Observation

@@ -11,8 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ...gradient_map.batch.texts import is_encoder_decoder
-from ...gradient_map.domain import DOMAINS, IMAGE, TEXT, Domain
+from ...gradient_map.domain import DOMAINS, IMAGE, TEXT, Domain, is_encoder_decoder
 from ...models import label_kind, task_of
 from ..observation import Observation
 

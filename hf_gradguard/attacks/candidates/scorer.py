@@ -10,8 +10,8 @@ from torch import Tensor
 
 from ...gradient_map import Tensors
 from ...gradient_map.law import Fitted
-from ...gradient_map.many import ManyGradients, has_draws
 from ...gradient_map.per_sample.span import Powers
+from ...gradient_map.vectorized import ManyGradients, has_draws
 from ..gathered import own_entries
 from ..observation import Observation
 from .entries import Entries

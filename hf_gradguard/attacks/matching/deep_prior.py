@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ...gradient_map.batch.pixel_space import PixelSpace
+from ...gradient_map.inputs import PixelSpace
 
 CODE, WIDTH, LEAST = 16, 32, 8
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from ...gradient_map import Tensors
-from ...gradient_map.factors import Factors
-from ...gradient_map.layers import layer_numbers
+from ...gradient_map.parameters import layer_numbers
+from ...gradient_map.vectorized import Factors
 
 Candidate = Mapping[str, Tensor | Factors]
 Objective = Callable[[Candidate, Tensors], Tensor]

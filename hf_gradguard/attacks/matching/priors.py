@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...gradient_map.graphs import hooked
+from ...gradient_map.replay import hooked
 
 
 def total_variation(x: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ...gradient_map.batch.pixel_space import PixelSpace
+from ...gradient_map.inputs import PixelSpace
 from ..observation import Observation
 from .deep_prior import DeepPrior
 from .priors import batch_norm_distance, total_variation

@@ -20,7 +20,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ...gradient_map.batch.texts import is_encoder_decoder
+from ...gradient_map.domain import is_encoder_decoder
 from ..base import Attack, Reconstruction, as_text
 from ..length import with_length
 from ..observation import Observation

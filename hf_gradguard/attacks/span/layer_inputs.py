@@ -20,9 +20,8 @@ from transformers.models.auto.modeling_auto import (
 )
 from transformers.pytorch_utils import Conv1D
 
-from ...gradient_map.batch.texts import is_encoder_decoder
-from ...gradient_map.domain import TEXT
-from ...gradient_map.graphs import hooked
+from ...gradient_map.domain import TEXT, is_encoder_decoder
+from ...gradient_map.replay import hooked
 from ...models import without_adapters
 from ..observation import Observation, ordinary_id, without_dropout
 

@@ -18,7 +18,7 @@ from ...gradient_map import GradientMap, Tensors
 from ...gradient_map.domain import domain_of_model
 from ...gradient_map.law import Fitted, Law
 from ...gradient_map.per_sample.span import Granularity
-from ...gradient_map.per_sample.synthetic import synthetic_samples
+from ...gradient_map.random_batch import synthetic_samples
 from ...networks.loading import check_digest
 from ...networks.trial import name_of
 from ...randomness import Stream

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from ...gradient_map import GradientMap, Tensors
-from ...gradient_map.batch.pixel_space import PixelSpace
-from ...gradient_map.batch.random_labels import ordinary_ids
 from ...gradient_map.domain import embed
+from ...gradient_map.inputs import PixelSpace
+from ...gradient_map.random_batch import ordinary_ids
 from ...networks.base import EvaluationNetworkBase
 from ...networks.image import ImageEvaluationNetwork, judge_images
 from ...networks.trial import FEW_WORDS, LEAST_GAP, check_order, check_slope

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ...gradient_map import GradientMap, Tensors
-from ...gradient_map.layers import layer_numbers
+from ...gradient_map.parameters import layer_numbers
 from ..tensors import norm
 from .inputs import Pixels, Words
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ...gradient_map import GradientMap, Tensors
-from ...gradient_map.differences.shifted import vjp_by_difference
+from ...gradient_map.differences import vjp_by_difference
 from ...gradient_map.per_sample.span import Fit, Granularity, SampleSpan, scaled
 
 Slope = Callable[[Tensor], Tensor]

@@ -12,9 +12,9 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
 
-Tensors = dict[str, Tensor]
+from ..types import Tensors
+
 State = dict[str, Tensors]
 """What an optimizer remembers from step to step: one tensor per parameter, by kind."""
 

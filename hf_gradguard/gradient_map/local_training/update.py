@@ -14,16 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..batch.pieces import Pieces, cut, join
-from ..candidates import Held
 from ..domain import Text, embed
-from ..factors import Factors
-from ..graphs import differentiate
-from ..inputs import Batch, LossFunction, find_input, model_loss, shared_by_batch
+from ..inputs import find_input, model_loss
 from ..jacobian import UnrolledJacobian
-from ..map import GradientMap, Tensors
-from ..replay import Replay
+from ..map import GradientMap
+from ..parameters import shared_by_batch
+from ..replay import Replay, differentiate
 from ..sharding import devices_for
+from ..types import Batch, LossFunction, Tensors
+from ..vectorized import Factors, Held
+from .batches import Pieces, cut, join
 from .optimizers import Optimizer, State, make_optimizer
 
 

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
-from weakref import WeakKeyDictionary
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers.utils import logging
 
-from ..batch.padding import READ, most_padded, real_tokens, shorter
-from ..differences.plan import code_of
-from ..domain import count_rows
-from ..graphs import differentiate
-from ..kept import modes_kept
-from .listening import NotApartError, listen
-from .shares import Share
-
-if TYPE_CHECKING:
-    from ..map import GradientMap, Tensors
+from ..cache import SamplePlan, cache_of
+from ..domain import count_rows, ends_of, is_of_targets
+from ..map import GradientMap
+from ..replay import differentiate, modes_kept
+from ..sensitivity import code_of
+from ..types import Tensors
+from .shares import NotApartError, Share, listen
 
 logger = logging.get_logger(__name__)
 
@@ -30,43 +26,16 @@ CLASSES = 64
 """Up to so many label values a loss is tried out on each beside others: it may weigh classes."""
 
 
-class Plan(NamedTuple):
-    """How a model's samples are told apart, found out by trial.
-
-    Args:
-        rules: Which of `_RULES` give the weights w_b; all of them agreed so far.
-        reason: Why samples are differentiated one by one; empty if together.
-        modules: Those that ran in the trial. Others (an expert that no token was routed to) were
-            not tried.
-        labels: Label values that were tried beside each other.
-        padded: Whether a text that is padded was compared with itself without padding.
-    """
-
-    rules: tuple[str, ...]
-    reason: str = ""
-    modules: frozenset[str] = frozenset()
-    labels: tuple[frozenset[int], ...] = ()
-    padded: bool = False
-
-
-_PLANS: WeakKeyDictionary[nn.Module, dict[object, Plan]] = WeakKeyDictionary()
-
-
-def known_plan(gmap: GradientMap) -> Plan | None:
+def known_plan(gmap: GradientMap) -> SamplePlan | None:
     """What was found out of a model on batches of this kind."""
-    return _PLANS.get(gmap.model, {}).get(_key(gmap))
+    return cache_of(gmap.model).sample_plans.get(_key(gmap))
 
 
-def forget(model: nn.Module) -> None:
-    """Let a model and its loss be tried out anew."""
-    _PLANS.pop(model, None)
-
-
-def _key(gmap: GradientMap) -> object:
+def _key(gmap: GradientMap) -> Hashable:
     return tuple(gmap.parameters), code_of(gmap.loss_fn), tuple(sorted(gmap.batch))
 
 
-def plan_of(gmap: GradientMap, samples: int) -> tuple[Plan, Tensor]:
+def plan_of(gmap: GradientMap, samples: int) -> tuple[SamplePlan, Tensor]:
     """The plan, and the weights of this batch's samples."""
     plan = known_plan(gmap)
     if plan is None:
@@ -76,10 +45,10 @@ def plan_of(gmap: GradientMap, samples: int) -> tuple[Plan, Tensor]:
     if not agree or (not plan.reason and _has_untried(plan, gmap.batch)):
         again = _try_out(gmap, samples, plan.rules, plan.labels)
         modules = again.modules | plan.modules if agree else again.modules
-        plan = again._replace(modules=modules, padded=plan.padded)
+        plan = again._replace(modules=modules, is_padding_tried=plan.is_padding_tried)
         weights = [_weights(rule, gmap.batch) for rule in plan.rules]
-    if not plan.padded:
-        plan = plan._replace(padded=_try_padding(gmap, samples))
+    if not plan.is_padding_tried:
+        plan = plan._replace(is_padding_tried=_try_padding(gmap, samples))
     if gmap.replay.recomputes():
         plan = plan._replace(reason="activation checkpointing runs layers a second time")
     if plan.reason:
@@ -87,7 +56,7 @@ def plan_of(gmap: GradientMap, samples: int) -> tuple[Plan, Tensor]:
             f"{type(gmap.model).__name__}: {plan.reason}, so each sample's gradient takes a pass "
             "of its own. Freeze or withhold what stands in the way for one pass per batch."
         )
-    _PLANS.setdefault(gmap.model, {})[_key(gmap)] = plan
+    cache_of(gmap.model).sample_plans[_key(gmap)] = plan
     device = next(iter(gmap.parameters.values())).device
     return plan, weights[0].to(device)
 
@@ -97,7 +66,7 @@ def _try_out(
     samples: int,
     rules: tuple[str, ...],
     labels: tuple[frozenset[int], ...] = (),
-) -> Plan:
+) -> SamplePlan:
     """Compares a few samples together with each by itself, without dropout."""
     chosen = _to_try(gmap.batch, labels)
     batch = rows_of(gmap.batch, chosen, samples)
@@ -128,11 +97,11 @@ def _try_out(
             shares = listen(gmap, batch, len(chosen))
             reason = _wrong(gmap, shares, single, weights, tolerance)
         except NotApartError as error:
-            return Plan(tuple(fitting), str(error))
+            return SamplePlan(tuple(fitting), str(error))
         except RuntimeError as error:  # a module that takes no copies, or is not vectorized
             why = str(error).splitlines()[0]
-            return Plan(tuple(fitting), f"a module is not differentiated by rows ({why})")
-    return Plan(tuple(fitting), reason, frozenset(shares), labels)
+            return SamplePlan(tuple(fitting), f"a module is not differentiated by rows ({why})")
+    return SamplePlan(tuple(fitting), reason, frozenset(shares), labels)
 
 
 def _try_padding(gmap: GradientMap, samples: int) -> bool:
@@ -185,7 +154,7 @@ def _joined(labels: tuple[frozenset[int], ...], more: frozenset[int]) -> tuple[f
     return (*(group for group in labels if not group & more), *([met] if more else []))
 
 
-def _has_untried(plan: Plan, batch: Mapping[str, Any]) -> bool:
+def _has_untried(plan: SamplePlan, batch: Mapping[str, Any]) -> bool:
     """Whether a batch has labels that were not tried beside each other."""
     if sum(map(len, plan.labels)) > CLASSES:
         return False
@@ -335,3 +304,61 @@ def _norm(tensors: Tensors) -> Tensor:
 
 def wide(tensor: Tensor) -> Tensor:
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+READ = (
+    "gives a text another gradient where others of its batch are longer: it reads the padding, or "
+    "counts positions from it, as with padding on the left. So one long text changes what all "
+    "others add, and no clipping bounds that. Pad on the right (tokenizer.padding_side = 'right'), "
+    "with an attention_mask; or pass position_ids that count from each text's start."
+)
+
+
+def real_tokens(model: nn.Module, batch: Mapping[str, Any]) -> Tensor | None:
+    """`(B, T)`: which positions are no padding, by the mask or else by the padding's id; `None`
+    where a batch is not of texts.
+
+    Example:
+        >>> mask = torch.tensor([[1, 1, 0], [1, 1, 1]])
+        >>> real_tokens(model, {"input_ids": 1 + mask, "attention_mask": mask}).sum().item()
+        5
+    """
+    ids, mask = batch.get("input_ids"), batch.get("attention_mask")
+    if isinstance(mask, Tensor) and mask.dim() == 2:
+        return mask.bool()
+    padding = getattr(getattr(model, "config", None), "pad_token_id", None)
+    if mask is not None or padding is None or not isinstance(ids, Tensor) or ids.dim() != 2:
+        return None
+    return ids != padding
+
+
+def shorter(model: nn.Module, row: Mapping[str, Any], real: Tensor) -> dict[str, Any]:
+    """A batch of one text without its padding at both ends.
+
+    Args:
+        model: Whose batch it is.
+        row: The batch.
+        real: As `real_tokens` says, `(1, T)`.
+    """
+    first, last = map(int, ends_of(real))
+
+    def along(name: str, value: Any) -> bool:
+        if not isinstance(value, Tensor) or value.dim() < 2 or value.shape[1] != real.shape[1]:
+            return False
+        several = name.endswith("labels") and value.is_floating_point()  # of as many classes
+        return not several and not is_of_targets(model, name)
+
+    return {
+        name: value[:, first : last + 1] if along(name, value) else value
+        for name, value in row.items()
+    }
+
+
+def most_padded(real: Tensor, rows: Tensor) -> int | None:
+    """Of some rows, `(B,)` bools, the one with the most padding at its ends; `None` if none has."""
+    if real.all():
+        return None
+    first, last = ends_of(real)
+    length = (last - first + 1).where(rows.to(real.device), real.shape[1])
+    row = int(length.argmin())
+    return row if length[row] < real.shape[1] else None

@@ -8,16 +8,15 @@ gradient of such a weight is written out.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from ..differences.changes import LINEAR, Pass, layers_of
-
-if TYPE_CHECKING:
-    from ..map import GradientMap, Tensors
+from ..layers import LINEAR, Pass, layers_of
+from ..map import GradientMap
+from ..types import Tensors
 
 Granularity = Literal["message", "sample", "parameter", "token"]
 """Of factors: one per message, per sample, per sample and parameter, or per token and weight, where

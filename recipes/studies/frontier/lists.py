@@ -15,7 +15,7 @@ import math
 import statistics
 
 from hf_gradguard import make_defense
-from hf_gradguard.gradient_map.inputs import shared_parameters
+from hf_gradguard.gradient_map.parameters import shared_parameters
 
 from ..lib.tables import write_table
 from ..lib.text import of_usual_length, sst2

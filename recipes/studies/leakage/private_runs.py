@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import set_seed
 
 from hf_gradguard.defenses.dp import DPSGD, NoSample
-from hf_gradguard.gradient_map.per_sample.map import SampleMap
+from hf_gradguard.gradient_map.per_sample.clipping import SampleMap
 from hf_gradguard.leakage import FisherAccountant
 from hf_gradguard.randomness import Stream
 from hf_gradguard.training.poisson import DUMMY, PoissonSampler

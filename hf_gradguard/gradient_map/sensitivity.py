@@ -6,19 +6,18 @@ from __future__ import annotations
 
 import math
 import re
-from typing import TYPE_CHECKING, Any, NamedTuple
-from weakref import WeakKeyDictionary
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ...randomness import Stream, normal
-from ..devices import devices
-from ..graphs import nodes_of
-from .changes import Change, Layer, Pass, layers_of
-
-if TYPE_CHECKING:
-    from ..map import GradientMap, Tensors
+from ..randomness import Stream, normal
+from .cache import DifferencePlan, cache_of
+from .devices import devices
+from .layers import Change, Layer, Pass, layers_of
+from .replay import nodes_of
+from .types import ClientMap, Tensors
 
 STEP = 5.0
 """Of a difference, in square roots of the type's precision, relative to the input's root mean
@@ -41,34 +40,10 @@ _KINKS = re.compile(
 """What autograd calls the steps whose derivative jumps."""
 
 
-class Plan(NamedTuple):
-    """How a model's sensitivities are estimated, found out by trial.
-
-    Args:
-        split: The layers whose samples are known apart.
-        error: How much differences over two steps differ, relative to them.
-        shrink: Of the step.
-        shifted: How much differences over two steps in the parameters differ, once tried.
-    """
-
-    split: frozenset[str]
-    error: float
-    shrink: float = 1.0
-    shifted: float | None = None
-
-    def layers_of(self, gmap: GradientMap) -> dict[str, Layer]:
-        """The map's layers that are split."""
-        found = layers_of(gmap.model, gmap.parameters)
-        return {name: layer for name, layer in found.items() if name in self.split}
-
-
-_PLANS: WeakKeyDictionary[nn.Module, dict[object, tuple[Plan, int]]] = WeakKeyDictionary()
-
-
-def plan_of(gmap: GradientMap) -> Plan:
+def plan_of(gmap: ClientMap) -> DifferencePlan:
     """How differences work for the map's model, tried out when first asked for a kind of
     batch, and now and then again."""
-    plans, key, plan = _PLANS.setdefault(gmap.model, {}), _key(gmap), known_plan(gmap)
+    plans, key, plan = cache_of(gmap.model).difference_plans, _key(gmap), known_plan(gmap)
     if devices().any(plan is None):  # a trial is of all devices
         plan = None
     uses = plans[key][1] if plan is not None else 0
@@ -77,25 +52,27 @@ def plan_of(gmap: GradientMap) -> Plan:
     return plan
 
 
-def known_plan(gmap: GradientMap) -> Plan | None:
+def known_plan(gmap: ClientMap) -> DifferencePlan | None:
     """What `plan_of` will say without trying, if that is so."""
-    plan, uses = _PLANS.get(gmap.model, {}).get(_key(gmap), (None, 0))
+    plans = cache_of(gmap.model).difference_plans
+    plan, uses = plans.get(_key(gmap), (None, 0))
     return plan if uses < TRIES else None
 
 
-def forget(model: nn.Module) -> None:
-    """Let everything about a model be tried out anew."""
-    _PLANS.pop(model, None)
-
-
-def keep(gmap: GradientMap, plan: Plan) -> Plan:
+def keep(gmap: ClientMap, plan: DifferencePlan) -> DifferencePlan:
     """Remember a plan in which more was found out than in the one of `plan_of`."""
-    uses = _PLANS[gmap.model][_key(gmap)][1]
-    _PLANS[gmap.model][_key(gmap)] = plan, uses
+    plans, key = cache_of(gmap.model).difference_plans, _key(gmap)
+    plans[key] = plan, plans[key][1]
     return plan
 
 
-def _key(gmap: GradientMap) -> object:
+def split_layers(gmap: ClientMap, plan: DifferencePlan) -> dict[str, Layer]:
+    """The map's layers whose samples are known apart."""
+    found = layers_of(gmap.model, gmap.parameters)
+    return {name: layer for name, layer in found.items() if name in plan.split_layers}
+
+
+def _key(gmap: ClientMap) -> Hashable:
     return (
         tuple(gmap.parameters),
         len(gmap.input) > 1,
@@ -114,11 +91,11 @@ def code_of(loss_fn: Any) -> object:
     return getattr(loss_fn, "__code__", type(loss_fn))
 
 
-def _try_out(gmap: GradientMap) -> Plan:
+def _try_out(gmap: ClientMap) -> DifferencePlan:
     """Two steps along one direction, and one of the first sample alone."""
     x = gmap.input
     if devices().any(torch.finfo(x.dtype).bits < 32 or _has_kinks(gmap)):
-        return Plan(frozenset(), 1.0)
+        return DifferencePlan(frozenset(), 1.0)
     whole = not gmap.replay.recomputes() and devices().size == 1
     layers = layers_of(gmap.model, gmap.parameters) if whole else {}
     direction = normal(Stream.from_seeds(0), x.shape, x.device, x.dtype)  # hides nothing
@@ -133,7 +110,7 @@ def _try_out(gmap: GradientMap) -> Plan:
         if error <= AGREE:
             break
         longer = shorter
-    return Plan(_apart(gmap, start, layers, direction), *min(tried))
+    return DifferencePlan(_apart(gmap, start, layers, direction), *min(tried))
 
 
 def _disagreement(start: Pass, longer: Pass, shorter: Pass, step: float, samples: int) -> float:
@@ -158,7 +135,7 @@ def _disagreement(start: Pass, longer: Pass, shorter: Pass, step: float, samples
 
 
 def _apart(
-    gmap: GradientMap, start: Pass, layers: dict[str, Layer], direction: Tensor
+    gmap: ClientMap, start: Pass, layers: dict[str, Layer], direction: Tensor
 ) -> frozenset[str]:
     """The layers that know their samples apart."""
     if not layers:
@@ -180,7 +157,7 @@ def _apart(
     return frozenset(n for n, apart in known.items() if (others if apart is None else apart))
 
 
-def _has_kinks(gmap: GradientMap) -> bool:
+def _has_kinks(gmap: ClientMap) -> bool:
     """Whether anything of the loss has a derivative that jumps. Trials would not do: of the steps
     of a small model one in ten crosses a kink, and is then off by the jump over the step.
     """
@@ -241,3 +218,133 @@ def step_size(x: Tensor) -> float:
     precision: float = torch.finfo(x.dtype).eps ** 0.5
     size = float(devices().each({"": x.square().mean().sqrt()}, "max")[""])
     return STEP * precision * (size or 1.0)
+
+
+Method = Literal["difference", "exact"]
+
+
+def estimate_squares(
+    gmap: ClientMap,
+    num_probes: int,
+    generator: Stream | torch.Generator | None,
+    split: bool,
+    method: Method | None,
+) -> Tensors:
+    """s_i² from random probes; see `GradientMap.squared_sensitivity`."""
+    total: Tensors = {}
+    for name, squares in probe_squares(gmap, num_probes, generator, split, method):
+        if name in total:
+            total[name].add_(squares)
+        else:
+            total[name] = squares.to(torch.promote_types(squares.dtype, torch.float32))
+    if num_probes > 1:
+        for squares in total.values():
+            squares.div_(num_probes)
+    return {name: total[name] for name in gmap.parameters}
+
+
+def probe_squares(
+    gmap: ClientMap,
+    num_probes: int,
+    generator: Stream | torch.Generator | None = None,
+    split: bool = True,
+    method: Method | None = None,
+    start: Pass | None = None,
+    of: Callable[[Layer, Change], Iterator[tuple[str, Any]]] | None = None,
+) -> Iterator[tuple[str, Any]]:
+    """An estimate of s_i² from each probe, one parameter at a time: all names, `num_probes` times.
+
+    Args:
+        gmap: The map.
+        num_probes: At least 1.
+        generator: Of the probes.
+        split: As for `GradientMap.squared_sensitivity`.
+        method: Likewise.
+        start: A pass at the map's own input, if there was one.
+        of: What is wanted of a layer whose samples are known apart. Default: `layer_squares`.
+
+    Raises:
+        ValueError: If there are no probes, or the method is unknown.
+        RuntimeError: If the method, or without one no method, works for this model.
+    """
+    if num_probes < 1:
+        raise ValueError(f"num_probes must be at least 1, but is {num_probes}.")
+    if method not in (None, "difference", "exact"):
+        raise ValueError(f"method must be 'difference' or 'exact', but is {method!r}.")
+    generator = generator or Stream()
+    # Layers' gradients are those before clipping: a clipped map takes the exact way.
+    if method == "exact" or gmap.undefended is not gmap:
+        return _exact(gmap, num_probes, generator)
+    plan = plan_of(gmap)
+    if plan.error <= TOLERANCE:
+        plan = plan if split else plan._replace(split_layers=frozenset())
+        return _differences(gmap, plan, num_probes, generator, start, of or layer_squares)
+    reason = (
+        f"Differences of {type(gmap.model).__name__}'s gradients are off by {plan.error:.0%}: "
+        "its activations have kinks, or its arithmetic is too coarse."
+    )
+    if method == "difference":
+        raise RuntimeError(f"{reason} Take method='exact'.")
+    return _exact(gmap, num_probes, generator, reason)
+
+
+def _differences(
+    gmap: ClientMap,
+    plan: DifferencePlan,
+    num_probes: int,
+    generator: Stream | torch.Generator,
+    start: Pass | None,
+    of: Callable[[Layer, Change], Iterator[tuple[str, Any]]],
+) -> Iterator[tuple[str, Any]]:
+    x, step = gmap.input, plan.shrink * step_size(gmap.input)
+    layers = split_layers(gmap, plan)
+    if start is None or start.layers.keys() != layers.keys():
+        start = Pass.of(gmap, x, layers)
+    for _ in range(num_probes):
+        end = Pass.of(gmap, x + step * normal(generator, x.shape, x.device, x.dtype), layers)
+        for name, rest in end.rest.items():
+            yield name, ((rest - start.rest[name]) / step).square_()
+        del end.rest
+        for name, layer in layers.items():
+            change = Change.between(start, end, name, step, len(x))
+            if change is None:
+                raise RuntimeError(
+                    f"{name} was given other shapes than it was when its samples were told apart. "
+                    "Take method='exact'."
+                )
+            yield from of(layer, change)
+
+
+def layer_squares(layer: Layer, change: Change) -> Iterator[tuple[str, Tensor]]:
+    """Σ_b (J_bᵀv)_i² of a layer's parameters, by name, over samples b."""
+    module: Any = layer.module
+    if layer.bias is not None:
+        found = change.bias(layer) if change.slopes else torch.zeros_like(module.bias)[None]
+        yield layer.bias, found.square().sum(0)
+    if layer.weight is not None:
+        squares = torch.zeros_like(module.weight, requires_grad=False)
+        for one in change.weight(layer):  # stays in a processor's cache
+            squares.addcmul_(one, one)
+        yield layer.weight, squares
+
+
+def _exact(
+    gmap: ClientMap, num_probes: int, generator: Stream | torch.Generator, reason: str = ""
+) -> Iterator[tuple[str, Tensor]]:
+    try:
+        gmap = gmap.twice()
+        for _ in range(num_probes):
+            x = gmap.input
+            dtype = torch.promote_types(x.dtype, torch.float32)
+            probe = normal(generator, (1, *x.shape), x.device, dtype).to(x.dtype)
+            products = gmap.jvps(probe)
+            for name, product in zip(gmap.parameters, products, strict=True):
+                product = product[0].to(torch.promote_types(product.dtype, torch.float32))
+                yield name, product.square()
+    except RuntimeError as error:
+        if not reason:
+            raise
+        raise RuntimeError(
+            f"{reason} And second derivatives failed ({error}), so there are no sensitivities. Use "
+            "gaussian_noise, which needs none, or a model in float32 with smooth activations."
+        ) from error

@@ -15,11 +15,11 @@ that is no table of the input, and what it shows is left to the Trainer's `RowGu
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,94 +28,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers.utils import logging
 
-from ..devices import devices
-from ..exchanges import no_exchange
-from ..kept import draws_kept, modes_kept
-from ..sharding import reshard, whole_parameters
-from .lookups import Lookup, lookups
-from .variation import TOKENS, contents, vary
-
-if TYPE_CHECKING:
-    from ..inputs import Batch, LossFunction
+from .domain import TEXT, text_keys
+from .replay import draws_kept, modes_kept, no_exchange
+from .sharding import reshard, whole_parameters
+from .types import Batch, LossFunction
 
 logger = logging.get_logger(__name__)
 
 
-class _Known:
-    """What is known of a model: the inputs that it was watched on, and its tables."""
-
-    def __init__(self, names: tuple[str, ...]) -> None:
-        self.names, self.keys = names, set[frozenset[str]]()
-        self.tables: frozenset[str] = frozenset()
-
-
-_known: WeakKeyDictionary[nn.Module, _Known] = WeakKeyDictionary()
-
-
-def find_tables(model: nn.Module, batch: Batch, loss_fn: LossFunction) -> frozenset[str]:
-    """The parameters that are looked up by what is in the input, frozen ones included.
-
-    Runs the model twice without gradients, in eval mode, the first time that it sees a batch of
-    these entries; the answer is kept with the model. Buffers, weights, modes, random draws and
-    hooks stay as they were.
-
-    Args:
-        model: The model, on the batch's device.
-        batch: What a collator returns.
-        loss_fn: `(model, batch) -> loss`: what runs the model.
-
-    Returns:
-        Names as in `named_parameters()`; of a tensor with several names, the first. All that were
-        found for this model so far, also on other batches.
-
-    Example:
-        >>> sorted(find_tables(model, batch, lambda model, batch: model(**batch).loss))
-        ['bert.embeddings.word_embeddings.weight']
-    """
-    names = tuple(name for name, _ in model.named_parameters())
-    known = _known.get(model)
-    if known is None or known.names != names:
-        known = _known[model] = _Known(names)
-    keys = frozenset(batch)
-    if devices().any(keys not in known.keys):
-        found = _scan(model, batch, loss_fn)
-        flags = {name: torch.tensor(float(name in found)) for name in names}
-        known.tables |= {name for name, flag in devices().each(flags, "max").items() if flag}
-        known.keys.add(keys)
-    return known.tables
-
-
-def known_tables(model: nn.Module) -> frozenset[str]:
-    """What `find_tables` found for this model so far, without looking.
-
-    Example:
-        >>> known_tables(nn.Linear(2, 2))
-        frozenset()
-    """
-    known = _known.get(model)
-    return frozenset() if known is None else known.tables
-
-
-def remember_tables(model: nn.Module, tables: frozenset[str]) -> None:
-    """Count parameters among a model's tables that others found: ranks have to share the same.
-
-    Example:
-        >>> remember_tables(model, frozenset({"classifier.bias"}))
-        >>> "classifier.bias" in known_tables(model)
-        True
-    """
-    names = tuple(name for name, _ in model.named_parameters())
-    known = _known.setdefault(model, _Known(names))
-    known.tables |= tables
-
-
-def forget(model: nn.Module) -> None:
-    """Look again at every kind of batch. What was found stays found: others may know it."""
-    if model in _known:
-        _known[model].keys.clear()
-
-
-def _scan(model: nn.Module, batch: Batch, loss_fn: LossFunction) -> frozenset[str]:
+def scan(model: nn.Module, batch: Batch, loss_fn: LossFunction) -> frozenset[str]:
     """The tables of one batch's entries."""
     other, varied = vary(model, batch)
     watch = _Watch(model)
@@ -316,3 +237,198 @@ def _undisturbed(model: nn.Module) -> Iterator[None]:
                 module._buffers[name] = buffer
                 if not torch.equal(buffer, copy):
                     buffer.data.copy_(copy)
+
+
+_INDEX_AT = {
+    "embedding": 1,
+    "_embedding_bag": 1,
+    "_embedding_bag_forward_only": 1,
+    "index_select": 2,
+    "gather": 2,
+    "take": 1,
+    "masked_select": 1,
+    "select": 2,
+}
+"""Operations that take a table first, and where their index stands."""
+
+_PRODUCTS = {"mm": 0, "bmm": 0, "mv": 0, "addmm": 1, "baddbmm": 1, "addmv": 1, "linear": 0}
+"""Matrix products, and where their first factor stands."""
+
+
+class Lookup(NamedTuple):
+    """One lookup.
+
+    Args:
+        table: What is looked up in.
+        at: Where: whole numbers, a mask, or the other factor of a product.
+        dim: Of a factor, the dimension that is summed over; `None` if `at` is none.
+    """
+
+    table: Tensor
+    at: Tensor | int
+    dim: int | None = None
+
+    @property
+    def is_product(self) -> bool:
+        """Whether this is a product with a factor that may be zero but at few places."""
+        return self.dim is not None
+
+    def places(self) -> Tensor:
+        """Which places of the table are asked for: the index, or where the factor is not zero."""
+        if isinstance(self.at, int):
+            return torch.tensor(self.at)
+        if self.dim is None:
+            return self.at.detach().clone()
+        used = self.at.detach() != 0
+        return used.movedim(self.dim, 0).flatten(1).any(1) if used.dim() > 1 else used
+
+
+def lookups(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Lookup]:
+    """What an operation of torch's looks up.
+
+    A matrix product may look up too: a vector of counts times a table asks for the rows of the
+    words that are there.
+
+    Args:
+        name: As ATen calls it.
+        args: Its arguments.
+        kwargs: Its keyword arguments.
+
+    Example:
+        >>> table, ids = torch.ones(5, 2), torch.tensor([3])
+        >>> [lookup.places() for lookup in lookups("embedding", (table, ids), {})]
+        [tensor([3])]
+    """
+    if name in _INDEX_AT:
+        index = args[_INDEX_AT[name]] if len(args) > _INDEX_AT[name] else kwargs.get("index")
+        if isinstance(index, Tensor | int):
+            yield Lookup(args[0], index)
+    elif name in ("index", "_unsafe_index"):
+        yield from (Lookup(args[0], index) for index in args[1] if index is not None)
+    elif name in _PRODUCTS:
+        one, other = args[_PRODUCTS[name] : _PRODUCTS[name] + 2]
+        yield Lookup(other, one, -1)
+        yield Lookup(one, other, -1 if name == "linear" or other.dim() == 1 else -2)
+    elif name == "convolution":
+        yield Lookup(args[1], args[0], 1)
+
+
+STRUCTURE = re.compile(
+    r"(.*_)?(masks?|position_ids|positions?|token_type_ids|segment_ids|lengths?)"
+)
+"""Entries of a batch that say where things are, and not what they are: they stay."""
+TOKENS = {TEXT.key, "decoder_input_ids", "labels"}
+"""Entries of token ids, from which positions may be counted too."""
+
+
+def contents(batch: Mapping[str, Any]) -> set[str]:
+    """The entries of a batch that say what is there.
+
+    Example:
+        >>> sorted(contents(batch))
+        ['input_ids', 'labels']
+    """
+    return {key for key in batch if not STRUCTURE.fullmatch(key)}
+
+
+def vary(model: nn.Module, batch: Mapping[str, Any]) -> tuple[dict[str, Any], set[str]]:
+    """A batch of the same shapes with another content.
+
+    Token ids become other ids of the vocabulary; special tokens stay, since positions are counted
+    from padding. Other whole numbers are taken from the batch itself (a row's from the next one),
+    or halved, so that none is outside a table's range.
+
+    Args:
+        model: The model, whose configuration names special tokens.
+        batch: What a collator returns.
+
+    Returns:
+        The other batch, and which entries differ.
+
+    Example:
+        >>> other, varied = vary(model, batch)
+        >>> bool((other["input_ids"] == batch["input_ids"]).all())
+        False
+    """
+    special = special_ids(getattr(model, "config", None))
+    other, texts = dict(batch), text_keys(batch)
+    for key, value in batch.items():
+        if not isinstance(value, Tensor) or key not in contents(batch) or not value.numel():
+            continue
+        if value.is_floating_point():
+            other[key] = 0.5 * value.flip(0).roll(1, -1) + 0.1
+        elif value.dtype != torch.bool:
+            changed = _other_ids(model, value, special) if key in texts else value
+            for change in (_next_row, _rolled, _halved):
+                if not torch.equal(changed, value):
+                    break
+                changed = change(value, special)
+            other[key] = changed
+    return other, {
+        key
+        for key, value in batch.items()
+        if isinstance(value, Tensor) and not torch.equal(other[key], value)
+    }
+
+
+def special_ids(config: Any) -> set[int]:
+    """The ids that a configuration, or one inside it, calls by a name: padding, end of text.
+
+    Example:
+        >>> 0 in special_ids(model.config)  # padding
+        True
+    """
+    found = set[int]()
+    values = dict(getattr(config, "__dict__", {}))
+    for name, value in values.items():
+        if name.endswith(("token_id", "token_ids", "token_index")):
+            several = value if isinstance(value, list | tuple) else [value]
+            found |= {one for one in several if isinstance(one, int)}
+        elif hasattr(value, "to_dict") and hasattr(value, "model_type"):
+            found |= special_ids(value)
+    return found
+
+
+def _other_ids(model: nn.Module, ids: Tensor, special: set[int]) -> Tensor:
+    """Other ordinary ids, none the same as before, and not all as far from it."""
+    size = _vocabulary(model)
+    ordinary = torch.tensor([i for i in range(size) if i not in special], device=ids.device)
+    if len(ordinary) < 3:
+        return ids
+    free = torch.isin(ids, ordinary)
+    steps = torch.arange(ids.numel(), device=ids.device).view_as(ids) * 31 % (len(ordinary) - 1)
+    places = (torch.searchsorted(ordinary, ids.contiguous()) + 1 + steps) % len(ordinary)
+    return torch.where(free, ordinary[places].to(ids.dtype), ids)
+
+
+def _vocabulary(model: nn.Module) -> int:
+    """How many ids there are for certain; 0 if nothing says so."""
+    try:
+        weight: Any = TEXT.embedding(model).weight
+        rows = weight.shape[0]
+    except (ValueError, AttributeError, NotImplementedError):
+        rows = 0
+    config: Any = getattr(model, "config", None)
+    said = getattr(config, "vocab_size", None)
+    sizes = [size for size in (rows, said) if isinstance(size, int) and size > 0]
+    return min(sizes, default=0)
+
+
+def _next_row(value: Tensor, special: set[int]) -> Tensor:
+    """Boxes and the like, `(B, T, ...)`: those of the next position."""
+    return value.roll(1, 1) if value.dim() > 2 else value
+
+
+def _rolled(value: Tensor, special: set[int]) -> Tensor:
+    """Ordinary values in another order."""
+    free = value >= 0
+    for one in special if value.dim() > 1 else ():
+        free &= value != one
+    changed = value.clone()
+    changed[free] = value[free].roll(1)
+    return changed
+
+
+def _halved(value: Tensor, special: set[int]) -> Tensor:
+    """Half of each value, which keeps corners of boxes in order."""
+    return torch.where(value >= 0, value // 2, value)

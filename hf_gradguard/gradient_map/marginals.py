@@ -8,21 +8,17 @@ entries.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from ...randomness import Stream
-from ..devices import devices
-from ..inputs import Batch
-from ..per_sample.shares import OfLayer
-from .changes import LINEAR, Change, Layer, Pass
-from .plan import TOLERANCE, known_plan, plan_of
-from .sensitivity import layer_squares, probe_squares
-
-if TYPE_CHECKING:
-    from ..map import GradientMap, Tensors
+from ..randomness import Stream
+from .devices import devices
+from .layers import LINEAR, Change, Layer, Pass
+from .map import GradientMap
+from .per_sample.shares import OfLayer
+from .sensitivity import TOLERANCE, known_plan, layer_squares, plan_of, probe_squares, split_layers
+from .types import Batch, Tensors
 
 GRAM_AT_MOST = 1.0
 """How many products Gram matrices may take, in those of the sample's gradient itself."""
@@ -72,7 +68,7 @@ def heard(gmap: GradientMap, batch: Batch) -> tuple[GradientMap, Pass | None]:
     plan = known_plan(gmap)
     if devices().any(plan is None or not plan.error <= TOLERANCE) or plan is None:
         return gmap.of_batch(batch), None
-    start = Pass(plan.layers_of(gmap))
+    start = Pass(split_layers(gmap, plan))
     with gmap.replay.full_precision():
         with start.listening():
             other = gmap.of_batch(batch)
@@ -87,9 +83,9 @@ def own_pass(gmap: GradientMap) -> Pass | None:
     are not told apart.
     """
     plan = known_plan(gmap) or plan_of(gmap)
-    if plan.error > TOLERANCE or not plan.split:
+    if plan.error > TOLERANCE or not plan.split_layers:
         return None
-    return Pass.of(gmap, gmap.input, plan.layers_of(gmap))
+    return Pass.of(gmap, gmap.input, split_layers(gmap, plan))
 
 
 def power_sums(

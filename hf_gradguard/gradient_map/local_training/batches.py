@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..domain import count_rows, domain_of_batch
-from ..inputs import Batch
+from ..types import Batch
 
 
 def first_rows(batch: Batch, count: int) -> Batch:

@@ -11,14 +11,16 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from ...randomness import Stream, normal
-from ..candidates import Held
-from ..devices import devices
-from ..jacobian import check_names
-from ..map import GradientMap, Tensors
-from ..views import View
-from .changes import Pass
-from .plan import TOLERANCE, Plan, keep, plan_of, step_size
+from ..randomness import Stream, normal
+from .cache import DifferencePlan
+from .devices import devices
+from .jacobian import check_names
+from .layers import Pass
+from .map import GradientMap
+from .sensitivity import TOLERANCE, keep, plan_of, split_layers, step_size
+from .types import Tensors
+from .vectorized import Held
+from .views import View
 
 REACH = 0.3
 """How far Jδ goes at most, in square roots of the type's precision, of the parameters' norm."""
@@ -96,9 +98,9 @@ def by_differences(gmap: GradientMap) -> DifferencedMap | None:
     if type(gmap) is not GradientMap or devices().size > 1:
         return None
     plan = plan_of(gmap)
-    if plan.error <= TOLERANCE and plan.shifted is None:
-        plan = keep(gmap, plan._replace(shifted=DifferencedMap(gmap, plan).shift_error()))
-    worst = max(plan.error, 1.0 if plan.shifted is None else plan.shifted)
+    if plan.error <= TOLERANCE and plan.shift_error is None:
+        plan = keep(gmap, plan._replace(shift_error=DifferencedMap(gmap, plan).shift_error()))
+    worst = max(plan.error, 1.0 if plan.shift_error is None else plan.shift_error)
     return DifferencedMap(gmap, plan) if worst <= TOLERANCE else None
 
 
@@ -110,7 +112,7 @@ class DifferencedMap(View):
         plan: Of its model.
     """
 
-    def __init__(self, base: GradientMap, plan: Plan) -> None:
+    def __init__(self, base: GradientMap, plan: DifferencePlan) -> None:
         super().__init__(base)
         self.plan = plan
         self._worst = 0.0
@@ -121,7 +123,7 @@ class DifferencedMap(View):
         """Of a product, relative to it: by how much two steps differed when the model was tried
         out, or products from both sides did since.
         """
-        return max(self.plan.error, self.plan.shifted or 0.0, self._worst)
+        return max(self.plan.error, self.plan.shift_error or 0.0, self._worst)
 
     def gradient(self) -> Tensors:
         return self.base.gradient()
@@ -129,7 +131,7 @@ class DifferencedMap(View):
     @cached_property
     def start(self) -> Pass:
         """The pass at the map's own input from which differences are taken."""
-        layers = self.plan.layers_of(self.base)
+        layers = split_layers(self.base, self.plan)
         found = Pass.of(self.base, self.input, layers) if layers else Pass({})
         if found.slope is None:
             own = {name: p.detach() for name, p in self.parameters.items()}

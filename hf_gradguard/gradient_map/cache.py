@@ -1,0 +1,103 @@
+"""What was found out about a model by trial. It is kept as long as the model lives."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
+from torch import nn
+
+
+@dataclass
+class KnownTables:
+    """The tables that the input indexes; see `parameters.find_tables`.
+
+    Args:
+        parameter_names: Of the model when it was watched. Other names make the rest untrue.
+        watched_entries: The kinds of batches that it was watched on, by their entries' names.
+        names: The parameters that are tables.
+    """
+
+    parameter_names: tuple[str, ...] = ()
+    watched_entries: set[frozenset[str]] = field(default_factory=set)
+    names: frozenset[str] = frozenset()
+
+
+class DifferencePlan(NamedTuple):
+    """How derivatives are taken as differences of two passes; see `sensitivity.plan_differences`.
+
+    Args:
+        split_layers: The layers whose samples are known apart.
+        error: How much differences over two steps differ, relative to them.
+        shrink: Of the step.
+        shift_error: As `error`, of steps in the parameters; `None` if not tried yet.
+    """
+
+    split_layers: frozenset[str]
+    error: float
+    shrink: float = 1.0
+    shift_error: float | None = None
+
+
+class SamplePlan(NamedTuple):
+    """How a model's samples are told apart; see `per_sample.plan.plan_samples`.
+
+    Args:
+        rules: The rules that give samples' weights in the loss; all of them agreed so far.
+        reason: Why samples are differentiated one by one; empty if together.
+        modules: Those that ran in the trial. Others (an expert without tokens) were not tried.
+        labels: Label values that were tried beside each other.
+        is_padding_tried: Whether a padded text was compared with itself without padding.
+    """
+
+    rules: tuple[str, ...]
+    reason: str = ""
+    modules: frozenset[str] = frozenset()
+    labels: tuple[frozenset[int], ...] = ()
+    is_padding_tried: bool = False
+
+
+@dataclass
+class ModelCache:
+    """The three findings about one model.
+
+    Args:
+        tables: Which parameters the input indexes.
+        difference_plans: By kind of batch, with how often each was used.
+        sample_plans: By kind of batch.
+    """
+
+    tables: KnownTables = field(default_factory=KnownTables)
+    difference_plans: dict[Hashable, tuple[DifferencePlan, int]] = field(default_factory=dict)
+    sample_plans: dict[Hashable, SamplePlan] = field(default_factory=dict)
+
+
+_CACHES: WeakKeyDictionary[nn.Module, ModelCache] = WeakKeyDictionary()
+
+
+def cache_of(model: nn.Module) -> ModelCache:
+    """The one cache of a model, empty at first.
+
+    Example:
+        >>> cache_of(model) is cache_of(model)
+        True
+    """
+    cache = _CACHES.get(model)
+    if cache is None:
+        cache = _CACHES[model] = ModelCache()
+    return cache
+
+
+def forget(model: nn.Module) -> None:
+    """Try everything out anew, as another loss makes it untrue. Tables that were found stay found:
+    other ranks may know them.
+
+    Example:
+        >>> forget(model)
+    """
+    cache = cache_of(model)
+    cache.tables.watched_entries.clear()
+    cache.difference_plans.clear()
+    cache.sample_plans.clear()

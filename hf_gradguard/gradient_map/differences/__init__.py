@@ -1,1 +1,0 @@
-"""Derivatives of the gradient as differences of passes a little apart."""

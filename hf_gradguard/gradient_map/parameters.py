@@ -1,0 +1,245 @@
+"""The parameters whose gradient a client shares, and those that would give a batch away by
+themselves.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import nn
+from transformers.utils import logging
+
+from .cache import KnownTables, cache_of
+from .devices import devices
+from .domain import domain_of_model
+from .lookups import scan
+from .types import Batch, LossFunction
+
+logger = logging.get_logger(__name__)
+
+
+def shared_parameters(
+    model: nn.Module, share_input_embeddings: bool = False, withhold: Sequence[str] = ()
+) -> dict[str, nn.Parameter]:
+    """The trainable parameters whose gradient a client shares, by name, in the model's own order.
+
+    Tables that the input indexes are left out unless `share_input_embeddings`: their gradient is
+    non-zero on exactly the rows that the batch looks up, so sharing it gives the words away
+    whatever else is done. They are the model's token embeddings and what `find_tables` found. An
+    output head tied to one is the same tensor, and is withheld with it. Says so once.
+
+    Args:
+        model: The model.
+        share_input_embeddings: Share these tables all the same.
+        withhold: Patterns of names (`"*.experts.*"`) that are left out in any case.
+
+    Raises:
+        ValueError: If nothing is left to share, or a pattern is of no parameter.
+    """
+    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    tables = {} if share_input_embeddings else withheld_parameters(model)
+    chosen = withheld_by_name(model, withhold)
+    shared = {n: p for n, p in trainable.items() if n not in tables and n not in chosen}
+    if not shared:
+        raise ValueError(
+            "There is no gradient to share: every trainable parameter is an input embedding, and "
+            "those are withheld."
+            if trainable and not chosen
+            else "There is no gradient to share: every trainable parameter is withheld."
+            if trainable
+            else "There is no gradient to share: every parameter of the model is frozen "
+            "(`requires_grad=False`)."
+        )
+    if _is_first_rank():
+        ids = _token_embeddings(model)
+        _say_withheld(tables, {name for name in tables if id(trainable[name]) in ids})
+        if chosen:
+            logger.warning_once(f"Withheld as told: {', '.join(chosen)}.")
+    return shared
+
+
+def shared_by_batch(
+    model: nn.Module,
+    batch: Batch,
+    loss_fn: LossFunction,
+    share_input_embeddings: bool = False,
+    withhold: Sequence[str] = (),
+) -> dict[str, nn.Parameter]:
+    """`shared_parameters`, after a look at which tables the batch indexes."""
+    if not share_input_embeddings:
+        find_tables(model, batch, loss_fn)
+    return shared_parameters(model, share_input_embeddings, withhold)
+
+
+def withheld_parameters(model: nn.Module) -> dict[str, list[str]]:
+    """Trainable parameters of the tables that the input indexes: each name with all the names the
+    same tensor goes by.
+
+    They are those of the token embeddings, by name, and those that `find_tables` found. An adapter
+    of a table is withheld with it.
+    """
+    tables = _token_embeddings(model)
+    modules = dict(model.named_modules())
+    for name in known_tables(model):
+        tables.add(id(model.get_parameter(name)))
+        owner = name.rpartition(".")[0]
+        parts = owner.split(".")
+        for length in range(1, len(parts) + 1):
+            wrapper = modules[".".join(parts[:length])]
+            if hasattr(wrapper, "base_layer"):  # as PEFT calls what an adapter is put around
+                tables |= {id(parameter) for parameter in wrapper.parameters()}
+    aliases: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if id(parameter) in tables and parameter.requires_grad:
+            aliases.setdefault(id(parameter), []).append(name)
+    return {names[0]: names for names in aliases.values()}
+
+
+def withheld_by_name(model: nn.Module, patterns: Sequence[str]) -> list[str]:
+    """Trainable parameters that a pattern names.
+
+    Raises:
+        ValueError: If a pattern is of none of the model's parameters.
+    """
+    if not patterns:
+        return []
+    names = [name for name, p in model.named_parameters() if p.requires_grad]
+    every = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    for pattern in patterns:
+        if not fnmatch.filter(every, pattern):
+            raise ValueError(
+                f"withhold={pattern!r} names no parameter of {type(model).__name__}. Its last are: "
+                f"{', '.join(every[-4:])}. `*` stands for anything."
+            )
+    return [name for name in names if any(fnmatch.fnmatchcase(name, one) for one in patterns)]
+
+
+def find_tables(model: nn.Module, batch: Batch, loss_fn: LossFunction) -> frozenset[str]:
+    """The parameters that are looked up by what is in the input, frozen ones included.
+
+    Runs the model twice without gradients, in eval mode, the first time that it sees a batch of
+    these entries; the answer is kept with the model. Buffers, weights, modes, random draws and
+    hooks stay as they were.
+
+    Args:
+        model: The model, on the batch's device.
+        batch: What a collator returns.
+        loss_fn: `(model, batch) -> loss`: what runs the model.
+
+    Returns:
+        Names as in `named_parameters()`; of a tensor with several names, the first. All that were
+        found for this model so far, also on other batches.
+
+    Example:
+        >>> sorted(find_tables(model, batch, lambda model, batch: model(**batch).loss))
+        ['bert.embeddings.word_embeddings.weight']
+    """
+    names = tuple(name for name, _ in model.named_parameters())
+    cache = cache_of(model)
+    if cache.tables.parameter_names != names:
+        cache.tables = KnownTables(names)
+    entries = frozenset(batch)
+    if devices().any(entries not in cache.tables.watched_entries):
+        found = scan(model, batch, loss_fn)
+        flags = {name: torch.tensor(float(name in found)) for name in names}
+        agreed = {name for name, flag in devices().each(flags, "max").items() if flag}
+        remember_tables(model, frozenset(agreed))
+        cache.tables.watched_entries.add(entries)
+    return cache.tables.names
+
+
+def known_tables(model: nn.Module) -> frozenset[str]:
+    """What `find_tables` found for this model so far, without looking.
+
+    Example:
+        >>> known_tables(nn.Linear(2, 2))
+        frozenset()
+    """
+    return cache_of(model).tables.names
+
+
+def remember_tables(model: nn.Module, tables: frozenset[str]) -> None:
+    """Count parameters among a model's tables that others found: ranks have to share the same.
+
+    Example:
+        >>> remember_tables(model, frozenset({"classifier.bias"}))
+        >>> "classifier.bias" in known_tables(model)
+        True
+    """
+    known = cache_of(model).tables
+    known.parameter_names = tuple(name for name, _ in model.named_parameters())
+    known.names |= tables
+
+
+def layer_numbers(names: Iterable[str]) -> dict[str, int]:
+    """The layer that each parameter belongs to: 1 for the layers nearest the input.
+
+    Hugging Face models number their blocks (`bert.encoder.layer.3.…`, `transformer.h.3.…`). Each
+    block is a layer, and so is what stands together before, between and after blocks: embeddings,
+    poolers, the head. Of a model without numbered blocks every module is a layer. Names are taken
+    in the order given, which is the order in which the model defines its parts; an
+    encoder-decoder's decoder so follows its encoder.
+
+    Args:
+        names: Parameter names, as `model.named_parameters()` lists them.
+
+    Example:
+        >>> names = ["embed.weight", "layer.0.weight", "layer.0.bias", "layer.1.bias", "head.bias"]
+        >>> list(layer_numbers(names).values())
+        [1, 2, 2, 3, 4]
+    """
+    names = list(names)
+    blocks = {name: _block(name) for name in names}
+    if not any(blocks.values()):
+        blocks = {name: name.rpartition(".")[0] for name in names}
+    numbers: dict[str, int] = {}
+    number, previous = 0, None
+    for name in names:
+        if blocks[name] != previous or not numbers:
+            number, previous = number + 1, blocks[name]
+        numbers[name] = number
+    return numbers
+
+
+def _block(name: str) -> str:
+    """The name through its first number, or nothing if it has none."""
+    parts = name.split(".")
+    for index, part in enumerate(parts):
+        if part.isdigit():
+            return ".".join(parts[: index + 1])
+    return ""
+
+
+def _token_embeddings(model: nn.Module) -> set[int]:
+    """The parameters of the modules that a model calls its token embeddings, by identity."""
+    modules = domain_of_model(model).token_embeddings(model)
+    return {id(p) for module in modules for p in module.parameters()}
+
+
+def _say_withheld(tables: Mapping[str, list[str]], embeddings: set[str]) -> None:
+    """Once for the token embeddings, and once for other tables."""
+    for which, why in (
+        (tables.keys() & embeddings, "Its gradient is non-zero on exactly the batch's tokens."),
+        (tables.keys() - embeddings, "The input says which rows of it are looked up, and its "
+         "gradient is non-zero on exactly these."),
+    ):  # fmt: skip
+        names = sorted({alias for name in which for alias in tables[name]})
+        tied = (
+            " The output head is the same tensor, so it is not trained either."
+            if len(names) > len(which)
+            else ""
+        )
+        if names:
+            logger.warning_once(
+                f"Withheld, neither shared nor trained: {', '.join(names)}. {why}{tied} Set "
+                "share_input_embeddings=True to share it all the same."
+            )
+
+
+def _is_first_rank() -> bool:
+    return (
+        not (torch.distributed.is_available() and torch.distributed.is_initialized())
+        or not torch.distributed.get_rank()
+    )

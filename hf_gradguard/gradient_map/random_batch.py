@@ -1,0 +1,322 @@
+"""Labels that are drawn at random, and which ids are special: what a random batch takes beside its
+inputs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..randomness import Stream
+from .domain import Domain, Text, ends_of, is_of_targets, mask_of
+from .map import GradientMap
+
+
+def random_batch(
+    domain: Domain,
+    model: nn.Module,
+    batch: Mapping[str, Any],
+    generator: Stream,
+    special: Sequence[int] = (),
+) -> dict[str, Any]:
+    """A batch of the same shapes with nothing of the content: random inputs and labels, no padding.
+
+    Args:
+        domain: Of the batch.
+        model: Says how many tokens and classes there are.
+        batch: For shapes and types.
+        generator: Of the inputs and labels.
+        special: Ids of special tokens. Texts begin and end with those that the batch's do.
+
+    Raises:
+        ValueError: For an entry that it cannot make up, by name.
+
+    Example:
+        >>> drawn = random_batch(gmap.domain, model, batch, Stream())
+        >>> drawn["input_ids"].shape == batch["input_ids"].shape
+        True
+    """
+    if isinstance(domain, Text):
+        drawn = random_texts(domain, model, batch, generator, special)
+    else:
+        drawn = {domain.key: random_images(batch[domain.key], generator)}
+    for key, value in batch.items():
+        if key not in drawn:
+            drawn[key] = _random_entry(domain.key, model, batch, key, value, drawn, generator)
+    return drawn
+
+
+def random_texts(
+    domain: Text,
+    model: nn.Module,
+    batch: Mapping[str, Any],
+    generator: Stream,
+    special: Sequence[int],
+) -> dict[str, Any]:
+    """The texts of a batch, drawn from the vocabulary. Special tokens stand at the ends only.
+
+    Args:
+        domain: Names the entries that are texts.
+        model: Says how many tokens there are.
+        batch: For shapes and types.
+        generator: Of the tokens.
+        special: Ids of special tokens.
+    """
+    vocabulary = len(domain.embedding(model).weight)  # type: ignore[arg-type]
+    drawn: dict[str, Any] = {}
+    # Texts that are the same in the batch are the same here.
+    for key, names in domain.distinct(batch).items():
+        ids, mask = batch[key], mask_of(batch, key)
+        ordinary = ordinary_ids(vocabulary, special).to(ids.device)
+        random_ids = ordinary[generator.integers(len(ordinary), ids.shape, device=ids.device)]
+        first, last = special_ends(ids, special, None if mask is None else mask.bool())
+        if first is not None:
+            random_ids[:, 0] = first
+        if last is not None and ids.shape[1] > 1:
+            random_ids[:, -1] = last
+        drawn |= dict.fromkeys(names, random_ids.to(ids.dtype))
+    return drawn
+
+
+def random_images(pixels: Tensor, generator: Stream) -> Tensor:
+    """Patches of even color under fine noise, of mean 0 and deviation 1: more like images than
+    white noise is.
+
+    Args:
+        pixels: For shape and type, `(B, C, H, W)`.
+        generator: Of the colors and the noise.
+    """
+    coarse = generator.normal((*pixels.shape[:2], 4, 4), device=pixels.device)
+    smooth = nn.functional.interpolate(coarse, size=pixels.shape[2:], mode="bilinear")
+    fine = generator.normal(pixels.shape, device=pixels.device)
+    return (smooth + 0.3 * fine).to(pixels.dtype)
+
+
+def _random_entry(
+    private_key: str,
+    model: nn.Module,
+    batch: Mapping[str, Any],
+    key: str,
+    value: Any,
+    drawn: Mapping[str, Any],
+    generator: Stream,
+) -> Any:
+    """An entry that is no input. What says where things are becomes that of a batch without
+    padding.
+    """
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if not isinstance(value, Tensor):
+        raise ValueError(NOT_SYNTHETIC.format(repr(key)))
+    places = torch.arange(value.shape[-1] if value.dim() else 0, device=value.device)
+    if key.endswith("attention_mask") and value.dim() == 2:
+        return torch.ones_like(value)
+    if key == "completion_mask":  # of a prompt and its answer, as long as each other
+        return (2 * places >= len(places)).to(value.dtype).expand_as(value)
+    if key.endswith("token_type_ids"):
+        return torch.zeros_like(value)
+    if key.endswith("position_ids"):
+        return places.expand_as(value)
+    return random_labels(model, key, batch, batch[private_key], drawn[private_key], generator)
+
+
+def random_labels(
+    model: nn.Module,
+    key: str,
+    batch: Mapping[str, Any],
+    private: Tensor,
+    made: Tensor,
+    generator: Stream,
+) -> Tensor:
+    """An entry of a batch, drawn at random.
+
+    Args:
+        model: Says how many classes or words there are.
+        key: Of the entry.
+        batch: For its shape and type.
+        private: The batch's inputs: what is to be written may be what is read.
+        made: Those that were drawn.
+        generator: Of the labels.
+
+    Raises:
+        ValueError: If it is none of the labels that can be made up, by name.
+    """
+    value: Tensor = batch[key]
+    config = getattr(model, "config", None)
+    classes = int(getattr(config, "num_labels", 0) or 0)
+    if key in _PLACES and private.dim() == 2:
+        return generator.integers(private.shape[1], value.shape, device=value.device).to(
+            value.dtype
+        )
+    if key == "decoder_input_ids" and _writes(model):
+        return _words(model, value, generator)
+    if key != "labels" and key != "label":
+        raise ValueError(NOT_SYNTHETIC.format(repr(key)))
+    if value.is_floating_point():
+        if getattr(config, "problem_type", None) == "multi_label_classification":
+            return generator.integers(2, value.shape, device=value.device).to(value.dtype)
+        return generator.normal(value.shape, device=value.device).to(value.dtype)
+    if value.dim() == 1 and classes > 1:
+        return generator.integers(classes, value.shape, device=value.device).to(value.dtype)
+    if value.dim() == 2 and _writes(model):
+        counted = value != -100
+        if value.shape == private.shape and bool((value == private)[counted].all()):
+            return made.clone()  # what is read is what is to be written
+        drawn = _words(model, value, generator)
+        if value.shape == private.shape:  # masked: which places is drawn as well
+            chosen = generator.uniform(value.shape, device=value.device) < 0.15
+            chosen[:, 0] = True
+            drawn = drawn.masked_fill(~chosen, -100)
+        return drawn
+    if value.shape == private.shape and classes > 1:
+        return generator.integers(classes, value.shape, device=value.device).to(value.dtype)
+    raise ValueError(
+        NOT_SYNTHETIC.format(f"labels of shape {tuple(value.shape)}")
+        + (" Class ids need model.config.num_labels, which is not set." if classes < 2 else "")
+    )
+
+
+def special_ids(model: nn.Module, processing_class: Any = None) -> list[int]:
+    """Ids of special tokens: the tokenizer's, or without one those that the config names."""
+    found = getattr(processing_class, "all_special_ids", None)
+    if found is None:
+        config = getattr(model, "config", None)
+        names = ("bos", "eos", "cls", "sep", "pad", "mask")
+        found = [getattr(config, f"{name}_token_id", None) for name in names]
+    return sorted({index for index in found if isinstance(index, int)})
+
+
+def ordinary_ids(count: int, special: Sequence[int]) -> Tensor:
+    """Ids below `count` that are not special.
+
+    Example:
+        >>> ordinary_ids(5, special=[0, 3, 99])
+        tensor([1, 2, 4])
+    """
+    allowed = torch.ones(count, dtype=torch.bool)
+    allowed[[index for index in special if index < count]] = False
+    return allowed.nonzero().flatten()
+
+
+NOT_SYNTHETIC = (
+    "Random inputs with {} cannot be made up, so noise and pruning have no public shape, and "
+    "Refiner no samples. Choose shape='past', averages over the client's earlier batches, or "
+    "shape='own'; in place of Refiner another defense, or its objective='weighted'."
+)
+
+
+_PLACES = ("start_positions", "end_positions")  # of an answer, in a text
+
+
+def _words(model: nn.Module, like: Tensor, generator: Stream) -> Tensor:
+    words = len(model.get_output_embeddings().weight)  # type: ignore[operator]
+    return generator.integers(words, like.shape, device=like.device).to(like.dtype)
+
+
+def _writes(model: nn.Module) -> bool:
+    """Whether a model's output is words."""
+    try:
+        return getattr(model.get_output_embeddings(), "weight", None) is not None  # type: ignore[operator]
+    except (AttributeError, NotImplementedError, TypeError):
+        return False
+
+
+def special_ends(
+    ids: Tensor, special: Sequence[int], present: Tensor | None
+) -> tuple[int | None, int | None]:
+    """The special tokens with which all texts begin and end, if there are such. Padding is none of
+    a text.
+    """
+    rows = torch.arange(len(ids), device=ids.device)
+    places = ends_of(torch.ones_like(ids) if present is None else present)
+    found = [ids[rows, place].unique().tolist() for place in places]
+    begins, closes = (
+        index[0] if len(index) == 1 and index[0] in set(special) else None for index in found
+    )
+    return begins, closes
+
+
+LENGTH = 16
+"""Tokens of a synthetic text come in so many, if the model takes as many."""
+MORE = 4 / 3
+"""Times as many tokens as a layer's inputs have directions: then these are in no span."""
+READERS = 4  # of one input at most, whose gradients are read together: query, key and value
+USUAL = {"text": 4, "image": 16}
+"""Samples: of texts few are enough to learn from, and tell who is in a message less."""
+
+
+def synthetic_samples(
+    gmap: GradientMap, samples: int | None, generator: Stream, special: Sequence[int] = ()
+) -> GradientMap:
+    """A model on random samples with random labels; texts are of 16 tokens or more.
+
+    Args:
+        gmap: A map of the model, whose batch says which entries there are.
+        samples: How many. `None`: 4 texts, or 16 images.
+        generator: Of everything.
+        special: Ids of special tokens, which stand at a text's ends only.
+
+    Raises:
+        ValueError: For an entry of the batch that cannot be made up, by name.
+
+    Example:
+        >>> synthetic_samples(gmap, 5, Stream()).input.shape[:2]
+        torch.Size([5, 16])
+    """
+    x, batch = gmap.input, gmap.batch
+    samples = USUAL[gmap.domain.name] if samples is None else samples
+    rows = torch.arange(samples, device=x.device) % len(x)
+    places = _places(gmap, text_length(gmap, samples)) if x.dim() == 3 else None
+
+    def resized(name: str, value: Any) -> Any:
+        if not isinstance(value, Tensor) or not value.dim():
+            return value
+        if places is not None and value.shape == (len(x), x.shape[1]):
+            value = value.gather(1, places)
+        elif places is not None and value.dim() == 2 and is_of_targets(gmap.model, name):
+            value = value[:, :1].expand(-1, places.shape[1])  # their length is the batch's, too
+        return value[rows] if len(value) == len(x) else value
+
+    like = {name: resized(name, value) for name, value in batch.items()}
+    made = random_batch(gmap.domain, gmap.model, like, generator, special)
+    return gmap.undefended.of_batch(made)
+
+
+def text_length(gmap: GradientMap, samples: int) -> int:
+    """Of how many tokens synthetic texts are: half of what the model takes at most, or 16.
+
+    A linear layer's gradient is δᵀX. Where X has fewer rows, one a token, than columns, it shows
+    which tokens they are of (the span attack).
+
+    Args:
+        gmap: A map of the model.
+        samples: How many texts there are.
+
+    Example:
+        >>> text_length(gmap, 16), gmap.input.shape[2]  # 16 x 16 tokens are more than enough
+        (16, 32)
+    """
+    matrices = [min(p.shape) for p in gmap.parameters.values() if p.dim() == 2]
+    told_apart = min(READERS * max(matrices, default=1), gmap.input.shape[-1])
+    wanted = LENGTH * math.ceil(MORE * told_apart / samples / LENGTH)
+    most = _most_tokens(gmap.model)
+    return min(wanted, max(min(LENGTH, most), most // 2))
+
+
+def _most_tokens(model: nn.Module) -> int:
+    return getattr(getattr(model, "config", None), "max_position_embeddings", None) or LENGTH
+
+
+def _places(gmap: GradientMap, length: int) -> Tensor:
+    """`(B, length)`: places of each text to take, again and again, its own end last: synthetic
+    texts end as the batch's do, whatever their lengths and padding.
+    """
+    x, present = gmap.input, gmap.domain.present(gmap.batch)
+    first, last = ends_of(torch.ones(x.shape[:2], device=x.device) if present is None else present)
+    at = torch.arange(length, device=x.device) % (last - first + 1)[:, None] + first[:, None]
+    at[:, -1] = last
+    return at
