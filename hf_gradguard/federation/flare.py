@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .guard import STATISTICS, Guard, GuardSettings, Withheld, listed
+from .guard import STATISTICS, TABLES, Guard, GuardSettings, Withheld, listed
 
 try:
     from nvflare.apis.dxo import DXO, DataKind, MetaKey, from_shareable
@@ -41,7 +41,7 @@ _OF_FLARE = {
     for key in dir(names)
     if key.isupper()
 }
-_BEFORE, _SEEN = "__gradguard_before__", "__gradguard_seen__"
+_RECEIVED, _PASSED = "__gradguard_received__", "__gradguard_passed__"
 
 
 class GradGuardFilter(DXOFilter):
@@ -64,6 +64,7 @@ class GradGuardFilter(DXOFilter):
         share_input_embeddings: Likewise.
         allow: Names of headers and metadata that may pass unread, with commas between them.
         state_folder: Where the state is kept in the place of the job's folder.
+        tables: As in `GuardSettings`.
 
     Raises:
         ValueError: For a setting that there is not, or one out of range.
@@ -85,6 +86,7 @@ class GradGuardFilter(DXOFilter):
         share_input_embeddings: bool = False,
         allow: str = "",
         state_folder: str = "",
+        tables: str = TABLES,
     ) -> None:
         super().__init__(supported_data_kinds=None, data_kinds_to_filter=None)
         # Under the names of the arguments: FLARE's job API writes them into a job's files.
@@ -95,14 +97,16 @@ class GradGuardFilter(DXOFilter):
         self.share_input_embeddings = share_input_embeddings
         self.allow = allow
         self.state_folder = state_folder
+        self.tables = tables
         self._guard = Guard(
             GuardSettings(
-                defense, self.settings, withhold, withheld, "difference", share_input_embeddings,
-                allow, state_folder,
+                defense=defense, settings=self.settings, withhold=withhold, withheld=withheld,
+                tables=tables, sends="difference", share_input_embeddings=share_input_embeddings,
+                allow=allow, state_folder=state_folder,
             )
         )  # fmt: skip
         self._taken_up = False
-        self._before: dict[str, Tensor] = {}
+        self._received: dict[str, Tensor] = {}
 
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
         """Before a task the weights that came with it are remembered. After the filters, a result
@@ -110,10 +114,10 @@ class GradGuardFilter(DXOFilter):
         that it has, and `"*"` is none.
         """
         if event_type == EventType.BEFORE_TASK_EXECUTION:
-            self._before = weights_in(fl_ctx.get_prop(FLContextKey.TASK_DATA))
+            self._received = weights_in(fl_ctx.get_prop(FLContextKey.TASK_DATA))
         elif event_type == EventType.AFTER_TASK_RESULT_FILTER and self._guard.settings.on:
             result = fl_ctx.get_prop(FLContextKey.TASK_RESULT)
-            if result is not None and not fl_ctx.get_prop(_SEEN, False):
+            if result is not None and not fl_ctx.get_prop(_PASSED, False):
                 self._close(result, fl_ctx)
 
     def _close(self, result: Shareable, fl_ctx: FLContext) -> None:
@@ -143,10 +147,10 @@ class GradGuardFilter(DXOFilter):
         if direction != _DIRECTIONS[chain]:
             raise RuntimeError("GradGuardFilter is the clients': a server sees what it protects.")
         if chain == FilterChainType.TASK_DATA_CHAIN:
-            fl_ctx.set_prop(_BEFORE, weights_in(shareable), private=True, sticky=False)
+            fl_ctx.set_prop(_RECEIVED, weights_in(shareable), private=True, sticky=False)
             return shareable
-        fl_ctx.set_prop(_SEEN, True, private=True, sticky=False)
-        before, self._before = self._before or fl_ctx.get_prop(_BEFORE, {}), {}
+        fl_ctx.set_prop(_PASSED, True, private=True, sticky=False)
+        received, self._received = self._received or fl_ctx.get_prop(_RECEIVED, {}), {}
         if shareable.get_return_code() != ReturnCode.OK:
             return make_reply(shareable.get_return_code())  # and nothing that came with it
         if not self._guard.settings.on:
@@ -155,12 +159,12 @@ class GradGuardFilter(DXOFilter):
         if dxo.data_kind == DataKind.WEIGHT_DIFF:
             folder, client = self._folder(fl_ctx), str(fl_ctx.get_identity_name("client"))
             if folder and not self._taken_up:
-                self._guard.read(folder, client)
+                self._guard.load_state(folder, client)
                 self._taken_up = True
-            dxo.data = self._protected(before, dxo.data)
+            dxo.data = self._protected(received, dxo.data)
             dxo.add_filter_history(type(self).__name__)
             if folder:
-                self._guard.write(folder, client)
+                self._guard.save_state(folder, client)
         return dxo.update_shareable(shareable)
 
     def process_dxo(self, dxo: DXO, shareable: Shareable, fl_ctx: FLContext) -> DXO:
@@ -182,11 +186,11 @@ class GradGuardFilter(DXOFilter):
                 f"Nothing was sent: the result was processed by {processed!r} already, and cannot "
                 "be read. Put GradGuardFilter before that filter."
             )
-        others = {key: value for key, value in shareable.items() if key != "DXO"}
-        headers = others.pop(ReservedHeaderKey.HEADERS, {})
+        beside_update = {key: value for key, value in shareable.items() if key != "DXO"}
+        headers = beside_update.pop(ReservedHeaderKey.HEADERS, {})
         numbers = dxo.data if dxo.data_kind == DataKind.METRICS else {}
-        for found in (others, headers, dxo.meta, numbers):
-            for name, value in found.items():
+        for mapping in (beside_update, headers, dxo.meta, numbers):
+            for name, value in mapping.items():
                 self._check(name, value)
         return dxo
 
@@ -194,8 +198,8 @@ class GradGuardFilter(DXOFilter):
         if name in listed(self.allow) or value is None or isinstance(value, Number):
             return
         if name == MetaKey.INITIAL_METRICS and isinstance(value, dict):
-            for key, one in value.items():
-                self._check(f"{name}.{key}", one)
+            for key, metric in value.items():
+                self._check(f"{name}.{key}", metric)
             return
         words = value if isinstance(value, list) else [value]
         if name in _OF_FLARE and all(isinstance(word, str) for word in words):
@@ -205,15 +209,15 @@ class GradGuardFilter(DXOFilter):
             f"numbers may be sent beside a difference of weights; for more, name {name!r} in allow."
         )
 
-    def _protected(self, before: Mapping[str, Tensor], data: Mapping[str, Any]) -> dict[str, Any]:
+    def _protected(self, received: Mapping[str, Tensor], data: Mapping[str, Any]) -> dict[str, Any]:
         change = {name: _tensor(name, value) for name, value in data.items()}
-        if not before:
+        if not received:
             raise ValueError(
                 "Nothing was sent: no weights came with the task that this could be a difference "
                 "of. Where they do not pass through this process, name GradGuardFilter in "
                 "task_data_filters as well."
             )
-        sent = self._guard.protect(before, change)
+        sent = self._guard.protect(received, change)
         return {
             name: tensor.numpy() if isinstance(data[name], np.ndarray) else tensor
             for name, tensor in sent.items()

@@ -51,7 +51,7 @@ class ClientGuard(Guard):
     """
 
     def __init__(self, context: Context) -> None:
-        super().__init__(GuardSettings.of(context.run_config))
+        super().__init__(GuardSettings.from_config(context.run_config))
         self._context = context
         self._load()
 
@@ -66,14 +66,14 @@ class ClientGuard(Guard):
         Raises:
             ValueError: If a name or a shape was not received.
         """
-        before = tensors_of(received)
+        received_tensors = tensors_of(received)
         for name, tensor in update.items():
-            if name not in before or tensor.shape != before[name].shape:
+            if name not in received_tensors or tensor.shape != received_tensors[name].shape:
                 raise ValueError(f"{name!r} was not received in shape {tuple(tensor.shape)}.")
-        made = record_of(self.sent(before, update))
-        self._context.state[SHARED] = ConfigRecord({"sha256": digest(made)})
+        answer = record_of(self.sent(received_tensors, update))
+        self._context.state[SHARED] = ConfigRecord({"sha256": digest(answer)})
         self.save()
-        return made
+        return answer
 
     def save(self) -> None:
         """Put what the defense remembers into `context.state`, and into the folder if one is
@@ -82,7 +82,7 @@ class ClientGuard(Guard):
         self._context.state[STATE] = record_of(self.remembered())
         self._context.state[f"{STATE}.of"] = ConfigRecord(dict(self.kind))
         if self.settings.state_folder:
-            self.write(self.settings.state_folder, f"node-{self._context.node_id}")
+            self.save_state(self.settings.state_folder, f"node-{self._context.node_id}")
 
     def _load(self) -> None:
         records = self._context.state
@@ -92,7 +92,7 @@ class ClientGuard(Guard):
             else:
                 logger.warning("The defense is another one now: what the last remembered is gone.")
         elif self.settings.state_folder:
-            self.read(self.settings.state_folder, f"node-{self._context.node_id}")
+            self.load_state(self.settings.state_folder, f"node-{self._context.node_id}")
 
 
 def gradguard_mod(
@@ -117,7 +117,7 @@ def gradguard_mod(
     """
     guard = ClientGuard(context)
     received = arrays_in(message)
-    given = {name: digest(record) for name, record in received.items()}
+    digests = {name: digest(record) for name, record in received.items()}
     reply = call_next(message, context)
     ticket = context.state.pop(SHARED, None)
     if reply.has_error() or not guard.settings.on:
@@ -137,10 +137,10 @@ def gradguard_mod(
             f"Nothing was sent: {len(received)} records of arrays were received and "
             f"{len(answered)} were to be sent, where one of each is a difference of weights."
         )
-    (key, record), (other, start) = *answered.items(), *received.items()
+    (key, record), (received_key, start) = *answered.items(), *received.items()
     if ticket is not None and ticket["sha256"] == digest(record):
         return reply
-    if digest(start) != given[other]:
+    if digest(start) != digests[received_key]:
         raise ValueError(
             "Nothing was sent: the app wrote to the weights that it received, so that what it "
             "changed is not known. Train a copy."
@@ -167,11 +167,11 @@ class MergeByName:
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Any
     ) -> Iterable[Message]:
         """As the strategy's; remembers the weights that it sends."""
-        self._whole = arrays
-        found: Iterable[Message] = super().configure_train(  # type: ignore[misc]
+        self._all_arrays = arrays
+        messages: Iterable[Message] = super().configure_train(  # type: ignore[misc]
             server_round, arrays, config, grid
         )
-        return found
+        return messages
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
@@ -184,10 +184,10 @@ class MergeByName:
         arrays, metrics = super().aggregate_train(server_round, replies)  # type: ignore[misc]
         if arrays is None:
             return arrays, metrics
-        if unknown := [name for name in arrays if name not in self._whole]:
+        if unknown := [name for name in arrays if name not in self._all_arrays]:
             raise ValueError(f"Clients sent {unknown[0]!r}, which they did not get.")
-        whole = {name: arrays.get(name, array) for name, array in self._whole.items()}
-        return ArrayRecord(whole), metrics
+        merged = {name: arrays.get(name, array) for name, array in self._all_arrays.items()}
+        return ArrayRecord(merged), metrics
 
 
 def arrays_in(message: Message) -> dict[str, ArrayRecord]:
@@ -228,12 +228,13 @@ def digest(record: ArrayRecord) -> bytes:
         >>> digest(record_of({"w": torch.ones(2)})) == digest(record_of({"w": torch.zeros(2)}))
         False
     """
-    found = hashlib.sha256()
+    total = hashlib.sha256()
     for name, array in record.items():
-        for part in (name, array.dtype, str(tuple(array.shape)), array.stype):
-            found.update(hashlib.sha256(part.encode()).digest())
-        found.update(hashlib.sha256(array.data).digest())
-    return found.digest()
+        # Each field by its own digest: fields of other lengths cannot run together to the same.
+        for text in (name, array.dtype, str(tuple(array.shape)), array.stype):
+            total.update(hashlib.sha256(text.encode()).digest())
+        total.update(hashlib.sha256(array.data).digest())
+    return total.digest()
 
 
 def _check_others(reply: Message, settings: GuardSettings) -> None:

@@ -25,20 +25,20 @@ from ..gradient_map import Tensors
 from ..gradient_map.views import Given
 from ..randomness import Stream
 from ..registry import DEFENSES
-from .tables import check_tables
 
 logger = logging.get_logger(__name__)
 
 PREFIX = "gradguard."
 STATISTICS = "*running_mean, *running_var, *num_batches_tracked"
 """Of batch normalization: averages of a client's data."""
+TABLES = (
+    "*embed*, *emb.weight, *wte.weight, *wpe.weight, shared.weight, *.shared.weight, "
+    "*relative_attention_bias*"
+)
+"""What matrices are called whose rows the data looks up."""
 Withheld = Literal["zeros", "left out"]
 Sends = Literal["weights", "difference"]
 _GRID = 64  # entries that may lie on a grid by chance
-_REMEDY = (
-    f"Do not train it, name it in {PREFIX}withhold, or set {PREFIX}share_input_embeddings to send "
-    "it all the same."
-)
 
 
 @dataclass(frozen=True)
@@ -54,14 +54,18 @@ class GuardSettings:
             the name out, for servers that merge by name.
         sends: What the client returns: its new `"weights"`, or their `"difference"` from those it
             got.
-        share_input_embeddings: Send a table although its rows say which words were there.
+        tables: Patterns of the names of matrices that the data looks up, with commas between them:
+            which of their rows changed names the words. Default: what they are usually called
+            (`TABLES`); and then every other matrix is refused of which some rows did not change at
+            all. A list of one's own model's tables is taken at its word.
+        share_input_embeddings: Send tables although their rows say which words were there.
         allow: Names of other records that may pass unread, with commas between them.
         state_folder: Where the defense's state is kept as well, for frameworks that lose it with
             the process.
 
     Example:
         >>> config = {"gradguard.defense": "pruning", "gradguard.pruning.ratio": 0.8, "rounds": 3}
-        >>> GuardSettings.of(config).settings
+        >>> GuardSettings.from_config(config).settings
         {'ratio': 0.8}
     """
 
@@ -69,6 +73,7 @@ class GuardSettings:
     settings: Mapping[str, Any] = field(default_factory=dict)
     withhold: str = STATISTICS
     withheld: Withheld = "zeros"
+    tables: str = TABLES
     sends: Sends = "weights"
     share_input_embeddings: bool = False
     allow: str = ""
@@ -84,7 +89,7 @@ class GuardSettings:
         make_defense(self.defense, **self.settings)  # a wrong name or value stops here
 
     @classmethod
-    def of(cls, config: Mapping[str, Any]) -> GuardSettings:
+    def from_config(cls, config: Mapping[str, Any]) -> GuardSettings:
         """Of a run's flat configuration; hyphens in names count as underscores.
 
         A defense's own settings stand under its name (`gradguard.pruning.ratio`), so that a run may
@@ -95,24 +100,24 @@ class GuardSettings:
                 values out of range.
             TypeError: For a setting that the defense does not have.
         """
-        known = [one.name for one in fields(cls) if one.name != "settings"]
-        found: dict[str, Any] = {}
-        settings: dict[str, dict[str, Any]] = {}
+        arguments = [field.name for field in fields(cls) if field.name != "settings"]
+        given_arguments: dict[str, Any] = {}
+        defense_settings: dict[str, dict[str, Any]] = {}
         for key, value in config.items():
             if key != PREFIX[:-1] and not key.startswith(PREFIX):
                 continue
             name, _, setting = key.removeprefix(PREFIX).replace("-", "_").partition(".")
             if name in DEFENSES and setting:
-                settings.setdefault(name, {})[setting] = value
-            elif name in known and not setting:
-                found[name] = value
+                defense_settings.setdefault(name, {})[setting] = value
+            elif name in arguments and not setting:
+                given_arguments[name] = value
             else:
                 raise ValueError(
-                    f"There is no {key!r}. Under {PREFIX} there are {', '.join(known)}, and each "
-                    f"defense's settings under its name: {', '.join(DEFENSES)}."
+                    f"There is no {key!r}. Under {PREFIX} there are {', '.join(arguments)}, and "
+                    f"each defense's settings under its name: {', '.join(DEFENSES)}."
                 )
-        defense = found.get("defense", cls.defense)
-        return cls(**found, settings=settings.get(defense, {}))
+        defense = given_arguments.get("defense", cls.defense)
+        return cls(**given_arguments, settings=defense_settings.get(defense, {}))
 
     @property
     def on(self) -> bool:
@@ -121,7 +126,7 @@ class GuardSettings:
 
     def is_withheld(self, name: str) -> bool:
         """Whether a name is not sent."""
-        return any(fnmatch.fnmatchcase(name, pattern) for pattern in listed(self.withhold))
+        return _matches(name, self.withhold)
 
 
 class Guard:
@@ -132,9 +137,9 @@ class Guard:
 
     Example:
         >>> guard = Guard(GuardSettings())
-        >>> before = {"w": torch.zeros(4)}
-        >>> after = {"w": torch.ones(4)}
-        >>> bool((guard.protect(before, after)["w"] == after["w"]).any())
+        >>> received = {"w": torch.zeros(4)}
+        >>> trained = {"w": torch.ones(4)}
+        >>> bool((guard.protect(received, trained)["w"] == trained["w"]).any())
         False
     """
 
@@ -154,14 +159,14 @@ class Guard:
         """What the defense remembers, on the CPU."""
         return {name: tensor.cpu() for name, tensor in self.defense.state_dict().items()}
 
-    def write(self, folder: str | Path, client: str) -> None:
+    def save_state(self, folder: str | Path, client: str) -> None:
         """Keep what the defense remembers in a private file, of this client and this defense."""
         path = self._file(folder, client)
         make_private_folder(path.parent)
         write_private(path, save(self.remembered(), metadata=self.kind))
 
-    def read(self, folder: str | Path, client: str) -> bool:
-        """Take up what `write` kept, if it did.
+    def load_state(self, folder: str | Path, client: str) -> bool:
+        """Take up what `save_state` kept, if it did.
 
         Raises:
             ValueError: If the file is damaged.
@@ -182,30 +187,30 @@ class Guard:
 
     def protect(
         self,
-        before: Mapping[str, Tensor],
-        after: Mapping[str, Tensor],
+        received: Mapping[str, Tensor],
+        trained: Mapping[str, Tensor],
         generator: Stream | None = None,
     ) -> Tensors:
-        """What to send in the place of `after`.
+        """What to send in the place of `trained`.
 
         Args:
-            before: The weights that the client got.
-            after: What it wants to send.
+            received: The weights that the client got.
+            trained: What it wants to send.
             generator: As for `Defense.__call__`.
 
         Raises:
-            ValueError: If `after` is not weights trained from `before`, or a table says by its rows
-                what was in the data.
+            ValueError: If `trained` is not weights trained from `received`, or a table would say
+                by its rows what was in the data.
             FloatingPointError: If something is not finite.
             RuntimeError: If the defense needs the client's data.
         """
-        check_difference(before, after, self.settings.sends)
+        check_difference(received, trained, self.settings.sends)
         if not self.settings.on:
-            return dict(after)
-        change = self.change(before, after)
-        return self.sent(before, self.defense(Given(change), generator))
+            return dict(trained)
+        change = self.change(received, trained)
+        return self.sent(received, self.defense(Given(change), generator))
 
-    def change(self, before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> Tensors:
+    def change(self, received: Mapping[str, Tensor], trained: Mapping[str, Tensor]) -> Tensors:
         """The difference that is to be protected: of all floating-point tensors that are not
         withheld, in at least float32.
 
@@ -213,45 +218,88 @@ class Guard:
             ValueError: If nothing is left, for a table of the input, or for what was trained in
                 half precision.
         """
-        whole = self.settings.sends == "weights"
+        sends_weights = self.settings.sends == "weights"
         change = {
-            name: (_wide(tensor) - _wide(before[name])) if whole else _wide(tensor)
-            for name, tensor in after.items()
+            name: (_wide(tensor) - _wide(received[name])) if sends_weights else _wide(tensor)
+            for name, tensor in trained.items()
             if tensor.is_floating_point() and not self.settings.is_withheld(name)
         }
         if not change:
             raise ValueError("There is nothing to send: every tensor is withheld.")
-        starts = {name: _wide(before[name]) for name in change}
         for name, tensor in change.items():
-            if whole:
-                _check_precision(name, before[name])
-            _check_grid(name, starts[name], tensor)
+            if sends_weights:
+                _check_precision(name, received[name])
+            _check_grid(name, _wide(received[name]), tensor)
         if not self.settings.share_input_embeddings:
-            check_tables(starts, change, _REMEDY)
+            check_tables(received, change, self.settings.tables)
         return change
 
-    def sent(self, before: Mapping[str, Tensor], message: Mapping[str, Tensor]) -> Tensors:
+    def sent(self, received: Mapping[str, Tensor], message: Mapping[str, Tensor]) -> Tensors:
         """A protected update as what is sent: new weights, or their difference. What the message
         does not have was withheld.
 
         Raises:
             ValueError: For whole weights in half precision.
         """
-        whole = self.settings.sends == "weights"
-        found: Tensors = {}
-        for name, start in before.items():
+        sends_weights = self.settings.sends == "weights"
+        answer: Tensors = {}
+        for name, start in received.items():
             if name in message:
                 change = message[name]
-                if whole and self.settings.on:
+                if sends_weights and self.settings.on:
                     _check_precision(name, start)
-                found[name] = (_wide(start) + change if whole else change).to(start.dtype)
+                answer[name] = (_wide(start) + change if sends_weights else change).to(start.dtype)
             elif self.settings.withheld == "zeros":
-                found[name] = start if whole else torch.zeros_like(start)
-        return found
+                answer[name] = start if sends_weights else torch.zeros_like(start)
+        return answer
+
+
+def check_tables(received: Mapping[str, Tensor], change: Mapping[str, Tensor], tables: str) -> None:
+    """Refuse a change of a table that the data looks up: its rows name the words.
+
+    Names decide, since a client knows its model; a second name of the same values (a tied output
+    head) counts as well. Under the usual names alone (`TABLES`) a matrix of another name is refused
+    too if some of its rows did not change at all and others did. Weight decay changes every row, so
+    that this finds no table behind it: list the tables of a model that names them otherwise.
+
+    Args:
+        received: The weights that the client got.
+        change: Their change.
+        tables: Patterns of names, with commas between them.
+
+    Raises:
+        ValueError: With the table's name and the way out.
+
+    Example:
+        >>> received, change = {"embed": torch.ones(5, 8)}, {"embed": torch.zeros(5, 8)}
+        >>> change["embed"][:3] = 0.1
+        >>> check_tables(received, change, TABLES)
+        Traceback (most recent call last):
+        ValueError: Nothing was sent: 'embed' is a table that the data looks up, ...
+    """
+    named = [name for name, t in received.items() if t.dim() == 2 and _matches(name, tables)]
+    for name in [name for name, tensor in change.items() if tensor.dim() == 2 and tensor.any()]:
+        # Also a head that is tied to a table which is withheld.
+        if any(torch.equal(received[name], received[table]) for table in named):
+            raise ValueError(
+                f"Nothing was sent: {name!r} is a table that the data looks up, and which of its "
+                "rows changed names the words whatever is done to the others. Do not train it, "
+                f"name it in {PREFIX}withhold, or set {PREFIX}share_input_embeddings to send it "
+                f"all the same. If it is no table, list your model's tables in {PREFIX}tables."
+            )
+        # A row of zeros that stays one is padding, or a factor of LoRA's that starts so.
+        changed = change[name].any(1)
+        idle = ~changed & received[name].any(1)
+        if tables == TABLES and idle.any():
+            raise ValueError(
+                f"Nothing was sent: {name!r} changed in {int(changed.sum())} of {len(changed)} "
+                f"rows, as a table does that the data looks up. If it is one, name it in "
+                f"{PREFIX}withhold; if not, list your model's tables in {PREFIX}tables (none: '-')."
+            )
 
 
 def check_difference(
-    before: Mapping[str, Tensor], after: Mapping[str, Tensor], sends: Sends
+    received: Mapping[str, Tensor], trained: Mapping[str, Tensor], sends: Sends
 ) -> None:
     """See that one can be the outcome of training from the other.
 
@@ -265,21 +313,23 @@ def check_difference(
         Traceback (most recent call last):
         ValueError: Nothing was sent: 'w' has shape (3,) and not (2,).
     """
-    if odd := sorted(set(before) ^ set(after)):
-        which = "was not among the weights received" if odd[0] in after else "is missing"
+    if odd := sorted(set(received) ^ set(trained)):
+        which = "was not among the weights received" if odd[0] in trained else "is missing"
         raise ValueError(f"Nothing was sent: {odd[0]!r} {which}.")
-    for name, tensor in after.items():
-        for what, mine, other in (
-            ("shape", tuple(tensor.shape), tuple(before[name].shape)),
-            ("type", tensor.dtype, before[name].dtype),
+    for name, tensor in trained.items():
+        for property_name, has, expected in (
+            ("shape", tuple(tensor.shape), tuple(received[name].shape)),
+            ("type", tensor.dtype, received[name].dtype),
         ):
-            if mine != other:
-                raise ValueError(f"Nothing was sent: {name!r} has {what} {mine} and not {other}.")
+            if has != expected:
+                raise ValueError(
+                    f"Nothing was sent: {name!r} has {property_name} {has} and not {expected}."
+                )
         if tensor.is_floating_point() and not torch.isfinite(tensor).all():
             raise FloatingPointError(f"Nothing was sent: {name!r} is not finite.")
     sizes = [
         sum(float(_wide(t).square().sum()) for t in tensors.values() if t.is_floating_point())
-        for tensors in (before, after)
+        for tensors in (received, trained)
     ]
     if sends == "weights" and sizes[1] < 0.25 * sizes[0]:
         raise ValueError(
@@ -287,17 +337,17 @@ def check_difference(
             "were received, as if it were their difference. If it is, say so by "
             f"{PREFIX}sends = 'difference'."
         )
-    if sends == "difference" and _alike(before, after) > 0.9:
+    if sends == "difference" and _cosine(received, trained) > 0.9:
         raise ValueError(
             "Nothing was sent: what should be a difference of weights points where the weights "
             "themselves do, as if it were the weights."
         )
 
 
-def _alike(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
-    """The cosine between two models' weights."""
-    names = [name for name, tensor in one.items() if tensor.is_floating_point()]
-    pairs = [(_wide(one[name]), _wide(other[name])) for name in names]
+def _cosine(weights: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> float:
+    """Between two models' weights."""
+    names = [name for name, tensor in weights.items() if tensor.is_floating_point()]
+    pairs = [(_wide(weights[name]), _wide(tensors[name])) for name in names]
     norms = [sum(float(pair[k].square().sum()) for pair in pairs) ** 0.5 for k in (0, 1)]
     product = sum(float((a * b).sum()) for a, b in pairs)
     return product / (norms[0] * norms[1]) if all(norms) else 0.0
@@ -313,6 +363,10 @@ def listed(names: str) -> list[str]:
     return [name.strip() for name in names.split(",") if name.strip()]
 
 
+def _matches(name: str, patterns: str) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in listed(patterns))
+
+
 def _check_precision(name: str, start: Tensor) -> None:
     if start.dtype.itemsize < 4:
         raise ValueError(
@@ -325,9 +379,9 @@ def _check_precision(name: str, start: Tensor) -> None:
 def _check_grid(name: str, start: Tensor, change: Tensor) -> None:
     """Entries of float32 fall on those of half precision by chance once in thousands."""
     changed = change != 0
-    after = (start + change)[changed]
+    trained = (start + change)[changed]
     for dtype in (torch.bfloat16, torch.float16):
-        if 2 * int((after.to(dtype) == after).sum()) > max(len(after), _GRID):
+        if 2 * int((trained.to(dtype) == trained).sum()) > max(len(trained), _GRID):
             raise ValueError(
                 f"Nothing was sent: {name!r} was trained in {dtype}. Its weights are on a grid, "
                 "and who knows that rounds noise below half of its spacing off again. Train in "

@@ -59,7 +59,8 @@ def protect_update(
         >>> sent.exact, sent.keys() == GradientMap(model, batch).gradient().keys()
         (True, True)
     """
-    made = make_defense(defense) if isinstance(defense, str) else defense
+    if isinstance(defense, str):
+        defense = make_defense(defense)
     gmap = UpdateMap(
         model,
         batches,
@@ -69,7 +70,7 @@ def protect_update(
         loss_fn=loss_fn,
         share_input_embeddings=share_input_embeddings,
         withhold=withhold,
-        second_order=made.facts.needs_second_order,
-        needs_input=made.facts.needs_input,
+        second_order=defense.facts.needs_second_order,
+        needs_input=defense.facts.needs_input,
     )
-    return made(gmap, generator)
+    return defense(gmap, generator)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hf_gradguard.federation.guard import Guard, GuardSettings
+from hf_gradguard.federation.guard import TABLES, Guard, GuardSettings, check_tables
 
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any], int]] = {
     "AdamW": (torch.optim.AdamW, {"lr": 1e-3}, 5),
@@ -41,11 +41,11 @@ def trained(
     model: nn.Module, x: Tensor, optimizer: str, steps: int | None = None
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """A model's weights before and after local training at a rate that falls."""
-    kind, settings, several = OPTIMIZERS[optimizer]
+    kind, settings, default_steps = OPTIMIZERS[optimizer]
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     made = kind(model.parameters(), **settings)
-    schedule = torch.optim.lr_scheduler.LinearLR(made, 1.0, 0.5, several)
-    for _ in range(steps or several):
+    schedule = torch.optim.lr_scheduler.LinearLR(made, 1.0, 0.5, default_steps)
+    for _ in range(steps or default_steps):
         made.zero_grad()
         nn.functional.cross_entropy(model(x), LABELS).backward()
         made.step()
@@ -53,27 +53,56 @@ def trained(
     return before, model.state_dict()
 
 
+class Words(nn.Module):
+    """A table under a name that says so, with its output head tied to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embeddings = nn.Embedding(1000, 16)
+        self.classifier = nn.Linear(96, 2)
+        self.head = nn.Linear(16, 1000, bias=False)
+        self.head.weight = self.embeddings.weight
+
+    def forward(self, words: Tensor) -> Tensor:
+        return self.classifier(self.embeddings(words).flatten(1))
+
+
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_decay_does_not_hide_which_words_were_trained(optimizer: str) -> None:
+def test_a_table_is_refused_by_its_name(optimizer: str) -> None:
+    """Weight decay changes every row of it."""
     torch.manual_seed(0)
-    table = nn.Embedding(1000, 16, padding_idx=99)
-    model = nn.Sequential(table, nn.Flatten(), nn.Linear(96, 2))
-    with pytest.raises(ValueError, match=r"'0\.weight' changed in 4[28] of 1000 rows\. "):
-        Guard(GuardSettings()).protect(*trained(model, WORDS, optimizer))
+    received, trained_weights = trained(Words(), WORDS, optimizer)
+    with pytest.raises(ValueError, match=r"'embeddings\.weight' is a table"):
+        Guard(GuardSettings()).protect(received, trained_weights)
+    withheld = Guard(GuardSettings(withhold="embeddings.weight"))
+    with pytest.raises(ValueError, match=r"'head\.weight'"):
+        withheld.protect(received, trained_weights)
+    withheld = Guard(GuardSettings(withhold="embeddings.weight, head.weight"))
+    assert torch.equal(
+        withheld.protect(received, trained_weights)["head.weight"], received["head.weight"]
+    )
 
 
-@pytest.mark.parametrize("shape", [(8, 2000), (1, 2000, 8)])
-def test_words_may_stand_along_any_dimension(shape: tuple[int, ...]) -> None:
-    torch.manual_seed(0)
-    before = {"t": torch.randn(shape)}
-    for decay in (0.0, 1e-4):
-        after = {"t": before["t"] * (1 - decay)}
-        after["t"][:, [3, 7]] += 0.1
-        with pytest.raises(ValueError, match="2 of 2000 rows along dimension 1"):
-            Guard(GuardSettings()).protect(before, after)
-        difference = {"t": after["t"] - before["t"]}
-        with pytest.raises(ValueError, match="2 of 2000 rows along dimension 1"):
-            Guard(GuardSettings(sends="difference")).protect(before, difference)
+def test_a_tied_head_counts_as_its_table() -> None:
+    received = {"embed": torch.rand(9, 4)}
+    received["head"] = received["embed"].clone()
+    change = {name: torch.full((9, 4), 0.1) for name in received}
+    with pytest.raises(ValueError, match="'embed'"):
+        check_tables(received, change, TABLES)
+    with pytest.raises(ValueError, match="'head'"):
+        check_tables(received, {"head": change["head"], "embed": change["embed"] * 0}, "embed")
+
+
+@pytest.mark.parametrize("sends", ["weights", "difference"])
+def test_a_table_of_another_name_shows_by_the_rows_it_left_alone(sends: Any) -> None:
+    received = {"t": torch.randn(2000, 8)}
+    change = {"t": torch.zeros(2000, 8)}
+    change["t"][[3, 7]] = 0.1
+    update = change if sends == "difference" else {"t": received["t"] + change["t"]}
+    with pytest.raises(ValueError, match="2 of 2000 rows"):
+        Guard(GuardSettings(sends=sends)).protect(received, update)
+    # A list of one's own is taken at its word: rows of units that never fired stay as well.
+    assert Guard(GuardSettings(sends=sends, tables="-")).protect(received, update)
 
 
 @pytest.mark.parametrize("steps", [1, 2, None])
