@@ -151,14 +151,15 @@ def test_trainer_takes_steps(name: str, tmp_path: Path) -> None:
 
 
 def observed(device: str, defense: str = "none", count: int = 1, **settings: Any) -> Observation:
-    """A message of `count` rows of a tiny BERT, with labels and the law of its defense."""
+    """A message of `count` rows of a tiny BERT, with labels and the mechanism of its defense."""
     model, batch = make_task("bert", dtype=torch.float64)
     rows = {key: tensor[:count].to(device) for key, tensor in batch.items()}
     protect = make_defense(defense, **settings)
     message = protect(GradientMap(model.to(device), rows), generator=Stream.from_seeds(0))
     return Observation(
         model, dict(message), tuple(rows["input_ids"].shape), labels=rows["labels"],
-        attention_mask=rows["attention_mask"], tokenizer=TOKENIZER, law=protect.law(message),
+        attention_mask=rows["attention_mask"], tokenizer=TOKENIZER,
+        mechanism=protect.mechanism(message),
     )  # fmt: skip
 
 
@@ -191,12 +192,13 @@ def everywhere(seen: Observation) -> Observation:
     moved = {
         field.name: there(getattr(seen, field.name))
         for field in dataclasses.fields(seen)
-        if field.name != "law"
+        if field.name != "mechanism"
     }
-    law = seen.law
-    if law is not None:
-        moved["law"] = dataclasses.replace(
-            law, **{f.name: there(getattr(law, f.name)) for f in dataclasses.fields(law)}
+    mechanism = seen.mechanism
+    if mechanism is not None:
+        moved["mechanism"] = dataclasses.replace(
+            mechanism,
+            **{f.name: there(getattr(mechanism, f.name)) for f in dataclasses.fields(mechanism)},
         )
     return Observation(**moved)
 

@@ -58,7 +58,7 @@ class Attack:
         domains: What it works on: `"text"`, `"image"` or both.
         does: Where it works on one domain only, what it does that the other has no place for.
         informed_by: What of an observation it makes use of if the server knows the defense:
-            `"noise_variance"`, `"law"`.
+            `"noise_variance"`, `"mechanism"`.
 
     Example:
         >>> @dataclass

@@ -18,28 +18,30 @@ from .observation import Observation
 
 def gathered(uploads: Iterable[Observation], at: int = 0) -> Observation:
     """One batch's upload with what later ones bring of it, each entry with the number of batches
-    that it is a sum of, in its law.
+    that it is a sum of, in its mechanism.
 
     Args:
-        uploads: One client's, in order, behind error feedback and with their laws, at models that
+        uploads: One client's, in order, behind error feedback, with mechanisms, at models that
             differ little. Earlier ones tell how many batches an entry holds, later ones what was
-            left out. What a first one's law says of the batches before it is taken over.
+            left out. What a first one's mechanism says of the batches before it is taken over.
         at: Which of them is attacked.
 
     Returns:
         The observation at that place. Entries that no upload brings are 0, and count the batches
-        that the next one would bring. Fitted messages are kept `later` in its law.
+        that the next one would bring. Fitted messages are `later_messages` of its mechanism.
 
     Raises:
-        ValueError: If there is none at that place, or one has no law or other parameters.
+        ValueError: If there is none at that place, or one has no mechanism or other parameters.
 
     Example:
-        >>> from hf_gradguard.gradient_map.law import Law
-        >>> bias, law = "classifier.bias", Law(kept="largest", left_out=True)
+        >>> from hf_gradguard.defenses.mechanism import Mechanism
+        >>> bias, mechanism = "classifier.bias", Mechanism(selection="largest", has_residual=True)
         >>> sent = [[1.0, 0.0], [2.0, 0.0], [0.0, 6.0]]
-        >>> uploads = [replace(seen, gradient={bias: torch.tensor(y)}, law=law) for y in sent]
+        >>> uploads = [
+        ...     replace(seen, gradient={bias: torch.tensor(y)}, mechanism=mechanism) for y in sent
+        ... ]
         >>> whole = gathered(uploads, at=1)  # the second entry waits for the third upload
-        >>> whole.gradient[bias].tolist(), whole.law.batches[bias].tolist()
+        >>> whole.gradient[bias].tolist(), whole.mechanism.batches[bias].tolist()
         ([2.0, 6.0], [1, 3])
     """
     target: Observation | None = None
@@ -48,19 +50,19 @@ def gathered(uploads: Iterable[Observation], at: int = 0) -> Observation:
     batches: Tensors = {}  # in each entry of the upload, or of the one that brings it
     waiting: Tensors = {}  # for one that does
     for number, seen in enumerate(uploads):
-        if seen.law is None or (number and seen.gradient.keys() != batches.keys()):
+        if seen.mechanism is None or (number and seen.gradient.keys() != batches.keys()):
             raise ValueError(
                 "gathered needs uploads of one client, with gradients of the same parameters and "
-                "the law of each: Observation(law=defense.law(message))."
+                "the mechanism of each: Observation(mechanism=defense.mechanism(message))."
             )
         if not number:
-            before = seen.law.batches or {}
+            before = seen.mechanism.batches or {}
             batches = {n: before.get(n, torch.ones_like(y)).int() for n, y in seen.gradient.items()}
         if number == at:
             target = seen
             gradient = {name: torch.zeros_like(y) for name, y in seen.gradient.items()}
             waiting = {name: torch.ones_like(y, dtype=torch.bool) for name, y in gradient.items()}
-        if seen.law.fitted is not None:
+        if seen.mechanism.fitted is not None:
             later += [dict(seen.gradient)] if number > at else []
             continue
         for name, y in seen.gradient.items():
@@ -70,12 +72,15 @@ def gathered(uploads: Iterable[Observation], at: int = 0) -> Observation:
             gradient[name] = torch.where(waiting[name], y, gradient[name])
             waiting[name] &= y == 0
             batches[name] = batches[name] + waiting[name]
-    if target is None or target.law is None:
+    if target is None or target.mechanism is None:
         raise ValueError(f"There is no upload at {at}.")
-    if target.law.fitted is not None:
-        return replace(target, law=replace(target.law, later=tuple(later), left_out=True))
-    law = replace(target.law, batches=batches, left_out=True)
-    return replace(target, gradient=gradient, law=law)
+    if target.mechanism.fitted is not None:
+        return replace(
+            target,
+            mechanism=replace(target.mechanism, later_messages=tuple(later), has_residual=True),
+        )
+    mechanism = replace(target.mechanism, batches=batches, has_residual=True)
+    return replace(target, gradient=gradient, mechanism=mechanism)
 
 
 def own_entries(seen: Observation) -> Observation | None:
@@ -83,22 +88,24 @@ def own_entries(seen: Observation) -> Observation | None:
     without feedback, for any attack; `None` where there is none, or nobody knows which.
 
     Args:
-        seen: With `batches` in its law.
+        seen: With `batches` in its mechanism.
 
     Example:
-        >>> from hf_gradguard.gradient_map.law import Law
+        >>> from hf_gradguard.defenses.mechanism import Mechanism
         >>> bias, batches = "classifier.bias", {"classifier.bias": torch.tensor([1, 3])}
-        >>> law = Law(kept="largest", left_out=True, batches=batches)
-        >>> whole = replace(seen, gradient={bias: torch.tensor([2.0, 6.0])}, law=law)
+        >>> mechanism = Mechanism(selection="largest", has_residual=True, batches=batches)
+        >>> whole = replace(seen, gradient={bias: torch.tensor([2.0, 6.0])}, mechanism=mechanism)
         >>> own = own_entries(whole)
-        >>> own.gradient[bias].tolist(), own.law.left_out
+        >>> own.gradient[bias].tolist(), own.mechanism.has_residual
         ([2.0, 0.0], False)
     """
-    law = seen.law
-    if law is None or law.batches is None:
+    mechanism = seen.mechanism
+    if mechanism is None or mechanism.batches is None:
         return None
-    gradient = {name: y.masked_fill(law.batches[name] > 1, 0) for name, y in seen.gradient.items()}
+    gradient = {
+        name: y.masked_fill(mechanism.batches[name] > 1, 0) for name, y in seen.gradient.items()
+    }
     if not any(bool(y.any()) for y in gradient.values()):
         return None
-    known = replace(law, kept="chosen", left_out=False, batches=None)
-    return replace(seen, gradient=gradient, law=known)
+    known = replace(mechanism, selection="chosen", has_residual=False, batches=None)
+    return replace(seen, gradient=gradient, mechanism=known)

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..defenses.mechanism import Mechanism
 from ..gradient_map import Batch, LossFunction, Tensors, UpdateMap
-from ..gradient_map.law import Law
 from ..gradient_map.local_training.batches import pieces_of
 from ..gradient_map.local_training.optimizers import Optimizer, make_optimizer
 from ..gradient_map.local_training.update import MeanGradientMap, mean_gradient
@@ -75,13 +75,15 @@ class LocalTraining:
         found = dict(grants)
         if (variance := grants.get("noise_variance")) is not None:
             found["noise_variance"] = _over(variance, scale**2)
-        law: Law | None = grants.get("law")
-        if law is not None:
-            found["law"] = replace(
-                law,
-                variance=None if law.variance is None else _over(law.variance, scale**2),
-                clip_norm=law.clip_norm and law.clip_norm / scale,
-                clip_coordinate=law.clip_coordinate and law.clip_coordinate / scale,
+        mechanism: Mechanism | None = grants.get("mechanism")
+        if mechanism is not None:
+            found["mechanism"] = replace(
+                mechanism,
+                variance=None
+                if mechanism.variance is None
+                else _over(mechanism.variance, scale**2),
+                clip_norm=mechanism.clip_norm and mechanism.clip_norm / scale,
+                clip_coordinate=mechanism.clip_coordinate and mechanism.clip_coordinate / scale,
             )
         return found
 

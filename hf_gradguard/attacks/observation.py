@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..defenses.mechanism import Mechanism
 from ..gradient_map import GradientMap
 from ..gradient_map.domain import Domain, domain_of_shape, special_frame
-from ..gradient_map.law import Law
 from ..gradient_map.local_training.optimizers import Optimizer
 from ..gradient_map.replay import modes_kept
 from ..gradient_map.types import LossFunction
@@ -39,8 +39,8 @@ class Observation:
             Public, as how batches are made; rows that are packed or cut to length have not.
         noise_variance: Variance of the defense's Gaussian noise, one for all or `{name: tensor}`,
             if the server knows it.
-        law: How messages come from gradients, if the server knows the defense: what
-            `Defense.law(message)` states.
+        mechanism: How messages come from gradients, if the server knows the defense: what
+            `Defense.mechanism(message)` states.
         image_mean: Per channel, what was subtracted from pixels in [0, 1]. Public, as part of the
             image processor.
         image_std: Per channel, what they were divided by afterwards.
@@ -71,7 +71,7 @@ class Observation:
     tokenizer: Any = None
     special_tokens: bool = True
     noise_variance: float | Mapping[str, Tensor] | None = None
-    law: Law | None = None
+    mechanism: Mechanism | None = None
     image_mean: Sequence[float] | None = None
     image_std: Sequence[float] | None = None
     local: LocalTraining | None = None
@@ -107,7 +107,7 @@ class Observation:
             batch_size: Samples a step, if epochs do not shuffle them; see `LocalTraining`.
             optimizer: As for `UpdateMap`.
             optimizer_kwargs: Likewise.
-            **grants: As for `Observation`; noise and law are those of the *update*.
+            **grants: As for `Observation`; noise and mechanism are those of the *update*.
 
         Raises:
             ValueError: If names or shapes are not the model's, or nothing changed.
@@ -248,7 +248,7 @@ class Observation:
     def _check_variances(self) -> None:
         for grant, told in (
             ("noise_variance", self.noise_variance),
-            ("law", None if self.law is None else self.law.variance),
+            ("mechanism", None if self.mechanism is None else self.mechanism.variance),
         ):
             missing = self.gradient.keys() - told.keys() if isinstance(told, Mapping) else ()
             if missing:

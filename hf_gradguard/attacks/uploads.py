@@ -41,20 +41,20 @@ def average(observations: Sequence[Observation]) -> Observation:
     first = observations[0]
     if not all(alike(first, seen) for seen in observations):
         raise ValueError(
-            "Uploads whose laws, or what is granted of them, differ in more than the variance of "
-            "Gaussian noise have no mean with a law. Attack them by `history` of candidates, which "
-            "adds up log-likelihoods."
+            "Uploads whose mechanisms, or what is granted of them, differ in more than the "
+            "variance of Gaussian noise have no mean with a mechanism. Attack them "
+            "by `history` of candidates, which adds up log-likelihoods."
         )
     shares = {name: _shares(observations, name) for name in first.gradient}
-    law = None if first.law is None else first.law.of_mean(len(observations))
-    if law is not None and law.variance is not None:
-        variances = [seen.law.variance for seen in observations if seen.law is not None]
-        law = replace(law, variance=_of_mean(variances, shares))
+    mechanism = None if first.mechanism is None else first.mechanism.of_mean(len(observations))
+    if mechanism is not None and mechanism.variance is not None:
+        variances = [seen.mechanism.variance for seen in observations if seen.mechanism is not None]
+        mechanism = replace(mechanism, variance=_of_mean(variances, shares))
     return replace(
         first,
         gradient={name: _mean(observations, name, share) for name, share in shares.items()},
         noise_variance=_of_mean([seen.noise_variance for seen in observations], shares),
-        law=law,
+        mechanism=mechanism,
     )
 
 
@@ -70,19 +70,22 @@ def alike(one: Observation, other: Observation) -> bool:
         one.gradient.keys() != other.gradient.keys()
         or one.local != other.local
         or (one.noise_variance is None) != (other.noise_variance is None)
-        or (one.law is None) != (other.law is None)
+        or (one.mechanism is None) != (other.mechanism is None)
     ):
         return False
-    if one.law is None or other.law is None:
+    if one.mechanism is None or other.mechanism is None:
         return True
-    plain, others = (replace(law, noise=None, variance=None, batches=None, later=())
-                     for law in (one.law, other.law))  # fmt: skip
+    plain, others = (replace(mechanism, noise=None, variance=None, batches=None, later_messages=())
+                     for mechanism in (one.mechanism, other.mechanism))  # fmt: skip
     return (
         plain == others
-        and not (one.law.later or other.law.later)
-        and _same(one.law.batches, other.law.batches)
-        and one.law.noise == other.law.noise
-        and (one.law.noise != "laplace" or _same(one.law.variance, other.law.variance))
+        and not (one.mechanism.later_messages or other.mechanism.later_messages)
+        and _same(one.mechanism.batches, other.mechanism.batches)
+        and one.mechanism.noise == other.mechanism.noise
+        and (
+            one.mechanism.noise != "laplace"
+            or _same(one.mechanism.variance, other.mechanism.variance)
+        )
     )
 
 
@@ -97,8 +100,8 @@ def _same(one: _Variance, other: _Variance) -> bool:
 def _variance(seen: Observation, name: str) -> Tensor:
     """Of the noise on a parameter as far as it is known, to be broadcast; 0 where it is not."""
     known = seen.noise_variance
-    if seen.law is not None and seen.law.variance is not None:
-        known = seen.law.variance
+    if seen.mechanism is not None and seen.mechanism.variance is not None:
+        known = seen.mechanism.variance
     if isinstance(known, Mapping):
         return known[name]
     return torch.tensor(known or 0.0, dtype=torch.float64)  # on the CPU: goes with all devices
@@ -117,11 +120,11 @@ def _shares(observations: Sequence[Observation], name: str) -> Tensor:
 
 
 def _pruned(seen: Observation) -> bool:
-    return seen.law is not None and seen.law.kept != "all"
+    return seen.mechanism is not None and seen.mechanism.selection != "all"
 
 
 def _where_sent(seen: Observation, y: Tensor, variance: Tensor) -> Tensor:
-    """Infinite where an entry was withheld: 0, and if no law says so, without noise."""
+    """Infinite where an entry was withheld: 0, and if no mechanism says so, without noise."""
     variance = variance.to(y.device, torch.promote_types(y.dtype, torch.float32))
     withheld = (y == 0) if _pruned(seen) else (y == 0) & (variance == 0)
     return variance.expand_as(y).masked_fill(withheld, torch.inf)

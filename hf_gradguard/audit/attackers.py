@@ -31,12 +31,13 @@ def attackers(
     """The attackers with one attack under one defense, by the labels of their cells.
 
     The one who does not know the defense, and if that makes a difference the one who does. An
-    attack that reads laws (`candidates`) has no use for not knowing one: where it may, it does.
+    attack that reads mechanisms (`candidates`) gains nothing by not knowing one: where it may, it
+    does.
     """
     known = in_unit_of_gradients(training_of(terms), defense.informed())
     granted = frozenset({"noise_variance"} if terms.noise_known else ())
-    if "law" in attack.informed_by:
-        grants = granted | ({"law"} if terms.adaptive else frozenset())
+    if "mechanism" in attack.informed_by:
+        grants = granted | ({"mechanism"} if terms.adaptive else frozenset())
         return {label: Attacker(attack, grants, knows=terms.adaptive)}
     settings = _settings_of(attack, known)
     wanted = frozenset(known) & attack.informed_by

@@ -267,8 +267,8 @@ class Upload:
             scored = modality.score(found, batch)
         except ValueError as error:
             raise ValueError(f"What the attack returned cannot be scored. {error}") from error
-        told = seen.law is not None or seen.noise_variance is not None
-        knows = attacker.knows and ("law" not in attacker.grants or told)
+        told = seen.mechanism is not None or seen.noise_variance is not None
+        knows = attacker.knows and ("mechanism" not in attacker.grants or told)
         listed = _listed(found, attacker.attack, modality, batch)
         own = None if seen.labels is not None else found.labels
         return {
@@ -287,12 +287,12 @@ class Upload:
         found: dict[str, Any] = {}
         noise = self.message.noise
         several = self.client.shared.micro_batches > 1
-        wanted = "noise_variance" in grants or (several and "law" in grants)
+        wanted = "noise_variance" in grants or (several and "mechanism" in grants)
         added = None if noise is None or not wanted else noise.added
         if added is not None and any(bool(tensor.any()) for tensor in added.values()):
             found["noise_variance"] = added
-        if "law" in grants and not several:
-            found["law"] = self.defense.law(self.message)
+        if "mechanism" in grants and not several:
+            found["mechanism"] = self.defense.mechanism(self.message)
         return found
 
 
@@ -431,7 +431,7 @@ def observation(
         local: The client's training, if it is an update.
         model: As it was sent to the client.
         message: What came back.
-        **grants: As for `Observation`; noise and law are those of the message.
+        **grants: As for `Observation`; noise and mechanism are those of the message.
 
     Example:
         >>> seen = observation(None, model, shared, input_shape=(2, 8))

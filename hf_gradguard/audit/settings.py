@@ -40,7 +40,7 @@ class AuditSettings:
             mask is withheld.
         noise_known: Grant the covariance of the Gaussian noise in a message to every attacker.
         adaptive: Beside attackers who do not know the defense run those who do, with the settings
-            and grants that the defense names (`Defense.informed`, `Defense.law`).
+            and grants that the defense names (`Defense.informed`, `Defense.mechanism`).
         share_input_embeddings: Share the token embeddings' gradient, which names the words.
         reference: Add the row `none`, without which nobody can tell whether the attacks work at
             all.

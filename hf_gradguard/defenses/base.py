@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from ..gradient_map import GradientMap, Tensors
 from ..gradient_map.devices import devices
-from ..gradient_map.law import Law
 from ..gradient_map.per_sample.clipping import SampleMap
 from ..randomness import Stream
+from .mechanism import Mechanism
 from .message import Message, check_untouched, checked_message
 from .tensors import check_finite
 
@@ -185,32 +185,34 @@ class Defense:
             **sharing,
         )
 
-    def law(self, message: Message) -> Law | None:
+    def mechanism(self, message: Message) -> Mechanism | None:
         """How its messages come from gradients, as whoever knows it and its settings knows it: what
         audits grant informed attackers. `None` where no attacker can follow it.
 
         Args:
             message: One of its own.
         """
-        law = self._law(message)
+        mechanism = self._mechanism(message)
         if message.has_residual:  # whatever else was done
-            law = Law(fitted=None if law is None else law.fitted, left_out=True)
-        if law is None or message.transmitted is None:
-            return law
-        return replace(law, kept=self.facts.selection)
+            mechanism = Mechanism(
+                fitted=None if mechanism is None else mechanism.fitted, has_residual=True
+            )
+        if mechanism is None or message.transmitted is None:
+            return mechanism
+        return replace(mechanism, selection=self.facts.selection)
 
-    def _law(self, message: Message) -> Law | None:
+    def _mechanism(self, message: Message) -> Mechanism | None:
         """The same but for what was left out: by the message's own facts, its noise's covariance
         among them.
         """
         if message.noise is not None and message.noise.added is not None:
-            return Law(noise="gaussian", variance=message.noise.added)
-        return Law() if message.exact else None
+            return Mechanism(noise="gaussian", variance=message.noise.added)
+        return Mechanism() if message.exact else None
 
     def informed(self) -> dict[str, Any]:
         """What attackers who know it do about it: settings, of which each attack takes those that
-        it has, and grants by the names of an observation's fields: `noise_variance`, or `law` alone
-        where nothing else would do. Empty where knowing it is of no use.
+        it has, and grants by the names of an observation's fields: `noise_variance`, or `mechanism`
+        alone where nothing else would do. Empty where knowing it is of no use.
         """
         return {}
 

@@ -10,10 +10,10 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from ..gradient_map import GradientMap, Tensors
-from ..gradient_map.law import Law
 from ..gradient_map.views import MaskedMap
 from ..randomness import Stream
 from .base import Defense, DefenseFacts
+from .mechanism import Mechanism
 from .message import Message, Noise
 
 
@@ -81,11 +81,11 @@ class Chain(Defense):
         for part in (self.first, self.second):
             part.at_step(step)
 
-    def _law(self, message: Message) -> Law | None:
+    def _mechanism(self, message: Message) -> Mechanism | None:
         """Of exact entries the second's. Noise that something came after has other facts."""
         if self.first.facts.is_exact:
-            return self.second.law(message)
-        return None if message.noise is None else self.first.law(message)
+            return self.second.mechanism(message)
+        return None if message.noise is None else self.first.mechanism(message)
 
     def informed(self) -> dict[str, Any]:
         return self.first.informed() | self.second.informed()

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from ..gradient_map import GradientMap, Tensors
 from ..gradient_map.devices import devices
-from ..gradient_map.law import Law
 from ..gradient_map.per_sample.clipping import clipped_sum
 from ..randomness import Stream, draw_tensors
 from .base import DefenseFacts
 from .checks import is_number
+from .mechanism import Mechanism
 from .message import Message
 from .noise import NoiseDefense, OptimalNoise
 from .tensors import cast_like, check_finite, norm, true_gradient
@@ -137,15 +137,17 @@ class DPSGD(NoiseDefense):
             sharded_refusal=_NO_SAMPLES if self.per_sample else None,
         )
 
-    def _law(self, message: Message) -> Law | None:
+    def _mechanism(self, message: Message) -> Mechanism | None:
         """Of a clipped gradient, or of a sum of samples' clipped gradients."""
         if not self.per_sample:
-            law = super()._law(message)
-            return None if law is None else replace(law, **self.informed())
+            mechanism = super()._mechanism(message)
+            return None if mechanism is None else replace(mechanism, **self.informed())
         samples = message.metrics.get("samples", 1.0)
         size = self.expected_batch_size or samples
         std = (self.noise_multiplier or 0.0) * self.clip / size
-        return Law(clip_sample=self.clip, scale=samples / size, noise="gaussian", variance=std**2)
+        return Mechanism(
+            clip_sample=self.clip, scale=samples / size, noise="gaussian", variance=std**2
+        )
 
     def informed(self) -> dict[str, Any]:
         return {"clip_norm" if self.clip_by == "norm" else "clip_coordinate": self.clip}
@@ -251,9 +253,9 @@ class OptimalDPSGD(OptimalNoise):
     def learns_all(self, gradient: Tensors) -> bool:
         return not devices().any(not all(bool(self._within(g).all()) for g in gradient.values()))
 
-    def _law(self, message: Message) -> Law | None:
-        law = super()._law(message)
-        return None if law is None else replace(law, clip_coordinate=self.clip)
+    def _mechanism(self, message: Message) -> Mechanism | None:
+        mechanism = super()._mechanism(message)
+        return None if mechanism is None else replace(mechanism, clip_coordinate=self.clip)
 
     def informed(self) -> dict[str, Any]:
         return super().informed() | {"clip_coordinate": self.clip}

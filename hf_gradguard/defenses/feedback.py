@@ -20,11 +20,11 @@ from torch import Tensor
 from transformers.utils import logging
 
 from ..gradient_map import GradientMap, Tensors
-from ..gradient_map.law import Law
 from ..gradient_map.views import CorrectedMap
 from ..randomness import Stream
 from .base import Defense, DefenseFacts
 from .checks import check_whole
+from .mechanism import Mechanism
 from .message import Message
 from .tensors import cast_like, norm, true_gradient
 
@@ -198,11 +198,11 @@ class BiasedDefense(Defense):
     def _left_out(self) -> LeftOut:
         return LeftOut()
 
-    def _law(self, message: Message) -> Law | None:
+    def _mechanism(self, message: Message) -> Mechanism | None:
         if not self.error_feedback:
-            return super()._law(message)
+            return super()._mechanism(message)
         # Nothing was left out before the first message.
-        return Law() if replace(self, error_feedback=False).facts.is_exact else None
+        return Mechanism() if replace(self, error_feedback=False).facts.is_exact else None
 
     @property
     def facts(self) -> DefenseFacts:

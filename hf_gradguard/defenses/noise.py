@@ -22,11 +22,11 @@ from torch import Tensor
 from transformers.utils import logging
 
 from ..gradient_map import GradientMap, Tensors
-from ..gradient_map.law import Law
 from ..gradient_map.views import Nothing
 from ..randomness import Stream
 from .base import Defense, DefenseFacts
 from .checks import is_number
+from .mechanism import Mechanism
 from .message import Message, Noise
 from .own_shape import shape_trace
 from .sensitivity import SensitivityDefense, capped, sensitivity_ratio
@@ -188,7 +188,7 @@ class LaplaceNoise(NoiseDefense):
         )
         return (one - two) / math.sqrt(2)
 
-    def _law(self, message: Message) -> Law | None:
+    def _mechanism(self, message: Message) -> Mechanism | None:
         """Of relative noise, y itself tells its strength: E ‖y‖² = ‖g‖² (1 + r²)."""
         masks, entries = message.transmitted, count(message)
         noisy = max(entries if masks is None else int(total(masks)), 1)
@@ -200,7 +200,7 @@ class LaplaceNoise(NoiseDefense):
             variance = share * squares / noisy
         else:
             return None
-        return Law(noise="laplace", variance=variance) if variance else Law()
+        return Mechanism(noise="laplace", variance=variance) if variance else Mechanism()
 
 
 @dataclass

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from ..gradient_map import GradientMap, Tensors
 from ..gradient_map.devices import devices
-from ..gradient_map.law import Law
 from ..randomness import Stream
 from .base import DefenseFacts
 from .feedback import BiasedDefense
+from .mechanism import Mechanism
 from .message import Message
 from .tensors import cast_like, true_gradient
 
@@ -50,15 +50,15 @@ class Quantization(BiasedDefense):
         if not self.sign_only and (isinstance(self.bits, bool) or self.bits not in range(1, 33)):
             raise ValueError(f"bits must be a whole number from 1 to 32, but is {self.bits!r}.")
 
-    def _law(self, message: Message) -> Law | None:
+    def _mechanism(self, message: Message) -> Mechanism | None:
         if self.sign_only:
-            return Law(rounding="sign")
+            return Mechanism(rounding="sign")
         assert self.bits is not None
         how: Literal["stochastic", "nearest"] = "stochastic" if self.stochastic else "nearest"
-        return Law(rounding=how, levels=2**self.bits)
+        return Mechanism(rounding=how, levels=2**self.bits)
 
     def informed(self) -> dict[str, Any]:
-        return {"law": True}  # no setting matches cells
+        return {"mechanism": True}  # no setting matches cells
 
     def protect(self, gmap: GradientMap, generator: Stream) -> Message:
         quantize = self._signs if self.sign_only else self._rounded

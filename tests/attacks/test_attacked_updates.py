@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from transformers import BertConfig, BertForSequenceClassification
 
 from hf_gradguard.attacks import Observation, make_attack
+from hf_gradguard.defenses.mechanism import Mechanism
 from hf_gradguard.gradient_map import GradientMap
-from hf_gradguard.gradient_map.law import Law
 from recipes.small_networks import LeakageLeNetConfig, LeakageLeNetForImageClassification
 
 WORDS = 60
@@ -201,12 +201,12 @@ def test_noise_is_known_in_the_gradients_unit() -> None:
     before, after = trained(model, batch, 2, 2, 0.1)
     seen = Observation.from_update(
         model, before, after, input_shape=(2, 5), learning_rate=0.1, steps=2, noise_variance=0.04,
-        law=Law(clip_norm=3.0, noise="gaussian", variance=0.04),
+        mechanism=Mechanism(clip_norm=3.0, noise="gaussian", variance=0.04),
     )  # fmt: skip
     assert seen.noise_variance == pytest.approx(1.0)  # (0.1 + 0.1)²
-    assert seen.law is not None
-    assert seen.law.variance == pytest.approx(1.0)
-    assert seen.law.clip_norm == pytest.approx(15.0)
+    assert seen.mechanism is not None
+    assert seen.mechanism.variance == pytest.approx(1.0)
+    assert seen.mechanism.clip_norm == pytest.approx(15.0)
 
 
 def test_refusals_say_why() -> None:

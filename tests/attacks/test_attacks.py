@@ -31,7 +31,7 @@ from hf_gradguard.attacks.matching.priors import (
 from hf_gradguard.attacks.matching.problem import Problem
 from hf_gradguard.attacks.matching.text import Tag
 from hf_gradguard.attacks.matching.vocabulary import Vocabulary
-from hf_gradguard.gradient_map.law import Law
+from hf_gradguard.defenses.mechanism import Mechanism
 from recipes.small_networks import (
     DeepConvNetConfig,
     DeepConvNetForImageClassification,
@@ -225,15 +225,15 @@ def test_unusable_gradients_are_refused(change: Any, error: type[Exception], wor
         observe(model, batch, change(GradientMap(model, batch).gradient()))
 
 
-@pytest.mark.parametrize("grant", ["noise_variance", "law"])
+@pytest.mark.parametrize("grant", ["noise_variance", "mechanism"])
 def test_variances_that_lack_a_parameter_are_refused(grant: str) -> None:
     model, batch = make_task("bert")
     seen = observe(model, batch)
     variance = {name: torch.ones_like(g) for name, g in seen.gradient.items()}
     del variance["classifier.bias"]
-    law = Law(noise="gaussian", variance=variance)
+    mechanism = Mechanism(noise="gaussian", variance=variance)
     with pytest.raises(ValueError, match=r"no variance for 'classifier\.bias'"):
-        replace(seen, **{grant: law if grant == "law" else variance})
+        replace(seen, **{grant: mechanism if grant == "mechanism" else variance})
     # Of what was not shared it may have one.
     less = {"classifier.weight": seen.gradient["classifier.weight"]}
     assert replace(seen, gradient=less, noise_variance=variance).noise_variance is variance

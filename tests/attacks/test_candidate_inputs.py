@@ -23,7 +23,7 @@ from transformers import (
 from hf_gradguard import GradientMap
 from hf_gradguard.attacks import Observation, make_attack
 from hf_gradguard.attacks.candidates.entries import make_entries
-from hf_gradguard.gradient_map.law import Law
+from hf_gradguard.defenses.mechanism import Mechanism
 
 TOKENIZER = word_tokenizer([f"w{i}" for i in range(20)])
 BERT = {
@@ -63,7 +63,7 @@ def left(rows: list[list[int]], labels: Any = None) -> dict[str, Tensor]:
 def seen_by(model: nn.Module, batch: dict[str, Tensor], **granted: Any) -> Observation:
     main = batch["pixel_values"] if "pixel_values" in batch else batch["input_ids"]
     gradient = GradientMap(model, batch).gradient()
-    return Observation(model, gradient, tuple(main.shape), **{"law": Law(), **granted})
+    return Observation(model, gradient, tuple(main.shape), **{"mechanism": Mechanism(), **granted})
 
 
 def one_text(labels: Any = 1, **more: Any) -> dict[str, Tensor]:
@@ -86,7 +86,7 @@ def test_members_of_messages_padded_on_the_left_are_found(kind: Any) -> None:
     batch = left(rows[:4], [0, 2, 1, 0])
     seen = seen_by(
         model, batch, labels=batch["labels"], attention_mask=batch["attention_mask"],
-        tokenizer=TOKENIZER, law=Law() if "bert" in str(kind[0]).lower() else None,
+        tokenizer=TOKENIZER, mechanism=Mechanism() if "bert" in str(kind[0]).lower() else None,
     )  # fmt: skip
     found = make_attack("candidates", candidates=rows)(seen, torch_rng())
     assert set(found.ranking[:4].tolist()) == {0, 1, 2, 3}

@@ -22,7 +22,7 @@ from hf_gradguard.attacks.candidates import linear
 from hf_gradguard.attacks.candidates.likelihood import Likelihood
 from hf_gradguard.attacks.candidates.linear import Filtered, MatchedFilter
 from hf_gradguard.attacks.local import LocalTraining
-from hf_gradguard.gradient_map.law import Law
+from hf_gradguard.defenses.mechanism import Mechanism
 from hf_gradguard.gradient_map.local_training.optimizers import make_optimizer
 from hf_gradguard.gradient_map.vectorized import ManyGradients, has_draws
 
@@ -57,8 +57,8 @@ def seen_by(model: nn.Module, batch: dict[str, Tensor], defense: Any = None, **g
     message = defense(gmap, rng()) if defense is not None else None
     main = batch["pixel_values"] if "pixel_values" in batch else batch["input_ids"]
     settings = {"labels": batch["labels"], **granted}
-    if defense is not None and "law" not in granted:
-        settings["law"] = defense.law(message)
+    if defense is not None and "mechanism" not in granted:
+        settings["mechanism"] = defense.mechanism(message)
     gradient = gmap.gradient() if message is None else dict(message)
     return Observation(model, gradient, tuple(main.shape), **settings)
 
@@ -87,8 +87,10 @@ def test_the_posterior_of_two_is_by_the_formula(noise: Any) -> None:
     variance *= 4 * (g[0] - g[1]).square().sum()  # so that the posterior is neither 0 nor 1
     y = g[0] + variance.sqrt() * torch.randn(len(g[0]), generator=torch_rng(2), dtype=torch.float64)
     seen = replace(seen, gradient=like(y, seen))
-    law = Law(noise=noise, variance=like(variance, seen))
-    found = make_attack("candidates", candidates=two, rounding=1e-9)(replace(seen, law=law))
+    mechanism = Mechanism(noise=noise, variance=like(variance, seen))
+    found = make_attack("candidates", candidates=two, rounding=1e-9)(
+        replace(seen, mechanism=mechanism)
+    )
     if noise == "gaussian":
         logs = [float(-((y - one).square() / (2 * variance)).sum()) for one in g]
     else:
@@ -107,45 +109,45 @@ FLOOR = 0.5
 
 
 @pytest.mark.parametrize(
-    ("law", "message", "candidate", "expected"),
+    ("mechanism", "message", "candidate", "expected"),
     [
         # exact values, in units of 2 · floor = 1
-        (Law(), [1.0, 2.0], [1.0, 4.0], -4.0),
-        (Law(kept="chosen"), [1.0, 0.0], [3.0, 9.0], -4.0),
+        (Mechanism(), [1.0, 2.0], [1.0, 4.0], -4.0),
+        (Mechanism(selection="chosen"), [1.0, 0.0], [3.0, 9.0], -4.0),
         # what was withheld is no larger than the least that was kept
-        (Law(kept="largest"), [2.0, 0.0], [2.0, 1.5], 0.0),
-        (Law(kept="largest"), [2.0, 0.0], [2.0, 3.0], -1.0),
+        (Mechanism(selection="largest"), [2.0, 0.0], [2.0, 1.5], 0.0),
+        (Mechanism(selection="largest"), [2.0, 0.0], [2.0, 3.0], -1.0),
         # cells of width 1 around 0, 1, 2, 3
-        (Law(rounding="nearest", levels=4), [0.0, 1.0, 3.0], [0.4, 1.5, 3.0], 0.0),
-        (Law(rounding="nearest", levels=4), [0.0, 1.0, 3.0], [0.0, 2.5, 3.0], -1.0),
+        (Mechanism(rounding="nearest", levels=4), [0.0, 1.0, 3.0], [0.4, 1.5, 3.0], 0.0),
+        (Mechanism(rounding="nearest", levels=4), [0.0, 1.0, 3.0], [0.0, 2.5, 3.0], -1.0),
         (
-            Law(rounding="stochastic", levels=4),
+            Mechanism(rounding="stochastic", levels=4),
             [0.0, 1.0, 3.0],
             [0.25, 0.5, 3.0],
             math.log(0.75 * 0.5),
         ),
         # signs times the mean size: a wrong sign by its size, and the mean's distance
-        (Law(rounding="sign"), [1.0, -1.0], [1.0, -1.0], 0.0),
-        (Law(rounding="sign"), [1.0, -1.0], [1.5, 0.5], -0.25),
+        (Mechanism(rounding="sign"), [1.0, -1.0], [1.0, -1.0], 0.0),
+        (Mechanism(rounding="sign"), [1.0, -1.0], [1.5, 0.5], -0.25),
         # clipped to norm 5, then exact
-        (Law(clip_norm=5.0), [3.0, 4.0], [6.0, 8.0], 0.0),
-        (Law(clip_coordinate=2.0), [2.0, 1.0], [7.0, 1.0], 0.0),
+        (Mechanism(clip_norm=5.0), [3.0, 4.0], [6.0, 8.0], 0.0),
+        (Mechanism(clip_coordinate=2.0), [2.0, 1.0], [7.0, 1.0], 0.0),
         # noise of variance 1.5, to which the floor is added
-        (Law(noise="gaussian", variance=1.5), [1.0, 2.0], [1.0, 4.0], -1.0),
-        (Law(noise="laplace", variance=1.5), [1.0, 2.0], [1.0, 4.0], -2.0),
+        (Mechanism(noise="gaussian", variance=1.5), [1.0, 2.0], [1.0, 4.0], -1.0),
+        (Mechanism(noise="laplace", variance=1.5), [1.0, 2.0], [1.0, 4.0], -2.0),
     ],
 )
 def test_likelihoods_by_hand(
-    law: Law, message: list[float], candidate: list[float], expected: float
+    mechanism: Mechanism, message: list[float], candidate: list[float], expected: float
 ) -> None:
-    told = Likelihood(law, {"w": torch.tensor(message)}, {"w": FLOOR})
+    told = Likelihood(mechanism, {"w": torch.tensor(message)}, {"w": FLOOR})
     assert float(told({"w": torch.tensor([candidate])})[0]) == pytest.approx(expected, abs=1e-6)
 
 
 def test_behind_noise_the_kept_set_is_a_candidates_own() -> None:
     """Two are kept. A candidate whose two largest are others is told by how far they are off."""
-    law = Law(kept="largest", noise="gaussian", variance=1e6)
-    told = Likelihood(law, {"w": torch.tensor([50.0, -30.0, 0.0])}, {"w": FLOOR})
+    mechanism = Mechanism(selection="largest", noise="gaussian", variance=1e6)
+    told = Likelihood(mechanism, {"w": torch.tensor([50.0, -30.0, 0.0])}, {"w": FLOOR})
     right, wrong = told({"w": torch.tensor([[3.0, 2.0, 1.0], [1.0, 2.0, 4.0]])}).tolist()
     assert right == pytest.approx(0, abs=0.01)
     # its threshold is 2: the first entry, kept, has 1; the third, withheld, has 4
@@ -340,7 +342,7 @@ def test_who_ran_dropout_is_found() -> None:
     ranks = []
     for number in range(4):
         torch.manual_seed(number)
-        seen = seen_by(model, batch_of([list_[number]], [1]), law=Law())
+        seen = seen_by(model, batch_of([list_[number]], [1]), mechanism=Mechanism())
         found = make_attack("candidates", candidates=list_)(seen, torch_rng())
         ranks.append(found.ranking.tolist().index(number))
     assert sum(rank == 0 for rank in ranks) >= 3, ranks
@@ -383,14 +385,16 @@ def small(kind: str) -> tuple[nn.Module, list[Any]]:
 def test_one_sample_is_found_behind_each_law(name: str, kind: str) -> None:
     model, list_ = small(kind)
     seen = seen_by(model, batch_of([list_[13]], [2]), LAWS[name])
-    assert seen.law is not None
+    assert seen.mechanism is not None
     found = make_attack("candidates", candidates=list_)(seen, torch_rng())
     assert found.ranking[0] == 13
     assert found.posterior[13] > 0.9
     assert float(found.posterior.sum()) == pytest.approx(1)
     # Not knowing the label costs little; nor does not knowing the defense, where it leaves most.
     if name not in ("coordinate", "optimal_pruning", "sign"):
-        blind = make_attack("candidates", candidates=list_)(replace(seen, law=None), torch_rng())
+        blind = make_attack("candidates", candidates=list_)(
+            replace(seen, mechanism=None), torch_rng()
+        )
         assert 13 in blind.ranking[:3]
     unlabeled = replace(seen, labels=None)
     assert 13 in make_attack("candidates", candidates=list_)(unlabeled, torch_rng()).ranking[:2]
@@ -439,9 +443,9 @@ def test_members_are_found_where_each_is_clipped() -> None:
         members = [first, 10 + first, 20 + first]
         seen = seen_by(model, batch_of([list_[i] for i in members], [0, 1, 1]), defense)
         for knows in told:
-            law = seen.law if knows else replace(seen.law, clip_sample=None)
+            mechanism = seen.mechanism if knows else replace(seen.mechanism, clip_sample=None)
             attack = make_attack("candidates", candidates=list_, labels=[0] * 10 + [1] * 20)
-            found = attack(replace(seen, law=law), torch_rng())
+            found = attack(replace(seen, mechanism=mechanism), torch_rng())
             told[knows] += len(set(found.ranking[:3].tolist()) & set(members))
     assert told[True] >= 24, told  # of 30
     assert told[False] < told[True] - 5, told
@@ -464,21 +468,25 @@ def test_a_clipped_sample_of_an_expected_batch_is_by_the_formula() -> None:
 
 def test_messages_that_were_clipped_otherwise_are_not_attacked_together() -> None:
     model, list_ = small("bert")
-    one = seen_by(model, batch_of([list_[3]], [1]), law=Law(clip_sample=1.0))
+    one = seen_by(model, batch_of([list_[3]], [1]), mechanism=Mechanism(clip_sample=1.0))
     with pytest.raises(ValueError, match="clipped alike"):
-        make_attack("candidates", candidates=list_).together([one, replace(one, law=Law())])
+        make_attack("candidates", candidates=list_).together(
+            [one, replace(one, mechanism=Mechanism())]
+        )
 
 
 def test_pure_noise_names_nobody() -> None:
     """Ranks are uniform over who is said to be the client's: their mean, and how many are first."""
     model, _ = make_task("bert", dtype=torch.float32)
     list_ = texts(10)
-    law = Law(noise="gaussian", variance=1.0)
+    mechanism = Mechanism(noise="gaussian", variance=1.0)
     observations, draw = [], torch_rng()
     seen = seen_by(model, batch_of([list_[4]], [1]))
     for number in range(120):
         noise = {n: torch.randn(g.shape, generator=draw) for n, g in seen.gradient.items()}
-        observations.append(replace(seen, gradient=noise, law=law if number % 2 else None))
+        observations.append(
+            replace(seen, gradient=noise, mechanism=mechanism if number % 2 else None)
+        )
     found = make_attack("candidates", candidates=list_).together(observations, torch_rng())
     for own in (found[::2], found[1::2]):
         ranks = torch.tensor(
@@ -495,7 +503,7 @@ def test_together_is_each_by_itself() -> None:
     list_ = texts(8, length=5)
     batch = batch_of(list_[:2], [1, 0])
     observations = [seen_by(model, batch, LAWS[n]) for n in ("none", "gaussian", "pruning")]
-    observations.append(replace(observations[1], law=None))
+    observations.append(replace(observations[1], mechanism=None))
     observations.append(replace(observations[0], labels=None))
     observations.append(seen_by(model, batch_of(list_[3:4], [1]), LAWS["gaussian"]))
     observations.append(seen_by(model, batch_of(list_[3:6], [1, 1, 0]), LAWS["gaussian"]))
@@ -543,13 +551,13 @@ def test_texts_are_cut_to_the_length_of_each_message() -> None:
     assert sorted(found[1].token_ids) == sorted([short[4], list_[8]])
 
 
-@pytest.mark.parametrize("law", [Law(noise="gaussian", variance=1.0), None])
-def test_where_lengths_are_known_texts_of_others_are_as_good_as_excluded(law: Any) -> None:
+@pytest.mark.parametrize("mechanism", [Mechanism(noise="gaussian", variance=1.0), None])
+def test_where_lengths_are_known_texts_of_others_are_as_good_as_excluded(mechanism: Any) -> None:
     """Behind noise: a longer text that starts as the client's, and shorter ones."""
     model, _ = make_task("bert")
     own = texts(5, length=5)
     list_ = [[*own[2], 9, 9], *own, *texts(4, length=3, seed=2)]
-    seen = seen_by(model, batch_of([own[2]], [1]), law=law)
+    seen = seen_by(model, batch_of([own[2]], [1]), mechanism=mechanism)
     noise = torch.randn(len(flat(seen.gradient)), generator=torch_rng()).double()
     seen = replace(seen, gradient=like(flat(seen.gradient) + noise, seen))
     attack = make_attack("candidates", candidates=list_)
@@ -639,13 +647,13 @@ def test_repeated_batches_are_averaged_first() -> None:
                 n: g + torch.randn(g.shape, generator=draw, dtype=g.dtype)
                 for n, g in seen.gradient.items()
             },
-            law=Law(noise="gaussian", variance=1.0),
+            mechanism=Mechanism(noise="gaussian", variance=1.0),
         )
         for draw in noise
     ]
     attack = make_attack("candidates", candidates=list_)
     mean = average(uploads)
-    assert mean.law == Law(noise="gaussian", variance=0.25)
+    assert mean.mechanism == Mechanism(noise="gaussian", variance=0.25)
     torch.testing.assert_close(attack.history(uploads).scores, attack(mean).scores)
     with pytest.raises(ValueError, match="at least one"):
         attack.history([])
@@ -661,8 +669,10 @@ def uneven(seen: Any, variances: Sequence[Any], noise: str = "gaussian") -> list
             n: g + v[n].sqrt() * torch.randn(g.shape, generator=torch_rng(seed), dtype=g.dtype)
             for n, g in seen.gradient.items()
         }
-        law = Law(noise=noise, variance=v if isinstance(share, Tensor) else share * unit)
-        found.append(replace(seen, gradient=gradient, law=law))
+        mechanism = Mechanism(
+            noise=noise, variance=v if isinstance(share, Tensor) else share * unit
+        )
+        found.append(replace(seen, gradient=gradient, mechanism=mechanism))
     return found
 
 
@@ -677,14 +687,16 @@ def test_the_mean_of_uneven_noise_is_by_the_formula(kind: str) -> None:
         "numbers": [1.0, 100.0, 4.0], "by entry": drawn, "both": [drawn[0], 2.0, drawn[2]],
     }[kind]  # fmt: skip
     uploads = uneven(seen, variances)
-    v = torch.stack([flat({n: one.law.variance_of(n) + torch.zeros_like(g)
+    v = torch.stack([flat({n: one.mechanism.variance_of(n) + torch.zeros_like(g)
                            for n, g in seen.gradient.items()}) for one in uploads])  # fmt: skip
     y = torch.stack([flat(one.gradient) for one in uploads])
     expected = torch.where(v[1] == 0, y[1], (y / v).sum(0) / (1 / v).sum(0))
     for ordered in (uploads, uploads[::-1]):
-        granted = [replace(one, noise_variance=one.law.variance, law=None) for one in ordered]
+        granted = [
+            replace(one, noise_variance=one.mechanism.variance, mechanism=None) for one in ordered
+        ]
         for mean in (average(ordered), average(granted)):
-            told = mean.noise_variance if mean.law is None else mean.law.variance
+            told = mean.noise_variance if mean.mechanism is None else mean.mechanism.variance
             assert isinstance(told, float) == (kind == "numbers")
             if isinstance(told, float):
                 told = {n: torch.full_like(g, told) for n, g in seen.gradient.items()}
@@ -726,10 +738,10 @@ def test_uploads_with_other_laws_have_no_mean_but_a_history() -> None:
     (noisy,) = uneven(seen, [1.0])
     for other in (
         seen,
-        replace(noisy, law=None),
+        replace(noisy, mechanism=None),
         replace(noisy, noise_variance=1.0),
-        replace(noisy, law=replace(noisy.law, clip_norm=1.0)),
-        replace(noisy, law=replace(noisy.law, noise="laplace")),
+        replace(noisy, mechanism=replace(noisy.mechanism, clip_norm=1.0)),
+        replace(noisy, mechanism=replace(noisy.mechanism, noise="laplace")),
         replace(noisy, local=LocalTraining((0.1,), make_optimizer("sgd"))),
     ):
         with pytest.raises(ValueError, match="have no mean"):
@@ -740,7 +752,7 @@ def test_uploads_with_other_laws_have_no_mean_but_a_history() -> None:
     torch.testing.assert_close(found, total)
 
 
-@pytest.mark.parametrize("told", ["law", "noise_variance"])
+@pytest.mark.parametrize("told", ["mechanism", "noise_variance"])
 def test_what_was_withheld_takes_no_part_in_a_mean(told: str) -> None:
     model, _ = make_task("bert")
     list_ = texts(8)
@@ -751,8 +763,12 @@ def test_what_was_withheld_takes_no_part_in_a_mean(told: str) -> None:
     for seed, (here, scale) in enumerate(zip(kept, (1.0, 3.0), strict=True)):
         v = scale * here.double()
         y = flat(seen.gradient) + torch.randn(size, generator=torch_rng(seed)).double() * v.sqrt()
-        law = Law(kept="chosen", noise="gaussian", variance=like(v, seen))
-        grant = {"law": law} if told == "law" else {"noise_variance": law.variance}
+        mechanism = Mechanism(selection="chosen", noise="gaussian", variance=like(v, seen))
+        grant = (
+            {"mechanism": mechanism}
+            if told == "mechanism"
+            else {"noise_variance": mechanism.variance}
+        )
         uploads.append(replace(seen, gradient=like(y * here, seen), **grant))
     y = torch.stack([flat(one.gradient) for one in uploads])
     precision = torch.stack(
@@ -763,9 +779,9 @@ def test_what_was_withheld_takes_no_part_in_a_mean(told: str) -> None:
     expected = (y * precision).sum(0)[sent] / precision.sum(0)[sent]
     torch.testing.assert_close(flat(mean.gradient)[sent], expected)
     assert not flat(mean.gradient)[~sent].any()
-    variance = mean.law.variance if told == "law" else mean.noise_variance
+    variance = mean.mechanism.variance if told == "mechanism" else mean.noise_variance
     torch.testing.assert_close(flat(variance)[sent], 1 / precision.sum(0)[sent])
-    if told == "law":
+    if told == "mechanism":
         attack = make_attack("candidates", candidates=list_, rounding=1e-9)
         total = sum(attack(one, torch_rng()).scores for one in uploads)
         scores = attack.history(uploads, torch_rng()).scores
@@ -779,7 +795,7 @@ def test_texts_ids_and_the_vocabulary_at_places() -> None:
     model, _ = make_task("bert")
     tokenizer = word_tokenizer(WORDS)
     batch = {**tokenizer(["w3 w7 w5"], return_tensors="pt"), "labels": torch.tensor([1])}
-    seen = seen_by(model, batch, law=Law(), tokenizer=tokenizer)
+    seen = seen_by(model, batch, mechanism=Mechanism(), tokenizer=tokenizer)
     found = make_attack("candidates", candidates=["w1 w2", "w3 w7 w5", "w9"])(seen)
     assert found.text == ["w3 w7 w5"]
     assert found.token_ids == batch["input_ids"].tolist()
@@ -796,13 +812,13 @@ def test_texts_ids_and_the_vocabulary_at_places() -> None:
 def test_own_labels_and_tokens() -> None:
     model, _ = make_task("bert")
     list_ = texts(6)
-    seen = seen_by(model, batch_of([list_[1]], [2]), law=Law())
+    seen = seen_by(model, batch_of([list_[1]], [2]), mechanism=Mechanism())
     own = make_attack("candidates", candidates=list_, labels=[0, 2, 1, 0, 1, 2])(seen)
     assert own.ranking[0] == 1
     lm, _ = make_task("gpt2_lm")
     ids = torch.tensor([list_[1]])
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
-    seen = seen_by(lm, batch, law=Law())
+    seen = seen_by(lm, batch, mechanism=Mechanism())
     assert make_attack("candidates", candidates=list_)(seen).ranking[0] == 1
     mapped = [{"input_ids": torch.tensor([t]), "labels": torch.tensor([t])} for t in list_]
     assert make_attack("candidates", candidates=mapped)(seen).ranking[0] == 1
@@ -826,14 +842,16 @@ def test_a_message_of_one_is_a_mean_over_its_tokens(kind: str) -> None:
     model, list_ = labeled(kind, texts(6))
     gradients = [flat(GradientMap(model, one).gradient()) for one in list_]
     y = gradients[2] + 0.1 * torch.randn(len(gradients[2]), generator=torch_rng()).double()
-    seen = seen_by(model, list_[2], labels=None, law=Law(noise="gaussian", variance=0.01))
+    seen = seen_by(
+        model, list_[2], labels=None, mechanism=Mechanism(noise="gaussian", variance=0.01)
+    )
     seen = replace(seen, gradient=like(y, seen))
     scores = make_attack("candidates", candidates=list_, rounding=1e-9)(seen).scores
     expected = torch.stack([-(y - g).square().sum() / 0.02 for g in gradients])
     torch.testing.assert_close(scores, expected, rtol=1e-5, atol=1e-5)
-    # Without a law by distance or cosine, in units of the list's mean, which is taken off; of the
-    # gradient itself, where it points away from that.
-    blind = make_attack("candidates", candidates=list_)(replace(seen, law=None)).ranking
+    # Without a mechanism by distance or cosine, in units of the list's mean, which is taken off; of
+    # the gradient itself, where it points away from that.
+    blind = make_attack("candidates", candidates=list_)(replace(seen, mechanism=None)).ranking
     center = torch.stack(gradients).mean(0)
     scale = float(y @ center / center.square().sum())
     h, rest = torch.stack(gradients) - center, y / (scale if scale > 0 else 1.0) - center
@@ -847,8 +865,10 @@ def test_texts_in_a_message_weigh_by_what_they_predict() -> None:
     model, rows = labeled("gpt2_lm", list_)
     batch = batch_of([list_[1], list_[8]], [0, 0])
     batch["labels"] = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
-    law = Law(noise="gaussian", variance=0.05)
-    seen = seen_by(model, batch, labels=None, law=law, attention_mask=batch["attention_mask"])
+    mechanism = Mechanism(noise="gaussian", variance=0.05)
+    seen = seen_by(
+        model, batch, labels=None, mechanism=mechanism, attention_mask=batch["attention_mask"]
+    )
     y = flat(seen.gradient)
     y = y + 0.05**0.5 * torch.randn(len(y), generator=torch_rng()).double()
     found = make_attack("candidates", candidates=list_, rounding=1e-9)(
@@ -871,7 +891,9 @@ def test_shared_embeddings_count() -> None:
     list_ = texts(6)
     batch = batch_of([list_[1]], [2])
     gradient = GradientMap(model, batch, share_input_embeddings=True).gradient()
-    seen = Observation(model, gradient, (1, len(list_[1])), labels=batch["labels"], law=Law())
+    seen = Observation(
+        model, gradient, (1, len(list_[1])), labels=batch["labels"], mechanism=Mechanism()
+    )
     fast, slow = (
         make_attack("candidates", candidates=list_, vectorized=v)(seen) for v in (True, False)
     )
@@ -908,8 +930,8 @@ def test_settings_out_of_range() -> None:
     with pytest.raises(ValueError, match="rounding"):
         make_attack("candidates", rounding=0)
     with pytest.raises(ValueError, match="variance"):
-        Law(noise="gaussian")
+        Mechanism(noise="gaussian")
     with pytest.raises(ValueError, match="kept"):
-        Law(kept="some")  # type: ignore[arg-type]
+        Mechanism(selection="some")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="levels"):
-        Law(levels=4)
+        Mechanism(levels=4)

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from hf_gradguard import GradientMap, make_defense
 from hf_gradguard.attacks import Observation, make_attack
 from hf_gradguard.attacks.candidates.fitted import LEAST, Fits, brought, shares_of
+from hf_gradguard.defenses.mechanism import Fitted, Mechanism
 from hf_gradguard.defenses.message import Message
-from hf_gradguard.gradient_map.law import Fitted, Law
 from hf_gradguard.gradient_map.layers import Pass, layers_of
 from hf_gradguard.gradient_map.per_sample.span import Granularity, SampleSpan
 from hf_gradguard.gradient_map.random_batch import synthetic_samples
@@ -88,9 +88,9 @@ def test_powers_are_those_of_a_dense_projection(factors: Granularity) -> None:
 def test_the_score_is_that_of_the_formula() -> None:
     """-Σ_l d_l/2 log(‖M‖² - 2⟨M, g⟩ + ‖P g‖²), in units of ‖M‖²."""
     model, batch = make_task("bert")
-    law, some = Fitted(2, "parameter"), [gradient_of(model, one) for one in texts(3)]
+    mechanism, some = Fitted(2, "parameter"), [gradient_of(model, one) for one in texts(3)]
     message = dict(some[0])
-    told = Fits({7: (message, law)}, batch, model, torch_rng(5))
+    told = Fits({7: (message, mechanism)}, batch, model, torch_rng(5))
     stacked = {name: torch.stack([one[name] for one in some]) for name in message}
     (span,) = told._spans.values()
     powers, expected = span(stacked), torch.zeros(3, dtype=torch.float64)
@@ -119,8 +119,8 @@ def rank_of(right: int, listed: list[Any], informed: bool) -> int:
     state = {f"error.{name}": e for name, e in error.items()}
     defense.load_state_dict(state | {"error_size": torch.tensor(1.0, dtype=torch.float64)})
     message = defense(gmap, Stream.from_seeds(right))
-    law, labels = defense.law(message) if informed else None, listed[right]["labels"]
-    seen = Observation(model, dict(message), (1, 8), labels=labels, law=law)
+    mechanism, labels = defense.mechanism(message) if informed else None, listed[right]["labels"]
+    seen = Observation(model, dict(message), (1, 8), labels=labels, mechanism=mechanism)
     attack = make_attack("candidates", candidates=listed)
     scores = attack(seen, generator=torch_rng(right)).scores
     return int((scores > scores[right]).sum())
@@ -142,9 +142,11 @@ def test_the_law_holds_nothing_secret() -> None:
     used, fresh = (make_defense("refiner", **settings) for _ in range(2))
     message = used(GradientMap(model, batch, second_order=False), Stream.from_seeds(1))
     again = pickle.loads(pickle.dumps({n: t.clone() for n, t in message.items()}))
-    law = used.law(message)
-    assert law == fresh.law(type(message)(again)) == Law(fitted=Fitted(3, "token"))
-    assert law == copy.deepcopy(law)
+    mechanism = used.mechanism(message)
+    assert (
+        mechanism == fresh.mechanism(type(message)(again)) == Mechanism(fitted=Fitted(3, "token"))
+    )
+    assert mechanism == copy.deepcopy(mechanism)
 
 
 @pytest.mark.parametrize(
@@ -152,7 +154,7 @@ def test_the_law_holds_nothing_secret() -> None:
     [{"iterations": 2}, {"objective": "weighted"}, {"iterations": 1, "factors": "message"}],
 )
 def test_samples_that_move_have_no_law(settings: dict[str, Any]) -> None:
-    assert make_defense("refiner", **settings).law(Message({})) is None
+    assert make_defense("refiner", **settings).mechanism(Message({})) is None
 
 
 def test_several_laws_and_messages_at_once() -> None:
@@ -160,8 +162,8 @@ def test_several_laws_and_messages_at_once() -> None:
     model, batch = make_task("bert")
     some = [gradient_of(model, one) for one in texts(3)]
     stacked = {name: torch.stack([one[name] for one in some]) for name in some[0]}
-    law, other = Fitted(2, "parameter"), Fitted(2, "sample")
-    both = {0: (some[0], law), 1: (some[1], law), 2: (some[2], other)}
+    mechanism, other = Fitted(2, "parameter"), Fitted(2, "sample")
+    both = {0: (some[0], mechanism), 1: (some[1], mechanism), 2: (some[2], other)}
     told = Fits(both, batch, model, torch_rng(5))(stacked)
     alone = Fits({0: both[0]}, batch, model, torch_rng(5))(stacked)
     torch.testing.assert_close(told[0], alone[0])

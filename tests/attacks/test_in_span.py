@@ -16,8 +16,8 @@ from hf_gradguard.attacks.candidates import in_span
 from hf_gradguard.attacks.candidates.fitted import brought
 from hf_gradguard.attacks.candidates.in_span import INSIDE, LATER, InSpan, spans_of
 from hf_gradguard.attacks.gathered import gathered
+from hf_gradguard.defenses.mechanism import Fitted
 from hf_gradguard.defenses.message import Message
-from hf_gradguard.gradient_map.law import Fitted
 from hf_gradguard.gradient_map.per_sample.span import Granularity, Powers, SampleSpan
 from hf_gradguard.gradient_map.random_batch import synthetic_samples
 from hf_gradguard.randomness import Stream
@@ -114,14 +114,14 @@ def sent(
     message = defense(GradientMap(model, batch, second_order=False), Stream.from_seeds(seed))
     shape = (len(batch["labels"]), batch["input_ids"].shape[1])
     return message, Observation(
-        model, dict(message), shape, labels=batch["labels"], law=defense.law(message)
+        model, dict(message), shape, labels=batch["labels"], mechanism=defense.mechanism(message)
     )
 
 
 def read(seen: Observation, batch: dict[str, Tensor]) -> list[Powers]:
-    assert seen.law is not None
-    assert seen.law.fitted is not None
-    return spans_of(seen, seen.law.fitted, batch, torch_rng(3))
+    assert seen.mechanism is not None
+    assert seen.mechanism.fitted is not None
+    return spans_of(seen, seen.mechanism.fitted, batch, torch_rng(3))
 
 
 @pytest.mark.parametrize("factors", ["sample", "parameter", "token"])
@@ -134,7 +134,7 @@ def test_synthetic_texts_are_read_out_of_a_message(factors: Granularity) -> None
         size = float(flat(dict(message)).square().sum())
         one = {name: y[None] for name, y in message.items()}
         assert float(span(one).sum()) / size > INSIDE
-        _, drawn = sample_span(model, 99, factors)  # what others of the law have of it
+        _, drawn = sample_span(model, 99, factors)  # what others of the mechanism have of it
         assert float(drawn(one).sum()) / size < 0.9
 
 
@@ -147,7 +147,9 @@ def test_later_messages_are_read_as_well() -> None:
         message = defense(GradientMap(model, batch, second_order=False), Stream.from_seeds(seed))
         both = {key: torch.cat([value, value]) for key, value in batch.items()}
         uploads.append(
-            Observation(model, dict(message), (2, 8), both["labels"], law=defense.law(message))
+            Observation(
+                model, dict(message), (2, 8), both["labels"], mechanism=defense.mechanism(message)
+            )
         )
     assert len(read(gathered(uploads), batches[0])) == 1 + LATER
     assert len(read(gathered(uploads[:2]), batches[0])) == 2
@@ -185,7 +187,7 @@ def test_images_are_not_read() -> None:
 
 
 def test_a_message_of_another_kind_names_no_span() -> None:
-    """A gradient of texts lies in no synthetic ones' span, whatever its law says."""
+    """A gradient of texts lies in no synthetic ones' span, whatever its mechanism says."""
     model, _ = make_task("bert", **WIDE)
     batch = texts(1)[0]
     noise = {n: g + torch.randn_like(g) for n, g in gradient_of(model, batch).items()}
@@ -204,7 +206,7 @@ def ranks_of(dropout: float, seed: int) -> list[int]:
     defense(GradientMap(model, past, second_order=False), Stream.from_seeds(seed, 1))
     message = defense(GradientMap(model, batch, second_order=False), Stream.from_seeds(seed))
     seen = Observation(
-        model, dict(message), (3, 8), labels=batch["labels"], law=defense.law(message)
+        model, dict(message), (3, 8), labels=batch["labels"], mechanism=defense.mechanism(message)
     )
     attack = make_attack("candidates", candidates=listed)
     scores = attack(seen, generator=torch_rng(seed)).scores

@@ -17,7 +17,7 @@ from hf_gradguard.attacks.candidates.sizes import in_units
 from hf_gradguard.attacks.gathered import gathered, own_entries
 from hf_gradguard.attacks.uploads import alike
 from hf_gradguard.audit.client import average_of
-from hf_gradguard.gradient_map.law import Law
+from hf_gradguard.defenses.mechanism import Mechanism
 from hf_gradguard.randomness import Stream
 
 
@@ -51,15 +51,17 @@ def test_members_are_found_beside_what_was_left_out(name: str) -> None:
         batch = {"input_ids": torch.tensor(rows), "labels": torch.tensor([1, 0, 1, 2])}
         batch["attention_mask"] = torch.ones_like(batch["input_ids"])
         made = defense(GradientMap(model, batch), Stream.from_seeds(number))
-        law = defense.law(made)
-        return made, Observation(model, dict(made), (4, 5), labels=batch["labels"], law=law)
+        mechanism = defense.mechanism(made)
+        return made, Observation(
+            model, dict(made), (4, 5), labels=batch["labels"], mechanism=mechanism
+        )
 
     message(words[36:], 0)
     made, seen = message(words[:4], 1)
     assert made.has_residual
-    assert seen.law is not None
-    assert seen.law.left_out
-    assert (seen.law.fitted is not None) == (name == "refiner")
+    assert seen.mechanism is not None
+    assert seen.mechanism.has_residual
+    assert (seen.mechanism.fitted is not None) == (name == "refiner")
     scores = make_attack("candidates", candidates=words[:36])(seen, torch_rng()).scores
     before = [int((scores[4:] > scores[at]).sum()) for at in range(4)]
     assert sum(before) / 4 < 8, before  # 16 by chance
@@ -71,9 +73,9 @@ def test_a_mean_of_messages_carries_what_they_carry() -> None:
     defense = make_defense("pruning", ratio=0.9, error_feedback=True)
     mean = average_of([defense(gmap, stream) for stream in streams])
     assert mean.has_residual
-    law = defense.law(mean)
-    assert law is not None
-    assert law.left_out
+    mechanism = defense.mechanism(mean)
+    assert mechanism is not None
+    assert mechanism.has_residual
     plain = make_defense("pruning", ratio=0.9)
     assert not average_of([plain(gmap, stream) for stream in streams]).has_residual
 
@@ -93,12 +95,14 @@ def _uploads(
         gradients.append({name: g.detach() for name, g in gmap.gradient().items()})
         if number < defense.facts.warmup_messages:
             continue  # empty
-        law = defense.law(made)
-        assert law is not None
+        mechanism = defense.mechanism(made)
+        assert mechanism is not None
         if number == defense.facts.warmup_messages:
             of = {name: torch.tensor(number + 1) for name in made}
-            law = replace(law, batches=of, left_out=True)
-        uploads.append(Observation(model, dict(made), (4, 5), labels=batch["labels"], law=law))
+            mechanism = replace(mechanism, batches=of, has_residual=True)
+        uploads.append(
+            Observation(model, dict(made), (4, 5), labels=batch["labels"], mechanism=mechanism)
+        )
     return gradients, uploads
 
 
@@ -109,8 +113,8 @@ def test_what_is_gathered_is_the_sum_of_as_many_gradients_as_it_says() -> None:
     gradients, uploads = _uploads(model, words, 8, ratio=0.7)
     at = 3
     whole = gathered(uploads, at)
-    assert whole.law is not None
-    assert whole.law.batches is not None
+    assert whole.mechanism is not None
+    assert whole.mechanism.batches is not None
     counts = set()
     for name, got in whole.gradient.items():
         for place in range(got.numel()):
@@ -122,7 +126,7 @@ def test_what_is_gathered_is_the_sum_of_as_many_gradients_as_it_says() -> None:
             window = range(max(sent, default=-1) + 1, brought[0] + 1)
             wanted = sum(float(gradients[n][name].flatten()[place]) for n in window)
             assert float(got.flatten()[place]) == pytest.approx(wanted, rel=1e-9, abs=1e-15)
-            assert int(whole.law.batches[name].flatten()[place]) == len(window)
+            assert int(whole.mechanism.batches[name].flatten()[place]) == len(window)
             counts.add(len(window))
     assert {1, 2, 3, 4} <= counts
 
@@ -132,19 +136,22 @@ def test_what_is_gathered_goes_on_from_what_is_known_of_the_batches_before() -> 
     words = [[5, 6, 7, 8, 9], [6, 7, 8, 9, 5], [7, 8, 9, 5, 6], [8, 9, 5, 6, 7]] * 6
     _, uploads = _uploads(model, words, 6, ratio=0.7)
     whole, early = gathered(uploads, 4), gathered(uploads[:3], 2)
-    assert early.law is not None
-    assert early.law.batches is not None
+    assert early.mechanism is not None
+    assert early.mechanism.batches is not None
     sent = {name: y != 0 for name, y in uploads[2].gradient.items()}
-    known = {n: b.masked_fill(sent[n], 1) for n, b in early.law.batches.items()}
-    assert uploads[3].law is not None
-    late = [replace(uploads[3], law=replace(uploads[3].law, batches=known)), *uploads[4:]]
+    known = {n: b.masked_fill(sent[n], 1) for n, b in early.mechanism.batches.items()}
+    assert uploads[3].mechanism is not None
+    late = [
+        replace(uploads[3], mechanism=replace(uploads[3].mechanism, batches=known)),
+        *uploads[4:],
+    ]
     again = gathered(late, 1)
-    assert whole.law is not None
-    assert again.law is not None
-    for name, count in (whole.law.batches or {}).items():
+    assert whole.mechanism is not None
+    assert again.mechanism is not None
+    for name, count in (whole.mechanism.batches or {}).items():
         heard = whole.gradient[name] != 0
         assert torch.equal(whole.gradient[name], again.gradient[name])
-        assert torch.equal(count[heard], (again.law.batches or {})[name][heard])
+        assert torch.equal(count[heard], (again.mechanism.batches or {})[name][heard])
 
 
 def test_uploads_are_gathered_with_their_law() -> None:
@@ -152,14 +159,14 @@ def test_uploads_are_gathered_with_their_law() -> None:
     _, uploads = _uploads(model, [[5, 6, 7, 8, 9]] * 8, 2, ratio=0.7)
     with pytest.raises(ValueError, match="no upload at 2"):
         gathered(uploads, 2)
-    with pytest.raises(ValueError, match=r"law=defense\.law"):
-        gathered([uploads[0], replace(uploads[1], law=None)])
+    with pytest.raises(ValueError, match=r"mechanism=defense\.mechanism"):
+        gathered([uploads[0], replace(uploads[1], mechanism=None)])
 
 
 def test_who_knows_which_entries_are_alone_names_all_members() -> None:
     """Where a client sends an entry in two messages in a row, which ours does not."""
     model, _ = make_task("bert", dtype=torch.float32)
-    drawn, law = torch_rng(5), Law(kept="chosen", left_out=True)
+    drawn, mechanism = torch_rng(5), Mechanism(selection="chosen", has_residual=True)
     words = [torch.randint(4, 24, (5,), generator=drawn).tolist() for _ in range(64)]
     labels = torch.tensor([1, 0, 1, 2])
     error, uploads = None, []
@@ -171,7 +178,7 @@ def test_who_knows_which_entries_are_alone_names_all_members() -> None:
         least = torch.cat([g.abs().flatten() for g in v.values()]).quantile(0.8)
         sent = {name: g.masked_fill(g.abs() < least, 0) for name, g in v.items()}
         error = {name: g - sent[name] for name, g in v.items()}
-        uploads.append(Observation(model, sent, (4, 5), labels=labels, law=law))
+        uploads.append(Observation(model, sent, (4, 5), labels=labels, mechanism=mechanism))
     attack = make_attack("candidates", candidates=[*words[:4], *words[24:]])
     whole = gathered(uploads, at=5)
     own = own_entries(whole)
@@ -194,7 +201,9 @@ def test_every_entry_is_of_as_many_batches_as_a_client_asks_for(name: str) -> No
             whole = gathered(uploads, at)
             sent = {n: y != 0 for n, y in uploads[at].gradient.items()}
             found += [
-                int(whole.law.batches[n][mask].min()) for n, mask in sent.items() if mask.any()
+                int(whole.mechanism.batches[n][mask].min())
+                for n, mask in sent.items()
+                if mask.any()
             ]
             assert (own_entries(whole) is None) == (least > 1)
         assert min(found) == least
@@ -207,16 +216,16 @@ def test_fitted_messages_keep_later_ones_in_their_law() -> None:
     _, uploads = _uploads(model, words[:16], 4, "refiner", samples=12)
     whole = gathered(uploads, 1)
     torch.testing.assert_close(whole.gradient, uploads[1].gradient, rtol=0, atol=0)
-    assert whole.law is not None
-    for later, upload in zip(whole.law.later, uploads[2:], strict=True):
+    assert whole.mechanism is not None
+    for later, upload in zip(whole.mechanism.later_messages, uploads[2:], strict=True):
         torch.testing.assert_close(later, upload.gradient, rtol=0, atol=0)
     assert not alike(whole, whole)
-    twice = in_units(whole, whole.law, 2.0)[1]
+    twice = in_units(whole, whole.mechanism, 2.0)[1]
     assert twice is not None
     bias = "classifier.bias"
-    assert torch.equal(twice.later[0][bias], 2 * uploads[2].gradient[bias])
+    assert torch.equal(twice.later_messages[0][bias], 2 * uploads[2].gradient[bias])
     with pytest.raises(ValueError, match="give fitted too"):
-        Law(later=whole.law.later)
+        Mechanism(later_messages=whole.mechanism.later_messages)
     attack = make_attack("candidates", candidates=words[4:8] + words[16:])
     scores = attack(whole, torch_rng()).scores
     before = [int((scores[4:] > scores[at]).sum()) for at in range(4)]

@@ -25,7 +25,7 @@ from hf_gradguard.audit.report.verdicts import INFORMED
 from hf_gradguard.audit.run import make_defenses
 from hf_gradguard.audit.settings import AuditSettings
 from hf_gradguard.defenses import DEFENSES
-from hf_gradguard.gradient_map.law import Law
+from hf_gradguard.defenses.mechanism import Mechanism
 
 DRAW = np.random.default_rng(0)
 TEXTS = [" ".join(DRAW.choice(WORDS, size=5)) for _ in range(12)]
@@ -92,56 +92,60 @@ def test_covariances_and_laws_are_granted_to_whom_they_serve() -> None:
     assert found["informed"][1:] == (["noise_variance"], True)
     assert known("tag", "optimal_noise", noise_known=True)["a"][1:] == (["noise_variance"], True)
     for spec in ("none", "quantization", "optimal_noise", "refiner"):
-        assert known("candidates", spec)["a"][1:] == (["law"], True)
+        assert known("candidates", spec)["a"][1:] == (["mechanism"], True)
         assert known("candidates", spec, adaptive=False)["a"][1:] == ([], False)
 
 
 @pytest.mark.parametrize("name", [name for name in DEFENSES if name != "refiner"])
 def test_every_defense_states_its_law(name: str) -> None:
-    """Facts of the law against the message itself: what is zero, in cells, within bounds."""
+    """Facts of the mechanism against the message itself: what is zero, in cells, within bounds."""
     settings: dict[str, Any] = {"clip": 0.05} if "dp_sgd" in name else {}
     model, batch = make_task("bert", dtype=torch.float32)
     gmap = GradientMap(model, batch)
     defense = make_defense(name, **settings)
     message = defense(gmap, rng())
-    law = defense.law(message)
-    assert law is not None
+    mechanism = defense.mechanism(message)
+    assert mechanism is not None
     zeros = any(bool((tensor == 0).any()) for tensor in message.values())
-    assert (law.kept == "largest") == (name == "pruning")
-    assert (law.kept != "all") <= zeros
-    assert (law.noise is not None) == ("noise" in name or "dp_sgd" in name)
-    assert (law.levels is not None) == (name == "quantization")
+    assert (mechanism.selection == "largest") == (name == "pruning")
+    assert (mechanism.selection != "all") <= zeros
+    assert (mechanism.noise is not None) == ("noise" in name or "dp_sgd" in name)
+    assert (mechanism.levels is not None) == (name == "quantization")
     if name == "laplace_noise":
         true = {n: message[n] - g for n, g in gmap.gradient().items()}
         power = sum(float(t.square().sum()) for t in true.values())
         size = sum(t.numel() for t in true.values())
-        assert law.variance == pytest.approx(power / size, rel=0.1)
+        assert mechanism.variance == pytest.approx(power / size, rel=0.1)
     if name == "gaussian_noise":
-        assert law.uniform
+        assert mechanism.uniform
     if name == "optimal_noise":
-        assert not law.uniform
+        assert not mechanism.uniform
 
 
 def test_other_laws() -> None:
     gmap = GradientMap(*make_task("bert", dtype=torch.float32))
 
-    def law(spec: str) -> Law | None:
+    def mechanism(spec: str) -> Mechanism | None:
         ((_, defense),) = make_defenses(spec).items()
-        return defense.law(defense(gmap, rng()))
+        return defense.mechanism(defense(gmap, rng()))
 
-    assert law("quantization:sign_only=true") == Law(rounding="sign")
-    assert law("quantization:bits=2,stochastic=true") == Law(rounding="stochastic", levels=4)
-    assert law("laplace_noise:scale=2") == Law(noise="laplace", variance=4.0)
-    assert law("laplace_noise:utility_budget=1") is None
-    assert law("pruning:ratio=0.9,error_feedback=true") == Law(kept="largest")  # a first message
-    assert law("gaussian_noise+quantization") is None
-    assert law("laplace_noise:scale=1+quantization") is None
-    chained = law("pruning:ratio=0.5+laplace_noise:scale=1")
+    assert mechanism("quantization:sign_only=true") == Mechanism(rounding="sign")
+    assert mechanism("quantization:bits=2,stochastic=true") == Mechanism(
+        rounding="stochastic", levels=4
+    )
+    assert mechanism("laplace_noise:scale=2") == Mechanism(noise="laplace", variance=4.0)
+    assert mechanism("laplace_noise:utility_budget=1") is None
+    assert mechanism("pruning:ratio=0.9,error_feedback=true") == Mechanism(
+        selection="largest"
+    )  # a first message
+    assert mechanism("gaussian_noise+quantization") is None
+    assert mechanism("laplace_noise:scale=1+quantization") is None
+    chained = mechanism("pruning:ratio=0.5+laplace_noise:scale=1")
     assert chained is not None
-    assert (chained.kept, chained.noise) == ("largest", "laplace")
+    assert (chained.selection, chained.noise) == ("largest", "laplace")
     # the same power on half of the entries
     assert chained.variance == pytest.approx(2.0, rel=1e-3)
-    clipped = law("dp_sgd:clip=0.5,scale=1+gaussian_noise:scale=1")
+    clipped = mechanism("dp_sgd:clip=0.5,scale=1+gaussian_noise:scale=1")
     assert clipped is not None
     assert clipped.clip_norm == 0.5
     assert all((v - 2).abs().max() < 1e-5 for v in clipped.variance.values())  # type: ignore[union-attr]

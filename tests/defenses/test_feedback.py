@@ -292,9 +292,9 @@ def test_every_biased_defense_keeps_the_contract(which: str) -> None:
     for message in (first, later):
         assert not message.exact
         assert message.noise is None
-    law = defense.law(later)
-    assert law is not None
-    assert law.left_out
+    mechanism = defense.mechanism(later)
+    assert mechanism is not None
+    assert mechanism.has_residual
 
 
 def test_rounding_is_fed_back_too() -> None:

@@ -58,10 +58,10 @@ def test_says_only_what_holds() -> None:
     assert message.metrics == {"clipped_samples": 1.0, "samples": ROWS}
     assert not defense.facts.needs_second_order
     assert not defense.facts.needs_input
-    law = defense.law(message)
-    assert law is not None
-    assert law.variance == pytest.approx((1e-3 / ROWS) ** 2)
-    assert (law.clip_sample, law.scale, law.clip_norm) == (1e-3, 1.0, None)
+    mechanism = defense.mechanism(message)
+    assert mechanism is not None
+    assert mechanism.variance == pytest.approx((1e-3 / ROWS) ** 2)
+    assert (mechanism.clip_sample, mechanism.scale, mechanism.clip_norm) == (1e-3, 1.0, None)
 
 
 def test_no_sample_is_noise_alone() -> None:

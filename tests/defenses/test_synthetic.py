@@ -250,7 +250,7 @@ def test_texts_have_more_tokens_than_a_gradient_tells_apart(
 
 @pytest.mark.parametrize(("task", "samples"), [("bert", 4), ("vit", 16)])
 def test_of_texts_few_are_made_up_and_of_images_more(task: str, samples: int) -> None:
-    """By the defense, and by whoever knows its law."""
+    """By the defense, and by whoever knows its mechanism."""
     gmap = GradientMap(*make_task(task), second_order=False)
     settings: dict[str, Any] = {"error_feedback": False}
     usual, stated = (
@@ -258,11 +258,11 @@ def test_of_texts_few_are_made_up_and_of_images_more(task: str, samples: int) ->
     )
     one, other = (defense(gmap, Stream.from_seeds(1)) for defense in (usual, stated))
     torch.testing.assert_close(dict(one), dict(other), rtol=0, atol=0)
-    law = usual.law(one)
-    assert law is not None
-    assert law.fitted is not None
+    mechanism = usual.mechanism(one)
+    assert mechanism is not None
+    assert mechanism.fitted is not None
     draw = torch.Generator()
-    made = made_up(law.fitted, gmap.batch, gmap.model, list(gmap.parameters), draw)
+    made = made_up(mechanism.fitted, gmap.batch, gmap.model, list(gmap.parameters), draw)
     assert len(made.input) == samples
 
 

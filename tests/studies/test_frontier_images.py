@@ -100,7 +100,7 @@ def test_who_knows_no_covariance_sees_the_same_message_without_it():
     (aware,) = image_attackers._observed(asked, stage, [batch])
     unknowing = asked | {"attack": settings.UNAWARE[0]}
     (unaware,) = image_attackers._observed(unknowing, stage, [batch])
-    assert unaware.noise_variance is unaware.law is None
+    assert unaware.noise_variance is unaware.mechanism is None
     assert all(torch.equal(unaware.gradient[name], g) for name, g in aware.gradient.items())
     assert any(variance.unique().numel() > 1 for variance in aware.noise_variance.values())
 

@@ -37,8 +37,8 @@ class Ranked(Reconstruction):
             all have in common; for several of p(message | candidate in it)/p(message).
         ranking: `(K,)`: numbers of candidates, the likeliest first.
         posterior: `(K,)`: the probability of each of being in the message, where all were equally
-            likely before and B of them are. They add up to B. Where the defense has no law that is
-            known, they are only as good as a guess at one.
+            likely before and B of them are. They add up to B. Where the defense has no known
+            mechanism, they are only as good as a guess at one.
 
     Example:
         >>> found = Candidates(["a fine film", "a dull plot"])(seen)
@@ -56,9 +56,9 @@ class Candidates(Attack):
     """Ranks a list of texts or images by how well each explains the message. No search: one
     gradient per candidate and label.
 
-    With the defense's law (`Observation.law`, or `noise_variance` of Gaussian noise) the score is
-    the log-likelihood: of noisy values, of the kept set and its values, of cells. Without one it is
-    the better of cosine and distance, with the mean gradient of the label taken off: the one in
+    With the defense's mechanism (`Observation.mechanism`, or `noise_variance`) the score is the
+    log-likelihood: of noisy values, of the kept set and its values, of cells. Without one it is the
+    better of cosine and distance, with the mean gradient of the label taken off: the one in
     which the best candidate stands out more. Of several samples it is the log-ratio of membership,
     where other samples' gradients count as noise that varies as candidates do. Texts that are
     longer than a message are cut to it; shorter ones are padded on the left where clients pad
@@ -87,7 +87,7 @@ class Candidates(Attack):
     """
 
     name: ClassVar[str] = "candidates"
-    informed_by: ClassVar[frozenset[str]] = frozenset({"law"})
+    informed_by: ClassVar[frozenset[str]] = frozenset({"mechanism"})
     candidates: Any = None
     labels: Sequence[Any] | None = None
     places: Sequence[int] = ()

@@ -4,7 +4,7 @@
 
 Each group l of parameters has d_l factors of its own, and e, what earlier messages left out, is
 noise there whose variance is not known: the best one is taken out. Of the samples only ‖P g‖² is
-asked for. Where a message names its own samples (in_span.py) they are these. Others of the same law
+asked for. Where a message names its own samples (in_span.py) they are these. Others drawn alike
 span as much of g: where it does not, the server draws its own.
 
 Of several samples a message of such is regressed on the list (linear.py), with precisions of
@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Generator, Tensor, nn
 
+from ...defenses.mechanism import Fitted
 from ...gradient_map import GradientMap
-from ...gradient_map.law import Fitted
 from ...gradient_map.per_sample.span import Powers, SampleSpan
 from ...gradient_map.random_batch import synthetic_samples
 from ...gradient_map.vectorized import ManyGradients
@@ -41,18 +41,18 @@ ROUNDED = 1e-12
 
 class Fits:
     """log p(message | gradient) of K gradients for several messages, up to what is the same for
-    all. Those of one law are compared in one span.
+    all. Those of one mechanism are compared in one span.
 
     Args:
-        messages: By number, with the law of each.
+        messages: By number, with the mechanism of each.
         batch: Any of the clients' kind.
         model: At which messages were made.
-        generator: Of the samples: the same for every law, and left as it is.
+        generator: Of the samples: the same for every mechanism, and left as it is.
         spans: Those that are known, by number.
 
     Example:
-        >>> law = Fitted(samples=4, factors="token")
-        >>> told = Fits({0: (shared, law)}, batch, model, torch.Generator())
+        >>> mechanism = Fitted(samples=4, factors="token")
+        >>> told = Fits({0: (shared, mechanism)}, batch, model, torch.Generator())
         >>> both = ({n: sign * g[None] for n, g in shared.items()} for sign in (1, -1))
         >>> right, wrong = (told(gradient)[0] for gradient in both)
         >>> bool(right > wrong)
@@ -70,11 +70,11 @@ class Fits:
         self.numbers = list(messages)
         self._messages = {number: message for number, (message, _) in messages.items()}
         self._spans, own = dict(spans or {}), {}
-        for number, (message, law) in messages.items():
+        for number, (message, mechanism) in messages.items():
             if number not in self._spans:
-                if law not in own:
-                    own[law] = drawn(law, batch, model, list(message), generator)
-                self._spans[number] = own[law]
+                if mechanism not in own:
+                    own[mechanism] = drawn(mechanism, batch, model, list(message), generator)
+                self._spans[number] = own[mechanism]
 
     def __call__(
         self, gradient: Mapping[str, Tensor], numbers: Sequence[int] | None = None
@@ -90,19 +90,19 @@ class Fits:
 
 
 def drawn(
-    law: Fitted,
+    mechanism: Fitted,
     batch: Mapping[str, Any],
     model: nn.Module,
     names: Sequence[str],
     generator: Generator,
 ) -> Powers:
     """Of the span of synthetic samples of the server's own. The generator is left as it is."""
-    made = made_up(law, batch, model, names, generator.clone_state())
-    return SampleSpan(made).powers(law.factors)
+    made = made_up(mechanism, batch, model, names, generator.clone_state())
+    return SampleSpan(made).powers(mechanism.factors)
 
 
 def made_up(
-    law: Fitted,
+    mechanism: Fitted,
     batch: Mapping[str, Any],
     model: nn.Module,
     names: Sequence[str],
@@ -111,7 +111,7 @@ def made_up(
     """Synthetic samples of the server's own, with dropout of its own.
 
     Args:
-        law: Of the samples.
+        mechanism: Of the samples.
         batch: Any of the clients' kind.
         model: The model.
         names: Of the parameters that messages are of.
@@ -123,21 +123,26 @@ def made_up(
         gmap = GradientMap(model, dict(batch), second_order=False)
         if withheld := [name for name in gmap.parameters if name not in names]:
             gmap = GradientMap(model, dict(batch), withhold=withheld, second_order=False)
-        return synthetic_samples(gmap, law.samples, Stream.from_seeds(seed), law.special)
+        return synthetic_samples(
+            gmap, mechanism.samples, Stream.from_seeds(seed), mechanism.special
+        )
 
 
 def spanned(
-    law: Fitted, batches: Sequence[Mapping[str, Any]], many: ManyGradients, generator: Generator
+    mechanism: Fitted,
+    batches: Sequence[Mapping[str, Any]],
+    many: ManyGradients,
+    generator: Generator,
 ) -> tuple[Powers, list[float]]:
     """The span of the server's own samples, and φ of its groups, by some candidates.
 
     Args:
-        law: Of the samples.
+        mechanism: Of the samples.
         batches: Of all candidates.
         many: Their gradients.
         generator: Of the samples. Left as it is.
     """
-    span = drawn(law, batches[0], many.model, list(many.parameters), generator)
+    span = drawn(mechanism, batches[0], many.model, list(many.parameters), generator)
     some = many(evenly(batches, SHARES_OF))
     return span, shares_of(span, [gradient for _, gradient in some])
 

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...defenses.mechanism import Fitted
 from ...gradient_map import GradientMap, Tensors
 from ...gradient_map.domain import text_keys
-from ...gradient_map.law import Fitted
 from ...gradient_map.per_sample.span import Powers, SampleSpan
 from ..observation import Observation
 from ..span.attack import Span, first_readers
@@ -38,13 +38,13 @@ LATER = 3  # messages that are read beside a first one: most of it is in these
 
 
 def spans_of(
-    seen: Observation, law: Fitted, batch: Mapping[str, Any], generator: torch.Generator
+    seen: Observation, mechanism: Fitted, batch: Mapping[str, Any], generator: torch.Generator
 ) -> list[Powers]:
     """The spans of a message and of the client's next ones, as long as they can be read.
 
     Args:
         seen: The message, of a model that draws nothing.
-        law: Of its samples.
+        mechanism: Of its samples.
         batch: Any of the clients' kind.
         generator: Of the search. Left as it is.
     """
@@ -52,10 +52,14 @@ def spans_of(
     if seen.domain.name != "text":
         return found
     drawn = generator.clone_state()
-    made = made_up(law, batch, seen.model, list(seen.gradient), drawn)
-    later = () if seen.law is None or seen.batch_size == 1 else seen.law.later[:LATER]
+    made = made_up(mechanism, batch, seen.model, list(seen.gradient), drawn)
+    later = (
+        ()
+        if seen.mechanism is None or seen.batch_size == 1
+        else seen.mechanism.later_messages[:LATER]
+    )
     for message in (seen.gradient, *later):
-        span = _span_of(message, seen, law, made, drawn.clone_state())
+        span = _span_of(message, seen, mechanism, made, drawn.clone_state())
         if span is None:
             break
         found.append(span)
@@ -65,7 +69,7 @@ def spans_of(
 def _span_of(
     message: Mapping[str, Tensor],
     seen: Observation,
-    law: Fitted,
+    mechanism: Fitted,
     made: GradientMap,
     generator: torch.Generator,
 ) -> Powers | None:
@@ -75,12 +79,12 @@ def _span_of(
     samples = {**made.batch, text_keys(made.batch)[0]: ids}
     classes = _classes(samples, seen)
     rows = iter([*range(len(ids))] * SWEEPS if len(classes) else [])
-    span = SampleSpan(made.of_batch(samples)).powers(law.factors)
+    span = SampleSpan(made.of_batch(samples)).powers(mechanism.factors)
     while held(span, message) < MOST:
         if (row := next(rows, None)) is None:
             return None
         tried = [_labeled(samples, row, one) for one in classes]
-        spans = [SampleSpan(made.of_batch(one)).powers(law.factors) for one in tried]
+        spans = [SampleSpan(made.of_batch(one)).powers(mechanism.factors) for one in tried]
         within = [float(one(_alone(message)).sum()) for one in spans]
         best = within.index(max(within))
         samples, span = tried[best], spans[best]

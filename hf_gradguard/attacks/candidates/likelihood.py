@@ -1,4 +1,4 @@
-"""How likely a message of one sample is if a candidate is behind it, under the defense's law."""
+"""How likely a message of one sample is if a candidate is behind it, given the mechanism."""
 
 from __future__ import annotations
 
@@ -8,34 +8,36 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from ...defenses.mechanism import Mechanism
 from ...gradient_map import Tensors
-from ...gradient_map.law import Law
 
 
 class Likelihood:
     """log p(message | candidate) of K candidates, up to what is the same for all.
 
-    Where the law says that entries are exact, or in a cell, those that are not count by their
+    Where the mechanism says that entries are exact, or in a cell, those that are not count by their
     distance in units of what evaluations differ in by rounding.
 
     Args:
-        law: How the message was made.
+        mechanism: How the message was made.
         message: What was shared.
         floor: The variance of that rounding, or of draws that the attacker does not know, a
             parameter.
 
     Example:
-        >>> law = Law(noise="gaussian", variance=0.5)
-        >>> told = Likelihood(law, {"w": torch.tensor([1.0])}, {"w": 0.0})
+        >>> mechanism = Mechanism(noise="gaussian", variance=0.5)
+        >>> told = Likelihood(mechanism, {"w": torch.tensor([1.0])}, {"w": 0.0})
         >>> told({"w": torch.tensor([[0.0], [1.0]])}).tolist()
         [-1.0, 0.0]
     """
 
-    def __init__(self, law: Law, message: Tensors, floor: Mapping[str, float]) -> None:
-        self.law, self.message, self.floor = law, message, floor
-        self._kept = {n: y != 0 for n, y in message.items()} if law.kept != "all" else None
+    def __init__(self, mechanism: Mechanism, message: Tensors, floor: Mapping[str, float]) -> None:
+        self.mechanism, self.message, self.floor = mechanism, message, floor
+        self._kept = (
+            {n: y != 0 for n, y in message.items()} if mechanism.selection != "all" else None
+        )
         self._least = math.inf
-        if law.kept == "largest":
+        if mechanism.selection == "largest":
             kept = [y[y != 0].abs().min() for y in message.values() if y.any()]
             self._least = float(torch.stack(kept).min())
 
@@ -45,7 +47,7 @@ class Likelihood:
         count = len(next(iter(gradient.values())))
         device = next(iter(gradient.values())).device
         total = torch.zeros(count, dtype=torch.float64, device=device)
-        threshold = self._threshold(gradient) if self.law.kept == "largest" else None
+        threshold = self._threshold(gradient) if self.mechanism.selection == "largest" else None
         for name, y in self.message.items():
             shape = (count, *[1] * y.dim())
             limit = None if threshold is None else threshold.view(shape)
@@ -53,22 +55,22 @@ class Likelihood:
         return total
 
     def _as_sent(self, gradient: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        if (bound := self.law.clip_coordinate) is not None:
+        if (bound := self.mechanism.clip_coordinate) is not None:
             gradient = {n: g.clamp(-bound, bound) for n, g in gradient.items()}
-        if self.law.clip_norm is not None:
-            gradient = clipped(gradient, self.law.clip_norm)
-        if self.law.scale != 1:
-            gradient = {n: g * self.law.scale for n, g in gradient.items()}
+        if self.mechanism.clip_norm is not None:
+            gradient = clipped(gradient, self.mechanism.clip_norm)
+        if self.mechanism.scale != 1:
+            gradient = {n: g * self.mechanism.scale for n, g in gradient.items()}
         return gradient
 
     def _of(self, name: str, y: Tensor, g: Tensor, threshold: Tensor | None) -> Tensor:
-        law, floor = self.law, self.floor[name]
-        if law.noise is None and law.rounding is not None:
+        mechanism, floor = self.mechanism, self.floor[name]
+        if mechanism.noise is None and mechanism.rounding is not None:
             return self._rounded(y, g, floor)
-        if law.rounding is not None:  # noise on what was rounded
-            g = _quantized(g, law)
-        variance = law.variance_of(name) + floor
-        if law.noise == "laplace":
+        if mechanism.rounding is not None:  # noise on what was rounded
+            g = _quantized(g, mechanism)
+        variance = mechanism.variance_of(name) + floor
+        if mechanism.noise == "laplace":
             scale = torch.as_tensor(variance, device=y.device).div(2).sqrt()
             found = (y - g).abs().div_(scale)
         else:
@@ -88,7 +90,7 @@ class Likelihood:
         """
         assert self._kept is not None
         sizes = next(iter(gradient.values()))
-        if self.law.noise is None:
+        if self.mechanism.noise is None:
             return sizes.new_full((len(sizes),), self._least)
         flat = torch.cat([g.flatten(1).abs() for g in gradient.values()], 1)
         kept = sum(int(mask.sum()) for mask in self._kept.values())
@@ -96,15 +98,15 @@ class Likelihood:
 
     def _rounded(self, y: Tensor, g: Tensor, floor: float) -> Tensor:
         """That a candidate's entries are in the cells of the message's."""
-        if self.law.rounding == "sign":
+        if self.mechanism.rounding == "sign":
             size = g.abs()
             wrong = size.masked_fill(g.sign() == y.sign(), 0)
             mean = size.flatten(1).mean(1) - y.abs().max()
             return -(_sum(wrong.square()) + mean.double().square()) / (2 * floor)
-        assert self.law.levels is not None
-        step = (y.max() - y.min()) / (self.law.levels - 1)
+        assert self.mechanism.levels is not None
+        step = (y.max() - y.min()) / (self.mechanism.levels - 1)
         away = (y - g).abs()
-        if self.law.rounding == "nearest":
+        if self.mechanism.rounding == "nearest":
             return -_sum((away - step / 2).clamp_(min=0).square_()) / (2 * floor)
         outside = _sum((away - step).clamp_(min=0).square_()) / (2 * floor)
         if not step:
@@ -124,17 +126,17 @@ def scaled(gradient: Tensor, by: Tensor) -> Tensor:
     return gradient * by.to(gradient).view(-1, *[1] * (gradient.dim() - 1))
 
 
-def _quantized(g: Tensor, law: Law) -> Tensor:
+def _quantized(g: Tensor, mechanism: Mechanism) -> Tensor:
     """As a client would round each of several gradients."""
     flat = g.flatten(1)
-    if law.rounding == "sign":
+    if mechanism.rounding == "sign":
         return g.sign() * flat.abs().mean(1).view(-1, *[1] * (g.dim() - 1))
-    if law.rounding == "stochastic":
+    if mechanism.rounding == "stochastic":
         return g  # whose mean it is
-    assert law.levels is not None
+    assert mechanism.levels is not None
     low, high = flat.min(1).values, flat.max(1).values
     low, step = (
-        one.view(-1, *[1] * (g.dim() - 1)) for one in (low, (high - low) / (law.levels - 1))
+        one.view(-1, *[1] * (g.dim() - 1)) for one in (low, (high - low) / (mechanism.levels - 1))
     )
     return low + ((g - low) / step.clamp(min=1e-38)).round() * step
 

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from ...defenses.mechanism import Fitted
 from ...gradient_map import Tensors
-from ...gradient_map.law import Fitted
 from ...gradient_map.per_sample.span import Powers
 from ...gradient_map.vectorized import ManyGradients, has_draws
 from ..gathered import own_entries
@@ -17,7 +17,7 @@ from ..observation import Observation
 from .entries import Entries
 from .fitted import Fits, brought, spanned
 from .in_span import InSpan, spans_of
-from .laws import clip_of_samples, law_of
+from .laws import clip_of_samples, mechanism_of
 from .likelihood import Likelihood, clipped, scaled
 from .linear import Filtered, MatchedFilter
 from .pool import Pool, evenly
@@ -76,21 +76,26 @@ class Scorer:
         )
         self.spread = self.many.spread(evenly(batches, _SPREAD_OF))
         self.spread = {name: (1 + 1 / draws) * value for name, value in self.spread.items()}
-        laws = [law_of(one) for one in observations]
-        self.clip_sample = clip_of_samples(laws)
+        mechanisms = [mechanism_of(one) for one in observations]
+        self.clip_sample = clip_of_samples(mechanisms)
         sized = self.clip_sample is None and bool((self.pool.size != 1).any())
         self.sums = [sized and one.batch_size > 1 for one in observations]
         told = [
-            in_units(one, law, unit if sums else 1.0)
-            for one, law, unit, sums in zip(
-                observations, laws, self.pool.units, self.sums, strict=True
+            in_units(one, mechanism, unit if sums else 1.0)
+            for one, mechanism, unit, sums in zip(
+                observations, mechanisms, self.pool.units, self.sums, strict=True
             )
         ]
-        self.observations, self.laws = [one for one, _ in told], [law for _, law in told]
+        self.observations, self.mechanisms = (
+            [one for one, _ in told],
+            [mechanism for _, mechanism in told],
+        )
         self.direct = {
-            at: Likelihood(law, dict(one.gradient), self._floor(one))
-            for at, (one, law) in enumerate(told)
-            if law is not None and not (law.fitted or law.left_out) and one.batch_size == 1
+            at: Likelihood(mechanism, dict(one.gradient), self._floor(one))
+            for at, (one, mechanism) in enumerate(told)
+            if mechanism is not None
+            and not (mechanism.fitted or mechanism.has_residual)
+            and one.batch_size == 1
         }
         fitted = {at: fit for at in range(len(told)) if (fit := self._fit(at))}
         self.spans = {
@@ -137,24 +142,29 @@ class Scorer:
         ]
 
     def _fit(self, at: int) -> Fitted | None:
-        law = self.laws[at]
-        return None if law is None else law.fitted
+        mechanism = self.mechanisms[at]
+        return None if mechanism is None else mechanism.fitted
 
     def _beside(self, at: int) -> bool:
         """Whether a message of several samples, sent entry by entry, has what earlier ones left out
         beside them.
         """
-        law, several = self.laws[at], self.observations[at].batch_size > 1
-        return law is not None and law.fitted is None and law.left_out and several
+        mechanism, several = self.mechanisms[at], self.observations[at].batch_size > 1
+        return (
+            mechanism is not None
+            and mechanism.fitted is None
+            and mechanism.has_residual
+            and several
+        )
 
     def _known(self, at: int) -> bool:
         """Whether scores are likelihoods. Else, and where others' noise is a guess, it is also one
         how sure they are.
         """
-        law = self.laws[at]
-        if law is None or law.fitted is not None or law.left_out:
+        mechanism = self.mechanisms[at]
+        if mechanism is None or mechanism.fitted is not None or mechanism.has_residual:
             return False
-        return at in self.direct or law.rounding != "sign"
+        return at in self.direct or mechanism.rounding != "sign"
 
     def _centers(self, means: dict[bool, Tensors]) -> list[Tensors]:
         """What messages of their labels are on average, by means of labels `(labels, *shape)`.
@@ -177,21 +187,25 @@ class Scorer:
         are in its coordinates where these are others.
         """
         groups: list[_Alike] = []
-        laws = {fit for at in rest if at not in self.spans and (fit := self._fit(at))}
-        spans = {fit: spanned(fit, self.pool.batches, self.many, self.generator) for fit in laws}
+        mechanisms = {fit for at in rest if at not in self.spans and (fit := self._fit(at))}
+        spans = {
+            fit: spanned(fit, self.pool.batches, self.many, self.generator) for fit in mechanisms
+        }
         for at in rest:
-            seen, law, center = self.observations[at], self.laws[at], centers[at]
+            seen, mechanism, center = self.observations[at], self.mechanisms[at], centers[at]
             if fit := self._fit(at):
                 drawn = None if at in self.spans else spans[fit]
                 groups.append(self._fitted(at, center, drawn))
                 continue
             several, own = [], own_entries(seen) if self._beside(at) else None
             if own is not None:
-                several.append((own.law, *by_noise(own, own.law, center, self._floor(seen))))
+                several.append(
+                    (own.mechanism, *by_noise(own, own.mechanism, center, self._floor(seen)))
+                )
             else:
-                several.append((law, *by_noise(seen, law, center, self._floor(seen))))
+                several.append((mechanism, *by_noise(seen, mechanism, center, self._floor(seen))))
             if self._beside(at) and (own is None or not self._enough(own)):
-                several.append((law, beside_others(seen, law, sizes), None))
+                several.append((mechanism, beside_others(seen, mechanism, sizes), None))
             for known, weights, variance in several:
                 told = to_filter(seen, known, center, weights, variance)
                 alike = [g for g in groups if self.sums[g.numbers[0]] == self.sums[at]]
@@ -211,8 +225,8 @@ class Scorer:
         """Of a message of several samples, fitted in a span that it names, or in one like that
         which was drawn.
         """
-        seen, law = self.observations[at], self.laws[at]
-        messages = [seen.gradient, *(law.later if law else ())]
+        seen, mechanism = self.observations[at], self.mechanisms[at]
+        messages = [seen.gradient, *(mechanism.later_messages if mechanism else ())]
         if drawn is None:
             inside = InSpan(messages, self.spans[at])
             mean = inside({name: c[None] for name, c in center.items()})
@@ -284,7 +298,7 @@ class Scorer:
         return {name: least + self.spread[name] for name in self.names}
 
     def _filtered(self, one: MatchedFilter, place: int, at: int) -> list[Tensor]:
-        """Statistics of a message, of which there are several where its law is not known."""
+        """Statistics of a message, of which there are several where its mechanism is not known."""
         share = self.pool.asked[at].share
         unknown = one.messages[place].variance is None
         beside = one.weights is not None and unknown  # what is left out, or in no span

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...defenses.mechanism import Mechanism
 from ...gradient_map import Tensors
-from ...gradient_map.law import Law
 from ...gradient_map.per_sample.plan import count_items
 from ..observation import Observation
 from ..span.layer_inputs import is_causal_lm
@@ -57,29 +57,33 @@ def mean_items(seen: Observation, batches: Sequence[Mapping[str, Any]], items: T
     return float(((near * items / own).sum(1) / near.sum(1) * lengths[:, 0]).mean())
 
 
-def in_units(seen: Observation, law: Law | None, by: float) -> tuple[Observation, Law | None]:
-    """A message and its law, as if gradients were so many times as large.
+def in_units(
+    seen: Observation, mechanism: Mechanism | None, by: float
+) -> tuple[Observation, Mechanism | None]:
+    """A message and its mechanism, as if gradients were so many times as large.
 
     Example:
-        >>> law = Law(clip_norm=1.0, noise="gaussian", variance=0.5)
-        >>> twice, told = in_units(seen, law, 2.0)
+        >>> mechanism = Mechanism(clip_norm=1.0, noise="gaussian", variance=0.5)
+        >>> twice, told = in_units(seen, mechanism, 2.0)
         >>> bool((twice.gradient["classifier.bias"] == 2 * shared["classifier.bias"]).all())
         True
         >>> told.clip_norm, told.variance
         (2.0, 2.0)
     """
     if by == 1:
-        return seen, law
-    if law is not None:
-        law = replace(
-            law,
-            clip_norm=law.clip_norm and law.clip_norm * by,
-            clip_coordinate=law.clip_coordinate and law.clip_coordinate * by,
-            variance=None if law.variance is None else _times(law.variance, by**2),
-            later=tuple({name: g * by for name, g in one.items()} for one in law.later),
+        return seen, mechanism
+    if mechanism is not None:
+        mechanism = replace(
+            mechanism,
+            clip_norm=mechanism.clip_norm and mechanism.clip_norm * by,
+            clip_coordinate=mechanism.clip_coordinate and mechanism.clip_coordinate * by,
+            variance=None if mechanism.variance is None else _times(mechanism.variance, by**2),
+            later_messages=tuple(
+                {name: g * by for name, g in one.items()} for one in mechanism.later_messages
+            ),
         )
     gradient = {name: g * by for name, g in seen.gradient.items()}
-    return replace(seen, gradient=gradient, law=law, noise_variance=None), law
+    return replace(seen, gradient=gradient, mechanism=mechanism, noise_variance=None), mechanism
 
 
 def _times(variance: float | Mapping[str, Tensor], by: float) -> float | dict[str, Tensor]:
@@ -90,7 +94,7 @@ def _times(variance: float | Mapping[str, Tensor], by: float) -> float | dict[st
 
 def to_filter(
     seen: Observation,
-    law: Law | None,
+    mechanism: Mechanism | None,
     center: Tensors,
     weights: Tensors | None,
     variance: float | None,
@@ -99,14 +103,14 @@ def to_filter(
 
     Args:
         seen: What the server saw.
-        law: How the message was made.
+        mechanism: How the message was made.
         center: What it is on average.
         weights: Of coordinates, `None` where all weigh alike.
         variance: Of the noise in these units, `None` where nobody knows it.
 
     Example:
         >>> twice = {name: 2 * y for name, y in shared.items()}
-        >>> to_filter(seen, Law(scale=0.5), shared, None, 1.0).variance
+        >>> to_filter(seen, Mechanism(scale=0.5), shared, None, 1.0).variance
         4.0
         >>> told = to_filter(seen, None, twice, None, None)
         >>> torch.allclose(told.message["classifier.bias"], twice["classifier.bias"])
@@ -115,17 +119,21 @@ def to_filter(
     heard = center
     if weights is not None and variance is None:
         heard = {name: c * (weights[name] != 0) for name, c in center.items()}
-    scaled_alike = law is not None and law.clip_norm is None and not law.left_out
-    scale = law.scale if scaled_alike else _fitted(seen.gradient, heard)  # type: ignore[union-attr]
+    scaled_alike = (
+        mechanism is not None and mechanism.clip_norm is None and not mechanism.has_residual
+    )
+    scale = mechanism.scale if scaled_alike else _fitted(seen.gradient, heard)  # type: ignore[union-attr]
     message = {name: g / scale for name, g in seen.gradient.items()}
     variance = None if variance is None else variance / scale**2
-    return Filtered(message, _clipped(center, law), seen.batch_size, variance)
+    return Filtered(message, _clipped(center, mechanism), seen.batch_size, variance)
 
 
-def _clipped(center: Tensors, law: Law | None) -> Tensors:
-    if law is None or law.clip_coordinate is None:
+def _clipped(center: Tensors, mechanism: Mechanism | None) -> Tensors:
+    if mechanism is None or mechanism.clip_coordinate is None:
         return center
-    return {n: c.clamp(-law.clip_coordinate, law.clip_coordinate) for n, c in center.items()}
+    return {
+        n: c.clamp(-mechanism.clip_coordinate, mechanism.clip_coordinate) for n, c in center.items()
+    }
 
 
 def _fitted(message: Mapping[str, Tensor], center: Mapping[str, Tensor]) -> float:

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from ...gradient_map import GradientMap, Tensors
 from ...gradient_map.domain import domain_of_model
-from ...gradient_map.law import Fitted, Law
 from ...gradient_map.per_sample.span import Granularity
 from ...gradient_map.random_batch import synthetic_samples
 from ...networks.loading import check_digest
@@ -24,6 +23,7 @@ from ...networks.trial import name_of
 from ...randomness import Stream
 from ..base import DefenseFacts
 from ..feedback import BiasedDefense, LeftOut
+from ..mechanism import Fitted, Mechanism
 from ..message import Message, nothing_of
 from ..tensors import cast_like, norm, true_gradient
 from .inputs import (
@@ -157,12 +157,12 @@ class Refiner(BiasedDefense):
         """Whether what is shared depends on an evaluation network."""
         return self.objective == "weighted" or self.beta != 0
 
-    def _law(self, message: Message) -> Law | None:
+    def _mechanism(self, message: Message) -> Mechanism | None:
         """Of samples that stay as they were drawn. How far others move depends on the gradient."""
         if self.objective != "cosine" or self.iterations:
             return None
         own: Any = self
-        return Law(fitted=Fitted(own.samples, own.factors, self.special_ids))
+        return Mechanism(fitted=Fitted(own.samples, own.factors, self.special_ids))
 
     def informed(self) -> dict[str, Any]:
         return {"restarts": 4}  # it hides where it started from

@@ -152,13 +152,13 @@ def _ranked(
         message = defense(gmap, Stream.from_seeds(cell["seed"], number))
         grants = {"labels": batch["labels"], "tokenizer": task.tokenizer}
         seen = Observation(model, dict(message), shape, **grants)
-        law = defense.law(message)
-        who = {} if law is None else {"knows": law}
+        mechanism = defense.mechanism(message)
+        who = {} if mechanism is None else {"knows": mechanism}
         if not (who and cell.get("informed")):
             who["does not"] = None
         for knows, granted in who.items():
             places.append(f"{said(strength)}|{knows}")
-            observations.append(Observation(**{**vars(seen), "law": granted}))
+            observations.append(Observation(**{**vars(seen), "mechanism": granted}))
     texts, labels = [row["sentence"] for row in listed], [row["label"] for row in listed]
     attack = make_attack("candidates", candidates=texts, labels=labels)
     found = attack.together(observations, torch.Generator().manual_seed(number))

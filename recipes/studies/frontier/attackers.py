@@ -97,7 +97,7 @@ def _batches(cell: dict, tokenizer, texts: list[dict]) -> list[dict]:
 
 
 def observed(cell: dict, stage: Stage, tokenizer, texts: list[dict]) -> list[Observation | None]:
-    """A cell's messages, with their labels and the law of the defense; `None` of one of zeros."""
+    """A cell's messages, with labels and the defense's mechanism; `None` of one of zeros."""
     batches = _batches(cell, tokenizer, texts)
     messages = sent(cell, stage, batches)
     return [
@@ -142,10 +142,10 @@ def _as_it_was(defense: Defense) -> Iterator[None]:
 
 
 def _granted(stage: Stage, tokenizer, batch: dict, message: Message) -> Observation:
-    """A message, its labels, and the law of the defense."""
+    """A message, its labels, and the mechanism of the defense."""
     return Observation(
         stage.model, dict(message), tuple(batch["input_ids"].shape), labels=batch["labels"],
-        tokenizer=tokenizer, law=stage.defense.law(message),
+        tokenizer=tokenizer, mechanism=stage.defense.mechanism(message),
     )  # fmt: skip
 
 
@@ -162,8 +162,10 @@ def waited_for(
     def uploads(number: int, batch: dict) -> Iterator[Observation]:
         with _as_it_was(stage.defense):
             first = see(batch, _message(stage, batch, Stream.from_seeds(cell["seed"], number)))
-            known = first.law and replace(first.law, batches=stage.batches, left_out=True)
-            yield first if stage.batches is None else replace(first, law=known)
+            known = first.mechanism and replace(
+                first.mechanism, batches=stage.batches, has_residual=True
+            )
+            yield first if stage.batches is None else replace(first, mechanism=known)
             for place, following in enumerate(sequel):
                 stream = Stream.from_seeds(cell["seed"], number, place)
                 yield see(following, _message(stage, following, stream))

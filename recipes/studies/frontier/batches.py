@@ -21,7 +21,7 @@ import torch
 
 from hf_gradguard import GradientMap, make_defense
 from hf_gradguard.attacks import Observation
-from hf_gradguard.gradient_map.law import Law
+from hf_gradguard.defenses.mechanism import Mechanism
 from hf_gradguard.randomness import Stream
 
 from ..lib.tables import write_table
@@ -83,13 +83,15 @@ def _first(model, tokenizer, cell: dict, parts: Sequence[list[dict]]) -> list[Ob
         stream = Stream.from_seeds(cell["seed"], number)
         message = defense(GradientMap(model, batch | {"labels": labels}), stream)
         longest = max(longest, batch["input_ids"].shape[1])
-    shape, law = tuple(batch["input_ids"].shape), defense.law(message)
-    beside = Observation(model, dict(message), shape, labels=labels, tokenizer=tokenizer, law=law)
+    shape, mechanism = tuple(batch["input_ids"].shape), defense.mechanism(message)
+    beside = Observation(
+        model, dict(message), shape, labels=labels, tokenizer=tokenizer, mechanism=mechanism
+    )
     mean = {name: y / len(parts) for name, y in message.items()}
     kept = "largest" if cell["defense"] == "pruning" else "chosen"
     every = torch.tensor([text["label"] for part in parts for text in part])
     return [beside, replace(beside, gradient=mean, input_shape=(len(every), longest),
-                            labels=every, law=Law(kept=kept))]  # fmt: skip
+                            labels=every, mechanism=Mechanism(selection=kept))]  # fmt: skip
 
 
 def _told(cell: dict, listed: list[dict], seen: Sequence[Observation], size: int) -> dict:

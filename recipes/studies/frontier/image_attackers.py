@@ -86,7 +86,7 @@ def _observed(cell: dict, stage: Stage, batches: list[dict]) -> list[Observation
     ]
     if cell["attack"] != UNAWARE[0]:
         return seen
-    return [one and dataclasses.replace(one, noise_variance=None, law=None) for one in seen]
+    return [one and dataclasses.replace(one, noise_variance=None, mechanism=None) for one in seen]
 
 
 def _granted(stage: Stage, batch: dict, message: Message) -> Observation:
@@ -96,7 +96,7 @@ def _granted(stage: Stage, batch: dict, message: Message) -> Observation:
         tuple(batch["pixel_values"].shape),
         labels=batch["labels"],
         noise_variance=None if message.noise is None else message.noise.added,
-        law=stage.defense.law(message),
+        mechanism=stage.defense.mechanism(message),
     )
 
 

@@ -1,4 +1,4 @@
-"""How a message comes from a client's gradient, as whoever knows the defense knows it."""
+"""How a message comes from a client's gradient, as an attacker who knows the defense knows it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from .per_sample.span import Granularity
+from ..gradient_map.per_sample.span import Granularity
 
 
 @dataclass(frozen=True)
@@ -18,8 +18,8 @@ class Fitted:
     """How samples are made up, in the span of whose gradients a message is the nearest point to the
     client's gradient, and to what its earlier messages left out.
 
-    Which samples they are is drawn anew for each message. Others, drawn by the same law, span as
-    much of a gradient.
+    Which samples they are is drawn anew for each message. Others, drawn the same way, span as much
+    of a gradient.
 
     Args:
         samples: How many; `None` as many as are usual of texts, or of images.
@@ -33,13 +33,13 @@ class Fitted:
 
 
 @dataclass(frozen=True)
-class Law:
+class Mechanism:
     """What is done to a gradient on its way into a message, in this order: each sample's is
     clipped, their mean is clipped and scaled, some of its entries are withheld, the others are
     rounded, and noise is added; or it is fitted.
 
     It says how messages come about, and nothing of one client's data but what the message itself
-    shows. Attackers are granted it; defenses state it (`Defense.law`).
+    shows. Attackers are granted it; defenses state it (`Defense.mechanism`).
 
     Args:
         clip_sample: Each sample's gradient is scaled down to this norm.
@@ -47,7 +47,7 @@ class Law:
         scale: What the clipped gradient is multiplied by, as where a sum of samples is divided by
             their expected number.
         clip_coordinate: Every entry is clipped to ± this bound.
-        kept: Which entries are transmitted: `"all"`; `"largest"`, those of the largest |g|; or
+        selection: Which entries are transmitted: `"all"`; `"largest"`, those of the largest |g|; or
             `"chosen"`, by a rule that the attacker does not follow. What was withheld is zero.
         rounding: Of each tensor, to `levels` from its smallest to its largest entry: `"nearest"`,
             or `"stochastic"` up or down; or `"sign"`, which shares signs times the mean |g|.
@@ -55,16 +55,16 @@ class Law:
         noise: Its distribution.
         variance: Of the noise: one number, or a tensor per parameter.
         fitted: In what span it was fitted, and nothing else was done to it.
-        left_out: What earlier messages left out was added first. Nobody knows how large it is.
+        has_residual: What earlier messages left out was added first. How large it is, nobody knows.
         batches: Of how many batches each entry is then the sum, per parameter: who keeps the
             client's messages knows it.
-        later: The client's next messages, which bring what a fitted one left out.
+        later_messages: The client's next messages, which bring what a fitted one left out.
 
     Raises:
         ValueError: For names that there are not, or what goes together and is not given together.
 
     Example:
-        >>> Law(noise="gaussian", variance=0.01).uniform
+        >>> Mechanism(noise="gaussian", variance=0.01).uniform
         True
     """
 
@@ -72,19 +72,19 @@ class Law:
     clip_norm: float | None = None
     scale: float = 1.0
     clip_coordinate: float | None = None
-    kept: Literal["all", "largest", "chosen"] = "all"
+    selection: Literal["all", "largest", "chosen"] = "all"
     rounding: Literal["nearest", "stochastic", "sign"] | None = None
     levels: int | None = None
     noise: Literal["gaussian", "laplace"] | None = None
     variance: float | Mapping[str, Tensor] | None = None
     fitted: Fitted | None = None
-    left_out: bool = False
+    has_residual: bool = False
     batches: Mapping[str, Tensor] | None = None
-    later: tuple[Mapping[str, Tensor], ...] = ()
+    later_messages: tuple[Mapping[str, Tensor], ...] = ()
 
     def __post_init__(self) -> None:
         for name, value, known in (
-            ("kept", self.kept, ("all", "largest", "chosen")),
+            ("selection", self.selection, ("all", "largest", "chosen")),
             ("rounding", self.rounding, (None, "nearest", "stochastic", "sign")),
             ("noise", self.noise, (None, "gaussian", "laplace")),
         ):
@@ -92,22 +92,22 @@ class Law:
                 raise ValueError(f"{name} must be one of {known}, but is {value!r}.")
         if (self.noise is None) != (self.variance is None):
             raise ValueError("Noise has a variance: give both, or neither.")
-        if self.batches is not None and not self.left_out:
+        if self.batches is not None and not self.has_residual:
             raise ValueError(
                 "Entries are sums of several batches where earlier ones left some out."
             )
-        if self.later and self.fitted is None:
+        if self.later_messages and self.fitted is None:
             raise ValueError("Later messages bring what a fitted one left out: give fitted too.")
         if (self.rounding in ("nearest", "stochastic")) != (self.levels is not None):
             raise ValueError("Rounding to levels needs their number, and nothing else has one.")
 
-    def of_mean(self, count: int) -> Law | None:
-        """The law of the mean of so many messages of one gradient, whose noise is independent;
+    def of_mean(self, count: int) -> Mechanism | None:
+        """The mechanism of the mean of so many messages of one gradient, with independent noise;
         `None` where it has none of this kind.
         """
         if count == 1:
             return self
-        if self.rounding == "stochastic" or self.fitted is not None or self.left_out:
+        if self.rounding == "stochastic" or self.fitted is not None or self.has_residual:
             return None
         if self.variance is None:
             return self
@@ -124,7 +124,7 @@ class Law:
         differ in nothing but noise of one variance.
         """
         clipped = self.clip_sample or self.clip_norm or self.clip_coordinate or self.scale != 1
-        if clipped or self.rounding or self.kept != "all" or self.fitted or self.left_out:
+        if clipped or self.rounding or self.selection != "all" or self.fitted or self.has_residual:
             return False
         if not isinstance(self.variance, Mapping):
             return True
