@@ -27,7 +27,10 @@ from hf_gradguard import GradGuardConfig, GradGuardTrainer
 from hf_gradguard.data.files import load_texts
 from hf_gradguard.leakage import membership_power
 from hf_gradguard.models import explain_missing_model
-from hf_gradguard.training.command_line import parse_arguments, with_classes, write_metrics
+
+# Started as a file, it finds no other recipe by itself.
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+from recipes.command_line import parse_arguments, with_classes, write_metrics
 
 SHRINKAGE = 0.5
 DP_SGD = {"per_sample": True, "clip": 1.0, "noise_multiplier": 2.0, "delta": 1e-5}

@@ -34,10 +34,10 @@ from transformers import (
 
 from hf_gradguard import GradGuardConfig, GradGuardTrainer
 from hf_gradguard.models import explain_missing_model
-from hf_gradguard.training.command_line import parse_arguments, with_classes, write_metrics
 
 # Started as a file, it finds no other recipe by itself.
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+from recipes.command_line import parse_arguments, with_classes, write_metrics
 from recipes.small_networks import MODELS
 
 

@@ -30,11 +30,11 @@ from transformers import AutoImageProcessor, AutoModel
 
 from hf_gradguard.data.files import COLUMNS, load_images, load_rows, pick_column
 from hf_gradguard.models import explain_missing_model
-from hf_gradguard.training.command_line import parse_arguments
 
 # Started as a file, it finds no other recipe by itself.
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from recipes import head
+from recipes.command_line import parse_arguments
 from recipes.image_classification import DataArguments, load_splits, mode_of
 
 

@@ -14,7 +14,7 @@ from transformers import Trainer
 
 from ..defenses import Defense
 from ..gradient_map.domain import IMAGE, TEXT, count_rows
-from ..training.clients import CLIENT, ROW, SHARE, Pick
+from ..training.clients.batches import CLIENT, ROW, SHARE, Pick
 from ..training.mixin import GradGuardMixin
 from .cells import code_digest
 from .client import Modality, Shared, modality_of

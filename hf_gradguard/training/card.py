@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 from huggingface_hub import ModelCard
 
 from ..gradient_map.parameters import withheld_by_name, withheld_parameters
-from .batch_statistics import tracking_layers
+from .guards.batch_statistics import tracking_layers
 
 if TYPE_CHECKING:
-    from .shared import SharedMessages
+    from .message import SharedMessages
     from .trainer import GradGuardTrainer
 
 

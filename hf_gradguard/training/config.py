@@ -13,10 +13,10 @@ from transformers import TrainingArguments
 from transformers.hf_argparser import string_to_bool
 
 from ..defenses import make_defense
-from .batch_statistics import CHOICES
-from .partition import PARTITIONS
-from .summed_noise import CHOICES as NOISE_FOR
-from .summed_noise import check_noise_for
+from .clients.partition import PARTITIONS
+from .exchange.summed_noise import CHOICES as NOISE_FOR
+from .exchange.summed_noise import check_noise_for
+from .guards.batch_statistics import CHOICES
 
 _CHOICES = {
     "batch_statistics": CHOICES,

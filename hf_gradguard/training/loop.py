@@ -20,17 +20,16 @@ from ..gradient_map.inputs import model_loss
 from ..gradient_map.replay import no_exchange
 from ..gradient_map.sharding import devices_of, local, whole_of
 from ..gradient_map.types import LossFunction
-from .batch_statistics import BufferGuard, warn_of_statistics
-from .checks import check_model
-from .dropout import private_draws
-from .exchange import average
-from .mesh import ClientRanks, check_mesh, group_of
-from .message import Draws
-from .secure_aggregation import SecureAggregation
-from .tables import AgreedTables, RowGuard
+from .exchange.average import average
+from .exchange.mesh import ClientRanks, check_mesh, group_of
+from .exchange.secure_aggregation import SecureAggregation
+from .guards.batch_statistics import warn_of_statistics
+from .guards.checks import check_model
+from .guards.watch import AgreedTables, BufferGuard, RowGuard
+from .message import Draws, private_draws
 
 if TYPE_CHECKING:
-    from .mesh import Clients
+    from .exchange.mesh import Clients
 
 logger = logging.get_logger(__name__)
 

@@ -3,27 +3,28 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 import time
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from transformers import TrainingArguments
 from transformers.utils import logging
 
+from ..data.private import write_private
 from ..defenses import Defense
 from ..defenses.none import NoDefense
 from ..gradient_map.types import LossFunction
 from ..gradient_map.views import Nothing
 from ..randomness import Stream
-from .batch_statistics import BufferGuard
-from .clients import ClientBatch
-from .dropout import private_draws
-from .ledger import Ledger
+from .clients.batches import ClientBatch
+from .guards.watch import BufferGuard, Ledger, RowGuard
 from .meter import LeakageMeter
-from .tables import RowGuard
 
 logger = logging.get_logger(__name__)
 
@@ -254,3 +255,116 @@ def name_of(parameters: Iterable[str]) -> str:
 
 def _norm(tensors: Mapping[str, Tensor]) -> float:
     return float(torch.nn.utils.get_total_norm(list(tensors.values())))
+
+
+_STATE_WORDS = 624  # of a Mersenne Twister
+
+
+@contextmanager
+def private_draws(stream: Stream | None, device: torch.device | str) -> Iterator[None]:
+    """Let torch's global generators follow `stream`. Afterwards they are as before, so that
+    whatever else draws from them (the order of data, checkpoints of their state) never sees it.
+
+    Args:
+        stream: `None` leaves them alone.
+        device: Of the model. On the CPU the generator's whole state is drawn; an accelerator's has
+            a key of 64 bits.
+
+    Example:
+        >>> with private_draws(Stream(), "cpu"):
+        ...     mask = torch.nn.functional.dropout(torch.ones(9))
+    """
+    if stream is None:
+        yield
+        return
+    device = torch.device(device)
+    if device.type == "cpu":
+        with torch.random.fork_rng(devices=[]):
+            torch.set_rng_state(_state(stream))
+            yield
+        return
+    accelerator = torch.get_device_module(device.type)
+    index = accelerator.current_device() if device.index is None else device.index
+    with torch.random.fork_rng(devices=[index], device_type=device.type):
+        torch.set_rng_state(_state(stream))
+        accelerator.manual_seed(int.from_bytes(stream.bytes(8), "little"))
+        yield
+
+
+def _state(stream: Stream) -> torch.Tensor:
+    """The state of a CPU generator, of 19,968 bits. A seed would be cut to 32."""
+    state = torch.Generator().manual_seed(0).get_state()
+    words = torch.cat([part.long() for part in stream.words(_STATE_WORDS)])
+    # after the seed, two flags and the place: the words, as unsigned 64 bits each
+    state.view(torch.int64)[3 : 3 + _STATE_WORDS] = words & 0xFFFFFFFF
+    return state
+
+
+class SharedMessages:
+    """Counts a rank's messages by what the card says of them.
+
+    There is one for each client and micro-batch, also where nothing counted in a batch or a limit
+    kept a message back, which others see as zeros. So counts follow from steps and settings alone,
+    and say nothing of the data.
+
+    Args:
+        how: Says how a message would be shared now, by names: `defense`, its `settings`, and more.
+
+    Attributes:
+        complete: Whether all are counted: not after a checkpoint that holds no count.
+
+    Example:
+        >>> shared = SharedMessages(lambda: {"defense": "pruning"})
+        >>> shared.add(2)
+        >>> shared.total, dict(shared.by("defense"))
+        (2, {'pruning': 2})
+    """
+
+    def __init__(self, how: Callable[[], Mapping[str, str]]) -> None:
+        self._how = how
+        self._counts = Counter[str]()
+        self.complete = True
+
+    def add(self, messages: int) -> None:
+        """So many were shared as messages are now."""
+        self._counts[json.dumps(self._how())] += messages
+
+    @property
+    def total(self) -> int:
+        """How many there are."""
+        return self._counts.total()
+
+    def by(self, name: str) -> Counter[str]:
+        """How many there are for each of a name's values. Before the first, none for today's."""
+        found = Counter[str]()
+        for how, count in (self._counts or {json.dumps(self._how()): 0}).items():
+            found[json.loads(how).get(name, "")] += count
+        return found
+
+    def save(self, folder: str, rank: int) -> None:
+        """Write them to a checkpoint, to a file that only its owner can read."""
+        state = {"complete": self.complete, "messages": self._counts}
+        write_private(_file(folder, rank), json.dumps(state, indent=1).encode())
+
+    def load(self, folder: str, rank: int) -> None:
+        """Take in what a checkpoint has. What was counted beyond that stays: it was shared, too.
+
+        Raises:
+            ValueError: If the file is damaged.
+        """
+        file = _file(folder, rank)
+        if not file.is_file():
+            self.complete = False
+            return
+        try:
+            state = json.loads(file.read_text())
+        except ValueError as error:
+            raise ValueError(
+                f"{file} is cut off or was changed ({error}). Resume from an earlier checkpoint."
+            ) from error
+        self.complete = self.complete and state["complete"]
+        self._counts = Counter[str](state["messages"]) | self._counts
+
+
+def _file(folder: str, rank: int) -> Path:
+    return Path(folder) / f"gradguard_messages_rank{rank}.json"

@@ -25,9 +25,9 @@ from ..leakage import (
 )
 from ..leakage.unknowns import Unknowns
 from ..randomness import Stream
-from .clients import ROW
-from .exchange import average
-from .secure_aggregation import SecureAggregation
+from .clients.batches import ROW
+from .exchange.average import average
+from .exchange.secure_aggregation import SecureAggregation
 
 logger = logging.get_logger(__name__)
 

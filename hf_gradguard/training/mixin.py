@@ -22,12 +22,10 @@ from ..gradient_map.cache import forget
 from ..gradient_map.parameters import shared_parameters
 from ..gradient_map.replay import no_exchange
 from ..leakage import FisherAccountant
-from .asked import Asked
-from .bases import alone, check_loss, check_order, draws_batches
-from .batch_statistics import average_statistics, warn_of_statistics
+from .adapter import alone, noting
 from .card import complete_card
-from .checks import check_arguments, check_collator, check_leakage, check_training
-from .clients import (
+from .checkpoints.private_state import load_private_state, save_private_state
+from .clients.batches import (
     CLIENT,
     ROW,
     ClientBatch,
@@ -39,22 +37,31 @@ from .clients import (
     drawn,
     split,
 )
+from .clients.empty import EmptyClients
 from .config import GradGuardConfig
-from .empty import EmptyClients
-from .exchange import any_rank, average, average_gradients
-from .guarded import noting
-from .labels import Randomizer
+from .exchange.average import any_rank, average, average_gradients
+from .exchange.secure_aggregation import secure_aggregation_of
+from .exchange.start import StartAlike
+from .exchange.summed_noise import is_summed, share_of_noise
+from .guards.batch_statistics import average_statistics, warn_of_statistics
+from .guards.checks import (
+    check_arguments,
+    check_collator,
+    check_leakage,
+    check_loss,
+    check_order,
+    check_training,
+    draws_batches,
+)
+from .guards.trackers import check_trackers
+from .guards.watch import AgreedTables
 from .launch import say_ranks
 from .message import Draws, MessageMaker
 from .meter import LeakageMeter
-from .private_rows import PrivateRowsTrainer
-from .private_state import load_private_state, save_private_state
+from .privacy.labels import Randomizer
+from .privacy.private_rows import PrivateRowsTrainer
+from .requested_settings import Asked
 from .seams import check_seams
-from .secure_aggregation import secure_aggregation_of
-from .start import StartAlike
-from .summed_noise import is_summed, share_of_noise
-from .tables import AgreedTables
-from .trackers import check_trackers
 from .weights import LossWeights, Normalization, Spread
 
 

@@ -57,51 +57,55 @@ _TRAINER, _MODULE, _CONFIG = (
 )
 SEAMS = (
     Seam(_TRAINER, "_prepare_inputs", "training/mixin.py moves a batch to the device"),
-    Seam(_TRAINER, "_get_dataloader", "training/hooks.py loads what a sampler of ours draws"),
+    Seam(_TRAINER, "_get_dataloader", "training/adapter.py loads what a sampler of ours draws"),
     Seam(
         _TRAINER,
         "_remove_unused_columns",
-        "training/hooks.py numbers the rows that are left",
+        "training/adapter.py numbers the rows that are left",
     ),
     Seam(
         _TRAINER,
         "_get_collator_with_removed_columns",
-        "training/hooks.py adds to a batch whose rows they are",
+        "training/adapter.py adds to a batch whose rows they are",
     ),
-    Seam(_TRAINER, "_maybe_log_save_evaluate", "training/hooks.py logs leakage before a save"),
+    Seam(_TRAINER, "_maybe_log_save_evaluate", "training/adapter.py logs leakage before a save"),
     Seam(
         _TRAINER,
         "_globalstep_last_logged",
-        "training/hooks.py averages a loss that is logged",
+        "training/adapter.py averages a loss that is logged",
     ),
     Seam(
         _TRAINER,
         "_get_num_items_in_batch",
-        "training/hooks.py reduces the counts of labels that it gathers",
+        "training/adapter.py reduces the counts of labels that it gathers",
     ),
     Seam(
         _TRAINER,
         "_track_num_input_tokens",
-        "training/hooks.py reduces the counts of tokens that it gathers",
+        "training/adapter.py reduces the counts of tokens that it gathers",
     ),
     Seam(
         _TRAINER,
         "_save_rng_state",
-        "training/hooks.py writes defenses' state to a checkpoint",
+        "training/adapter.py writes defenses' state to a checkpoint",
     ),
-    Seam(_TRAINER, "_load_optimizer_and_scheduler", "training/hooks.py reads that state again"),
+    Seam(_TRAINER, "_load_optimizer_and_scheduler", "training/adapter.py reads that state again"),
     Seam(
         _TRAINER,
         "_hp_search_setup",
-        "training/hooks.py reads the settings when training begins",
+        "training/adapter.py reads the settings when training begins",
     ),
-    Seam(_TRAINER, "_save_checkpoint", "training/hooks.py marks complete checkpoints"),
-    Seam(_TRAINER, "_push_from_checkpoint", "training/hooks.py pushes no private files"),
-    Seam("transformers.trainer", "hf_api", "training/checkpoints.py leaves out private files"),
-    Seam(_TRAINER, "_get_output_dir", "training/hooks.py finds the folder of a checkpoint"),
-    Seam(_TRAINER, "_load_from_checkpoint", "training/hooks.py finds renamed weights"),
-    Seam(_TRAINER, "_load_best_model", "training/hooks.py finds renamed weights"),
-    Seam(_TRAINER, "_issue_warnings_after_load", "training/hooks.py notices renamed weights"),
+    Seam(_TRAINER, "_save_checkpoint", "training/adapter.py marks complete checkpoints"),
+    Seam(_TRAINER, "_push_from_checkpoint", "training/adapter.py pushes no private files"),
+    Seam(
+        "transformers.trainer",
+        "hf_api",
+        "training/checkpoints/complete.py leaves out private files",
+    ),
+    Seam(_TRAINER, "_get_output_dir", "training/adapter.py finds the folder of a checkpoint"),
+    Seam(_TRAINER, "_load_from_checkpoint", "training/adapter.py finds renamed weights"),
+    Seam(_TRAINER, "_load_best_model", "training/adapter.py finds renamed weights"),
+    Seam(_TRAINER, "_issue_warnings_after_load", "training/adapter.py notices renamed weights"),
     Seam(
         "transformers:TrainingArguments",
         "_VALID_DICT_FIELDS",
@@ -117,13 +121,13 @@ SEAMS = (
         )
         for kind, name in (("LRScheduler", "_last_lr"), ("SequentialLR", "_schedulers"))
     ),
-    Seam(_MODULE, "_compiled_call_impl", "training/checks.py refuses compiled modules"),
-    Seam("torch._dynamo", "OptimizedModule", "training/checks.py refuses compiled models"),
+    Seam(_MODULE, "_compiled_call_impl", "training/guards/checks.py refuses compiled modules"),
+    Seam("torch._dynamo", "OptimizedModule", "training/guards/checks.py refuses compiled models"),
     Seam(_MODULE, "_buffers", "gradient_map/replay.py keeps batch statistics as they were"),
     Seam(
         "torch.nn.modules.batchnorm",
         "_NormBase",
-        "training/batch_statistics.py and gradient_map/replay.py find batch statistics",
+        "training/guards/batch_statistics.py and gradient_map/replay.py find batch statistics",
     ),
     Seam(
         "torch.nn.modules.instancenorm",
@@ -131,7 +135,9 @@ SEAMS = (
         "gradient_map/per_sample/clipping.py tells what mixes samples",
     ),
     Seam(
-        "accelerate:Accelerator", "_dataloaders", "training/mesh.py refuses loaders that dispatch"
+        "accelerate:Accelerator",
+        "_dataloaders",
+        "training/exchange/mesh.py refuses loaders that dispatch",
     ),
     Seam("torch:UntypedStorage", "_cdata", "gradient_map/batch/tables.py tells storages apart"),
     Seam(
@@ -142,7 +148,7 @@ SEAMS = (
     Seam(
         "torch:Tensor",
         "_version",
-        "gradient_map/map.py and training/ledger.py see that a tensor was written to",
+        "gradient_map/map.py and training/guards/watch.py see that a tensor was written to",
     ),
     *(
         Seam(owner, name, "testing/facts.py sees that an attack or a defense left a hook")
@@ -173,12 +179,14 @@ class Reading(NamedTuple):
 
 READINGS = {
     "activation_checkpointing": Reading(
-        ("gradient_checkpointing",), ..., "training/checks.py refuses the reentrant kind"
+        ("gradient_checkpointing",), ..., "training/guards/checks.py refuses the reentrant kind"
     ),
     "activation_checkpointing_kwargs": Reading(
-        ("gradient_checkpointing_kwargs",), ..., "training/checks.py refuses the reentrant kind"
+        ("gradient_checkpointing_kwargs",),
+        ...,
+        "training/guards/checks.py refuses the reentrant kind",
     ),
-    "ddp_static_graph": Reading((), None, "training/checks.py refuses a static graph"),
+    "ddp_static_graph": Reading((), None, "training/guards/checks.py refuses a static graph"),
     "loss_is_scaled_for_ga": Reading((), None, "training/weights.py: what a Trainer's class says"),
     "_loss_shifts_labels": Reading((), False, "training/weights.py counts labels as the loss does"),
 }

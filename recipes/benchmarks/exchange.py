@@ -18,8 +18,8 @@ import torch
 from accelerate import Accelerator
 from torch.multiprocessing import get_context, spawn
 
-from hf_gradguard.training import exchange
-from hf_gradguard.training.secure_aggregation import FixedPoint, SecureAggregation
+from hf_gradguard.training.exchange.average import average
+from hf_gradguard.training.exchange.secure_aggregation import FixedPoint, SecureAggregation
 
 from .measuring import cells, classifier, main, spread
 
@@ -71,7 +71,7 @@ def _rank(rank: int, count: int, port: int, sizes: list[int], rounds: int, queue
         for name, how in (("plain", None), ("secure", secure)):
             torch.distributed.barrier()
             sent[0], start = 0, time.perf_counter()
-            exchange.average(gradients, accelerator, how, bits=32)
+            average(gradients, accelerator, how, bits=32)
             if number:  # the first round warms up
                 found[name].append(time.perf_counter() - start)
             bytes_sent[name] = sent[0]

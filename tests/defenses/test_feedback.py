@@ -19,7 +19,7 @@ from hf_gradguard.gradient_map.views import CorrectedMap
 from hf_gradguard.randomness import Stream
 from hf_gradguard.testing import check_defense
 from hf_gradguard.testing.defenses import small_tasks
-from hf_gradguard.training.private_state import load_private_state, save_private_state
+from hf_gradguard.training.checkpoints.private_state import load_private_state, save_private_state
 
 BIASED: dict[str, tuple[str, dict[str, Any]]] = {
     "pruning": ("pruning", {"ratio": 0.7, "min_batches": 1}),

@@ -28,7 +28,7 @@ from safetensors.torch import load_file
 from transformers import TrainerCallback
 
 from hf_gradguard import GradGuardConfig, GradGuardTrainer
-from hf_gradguard.training.checkpoints import missing_from
+from hf_gradguard.training.checkpoints.complete import missing_from
 
 STEPS, LIMIT = 24, 120
 

@@ -8,7 +8,7 @@ import pytest
 from agreed_worker import APART
 from launcher import launch
 
-from hf_gradguard.training.agreed import BATCHES, OPTIMIZER, ROWS, STEPS
+from hf_gradguard.training.exchange.start import BATCHES, OPTIMIZER, ROWS, STEPS
 
 pytestmark = pytest.mark.distributed
 REFUSED = {

@@ -14,7 +14,7 @@ from helpers import small_convolution
 from launcher import launch
 
 from hf_gradguard import GradientMap
-from hf_gradguard.training.clients import ClientSampler, Pick
+from hf_gradguard.training.clients.batches import ClientSampler, Pick
 
 pytestmark = pytest.mark.distributed
 

@@ -14,7 +14,7 @@ from transformers import BertConfig, BertForSequenceClassification, set_seed
 from hf_gradguard.attacks import make_attack
 from hf_gradguard.attacks.analytic import layer_inputs
 from hf_gradguard.leakage import check_received
-from hf_gradguard.training.start import say_received
+from hf_gradguard.training.exchange.start import say_received
 from recipes.studies.received.constructions import BUILT, leaks
 from recipes.studies.received.settings import CONSTRUCTIONS, QUICK
 
@@ -106,7 +106,7 @@ def test_what_was_added() -> None:
 
 def test_a_rank_that_receives_says_it(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-    monkeypatch.setattr("hf_gradguard.training.start.logger.warning", said.append)
+    monkeypatch.setattr("hf_gradguard.training.exchange.start.logger.warning", said.append)
     say_received(encoder())
     assert not said
     say_received(plant(encoder(), "classifier.weight", lambda w: w[1].zero_()))
@@ -122,7 +122,7 @@ def test_who_looks(
     rank: int, wanted: bool | None, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ranks above 0, once, unless they opted out; also with stock training arguments."""
-    from hf_gradguard.training import start
+    from hf_gradguard.training.exchange import start
 
     looked: list[nn.Module] = []
     for name in ("check_agreed", "broadcast"):

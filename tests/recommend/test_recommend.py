@@ -40,7 +40,7 @@ from hf_gradguard.recommend.choice import flags_of
 from hf_gradguard.recommend.settings import DEFAULT_ATTACKS, DEFAULT_DEFENSES, TrialSettings
 from hf_gradguard.recommend.trials import Split, Trials, share_right
 from hf_gradguard.testing.small import WORDS, small_text_task
-from hf_gradguard.training.command_line import parse_arguments
+from recipes.command_line import parse_arguments
 
 TEXTS = [(" ".join(WORDS[i : i + 4]), i % 2) for i in range(40)]
 FEW = {"steps": 1, "batch_size": 8, "attacked": 2, "decoys": 5, "budget": 0.99}

@@ -21,8 +21,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 from hf_gradguard import GradGuardTrainer, make_defense
 from hf_gradguard.leakage import DFIL, FisherAccountant, example_keys
 from hf_gradguard.training import meter
-from hf_gradguard.training.clients import ROW
-from hf_gradguard.training.private_state import save_private_state
+from hf_gradguard.training.checkpoints.private_state import save_private_state
+from hf_gradguard.training.clients.batches import ROW
 
 NOISE = {"defense": "gaussian_noise", "num_train_epochs": 3, "max_steps": -1}
 

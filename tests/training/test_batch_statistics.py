@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from transformers import ResNetConfig, ResNetForImageClassification
 
 from hf_gradguard import GradGuardConfig, GradGuardTrainer, protect
-from hf_gradguard.training.batch_statistics import CHOICES, tracking_layers
-from hf_gradguard.training.checks import check_model
+from hf_gradguard.training.guards.batch_statistics import CHOICES, tracking_layers
+from hf_gradguard.training.guards.checks import check_model
 
 
 def resnet() -> nn.Module:

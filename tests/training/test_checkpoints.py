@@ -21,8 +21,8 @@ from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer_utils import HPSearchBackend
 
 from hf_gradguard import GradGuardConfig, GradGuardTrainer
-from hf_gradguard.training import checkpoints
-from hf_gradguard.training.checkpoints import LIST, missing_from
+from hf_gradguard.training.checkpoints import complete
+from hf_gradguard.training.checkpoints.complete import LIST, missing_from
 
 
 def rows(count: int = 8) -> list[dict[str, Tensor]]:
@@ -114,7 +114,7 @@ def test_damage_is_named_and_the_newest_complete_one_is_found(
     with pytest.raises(ValueError, match=rf"checkpoint-6 is no complete .*{says}.*checkpoint-4"):
         trainer_of(run).train(resume_from_checkpoint=str(run / "checkpoint-6"))
     accelerator = trainer_of(run).accelerator
-    assert checkpoints.newest_complete(run, accelerator) == str(run / "checkpoint-4")
+    assert complete.newest_complete(run, accelerator) == str(run / "checkpoint-4")
     assert "checkpoint-6: " in caplog.text
 
 
@@ -159,7 +159,7 @@ def test_stock_checkpoints_count_by_their_last_file(tmp_path: Path) -> None:
     assert trainer.state.global_step == 6
     shutil.rmtree(tmp_path / "checkpoint-6")
     cut("trainer_state.json")(tmp_path / "checkpoint-4")
-    found = checkpoints.newest_complete(tmp_path, trainer.accelerator)
+    found = complete.newest_complete(tmp_path, trainer.accelerator)
     assert found == str(tmp_path / "checkpoint-2")
 
 
@@ -197,7 +197,7 @@ def test_a_complete_checkpoint_that_is_overwritten_no_longer_counts(
     remove("optimizer.pt")(run / "checkpoint-6")
     killed_in_save(trainer_of(run), 6, monkeypatch)
     assert missing_from(run / "checkpoint-6") == "trainer_state.json is missing"
-    assert sorted(checkpoints.complete_steps(run)) == [2, 4]
+    assert sorted(complete.complete_steps(run)) == [2, 4]
 
 
 @pytest.mark.parametrize("best", [False, True])
@@ -210,11 +210,11 @@ def test_rotation_leaves_a_complete_one(
         more |= {"eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True}
     for step in (3, 4, 4, 8):
         killed_in_save(trainer_of(tmp_path, **more), step, monkeypatch)
-        assert max(checkpoints.complete_steps(tmp_path)) == step - 1
+        assert max(complete.complete_steps(tmp_path)) == step - 1
     trainer = trainer_of(tmp_path, **more)
     trainer.train(resume_from_checkpoint=True)
     assert trainer.state.global_step == 10
-    assert checkpoints.complete_steps(tmp_path)
+    assert complete.complete_steps(tmp_path)
 
 
 def test_the_list_names_what_resuming_reads(finished: tuple[Path, dict[str, Tensor]]) -> None:
@@ -238,7 +238,7 @@ def test_ranks_agree_on_the_newest_that_all_have(tmp_path: Path) -> None:
         (folder / "trainer_state.json").write_text("{}")
         (folder / "model.safetensors").write_bytes(b"x")
     ranks = TwoRanks()
-    assert checkpoints.newest_complete(tmp_path, ranks) == str(tmp_path / "checkpoint-2")  # type: ignore[arg-type]
+    assert complete.newest_complete(tmp_path, ranks) == str(tmp_path / "checkpoint-2")  # type: ignore[arg-type]
     assert not list(ranks.theirs)
 
 

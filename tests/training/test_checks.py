@@ -29,7 +29,7 @@ from transformers import TrainingArguments
 
 from hf_gradguard import GradGuardConfig, GradGuardTrainer, make_defense
 from hf_gradguard.leakage import FisherAccountant
-from hf_gradguard.training.checks import (
+from hf_gradguard.training.guards.checks import (
     check_accelerator,
     check_arguments,
     check_leakage,

@@ -21,8 +21,8 @@ from transformers import TrainerCallback
 from hf_gradguard import GradGuardConfig, GradGuardTrainer, GradientMap, make_defense
 from hf_gradguard.defenses.noise import GaussianNoise
 from hf_gradguard.randomness import Stream
-from hf_gradguard.training.clients import CLIENT, SHARE, ClientCollator, ClientSampler, Pick
-from hf_gradguard.training.partition import (
+from hf_gradguard.training.clients.batches import CLIENT, SHARE, ClientCollator, ClientSampler, Pick
+from hf_gradguard.training.clients.partition import (
     class_labels,
     make_partition,
     partition_dirichlet,

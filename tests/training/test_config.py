@@ -13,7 +13,7 @@ import pytest
 from transformers import HfArgumentParser, TrainingArguments
 
 from hf_gradguard import DEFENSES, GradGuardConfig
-from hf_gradguard.training.command_line import parse_arguments
+from recipes.command_line import parse_arguments
 
 
 def make(**settings: Any) -> GradGuardConfig:

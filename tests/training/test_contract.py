@@ -18,7 +18,7 @@ from hf_gradguard import DEFENSES, GradGuardConfig, GradGuardTrainer, GradientMa
 from hf_gradguard import make_defense as make
 from hf_gradguard.defenses import Defense
 from hf_gradguard.randomness import Stream
-from hf_gradguard.training.command_line import parse_arguments
+from recipes.command_line import parse_arguments
 
 NAME = "classifier.bias"  # the tensor that broken defenses break
 

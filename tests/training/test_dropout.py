@@ -8,7 +8,7 @@ import torch
 from torch.nn.functional import dropout
 
 from hf_gradguard.randomness import Stream
-from hf_gradguard.training.dropout import private_draws
+from hf_gradguard.training.message import private_draws
 
 
 def mask(stream: Stream | None) -> torch.Tensor:

@@ -22,8 +22,13 @@ from cryptography.hazmat.primitives.serialization import BestAvailableEncryption
 from identities import private_pem, write, write_keys
 from torch import Tensor
 
-from hf_gradguard.training import key_agreement
-from hf_gradguard.training.key_agreement import agree, load_identity, pair_key, transcript_of
+from hf_gradguard.training.exchange import key_agreement
+from hf_gradguard.training.exchange.key_agreement import (
+    agree,
+    load_identity,
+    pair_key,
+    transcript_of,
+)
 
 # RFC 7748, Section 6.1
 ALICE = bytes.fromhex("77076d0a7318a57d3c16c17251b26645df4c2f87ebc0992ab177fba51db92c2a")

@@ -18,10 +18,9 @@ from hf_gradguard import GradGuardConfig, GradGuardTrainer, make_defense
 from hf_gradguard.defenses import Defense, chain
 from hf_gradguard.defenses.dp import NoSample
 from hf_gradguard.leakage import FisherAccountant, dp_sgd_epsilon
-from hf_gradguard.training import private_rows
-from hf_gradguard.training.clients import ClientBatch
-from hf_gradguard.training.poisson import DUMMY, PoissonSampler
-from hf_gradguard.training.private_rows import PrivateRows
+from hf_gradguard.training.clients.batches import ClientBatch
+from hf_gradguard.training.privacy import private_rows
+from hf_gradguard.training.privacy.private_rows import DUMMY, PoissonSampler, PrivateRows
 
 ROWS = 24
 

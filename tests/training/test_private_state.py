@@ -16,8 +16,8 @@ from hf_gradguard import GradientMap, make_defense
 from hf_gradguard.defenses import Defense
 from hf_gradguard.gradient_map.views import Given
 from hf_gradguard.leakage import FisherAccountant
-from hf_gradguard.training import private_state
-from hf_gradguard.training.private_state import load_private_state, save_private_state
+from hf_gradguard.training.checkpoints import private_state
+from hf_gradguard.training.checkpoints.private_state import load_private_state, save_private_state
 
 CPU = torch.device("cpu")
 

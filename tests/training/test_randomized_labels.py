@@ -14,7 +14,7 @@ from torch.utils.data import IterableDataset
 
 from hf_gradguard import GradGuardConfig, GradGuardTrainer
 from hf_gradguard.randomness import Stream
-from hf_gradguard.training.labels import (
+from hf_gradguard.training.privacy.labels import (
     LabelKey,
     RandomizedLabels,
     keep_probability,

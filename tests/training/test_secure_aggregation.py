@@ -18,8 +18,8 @@ from torch import Tensor
 
 from hf_gradguard import GradGuardConfig, GradGuardTrainer
 from hf_gradguard.defenses import chain, make_defense
-from hf_gradguard.training.secure_aggregation import FixedPoint, SecureAggregation
-from hf_gradguard.training.summed_noise import share_of_noise
+from hf_gradguard.training.exchange.secure_aggregation import FixedPoint, SecureAggregation
+from hf_gradguard.training.exchange.summed_noise import share_of_noise
 
 WORDS = {32: torch.int32, 64: torch.int64}
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from hf_gradguard import GradGuardConfig
-from hf_gradguard.training import start as starting
-from hf_gradguard.training.agreed import BATCHES, OPTIMIZER, ROWS, STEPS, agreed_upon
+from hf_gradguard.training.exchange import start as starting
+from hf_gradguard.training.exchange.start import BATCHES, OPTIMIZER, ROWS, STEPS, agreed_upon
 
 
 def start(monkeypatch: pytest.MonkeyPatch, received: float | None) -> nn.Module:

@@ -11,7 +11,7 @@ from transformers import TrainerCallback
 from transformers.integrations import integration_utils
 
 from hf_gradguard import GradGuardConfig, GradGuardTrainer
-from hf_gradguard.training.trackers import check_trackers
+from hf_gradguard.training.guards.trackers import check_trackers
 
 SOURCE = Path(integration_utils.__file__).read_text()  # reads them all, still
 # class, variables, attributes, and what is said

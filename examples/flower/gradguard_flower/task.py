@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from hf_gradguard.models import explain_missing_model
-from hf_gradguard.training.partition import partition_dirichlet, partition_iid
+from hf_gradguard.training.clients.partition import partition_dirichlet, partition_iid
 
 Batch = dict[str, Tensor]
 TESTED = 500

@@ -10,10 +10,9 @@ from accelerate import Accelerator
 from torch import Tensor
 from transformers.utils import logging
 
-from ..gradient_map.devices import ONE, Devices
-from ..gradient_map.sharding import Shards
-from .checks import check_accelerator
-from .dispatch import check_loader
+from ...gradient_map.devices import ONE, Devices
+from ...gradient_map.sharding import Shards
+from ..guards.checks import check_accelerator, check_loader
 from .secure_aggregation import SecureAggregation
 
 logger = logging.get_logger(__name__)

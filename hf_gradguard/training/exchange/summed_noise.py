@@ -9,7 +9,7 @@ from typing import Any
 from transformers import TrainingArguments
 from transformers.utils import logging
 
-from ..defenses import Defense
+from ...defenses import Defense
 
 logger = logging.get_logger(__name__)
 
@@ -57,7 +57,7 @@ def share_of_noise(defense: Defense, args: TrainingArguments, ranks: int) -> Def
     """
     if not is_summed(defense, args):
         return defense  # of a noise multiplier `PrivateRows` gives each message its share
-    from ..defenses.noise import NoiseDefense  # settings alone import no defense
+    from ...defenses.noise import NoiseDefense  # settings alone import no defense
 
     if not (
         isinstance(defense, NoiseDefense)

@@ -16,12 +16,12 @@ import transformers
 import yaml
 from transformers import HfArgumentParser
 
-from ..models import check_name
+from hf_gradguard.models import check_name
 
 if TYPE_CHECKING:
     from datasets import DatasetDict
 
-    from .trainer import GradGuardTrainer
+    from hf_gradguard.training.trainer import GradGuardTrainer
 
 
 def parse_arguments(*dataclass_types: Any, argv: list[str] | None = None) -> tuple[Any, ...]:

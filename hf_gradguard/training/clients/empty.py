@@ -12,12 +12,12 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from ..defenses import Defense
-from ..defenses.noise import NoiseDefense
-from .clients import ClientBatch
-from .exchange import average
-from .message import MessageMaker
-from .secure_aggregation import SecureAggregation
+from ...defenses import Defense
+from ...defenses.noise import NoiseDefense
+from ..exchange.average import average
+from ..exchange.secure_aggregation import SecureAggregation
+from ..message import MessageMaker
+from .batches import ClientBatch
 
 
 class EmptyClients:
@@ -33,7 +33,7 @@ class EmptyClients:
 
     Example:
         >>> from hf_gradguard import GradGuardConfig
-        >>> from hf_gradguard.training.ledger import Ledger
+        >>> from hf_gradguard.training.guards.watch import Ledger
         >>> from hf_gradguard.training.message import Draws, LeakageMeter
         >>> defense = make_defense("gaussian_noise", scale=0.5)
         >>> meter = LeakageMeter(GradGuardConfig("out"), defense, None)

@@ -10,19 +10,46 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from accelerate import Accelerator
+from accelerate.data_loader import DataLoaderDispatcher
 from accelerate.utils import DistributedType
 from torch import nn
 from torch._dynamo import OptimizedModule
-from transformers import DataCollatorWithFlattening, TrainingArguments
+from torch.utils.data import IterableDataset
+from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
 
-from ..defenses import Defense
-from ..defenses.dp import DPSGD
-from .bases import base_refusals
-from .dispatch import DISPATCHED, is_iterable
-from .seams import read
+from ...defenses import Defense
+from ...defenses.dp import DPSGD
+from ..clients.partition import is_of_datasets
+from ..seams import read
+
+DISPATCHED = (
+    "dispatched batches: rank 0 would read everybody's data and send it, unprotected, to the other "
+    "ranks, as Accelerate does by default with iterable data sets. Set "
+    "accelerator_config={'dispatch_batches': False}; in a loop of your own "
+    "Accelerator(dataloader_config=DataLoaderConfiguration(dispatch_batches=False))."
+)
+
+
+def check_loader(loader: Any) -> None:
+    """Refuse one that dispatches, also where a class of the user's own made it.
+
+    Raises:
+        NotImplementedError: With the reason and what to use instead.
+
+    Example:
+        >>> check_loader(torch.utils.data.DataLoader([1, 2]))
+    """
+    if isinstance(loader, DataLoaderDispatcher):
+        raise NotImplementedError(f"GradGuardTrainer does not support {DISPATCHED}")
+
+
+def is_iterable(dataset: Any) -> bool:
+    """Whether a data set has no rows that could be drawn."""
+    return isinstance(dataset, IterableDataset) or is_of_datasets(dataset, "IterableDataset")
+
 
 if TYPE_CHECKING:
-    from ..leakage import FisherAccountant
+    from ...leakage import FisherAccountant
 
 _REPLICATED = {
     DistributedType.NO,
@@ -330,3 +357,91 @@ _STATIC_GRAPH = (
     "a static DDP graph: it expects a backward pass through DDP at every step, and there is none. "
     "Leave ddp_static_graph unset."
 )
+
+_STEPS = {("trl", "SFTTrainer"), ("trl", "DPOTrainer")}
+"""Trainers whose own training step only enters a context, of offloading, that is refused."""
+
+
+def check_order(trainer_class: type, mixin: type) -> None:
+    """Refuse a class in which another Trainer would come before the mixin, or whose training step
+    would not run.
+
+    Args:
+        trainer_class: A subclass of the mixin.
+        mixin: `GradGuardMixin`.
+
+    Raises:
+        TypeError: For an order of bases that leaves the mixin out of the way.
+        NotImplementedError: For a Trainer with a training step of its own.
+
+    Example:
+        >>> from transformers import Seq2SeqTrainer
+        >>> from hf_gradguard import GradGuardMixin
+        >>> class Wrong(Seq2SeqTrainer, GradGuardMixin):
+        ...     pass
+        Traceback (most recent call last):
+        TypeError: Wrong: GradGuardMixin has to stand before Seq2SeqTrainer, ...
+    """
+    order = trainer_class.__mro__
+    place = order.index(mixin)
+    for base in order[:place]:
+        if issubclass(base, Trainer) and not issubclass(base, mixin):
+            raise TypeError(
+                f"{trainer_class.__name__}: GradGuardMixin has to stand before {base.__name__}, "
+                "whose methods would run in the place of those that protect. Write "
+                f"class {trainer_class.__name__}(GradGuardMixin, {base.__name__})."
+            )
+    for base in order[place + 1 : order.index(Trainer)]:
+        known = (base.__module__.split(".")[0], base.__name__) in _STEPS
+        if "training_step" in vars(base) and not known:
+            raise NotImplementedError(
+                f"GradGuardMixin does not support {base.__name__}: its own training_step would "
+                "not run. Change the loss in compute_loss, or call hf_gradguard.protect in a loop "
+                "of your own."
+            )
+
+
+def draws_batches(trainer_class: type, mixin: type) -> bool:
+    """Whether a class draws training batches in a way of its own, or a base does."""
+    return any(
+        "get_train_dataloader" in vars(base)
+        for base in trainer_class.__mro__
+        if base not in (mixin, Trainer)
+    )
+
+
+def base_refusals(args: TrainingArguments) -> Iterator[str]:
+    """Arguments of TRL's configurations that cannot be protected, each with the way out."""
+    if getattr(args, "activation_offloading", False):
+        yield (
+            "activation_offloading: it is entered in a training step that does not run. Use "
+            "activation checkpointing."
+        )
+    if getattr(args, "precompute_ref_log_probs", False) and args.world_size > 1:
+        yield (
+            "precompute_ref_log_probs on several ranks: every rank would be sent the reference's "
+            "log-probabilities of all ranks' texts. Leave it out."
+        )
+
+
+def check_loss(loss: Any) -> None:
+    """Refuse a loss that sends what it is computed from to other ranks.
+
+    Args:
+        loss: A Trainer's `loss`, as sentence-transformers has it: a module, or several by name.
+
+    Raises:
+        NotImplementedError: With the reason and the way out.
+
+    Example:
+        >>> check_loss(nn.MSELoss())
+    """
+    losses = loss.values() if isinstance(loss, dict) else [loss]
+    for one in losses:
+        modules = one.modules() if isinstance(one, nn.Module) else []
+        if any(getattr(module, "gather_across_devices", False) for module in modules):
+            raise NotImplementedError(
+                f"GradGuardTrainer does not support {type(one).__name__} with "
+                "gather_across_devices=True: every rank would be sent all ranks' embeddings, "
+                "unprotected. Leave it at False."
+            )

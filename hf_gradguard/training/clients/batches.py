@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 from transformers import TrainingArguments
 
-from ..defenses import Defense
-from ..gradient_map.domain import count_rows, domains_in
-from .checks import PADDING_FREE
+from ...defenses import Defense
+from ...gradient_map.domain import count_rows, domains_in
+from ..guards.checks import PADDING_FREE
 from .partition import Rows, fetched, make_partition
 
 CLIENT, SHARE, ROW = "gradguard_client", "gradguard_share", "gradguard_row"

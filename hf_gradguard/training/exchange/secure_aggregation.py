@@ -20,7 +20,7 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDFExpand
 from torch import Tensor
 from transformers import TrainingArguments
 
-from ..randomness import Stream
+from ...randomness import Stream
 from .key_agreement import KEY_BYTES, agree, load_identity
 
 Bits = Literal[32, 64]

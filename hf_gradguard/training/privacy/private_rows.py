@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,17 +23,73 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from transformers import TrainerCallback, TrainingArguments
 from transformers.utils import logging
 
-from ..defenses import Chain, Defense
-from ..leakage import PrivacyAccount, dp_sgd_noise_multiplier
-from .clients import ClientBatch, divide, round_sampler
-from .dispatch import is_iterable
-from .guarded import GuardedTrainer
-from .partition import Rows
-from .poisson import DUMMY, PoissonSampler
-from .start import check_agreed
+from ...defenses import Chain, Defense
+from ...leakage import PrivacyAccount, dp_sgd_noise_multiplier
+from ...randomness import Stream
+from ..adapter import GuardedTrainer
+from ..clients.batches import ClientBatch, Pick, divide, round_sampler
+from ..clients.partition import Rows
+from ..exchange.start import check_agreed
+from ..guards.checks import is_iterable
+
+DUMMY = -1
+"""The row that stands in an empty batch, for its shapes: the last one."""
+
+
+@dataclass
+class PoissonSampler(Sampler[list[Pick]]):
+    """Batches of every rank in turn, of which a rank draws its own; the others' are left empty.
+
+    Args:
+        parts: The rows of each client. Client k lives on rank k modulo `ranks`.
+        rates: The probability of each client's rows.
+        rank: This rank.
+        ranks: How many there are.
+        rounds: Batches of a rank in an epoch.
+        seed: Makes draws reproducible, by anybody. `None`: keys from the operating system.
+
+    Example:
+        >>> sampler = PoissonSampler([torch.arange(4).numpy()], [1.0], rank=0, ranks=1, rounds=1)
+        >>> [[pick.row for pick in batch] for batch in sampler]
+        [[0, 1, 2, 3]]
+    """
+
+    parts: Sequence[Rows]
+    rates: Sequence[float]
+    rank: int
+    ranks: int
+    rounds: int
+    seed: int | None = None
+    epoch: int = 0
+
+    def __len__(self) -> int:
+        return self.rounds * self.ranks
+
+    def set_epoch(self, epoch: int) -> None:
+        """Called by the data loader, so that seeded epochs differ."""
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[list[Pick]]:
+        stream = Stream()
+        if self.seed is not None:
+            stream = Stream.from_seeds(self.seed, self.rank, self.epoch, 3)
+        share = 1 / len(self.parts)
+        for _ in range(self.rounds):
+            for rank in range(self.ranks):
+                if rank != self.rank:
+                    yield []
+                    continue
+                batch = []
+                for client in range(rank, len(self.parts), self.ranks):
+                    own = self.parts[client]
+                    drawn = stream.uniform((len(own),), dtype=torch.float64) < self.rates[client]
+                    rows = own[drawn.numpy()].tolist() or [DUMMY]
+                    batch += [Pick(row, client, share) for row in rows]
+                yield batch
+
 
 if TYPE_CHECKING:
-    from ..defenses.dp import DPSGD
+    from ...defenses.dp import DPSGD
 
 logger = logging.get_logger(__name__)
 
@@ -140,7 +197,7 @@ class PrivateRows(TrainerCallback):
 
     def counted(self, batches: list[ClientBatch]) -> list[ClientBatch]:
         """A step's clients, each of which now shares a message; of an empty batch noise alone."""
-        from ..defenses.dp import DPSGD, NoSample
+        from ...defenses.dp import DPSGD, NoSample
 
         assert self.noise_multiplier is not None
         self.account.add(self.noise_multiplier, self.rate)

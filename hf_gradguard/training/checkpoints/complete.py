@@ -22,7 +22,7 @@ from transformers import trainer
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.utils import logging
 
-from ..data.private import write_private
+from ...data.private import write_private
 
 logger = logging.get_logger(__name__)
 

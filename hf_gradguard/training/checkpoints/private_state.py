@@ -15,10 +15,10 @@ from safetensors.torch import save
 from torch import Tensor
 from transformers.utils import logging
 
-from ..data.private import write_private
-from ..defenses import Defense
-from ..leakage import FisherAccountant
-from .labels import LabelKey
+from ...data.private import write_private
+from ...defenses import Defense
+from ...leakage import FisherAccountant
+from ..privacy.labels import LabelKey
 
 logger = logging.get_logger(__name__)
 

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
 
-from ..randomness import Stream
-from .partition import fetched
+from ...randomness import Stream
+from ..clients.partition import fetched
 
 _NAMES = ("labels", "label", "label_ids")
 

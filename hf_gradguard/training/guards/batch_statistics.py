@@ -7,17 +7,12 @@ private data, no defense protects them, and an attacker uses them (GradInversion
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from weakref import ReferenceType, ref
-
-import torch
 from accelerate import Accelerator
-from torch import Tensor, nn
+from torch import nn
 from transformers.utils import logging
 
-from .exchange import average
-from .secure_aggregation import SecureAggregation
+from ..exchange.average import average
+from ..exchange.secure_aggregation import SecureAggregation
 
 logger = logging.get_logger(__name__)
 
@@ -57,49 +52,6 @@ def warn_of_statistics(model: nn.Module, choice: str) -> None:
             "batch_statistics='frozen' takes those that the model came with; 'shared' averages "
             "them over ranks. In a loop of your own put these layers in eval mode."
         )
-
-
-class BufferGuard:
-    """Warns, at a model's first batch, of other buffers that its passes write to.
-
-    Example:
-        >>> guard = BufferGuard()
-        >>> with guard.watch(model):  # BERT writes to none, so nothing is said
-        ...     loss = model(**batch).loss
-    """
-
-    def __init__(self) -> None:
-        self._watched: ReferenceType[nn.Module] | None = None
-
-    @contextmanager
-    def watch(self, model: nn.Module) -> Iterator[None]:
-        """While a batch runs."""
-        if self._watched is not None and self._watched() is model:
-            yield
-            return
-        before = {name: buffer.clone() for name, buffer in _others(model)}
-        yield
-        self._watched = ref(model)
-        after = dict(_others(model))
-        if written := sorted(
-            name for name, buffer in before.items()
-            if name not in after or not torch.equal(buffer, after[name])
-        ):  # fmt: skip
-            logger.warning(
-                f"{type(model).__name__} writes to buffers as it runs: {', '.join(written)}. They "
-                "hold what it made of this rank's data, unprotected, and rank 0's are saved with "
-                "the model. Keep them as they are in training, or out of what is saved "
-                "(register_buffer(..., persistent=False))."
-            )
-
-
-def _others(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Buffers that are saved, but for batch statistics."""
-    layers = tuple(f"{name}." for name in tracking_layers(model))
-    saved = model.state_dict(keep_vars=True)
-    for name, buffer in model.named_buffers():
-        if name in saved and not name.startswith(layers):
-            yield name, buffer
 
 
 def freeze_statistics(model: nn.Module) -> None:

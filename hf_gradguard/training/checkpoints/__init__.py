@@ -1,0 +1,1 @@
+"""Which checkpoints are complete, and a rank's private file in them."""

@@ -1,0 +1,1 @@
+"""What is refused before a training begins, and what is watched while it runs."""

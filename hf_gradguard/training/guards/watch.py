@@ -1,0 +1,330 @@
+"""What may reach the optimizer: gradients that were protected and exchanged, and nothing else.
+
+Whoever calls `loss.backward()` (a `training_step` of one's own, a callback, a loss that
+differentiates) adds a true gradient to `.grad`, from where it would be sent to other ranks or
+trained on. So the package writes down which tensors it put there, and every later hand-over looks
+whether they are those, unchanged. That is a comparison of two integers a parameter.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+from weakref import ReferenceType, ref
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+from transformers import TrainerCallback, TrainingArguments
+from transformers.utils import logging
+
+from ...gradient_map.parameters import find_tables, remember_tables
+from ...gradient_map.types import LossFunction
+from ..exchange.average import average
+from ..exchange.secure_aggregation import SecureAggregation
+from .batch_statistics import tracking_layers
+
+logger = logging.get_logger(__name__)
+
+INSTEAD = (
+    "Do not override training_step, or end it with super().training_step(...); change the loss in "
+    "compute_loss or compute_loss_func, and what is shared in a Defense. In a callback or a loss "
+    "use torch.autograd.grad, which leaves .grad alone."
+)
+
+
+class Ledger(TrainerCallback):
+    """The gradients that the package wrote, from the first message of a step to the optimizer.
+
+    As a callback it watches the optimizer of every training.
+
+    Example:
+        >>> ledger = Ledger()
+        >>> ledger.check(model.parameters(), "share a message")
+        >>> model(**batch).loss.backward()
+        >>> ledger.check(model.parameters(), "share a message")
+        Traceback (most recent call last):
+        RuntimeError: GradGuardTrainer will not share a message: the .grad of ... is not its own ...
+    """
+
+    def __init__(self) -> None:
+        # A tensor is held only as long as `.grad` holds it, so that its identity means something.
+        self._written: dict[nn.Parameter, tuple[Tensor, int]] = {}
+        self._names: dict[nn.Parameter, str] = {}
+        self._exchanged = False
+        self._watched: Any = None
+
+    def check(self, parameters: Iterable[nn.Parameter], what: str) -> None:
+        """Refuse to go on unless every `.grad` is none, or as it was written.
+
+        Raises:
+            RuntimeError: With the name of a parameter whose `.grad` is not.
+        """
+        for parameter in parameters:
+            gradient = parameter.grad
+            if gradient is None:
+                self._written.pop(parameter, None)
+            elif not self._is_ours(parameter, gradient):
+                name = self._names.get(parameter, f"a parameter of shape {tuple(parameter.shape)}")
+                raise RuntimeError(
+                    f"GradGuardTrainer will not {what}: the .grad of {name} is not its own work, "
+                    "or was changed since. Something called backward(), or wrote to .grad, so it "
+                    f"may hold a gradient that is not protected. {INSTEAD}"
+                )
+
+    def write(self, parameters: Iterable[nn.Parameter]) -> None:
+        """The `.grad` of these is as it should be, and not exchanged yet."""
+        self._exchanged = False
+        self._note(parameters)
+
+    def exchange(self, parameters: Iterable[nn.Parameter]) -> None:
+        """The `.grad` of these was exchanged, and that of no others."""
+        self._written.clear()
+        self._exchanged = True
+        self._note(parameters)
+
+    def guard(self, accelerator: Accelerator) -> None:
+        """Let an accelerator clip what was exchanged, and keep it from differentiating."""
+        clips = ("clip_grad_norm_", "clip_grad_value_")
+        guarded = {name: self._clipping(getattr(accelerator, name)) for name in clips}
+        for name, method in {"backward": _refuse_backward, **guarded}.items():
+            setattr(accelerator, name, method)
+
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        *_: Any,
+        model: nn.Module,
+        optimizer: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        """Look at what the optimizer is given before each of its steps."""
+        self._written.clear()
+        self._exchanged = False
+        self._names = {parameter: name for name, parameter in model.named_parameters()}
+        wrapped = getattr(optimizer, "optimizer", optimizer)  # Accelerate wraps it
+        held = [p for group in getattr(wrapped, "param_groups", []) for p in group["params"]]
+        if strangers := [p for p in held if p not in self._names]:
+            raise NotImplementedError(
+                f"GradGuardTrainer does not support {len(strangers)} of the optimizer's parameters "
+                f"(shapes {', '.join(str(tuple(p.shape)) for p in strangers[:3])}), which are none "
+                "of the model's: a loss has its own. They would not be trained. Make them part of "
+                "the model, or take a loss without any."
+            )
+        if wrapped is not self._watched:
+            wrapped.register_step_pre_hook(self._before_step)
+            self._watched = wrapped
+
+    def _is_ours(self, parameter: nn.Parameter, gradient: Tensor) -> bool:
+        tensor, version = self._written.get(parameter, (None, -1))
+        return tensor is gradient and version == gradient._version
+
+    def _note(self, parameters: Iterable[nn.Parameter]) -> None:
+        for parameter in parameters:
+            if parameter.grad is not None:
+                self._written[parameter] = (parameter.grad, parameter.grad._version)
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        held = {p for group in optimizer.param_groups for p in group["params"]}
+        self.check(held, "step")
+        if not self._exchanged:
+            raise RuntimeError(
+                "GradGuardTrainer will not step: nothing was exchanged since the last step. "
+                f"{INSTEAD}"
+            )
+        if left := [self._names.get(p, "?") for p in self._written if p not in held]:
+            logger.warning_once(
+                f"Shared, but not trained: {', '.join(left[:5])} ({len(left)} in all). The "
+                "optimizer does not hold them: it was made of others, or before they were "
+                "unfrozen. Freeze them (requires_grad=False); what is to be unfrozen later must "
+                "be trainable when the optimizer is made: freeze it in on_train_begin."
+            )
+        self._written.clear()
+        self._exchanged = False
+
+    def _clipping(self, clip: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(clip)
+        def guarded(parameters: Any, *args: Any, **kwargs: Any) -> Any:
+            parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+            self.check(parameters, "clip")
+            found = clip(parameters, *args, **kwargs)
+            self._note(parameters)
+            return found
+
+        return guarded
+
+
+def _refuse_backward(*args: Any, **kwargs: Any) -> None:
+    raise RuntimeError(
+        "GradGuardTrainer differentiates and protects a batch by itself: accelerator.backward() "
+        f"would add the true gradient to .grad, past the defense. {INSTEAD}"
+    )
+
+
+logger = logging.get_logger(__name__)
+
+
+class AgreedTables:
+    """The input-indexed tables of a model, found on every rank's first batch and joined over ranks.
+
+    Two ranks may see different ones: each looks at its own data. They must average the same
+    tensors, so what one rank found is withheld on all.
+
+    Args:
+        accelerator: Of the ranks.
+
+    Example:
+        >>> agreed = AgreedTables(Accelerator(cpu=True))
+        >>> agreed.settle(model, batch, lambda model, batch: model(**batch).loss)
+        True
+        >>> agreed.settle(model, batch, lambda model, batch: model(**batch).loss)
+        False
+    """
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self._accelerator = accelerator
+        self._model: ReferenceType[nn.Module] | None = None
+        self._tables = frozenset[str]()
+
+    def settle(
+        self,
+        model: nn.Module,
+        batch: Mapping[str, Any],
+        loss_fn: LossFunction,
+        secure: SecureAggregation | None = None,
+    ) -> bool:
+        """Look for tables, once per model and kind of batch. All ranks must call it at every step.
+
+        Args:
+            model: The bare model.
+            batch: Of a client of this rank.
+            loss_fn: What runs the model.
+            secure: Hides what this rank alone found.
+
+        Returns:
+            Whether this was the model's first batch.
+
+        Raises:
+            ValueError: If a later batch has entries that index tables that were shared so far.
+        """
+        found = find_tables(model, batch, loss_fn)
+        if self._model is None or self._model() is not model:
+            self._tables = self._joined(model, found, secure)
+            remember_tables(model, self._tables)
+            self._model = ref(model)
+            return True
+        if late := sorted(found - self._tables):
+            raise ValueError(
+                f"A batch with entries {sorted(batch)} indexes {', '.join(late)}, which earlier "
+                "batches without them shared, and other ranks may still share. Collate every batch "
+                f"with the same entries, or name them from the start: withhold={late}."
+            )
+        return False
+
+    def _joined(
+        self, model: nn.Module, found: frozenset[str], secure: SecureAggregation | None
+    ) -> frozenset[str]:
+        names = [name for name, _ in model.named_parameters()]
+        device = self._accelerator.device
+        flags = torch.tensor([float(name in found) for name in names], device=device)
+        average([flags], self._accelerator, secure)
+        return frozenset(name for name, flag in zip(names, flags.tolist(), strict=True) if flag)
+
+
+class RowGuard:
+    """Compares which rows of each matrix are zero in the first messages of a run.
+
+    Where that differs from message to message it is a function of the batch, whatever is in the
+    rows: experts of a mixture show routing, rectified units that nothing activated show which.
+
+    Args:
+        messages: How many are compared.
+
+    Example:
+        >>> guard = RowGuard()
+        >>> guard.see({"experts": torch.tensor([[1.0], [0.0]])})
+        []
+        >>> guard.see({"experts": torch.tensor([[0.0], [1.0]])})
+        ['experts']
+    """
+
+    def __init__(self, messages: int = 8) -> None:
+        self._left = messages
+        self._rows: dict[str, list[Tensor]] = {}
+        self._named = set[str]()
+
+    def see(
+        self, gradient: Mapping[str, Tensor], shared: Mapping[str, Tensor] | None = None
+    ) -> list[str]:
+        """Names that are new among those whose pattern of zeros differs, with a warning. What is
+        shared without any zero, as behind noise everywhere, shows no pattern.
+        """
+        if not self._left:
+            return []
+        self._left -= 1
+        fresh = []
+        for name, tensor in gradient.items():
+            if tensor.dim() < 2 or name in self._named or not bool(tensor.any()):
+                continue
+            if shared is not None and bool(shared[name].all()):
+                continue
+            rows = [(tensor != 0).movedim(dim, 0).flatten(1).any(1) for dim in range(tensor.dim())]
+            before = self._rows.setdefault(name, rows)
+            if not all(map(torch.equal, before, rows)):
+                fresh.append(name)
+        self._named.update(fresh)
+        if fresh:
+            more = f" and {len(fresh) - 5} more" if len(fresh) > 5 else ""
+            logger.warning(
+                f"Zero rows of {', '.join(fresh[:5])}{more} differ from message to message, so "
+                "they tell something about a batch whatever is in the other rows: which experts "
+                "its tokens were routed to, which units were active, how long a text is. A "
+                "defense that adds noise everywhere (gaussian_noise) fills them; withhold=[...] "
+                "with patterns of these names leaves them out."
+            )
+        return fresh
+
+
+class BufferGuard:
+    """Warns, at a model's first batch, of other buffers that its passes write to.
+
+    Example:
+        >>> guard = BufferGuard()
+        >>> with guard.watch(model):  # BERT writes to none, so nothing is said
+        ...     loss = model(**batch).loss
+    """
+
+    def __init__(self) -> None:
+        self._watched: ReferenceType[nn.Module] | None = None
+
+    @contextmanager
+    def watch(self, model: nn.Module) -> Iterator[None]:
+        """While a batch runs."""
+        if self._watched is not None and self._watched() is model:
+            yield
+            return
+        before = {name: buffer.clone() for name, buffer in _others(model)}
+        yield
+        self._watched = ref(model)
+        after = dict(_others(model))
+        if written := sorted(
+            name for name, buffer in before.items()
+            if name not in after or not torch.equal(buffer, after[name])
+        ):  # fmt: skip
+            logger.warning(
+                f"{type(model).__name__} writes to buffers as it runs: {', '.join(written)}. They "
+                "hold what it made of this rank's data, unprotected, and rank 0's are saved with "
+                "the model. Keep them as they are in training, or out of what is saved "
+                "(register_buffer(..., persistent=False))."
+            )
+
+
+def _others(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Buffers that are saved, but for batch statistics."""
+    layers = tuple(f"{name}." for name in tracking_layers(model))
+    saved = model.state_dict(keep_vars=True)
+    for name, buffer in model.named_buffers():
+        if name in saved and not name.startswith(layers):
+            yield name, buffer

@@ -1,0 +1,1 @@
+"""Differential privacy for labels and for the rows of a data set."""
