@@ -24,7 +24,7 @@ ROOMS = [
     "training",
     "leakage", "attacks", "defenses", "metrics", "networks",
     "gradient_map", "data",
-    "randomness", "registry", "sources", "models",
+    "sharded", "randomness", "registry", "sources", "models",
 ]  # fmt: skip
 """From the top. A room imports rooms that come later, and nothing that comes earlier."""
 

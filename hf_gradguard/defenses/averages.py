@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ..gradient_map import Tensors
-from ..gradient_map.devices import devices
 from ..gradient_map.marginals import Sums, power_sums, sums_of
-from .tensors import OnDemand
+from .tensors import OnDemand, add_up, of_whole
+
+if TYPE_CHECKING:
+    from ..sharded.shards import Shards
 
 DECAY = 0.7
 """What an average keeps at every step: about the last three batches count."""
@@ -57,6 +60,7 @@ class Averages:
         squares: Iterable[tuple[str, Tensor | Sums]],
         gradient: Tensors,
         powers: Iterable[tuple[str, Sums]] | None = None,
+        shards: Shards | None = None,
     ) -> None:
         """Take in a batch.
 
@@ -65,6 +69,7 @@ class Averages:
                 several after each other.
             gradient: g.
             powers: Sums of an estimate of E g_i². Default: those of g_i².
+            shards: Of the map.
         """
         if not self.knows(gradient):
             self.__init__()  # type: ignore[misc]
@@ -72,11 +77,12 @@ class Averages:
         new: dict[str, dict[str, Sums]] = {kind: {} for kind in _KINDS}
         for name, found in squares:
             parts = found if isinstance(found, tuple) else sums_of(found)
-            new["squares"][name] = added(new["squares"].get(name), devices().sums(name, parts))
+            parts = parts if shards is None else shards.sums(name, parts)
+            new["squares"][name] = added(new["squares"].get(name), parts)
         for name, parts in power_sums(gradient) if powers is None else powers:
-            new["powers"][name] = devices().sums(name, parts)
+            new["powers"][name] = parts if shards is None else shards.sums(name, parts)
         for kind, sums in new.items():
-            size = _total(sums) or 1.0  # batches count alike, whatever their scale
+            size = _total(sums, shards) or 1.0  # batches count alike, whatever their scale
             for name, parts in sums.items():
                 old = self._sums[kind].get(name)
                 fresh = tuple(part / size for part in parts)
@@ -86,7 +92,10 @@ class Averages:
         self._ratios.clear()
 
     def ratio(
-        self, by_tensor: bool = False, waiting: Mapping[str, Tensor] | None = None
+        self,
+        by_tensor: bool = False,
+        waiting: Mapping[str, Tensor] | None = None,
+        shards: Shards | None = None,
     ) -> OnDemand:
         """√(s²/g²) up to a common factor, in the parameters' shapes: as of now, and made when asked
         for.
@@ -94,16 +103,19 @@ class Averages:
         Args:
             by_tensor: One ratio a tensor, of its sums.
             waiting: To be added to g², whose sum over all parameters counts as 1.
+            shards: Of the map.
         """
         if waiting is not None:
-            return self._ratio(by_tensor, waiting)
+            return self._ratio(by_tensor, waiting, shards)
         if by_tensor not in self._ratios:
-            self._ratios[by_tensor] = self._ratio(by_tensor)
+            self._ratios[by_tensor] = self._ratio(by_tensor, None, shards)
         return self._ratios[by_tensor]
 
-    def _ratio(self, by_tensor: bool, waiting: Mapping[str, Tensor] | None = None) -> OnDemand:
-        squares, powers = (self._lifted(kind, by_tensor) for kind in _KINDS)
-        shapes, unit = dict(self._shapes), _total(self._sums["powers"])
+    def _ratio(
+        self, by_tensor: bool, waiting: Mapping[str, Tensor] | None, shards: Shards | None
+    ) -> OnDemand:
+        squares, powers = (self._lifted(kind, by_tensor, shards) for kind in _KINDS)
+        shapes, unit = dict(self._shapes), _total(self._sums["powers"], shards)
         if waiting is not None:
 
             def with_waiting(name: str) -> Tensor:
@@ -120,16 +132,16 @@ class Averages:
         }
         each = {name: _product_sum(roots[name], shapes[name]) for name in sorted(roots)}
         return OnDemand(
-            shapes, lambda name: _product(roots[name], shapes[name]), float(devices().total(each))
+            shapes, lambda name: _product(roots[name], shapes[name]), float(add_up(each, shards))
         )
 
-    def _lifted(self, kind: str, by_tensor: bool) -> dict[str, Sums]:
+    def _lifted(self, kind: str, by_tensor: bool, shards: Shards | None) -> dict[str, Sums]:
         """Averages with a share of their mean added to every entry; of matrices as factors of a
         product, rows and columns.
         """
         sizes = {name: torch.tensor(math.prod(shape)) for name, shape in self._shapes.items()}
-        wholes, sums = devices().each(sizes), self._sums[kind]
-        prior = PRIOR * _total(sums) / float(devices().total(sizes)) or 1.0
+        wholes, sums = of_whole(sizes, shards), self._sums[kind]
+        prior = PRIOR * _total(sums, shards) / float(add_up(sizes, shards)) or 1.0
         found: dict[str, Sums] = {}
         for name, parts in sums.items():
             size = int(wholes[name])
@@ -194,6 +206,6 @@ def _product_sum(factors: Sums, shape: torch.Size) -> Tensor:
     return sums[0] * math.prod(shape) if factors[0].dim() < len(shape) else sums[0]
 
 
-def _total(sums: dict[str, Sums]) -> float:
+def _total(sums: dict[str, Sums], shards: Shards | None) -> float:
     # In one order, whichever a loaded state has, so that a run that goes on has the same bits.
-    return float(devices().total({name: sums[name][0].sum().double() for name in sorted(sums)}))
+    return float(add_up({name: sums[name][0].sum().double() for name in sorted(sums)}, shards))

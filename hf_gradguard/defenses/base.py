@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from ..gradient_map import GradientMap, Tensors
-from ..gradient_map.devices import devices
 from ..gradient_map.per_sample.clipping import SampleMap
 from ..randomness import Stream
 from .mechanism import Mechanism
@@ -142,9 +141,10 @@ class Defense:
         check_untouched(self.name, before, gmap.versions())
         check_finite(
             message,
+            gmap.shards,
             f"{self.name} made the gradient of {{}} not finite. Weaken its settings: {self}.",
         )
-        return message if devices().size == 1 else message.of_part()
+        return message if gmap.shards is None else message.of_part()
 
     def protect(self, gmap: GradientMap, generator: Stream) -> Mapping[str, Tensor]:
         """The defense itself. Implemented by subclasses: a `Message`, or a plain mapping if there

@@ -99,7 +99,7 @@ class Chain(Defense):
             needs_input=first.needs_input or second.needs_input,
             needs_samples=first.needs_samples,
             needs_second_order=first.needs_second_order or second.needs_second_order,
-            sharded_refusal=first.sharded_refusal or second.sharded_refusal,
+            sharded_refusal=_refusal(self.first) or _refusal(self.second),
             adds_gaussian_noise=still_noisy or (first.is_exact and second.adds_gaussian_noise),
             # the second is relative to what the first leaves, its noise included
             noise_ratio=None if one is None or two is None else math.hypot(one, two, one * two),
@@ -122,6 +122,12 @@ class Chain(Defense):
             prefix = f"{part}."
             own = {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)}
             getattr(self, part).load_state_dict(own)
+
+
+def _refusal(part: Defense) -> str | None:
+    """Why the chain does not protect a sharded model, as far as that is a part's."""
+    reason = part.facts.sharded_refusal
+    return reason and f"of {part.name}, {reason}"
 
 
 def _within(noise: Noise | None, transmitted: Mapping[str, Tensor] | None) -> Noise | None:

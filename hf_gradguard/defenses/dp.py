@@ -9,13 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from ..gradient_map import GradientMap, Tensors
-from ..gradient_map.devices import devices
 from ..gradient_map.per_sample.clipping import clipped_sum
 from ..randomness import Stream, draw_tensors
 from .base import DefenseFacts
@@ -24,6 +23,9 @@ from .mechanism import Mechanism
 from .message import Message
 from .noise import NoiseDefense, OptimalNoise
 from .tensors import cast_like, check_finite, norm, true_gradient
+
+if TYPE_CHECKING:
+    from ..sharded.shards import Shards
 
 _OF_MESSAGES = ("scale", "relative_scale", "utility_budget")
 
@@ -99,21 +101,21 @@ class DPSGD(NoiseDefense):
         if self.target_epsilon is not None and self.delta is None:
             raise ValueError("target_epsilon needs delta, well below one over the number of rows.")
 
-    def clipped(self, gradient: Tensors) -> Tensors:
+    def clipped(self, gradient: Tensors, shards: Shards | None) -> Tensors:
         if self.clip_by == "coordinate":
             return {name: g.clamp(-self.clip, self.clip) for name, g in gradient.items()}
-        size = norm(gradient)
+        size = norm(gradient, shards)
         return (
             gradient
             if size <= self.clip
             else {name: g * (self.clip / size) for name, g in gradient.items()}
         )
 
-    def referred(self, gradient: Tensors, variance: Tensors) -> Tensors:
+    def referred(self, gradient: Tensors, variance: Tensors, shards: Shards | None) -> Tensors:
         if self.clip_by == "coordinate":
             return _infinite_where_clipped(gradient, variance, self.clip)
         # J̃ = (C/‖g‖) J (I - ĝĝᵀ), and a projection only takes information away from uniform noise.
-        grown = max(norm(gradient) / self.clip, 1.0) ** 2
+        grown = max(norm(gradient, shards) / self.clip, 1.0) ** 2
         return {name: v * grown for name, v in variance.items()}
 
     @property
@@ -166,7 +168,7 @@ class DPSGD(NoiseDefense):
             return message
         true_gradient(gmap)  # refuses one that is not finite
         found = clipped_sum(gmap, self.clip)
-        check_finite(found.total, _NOT_FINITE)
+        check_finite(found.total, gmap.shards, _NOT_FINITE)
         metrics = {
             "clipped_samples": float((found.norms > self.clip).double().mean()),
             "samples": float(len(found.norms)),
@@ -234,10 +236,10 @@ class OptimalDPSGD(OptimalNoise):
         super().__post_init__()
         _check_clip(self.clip)
 
-    def clipped(self, gradient: Tensors) -> Tensors:
+    def clipped(self, gradient: Tensors, shards: Shards | None) -> Tensors:
         return {name: g.clamp(-self.clip, self.clip) for name, g in gradient.items()}
 
-    def referred(self, gradient: Tensors, variance: Tensors) -> Tensors:
+    def referred(self, gradient: Tensors, variance: Tensors, shards: Shards | None) -> Tensors:
         return _infinite_where_clipped(gradient, variance, self.clip)
 
     def bare_where_clipped(self, ratio: Tensors, gradient: Tensors) -> Tensors:
@@ -248,10 +250,11 @@ class OptimalDPSGD(OptimalNoise):
         squares = {name: s * self._within(gradient[name]) for name, s in squares.items()}
         if self.shape == "own":
             return {name: g * self._within(g) for name, g in gradient.items()}, squares
-        return self.clipped(gradient), squares
+        return self.clipped(gradient, None), squares
 
-    def learns_all(self, gradient: Tensors) -> bool:
-        return not devices().any(not all(bool(self._within(g).all()) for g in gradient.values()))
+    def learns_all(self, gradient: Tensors, shards: Shards | None) -> bool:
+        is_clipped = not all(bool(self._within(g).all()) for g in gradient.values())
+        return not (is_clipped if shards is None else shards.any(is_clipped))
 
     def _mechanism(self, message: Message) -> Mechanism | None:
         mechanism = super()._mechanism(message)

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -27,6 +28,9 @@ from .checks import check_whole
 from .mechanism import Mechanism
 from .message import Message
 from .tensors import cast_like, norm, true_gradient
+
+if TYPE_CHECKING:
+    from ..sharded.shards import Shards
 
 logger = logging.get_logger(__name__)
 
@@ -57,10 +61,10 @@ class LeftOut:
 
     Example:
         >>> left_out = LeftOut()
-        >>> left_out.add_to({"weight": torch.tensor([1.0, 3.0])})
+        >>> left_out.add_to({"weight": torch.tensor([1.0, 3.0])}, None)
         {'weight': tensor([1., 3.])}
         >>> left_out.keep({"weight": torch.tensor([1.0, 0.0])}, size=3.0)
-        >>> left_out.add_to({"weight": torch.tensor([1.0, 3.0])})
+        >>> left_out.add_to({"weight": torch.tensor([1.0, 3.0])}, None)
         {'weight': tensor([2., 3.])}
     """
 
@@ -73,17 +77,17 @@ class LeftOut:
         self.step: int | None = None  # of the message that is being made, where steps are counted
         self.last: int | None = None  # of the one before
 
-    def add_to(self, gradient: Tensors) -> Tensors:
+    def add_to(self, gradient: Tensors, shards: Shards | None) -> Tensors:
         """g + e, or g if e is not of these parameters, stale or too large. Then e is dropped."""
         shapes = ({name: t.shape for name, t in some.items()} for some in (gradient, self.error))
         same = next(shapes) == next(shapes)
         known = self.step is not None and self.last is not None
         stale = known and self.step - self.last > STALE  # type: ignore[operator]
-        size = norm(gradient)
+        size = norm(gradient, shards)
         usual = self.min_batches * max(size, self.size)
         if self.error and stale and self.min_batches > 1:
             logger.warning_once(_TOO_SELDOM.format(STALE, self.min_batches))
-        if not same or stale or norm(self.error) > LARGEST * usual:
+        if not same or stale or norm(self.error, shards) > LARGEST * usual:
             self.error, self.gradients, self.batches = {}, 0, {}
         self.gradients += size > 0
         self._count(gradient)
@@ -176,14 +180,15 @@ class BiasedDefense(Defense):
     def __call__(self, gmap: GradientMap, generator: Stream | None = None) -> Message:
         if not self.error_feedback:
             return super().__call__(gmap, generator)
-        gradient = true_gradient(gmap)
-        wanted = self._left_out.add_to(gradient)
+        gradient, shards = true_gradient(gmap), gmap.shards
+        wanted = self._left_out.add_to(gradient, shards)
         message = super().__call__(self.corrected(gmap, cast_like(wanted, gmap)), generator)
         # What an earlier defense of a chain withheld stays withheld, and waits.
         sent = gmap.restrict(dict(message))
-        error, size = {n: v - sent[n].to(v.dtype) for n, v in wanted.items()}, norm(gradient)
+        error = {name: v - sent[name].to(v.dtype) for name, v in wanted.items()}
+        size = norm(gradient, shards)
         self._left_out.keep(error, size, message.transmitted)
-        metrics = {"left_out": norm(error) / size} if size else {}
+        metrics = {"left_out": norm(error, shards) / size} if size else {}
         # Nothing of it is the true gradient's once earlier batches are in it: no other facts hold.
         return Message(
             sent, transmitted=message.transmitted, has_residual=wanted is not gradient,

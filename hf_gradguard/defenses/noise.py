@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -31,6 +31,9 @@ from .message import Message, Noise
 from .own_shape import shape_trace
 from .sensitivity import SensitivityDefense, capped, sensitivity_ratio
 from .tensors import OnDemand, cast_like, count, drawn, power, root, scaled, total, true_gradient
+
+if TYPE_CHECKING:
+    from ..sharded.shards import Shards
 
 logger = logging.get_logger(__name__)
 
@@ -67,13 +70,13 @@ class NoiseDefense(Defense):
         if not given:
             self.relative_scale = 1.0
 
-    def clipped(self, gradient: Tensors) -> Tensors:
+    def clipped(self, gradient: Tensors, shards: Shards | None) -> Tensors:
         """The gradient that noise is added to. Whoever overrides it overrides `referred` as
         well.
         """
         return gradient
 
-    def referred(self, gradient: Tensors, variance: Tensors) -> Tensors:
+    def referred(self, gradient: Tensors, variance: Tensors, shards: Shards | None) -> Tensors:
         """The variance that noise would have to have on the gradient itself to hide its input as
         well, or less well.
 
@@ -91,16 +94,18 @@ class NoiseDefense(Defense):
         one = {name: g.new_ones(()).expand_as(g) for name, g in gradient.items()}  # no memory
         return gmap.restrict(one), 0.0
 
-    def variance(self, gradient: Tensors, shape: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    def variance(
+        self, gradient: Tensors, shape: Mapping[str, Tensor], shards: Shards | None
+    ) -> Mapping[str, Tensor]:
         """The diagonal of Σ: `shape` times the factor λ that gives the strength asked for."""
         if self.utility_budget is not None:
             each = OnDemand(gradient, lambda name: gradient[name].square() * shape[name])
-            unit, wanted = total(each), self.utility_budget
+            unit, wanted = total(each, shards), self.utility_budget
         else:
-            size = count(gradient)
-            unit, wanted = total(shape) / size, (self.scale or 0.0) ** 2
+            size = count(gradient, shards)
+            unit, wanted = total(shape, shards) / size, (self.scale or 0.0) ** 2
             if self.relative_scale is not None:
-                wanted = self.relative_scale**2 * float(power(gradient)) / size
+                wanted = self.relative_scale**2 * float(power(gradient, shards)) / size
         if not wanted:
             return {name: torch.zeros_like(g) for name, g in gradient.items()}
         if not unit:
@@ -115,18 +120,19 @@ class NoiseDefense(Defense):
         return {name: scaled(tensor, factor) for name, tensor in shape.items()}
 
     def protect(self, gmap: GradientMap, generator: Stream) -> Message:
-        true = true_gradient(gmap)
-        gradient = self.clipped(true)
+        true, shards = true_gradient(gmap), gmap.shards
+        gradient = self.clipped(true, shards)
         shape, shape_trace = self.shaped(gmap, gradient, generator)
-        variance = self.variance(gradient, shape)
+        variance = self.variance(gradient, shape, shards)
         noisy = {
             name: torch.addcmul(gradient[name], root(variance, name), fresh, out=fresh)
-            for name, fresh in drawn(gradient, self.draw, generator)
+            for name, fresh in drawn(gradient, self.draw, generator, shards)
         }
 
         def noise() -> Noise:
             added = dict(variance)
-            return Noise(self.referred(true, added), added, shape_trace, plain=self._plain)
+            referred = self.referred(true, added, shards)
+            return Noise(referred, added, shape_trace, plain=self._plain)
 
         return Message(
             cast_like(noisy, gmap),
@@ -190,8 +196,8 @@ class LaplaceNoise(NoiseDefense):
 
     def _mechanism(self, message: Message) -> Mechanism | None:
         """Of relative noise, y itself tells its strength: E ‖y‖² = ‖g‖² (1 + r²)."""
-        masks, entries = message.transmitted, count(message)
-        noisy = max(entries if masks is None else int(total(masks)), 1)
+        masks, entries = message.transmitted, count(message, None)
+        noisy = max(entries if masks is None else int(total(masks, None)), 1)
         if self.scale is not None:
             variance = self.scale**2 * entries / noisy
         elif self.relative_scale is not None:
@@ -258,10 +264,10 @@ class OptimalNoise(SensitivityDefense, NoiseDefense):
         if averaged is None:
             return NoiseDefense.shaped(self, gmap, gradient, generator)
         shape, masks = averaged, gmap.transmitted
-        entries = count(gradient) if masks is None else int(total(masks))
+        entries = count(gradient, gmap.shards) if masks is None else int(total(masks, gmap.shards))
         if masks is not None:
             shape = OnDemand(gradient, lambda name: gmap.restrict({name: averaged[name]})[name])
-        whole = float(total(shape))
+        whole = float(total(shape, gmap.shards))
         assert self.floor is not None
         lift = self.floor * whole / max(int(entries), 1)
 

@@ -12,13 +12,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from ..gradient_map import GradientMap, Tensors
-from ..gradient_map.devices import devices, later_sums
 from ..gradient_map.views import CorrectedMap, MaskedMap
 from ..randomness import Stream
 from .base import DefenseFacts
@@ -27,6 +26,9 @@ from .feedback import BiasedDefense, LeftOut, check_min_batches
 from .message import Message
 from .sensitivity import SensitivityDefense
 from .tensors import cast_like, count, true_gradient
+
+if TYPE_CHECKING:
+    from ..sharded.shards import Shards
 
 
 @dataclass
@@ -89,11 +91,12 @@ class PruningDefense(BiasedDefense):
         parts = {name: g.numel() for name, g in gradient.items()}
         if self.utility is not None:
             power = _flatten(gradient.values(), size).double().square()
-            pruned = ~largest(worth, self.utility, power, parts=parts)
+            pruned = ~largest(worth, self.utility, power, parts, gmap.shards)
         else:
             assert self.ratio is not None  # __post_init__ leaves exactly one of the two set
-            whole = count(gradient)
-            pruned = ~largest(worth, whole - floor_share(self.ratio, whole), parts=parts)
+            whole = count(gradient, gmap.shards)
+            kept = whole - floor_share(self.ratio, whole)
+            pruned = ~largest(worth, kept, None, parts, gmap.shards)
         del worth  # before the message is there
         left, transmitted = {}, {}
         masks = pruned.split(list(parts.values()))
@@ -157,18 +160,17 @@ class OptimalPruning(SensitivityDefense, PruningDefense):
             )
         waiting = self._left_out.relative_squares() if self.error_feedback else None
         ratio = self.averaged_ratio(gmap, generator, waiting)
-        streams = {
-            name: stream for some, stream in devices().streams(gradient, generator) for name in some
-        }
+        shards = gmap.shards
 
-        def one(name: str) -> Tensor:
+        def rank(name: str) -> Tensor:
             if ratio is not None:
                 return ratio[name].reciprocal()
             g = gradient[name]
-            return streams[name].uniform(g.shape, device=g.device, dtype=g.dtype)
+            stream = generator if shards is None else shards.stream_of(name, generator)
+            return stream.uniform(g.shape, device=g.device, dtype=g.dtype)
 
         # What is withheld already goes first.
-        return (gmap.restrict({name: one(name)})[name] for name in gradient)
+        return (gmap.restrict({name: rank(name)})[name] for name in gradient)
 
 
 def largest(
@@ -176,9 +178,10 @@ def largest(
     amount: float,
     weight: Tensor | None = None,
     parts: Mapping[str, int] | None = None,
+    shards: Shards | None = None,
 ) -> Tensor:
     """Mask of the largest entries of a non-negative tensor: the fewest whose weights add up to a
-    given amount. Over several devices each gives its part of the tensor, and gets that of the mask.
+    given amount. With shards each device gives its part of the tensor, and gets that of the mask.
 
     A radix select on the bits, which are in the numbers' order: linear time, and nothing is sorted.
 
@@ -187,20 +190,22 @@ def largest(
         amount: How many entries; with `weight`, the share of Σ weight, in (0, 1].
         weight: `(d,)`, not negative.
         parts: How many entries are of which parameter. Default: all of one.
+        shards: Of the map.
     """
     parts = parts or {"": len(worth)}
     digits = worth.view(torch.int16).view(
         len(worth), -1
     )  # four or two a number, 16 bits each, the lowest first
     keys = worth.view(torch.int32 if worth.element_size() == 4 else torch.int64)
-    counted = _counted(worth, parts)
+    counted = _counted(worth, parts, shards)
     position: Any = slice(None)
     threshold, wanted = 0, amount
     for place in reversed(range(digits.shape[1])):
         digit = digits[position, place]
         if place < digits.shape[1] - 1:
             digit = digit.int() & 0xFFFF  # only the highest digit cannot be negative
-        reached = devices().add(_histogram(digit, weight, counted, position)).flip(0).cumsum(0)
+        histogram = _histogram(digit, weight, counted, position)
+        reached = (histogram if shards is None else shards.add(histogram)).flip(0).cumsum(0)
         if weight is not None and place == digits.shape[1] - 1:
             wanted = amount * float(reached[-1])
         above = min(int((reached < wanted).sum()), 0xFFFF)
@@ -211,15 +216,18 @@ def largest(
         weight = None if weight is None else weight[tied]
     chosen = keys > threshold
     share = torch.ones_like(position) if weight is None else weight
-    chosen[position[_after(share, position, parts) < wanted]] = True
+    after = share.flip(0).cumsum(0).flip(0) - share
+    if shards is not None:
+        shards.add_later_(after, share, position, parts)
+    chosen[position[after < wanted]] = True
     return chosen
 
 
-def _counted(worth: Tensor, parts: Mapping[str, int]) -> Tensor | None:
+def _counted(worth: Tensor, parts: Mapping[str, int], shards: Shards | None) -> Tensor | None:
     """Which entries are this device's to count; `None` for all."""
-    if all(map(devices().counts, parts)):
+    if shards is None or all(map(shards.counts, parts)):
         return None
-    flags = [worth.new_full((size,), devices().counts(n), dtype=torch.bool)
+    flags = [worth.new_full((size,), shards.counts(n), dtype=torch.bool)
              for n, size in parts.items()]  # fmt: skip
     return torch.cat(flags)
 
@@ -230,24 +238,6 @@ def _histogram(digit: Tensor, weight: Tensor | None, counted: Tensor | None, at:
         mine = counted[at]
         digit, weight = digit[mine], None if weight is None else weight[mine]
     return torch.bincount(digit, weight, minlength=2**16)
-
-
-def _after(share: Tensor, position: Tensor, parts: Mapping[str, int]) -> Tensor:
-    """For each of some entries, the sum of the shares of those that stand after it, on other
-    devices too.
-    """
-    after = share.flip(0).cumsum(0).flip(0) - share
-    if devices().size == 1:
-        return after
-    ends = torch.tensor(list(parts.values()), device=position.device).cumsum(0)
-    bounds = torch.searchsorted(position, ends).tolist()
-    starts = [0, *bounds[:-1]]
-    own = {name: share[a:b].sum() for name, a, b in zip(parts, starts, bounds, strict=True)}
-    here = later_sums(own)
-    everywhere = devices().later(own)
-    for name, a, b in zip(parts, starts, bounds, strict=True):
-        after[a:b] += (everywhere[name] - here[name]).to(after.dtype)
-    return after
 
 
 def _flatten(tensors: Iterable[Tensor], size: int) -> Tensor:

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from ..gradient_map import GradientMap, Tensors
-from ..gradient_map.devices import devices
 from ..randomness import Stream
 from .base import DefenseFacts
 from .feedback import BiasedDefense
 from .mechanism import Mechanism
 from .message import Message
-from .tensors import cast_like, true_gradient
+from .tensors import cast_like, of_whole, true_gradient
+
+if TYPE_CHECKING:
+    from ..sharded.shards import Shards
 
 
 @dataclass
@@ -62,21 +64,22 @@ class Quantization(BiasedDefense):
 
     def protect(self, gmap: GradientMap, generator: Stream) -> Message:
         quantize = self._signs if self.sign_only else self._rounded
-        return Message(cast_like(quantize(true_gradient(gmap), generator), gmap))
+        return Message(cast_like(quantize(true_gradient(gmap), generator, gmap.shards), gmap))
 
-    def _signs(self, gradient: Tensors, _generator: Stream) -> Tensors:
-        sums = devices().each({name: g.abs().sum() for name, g in gradient.items()})
-        sizes = devices().each({name: torch.tensor(g.numel()) for name, g in gradient.items()})
+    def _signs(self, gradient: Tensors, _: Stream, shards: Shards | None) -> Tensors:
+        sums = of_whole({name: g.abs().sum() for name, g in gradient.items()}, shards)
+        sizes = {name: torch.tensor(g.numel()) for name, g in gradient.items()}
+        sizes = of_whole(sizes, shards)
         return {name: g.sign() * (sums[name] / sizes[name]).to(g) for name, g in gradient.items()}
 
-    def _rounded(self, gradient: Tensors, generator: Stream) -> Tensors:
-        lows = devices().each({name: _least(g) for name, g in gradient.items()}, "min")
-        highs = devices().each({name: -_least(-g) for name, g in gradient.items()}, "max")
-        return {
-            name: self._round(g, lows[name].double(), highs[name].double(), stream)
-            for some, stream in devices().streams(gradient, generator)
-            for name, g in some.items()
-        }
+    def _rounded(self, gradient: Tensors, generator: Stream, shards: Shards | None) -> Tensors:
+        lows = of_whole({name: _least(g) for name, g in gradient.items()}, shards, "min")
+        highs = of_whole({name: -_least(-g) for name, g in gradient.items()}, shards, "max")
+        rounded = {}
+        for name, g in gradient.items():
+            stream = generator if shards is None else shards.stream_of(name, generator)
+            rounded[name] = self._round(g, lows[name].double(), highs[name].double(), stream)
+        return rounded
 
     def _round(self, gradient: Tensor, low: Tensor, high: Tensor, generator: Stream) -> Tensor:
         assert self.bits is not None

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from torch import nn
 
 from ..gradient_map import GradientMap, Tensors
-from ..gradient_map.devices import devices
 from ..gradient_map.layers import Pass
 from ..gradient_map.local_training.batches import first_rows
 from ..gradient_map.marginals import Sums, heard, own_pass, power_sums, probe_sums, sums_of
@@ -21,6 +20,9 @@ from .averages import PARTS, Averages, added
 from .base import Defense, DefenseFacts
 from .checks import check_whole
 from .tensors import OnDemand, check_finite, total
+
+if TYPE_CHECKING:
+    from ..sharded.shards import Shards
 
 Granularity = Literal["parameter", "layer"]
 ShapedBy = Literal["public", "past", "own"]
@@ -121,7 +123,7 @@ class SensitivityDefense(Defense):
                 made = random_batch(gmap.domain, gmap.model, like, generator, self._special)
                 self._learn(*heard(plain, made), generator)
         by_tensor = self.granularity == "layer"
-        ratio = self._averages.ratio(by_tensor, waiting) if self._averages else None
+        ratio = self._averages.ratio(by_tensor, waiting, gmap.shards) if self._averages else None
         if self.shape == "past" and due:
             self._learn(plain, None, generator)
         self._calls += 1
@@ -141,9 +143,9 @@ class SensitivityDefense(Defense):
         A coordinate that is not zero never counts as insensitive because its estimate underflowed.
         """
         squares = gmap.squared_sensitivity(self.num_probes or _own_probes(gmap), generator)
-        _check_squares(squares)
+        _check_squares(squares, gmap.shards)
         squares = gmap.restrict(squares)
-        if total(squares):
+        if total(squares, gmap.shards):
             tiny = {name: torch.finfo(square.dtype).tiny for name, square in squares.items()}
             squares = {
                 name: torch.where((square == 0) & (gradient[name] != 0), tiny[name], square)
@@ -157,7 +159,7 @@ class SensitivityDefense(Defense):
         """What averages are of: g and s² of what the defense shares before noise."""
         return gradient, squares
 
-    def learns_all(self, gradient: Tensors) -> bool:
+    def learns_all(self, gradient: Tensors, shards: Shards | None) -> bool:
         """Whether that is g and s² as they are."""
         return True
 
@@ -184,11 +186,12 @@ class SensitivityDefense(Defense):
 
     def _learn(self, gmap: GradientMap, start: Pass | None, generator: Stream) -> None:
         gradient = gmap.gradient()
-        probes = self.num_probes or (1 if devices().size == 1 else SHARDED_PROBES)
+        shards = gmap.shards
+        probes = self.num_probes or (1 if shards is None else SHARDED_PROBES)
         squares: dict[str, Sums] = {}
         powers: Iterator[tuple[str, Sums]] | None = None
         start = start or own_pass(gmap)
-        if self.learns_all(gradient):
+        if self.learns_all(gradient, shards):
             for name, sums in probe_sums(gmap, probes, generator, start):
                 squares[name] = added(squares.get(name), sums)
             powers = power_sums(gradient, len(gmap.input), start)
@@ -198,8 +201,9 @@ class SensitivityDefense(Defense):
                 dense[name].add_(found)
             gradient, dense = self.learned(gradient, dense)
             squares = {name: sums_of(tensor) for name, tensor in dense.items()}
-        _check_squares({n: torch.cat([s.flatten() for s in sums]) for n, sums in squares.items()})
-        self._averages.add(squares.items(), gradient, powers)
+        flat = {n: torch.cat([s.flatten() for s in sums]) for n, sums in squares.items()}
+        _check_squares(flat, shards)
+        self._averages.add(squares.items(), gradient, powers, shards)
 
 
 def _own_probes(gmap: GradientMap) -> int:
@@ -209,9 +213,11 @@ def _own_probes(gmap: GradientMap) -> int:
     return max(LEAST_PROBES, -(-OWN_PROBES // samples)) if apart else OWN_PROBES
 
 
-def _check_squares(squares: Tensors) -> None:
+def _check_squares(squares: Tensors, shards: Shards | None) -> None:
     check_finite(
-        squares, "The sensitivity of {} is not finite: the loss has no second derivative there."
+        squares,
+        shards,
+        "The sensitivity of {} is not finite: the loss has no second derivative there.",
     )
 
 

@@ -1,15 +1,18 @@
-"""Tensors by name: a gradient, a message, variances. Sums are over all devices of a client."""
+"""Tensors by name: a gradient, a message, variances. Sums are over all shards, if there are any."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ..gradient_map import GradientMap, Tensors
-from ..gradient_map.devices import devices
 from ..randomness import Stream, draw_tensors
+
+if TYPE_CHECKING:
+    from ..sharded.shards import How, Shards
 
 
 def true_gradient(gmap: GradientMap) -> Tensors:
@@ -17,6 +20,7 @@ def true_gradient(gmap: GradientMap) -> Tensors:
     gradient = gmap.gradient()
     check_finite(
         gradient,
+        gmap.shards,
         "The gradient of {} is not finite, so nothing was shared. Look for labels out of range, an "
         "overflow in the loss (in half precision use bf16), or a learning rate that made the "
         "weights diverge.",
@@ -24,18 +28,19 @@ def true_gradient(gmap: GradientMap) -> Tensors:
     return {name: t.to(torch.promote_types(t.dtype, torch.float32)) for name, t in gradient.items()}
 
 
-def check_finite(tensors: Mapping[str, Tensor], message: str) -> None:
+def check_finite(tensors: Mapping[str, Tensor], shards: Shards | None, message: str) -> None:
     """Raise `FloatingPointError(message)` with the first name whose tensor holds NaN or
     infinity.
     """
     # A sum with NaN or infinity in it is neither finite: one fast pass, and a closer look only
     # where a sum is not.
     sums = torch.stack([tensor.sum(dtype=torch.float32) for tensor in tensors.values()])
-    if not devices().any(not torch.isfinite(sums).all()):
+    is_finite = bool(torch.isfinite(sums).all())
+    if is_finite if shards is None else not shards.any(not is_finite):
         return
     broken = {name: ~torch.isfinite(tensor).all() for name, tensor in tensors.items()}
-    for name, found in devices().each(broken, "max").items():
-        if found:
+    for name, is_broken in of_whole(broken, shards, "max").items():
+        if is_broken:
             raise FloatingPointError(message.format(name))
 
 
@@ -71,22 +76,34 @@ class OnDemand(Mapping[str, Tensor]):
         return len(self._names)
 
 
-def total(tensors: Mapping[str, Tensor]) -> Tensor:
+def of_whole(
+    numbers: Mapping[str, Tensor], shards: Shards | None, how: How = "sum"
+) -> dict[str, Tensor]:
+    """Numbers of whole parameters, given those of this device's parts of them."""
+    return dict(numbers) if shards is None else shards.each(numbers, how)
+
+
+def add_up(numbers: Mapping[str, Tensor], shards: Shards | None) -> Tensor:
+    """The sum of one number per parameter, over all shards."""
+    return torch.stack(list(of_whole(numbers, shards).values())).sum()
+
+
+def total(tensors: Mapping[str, Tensor], shards: Shards | None) -> Tensor:
     """The sum over all entries of all tensors, tensors added up in float64."""
     known = getattr(tensors, "total", None)
     if known is not None:
         return torch.tensor(known, dtype=torch.float64)
-    return devices().total({name: tensor.sum().double() for name, tensor in tensors.items()})
+    return add_up({name: tensor.sum().double() for name, tensor in tensors.items()}, shards)
 
 
-def count(tensors: Mapping[str, Tensor]) -> int:
+def count(tensors: Mapping[str, Tensor], shards: Shards | None) -> int:
     """How many entries all tensors have."""
-    return int(devices().total({name: torch.tensor(t.numel()) for name, t in tensors.items()}))
+    return int(add_up({name: torch.tensor(t.numel()) for name, t in tensors.items()}, shards))
 
 
-def power(tensors: Mapping[str, Tensor]) -> Tensor:
+def power(tensors: Mapping[str, Tensor], shards: Shards | None) -> Tensor:
     """The sum of squares, likewise."""
-    return devices().total({name: _square_sum(tensor) for name, tensor in tensors.items()})
+    return add_up({name: _square_sum(tensor) for name, tensor in tensors.items()}, shards)
 
 
 def _square_sum(tensor: Tensor) -> Tensor:
@@ -98,15 +115,16 @@ def _square_sum(tensor: Tensor) -> Tensor:
     return torch.linalg.vector_norm(tensor.flatten(1), dim=1).double().square().sum()
 
 
-def norm(tensors: Mapping[str, Tensor]) -> float:
+def norm(tensors: Mapping[str, Tensor], shards: Shards | None) -> float:
     """The Euclidean norm over all entries of all tensors."""
-    return float(power(tensors).sqrt())
+    return float(power(tensors, shards).sqrt())
 
 
 def drawn(
     tensors: Mapping[str, Tensor],
     draw: Callable[[Tensor, Stream], Tensor],
     generator: Stream,
+    shards: Shards | None,
 ) -> Iterator[tuple[str, Tensor]]:
     """Random tensors in the shapes of those given: on each of a client's devices others, but for
     parameters that all of them hold.
@@ -116,8 +134,10 @@ def drawn(
         draw: Gives a random tensor in the shape, type and place of the one that it gets, whose
             entries are independent of each other.
         generator: This device's.
+        shards: Of the map.
     """
-    for some, stream in devices().streams(tensors, generator):
+    groups = [(tensors, generator)] if shards is None else shards.streams(tensors, generator)
+    for some, stream in groups:
         yield from draw_tensors(some, lambda like, stream=stream: draw(like, stream))  # type: ignore[misc]
 
 

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from ..randomness import Stream, normal
 from .cache import DifferencePlan
-from .devices import devices
 from .jacobian import check_names
 from .layers import Pass
 from .map import GradientMap
@@ -95,7 +94,7 @@ def by_differences(gmap: GradientMap) -> DifferencedMap | None:
         >>> bool((product - exact).norm() < 0.02 * exact.norm())
         True
     """
-    if type(gmap) is not GradientMap or devices().size > 1:
+    if type(gmap) is not GradientMap or gmap.shards is not None:
         return None
     plan = plan_of(gmap)
     if plan.error <= TOLERANCE and plan.shift_error is None:
@@ -173,7 +172,7 @@ class DifferencedMap(View):
         length = float(rows.square().mean(-1).max().sqrt())
         if not length:
             return {name: torch.zeros_like(p) for name, p in self._from.items()}
-        step = self.plan.shrink * step_size(x) / (2 * length)
+        step = self.plan.shrink * step_size(x, None) / (2 * length)
         with self.replay.full_precision():
             found = self.base.gradient_at(x + step * v)
         for name, own in self._from.items():

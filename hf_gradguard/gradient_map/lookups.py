@@ -19,7 +19,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -30,16 +30,20 @@ from transformers.utils import logging
 
 from .domain import TEXT, text_keys
 from .replay import draws_kept, modes_kept, no_exchange
-from .sharding import reshard, whole_parameters
 from .types import Batch, LossFunction
+
+if TYPE_CHECKING:
+    from ..sharded.shards import Shards
 
 logger = logging.get_logger(__name__)
 
 
-def scan(model: nn.Module, batch: Batch, loss_fn: LossFunction) -> frozenset[str]:
+def scan(
+    model: nn.Module, batch: Batch, loss_fn: LossFunction, shards: Shards | None = None
+) -> frozenset[str]:
     """The tables of one batch's entries."""
     other, varied = vary(model, batch)
-    watch = _Watch(model)
+    watch = _Watch(model, shards)
     with _undisturbed(model):
         watch.run(loss_fn, batch)
         try:
@@ -52,7 +56,8 @@ def scan(model: nn.Module, batch: Batch, loss_fn: LossFunction) -> frozenset[str
                 f"({type(error).__name__}: {error}), so every table is withheld whose indices were "
                 "made of anything in the batch."
             )
-    reshard(model)
+    if shards is not None:
+        shards.reshard()
     return watch.followed(
         {key for key in contents(batch) if key not in varied or key not in TOKENS}
     )
@@ -82,12 +87,14 @@ class _Watch(TorchDispatchMode):
 
     Args:
         model: The model.
+        shards: As for `GradientMap`.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, shards: Shards | None = None) -> None:
         super().__init__()
         self._model = model
-        self._parameters = whole_parameters(model)
+        whole = dict(model.named_parameters()) if shards is None else shards.whole_parameters()
+        self._parameters = whole
         self._weights = (1 << len(self._parameters)) - 1
         self._entries: dict[str, int] = {}
         self._floats = 0

@@ -10,7 +10,7 @@ embedding hooks.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -19,12 +19,14 @@ from ..randomness import Stream
 from .domain import Domain
 from .inputs import find_input, model_loss
 from .jacobian import Jacobian
-from .parameters import shared_by_batch
-from .replay import Replay
+from .parameters import check_sharding, shared_by_batch
+from .replay import Replay, differentiate
 from .sensitivity import Method, estimate_squares
-from .sharding import devices_for, local
 from .types import Batch, LossFunction, Tensors
 from .vectorized import Candidates, Factors
+
+if TYPE_CHECKING:
+    from ..sharded.shards import Shards
 
 
 class GradientMap:
@@ -49,6 +51,8 @@ class GradientMap:
             second derivatives, while this object computes; the model's setting stands again after
             every call.
         needs_input: `False`, with `second_order=False`, asks for no continuous input.
+        shards: The client's devices, if `fully_shard` has cut the model over them. The map is then
+            this device's part of it, and figures of a whole gradient are asked of `shards`.
 
     Raises:
         ValueError: If there is no usable continuous input, nothing to share, or no loss.
@@ -62,6 +66,7 @@ class GradientMap:
     """
 
     product_error = 0.0  # of `vjp` and `jvp`, relative to the product
+    shards: Shards | None = None
     any_rows = True  # whether `of_batch` takes batches of any number of samples
 
     def __init__(
@@ -74,8 +79,10 @@ class GradientMap:
         withhold: Sequence[str] = (),
         second_order: bool = True,
         needs_input: bool = True,
+        shards: Shards | None = None,
     ) -> None:
-        self._devices = devices_for(model, second_order)
+        check_sharding(model, shards, second_order)
+        self.shards = shards
         self.model, self._batch = model, batch
         self.loss_fn = loss_fn or model_loss
         self._needs_input = needs_input or second_order
@@ -84,7 +91,9 @@ class GradientMap:
         self._source = find_input(model, batch, self._needs_input)
         self.replay = Replay(model, second_order)
         with torch.enable_grad(), self.replay.kernels():
-            self._parameters = shared_by_batch(model, batch, self.loss_fn, **self._sharing)
+            self._parameters = shared_by_batch(
+                model, batch, self.loss_fn, **self._sharing, shards=shards
+            )
             self._x, self._loss = self._first_pass()
         if self._loss.dim() or not self._loss.requires_grad:
             raise ValueError(
@@ -147,7 +156,9 @@ class GradientMap:
         for name, tensor in self.gradient().items():
             found[f"the true gradient of {name!r}"] = tensor._version
         for name, parameter in self._parameters.items():
-            found[f"the parameter {name!r}"] = local(parameter)._version
+            shards = self.shards
+            version = parameter._version if shards is None else shards.version(parameter)
+            found[f"the parameter {name!r}"] = version
             if parameter.grad is not None:
                 found[f"the .grad of {name!r}"] = parameter.grad._version
         return found
@@ -156,11 +167,10 @@ class GradientMap:
         """g(x): the gradient of the batch-mean loss, zeros where that does not use a parameter.
         Computed once; the tensors are the object's own, so do not write to them.
         """
-        self._devices.check_present()
         if self._gradient is None:
             retain = self.replay.second_order
             with self.replay.kernels():
-                self._gradient = self._devices.gradient(self._loss, self._parameters, retain)
+                self._gradient = self._differentiate(self._loss, retain_graph=retain)
         return self._gradient
 
     def gradient_at(self, x: Tensor, create_graph: bool = False, **entries: Tensor) -> Tensors:
@@ -184,7 +194,12 @@ class GradientMap:
         with self.replay.run():
             x = x if x.requires_grad else x.detach().requires_grad_()
             loss = self.evaluate(x, entries)
-            return self._devices.gradient(loss, self._parameters, create_graph=create_graph)
+            return self._differentiate(loss, create_graph=create_graph)
+
+    def _differentiate(self, loss: Tensor, **graph: bool) -> Tensors:
+        if self.shards is not None:
+            return self.shards.gradient(loss, self._parameters)
+        return differentiate(loss, self._parameters, **graph)
 
     def slopes_at(
         self,
@@ -318,7 +333,12 @@ class GradientMap:
 
     def of_batch(self, batch: Batch, second_order: bool = False) -> GradientMap:
         """The same model, loss and random draws on another batch. Nothing is left changed."""
-        sharing = {**self._sharing, "needs_input": self._needs_input, "second_order": second_order}
+        sharing = {
+            **self._sharing,
+            "needs_input": self._needs_input,
+            "second_order": second_order,
+            "shards": self.shards,
+        }
         with self.replay.draws():
             return GradientMap(self.model, batch, loss_fn=self.loss_fn, **sharing)
 

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from ..randomness import Stream
-from .devices import devices
 from .layers import LINEAR, Change, Layer, Pass
 from .map import GradientMap
 from .per_sample.shares import OfLayer
@@ -66,7 +65,10 @@ def heard(gmap: GradientMap, batch: Batch) -> tuple[GradientMap, Pass | None]:
     in the same two passes. `None` where it is not known yet which layers to listen to.
     """
     plan = known_plan(gmap)
-    if devices().any(plan is None or not plan.error <= TOLERANCE) or plan is None:
+    is_unknown = plan is None or not plan.error <= TOLERANCE
+    if gmap.shards is not None:  # all devices listen, or none
+        is_unknown = gmap.shards.any(is_unknown)
+    if is_unknown or plan is None:
         return gmap.of_batch(batch), None
     start = Pass(split_layers(gmap, plan))
     with gmap.replay.full_precision():

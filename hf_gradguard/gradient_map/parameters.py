@@ -6,16 +6,19 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 from transformers.utils import logging
 
 from .cache import KnownTables, cache_of
-from .devices import devices
 from .domain import domain_of_model
 from .lookups import scan
 from .types import Batch, LossFunction
+
+if TYPE_CHECKING:
+    from ..sharded.shards import Shards
 
 logger = logging.get_logger(__name__)
 
@@ -66,10 +69,11 @@ def shared_by_batch(
     loss_fn: LossFunction,
     share_input_embeddings: bool = False,
     withhold: Sequence[str] = (),
+    shards: Shards | None = None,
 ) -> dict[str, nn.Parameter]:
     """`shared_parameters`, after a look at which tables the batch indexes."""
     if not share_input_embeddings:
-        find_tables(model, batch, loss_fn)
+        find_tables(model, batch, loss_fn, shards)
     return shared_parameters(model, share_input_embeddings, withhold)
 
 
@@ -116,7 +120,9 @@ def withheld_by_name(model: nn.Module, patterns: Sequence[str]) -> list[str]:
     return [name for name in names if any(fnmatch.fnmatchcase(name, one) for one in patterns)]
 
 
-def find_tables(model: nn.Module, batch: Batch, loss_fn: LossFunction) -> frozenset[str]:
+def find_tables(
+    model: nn.Module, batch: Batch, loss_fn: LossFunction, shards: Shards | None = None
+) -> frozenset[str]:
     """The parameters that are looked up by what is in the input, frozen ones included.
 
     Runs the model twice without gradients, in eval mode, the first time that it sees a batch of
@@ -127,6 +133,7 @@ def find_tables(model: nn.Module, batch: Batch, loss_fn: LossFunction) -> frozen
         model: The model, on the batch's device.
         batch: What a collator returns.
         loss_fn: `(model, batch) -> loss`: what runs the model.
+        shards: As for `GradientMap`.
 
     Returns:
         Names as in `named_parameters()`; of a tensor with several names, the first. All that were
@@ -141,13 +148,53 @@ def find_tables(model: nn.Module, batch: Batch, loss_fn: LossFunction) -> frozen
     if cache.tables.parameter_names != names:
         cache.tables = KnownTables(names)
     entries = frozenset(batch)
-    if devices().any(entries not in cache.tables.watched_entries):
-        found = scan(model, batch, loss_fn)
-        flags = {name: torch.tensor(float(name in found)) for name in names}
-        agreed = {name for name, flag in devices().each(flags, "max").items() if flag}
-        remember_tables(model, frozenset(agreed))
+    is_new = entries not in cache.tables.watched_entries
+    if shards is not None:  # all devices run the model, or none
+        is_new = shards.any(is_new)
+    if is_new:
+        found = scan(model, batch, loss_fn, shards)
+        remember_tables(model, found if shards is None else shards.union(found))
         cache.tables.watched_entries.add(entries)
     return cache.tables.names
+
+
+def check_sharding(model: nn.Module, shards: Shards | None, second_order: bool) -> None:
+    """Refuse a map of a sharded model without its shards, and second derivatives of one.
+
+    Raises:
+        NotImplementedError: With the way out.
+
+    Example:
+        >>> check_sharding(nn.Linear(2, 2), None, second_order=True)
+    """
+    if shards is None and is_sharded(model):
+        raise NotImplementedError(
+            "No device holds all of a sharded model's gradient. hf_gradguard.protect protects it "
+            "shard by shard; what asks for a GradientMap works where each rank holds the whole "
+            "model."
+        )
+    if shards is not None and second_order:
+        raise NotImplementedError(
+            "Second derivatives of a sharded model: the backward pass of fully_shard reduces "
+            "gradients, and leaves no graph of them. What needs them (soteria, refiner, and "
+            "sensitivities of models with kinks such as ReLU) works where each rank holds the "
+            "whole model."
+        )
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether `fully_shard`, or something else, has cut a model's parameters.
+
+    Example:
+        >>> is_sharded(nn.Linear(2, 2))
+        False
+    """
+    if any(hasattr(parameter, "device_mesh") for parameter in model.parameters()):
+        return True
+    # By name: importing torch.distributed.fsdp takes its time. Between passes fully_shard may hold
+    # whole parameters, so they alone do not tell.
+    kinds = {kind for module in model.modules() for kind in type(module).__mro__}
+    return any(kind.__name__ in ("FSDPModule", "FullyShardedDataParallel") for kind in kinds)
 
 
 def known_tables(model: nn.Module) -> frozenset[str]:

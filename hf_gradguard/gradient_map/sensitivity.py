@@ -7,17 +7,19 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Hashable, Iterator
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 
 from ..randomness import Stream, normal
 from .cache import DifferencePlan, cache_of
-from .devices import devices
 from .layers import Change, Layer, Pass, layers_of
 from .replay import nodes_of
 from .types import ClientMap, Tensors
+
+if TYPE_CHECKING:
+    from ..sharded.shards import Shards
 
 STEP = 5.0
 """Of a difference, in square roots of the type's precision, relative to the input's root mean
@@ -44,7 +46,7 @@ def plan_of(gmap: ClientMap) -> DifferencePlan:
     """How differences work for the map's model, tried out when first asked for a kind of
     batch, and now and then again."""
     plans, key, plan = cache_of(gmap.model).difference_plans, _key(gmap), known_plan(gmap)
-    if devices().any(plan is None):  # a trial is of all devices
+    if gmap.shards is not None and gmap.shards.any(plan is None):  # a trial is of all devices
         plan = None
     uses = plans[key][1] if plan is not None else 0
     plan = plan or _try_out(gmap)
@@ -94,18 +96,22 @@ def code_of(loss_fn: Any) -> object:
 def _try_out(gmap: ClientMap) -> DifferencePlan:
     """Two steps along one direction, and one of the first sample alone."""
     x = gmap.input
-    if devices().any(torch.finfo(x.dtype).bits < 32 or _has_kinks(gmap)):
+    is_rough = torch.finfo(x.dtype).bits < 32 or _has_kinks(gmap)
+    if gmap.shards is not None:
+        is_rough = gmap.shards.any(is_rough)
+    if is_rough:
         return DifferencePlan(frozenset(), 1.0)
-    whole = not gmap.replay.recomputes() and devices().size == 1
+    whole = not gmap.replay.recomputes() and gmap.shards is None
     layers = layers_of(gmap.model, gmap.parameters) if whole else {}
     direction = normal(Stream.from_seeds(0), x.shape, x.device, x.dtype)  # hides nothing
     start = Pass.of(gmap, x, layers)
-    longer = Pass.of(gmap, x + step_size(x) * direction, layers)
+    full_step = step_size(x, gmap.shards)
+    longer = Pass.of(gmap, x + full_step * direction, layers)
     tried: list[tuple[float, float]] = []
     for shrink in SHRINKS:
-        step = shrink * step_size(x)
+        step = shrink * full_step
         shorter = Pass.of(gmap, x + step / 4 * direction, layers)
-        error = _disagreement(start, longer, shorter, step, len(x))
+        error = _disagreement(start, longer, shorter, step, gmap)
         tried.append((error, shrink))
         if error <= AGREE:
             break
@@ -113,12 +119,12 @@ def _try_out(gmap: ClientMap) -> DifferencePlan:
     return DifferencePlan(_apart(gmap, start, layers, direction), *min(tried))
 
 
-def _disagreement(start: Pass, longer: Pass, shorter: Pass, step: float, samples: int) -> float:
+def _disagreement(start: Pass, longer: Pass, shorter: Pass, step: float, gmap: ClientMap) -> float:
     """How much what a step and a quarter of it change differs, relative to it: the median over
     layers and parameters. Of those whose derivative is zero, as of a key's bias, only rounding
     changes.
     """
-    errors = []
+    errors, samples = [], len(gmap.input)
     for name in start.layers:
         long = Change.between(start, longer, name, step, samples)
         short = Change.between(start, shorter, name, step / 4, samples)
@@ -130,7 +136,9 @@ def _disagreement(start: Pass, longer: Pass, shorter: Pass, step: float, samples
         errors.append(_relative(*pair))
     found = [error for error in errors if error is not None]
     error = torch.tensor(found).median() if found else torch.tensor(0.0)
-    largest = float(devices().each({"": error}, "max")[""])
+    if gmap.shards is not None:
+        error = gmap.shards.each({"": error}, "max")[""]
+    largest = float(error)
     return largest if math.isfinite(largest) else math.inf
 
 
@@ -143,13 +151,12 @@ def _apart(
     x, samples = gmap.input, len(gmap.input)
     one = torch.zeros_like(direction)
     one[0] = direction[0]
-    alone = Pass.of(gmap, x + step_size(x) * one, layers) if samples > 1 else None
+    step = step_size(x, gmap.shards)
+    alone = Pass.of(gmap, x + step * one, layers) if samples > 1 else None
     whole = Pass.of(gmap, x, {}).rest
     known: dict[str, bool | None] = {
         name: _adds_up(start, name, layer, samples, whole)
-        and (
-            alone is None or _first_alone(Change.between(start, alone, name, step_size(x), samples))
-        )
+        and (alone is None or _first_alone(Change.between(start, alone, name, step, samples)))
         for name, layer in layers.items()
     }
     # What stands still (LoRA at its start) shows nothing: it is taken to be as the others are.
@@ -211,13 +218,15 @@ def _relative(one: Tensor, other: Tensor) -> float | None:
     return float((one - other).norm()) / size if size else None
 
 
-def step_size(x: Tensor) -> float:
+def step_size(x: Tensor, shards: Shards | None) -> float:
     """How far a difference goes along a standard normal direction, in the input's unit: on all of a
     client's devices as far.
     """
     precision: float = torch.finfo(x.dtype).eps ** 0.5
-    size = float(devices().each({"": x.square().mean().sqrt()}, "max")[""])
-    return STEP * precision * (size or 1.0)
+    size = x.square().mean().sqrt()
+    if shards is not None:
+        size = shards.each({"": size}, "max")[""]
+    return STEP * precision * (float(size) or 1.0)
 
 
 Method = Literal["difference", "exact"]
@@ -296,7 +305,7 @@ def _differences(
     start: Pass | None,
     of: Callable[[Layer, Change], Iterator[tuple[str, Any]]],
 ) -> Iterator[tuple[str, Any]]:
-    x, step = gmap.input, plan.shrink * step_size(gmap.input)
+    x, step = gmap.input, plan.shrink * step_size(gmap.input, gmap.shards)
     layers = split_layers(gmap, plan)
     if start is None or start.layers.keys() != layers.keys():
         start = Pass.of(gmap, x, layers)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor, nn
 
 from .replay import Replay
+
+if TYPE_CHECKING:
+    from ..sharded.shards import Shards
 
 Batch = Mapping[str, Any]
 """What a collator returns, labels included."""
@@ -23,6 +26,7 @@ class ClientMap(Protocol):
     model: nn.Module
     loss_fn: LossFunction
     replay: Replay
+    shards: Shards | None
 
     @property
     def input(self) -> Tensor:

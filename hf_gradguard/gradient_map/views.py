@@ -29,6 +29,7 @@ class View(GradientMap):
 
     def __init__(self, base: GradientMap) -> None:
         self.base, self.model, self.replay = base, base.model, base.replay
+        self.shards = base.shards
 
     @property
     def product_error(self) -> float:  # type: ignore[override]

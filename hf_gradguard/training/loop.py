@@ -14,22 +14,25 @@ from transformers.utils import logging
 from ..defenses import Defense, Message, make_defense
 from ..defenses.none import NoDefense
 from ..gradient_map import GradientMap
-from ..gradient_map.devices import ONE, Devices, of_client
 from ..gradient_map.domain import check_batch
 from ..gradient_map.inputs import model_loss
+from ..gradient_map.parameters import is_sharded
 from ..gradient_map.replay import no_exchange
-from ..gradient_map.sharding import devices_of, local, whole_of
 from ..gradient_map.types import LossFunction
 from .exchange.average import average
-from .exchange.mesh import ClientRanks, check_mesh, group_of
 from .exchange.secure_aggregation import SecureAggregation
 from .guards.batch_statistics import warn_of_statistics
-from .guards.checks import check_model
+from .guards.checks import check_accelerator, check_loader, check_model
 from .guards.watch import AgreedTables, BufferGuard, RowGuard
 from .message import Draws, private_draws
 
 if TYPE_CHECKING:
-    from .exchange.mesh import Clients
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from ..sharded import Shards
+
+    Clients = dist.ProcessGroup | DeviceMesh
 
 logger = logging.get_logger(__name__)
 
@@ -80,17 +83,19 @@ def protect(
         >>> optimizer.step()
     """
     module = _bare(model)
-    client, clients = devices_of(module), group_of(clients)
-    check_model(module, sharded=client is not ONE)
-    check_mesh(client, accelerator, clients, secure)
+    shards = _shards_of(module)
+    get_group = getattr(clients, "get_group", None)
+    carrier = get_group() if get_group else clients
+    check_model(module, sharded=shards is not None)
+    _check_carriers(shards, accelerator, carrier, secure)
     loop = _LOOPS.setdefault(module, _Loop())
-    ranks, loss_fn = loop.ranks(accelerator, clients, module, client), loss_fn or model_loss
-    defense = loop.prepared(module, defense, client)
+    ranks, loss_fn = loop.ranks(accelerator, carrier, module, shards), loss_fn or model_loss
+    defense = loop.prepared(module, defense, shards)
     check_batch(module, batch, defense.facts.needs_input)
-    with of_client(client), loop.buffers.watch(module):
+    with loop.buffers.watch(module):
         if ranks is not None:
-            loop.tables(ranks).settle(module, batch, loss_fn, secure)
-        gmap, message = _message(module, batch, defense, loss_fn, client)
+            loop.tables(ranks).settle(module, batch, loss_fn, secure, shards)
+        gmap, message = _message(module, batch, defense, loss_fn, shards)
         loop.rows.see(gmap.gradient(), message)
     _add(gmap, message, ranks, getattr(accelerator, "gradient_accumulation_steps", 1), secure)
     return gmap.loss
@@ -106,10 +111,12 @@ def _add(
         average(shared, ranks, secure, bits=32)
     for parameter, part in zip(gmap.parameters.values(), shared, strict=True):
         part /= steps
-        if parameter.grad is None:
-            parameter.grad = whole_of(parameter, part)
+        if gmap.shards is not None:
+            gmap.shards.add_to_grad(parameter, part)
+        elif parameter.grad is None:
+            parameter.grad = part
         else:
-            local(parameter.grad).add_(part)
+            parameter.grad.add_(part)
 
 
 def _message(
@@ -117,14 +124,15 @@ def _message(
     batch: Mapping[str, Any],
     defense: Defense,
     loss_fn: LossFunction,
-    client: Devices,
+    shards: Shards | None,
 ) -> tuple[GradientMap, Message]:
     noise, _, dropout = Draws().at(0)
-    noise = client.new_message(noise)
+    if shards is not None:
+        noise = shards.new_message(noise)
     device = next(module.parameters()).device
     dropout = None if isinstance(defense, NoDefense) else dropout
     with no_exchange(module), private_draws(dropout, device):
-        gmap = defense.gradient_map(module, batch, loss_fn=loss_fn)
+        gmap = defense.gradient_map(module, batch, loss_fn=loss_fn, shards=shards)
         return gmap, defense(gmap, noise)
 
 
@@ -151,13 +159,17 @@ class _Loop:
         self._ranks: tuple[Any, Any] = None, None
         self._tables: AgreedTables | None = None
 
-    def ranks(self, accelerator: Any, clients: Any, module: nn.Module, client: Devices) -> Any:
+    def ranks(
+        self, accelerator: Any, clients: Any, module: nn.Module, shards: Shards | None
+    ) -> Any:
         """What carries messages."""
         given = accelerator if clients is None else clients
         if given is not self._ranks[0]:
             carrier = accelerator
             if clients is not None:
-                carrier = ClientRanks(clients, client, next(module.parameters()).device)
+                from ..sharded import ClientRanks
+
+                carrier = ClientRanks(clients, shards, next(module.parameters()).device)
             elif hasattr(given, "all_reduce") and not isinstance(given, Accelerator):
                 carrier = _FabricRanks(given)
             self._ranks, self._tables = (given, carrier), None
@@ -169,13 +181,13 @@ class _Loop:
         self._tables = self._tables or AgreedTables(ranks)
         return self._tables
 
-    def prepared(self, module: nn.Module, defense: str | Defense, client: Devices) -> Defense:
+    def prepared(self, module: nn.Module, defense: str | Defense, shards: Shards | None) -> Defense:
         """The defense, ready for the model."""
         if isinstance(defense, str):
             if defense not in self._named:
                 self._named[defense] = make_defense(defense)
             defense = self._named[defense]
-        if client is not ONE and (reason := defense.facts.sharded_refusal):
+        if shards is not None and (reason := defense.facts.sharded_refusal):
             raise NotImplementedError(
                 f"{type(defense).__name__} ({defense.name}) does not protect a sharded model: "
                 f"{reason}"
@@ -184,6 +196,53 @@ class _Loop:
             defense.prepare(module)
             self._last = defense
         return defense
+
+
+def _shards_of(model: nn.Module) -> Shards | None:
+    """The client's devices, if the model is cut over several."""
+    if not is_sharded(model):
+        return None
+    from ..sharded import Shards
+
+    return Shards(model)
+
+
+def _check_carriers(
+    shards: Shards | None, accelerator: Any, clients: Any, secure: SecureAggregation | None
+) -> None:
+    """Refuse what would average clients and shards together, and say, once, what counts as one
+    client.
+
+    Raises:
+        ValueError: For an accelerator and `clients`, or an accelerator of several processes and a
+            sharded model.
+        NotImplementedError: For secure aggregation over anything but the accelerator.
+    """
+    if shards is not None and clients is None and accelerator is None:
+        logger.warning_once(_ONE_CLIENT.format(shards.size))
+    if secure is not None:
+        secure.check_carrier(accelerator)
+    if accelerator is None:
+        return
+    if isinstance(accelerator, Accelerator):
+        check_accelerator(accelerator)
+        for loader in accelerator._dataloaders:
+            check_loader(loader)
+    if clients is not None:
+        raise ValueError("Pass accelerator or clients, not both: each says what is averaged over.")
+    if shards is not None:
+        raise ValueError(
+            "The model is sharded, so the accelerator's processes are devices of clients, and "
+            "nothing says which of which. Pass clients=mesh['clients'] in the accelerator's place; "
+            "clients=None if there is one client."
+        )
+
+
+_ONE_CLIENT = (
+    "The model is sharded over {} devices, which count as one client: they add up true gradients "
+    "among themselves, and protect() was given no clients=, so nothing leaves them. Where they are "
+    "of different people, shard over the devices of one, and pass clients=mesh['clients']."
+)
 
 
 def _bare(model: Any) -> nn.Module:

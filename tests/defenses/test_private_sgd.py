@@ -93,8 +93,8 @@ def test_a_clients_multiplier_is_the_worst_case() -> None:
     """
     defense = make_defense("dp_sgd", clip=CLIP, scale=0.1)
     gradient = {"weight": torch.tensor([3.0, 4.0], dtype=torch.float64)}
-    one = defense.clipped(gradient)["weight"]
-    other = defense.clipped({"weight": -gradient["weight"]})["weight"]
+    one = defense.clipped(gradient, None)["weight"]
+    other = defense.clipped({"weight": -gradient["weight"]}, None)["weight"]
     assert float((one - other).norm()) == pytest.approx(2 * CLIP)
     assert defense.client_noise_multiplier == pytest.approx(0.1 / float((one - other).norm()))
 

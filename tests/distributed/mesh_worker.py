@@ -28,9 +28,9 @@ from hf_gradguard.defenses.averages import Averages
 from hf_gradguard.defenses.noise import GaussianNoise
 from hf_gradguard.defenses.pruning import largest
 from hf_gradguard.defenses.tensors import check_finite
-from hf_gradguard.gradient_map.devices import ONE, of_client
-from hf_gradguard.gradient_map.sharding import devices_of, is_sharded, whole_of
+from hf_gradguard.gradient_map.parameters import is_sharded
 from hf_gradguard.randomness import Stream
+from hf_gradguard.sharded.shards import Shards, whole_of
 
 ROOT = Path(__file__).resolve().parents[2]
 CLIENTS, SHARDS = 2, 2
@@ -207,29 +207,28 @@ def ties(place: Place) -> bool:
     """
     model = shard(mixed(), place.mesh["shards"])
     generator, same = torch.Generator().manual_seed(3), True
-    with of_client(devices_of(model)):
-        for _ in range(20):
-            cut, all_ = {}, {}
-            for name, parameter in model.named_parameters():
-                shape = parameter.shape
-                all_[name] = torch.randint(3, shape, generator=generator).double()
-                cut[name] = part(
-                    whole_of(parameter, all_[name])
-                    if not shape
-                    else distribute_tensor(all_[name], place.mesh["shards"], [Shard(0)])
-                )
-            flat = torch.cat([tensor.flatten() for tensor in cut.values()])
-            parts = {name: tensor.numel() for name, tensor in cut.items()}
-            every = torch.cat([tensor.flatten() for tensor in all_.values()])
-            amount = int(torch.randint(1, len(every), (), generator=generator))
-            mask = largest(flat, amount, parts=parts).split(list(parts.values()))
-            with of_client(ONE):
-                wanted = largest(every, amount).split([t.numel() for t in all_.values()])
-            for (name, parameter), own, right in zip(
-                model.named_parameters(), mask, wanted, strict=True
-            ):
-                mine = own.view(cut[name].shape).long()
-                same &= torch.equal(whole(whole_of(parameter, mine)).flatten().bool(), right)
+    shards = Shards(model)
+    for _ in range(20):
+        cut, all_ = {}, {}
+        for name, parameter in model.named_parameters():
+            shape = parameter.shape
+            all_[name] = torch.randint(3, shape, generator=generator).double()
+            cut[name] = part(
+                whole_of(parameter, all_[name])
+                if not shape
+                else distribute_tensor(all_[name], place.mesh["shards"], [Shard(0)])
+            )
+        flat = torch.cat([tensor.flatten() for tensor in cut.values()])
+        parts = {name: tensor.numel() for name, tensor in cut.items()}
+        every = torch.cat([tensor.flatten() for tensor in all_.values()])
+        amount = int(torch.randint(1, len(every), (), generator=generator))
+        mask = largest(flat, amount, None, parts, shards).split(list(parts.values()))
+        wanted = largest(every, amount).split([t.numel() for t in all_.values()])
+        for (name, parameter), own, right in zip(
+            model.named_parameters(), mask, wanted, strict=True
+        ):
+            mine = own.view(cut[name].shape).long()
+            same &= torch.equal(whole(whole_of(parameter, mine)).flatten().bool(), right)
     return same
 
 
@@ -279,15 +278,14 @@ def sensitivities(place: Place) -> dict[str, float]:
         for name, column in gmap.jvp(direction.view_as(gmap.input)).items():
             exact[name] += column.square()
     model = shard(mixed(), place.mesh["shards"])
-    client = devices_of(model)
-    with of_client(client):
-        cut = GradientMap(model, place.batch(model), second_order=False)
-        stream = client.new_message(Stream.from_seeds(1, place.client, place.device))
-        squares = cut.squared_sensitivity(PROBES, stream)
-        cut_sums, sums = Averages(), Averages()
-        cut_sums.add(squares.items(), cut.gradient())
-        ratio = gathered(cut, {n: r.contiguous() for n, r in cut_sums.ratio().items()})
-        found, gradient = gathered(cut, squares), gathered(cut, cut.gradient())
+    shards = Shards(model)
+    cut = GradientMap(model, place.batch(model), second_order=False, shards=shards)
+    stream = shards.new_message(Stream.from_seeds(1, place.client, place.device))
+    squares = cut.squared_sensitivity(PROBES, stream)
+    cut_sums, sums = Averages(), Averages()
+    cut_sums.add(squares.items(), cut.gradient(), shards=shards)
+    ratio = gathered(cut, {n: r.contiguous() for n, r in cut_sums.ratio(shards=shards).items()})
+    found, gradient = gathered(cut, squares), gathered(cut, cut.gradient())
     sums.add(found.items(), gradient)
     one = torch.cat([found[n].flatten() for n in found])
     other = torch.cat([exact[n].flatten() for n in found])
@@ -374,14 +372,13 @@ def refusals(place: Place) -> dict[str, str]:
     batch = place.batch(small)
 
     def outside() -> None:
-        with of_client(devices_of(small)):
-            gmap = GradientMap(small, batch, second_order=False)
+        gmap = GradientMap(small, batch, second_order=False, shards=Shards(small))
         make_defense("gaussian_noise")(gmap)
 
     def infinite() -> None:
-        with of_client(devices_of(small)):
-            value = float("inf") if place.device else 1.0
-            check_finite({"one": torch.ones(2), "other": torch.tensor([value])}, "{} broke")
+        value = float("inf") if place.device else 1.0
+        tensors = {"hidden.weight": torch.ones(2), "head.weight": torch.tensor([value])}
+        check_finite(tensors, Shards(small), "{} broke")
 
     calls: dict[str, Callable[[], Any]] = {
         "soteria": lambda: protect(small, batch, "soteria"),

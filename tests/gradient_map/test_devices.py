@@ -14,9 +14,8 @@ from torch import nn
 from hf_gradguard import GradientMap, protect
 from hf_gradguard.defenses import DEFENSES, chain, make_defense
 from hf_gradguard.federation import UpdateMap
-from hf_gradguard.gradient_map.devices import ONE, devices, of_client
-from hf_gradguard.gradient_map.sharding import devices_of, is_sharded, local, whole_of
-from hf_gradguard.randomness import Stream
+from hf_gradguard.gradient_map.parameters import is_sharded
+from hf_gradguard.sharded.shards import local, whole_of
 
 
 class FullyShardedDataParallel(nn.Module):
@@ -27,32 +26,9 @@ class FullyShardedDataParallel(nn.Module):
         self.module = module
 
 
-def test_one_device_has_all_there_is() -> None:
-    figures = {"one": torch.tensor(2.0), "other": torch.tensor(3.0)}
-    assert devices() is ONE
-    assert ONE.each(figures) == figures
-    assert float(ONE.total(figures)) == 5
-    assert {name: float(sum_) for name, sum_ in ONE.later(figures).items()} == {
-        "one": 3.0,
-        "other": 0.0,
-    }
-    stream = Stream.from_seeds(1)
-    assert ONE.new_message(stream) is stream
-    assert [found for _, found in ONE.streams(figures, stream)] == [stream]
-    assert ONE.any(True)
-    assert not ONE.any(False)
-
-
-def test_a_message_s_devices_end_with_it() -> None:
-    with of_client(other := type(ONE)()):
-        assert devices() is other
-    assert devices() is ONE
-
-
 def test_a_whole_model_is_one_device_s() -> None:
     model = make_task("bert")[0]
     assert not is_sharded(model)
-    assert devices_of(model) is ONE
     tensor = torch.ones(2, requires_grad=True)
     assert local(tensor).data_ptr() == tensor.data_ptr()
     assert whole_of(tensor, tensor) is tensor

@@ -224,7 +224,7 @@ class Refiner(BiasedDefense):
         """ε in the gradient's unit; `None` where there is none."""
         if self.relative_epsilon is None:
             return self.epsilon
-        return self.relative_epsilon * norm(gradient)
+        return self.relative_epsilon * norm(gradient, None)
 
     def refine(self, gmap: GradientMap, generator: Stream) -> RobustData:
         """Robust data for the map's batch, with the course of what is minimized and of D.

@@ -105,7 +105,9 @@ def utility_weights(
     for name, g in gradient.items():
         weight = (g * gmap.parameters[name].detach()).abs() if element_wise else torch.ones_like(g)
         weights[name] = weight * tau ** layers[name]
-    size = norm({name: weights[name] * g for name, g in gradient.items()}) if normalize else 1.0
+    size = 1.0
+    if normalize:
+        size = norm({name: weights[name] * g for name, g in gradient.items()}, None)
     return {name: weight / (size or 1.0) for name, weight in weights.items()}
 
 
@@ -113,7 +115,7 @@ def brought_near(gradient: Tensors, shared: Tensors, bound: float | None) -> Ten
     """g + ε (g(x*) - g)/‖g(x*) - g‖ where `shared`, g(x*), is farther than ε, `bound`, from g.
     (Appendix J.)
     """
-    distance = norm({name: shared[name] - g for name, g in gradient.items()})
+    distance = norm({name: shared[name] - g for name, g in gradient.items()}, None)
     if bound is None or distance <= bound:
         return shared
     return {name: g + (shared[name] - g) * (bound / distance) for name, g in gradient.items()}

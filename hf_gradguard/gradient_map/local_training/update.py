@@ -18,9 +18,8 @@ from ..domain import Text, embed
 from ..inputs import find_input, model_loss
 from ..jacobian import UnrolledJacobian
 from ..map import GradientMap
-from ..parameters import shared_by_batch
+from ..parameters import check_sharding, shared_by_batch
 from ..replay import Replay, differentiate
-from ..sharding import devices_for
 from ..types import Batch, LossFunction, Tensors
 from ..vectorized import Factors, Held
 from .batches import Pieces, cut, join
@@ -82,7 +81,7 @@ class UpdateMap(GradientMap):
         second_order: bool = True,
         needs_input: bool = True,
     ) -> None:
-        self._devices = devices_for(model, second_order=False)
+        check_sharding(model, None, second_order=False)
         self.model, self.loss_fn = model, loss_fn or model_loss
         self._needs_input = needs_input or second_order
         self._sharing: Any = {

@@ -160,7 +160,6 @@ class SampleMap(GradientMap):
     def gradient(self) -> Tensors:
         if self._listener is None:
             return super().gradient()
-        self._devices.check_present()
         if self._gradient is None:
             self._shares = self._heard()
             if self._shares is not None:

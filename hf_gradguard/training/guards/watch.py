@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import ReferenceType, ref
 
 import torch
@@ -25,6 +25,9 @@ from ...gradient_map.types import LossFunction
 from ..exchange.average import average
 from ..exchange.secure_aggregation import SecureAggregation
 from .batch_statistics import tracking_layers
+
+if TYPE_CHECKING:
+    from ...sharded.shards import Shards
 
 logger = logging.get_logger(__name__)
 
@@ -194,6 +197,7 @@ class AgreedTables:
         batch: Mapping[str, Any],
         loss_fn: LossFunction,
         secure: SecureAggregation | None = None,
+        shards: Shards | None = None,
     ) -> bool:
         """Look for tables, once per model and kind of batch. All ranks must call it at every step.
 
@@ -202,6 +206,7 @@ class AgreedTables:
             batch: Of a client of this rank.
             loss_fn: What runs the model.
             secure: Hides what this rank alone found.
+            shards: Of a sharded model.
 
         Returns:
             Whether this was the model's first batch.
@@ -209,7 +214,7 @@ class AgreedTables:
         Raises:
             ValueError: If a later batch has entries that index tables that were shared so far.
         """
-        found = find_tables(model, batch, loss_fn)
+        found = find_tables(model, batch, loss_fn, shards)
         if self._model is None or self._model() is not model:
             self._tables = self._joined(model, found, secure)
             remember_tables(model, self._tables)

@@ -87,7 +87,7 @@ def share(
     """
     generator = Stream.from_seeds(1000 + number)
     if covariance:
-        gradient = made.clipped(gmap.gradient())
+        gradient = made.clipped(gmap.gradient(), None)
         shape, _ = made.shaped(gmap, gradient, generator)
         grants = grants | {"noise_variance": made.variance(gradient, shape)}
     return average(

@@ -93,8 +93,8 @@ def attacked(cell: dict, model, batches: list[dict[str, Tensor]]) -> dict[str, l
         seen.append(Observation(model, shared, shape, labels=batch["labels"]))
         if number < count:
             bound = inversion_influence_lower_bound(gmap, delta)
-            figures["norm"].append(norm(gradient))
-            figures["noise"].append(norm(delta) / norm(gradient))
+            figures["norm"].append(norm(gradient, None))
+            figures["noise"].append(norm(delta, None) / norm(gradient, None))
             figures["bound"].append(float(bound) / bound.num_coordinates**0.5)
     images = [batch["pixel_values"] for batch in batches]
     inverting = INVERTING | {"steps": cell["steps"], "patience": 5}

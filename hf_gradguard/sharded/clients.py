@@ -1,0 +1,59 @@
+"""Clients × shards: averages over clients, each of which may be on several devices."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .shards import Shards
+
+
+class ClientRanks:
+    """Devices of the same place in several clients, by the names that Accelerate has for the same
+    things.
+
+    Args:
+        clients: The process group of one device of each client.
+        shards: The devices of this client; `None` if it is one.
+        device: That they exchange from.
+
+    Raises:
+        ValueError: If the group also holds other devices of this client, or if devices in it have
+            other shards: averages would be of unlike things. All devices must call it.
+    """
+
+    def __init__(
+        self, clients: dist.ProcessGroup, shards: Shards | None, device: torch.device
+    ) -> None:
+        self._group = clients
+        self.num_processes, self.process_index = self._group.size(), self._group.rank()
+        self.device = device
+        self._check(shards)
+
+    def reduce(self, tensor: Tensor, reduction: str) -> Tensor:
+        """As `Accelerator.reduce`."""
+        dist.all_reduce(tensor, group=self._group)
+        return tensor / self.num_processes if reduction == "mean" else tensor
+
+    def _check(self, shards: Shards | None) -> None:
+        own_devices = {dist.get_rank()}
+        fingerprint = [0, 1, 0]  # of a client of one device: its place, and how many there are
+        if shards is not None:
+            own_devices = set(dist.get_process_group_ranks(shards.group))
+            fingerprint = shards.fingerprint()
+        across = set(dist.get_process_group_ranks(self._group))
+        own = torch.tensor(fingerprint, device=self.device)
+        every = [torch.empty_like(own) for _ in range(self.num_processes)]
+        dist.all_gather(every, own, group=self._group)
+        is_wrong = len(own_devices & across) != 1 or not all(map(own.equal, every))
+        if shards is not None:
+            sizes = shards.gathered(torch.tensor(self.num_processes))
+            is_wrong = shards.any(is_wrong) or len(set(sizes)) > 1
+        if is_wrong:
+            raise ValueError(
+                "clients= has to hold one device of each client, in each the one that has the "
+                "same shards. Make a mesh, init_device_mesh(kind, (clients, shards), "
+                "mesh_dim_names=('clients', 'shards')); call fully_shard(model, "
+                "mesh=mesh['shards']), and pass clients=mesh['clients']."
+            )

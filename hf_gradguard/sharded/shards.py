@@ -1,0 +1,315 @@
+"""The devices of one client, and what is computed over all of them. Nothing here leaves the client.
+
+The backward pass of `fully_shard` averages gradients over the devices of its mesh and leaves each
+with the rows that it holds. The mesh has to be of one client: what it averages is not protected.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..randomness import KEY_BYTES, Stream
+
+How = Literal["sum", "min", "max"]
+
+
+class Shards:
+    """The devices of a client whose model is sharded. All of them have to call its methods.
+
+    Args:
+        model: With parameters that `fully_shard` cut by rows over a mesh of one dimension, and
+            maybe some that it was to ignore, which every device holds.
+
+    Raises:
+        NotImplementedError: If it is cut in another way.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        from torch.distributed.tensor import DTensor
+
+        self.model = model
+        self.reshard()
+        self.parameters = dict(model.named_parameters())
+        cut = {n: p for n, p in self.parameters.items() if isinstance(p, DTensor)}
+        _check_cut(model, cut)
+        self.replicated = frozenset(self.parameters.keys() - cut.keys())
+        mesh: Any = next(iter(cut.values())).device_mesh
+        self.group: dist.ProcessGroup = mesh.get_group()
+        self.size, self.rank = self.group.size(), self.group.rank()
+        self.device = _device_of(mesh.device_type)
+        self._common: Stream | None = None
+
+    def fingerprint(self) -> list[int]:
+        """What devices of several clients must have alike to average what they hold: their place,
+        how many of a client there are, and the names, shapes and types of their parts.
+        """
+        parts = [(n, tuple(local(p).shape), str(p.dtype)) for n, p in self.parameters.items()]
+        digest = hashlib.blake2b(repr(parts).encode(), digest_size=7).digest()
+        return [self.rank, self.size, int.from_bytes(digest, "little")]
+
+    def each(self, numbers: Mapping[str, Tensor], how: How = "sum") -> dict[str, Tensor]:
+        """Numbers of parameters' own parts, by name, as numbers of whole parameters.
+
+        Args:
+            numbers: One per parameter.
+            how: What the numbers of several parts become.
+        """
+        if not numbers:
+            return {}
+        gathered = self._gather(torch.stack([number.double() for number in numbers.values()]))
+        if how != "sum":
+            joined = gathered.amin(0) if how == "min" else gathered.amax(0)
+            return dict(zip(numbers, joined, strict=True))
+        sums, first = gathered.sum(0), gathered[0]
+        return {
+            name: first[at] if name in self.replicated else sums[at]
+            for at, name in enumerate(numbers)
+        }
+
+    def any(self, flag: bool) -> bool:
+        """Whether something holds on any device."""
+        return bool(self._gather(torch.tensor(flag, dtype=torch.uint8)).any())
+
+    def union(self, names: frozenset[str]) -> frozenset[str]:
+        """Those of the model's parameters that any device names."""
+        flags = {name: torch.tensor(float(name in names)) for name in self.parameters}
+        return frozenset(name for name, flag in self.each(flags, "max").items() if flag)
+
+    def gathered(self, number: Tensor) -> list[float]:
+        """A number of each device."""
+        return [float(of_device) for of_device in self._gather(number)]
+
+    def add(self, tensor: Tensor) -> Tensor:
+        """The sum of devices' tensors, the same bits on all of them."""
+        return self._gather(tensor).sum(0)
+
+    def sums(self, name: str, sums: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Row and column sums of a part of a matrix, of which the columns' become the whole's."""
+        if len(sums) == 1 or name in self.replicated:
+            return sums
+        return sums[0], self.add(sums[1])
+
+    def counts(self, name: str) -> bool:
+        """Whether this device's part of a parameter counts: of one that all hold, the first's."""
+        return self.rank == 0 or name not in self.replicated
+
+    def add_later_(
+        self, after: Tensor, shares: Tensor, position: Tensor, sizes: Mapping[str, int]
+    ) -> None:
+        """Add to sums over the entries that stand later on this device what stands later on others:
+        parameters are in their order, and devices in theirs within a parameter.
+
+        Args:
+            after: `(k,)`, the sums, written to.
+            shares: `(k,)`, what is summed.
+            position: `(k,)`, where the entries stand in this device's parameters end to end.
+            sizes: How many entries this device has of each parameter.
+        """
+        ends = torch.tensor(list(sizes.values()), device=position.device).cumsum(0)
+        bounds = torch.searchsorted(position, ends).tolist()
+        slices = {
+            name: slice(start, end)
+            for name, start, end in zip(sizes, [0, *bounds[:-1]], bounds, strict=True)
+        }
+        own = {name: shares[entries].sum() for name, entries in slices.items()}
+        here, everywhere = _later_sums(own), self._later(own)
+        for name, entries in slices.items():
+            after[entries] += (everywhere[name] - here[name]).to(after.dtype)
+
+    def _later(self, numbers: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The sum of the numbers of all parts that stand after this device's part."""
+        parts = self._gather(torch.stack(list(numbers.values())))
+        whole = _later_sums(self.each(numbers))
+        others = zip(whole.items(), parts[self.rank + 1 :].sum(0), strict=True)
+        return {n: sum_ if n in self.replicated else sum_ + other for (n, sum_), other in others}
+
+    def new_message(self, generator: Stream) -> Stream:
+        """This device's stream for the next message, given one of its own.
+
+        From a key that the first device draws come a stream for each device, and one for parameters
+        that all of them hold.
+        """
+        key = torch.frombuffer(bytearray(generator.bytes(KEY_BYTES)), dtype=torch.uint8)
+        key = key.to(self.device)
+        dist.broadcast(key, group=self.group, group_src=0)
+        self._common = Stream(bytes(key.tolist()))
+        return [self._common.spawn() for _ in range(self.size)][self.rank]
+
+    def stream_of(self, name: str, generator: Stream) -> Stream:
+        """Where the random numbers of a parameter come from."""
+        if self._common is None:
+            raise RuntimeError(
+                "This gradient is one device's part of its client's, and what all devices hold "
+                "needs the same noise on each: hf_gradguard.protect draws it (Shards.new_message)."
+            )
+        return self._common if name in self.replicated else generator
+
+    def streams(
+        self, tensors: Mapping[str, Tensor], generator: Stream
+    ) -> Iterator[tuple[dict[str, Tensor], Stream]]:
+        """Tensors with the stream that their random numbers are to come from."""
+        for is_common in (False, True):
+            part = {n: t for n, t in tensors.items() if (n in self.replicated) == is_common}
+            if part:
+                yield part, self.stream_of(next(iter(part)), generator)
+
+    def gradient(self, loss: Tensor, parameters: Iterable[str]) -> dict[str, Tensor]:
+        """This device's part of the mean of devices' gradients. `.grad` stays as it was."""
+        before = [(parameter, parameter.grad) for parameter in self.parameters.values()]
+        for parameter in self.parameters.values():
+            parameter.grad = None
+        try:
+            self._let_reduce()
+            loss.backward()
+            if all(self.parameters[name].grad is None for name in parameters):
+                raise ValueError("The loss is not computed from any shared parameter.")
+            return {name: self._mean(name) for name in parameters}
+        finally:
+            for parameter, gradient in before:
+                parameter.grad = gradient
+
+    def add_to_grad(self, parameter: nn.Parameter, part: Tensor) -> None:
+        """Add this device's part of a gradient to `.grad`, which is cut as the parameter is."""
+        if parameter.grad is None:
+            parameter.grad = whole_of(parameter, part)
+        else:
+            local(parameter.grad).add_(part)
+
+    def version(self, parameter: nn.Parameter) -> int:
+        """How often this device's part was written to."""
+        return local(parameter)._version
+
+    def reshard(self) -> None:
+        """Let the model hold its own shards alone again: without a backward pass, a forward pass
+        leaves the outermost module's parameters whole.
+        """
+        for module in fsdp_modules(self.model):
+            module.reshard()
+
+    def whole_parameters(self) -> dict[str, nn.Parameter]:
+        """The parameters that a forward pass uses, by name: whole ones, in storages that are empty
+        in between.
+        """
+        found = dict(self.model.named_parameters())
+        for module in fsdp_modules(self.model):
+            module.unshard()
+            found |= {n: p for n, p in self.model.named_parameters() if not _is_cut(p)}
+            module.reshard()
+        return found
+
+    def _mean(self, name: str) -> Tensor:
+        parameter = self.parameters[name]
+        if parameter.grad is None:
+            part = torch.zeros_like(local(parameter), requires_grad=False)
+        else:
+            part = local(parameter.grad)
+        if name not in self.replicated:  # the backward pass has averaged it
+            return part
+        dist.all_reduce(part, group=self.group)
+        return part.div_(self.size)
+
+    def _let_reduce(self) -> None:
+        """Devices exchange in the next backward pass, whatever a loop has set: a message is of all
+        of them.
+        """
+        for module in fsdp_modules(self.model):
+            module.set_requires_gradient_sync(True)
+            module.set_is_last_backward(True)
+
+    def _gather(self, tensor: Tensor) -> Tensor:
+        """`(devices, *shape)`: in one order, so that what is computed of it is the same on all."""
+        place, tensor = tensor.device, tensor.to(self.device).contiguous()
+        parts = [torch.empty_like(tensor) for _ in range(self.size)]
+        dist.all_gather(parts, tensor, group=self.group)
+        return torch.stack(parts).to(place)
+
+
+def local(tensor: Any) -> Tensor:
+    """This device's part of a tensor."""
+    part: Tensor = tensor.detach()
+    return part.to_local() if hasattr(part, "to_local") else part
+
+
+def whole_of(parameter: Any, part: Tensor) -> Tensor:
+    """This device's part of a tensor like a parameter, as the parameter is."""
+    if not _is_cut(parameter):
+        return part
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(
+        part,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+
+
+def fsdp_modules(model: nn.Module) -> list[Any]:
+    """What `fully_shard` was called with, of a model and all that is in it."""
+    return [m for m in model.modules() if _is_a(m, "FSDPModule")]
+
+
+def _check_cut(model: nn.Module, cut: Mapping[str, Any]) -> None:
+    if _is_flat(model):
+        raise NotImplementedError(
+            "FullyShardedDataParallel (the first FSDP) keeps no parameter by itself, so nothing "
+            "can be protected by name. Use torch.distributed.fsdp.fully_shard."
+        )
+    inside = {id(p) for module in fsdp_modules(model) for p in module.parameters()}
+    meshes = {p.device_mesh for p in cut.values()}
+    if not cut or any(id(p) not in inside for p in cut.values()):
+        raise NotImplementedError(
+            "The model is sharded, but not by fully_shard: no device holds a whole local gradient, "
+            "and nothing says how parts add up. Call torch.distributed.fsdp.fully_shard on it."
+        )
+    if len(meshes) > 1 or any(mesh.ndim > 1 for mesh in meshes):
+        raise NotImplementedError(
+            "The model is sharded over a mesh of several dimensions (HSDP, or with tensor "
+            "parallelism): its backward pass would average true gradients over clients before "
+            "they could be protected. Call fully_shard(model, mesh=mesh['shards']) with the "
+            "dimension inside a client alone, and give protect() the other one, "
+            "clients=mesh['clients']."
+        )
+    for name, parameter in cut.items():
+        (placement,) = parameter.placements
+        if not placement.is_shard(0):
+            raise NotImplementedError(
+                f"{name} is cut by {placement}, and not by rows. Leave shard_placement_fn of "
+                "fully_shard out."
+            )
+
+
+def _is_flat(model: nn.Module) -> bool:
+    return any(_is_a(module, "FullyShardedDataParallel") for module in model.modules())
+
+
+def _is_a(module: nn.Module, name: str) -> bool:
+    """By name: importing torch.distributed.fsdp takes its time."""
+    return any(kind.__name__ == name for kind in type(module).__mro__)
+
+
+def _device_of(kind: str) -> torch.device:
+    if kind == "cpu":
+        return torch.device(kind)
+    return torch.device(kind, torch.get_device_module(kind).current_device())
+
+
+def _is_cut(parameter: nn.Parameter) -> bool:
+    return hasattr(parameter, "device_mesh")
+
+
+def _later_sums(numbers: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """For each name the sum of those after it."""
+    if not numbers:
+        return {}
+    stacked = torch.stack(list(numbers.values()))
+    after = stacked.flip(0).cumsum(0).flip(0) - stacked
+    return dict(zip(numbers, after, strict=True))
