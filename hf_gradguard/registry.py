@@ -179,16 +179,16 @@ DEFENSES: Registry[Any] = Registry(
 ATTACKS: Registry[Any] = Registry(
     "attack",
     {
-        "dlg": "hf_gradguard.attacks.matching.images:DLG",
-        "idlg": "hf_gradguard.attacks.matching.images:IDLG",
-        "inverting_gradients": "hf_gradguard.attacks.matching.images:InvertingGradients",
+        "dlg": "hf_gradguard.attacks.matching.attacks:DLG",
+        "idlg": "hf_gradguard.attacks.matching.attacks:IDLG",
+        "inverting_gradients": "hf_gradguard.attacks.matching.attacks:InvertingGradients",
         "inverting_gradients_published": (
-            "hf_gradguard.attacks.matching.images:InvertingGradientsPublished"
+            "hf_gradguard.attacks.matching.attacks:InvertingGradientsPublished"
         ),
-        "deep_image_prior": "hf_gradguard.attacks.matching.images:DeepImagePrior",
-        "grad_inversion": "hf_gradguard.attacks.matching.images:GradInversion",
-        "tag": "hf_gradguard.attacks.matching.text:Tag",
-        "lamp": "hf_gradguard.attacks.matching.text:Lamp",
+        "deep_image_prior": "hf_gradguard.attacks.matching.attacks:DeepImagePrior",
+        "grad_inversion": "hf_gradguard.attacks.matching.attacks:GradInversion",
+        "tag": "hf_gradguard.attacks.matching.attacks:Tag",
+        "lamp": "hf_gradguard.attacks.matching.attacks:Lamp",
         "span": "hf_gradguard.attacks.span.attack:Span",
         "embedding_rows": "hf_gradguard.attacks.embedding_rows:EmbeddingRows",
         "candidates": "hf_gradguard.attacks.candidates.attack:Candidates",

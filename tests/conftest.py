@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_gradguard.attacks.matching.settings import OPTIMIZERS
+from hf_gradguard.attacks.matching.descent import OPTIMIZERS
 
 
 @pytest.fixture(scope="session")

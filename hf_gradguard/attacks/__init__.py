@@ -8,14 +8,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..registry import ATTACKS, make
-from . import installed as installed
-from .base import Attack, Reconstruction
-from .labels import recover_labels, recover_labels_below
-from .length import observed_length
-from .matching.attack import GradientMatching
-from .observation import Observation
-from .uploads import average
+from ..registry import ATTACKS, make, need
+
+try:
+    from .base import Attack, Observation, Reconstruction
+    from .labels import recover_labels, recover_labels_below
+    from .layer_inputs import observed_length
+    from .matching.attacks import GradientMatching
+    from .uploads import average
+except ModuleNotFoundError:
+    need("attacks", "attacks", "scipy")
+    raise
 
 __all__ = [
     "ATTACKS",

@@ -1,15 +1,322 @@
-"""What an attack is: a function from what the server saw to a reconstruction."""
+"""What an attack is given and what it returns: `Observation`, `Attack`, `Reconstruction`."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from ..defenses.mechanism import Mechanism
+from ..gradient_map import GradientMap
+from ..gradient_map.domain import Domain, domain_of_shape, special_frame
+from ..gradient_map.local_training.optimizers import Optimizer
+from ..gradient_map.replay import modes_kept
+from ..gradient_map.types import LossFunction
 from ..randomness import Stream, torch_generator
-from .observation import Observation
+from .local_training import LocalTraining, with_weights
+
+
+@dataclass(frozen=True)
+class Observation:
+    """All that an attack may use: model, shared gradient, input's shape, and what is granted.
+
+    Nothing here comes from the private batch unless the caller puts it in. Labels, mask and noise
+    variance are grants: leave out what the server of your threat model does not know.
+
+    Args:
+        model: The model at which the gradient was taken, in the mode in which the client ran it.
+        gradient: `{name: tensor}`, what was shared: for some or all trainable parameters.
+        input_shape: `(B, T)` of token ids or `(B, C, H, W)` of pixels.
+        labels: `(B,)` if the server knows them.
+        attention_mask: `(B, T)` if the server knows the lengths. `None` counts every position as a
+            token.
+        tokenizer: The model's tokenizer, which is public: tells special tokens, and turns ids into
+            text.
+        special_tokens: Whether clients' texts have the tokenizer's special tokens around them.
+            Public, as how batches are made; rows that are packed or cut to length have not.
+        noise_variance: Variance of the defense's Gaussian noise, one for all or `{name: tensor}`,
+            if the server knows it.
+        mechanism: How messages come from gradients, if the server knows the defense: what
+            `Defense.mechanism(message)` states.
+        image_mean: Per channel, what was subtracted from pixels in [0, 1]. Public, as part of the
+            image processor.
+        image_std: Per channel, what they were divided by afterwards.
+        local: How the client trained for several steps before it sent; `from_update` says it.
+
+    Raises:
+        ValueError: If a name or a shape is not the model's, nothing but zeros was shared, labels
+            are out of range, or a variance is missing.
+        FloatingPointError: If a gradient holds NaN or infinity.
+
+    Example:
+        >>> seen = Observation(
+        ...     model=model,
+        ...     gradient=shared,
+        ...     input_shape=batch["input_ids"].shape,
+        ...     labels=batch["labels"],
+        ...     tokenizer=tokenizer,
+        ... )
+        >>> seen.domain.name, seen.batch_size
+        ('text', 2)
+    """
+
+    model: nn.Module
+    gradient: Mapping[str, Tensor]
+    input_shape: tuple[int, ...]
+    labels: Tensor | None = None
+    attention_mask: Tensor | None = None
+    tokenizer: Any = None
+    special_tokens: bool = True
+    noise_variance: float | Mapping[str, Tensor] | None = None
+    mechanism: Mechanism | None = None
+    image_mean: Sequence[float] | None = None
+    image_std: Sequence[float] | None = None
+    local: LocalTraining | None = None
+
+    @classmethod
+    def from_update(
+        cls,
+        model: nn.Module,
+        before: Mapping[str, Tensor],
+        after: Mapping[str, Tensor],
+        *,
+        input_shape: tuple[int, ...],
+        learning_rate: float | Sequence[float],
+        steps: int = 1,
+        batch_size: int | None = None,
+        optimizer: str | Optimizer = "sgd",
+        optimizer_kwargs: Mapping[str, Any] | None = None,
+        **grants: Any,
+    ) -> Observation:
+        """What a server sees of local training: the weights it sent, and those it got back.
+
+        The observation's `gradient` is the mean over the steps of what SGD added up, so that every
+        attack on gradients works on it; of AdamW it is the mean of its normalized directions. And
+        `gradient_map` goes through all the steps, so that gradient matching does.
+
+        Args:
+            model: As the client ran it; copied if its weights are not those of `before`.
+            before: By name, as `state_dict()` has them.
+            after: Likewise; what is missing or did not change counts as withheld.
+            input_shape: Of all the client's samples.
+            learning_rate: Of the local steps, one for all or one each.
+            steps: K, over all epochs.
+            batch_size: Samples a step, if epochs do not shuffle them; see `LocalTraining`.
+            optimizer: As for `UpdateMap`.
+            optimizer_kwargs: Likewise.
+            **grants: As for `Observation`; noise and mechanism are those of the *update*.
+
+        Raises:
+            ValueError: If names or shapes are not the model's, or nothing changed.
+
+        Example:
+            >>> before = {name: p.detach().clone() for name, p in model.named_parameters()}
+            >>> after = {name: before[name] - 0.1 * shared[name] for name in shared}
+            >>> seen = Observation.from_update(
+            ...     model, before, after, input_shape=(2, 8), learning_rate=0.1
+            ... )
+            >>> bool(torch.allclose(seen.gradient["classifier.bias"], shared["classifier.bias"]))
+            True
+        """
+        local = LocalTraining.of(learning_rate, steps, batch_size, optimizer, optimizer_kwargs)
+        return cls(
+            model=with_weights(model, before),
+            gradient=local.gradient_behind(model, before, after),
+            input_shape=tuple(input_shape),
+            local=local,
+            **local.behind(grants),
+        )
+
+    def __post_init__(self) -> None:
+        parameters = dict(self.model.named_parameters())
+        for name, tensor in self.gradient.items():
+            if name not in parameters:
+                raise ValueError(
+                    f"The gradient names {name!r}, which is no parameter of "
+                    f"{type(self.model).__name__}."
+                )
+            if tensor.shape != parameters[name].shape:
+                raise ValueError(
+                    f"The gradient of {name!r} has shape {tuple(tensor.shape)}, the parameter "
+                    f"{tuple(parameters[name].shape)}."
+                )
+            if not torch.isfinite(tensor).all():
+                raise FloatingPointError(
+                    f"The gradient of {name!r} is not finite: there is nothing to match."
+                )
+        if not any(tensor.any() for tensor in self.gradient.values()):
+            raise ValueError(
+                "Every entry of the shared gradient is zero: it says nothing about the batch."
+            )
+        if len(self.input_shape) not in (2, 4) or min(self.input_shape) < 1:
+            raise ValueError(
+                "input_shape must be (B, T) for token ids or (B, C, H, W) for pixels, but is "
+                f"{self.input_shape}."
+            )
+        if self.attention_mask is not None and tuple(self.attention_mask.shape) != tuple(
+            self.input_shape
+        ):
+            raise ValueError(
+                f"attention_mask has shape {tuple(self.attention_mask.shape)}, the input "
+                f"{tuple(self.input_shape)}."
+            )
+        if self.labels is not None:
+            self._check_labels(self.labels)
+        self._check_variances()
+        if (self.image_mean is None) != (self.image_std is None):
+            raise ValueError("Give image_mean and image_std together, or neither.")
+        object.__setattr__(
+            self, "gradient", {name: tensor.detach() for name, tensor in self.gradient.items()}
+        )
+
+    @property
+    def domain(self) -> Domain:
+        """What the private input was made of: text or image."""
+        return domain_of_shape(self.input_shape)
+
+    @property
+    def batch_size(self) -> int:
+        """B, the number of samples behind the gradient."""
+        return self.input_shape[0]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the shared gradient lies."""
+        return next(iter(self.gradient.values())).device
+
+    @property
+    def tokens(self) -> Tensor:
+        """`(B, T)`, true where the attack looks for a token; all of them unless the mask is
+        known.
+        """
+        if self.attention_mask is None:
+            return torch.ones(self.input_shape, dtype=torch.bool, device=self.device)
+        return self.attention_mask.bool().to(self.device)
+
+    @property
+    def frame(self) -> tuple[list[int], list[int]]:
+        """The special ids before and after every text."""
+        framed = self.tokenizer is not None and self.special_tokens
+        return special_frame(self.tokenizer) if framed else ([], [])
+
+    def known_ids(self) -> Tensor:
+        """`(B, T)` ids of the special tokens that the tokenizer puts around every text, padding
+        included; -1 elsewhere.
+
+        Where a tokenizer puts [CLS], [SEP] and padding is public. Read off its encoding of a single
+        word.
+        """
+        ids = torch.full(self.input_shape, -1, dtype=torch.long, device=self.device)
+        if self.tokenizer is None:
+            return ids
+        before, after = self.frame
+        for row, present in zip(ids, self.tokens, strict=True):
+            places = present.nonzero().flatten()
+            row[~present] = (
+                self.tokenizer.pad_token_id if self.tokenizer.pad_token_id is not None else -1
+            )
+            if len(places) > len(before) + len(after):
+                row[places[: len(before)]] = torch.tensor(
+                    before, dtype=torch.long, device=self.device
+                )
+                row[places[len(places) - len(after) :]] = torch.tensor(
+                    after, dtype=torch.long, device=self.device
+                )
+        return ids
+
+    def placeholder(self) -> dict[str, Tensor]:
+        """A batch of the right shapes that holds nothing private: to run the model on candidates of
+        the attacker.
+        """
+        return _PLACEHOLDERS[self.domain.name](self)
+
+    def gradient_map(self, labels: Tensor, loss_fn: LossFunction | None = None) -> GradientMap:
+        """The map x ↦ g(x) that the attacker can evaluate at its own candidates.
+
+        Args:
+            labels: `(B,)` class ids, or what `loss_fn` takes as `labels`.
+            loss_fn: As `GradientMap` takes it.
+        """
+        batch = self.placeholder() | {"labels": labels}
+        if self.local is not None:
+            return self.local.gradient_map(self.model, batch, loss_fn)
+        return GradientMap(self.model, batch, loss_fn=loss_fn)
+
+    def _check_variances(self) -> None:
+        for grant, told in (
+            ("noise_variance", self.noise_variance),
+            ("mechanism", None if self.mechanism is None else self.mechanism.variance),
+        ):
+            missing = self.gradient.keys() - told.keys() if isinstance(told, Mapping) else ()
+            if missing:
+                raise ValueError(
+                    f"{grant} has no variance for {min(missing)!r}, which was shared. Give that of "
+                    "every shared parameter, 0 where no noise was added."
+                )
+
+    def _check_labels(self, labels: Tensor) -> None:
+        classes = getattr(getattr(self.model, "config", None), "num_labels", None)
+        if len(labels) != self.batch_size:
+            raise ValueError(f"There are {len(labels)} labels for {self.batch_size} samples.")
+        is_class = labels.dim() == 1 and not torch.is_floating_point(labels)
+        if is_class and classes is not None and (labels.min() < 0 or labels.max() >= classes):
+            raise ValueError(
+                f"Labels must be class ids from 0 to {classes - 1}, but are {labels.tolist()}."
+            )
+
+
+def _placeholder_ids(seen: Observation) -> dict[str, Tensor]:
+    ids = seen.known_ids()
+    ids = torch.where(ids >= 0, ids, ordinary_id(seen.model, seen.tokenizer))
+    # Without the mask every position is taken for a token; models that derive one from padding
+    # ids need to be told.
+    return {"input_ids": ids, "attention_mask": seen.tokens.long()}
+
+
+def _placeholder_pixels(seen: Observation) -> dict[str, Tensor]:
+    dtype = next(p.dtype for p in seen.model.parameters() if torch.is_floating_point(p))
+    return {"pixel_values": torch.zeros(seen.input_shape, dtype=dtype, device=seen.device)}
+
+
+_PLACEHOLDERS = {"text": _placeholder_ids, "image": _placeholder_pixels}
+
+
+def ordinary_id(model: nn.Module, tokenizer: Any) -> int:
+    """A token id that is not special: some models derive masks and positions from the padding
+    id.
+
+    Example:
+        >>> ordinary_id(model, tokenizer) in tokenizer.all_special_ids
+        False
+    """
+    special = set(tokenizer.all_special_ids) if tokenizer is not None else set()
+    padding = getattr(getattr(model, "config", None), "pad_token_id", None)
+    size = getattr(getattr(model, "config", None), "vocab_size", 0) or len(tokenizer or ())
+    return next((index for index in range(size) if index not in special and index != padding), 0)
+
+
+@contextmanager
+def without_dropout(model: nn.Module) -> Iterator[None]:
+    """Eval mode, but for batch normalization, which stays as the client ran it. The attacker cannot
+    know dropout's draws.
+
+    Example:
+        >>> model = model.train()
+        >>> with without_dropout(model):
+        ...     model.training
+        False
+        >>> model.training
+        True
+    """
+    with modes_kept(model) as modules:
+        for module in modules:
+            if not isinstance(module, nn.modules.batchnorm._NormBase):
+                module.training = False
+        yield
 
 
 @dataclass

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from ..gradient_map.domain import TEXT
-from .base import Attack, Reconstruction, as_text
-from .observation import Observation
-from .span.subspace import distances, row_space
+from .base import Attack, Observation, Reconstruction, as_text
+from .span.row_space import distances, row_space
 
 
 @dataclass

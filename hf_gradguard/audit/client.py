@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 from transformers.utils import logging
 
+from ..attacks.base import Observation
 from ..attacks.candidates.attack import Candidates, Ranked
 from ..attacks.labels import recover_labels
-from ..attacks.local import LocalTraining
-from ..attacks.observation import Observation
+from ..attacks.local_training import LocalTraining
 from ..defenses.message import Message, Noise
 from ..gradient_map import GradientMap, UpdateMap
 from ..gradient_map.domain import IMAGE, TEXT, count_rows, domain_of_model

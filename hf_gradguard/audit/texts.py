@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..attacks.span.layer_inputs import is_causal_lm
+from ..attacks.layer_inputs import is_causal_lm
 from ..gradient_map.domain import TEXT, is_framed
 from ..metrics import Scores, score_text
 from ..models import label_kind, task_of

@@ -1,11 +1,16 @@
 """How near a reconstruction is to what it reconstructs."""
 
-from . import installed as installed
-from .candidates import CandidateScores, membership_log_odds, score_candidates
-from .images import score_images
-from .scores import Scores
-from .text import score_text
-from .text_reconstruction import TextReconstruction
+from ..registry import need
+
+try:
+    from .candidates import CandidateScores, membership_log_odds, score_candidates
+    from .images import score_images
+    from .scores import Scores
+    from .text import score_text
+    from .text_reconstruction import TextReconstruction
+except ModuleNotFoundError:
+    need("metrics", "attacks", "nltk", "regex", "rouge_score", "sacrebleu", "scipy", "torchmetrics")
+    raise
 
 __all__ = [
     "CandidateScores",

@@ -16,7 +16,7 @@ from torch import nn
 from transformers import PrinterCallback
 from transformers.utils import logging
 
-from ..attacks.span.layer_inputs import is_causal_lm
+from ..attacks.layer_inputs import is_causal_lm
 from ..audit.cells import Cell, Cells, code_digest, digest
 from ..audit.client import Modality
 from ..audit.texts import IGNORED

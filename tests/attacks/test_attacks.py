@@ -17,20 +17,18 @@ from torch import Tensor
 
 from hf_gradguard import GradientMap, make_defense
 from hf_gradguard.attacks import ATTACKS, Observation, average, make_attack, recover_labels
+from hf_gradguard.attacks.matching.attacks import Tag
 from hf_gradguard.attacks.matching.objectives import (
     TagDistance,
+    batch_norm_distance,
     cosine_distance,
+    embedding_length,
     layerwise_cosine_distance,
     squared_distance,
-)
-from hf_gradguard.attacks.matching.priors import (
-    batch_norm_distance,
-    embedding_length,
     total_variation,
 )
 from hf_gradguard.attacks.matching.problem import Problem
-from hf_gradguard.attacks.matching.text import Tag
-from hf_gradguard.attacks.matching.vocabulary import Vocabulary
+from hf_gradguard.attacks.matching.space import Vocabulary
 from hf_gradguard.defenses.mechanism import Mechanism
 from recipes.small_networks import (
     DeepConvNetConfig,

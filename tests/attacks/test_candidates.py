@@ -18,10 +18,10 @@ from torch import Tensor, nn
 
 from hf_gradguard import GradientMap, chain, make_defense
 from hf_gradguard.attacks import Observation, average, make_attack
-from hf_gradguard.attacks.candidates import linear
+from hf_gradguard.attacks.candidates import regression
 from hf_gradguard.attacks.candidates.likelihood import Likelihood
-from hf_gradguard.attacks.candidates.linear import Filtered, MatchedFilter
-from hf_gradguard.attacks.local import LocalTraining
+from hf_gradguard.attacks.candidates.regression import Filtered, MatchedFilter
+from hf_gradguard.attacks.local_training import LocalTraining
 from hf_gradguard.defenses.mechanism import Mechanism
 from hf_gradguard.gradient_map.local_training.optimizers import make_optimizer
 from hf_gradguard.gradient_map.vectorized import ManyGradients, has_draws
@@ -224,8 +224,8 @@ def test_coordinates_that_weigh_nothing_take_no_room(monkeypatch: pytest.MonkeyP
     """Of 20,000 coordinates 20,000 // 50 are heard: products of these are exact where a sketch of
     all would collide.
     """
-    monkeypatch.setattr(linear, "ENTRIES", 1)
-    monkeypatch.setattr(linear, "SHORTEST", 501)
+    monkeypatch.setattr(regression, "ENTRIES", 1)
+    monkeypatch.setattr(regression, "SHORTEST", 501)
     draw = torch_rng()
     shapes = {"a": (100, 100), "b": (10_000,), "c": (7,)}
     h = {n: torch.randn(4, *shape, generator=draw) for n, shape in shapes.items()}
@@ -246,7 +246,7 @@ def test_coordinates_that_weigh_nothing_take_no_room(monkeypatch: pytest.MonkeyP
 
 
 def test_sketches_keep_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear, "ENTRIES", 3 * 20_000)
+    monkeypatch.setattr(regression, "ENTRIES", 3 * 20_000)
     draw = torch_rng()
     h = torch.randn(3, 60_000, generator=draw)
     h[1] += h[0]
@@ -931,7 +931,7 @@ def test_settings_out_of_range() -> None:
         make_attack("candidates", rounding=0)
     with pytest.raises(ValueError, match="variance"):
         Mechanism(noise="gaussian")
-    with pytest.raises(ValueError, match="kept"):
+    with pytest.raises(ValueError, match="selection"):
         Mechanism(selection="some")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="levels"):
         Mechanism(levels=4)

@@ -14,7 +14,7 @@ from transformers import BertConfig, BertForSequenceClassification
 from hf_gradguard import GradientMap
 from hf_gradguard.attacks import Observation
 from hf_gradguard.attacks.embedding_rows import EmbeddingRows
-from hf_gradguard.attacks.length import observed_length, with_length
+from hf_gradguard.attacks.layer_inputs import observed_length, with_length
 
 
 def share_all(

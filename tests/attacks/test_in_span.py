@@ -12,10 +12,9 @@ from torch import Tensor, nn
 
 from hf_gradguard import GradientMap, make_defense
 from hf_gradguard.attacks import Observation, make_attack
-from hf_gradguard.attacks.candidates import in_span
-from hf_gradguard.attacks.candidates.fitted import brought
-from hf_gradguard.attacks.candidates.in_span import INSIDE, LATER, InSpan, spans_of
-from hf_gradguard.attacks.gathered import gathered
+from hf_gradguard.attacks.candidates import fitted
+from hf_gradguard.attacks.candidates.fitted import INSIDE, LATER, InSpan, brought, spans_of
+from hf_gradguard.attacks.uploads import gathered
 from hf_gradguard.defenses.mechanism import Fitted
 from hf_gradguard.defenses.message import Message
 from hf_gradguard.gradient_map.per_sample.span import Granularity, Powers, SampleSpan
@@ -215,7 +214,7 @@ def ranks_of(dropout: float, seed: int) -> list[int]:
 
 def test_who_reads_them_names_more(monkeypatch: pytest.MonkeyPatch) -> None:
     reading = [rank for seed in range(4) for rank in ranks_of(0.0, seed)]
-    monkeypatch.setattr(in_span, "INSIDE", 2.0)  # nothing is believed
+    monkeypatch.setattr(fitted, "INSIDE", 2.0)  # nothing is believed
     guessing = [rank for seed in range(4) for rank in ranks_of(0.0, seed)]
     assert sum(reading) < 0.75 * sum(guessing), (reading, guessing)
 

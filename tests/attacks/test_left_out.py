@@ -12,10 +12,9 @@ from helpers import make_task, torch_rng
 
 from hf_gradguard import GradientMap, make_defense
 from hf_gradguard.attacks import Observation, make_attack
-from hf_gradguard.attacks.candidates.linear import _BESIDE, Filtered, MatchedFilter
-from hf_gradguard.attacks.candidates.sizes import in_units
-from hf_gradguard.attacks.gathered import gathered, own_entries
-from hf_gradguard.attacks.uploads import alike
+from hf_gradguard.attacks.candidates.likelihood import in_units
+from hf_gradguard.attacks.candidates.regression import _BESIDE, Filtered, MatchedFilter
+from hf_gradguard.attacks.uploads import alike, gathered, own_entries
 from hf_gradguard.audit.client import average_of
 from hf_gradguard.defenses.mechanism import Mechanism
 from hf_gradguard.randomness import Stream

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_gradguard.attacks.matching.lockstep import in_lockstep
+from hf_gradguard.attacks.matching.descent import in_lockstep
 
 
 def doubling(asked: list[list[int]]) -> Callable[[list[int], list[int]], list[int]]:

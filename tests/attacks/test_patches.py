@@ -11,8 +11,7 @@ from torch import nn
 
 from hf_gradguard import GradientMap
 from hf_gradguard.attacks import Observation, make_attack
-from hf_gradguard.attacks.analytic import readable
-from hf_gradguard.attacks.patches import solve_patches
+from hf_gradguard.attacks.analytic import readable, solve_patches
 from hf_gradguard.audit import audit, summarize
 
 SIZES = {

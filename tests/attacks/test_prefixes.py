@@ -12,8 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 
 from hf_gradguard import GradientMap
 from hf_gradguard.attacks import Observation
-from hf_gradguard.attacks.span.layer_inputs import find_readers
-from hf_gradguard.attacks.span.prefixes import endings, keeps_the_past
+from hf_gradguard.attacks.layer_inputs import find_readers
+from hf_gradguard.attacks.span.decoder import endings, keeps_the_past
 
 TOKENIZER = word_tokenizer([f"w{i}" for i in range(40 - len(SPECIAL_TOKENS))])
 COMMON: dict[str, Any] = {

@@ -15,7 +15,7 @@ from test_audit import HIGH, LOW, WORDS, image_model, images, made
 
 from hf_gradguard import GradientMap, make_defense
 from hf_gradguard.attacks import ATTACKS, Attack, Observation, Reconstruction, make_attack
-from hf_gradguard.attacks.candidates import linear
+from hf_gradguard.attacks.candidates import regression
 from hf_gradguard.attacks.candidates.attack import Candidates
 from hf_gradguard.audit import audit, markdown_table, summarize
 from hf_gradguard.audit.attackers import attackers, with_list
@@ -259,7 +259,7 @@ def test_defenses_together_are_each_by_itself(
     """Of several samples, where others' gradients are sketched; and by themselves where they cannot
     be attacked together: samples that are clipped one by one, and those that are not.
     """
-    monkeypatch.setattr(linear, "ENTRIES", 0)  # sketches are shorter than gradients
+    monkeypatch.setattr(regression, "ENTRIES", 0)  # sketches are shorter than gradients
     defenses = ["gaussian_noise:relative_scale=2", "optimal_noise:relative_scale=2"]
     defenses += ["pruning:ratio=0.9,error_feedback=True", "refiner"]
     calls: list[int] = []

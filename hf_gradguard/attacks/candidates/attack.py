@@ -18,11 +18,9 @@ from torch import Tensor
 
 from ...metrics import membership_log_odds
 from ...randomness import Stream, torch_generator
-from ..base import Attack, Reconstruction, as_text
-from ..observation import Observation
+from ..base import Attack, Observation, Reconstruction, as_text
 from ..uploads import alike, average
-from .entries import Entries, make_entries
-from .inputs import at_places
+from .inputs import Entries, at_places, make_entries
 from .scorer import Scorer
 
 

@@ -3,13 +3,250 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...defenses.mechanism import Mechanism
 from ...gradient_map import Tensors
+from ...gradient_map.per_sample.plan import count_items
+from ..base import Observation
+from ..layer_inputs import is_causal_lm
+from .regression import Filtered
+
+
+def mechanism_of(seen: Observation) -> Mechanism | None:
+    """A message's mechanism as it was granted; of `noise_variance` alone that of Gaussian noise.
+
+    Example:
+        >>> from dataclasses import replace
+        >>> mechanism_of(replace(seen, noise_variance=0.5)).variance, mechanism_of(seen)
+        (0.5, None)
+    """
+    if seen.mechanism is not None and seen.mechanism.fitted is not None and seen.local is not None:
+        return None  # an update is in the span of others
+    if seen.mechanism is None and seen.noise_variance is not None:
+        return Mechanism(noise="gaussian", variance=seen.noise_variance)
+    return seen.mechanism
+
+
+def clip_of_samples(mechanisms: Sequence[Mechanism | None]) -> float | None:
+    """The norm that each sample's gradient is clipped to, by mechanisms of messages.
+
+    Raises:
+        ValueError: If messages differ in it.
+
+    Example:
+        >>> clip_of_samples([Mechanism(clip_sample=2.0), Mechanism(clip_sample=2.0)])
+        2.0
+    """
+    bounds = {None if mechanism is None else mechanism.clip_sample for mechanism in mechanisms}
+    if len(bounds) > 1:
+        raise ValueError(
+            "Messages that are attacked together must have samples clipped alike. Attack the "
+            "others by themselves."
+        )
+    return bounds.pop()
+
+
+def items_of(model: nn.Module, batches: Sequence[Mapping[str, Any]]) -> Tensor:
+    """`(P,)`: over how many labels the mean loss of each batch of one is. Of a causal language
+    model a text's first token is no label.
+
+    Example:
+        >>> text = {"input_ids": torch.tensor([[5, 6, 7]]), "labels": torch.tensor([[-100, 1, 2]])}
+        >>> items_of(model, [text]), items_of(model, [{**text, "labels": torch.tensor([1])}])
+        (tensor([2.]), tensor([1.]))
+    """
+    causal = is_causal_lm(model)
+    return torch.tensor([float(count_items(batch, causal)) for batch in batches])
+
+
+def mean_items(seen: Observation, batches: Sequence[Mapping[str, Any]], items: Tensor) -> float:
+    """How many labels a sample of the message has on average: as candidates have, or where the
+    message's lengths are known, as those nearest to each in length.
+
+    Args:
+        seen: What the server saw.
+        batches: The candidates, as batches of one.
+        items: `(P,)`, how many labels each has.
+
+    Example:
+        >>> masks = [torch.ones(1, length) for length in (3, 5)]
+        >>> listed, known = [{"attention_mask": mask} for mask in masks], torch.ones(2, 5)
+        >>> mean_items(seen, listed, torch.tensor([2.0, 4.0]))
+        3.0
+        >>> told = Observation(model, shared, (2, 5), attention_mask=known)
+        >>> mean_items(told, listed, torch.tensor([2.0, 4.0]))
+        4.0
+    """
+    if seen.attention_mask is None or bool((items == items[0]).all()):
+        return float(items.mean())
+    lengths = seen.tokens.sum(1, keepdim=True).cpu()
+    own = torch.tensor([int(batch["attention_mask"].sum()) for batch in batches])
+    away = (own - lengths).abs()
+    near = (away == away.amin(1, keepdim=True)).float()
+    return float(((near * items / own).sum(1) / near.sum(1) * lengths[:, 0]).mean())
+
+
+def in_units(
+    seen: Observation, mechanism: Mechanism | None, by: float
+) -> tuple[Observation, Mechanism | None]:
+    """A message and its mechanism, as if gradients were so many times as large.
+
+    Example:
+        >>> mechanism = Mechanism(clip_norm=1.0, noise="gaussian", variance=0.5)
+        >>> twice, told = in_units(seen, mechanism, 2.0)
+        >>> bool((twice.gradient["classifier.bias"] == 2 * shared["classifier.bias"]).all())
+        True
+        >>> told.clip_norm, told.variance
+        (2.0, 2.0)
+    """
+    if by == 1:
+        return seen, mechanism
+    if mechanism is not None:
+        mechanism = replace(
+            mechanism,
+            clip_norm=mechanism.clip_norm and mechanism.clip_norm * by,
+            clip_coordinate=mechanism.clip_coordinate and mechanism.clip_coordinate * by,
+            variance=None if mechanism.variance is None else _times(mechanism.variance, by**2),
+            later_messages=tuple(
+                {name: g * by for name, g in one.items()} for one in mechanism.later_messages
+            ),
+        )
+    gradient = {name: g * by for name, g in seen.gradient.items()}
+    return replace(seen, gradient=gradient, mechanism=mechanism, noise_variance=None), mechanism
+
+
+def _times(variance: float | Mapping[str, Tensor], by: float) -> float | dict[str, Tensor]:
+    if isinstance(variance, Mapping):
+        return {name: tensor * by for name, tensor in variance.items()}
+    return variance * by
+
+
+def to_filter(
+    seen: Observation,
+    mechanism: Mechanism | None,
+    center: Tensors,
+    weights: Tensors | None,
+    variance: float | None,
+) -> Filtered:
+    """A message in units of what it is on average, where it was not clipped.
+
+    Args:
+        seen: What the server saw.
+        mechanism: How the message was made.
+        center: What it is on average.
+        weights: Of coordinates, `None` where all weigh alike.
+        variance: Of the noise in these units, `None` where nobody knows it.
+
+    Example:
+        >>> twice = {name: 2 * y for name, y in shared.items()}
+        >>> to_filter(seen, Mechanism(scale=0.5), shared, None, 1.0).variance
+        4.0
+        >>> told = to_filter(seen, None, twice, None, None)
+        >>> torch.allclose(told.message["classifier.bias"], twice["classifier.bias"])
+        True
+    """
+    heard = center
+    if weights is not None and variance is None:
+        heard = {name: c * (weights[name] != 0) for name, c in center.items()}
+    scaled_alike = (
+        mechanism is not None and mechanism.clip_norm is None and not mechanism.has_residual
+    )
+    scale = mechanism.scale if scaled_alike else _fitted(seen.gradient, heard)  # type: ignore[union-attr]
+    message = {name: g / scale for name, g in seen.gradient.items()}
+    variance = None if variance is None else variance / scale**2
+    return Filtered(message, _clipped(center, mechanism), seen.batch_size, variance)
+
+
+def _clipped(center: Tensors, mechanism: Mechanism | None) -> Tensors:
+    if mechanism is None or mechanism.clip_coordinate is None:
+        return center
+    return {
+        n: c.clamp(-mechanism.clip_coordinate, mechanism.clip_coordinate) for n, c in center.items()
+    }
+
+
+def _fitted(message: Mapping[str, Tensor], center: Mapping[str, Tensor]) -> float:
+    """How large a message is in units of what it is on average: defenses may scale it down."""
+    product = sum(float((g.double() * center[name]).sum()) for name, g in message.items())
+    square = sum(float(center[name].double().square().sum()) for name in message)
+    return product / square if product > 1e-3 * square else 1.0
+
+
+_LEAST_SIZE = 0.1  # of gradients' coordinates, in units of their mean
+_ALONE = 0.1  # batches: as far as others' are in entries of a message's own batch alone
+
+
+def by_noise(
+    seen: Observation, mechanism: Mechanism | None, center: Tensors, floor: Mapping[str, float]
+) -> tuple[Tensors | None, float | None]:
+    """What coordinates weigh, `None` where all do alike, and the noise's variance in these units,
+    `None` where nobody knows it. What is clipped on average says nothing of who is in it.
+
+    Args:
+        seen: What the server saw.
+        mechanism: How the message was made.
+        center: What it is on average.
+        floor: The variance by which evaluations of one gradient differ, a parameter.
+
+    Example:
+        >>> mechanism = Mechanism(noise="gaussian", variance=0.5)
+        >>> by_noise(seen, mechanism, shared, dict.fromkeys(shared, 0.0))
+        (None, 0.5)
+    """
+    if mechanism is None or mechanism.rounding == "sign" or mechanism.has_residual:
+        return None, None
+    bound = mechanism.clip_coordinate
+    if mechanism.uniform and mechanism.rounding is None and bound is None:
+        mean = sum(v * seen.gradient[n].numel() for n, v in floor.items())
+        size = sum(g.numel() for g in seen.gradient.values())
+        return None, mechanism.mean_variance(seen.gradient) + mean / size
+    weights = {}
+    for name, y in seen.gradient.items():
+        variance = mechanism.variance_of(name) + floor[name]
+        if mechanism.levels is not None:  # uniform within its cell
+            step = float(y.max() - y.min()) / (mechanism.levels - 1)
+            variance = variance + step**2 / (12 if mechanism.rounding == "nearest" else 6)
+        precise = torch.as_tensor(variance, device=y.device).float().rsqrt()
+        heard = y != 0 if mechanism.selection != "all" else torch.ones_like(y, dtype=torch.bool)
+        if bound is not None:
+            heard = heard & (center[name].abs() < bound)
+        weights[name] = precise.expand_as(y) * heard
+    return weights, 1.0
+
+
+def beside_others(
+    seen: Observation, mechanism: Mechanism | None, sizes: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """What coordinates weigh beside what was left out, which is taken to be as large as gradients
+    are, coordinate by coordinate; of several batches, where it is known of how many.
+
+    Args:
+        seen: What the server saw.
+        mechanism: How the message was made.
+        sizes: The root mean square of samples' gradients.
+
+    Example:
+        >>> sizes = {name: torch.ones_like(y) for name, y in shared.items()}
+        >>> of = ({name: torch.tensor(count) for name in shared} for count in (1, 11))
+        >>> mechanisms = (Mechanism(has_residual=True, batches=batches) for batches in of)
+        >>> once, again = (beside_others(seen, mechanism, sizes) for mechanism in mechanisms)
+        >>> bool((once["classifier.bias"] > 10 * again["classifier.bias"]).all())
+        True
+    """
+    total = sum(float(size.sum(dtype=torch.float64)) for size in sizes.values())
+    least = _LEAST_SIZE * total / sum(size.numel() for size in sizes.values()) + 1e-30
+    weights = {name: 1 / (size + least) for name, size in sizes.items()}
+    if mechanism is not None and mechanism.batches is not None:
+        weights = {n: w / (mechanism.batches[n] - 1 + _ALONE).sqrt() for n, w in weights.items()}
+    if mechanism is None or mechanism.selection == "all":
+        return weights
+    return {name: weight * (seen.gradient[name] != 0) for name, weight in weights.items()}
 
 
 class Likelihood:

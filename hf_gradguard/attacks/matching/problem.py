@@ -11,11 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from ...gradient_map import GradientMap, Tensors
+from ..base import Observation
 from ..labels import check_classes, recover_labels
-from ..observation import Observation
-from .deep_prior import DeepPrior
 from .objectives import Candidate, Objective, inverse_norm
-from .space import SPACES, SearchSpace
+from .space import SPACES, DeepPrior, SearchSpace
 
 Slopes = tuple[Tensor, Tensor, Tensors]
 """Distances of candidates `(K,)`, their derivatives by the candidates, and by their labels."""

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer, set_seed
 
 from hf_gradguard import GradientMap
 from hf_gradguard.attacks import Observation, make_attack
-from hf_gradguard.attacks.span.places import heard_positions
+from hf_gradguard.attacks.span.attack import heard_positions
 
 from ..lib.families import CLASSIFIER, DECODERS, ENCODERS, LM, MASKED, build
 from ..lib.results import chosen

@@ -15,9 +15,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from ..observation import Observation
-from .choice import NEAR, Text, choose
-from .views import Explained, View, outside, vectors_of
+from ..base import Observation
+from .texts import NEAR, Explained, Text, View, choose, outside, vectors_of
 
 SWEEPS, ROUNDS = 40, 4
 MORE, EVERY = 12, 1024  # rounds, and texts that are all tried, where nothing but rounding is noise
@@ -49,8 +48,8 @@ def assemble(
         `(B, T)` ids, -1 where nothing was looked for or found.
 
     Example:
-        >>> from hf_gradguard.attacks.span.layer_inputs import find_readers
-        >>> from hf_gradguard.attacks.span.subspace import row_space
+        >>> from hf_gradguard.attacks.layer_inputs import find_readers
+        >>> from hf_gradguard.attacks.span.row_space import row_space
         >>> mixed = [readers for readers in find_readers(seen) if readers.mixing == "full"][:2]
         >>> views = [View(r, row_space(r.gradients(seen), None, rank=13)) for r in mixed]
         >>> ids, heard = batch["input_ids"], batch["attention_mask"].bool()
@@ -118,8 +117,8 @@ def misfit(seen: Observation, views: Sequence[View], heard: Tensor, rows: Tensor
     """What texts `(B, T)` leave outside the views' spans, and unexplained of them; in dimensions.
 
     Example:
-        >>> from hf_gradguard.attacks.span.layer_inputs import find_readers
-        >>> from hf_gradguard.attacks.span.subspace import row_space
+        >>> from hf_gradguard.attacks.layer_inputs import find_readers
+        >>> from hf_gradguard.attacks.span.row_space import row_space
         >>> mixed = next(r for r in find_readers(seen) if r.mixing == "full")
         >>> views = [View(mixed, row_space(mixed.gradients(seen), None, rank=13))]
         >>> heard = batch["attention_mask"].bool()
@@ -152,8 +151,8 @@ def exchange(
         `(B, T)` ids.
 
     Example:
-        >>> from hf_gradguard.attacks.span.layer_inputs import find_readers
-        >>> from hf_gradguard.attacks.span.subspace import row_space
+        >>> from hf_gradguard.attacks.layer_inputs import find_readers
+        >>> from hf_gradguard.attacks.span.row_space import row_space
         >>> mixed = [readers for readers in find_readers(seen) if readers.mixing == "full"][:2]
         >>> views = [View(r, row_space(r.gradients(seen), None, rank=13)) for r in mixed]
         >>> ids, heard = batch["input_ids"], batch["attention_mask"].bool()

@@ -5,15 +5,74 @@ token of a prefix lies in the span of their gradients' rows exactly if the prefi
 from __future__ import annotations
 
 import functools
+import inspect
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from transformers import DynamicCache
 
-from ..observation import Observation
-from .choice import Text, choose
-from .prefixes import endings, keeps_the_past
-from .subspace import distances
-from .views import View
+from ...models import without_adapters
+from ..base import Observation, ordinary_id
+from ..layer_inputs import Readers, layer_inputs
+from .row_space import distances
+from .texts import Text, View, choose
+
+
+def endings(
+    seen: Observation,
+    readers: Readers,
+    prefixes: Sequence[Text],
+    tokens: Sequence[int],
+    keeps: bool,
+) -> Tensor:
+    """What `readers` read of P prefixes with each of K tokens behind them, `(P K, T + 1, H)`: of
+    the first prefix with all tokens, then of the next.
+
+    Args:
+        prefixes: Of T tokens each.
+        tokens: K tokens.
+        keeps: Whether the model can keep what it needs of a prefix; else all of it runs K times.
+
+    Example:
+        >>> from hf_gradguard.attacks.layer_inputs import find_readers
+        >>> readers = find_readers(seen)[1]
+        >>> endings(seen, readers, [(5, 6, 7)], [8, 9], keeps=False).shape
+        torch.Size([2, 4, 32])
+    """
+    if not prefixes[0] or not keeps:
+        rows = [[*prefix, token] for prefix in prefixes for token in tokens]
+        return layer_inputs(seen, readers, torch.tensor(rows, device=seen.device))
+    past = DynamicCache(config=seen.model.config.get_text_config(decoder=True))  # type: ignore[union-attr, operator]
+    once = torch.tensor(prefixes, device=seen.device)
+    before = layer_inputs(seen, readers, once, past_key_values=past, use_cache=True)
+    past.batch_repeat_interleave(len(tokens))
+    last = torch.tensor(tokens, device=seen.device).repeat(len(prefixes))[:, None]
+    mask = last.new_ones(len(last), once.shape[1] + 1)
+    behind = layer_inputs(seen, readers, last, mask, past_key_values=past, use_cache=True)
+    return torch.cat([before.repeat_interleave(len(tokens), 0), behind], dim=1)
+
+
+def keeps_the_past(seen: Observation, readers: Readers) -> bool:
+    """Whether the model reads a text's end alike when it has kept the rest: tried out on a text of
+    random words.
+
+    Example:
+        >>> from hf_gradguard.attacks.layer_inputs import find_readers
+        >>> keeps_the_past(seen, find_readers(seen)[1])  # an encoder
+        False
+    """
+    base = without_adapters(seen.model)
+    if "past_key_values" not in inspect.signature(base.forward).parameters:
+        return False
+    one = ordinary_id(base, seen.tokenizer)
+    whole, parts = (
+        endings(seen, readers, [(one, one, one + 1)], [one], keeps=keeps) for keeps in (False, True)
+    )
+    return whole.shape == parts.shape and torch.allclose(
+        whole, parts, rtol=1e-4, atol=1e-5 * float(whole.abs().max())
+    )
+
 
 DEFICIENT = 8  # times as many prefixes where the first tokens of a text cannot be told for certain
 
@@ -43,8 +102,8 @@ def extend(
         ValueError: If a text is not padded on the right.
 
     Example:
-        >>> from hf_gradguard.attacks.span.layer_inputs import find_readers
-        >>> from hf_gradguard.attacks.span.subspace import row_space
+        >>> from hf_gradguard.attacks.layer_inputs import find_readers
+        >>> from hf_gradguard.attacks.span.row_space import row_space
         >>> readers = find_readers(seen)[1]
         >>> view = View(readers, row_space(readers.gradients(seen), None, rank=8))
         >>> found = {place: [5, 6] for place in range(8)}

@@ -1,5 +1,0 @@
-"""Says what to install where a library is missing that this room cannot do without."""
-
-from ..registry import need
-
-need("attacks", "attacks", "scipy")

@@ -1,0 +1,425 @@
+"""Gradient matching: find the input whose gradient is the one that was shared.
+
+    x̂ = argmin dist(g(x̂), shared) + priors(x̂)
+
+One loop for all of it. What differs between the published attacks (distance, priors, optimizer,
+schedule) is in the settings of their classes in `images.py` and `text.py`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, cast
+
+import torch
+from torch import Tensor
+
+from ...models import explain_missing_model
+from ...randomness import Stream, torch_generator
+from ..base import Attack, Observation, Reconstruction, as_text, without_dropout
+from ..layer_inputs import with_length
+from .descent import Descended, MatchingSettings, descend
+from .objectives import Objective, TagDistance, cosine_distance, embedding_length, squared_distance
+from .problem import Problem
+from .space import Tokens
+
+
+@dataclass
+class GradientMatching(MatchingSettings, Attack):
+    """Base of the attacks that descend on the distance between gradients. Subclasses say which
+    distance and priors.
+
+    Example:
+        >>> from hf_gradguard.attacks.matching.objectives import squared_distance
+        >>> @dataclass
+        ... class Plain(GradientMatching):
+        ...     name = "plain"
+        ...     steps: int = 2
+        ...
+        ...     def objective(self):
+        ...         return squared_distance
+        >>> found = Plain(restarts=2)(seen)
+        >>> len(found.token_ids), found.objective == min(found.history)
+        (2, True)
+    """
+
+    informed_by: ClassVar[frozenset[str]] = frozenset({"noise_variance"})
+
+    @property
+    def passes(self) -> float:
+        """About three an evaluation, a gradient and its derivative; L-BFGS takes 20 a step."""
+        evaluations = self.steps * (20 if self.optimizer == "lbfgs" else 1)
+        return 3.0 * evaluations * self.restarts
+
+    def problem(self, observations: Sequence[Observation]) -> Problem:
+        """The observations as this attack matches them.
+
+        Raises:
+            ValueError: If they do not belong together, or this attack cannot work on them.
+        """
+        return Problem(
+            observations,
+            self.objective(),
+            restarts=self.restarts,
+            optimize_labels=self.optimize_labels,
+            match_nonzero=self.match_nonzero,
+            leave_out=self.leave_out,
+            clip_norm=self.clip_norm,
+            clip_coordinate=self.clip_coordinate,
+        )
+
+    def reconstruct(self, seen: Observation, generator: torch.Generator) -> Reconstruction:
+        return self._match([with_length(seen)], generator)[0]
+
+    def together(
+        self, observations: Sequence[Observation], generator: Stream | torch.Generator | None = None
+    ) -> list[Reconstruction]:
+        """Attack several observations at once, each by itself: faster than one after the other.
+
+        Args:
+            observations: All of one model, one input shape and one attention mask, with gradients
+                of the same parameters.
+            generator: Source of all randomness.
+
+        Raises:
+            ValueError: If they differ in those, or this attack cannot work on them.
+        """
+        for seen in observations:
+            self.check_domain(seen)
+        return self._match(observations, torch_generator(generator, observations[0].device))
+
+    def _match(
+        self, observations: Sequence[Observation], generator: torch.Generator
+    ) -> list[Reconstruction]:
+        started = time.perf_counter()
+        with without_dropout(observations[0].model):
+            problem = self.problem(observations)
+            found = descend(self, problem, generator, started)
+        seconds = time.perf_counter() - started
+        results = []
+        for number, seen in enumerate(observations):
+            own = found[number * self.restarts :][: self.restarts]
+            best = min(own, key=lambda one: float(one.objective))
+            results.append(_reconstruction(problem, seen, best, seconds))
+        return results
+
+
+def _reconstruction(
+    problem: Problem, seen: Observation, found: Descended, seconds: float
+) -> Reconstruction:
+    ids = problem.space.decode(found.x)
+    return Reconstruction(
+        input=found.x,
+        token_ids=ids,
+        text=None if ids is None else as_text(ids, seen.tokenizer),
+        labels=found.labels.argmax(-1) if problem.soft else found.labels,
+        objective=float(found.objective),
+        seconds=seconds,
+        history=found.history.tolist(),
+    )
+
+
+@dataclass
+class DLG(GradientMatching):
+    """Squared distance, L-BFGS; labels that are not known are optimized with the input.
+
+    Needs a model with second derivatives everywhere (sigmoid, GELU), and often restarts.
+
+    Reference: Zhu, Liu and Han, "Deep Leakage from Gradients", 2019.
+
+    Example:
+        >>> found = DLG(steps=1, start="uniform")(image_seen)
+        >>> found.input.shape == image_gmap.input.shape
+        True
+    """
+
+    name: ClassVar[str] = "dlg"
+    optimize_labels: ClassVar[bool] = True
+    steps: int = 300
+    learning_rate: float = 1.0
+    optimizer: str = "lbfgs"
+
+    def objective(self) -> Objective:
+        return squared_distance
+
+
+@dataclass
+class IDLG(DLG):
+    """DLG with the label read off the last layer.
+
+    Reference: Zhao, Mopuri and Bilen, "iDLG: Improved Deep Leakage from Gradients", 2020.
+
+    Example:
+        >>> IDLG(steps=1)(image_seen).labels.shape
+        torch.Size([2])
+    """
+
+    name: ClassVar[str] = "idlg"
+    optimize_labels: ClassVar[bool] = False
+
+
+@dataclass
+class InvertingGradients(GradientMatching):
+    """1 - cosine and total variation on images, by L-BFGS from anywhere in the range of pixels: far
+    stronger than as published.
+
+    Reference: Geiping et al., "Inverting Gradients: How easy is it to break privacy in federated
+    learning?", 2020, for what it minimizes.
+
+    Example:
+        >>> found = InvertingGradients(steps=2, total_variation=1e-2)(image_seen)
+        >>> found.objective == min(found.history)
+        True
+    """
+
+    name: ClassVar[str] = "inverting_gradients"
+    steps: int = 60
+    learning_rate: float = 1.0
+    optimizer: str = "lbfgs"
+    start: Any = None
+    total_variation: float = 1e-4
+    patience: int | None = 5
+
+    def objective(self) -> Objective:
+        return cosine_distance
+
+
+@dataclass
+class InvertingGradientsPublished(InvertingGradients):
+    """Inverting Gradients as published: signed Adam with three decays from a normal start.
+
+    Reference: Geiping et al., "Inverting Gradients: How easy is it to break privacy in federated
+    learning?", 2020.
+
+    Example:
+        >>> len(InvertingGradientsPublished(steps=2)(image_seen).history)
+        2
+    """
+
+    name: ClassVar[str] = "inverting_gradients_published"
+    steps: int = 4800
+    learning_rate: float = 0.1
+    optimizer: str = "adam"
+    schedule: str = "steps"
+    signed: bool = True
+    start: Any = "normal"
+    patience: int | None = None
+
+
+@dataclass
+class DeepImagePrior(InvertingGradients):
+    """1 - cosine of images that an untrained convolutional network draws, by Adam on its weights.
+
+    The best match is returned, and noise is matched in the end: behind a strong defense stop early,
+    at 100 `steps`.
+
+    Reference: Ulyanov, Vedaldi and Lempitsky, "Deep Image Prior", 2018, for the prior.
+
+    Example:
+        >>> found = DeepImagePrior(steps=2)(image_seen)
+        >>> found.objective == min(found.history)
+        True
+    """
+
+    name: ClassVar[str] = "deep_image_prior"
+    domains: ClassVar[tuple[str, ...]] = ("image",)
+    steps: int = 500
+    learning_rate: float = 1e-2
+    optimizer: str = "adam"
+    prior: str | None = "deep"
+    total_variation: float = 0.0
+    patience: int | None = None
+
+
+@dataclass
+class GradInversion(GradientMatching):
+    """Squared distance with total variation, squared norm, batch-norm statistics and agreement
+    between restarts.
+
+    Args:
+        batch_norm: Weight of the distance to the batch normalizations' running statistics.
+        group_consistency: Weight of each restart's squared distance to the restarts' mean.
+
+    Reference: Yin et al., "See through Gradients: Image Batch Recovery via GradInversion", 2021.
+
+    Example:
+        >>> found = GradInversion(steps=2, restarts=2)(image_seen)
+        >>> found.objective == min(found.history)
+        True
+    """
+
+    name: ClassVar[str] = "grad_inversion"
+    steps: int = 4000
+    learning_rate: float = 0.1
+    schedule: str = "steps"
+    total_variation: float = 1e-4
+    squared_norm: float = 1e-6
+    batch_norm: float = 1e-3
+    group_consistency: float = 1e-3
+
+    def objective(self) -> Objective:
+        return squared_distance
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.optimizer == "lbfgs" and self.restarts > 1 and self.group_consistency:
+            raise ValueError(
+                "With L-BFGS each restart descends by itself, so that they cannot be held "
+                "together: set group_consistency=0, or take another optimizer."
+            )
+
+    def penalty(self, problem: Problem, x: Tensor) -> Tensor | float:
+        value = super().penalty(problem, x)
+        if self.batch_norm:
+            distance = problem.space.batch_norm_distance(problem.seen.model, x)
+            value = value + self.batch_norm * distance
+        if self.group_consistency and self.restarts > 1 and len(x) > 1:
+            groups = x.view(-1, self.restarts, *x.shape[1:])
+            # Without restarts that diverged. What draws to it adds up to 0, so it has no slope.
+            mean = groups.detach().nanmean(1, keepdim=True)
+            away = (groups - mean).view_as(x).flatten(1)
+            value = value + self.group_consistency * away.square().mean(1)
+        return value
+
+
+@dataclass
+class Tag(GradientMatching):
+    """Squared and absolute differences, early layers counting more; AdamW with a linear schedule.
+
+    Args:
+        absolute: Weight of the absolute differences.
+
+    Reference: Deng et al., "TAG: Gradient Attack on Transformer-based Language Models", 2021.
+
+    Example:
+        >>> found = Tag(steps=3)(seen)
+        >>> len(found.history), len(found.text)
+        (3, 2)
+    """
+
+    name: ClassVar[str] = "tag"
+    steps: int = 1500
+    learning_rate: float = 0.05
+    optimizer: str = "adamw"
+    schedule: str = "linear"
+    warmup: int = 50
+    absolute: float = 0.1
+
+    def objective(self) -> Objective:
+        return TagDistance(self.absolute)
+
+
+@dataclass
+class Lamp(GradientMatching):
+    """Cosine matching, embeddings kept as long as words' are, and moves of tokens in between.
+
+    Every `every` steps, `moves` random rearrangements of the candidate (two tokens swapped, one
+    moved, a span moved, the beginning put behind the end) are scored by matching loss, plus the
+    language model's loss on their tokens if there is one. The best takes the candidate's place if
+    it is better than it.
+
+    Args:
+        length_weight: Weight of the squared difference between the embeddings' mean length and the
+            vocabulary's.
+        every: Steps between rounds of moves.
+        moves: Rearrangements tried a round.
+        language_model: A causal language model over the same tokens, by name, folder or object;
+            `None` for none.
+        language_weight: Weight of its mean negative log-likelihood a token.
+
+    Reference: Balunović et al., "LAMP: Extracting Text from Gradients with Language Model Priors",
+        2022.
+
+    Example:
+        >>> found = Lamp(steps=4, every=2, moves=3)(seen)
+        >>> [len(ids) for ids in found.token_ids] == seen.tokens.sum(1).tolist()
+        True
+    """
+
+    name: ClassVar[str] = "lamp"
+    domains: ClassVar[tuple[str, ...]] = ("text",)
+    steps: int = 1500
+    learning_rate: float = 0.01
+    schedule: str = "linear"
+    length_weight: float = 1.0
+    every: int = 75
+    moves: int = 50
+    language_model: Any = None
+    language_weight: float = 0.2
+    _language: Any = field(default=None, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if min(self.every, self.moves) < 1:
+            raise ValueError(
+                f"every and moves must be at least 1, but are {self.every} and {self.moves}."
+            )
+        if isinstance(self.language_model, str):
+            from transformers import AutoModelForCausalLM
+
+            with explain_missing_model(self.language_model):
+                self._language = AutoModelForCausalLM.from_pretrained(
+                    self.language_model, trust_remote_code=False
+                ).eval()
+        else:
+            self._language = self.language_model
+
+    def objective(self) -> Objective:
+        return cosine_distance
+
+    def penalty(self, problem: Problem, x: Tensor) -> Tensor | float:
+        value = super().penalty(problem, x)
+        if self.length_weight:
+            mean = cast(Tokens, problem.space).mean_norm()
+            value = value + self.length_weight * embedding_length(x, mean)
+        return value
+
+    def between_steps(
+        self, problem: Problem, step: int, x: Tensor, first: int, generator: torch.Generator
+    ) -> None:
+        if (step + 1) % self.every:
+            return
+        for k in range(len(x)):
+            moved = torch.stack(
+                [x[k], *(self._rearranged(problem, x[k], generator) for _ in range(self.moves))]
+            )
+            scores = torch.stack([self._score(problem, one, first + k) for one in moved])
+            x[k] = moved[scores.nan_to_num(torch.inf).argmin()]
+
+    def _score(self, problem: Problem, x: Tensor, candidate: int) -> Tensor:
+        value = problem.distance(x, candidate)
+        if self._language is not None:
+            ids = cast(Tokens, problem.space).vocabulary.nearest(x)
+            labels, mask = ids.masked_fill(~problem.seen.tokens, -100), problem.seen.tokens.long()
+            with torch.no_grad():
+                loss = self._language(input_ids=ids, attention_mask=mask, labels=labels).loss
+            value = value + self.language_weight * loss
+        return value
+
+    def _rearranged(self, problem: Problem, x: Tensor, generator: torch.Generator) -> Tensor:
+        """`x` `(B, T, H)` with the words of one of its texts in another order."""
+
+        def draw(below: int) -> int:
+            return int(torch.randint(below, (), generator=generator, device=x.device))
+
+        row = draw(len(x))
+        places = problem.space.free[row, :, 0].nonzero().flatten()
+        order = list(range(len(places)))
+        if len(order) > 1:
+            i, j = sorted((draw(len(order)), draw(len(order))))
+            kind = draw(4)
+            if kind == 0:
+                order[i], order[j] = order[j], order[i]
+            elif kind == 1:
+                order.insert(draw(len(order)), order.pop(i))
+            elif kind == 2:
+                span, rest = order[i : j + 1], order[:i] + order[j + 1 :]
+                at = draw(len(rest) + 1)
+                order = rest[:at] + span + rest[at:]
+            else:
+                order = order[i:] + order[:i]
+        moved = x.clone()
+        moved[row, places] = x[row, places[order]]
+        return moved
