@@ -242,7 +242,7 @@ def test_tables_and_statistics_are_withheld_or_refused() -> None:
     table, changed = np.ones((100, 4), np.float32), np.zeros((100, 4), np.float32)
     changed[[3, 17, 50]] = 0.1
     start, step = START | {"embed": table}, STEP | {"embed": changed}
-    with pytest.raises(ValueError, match="3 of 100 rows"):
+    with pytest.raises(ValueError, match="'embed' is a table"):
         told(GradGuardFilter(), start).process(diff(step), context())
     found = sent(told(GradGuardFilter(withhold="emb*"), start), diff(step))
     assert not found["embed"].any()

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedConfig
+from transformers.modeling_outputs import ImageClassifierOutputWithNoAttention
 
 from hf_gradguard.models import explain_missing_model
 from hf_gradguard.training.clients.partition import partition_dirichlet, partition_iid
@@ -29,17 +30,19 @@ class ConvNet(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        self.config = PreTrainedConfig(num_labels=10)
         self.layers = nn.Sequential(
             nn.Conv2d(3, 32, 3, padding=1), nn.LeakyReLU(), nn.MaxPool2d(2),
             nn.Conv2d(32, 64, 3, padding=1), nn.LeakyReLU(), nn.MaxPool2d(2),
             nn.Flatten(), nn.Linear(64 * 8 * 8, 64), nn.LeakyReLU(), nn.Linear(64, 10),
         )  # fmt: skip
 
-    def forward(self, pixel_values: Tensor, labels: Tensor | None = None) -> Batch:
+    def forward(
+        self, pixel_values: Tensor, labels: Tensor | None = None
+    ) -> ImageClassifierOutputWithNoAttention:
         logits = self.layers(pixel_values)
-        if labels is None:
-            return {"logits": logits}
-        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+        loss = None if labels is None else nn.functional.cross_entropy(logits, labels)
+        return ImageClassifierOutputWithNoAttention(loss=loss, logits=logits)
 
 
 class Task:
