@@ -4,14 +4,15 @@ attention.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
@@ -265,48 +266,59 @@ def check_whole(derivatives: Iterable[Tensor]) -> None:
         )
 
 
-_EXCHANGES = (
-    "all_reduce", "reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "gather",
-    "gather_object", "broadcast", "broadcast_object_list", "scatter", "scatter_object_list",
-    "reduce_scatter", "reduce_scatter_tensor", "all_to_all", "all_to_all_single", "send", "recv",
-    "isend", "irecv", "send_object_list", "recv_object_list", "batch_isend_irecv",
-)  # fmt: skip
-
-
 @contextmanager
 def no_exchange(model: nn.Module) -> Iterator[None]:
     """Refuse what a model's own code sends to other ranks in here, as losses of detection send how
-    many objects a batch has. The devices of one client may exchange.
+    many objects a batch has. The ranks that share a sharded model may exchange.
+
+    Refused are collectives and messages of this thread, however they are called: also functional
+    ones, those of compiled code, and those of objects. Barriers carry nothing and pass. Other
+    threads go on. What is written to `torch.distributed`'s key-value store is not seen.
+
+    Args:
+        model: The client's model.
 
     Raises:
-        NotImplementedError: With the call, and the way out.
+        NotImplementedError: With the operation, and the way out.
 
     Example:
         >>> with no_exchange(model):
         ...     loss = model(**batch).loss
     """
-    if not _several() or any(hasattr(p, "device_mesh") for p in model.parameters()):
+    has_others = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    if has_others and not any(hasattr(p, "device_mesh") for p in model.parameters()):
+        with _NoExchange(type(model).__name__):
+            yield
+    else:
         yield
-        return
-    before = {name: vars(dist)[name] for name in _EXCHANGES if name in vars(dist)}
-    vars(dist).update({name: _refusing(name, model) for name in before})
-    try:
-        yield
-    finally:
-        vars(dist).update(before)
 
 
-def _several() -> bool:
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+class _NoExchange(TorchDispatchMode):
+    """Lets every operation of this thread pass, but for those that exchange."""
+
+    supports_higher_order_operators = True  # such as flex attention
+
+    def __init__(self, model_name: str) -> None:
+        super().__init__()
+        self._model_name = model_name
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """Compiled modules run compiled: torch leaves them to the interpreter under other modes."""
+        return True
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func.namespace in _EXCHANGES and "barrier" not in func.__name__:
+            raise NotImplementedError(
+                f"GradGuardTrainer does not support a loss that exchanges: {self._model_name} "
+                f"calls {func.namespace}.{func.__name__.split('.')[0]} in its pass, so that the "
+                "others would be sent a figure of this rank's own batch, unprotected. Compute the "
+                "loss without it (compute_loss_func; loss_fn of protect), or train on one rank."
+            )
+        return func(*args, **(kwargs or {}))
 
 
-def _refusing(name: str, model: nn.Module) -> Callable[..., NoReturn]:
-    def refuse(*args: Any, **kwargs: Any) -> NoReturn:
-        raise NotImplementedError(
-            f"GradGuardTrainer does not support a loss that exchanges: {type(model).__name__} "
-            f"calls torch.distributed.{name} in its pass, so that the others would be sent a "
-            "figure of this rank's own batch, unprotected. Compute the loss without it "
-            "(compute_loss_func; loss_fn of protect), or train on one rank."
-        )
-
-    return refuse
+_EXCHANGES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
+"""Where torch keeps the operations that `torch.distributed` and functional collectives end in."""

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import recording
 import torch
+import torch.distributed._functional_collectives as functional
+import torch.distributed.nn.functional as differentiable
 from accelerate import Accelerator
 from accelerate.utils import reduce
 from examples import example_names
 from launcher import begin, finish, refusal
 from torch import nn
+from torch.distributed import all_gather
 from torch.utils.data import DataLoader, IterableDataset
 
 from hf_gradguard import GradGuardConfig, GradGuardTrainer, protect
+from hf_gradguard.gradient_map.replay import no_exchange
 from hf_gradguard.testing.small import small_image_task, small_text_task
 
 try:  # here, where it is imported for all ranks at once
@@ -79,6 +84,7 @@ def main() -> None:
             "evaluated": evaluated(group),
             "dispatched": dispatched(group, folder / "out"),
             "exchanging": exchanging(group, folder / "out"),
+            "ways": ways_to_exchange(),
         },
     )
 
@@ -166,6 +172,29 @@ def exchanging(group: recording.Recorder, folder: Path) -> dict[str, Any]:
     group.on = False
     floats = [t for _, t in group.sent if t.is_floating_point() and len(t) == 1]
     return found | {"sent": loops + len(floats)}
+
+
+def ways_to_exchange() -> dict[str, bool]:
+    """Which ways of exchanging are refused in a loss, and whether another thread may go on."""
+    tensor, model = torch.ones(1), Counting()
+    halves, world = [torch.ones(1), torch.ones(1)], torch.distributed.group.WORLD
+    ways: dict[str, Callable[[], Any]] = {
+        "imported": lambda: all_gather(halves, tensor),
+        "object": lambda: torch.distributed.all_gather_object([None, None], "a"),
+        "functional": lambda: functional.all_reduce(tensor, "sum", world),
+        "differentiable": lambda: differentiable.all_reduce(tensor.clone().requires_grad_()),
+        "group": lambda: world.allreduce([tensor]).wait(),
+    }
+    refused = {}
+    for name, exchange in ways.items():
+        with no_exchange(model):
+            refused[name] = refusal(exchange, NotImplementedError) is not None
+    with no_exchange(model):
+        torch.distributed.barrier()
+        other = Thread(target=torch.distributed.all_reduce, args=[tensor])
+        other.start()
+        other.join()
+    return refused | {"thread": tensor.item() == torch.distributed.get_world_size()}
 
 
 def by_fabric() -> list[float] | None:

@@ -52,8 +52,15 @@ def test_no_loss_exchanges(reports: list[dict[str, Any]]) -> None:
     """Models of detection send how many objects a batch has."""
     for report in reports:
         for way in ("loop", "trainer"):
-            assert "Counting calls torch.distributed.all_reduce" in report["exchanging"][way], way
+            assert "Counting calls c10d.allreduce_" in report["exchanging"][way], way
         assert not report["exchanging"]["sent"]
+
+
+def test_every_way_to_exchange_is_refused_in_this_thread_alone(
+    reports: list[dict[str, Any]],
+) -> None:
+    for report in reports:
+        assert all(report["ways"].values()), report["ways"]
 
 
 def test_fabric_averages_over_ranks(reports: list[dict[str, Any]]) -> None:
