@@ -273,7 +273,8 @@ def no_exchange(model: nn.Module) -> Iterator[None]:
 
     Refused are collectives and messages of this thread, however they are called: also functional
     ones, those of compiled code, and those of objects. Barriers carry nothing and pass. Other
-    threads go on. What is written to `torch.distributed`'s key-value store is not seen.
+    threads go on. Not seen is what is written to `torch.distributed`'s key-value store, or goes
+    through a process group that is itself written in Python.
 
     Args:
         model: The client's model.
