@@ -1,4 +1,4 @@
-"""A summary as Markdown."""
+"""What people read of an audit: a headline, a Markdown table, and an HTML page without scripts."""
 
 from __future__ import annotations
 
@@ -6,149 +6,30 @@ import math
 import os
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, Template
 
-from ...gradient_map.domain import IMAGE, TEXT
-from ..cells import Audit, write_text
-from .headline import headline, worst
-from .summary import Point, Summary
-from .verdicts import Estimate, Row, base_of, short_labels
+from ..cells import Audit, Cell, write_text
+from .summary import Membership, Point, Summary
+from .verdicts import (
+    STANDINGS,
+    AttackScores,
+    base_of,
+    short_labels,
+    show,
+    show_coefficient,
+    show_mean,
+    thinned_ticks,
+)
 
-
-def markdown_table(summary: Summary) -> str:
-    """Defenses down, attacks across; the main score with its interval. Verdicts above, legend
-    below.
-
-    Example:
-        >>> from hf_gradguard.audit import audit, summarize
-        >>> result = audit(model, tokenizer, samples, "pruning", "span", output="runs/audit")
-        >>> "| defense | span |" in markdown_table(summarize(result))
-        True
-    """
-    lines = [f"**{summary.unfinished}**", ""] if summary.unfinished else []
-    lines += [headline(summary), ""]
-    lines += [f"- **{verdict.defense}**: {verdict.text}" for verdict in summary.verdicts]
-    lines += ["", *_scores(summary), "", _legend(summary)]
-    if summary.ranked:
-        lines += ["", *_ranked(summary)]
-    if summary.correlations:
-        lines += ["", *_correlations(summary)]
-    for heading, several in (
-        ("No estimates", summary.silent),
-        ("Not applicable", summary.refusals),
-        ("Crashed, to be tried again by the same command", summary.crashes),
-    ):
-        if several:
-            lines += ["", f"{heading}:", "", *(f"- {one}" for one in several)]
-    return "\n".join(lines) + "\n"
-
-
-def _scores(summary: Summary) -> list[str]:
-    audit, score = summary.audit, summary.terms.score
-    header = ["defense", *audit.attacks, "labels found", "relative error", "cosine"]
-    header += summary.figures.values()
-    lines = [_line(header), _line(["---"] * len(header))]
-    for defense, means in summary.shared.items():
-        own = {row.attack: row for row in summary.rows if row.defense == defense}
-        entries = [
-            _entry(own[attack], score, len(audit.messages)) if attack in own else ""
-            for attack in audit.attacks
-        ]
-        entries.append(_labels(summary.labels[defense]))
-        lines.append(_line([f"`{defense}`", *entries, *map(show_mean, means.values())]))
-    guess = show(summary.chance.scores[score])
-    blanks = [""] * (2 + len(summary.figures))
-    labels = "–" if summary.chance_labels is None else f"{summary.chance_labels:.2f}"
-    guesses = [*[guess] * len(audit.attacks), labels]
-    return [*lines, _line(["chance", *guesses, *blanks])]
-
-
-def _ranked(summary: Summary) -> list[str]:
-    header = ["defense", "a list of candidates", "knows the defense", "named", "by chance"]
-    header += ["mean rank", "found at 1 % false alarms", "at 0.1 %"]
-    lines = [_line(header), _line(["---"] * len(header))]
-    for one in summary.ranked:
-        named, *shown = (show(one.scores[name]) for name in ("top1", "rank", "tpr_1%", "tpr_0.1%"))
-        knows, blind = "yes" if one.knows else "no", f"{one.blind:.2f}"
-        lines.append(_line([f"`{one.defense}`", f"{one.candidates}", knows, named, blind, *shown]))
-    return lines
-
-
-def _labels(found: Estimate | None) -> str:
-    return "–" if found is None else show(found)
-
-
-def _entry(row: Row, score: str, messages: int) -> str:
-    if not row.scores:
-        return row.silence
-    part = f" ({row.messages} of {messages})" if row.messages < messages else ""
-    return show(row.scores[score]) + part
-
-
-def _legend(summary: Summary) -> str:
-    settings = summary.audit.settings
-    return (
-        f"{summary.terms.legend}: mean over {summary.samples} samples, with 95 % bootstrap "
-        f"intervals over messages of {settings['batch_size']}. Chance: {settings['chance']}. "
-        f"{_who_knows(summary)}"
-        "Labels found: the share that is read off the last layer's gradient, also where attacks "
-        "are granted the labels; chance draws classes at random. "
-        "Relative error and cosine: of what was shared, to the true gradient. Estimators predict "
-        f"an error of the input, here as means over samples. {' '.join(summary.meanings)}"
-    )
-
-
-def _who_knows(summary: Summary) -> str:
-    if not any(base_of(label) != label for label in summary.audit.attacks):
-        return ""
-    return (
-        "An attacker who knows the defense has an entry where that changes what it does: its "
-        "settings, or what it is told. "
-    )
-
-
-def _correlations(summary: Summary) -> list[str]:
-    scores = list(summary.correlations[0].coefficients)
-    lines = [
-        _line(["Spearman's correlation with", *scores, "points"]),
-        _line(["---"] * (len(scores) + 2)),
-    ]
-    for found in summary.correlations:
-        name = f"{summary.figures[found.figure]}, {found.attack}"
-        said = [show_coefficient(found.coefficients[score]) for score in scores]
-        lines.append(_line([name, *said, str(found.points)]))
-    return lines
-
-
-def show(value: Estimate) -> str:
-    """A mean with its interval."""
-    digits = 2 if abs(value.mean) < 10 else 1
-    interval = "" if value.low is None else f" [{value.low:.{digits}f}, {value.high:.{digits}f}]"
-    return f"{value.mean:.{digits}f}{interval}"
-
-
-def show_mean(value: float | None) -> str:
-    """A mean to three digits; nothing where there is none."""
-    if value is None:
-        return ""
-    return "∞" if math.isinf(value) else f"{value:.3g}"
-
-
-def show_coefficient(value: float | None) -> str:
-    """A correlation to two digits."""
-    return "–" if value is None else f"{value:+.2f}"
-
-
-def _line(entries: Sequence[str]) -> str:
-    escaped = (entry.replace("|", "\\|").replace("\n", " ") for entry in entries)
-    return f"| {' | '.join(escaped)} |"
-
-
-STANDINGS = {"open": "Leaks", "reduced": "Leaks less", "chance": "At chance", "unknown": "Unknown"}
+MARKS = 8
+"""Marks that the template has: four shapes in eight colors, one for each defense, from the first
+again after the last.
+"""
 
 
 def write_report(summary: Summary, folder: str | os.PathLike[str]) -> Path:
@@ -173,63 +54,274 @@ def write_report(summary: Summary, folder: str | os.PathLike[str]) -> Path:
     return path
 
 
-def html_report(summary: Summary) -> str:
-    """The report as one self-contained HTML page."""
-    audit = summary.audit
-    lines = [(row.defense, row.attack) for row in summary.rows if row.scores]
-    text: str = _template().render(
-        summary=summary,
-        terms=summary.terms,
-        settings=audit.settings,
-        defenses=audit.defenses,
-        attacks=audit.attacks,
-        standings=STANDINGS,
-        scores=list(summary.chance.scores),
-        chart=chart(summary),
-        scatters=scatters(summary),
-        samples=originals(audit, lines, summary.terms.score),
-        headline=headline(summary).replace(" %", "\N{NO-BREAK SPACE}%"),
-        worst=_worst(summary),
-        lines=lines,
-        names=short_labels(list(audit.attacks)),
-        show=show,
-        show_mean=show_mean,
-        show_coefficient=show_coefficient,
-    )
+# --- the headline
+
+
+@dataclass(frozen=True)
+class WorstSample:
+    """The sample that gives away most, by its message and its index there. Shown are the `(defense,
+    attack)` pairs undefended, and under the defense that leaks least.
+    """
+
+    message: int
+    index: int
+    shown: list[tuple[str, str]]
+
+
+def headline(summary: Summary) -> str:
+    """What a server could recover, under which defense, and at what price."""
+    strongest = _strongest_attacks(summary)
+    if not strongest:
+        return "No attack gave anything, so nothing is known of what a server could recover."
+    defended = [label for label in strongest if label != "none"]
+    undefended, parts = strongest.get("none"), []
+    if undefended is not None and undefended.is_at_chance:
+        parts.append(
+            f"These attacks are no better than a guess ({_guess(summary)}) even without a defense, "
+            "so of reconstruction they prove nothing"
+        )
+    elif undefended is not None:
+        parts.append(f"Without a defense a server {_recovers(summary, undefended)}")
+    if defended:
+        best = _least_leaking(summary, defended, strongest)
+        only = "" if len(defended) == 1 else f", the best of {len(defended)} defenses tried,"
+        link = "; under " if parts else "Under "
+        parts.append(f"{link}{best}{only} {_defended(summary, best, strongest)}")
+        parts.append(f", {_price(summary, best)}")
+    return "".join(parts) + "."
+
+
+def worst_sample(summary: Summary) -> WorstSample | None:
+    """The sample that gives away most under the defense that leaks least, or undefended where
+    nothing is defended.
+    """
+    strongest, score = _strongest_attacks(summary), summary.main_score.name
+    if not strongest:
+        return None
+    defended = [label for label in strongest if label != "none"]
+    best = _least_leaking(summary, defended, strongest) if defended else "none"
+    leaks = [
+        (value, cell["message"], index)
+        for cell in summary.audit.cells
+        if (cell["defense"], cell["attack"]) == (best, strongest[best].attack)
+        and "scores" in cell
+        and not cell["repeat"]
+        for index, value in enumerate(cell["scores"][score])
+    ]
+    if not leaks:
+        return None
+    _, message, index = max(leaks, key=lambda leak: (leak[0], -leak[1], -leak[2]))
+    labels = [label for label in dict.fromkeys(("none", best)) if label in strongest]
+    return WorstSample(message, index, [(label, strongest[label].attack) for label in labels])
+
+
+def _strongest_attacks(summary: Summary) -> dict[str, AttackScores]:
+    """By defense, the attack that recovers most. Membership inference reconstructs nothing, so it
+    counts only where no other attack was applicable.
+    """
+    infers = {inferred.attack for inferred in summary.membership}
+    strongest: dict[str, AttackScores] = {}
+    for label in summary.audit.defenses:
+        rows = [row for row in summary.rows if row.defense == label and row.scores]
+        rows = [row for row in rows if row.attack not in infers] or rows
+        if rows:
+            strongest[label] = max(rows, key=lambda row: row.scores[summary.main_score.name].mean)
+    return strongest
+
+
+def _least_leaking(
+    summary: Summary, labels: Sequence[str], strongest: dict[str, AttackScores]
+) -> str:
+    """The defense that leaks least; where attacks recover as much, by membership inference."""
+    identified = {item.defense: item.scores["top1"].mean for item in summary.membership}
+
+    def leak(label: str) -> tuple[float, float]:
+        recovered = strongest[label].scores[summary.main_score.name].mean
+        return round(recovered, 2), identified.get(label, 0.0)
+
+    return min(labels, key=leak)
+
+
+def _guess(summary: Summary) -> str:
+    return summary.main_score.format(summary.chance.scores[summary.main_score.name].mean)
+
+
+def _recovers(summary: Summary, row: AttackScores) -> str:
+    score = summary.main_score
+    name = short_labels(list(summary.audit.attacks))[row.attack]
+    return f"{score.verb} {score.format(row.scores[score.name].mean)} {score.amount} ({name})"
+
+
+def _defended(summary: Summary, label: str, strongest: dict[str, AttackScores]) -> str:
+    row, score = strongest[label], summary.main_score
+    verdict = next(verdict for verdict in summary.verdicts if verdict.defense == label)
+    if "none" in strongest and strongest["none"].is_at_chance:
+        text = f"they reach {score.format(row.scores[score.name].mean)}"
+    else:
+        text = f"it {_recovers(summary, row)}, where a guess has {_guess(summary)}"
+        if verdict.standing == "unknown":
+            text += ", though these attackers prove nothing"
+    inferred = [item for item in summary.membership if item.defense == label]
+    if inferred and not any(item.attack == row.attack for item in inferred):
+        most = max(inferred, key=lambda item: item.scores["top1"].mean)
+        text += (
+            f", and membership inference among {most.candidates} candidates identifies "
+            f"{100 * most.scores['top1'].mean:.0f} % of the {score.samples} "
+            f"({100 * most.chance:.0f} % by chance)"
+        )
     return text
 
 
-def _worst(summary: Summary) -> dict[str, Any] | None:
-    """The worst case as one of the originals, with what it is of."""
-    found = worst(summary)
-    if found is None:
-        return None
-    samples = originals(summary.audit, found.shown, summary.terms.score)
-    sizes = [len(message["labels"]) for message in summary.audit.messages]
-    return samples[sum(sizes[: found.message]) + found.place]
+def _price(summary: Summary, label: str) -> str:
+    reached = summary.audit.settings.get("metrics") or {}
+    if label not in reached:
+        return "at a price that was not measured (give metrics, or run gradguard recommend)"
+    if "none" not in reached:
+        return f"and training reaches {reached[label]:.3g}"
+    return (
+        f"at the price of {reached[label]:.3g} in training, where undefended reaches "
+        f"{reached['none']:.3g}"
+    )
+
+
+# --- the table
+
+
+def markdown_table(summary: Summary) -> str:
+    """Defenses down, attacks across; the main score with its interval. Verdicts above, legend
+    below.
+
+    Example:
+        >>> from hf_gradguard.audit import audit, summarize
+        >>> result = audit(model, tokenizer, samples, "pruning", "span", output="runs/audit")
+        >>> "| defense | span |" in markdown_table(summarize(result))
+        True
+    """
+    lines = [f"**{summary.unfinished}**", ""] if summary.unfinished else []
+    lines += [headline(summary), ""]
+    lines += [f"- **{verdict.defense}**: {verdict.text}" for verdict in summary.verdicts]
+    lines += ["", *_score_lines(summary), "", _legend(summary)]
+    if summary.membership:
+        header = ["membership inference", "candidates", "knows the defense", "identified"]
+        header += ["by chance", "mean rank", "TPR at 1 % FPR", "TPR at 0.1 % FPR"]
+        lines += ["", *_table(header, [_membership_entries(item) for item in summary.membership])]
+    if summary.correlations:
+        scores = list(summary.correlations[0].coefficients)
+        rows = [
+            [
+                f"{summary.estimator_titles[correlation.estimator]}, {correlation.attack}",
+                *(show_coefficient(correlation.coefficients[score]) for score in scores),
+                str(len(correlation.points)),
+            ]
+            for correlation in summary.correlations
+        ]
+        lines += ["", *_table(["Spearman's correlation with", *scores, "points"], rows)]
+    for heading, reasons in (
+        ("No estimates", summary.silent),
+        ("Not applicable", summary.refusals),
+        ("Crashed, to be tried again by the same command", summary.crashes),
+    ):
+        if reasons:
+            lines += ["", f"{heading}:", "", *(f"- {reason}" for reason in reasons)]
+    return "\n".join(lines) + "\n"
+
+
+def _score_lines(summary: Summary) -> list[str]:
+    audit, score = summary.audit, summary.main_score.name
+    header = ["defense", *audit.attacks, "labels recovered", "relative error", "cosine"]
+    header += summary.estimator_titles.values()
+    rows = []
+    for defense, means in summary.shared.items():
+        by_attack = {row.attack: row for row in summary.rows if row.defense == defense}
+        entries = [
+            by_attack[attack].entry(score, len(audit.messages)) if attack in by_attack else ""
+            for attack in audit.attacks
+        ]
+        labels = summary.labels[defense]
+        entries.append("–" if labels is None else show(labels))
+        rows.append([f"`{defense}`", *entries, *map(show_mean, means.values())])
+    guess = show(summary.chance.scores[score])
+    labels_guess = "–" if summary.chance_labels is None else f"{summary.chance_labels:.2f}"
+    blanks = [""] * (2 + len(summary.estimator_titles))
+    rows.append(["chance", *[guess] * len(audit.attacks), labels_guess, *blanks])
+    return _table(header, rows)
+
+
+def _membership_entries(item: Membership) -> list[str]:
+    identified, *rates = (show(item.scores[n]) for n in ("top1", "rank", "tpr_1%", "tpr_0.1%"))
+    knows = "yes" if item.knows_defense else "no"
+    return [
+        f"`{item.defense}`", str(item.candidates), knows, identified, f"{item.chance:.2f}", *rates,
+    ]  # fmt: skip
+
+
+def _legend(summary: Summary) -> str:
+    settings = summary.audit.settings
+    informed = ""
+    if any(base_of(label) != label for label in summary.audit.attacks):
+        informed = (
+            "An attacker that knows the defense has an entry where that changes its settings or "
+            "its observation. "
+        )
+    return (
+        f"{summary.main_score.legend}: mean over {summary.samples} samples, with 95 % bootstrap "
+        f"intervals over messages of {settings['batch_size']}. Chance: {settings['chance']}. "
+        f"{informed}"
+        "Labels recovered: the share that is read off the last layer's gradient, also where "
+        "attacks are granted the labels; chance draws classes at random. "
+        "Relative error and cosine: of what was shared, to the true gradient. Estimators predict "
+        "an error of the input, here as means over samples. "
+        f"{' '.join(summary.estimator_meanings)}"
+    )
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    lines = []
+    for entries in (header, ["---"] * len(header), *rows):
+        escaped = (entry.replace("|", "\\|").replace("\n", " ") for entry in entries)
+        lines.append(f"| {' | '.join(escaped)} |")
+    return lines
+
+
+# --- the page
+
+
+def html_report(summary: Summary) -> str:
+    """The report as one self-contained HTML page."""
+    audit, score = summary.audit, summary.main_score.name
+    pairs = [(row.defense, row.attack) for row in summary.rows if row.scores]
+    worst = worst_sample(summary)
+    page: str = _template().render(
+        summary=summary, main_score=summary.main_score, settings=audit.settings,
+        defenses=audit.defenses, attacks=audit.attacks, standings=STANDINGS,
+        names=short_labels(list(audit.attacks)), scores=list(summary.chance.scores), pairs=pairs,
+        headline=headline(summary).replace(" %", "\N{NO-BREAK SPACE}%"),
+        worst=worst and originals(audit, worst.shown, score, worst)[0],
+        chart=chart(summary), scatters=scatters(summary), samples=originals(audit, pairs, score),
+        show=show, show_mean=show_mean, show_coefficient=show_coefficient,
+    )  # fmt: skip
+    return page
 
 
 @cache
 def _template() -> Template:
     environment = Environment(
         loader=PackageLoader("hf_gradguard", "audit/report"),
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
+        autoescape=True, trim_blocks=True, lstrip_blocks=True,
+    )  # fmt: skip
     return environment.get_template("report.html.jinja")
 
 
 def chart(summary: Summary) -> dict[str, Any]:
     """Where the bars and whiskers of the chart of main scores go, in percent of its width."""
-    terms = summary.terms
-    guess = summary.chance.scores[terms.score].mean
-    shown = [row.scores[terms.score] for row in summary.rows if row.scores]
-    ticks = terms.ticks([guess, *(e.mean if e.high is None else e.high for e in shown)])
-    top = ticks[-1][0]
+    score = summary.main_score
+    guess = summary.chance.scores[score.name].mean
+    shown = [row.scores[score.name] for row in summary.rows if row.scores]
+    ticks = score.ticks([guess, *(e.mean if e.high is None else e.high for e in shown)])
+    end = ticks[-1][0]
 
     def x(value: float) -> float:
-        return round(100 * min(max(value, 0.0), top) / top, 2)
+        return round(100 * min(max(value, 0.0), end) / end, 2)
 
     names = short_labels(list(summary.audit.attacks))
     groups = []
@@ -238,62 +330,47 @@ def chart(summary: Summary) -> dict[str, Any]:
         for row in (row for row in summary.rows if row.defense == defense):
             bar: dict[str, Any] = {"attack": names[row.attack], "label": row.silence}
             if row.scores:
-                value = row.scores[terms.score]
-                bar |= {"end": x(value.mean), "label": _said(summary, value)}
+                value = row.scores[score.name]
+                bar |= {"end": x(value.mean), "label": score.format_estimate(value)}
                 if value.low is not None and value.high is not None:
                     bar |= {"low": x(value.low), "high": x(value.high)}
             bars.append(bar)
         groups.append({"defense": defense, "bars": bars})
     return {
         "chance": x(guess),
-        "chance_label": terms.said(guess),
+        "chance_label": score.format(guess),
         "groups": groups,
-        "ticks": [(x(tick), label) for tick, label in _few(ticks)],
+        "ticks": [(x(tick), label) for tick, label in thinned_ticks(ticks)],
     }
 
 
-def _few(ticks: list[tuple[float, str]]) -> list[tuple[float, str]]:
-    """Of an axis' ticks as many as fit on a narrow page, with both ends."""
-    every = math.ceil((len(ticks) - 1) / _TICKS)
-    inner = [tick for tick in ticks[::every] if ticks[-1][0] - tick[0] > (every - 1) * ticks[1][0]]
-    return [*(tick for tick in inner if tick is not ticks[-1]), ticks[-1]]
-
-
-def _said(summary: Summary, value: Estimate) -> str:
-    said = summary.terms.said(value.mean)
-    if value.low is None or value.high is None:
-        return said
-    return said + summary.terms.interval(value.low, value.high)
-
-
 def scatters(summary: Summary) -> list[dict[str, Any]]:
-    """One plot for every figure and attack: an estimator's figure across, logarithmic, the attack's
-    main score up.
-
-    Pixels in a box of 400 by 250. Figures of 0 (nothing was done to the gradient) stand left of the
-    axis' break.
+    """One plot for every estimator and attack: the estimate across, logarithmic, the attack's main
+    score up. Pixels in a box of 400 by 250. Estimates of 0 (nothing was done to the gradient) stand
+    left of the axis' break.
     """
     names = short_labels(list(summary.audit.attacks))
     return [
         {
-            "title": f"{summary.figures[one.figure]}, {names[one.attack]}",
-            "coefficient": show_coefficient(one.coefficients[summary.terms.score]),
-            "count": one.points,
-            **_plot(summary, one.common),
+            "title": f"{summary.estimator_titles[correlation.estimator]}, "
+            f"{names[correlation.attack]}",
+            "coefficient": show_coefficient(correlation.coefficients[summary.main_score.name]),
+            "count": len(correlation.points),
+            **_plot(summary, correlation.points),
         }
-        for one in summary.correlations
+        for correlation in summary.correlations
     ]
 
 
 def _plot(summary: Summary, points: list[Point]) -> dict[str, Any]:
-    terms, order = summary.terms, list(summary.audit.defenses)
-    positive = [math.log10(point.figure) for point in points if point.figure > 0]
+    score, order = summary.main_score, list(summary.audit.defenses)
+    positive = [math.log10(point.estimate) for point in points if point.estimate > 0]
     low, high = (math.floor(min(positive)), math.ceil(max(positive))) if positive else (-1, 0)
     high = max(high, low + 1)
-    zeros = len(positive) < len(points)
-    left = 92 if zeros else 56
-    ticks = terms.ticks(point.scores[terms.score] for point in points)
-    top = ticks[-1][0]
+    has_zeros = len(positive) < len(points)
+    left = 92 if has_zeros else 56
+    ticks = score.ticks(point.scores[score.name] for point in points)
+    end = ticks[-1][0]
 
     def x(value: float) -> float:
         if value <= 0:
@@ -301,110 +378,97 @@ def _plot(summary: Summary, points: list[Point]) -> dict[str, Any]:
         return round(left + (388 - left) * (math.log10(value) - low) / (high - low), 1)
 
     def y(value: float) -> float:
-        return round(214 - 200 * min(max(value, 0.0), top) / top, 1)
+        return round(214 - 200 * min(max(value, 0.0), end) / end, 1)
 
     powers = range(low, high + 1, math.ceil((high - low) / 5))
     return {
         "left": left,
-        "zeros": zeros,
+        "zeros": has_zeros,
         "across": [(x(10.0**power), power) for power in powers],
         "up": [(y(tick), label) for tick, label in ticks],
         "points": [
             {
-                "x": x(point.figure),
-                "y": y(point.scores[terms.score]),
-                "kind": order.index(point.defense) % KINDS,
-                "title": f"{point.defense}: {point.figure:.3g}, "
-                f"{terms.said(point.scores[terms.score])}",
+                "x": x(point.estimate),
+                "y": y(value := point.scores[score.name]),
+                "kind": order.index(point.defense) % MARKS,
+                "title": f"{point.defense}: {point.estimate:.3g}, {score.format(value)}",
             }
             for point in points
         ],
     }
 
 
-_TICKS = 5
-KINDS = 8
-"""Marks that the template has: four shapes in eight colors, one for each defense, from the first
-again after the last.
-"""
-
-
-def originals(result: Audit, lines: list[tuple[str, str]], score: str) -> list[dict[str, Any]]:
-    """One entry for each sample: its original, and for every `(defense, attack)` the first repeat's
-    reconstruction.
+def originals(
+    result: Audit, pairs: list[tuple[str, str]], score: str, only: WorstSample | None = None
+) -> list[dict[str, Any]]:
+    """Each sample: its original, and the first repeat's reconstruction for every `(defense,
+    attack)`. Of all samples, or of that one.
     """
     cells = {(c["message"], c["defense"], c["attack"]): c for c in result.cells if not c["repeat"]}
-    shown = _SHOWN[result.settings["kind"]]
-    found: list[dict[str, Any]] = []
-    for number, message in enumerate(result.messages):
-        several = f" (message {number + 1})" if len(message["labels"]) > 1 else ""
-        for place, label in enumerate(message["labels"]):
-            entries = []
-            for defense, attack in lines:
-                cell = cells[number, defense, attack]
-                entry: dict[str, Any] = {"defense": defense, "attack": attack}
-                if "scores" in cell:
-                    entry["score"] = cell["scores"][score][place]
-                    entry |= shown(result, message, cell, place)
-                elif "crash" in cell:
-                    entry |= {"silence": "crashed", "reason": cell["crash"]}
-                else:
-                    entry |= {"silence": "not applicable", "reason": cell["reason"]}
-                entries.append(entry)
-            found.append(
+    special_ids, samples, number = result.settings.get("special_ids", ()), [], 0
+    for at_message, message in enumerate(result.messages):
+        in_message = f" (message {at_message + 1})" if len(message["labels"]) > 1 else ""
+        for index, label in enumerate(message["labels"]):
+            number += 1
+            if only is not None and (only.message, only.index) != (at_message, index):
+                continue
+            samples.append(
                 {
-                    "title": f"Sample {len(found) + 1}{several}",
+                    "title": f"Sample {number}{in_message}",
                     "label": label,
-                    "entries": entries,
-                    "image": message["images"][place] if "images" in message else None,
+                    "image": message["images"][index] if "images" in message else None,
+                    "entries": [
+                        {"defense": defense, "attack": attack}
+                        | _reconstruction(
+                            message, cells[at_message, defense, attack], index, score, special_ids
+                        )
+                        for defense, attack in pairs
+                    ],
                 }
             )
-    return found
+    return samples
 
 
-def _image(
-    result: Audit, message: dict[str, Any], cell: dict[str, Any], place: int
+def _reconstruction(
+    message: dict[str, Any], cell: Cell, index: int, score: str, special_ids: Sequence[int]
 ) -> dict[str, Any]:
-    return {"image": cell["images"][place]}
-
-
-def _text(
-    result: Audit, message: dict[str, Any], cell: dict[str, Any], place: int
-) -> dict[str, Any]:
-    original, found = message["ids"][place], cell["ids"][place]
-    ours, theirs = marks(original, found, result.settings["special_ids"])
-    return {
-        "original": _words(message["pieces"][place], ours),
-        "found": _words(cell["pieces"][place], theirs),
+    if "crash" in cell:
+        return {"silence": "crashed", "reason": cell["crash"]}
+    if "reason" in cell:
+        return {"silence": "not applicable", "reason": cell["reason"]}
+    shown: dict[str, Any] = {"score": cell["scores"][score][index]}
+    if "images" in cell:
+        return shown | {"image": cell["images"][index]}
+    original_marks, recovered_marks = marks(message["ids"][index], cell["ids"][index], special_ids)
+    return shown | {
+        "original": _words(message["pieces"][index], original_marks),
+        "recovered": _words(cell["pieces"][index], recovered_marks),
     }
 
 
-_SHOWN = {TEXT.name: _text, IMAGE.name: _image}
-
-
-def _words(pieces: list[str], kinds: list[str]) -> list[tuple[str, str, str]]:
+def _words(pieces: list[str], piece_marks: list[str]) -> list[tuple[str, str, str]]:
     """`(blank before it, text, mark)` for each token; parts of a word that are marked alike are
     one.
     """
     words: list[tuple[str, str, str]] = []
-    for piece, kind in zip(pieces, kinds, strict=True):
+    for piece, mark in zip(pieces, piece_marks, strict=True):
         text = piece.lstrip()
-        if words and piece == text and words[-1][2] == kind:
-            blank, before, _ = words[-1]
-            words[-1] = (blank, before + text, kind)
+        if words and piece == text and words[-1][2] == mark:
+            blank, start, _ = words[-1]
+            words[-1] = (blank, start + text, mark)
         elif text:
-            words.append((piece[: len(piece) - len(text)], text, kind))
+            words.append((piece[: len(piece) - len(text)], text, mark))
     return words
 
 
 def marks(
-    original: list[int], found: list[int], special_ids: list[int]
+    original: list[int], recovered: list[int], special_ids: Sequence[int]
 ) -> tuple[list[str], list[str]]:
     """How each token of the original was recovered, and what each token of the reconstruction is.
 
     Args:
         original: Ids of the true text.
-        found: Ids of the reconstruction; negative where nothing was found.
+        recovered: Ids of the reconstruction; negative where nothing was recovered.
         special_ids: Count as no word.
 
     Returns:
@@ -412,29 +476,25 @@ def marks(
         one, each occurrence once, or `""`. Positions count as `score_text` counts them.
     """
     special = set(special_ids)
-    ours, theirs = (
+    places, true_places = (
         [i for i, token in enumerate(ids) if token >= 0 and token not in special]
-        for ids in (found, original)
+        for ids in (recovered, original)
     )
     # With equal lengths a special token in the middle is a gap, and not a shift.
-    aligned = len(found) == len(original)
-    pairs = (
-        [(i, i) for i in theirs if i in set(ours)]
-        if aligned
-        else list(zip(ours, theirs, strict=False))
-    )
-    found_marks, original_marks = [""] * len(found), [""] * len(original)
+    if len(recovered) == len(original):
+        pairs = [(i, i) for i in true_places if i in set(places)]
+    else:
+        pairs = list(zip(places, true_places, strict=False))
+    recovered_marks, original_marks = [""] * len(recovered), [""] * len(original)
     for i, j in pairs:
-        if found[i] == original[j]:
-            found_marks[i] = original_marks[j] = "exact"
-    rest = [
-        Counter(ids[i] for i in places if not done[i])
-        for ids, places, done in ((found, ours, found_marks), (original, theirs, original_marks))
-    ]
-    for ids, places, done in ((found, ours, found_marks), (original, theirs, original_marks)):
-        left = rest[0] & rest[1]
-        for i in places:
-            if not done[i] and left[ids[i]]:
+        if recovered[i] == original[j]:
+            recovered_marks[i] = original_marks[j] = "exact"
+    sides = [(recovered, places, recovered_marks), (original, true_places, original_marks)]
+    missing = [Counter(ids[i] for i in side if not done[i]) for ids, side, done in sides]
+    for ids, side, done in sides:
+        common = missing[0] & missing[1]
+        for i in side:
+            if not done[i] and common[ids[i]]:
                 done[i] = "elsewhere"
-                left[ids[i]] -= 1
-    return original_marks, found_marks
+                common[ids[i]] -= 1
+    return original_marks, recovered_marks

@@ -13,19 +13,80 @@ from scipy.stats import binom, spearmanr
 
 from ...metrics import score_candidates
 from ...metrics.scores import bootstrap_intervals
-from ..cells import Audit
+from ..cells import Audit, Cell
 from .verdicts import (
+    MAIN_SCORES,
     PERCENTILE,
     TELLING,
-    TERMS,
+    AttackScores,
     Estimate,
-    Row,
-    Terms,
+    MainScore,
     Verdict,
     base_of,
-    rival,
+    strongest_undefended,
     verdicts,
 )
+
+Values = dict[int, dict[str, list[float]]]
+"""For each message, for each score, one number per sample."""
+
+
+@dataclass(frozen=True)
+class Membership:
+    """How well one membership inference attack works under one defense.
+
+    Args:
+        defense: Its label.
+        attack: Its label.
+        scores: Estimates of `top1`, `rank`, `tpr_1%` and `tpr_0.1%`; see `score_candidates`.
+        candidates: How many there were.
+        members: How many batch members were looked for, in all messages together.
+        chance: The share of them that a random draw identifies: as many candidates as a message
+            has members.
+        knows_defense: Whether the attacker knows the defense.
+    """
+
+    defense: str
+    attack: str
+    scores: dict[str, Estimate]
+    candidates: int
+    members: int
+    chance: float
+    knows_defense: bool
+
+
+@dataclass(frozen=True)
+class Point:
+    """One sample of one message under one defense.
+
+    Args:
+        defense: Its label.
+        estimate: What an estimator says.
+        scores: An attack's scores.
+    """
+
+    defense: str
+    estimate: float
+    scores: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Correlation:
+    """Spearman's rank correlation of an estimator with each score of an attack, over defenses and
+    samples.
+
+    Args:
+        estimator: Its name.
+        attack: Label of the attack.
+        coefficients: `{score: coefficient}`; `None` where fewer than three points, or equal ones,
+            say nothing.
+        points: One for each sample, repeat and defense. Those of one sample are not independent.
+    """
+
+    estimator: str
+    attack: str
+    coefficients: dict[str, float | None]
+    points: list[Point]
 
 
 @dataclass(frozen=True)
@@ -34,18 +95,18 @@ class Summary:
 
     Args:
         audit: The audit.
-        terms: How its scores are said.
+        main_score: How its scores are named and shown.
         rows: One for every defense and attack, in the audit's order.
         chance: The scores of guesses made without looking at the gradient.
         verdicts: One for every defense.
         shared: For each defense, means over what it shared of `relative_error`, `cosine` and every
-            estimator's figure; `None` where there is none.
-        labels: For each defense, the share of labels read off what it shared, by `recover_labels`
-            and whether or not attacks were granted them; `None` where none could be read.
-        chance_labels: What drawing labels at random finds.
+            estimator; `None` where there is none.
+        labels: For each defense, the share of labels recovered from what it shared, by
+            `recover_labels` and whether or not attacks were granted them; `None` where there are
+            none.
+        chance_labels: What drawing labels at random recovers.
         correlations: One for every estimator and attack that have points in common.
-        ranked: For each defense and attack that ranks candidates how well it told who was in the
-            messages.
+        membership: One for every defense and membership inference attack.
         refusals: Which attacks were not applicable under which defenses, with the reason.
         crashes: Which failed, with the error.
         silent: Which estimators say nothing of which defenses, with the reason.
@@ -60,15 +121,15 @@ class Summary:
     """
 
     audit: Audit
-    terms: Terms
-    rows: list[Row]
-    chance: Row
+    main_score: MainScore
+    rows: list[AttackScores]
+    chance: AttackScores
     verdicts: list[Verdict]
     shared: dict[str, dict[str, float | None]]
     labels: dict[str, Estimate | None]
     chance_labels: float | None
     correlations: list[Correlation]
-    ranked: list[Listed]
+    membership: list[Membership]
     refusals: list[str]
     crashes: list[str]
     silent: list[str]
@@ -76,16 +137,16 @@ class Summary:
     unfinished: str
 
     @property
-    def figures(self) -> dict[str, str]:
+    def estimator_titles(self) -> dict[str, str]:
         """The estimators' names with their titles."""
-        told = self.audit.settings["estimators"]
-        return {name: one["title"] for name, one in told.items()}
+        estimators = self.audit.settings["estimators"]
+        return {name: described["title"] for name, described in estimators.items()}
 
     @property
-    def meanings(self) -> list[str]:
+    def estimator_meanings(self) -> list[str]:
         """What each of them estimates."""
-        told = self.audit.settings["estimators"].values()
-        return [f"{one['title']}: {one['meaning']}." for one in told]
+        estimators = self.audit.settings["estimators"].values()
+        return [f"{described['title']}: {described['meaning']}." for described in estimators]
 
 
 def summarize(result: Audit) -> Summary:
@@ -100,110 +161,115 @@ def summarize(result: Audit) -> Summary:
         >>> [verdict.defense for verdict in summarize(result).verdicts]
         ['none', 'pruning']
     """
-    cells: dict[tuple[str, str], list[dict[str, Any]]] = {
+    cells: dict[tuple[str, str], list[Cell]] = {
         (defense, attack): [] for defense in result.defenses for attack in result.attacks
     }
     for cell in result.cells:
         cells[cell["defense"], cell["attack"]].append(cell)
-    # Somebody who knows a defense is there only where that makes a difference.
-    cells = {at: found for at, found in cells.items() if found or base_of(at[1]) == at[1]}
-    values = {place: values_of(found) for place, found in cells.items()}
+    # An attacker that knows a defense has cells only where that makes a difference.
+    cells = {
+        pair: pair_cells
+        for pair, pair_cells in cells.items()
+        if pair_cells or base_of(pair[1]) == pair[1]
+    }
+    values = {pair: values_of(pair_cells) for pair, pair_cells in cells.items()}
     guesses = dict(enumerate(result.chance))
-    rows = [_row(result, at, found, values[at], guesses) for at, found in cells.items()]
-    rows = _beside_undefended(rows, values, result.settings["main_score"])
-    chance = Row("chance", result.settings["chance"], _estimates(guesses), len(guesses))
-    terms = TERMS[result.settings["kind"]]
+    rows = [_row(result, pair, cells[pair], values[pair], guesses) for pair in cells]
+    rows = _compared_to_undefended(rows, values, result.settings["main_score"])
+    chance = AttackScores("chance", result.settings["chance"], _estimates(guesses), len(guesses))
+    main_score = MAIN_SCORES[result.settings["kind"]]
     samples = sum(len(message["labels"]) for message in result.messages)
+    membership = [_membership(pair, pair_cells) for pair, pair_cells in cells.items()]
+    defenses = len(result.defenses)
     return Summary(
         audit=result,
-        terms=terms,
+        main_score=main_score,
         rows=rows,
         chance=chance,
-        verdicts=verdicts(rows, chance, terms, samples),
-        shared=_shared(result),
-        labels={one: _estimates(found_under(result, one)).get("labels") for one in result.defenses},
-        chance_labels=found_by_chance(result),
+        verdicts=verdicts(rows, chance, main_score, samples),
+        shared=_shared_means(result),
+        labels={
+            label: _estimates(recovered_labels(result, label)).get("labels")
+            for label in result.defenses
+        },
+        chance_labels=labels_by_chance(result),
         correlations=correlate(result),
-        ranked=[one for at, found in cells.items() if (one := listed(at, found)) is not None],
-        refusals=_said({(r.attack, r.defense): r.reasons for r in rows}, len(result.defenses)),
-        crashes=_said({(r.attack, r.defense): r.crashes for r in rows}, len(result.defenses)),
-        silent=silent(result),
+        membership=[inferred for inferred in membership if inferred is not None],
+        refusals=_grouped({(r.attack, r.defense): r.reasons for r in rows}, defenses),
+        crashes=_grouped({(r.attack, r.defense): r.crashes for r in rows}, defenses),
+        silent=_silent_estimators(result),
         samples=samples,
         unfinished=_unfinished(result),
     )
 
 
 def _row(
-    result: Audit,
-    place: tuple[str, str],
-    cells: Sequence[Mapping[str, Any]],
-    own: Values,
-    guesses: Values,
-) -> Row:
+    result: Audit, pair: tuple[str, str], cells: Sequence[Cell], values: Values, guesses: Values
+) -> AttackScores:
     main = result.settings["main_score"]
-    over_chance = _differences(own, guesses, {main, *TELLING})
-    scores, percentile = _estimates(own), _percentile(cells)
+    over_chance = _differences(values, guesses, {main, *TELLING})
+    scores, percentile = _estimates(values), _estimates(_percentiles(cells)).get(PERCENTILE)
     beats = [
         score
         for score, difference in over_chance.items()
         if score in TELLING and difference.above_zero
     ]
     if percentile is not None:
+        # Its best candidates are whole texts, and right at times by luck: only the order counts.
         scores[PERCENTILE] = percentile
         beats = [PERCENTILE] * (percentile.low is not None and percentile.low > 0.5)
-    return Row(
-        *place,
+    return AttackScores(
+        *pair,
         scores=scores,
-        messages=len(own),
+        messages=len(values),
         over_chance=over_chance.get(main),
         beats_chance=tuple(beats),
         labels=_labels_right(cells, result),
         reasons=sorted({cell["reason"] for cell in cells if "reason" in cell}),
         crashes=sorted({cell["crash"] for cell in cells if "crash" in cell}),
-        knows=any(cell.get("knows", False) for cell in cells),
+        knows_defense=any(cell.get("knows_defense", False) for cell in cells),
     )
 
 
-def _beside_undefended(
-    rows: Sequence[Row], values: Mapping[tuple[str, str], Values], main: str
-) -> list[Row]:
-    """Defended rows with their distance from the undefended gradient's: their own attack's, and the
-    strongest one's.
+def _compared_to_undefended(
+    rows: Sequence[AttackScores], values: Mapping[tuple[str, str], Values], main: str
+) -> list[AttackScores]:
+    """Defended rows with their distance from the undefended gradient's: that of the same attack,
+    and that of the strongest one.
     """
-    reference = [row for row in rows if row.defense == "none" and row.scores]
+    undefended = [row for row in rows if row.defense == "none" and row.scores]
 
-    def beside(row: Row) -> Row:
-        def under(attack: str) -> Estimate | None:
-            theirs = values.get(("none", attack), {})
-            return _differences(theirs, values[row.defense, row.attack], {main}).get(main)
+    def below(row: AttackScores, attack: str) -> Estimate | None:
+        reference = values.get(("none", attack), {})
+        return _differences(reference, values[row.defense, row.attack], {main}).get(main)
 
-        if row.defense == "none":
-            return row
-        itself, most = base_of(row.attack), rival(row, reference, main)
-        own = under(itself)
-        strongest = own if most is None or most.attack == itself else under(most.attack)
-        return replace(row, under_reference=own, under_strongest=strongest)
+    compared = []
+    for row in rows:
+        if row.defense != "none":
+            itself, strongest = base_of(row.attack), strongest_undefended(row, undefended, main)
+            drop = below(row, itself)
+            same = strongest is None or strongest.attack == itself
+            row = replace(
+                row,
+                below_itself=drop,
+                below_strongest=drop if same else below(row, strongest.attack),  # type: ignore[union-attr]
+            )
+        compared.append(row)
+    return compared
 
-    return [beside(row) for row in rows]
 
-
-def _percentile(cells: Sequence[Mapping[str, Any]]) -> Estimate | None:
-    """Of members among candidates, if the attack ranks these."""
-    return _estimates(percentiles(cells)).get(PERCENTILE)
-
-
-def values_of(cells: Sequence[Mapping[str, Any]]) -> Values:
+def values_of(cells: Sequence[Cell]) -> Values:
     """Per message and score, the mean over repeats of each sample: repeats are no new samples."""
-    collected: dict[int, list[dict[str, list[float]]]] = {}
+    repeats: dict[int, list[dict[str, list[float]]]] = {}
     for cell in cells:
         if "scores" in cell:
-            collected.setdefault(cell["message"], []).append(cell["scores"])
+            repeats.setdefault(cell["message"], []).append(cell["scores"])
     return {
         message: {
-            name: np.mean([scores[name] for scores in several], axis=0).tolist()
-            for name in several[0]
+            name: np.mean([scores[name] for scores in repeated], axis=0).tolist()
+            for name in repeated[0]
         }
-        for message, several in sorted(collected.items())
+        for message, repeated in sorted(repeats.items())
     }
 
 
@@ -222,33 +288,115 @@ def _estimates(values: Values) -> dict[str, Estimate]:
     }
 
 
-def _differences(ours: Values, theirs: Values, scores: set[str]) -> dict[str, Estimate]:
-    """Means and intervals of ours minus theirs, over the messages that both have."""
+def _differences(minuend: Values, subtrahend: Values, scores: set[str]) -> dict[str, Estimate]:
+    """Means and intervals of the difference, over the messages that both have."""
     return _estimates(
         {
             message: {
-                score: (np.array(found) - np.array(theirs[message][score])).tolist()
-                for score, found in ours[message].items()
-                if score in scores and score in theirs[message]
+                score: (np.array(numbers) - np.array(subtrahend[message][score])).tolist()
+                for score, numbers in minuend[message].items()
+                if score in scores and score in subtrahend[message]
             }
-            for message in ours
-            if message in theirs
+            for message in minuend
+            if message in subtrahend
         }
     )
 
 
-def _labels_right(cells: Sequence[Mapping[str, Any]], result: Audit) -> float | None:
-    """As many labels as a message's recovered and true ones have in common, over all."""
+# --- membership inference
+
+
+def _membership(pair: tuple[str, str], cells: Sequence[Cell]) -> Membership | None:
+    """`None` where an attack ranks no candidates."""
+    rankings = _rankings(cells)
+    if not rankings:
+        return None
+    scored = score_candidates(
+        [ranking["scores"] for ranking in rankings], [ranking["members"] for ranking in rankings]
+    )
+    ends = scored.interval if len(rankings) > 1 else {}
+    sizes = [len(ranking["members"]) for ranking in rankings]
+    shares = [len(ranking["members"]) / len(ranking["scores"]) for ranking in rankings]
+    return Membership(
+        *pair,
+        scores={name: Estimate(mean, *ends.get(name, ())) for name, mean in scored.mean.items()},
+        candidates=len(rankings[0]["scores"]),
+        members=len(scored.per_sample["rank"]),
+        chance=float(np.average(shares, weights=sizes)),
+        knows_defense=any(cell.get("knows_defense", False) for cell in cells),
+    )
+
+
+def _percentiles(cells: Sequence[Cell]) -> Values:
+    """The share of candidates outside a message that rank below each member."""
+    values: Values = {}
+    for cell in cells:
+        for ranking in _rankings([cell]):
+            scored = score_candidates([ranking["scores"]], [ranking["members"]], bootstrap=0)
+            shares = [1 - (r - 1) / scored.false_positives for r in scored.per_sample["rank"]]
+            values[cell["message"]] = {PERCENTILE: shares}
+    return values
+
+
+def _rankings(cells: Sequence[Cell]) -> list[dict[str, Any]]:
+    """Of first repeats: others are of the same samples. A message of which all candidates are
+    members, or none, says nothing.
+    """
+    rankings = [cell["membership"] for cell in cells if "membership" in cell and not cell["repeat"]]
+    return [ranking for ranking in rankings if 0 < len(ranking["members"]) < len(ranking["scores"])]
+
+
+# --- labels
+
+
+def _share_recovered(recovered: Sequence[int], true: Sequence[int]) -> float:
+    """Labels that both have in common, each as often as both have it, over all."""
+    return (Counter(recovered) & Counter(true)).total() / len(true)
+
+
+def recovered_labels(result: Audit, defense: str) -> Values:
+    """The share of labels recovered from each message under a defense, a mean over repeats."""
+    shares: dict[int, list[float]] = {}
+    for row in result.shared:
+        if row["defense"] == defense and "labels" in row:
+            true = result.messages[row["message"]]["labels"]
+            shares.setdefault(row["message"], []).append(_share_recovered(row["labels"], true))
+    return {message: {"labels": [float(np.mean(share))]} for message, share in shares.items()}
+
+
+def labels_by_chance(result: Audit) -> float | None:
+    """The share that drawing each label uniformly from all classes recovers on average."""
+    classes = result.settings.get("classes")
+    if not classes or not result.messages:
+        return None
+    common = size = 0.0
+    for message in result.messages:
+        true = Counter(message["labels"])
+        size += true.total()
+        # E[min(drawn, true)] of a class is the sum of P(drawn > k) over k below its true count.
+        common += sum(
+            float(binom.sf(k, true.total(), 1 / classes))
+            for count in true.values()
+            for k in range(count)
+        )
+    return common / size
+
+
+def _labels_right(cells: Sequence[Cell], result: Audit) -> float | None:
+    """Labels that a message's recovered and true ones have in common, over all."""
     shares, sizes = [], []
     for cell in cells:
         if cell.get("labels") is not None:
             true = result.messages[cell["message"]]["labels"]
-            shares.append(share_found(cell["labels"], true))
+            shares.append(_share_recovered(cell["labels"], true))
             sizes.append(len(true))
     return float(np.average(shares, weights=sizes)) if shares else None
 
 
-def _shared(result: Audit) -> dict[str, dict[str, float | None]]:
+# --- what was shared, and estimators
+
+
+def _shared_means(result: Audit) -> dict[str, dict[str, float | None]]:
     means: dict[str, dict[str, float | None]] = {}
     for defense in result.defenses:
         rows = [row for row in result.shared if row["defense"] == defense]
@@ -257,8 +405,8 @@ def _shared(result: Audit) -> dict[str, dict[str, float | None]]:
             for name in ("relative_error", "cosine")
         }
         for name in result.settings["estimators"]:
-            found = [x for row in rows for x in row.get("figures", {}).get(name, [])]
-            means[defense][name] = _mean([math.inf if x is None else x for x in found])
+            numbers = [x for row in rows for x in row.get("estimates", {}).get(name, [])]
+            means[defense][name] = _mean([math.inf if x is None else x for x in numbers])
     return means
 
 
@@ -266,17 +414,71 @@ def _mean(values: Sequence[float]) -> float | None:
     return float(np.mean(values)) if values else None
 
 
-def _said(reasons: Mapping[tuple[str, str], list[str]], defenses: int) -> list[str]:
+def correlate(result: Audit) -> list[Correlation]:
+    """One for every estimator and attack that have points in common."""
+    correlations = []
+    for estimator in result.settings["estimators"]:
+        for attack in result.attacks:
+            points = _points(result, estimator, attack)
+            if not points:
+                continue
+            x = [point.estimate for point in points]
+            coefficients: dict[str, float | None] = {}
+            for score in points[0].scores:
+                y = [point.scores[score] for point in points]
+                varies = len(points) >= 3 and len(set(x)) > 1 and len(set(y)) > 1
+                coefficients[score] = float(spearmanr(x, y).statistic) if varies else None
+            correlations.append(Correlation(estimator, attack, coefficients, points))
+    return correlations
+
+
+def _points(result: Audit, estimator: str, attack: str) -> list[Point]:
+    """Where both the estimate and the attack's scores are there and finite."""
+    estimates = {
+        (row["message"], row["repeat"], row["defense"]): row.get("estimates", {}).get(estimator)
+        for row in result.shared
+    }
+    return [
+        Point(
+            cell["defense"],
+            estimate,
+            {name: scores[index] for name, scores in cell["scores"].items()},
+        )
+        for cell in result.cells
+        if cell["attack"] == attack and "scores" in cell
+        for index, estimate in enumerate(
+            estimates.get((cell["message"], cell["repeat"], cell["defense"])) or []
+        )
+        if estimate is not None
+    ]
+
+
+def _silent_estimators(result: Audit) -> list[str]:
+    """Which estimators say nothing of which defenses, with the reason."""
+    defenses: dict[tuple[str, str], list[str]] = {}
+    for row in result.shared:
+        for name, reason in row.get("no_estimates", {}).items():
+            title = result.settings["estimators"][name]["title"]
+            silenced = defenses.setdefault((reason, title), [])
+            if row["defense"] not in silenced:
+                silenced.append(row["defense"])
+    return [
+        f"{reason} ({title}, under {', '.join(silenced)})"
+        for (reason, title), silenced in defenses.items()
+    ]
+
+
+def _grouped(reasons: Mapping[tuple[str, str], list[str]], defenses: int) -> list[str]:
     """`"attack under defenses: reason"`, defenses with the same reason together."""
-    under: dict[tuple[str, str], list[str]] = {}
-    for (attack, defense), several in reasons.items():
-        for reason in several:
-            under.setdefault((attack, reason), []).append(defense)
-    said = []
-    for (attack, reason), where in under.items():
-        place = "" if len(where) == defenses else f" under {', '.join(where)}"
-        said.append(f"{attack}{place}: {reason}")
-    return said
+    grouped: dict[tuple[str, str], list[str]] = {}
+    for (attack, defense), of_pair in reasons.items():
+        for reason in of_pair:
+            grouped.setdefault((attack, reason), []).append(defense)
+    lines = []
+    for (attack, reason), labels in grouped.items():
+        under = "" if len(labels) == defenses else f" under {', '.join(labels)}"
+        lines.append(f"{attack}{under}: {reason}")
+    return lines
 
 
 def _unfinished(result: Audit) -> str:
@@ -290,194 +492,3 @@ def _unfinished(result: Audit) -> str:
         f"This audit is not finished: it is of {done} of {planned} messages{times}. The same "
         "command goes on where it stopped."
     )
-
-
-@dataclass(frozen=True)
-class Listed:
-    """One attack that ranks candidates, under one defense.
-
-    Args:
-        defense: Its label.
-        attack: Its label.
-        scores: Estimates of `top1`, `rank`, `tpr_1%` and `tpr_0.1%`; see `score_candidates`.
-        candidates: How many there were.
-        members: How many samples were looked for.
-        others: How many candidates false alarms are a share of, in all messages together.
-        blind: The share of samples that a blind draw names: as many entries as a message has.
-        knows: Whether the attacker knows the defense.
-    """
-
-    defense: str
-    attack: str
-    scores: dict[str, Estimate]
-    candidates: int
-    members: int
-    others: int
-    blind: float
-    knows: bool
-
-
-def listed(place: tuple[str, str], cells: Sequence[Mapping[str, Any]]) -> Listed | None:
-    """What the cells of a defense and an attack say of candidates; `None` if they rank none."""
-    rows = _ranked(cells)
-    if not rows:
-        return None
-    found = score_candidates([row["scores"] for row in rows], [row["members"] for row in rows])
-    ends = found.interval if len(rows) > 1 else {}
-    scores = {name: Estimate(mean, *ends.get(name, ())) for name, mean in found.mean.items()}
-    sizes = [len(row["members"]) for row in rows]
-    blind = np.average([len(row["members"]) / len(row["scores"]) for row in rows], weights=sizes)
-    return Listed(
-        *place,
-        scores=scores,
-        candidates=len(rows[0]["scores"]),
-        members=len(found.per_sample["rank"]),
-        others=found.false_positives,
-        blind=float(blind),
-        knows=any(cell.get("knows", False) for cell in cells),
-    )
-
-
-def percentiles(cells: Sequence[Mapping[str, Any]]) -> Values:
-    """The share of other candidates that come after each member, message by message."""
-    values: Values = {}
-    for cell in cells:
-        for row in _ranked([cell]):
-            found = score_candidates([row["scores"]], [row["members"]], bootstrap=0)
-            shares = [1 - (r - 1) / found.false_positives for r in found.per_sample["rank"]]
-            values[cell["message"]] = {PERCENTILE: shares}
-    return values
-
-
-def _ranked(cells: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Of first repeats: others are of the same samples. A message of which nobody, or everybody, is
-    listed tells nothing.
-    """
-    rows = [cell["ranked"] for cell in cells if "ranked" in cell and not cell["repeat"]]
-    return [row for row in rows if 0 < len(row["members"]) < len(row["scores"])]
-
-
-Values = dict[int, dict[str, list[float]]]
-"""For each message, for each score, one number per sample."""
-
-
-def share_found(found: Sequence[int], true: Sequence[int]) -> float:
-    """As many labels as both have in common, each as often as both have it, over all.
-
-    Example:
-        >>> share_found([1, 1, 2, 3], true=[1, 2, 2, 2])
-        0.5
-    """
-    return (Counter(found) & Counter(true)).total() / len(true)
-
-
-def found_under(result: Audit, defense: str) -> Values:
-    """The share of labels found in each message under a defense, a mean over repeats."""
-    shares: dict[int, list[float]] = {}
-    for row in result.shared:
-        if row["defense"] == defense and "labels" in row:
-            true = result.messages[row["message"]]["labels"]
-            shares.setdefault(row["message"], []).append(share_found(row["labels"], true))
-    return {at: {"labels": [sum(found) / len(found)]} for at, found in shares.items()}
-
-
-def found_by_chance(result: Audit) -> float | None:
-    """The share that drawing each label uniformly from all classes finds on average."""
-    classes = result.settings.get("classes")
-    if not classes or not result.messages:
-        return None
-    common = size = 0.0
-    for message in result.messages:
-        true = Counter(message["labels"])
-        size += true.total()
-        common += sum(
-            float(binom.sf(place, true.total(), 1 / classes))
-            for count in true.values()
-            for place in range(count)
-        )
-    return common / size
-
-
-@dataclass(frozen=True)
-class Point:
-    """One sample of one message under one defense: an estimator's figure and an attack's scores."""
-
-    defense: str
-    figure: float
-    scores: dict[str, float]
-
-
-@dataclass(frozen=True)
-class Correlation:
-    """Spearman's rank correlation of an estimator's figure with each score of an attack, over
-    defenses and samples.
-
-    Args:
-        figure: Name of the estimator.
-        attack: Label of the attack.
-        coefficients: `{score: coefficient}`; `None` where fewer than three points, or equal ones,
-            say nothing.
-        common: The points, one for each sample, repeat and defense. Those of one sample are not
-            independent.
-    """
-
-    figure: str
-    attack: str
-    coefficients: dict[str, float | None]
-    common: list[Point]
-
-    @property
-    def points(self) -> int:
-        """How many there are."""
-        return len(self.common)
-
-
-def correlate(result: Audit) -> list[Correlation]:
-    """One for every estimator and attack that have points in common."""
-    found = []
-    for figure in result.settings["estimators"]:
-        for attack in result.attacks:
-            common = points(result, figure, attack)
-            if not common:
-                continue
-            x = [point.figure for point in common]
-            coefficients: dict[str, float | None] = {}
-            for score in common[0].scores:
-                y = [point.scores[score] for point in common]
-                telling = len(common) >= 3 and len(set(x)) > 1 and len(set(y)) > 1
-                coefficients[score] = float(spearmanr(x, y).statistic) if telling else None
-            found.append(Correlation(figure, attack, coefficients, common))
-    return found
-
-
-def points(result: Audit, figure: str, attack: str) -> list[Point]:
-    """Where both the figure and the attack's scores are there and finite."""
-    found = {
-        (row["message"], row["repeat"], row["defense"]): row.get("figures", {}).get(figure)
-        for row in result.shared
-    }
-    return [
-        Point(
-            cell["defense"], value, {name: scores[place] for name, scores in cell["scores"].items()}
-        )
-        for cell in result.cells
-        if cell["attack"] == attack and "scores" in cell
-        for place, value in enumerate(
-            found.get((cell["message"], cell["repeat"], cell["defense"])) or []
-        )
-        if value is not None
-    ]
-
-
-def silent(result: Audit) -> list[str]:
-    """Which estimators say nothing of which defenses, with the reason."""
-    under: dict[tuple[str, str], list[str]] = {}
-    for row in result.shared:
-        for name, reason in row.get("no_figures", {}).items():
-            title = result.settings["estimators"][name]["title"]
-            where = under.setdefault((reason, title), [])
-            if row["defense"] not in where:
-                where.append(row["defense"])
-    return [
-        f"{reason} ({title}, under {', '.join(where)})" for (reason, title), where in under.items()
-    ]

@@ -1,4 +1,4 @@
-"""How scores are said, and what verdicts are drawn from."""
+"""Verdicts on defenses: what attacks recovered, how sure that is, and how it is said."""
 
 from __future__ import annotations
 
@@ -6,120 +6,121 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-
-@dataclass(frozen=True)
-class Terms:
-    """The words and the scale of a domain's main score.
-
-    Args:
-        one: What a sample is called.
-        many: What several are.
-        score: The main score.
-        verb: What an attack does with it.
-        amount: What follows a number of it in a sentence.
-        scale: What it is multiplied by to be in `unit`.
-        unit: That it is said in.
-        places: Digits after the point.
-        legend: The score and its range, for a table's legend.
-        note: What a reader should know of it.
-        step: Between ticks of an axis.
-        top: The least end of an axis.
-        most: The farthest end. What is more stands there: an exact copy would press all others
-            together.
-        well: How far above chance an attack has to be undefended, so that its failing says
-            something of a defense.
-    """
-
-    one: str
-    many: str
-    score: str
-    verb: str
-    amount: str
-    scale: float
-    unit: str
-    places: int
-    legend: str
-    note: str
-    step: float
-    top: float
-    most: float
-    well: float
-
-    def said(self, mean: float) -> str:
-        """A number in a sentence: `"92 %"`."""
-        return f"{self.scale * mean:.{self.places}f} {self.unit}"
-
-    def interval(self, low: float, high: float, between: str = ", ") -> str:
-        """An interval behind it: `" [85, 100]"`."""
-        ends = (f"{self.scale * end:.{self.places}f}" for end in (low, high))
-        return f" [{between.join(ends)}]"
-
-    def ticks(self, values: Iterable[float]) -> list[tuple[float, str]]:
-        """Where an axis from 0 has its ticks, with their labels. The last one is its end."""
-        highest = round(max([self.top, *values]), 6)  # a mean of ones may be 1 + 2e-16
-        count = math.ceil(min(highest, self.most) / self.step)
-        ends = ["≥ " * (k == count and highest > self.most) for k in range(count + 1)]
-        return [
-            (self.step * k, f"{end}{self.scale * self.step * k:.0f} {self.unit}")
-            for k, end in enumerate(ends)
-        ]
-
+ENOUGH_MESSAGES = 5
+"""Failing attacks on fewer messages say nothing. Four messages are all above chance by luck once in
+16 times, and an interval of fewer than five says no more than that.
+"""
 
 INFORMED = ", knows the defense"
-"""What the label of an attack ends with where somebody set it who does."""
-
-TERMS = {
-    "text": Terms(
-        one="text",
-        many="texts",
-        score="token_f1",
-        verb="recovers",
-        amount="of the words",
-        scale=100,
-        unit="%",
-        places=0,
-        legend="token F1, from 0 to 1",
-        note="A share of words is the token F1: precision and recall together, special tokens not "
-        "counted.",
-        step=0.25,
-        top=1.0,
-        most=1.0,
-        well=0.25,
-    ),
-    "image": Terms(
-        one="image",
-        many="images",
-        score="psnr",
-        verb="reaches",
-        amount="PSNR",
-        scale=1,
-        unit="dB",
-        places=1,
-        legend="PSNR in dB",
-        note="PSNR in decibels: higher is nearer. Look at the images as well: no number says what "
-        "a person recognizes.",
-        step=10.0,
-        top=30.0,
-        most=40.0,
-        well=5.0,
-    ),
-}
-"""By a domain's name."""
+"""What the label of an attack ends with where it is set by an attacker that knows the defense."""
 
 PERCENTILE = "percentile"
-"""Which share of candidates that were in no message come after one that was: 0.5 is chance."""
+"""Which share of candidates outside the message rank below a batch member: 0.5 is chance."""
 
 TELLING = ("token_f1", "position_accuracy", "psnr", "ssim", PERCENTILE)
-"""Scores that show a leak if they beat a guess. Few words, but each in its place, are no chance;
-nor is noise with a face in it. Of who ranks a list the percentile alone does: entries drawn blindly
-are right as often as the list is short.
+"""Scores that show a leak if they beat a guess. Few words, each in its place, are no chance; nor is
+noise with a face in it. Of membership inference the percentile alone counts: candidates drawn at
+random are right as often as there are few of them.
 """
 
 
 @dataclass(frozen=True)
+class MainScore:
+    """The main score of a domain: how it is named, scaled and shown.
+
+    Args:
+        name: Of the score.
+        sample: What one sample is called.
+        samples: What several are called.
+        verb: What an attack does with it.
+        amount: What follows a number of it in a sentence.
+        scale: What it is multiplied by to be in `unit`.
+        unit: That it is shown in.
+        digits: After the point.
+        legend: The score and its range, for a table's legend.
+        note: What a reader should know of it.
+        tick_step: Between ticks of an axis.
+        axis_end: The least end of an axis.
+        axis_limit: The farthest end. What is more stands there: an exact copy would press all
+            others together.
+        clear_margin: How far above chance an attack has to be undefended, so that its failing says
+            something of a defense.
+    """
+
+    name: str
+    sample: str
+    samples: str
+    verb: str
+    amount: str
+    scale: float
+    unit: str
+    digits: int
+    legend: str
+    note: str
+    tick_step: float
+    axis_end: float
+    axis_limit: float
+    clear_margin: float
+
+    def format(self, mean: float) -> str:
+        """A number in a sentence: `"92 %"`."""
+        return f"{self.scale * mean:.{self.digits}f} {self.unit}"
+
+    def format_interval(self, low: float, high: float, between: str = ", ") -> str:
+        """An interval behind a number: `" [85, 100]"`."""
+        ends = (f"{self.scale * end:.{self.digits}f}" for end in (low, high))
+        return f" [{between.join(ends)}]"
+
+    def format_estimate(self, estimate: Estimate, between: str = ", ") -> str:
+        """A number with its interval, if there is one: `"92 % [85, 100]"`."""
+        text = self.format(estimate.mean)
+        if estimate.low is None or estimate.high is None:
+            return text
+        return text + self.format_interval(estimate.low, estimate.high, between)
+
+    def ticks(self, values: Iterable[float]) -> list[tuple[float, str]]:
+        """Where an axis from 0 has its ticks, with their labels. The last one is its end."""
+        highest = round(max([self.axis_end, *values]), 6)  # a mean of ones may be 1 + 2e-16
+        count = math.ceil(min(highest, self.axis_limit) / self.tick_step)
+        ends = ["≥ " * (k == count and highest > self.axis_limit) for k in range(count + 1)]
+        return [
+            (self.tick_step * k, f"{end}{self.scale * self.tick_step * k:.0f} {self.unit}")
+            for k, end in enumerate(ends)
+        ]
+
+
+MAIN_SCORES = {
+    "text": MainScore(
+        name="token_f1", sample="text", samples="texts", verb="recovers", amount="of the words",
+        scale=100, unit="%", digits=0, legend="token F1, from 0 to 1",
+        note="A share of words is the token F1: precision and recall together, special tokens not "
+        "counted.",
+        tick_step=0.25, axis_end=1.0, axis_limit=1.0, clear_margin=0.25,
+    ),
+    "image": MainScore(
+        name="psnr", sample="image", samples="images", verb="reaches", amount="PSNR",
+        scale=1, unit="dB", digits=1, legend="PSNR in dB",
+        note="PSNR in decibels: higher is nearer. Look at the images as well: no number says what "
+        "a person recognizes.",
+        tick_step=10.0, axis_end=30.0, axis_limit=40.0, clear_margin=5.0,
+    ),
+}  # fmt: skip
+"""By a domain's name."""
+
+
+@dataclass(frozen=True)
 class Estimate:
-    """A mean over samples with its 95 % bootstrap interval; `None` where a single message gives no
-    interval, however many samples it has.
+    """A mean over samples with its 95 % interval. Both ends are `None` where a single message gives
+    no interval, however many samples it has.
+
+    Args:
+        mean: Over samples.
+        low: The interval's lower end.
+        high: Its upper end.
+
+    Example:
+        >>> Estimate(0.2, 0.1, 0.3).above_zero, Estimate(0.2).above_zero
+        (True, False)
     """
 
     mean: float
@@ -133,7 +134,7 @@ class Estimate:
 
 
 @dataclass(frozen=True)
-class Row:
+class AttackScores:
     """One attack under one defense.
 
     Args:
@@ -143,13 +144,13 @@ class Row:
         messages: Messages that the estimates are of.
         over_chance: Main score minus that of a guess, message by message.
         beats_chance: Which of `TELLING` scores are above a guess's, by intervals of the difference.
-        under_reference: Main score of the same attack on the undefended gradient minus this one,
+        below_itself: Main score of the same attack on the undefended gradient minus this one,
             message by message.
-        under_strongest: The same with the strongest attack on it; see `rival`.
-        labels: Share of labels read off the gradient correctly, where they were not granted.
+        below_strongest: The same with the strongest attack on it; see `strongest_undefended`.
+        labels: Share of labels recovered correctly, where they were not granted.
         reasons: Why the attack was not applicable to the other messages.
         crashes: How it failed on the others.
-        knows: Whether the attacker knows the defense, or there is nothing to know.
+        knows_defense: Whether the attacker knows the defense, or there is nothing to know.
     """
 
     defense: str
@@ -158,22 +159,34 @@ class Row:
     messages: int
     over_chance: Estimate | None = None
     beats_chance: tuple[str, ...] = ()
-    under_reference: Estimate | None = None
-    under_strongest: Estimate | None = None
+    below_itself: Estimate | None = None
+    below_strongest: Estimate | None = None
     labels: float | None = None
     reasons: list[str] = field(default_factory=list)
     crashes: list[str] = field(default_factory=list)
-    knows: bool = False
+    knows_defense: bool = False
 
     @property
-    def sure(self) -> bool:
+    def has_interval(self) -> bool:
         """Whether there are messages enough for an interval."""
         return self.over_chance is not None and self.over_chance.low is not None
+
+    @property
+    def is_at_chance(self) -> bool:
+        """Whether an attack is no better than a guess, and messages are enough to say so."""
+        return self.has_interval and not self.beats_chance
 
     @property
     def silence(self) -> str:
         """What stands in place of scores."""
         return "crashed" if self.crashes else "not applicable"
+
+    def entry(self, score: str, messages: int) -> str:
+        """A score in a table, with how many of the messages it is of."""
+        if not self.scores:
+            return self.silence
+        coverage = f" ({self.messages} of {messages})" if self.messages < messages else ""
+        return show(self.scores[score]) + coverage
 
 
 @dataclass(frozen=True)
@@ -192,8 +205,12 @@ class Verdict:
     text: str
 
 
+STANDINGS = {"open": "Leaks", "reduced": "Leaks less", "chance": "At chance", "unknown": "Unknown"}
+"""What a person reads of a verdict's standing."""
+
+
 def base_of(label: str) -> str:
-    """The attack that somebody set who knows the defense, as it is without that.
+    """The attack without its attacker's knowledge of the defense.
 
     Example:
         >>> base_of("tag" + INFORMED), base_of("span")
@@ -203,7 +220,7 @@ def base_of(label: str) -> str:
 
 
 def short_labels(labels: Sequence[str]) -> dict[str, str]:
-    """Labels without their settings, where that leaves them apart."""
+    """Labels without their settings, where they stay distinct."""
     names = [base_of(label).split(":")[0] + label[len(base_of(label)) :] for label in labels]
     return {
         label: name if names.count(name) == 1 else label
@@ -211,185 +228,219 @@ def short_labels(labels: Sequence[str]) -> dict[str, str]:
     }
 
 
-ENOUGH = 5
-"""Messages without which failing says nothing. Of four, all are above chance by luck once in 16
-times, and the interval of fewer than five says no more than that.
-"""
+def thinned_ticks(ticks: list[tuple[float, str]]) -> list[tuple[float, str]]:
+    """As many of an axis' ticks as fit on a narrow page, with both ends."""
+    step = math.ceil((len(ticks) - 1) / 5)
+    inner = [tick for tick in ticks[::step] if ticks[-1][0] - tick[0] > (step - 1) * ticks[1][0]]
+    return [*(tick for tick in inner if tick is not ticks[-1]), ticks[-1]]
 
 
-def verdicts(rows: Sequence[Row], chance: Row, terms: Terms, samples: int) -> list[Verdict]:
-    """One verdict for each defense. Attacks that fail prove nothing, and the words say no more than
-    that.
-    """
-    say = _Wording(rows, chance, terms, samples)
-    scored = [row for row in rows if row.scores]
-    reference = [row for row in scored if row.defense == "none"]
-    return [
-        _verdict(label, [row for row in scored if row.defense == label], reference, say)
-        for label in dict.fromkeys(row.defense for row in rows)
-    ]
+def show(value: Estimate) -> str:
+    """A mean with its interval."""
+    digits = 2 if abs(value.mean) < 10 else 1
+    interval = "" if value.low is None else f" [{value.low:.{digits}f}, {value.high:.{digits}f}]"
+    return f"{value.mean:.{digits}f}{interval}"
 
 
-def rival(row: Row, reference: Sequence[Row], score: str) -> Row | None:
-    """Which undefended row reads most, of several messages. Who has a list reads nothing: he is
-    compared with his like, and readers with readers.
-    """
-    ranks = PERCENTILE in row.scores
-    alike = [one for one in reference if one.sure and (PERCENTILE in one.scores) == ranks]
-    return max(alike, key=lambda one: one.scores[score].mean, default=None)
-
-
-def _verdict(defense: str, own: Sequence[Row], reference: Sequence[Row], say: _Wording) -> Verdict:
-    if not own:
-        return Verdict(defense, "unknown", "No attack gave anything, so nothing is known.")
-    sure = [row for row in own if row.sure]
-    best = max(sure or own, key=say.main)
-    what = say.found(best, own)
-    if not sure:
-        text = f"{what}. One message gives no interval, so this is an anecdote: give more samples."
-        return Verdict(defense, "unknown", text)
-    if defense == "none":
-        return _undefended(what, own, say)
-    if not any(row.beats_chance for row in own):
-        return _at_chance(defense, best, own, reference, say)
-    return _leaking(defense, best, own, reference, say)
-
-
-def _undefended(what: str, own: Sequence[Row], say: _Wording) -> Verdict:
-    beaten = {score for row in own for score in row.beats_chance}
-    if beaten:
-        leak = "" if beaten & {say.terms.score, PERCENTILE} else f" {say.leak(own)}"
-        return Verdict("none", "open", f"{what}.{leak}{_weakness(own)}")
-    text = (
-        f"{what}. These attacks fail even undefended: the audit says nothing about any defense. "
-        "Give them more steps, or try others."
-    )
-    return Verdict("none", "unknown", text)
-
-
-def _leaking(
-    defense: str, best: Row, own: Sequence[Row], reference: Sequence[Row], say: _Wording
-) -> Verdict:
-    """Whether a defense that leaks leaks less: than the same attack reads undefended, or than the
-    strongest one does.
-    """
-    itself, against, weakness = best.under_reference, say.attacks[best.attack], _weakness(own)
-    told = [one for one in (itself, best.under_strongest) if one and one.low is not None]
-    if not told:
-        lacking = "Undefended was not tried on the same messages."
-        return Verdict(
-            defense, "unknown", f"{say.found(best, own)}. {say.leak(own)} {lacking}{weakness}"
-        )
-    if not any(one.above_zero for one in told):
-        text = f"Against {against}, not distinguishable from no defense."
-        return Verdict(defense, "open", f"{say.found(best, own)}. {text}{weakness}")
-    strongest = rival(best, reference, say.terms.score)
-    than = f"where undefended {say.read(strongest)}" if strongest else ""
-    text = f"{say.found(best, own, than)}. {say.leak(own)}"
-    if itself in told and not itself.above_zero:
-        text += f" It is no better than none against {against}."
-    return Verdict(defense, "reduced", text + weakness)
-
-
-def _weakness(own: Sequence[Row]) -> str:
-    """What is to be said of a leak that few messages show."""
-    if max(row.messages for row in own if row.beats_chance) >= ENOUGH:
+def show_mean(value: float | None) -> str:
+    """A mean to three digits; nothing where there is none."""
+    if value is None:
         return ""
-    return f" Fewer than {ENOUGH} messages are weak evidence: give more samples."
+    return "∞" if math.isinf(value) else f"{value:.3g}"
 
 
-def _at_chance(
-    defense: str, best: Row, own: Sequence[Row], reference: Sequence[Row], say: _Wording
-) -> Verdict:
-    what, over = say.found(best, own), best.over_chance
-    if not any(row.beats_chance for row in reference):
-        why = "fail" if reference else "may fail"
-        tried = "" if reference else ", which was not tried"
-        text = f"{what}. These attacks {why} undefended as well{tried}, so this says nothing."
-        return Verdict(defense, "unknown", text)
-    if lacking := _untold(own, reference, say):
-        return Verdict(defense, "unknown", f"{what}. {lacking}")
-    below = over is not None and over.high is not None and over.high < 0
-    luck = "a blind draw from the list" if PERCENTILE in best.scores else "chance"
-    standing = "No better than chance" if below else f"Not distinguishable from {luck}"
-    return Verdict(defense, "chance", f"{what}. {standing} under these attacks on {say.data}.")
+def show_coefficient(value: float | None) -> str:
+    """A correlation to two digits."""
+    return "–" if value is None else f"{value:+.2f}"
 
 
-def _untold(own: Sequence[Row], reference: Sequence[Row], say: _Wording) -> str:
-    """Why failing attackers say nothing of a defense; empty if one does who knows it, whose attack
-    reads what is not defended, and who had messages enough.
+def strongest_undefended(
+    row: AttackScores, undefended: Sequence[AttackScores], score: str
+) -> AttackScores | None:
+    """The undefended row of the highest score, of several messages. Membership inference is
+    compared with membership inference, and reconstruction with reconstruction.
     """
-    informed = [row for row in own if row.knows]
-    if not informed:
-        return "No attacker was tried who knows the defense, so this says nothing."
-    read = {row.attack for row in reference if row.beats_chance and _well(row, say.terms)}
-    telling = [row for row in informed if base_of(row.attack) in read]
-    if not telling:
-        return (
-            "Attackers who know the defense hardly read what is not defended, so this says nothing."
+    infers_members = PERCENTILE in row.scores
+    comparable = [
+        rival
+        for rival in undefended
+        if rival.has_interval and (PERCENTILE in rival.scores) == infers_members
+    ]
+    return max(comparable, key=lambda rival: rival.scores[score].mean, default=None)
+
+
+def verdicts(
+    rows: Sequence[AttackScores], chance: AttackScores, score: MainScore, samples: int
+) -> list[Verdict]:
+    """One verdict for each defense. Failing attacks prove nothing, and the words say no more."""
+    judge = _Judge(rows, chance, score, samples)
+    return [judge.verdict(defense) for defense in dict.fromkeys(row.defense for row in rows)]
+
+
+class _Judge:
+    """Draws verdicts from intervals, and puts them in words."""
+
+    def __init__(
+        self, rows: Sequence[AttackScores], chance: AttackScores, score: MainScore, samples: int
+    ) -> None:
+        self.score, self.chance = score, chance
+        self.scored = [row for row in rows if row.scores]
+        self.undefended = [row for row in self.scored if row.defense == "none"]
+        self.names = short_labels(list(dict.fromkeys(row.attack for row in rows)))
+        self.data = f"this 1 {score.sample}" if samples == 1 else f"these {samples} {score.samples}"
+
+    def verdict(self, defense: str) -> Verdict:
+        rows = [row for row in self.scored if row.defense == defense]
+        if not rows:
+            return Verdict(defense, "unknown", "No attack gave anything, so nothing is known.")
+        measured = [row for row in rows if row.has_interval]
+        best = max(measured or rows, key=self._main)
+        if not measured:
+            standing, text = "unknown", (
+                f"{self._recovered(best, rows)}. One message gives no interval, so this is an "
+                "anecdote: give more samples."
+            )  # fmt: skip
+        elif defense == "none":
+            standing, text = self._without_defense(best, rows)
+        elif any(row.beats_chance for row in rows):
+            standing, text = self._leaking(best, rows)
+        else:
+            standing, text = self._at_chance(best, rows)
+        return Verdict(defense, standing, text)
+
+    def _without_defense(self, best: AttackScores, rows: Sequence[AttackScores]) -> tuple[str, str]:
+        recovered = self._recovered(best, rows)
+        beaten = {score for row in rows for score in row.beats_chance}
+        if beaten:
+            # The sentence already gives the main score; another one has to be named.
+            leak = "" if beaten & {self.score.name, PERCENTILE} else f" {self._leak(rows)}"
+            return "open", f"{recovered}.{leak}{_weakness(rows)}"
+        return "unknown", (
+            f"{recovered}. These attacks fail even undefended: the audit says nothing about any "
+            "defense. Give them more steps, or try others."
         )
-    if max(row.messages for row in telling) < ENOUGH:
-        return f"Fewer than {ENOUGH} messages do not say that attacks fail: give more samples."
-    for row in own:
-        if not row.sure and _well(row, say.terms):
-            reads = f"{say.attacks[row.attack]} reads the one message that it works on"
-            return f"{reads}, so this says nothing: give more samples."
-    return ""
 
+    def _leaking(self, best: AttackScores, rows: Sequence[AttackScores]) -> tuple[str, str]:
+        """Whether a leaking defense leaks less than the same attack recovers undefended, or than
+        the strongest one does.
+        """
+        itself, name, weakness = best.below_itself, self.names[best.attack], _weakness(rows)
+        drops = [drop for drop in (itself, best.below_strongest) if drop and drop.low is not None]
+        recovered = self._recovered(best, rows)
+        if not drops:
+            lacking = "Undefended was not tried on the same messages."
+            return "unknown", f"{recovered}. {self._leak(rows)} {lacking}{weakness}"
+        if not any(drop.above_zero for drop in drops):
+            same = f"Against {name}, not distinguishable from no defense."
+            return "open", f"{recovered}. {same}{weakness}"
+        strongest = strongest_undefended(best, self.undefended, self.score.name)
+        than = ""
+        if strongest is not None:
+            than = (
+                f"where undefended {self.names[strongest.attack]} {self.score.verb} "
+                f"{self._short(strongest)}{self._coverage(strongest)}"
+            )
+        text = f"{self._recovered(best, rows, than)}. {self._leak(rows)}"
+        if itself in drops and not itself.above_zero:
+            text += f" It is no better than none against {name}."
+        return "reduced", text + weakness
 
-def _well(row: Row, terms: Terms) -> bool:
-    """Whether an attack is well above chance, by an interval if there is one."""
-    over = row.over_chance
-    return over is not None and over.mean >= terms.well and (over.above_zero or not row.sure)
+    def _at_chance(self, best: AttackScores, rows: Sequence[AttackScores]) -> tuple[str, str]:
+        recovered, over = self._recovered(best, rows), best.over_chance
+        if not any(row.beats_chance for row in self.undefended):
+            # An attack that recovers nothing undefended has no evidence against a defense.
+            why = "fail" if self.undefended else "may fail"
+            untried = "" if self.undefended else ", which was not tried"
+            return "unknown", (
+                f"{recovered}. These attacks {why} undefended as well{untried}, so this says "
+                "nothing."
+            )
+        if lacking := self._lacking_evidence(rows):
+            return "unknown", f"{recovered}. {lacking}"
+        is_below = over is not None and over.high is not None and over.high < 0
+        luck = "a random draw of candidates" if PERCENTILE in best.scores else "chance"
+        standing = "No better than chance" if is_below else f"Not distinguishable from {luck}"
+        return "chance", f"{recovered}. {standing} under these attacks on {self.data}."
 
+    def _lacking_evidence(self, rows: Sequence[AttackScores]) -> str:
+        """Why failing attacks say nothing of a defense. Empty if one of them knows the defense,
+        recovers undefended data, and had messages enough.
+        """
+        informed = [row for row in rows if row.knows_defense]
+        if not informed:
+            return "No attacker that knows the defense was tried, so this says nothing."
+        working = {
+            row.attack for row in self.undefended if row.beats_chance and self._is_clear(row)
+        }
+        telling = [row for row in informed if base_of(row.attack) in working]
+        if not telling:
+            return (
+                "Attackers that know the defense hardly recover undefended data, so this says "
+                "nothing."
+            )
+        if max(row.messages for row in telling) < ENOUGH_MESSAGES:
+            return (
+                f"Fewer than {ENOUGH_MESSAGES} messages do not say that attacks fail: give more "
+                "samples."
+            )
+        for row in rows:
+            if not row.has_interval and self._is_clear(row):
+                return (
+                    f"{self.names[row.attack]} recovers the one message that it works on, so this "
+                    "says nothing: give more samples."
+                )
+        return ""
 
-class _Wording:
-    """How scores are said: shares of words, or decibels."""
+    def _is_clear(self, row: AttackScores) -> bool:
+        """Whether an attack is well above chance, by an interval if there is one."""
+        over = row.over_chance
+        if over is None or over.mean < self.score.clear_margin:
+            return False
+        return over.above_zero or not row.has_interval
 
-    def __init__(self, rows: Sequence[Row], chance: Row, terms: Terms, samples: int) -> None:
-        self.terms, self.chance = terms, chance
-        self.attacks = short_labels(list(dict.fromkeys(row.attack for row in rows)))
-        self.data = f"this 1 {terms.one}" if samples == 1 else f"these {samples} {terms.many}"
+    def _main(self, row: AttackScores) -> float:
+        return row.scores[self.score.name].mean
 
-    def main(self, row: Row) -> float:
-        return row.scores[self.terms.score].mean
+    def _short(self, row: AttackScores) -> str:
+        return self.score.format(self._main(row))
 
-    def short(self, row: Row) -> str:
-        return self.terms.said(self.main(row))
-
-    def read(self, row: Row) -> str:
-        return f"{self.attacks[row.attack]} {self.terms.verb} {self.short(row)}{self.part(row)}"
-
-    def part(self, row: Row) -> str:
+    def _coverage(self, row: AttackScores) -> str:
         """Of how many messages a row is, if not of all."""
         if row.messages >= self.chance.messages:
             return ""
         return f" on {row.messages} of {self.chance.messages} messages"
 
-    def found(self, best: Row, own: Sequence[Row], than: str = "") -> str:
-        """What the attacks found, the strongest first, and what a guess finds."""
-        value = best.scores[self.terms.score]
-        said = (
-            f"{self.attacks[best.attack]} {self.terms.verb} {self.short(best)} {self.terms.amount}"
+    def _recovered(self, best: AttackScores, rows: Sequence[AttackScores], than: str = "") -> str:
+        """What the attacks recovered, the strongest first, and what a guess has."""
+        value = best.scores[self.score.name]
+        text = (
+            f"{self.names[best.attack]} {self.score.verb} {self._short(best)} {self.score.amount}"
         )
         if value.low is not None and value.high is not None:
-            said += self.terms.interval(value.low, value.high, " to ")
-        others = [
-            f"{self.attacks[row.attack]} {self.short(row)}{self.part(row)}"
-            for row in own
+            text += self.score.format_interval(value.low, value.high, " to ")
+        weaker = [
+            f"{self.names[row.attack]} {self._short(row)}{self._coverage(row)}"
+            for row in rows
             if row is not best
         ]
-        said += self.part(best) + (f" ({', '.join(others)})" if others else "")
-        said += f", {than}" if than else ""
-        return f"{said}; chance is {self.short(self.chance)}"
+        text += self._coverage(best) + (f" ({', '.join(weaker)})" if weaker else "")
+        text += f", {than}" if than else ""
+        return f"{text}; chance is {self._short(self.chance)}"
 
-    def leak(self, own: Sequence[Row]) -> str:
+    def _leak(self, rows: Sequence[AttackScores]) -> str:
         """In which score some attack is better than chance."""
-        if any(self.terms.score in row.beats_chance for row in own):
+        if any(self.score.name in row.beats_chance for row in rows):
             return "Better than chance: it still leaks."
-        row = next(row for row in own if row.beats_chance)
+        row = next(row for row in rows if row.beats_chance)
         score = row.beats_chance[0]
         guess = 0.5 if score == PERCENTILE else self.chance.scores[score].mean
-        figures = f"{row.scores[score].mean:.2f} against {guess:.2f}"
-        better = f"{self.attacks[row.attack]} is better than chance ({figures})"
+        numbers = f"{row.scores[score].mean:.2f} against {guess:.2f}"
+        better = f"{self.names[row.attack]} is better than chance ({numbers})"
         return f"In {score} {better}: it still leaks."
+
+
+def _weakness(rows: Sequence[AttackScores]) -> str:
+    """What is to be said of a leak that few messages show."""
+    if max(row.messages for row in rows if row.beats_chance) >= ENOUGH_MESSAGES:
+        return ""
+    return f" Fewer than {ENOUGH_MESSAGES} messages are weak evidence: give more samples."
