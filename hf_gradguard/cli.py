@@ -62,13 +62,13 @@ def describe(registry: Registry[Any]) -> str:
     for name in registry:
         package = registry.package(name)
         heading = f"{name} (of {package})" if package else name
-        found = registry.describe(name)
+        description = registry.describe(name)
         settings = [
             setting if default in (None, "None") else f"{setting}={default}"
-            for setting, default in found.settings.items()
+            for setting, default in description.settings.items()
         ]
         paragraphs.append(
-            f"{heading}\n  {found.summary}\n  settings: {', '.join(settings) or 'none'}"
+            f"{heading}\n  {description.summary}\n  settings: {', '.join(settings) or 'none'}"
         )
     return "\n\n".join(paragraphs)
 
@@ -187,8 +187,8 @@ def _add_audit(commands: Any) -> None:
 
 
 def _add_recommend(commands: Any) -> None:
-    found = commands.add_parser(
+    recommend = commands.add_parser(
         "recommend",
         help="short trainings under several defenses, attacked: which one to train with",
     )
-    add_fields(found, CommandSettings, TrialSettings)
+    add_fields(recommend, CommandSettings, TrialSettings)

@@ -6,6 +6,7 @@ import ast
 import importlib.util
 import inspect
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 
@@ -31,41 +32,70 @@ def describe(value: str) -> Description:
     """
     module, _, name = value.partition(":")
     try:
-        where = _defined_in(module, name)
-    except (ImportError, OSError, SyntaxError, ValueError):  # the last of a notebook, say
-        where = None
-    if where is None:
+        definition = _definition(module, name)
+    except (ImportError, OSError, SyntaxError):
+        definition = None
+    if definition is None:
         return Description(f"{value}, whose source cannot be read.", {})
-    node = _class(where, name)
-    summary = inspect.cleandoc(ast.get_docstring(node) or "" if node else "").split("\n\n")[0]
-    return Description(summary.replace("\n", " "), _settings(where, name))
+    home, node = definition
+    summary = inspect.cleandoc(ast.get_docstring(node) or "").split("\n\n")[0]
+    return Description(summary.replace("\n", " "), _settings(home, node))
 
 
-def _class(module: str, name: str) -> ast.ClassDef | None:
-    found = (n for n in _parse(module).body if isinstance(n, ast.ClassDef) and n.name == name)
-    return next(found, None)
+def source_file(module: str) -> Path | None:
+    """The source of a module, found without importing the packages that it is in; `None` if there
+    is none.
+
+    Example:
+        >>> source_file("hf_gradguard.sources").name
+        'sources.py'
+    """
+    top, _, inner = module.partition(".")
+    try:
+        spec = importlib.util.find_spec(top)
+    except ValueError:  # `__main__`, and modules made by hand
+        return None
+    if spec is None or not str(spec.origin).endswith(".py"):
+        return None
+    return _inner_file(str(spec.origin), inner) if inner else Path(str(spec.origin))
 
 
-def _defined_in(module: str, name: str) -> str | None:
-    """The module of the same package that defines a class; `None` if it is none of this package."""
-    if _class(module, name) is not None:
-        return module
-    where = _imported_from(module, name)
-    return None if where is None else _defined_in(where, name)
+@cache
+def _inner_file(origin: str, inner: str) -> Path | None:
+    if Path(origin).name != "__init__.py":
+        return None
+    path = Path(origin).parent.joinpath(*inner.split("."))
+    return next((p for p in (path / "__init__.py", path.with_suffix(".py")) if p.exists()), None)
 
 
-def _settings(module: str, name: str) -> dict[str, str | None]:
+def _definition(module: str, name: str) -> tuple[str, ast.ClassDef] | None:
+    """The module that defines a class, and its source; `None` if it is not of the same package."""
+    path = source_file(module)
+    if path is None:
+        raise ImportError(f"There is no module {module}.")
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef) and node.name == name:
+            return module, node
+        if isinstance(node, ast.ImportFrom) and name in [alias.name for alias in node.names]:
+            # From a package's own file, one dot is the package itself.
+            names = module.split(".") + ["__init__"] * (path.name == "__init__.py")
+            if node.level:
+                parent = ".".join([*names[: -node.level], node.module or ""]).rstrip(".")
+                return _definition(parent, name)
+            if node.module and node.module.split(".")[0] == names[0]:
+                return _definition(node.module, name)
+    return None
+
+
+def _settings(module: str, node: ast.ClassDef) -> dict[str, str | None]:
     """Annotated class variables of a class and its bases, in a dataclass's order."""
-    where = _defined_in(module, name)
-    node = None if where is None else _class(where, name)
-    if where is None or node is None:
-        return {}
-    found: dict[str, str | None] = {}
+    settings: dict[str, str | None] = {}
     for base in reversed(node.bases):
-        if isinstance(base, ast.Name):
-            found |= _settings(where, base.id)
+        if isinstance(base, ast.Name) and (definition := _definition(module, base.id)):
+            settings |= _settings(*definition)
     if not any("dataclass" in ast.unparse(decorator) for decorator in node.decorator_list):
-        return found
+        return settings
     for line in node.body:
         if (
             isinstance(line, ast.AnnAssign)
@@ -73,35 +103,5 @@ def _settings(module: str, name: str) -> dict[str, str | None]:
             and "ClassVar" not in ast.unparse(line.annotation)
             and not line.target.id.startswith("_")
         ):
-            found[line.target.id] = None if line.value is None else ast.unparse(line.value)
-    return found
-
-
-def _imported_from(module: str, name: str) -> str | None:
-    """The module that a name comes from, if it is of the same package."""
-    # Seen from a package's own file, one dot is the package itself.
-    parts = module.split(".") + ["__init__"] * (_file(module).name == "__init__.py")
-    for node in _parse(module).body:
-        if isinstance(node, ast.ImportFrom) and name in [alias.name for alias in node.names]:
-            if node.level:
-                return ".".join([*parts[: -node.level], node.module or ""]).rstrip(".")
-            if node.module and node.module.split(".")[0] == module.split(".")[0]:
-                return node.module
-    return None
-
-
-def _parse(module: str) -> ast.Module:
-    return ast.parse(_file(module).read_text(encoding="utf-8"))
-
-
-def _file(module: str) -> Path:
-    """The source of a module, found without importing the packages that it is in."""
-    top, *rest = module.split(".")
-    spec = importlib.util.find_spec(top)
-    if spec is None or spec.origin is None:
-        raise ImportError(f"There is no module {module}.")
-    path = Path(spec.origin)
-    for folder in map(Path, spec.submodule_search_locations or ()):
-        inner = folder.joinpath(*rest)
-        path = inner / "__init__.py" if inner.is_dir() else inner.with_suffix(".py")
-    return path
+            settings[line.target.id] = None if line.value is None else ast.unparse(line.value)
+    return settings

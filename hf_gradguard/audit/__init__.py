@@ -35,7 +35,7 @@ __all__ = [
     "write_report",
 ]
 
-_WHERE = {
+_EXPORTS = {
     "Audit": ".cells",
     "AuditSettings": ".settings",
     "Summary": ".report.summary",
@@ -51,10 +51,10 @@ _WHERE = {
 
 def __getattr__(name: str) -> Any:
     # Imported when first asked for, so that the command line's help imports no torch.
-    if name not in _WHERE:
+    if name not in _EXPORTS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     need("audit", "attacks", "datasets", "jinja2", "PIL", "scipy")
-    return getattr(importlib.import_module(_WHERE[name], __name__), name)
+    return getattr(importlib.import_module(_EXPORTS[name], __name__), name)
 
 
 def __dir__() -> list[str]:

@@ -1,4 +1,6 @@
-"""Attackers who know the defense: which settings they change, and what they are granted."""
+"""The attackers of an audit: what they see and know, what they know of the defense, and what they
+find out on data of their own.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ from dataclasses import fields, replace
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..attacks import Attack, GradientMatching
 from ..attacks.candidates.attack import Candidates
@@ -16,112 +18,117 @@ from ..defenses import Defense
 from ..gradient_map.domain import IMAGE
 from ..randomness import Stream
 from .cells import Cell
-from .client import Attacker, Modality, Upload, in_unit_of_gradients, training_of
-from .report.verdicts import INFORMED
+from .client import Attacker, Modality, Upload, in_gradient_unit, training_of
+from .report.verdicts import INFORMED, MAIN_SCORES
 from .settings import AuditSettings
 
 T = TypeVar("T")
 
 _ORDER = 5  # a stream of random numbers, beside a client's
 
+WEIGHTS = (1e-5, 1e-4, 1e-3, 1e-2, 3e-2, 1e-1)
+"""Weights of total variation that an attacker tries on its own images."""
+
+TRIAL_MESSAGES = 2
+"""Messages of its own that an attacker tries them on."""
+
+SMOOTHING = (
+    "An attacker that knows the defense smooths images by the weight that recovered most of images "
+    "of its own behind that defense: candidates that are in no audited message."
+)
+
 
 def attackers(
-    label: str, attack: Attack, defense: Defense, terms: AuditSettings
+    label: str, attack: Attack, defense: Defense, settings: AuditSettings
 ) -> dict[str, Attacker]:
     """The attackers with one attack under one defense, by the labels of their cells.
 
-    The one who does not know the defense, and if that makes a difference the one who does. An
-    attack that reads mechanisms (`candidates`) gains nothing by not knowing one: where it may, it
-    does.
+    The first does not know the defense. If that makes a difference, a second one does. An attack
+    that reads mechanisms (`candidates`) is not weakened by ignoring one: where it may, it knows it.
     """
-    known = in_unit_of_gradients(training_of(terms), defense.informed())
-    granted = frozenset({"noise_variance"} if terms.noise_known else ())
+    informed_settings = in_gradient_unit(training_of(settings), defense.informed())
+    granted = frozenset({"noise_variance"} if settings.noise_known else ())
     if "mechanism" in attack.informed_by:
-        grants = granted | ({"mechanism"} if terms.adaptive else frozenset())
-        return {label: Attacker(attack, grants, knows=terms.adaptive)}
-    settings = _settings_of(attack, known)
-    wanted = frozenset(known) & attack.informed_by
-    changed = {name: value for name, value in settings.items() if is_default(attack, name)}
-    changed = {name: v for name, v in changed.items() if getattr(attack, name) != v}
-    has = not known or bool(settings or wanted)
-    plain = has and not changed and wanted <= granted
-    found = {label: Attacker(attack, granted, knows=plain)}
-    if terms.adaptive and has and not plain:
+        grants = granted | ({"mechanism"} if settings.adaptive else frozenset())
+        return {label: Attacker(attack, grants, knows_defense=settings.adaptive)}
+    names = {field.name for field in fields(attack) if field.init}  # type: ignore[arg-type]
+    applicable = {name: value for name, value in informed_settings.items() if name in names}
+    needs = frozenset(informed_settings) & attack.informed_by
+    changed = {
+        name: value
+        for name, value in applicable.items()
+        if is_default(attack, name) and getattr(attack, name) != value
+    }
+    can_adapt = not informed_settings or bool(applicable or needs)
+    knows_already = can_adapt and not changed and needs <= granted
+    by_label = {label: Attacker(attack, granted, knows_defense=knows_already)}
+    if settings.adaptive and can_adapt and not knows_already:
         informed = replace(attack, **changed) if changed else attack  # type: ignore[type-var]
-        found[label + INFORMED] = Attacker(informed, granted | wanted, knows=True)
-    return found
+        by_label[label + INFORMED] = Attacker(informed, granted | needs, knows_defense=True)
+    return by_label
 
 
-def with_list(
-    attacks: Mapping[str, Attack], listed: list[Any] | None, modality: Modality, seed: int
+def is_default(attack: Attack, name: str) -> bool:
+    """Whether a setting is not the user's: those are never changed."""
+    default = next(f.default for f in fields(attack) if f.name == name)  # type: ignore[arg-type]
+    return bool(getattr(attack, name) == default)
+
+
+# --- membership inference
+
+
+def with_candidates(
+    attacks: Mapping[str, Attack], candidates: list[Any] | None, modality: Modality, seed: int
 ) -> dict[str, Attack]:
     """The attacks, with `candidates` among them if there is a list for it. One that has a list of
     its own keeps it, as clients have it. Every list is shuffled.
 
     Args:
         attacks: By label.
-        listed: As `modality.candidates` makes it.
+        candidates: As `modality.candidates` makes them.
         modality: What the inputs ask for.
         seed: Of the order.
 
     Raises:
         ValueError: If an attack's own list is none for this model.
     """
-    found = {
-        label: _with_own(one, modality, seed) if isinstance(one, Candidates) else one
-        for label, one in attacks.items()
+    listed = {
+        label: _as_clients_have(attack, modality, seed)
+        if isinstance(attack, Candidates)
+        else attack
+        for label, attack in attacks.items()
     }
-    if listed is None:
-        return found
-    theirs = _shuffled(listed, seed)
-    for label, one in found.items():
-        if isinstance(one, Candidates) and one.candidates is None:
-            found[label] = replace(one, candidates=theirs)
-    if not any(isinstance(one, Candidates) for one in found.values()):
-        found[Candidates.name] = Candidates(candidates=theirs)
-    return found
+    if candidates is None:
+        return listed
+    shuffled = _shuffled(candidates, seed)
+    for label, attack in listed.items():
+        if isinstance(attack, Candidates) and attack.candidates is None:
+            listed[label] = replace(attack, candidates=shuffled)
+    if not any(isinstance(attack, Candidates) for attack in listed.values()):
+        listed[Candidates.name] = Candidates(candidates=shuffled)
+    return listed
 
 
-def _with_own(attack: Candidates, modality: Modality, seed: int) -> Candidates:
-    listed, labels = attack.candidates, attack.labels
-    if listed is None or attack.places or isinstance(listed, str | Mapping):
+def _as_clients_have(attack: Candidates, modality: Modality, seed: int) -> Candidates:
+    candidates, labels = attack.candidates, attack.labels
+    if candidates is None or attack.places or isinstance(candidates, str | Mapping):
         return attack
-    if labels is not None and len(labels) != len(listed):
-        raise ValueError(f"There are {len(labels)} labels for {len(listed)} candidates.")
+    if labels is not None and len(labels) != len(candidates):
+        raise ValueError(f"There are {len(labels)} labels for {len(candidates)} candidates.")
     return replace(
         attack,
-        candidates=_shuffled(modality.prepared(listed), seed),
+        candidates=_shuffled(modality.prepared(candidates), seed),
         labels=None if labels is None else _shuffled(list(labels), seed),
     )
 
 
-def _shuffled(listed: list[T], seed: int) -> list[T]:
-    """The place in the list says nothing: who scores alike is ranked by it."""
-    order = Stream.from_seeds(seed, _ORDER).uniform((len(listed),)).argsort().tolist()
-    return [listed[at] for at in order]
+def _shuffled(candidates: list[T], seed: int) -> list[T]:
+    """Equal scores are ranked by their place in the list, so the place must say nothing."""
+    order = Stream.from_seeds(seed, _ORDER).uniform((len(candidates),)).argsort().tolist()
+    return [candidates[index] for index in order]
 
 
-def _settings_of(attack: Attack, known: Mapping[str, Any]) -> dict[str, Any]:
-    names = {field.name for field in fields(attack) if field.init}  # type: ignore[arg-type]
-    return {name: value for name, value in known.items() if name in names}
-
-
-def is_default(attack: Attack, name: str) -> bool:
-    """What a user has set is theirs."""
-    default = next(f.default for f in fields(attack) if f.name == name)  # type: ignore[arg-type]
-    return bool(getattr(attack, name) == default)
-
-
-WEIGHTS = (1e-5, 1e-4, 1e-3, 1e-2, 3e-2, 1e-1)
-"""Weights of total variation that are tried."""
-
-MESSAGES = 2
-"""Messages of its own that an attacker tries them on."""
-
-SMOOTHED = (
-    "Who is said to know the defense smooths images by the weight that showed most of images of "
-    "its own behind that defense: of the list, in no audited message."
-)
+# --- smoothing of images
 
 
 def smooths(attack: Attack) -> bool:
@@ -139,35 +146,36 @@ def smooths(attack: Attack) -> bool:
     )
 
 
-def own_batches(
-    listed: Sequence[Any] | None, batches: Sequence[dict[str, Tensor]], modality: Modality
+def attacker_batches(
+    candidates: Sequence[Any] | None, batches: Sequence[dict[str, Tensor]], modality: Modality
 ) -> list[dict[str, Tensor]]:
-    """Batches like the audited ones, of images that an attacker has a list of and that are in none
-    of those, with classes drawn one after the other; none if there are not enough.
+    """Batches like the audited ones, of candidates that are in none of those, with classes in turn;
+    none if there are not enough.
 
     Args:
-        listed: Pixels `(C, H, W)` each.
+        candidates: Pixels `(C, H, W)` each.
         batches: The audited ones.
         modality: Of the audit.
     """
-    if IMAGE.key not in batches[0] or modality.labels != "class" or listed is None:
+    if IMAGE.key not in batches[0] or modality.labels != "class" or candidates is None:
         return []
-    inside = {at for batch in batches for at in modality.among(listed, batch)}
-    images = [row for at, row in enumerate(listed) if at not in inside]
+    audited = {index for batch in batches for index in modality.among(candidates, batch)}
+    images = [pixels for index, pixels in enumerate(candidates) if index not in audited]
     labels = batches[0]["labels"]
-    classes = int(modality.model.config.num_labels)  # type: ignore[union-attr, arg-type]
-    found = []
-    for first in range(0, min(len(images), MESSAGES * len(labels)), len(labels)):
-        pixels = images[first : first + len(labels)]
-        if len(pixels) == len(labels):
-            drawn = torch.arange(first, first + len(labels), device=labels.device) % classes
-            stacked = torch.stack(pixels).to(batches[0][IMAGE.key])
-            found.append({IMAGE.key: stacked, "labels": drawn.to(labels.dtype)})
-    return found if len(found) == MESSAGES else []
+    size, classes = len(labels), int(modality.model.config.num_labels)  # type: ignore[union-attr, arg-type]
+    if len(images) < TRIAL_MESSAGES * size:
+        return []
+    return [
+        {
+            IMAGE.key: torch.stack(images[start : start + size]).to(batches[0][IMAGE.key]),
+            "labels": (torch.arange(start, start + size) % classes).to(labels),
+        }
+        for start in range(0, TRIAL_MESSAGES * size, size)
+    ]
 
 
-def chosen_weight(attacker: Attacker, uploads: Sequence[Upload], modality: Modality) -> Cell:
-    """The weight of total variation that shows most of an attacker's own images, or why there is
+def choose_weight(attacker: Attacker, uploads: Sequence[Upload], modality: Modality) -> Cell:
+    """The weight of total variation that recovers most of an attacker's own images, or why there is
     none. It tries with one start each.
 
     Args:
@@ -175,16 +183,61 @@ def chosen_weight(attacker: Attacker, uploads: Sequence[Upload], modality: Modal
         uploads: What the defense makes of its own messages.
         modality: Of the audit.
     """
-    best: tuple[float, float] | None = None
+    mean_psnr: dict[float, float] = {}
     for weight in WEIGHTS:
         attack: Any = attacker.attack
-        tried = replace(attacker, attack=replace(attack, total_variation=weight, restarts=1))
-        cells = [upload.attacked(tried, modality) for upload in uploads]
+        trial = replace(attacker, attack=replace(attack, total_variation=weight, restarts=1))
+        cells = [upload.attack(trial, modality) for upload in uploads]
         for cell in cells:
             if "scores" not in cell:
                 return {why: cell[why] for why in ("reason", "crash") if why in cell}
-        shown = statistics.mean(value for cell in cells for value in cell["scores"]["psnr"])
-        if best is None or shown > best[0]:
-            best = shown, weight
-    assert best is not None
-    return {"total_variation": best[1], "psnr": best[0]}
+        mean_psnr[weight] = statistics.mean(x for cell in cells for x in cell["scores"]["psnr"])
+    best = max(mean_psnr, key=lambda weight: mean_psnr[weight])
+    return {"total_variation": best, "psnr": mean_psnr[best]}
+
+
+# --- the threat model
+
+
+def threat_model(model: nn.Module, modality: Modality, settings: AuditSettings) -> list[str]:
+    """What the attacker sees and knows, a sentence each."""
+    score, rows = MAIN_SCORES[modality.settings()["kind"]], settings.rows
+    samples = f"one {score.sample}" if rows == 1 else f"{rows} {score.samples}"
+    sentences = [
+        f"The server knows the model and follows the protocol. It sees {_shared(settings)} of "
+        f"{samples} at a time, as the defense lets it through, and tries to reconstruct the data.",
+        *modality.threat_model(),
+    ]
+    if settings.accumulation > 1:
+        sentences.append(
+            f"The client averages {settings.accumulation} batches, protected one by one, first."
+        )
+    if not modality.can_grant:
+        sentences.append("The labels are made of the texts themselves, so they are not granted.")
+    elif settings.labels_known:
+        sentences.append("It knows the labels.")
+    else:
+        sentences.append("It does not know the labels: attacks have to recover them.")
+    if settings.noise_known:
+        sentences.append("It knows the covariance of the noise that a defense adds.")
+    else:
+        unless = ", unless it is said to know the defense" if settings.adaptive else ""
+        sentences.append(f"It does not know how a defense's noise was shaped{unless}.")
+    if model.training:
+        sentences.append("The model ran in training mode: dropout hides something.")
+    else:
+        sentences.append("The model ran in eval mode, without dropout: the attacker's best case.")
+    return [
+        *sentences,
+        "Every message is attacked by itself. A server that sees the same data again knows more.",
+    ]
+
+
+def _shared(settings: AuditSettings) -> str:
+    if not settings.local_steps:
+        return "the gradient"
+    return (
+        f"the change of the weights after {settings.local_steps} local steps (batches of "
+        f"{settings.batch_size}, {settings.optimizer}, learning rate {settings.learning_rate:g}, "
+        "in an order that it knows)"
+    )

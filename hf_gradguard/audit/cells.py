@@ -24,13 +24,50 @@ import torch
 from torch import Tensor, nn
 
 from ..data.private import make_private_folder, write_private
+from ..sources import source_file
 
 PACKAGE = __name__.partition(".")[0]
-# These only list names: a defense more must not undo the results of all others.
-_LISTS = {PACKAGE, f"{PACKAGE}.registry"}
+# These only list names: a new defense must not undo the results of all others.
+_NAME_LISTS = {PACKAGE, f"{PACKAGE}.registry"}
 
 Cell = dict[str, Any]
-"""What was found, or a `reason` why nothing can be, or a `crash`."""
+"""What one step of an audit gave, or a `reason` why nothing can be given, or a `crash`."""
+
+
+@dataclass
+class Audit:
+    """What an audit found. `asdict` of it is `audit.json`.
+
+    Args:
+        settings: Model, data, threat model, seeds, versions: all that it takes to repeat it.
+        defenses: `{label: settings}`.
+        attacks: `{label: settings}`.
+        messages: The originals, one entry per message that was attacked. Private data.
+        chance: Scores of guesses without a gradient: for each of these messages
+            `{score: one number per sample}`.
+        shared: One entry per message, repeat and defense: `relative_error` ‖shared - g‖/‖g‖ and
+            `cosine` of what was shared; `estimates`, one number per sample for each estimator
+            (`None` is infinite), and `no_estimates`, the reasons of the others; `labels`, those
+            that were recovered from it, or `no_labels`, why none were. Or `reason`, if the defense
+            refused; or `crash`, if it failed.
+        cells: One entry per message, repeat, defense and attack: `scores`, the reconstruction, and
+            `membership` of an attack that ranks candidates; or `reason`, if the attack is not
+            applicable; or `crash`, if it failed.
+
+    Example:
+        >>> from hf_gradguard.audit import audit
+        >>> result = audit(model, tokenizer, samples, "pruning", "span", output="runs/audit")
+        >>> [cell["defense"] for cell in result.cells]
+        ['none', 'pruning', 'pruning', 'none', 'pruning', 'pruning']
+    """
+
+    settings: dict[str, Any]
+    defenses: dict[str, dict[str, Any]]
+    attacks: dict[str, dict[str, Any]]
+    messages: list[dict[str, Any]]
+    chance: list[dict[str, list[float]]]
+    shared: list[Cell]
+    cells: list[Cell]
 
 
 class Cells:
@@ -42,14 +79,14 @@ class Cells:
             data.
 
     Attributes:
-        made: How many were not there and had to be made.
+        new_cells: How many were not there and had to be made.
 
     Raises:
         OSError: If nothing can be written there.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
-        self.folder, self.made = Path(folder), 0
+        self.folder, self.new_cells = Path(folder), 0
         try:
             make_private_folder(self.folder.parent)
             make_private_folder(self.folder)
@@ -65,13 +102,12 @@ class Cells:
         return (self.folder / f"{key}.json").exists()
 
     def once(self, key: str, make: Callable[[], Cell]) -> Cell:
-        """The cell of that key, made if it is not there yet.
-
-        What crashed is not kept: it is tried again when the audit goes on.
+        """The cell of that key, made if it is not there yet. A crash is not stored: it is tried
+        again when the audit goes on.
         """
         path = self.folder / f"{key}.json"
         if key not in self:
-            self.made += 1
+            self.new_cells += 1
             cell = make()
             if "crash" in cell:
                 return cell
@@ -91,12 +127,12 @@ def write_text(path: Path, text: str) -> None:
     write_private(path, text.encode())
 
 
-def digest(*parts: Any) -> str:
+def digest(*values: Any) -> str:
     """A hash of values: tensors by their entries, modules by weights and modes, dataclasses by
     their fields, the modules that they loaded, and the source of their class.
     """
     state = hashlib.sha256()
-    _feed(state, parts)
+    _feed(state, values)
     return state.hexdigest()[:24]
 
 
@@ -104,9 +140,8 @@ def _feed(state: Any, value: Any) -> None:
     state.update(f"<{type(value).__name__}".encode())
     if isinstance(value, Tensor):
         state.update(f"{value.dtype}{tuple(value.shape)}".encode())
-        state.update(
-            value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
-        )
+        entries = value.detach().cpu().contiguous().flatten().view(torch.uint8)
+        state.update(entries.numpy().tobytes())
     elif isinstance(value, np.ndarray):
         state.update(f"{value.dtype}{value.shape}".encode() + np.ascontiguousarray(value).tobytes())
     elif isinstance(value, nn.Module):
@@ -116,29 +151,24 @@ def _feed(state: Any, value: Any) -> None:
         if not isinstance(config, dict):
             config = config.to_dict() if hasattr(config, "to_dict") else vars(config)
         # Classifiers fill in `problem_type` at their first loss, by the labels.
-        config = {
-            k: v
-            for k, v in config.items()
-            if k not in ("_name_or_path", "transformers_version", "problem_type")
-        }
-        _feed(
-            state,
-            [str(value), repr(sorted(config.items(), key=str)), value.state_dict(), trained, modes],
-        )
+        ignored = ("_name_or_path", "transformers_version", "problem_type")
+        config = {key: entry for key, entry in config.items() if key not in ignored}
+        described = str(value), repr(sorted(config.items(), key=str))
+        _feed(state, [*described, value.state_dict(), trained, modes])
     elif is_dataclass(value) and not isinstance(value, type):
         settings = {field.name for field in fields(value) if field.init}
-        own = {
-            name: item
-            for name, item in vars(value).items()
-            if name in settings or isinstance(item, nn.Module)
+        attributes = {
+            name: attribute
+            for name, attribute in vars(value).items()
+            if name in settings or isinstance(attribute, nn.Module)
         }
-        _feed(state, [code_digest(type(value)), own])
+        _feed(state, [code_digest(type(value)), attributes])
     elif isinstance(value, Mapping):
         for key in sorted(value, key=str):
             _feed(state, (str(key), value[key]))
     elif isinstance(value, list | tuple):
-        for item in value:
-            _feed(state, item)
+        for element in value:
+            _feed(state, element)
     else:
         state.update(repr(value).encode())
     state.update(b">")
@@ -149,8 +179,8 @@ def code_digest(*classes: type) -> str:
 
     It covers the module of each class and of its bases, and all modules that those import from
     their own package or from this one, however deep. Imports for type checkers only do not count.
-    A class of another package also has the version of its distribution in it, and where that is
-    installed (not editable) that says it all: nothing is read.
+    Of another package the version counts too. Where that package is installed (not editable), the
+    version says it all, and nothing is read.
 
     A module is read once, and again when it was reloaded: what counts is the code that runs, not
     what was edited since. A class whose source cannot be read (typed into a prompt, or compiled)
@@ -162,32 +192,32 @@ def code_digest(*classes: type) -> str:
         False
     """
     state = hashlib.sha256()
-    for one in classes:
-        for base in one.__mro__:
-            top = base.__module__.partition(".")[0]
-            if top in sys.stdlib_module_names and top != "__main__":
-                continue
-            said = _version(top)
-            state.update(f"{base.__module__}:{base.__qualname__} {said}".encode())
-            if said and _is_installed(top):
-                continue
-            for name in sorted(modules_of(base.__module__)):
-                state.update(name.encode() + _read(name))
+    for base in (base for cls in classes for base in cls.__mro__):
+        top = base.__module__.partition(".")[0]
+        if top in sys.stdlib_module_names and top != "__main__":
+            continue
+        package_version = _package_version(top)
+        state.update(f"{base.__module__}:{base.__qualname__} {package_version}".encode())
+        if package_version and _is_installed(top):
+            continue
+        for name in sorted(modules_of(base.__module__)):
+            state.update(name.encode() + _source(name))
     return state.hexdigest()[:24]
 
 
 def modules_of(module: str) -> set[str]:
     """A module and all that it imports from its own package or from this one."""
-    found, left = set[str](), [module]
-    while left:
-        name = left.pop()
-        if name not in found and name not in _LISTS:
-            found.add(name)
-            left += _imports(name, frozenset({module.partition(".")[0], PACKAGE}))
-    return found
+    modules, waiting = set[str](), [module]
+    packages = frozenset({module.partition(".")[0], PACKAGE})
+    while waiting:
+        name = waiting.pop()
+        if name not in modules and name not in _NAME_LISTS:
+            modules.add(name)
+            waiting += _imports(name, packages)
+    return modules
 
 
-def _version(top: str) -> str:
+def _package_version(top: str) -> str:
     """Of the distributions that bring a package, but for this one, whose source says more."""
     if top == PACKAGE:
         return ""
@@ -195,9 +225,9 @@ def _version(top: str) -> str:
 
 
 def _is_installed(top: str) -> bool:
-    path = _path(top)
-    places = (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
-    return path is not None and any(path.is_relative_to(place) for place in places)
+    path = source_file(top)
+    folders = (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
+    return path is not None and any(path.is_relative_to(folder) for folder in folders)
 
 
 @cache
@@ -205,34 +235,11 @@ def _distributions() -> dict[str, list[str]]:
     return dict(packages_distributions())
 
 
-def _path(module: str) -> Path | None:
-    """Where the source of a module lies; `None` if there is none."""
-    file = getattr(sys.modules.get(module.partition(".")[0]), "__file__", None)
-    return None if file is None else _beside(file, module)
-
-
-@cache
-def _beside(file: str, module: str) -> Path | None:
-    """Where it lies in a package of that file."""
-    _, *rest = module.split(".")
-    if Path(file).suffix != ".py":
-        return None
-    if not rest:
-        return Path(file)
-    if Path(file).name != "__init__.py":
-        return None
-    inner = Path(file).parent.joinpath(*rest)
-    for path in (inner / "__init__.py", inner.with_suffix(".py")):
-        if path.exists():
-            return path
-    return None
-
-
 _sources: dict[str, tuple[object, bytes]] = {}
 
 
-def _read(module: str) -> bytes:
-    path = _path(module)
+def _source(module: str) -> bytes:
+    path = source_file(module)
     if path is None:
         return secrets.token_bytes(32)
     spec = getattr(sys.modules.get(module), "__spec__", None)  # reloading makes a new one
@@ -241,77 +248,45 @@ def _read(module: str) -> bytes:
     return _sources[module][1]
 
 
-def _imports(module: str, tops: frozenset[str]) -> tuple[str, ...]:
+def _imports(module: str, packages: frozenset[str]) -> list[str]:
     """Modules of these packages that a module imports, also within its functions."""
-    path = _path(module)
+    path = source_file(module)
     if path is None:
-        return ()
+        return []
+
+    def is_module(name: str) -> bool:
+        return name.partition(".")[0] in packages and source_file(name) is not None
+
     package = module if path.name == "__init__.py" else module.rpartition(".")[0]
     # A name may be a module of its own, or something in the one that it comes from.
-    found = [name if _in(name, tops) else base for name, base in _imported(_read(module), package)]
-    return tuple(name for name in found if _in(name, tops))
+    names = [
+        name if is_module(name) else parent
+        for name, parent in _imported_names(_source(module), package)
+    ]
+    return [name for name in names if is_module(name)]
 
 
 @cache
-def _imported(source: bytes, module: str) -> tuple[tuple[str, str], ...]:
+def _imported_names(source: bytes, module: str) -> tuple[tuple[str, str], ...]:
     """What a source in a package imports, each with the module that it comes from."""
     package = module.split(".")
-    found: list[tuple[str, str]] = []
-    for node in _running(ast.parse(source)):
+    names: list[tuple[str, str]] = []
+    for node in _executed_nodes(ast.parse(source)):
         if isinstance(node, ast.Import):
-            found += [(alias.name, alias.name) for alias in node.names]
+            names += [(alias.name, alias.name) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             above = package[: len(package) - node.level + 1] if node.level else []
-            base = ".".join([*above, *(node.module or "").split(".")]).strip(".")
-            found += [(f"{base}.{alias.name}", base) for alias in node.names]
-    return tuple(found)
+            parent = ".".join([*above, *(node.module or "").split(".")]).strip(".")
+            names += [(f"{parent}.{alias.name}", parent) for alias in node.names]
+    return tuple(names)
 
 
-def _in(name: str, tops: frozenset[str]) -> bool:
-    return name.partition(".")[0] in tops and _path(name) is not None
-
-
-def _running(tree: ast.AST) -> Iterator[ast.AST]:
+def _executed_nodes(tree: ast.AST) -> Iterator[ast.AST]:
     """All nodes but those under `if TYPE_CHECKING`."""
-    left = [tree]
-    while left:
-        yield (node := left.pop())
+    waiting = [tree]
+    while waiting:
+        yield (node := waiting.pop())
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
-            left += node.orelse
+            waiting += node.orelse
         else:
-            left += ast.iter_child_nodes(node)
-
-
-@dataclass
-class Audit:
-    """What an audit found. `asdict` of it is `audit.json`.
-
-    Args:
-        settings: Model, data, threat model, seeds, versions: all that it takes to repeat it.
-        defenses: `{label: settings}`.
-        attacks: `{label: settings}`.
-        messages: The originals, one entry per message that was attacked. Private data.
-        chance: Scores of guesses without a gradient: for each of these messages
-            `{score: one number per sample}`.
-        shared: One entry per message, repeat and defense: `relative_error` ‖shared - g‖/‖g‖ and
-            `cosine` of what was shared, `figures`, one number per sample for each estimator
-            (`None` is infinite), `no_figures`, the reasons of the others, and `labels`, those that
-            were read off it, or `no_labels`, why none were; or `reason`, if the defense refused; or
-            `crash`, if it failed.
-        cells: One entry per message, repeat, defense and attack: `scores` and the reconstruction;
-            or `reason`, if the attack is not applicable; or `crash`, if it failed.
-
-    Example:
-        >>> from hf_gradguard.audit import audit
-        >>> result = audit(model, tokenizer, samples, "pruning", "span", output="runs/audit")
-        >>> [cell["defense"] for cell in result.cells]
-        ['none', 'pruning', 'pruning', 'none', 'pruning', 'pruning']
-    """
-
-    settings: dict[str, Any]
-    defenses: dict[str, dict[str, Any]]
-    attacks: dict[str, dict[str, Any]]
-    messages: list[dict[str, Any]]
-    chance: list[dict[str, list[float]]]
-    shared: list[dict[str, Any]]
-    cells: list[dict[str, Any]]
+            waiting += ast.iter_child_nodes(node)

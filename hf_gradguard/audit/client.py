@@ -1,4 +1,4 @@
-"""One client of an audit: its batch, protected, measured and attacked."""
+"""One client of an audit: its batch, protected by a defense, measured and attacked."""
 
 from __future__ import annotations
 
@@ -16,19 +16,18 @@ import torch
 from torch import Tensor, nn
 from transformers.utils import logging
 
-from ..attacks.base import Observation
 from ..attacks.candidates.attack import Candidates, Ranked
 from ..attacks.labels import recover_labels
-from ..attacks.local_training import LocalTraining
+from ..attacks.local import LocalTraining
+from ..attacks.observation import Observation
 from ..defenses.message import Message, Noise
 from ..gradient_map import GradientMap, UpdateMap
-from ..gradient_map.domain import IMAGE, TEXT, count_rows, domain_of_model
+from ..gradient_map.domain import TEXT, count_rows, domain_of_model
 from ..gradient_map.local_training.update import mean_gradient
 from ..gradient_map.replay import draws_kept
 from ..randomness import Stream
 from ..registry import ESTIMATORS
 from .images import Images
-from .settings import AuditSettings
 from .texts import Texts
 
 if TYPE_CHECKING:
@@ -37,11 +36,25 @@ if TYPE_CHECKING:
     from ..gradient_map.types import LossFunction
     from ..leakage.estimators import Estimator
     from .cells import Cell
-
+    from .settings import AuditSettings
 
 logger = logging.get_logger(__name__)
 
+Modality = Texts | Images
+"""What texts and images do differently in an audit."""
+
 _DROPOUT, _DEFENSE, _ATTACK, _PROBES = 0, 1, 2, 4  # streams of random numbers
+_BOUNDS = ("clip_norm", "clip_coordinate")  # settings of attacks in the message's unit
+
+
+def modality_of(model: nn.Module, processing_class: Any, settings: AuditSettings) -> Modality:
+    """How inputs of a model become a batch, are scored, and are shown.
+
+    Raises:
+        ValueError: If a model of texts comes without a tokenizer.
+    """
+    kind = Texts if domain_of_model(model) is TEXT else Images
+    return kind(model, processing_class, settings)
 
 
 @dataclass(frozen=True)
@@ -67,17 +80,17 @@ class Shared:
 
 @dataclass(frozen=True)
 class Attacker:
-    """An attack under one defense, as somebody would set it.
+    """An attack under one defense, as an attacker would set it.
 
     Args:
         attack: The attack with its settings.
         grants: Fields of the observation that it is granted beyond the threat model's.
-        knows: Whether it does what there is to do about the defense, or there is nothing.
+        knows_defense: Whether it does what there is to do about the defense, or there is nothing.
     """
 
     attack: Attack
     grants: frozenset[str]
-    knows: bool
+    knows_defense: bool
 
 
 class Client:
@@ -92,58 +105,51 @@ class Client:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        batch: dict[str, Tensor],
-        shared: Shared,
-        seeds: tuple[int, ...],
+        self, model: nn.Module, batch: dict[str, Tensor], shared: Shared, seeds: tuple[int, ...]
     ) -> None:
-        self.model, self.batch, self.seeds = model, batch, seeds
-        self.shared = shared
+        self.model, self.batch, self.shared, self.seeds = model, batch, shared, seeds
         self._estimators: dict[str, Estimator] = {}
 
     def generator(self, stream: int) -> Stream:
-        """A fresh one, the same at every call."""
+        """A new one, the same at every call."""
         return Stream.from_seeds(*self.seeds, stream)
 
     @cached_property
     def gmap(self) -> GradientMap:
+        """Of the whole batch."""
         return self._map(self.batch)
 
     @cached_property
-    def parts(self) -> list[GradientMap]:
+    def micro_maps(self) -> list[GradientMap]:
         """One map for each micro-batch."""
         count, rows = self.shared.micro_batches, count_rows(self.batch)
         if count == 1:
             return [self.gmap]
         size = rows // count
         return [
-            self._map({name: t[at : at + size] for name, t in self.batch.items()}, at)
-            for at in range(0, rows, size)
+            self._map({name: t[start : start + size] for name, t in self.batch.items()}, start)
+            for start in range(0, rows, size)
         ]
 
-    def _map(self, batch: dict[str, Tensor], place: int = 0) -> GradientMap:
-        stream = Stream.from_seeds(*self.seeds, _DROPOUT, *([place] if place else []))
+    def _map(self, batch: dict[str, Tensor], start: int = 0) -> GradientMap:
+        # Each micro-batch has dropout of its own.
+        stream = Stream.from_seeds(*self.seeds, _DROPOUT, *([start] if start else []))
+        local, sharing = self.shared.local, {
+            "loss_fn": self.shared.loss_fn,
+            "share_input_embeddings": self.shared.input_embeddings,
+            "withhold": self.shared.withhold,
+        }  # fmt: skip
         with _reproducible(self.model, stream):
-            what: dict[str, Any] = {
-                "loss_fn": self.shared.loss_fn,
-                "share_input_embeddings": self.shared.input_embeddings,
-                "withhold": self.shared.withhold,
-            }
-            local = self.shared.local
             if local is None:
-                return GradientMap(self.model, batch, **what)
+                return GradientMap(self.model, batch, **sharing)  # type: ignore[arg-type]
             return UpdateMap(
-                self.model,
-                local.batches(batch),
-                learning_rate=local.rates,
-                optimizer=local.optimizer,
-                **what,
-            )
+                self.model, local.batches(batch), learning_rate=local.rates,
+                optimizer=local.optimizer, **sharing,  # type: ignore[arg-type]
+            )  # fmt: skip
 
     def gradient(self) -> dict[str, Tensor]:
         """What would be shared without a defense."""
-        return mean_of([part.gradient() for part in self.parts])
+        return mean_of([gmap.gradient() for gmap in self.micro_maps])
 
     def estimator(self, name: str) -> Estimator:
         """One for all defenses: it keeps what does not depend on them."""
@@ -152,20 +158,15 @@ class Client:
         return self._estimators[name]
 
 
-def beside(clients: Sequence[Client]) -> list[tuple[Client, list[Client]]]:
-    """Each of them, and the others, those after it first."""
-    return [(one, [*clients[at + 1 :], *clients[:at]]) for at, one in enumerate(clients)]
-
-
 class Upload:
     """What one defense shares of one client's batch, computed when it is first needed.
 
     Args:
         client: The client.
         defense: Its defense.
-        state: What the defense remembers of the client's messages before.
-        others: Clients with other batches. Where a defense's first messages are empty and it
-            remembers nothing, theirs come before.
+        state: What the defense remembers of the client's earlier messages.
+        other_clients: With other batches. Where a defense's first messages are empty and it
+            remembers nothing, theirs come first.
     """
 
     def __init__(
@@ -173,157 +174,165 @@ class Upload:
         client: Client,
         defense: Defense,
         state: Mapping[str, Any] | None = None,
-        others: Sequence[Client] = (),
+        other_clients: Sequence[Client] = (),
     ) -> None:
         self.client, self.defense, self.state = client, defense, dict(state or {})
-        held = 0 if self.state else -(-defense.facts.warmup_messages // client.shared.micro_batches)
-        self.before = list(islice(cycle(others), held))
+        warmup = -(-defense.facts.warmup_messages // client.shared.micro_batches)
+        self.warmup_clients = list(islice(cycle(other_clients), 0 if self.state else warmup))
 
     @cached_property
     def message(self) -> Message:
+        """What the server receives."""
         warmup = self.defense.facts.warmup_messages
-        if warmup and not (self.state or self.before):
+        if warmup and not (self.state or self.warmup_clients):
             raise ValueError(
-                f"The first {warmup} messages of {self.defense.name} are empty. Audit "
-                "several messages, so that others come before each, or a trainer that has trained."
+                f"The first {warmup} messages of {self.defense.name} are empty. Audit several "
+                "messages, so that others come before each, or a trainer that has trained."
             )
         # No audited message knows of another one.
         self.defense.load_state_dict(copy.deepcopy(self.state))
-        for client in [*self.before, self.client]:
+        for client in [*self.warmup_clients, self.client]:
             stream = client.generator(_DEFENSE)
-            messages = [self.defense(part, stream) for part in client.parts]
+            messages = [self.defense(gmap, stream) for gmap in client.micro_maps]
         return average_of(messages)
 
-    def described(self) -> Cell:
+    def distance(self) -> Cell:
         """How far what is shared is from the gradient, or why nothing is."""
-
         gradient = self.client.gradient()
 
-        def describe() -> Cell:
+        def measure() -> Cell:
             started = time.perf_counter()
             shared = dict(self.message)
             seconds = time.perf_counter() - started
-            size, shared_size = (math.sqrt(_inner(one, one)) for one in (gradient, shared))
+            norm, shared_norm = (math.sqrt(_inner(g, g)) for g in (gradient, shared))
             change = {name: shared[name] - g for name, g in gradient.items()}
-            sizes = size * shared_size
+            norms = norm * shared_norm
             return {
-                "relative_error": math.sqrt(_inner(change, change)) / size if size else None,
-                "cosine": _inner(gradient, shared) / sizes if sizes else None,
+                "relative_error": math.sqrt(_inner(change, change)) / norm if norm else None,
+                "cosine": _inner(gradient, shared) / norms if norms else None,
                 "seconds": seconds,
             }
 
-        return _outcome(describe, ValueError, FloatingPointError)
+        return _outcome(measure, ValueError, FloatingPointError)
 
-    def estimated(self, name: str) -> Cell:
+    def estimate(self, name: str) -> Cell:
         """What an estimator says of it, `None` for infinity, or why it says nothing."""
 
         def estimate() -> Cell:
             estimator = self.client.estimator(name)
             errors = estimator(self.message, self.client.generator(_PROBES)).tolist()
-            return {"values": [value if math.isfinite(value) else None for value in errors]}
+            return {"values": [_finite(error) for error in errors]}
 
         return {"estimator": name, **_outcome(estimate, ValueError, ArithmeticError)}
 
-    def labeled(self, modality: Modality) -> Cell:
-        """The labels that are read off it, whether or not attacks are granted them; or why none
-        are.
+    def recover_labels(self, modality: Modality) -> Cell:
+        """The labels that are recovered from it, whether or not attacks are granted them; or why
+        none are.
         """
 
-        def read() -> Cell:
-            observed = modality.observed(self.client.batch)
-            seen = observation(
-                self.client.shared.local, self.client.model, self.message, **observed
-            )
-            return {"labels": recover_labels(seen).tolist()}
+        def recover() -> Cell:
+            observation = self._observed(**modality.observed(self.client.batch))
+            return {"labels": recover_labels(observation).tolist()}
 
-        return _outcome(read, ValueError, FloatingPointError)
+        return _outcome(recover, ValueError, FloatingPointError)
 
-    def attacked(self, attacker: Attacker, modality: Modality) -> Cell:
+    def attack(self, attacker: Attacker, modality: Modality) -> Cell:
         """Scores and reconstruction, or why the attack is not applicable."""
 
-        def reconstruct() -> Cell:
-            seen = self._seen(attacker, modality)
-            found = attacker.attack(seen, self.client.generator(_ATTACK))
-            return self._told(seen, found, attacker, modality)
+        def attack() -> Cell:
+            observation = self.observation(attacker, modality)
+            reconstruction = attacker.attack(observation, self.client.generator(_ATTACK))
+            return self.score(observation, reconstruction, attacker, modality)
 
-        return _outcome(reconstruct, ValueError, FloatingPointError)
+        return _outcome(attack, ValueError, FloatingPointError)
 
-    def _seen(self, attacker: Attacker, modality: Modality) -> Observation:
+    def observation(self, attacker: Attacker, modality: Modality) -> Observation:
+        """What an attacker sees of the message, and knows of it."""
         batch = self.client.batch
-        return observation(
-            self.client.shared.local,
-            self.client.model,
-            self.message,
+        return self._observed(
             labels=modality.granted(batch),
             **self._granted(attacker.grants),
             **modality.observed(batch),
         )
 
-    def _told(
-        self, seen: Observation, found: Reconstruction, attacker: Attacker, modality: Modality
+    def _observed(self, **knowledge: Any) -> Observation:
+        return observe(self.client.shared.local, self.client.model, self.message, **knowledge)
+
+    def score(
+        self,
+        observation: Observation,
+        reconstruction: Reconstruction,
+        attacker: Attacker,
+        modality: Modality,
     ) -> Cell:
+        """An attack's reconstruction beside the batch that it is of."""
         batch = self.client.batch
         try:
-            scored = modality.score(found, batch)
+            scored = modality.score(reconstruction, batch)
         except ValueError as error:
             raise ValueError(f"What the attack returned cannot be scored. {error}") from error
-        told = seen.mechanism is not None or seen.noise_variance is not None
-        knows = attacker.knows and ("mechanism" not in attacker.grants or told)
-        listed = _listed(found, attacker.attack, modality, batch)
-        own = None if seen.labels is not None else found.labels
+        has_mechanism = observation.mechanism is not None or observation.noise_variance is not None
+        labels = None if observation.labels is not None else reconstruction.labels
         return {
             **scored,
-            **listed,
-            "knows": knows,
-            "labels": None if own is None else own.tolist(),
-            "objective": _finite(found.objective),
-            "seconds": _finite(found.seconds),
+            **_membership(reconstruction, attacker.attack, modality, batch),
+            "knows_defense": attacker.knows_defense
+            and ("mechanism" not in attacker.grants or has_mechanism),
+            "labels": None if labels is None else labels.tolist(),
+            "objective": _finite(reconstruction.objective),
+            "seconds": _finite(reconstruction.seconds),
         }
 
     def _granted(self, grants: frozenset[str]) -> dict[str, Any]:
         """What of the defense the attacker is told, if there is any: Σ of Gaussian noise, and how
         messages come from gradients.
         """
-        found: dict[str, Any] = {}
-        noise = self.message.noise
-        several = self.client.shared.micro_batches > 1
-        wanted = "noise_variance" in grants or (several and "mechanism" in grants)
-        added = None if noise is None or not wanted else noise.added
+        granted: dict[str, Any] = {}
+        noise, is_mean = self.message.noise, self.client.shared.micro_batches > 1
+        # No mechanism describes a mean of messages, but for its noise.
+        needs_variance = "noise_variance" in grants or (is_mean and "mechanism" in grants)
+        added = None if noise is None or not needs_variance else noise.added
         if added is not None and any(bool(tensor.any()) for tensor in added.values()):
-            found["noise_variance"] = added
-        if "mechanism" in grants and not several:
-            found["mechanism"] = self.defense.mechanism(self.message)
-        return found
+            granted["noise_variance"] = added
+        if "mechanism" in grants and not is_mean:
+            granted["mechanism"] = self.defense.mechanism(self.message)
+        return granted
 
 
-def ranked_together(
+def attack_together(
     uploads: Sequence[Upload], attackers: Sequence[Attacker], modality: Modality
 ) -> list[Cell]:
-    """What `attacked` gives of each upload of one client, all of them with one list, whose
-    gradients are computed once. Those that cannot be attacked together are by themselves.
+    """What `attack` gives of each upload of one client, by membership inference with one list of
+    candidates, whose gradients are computed once. Uploads that cannot be attacked together are
+    attacked one by one.
     """
     attack: Any = attackers[0].attack
     pairs = list(zip(uploads, attackers, strict=True))
     try:
-        seen = [upload._seen(attacker, modality) for upload, attacker in pairs]
-        found = attack.together(seen, uploads[0].client.generator(_ATTACK))
-    except Exception:  # each says its own
-        return [upload.attacked(attacker, modality) for upload, attacker in pairs]
+        observations = [upload.observation(attacker, modality) for upload, attacker in pairs]
+        rankings = attack.together(observations, uploads[0].client.generator(_ATTACK))
+    except Exception:  # each gives its own reason
+        return [upload.attack(attacker, modality) for upload, attacker in pairs]
     return [
-        _outcome(partial(upload._told, one, result, attacker, modality), ValueError)
-        for (upload, attacker), one, result in zip(pairs, seen, found, strict=True)
+        _outcome(partial(upload.score, observation, ranking, attacker, modality), ValueError)
+        for (upload, attacker), observation, ranking in zip(
+            pairs, observations, rankings, strict=True
+        )
     ]
 
 
-def _listed(
-    found: Reconstruction, attack: Attack, modality: Modality, batch: dict[str, Tensor]
+def _membership(
+    reconstruction: Reconstruction, attack: Attack, modality: Modality, batch: dict[str, Tensor]
 ) -> Cell:
     """Of a ranking of candidates their scores, and which of them were in the message."""
-    if not isinstance(found, Ranked) or not isinstance(attack, Candidates) or attack.places:
+    if not isinstance(reconstruction, Ranked) or not isinstance(attack, Candidates):
         return {}
-    ranked = (found.scores > -torch.inf).nonzero().flatten().tolist()  # what is passed over is not
-    members = modality.among([attack.candidates[place] for place in ranked], batch)
-    return {"ranked": {"scores": found.scores[ranked].tolist(), "members": members}}
+    if attack.places:  # words at a place of one text
+        return {}
+    # Excluded candidates score -inf.
+    ranked = (reconstruction.scores > -torch.inf).nonzero().flatten().tolist()
+    members = modality.among([attack.candidates[index] for index in ranked], batch)
+    return {"membership": {"scores": reconstruction.scores[ranked].tolist(), "members": members}}
 
 
 def _outcome(make: Callable[[], Cell], *refusals: type[Exception]) -> Cell:
@@ -341,9 +350,7 @@ def _outcome(make: Callable[[], Cell], *refusals: type[Exception]) -> Cell:
 
 @contextmanager
 def _reproducible(model: nn.Module, stream: Stream) -> Iterator[None]:
-    """Draws of dropout that the stream determines, and buffers (batch statistics) put back
-    afterwards.
-    """
+    """Dropout that the stream determines, and buffers (batch statistics) put back afterwards."""
     buffers = {name: tensor.clone() for name, tensor in model.named_buffers()}
     seed = int.from_bytes(stream.bytes(8), "little") >> 1
     with draws_kept(model):
@@ -356,57 +363,60 @@ def _reproducible(model: nn.Module, stream: Stream) -> Iterator[None]:
                 tensor.data.copy_(buffers[name])
 
 
-def _inner(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
-    return sum(float((one[name].double() * other[name].double()).sum()) for name in one)
+def _inner(x: Mapping[str, Tensor], y: Mapping[str, Tensor]) -> float:
+    return sum(float((x[name].double() * y[name].double()).sum()) for name in x)
 
 
 def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def mean_of(several: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+# --- means of micro-batches
+
+
+def mean_of(gradients: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     """Name by name.
 
     Example:
         >>> mean_of([{"w": torch.ones(2)}, {"w": torch.zeros(2)}])["w"].tolist()
         [0.5, 0.5]
     """
-    if len(several) == 1:
-        return dict(several[0])
-    return {name: torch.stack([one[name] for one in several]).mean(0) for name in several[0]}
+    if len(gradients) == 1:
+        return dict(gradients[0])
+    return {name: torch.stack([g[name] for g in gradients]).mean(0) for name in gradients[0]}
 
 
 def average_of(messages: Sequence[Message]) -> Message:
-    """The mean of several messages that were protected one by one, each with noise of its own."""
+    """The mean of messages that were protected one by one, each with noise of its own."""
     if len(messages) == 1:
         return messages[0]
-    noises = [message.noise for message in messages]
+    noises = [message.noise for message in messages if message.noise is not None]
     noise = None
-    if all(one is not None for one in noises):
-        known = [one for one in noises if one is not None]
-        added = [one.added for one in known if one.added is not None]
+    if len(noises) == len(messages):
+        added = [noise.added for noise in noises if noise.added is not None]
         noise = Noise(
-            variance=_of_mean([one.variance for one in known]),
-            added=_of_mean(added) if len(added) == len(known) else None,
-            plain=all(one.plain for one in known),
+            variance=_of_mean([noise.variance for noise in noises]),
+            added=_of_mean(added) if len(added) == len(noises) else None,
+            plain=all(noise.plain for noise in noises),
         )
     has_residual = any(message.has_residual for message in messages)
     return Message(mean_of(messages), noise=noise, has_residual=has_residual)
 
 
 def _of_mean(variances: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    # The variance of a mean of n independent noises is their mean variance over n.
     return {name: tensor / len(variances) for name, tensor in mean_of(variances).items()}
 
 
-_BOUNDS = ("clip_norm", "clip_coordinate")  # settings of attacks in the message's unit
+# --- clients that send the change of their weights
 
 
-def training_of(terms: AuditSettings) -> LocalTraining | None:
+def training_of(settings: AuditSettings) -> LocalTraining | None:
     """How clients train before they send; `None` if they send gradients. The attacker knows it, and
     in which order the batches come.
 
     Raises:
-        ValueError: If the learning rate is no number above 0, or the optimizer is unknown.
+        ValueError: If the optimizer is unknown.
 
     Example:
         >>> training_of(AuditSettings(local_steps=4, learning_rate=0.1)).rates
@@ -414,16 +424,17 @@ def training_of(terms: AuditSettings) -> LocalTraining | None:
         >>> training_of(AuditSettings()) is None
         True
     """
-    if not terms.local_steps:
+    if settings.learning_rate is None:
         return None
     # Weight decay is known and takes nothing from the message: transformers' default is none.
-    settings = {"weight_decay": 0.0}
-    rate = float(terms.learning_rate or 0.0)
-    return LocalTraining.of(rate, terms.local_steps, terms.batch_size, terms.optimizer, settings)
+    return LocalTraining.of(
+        float(settings.learning_rate), settings.local_steps, settings.batch_size,
+        settings.optimizer, {"weight_decay": 0.0},
+    )  # fmt: skip
 
 
-def observation(
-    local: LocalTraining | None, model: nn.Module, message: Mapping[str, Tensor], **grants: Any
+def observe(
+    local: LocalTraining | None, model: nn.Module, message: Mapping[str, Tensor], **knowledge: Any
 ) -> Observation:
     """What a server sees of a message: a gradient, or an update and how it was trained.
 
@@ -431,29 +442,27 @@ def observation(
         local: The client's training, if it is an update.
         model: As it was sent to the client.
         message: What came back.
-        **grants: As for `Observation`; noise and mechanism are those of the message.
+        **knowledge: As for `Observation`; noise and mechanism are those of the message.
 
     Example:
-        >>> seen = observation(None, model, shared, input_shape=(2, 8))
-        >>> seen.local is None, seen.gradient.keys() == shared.keys()
+        >>> observation = observe(None, model, shared, input_shape=(2, 8))
+        >>> observation.local is None, observation.gradient.keys() == shared.keys()
         (True, True)
     """
     if local is None:
-        return Observation(model=model, gradient=message, **grants)
+        return Observation(model=model, gradient=message, **knowledge)
     weights = {name: p.detach() for name, p in model.named_parameters() if name in message}
     gradient = mean_gradient(local.optimizer, local.rates, weights, dict(message))
-    return Observation(model=model, gradient=gradient, local=local, **local.behind(grants))
+    return Observation(model=model, gradient=gradient, local=local, **local.behind(knowledge))
 
 
-def in_unit_of_gradients(
-    local: LocalTraining | None, settings: Mapping[str, Any]
-) -> dict[str, Any]:
+def in_gradient_unit(local: LocalTraining | None, settings: Mapping[str, Any]) -> dict[str, Any]:
     """Settings of attacks that a defense names in its message's unit, in that of the observation's
     gradient.
 
     Example:
         >>> local = training_of(AuditSettings(local_steps=2, learning_rate=0.5))
-        >>> in_unit_of_gradients(local, {"clip_norm": 3.0, "complete": True})
+        >>> in_gradient_unit(local, {"clip_norm": 3.0, "complete": True})
         {'clip_norm': 3.0, 'complete': True}
     """
     if local is None:
@@ -463,19 +472,3 @@ def in_unit_of_gradients(
         name: value / total if name in _BOUNDS and value is not None else value
         for name, value in settings.items()
     }
-
-
-Modality = Texts | Images
-
-
-def modality_of(model: nn.Module, processing_class: Any, settings: AuditSettings) -> Texts | Images:
-    """What the inputs of a model ask for.
-
-    Raises:
-        ValueError: If a model of texts comes without a tokenizer.
-    """
-    return MODALITIES[domain_of_model(model).name](model, processing_class, settings)
-
-
-MODALITIES: dict[str, type[Texts] | type[Images]] = {TEXT.name: Texts, IMAGE.name: Images}
-"""By a domain's name."""

@@ -34,8 +34,10 @@ class Images:
         settings: Whether labels are known.
     """
 
+    can_grant = True
+
     def __init__(self, model: nn.Module, processor: Any, settings: AuditSettings) -> None:
-        self.model, self.processor, self.terms = model, processor, settings
+        self.model, self.processor, self.audit_settings = model, processor, settings
         self.mean = self.std = None
         self.labels = label_kind(model)
         if getattr(processor, "do_normalize", False):
@@ -46,21 +48,21 @@ class Images:
         pixels = self._pixels([image for image, _ in samples])
         return with_labels(self.model, None, {IMAGE.key: pixels}, samples)
 
-    def _pixels(self, given: Sequence[Any]) -> Tensor:
+    def _pixels(self, pictures: Sequence[Any]) -> Tensor:
         config: Any = self.model.config
         mode = "L" if getattr(config, "num_channels", 3) == 1 else "RGB"
-        images = [to_pil(image, mode) for image in given]
+        images = [to_pil(picture, mode) for picture in pictures]
         if self.processor is not None:
-            pixels = self.processor(images, return_tensors="pt")[IMAGE.key]
+            pixels: Tensor = self.processor(images, return_tensors="pt")[IMAGE.key]
         else:
-            arrays = [
-                np.asarray(image.resize((config.image_size, config.image_size))) for image in images
-            ]
-            stacked = torch.from_numpy(np.stack(arrays)).float() / 255
+            size = config.image_size, config.image_size
+            stacked = torch.from_numpy(
+                np.stack([np.asarray(image.resize(size)) for image in images])
+            )
+            stacked = stacked.float() / 255
             pixels = stacked[:, None] if mode == "L" else stacked.permute(0, 3, 1, 2).contiguous()
         dtype = next(p.dtype for p in self.model.parameters() if torch.is_floating_point(p))
-        found: Tensor = pixels.to(dtype)
-        return found
+        return pixels.to(dtype)
 
     def observed(self, batch: dict[str, Tensor]) -> dict[str, Any]:
         """What an Observation holds of an image besides the gradient."""
@@ -70,30 +72,32 @@ class Images:
             "image_std": self.std,
         }
 
-    can_grant = True
-
     def granted(self, batch: dict[str, Tensor]) -> Tensor | None:
-        """The labels that an attacker is told, if any are."""
-        return batch["labels"].clone() if self.terms.labels_known else None
+        """The labels, if the attacker knows any."""
+        return batch["labels"].clone() if self.audit_settings.labels_known else None
 
     def candidates(self, samples: Sequence[Any]) -> list[Any]:
         """What an attacker makes of a list of images: pixels as clients have them, each once."""
-        rows = [s[IMAGE.key] for s in samples if isinstance(s, Mapping)]
-        rest = [s[0] if isinstance(s, tuple) else s for s in samples if not isinstance(s, Mapping)]
+        rows = [row[IMAGE.key] for row in samples if isinstance(row, Mapping)]
+        pictures = [
+            sample[0] if isinstance(sample, tuple) else sample
+            for sample in samples
+            if not isinstance(sample, Mapping)
+        ]
         device = next(self.model.parameters()).device
-        pixels = torch.stack([*rows, *(self._pixels(rest).to(device) if rest else ())])
-        return [row for at, row in enumerate(pixels) if not _same_as(row, pixels[:at])]
+        pixels = torch.stack([*rows, *(self._pixels(pictures).to(device) if pictures else ())])
+        return [image for index, image in enumerate(pixels) if not _is_in(image, pixels[:index])]
 
-    def prepared(self, listed: Sequence[Any]) -> list[Any]:
+    def prepared(self, candidates: Sequence[Any]) -> list[Any]:
         """An attack's own list as clients have it, in the same order: pictures become pixels;
         pixels as the model takes them, and rows of a batch, stay.
         """
-        return [one if _is_pixels(one) else self.candidates([one])[0] for one in listed]
+        return [image if _is_pixels(image) else self.candidates([image])[0] for image in candidates]
 
     def among(self, candidates: Sequence[Any], batch: dict[str, Tensor]) -> list[int]:
-        """Which candidates are in a batch; those that are not listed are left out."""
-        inside = IMAGE.main_input(batch).cpu()
-        return [at for at, one in enumerate(candidates) if _same_as(_pixels_of(one), inside)]
+        """The indices of those candidates that are in a batch."""
+        members = IMAGE.main_input(batch).cpu()
+        return [index for index, row in enumerate(candidates) if _is_in(_pixels_of(row), members)]
 
     def show(self, batch: dict[str, Tensor]) -> dict[str, Any]:
         """The originals, for the report."""
@@ -102,22 +106,21 @@ class Images:
             "labels": batch["labels"].tolist(),
         }
 
-    def score(self, found: Reconstruction, batch: dict[str, Tensor]) -> dict[str, Any]:
+    def score(self, reconstruction: Reconstruction, batch: dict[str, Tensor]) -> dict[str, Any]:
         """Scores of a reconstruction, one number per sample, and the reconstruction in the samples'
         order.
 
         Raises:
             ValueError: If the attack gave no image.
         """
-        if found.input is None:
+        if reconstruction.input is None:
             raise ValueError("The attack gave no image.")
         # Anybody can clip to the range of pixels, and an attack that diverged knows no more than
-        # one that says gray.
-        images = torch.nan_to_num(
-            self._plain({IMAGE.key: found.input}), nan=0.5, posinf=1.0, neginf=0.0
-        ).clamp(0, 1)
+        # a guess of gray.
+        plain = self._plain({IMAGE.key: reconstruction.input})
+        images = torch.nan_to_num(plain, nan=0.5, posinf=1.0, neginf=0.0).clamp(0, 1)
         scores = score_images(images, self._plain(batch), bootstrap=0)
-        ordered = [images[at] for at in scores.matched if at is not None]
+        ordered = [images[match] for match in scores.matched if match is not None]
         return {"scores": scores.per_sample, "images": [png(image) for image in ordered]}
 
     def chance(
@@ -149,33 +152,19 @@ class Images:
         return PixelSpace(pixels, self.mean, self.std).plain(pixels)
 
 
-def _is_pixels(one: Any) -> bool:
-    if isinstance(one, np.ndarray):
-        return bool(np.issubdtype(one.dtype, np.floating))
-    return isinstance(one, Mapping) or (isinstance(one, Tensor) and one.is_floating_point())
-
-
-def _pixels_of(candidate: Any) -> Tensor:
-    pixels = candidate[IMAGE.key] if isinstance(candidate, Mapping) else candidate
-    found = torch.as_tensor(pixels).cpu()
-    return found.reshape(found.shape[-3:])
-
-
-def _same_as(image: Tensor, others: Tensor) -> bool:
-    return any(torch.equal(image, other) for other in others)
-
-
-def to_pil(image: Any, mode: str) -> Image.Image:
+def to_pil(picture: Any, mode: str) -> Image.Image:
     """A PIL image, or an array or tensor of bytes `(H, W)` or `(H, W, C)`, as a PIL image."""
-    if not isinstance(image, Image.Image):
-        array = np.asarray(image)
+    if not isinstance(picture, Image.Image):
+        array = np.asarray(picture)
         if array.dtype != np.uint8 or array.ndim not in (2, 3):
             raise ValueError(
                 "An image must be a PIL image or bytes of shape (H, W) or (H, W, C), but is "
                 f"{array.dtype} of shape {array.shape}."
             )
-        image = Image.fromarray(array[..., 0] if array.ndim == 3 and array.shape[2] == 1 else array)
-    converted: Image.Image = image.convert(mode)
+        picture = Image.fromarray(
+            array[..., 0] if array.ndim == 3 and array.shape[2] == 1 else array
+        )
+    converted: Image.Image = picture.convert(mode)
     return converted
 
 
@@ -187,3 +176,21 @@ def png(image: Tensor) -> str:
         file, format="PNG"
     )
     return base64.b64encode(file.getvalue()).decode()
+
+
+def _is_pixels(candidate: Any) -> bool:
+    if isinstance(candidate, np.ndarray):
+        return bool(np.issubdtype(candidate.dtype, np.floating))
+    is_floating = isinstance(candidate, Tensor) and candidate.is_floating_point()
+    return isinstance(candidate, Mapping) or is_floating
+
+
+def _pixels_of(candidate: Any) -> Tensor:
+    pixels = candidate[IMAGE.key] if isinstance(candidate, Mapping) else candidate
+    pixels = torch.as_tensor(pixels).cpu()
+    image: Tensor = pixels.reshape(pixels.shape[-3:])
+    return image
+
+
+def _is_in(image: Tensor, images: Tensor) -> bool:
+    return any(torch.equal(image, other_image) for other_image in images)

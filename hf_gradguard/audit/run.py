@@ -1,16 +1,15 @@
-"""Defenses × attacks on data: protect each message, attack what was shared, score what came out."""
+"""Audits from Python: what is asked of one, defenses and attacks by name, and what each costs."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import fields
-from os import PathLike
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import yaml
 from torch import Tensor, nn
@@ -23,13 +22,38 @@ from ..data.samples import Sample
 from ..defenses import Chain, Defense, chain, make_defense
 from ..gradient_map.domain import IMAGE, domain_of_model
 from .cells import Audit, Cells
-from .client import Modality, Shared, modality_of, training_of
+from .client import Shared, modality_of, training_of
 from .loop import Setup, plain_settings, run
 from .settings import AuditSettings
-from .trainer import set_up
+from .trainer import set_up_trainer
+
+logger = logging.get_logger(__name__)
 
 DEFAULT_ATTACKS = {"text": "span", "image": "inverting_gradients"}
 """Attacks by domain, where none is named."""
+
+Spec = str | Defense | Attack | Mapping[str, Any]
+"""`"name"`, `"name:key=value,key=value"`, an object, or a mapping: `{"name": {"key": value}}`,
+where a list of settings means several, or `{"label": object}`.
+"""
+
+Links = list[tuple[str, dict[str, Any]]]
+"""Names with their settings: one pair, or for a chain its links in order."""
+
+File = str | os.PathLike[str]
+Metrics = File | Sequence[File] | Mapping[str, float]
+
+
+@dataclass
+class AuditRequest:
+    """What is asked of an audit, of a model's or of a Trainer's; see `audit`."""
+
+    defenses: Spec | Sequence[Spec]
+    attacks: Spec | Sequence[Spec] | None
+    candidates: Sequence[Any] | None
+    metrics: Metrics | None
+    output: File
+    settings: Mapping[str, Any]
 
 
 def audit(
@@ -42,16 +66,16 @@ def audit(
     trainer: Trainer | None = None,
     candidates: Sequence[Any] | None = None,
     metrics: Metrics | None = None,
-    output: str | os.PathLike[str],
+    output: File,
     **settings: Any,
 ) -> Audit:
     """Attack a model's shared gradients under each defense, on the same samples with the same seeds
     and attack budgets.
 
     A client's message is the gradient of one batch, protected by itself, in the mode in which the
-    model is (`eval()` is without dropout: the attacker's best case). Every finished cell is kept in
-    `output/cells`, so an interrupted audit goes on where it stopped. After every message
-    `audit.json`, `table.md` and `report.html` in `output` are written anew.
+    model is. (`eval()` is without dropout: the attacker's best case.) Every finished cell is stored
+    in `output/cells`, so an interrupted audit goes on where it stopped. After every message
+    `audit.json`, `table.md` and `report.html` in `output` are rewritten.
 
     Args:
         model: A model of texts or images with the head that it is trained with. Left as it was. Or
@@ -64,11 +88,11 @@ def audit(
             list of class ids; of a source text the target; `None` where the text is its own label.
             With a Trainer, how many rows to take of its data.
         defenses: Names with settings or objects, see `parse_specs`; each is a row.
-        attacks: Names with settings or objects. Each also runs as somebody sets it who knows the
-            defense, where that makes a difference. Default: the strongest that is quick.
+        attacks: Names with settings or objects. Each also runs as an attacker sets it that knows
+            the defense, where that makes a difference. Default: the strongest that is quick.
         trainer: The same as a Trainer in place of the model.
         candidates: Texts, images or samples that an attacker has: adds the attack `candidates`,
-            which asks who of them is in a message. A sample that is not among them has no rank.
+            membership inference. A sample that is not among them has no rank.
         metrics: What a model reaches that is trained under each defense, by the defense's label, or
             files of that, as the recipes write them: the report says the price; see `read_metrics`.
         output: Folder to write to. Holds private data afterwards.
@@ -76,7 +100,7 @@ def audit(
 
     Raises:
         ValueError: For unknown names, samples that do not fill batches, labels that are no classes.
-        OSError: If `output` cannot be written to. Said before any work.
+        OSError: If `output` cannot be written to. Raised before any work.
 
     Example:
         >>> from hf_gradguard.audit import audit, summarize
@@ -86,95 +110,96 @@ def audit(
     """
     if isinstance(model, Trainer):
         model, trainer = None, model
-    asked = _Asked(defenses, attacks, candidates, metrics, output, settings)
+    request = AuditRequest(defenses, attacks, candidates, metrics, output, settings)
     if model is not None and trainer is None:
-        return _of_model(model, processing_class, samples, asked)
+        return _audit_model(model, processing_class, samples, request)
     if model is None and trainer is not None:
-        return _of_trainer(trainer, processing_class, samples, asked)
+        return _audit_trainer(trainer, processing_class, samples, request)
     raise ValueError("Give a model or a Trainer to audit, and not both.")
 
 
-class _Asked(NamedTuple):
-    """What is asked of an audit, of a model's or of a Trainer's; see `audit`."""
-
-    defenses: Spec | Sequence[Spec]
-    attacks: Spec | Sequence[Spec] | None
-    candidates: Sequence[Any] | None
-    metrics: Metrics | None
-    output: str | os.PathLike[str]
-    settings: Mapping[str, Any]
-
-
-def _of_model(
+def _audit_model(
     model: nn.Module,
     processing_class: Any,
     samples: Sequence[Sample] | int,
-    asked: _Asked,
+    request: AuditRequest,
 ) -> Audit:
     if isinstance(samples, int):
         raise ValueError("Give the samples to audit: (text or image, label) each.")
-    terms = AuditSettings.of(asked.settings)
-    attacks = asked.attacks
+    settings = AuditSettings.from_mapping(request.settings)
+    size = settings.rows
+    if not samples or len(samples) % size:
+        raise ValueError(f"{len(samples)} samples do not fill messages of {size}.")
+    attacks, modality = request.attacks, modality_of(model, processing_class, settings)
+    device = next(model.parameters()).device
+    batches = [
+        {name: tensor.to(device) for name, tensor in modality.batch(samples[i:][:size]).items()}
+        for i in range(0, len(samples), size)
+    ]
     if attacks is None:
-        attacks = _usual(model, processing_class, samples, terms)
-    made = _made(asked.defenses, attacks, terms, asked.candidates)
-    cells, setup = _of_samples(
-        model, processing_class, samples, asked.candidates, terms, asked.output
-    )
-    for defense in made[0].values():
+        attacks = default_attacks(model, batches[0])
+    candidates = request.candidates
+    defenses, made_attacks = _make(request.defenses, attacks, settings, bool(candidates))
+    cells = Cells(Path(request.output) / "cells")
+    local = training_of(settings)
+    setup = Setup(
+        model, modality, batches, None if candidates is None else modality.candidates(candidates),
+        Shared(settings.share_input_embeddings, micro_batches=settings.accumulation, local=local),
+        identity=[] if local is None else [str(local)],
+    )  # fmt: skip
+    for defense in defenses.values():
         defense.prepare(model, processing_class)
-    return run(setup, terms, *made, cells, read_metrics(asked.metrics, made[0]))
+    metrics = read_metrics(request.metrics, defenses)
+    return run(setup, settings, defenses, made_attacks, cells, metrics)
 
 
-def _of_trainer(
+def _audit_trainer(
     trainer: Trainer,
     processing_class: Any,
     samples: Sequence[Sample] | int,
-    asked: _Asked,
+    request: AuditRequest,
 ) -> Audit:
     if not isinstance(samples, int) or processing_class is not None:
         raise ValueError(
             "A Trainer has its own data and tokenizer: give the number of samples only."
         )
-    mode, others = trainer.model.training, make_defenses(asked.defenses)
+    training, named = trainer.model.training, make_defenses(request.defenses)
     try:
-        terms, setup, defense = set_up(trainer, samples, asked.candidates, asked.settings)
-        own = make_defenses([defense])
-        setup.states = {label: one.state_dict() for label, one in own.items()}
-        attacks = asked.attacks
+        settings, setup, own_defense = set_up_trainer(
+            trainer, samples, request.candidates, request.settings
+        )
+        trained = make_defenses([own_defense])
+        setup.states = {label: defense.state_dict() for label, defense in trained.items()}
+        attacks = request.attacks
         if attacks is None:
-            attacks = usual_attacks(setup.model, setup.batches[0])
-        made = _made([{**others, **own}], attacks, terms, setup.listed)
-        for defense in others.values():
+            attacks = default_attacks(setup.model, setup.batches[0])
+        defenses, made_attacks = _make(
+            [{**named, **trained}], attacks, settings, bool(setup.candidates)
+        )
+        # The Trainer's own is prepared already, and remembers.
+        for defense in named.values():
             defense.prepare(setup.model, trainer.processing_class)
-        price = read_metrics(asked.metrics, made[0])
-        return run(setup, terms, *made, Cells(Path(asked.output) / "cells"), price)
+        cells = Cells(Path(request.output) / "cells")
+        metrics = read_metrics(request.metrics, defenses)
+        return run(setup, settings, defenses, made_attacks, cells, metrics)
     finally:
-        trainer.model.train(mode)
+        trainer.model.train(training)
 
 
-def _made(
+def _make(
     defenses: Spec | Sequence[Spec],
     attacks: Spec | Sequence[Spec],
-    terms: AuditSettings,
-    listed: Sequence[Any] | None,
+    settings: AuditSettings,
+    has_candidates: bool,
 ) -> tuple[dict[str, Defense], dict[str, Attack]]:
-    reference = make_defenses("none") if terms.reference else {}
+    reference = make_defenses("none") if settings.reference else {}
     made_defenses, made_attacks = reference | make_defenses(defenses), make_attacks(attacks)
-    if not made_defenses or not (made_attacks or listed):
+    if not made_defenses or not (made_attacks or has_candidates):
         raise ValueError("An audit needs at least one defense and one attack.")
     return made_defenses, made_attacks
 
 
-def _usual(
-    model: nn.Module, processing_class: Any, samples: Sequence[Sample], terms: AuditSettings
-) -> str:
-    if not samples or domain_of_model(model) is not IMAGE:
-        return DEFAULT_ATTACKS[domain_of_model(model).name]
-    return usual_attacks(model, modality_of(model, processing_class, terms).batch(samples[:1]))
-
-
-def usual_attacks(
+def default_attacks(
     model: nn.Module, batch: Mapping[str, Tensor], attacks: Mapping[str, str] = DEFAULT_ATTACKS
 ) -> str:
     """Those of the model's domain, and on images `analytic` where it can read.
@@ -185,48 +210,11 @@ def usual_attacks(
         attacks: By domain.
     """
     domain = domain_of_model(model)
-    more = domain is IMAGE and readable(model, tuple(IMAGE.main_input(batch).shape))
-    return attacks[domain.name] + (",analytic" if more else "")
+    is_readable = domain is IMAGE and readable(model, tuple(IMAGE.main_input(batch).shape))
+    return attacks[domain.name] + (",analytic" if is_readable else "")
 
 
-def _of_samples(
-    model: nn.Module,
-    processing_class: Any,
-    samples: Sequence[Sample],
-    candidates: Sequence[Any] | None,
-    terms: AuditSettings,
-    output: str | os.PathLike[str],
-) -> tuple[Cells, Setup]:
-    size = terms.rows
-    if not samples or len(samples) % size:
-        raise ValueError(f"{len(samples)} samples do not fill messages of {size}.")
-    cells = Cells(Path(output) / "cells")
-    modality = modality_of(model, processing_class, terms)
-    batches = _batches(model, modality, samples, size)
-    listed = None if candidates is None else modality.candidates(candidates)
-    local = training_of(terms)
-    shared = Shared(terms.share_input_embeddings, micro_batches=terms.accumulation, local=local)
-    identity = [] if local is None else [str(local)]
-    return cells, Setup(model, modality, batches, listed, shared, identity=identity)
-
-
-def _batches(
-    model: nn.Module, modality: Modality, samples: Sequence[Sample], size: int
-) -> list[dict[str, Tensor]]:
-    device = next(model.parameters()).device
-    return [
-        {name: tensor.to(device) for name, tensor in modality.batch(samples[at:][:size]).items()}
-        for at in range(0, len(samples), size)
-    ]
-
-
-Spec = str | Defense | Attack | Mapping[str, Any]
-"""`"name"`, `"name:key=value,key=value"`, an object, or a mapping: `{"name": {"key": value}}`,
-where a list of settings means several, or `{"label": object}`.
-"""
-
-Links = list[tuple[str, dict[str, Any]]]
-"""Names with their settings: one pair, or for a chain its links in order."""
+# --- defenses and attacks by name
 
 
 def parse_specs(specs: Spec | Sequence[Spec]) -> dict[str, Links | Defense | Attack]:
@@ -239,89 +227,77 @@ def parse_specs(specs: Spec | Sequence[Spec]) -> dict[str, Links | Defense | Att
             settings, one for each strength, or of labels to objects. Values are YAML.
 
     Returns:
-        `{label: [(name, settings), ...]}` or `{label: object}`. A label says the settings that were
-        given, or in which an object differs from its class's defaults. What is said twice counts
-        once.
+        `{label: [(name, settings), ...]}` or `{label: object}`. A label has the settings that were
+        given, or in which an object differs from its class's defaults. Repetitions count once.
 
     Raises:
-        ValueError: If it cannot be read as that, or two objects would be called the same.
+        ValueError: If it cannot be read as that, or two objects would have one label.
 
     Example:
         >>> list(parse_specs(["none", {"pruning": [{"ratio": 0.5}, {"ratio": 0.9}]}]))
         ['none', 'pruning:ratio=0.5', 'pruning:ratio=0.9']
     """
-    found: dict[str, Links | Defense | Attack] = {}
+    by_label: dict[str, Links | Defense | Attack] = {}
     for spec in [specs] if isinstance(specs, str | Mapping | Defense | Attack) else specs:
-        for label, one in _entries(spec):
-            earlier = found.get(label, one)
-            if earlier is not one and not (isinstance(one, list) and isinstance(earlier, list)):
+        for label, named in _labeled(spec):
+            earlier = by_label.get(label, named)
+            if earlier is not named and not (isinstance(named, list) and isinstance(earlier, list)):
                 raise ValueError(
                     f"Two are called {label!r}, and nothing would tell their results apart. Give "
                     "objects labels of their own: {'one': ..., 'other': ...}."
                 )
-            found[label] = one
-    return found
+            by_label[label] = named
+    return by_label
 
 
 def make_defenses(specs: Spec | Sequence[Spec]) -> dict[str, Defense]:
     """`{label: defense}`; see `parse_specs` and `make_defense`."""
-    made = {}
-    for label, one in parse_specs(specs).items():
-        if isinstance(one, Attack):
+    defenses = {}
+    for label, named in parse_specs(specs).items():
+        if isinstance(named, Attack):
             raise ValueError(f"{label} is an attack, where a defense was to be.")
-        made[label] = one if isinstance(one, Defense) else _chained(one)
-    return made
+        if not isinstance(named, Defense):
+            named = chain(*(make_defense(name, **settings) for name, settings in named))
+        defenses[label] = named
+    return defenses
 
 
 def make_attacks(specs: Spec | Sequence[Spec]) -> dict[str, Attack]:
     """`{label: attack}`; see `parse_specs` and `make_attack`."""
-    made = {}
-    for label, one in parse_specs(specs).items():
-        if isinstance(one, Defense):
+    attacks = {}
+    for label, named in parse_specs(specs).items():
+        if isinstance(named, Defense):
             raise ValueError(f"{label} is a defense, where an attack was to be.")
-        made[label] = one if isinstance(one, Attack) else _single(one)
-    return made
+        if not isinstance(named, Attack):
+            if len(named) > 1:
+                names = " + ".join(name for name, _ in named)
+                raise ValueError(f"Attacks cannot be chained: {names}.")
+            ((name, settings),) = named
+            named = make_attack(name, **settings)
+        attacks[label] = named
+    return attacks
 
 
-def check_specs(
-    defenses: Spec | Sequence[Spec] | None, attacks: Spec | Sequence[Spec] | None
-) -> None:
-    """Refuse names and settings that there are not, before anything is loaded. `None` passes."""
-    if defenses is not None:
-        make_defenses(defenses)
-    if attacks is not None:
-        make_attacks(attacks)
-
-
-def _chained(links: Links) -> Defense:
-    return chain(*(make_defense(name, **settings) for name, settings in links))
-
-
-def _single(links: Links) -> Attack:
-    if len(links) > 1:
-        raise ValueError(f"Attacks cannot be chained: {' + '.join(name for name, _ in links)}.")
-    ((name, settings),) = links
-    return make_attack(name, **settings)
-
-
-def _entries(spec: Spec) -> Iterator[tuple[str, Links | Defense | Attack]]:
+def _labeled(spec: Spec) -> Iterator[tuple[str, Links | Defense | Attack]]:
     """What one spec names, with labels."""
     if isinstance(spec, str):
-        for one in _separate(spec):
-            links = [_link(link) for link in re.split(r"\+(?=[A-Za-z])", one)]
+        for text in _separated(spec):
+            links = [_link(link) for link in re.split(r"\+(?=[A-Za-z])", text)]
             yield "+".join(map(_label, links)), links
     elif isinstance(spec, Defense | Attack):
         yield _label_of(spec), spec
     elif isinstance(spec, Mapping):
-        for name, settings in spec.items():
-            for one in settings if isinstance(settings, list) else [settings]:
-                if isinstance(one, Defense | Attack):
-                    yield str(name), one
-                elif one is None or isinstance(one, Mapping):
-                    link = str(name), {key: _number(value) for key, value in (one or {}).items()}
-                    yield _label(link), [link]
+        for name, entry in spec.items():
+            for settings in entry if isinstance(entry, list) else [entry]:
+                if isinstance(settings, Defense | Attack):
+                    yield str(name), settings
+                elif settings is None or isinstance(settings, Mapping):
+                    values = {key: _number(value) for key, value in (settings or {}).items()}
+                    yield _label((str(name), values)), [(str(name), values)]
                 else:
-                    raise ValueError(f"The settings of {name} must be a mapping, but are {one!r}.")
+                    raise ValueError(
+                        f"The settings of {name} must be a mapping, but are {settings!r}."
+                    )
     else:
         raise ValueError(
             f"{spec!r} is neither a name, nor a defense or an attack, nor a mapping of names to "
@@ -329,40 +305,37 @@ def _entries(spec: Spec) -> Iterator[tuple[str, Links | Defense | Attack]]:
         )
 
 
-def _label_of(made: Defense | Attack) -> str:
+def _label_of(named: Defense | Attack) -> str:
     """The name of an object with the settings in which it differs from its class's defaults."""
-    if isinstance(made, Chain):
-        return f"{_label_of(made.first)}+{_label_of(made.second)}"
-    given = {}
-    for field in fields(made):  # type: ignore[arg-type]
+    if isinstance(named, Chain):
+        return f"{_label_of(named.first)}+{_label_of(named.second)}"
+    changed = {}
+    for field in fields(named):  # type: ignore[arg-type]
         default = field.default_factory() if callable(field.default_factory) else field.default
-        value = getattr(made, field.name)
-        if field.init and field.repr and not _same(value, default):
-            given[field.name] = value
-    return _label((made.name, given))
+        value = getattr(named, field.name)
+        # Tensors and arrays compare entry by entry: those are settings of their own.
+        same = value is default or value == default
+        if field.init and field.repr and same is not True:
+            changed[field.name] = value
+    return _label((named.name, changed))
 
 
-def _same(value: Any, default: Any) -> bool:
-    same = value is default or value == default
-    return same if isinstance(same, bool) else False  # tensors and arrays compare entry by entry
-
-
-def _separate(text: str) -> list[str]:
+def _separated(text: str) -> list[str]:
     """`"a:x=1,y=2,b"` as `["a:x=1,y=2", "b"]`. Commas in brackets separate nothing."""
-    found: list[str] = []
-    for part in re.split(r",(?![^\[]*\])", text):
-        if found and "=" in part and ":" not in part.split("=")[0]:
-            found[-1] += f",{part}"
+    specs: list[str] = []
+    for piece in re.split(r",(?![^\[]*\])", text):
+        if specs and "=" in piece and ":" not in piece.split("=")[0]:
+            specs[-1] += f",{piece}"
         else:
-            found.append(part)
-    return found
+            specs.append(piece)
+    return specs
 
 
 def _link(text: str) -> tuple[str, dict[str, Any]]:
-    name, colon, rest = (part.strip() for part in text.partition(":"))
+    name, colon, assignments = (side.strip() for side in text.partition(":"))
     settings = {}
-    for part in re.split(r",(?![^\[]*\])", rest) if rest else []:
-        key, equals, value = (side.strip() for side in part.partition("="))
+    for assignment in re.split(r",(?![^\[]*\])", assignments) if assignments else []:
+        key, equals, value = (side.strip() for side in assignment.partition("="))
         if not (key and equals and value):
             raise ValueError(
                 f"{text!r} cannot be read. Settings are written name:key=value,key=value."
@@ -391,15 +364,12 @@ def _shown(value: Any) -> str:
         return str(value).lower()
     if isinstance(value, float):
         return str(value).removesuffix(".0")
-    if value is None or isinstance(value, int | str | list | tuple | Mapping | PathLike):
+    if value is None or isinstance(value, int | str | list | tuple | Mapping | os.PathLike):
         return str(value)
     return type(value).__name__
 
 
-logger = logging.get_logger(__name__)
-
-File = str | os.PathLike[str]
-Metrics = File | Sequence[File] | Mapping[str, float]
+# --- what training under each defense reaches, from the user's own runs
 
 
 def read_metrics(
@@ -423,40 +393,43 @@ def read_metrics(
     if metrics is None:
         return {}
     if isinstance(metrics, Mapping):
-        return _numbers(metrics)
-    found: dict[str, float] = {}
+        return _checked_metrics(metrics)
+    reached: dict[str, float] = {}
     for file in [metrics] if isinstance(metrics, str | os.PathLike) else metrics:
-        read = json.loads(Path(file).read_text(encoding="utf-8"))
-        if isinstance(read, Mapping) and {"defense", "settings", "accuracy"} <= read.keys():
-            read = _of_run(file, read, defenses or {})
-        numbers = _numbers(read)
-        if twice := found.keys() & numbers.keys():
-            raise ValueError(f"{file} is the second to say what {sorted(twice)[0]} reaches.")
-        found |= numbers
-    return found
+        content = json.loads(Path(file).read_text(encoding="utf-8"))
+        if isinstance(content, Mapping) and {"defense", "settings", "accuracy"} <= content.keys():
+            content = _metrics_of_run(file, content, defenses or {})
+        values = _checked_metrics(content)
+        if twice := reached.keys() & values.keys():
+            raise ValueError(f"{file} is the second to say what {min(twice)} reaches.")
+        reached |= values
+    return reached
 
 
-def _of_run(file: File, run: Mapping[str, Any], defenses: Mapping[str, Defense]) -> dict:
-    """Of a run's defense, if it is audited with the same settings."""
-    near = []
+def _metrics_of_run(
+    file: File, trained: Mapping[str, Any], defenses: Mapping[str, Defense]
+) -> dict[str, Any]:
+    """By label of the run's defense, if that is audited with the same settings."""
+    differences = []
     for label, defense in defenses.items():
-        if defense.name != run["defense"]:
+        if defense.name != trained["defense"]:
             continue
-        own, those = plain_settings(defense.settings()), run["settings"]
-        other = [key for key in own.keys() | those.keys() if own.get(key) != those.get(key)]
-        if not other:
-            return {label: run["accuracy"]}
-        near.append(f"{label} differs in {', '.join(sorted(other))}")
-    why = "; ".join(near) or f"{run['defense']} is not among them"
+        audited, settings = plain_settings(defense.settings()), trained["settings"]
+        keys = audited.keys() | settings.keys()
+        differing = sorted(key for key in keys if audited.get(key) != settings.get(key))
+        if not differing:
+            return {label: trained["accuracy"]}
+        differences.append(f"{label} differs in {', '.join(differing)}")
+    why = "; ".join(differences) or f"{trained['defense']} is not among them"
     logger.warning(f"{file} is of none of the audited defenses: {why}. Its accuracy is left out.")
     return {}
 
 
-def _numbers(found: Any) -> dict[str, float]:
-    values: Iterable[Any] = found.values() if isinstance(found, Mapping) else [found]
+def _checked_metrics(metrics: Any) -> dict[str, float]:
+    values = metrics.values() if isinstance(metrics, Mapping) else [metrics]
     if not all(isinstance(value, int | float) for value in values):
         raise ValueError(
             "Metrics must be one number for each defense, as {defense: accuracy}, or the "
-            f"metrics.json of a recipe's run, but are {found!r}."
+            f"metrics.json of a recipe's run, but are {metrics!r}."
         )
-    return {str(label): float(value) for label, value in found.items()}
+    return {str(label): float(value) for label, value in metrics.items()}

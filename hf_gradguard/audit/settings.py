@@ -20,7 +20,7 @@ def option(default: Any, text: str) -> Any:
     return field(default=default, metadata={"help": text})
 
 
-_LEAST = {
+_MINIMUM = {
     "batch_size": 1, "accumulation": 1, "repeats": 1, "seed": 0, "max_length": 1,
     "local_steps": 0, "local_epochs": 1,
 }  # fmt: skip
@@ -28,27 +28,26 @@ _LEAST = {
 
 @dataclass(kw_only=True)
 class AuditSettings:
-    """The terms of an audit, equal for all defenses and attacks. The keywords of `audit`.
+    """Settings of an audit, equal for all defenses and attacks. The keywords of `audit`.
 
     Args:
-        batch_size: Samples in a batch, which is protected by itself.
+        batch_size: Samples in a batch. Each batch is protected by itself.
         repeats: Times that each message is protected and attacked, with fresh seeds.
-        seed: Of all randomness. An audit is no place to hide anything: its noise is reproducible.
+        seed: Of all randomness. An audit has nothing to hide: its noise is reproducible.
         max_length: Longer texts are cut to so many tokens.
         labels_known: Grant the labels to the attacker.
         lengths_known: Grant the texts' lengths. Without it texts are padded to `max_length` and the
             mask is withheld.
         noise_known: Grant the covariance of the Gaussian noise in a message to every attacker.
-        adaptive: Beside attackers who do not know the defense run those who do, with the settings
-            and grants that the defense names (`Defense.informed`, `Defense.mechanism`).
+        adaptive: Run attackers that know the defense too, with the settings and grants that the
+            defense names (`Defense.informed`, `Defense.mechanism`).
         share_input_embeddings: Share the token embeddings' gradient, which names the words.
-        reference: Add the row `none`, without which nobody can tell whether the attacks work at
-            all.
+        reference: Add the row `none`: without it nobody knows whether the attacks work at all.
         accumulation: Batches whose protected gradients a client averages by itself before it sends
             a message.
-        local_steps: K, the steps that a client trains before it sends, each on a batch: a message
-            is then the protected change of its weights, in whose unit a defense's settings are. 0:
-            it sends gradients.
+        local_steps: K, the steps that a client trains before it sends, each on a batch. A message
+            is then the protected change of its weights, and a defense's settings are in its unit.
+            0: it sends gradients.
         local_epochs: How often it goes over its batches in them, in one order that the attacker
             knows. A message is of `local_steps / local_epochs` batches.
         learning_rate: Of the local steps, which it is needed for.
@@ -69,7 +68,7 @@ class AuditSettings:
     labels_known: bool = option(True, "the attacker knows the labels")
     lengths_known: bool = option(True, "the attacker knows the texts' lengths")
     noise_known: bool = option(False, "the attacker knows the noise's covariance")
-    adaptive: bool = option(True, "run attackers who know the defense, too")
+    adaptive: bool = option(True, "run attackers that know the defense, too")
     share_input_embeddings: bool = option(False, "share the token embeddings' gradient")
     reference: bool = option(True, "the row without a defense")
     accumulation: int = option(1, "batches whose protected gradients make one message")
@@ -81,11 +80,11 @@ class AuditSettings:
     optimizer: str = option("sgd", "of the local steps: sgd or adamw")
 
     def __post_init__(self) -> None:
-        for name, least in _LEAST.items():
+        for name, minimum in _MINIMUM.items():
             value: Any = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
+            if isinstance(value, bool) or not isinstance(value, Integral) or value < minimum:
                 raise ValueError(
-                    f"{name} must be a whole number of at least {least}, but is {value!r}."
+                    f"{name} must be a whole number of at least {minimum}, but is {value!r}."
                 )
         self._check_local()
 
@@ -119,18 +118,18 @@ class AuditSettings:
         return self.batch_size * self.accumulation * max(1, self.local_steps // self.local_epochs)
 
     @classmethod
-    def of(cls, given: Mapping[str, Any]) -> Self:
+    def from_mapping(cls, values: Mapping[str, Any]) -> Self:
         """Settings from a mapping.
 
         Raises:
             TypeError: For an unknown name, listing those there are.
         """
         names = [field.name for field in fields(cls)]
-        if unknown := sorted(set(given) - set(names)):
+        if unknown := sorted(set(values) - set(names)):
             raise TypeError(
                 f"An audit has no setting {', '.join(unknown)}. It has: {', '.join(names)}."
             )
-        return cls(**given)
+        return cls(**values)
 
 
 @dataclass(kw_only=True)
@@ -157,7 +156,7 @@ class SourceSettings:
 
 @dataclass(kw_only=True)
 class CommandSettings(SourceSettings, AuditSettings):
-    """What `gradguard audit` takes: the terms of the audit, and what is audited with what."""
+    """What `gradguard audit` takes: settings of the audit, and what is audited with what."""
 
     # A mapping in a file, so neither has a type that says more.
     defense: Any = field(
@@ -191,10 +190,10 @@ class CommandSettings(SourceSettings, AuditSettings):
     output: str = option("", "folder to write to; an interrupted audit in it goes on")
     samples: int = option(8, "drawn at random from the data")
     decoys: int = option(
-        100, "samples more, among which the attack `candidates` has to find them; 0 leaves it out"
+        100, "further samples as candidates for membership inference; 0 leaves that out"
     )
     candidates: str | None = option(
-        None, "file of the attacker's own list, read like --dataset, in place of decoys"
+        None, "file of candidates for membership inference, read like --dataset, in place of decoys"
     )
 
 
@@ -206,60 +205,62 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add_fields(parser, CommandSettings, AuditSettings)
 
 
-def add_fields(parser: argparse.ArgumentParser, settings: type, last: type) -> None:
-    """One flag for each field of a class of settings; those that it has from `last` come last."""
-    terms = {field.name for field in fields(last)}
+def add_fields(parser: argparse.ArgumentParser, settings: type, base: type) -> None:
+    """One flag for each field of a class of settings; those of its base come last."""
+    base_names = {field.name for field in fields(base)}
     types = get_type_hints(settings)
-    for one in sorted(fields(settings), key=lambda field: field.name in terms):
-        kinds = get_args(types[one.name]) or (types[one.name],)
-        how: dict[str, Any] = {}
+    for setting in sorted(fields(settings), key=lambda field: field.name in base_names):
+        kinds = get_args(types[setting.name]) or (types[setting.name],)
+        options: dict[str, Any] = {}
         if bool in kinds:
-            how = {"action": argparse.BooleanOptionalAction}
+            options = {"action": argparse.BooleanOptionalAction}
         elif int in kinds or float in kinds:
-            how = {"type": int if int in kinds else float}
+            options = {"type": int if int in kinds else float}
         elif list[str] in kinds:
-            how = {"nargs": "+", "metavar": "FILE"}
+            options = {"nargs": "+", "metavar": "FILE"}
         elif str not in kinds:  # specs of defenses and attacks
-            how = {"action": "append"}
+            options = {"action": "append"}
         parser.add_argument(
-            f"--{one.name}",
-            # What was not given must not hide what a file says.
+            f"--{setting.name}",
+            # A flag that was left out must not hide what a file says.
             default=argparse.SUPPRESS,
-            help=one.metadata["help"] + _said(one.default),
-            **how,
+            help=setting.metadata["help"] + _default_text(setting.default),
+            **options,
         )
 
 
-def read_settings(given: Mapping[str, Any]) -> CommandSettings:
+def read_settings(flags: Mapping[str, Any]) -> CommandSettings:
     """Flags over the file that `config` names over defaults.
 
     Args:
-        given: Flags that were given, by name.
+        flags: Those that were used, by name.
 
     Raises:
         ValueError: For settings that are missing, unknown or out of range.
         OSError: If the file cannot be read.
     """
-    given = dict(given)
-    given = _read(given.pop("config", None)) | given
-    settings = CommandSettings.of(_trained_with(given) | given)
-    required = ("model", "dataset", "output")
-    if missing := [f"--{name}" for name in required if not getattr(settings, name)]:
-        raise ValueError(f"{', '.join(missing)} must be given.")
+    values = dict(flags)
+    if (path := values.pop("config", None)) is not None:
+        in_file = _read_mapping(path)
+        unknown = sorted(set(in_file) - {field.name for field in fields(CommandSettings)})
+        if unknown:
+            raise ValueError(
+                f"{path} holds {', '.join(unknown)}, which no flag is called. See --help."
+            )
+        values = in_file | values
+    settings = CommandSettings.from_mapping(_training_settings(values) | values)
+    check_required(settings)
     return settings
 
 
-def _read(path: str | None) -> dict[str, Any]:
-    if path is None:
-        return {}
-    values = _mapping(path)
-    unknown = sorted(set(values) - {field.name for field in fields(CommandSettings)})
-    if unknown:
-        raise ValueError(f"{path} holds {', '.join(unknown)}, which no flag is called. See --help.")
-    return values
+def check_required(settings: Any) -> None:
+    """Refuse a command's settings without the flags that it cannot do without."""
+    required = ("model", "dataset", "output")
+    if missing := [f"--{name}" for name in required if not getattr(settings, name)]:
+        raise ValueError(f"{', '.join(missing)} must be given.")
 
 
-def _mapping(path: str) -> dict[str, Any]:
+def _read_mapping(path: str) -> dict[str, Any]:
     import yaml
 
     with open(path, encoding="utf-8") as file:
@@ -269,27 +270,31 @@ def _mapping(path: str) -> dict[str, Any]:
     return values
 
 
-_OF_TRAINING = {
+_TRAINING_ARGUMENTS = {
     "per_device_train_batch_size": "batch_size",
     "gradient_accumulation_steps": "accumulation",
 }
 
 
-def _trained_with(given: Mapping[str, Any]) -> dict[str, Any]:
+def _training_settings(values: Mapping[str, Any]) -> dict[str, Any]:
     """What the training says of its messages: its arguments, or the state in a checkpoint."""
-    found: dict[str, Any] = {}
-    state = os.path.join(str(given.get("model") or ""), "trainer_state.json")
-    if os.path.exists(state) and (size := _mapping(state).get("train_batch_size")):
-        found["batch_size"] = size
-    if given.get("training"):
-        values = _mapping(given["training"])
-        found |= {name: values[key] for key, name in _OF_TRAINING.items() if key in values}
-        if values.get("defense"):
-            found["defense"] = {values["defense"]: values.get("defense_kwargs") or None}
-    return found
+    settings: dict[str, Any] = {}
+    state = os.path.join(str(values.get("model") or ""), "trainer_state.json")
+    if os.path.exists(state) and (size := _read_mapping(state).get("train_batch_size")):
+        settings["batch_size"] = size
+    if values.get("training"):
+        arguments = _read_mapping(values["training"])
+        settings |= {
+            name: arguments[argument]
+            for argument, name in _TRAINING_ARGUMENTS.items()
+            if argument in arguments
+        }
+        if arguments.get("defense"):
+            settings["defense"] = {arguments["defense"]: arguments.get("defense_kwargs") or None}
+    return settings
 
 
-def _said(default: object) -> str:
+def _default_text(default: object) -> str:
     if isinstance(default, bool):
         return f" (default: {'yes' if default else 'no'})"
     return f" (default: {default})" if isinstance(default, int | float) or default else ""

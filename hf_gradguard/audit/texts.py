@@ -1,4 +1,4 @@
-"""Texts in an audit: becoming a batch, being scored, being guessed, being shown."""
+"""Texts in an audit: becoming a batch with labels, being scored, being guessed, being shown."""
 
 from __future__ import annotations
 
@@ -22,6 +22,28 @@ if TYPE_CHECKING:
     from ..data.samples import Sample
     from .settings import AuditSettings
 
+IGNORED = -100
+MASKED_SHARE = 0.15
+GUESSES = 8  # of which the score of chance is a mean
+
+_UNUSED_TOKEN = re.compile(r"[\[<]\W?(unused|extra_id|reserved|madeupword|dummy)[^\]>]*[\]>]")
+"""Places that a vocabulary keeps free: an attack may name one, and it says nothing."""
+
+_TASK_ASSUMPTIONS = {
+    "fill-mask": (
+        "The target is the text as the model read it: masked words do not count. For membership "
+        "inference the attacker also knows which words of its candidates would be masked.",
+    ),
+    "text2text-generation": (
+        "The target is the source text. For membership inference the attacker also has its "
+        "candidates' target texts.",
+    ),
+    "token-classification": (
+        "For membership inference the attacker also has the labels of its candidates' words.",
+    ),
+}
+"""What else has to be said of a task's audit."""
+
 
 class Texts:
     """Texts for a model of any head.
@@ -42,10 +64,10 @@ class Texts:
                 f"{type(model).__name__} takes text, so it needs a tokenizer, but got "
                 f"{tokenizer!r}."
             )
-        config, wanted = getattr(model, "config", None), settings.max_length
-        longest = getattr(config, "max_position_embeddings", None) or wanted
-        self.max_length = min(wanted, longest, tokenizer.model_max_length)
-        self.model, self.tokenizer, self.terms = model, tokenizer, settings
+        config, max_length = getattr(model, "config", None), settings.max_length
+        positions = getattr(config, "max_position_embeddings", None) or max_length
+        self.max_length = min(max_length, positions, tokenizer.model_max_length)
+        self.model, self.tokenizer, self.audit_settings = model, tokenizer, settings
         self.lengths_known = settings.lengths_known
         self.labels = label_kind(model)
         self.is_causal = is_causal_lm(model)
@@ -70,21 +92,23 @@ class Texts:
                 raise ValueError(
                     f"The text {text[:60]!r} holds no tokens but special ones: leave it out."
                 )
-        return with_labels(self.model, self.tokenizer, encoded, samples, self.terms.seed)
+        return with_labels(self.model, self.tokenizer, encoded, samples, self.audit_settings.seed)
 
     def observed(self, batch: dict[str, Tensor]) -> dict[str, Any]:
         """What an Observation holds of a text besides the gradient."""
-        mask = self._mask(batch).clone() if self.lengths_known else None
+        mask = _mask(batch)
         return {
             "input_shape": tuple(batch["input_ids"].shape),
-            "attention_mask": mask,
+            "attention_mask": mask.clone() if self.lengths_known else None,
             "tokenizer": self.tokenizer,
-            "special_tokens": is_framed(self.tokenizer, batch["input_ids"], self._mask(batch)),
+            "special_tokens": is_framed(self.tokenizer, batch["input_ids"], mask),
         }
 
     def granted(self, batch: dict[str, Tensor]) -> Tensor | None:
-        """The labels that an attacker is told, if any are."""
-        return batch["labels"].clone() if self.terms.labels_known and self.can_grant else None
+        """The labels, if the attacker knows any."""
+        return (
+            batch["labels"].clone() if self.audit_settings.labels_known and self.can_grant else None
+        )
 
     @property
     def can_grant(self) -> bool:
@@ -101,67 +125,67 @@ class Texts:
         Raises:
             ValueError: If labels belong to a text and are not given.
         """
-        if (self.labels in ("text", "token") and not self.is_causal) or _with_labels(samples):
+        has_labels = any(isinstance(row, Mapping) and "labels" in row for row in samples)
+        if (self.labels in ("text", "token") and not self.is_causal) or has_labels:
             return self._labeled(samples)
-        texts = [s[0] if isinstance(s, tuple) else s for s in samples]
-        rows = [_ids_of(one) for one in texts if not isinstance(one, str)]
-        if texts := [one for one in texts if isinstance(one, str)]:
+        texts = [sample[0] if isinstance(sample, tuple) else sample for sample in samples]
+        rows = [_ids_of(row) for row in texts if not isinstance(row, str)]
+        if texts := [text for text in texts if isinstance(text, str)]:
             encoded = self.tokenizer(texts, truncation=True, max_length=self.max_length)
             rows += encoded["input_ids"]
         return [list(ids) for ids in dict.fromkeys(map(tuple, rows))]
 
-    def prepared(self, listed: Sequence[Any]) -> list[Any]:
+    def prepared(self, candidates: Sequence[Any]) -> list[Any]:
         """An attack's own list as clients have it, in the same order: texts become ids; ids, and
         rows of a batch, stay.
         """
         return [
-            one if isinstance(one, Mapping) or _is_ids(one) else self.candidates([one])[0]
-            for one in listed
+            row if isinstance(row, Mapping) or _is_ids(row) else self.candidates([row])[0]
+            for row in candidates
         ]
 
     def _labeled(self, samples: Sequence[Any]) -> list[Any]:
-        found: dict[tuple[int, ...], dict[str, Tensor]] = {}
-        for one in samples:
-            if not isinstance(one, Mapping):
-                sample = one if isinstance(one, tuple) else (one, None)
-                one = self._encoded([sample], padding=False)
-            ids = tuple(torch.as_tensor(one["input_ids"]).flatten().tolist())
-            found.setdefault(ids, {name: torch.as_tensor(one[name]) for name in one})
-        return list(found.values())
+        rows: dict[tuple[int, ...], dict[str, Tensor]] = {}
+        for row in samples:
+            if not isinstance(row, Mapping):
+                row = self._encoded([row if isinstance(row, tuple) else (row, None)], padding=False)
+            ids = tuple(torch.as_tensor(row["input_ids"]).flatten().tolist())
+            rows.setdefault(ids, {name: torch.as_tensor(row[name]) for name in row})
+        return list(rows.values())
 
     def among(self, candidates: Sequence[Any], batch: dict[str, Tensor]) -> list[int]:
-        """Which candidates are in a batch; those that are not listed are left out."""
-        inside = self.references(batch)
-        return [place for place, one in enumerate(candidates) if _ids_of(one) in inside]
+        """The indices of those candidates that are in a batch."""
+        members = self.references(batch)
+        return [index for index, row in enumerate(candidates) if _ids_of(row) in members]
 
     def references(self, batch: dict[str, Tensor]) -> list[list[int]]:
-        """One list of ids a sample, special tokens included, padding left out."""
+        """One list of ids per sample, special tokens included, padding left out."""
         return [
             ids[mask.bool()].tolist()
-            for ids, mask in zip(batch["input_ids"], self._mask(batch), strict=True)
+            for ids, mask in zip(batch["input_ids"], _mask(batch), strict=True)
         ]
 
     def show(self, batch: dict[str, Tensor]) -> dict[str, Any]:
         """The originals, for the report."""
-        ids = self.references(batch)
+        ids, labels_are_tokens = self.references(batch), self.labels in ("text", "token")
         return {
             "ids": ids,
             "pieces": [self._pieces(row) for row in ids],
-            "labels": batch["labels"].tolist() if self._shows_labels else [None] * len(ids),
+            "labels": [None] * len(ids) if labels_are_tokens else batch["labels"].tolist(),
         }
 
-    def score(self, found: Reconstruction, batch: dict[str, Tensor]) -> dict[str, Any]:
+    def score(self, reconstruction: Reconstruction, batch: dict[str, Tensor]) -> dict[str, Any]:
         """Scores of a reconstruction, one number per sample, and the reconstruction in the samples'
         order.
 
         Raises:
             ValueError: If the attack gave no text.
         """
-        ids = found.token_ids
+        ids = reconstruction.token_ids
         if ids is None:
             raise ValueError("The attack gave no text.")
         scores = self._score(ids, batch)
-        ordered = [[] if at is None else ids[at] for at in scores.matched]
+        ordered = [[] if match is None else ids[match] for match in scores.matched]
         return {
             "scores": scores.per_sample,
             "ids": ordered,
@@ -172,16 +196,14 @@ class Texts:
         self, batches: Sequence[dict[str, Tensor]], index: int, seed: int
     ) -> dict[str, list[float]]:
         """Scores of guesses made without a gradient: the texts of (up to 8) other messages,
-        averaged.
-
-        A single message has no others: random words of the same length take their place.
+        averaged. A single message has no others: random words of the same length take their place.
         """
         count = len(batches)
         if count > 1:
-            shifts = sorted({1 + k * (count - 1) // 8 for k in range(8)})
+            shifts = sorted({1 + k * (count - 1) // GUESSES for k in range(GUESSES)})
             guesses = [self.references(batches[(index + shift) % count]) for shift in shifts]
         else:
-            guesses = [self._random_words(batches[index], seed, draw) for draw in range(8)]
+            guesses = [self._random_words(batches[index], seed, draw) for draw in range(GUESSES)]
         rows = [self._score(guess, batches[index]).per_sample for guess in guesses]
         return {name: np.mean([row[name] for row in rows], axis=0).tolist() for name in rows[0]}
 
@@ -193,34 +215,21 @@ class Texts:
 
     def settings(self) -> dict[str, Any]:
         """What the report has to know of all texts."""
-        return {
-            "kind": TEXT.name,
-            "max_length": self.max_length,
-            "special_ids": self.special_ids,
-        }
-
-    @property
-    def _shows_labels(self) -> bool:
-        return self.labels not in ("text", "token")
-
-    @staticmethod
-    def _mask(batch: dict[str, Tensor]) -> Tensor:
-        """A collator of texts of one length may leave it out."""
-        ids = batch["input_ids"]
-        return batch["attention_mask"] if "attention_mask" in batch else torch.ones_like(ids)
+        return {"kind": TEXT.name, "max_length": self.max_length, "special_ids": self.special_ids}
 
     def threat_model(self) -> list[str]:
         """What the attacker sees and knows of texts, a sentence each."""
+        task = task_of(self.model)
         return [
             "The token embeddings' gradient is shared too. It names the words."
-            if self.terms.share_input_embeddings
+            if self.audit_settings.share_input_embeddings
             else "The token embeddings' gradient, which would name the words, is withheld.",
             "It knows how many tokens each text has."
             if self.lengths_known
             else "It does not know how long the texts are: all are padded to "
             f"{self.max_length} tokens. Where the gradient of position embeddings tells the "
             "longest one's length, attacks read it there.",
-            *_TOLD.get(task.name if (task := task_of(self.model)) is not None else "", ()),
+            *_TASK_ASSUMPTIONS.get(task.name if task is not None else "", ()),
         ]
 
     def identity(self) -> list[Any]:
@@ -245,40 +254,37 @@ class Texts:
         """The text that each token adds to those before it, blank included; nothing for the frame
         of special tokens.
         """
-        pieces, plain, before = [], list[int](), ""
+        pieces, plain, decoded = [], list[int](), ""
         for token in ids:
             if token < 0:
-                pieces.append(" …")  # nothing was found there
+                pieces.append(" …")  # nothing was recovered there
             elif token in self.special_ids:
-                pieces.append(
-                    f" {self.tokenizer.unk_token}" if token == self.tokenizer.unk_token_id else ""
-                )
+                is_unknown = token == self.tokenizer.unk_token_id
+                pieces.append(f" {self.tokenizer.unk_token}" if is_unknown else "")
             else:
                 plain.append(token)
                 text = self.tokenizer.decode(plain, clean_up_tokenization_spaces=False)
-                grown = text.startswith(
-                    before
-                )  # not where a character's bytes are spread over tokens
+                # A character's bytes may be spread over tokens: then its text does not grow.
                 pieces.append(
-                    text[len(before) :] if grown else f" {self.tokenizer.decode([token])}"
+                    text[len(decoded) :]
+                    if text.startswith(decoded)
+                    else f" {self.tokenizer.decode([token])}"
                 )
-                before = text
-        return [_NO_WORD.sub("□", piece).replace("##", "") for piece in pieces]
+                decoded = text
+        return [_UNUSED_TOKEN.sub("□", piece).replace("##", "") for piece in pieces]
 
 
-_NO_WORD = re.compile(r"[\[<]\W?(unused|extra_id|reserved|madeupword|dummy)[^\]>]*[\]>]")
-"""Places that a vocabulary keeps free: an attack may name one, and it says nothing."""
+def _mask(batch: Mapping[str, Tensor]) -> Tensor:
+    """A collator of texts of one length may leave it out."""
+    ids = batch["input_ids"]
+    return batch["attention_mask"] if "attention_mask" in batch else torch.ones_like(ids)
 
 
-def _with_labels(samples: Sequence[Any]) -> bool:
-    return any(isinstance(one, Mapping) and "labels" in one for one in samples)
-
-
-def _is_ids(one: Any) -> bool:
-    if isinstance(one, Tensor | np.ndarray):
+def _is_ids(candidate: Any) -> bool:
+    if isinstance(candidate, Tensor | np.ndarray):
         return True
-    listed = isinstance(one, Sequence) and not isinstance(one, str)
-    return listed and all(isinstance(part, int | np.integer) for part in one)
+    is_sequence = isinstance(candidate, Sequence) and not isinstance(candidate, str)
+    return is_sequence and all(isinstance(token, int | np.integer) for token in candidate)
 
 
 def _ids_of(candidate: Any) -> list[int]:
@@ -293,26 +299,11 @@ def _ids_of(candidate: Any) -> list[int]:
         ) from error
     if row.get("attention_mask") is not None:
         ids = ids[torch.as_tensor(row["attention_mask"]).flatten().bool().cpu()]
-    found: list[int] = ids.tolist()
-    return found
+    listed: list[int] = ids.tolist()
+    return listed
 
 
-_TOLD = {
-    "fill-mask": (
-        "What is looked for is the text as the model read it: masked words do not count. An "
-        "attacker with a list of candidates is also told which words of theirs would be masked.",
-    ),
-    "text2text-generation": (
-        "What is looked for is the source text. An attacker with a list of candidates has their "
-        "targets too.",
-    ),
-    "token-classification": ("An attacker with a list of candidates has their words' labels too.",),
-}
-"""What else has to be said of a task's audit."""
-
-
-IGNORED = -100
-MASKED = 0.15
+# --- labels that a model's head takes, of texts and of images
 
 
 def with_labels(
@@ -324,8 +315,8 @@ def with_labels(
         model: Says which.
         tokenizer: Of texts.
         encoded: The inputs, as the tokenizer or the processor gave them.
-        samples: With a class id or its name; a number or several; one 0 or 1 a class; a class a
-            word; a target text; or `None`, where the text is its own label.
+        samples: With a class id or its name; a number or a list of numbers; one 0 or 1 per class; a
+            class per word; a target text; or `None`, where the text is its own label.
         seed: Of the words that are masked: the same ones in one text every time.
 
     Raises:
@@ -333,28 +324,26 @@ def with_labels(
     """
     batch, kind, task = dict(encoded), label_kind(model), task_of(model)
     if kind == "token":
-        return batch | {"labels": _of_words(encoded, samples)}
+        return batch | {"labels": _word_labels(encoded, samples)}
     if kind != "text":
         return batch | {"labels": _KINDS[kind](model, [label for _, label in samples])}
     assert task is not None
     if task.name == "fill-mask":
         return batch | _masked(tokenizer, batch, seed)
     if task.name == "text-generation":
-        own = batch[TEXT.key].masked_fill(batch["attention_mask"] == 0, IGNORED)
-        return batch | {"labels": own}
+        return batch | {"labels": batch[TEXT.key].masked_fill(_mask(batch) == 0, IGNORED)}
     return batch | {"labels": _targets(tokenizer, samples, batch[TEXT.key].shape[1])}
 
 
 def _classes(model: nn.Module, labels: Sequence[Any]) -> Tensor:
     config = getattr(model, "config", None)
-    classes, names = getattr(config, "num_labels", None), getattr(config, "label2id", None) or {}
-    labels = [names.get(label, label) if isinstance(label, str) else label for label in labels]
+    classes, ids = getattr(config, "num_labels", None), getattr(config, "label2id", None) or {}
+    labels = [ids.get(label, label) if isinstance(label, str) else label for label in labels]
     for label in labels:
         if isinstance(label, str):
-            known = ", ".join(names) or "unnamed"
             raise ValueError(
                 f"A label must be a class id or a class's name, but is {label!r}. The model's "
-                f"classes are: {known}."
+                f"classes are: {', '.join(ids) or 'unnamed'}."
             )
         if isinstance(label, bool) or not isinstance(label, int | np.integer):
             raise ValueError(f"A label must be a class id, but is {label!r}.")
@@ -367,13 +356,13 @@ def _classes(model: nn.Module, labels: Sequence[Any]) -> Tensor:
 
 
 def _numbers(model: nn.Module, labels: Sequence[Any]) -> Tensor:
-    found = torch.tensor(labels, dtype=torch.float32)
-    if not torch.isfinite(found).all():
+    numbers = torch.tensor(labels, dtype=torch.float32)
+    if not torch.isfinite(numbers).all():
         raise ValueError(f"Labels must be finite numbers, but are {list(labels)}.")
-    return found
+    return numbers
 
 
-def _several(model: nn.Module, labels: Sequence[Any]) -> Tensor:
+def _class_flags(model: nn.Module, labels: Sequence[Any]) -> Tensor:
     classes: int = model.config.num_labels  # type: ignore[union-attr, assignment]
     for label in labels:
         if not isinstance(label, list | tuple) or len(label) != classes or set(label) - {0, 1}:
@@ -383,10 +372,10 @@ def _several(model: nn.Module, labels: Sequence[Any]) -> Tensor:
     return torch.tensor(labels, dtype=torch.float32)
 
 
-_KINDS = {"class": _classes, "number": _numbers, "several": _several}
+_KINDS = {"class": _classes, "number": _numbers, "several": _class_flags}
 
 
-def _of_words(encoded: Any, samples: Sequence[Sample]) -> Tensor:
+def _word_labels(encoded: Any, samples: Sequence[Sample]) -> Tensor:
     """A class for the first token of every word."""
     if not getattr(encoded, "is_fast", False):
         raise ValueError(
@@ -402,29 +391,30 @@ def _of_words(encoded: Any, samples: Sequence[Sample]) -> Tensor:
             )
         if len(words) != len(classes):
             raise ValueError(f"There are {len(classes)} labels for {len(words)} words.")
-        before = None
+        previous = None
         for place, word in enumerate(encoded.word_ids(row)):
-            if word is not None and word != before:
+            if word is not None and word != previous:
                 labels[row, place] = classes[word]
-            before = word
+            previous = word
     return labels
 
 
 def _masked(tokenizer: Any, batch: dict[str, Tensor], seed: int) -> dict[str, Tensor]:
-    """As BERT was trained: 15 % of a text's words, one at least, of which 8 in 10 are hidden, one
-    is another, and one stays.
+    """As BERT was trained: 15 % of a text's words, one at least. Of these 8 in 10 become the mask,
+    one another word, and one stays.
     """
     if tokenizer.mask_token_id is None:
         raise ValueError("This tokenizer has no mask token, so no words can be masked.")
     special = torch.tensor(sorted(set(tokenizer.all_special_ids)))
     ids = batch[TEXT.key].clone()
     labels = torch.full_like(ids, IGNORED)
-    for row, own in zip(ids, labels, strict=True):
+    for row, row_labels in zip(ids, labels, strict=True):
         places = (~torch.isin(row, special)).nonzero().flatten()
+        # By the text itself, so that an attacker masks its candidates as the client does.
         stream = Stream.from_seeds(seed, zlib.crc32(row[places].numpy().tobytes()))
-        count = max(1, round(MASKED * len(places)))
+        count = max(1, round(MASKED_SHARE * len(places)))
         for place in places[stream.uniform((len(places),)).argsort()[:count]]:
-            own[place] = row[place]
+            row_labels[place] = row[place]
             chance = float(stream.uniform(()))
             if chance < 0.8:
                 row[place] = tokenizer.mask_token_id
@@ -433,13 +423,13 @@ def _masked(tokenizer: Any, batch: dict[str, Tensor], seed: int) -> dict[str, Te
     return {TEXT.key: ids, "labels": labels}
 
 
-def _targets(tokenizer: Any, samples: Sequence[Sample], longest: int) -> Tensor:
+def _targets(tokenizer: Any, samples: Sequence[Sample], max_length: int) -> Tensor:
     for _, target in samples:
         if not isinstance(target, str) or not target:
             raise ValueError(f"A target must be a text, but is {target!r}.")
     encoded = tokenizer(
-        text_target=[target for _, target in samples], truncation=True, max_length=longest,
+        text_target=[target for _, target in samples], truncation=True, max_length=max_length,
         padding=True, return_tensors="pt",
     )  # fmt: skip
-    found: Tensor = encoded[TEXT.key].masked_fill(encoded["attention_mask"] == 0, IGNORED)
-    return found
+    targets: Tensor = encoded[TEXT.key].masked_fill(encoded["attention_mask"] == 0, IGNORED)
+    return targets

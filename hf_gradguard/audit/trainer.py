@@ -24,12 +24,14 @@ from .settings import AuditSettings
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
+_DECOYS = 100  # candidates among which an attacker has to find the audited rows
 
-_DECOYS = 100  # rows among which an attacker has to find the audited ones
 
-
-def set_up(
-    trainer: Any, samples: int, candidates: Sequence[Any] | None, given: Mapping[str, Any]
+def set_up_trainer(
+    trainer: Any,
+    samples: int,
+    candidates: Sequence[Any] | None,
+    requested: Mapping[str, Any],
 ) -> tuple[AuditSettings, Setup, Defense]:
     """What a Trainer would share: its model in training mode, batches of its data by its collator,
     its loss, and its first client's defense with what that remembers.
@@ -38,7 +40,7 @@ def set_up(
         trainer: Built, and perhaps trained.
         samples: How many rows of its data to attack.
         candidates: What an attacker has beside those. Default: other rows of the data.
-        given: Settings of the audit. Sizes of batches are the Trainer's, if nothing else is said.
+        requested: Settings of the audit. Sizes of batches default to the Trainer's.
 
     Returns:
         The settings, what is audited, and the defense.
@@ -47,41 +49,42 @@ def set_up(
         ValueError: If the Trainer protects nothing, runs on several ranks, or its data has no rows
             to be drawn.
     """
-    _check(trainer, given)
+    _check(trainer, requested)
     args = trainer.args
-    hosted = getattr(args, "clients_per_process", 1)
-    settings = {
-        "batch_size": max(1, args.per_device_train_batch_size // hosted),
-        "accumulation": args.gradient_accumulation_steps,
-        "share_input_embeddings": getattr(args, "share_input_embeddings", False),
-        **given,
-    }
-    terms = AuditSettings.of(settings)
+    clients = getattr(args, "clients_per_process", 1)
+    settings = AuditSettings.from_mapping(
+        {
+            "batch_size": max(1, args.per_device_train_batch_size // clients),
+            "accumulation": args.gradient_accumulation_steps,
+            "share_input_embeddings": getattr(args, "share_input_embeddings", False),
+            **requested,
+        }
+    )
     model = trainer._ready(trainer.model)
-    modality = modality_of(model, trainer.processing_class, terms)
-    size = terms.batch_size * terms.accumulation
+    modality = modality_of(model, trainer.processing_class, settings)
+    size = settings.batch_size * settings.accumulation
     if samples < 1 or samples % size:
         raise ValueError(
             f"{samples} samples do not fill messages of {size}, which this Trainer shares: "
-            f"{terms.batch_size} rows a batch, {terms.accumulation} batches a step. Give a "
+            f"{settings.batch_size} rows a batch, {settings.accumulation} batches a step. Give a "
             "multiple."
         )
-    batches, others = _drawn(trainer, samples, size, terms.seed)
-    rows = [row for batch in [*batches, *others] for row in _rows(modality, batch)]
-    defense = copy.deepcopy(trainer._clients[0])
+    batches, decoys = _draw(trainer, samples, size, settings.seed)
+    listed: list[Any] = [row for batch in [*batches, *decoys] for row in _rows(modality, batch)]
+    # An empty list asks for no membership inference; neither is there one of audited rows alone.
+    infers = candidates != [] and (decoys or candidates)
     setup = Setup(
         model, modality, batches,
-        None if candidates == [] or not others + list(candidates or [])
-        else modality.candidates([*rows, *(candidates or [])]),
-        Shared(terms.share_input_embeddings, trainer._withhold,
-               functools.partial(trainer._loss, items=None), terms.accumulation),
+        modality.candidates([*listed, *(candidates or [])]) if infers else None,
+        Shared(settings.share_input_embeddings, trainer._withhold,
+               functools.partial(trainer._loss, items=None), settings.accumulation),
         identity=[args.label_smoothing_factor, code_digest(type(trainer))],
-        told=_told(trainer),
+        assumptions=_assumptions(trainer),
     )  # fmt: skip
-    return terms, setup, defense
+    return settings, setup, copy.deepcopy(trainer._clients[0])
 
 
-def _check(trainer: Trainer, given: Mapping[str, Any]) -> None:
+def _check(trainer: Trainer, requested: Mapping[str, Any]) -> None:
     if not isinstance(trainer, GradGuardMixin):
         raise ValueError(
             f"{type(trainer).__name__} shares its gradients as they are. Audit a "
@@ -89,19 +92,19 @@ def _check(trainer: Trainer, given: Mapping[str, Any]) -> None:
         )
     if trainer.accelerator.num_processes > 1:
         raise ValueError("Audit a Trainer in one process: ranks would each attack their own rows.")
-    if not given.get("lengths_known", True):
+    if not requested.get("lengths_known", True):
         raise ValueError(
             "The collator pads a Trainer's batches to their longest text, so their shape tells its "
             "length: leave lengths_known, or audit the model."
         )
-    if given.get("local_steps"):
+    if requested.get("local_steps"):
         raise ValueError(
             "A Trainer's clients share a gradient each step: leave out local_steps, or audit the "
             "model, with its samples."
         )
 
 
-def _drawn(
+def _draw(
     trainer: GradGuardMixin, samples: int, size: int, seed: int
 ) -> tuple[list[dict[str, Tensor]], list[dict[str, Tensor]]]:
     """Batches to attack, and other rows one by one, collated as in training."""
@@ -115,16 +118,16 @@ def _drawn(
     order = np.random.default_rng(seed).permutation(count).tolist()
 
     def batch(numbers: list[int]) -> dict[str, Tensor]:
-        wanted: list[Any] = [Pick(n, 0, 1.0) for n in numbers] if trainer._parts else numbers
-        collated = loader.collate_fn([dataset[one] for one in wanted])
+        keys: list[Any] = [Pick(n, 0, 1.0) for n in numbers] if trainer._parts else numbers
+        collated = loader.collate_fn([dataset[key] for key in keys])
         return {
             name: value.to(trainer.args.device)
             for name, value in dict(collated).items()
             if isinstance(value, Tensor) and name not in (CLIENT, ROW, SHARE)
         }
 
-    taken = [batch(order[at:][:size]) for at in range(0, samples, size)]
-    return taken, [batch([number]) for number in order[samples : samples + _DECOYS]]
+    batches = [batch(order[start : start + size]) for start in range(0, samples, size)]
+    return batches, [batch([number]) for number in order[samples : samples + _DECOYS]]
 
 
 def _rows(modality: Modality, batch: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
@@ -133,29 +136,30 @@ def _rows(modality: Modality, batch: Mapping[str, Tensor]) -> list[dict[str, Ten
     """
     count = count_rows(batch)
     if IMAGE.key in batch:
-        return [{IMAGE.key: batch[IMAGE.key][row]} for row in range(count)]
-    found = []
-    for row in range(count):
-        ids, mask = batch[TEXT.key][row], batch.get("attention_mask")
-        own = (ids == ids) if mask is None else mask[row].bool()
-        entry = {TEXT.key: ids[own]}
-        if modality.labels in ("text", "token"):
-            labels = batch["labels"][row]
-            labels = labels[own] if labels.shape == ids.shape else labels[labels >= 0]
-            entry |= {"labels": labels[None], "attention_mask": own[own][None].long()}
-            entry[TEXT.key] = entry[TEXT.key][None]
-        found.append(entry)
-    return found
+        return [{IMAGE.key: batch[IMAGE.key][index]} for index in range(count)]
+    rows = []
+    for index in range(count):
+        ids, mask = batch[TEXT.key][index], batch.get("attention_mask")
+        attended = (ids == ids) if mask is None else mask[index].bool()
+        if modality.labels not in ("text", "token"):
+            rows.append({TEXT.key: ids[attended]})
+            continue
+        labels = batch["labels"][index]
+        labels = labels[attended] if labels.shape == ids.shape else labels[labels >= 0]
+        mask = attended[attended].long()
+        row = {TEXT.key: ids[attended], "labels": labels, "attention_mask": mask}
+        rows.append({name: tensor[None] for name, tensor in row.items()})
+    return rows
 
 
-def _told(trainer: GradGuardMixin) -> list[str]:
-    own_loss = type(trainer).compute_loss is not Trainer.compute_loss
-    told = [
+def _assumptions(trainer: GradGuardMixin) -> list[str]:
+    sentences = [
         f"This is the Trainer's own next message, at step {trainer.state.global_step}, and the "
-        "defense remembers what it remembers."
+        "defense remembers its earlier ones."
     ]
-    if trainer.label_smoother is not None or trainer.compute_loss_func is not None or own_loss:
-        told.append(
+    has_own_loss = type(trainer).compute_loss is not Trainer.compute_loss
+    if trainer.label_smoother is not None or trainer.compute_loss_func is not None or has_own_loss:
+        sentences.append(
             "The client's loss is the Trainer's; attackers take the model's own, which differs."
         )
-    return told
+    return sentences

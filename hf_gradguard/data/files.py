@@ -148,10 +148,10 @@ def pick_column(
         >>> pick_column(["idx", "sentence"], None, ("text", "sentence"), "train.tsv")
         'sentence'
     """
-    wanted = usual if column is None else (column,)
-    for name in wanted:
+    columns = usual if column is None else (column,)
+    for name in columns:
         if name in names:
             return name
     raise ValueError(
-        f"{dataset} has no {' or '.join(wanted)}. It has: {', '.join(names)}. Choose with {flag}."
+        f"{dataset} has no {' or '.join(columns)}. It has: {', '.join(names)}. Choose with {flag}."
     )

@@ -37,14 +37,14 @@ def write_private(path: str | os.PathLike[str], content: bytes) -> None:
         ('0o600', b'secret')
     """
     path = Path(path)
-    part = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
+    partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
     try:
         # Never readable by others, not even while it is written.
-        descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(descriptor, "wb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(part, path)
+        os.replace(partial, path)
     finally:
-        part.unlink(missing_ok=True)
+        partial.unlink(missing_ok=True)

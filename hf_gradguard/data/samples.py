@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -47,9 +47,8 @@ def load_samples(
             npz file of images and labels, or a Hub name.
         kind: `"text"` or `"image"`: the name of a domain.
         count: How many.
-        labels: What a label is: `"class"`; `"number"`; `"several"` classes, as a list of names or
-            ids, or of one 0 or 1 for each class; `"token"`, a class for each of a list of words;
-            `"text"`, another text; `None` for none.
+        labels: `"class"`, `"number"`, `"several"` (names, ids, or one 0 or 1 for each class),
+            `"token"` (a class for each of a list of words), `"text"`, or `None` for none.
         spare: How many more behind them, or as many as there are.
         seed: Of the draw.
         classes: The model's `label2id`, for labels that are names.
@@ -59,41 +58,43 @@ def load_samples(
         config: Of a Hub data set with several.
 
     Raises:
-        ValueError: If there are fewer, there is no such column, or a label is no class of the
-            model.
+        ValueError: If there are fewer, or no such column, or a label is no class of the model.
 
     Example:
         >>> written = (tmp_path / "few.tsv").write_text("sentence\\tlabel\\na fine film\\t1\\n")
         >>> load_samples(str(tmp_path / "few.tsv"), kind="text", count=1)
         [('a fine film', 1)]
     """
-    usual = _usual(kind, labels)
-    read = _READ.get(labels or "", lambda label, classes: label)
-    usual_labels = _LABEL_COLUMNS.get(labels or "", ())
+    input_columns = _input_columns(kind, labels)
+    label_columns = _LABEL_COLUMNS.get(labels or "", ())
+    convert = _CONVERTERS.get(labels or "", lambda label, classes: label)
     if dataset.endswith(".npz"):
-        of_labels = [(label_column, usual_labels)] if labels else []
-        inputs, found = _arrays(dataset, (column, usual), *of_labels)
-        chosen = _draw(len(inputs), count, spare, seed, dataset)
-        return [(inputs[i], read(found[i].tolist(), classes) if labels else None) for i in chosen]
-    rows, name = _rows(dataset, split, config, column, kind, usual)
+        columns = [(column, input_columns), *([(label_column, label_columns)] if labels else [])]
+        arrays = _arrays(dataset, columns)
+        indices = _draw(len(arrays[0]), count, spare, seed, dataset)
+        return [
+            (arrays[0][i], convert(arrays[1][i].tolist(), classes) if labels else None)
+            for i in indices
+        ]
+    rows, name = _rows(dataset, split, config, column, kind, input_columns)
     rows = rows.select(_draw(len(rows), count, spare, seed, dataset))
+    inputs = _complete(rows[name], dataset)
     if labels is None:
-        return [(_whole(one, dataset), None) for one in rows[name]]
-    label_name = pick_column(
-        rows.column_names, label_column, usual_labels, dataset, "--label_column"
-    )
-    ids = _own_ids(rows.features[label_name], classes, dataset)
-    found = [read(_mapped(label, ids), classes) for label in rows[label_name]]
-    return [(_whole(one, dataset), label) for one, label in zip(rows[name], found, strict=True)]
+        return [(content, None) for content in inputs]
+    names = rows.column_names
+    label_name = pick_column(names, label_column, label_columns, dataset, "--label_column")
+    ids = _model_ids(rows.features[label_name], classes, dataset)
+    values = [convert(_mapped(label, ids), classes) for label in rows[label_name]]
+    return list(zip(inputs, values, strict=True))
 
 
-def _whole(found: Any, dataset: str) -> Any:
-    if found is None:
+def _complete(inputs: Any, dataset: str) -> list[Any]:
+    if any(content is None for content in inputs):
         raise ValueError(f"A row that was drawn from {dataset} is empty.")
-    return found
+    return list(inputs)
 
 
-def _own_ids(feature: Any, classes: Mapping[str, int] | None, dataset: str) -> list[int] | None:
+def _model_ids(feature: Any, classes: Mapping[str, int] | None, dataset: str) -> list[int] | None:
     """The model's class of each class of a data set that names them; `None` where names say nothing
     of the model's.
 
@@ -101,30 +102,28 @@ def _own_ids(feature: Any, classes: Mapping[str, int] | None, dataset: str) -> l
         ValueError: If the model has only some of the names.
     """
     names: list[str] = getattr(getattr(feature, "feature", feature), "names", None) or []
-    known = [name for name in names if name in (classes or {})]
-    if not known or classes is None:
+    unknown = [name for name in names if name not in (classes or {})]
+    if classes is None or len(unknown) == len(names):
         return None
-    if len(known) < len(names):
-        unknown = next(name for name in names if name not in classes)
-        raise ValueError(f"{dataset} has a class {unknown!r}, and the model none of that name.")
+    if unknown:
+        raise ValueError(f"{dataset} has a class {unknown[0]!r}, and the model none of that name.")
     return [classes[name] for name in names]
 
 
 def _mapped(label: Any, ids: list[int] | None) -> Any:
     if ids is None or label is None:
         return label
-    return [ids[one] for one in label] if isinstance(label, list) else ids[label]
+    return [ids[number] for number in label] if isinstance(label, list) else ids[label]
 
 
-def _arrays(dataset: str, *columns: tuple[str | None, tuple[str, ...]]) -> tuple[Any, Any]:
-    """Inputs, and labels if they are asked for."""
+def _arrays(dataset: str, columns: Sequence[tuple[str | None, tuple[str, ...]]]) -> list[Any]:
+    """Of an npz file: inputs, and labels if there is a second column."""
+    flags = ("--column", "--label_column")
     with np.load(dataset, allow_pickle=False) as arrays:
-        names, flags = list(arrays), ("--column", "--label_column")
-        found = [
-            arrays[pick_column(names, *column, dataset, flag)]
+        return [
+            arrays[pick_column(list(arrays), *column, dataset, flag)]
             for column, flag in zip(columns, flags, strict=False)
         ]
-    return found[0], found[-1]
 
 
 def load_inputs(
@@ -145,11 +144,10 @@ def load_inputs(
         >>> load_inputs(str(tmp_path / "list.csv"), kind="text")
         ['a fine film']
     """
-    usual = _usual(kind)
+    input_columns = _input_columns(kind)
     if dataset.endswith(".npz"):
-        with np.load(dataset, allow_pickle=False) as arrays:
-            return list(arrays[pick_column(list(arrays), column, usual, dataset)])
-    rows, name = _rows(dataset, split, config, column, kind, usual)
+        return list(_arrays(dataset, [(column, input_columns)])[0])
+    rows, name = _rows(dataset, split, config, column, kind, input_columns)
     return list(rows[name])
 
 
@@ -159,11 +157,11 @@ def _rows(
     config: str | None,
     column: str | None,
     kind: str,
-    usual: tuple[str, ...],
+    input_columns: tuple[str, ...],
 ) -> tuple[Dataset, str]:
     """And the name of their inputs' column."""
     rows = load_rows(dataset, split, config)
-    name = pick_column(rows.column_names, column, usual, dataset)
+    name = pick_column(rows.column_names, column, input_columns, dataset)
     return (as_images(rows, name) if kind == "image" else rows), name
 
 
@@ -172,11 +170,11 @@ def _draw(available: int, count: int, spare: int, seed: int, dataset: str) -> li
         raise ValueError(
             f"samples must be from 1 to the {available} that {dataset} has, but is {count}."
         )
-    drawn: list[int] = np.random.default_rng(seed).permutation(available)[: count + spare].tolist()
-    return drawn
+    order: list[int] = np.random.default_rng(seed).permutation(available).tolist()
+    return order[: count + spare]
 
 
-def _usual(kind: str, labels: str | None = None) -> tuple[str, ...]:
+def _input_columns(kind: str, labels: str | None = None) -> tuple[str, ...]:
     if labels == "token":
         return _WORDS
     return COLUMNS[kind] + (_SOURCES if labels == "text" else ())
@@ -195,23 +193,23 @@ def _class_id(label: Any, classes: Mapping[str, int] | None) -> int:
 
 def _class_ids(label: Any, classes: Mapping[str, int] | None) -> list[int]:
     if isinstance(label, str):  # a column of a table
-        label = [part.strip() for part in label.split(",") if part.strip()]
-        label = [int(part) if part.isdigit() else part for part in label]
-    return [_class_id(one, classes) for one in label]
+        names = [name.strip() for name in label.split(",") if name.strip()]
+        label = [int(name) if name.isdigit() else name for name in names]
+    return [_class_id(name, classes) for name in label]
 
 
-def _several(label: Any, classes: Mapping[str, int] | None) -> list[float]:
+def _class_flags(label: Any, classes: Mapping[str, int] | None) -> list[float]:
     """One 0 or 1 for each class."""
     count = len(classes or ())
     if isinstance(label, list | tuple) and len(label) == count and set(label) <= {0, 1}:
-        return [float(one) for one in label]
-    held = set(_class_ids(label, classes))
-    return [float(place in held) for place in range(count)]
+        return [float(flag) for flag in label]
+    ids = set(_class_ids(label, classes))
+    return [float(number in ids) for number in range(count)]
 
 
-_READ: dict[str, Any] = {
+_CONVERTERS: dict[str, Any] = {
     "class": _class_id,
     "number": lambda label, classes: float(label),
-    "several": _several,
+    "several": _class_flags,
     "token": _class_ids,
 }

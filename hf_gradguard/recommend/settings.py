@@ -35,15 +35,15 @@ WARMUP = 0.1  # of a training's steps, the recommended one's too
 
 @dataclass(kw_only=True)
 class TrialSettings:
-    """The terms of the trials, equal for all defenses.
+    """Settings of the trials, equal for all defenses.
 
     Args:
         steps: Optimizer steps of a training.
         batch_size: Samples in a message of training.
         message_size: Samples in a message that is attacked.
         attacked: Samples that are attacked, of two messages at least. They are never trained on.
-        decoys: Samples more, which nothing is trained on: an attacker has a list of these and of
-            those that are attacked, and ranks it. 0 leaves him out.
+        decoys: Further samples, which nothing is trained on: candidates for membership inference,
+            beside those that are attacked. 0 leaves it out.
         learning_rate: Undefended rates are tried around it. For noise of r times the gradient,
             around √(1 + r²) times it, because Adam divides its steps by as much.
         budget: Accuracy that may be lost, as a share.
@@ -58,7 +58,9 @@ class TrialSettings:
     batch_size: int = option(16, "samples in a message of training")
     message_size: int = option(1, "samples in a message that is attacked")
     attacked: int = option(8, "samples that are attacked")
-    decoys: int = option(50, "samples more on an attacker's list of candidates; 0: he has none")
+    decoys: int = option(
+        50, "further samples as candidates for membership inference; 0 leaves it out"
+    )
     learning_rate: float = option(2e-4, "undefended rates are tried around it")
     budget: float = option(0.02, "accuracy that may be lost")
     max_length: int = option(64, "tokens; longer texts are cut")

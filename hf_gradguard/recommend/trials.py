@@ -41,7 +41,7 @@ class Split:
         training: All others.
 
     Example:
-        >>> split = Split.of([("a film", 0)] * 100, attacked=8, batch_size=16)
+        >>> split = Split.draw([("a film", 0)] * 100, attacked=8, batch_size=16)
         >>> len(split.attacked), len(split.choosing), len(split.judging), len(split.training)
         (8, 18, 18, 56)
     """
@@ -52,31 +52,34 @@ class Split:
     training: list[Sample]
 
     @classmethod
-    def of(cls, samples: Sequence[Sample], attacked: int, batch_size: int) -> Split:
+    def draw(cls, samples: Sequence[Sample], attacked: int, batch_size: int) -> Split:
         """Of samples in random order: a fifth judges, and another chooses, 500 at most each.
 
         Raises:
             ValueError: If too few are left to train on.
         """
-        rest = list(samples[attacked:])
-        held = min(500, len(rest) // 5)
-        if held < 2 or len(rest) - 2 * held < batch_size:
+        remaining = list(samples[attacked:])
+        size = min(500, len(remaining) // 5)
+        if size < 2 or len(remaining) - 2 * size < batch_size:
             raise ValueError(
                 f"{len(samples)} samples are too few: {attacked} are attacked, two fifths "
                 f"of the others choose rates and judge, and the rest must fill a batch of "
                 f"{batch_size}."
             )
-        return cls(list(samples[:attacked]), rest[:held], rest[held : 2 * held], rest[2 * held :])
+        return cls(
+            list(samples[:attacked]), remaining[:size], remaining[size : 2 * size],
+            remaining[2 * size :],
+        )  # fmt: skip
 
 
 class Trials:
-    """Trainings of one model on one split, kept as cells.
+    """Trainings of one model on one split, stored as cells.
 
     Args:
         model: As it starts. Never changed.
         modality: Makes batches of samples.
         split: Of the data.
-        terms: Of all trainings.
+        settings: Of all trainings.
         folder: Holds cells, and the trained weights of each defense's best rate.
     """
 
@@ -86,14 +89,14 @@ class Trials:
         processing_class: Any,
         modality: Modality,
         split: Split,
-        terms: TrialSettings,
+        settings: TrialSettings,
         folder: Path,
     ) -> None:
-        self.model, self.modality, self.split, self.terms = model, modality, split, terms
+        self.model, self.modality, self.split, self.settings = model, modality, split, settings
         self._processing_class = processing_class
         self._cells, self._folder = Cells(folder / "cells"), folder / "cells"
-        sizes = (terms.steps, terms.batch_size, terms.max_length, terms.seed)
-        judged = [modality.batch(some) for some in (split.choosing, split.judging)]
+        sizes = (settings.steps, settings.batch_size, settings.max_length, settings.seed)
+        judged = [modality.batch(samples) for samples in (split.choosing, split.judging)]
         codes = code_digest(GradGuardTrainer, type(modality))
         self._key = digest(model, judged, len(split.training), sizes, codes)
 
@@ -104,12 +107,12 @@ class Trials:
         if not isinstance(defense, DPSGD) or defense.target_epsilon is None:
             return defense
         assert defense.delta is not None  # it was checked with it
-        rate = min(1.0, self.terms.batch_size / len(self.split.training))
+        rate = min(1.0, self.settings.batch_size / len(self.split.training))
         target = defense.target_epsilon, defense.delta
-        multiplier = dp_sgd_noise_multiplier(*target, rate, self.terms.steps)
+        multiplier = dp_sgd_noise_multiplier(*target, rate, self.settings.steps)
         return dataclasses.replace(defense, target_epsilon=None, noise_multiplier=multiplier)
 
-    def of(self, label: str, defense: Defense, rate: float) -> Cell:
+    def trial(self, label: str, defense: Defense, rate: float) -> Cell:
         """`choosing`, an accuracy, and `judging`, which of those samples are right."""
         path = self._weights(label, defense, rate)
         return self._cells.once(path.stem, lambda: self._run(defense, rate, path))
@@ -117,7 +120,7 @@ class Trials:
     def best(self, label: str, defense: Defense) -> tuple[float, Cell]:
         """The best learning rate of those tried, of equals the smallest, and its cell."""
         rates = logging.tqdm(self.rates(defense), desc=f"train {label}", leave=False)
-        tried = {rate: self.of(label, defense, rate) for rate in rates}
+        tried = {rate: self.trial(label, defense, rate) for rate in rates}
         best = max(tried, key=lambda rate: (tried[rate]["choosing"], -rate))
         for rate in tried:
             if rate != best:
@@ -126,7 +129,7 @@ class Trials:
 
     def rates(self, defense: Defense) -> list[float]:
         """Three, in steps of two."""
-        middle = self.terms.learning_rate * (rate_factor(defense) or 1.0)
+        middle = self.settings.learning_rate * (rate_factor(defense) or 1.0)
         return [middle / 2, middle, middle * 2]
 
     def trained(self, label: str, defense: Defense, rate: float) -> nn.Module:
@@ -145,16 +148,16 @@ class Trials:
         self._train(model, defense, rate)
         save_file(_state(model), path)
         choosing, judging = (
-            self._right(model, some) for some in (self.split.choosing, self.split.judging)
+            self._right(model, samples) for samples in (self.split.choosing, self.split.judging)
         )
         return {"choosing": sum(choosing) / len(choosing), "judging": judging}
 
     def _train(self, model: nn.Module, defense: Defense, rate: float) -> None:
-        terms = self.terms
+        settings = self.settings
         with tempfile.TemporaryDirectory() as folder:
             args = GradGuardConfig(
-                folder, max_steps=terms.steps, per_device_train_batch_size=terms.batch_size,
-                learning_rate=rate, warmup_steps=WARMUP, seed=terms.seed,
+                folder, max_steps=settings.steps, per_device_train_batch_size=settings.batch_size,
+                learning_rate=rate, warmup_steps=WARMUP, seed=settings.seed,
                 save_strategy="no", logging_strategy="no", report_to="none", disable_tqdm=True,
                 remove_unused_columns=False, scale_learning_rate=False,
                 use_cpu=next(model.parameters()).device.type == "cpu",
@@ -169,14 +172,14 @@ class Trials:
     def _right(self, model: nn.Module, samples: Sequence[Sample]) -> list[float]:
         """Of each sample whether its class was predicted right, or which share of its tokens."""
         model.eval()
-        device, found = next(model.parameters()).device, list[float]()
+        device, shares = next(model.parameters()).device, list[float]()
         for start in range(0, len(samples), 32):
             batch = self.modality.batch(samples[start : start + 32])
             inputs = {name: tensor.to(device) for name, tensor in batch.items()}
             with torch.no_grad():
                 predicted = model(**inputs).logits.argmax(-1).cpu()
-            found += share_right(predicted, batch["labels"], is_causal_lm(model))
-        return found
+            shares += share_right(predicted, batch["labels"], is_causal_lm(model))
+        return shares
 
 
 def share_right(predicted: torch.Tensor, labels: torch.Tensor, shifted: bool) -> list[float]:

@@ -18,7 +18,7 @@ from hf_gradguard.attacks import ATTACKS, Attack, Observation, Reconstruction, m
 from hf_gradguard.attacks.candidates import regression
 from hf_gradguard.attacks.candidates.attack import Candidates
 from hf_gradguard.audit import audit, markdown_table, summarize
-from hf_gradguard.audit.attackers import attackers, with_list
+from hf_gradguard.audit.attackers import attackers, with_candidates
 from hf_gradguard.audit.client import modality_of
 from hf_gradguard.audit.report.page import html_report
 from hf_gradguard.audit.report.verdicts import INFORMED
@@ -44,7 +44,11 @@ def known(attack: Any, spec: str, **terms: Any) -> dict[str, Any]:
     attack = make_attack(attack) if isinstance(attack, str) else attack
     found = attackers("a", attack, defense, AuditSettings(**terms))
     return {
-        label.replace("a" + INFORMED, "informed"): (one.attack, sorted(one.grants), one.knows)
+        label.replace("a" + INFORMED, "informed"): (
+            one.attack,
+            sorted(one.grants),
+            one.knows_defense,
+        )
         for label, one in found.items()
     }
 
@@ -159,19 +163,19 @@ def test_at_chance_needs_somebody_who_knows_and_reads() -> None:
     assert summarize(told).verdicts[1].standing == "chance"
     blind = made({"none/tag": HIGH, "d/tag": LOW})
     for cell in blind.cells:
-        cell["knows"] = cell["defense"] == "none"
+        cell["knows_defense"] = cell["defense"] == "none"
     verdict = summarize(blind).verdicts[1]
     assert verdict.standing == "unknown"
-    assert "No attacker was tried who knows the defense" in verdict.text
+    assert "No attacker that knows the defense was tried" in verdict.text
     # Six words in a hundred above chance are a leak, and no measure of a defense.
     weak = [0.26, 0.27, 0.26, 0.27, 0.26]
     verdict = summarize(made({"none/tag": weak, "d/tag": LOW})).verdicts[1]
     assert verdict.standing == "unknown"
-    assert "hardly read what is not defended" in verdict.text
+    assert "hardly recover undefended data" in verdict.text
     # One attack knows, another one reads: neither says anything.
     both = made({"none/tag": HIGH, "none/span": weak, "d/tag": LOW, "d/span": LOW})
     for cell in both.cells:
-        cell["knows"] = cell["attack"] == "span"
+        cell["knows_defense"] = cell["attack"] == "span"
     assert summarize(both).verdicts[1].standing == "unknown"
 
 
@@ -179,17 +183,17 @@ def test_who_knows_is_compared_with_the_same_attack_undefended() -> None:
     names = {"none/tag": HIGH, "d/tag": LOW, f"d/tag{INFORMED}": LOW}
     result = made(names)
     for cell in result.cells:
-        cell["knows"] = cell["attack"] != "tag" or cell["defense"] == "none"
+        cell["knows_defense"] = cell["attack"] != "tag" or cell["defense"] == "none"
     summary = summarize(result)
     assert summary.verdicts[1].standing == "chance"
-    assert [(row.defense, row.attack, row.knows) for row in summary.rows] == [
+    assert [(row.defense, row.attack, row.knows_defense) for row in summary.rows] == [
         ("none", "tag", True),
         ("d", "tag", False),
         ("d", f"tag{INFORMED}", True),
     ]
     table = markdown_table(summary)
     assert f"| defense | tag | tag{INFORMED} |" in table
-    assert "An attacker who knows the defense has an entry where" in table
+    assert "An attacker that knows the defense has an entry where" in table
 
 
 @dataclass
@@ -219,19 +223,19 @@ def test_no_leak_is_at_chance_that_another_attacker_finds(
         *text_model(), SAMPLES, LEAKS, "blunt", candidates=TEXTS, output=tmp_path / "both"
     )
     summary = summarize(result)
-    found = {(one.defense, one.attack): one for one in summary.ranked}
+    found = {(one.defense, one.attack): one for one in summary.membership}
     for verdict in summary.verdicts:
         assert verdict.standing in ("open", "reduced"), verdict
         one = found[verdict.defense, "candidates"]
         assert one.scores["top1"].mean > 0.8, verdict
         assert one.scores["tpr_1%"].mean > 0.5
-        assert (one.candidates, one.members, one.knows) == (12, 4, True)
+        assert (one.candidates, one.members, one.knows_defense) == (12, 4, True)
     # Without the attacker who finds them nothing is claimed either.
     alone = audit(*text_model(), SAMPLES, LEAKS[:1], "blunt", output=tmp_path / "alone")
     assert "chance" not in [verdict.standing for verdict in summarize(alone).verdicts]
     table, page = markdown_table(summary), html_report(summary)
     assert "| `soteria:ratio=0.5` | 12 | yes | 1.00" in table
-    assert "An attacker with a list of candidates" in page
+    assert "<h2>Membership inference</h2>" in page
     assert "<th>knows the defense</th>" in page
 
 
@@ -242,13 +246,13 @@ def test_what_hides_is_at_chance_and_batches_and_images_are_ranked(tmp_path: Pat
     )  # fmt: skip
     summary = summarize(hidden)
     assert [verdict.standing for verdict in summary.verdicts] == ["open", "chance"]
-    assert {len(cell["ranked"]["members"]) for cell in hidden.cells} == {2}
+    assert {len(cell["membership"]["members"]) for cell in hidden.cells} == {2}
     pictures = images(8)
     shown = audit(
         *image_model(), pictures[:3], [], make_attack("candidates"),
         candidates=[image for image, _ in pictures], output=tmp_path / "b",
     )  # fmt: skip
-    (one,) = summarize(shown).ranked
+    (one,) = summarize(shown).membership
     assert one.scores["rank"].mean == 1
     assert shown.attacks["candidates"]["candidates"] == ["Tensor"] * 8
 
@@ -277,7 +281,7 @@ def test_defenses_together_are_each_by_itself(
             batch_size=2,
         )  # fmt: skip
         return {
-            (cell["message"], cell["defense"]): cell["ranked"]["scores"] for cell in found.cells
+            (cell["message"], cell["defense"]): cell["membership"]["scores"] for cell in found.cells
         }
 
     together = ranked(defenses, "together")
@@ -297,13 +301,13 @@ def test_the_list_says_nothing_by_its_order() -> None:
     """Equal scores are ranked by place: the audited ones must not come first."""
     modality = modality_of(*text_model(), AuditSettings())
     listed = [[5 + k] for k in range(9)]
-    (found,) = with_list({}, listed, modality, 0).values()
+    (found,) = with_candidates({}, listed, modality, 0).values()
     assert found.candidates != listed == sorted(found.candidates)  # type: ignore[attr-defined]
     own = make_attack("candidates", candidates=[[7]])
     both = {"mine": own, "theirs": make_attack("candidates")}
-    kept = with_list(both, [[5]], modality, 0)
+    kept = with_candidates(both, [[5]], modality, 0)
     assert [one.candidates for one in kept.values()] == [[[7]], [[5]]]  # type: ignore[attr-defined]
-    assert with_list({"tag": make_attack("tag")}, None, modality, 0).keys() == {"tag"}
+    assert with_candidates({"tag": make_attack("tag")}, None, modality, 0).keys() == {"tag"}
 
 
 def test_a_list_of_ones_own_is_as_clients_have_it_and_shuffled(tmp_path: Path) -> None:
@@ -313,7 +317,7 @@ def test_a_list_of_ones_own_is_as_clients_have_it_and_shuffled(tmp_path: Path) -
     texts = [*TEXTS[:6], tokenizer(TEXTS[6]).input_ids, dict(tokenizer(TEXTS[7]))]
     labels = list(range(8))
     own = make_attack("candidates", candidates=texts, labels=labels)
-    (found,) = with_list({"own": own}, None, modality, 0).values()
+    (found,) = with_candidates({"own": own}, None, modality, 0).values()
     assert isinstance(found, Candidates)
     ids = [one["input_ids"] if isinstance(one, Mapping) else one for one in found.candidates]
     assert ids == [tokenizer(TEXTS[label]).input_ids for label in found.labels or ()]
@@ -323,7 +327,7 @@ def test_a_list_of_ones_own_is_as_clients_have_it_and_shuffled(tmp_path: Path) -
     attacks = [make_attack("candidates", candidates=texts), at]
     result = audit(*text_model(), SAMPLES[:2], [], attacks, output=tmp_path / "out")
     assert not [cell for cell in result.cells if "crash" in cell or "reason" in cell]
-    ranks = [cell["ranked"] for cell in result.cells if "ranked" in cell]
+    ranks = [cell["membership"] for cell in result.cells if "membership" in cell]
     assert [len(one["members"]) for one in ranks] == [1, 1]
     assert all(one["scores"][one["members"][0]] == max(one["scores"]) for one in ranks)
 
@@ -338,7 +342,7 @@ def test_images_of_ones_own(tmp_path: Path) -> None:
     listed += [pixels[3].numpy(), *(image for image, _ in pictures[4:])]
     attack = make_attack("candidates", candidates=listed)
     result = audit(model, processor, pictures[:4], [], attack, output=tmp_path / "out")
-    ranks = [cell["ranked"] for cell in result.cells]
+    ranks = [cell["membership"] for cell in result.cells]
     assert [one["scores"][one["members"][0]] == max(one["scores"]) for one in ranks] == [True] * 4
 
 

@@ -419,7 +419,7 @@ def test_what_was_shared_is_measured(tmp_path: Path, spy: type[Spy]) -> None:
         float(torch.cosine_similarity(pruned, plain, dim=0)), rel=1e-4
     )
     assert all(
-        set(row["figures"]) == {"i2f_lower_bound"} for row in result.shared
+        set(row["estimates"]) == {"i2f_lower_bound"} for row in result.shared
     )  # see test_audit_estimators.py
 
 
@@ -633,7 +633,7 @@ def made(
             "scores": {"token_f1": [value]},
             "ids": [[5]],
             "pieces": [["x"]],
-            "knows": True,
+            "knows_defense": True,
         }
         for r in range(repeats)
         for key, values in scores.items()

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 
 from hf_gradguard import GradientMap
 from hf_gradguard.audit import audit, markdown_table, summarize
-from hf_gradguard.audit.report.page import html_report, scatters, show_mean
+from hf_gradguard.audit.report.page import html_report, scatters
+from hf_gradguard.audit.report.verdicts import show_mean
 from hf_gradguard.defenses import Message, Noise
 from hf_gradguard.leakage.estimators import make_estimator
 
@@ -66,7 +67,7 @@ def test_figures_by_dense_jacobians(tmp_path: Path, spy: type[Spy]) -> None:
     expected = product.flatten(1).norm(dim=1) / top
     variance = float(plain.double().square().mean())  # relative_scale=1
 
-    none, gaussian = (row["figures"] for row in result.shared)
+    none, gaussian = (row["estimates"] for row in result.shared)
     assert none == {"i2f_lower_bound": [0, 0]}
     assert gaussian["i2f_lower_bound"] == pytest.approx(
         expected.tolist(), rel=1e-3
@@ -96,7 +97,7 @@ def test_figures_are_the_same_when_an_audit_goes_on(tmp_path: Path, spy: type[Sp
     again = audit(model, tokenizer, TEXTS[:2], ["optimal_noise", "pruning"], "spy", output=tmp_path)
     assert len(spy.seen) == attacked
     assert without_times(again) == without_times(first)
-    kinds = [set(row["figures"]) for row in first.shared]
+    kinds = [set(row["estimates"]) for row in first.shared]
     assert (
         kinds == [{"i2f_lower_bound"}, {"i2f_lower_bound", "dfil_bound"}, {"i2f_lower_bound"}] * 2
     )
@@ -134,8 +135,8 @@ def test_no_second_derivatives_is_said(
     monkeypatch.setattr("hf_gradguard.leakage.estimators.largest_eigenvalue", fail)
     model, tokenizer = text_model()
     result = audit(model, tokenizer, TEXTS[:1], [], "spy", output=tmp_path)
-    assert result.shared[0]["figures"] == {}
-    reason = result.shared[0]["no_figures"]["i2f_lower_bound"]
+    assert result.shared[0]["estimates"] == {}
+    reason = result.shared[0]["no_estimates"]["i2f_lower_bound"]
     assert reason == "The largest eigenvalue is not known."
     assert summarize(result).correlations == scatters(summarize(result)) == []
     assert "The largest eigenvalue is not known." in html_report(summarize(result))
@@ -152,7 +153,7 @@ def with_figures(
 ) -> Audit:
     result = made(scores)
     for row in result.shared:
-        row["figures"] = (
+        row["estimates"] = (
             {figure: [found[row["defense"]][row["message"]]]} if row["defense"] in found else {}
         )
     return result
@@ -165,7 +166,7 @@ def test_spearman_by_hand() -> None:
         {"none": [0.1, 0.2, 0.3], "d": [4.0, 50.0, 600.0]},
     )
     (row,) = summarize(result).correlations
-    assert (row.figure, row.attack, row.points) == ("i2f_lower_bound", "tag", 6)
+    assert (row.estimator, row.attack, len(row.points)) == ("i2f_lower_bound", "tag", 6)
     assert row.coefficients == {"token_f1": pytest.approx(-31 / 35)}
 
 
@@ -175,7 +176,7 @@ def test_what_tells_nothing_has_no_coefficient() -> None:
     assert [summarize(result).correlations[0].coefficients for result in (constant, few)] == [
         {"token_f1": None}
     ] * 2
-    assert [summarize(result).correlations[0].points for result in (constant, few)] == [3, 2]
+    assert [len(summarize(result).correlations[0].points) for result in (constant, few)] == [3, 2]
     assert summarize(with_figures({"none/tag": [0.9, 0.7, 0.8]}, {})).correlations == []
     few_means, means = (summarize(result).shared["none"] for result in (few, constant))
     assert show_mean(few_means["i2f_lower_bound"]) == "∞"
@@ -189,8 +190,8 @@ def test_attacks_that_were_not_applicable_have_no_points() -> None:
         if cell["attack"] == "span" and cell["message"] == 0:
             del cell["scores"]
             cell["reason"] = "no"
-    found = {c.attack: c.common for c in summarize(result).correlations}["span"]
-    assert [(p.defense, p.figure, p.scores) for p in found] == [("none", 2.0, {"token_f1": 0.2})]
+    found = {c.attack: c.points for c in summarize(result).correlations}["span"]
+    assert [(p.defense, p.estimate, p.scores) for p in found] == [("none", 2.0, {"token_f1": 0.2})]
 
 
 def test_where_the_points_are() -> None:
@@ -199,7 +200,7 @@ def test_where_the_points_are() -> None:
         {"none/tag": [1.0, 0.5], "d/tag": [0.25, 0.0]}, {"none": [0.0, 0.1], "d": [1.0, 60.0]}
     )
     (plot,) = scatters(summarize(result))
-    left, right = plot["left"], 388
+    left, right = plot["axis_start"], 388
     assert [(p["x"], p["y"], p["kind"]) for p in plot["points"]] == [
         (62.0, 14.0, 0),
         (left, 114.0, 0),
@@ -215,7 +216,7 @@ def test_the_report_of_an_audit_shows_all_points(tmp_path: Path, spy: type[Spy])
     result = audit(
         *image_model(), images(3), STRENGTHS, "inverting_gradients:steps=2", output=tmp_path
     )
-    assert [(c.figure, c.points) for c in summarize(result).correlations] == [
+    assert [(c.estimator, len(c.points)) for c in summarize(result).correlations] == [
         ("i2f_lower_bound", 12),
         ("dfil_bound", 9),
     ]

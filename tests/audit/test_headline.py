@@ -10,10 +10,9 @@ import pytest
 from test_audit import HIGH, LOW, MIDDLE, made
 
 from hf_gradguard.audit import run, summarize
-from hf_gradguard.audit.report.headline import headline, worst
-from hf_gradguard.audit.report.page import html_report
+from hf_gradguard.audit.report.page import headline, html_report, worst_sample
 from hf_gradguard.audit.run import make_defenses, read_metrics
-from hf_gradguard.audit.texts import _NO_WORD
+from hf_gradguard.audit.texts import _UNUSED_TOKEN
 from hf_gradguard.defenses import make_defense
 
 
@@ -41,9 +40,9 @@ def test_headline(scores: dict[str, list[float]], metrics: dict[str, float], wor
 
 def test_the_worst_case_is_the_worst() -> None:
     audit = made({"none/tag": HIGH, "a/tag": MIDDLE, "b/tag": [0.1, 0.2, 0.4, 0.1, 0.2]})
-    found = worst(summarize(audit))
+    found = worst_sample(summarize(audit))
     assert found is not None
-    assert (found.message, found.place) == (2, 0)
+    assert (found.message, found.index) == (2, 0)
     assert found.shown == [("none", "tag"), ("b", "tag")]
 
 
@@ -77,8 +76,8 @@ def test_runs_are_of_the_defense_with_their_settings(tmp_path: Any) -> None:
 
 def test_places_that_a_vocabulary_keeps_free_are_no_words() -> None:
     for text in ("[unused299]", "<extra_id_7>", "<|reserved_special_token_3|>", "<unused12>"):
-        assert _NO_WORD.sub("□", f" {text}") == " □"
-    assert _NO_WORD.sub("□", "[a reserved seat]") == "[a reserved seat]"
+        assert _UNUSED_TOKEN.sub("□", f" {text}") == " □"
+    assert _UNUSED_TOKEN.sub("□", "[a reserved seat]") == "[a reserved seat]"
 
 
 def test_the_page_has_both(tmp_path: Any) -> None:

@@ -114,7 +114,7 @@ def test_every_head_is_read(head: str, tmp_path: Path) -> None:
     if head in ("text-generation", "fill-mask", "text2text-generation"):
         (reason,) = rows["tag"].reasons
         assert "labels are its text" in reason
-        assert "nobody is told them" in " ".join(result.settings["threat_model"])
+        assert "so they are not granted" in " ".join(result.settings["threat_model"])
         assert result.messages[0]["labels"] == [None]
     else:
         assert rows["tag"].scores

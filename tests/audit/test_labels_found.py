@@ -14,7 +14,7 @@ from test_audit import TEXTS, Spy, image_model, images, spy, text_model  # noqa:
 
 from hf_gradguard.attacks import Reconstruction
 from hf_gradguard.audit import audit, summarize
-from hf_gradguard.audit.report.summary import found_by_chance, found_under
+from hf_gradguard.audit.report.summary import labels_by_chance, recovered_labels
 
 DEFENSES = ["pruning:ratio=0.5", "gaussian_noise:relative_scale=1000"]
 
@@ -38,14 +38,14 @@ def test_labels_are_found_also_where_attacks_are_granted_them(
     for row in result.shared:  # by hand
         true = result.messages[row["message"]]["labels"]
         share = (Counter(row["labels"]) & Counter(true)).total() / len(true)
-        values = found_under(replace(result, shared=[row]), row["defense"])
+        values = recovered_labels(replace(result, shared=[row]), row["defense"])
         assert values == {row["message"]: {"labels": [pytest.approx(share)]}}
     table = (tmp_path / "table.md").read_text()
-    assert "| labels found |" in table
+    assert "| labels recovered |" in table
     assert "1.00" in next(line for line in table.splitlines() if line.startswith("| `none`"))
     assert f"| {summary.chance_labels:.2f} |" in table.split("| chance |")[1]
     report = (tmp_path / "report.html").read_text()
-    assert f"drawing classes at random finds {summary.chance_labels:.2f}" in report
+    assert f"drawing classes at random recovers {summary.chance_labels:.2f}" in report
 
 
 @pytest.mark.parametrize("true", [[0], [0, 1, 2], [0, 0, 1], [2, 2, 2]])
@@ -58,4 +58,4 @@ def test_chance_equals_the_mean_over_all_draws(
     result = audit(*text_model(), samples, "pruning", "spy", output=tmp_path, batch_size=len(true))
     draws = list(itertools.product(range(3), repeat=len(true)))
     shares = [(Counter(draw) & Counter(true)).total() / len(true) for draw in draws]
-    assert found_by_chance(result) == pytest.approx(sum(shares) / len(draws))
+    assert labels_by_chance(result) == pytest.approx(sum(shares) / len(draws))

@@ -87,7 +87,7 @@ def test_classes_of_others_by_name_and_as_objects(toys: None, tmp_path: Path) ->
     assert list(by_name.attacks) == list(as_objects.attacks) == ["constant:word=6", "constant"]
     assert by_name.shared[1]["relative_error"] == pytest.approx(0.75)
     assert [cell["ids"] for cell in by_name.cells] == [cell["ids"] for cell in as_objects.cells]
-    figures = [[row["figures"] for row in one.shared] for one in (by_name, as_objects)]
+    figures = [[row["estimates"] for row in one.shared] for one in (by_name, as_objects)]
     assert figures[0] == figures[1]
     assert "`shrunk:factor=0.25`" in markdown_table(summarize(as_objects))
 
@@ -122,10 +122,10 @@ def test_estimators_of_others_stand_beside_the_two(
 ) -> None:
     monkeypatch.setitem(ESTIMATORS, "size", Size)
     result = audit(*text_model(), TEXTS, ["shrunk"], "constant:word=6,constant", output=tmp_path)
-    full, half = (row["figures"]["size"][0] for row in result.shared[:2])
+    full, half = (row["estimates"]["size"][0] for row in result.shared[:2])
     assert half == pytest.approx(full / 2)
     summary = summarize(result)
-    assert summary.figures["size"] == "size"
+    assert summary.estimator_titles["size"] == "size"
     table, page = markdown_table(summary), html_report(summary)
     assert "| I²F lower bound | dFIL bound | size |" in table
     assert "size: no error at all." in table
@@ -150,8 +150,8 @@ def test_an_estimator_that_fails_stops_nothing(
 
     monkeypatch.setitem(ESTIMATORS, "wrong", Wrong)
     result = audit(*text_model(), TEXTS[:1], [], "spy", output=tmp_path)
-    assert reason.replace("an error", "error") in result.shared[0]["no_figures"]["wrong"]
-    assert "i2f_lower_bound" in result.shared[0]["figures"]
+    assert reason.replace("an error", "error") in result.shared[0]["no_estimates"]["wrong"]
+    assert "i2f_lower_bound" in result.shared[0]["estimates"]
     assert "scores" in result.cells[0]
 
 

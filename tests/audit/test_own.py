@@ -72,7 +72,7 @@ def test_the_weight_that_shows_most_of_own_images(shade, tmp_path) -> None:
     cells = by_attack(result)
     # It is chosen on the own images, whatever the audited ones are, by one start each.
     assert set(cells) == {("none", "four"), (noise, "four"), (noise, "four" + INFORMED)}
-    assert [cells[place]["knows"] for place in cells] == [True, False, True]
+    assert [cells[place]["knows_defense"] for place in cells] == [True, False, True]
     plain, informed = (cells[noise, "four" + end]["scores"]["psnr"][0] for end in ("", INFORMED))
     assert plain > informed + 10
     assert shade.tried[: 2 * len(WEIGHTS)] == [(weight, 1) for weight in WEIGHTS for _ in range(2)]

@@ -54,5 +54,5 @@ def test_planted_leaks_are_not_at_chance(weak: str, tmp_path: Path) -> None:
     assert "chance" not in (one.standing for one in summary.verdicts)
     best = max(row.scores["token_f1"].mean for row in summary.rows if row.defense != "none")
     assert best > 0.9
-    (named,) = (one.scores["top1"].mean for one in summary.ranked if one.defense != "none")
+    (named,) = (one.scores["top1"].mean for one in summary.membership if one.defense != "none")
     assert named == 1

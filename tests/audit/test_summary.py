@@ -13,7 +13,7 @@ from test_audit import HIGH, LOW, MIDDLE, TEXTS, Spy, made, spy, text_model  # n
 
 from hf_gradguard.audit import audit, markdown_table, summarize, write_report
 from hf_gradguard.audit.report import summary as summary_module
-from hf_gradguard.audit.report.verdicts import TERMS
+from hf_gradguard.audit.report.verdicts import MAIN_SCORES
 from hf_gradguard.metrics.scores import bootstrap_intervals
 
 
@@ -62,22 +62,22 @@ def test_intervals_do_not_depend_on_what_is_bootstrapped_with_them() -> None:
 
 
 def test_axes_end_at_a_tick_above_all_values() -> None:
-    assert TERMS["text"].ticks([0.3, 1 + 2e-16])[-1] == (1.0, "100 %")
-    assert TERMS["image"].ticks([12.0])[-1] == (30.0, "30 dB")
-    assert TERMS["image"].ticks([12.0, 31.0])[-1] == (40.0, "40 dB")
+    assert MAIN_SCORES["text"].ticks([0.3, 1 + 2e-16])[-1] == (1.0, "100 %")
+    assert MAIN_SCORES["image"].ticks([12.0])[-1] == (30.0, "30 dB")
+    assert MAIN_SCORES["image"].ticks([12.0, 31.0])[-1] == (40.0, "40 dB")
 
 
 def test_an_exact_copy_does_not_press_all_others_together() -> None:
-    assert TERMS["image"].ticks([12.0, 100.0])[-1] == (40.0, "≥ 40 dB")
-    assert TERMS["image"].ticks([40.0])[-1] == (40.0, "40 dB")
+    assert MAIN_SCORES["image"].ticks([12.0, 100.0])[-1] == (40.0, "≥ 40 dB")
+    assert MAIN_SCORES["image"].ticks([40.0])[-1] == (40.0, "40 dB")
 
 
 def test_few_ticks_keep_both_ends() -> None:
-    from hf_gradguard.audit.report.page import _few
+    from hf_gradguard.audit.report.verdicts import thinned_ticks
 
     for count in (1, 3, 4, 5, 10, 11):
         ticks = [(0.1 * k, str(k)) for k in range(count + 1)]
-        found = [label for _, label in _few(ticks)]
+        found = [label for _, label in thinned_ticks(ticks)]
         assert found[0] == "0"
         assert found[-1] == str(count)
         assert len(found) <= 7

@@ -6,7 +6,7 @@ import pytest
 from test_audit import HIGH, LOW, MIDDLE, made
 
 from hf_gradguard.audit import markdown_table, summarize
-from hf_gradguard.audit.report.headline import headline
+from hf_gradguard.audit.report.page import headline
 from hf_gradguard.audit.report.verdicts import Estimate
 
 
@@ -27,29 +27,32 @@ def test_an_attack_on_one_message_hides_no_other() -> None:
     assert "(rows 97 % on 1 of 5 messages)" in undefended.text
     assert "where undefended span recovers 92 %;" in leaking.text
     assert hiding.standing == "unknown"  # and it reads that one
-    assert "rows reads the one message that it works on" in hiding.text
+    assert "rows recovers the one message that it works on" in hiding.text
 
 
-def test_who_has_a_list_leaks_by_its_order_alone() -> None:
+def test_membership_leaks_by_the_order_of_candidates_alone() -> None:
     """Entries that are drawn blindly are right at times, and are then whole texts."""
     result = made({"none/candidates": [1.0] * 6, "d/candidates": [1.0, 0.0, 0.0, 1.0, 1.0, 1.0]})
     for cell in result.cells:
         number, told = cell["message"], cell["defense"] == "none"
         first = number if told else (number + (1, 2, 3, 4, 5, 0)[number]) % 6
-        cell["ranked"] = {"scores": [-float(abs(k - first)) for k in range(6)], "members": [number]}
+        cell["membership"] = {
+            "scores": [-float(abs(k - first)) for k in range(6)],
+            "members": [number],
+        }
     summary = summarize(result)
     assert [row.beats_chance for row in summary.rows] == [("percentile",), ()]
     undefended, verdict = summary.verdicts
     assert undefended.text.endswith("chance is 20 %.")
     assert verdict.standing == "chance"
-    assert "Not distinguishable from a blind draw from the list" in verdict.text
-    assert summary.ranked[1].blind == pytest.approx(1 / 6)
-    assert "| named | by chance |" in markdown_table(summary)
+    assert "Not distinguishable from a random draw of candidates" in verdict.text
+    assert summary.membership[1].chance == pytest.approx(1 / 6)
+    assert "| identified | by chance |" in markdown_table(summary)
     assert "| 0.17 |" in markdown_table(summary)
 
 
-def test_readers_are_compared_with_readers() -> None:
-    """That a list tells nothing any more is no help against who reads."""
+def test_reconstruction_is_compared_with_reconstruction() -> None:
+    """That membership inference fails is no help against reconstruction."""
     result = made(
         {"none/span": MIDDLE, "none/candidates": [1.0] * 5}
         | {"d/span": MIDDLE, "d/candidates": LOW}
@@ -57,9 +60,9 @@ def test_readers_are_compared_with_readers() -> None:
     for cell in result.cells:
         if cell["attack"] == "candidates":
             even = [0.0] * 6 if cell["defense"] == "d" else [1.0] + [0.0] * 5
-            cell["ranked"] = {"scores": even, "members": [0]}
+            cell["membership"] = {"scores": even, "members": [0]}
     summary = summarize(result)
     verdict = summary.verdicts[1]
-    assert "a list of 6 names 0 % of the texts (17 % by chance)" in headline(summary)
+    assert "among 6 candidates identifies 0 % of the texts (17 % by chance)" in headline(summary)
     assert verdict.standing == "open"
     assert "Against span, not distinguishable from no defense." in verdict.text

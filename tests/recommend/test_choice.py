@@ -8,7 +8,7 @@ import re
 import numpy as np
 import pytest
 
-from hf_gradguard.audit.report.verdicts import TERMS
+from hf_gradguard.audit.report.verdicts import MAIN_SCORES, Estimate
 from hf_gradguard.recommend import Outcome, choose
 from hf_gradguard.recommend.choice import Estimate, html_report
 from hf_gradguard.recommend.settings import TrialSettings
@@ -21,7 +21,7 @@ def outcome(name: str, lost: float, leak: float, width: float = 0.01) -> Outcome
     right = varied(f"right {name}", 0.9 - lost, 0.06, 100)
     return Outcome(
         name, 1e-3, accuracy, around, read, "span", "end",
-        right=right, read=varied(name, leak, 2 * width, 8),
+        accuracy_by_sample=right, leak_by_message=varied(name, leak, 2 * width, 8),
     )  # fmt: skip
 
 
@@ -57,7 +57,9 @@ def test_of_what_cannot_be_told_apart_at_all_the_one_that_hides_more() -> None:
         outcome("b", 0.015, 0.05, 0.05),
     ]
     assert choose(tried, 0.02, chance=0.1).chosen == tried[2]
-    sure = dataclasses.replace(tried[1], right=dict.fromkeys(range(100), 0.9))  # all the same
+    sure = dataclasses.replace(
+        tried[1], accuracy_by_sample=dict.fromkeys(range(100), 0.9)
+    )  # all the same
     assert choose([PLAIN, sure], 0.02, chance=0.1).chosen == sure
     told_apart = [*tried[:2], outcome("b", 0.03, 0.05, 0.05)]
     assert choose(told_apart, 0.04, chance=0.1).chosen == tried[1]
@@ -66,12 +68,14 @@ def test_of_what_cannot_be_told_apart_at_all_the_one_that_hides_more() -> None:
 def test_what_all_messages_say_alike_is_told_apart_where_intervals_overlap() -> None:
     """Messages differ by 0.5, and behind a each gives away 0.1 to 0.12 more than behind b."""
     easy, more = [0.1, 0.6, 0.2, 0.5, 0.3, 0.55], [0.1, 0.12, 0.11, 0.1, 0.12, 0.11]
-    b = dataclasses.replace(outcome("b", 0.02, 0.375, 0.2), read=dict(enumerate(easy)))
+    b = dataclasses.replace(outcome("b", 0.02, 0.375, 0.2), leak_by_message=dict(enumerate(easy)))
     worse = [mean + some for mean, some in zip(easy, more, strict=True)]
-    a = dataclasses.replace(outcome("a", -0.05, 0.485, 0.2), read=dict(enumerate(worse)))
+    a = dataclasses.replace(outcome("a", -0.05, 0.485, 0.2), leak_by_message=dict(enumerate(worse)))
     assert choose([PLAIN, a, b], 0.02, chance=0.1).chosen is b
     # One message alone tells nobody apart.
-    single = [dataclasses.replace(one, read={0: one.read[0]}) for one in (a, b)]
+    single = [
+        dataclasses.replace(one, leak_by_message={0: one.leak_by_message[0]}) for one in (a, b)
+    ]
     assert choose([PLAIN, *single], 0.02, chance=0.1).chosen == single[0]
 
 
@@ -87,9 +91,10 @@ def test_words_say_whether_it_is_more_than_a_guess() -> None:
     hides = choose([PLAIN, outcome("a", 0.0, 0.05)], 0.02, chance=0.05)
     leaks = choose([PLAIN, outcome("a", 0.0, 0.30)], 0.02, chance=0.05)
     assert "not all" not in hides.words
-    assert leaks.words.endswith("it hides much, and not all.")
+    assert leaks.words.endswith("much is private, and not all.")
     assert (
-        "reads 30 % [29, 31] (a guess: 5 %; span reads 100 % [99, 101] undefended)" in leaks.words
+        "recovers 30 % [29, 31] (a guess: 5 %; span recovers 100 % [99, 101] undefended)"
+        in leaks.words
     )
 
 
@@ -100,30 +105,30 @@ def test_the_undefended_comes_first(tried: list[Outcome]) -> None:
 
 
 def listed(one: Outcome, named: float, width: float = 0.05) -> Outcome:
-    return dataclasses.replace(one, named=Estimate(named, named - width, named + width), listed=54)
+    return dataclasses.replace(
+        one, membership=Estimate(named, named - width, named + width), candidates=54
+    )
 
 
-def test_who_names_many_of_a_list_is_told_what_hides_from_him() -> None:
+def test_much_membership_inference_names_a_defense_against_it() -> None:
     for named, said in ((0.5, True), (0.08, False)):  # of the latter 0.03 to 0.13
         tried = [listed(PLAIN, 1.0), listed(outcome("a", 0.0, 0.1), named)]
         words = choose(tried, 0.02, chance=0.2).words
-        assert "An attacker with a list of 54, the right ones among them, names" in words
+        assert "Membership inference among 54 candidates identifies" in words
         assert ("share its linear head alone" in words) == said
 
 
-def test_searches_that_read_nothing_undefended_say_nothing() -> None:
+def test_attacks_that_recover_nothing_undefended_say_nothing() -> None:
     blind = outcome("none", 0.0, 0.17, width=0.04)  # a guess has 0.2
     choice = choose([blind, outcome("a", 0.0, 0.0)], 0.02, chance=0.2)
     assert choice.chosen is None
-    assert "No search that was tried reads this model even undefended (span reads 17 %" in (
-        choice.words
-    )
-    # Nor does a list from which as many are named.
+    assert "reconstructs data of this model even undefended (span recovers 17 %" in choice.words
+    # Nor does membership inference that identifies as many.
     tried = [listed(blind, 1.0), listed(outcome("a", 0.0, 0.0), 0.95)]
     assert choose(tried, 0.02, chance=0.2).chosen is None
 
 
-def test_then_a_list_decides_where_it_can_tell() -> None:
+def test_then_membership_inference_decides_where_it_can_tell() -> None:
     blind = listed(outcome("none", 0.0, 0.17, width=0.04), 1.0)
     tried = [
         blind,
@@ -138,7 +143,7 @@ def test_then_a_list_decides_where_it_can_tell() -> None:
 
 def test_an_exact_copy_stands_at_the_edge_and_numbers_do_not_overlap() -> None:
     tried = [outcome("none", 0.0, 100.0), *(outcome(name, 0.01, 14.0) for name in "abc")]
-    page = html_report(choose(tried, 0.02, 12.0), 12.0, TrialSettings(), TERMS["image"])
+    page = html_report(choose(tried, 0.02, 12.0), 12.0, TrialSettings(), MAIN_SCORES["image"])
     assert "≥ 40 dB" in page
     assert "1 (100.0 dB)" in page
     numbers = re.findall(r'class="number" x="([0-9.]+)" y="([0-9.]+)"', page)

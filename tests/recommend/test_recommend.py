@@ -28,7 +28,8 @@ from transformers import (
 from hf_gradguard import DEFENSES as REGISTERED
 from hf_gradguard import GradGuardConfig, chain, make_defense
 from hf_gradguard.attacks.span.attack import Span
-from hf_gradguard.audit.client import MODALITIES, modality_of
+from hf_gradguard.audit.client import modality_of
+from hf_gradguard.audit.report.verdicts import MAIN_SCORES
 from hf_gradguard.audit.run import make_defenses
 from hf_gradguard.audit.settings import AuditSettings
 from hf_gradguard.cli import main
@@ -79,13 +80,13 @@ def test_every_defense_has_an_outcome(found: tuple[Path, Choice]) -> None:
         assert one.lost.mean == pytest.approx(plain.accuracy.mean - one.accuracy.mean)
 
 
-def test_who_has_a_list_decides_nothing_and_is_told(found: tuple[Path, Choice]) -> None:
+def test_membership_inference_is_reported_and_decides_nothing(found: tuple[Path, Choice]) -> None:
     plain, noise, pruned = found[1].outcomes
-    assert plain.listed == noise.listed == pruned.listed == 7
-    assert plain.named.mean == pruned.named.mean == 1 >= noise.named.mean
+    assert plain.candidates == noise.candidates == pruned.candidates == 7
+    assert plain.membership.mean == pruned.membership.mean == 1 >= noise.membership.mean
     assert plain.attack == "span"
-    assert "An attacker with a list of 7, the right ones among them, names" in found[1].words
-    assert "| named of a list |" in (found[0] / "recommend.md").read_text()
+    assert "Membership inference among 7 candidates identifies" in found[1].words
+    assert "| members identified |" in (found[0] / "recommend.md").read_text()
 
 
 def test_rates_follow_noise(found: tuple[Path, Choice]) -> None:
@@ -150,7 +151,7 @@ def test_attacks_meet_the_noise_that_a_trainer_finds(
 ) -> None:
     model, _, tokenizer = small_text_task()
     modality = modality_of(model, tokenizer, AuditSettings())
-    terms, split = TrialSettings(steps=3, batch_size=8), Split.of(TEXTS, 2, batch_size=8)
+    terms, split = TrialSettings(steps=3, batch_size=8), Split.draw(TEXTS, 2, batch_size=8)
     trials = Trials(model, tokenizer, modality, split, terms, tmp_path)
     asked, found = make_defenses(PRIVATE)[PRIVATE], []
     calibrate = DPSGD.calibrate
@@ -160,7 +161,7 @@ def test_attacks_meet_the_noise_that_a_trainer_finds(
         calibrate(defense, *figures)
 
     monkeypatch.setattr(DPSGD, "calibrate", told)
-    trials.of(PRIVATE, asked, 1e-4)
+    trials.trial(PRIVATE, asked, 1e-4)
     calibrated: Any = trials.calibrated(asked)
     assert found == [calibrated.noise_multiplier]
     assert calibrated.target_epsilon is None
@@ -233,7 +234,7 @@ def test_a_language_model_with_adapters(tmp_path: Path) -> None:
     choice = recommend(adapted, tokenizer, texts, DEFENSES[:1], "span", output=tmp_path, **few)
     plain, noise = choice.outcomes
     assert plain.leak.mean > 0.5 > noise.leak.mean
-    assert plain.named is None
+    assert plain.membership is None
     assert "share of tokens that are predicted right" in choice.words
     assert 0 <= plain.accuracy.mean < 0.5
     regression = BertForSequenceClassification(BertConfig(num_labels=1, num_hidden_layers=1))
@@ -260,7 +261,7 @@ def test_images_by_what_is_usual_for_them(tmp_path: Path) -> None:
     audits = (tmp_path / "audits").rglob("audit.json")
     attacks = {name for path in audits for name in json.loads(path.read_text())["attacks"]}
     assert {DEFAULT_ATTACKS["image"], "analytic"} <= attacks
-    assert DEFAULT_DEFENSES.keys() == DEFAULT_ATTACKS.keys() == MODALITIES.keys()
+    assert DEFAULT_DEFENSES.keys() == DEFAULT_ATTACKS.keys() == MAIN_SCORES.keys()
     assert all(len(make_defenses(list(some))) == len(some) for some in DEFAULT_DEFENSES.values())
 
 
@@ -275,7 +276,7 @@ def test_what_counts_as_right() -> None:
 
 def test_splits_do_not_overlap() -> None:
     samples = [(str(i), 0) for i in range(200)]
-    split = Split.of(samples, 8, batch_size=16)
+    split = Split.draw(samples, 8, batch_size=16)
     parts = [split.attacked, split.choosing, split.judging, split.training]
     assert [len(part) for part in parts] == [8, 38, 38, 116]
     assert sorted(one for part in parts for one in part) == sorted(samples)

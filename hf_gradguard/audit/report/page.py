@@ -74,21 +74,21 @@ def headline(summary: Summary) -> str:
     if not strongest:
         return "No attack gave anything, so nothing is known of what a server could recover."
     defended = [label for label in strongest if label != "none"]
-    undefended, parts = strongest.get("none"), []
+    undefended, clauses = strongest.get("none"), []
     if undefended is not None and undefended.is_at_chance:
-        parts.append(
+        clauses.append(
             f"These attacks are no better than a guess ({_guess(summary)}) even without a defense, "
             "so of reconstruction they prove nothing"
         )
     elif undefended is not None:
-        parts.append(f"Without a defense a server {_recovers(summary, undefended)}")
+        clauses.append(f"Without a defense a server {_recovers(summary, undefended)}")
     if defended:
         best = _least_leaking(summary, defended, strongest)
         only = "" if len(defended) == 1 else f", the best of {len(defended)} defenses tried,"
-        link = "; under " if parts else "Under "
-        parts.append(f"{link}{best}{only} {_defended(summary, best, strongest)}")
-        parts.append(f", {_price(summary, best)}")
-    return "".join(parts) + "."
+        link = "; under " if clauses else "Under "
+        clauses.append(f"{link}{best}{only} {_defended(summary, best, strongest)}")
+        clauses.append(f", {_price(summary, best)}")
+    return "".join(clauses) + "."
 
 
 def worst_sample(summary: Summary) -> WorstSample | None:
@@ -368,21 +368,21 @@ def _plot(summary: Summary, points: list[Point]) -> dict[str, Any]:
     low, high = (math.floor(min(positive)), math.ceil(max(positive))) if positive else (-1, 0)
     high = max(high, low + 1)
     has_zeros = len(positive) < len(points)
-    left = 92 if has_zeros else 56
+    axis_start = 92 if has_zeros else 56
     ticks = score.ticks(point.scores[score.name] for point in points)
     end = ticks[-1][0]
 
     def x(value: float) -> float:
         if value <= 0:
             return 62.0
-        return round(left + (388 - left) * (math.log10(value) - low) / (high - low), 1)
+        return round(axis_start + (388 - axis_start) * (math.log10(value) - low) / (high - low), 1)
 
     def y(value: float) -> float:
         return round(214 - 200 * min(max(value, 0.0), end) / end, 1)
 
     powers = range(low, high + 1, math.ceil((high - low) / 5))
     return {
-        "left": left,
+        "axis_start": axis_start,
         "zeros": has_zeros,
         "across": [(x(10.0**power), power) for power in powers],
         "up": [(y(tick), label) for tick, label in ticks],
@@ -447,7 +447,7 @@ def _reconstruction(
 
 
 def _words(pieces: list[str], piece_marks: list[str]) -> list[tuple[str, str, str]]:
-    """`(blank before it, text, mark)` for each token; parts of a word that are marked alike are
+    """`(blank before it, text, mark)` for each token; clauses of a word that are marked alike are
     one.
     """
     words: list[tuple[str, str, str]] = []
