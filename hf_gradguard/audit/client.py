@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 from transformers.utils import logging
 
+from ..attacks.base import Observation
 from ..attacks.candidates.attack import Candidates, Ranked
 from ..attacks.labels import recover_labels
-from ..attacks.local import LocalTraining
-from ..attacks.observation import Observation
+from ..attacks.local_training import LocalTraining
 from ..defenses.message import Message, Noise
 from ..gradient_map import GradientMap, UpdateMap
 from ..gradient_map.domain import TEXT, count_rows, domain_of_model
@@ -271,13 +271,15 @@ class Upload:
             scored = modality.score(reconstruction, batch)
         except ValueError as error:
             raise ValueError(f"What the attack returned cannot be scored. {error}") from error
-        has_mechanism = observation.mechanism is not None or observation.noise_variance is not None
+        knows_defense = attacker.knows_defense
+        if "mechanism" in attacker.grants:  # not every defense can state one
+            has_mechanism = observation.mechanism is not None
+            knows_defense &= has_mechanism or observation.noise_variance is not None
         labels = None if observation.labels is not None else reconstruction.labels
         return {
             **scored,
             **_membership(reconstruction, attacker.attack, modality, batch),
-            "knows_defense": attacker.knows_defense
-            and ("mechanism" not in attacker.grants or has_mechanism),
+            "knows_defense": knows_defense,
             "labels": None if labels is None else labels.tolist(),
             "objective": _finite(reconstruction.objective),
             "seconds": _finite(reconstruction.seconds),

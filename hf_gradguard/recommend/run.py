@@ -54,8 +54,8 @@ def recommend(
     recommended that flags can name, `recommended.yaml`, for `--config` of `recipes/sst2.py` or
     `image_classification.py`. Trainings and attacks are stored: an interrupted run goes on.
 
-    It measures short trainings: audit the long one as well. Membership inference is reported
-    beside reconstruction, and decides only where nothing can be reconstructed.
+    It measures short trainings: audit the long one as well. Membership inference decides only where
+    nothing can be reconstructed.
 
     Args:
         model: A classifier of texts, words or images, or a language model, as its training starts.
@@ -86,15 +86,13 @@ def recommend(
     trials = Trials(model, processing_class, server.modality, split, trial_settings, folder)
     to_compare = {label: trials.calibrated(defense) for label, defense in to_compare.items()}
     start = server.attack(model, to_compare, "start")
-    outcomes: list[Outcome] = []
-    plain: list[float] | None = None
+    outcomes, plain = list[Outcome](), list[float]()
     for number, (label, defense) in enumerate(logging.tqdm(to_compare.items(), desc="defenses")):
         rate, cell = trials.best(label, defense)
         plain = plain or cell["judging"]
         trained = trials.trained(label, defense, rate)
         end = server.attack(trained, {label: defense}, f"end{number}")
-        stages = {"start": start, "end": end}
-        outcomes += _outcome(label, rate, cell["judging"], plain, stages)
+        outcomes += _outcome(label, rate, cell["judging"], plain, {"start": start, "end": end})
     chance, score = start.chance.scores[start.main_score.name].mean, start.main_score
     choice = choose(outcomes, trial_settings.budget, chance, score)
     if server.modality.labels in ("text", "token"):

@@ -10,7 +10,7 @@ import pytest
 
 from hf_gradguard.audit.report.verdicts import MAIN_SCORES, Estimate
 from hf_gradguard.recommend import Outcome, choose
-from hf_gradguard.recommend.choice import Estimate, html_report
+from hf_gradguard.recommend.choice import html_report
 from hf_gradguard.recommend.settings import TrialSettings
 
 
