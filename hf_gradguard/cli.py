@@ -15,45 +15,60 @@ from .registry import ATTACKS, DEFENSES, Registry
 
 def main(argv: list[str] | None = None) -> int:
     """Entry point of `gradguard`. Returns the exit status."""
+    parser = _parser()
+    arguments = parser.parse_args(argv)
+    command = arguments.command
+    name = f"{command} {arguments.action}" if command == "evalnet" else command
+    try:
+        if command in ("defenses", "attacks"):
+            print(describe(DEFENSES if command == "defenses" else ATTACKS))
+        elif command == "evalnet":
+            (_train_evalnet if arguments.action == "train" else _push_evalnet)(arguments)
+        else:
+            _run(command, {flag: v for flag, v in vars(arguments).items() if flag != "command"})
+    # These messages are for people; a traceback would hide them.
+    except (ValueError, TypeError, OSError, ImportError, FloatingPointError) as error:
+        parser.exit(1, f"gradguard {name}: {error}\n")
+    except KeyboardInterrupt:
+        parser.exit(
+            130, f"gradguard {name}: interrupted. The same command goes on where it stopped.\n"
+        )
+    return 0
+
+
+def _run(command: str, flags: dict[str, Any]) -> None:
+    # Imported here, so that help imports nothing heavy.
+    if command == "audit":
+        from .audit import run_audit
+
+        run_audit(flags)
+    else:
+        from .recommend import run_recommend
+
+        run_recommend(flags)
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="gradguard", description="Protected training for the Hugging Face Trainer."
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    commands.add_parser(
-        "defenses", help="list the defenses and their settings; docs/defenses.md says more"
-    )
-    commands.add_parser(
-        "attacks", help="list the attacks and their settings; docs/attacks.md says more"
-    )
+    for name in ("defenses", "attacks"):
+        commands.add_parser(
+            name, help=f"list the {name} and their settings; docs/{name}.md says more"
+        )
     _add_evalnet(commands)
-    _add_audit(commands)
-    _add_recommend(commands)
-    arguments = parser.parse_args(argv)
-    if arguments.command in ("defenses", "attacks"):
-        print(describe(DEFENSES if arguments.command == "defenses" else ATTACKS))
-    elif arguments.command == "evalnet":
-        try:
-            (_train_evalnet if arguments.action == "train" else _push_evalnet)(arguments)
-        # said for people already; a traceback would hide it
-        except (ValueError, OSError, ImportError) as error:
-            parser.exit(1, f"gradguard evalnet {arguments.action}: {error}\n")
-    else:
-        if arguments.command == "audit":
-            from .audit import run_audit as run
-        else:
-            from .recommend import run_recommend as run
-        try:
-            run({name: value for name, value in vars(arguments).items() if name != "command"})
-        except (ValueError, TypeError, OSError, ImportError, FloatingPointError) as error:
-            parser.exit(1, f"gradguard {arguments.command}: {error}\n")
-        except KeyboardInterrupt:
-            parser.exit(
-                130,
-                f"gradguard {arguments.command}: interrupted. The same command goes on where it "
-                "stopped.\n",
-            )
-    return 0
+    audit = commands.add_parser(
+        "audit", help="attack a model's shared gradients under chosen defenses; table, JSON, HTML"
+    )
+    add_flags(audit)
+    recommend = commands.add_parser(
+        "recommend",
+        help="short trainings under several defenses, attacked: which one to train with",
+    )
+    add_fields(recommend, CommandSettings, TrialSettings)
+    return parser
 
 
 def describe(registry: Registry[Any]) -> str:
@@ -81,30 +96,29 @@ def _add_evalnet(commands: Any) -> None:
     train = actions.add_parser(
         "train", help="train on public text (with --model) or public images (without)"
     )
-    train.add_argument(
-        "--model", help="text: Hub name or folder of the model whose token embeddings are judged"
-    )
-    train.add_argument(
-        "--base_model",
-        help="name of the model kept in the config. Default: --model, if it is a Hub name",
-    )
+    train.add_argument("--output", required=True, help="folder to write the network to")
     train.add_argument(
         "--dataset",
         required=True,
         help="Hub name, or a txt, tsv, csv, json, parquet or npz (images) file",
     )
-    train.add_argument("--dataset_config", help="of a Hub data set with several")
     train.add_argument("--split", default="train", help="of a Hub data set (default: %(default)s)")
-    train.add_argument("--column", help="column or array to read. Default: the usual ones")
-    train.add_argument("--output", required=True, help="folder to write the network to")
-    train.add_argument("--steps", type=int, help="text: optimizer steps")
-    train.add_argument("--epochs", type=float, help="images: passes over the data")
-    train.add_argument("--batch_size", type=int)
-    train.add_argument("--learning_rate", type=float)
-    train.add_argument("--max_length", type=int, help="text: longest passage in tokens")
     train.add_argument("--num_channels", type=int, choices=(1, 3), help="images: gray or color")
-    train.add_argument("--image_size", type=int, help="images: resize to so many pixels square")
     train.add_argument("--seed", type=int, default=0)
+    flags: list[tuple[str, type, str]] = [
+        ("model", str, "text: Hub name or folder of the model whose token embeddings are judged"),
+        ("base_model", str, "name of the model in the config. Default: --model, if on the Hub"),
+        ("dataset_config", str, "of a Hub data set with several"),
+        ("column", str, "column or array to read. Default: the usual ones"),
+        ("steps", int, "text: optimizer steps"),
+        ("epochs", float, "images: passes over the data"),
+        ("batch_size", int, "samples in a step"),
+        ("learning_rate", float, "of the optimizer"),
+        ("max_length", int, "text: longest passage in tokens"),
+        ("image_size", int, "images: resize to so many pixels square"),
+    ]
+    for name, kind, text in flags:
+        train.add_argument(f"--{name}", type=kind, help=text)
     push = actions.add_parser("push", help="push a network's folder to the Hub")
     push.add_argument("folder")
     push.add_argument("repo", help="name or organization/name on the Hub")
@@ -116,20 +130,13 @@ def _train_evalnet(args: argparse.Namespace) -> None:
     from .networks import save_network, train_image_network, train_text_network
     from .networks.publish import network_card
 
-    names = ("steps", "max_length") if args.model else ("epochs",)
-    foreign = (
-        ("epochs", "num_channels", "image_size")
-        if args.model
-        else ("steps", "max_length", "base_model")
-    )
-    for name in foreign:
+    text, images = ("steps", "max_length", "base_model"), ("epochs", "num_channels", "image_size")
+    for name in images if args.model else text:
         if getattr(args, name) is not None:
             kind = "images: leave out --model" if args.model else "text: give --model"
             raise ValueError(f"--{name} is for {kind}, or leave it out.")
-    settings = {
-        name: getattr(args, name) for name in (*names, "batch_size", "learning_rate", "seed")
-    }
-    settings = {name: value for name, value in settings.items() if value is not None}
+    names = ("steps", "max_length", "epochs", "batch_size", "learning_rate", "seed")
+    settings = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     _check_output(args.output)
     source = {"column": args.column, "split": args.split, "config": args.dataset_config}
     network: Any
@@ -176,19 +183,3 @@ def _push_evalnet(args: argparse.Namespace) -> None:
     from .networks.publish import push_network
 
     print(push_network(args.folder, args.repo, private=args.private))
-
-
-def _add_audit(commands: Any) -> None:
-    audit = commands.add_parser(
-        "audit",
-        help="attack a model's shared gradients under chosen defenses; table, JSON, HTML",
-    )
-    add_flags(audit)
-
-
-def _add_recommend(commands: Any) -> None:
-    recommend = commands.add_parser(
-        "recommend",
-        help="short trainings under several defenses, attacked: which one to train with",
-    )
-    add_fields(recommend, CommandSettings, TrialSettings)

@@ -24,7 +24,7 @@ ROOMS = [
     "training",
     "leakage", "attacks", "defenses", "metrics", "networks",
     "gradient_map", "data",
-    "sharded", "randomness", "registry", "sources", "models",
+    "sharded", "randomness", "registry", "models",
 ]  # fmt: skip
 """From the top. A room imports rooms that come later, and nothing that comes earlier."""
 

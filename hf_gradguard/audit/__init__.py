@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING, Any
 from ..registry import need
 
 if TYPE_CHECKING:
-    from ..data.samples import load_samples
-    from ..models import load_model
     from .cells import Audit
     from .command import run_audit
     from .report.page import markdown_table, write_report
@@ -27,8 +25,6 @@ __all__ = [
     "AuditSettings",
     "Summary",
     "audit",
-    "load_model",
-    "load_samples",
     "markdown_table",
     "run_audit",
     "summarize",
@@ -40,8 +36,6 @@ _EXPORTS = {
     "AuditSettings": ".settings",
     "Summary": ".report.summary",
     "audit": ".run",
-    "load_model": "..models",
-    "load_samples": "..data.samples",
     "markdown_table": ".report.page",
     "run_audit": ".command",
     "summarize": ".report.summary",

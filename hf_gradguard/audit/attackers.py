@@ -7,7 +7,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,8 +21,6 @@ from .cells import Cell
 from .client import Attacker, Modality, Upload, in_gradient_unit, training_of
 from .report.verdicts import INFORMED, MAIN_SCORES
 from .settings import AuditSettings
-
-T = TypeVar("T")
 
 _ORDER = 5  # a stream of random numbers, beside a client's
 
@@ -78,54 +76,32 @@ def is_default(attack: Attack, name: str) -> bool:
 
 
 def with_candidates(
-    attacks: Mapping[str, Attack], candidates: list[Any] | None, modality: Modality, seed: int
+    attacks: Mapping[str, Attack], candidates: list[Any] | None, seed: int
 ) -> dict[str, Attack]:
-    """The attacks, with `candidates` among them if there is a list for it. One that has a list of
-    its own keeps it, as clients have it. Every list is shuffled.
+    """The attacks, with `candidates` among them if there is a list for it.
 
     Args:
         attacks: By label.
         candidates: As `modality.candidates` makes them.
-        modality: What the inputs ask for.
-        seed: Of the order.
+        seed: Of their order: equal scores are ranked by place, so the place must say nothing.
 
     Raises:
-        ValueError: If an attack's own list is none for this model.
+        ValueError: If an attack brings a list of its own, which may not be as clients have it.
     """
-    listed = {
-        label: _as_clients_have(attack, modality, seed)
-        if isinstance(attack, Candidates)
-        else attack
-        for label, attack in attacks.items()
-    }
-    if candidates is None:
-        return listed
-    shuffled = _shuffled(candidates, seed)
+    listed = dict(attacks)
+    if candidates is not None:
+        order = Stream.from_seeds(seed, _ORDER).uniform((len(candidates),)).argsort().tolist()
+        candidates = [candidates[index] for index in order]
+        if not any(isinstance(attack, Candidates) for attack in attacks.values()):
+            listed[Candidates.name] = Candidates()
     for label, attack in listed.items():
-        if isinstance(attack, Candidates) and attack.candidates is None:
-            listed[label] = replace(attack, candidates=shuffled)
-    if not any(isinstance(attack, Candidates) for attack in listed.values()):
-        listed[Candidates.name] = Candidates(candidates=shuffled)
+        if not isinstance(attack, Candidates) or attack.places:
+            continue
+        if attack.candidates is not None:
+            raise ValueError(f"Give the candidates of {label} to audit(candidates=...).")
+        if candidates is not None:
+            listed[label] = replace(attack, candidates=candidates)
     return listed
-
-
-def _as_clients_have(attack: Candidates, modality: Modality, seed: int) -> Candidates:
-    candidates, labels = attack.candidates, attack.labels
-    if candidates is None or attack.places or isinstance(candidates, str | Mapping):
-        return attack
-    if labels is not None and len(labels) != len(candidates):
-        raise ValueError(f"There are {len(labels)} labels for {len(candidates)} candidates.")
-    return replace(
-        attack,
-        candidates=_shuffled(modality.prepared(candidates), seed),
-        labels=None if labels is None else _shuffled(list(labels), seed),
-    )
-
-
-def _shuffled(candidates: list[T], seed: int) -> list[T]:
-    """Equal scores are ranked by their place in the list, so the place must say nothing."""
-    order = Stream.from_seeds(seed, _ORDER).uniform((len(candidates),)).argsort().tolist()
-    return [candidates[index] for index in order]
 
 
 # --- smoothing of images
@@ -202,7 +178,7 @@ def choose_weight(attacker: Attacker, uploads: Sequence[Upload], modality: Modal
 def threat_model(model: nn.Module, modality: Modality, settings: AuditSettings) -> list[str]:
     """What the attacker sees and knows, a sentence each."""
     score, rows = MAIN_SCORES[modality.settings()["kind"]], settings.rows
-    samples = f"one {score.sample}" if rows == 1 else f"{rows} {score.samples}"
+    samples = f"one {score.sample}" if rows == 1 else f"{rows} {score.sample}s"
     sentences = [
         f"The server knows the model and follows the protocol. It sees {_shared(settings)} of "
         f"{samples} at a time, as the defense lets it through, and tries to reconstruct the data.",

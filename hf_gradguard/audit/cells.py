@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from ..data.private import make_private_folder, write_private
-from ..sources import source_file
+from ..registry import source_file
 
 PACKAGE = __name__.partition(".")[0]
 # These only list names: a new defense must not undo the results of all others.
@@ -78,15 +78,12 @@ class Cells:
         folder: Where they lie. Made if it is not there, for its owner alone: cells hold private
             data.
 
-    Attributes:
-        new_cells: How many were not there and had to be made.
-
     Raises:
         OSError: If nothing can be written there.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
-        self.folder, self.new_cells = Path(folder), 0
+        self.folder = Path(folder)
         try:
             make_private_folder(self.folder.parent)
             make_private_folder(self.folder)
@@ -107,7 +104,6 @@ class Cells:
         """
         path = self.folder / f"{key}.json"
         if key not in self:
-            self.new_cells += 1
             cell = make()
             if "crash" in cell:
                 return cell

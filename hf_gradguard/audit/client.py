@@ -275,12 +275,10 @@ class Upload:
         if "mechanism" in attacker.grants:  # not every defense can state one
             has_mechanism = observation.mechanism is not None
             knows_defense &= has_mechanism or observation.noise_variance is not None
-        labels = None if observation.labels is not None else reconstruction.labels
         return {
             **scored,
             **_membership(reconstruction, attacker.attack, modality, batch),
             "knows_defense": knows_defense,
-            "labels": None if labels is None else labels.tolist(),
             "objective": _finite(reconstruction.objective),
             "seconds": _finite(reconstruction.seconds),
         }

@@ -88,16 +88,10 @@ class Images:
         pixels = torch.stack([*rows, *(self._pixels(pictures).to(device) if pictures else ())])
         return [image for index, image in enumerate(pixels) if not _is_in(image, pixels[:index])]
 
-    def prepared(self, candidates: Sequence[Any]) -> list[Any]:
-        """An attack's own list as clients have it, in the same order: pictures become pixels;
-        pixels as the model takes them, and rows of a batch, stay.
-        """
-        return [image if _is_pixels(image) else self.candidates([image])[0] for image in candidates]
-
     def among(self, candidates: Sequence[Any], batch: dict[str, Tensor]) -> list[int]:
         """The indices of those candidates that are in a batch."""
         members = IMAGE.main_input(batch).cpu()
-        return [index for index, row in enumerate(candidates) if _is_in(_pixels_of(row), members)]
+        return [index for index, row in enumerate(candidates) if _is_in(row.cpu(), members)]
 
     def show(self, batch: dict[str, Tensor]) -> dict[str, Any]:
         """The originals, for the report."""
@@ -176,20 +170,6 @@ def png(image: Tensor) -> str:
         file, format="PNG"
     )
     return base64.b64encode(file.getvalue()).decode()
-
-
-def _is_pixels(candidate: Any) -> bool:
-    if isinstance(candidate, np.ndarray):
-        return bool(np.issubdtype(candidate.dtype, np.floating))
-    is_floating = isinstance(candidate, Tensor) and candidate.is_floating_point()
-    return isinstance(candidate, Mapping) or is_floating
-
-
-def _pixels_of(candidate: Any) -> Tensor:
-    pixels = candidate[IMAGE.key] if isinstance(candidate, Mapping) else candidate
-    pixels = torch.as_tensor(pixels).cpu()
-    image: Tensor = pixels.reshape(pixels.shape[-3:])
-    return image
 
 
 def _is_in(image: Tensor, images: Tensor) -> bool:

@@ -94,7 +94,7 @@ def run(
         cells: Finished pieces; results go to the folder above them.
         metrics: By label of a defense, what a model reaches that is trained under it.
     """
-    attacks = with_candidates(attacks, setup.candidates, setup.modality, settings.seed)
+    attacks = with_candidates(attacks, setup.candidates, settings.seed)
     grid = _Grid(setup, settings, defenses, attacks, cells)
     grid.record["metrics"] = dict(metrics)
     logger.warning(grid.expected_time())
@@ -212,7 +212,7 @@ class _Grid:
             self.attackers[defense, name + INFORMED] = informed
 
     def run(self, folder: Path) -> Audit:
-        """The audit, written to a folder whenever a message has something new."""
+        """The audit, written to a folder as it goes on, also where it is stopped."""
         self._choose_smoothing()
         self.attack_keys = {
             pair: digest(attacker.attack, sorted(attacker.grants))
@@ -230,11 +230,10 @@ class _Grid:
             },
             messages=[], chance=[], shared=[], cells=[],
         )  # fmt: skip
-        count, writer = len(self.batches), _Writer(result, folder)
+        count, started, spent = len(self.batches), time.monotonic(), 0.0
         bar = logging.tqdm(total=self.settings.repeats * count * len(self.attackers), desc="audit")
         try:
             for repeat, index in product(range(self.settings.repeats), range(count)):
-                new_cells = self.cells.new_cells
                 shared, cells = self._message(index, repeat, bar)
                 if not repeat:
                     guess = self.modality.chance(self.batches, index, self.settings.seed)
@@ -242,13 +241,13 @@ class _Grid:
                     result.chance.append(guess)
                 result.shared += shared
                 result.cells += cells
-                writer.message_added(is_new=self.cells.new_cells > new_cells)
-        except BaseException:
-            writer.flush()
-            raise
+                # After every message, as long as that takes at most a tenth of the time.
+                if 10 * spent <= time.monotonic() - started:
+                    spent += _write(result, folder)
         finally:
             bar.close()
-        writer.write()
+            if result.messages:
+                _write(result, folder)
         return result
 
     def _attack_labels(self) -> list[str]:
@@ -360,31 +359,12 @@ def _why(cell: Cell) -> str:
     return cell.get("reason") or f"It crashed. {cell['crash']}"
 
 
-class _Writer:
-    """Writes what there is of an audit after every message, as long as that takes at most a tenth
-    of the time.
-    """
-
-    def __init__(self, result: Audit, folder: Path) -> None:
-        self.result, self.folder = result, folder
-        self.started, self.spent, self.is_pending = time.monotonic(), 0.0, False
-
-    def message_added(self, is_new: bool) -> None:
-        self.is_pending |= is_new
-        if 10 * self.spent <= time.monotonic() - self.started:
-            self.flush()
-
-    def flush(self) -> None:
-        if self.is_pending:
-            self.write()
-
-    def write(self) -> None:
-        """Write audit.json, table.md and report.html."""
-        started = time.monotonic()
-        write_json(self.folder / "audit.json", asdict(self.result))
-        write_report(summarize(self.result), self.folder)
-        self.spent += time.monotonic() - started
-        self.is_pending = False
+def _write(result: Audit, folder: Path) -> float:
+    """Write audit.json, table.md and report.html. Returns the seconds that it took."""
+    started = time.monotonic()
+    write_json(folder / "audit.json", asdict(result))
+    write_report(summarize(result), folder)
+    return time.monotonic() - started
 
 
 def _duration(seconds: float) -> str:

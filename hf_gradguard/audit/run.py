@@ -254,10 +254,10 @@ def make_defenses(specs: Spec | Sequence[Spec]) -> dict[str, Defense]:
     """`{label: defense}`; see `parse_specs` and `make_defense`."""
     defenses = {}
     for label, named in parse_specs(specs).items():
-        if isinstance(named, Attack):
-            raise ValueError(f"{label} is an attack, where a defense was to be.")
-        if not isinstance(named, Defense):
+        if isinstance(named, list):
             named = chain(*(make_defense(name, **settings) for name, settings in named))
+        if not isinstance(named, Defense):
+            raise ValueError(f"{label} is an attack, where a defense was to be.")
         defenses[label] = named
     return defenses
 
@@ -266,14 +266,12 @@ def make_attacks(specs: Spec | Sequence[Spec]) -> dict[str, Attack]:
     """`{label: attack}`; see `parse_specs` and `make_attack`."""
     attacks = {}
     for label, named in parse_specs(specs).items():
-        if isinstance(named, Defense):
-            raise ValueError(f"{label} is a defense, where an attack was to be.")
-        if not isinstance(named, Attack):
+        if isinstance(named, list):
             if len(named) > 1:
-                names = " + ".join(name for name, _ in named)
-                raise ValueError(f"Attacks cannot be chained: {names}.")
-            ((name, settings),) = named
-            named = make_attack(name, **settings)
+                raise ValueError(f"Attacks cannot be chained: {label}.")
+            named = make_attack(named[0][0], **named[0][1])
+        if not isinstance(named, Attack):
+            raise ValueError(f"{label} is a defense, where an attack was to be.")
         attacks[label] = named
     return attacks
 

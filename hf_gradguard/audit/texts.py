@@ -135,15 +135,6 @@ class Texts:
             rows += encoded["input_ids"]
         return [list(ids) for ids in dict.fromkeys(map(tuple, rows))]
 
-    def prepared(self, candidates: Sequence[Any]) -> list[Any]:
-        """An attack's own list as clients have it, in the same order: texts become ids; ids, and
-        rows of a batch, stay.
-        """
-        return [
-            row if isinstance(row, Mapping) or _is_ids(row) else self.candidates([row])[0]
-            for row in candidates
-        ]
-
     def _labeled(self, samples: Sequence[Any]) -> list[Any]:
         rows: dict[tuple[int, ...], dict[str, Tensor]] = {}
         for row in samples:
@@ -278,13 +269,6 @@ def _mask(batch: Mapping[str, Tensor]) -> Tensor:
     """A collator of texts of one length may leave it out."""
     ids = batch["input_ids"]
     return batch["attention_mask"] if "attention_mask" in batch else torch.ones_like(ids)
-
-
-def _is_ids(candidate: Any) -> bool:
-    if isinstance(candidate, Tensor | np.ndarray):
-        return True
-    is_sequence = isinstance(candidate, Sequence) and not isinstance(candidate, str)
-    return is_sequence and all(isinstance(token, int | np.integer) for token in candidate)
 
 
 def _ids_of(candidate: Any) -> list[int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -19,7 +18,6 @@ from hf_gradguard.attacks.candidates import regression
 from hf_gradguard.attacks.candidates.attack import Candidates
 from hf_gradguard.audit import audit, markdown_table, summarize
 from hf_gradguard.audit.attackers import attackers, with_candidates
-from hf_gradguard.audit.client import modality_of
 from hf_gradguard.audit.report.page import html_report
 from hf_gradguard.audit.report.verdicts import INFORMED
 from hf_gradguard.audit.run import make_defenses
@@ -299,58 +297,30 @@ def test_defenses_together_are_each_by_itself(
 
 def test_the_list_says_nothing_by_its_order() -> None:
     """Equal scores are ranked by place: the audited ones must not come first."""
-    modality = modality_of(*text_model(), AuditSettings())
     listed = [[5 + k] for k in range(9)]
-    (found,) = with_candidates({}, listed, modality, 0).values()
-    assert found.candidates != listed == sorted(found.candidates)  # type: ignore[attr-defined]
-    own = make_attack("candidates", candidates=[[7]])
-    both = {"mine": own, "theirs": make_attack("candidates")}
-    kept = with_candidates(both, [[5]], modality, 0)
-    assert [one.candidates for one in kept.values()] == [[[7]], [[5]]]  # type: ignore[attr-defined]
-    assert with_candidates({"tag": make_attack("tag")}, None, modality, 0).keys() == {"tag"}
+    (attack,) = with_candidates({}, listed, 0).values()
+    assert attack.candidates != listed == sorted(attack.candidates)  # type: ignore[attr-defined]
+    assert with_candidates({"tag": make_attack("tag")}, None, 0).keys() == {"tag"}
+    both = {"first": make_attack("candidates"), "second": make_attack("candidates", labels=[1])}
+    shuffled = with_candidates(both, listed, 0)
+    assert shuffled.keys() == both.keys()
+    assert all(one.candidates == attack.candidates for one in shuffled.values())  # type: ignore[attr-defined]
 
 
-def test_a_list_of_ones_own_is_as_clients_have_it_and_shuffled(tmp_path: Path) -> None:
-    """Texts, ids and rows, with labels that stay with them; a word at places is as it was."""
-    model, tokenizer = text_model()
-    modality = modality_of(model, tokenizer, AuditSettings())
-    texts = [*TEXTS[:6], tokenizer(TEXTS[6]).input_ids, dict(tokenizer(TEXTS[7]))]
-    labels = list(range(8))
-    own = make_attack("candidates", candidates=texts, labels=labels)
-    (found,) = with_candidates({"own": own}, None, modality, 0).values()
-    assert isinstance(found, Candidates)
-    ids = [one["input_ids"] if isinstance(one, Mapping) else one for one in found.candidates]
-    assert ids == [tokenizer(TEXTS[label]).input_ids for label in found.labels or ()]
-    assert found.labels != labels == sorted(found.labels or ())
-    assert own.candidates == texts
-    at = make_attack("candidates", candidates=TEXTS[0], places=[1], words=["word1", "word2"])
-    attacks = [make_attack("candidates", candidates=texts), at]
-    result = audit(*text_model(), SAMPLES[:2], [], attacks, output=tmp_path / "out")
-    assert not [cell for cell in result.cells if "crash" in cell or "reason" in cell]
-    ranks = [cell["membership"] for cell in result.cells if "membership" in cell]
-    assert [len(one["members"]) for one in ranks] == [1, 1]
-    assert all(one["scores"][one["members"][0]] == max(one["scores"]) for one in ranks)
-
-
-def test_images_of_ones_own(tmp_path: Path) -> None:
-    """Pictures, pixels as the model takes them, and rows of a batch."""
-    model, processor = image_model()
-    pictures = images(6)
-    modality = modality_of(model, processor, AuditSettings())
-    pixels = modality.batch(pictures)["pixel_values"]
-    listed = [pictures[0][0], pixels[1], {"pixel_values": pixels[2], "labels": pictures[2][1]}]
-    listed += [pixels[3].numpy(), *(image for image, _ in pictures[4:])]
-    attack = make_attack("candidates", candidates=listed)
-    result = audit(model, processor, pictures[:4], [], attack, output=tmp_path / "out")
-    ranks = [cell["membership"] for cell in result.cells]
-    assert [one["scores"][one["members"][0]] == max(one["scores"]) for one in ranks] == [True] * 4
+def test_a_list_of_an_attacks_own_is_refused_and_places_are_not(tmp_path: Path) -> None:
+    own = make_attack("candidates", candidates=TEXTS[:3])
+    with pytest.raises(ValueError, match=r"audit\(candidates="):
+        audit(*text_model(), SAMPLES[:1], [], own, output=tmp_path / "own")
+    places = make_attack("candidates", candidates=TEXTS[0], places=[1], words=["word1", "word2"])
+    result = audit(*text_model(), SAMPLES[:1], [], places, output=tmp_path / "places")
+    assert "scores" in result.cells[0]
+    assert "membership" not in result.cells[0]
 
 
 @pytest.mark.parametrize("one", [None, ["two", "words"], 5])
-def test_what_is_no_candidate_is_refused_before_any_work(one: Any, tmp_path: Path) -> None:
-    attack = make_attack("candidates", candidates=[TEXTS[0], one])
+def test_what_is_no_candidate_is_refused(one: Any, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="give a text, its ids, or a row"):
-        audit(*text_model(), SAMPLES[:1], [], attack, output=tmp_path / "out")
+        audit(*text_model(), SAMPLES[:1], [], [], candidates=[TEXTS[0], one], output=tmp_path)
 
 
 def test_where_first_messages_are_empty_others_come_before(tmp_path: Path) -> None:

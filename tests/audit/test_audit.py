@@ -552,7 +552,6 @@ def test_scores_are_those_of_score_text_in_any_order(tmp_path: Path, spy: type[S
     assert {name: e.mean for name, e in row.scores.items()} == pytest.approx(expected.mean)
     assert row.scores["token_f1"].low is None  # of one message, whatever its size
     assert result.cells[0]["pieces"][0] == ["", "w1", " w2", " w3", ""]  # in the originals' order
-    assert row.labels is None
 
 
 def test_images_are_scored_in_pixels(tmp_path: Path, spy: type[Spy]) -> None:
@@ -606,12 +605,6 @@ def test_chance_of_images_is_gray(tmp_path: Path) -> None:
     )
     expected = np.square(images(1)[0][0] / 255 - 0.5).mean()
     assert result.chance[0]["mse"][0] == pytest.approx(expected, rel=1e-5)
-
-
-def test_labels_read_off_the_gradient_are_counted(tmp_path: Path) -> None:
-    result = audit(*text_model(), TEXTS, "none", "tag:steps=1", output=tmp_path, labels_known=False)
-    assert summarize(result).rows[0].labels == 1.0
-    assert "100 %" in html_report(summarize(result))
 
 
 def made(

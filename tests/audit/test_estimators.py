@@ -226,4 +226,3 @@ def test_the_report_of_an_audit_shows_all_points(tmp_path: Path, spy: type[Spy])
     assert "I²F lower bound, inverting_gradients" in page
     table = markdown_table(summarize(result))
     assert "| I²F lower bound | dFIL bound |" in table
-    assert "I²F lower bound, inverting_gradients:steps=2" in table

@@ -25,13 +25,13 @@ from transformers import (
 
 from hf_gradguard import GradGuardConfig, GradGuardTrainer
 from hf_gradguard.attacks import make_attack
-from hf_gradguard.audit import audit, load_model, summarize
+from hf_gradguard.audit import audit, summarize
 from hf_gradguard.audit.client import Client, Shared, Upload
 from hf_gradguard.audit.texts import with_labels
 from hf_gradguard.cli import main
 from hf_gradguard.data.samples import load_samples
 from hf_gradguard.defenses import make_defense
-from hf_gradguard.models import label_kind, task_of
+from hf_gradguard.models import label_kind, load_model, task_of
 from hf_gradguard.testing.small import small_tokenizer
 
 TOKENIZER = small_tokenizer()

@@ -23,7 +23,6 @@ from .verdicts import (
     show,
     show_coefficient,
     show_mean,
-    thinned_ticks,
 )
 
 MARKS = 8
@@ -166,7 +165,7 @@ def _defended(summary: Summary, label: str, strongest: dict[str, AttackScores]) 
         most = max(inferred, key=lambda item: item.scores["top1"].mean)
         text += (
             f", and membership inference among {most.candidates} candidates identifies "
-            f"{100 * most.scores['top1'].mean:.0f} % of the {score.samples} "
+            f"{100 * most.scores['top1'].mean:.0f} % of the {score.sample}s "
             f"({100 * most.chance:.0f} % by chance)"
         )
     return text
@@ -205,17 +204,6 @@ def markdown_table(summary: Summary) -> str:
         header = ["membership inference", "candidates", "knows the defense", "identified"]
         header += ["by chance", "mean rank", "TPR at 1 % FPR", "TPR at 0.1 % FPR"]
         lines += ["", *_table(header, [_membership_entries(item) for item in summary.membership])]
-    if summary.correlations:
-        scores = list(summary.correlations[0].coefficients)
-        rows = [
-            [
-                f"{summary.estimator_titles[correlation.estimator]}, {correlation.attack}",
-                *(show_coefficient(correlation.coefficients[score]) for score in scores),
-                str(len(correlation.points)),
-            ]
-            for correlation in summary.correlations
-        ]
-        lines += ["", *_table(["Spearman's correlation with", *scores, "points"], rows)]
     for heading, reasons in (
         ("No estimates", summary.silent),
         ("Not applicable", summary.refusals),
@@ -340,7 +328,7 @@ def chart(summary: Summary) -> dict[str, Any]:
         "chance": x(guess),
         "chance_label": score.format(guess),
         "groups": groups,
-        "ticks": [(x(tick), label) for tick, label in thinned_ticks(ticks)],
+        "ticks": [(x(tick), label) for tick, label in ticks],
     }
 
 

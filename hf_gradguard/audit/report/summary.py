@@ -224,7 +224,6 @@ def _row(
         messages=len(values),
         over_chance=over_chance.get(main),
         beats_chance=tuple(beats),
-        labels=_labels_right(cells, result),
         reasons=sorted({cell["reason"] for cell in cells if "reason" in cell}),
         crashes=sorted({cell["crash"] for cell in cells if "crash" in cell}),
         knows_defense=any(cell.get("knows_defense", False) for cell in cells),
@@ -380,17 +379,6 @@ def labels_by_chance(result: Audit) -> float | None:
             for k in range(count)
         )
     return common / size
-
-
-def _labels_right(cells: Sequence[Cell], result: Audit) -> float | None:
-    """Labels that a message's recovered and true ones have in common, over all."""
-    shares, sizes = [], []
-    for cell in cells:
-        if cell.get("labels") is not None:
-            true = result.messages[cell["message"]]["labels"]
-            shares.append(_share_recovered(cell["labels"], true))
-            sizes.append(len(true))
-    return float(np.average(shares, weights=sizes)) if shares else None
 
 
 # --- what was shared, and estimators

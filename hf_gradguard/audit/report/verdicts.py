@@ -31,7 +31,6 @@ class MainScore:
     Args:
         name: Of the score.
         sample: What one sample is called.
-        samples: What several are called.
         verb: What an attack does with it.
         amount: What follows a number of it in a sentence.
         scale: What it is multiplied by to be in `unit`.
@@ -49,7 +48,6 @@ class MainScore:
 
     name: str
     sample: str
-    samples: str
     verb: str
     amount: str
     scale: float
@@ -91,14 +89,14 @@ class MainScore:
 
 MAIN_SCORES = {
     "text": MainScore(
-        name="token_f1", sample="text", samples="texts", verb="recovers", amount="of the words",
+        name="token_f1", sample="text", verb="recovers", amount="of the words",
         scale=100, unit="%", digits=0, legend="token F1, from 0 to 1",
         note="A share of words is the token F1: precision and recall together, special tokens not "
         "counted.",
         tick_step=0.25, axis_end=1.0, axis_limit=1.0, clear_margin=0.25,
     ),
     "image": MainScore(
-        name="psnr", sample="image", samples="images", verb="reaches", amount="PSNR",
+        name="psnr", sample="image", verb="reaches", amount="PSNR",
         scale=1, unit="dB", digits=1, legend="PSNR in dB",
         note="PSNR in decibels: higher is nearer. Look at the images as well: no number says what "
         "a person recognizes.",
@@ -147,7 +145,6 @@ class AttackScores:
         below_itself: Main score of the same attack on the undefended gradient minus this one,
             message by message.
         below_strongest: The same with the strongest attack on it; see `strongest_undefended`.
-        labels: Share of labels recovered correctly, where they were not granted.
         reasons: Why the attack was not applicable to the other messages.
         crashes: How it failed on the others.
         knows_defense: Whether the attacker knows the defense, or there is nothing to know.
@@ -161,7 +158,6 @@ class AttackScores:
     beats_chance: tuple[str, ...] = ()
     below_itself: Estimate | None = None
     below_strongest: Estimate | None = None
-    labels: float | None = None
     reasons: list[str] = field(default_factory=list)
     crashes: list[str] = field(default_factory=list)
     knows_defense: bool = False
@@ -228,13 +224,6 @@ def short_labels(labels: Sequence[str]) -> dict[str, str]:
     }
 
 
-def thinned_ticks(ticks: list[tuple[float, str]]) -> list[tuple[float, str]]:
-    """As many of an axis' ticks as fit on a narrow page, with both ends."""
-    step = math.ceil((len(ticks) - 1) / 5)
-    inner = [tick for tick in ticks[::step] if ticks[-1][0] - tick[0] > (step - 1) * ticks[1][0]]
-    return [*(tick for tick in inner if tick is not ticks[-1]), ticks[-1]]
-
-
 def show(value: Estimate) -> str:
     """A mean with its interval."""
     digits = 2 if abs(value.mean) < 10 else 1
@@ -287,7 +276,7 @@ class _Judge:
         self.scored = [row for row in rows if row.scores]
         self.undefended = [row for row in self.scored if row.defense == "none"]
         self.names = short_labels(list(dict.fromkeys(row.attack for row in rows)))
-        self.data = f"this 1 {score.sample}" if samples == 1 else f"these {samples} {score.samples}"
+        self.data = f"this 1 {score.sample}" if samples == 1 else f"these {samples} {score.sample}s"
 
     def verdict(self, defense: str) -> Verdict:
         rows = [row for row in self.scored if row.defense == defense]
