@@ -8,6 +8,7 @@ import platform
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from datetime import timedelta
 from functools import partial
 from importlib.metadata import version
 from itertools import product
@@ -171,10 +172,11 @@ class _Grid:
         for pair in self.smoothing:
             trials = len(WEIGHTS) * len(self.trial_clients)
             passes += trials * self.attackers[pair].attack.passes
+        duration = timedelta(seconds=max(1, round(gradient_time * passes)))
         return (
             f"{messages} messages, {len(self.defenses)} defenses, {len(self.attackers)} attackers "
-            f"on each message: about {_duration(gradient_time * passes)} on this machine, less "
-            "what is there already. The bar corrects it."
+            f"on each message: about {duration} hours on this machine, less what is there already. "
+            "The bar corrects it."
         )
 
     def _smoothing_attackers(self) -> list[_Pair]:
@@ -365,13 +367,6 @@ def _write(result: Audit, folder: Path) -> float:
     write_json(folder / "audit.json", asdict(result))
     write_report(summarize(result), folder)
     return time.monotonic() - started
-
-
-def _duration(seconds: float) -> str:
-    for size, name in ((3600, "hours"), (60, "minutes")):
-        if seconds >= 1.5 * size:
-            return f"{seconds / size:.0f} {name}"
-    return f"{max(1, round(seconds))} seconds"
 
 
 # --- the record

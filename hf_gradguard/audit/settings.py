@@ -159,20 +159,16 @@ class CommandSettings(SourceSettings, AuditSettings):
     """What `gradguard audit` takes: settings of the audit, and what is audited with what."""
 
     # A mapping in a file, so neither has a type that says more.
-    defense: Any = field(
-        default="none",
-        metadata={
-            "help": "NAME or NAME:key=value,key=value; repeat for more rows, A+B to chain. See "
-            "`gradguard defenses`"
-        },
+    defense: Any = option(  # noqa: RUF009
+        "none",
+        "NAME or NAME:key=value,key=value; repeat for more rows, A+B to chain. See `gradguard "
+        "defenses`",
     )
-    attack: Any = field(
-        default=None,
-        metadata={
-            "help": "NAME or NAME:key=value,key=value; repeat for more, or several at once: "
-            "tag:steps=500,span. Default: span for texts; for images inverting_gradients, and "
-            "analytic where the model has something for it to read"
-        },
+    attack: Any = option(  # noqa: RUF009
+        None,
+        "NAME or NAME:key=value,key=value; repeat for more, or several at once: "
+        "tag:steps=500,span. Default: span for texts; for images inverting_gradients, and analytic "
+        "where the model has something for it to read",
     )
     training: str | None = option(
         None,
@@ -180,12 +176,10 @@ class CommandSettings(SourceSettings, AuditSettings):
         "defense where they are not given. A checkpoint's batch size is taken without it",
     )
     dropout: bool = option(False, "run the model as it is trained, with its dropout")
-    metrics: list[str] | None = field(
-        default=None,
-        metadata={
-            "help": "the metrics.json of your training runs, or a JSON file {defense: accuracy}: "
-            "what each defense costs, for the report's first sentence"
-        },
+    metrics: list[str] | None = option(  # noqa: RUF009
+        None,
+        "the metrics.json of your training runs, or a JSON file {defense: accuracy}: what each "
+        "defense costs, for the report's first sentence",
     )
     output: str = option("", "folder to write to; an interrupted audit in it goes on")
     samples: int = option(8, "drawn at random from the data")

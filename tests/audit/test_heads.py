@@ -24,7 +24,6 @@ from transformers import (
 )
 
 from hf_gradguard import GradGuardConfig, GradGuardTrainer
-from hf_gradguard.attacks import make_attack
 from hf_gradguard.audit import audit, summarize
 from hf_gradguard.audit.client import Client, Shared, Upload
 from hf_gradguard.audit.texts import with_labels
@@ -136,10 +135,8 @@ def test_labels_that_nobody_grants_are_asked_for(head: str, tmp_path: Path) -> N
 
 def test_a_list_of_texts_without_their_words_labels_is_refused(tmp_path: Path) -> None:
     model, samples = made("token-classification")
-    own = make_attack("candidates", candidates=TEXTS)
-    for asked in ({"candidates": TEXTS}, {"attacks": own}):
-        with pytest.raises(ValueError, match="give a list of words and a list of as many"):
-            audit(model, TOKENIZER, samples[:1], "none", **asked, output=tmp_path / "out")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="give a list of words and a list of as many"):
+        audit(model, TOKENIZER, samples[:1], "none", candidates=TEXTS, output=tmp_path / "out")
 
 
 def test_labels_of_heads() -> None:

@@ -301,35 +301,16 @@ def _template() -> Template:
 
 
 def chart(summary: Summary) -> dict[str, Any]:
-    """Where the bars and whiskers of the chart of main scores go, in percent of its width."""
-    score = summary.main_score
-    guess = summary.chance.scores[score.name].mean
-    shown = [row.scores[score.name] for row in summary.rows if row.scores]
+    """The chart's axis: where a main score is, in percent of its width, and ticks."""
+    score, rows = summary.main_score, [row for row in summary.rows if row.scores]
+    guess, shown = summary.chance.scores[score.name].mean, [row.scores[score.name] for row in rows]
     ticks = score.ticks([guess, *(e.mean if e.high is None else e.high for e in shown)])
     end = ticks[-1][0]
 
     def x(value: float) -> float:
         return round(100 * min(max(value, 0.0), end) / end, 2)
 
-    names = short_labels(list(summary.audit.attacks))
-    groups = []
-    for defense in summary.audit.defenses:
-        bars = []
-        for row in (row for row in summary.rows if row.defense == defense):
-            bar: dict[str, Any] = {"attack": names[row.attack], "label": row.silence}
-            if row.scores:
-                value = row.scores[score.name]
-                bar |= {"end": x(value.mean), "label": score.format_estimate(value)}
-                if value.low is not None and value.high is not None:
-                    bar |= {"low": x(value.low), "high": x(value.high)}
-            bars.append(bar)
-        groups.append({"defense": defense, "bars": bars})
-    return {
-        "chance": x(guess),
-        "chance_label": score.format(guess),
-        "groups": groups,
-        "ticks": [(x(tick), label) for tick, label in ticks],
-    }
+    return {"x": x, "guess": guess, "ticks": [(x(tick), label) for tick, label in ticks]}
 
 
 def scatters(summary: Summary) -> list[dict[str, Any]]:
