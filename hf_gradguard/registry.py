@@ -181,7 +181,7 @@ def describe(value: str) -> Description:
     """Of a class, by `"module:Class"`.
 
     Example:
-        >>> describe("hf_gradguard.defenses.none:NoDefense").settings
+        >>> describe("hf_gradguard.defenses.base:NoDefense").settings
         {}
     """
     module, _, name = value.partition(":")
@@ -266,7 +266,7 @@ def _written_settings(module: str, node: ast.ClassDef) -> dict[str, str | None]:
 DEFENSES: Registry[Any] = Registry(
     "defense",
     {
-        "none": "hf_gradguard.defenses.none:NoDefense",
+        "none": "hf_gradguard.defenses.base:NoDefense",
         "gaussian_noise": "hf_gradguard.defenses.noise:GaussianNoise",
         "laplace_noise": "hf_gradguard.defenses.noise:LaplaceNoise",
         "optimal_noise": "hf_gradguard.defenses.noise:OptimalNoise",

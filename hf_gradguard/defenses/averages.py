@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..gradient_map import Tensors
 from ..gradient_map.marginals import Sums, power_sums, sums_of
-from .tensors import OnDemand, add_up, of_whole
+from .message import OnDemand, add_up, of_whole
 
 if TYPE_CHECKING:
     from ..sharded.shards import Shards

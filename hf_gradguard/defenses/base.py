@@ -1,9 +1,11 @@
-"""What a defense is: a function from a gradient map to what is shared."""
+"""What a defense is, a function from a gradient map to what is shared; and none at all."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from decimal import Decimal
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -13,8 +15,14 @@ from ..gradient_map import GradientMap, Tensors
 from ..gradient_map.per_sample.clipping import SampleMap
 from ..randomness import Stream
 from .mechanism import Mechanism
-from .message import Message, check_untouched, checked_message
-from .tensors import check_finite
+from .message import (
+    Message,
+    cast_like,
+    check_message,
+    effect,
+    first_not_finite,
+    true_gradient,
+)
 
 
 @dataclass(frozen=True)
@@ -135,15 +143,15 @@ class Defense:
                 "state, and with it all the noise. Leave generator out, or pass a "
                 "hf_gradguard.randomness.Stream; in tests Stream.from_seeds(1)."
             )
-        generator = generator or Stream()
         before = gmap.versions()
-        message = checked_message(self.name, self.protect(gmap, generator), gmap)
-        check_untouched(self.name, before, gmap.versions())
-        check_finite(
-            message,
-            gmap.shards,
-            f"{self.name} made the gradient of {{}} not finite. Weaken its settings: {self}.",
-        )
+        shared = self.protect(gmap, generator or Stream())
+        message = check_message(self.name, shared, gmap)
+        if (after := gmap.versions()) != before:
+            raise effect(self.name, before, after)
+        if name := first_not_finite(message, gmap.shards):
+            raise FloatingPointError(
+                f"{self.name} made the gradient of {name} not finite. Weaken its settings: {self}."
+            )
         return message if gmap.shards is None else message.of_part()
 
     def protect(self, gmap: GradientMap, generator: Stream) -> Mapping[str, Tensor]:
@@ -177,13 +185,11 @@ class Defense:
             True
         """
         facts = self.facts
-        return (SampleMap if facts.needs_samples and not measured else GradientMap)(
-            model,
-            batch,
-            second_order=facts.needs_second_order,
-            needs_input=facts.needs_input or measured,
-            **sharing,
-        )
+        kind = SampleMap if facts.needs_samples and not measured else GradientMap
+        needed: Any = {
+            "needs_input": facts.needs_input or measured, "second_order": facts.needs_second_order
+        }  # fmt: skip
+        return kind(model, batch, **needed, **sharing)
 
     def mechanism(self, message: Message) -> Mechanism | None:
         """How its messages come from gradients, as whoever knows it and its settings knows it: what
@@ -231,3 +237,42 @@ class Defense:
         """The settings that differ from unset, for cards and logs."""
         named = ((f.name, getattr(self, f.name)) for f in fields(self))  # type: ignore[arg-type]
         return {name: value for name, value in named if value is not None}
+
+
+@dataclass
+class NoDefense(Defense):
+    """Shares the true gradient. Has to be asked for by name."""
+
+    name: ClassVar[str] = "none"
+    facts = DefenseFacts(
+        needs_input=False, post_processes=True, sharded_refusal=None, is_exact=True
+    )
+
+    def protect(self, gmap: GradientMap, generator: Stream) -> Message:
+        return Message(cast_like(true_gradient(gmap), gmap), exact=True)
+
+
+def is_number(value: object) -> bool:
+    """Whether a setting is a finite int or float, and no bool."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def check_range(name: str, value: object, low: float, high: float, above: bool = False) -> None:
+    """Raise `ValueError` unless a setting is a number from `low`, or `above` it, to `high`."""
+    if not is_number(value) or not low <= value <= high or (above and value == low):  # type: ignore[operator]
+        least = f"above {low}" if above else f"at least {low}"
+        most = f" and at most {high}" if high < math.inf else ""
+        raise ValueError(f"{name} must be a finite number {least}{most}, but is {value!r}.")
+
+
+def check_whole(name: str, value: object, least: int) -> None:
+    """Raise `ValueError` unless a setting is a whole number of at least `least`."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ValueError(f"{name} must be a whole number of at least {least}, but is {value!r}.")
+
+
+def floor_share(ratio: float, count: int) -> int:
+    """floor(ratio · count), through the decimal that was written: 0.29 * 100 is 28.999… in
+    binary.
+    """
+    return int(Decimal(str(ratio)) * count)

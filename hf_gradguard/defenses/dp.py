@@ -17,12 +17,10 @@ from torch import Tensor
 from ..gradient_map import GradientMap, Tensors
 from ..gradient_map.per_sample.clipping import clipped_sum
 from ..randomness import Stream, draw_tensors
-from .base import DefenseFacts
-from .checks import is_number
+from .base import DefenseFacts, is_number
 from .mechanism import Mechanism
-from .message import Message
+from .message import Message, cast_like, first_not_finite, norm, true_gradient
 from .noise import NoiseDefense, OptimalNoise
-from .tensors import cast_like, check_finite, norm, true_gradient
 
 if TYPE_CHECKING:
     from ..sharded.shards import Shards
@@ -168,7 +166,11 @@ class DPSGD(NoiseDefense):
             return message
         true_gradient(gmap)  # refuses one that is not finite
         found = clipped_sum(gmap, self.clip)
-        check_finite(found.total, gmap.shards, _NOT_FINITE)
+        if name := first_not_finite(found.total, gmap.shards):
+            raise FloatingPointError(
+                f"A sample's gradient of {name} is not finite, so nothing was shared. Look for an "
+                "overflow in the loss (in half precision use bf16)."
+            )
         metrics = {
             "clipped_samples": float((found.norms > self.clip).double().mean()),
             "samples": float(len(found.norms)),
@@ -284,8 +286,4 @@ def _check_clip(clip: float) -> None:
 _NO_SAMPLES = (
     "with per_sample=True it needs samples' gradients, which no device holds. Leave per_sample "
     "out, or give each rank the whole model."
-)
-_NOT_FINITE = (
-    "A sample's gradient of {} is not finite, so nothing was shared. Look for an overflow in the "
-    "loss (in half precision use bf16)."
 )

@@ -23,11 +23,9 @@ from transformers.utils import logging
 from ..gradient_map import GradientMap, Tensors
 from ..gradient_map.views import CorrectedMap
 from ..randomness import Stream
-from .base import Defense, DefenseFacts
-from .checks import check_whole
+from .base import Defense, DefenseFacts, check_whole
 from .mechanism import Mechanism
-from .message import Message
-from .tensors import cast_like, norm, true_gradient
+from .message import Message, cast_like, norm, true_gradient
 
 if TYPE_CHECKING:
     from ..sharded.shards import Shards

@@ -1,14 +1,18 @@
-"""What a client shares, with what is true of it; and the contract that every defense keeps."""
+"""What a client shares: tensors by name, with what is true of them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, ItemsView, Iterator, Mapping, ValuesView
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..gradient_map import GradientMap, Tensors
+from ..randomness import Stream, draw_tensors
+
+if TYPE_CHECKING:
+    from ..sharded.shards import How, Shards
 
 
 class Noise(NamedTuple):
@@ -38,7 +42,7 @@ class Noise(NamedTuple):
     plain: bool = False
 
 
-class Message(Mapping[str, Tensor]):
+class Message(dict[str, Tensor]):
     """One tensor per shared parameter, by name: what a client shares in place of its gradient.
 
     It also says what is true of it, so that nobody has to estimate it again.
@@ -74,7 +78,8 @@ class Message(Mapping[str, Tensor]):
         has_residual: bool = False,
         metrics: Mapping[str, float] | None = None,
     ) -> None:
-        self._tensors, self._noise = dict(tensors), noise
+        super().__init__(tensors)
+        self._noise = noise
         self.transmitted, self.exact, self.has_residual = transmitted, exact, has_residual
         self.metrics = dict(metrics or {})
 
@@ -92,21 +97,6 @@ class Message(Mapping[str, Tensor]):
             metrics=self.metrics,
         )  # fmt: skip
 
-    def __getitem__(self, name: str) -> Tensor:
-        return self._tensors[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._tensors)
-
-    def __len__(self) -> int:
-        return len(self._tensors)
-
-    def items(self) -> ItemsView[str, Tensor]:
-        return self._tensors.items()
-
-    def values(self) -> ValuesView[Tensor]:
-        return self._tensors.values()
-
     def __repr__(self) -> str:
         facts = f"noise={self._noise is not None}, exact={self.exact}"
         return f"Message({len(self)} tensors, {facts})"
@@ -119,7 +109,7 @@ def nothing_of(gmap: GradientMap) -> Message:
     return Message(zeros, transmitted=none, exact=True)
 
 
-def checked_message(name: str, message: object, gmap: GradientMap) -> Message:
+def check_message(name: str, message: object, gmap: GradientMap) -> Message:
     """What a defense returned, if it is what its contract promises.
 
     Args:
@@ -131,22 +121,15 @@ def checked_message(name: str, message: object, gmap: GradientMap) -> Message:
         TypeError: If it is no mapping of tensors.
         ValueError: For missing or unknown names, other shapes, types or devices than the
             gradient's. Names the tensor.
+        FloatingPointError: For NaN or infinity. Names the tensor.
     """
-    if not isinstance(message, Mapping):
-        raise TypeError(
-            f"{name} must return a mapping of one tensor per shared parameter, but returned a "
-            f"{type(message).__name__}."
-        )
     gradient = gmap.gradient()
-    if missing := [key for key in gradient if key not in message]:
-        raise ValueError(
-            f"{name} shared nothing for {missing[0]!r} ({len(missing)} missing). To withhold a "
-            "tensor share zeros, and say so in Message.transmitted."
-        )
-    if unknown := [key for key in message if key not in gradient]:
-        raise ValueError(f"{name} shared {unknown[0]!r}, which is no shared parameter.")
+    if not isinstance(message, Mapping) or message.keys() != gradient.keys():
+        raise _wrong_names(name, message, gradient)
     for key, g in gradient.items():
-        _check_tensor(name, key, message[key], g)
+        tensor = message[key]
+        if not isinstance(tensor, Tensor) or tensor.requires_grad or _kind(tensor) != _kind(g):
+            raise _wrong_tensor(name, key, tensor, g)
     if not isinstance(message, Message):
         message = Message(message)
     for key, mask in (message.transmitted or {}).items():
@@ -155,38 +138,202 @@ def checked_message(name: str, message: object, gmap: GradientMap) -> Message:
     return message
 
 
-def _check_tensor(name: str, key: str, tensor: object, like: Tensor) -> None:
+def _kind(tensor: Tensor) -> tuple[object, ...]:
+    return tensor.shape, tensor.dtype, tensor.device
+
+
+def _wrong_names(name: str, message: object, gradient: Tensors) -> Exception:
+    if not isinstance(message, Mapping):
+        return TypeError(
+            f"{name} must return a mapping of one tensor per shared parameter, but returned a "
+            f"{type(message).__name__}."
+        )
+    if missing := [key for key in gradient if key not in message]:
+        return ValueError(
+            f"{name} shared nothing for {missing[0]!r} ({len(missing)} missing). To withhold a "
+            "tensor share zeros, and say so in Message.transmitted."
+        )
+    unknown = next(key for key in message if key not in gradient)
+    return ValueError(f"{name} shared {unknown!r}, which is no shared parameter.")
+
+
+def _wrong_tensor(name: str, key: str, tensor: object, g: Tensor) -> Exception:
     if not isinstance(tensor, Tensor):
-        raise TypeError(f"{name} shared a {type(tensor).__name__} for {key!r}, and no tensor.")
+        return TypeError(f"{name} shared a {type(tensor).__name__} for {key!r}, and no tensor.")
     if tensor.requires_grad:
-        raise ValueError(
+        return ValueError(
             f"{name} shared a tensor for {key!r} that holds its graph. Compute it under "
             "torch.no_grad(), or detach it."
         )
-    for what, found, wanted in (
-        ("shape", tuple(tensor.shape), tuple(like.shape)),
-        ("type", tensor.dtype, like.dtype),
-        ("device", tensor.device, like.device),
-    ):
-        if found != wanted:
-            raise ValueError(
-                f"{name} shared {key!r} with {what} {found}, where the gradient has {wanted}."
+    attribute, shared, expected = next(
+        difference
+        for difference in (
+            ("shape", tuple(tensor.shape), tuple(g.shape)),
+            ("type", tensor.dtype, g.dtype),
+            ("device", tensor.device, g.device),
+        )
+        if difference[1] != difference[2]
+    )
+    return ValueError(
+        f"{name} shared {key!r} with {attribute} {shared}, where the gradient has {expected}."
+    )
+
+
+def effect(name: str, before: Mapping[str, int], after: Mapping[str, int]) -> RuntimeError:
+    """The error for a defense that wrote to what belongs to a map or its model.
+
+    Args:
+        name: Of the defense.
+        before: `GradientMap.versions()` before its call.
+        after: After it, where something differs.
+    """
+    for tensor, version in after.items():
+        if tensor in before and before[tensor] != version:
+            return RuntimeError(
+                f"{name} wrote to {tensor} in place, so nothing was shared: it was to read it "
+                "only. Compute new tensors."
             )
+    tensor = next(iter(before.keys() ^ after.keys()))
+    verb = "made" if tensor in after else "removed"
+    return RuntimeError(f"{name} {verb} {tensor}, so nothing was shared: a defense has no effects.")
 
 
-def check_untouched(name: str, before: Mapping[str, int], after: Mapping[str, int]) -> None:
-    """Raise if anything of a map or its model was written to.
+def true_gradient(gmap: GradientMap) -> Tensors:
+    """g, checked to be finite and in at least float32.
 
     Raises:
-        RuntimeError: Naming the tensor.
+        FloatingPointError: If it is not finite. Names the parameter.
     """
-    for what, version in after.items():
-        if before.get(what, version) != version:
-            raise RuntimeError(
-                f"{name} wrote to {what} in place, so nothing was shared: it was to read it only. "
-                "Compute new tensors."
-            )
-    if added := [what for what in after if what not in before]:
-        raise RuntimeError(
-            f"{name} made {added[0]}, so nothing was shared: a defense has no effects."
+    gradient = gmap.gradient()
+    if name := first_not_finite(gradient, gmap.shards):
+        raise FloatingPointError(
+            f"The gradient of {name} is not finite, so nothing was shared. Look for labels out of "
+            "range, an overflow in the loss (in half precision use bf16), or a learning rate that "
+            "made the weights diverge."
         )
+    return {name: g.to(torch.promote_types(g.dtype, torch.float32)) for name, g in gradient.items()}
+
+
+def first_not_finite(tensors: Mapping[str, Tensor], shards: Shards | None) -> str | None:
+    """The first name whose tensor holds NaN or infinity."""
+    # A sum with NaN or infinity in it is neither finite: one fast pass, and a closer look only
+    # where a sum is not.
+    sums = torch.stack([tensor.sum(dtype=torch.float32) for tensor in tensors.values()])
+    is_finite = bool(torch.isfinite(sums).all())
+    if is_finite if shards is None else not shards.any(not is_finite):
+        return None
+    broken = {name: ~torch.isfinite(tensor).all() for name, tensor in tensors.items()}
+    broken = of_whole(broken, shards, "max")
+    return next((name for name, is_broken in broken.items() if is_broken), None)
+
+
+def cast_like(shared: Tensors, gmap: GradientMap) -> Tensors:
+    """`shared` in the types of the gradient that it stands for."""
+    gradient = gmap.gradient()
+    return {name: tensor.to(gradient[name].dtype) for name, tensor in shared.items()}
+
+
+class OnDemand(Mapping[str, Tensor]):
+    """Tensors that are made when they are asked for, anew each time, so that none are kept.
+
+    Args:
+        names: Of all of them.
+        make: Gives the tensor of a name; whoever asks may write to it.
+        total: The sum of all their entries, if that is known.
+    """
+
+    def __init__(
+        self, names: Iterable[str], make: Callable[[str], Tensor], total: float | None = None
+    ) -> None:
+        self._names, self._make, self.total = dict.fromkeys(names), make, total
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._names:
+            raise KeyError(name)
+        return self._make(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+def of_whole(
+    numbers: Mapping[str, Tensor], shards: Shards | None, how: How = "sum"
+) -> dict[str, Tensor]:
+    """Numbers of whole parameters, given those of this device's parts of them."""
+    return dict(numbers) if shards is None else shards.each(numbers, how)
+
+
+def add_up(numbers: Mapping[str, Tensor], shards: Shards | None) -> Tensor:
+    """The sum of one number per parameter, over all shards."""
+    return torch.stack(list(of_whole(numbers, shards).values())).sum()
+
+
+def total(tensors: Mapping[str, Tensor], shards: Shards | None) -> Tensor:
+    """The sum over all entries of all tensors, tensors added up in float64."""
+    known = getattr(tensors, "total", None)
+    if known is not None:
+        return torch.tensor(known, dtype=torch.float64)
+    return add_up({name: tensor.sum().double() for name, tensor in tensors.items()}, shards)
+
+
+def count(tensors: Mapping[str, Tensor], shards: Shards | None) -> int:
+    """How many entries all tensors have."""
+    return int(add_up({name: torch.tensor(t.numel()) for name, t in tensors.items()}, shards))
+
+
+def power(tensors: Mapping[str, Tensor], shards: Shards | None) -> Tensor:
+    """The sum of squares, likewise."""
+    return add_up({name: _square_sum(tensor) for name, tensor in tensors.items()}, shards)
+
+
+def _square_sum(tensor: Tensor) -> Tensor:
+    """Without a tensor of squares; by rows, since norms of many entries add up in their own type,
+    and round.
+    """
+    if tensor.dim() < 2:
+        return tensor.square().sum().double()
+    return torch.linalg.vector_norm(tensor.flatten(1), dim=1).double().square().sum()
+
+
+def norm(tensors: Mapping[str, Tensor], shards: Shards | None) -> float:
+    """The Euclidean norm over all entries of all tensors."""
+    return float(power(tensors, shards).sqrt())
+
+
+def drawn(
+    tensors: Mapping[str, Tensor],
+    draw: Callable[[Tensor, Stream], Tensor],
+    generator: Stream,
+    shards: Shards | None,
+) -> Iterator[tuple[str, Tensor]]:
+    """Random tensors in the shapes of those given: on each of a client's devices others, but for
+    parameters that all of them hold.
+
+    Args:
+        tensors: By name.
+        draw: Gives a random tensor in the shape, type and place of the one that it gets, whose
+            entries are independent of each other.
+        generator: This device's.
+        shards: Of the map.
+    """
+    groups = [(tensors, generator)] if shards is None else shards.streams(tensors, generator)
+    for some, stream in groups:
+        yield from draw_tensors(some, lambda like, stream=stream: draw(like, stream))  # type: ignore[misc]
+
+
+def scaled(tensor: Tensor, factor: float, offset: float = 0.0) -> Tensor:
+    """`factor * tensor + offset`, in place where that is possible, and one number for one."""
+    if tensor.numel() and not any(tensor.stride()):
+        return (tensor[(0,) * tensor.dim()] * factor + offset).expand_as(tensor)
+    return tensor.mul_(factor).add_(offset) if offset else tensor.mul_(factor)
+
+
+def root(variances: Mapping[str, Tensor], name: str) -> Tensor:
+    """Standard deviations of variances, one number for one, in place where those were just made."""
+    variance = variances[name]
+    if variance.numel() and not any(variance.stride()):
+        return variance[(0,) * variance.dim()].sqrt().expand_as(variance)
+    return variance.sqrt_() if isinstance(variances, OnDemand) else variance.sqrt()

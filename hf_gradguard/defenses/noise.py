@@ -24,13 +24,23 @@ from transformers.utils import logging
 from ..gradient_map import GradientMap, Tensors
 from ..gradient_map.views import Nothing
 from ..randomness import Stream
-from .base import Defense, DefenseFacts
-from .checks import is_number
+from .base import Defense, DefenseFacts, is_number
 from .mechanism import Mechanism
-from .message import Message, Noise
+from .message import (
+    Message,
+    Noise,
+    OnDemand,
+    cast_like,
+    count,
+    drawn,
+    power,
+    root,
+    scaled,
+    total,
+    true_gradient,
+)
 from .own_shape import shape_trace
 from .sensitivity import SensitivityDefense, capped, sensitivity_ratio
-from .tensors import OnDemand, cast_like, count, drawn, power, root, scaled, total, true_gradient
 
 if TYPE_CHECKING:
     from ..sharded.shards import Shards

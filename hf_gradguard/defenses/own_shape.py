@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from ..gradient_map import GradientMap, Tensors, by_differences
+from .message import OnDemand, cast_like, power, total
 from .sensitivity import LARGEST_RATIO, SMALLEST_GRADIENT
-from .tensors import OnDemand, cast_like, power, total
 
 if TYPE_CHECKING:
     from ..sharded.shards import Shards

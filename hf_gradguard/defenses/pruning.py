@@ -20,12 +20,10 @@ from torch import Tensor
 from ..gradient_map import GradientMap, Tensors
 from ..gradient_map.views import CorrectedMap, MaskedMap
 from ..randomness import Stream
-from .base import DefenseFacts
-from .checks import floor_share, is_number
+from .base import DefenseFacts, floor_share, is_number
 from .feedback import BiasedDefense, LeftOut, check_min_batches
-from .message import Message
+from .message import Message, cast_like, count, true_gradient
 from .sensitivity import SensitivityDefense
-from .tensors import cast_like, count, true_gradient
 
 if TYPE_CHECKING:
     from ..sharded.shards import Shards

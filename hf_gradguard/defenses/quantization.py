@@ -14,8 +14,7 @@ from ..randomness import Stream
 from .base import DefenseFacts
 from .feedback import BiasedDefense
 from .mechanism import Mechanism
-from .message import Message
-from .tensors import cast_like, of_whole, true_gradient
+from .message import Message, cast_like, of_whole, true_gradient
 
 if TYPE_CHECKING:
     from ..sharded.shards import Shards

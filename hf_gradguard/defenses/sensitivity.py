@@ -17,9 +17,8 @@ from ..gradient_map.random_batch import random_batch, special_ids
 from ..gradient_map.sensitivity import TOLERANCE, plan_of, probe_squares
 from ..randomness import Stream
 from .averages import PARTS, Averages, added
-from .base import Defense, DefenseFacts
-from .checks import check_whole
-from .tensors import OnDemand, check_finite, total
+from .base import Defense, DefenseFacts, check_whole
+from .message import OnDemand, first_not_finite, total
 
 if TYPE_CHECKING:
     from ..sharded.shards import Shards
@@ -214,11 +213,10 @@ def _own_probes(gmap: GradientMap) -> int:
 
 
 def _check_squares(squares: Tensors, shards: Shards | None) -> None:
-    check_finite(
-        squares,
-        shards,
-        "The sensitivity of {} is not finite: the loss has no second derivative there.",
-    )
+    if name := first_not_finite(squares, shards):
+        raise FloatingPointError(
+            f"The sensitivity of {name} is not finite: the loss has no second derivative there."
+        )
 
 
 def sensitivity_ratio(sensitivity: Tensors, magnitude: Tensors) -> Tensors:

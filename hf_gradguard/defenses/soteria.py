@@ -19,11 +19,9 @@ from torch import Tensor, nn
 from ..gradient_map import GradientMap
 from ..gradient_map.replay import hooked
 from ..randomness import Stream
-from .base import DefenseFacts
-from .checks import check_whole, floor_share, is_number
+from .base import DefenseFacts, check_whole, floor_share, is_number
 from .feedback import BiasedDefense
-from .message import Message
-from .tensors import cast_like, true_gradient
+from .message import Message, cast_like, true_gradient
 
 
 @dataclass

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers.utils import logging
 
 from ..defenses import Defense, Message, make_defense
-from ..defenses.none import NoDefense
+from ..defenses.base import NoDefense
 from ..gradient_map import GradientMap
 from ..gradient_map.domain import check_batch
 from ..gradient_map.inputs import model_loss

@@ -18,7 +18,7 @@ from transformers.utils import logging
 
 from ..data.private import write_private
 from ..defenses import Defense
-from ..defenses.none import NoDefense
+from ..defenses.base import NoDefense
 from ..gradient_map.types import LossFunction
 from ..gradient_map.views import Nothing
 from ..randomness import Stream

@@ -137,7 +137,7 @@ SEAMS = (
     Seam(
         "accelerate:Accelerator",
         "_dataloaders",
-        "training/exchange/mesh.py refuses loaders that dispatch",
+        "training/loop.py refuses loaders that dispatch",
     ),
     Seam("torch:UntypedStorage", "_cdata", "gradient_map/batch/tables.py tells storages apart"),
     Seam(

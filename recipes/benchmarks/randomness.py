@@ -50,7 +50,7 @@ def measure(args) -> dict:
     found = {}
     for name in NOISES:
         found[f"{name}, small tensors together"] = alternate(case(name), case("none"), rounds)
-        with patch("hf_gradguard.defenses.tensors.together", one_by_one):
+        with patch("hf_gradguard.defenses.message.draw_tensors", one_by_one):
             found[f"{name}, one by one"] = alternate(case(name), case("none"), rounds)
     return {
         "threads": torch.get_num_threads(),

@@ -25,9 +25,9 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from hf_gradguard import GradientMap, protect
 from hf_gradguard.defenses import Defense, chain, make_defense
 from hf_gradguard.defenses.averages import Averages
+from hf_gradguard.defenses.message import first_not_finite
 from hf_gradguard.defenses.noise import GaussianNoise
 from hf_gradguard.defenses.pruning import largest
-from hf_gradguard.defenses.tensors import check_finite
 from hf_gradguard.gradient_map.parameters import is_sharded
 from hf_gradguard.randomness import Stream
 from hf_gradguard.sharded.shards import Shards, whole_of
@@ -378,7 +378,7 @@ def refusals(place: Place) -> dict[str, str]:
     def infinite() -> None:
         value = float("inf") if place.device else 1.0
         tensors = {"hidden.weight": torch.ones(2), "head.weight": torch.tensor([value])}
-        check_finite(tensors, Shards(small), "{} broke")
+        raise FloatingPointError(f"{first_not_finite(tensors, Shards(small))} broke")
 
     calls: dict[str, Callable[[], Any]] = {
         "soteria": lambda: protect(small, batch, "soteria"),

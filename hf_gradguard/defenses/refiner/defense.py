@@ -24,8 +24,7 @@ from ...randomness import Stream
 from ..base import DefenseFacts
 from ..feedback import BiasedDefense, LeftOut
 from ..mechanism import Fitted, Mechanism
-from ..message import Message, nothing_of
-from ..tensors import cast_like, norm, true_gradient
+from ..message import Message, cast_like, norm, nothing_of, true_gradient
 from .inputs import (
     Memory,
     Pixels,

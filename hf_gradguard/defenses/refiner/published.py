@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ...gradient_map import GradientMap, Tensors
 from ...gradient_map.parameters import layer_numbers
-from ..tensors import norm
+from ..message import norm
 from .inputs import Pixels, Words
 
 

@@ -6,7 +6,7 @@ import math
 from typing import Any, Literal, get_args
 
 from ...gradient_map.per_sample.span import Granularity
-from ..checks import check_range, check_whole
+from ..base import check_range, check_whole
 from ..feedback import check_min_batches
 
 Objective = Literal["cosine", "weighted"]

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from hf_gradguard import GradientMap, make_defense
 from hf_gradguard.attacks import Observation, make_attack
-from hf_gradguard.defenses.tensors import norm
+from hf_gradguard.defenses.message import norm
 from hf_gradguard.leakage import inversion_influence_lower_bound
 from hf_gradguard.randomness import Stream
 
