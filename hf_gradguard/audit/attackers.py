@@ -44,6 +44,7 @@ def attackers(
     The first does not know the defense. If that makes a difference, a second one does. An attack
     that reads mechanisms (`candidates`) is not weakened by ignoring one: where it may, it knows it.
     """
+    # A defense names bounds in its message's unit: of an update, that is the weights' change.
     informed_settings = in_gradient_unit(training_of(settings), defense.informed())
     granted = frozenset({"noise_variance"} if settings.noise_known else ())
     if "mechanism" in attack.informed_by:
@@ -51,16 +52,20 @@ def attackers(
         return {label: Attacker(attack, grants, knows_defense=settings.adaptive)}
     names = {field.name for field in fields(attack) if field.init}  # type: ignore[arg-type]
     applicable = {name: value for name, value in informed_settings.items() if name in names}
+    # What is granted is a field of the observation, and no setting of the attack.
     needs = frozenset(informed_settings) & attack.informed_by
     changed = {
         name: value
         for name, value in applicable.items()
         if is_default(attack, name) and getattr(attack, name) != value
     }
+    # A defense with nothing to know is known to everybody. One that names settings that this attack
+    # lacks is known to none of its attackers.
     can_adapt = not informed_settings or bool(applicable or needs)
     knows_already = can_adapt and not changed and needs <= granted
     by_label = {label: Attacker(attack, granted, knows_defense=knows_already)}
     if settings.adaptive and can_adapt and not knows_already:
+        # Without changed settings the same attack differs by what it is granted alone.
         informed = replace(attack, **changed) if changed else attack  # type: ignore[type-var]
         by_label[label + INFORMED] = Attacker(informed, granted | needs, knows_defense=True)
     return by_label
@@ -133,6 +138,7 @@ def attacker_batches(
         batches: The audited ones.
         modality: Of the audit.
     """
+    # Texts are not smoothed, and of labels only classes can be made up.
     if IMAGE.key not in batches[0] or modality.labels != "class" or candidates is None:
         return []
     audited = {index for batch in batches for index in modality.among(candidates, batch)}
@@ -162,10 +168,12 @@ def choose_weight(attacker: Attacker, uploads: Sequence[Upload], modality: Modal
     mean_psnr: dict[float, float] = {}
     for weight in WEIGHTS:
         attack: Any = attacker.attack
+        # One start is enough to compare weights, and the audit itself uses all of them.
         trial = replace(attacker, attack=replace(attack, total_variation=weight, restarts=1))
         cells = [upload.attack(trial, modality) for upload in uploads]
         for cell in cells:
             if "scores" not in cell:
+                # What is refused for its own messages is refused for the audited ones too.
                 return {why: cell[why] for why in ("reason", "crash") if why in cell}
         mean_psnr[weight] = statistics.mean(x for cell in cells for x in cell["scores"]["psnr"])
     best = max(mean_psnr, key=lambda weight: mean_psnr[weight])
@@ -188,6 +196,7 @@ def threat_model(model: nn.Module, modality: Modality, settings: AuditSettings) 
         sentences.append(
             f"The client averages {settings.accumulation} batches, protected one by one, first."
         )
+    # Labels that are made of the text would give it away, so no setting grants them.
     if not modality.can_grant:
         sentences.append("The labels are made of the texts themselves, so they are not granted.")
     elif settings.labels_known:

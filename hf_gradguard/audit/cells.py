@@ -87,6 +87,7 @@ class Cells:
         try:
             make_private_folder(self.folder.parent)
             make_private_folder(self.folder)
+            # Permissions alone do not tell: a file system may be read-only or full.
             with tempfile.TemporaryFile(dir=self.folder):
                 pass
         except OSError as error:
@@ -136,6 +137,7 @@ def _feed(state: Any, value: Any) -> None:
     state.update(f"<{type(value).__name__}".encode())
     if isinstance(value, Tensor):
         state.update(f"{value.dtype}{tuple(value.shape)}".encode())
+        # bfloat16 has no NumPy type, so entries are hashed as bytes.
         entries = value.detach().cpu().contiguous().flatten().view(torch.uint8)
         state.update(entries.numpy().tobytes())
     elif isinstance(value, np.ndarray):
@@ -152,6 +154,7 @@ def _feed(state: Any, value: Any) -> None:
         described = str(value), repr(sorted(config.items(), key=str))
         _feed(state, [*described, value.state_dict(), trained, modes])
     elif is_dataclass(value) and not isinstance(value, type):
+        # What a defense has computed or remembers is no setting; a network that it loaded is.
         settings = {field.name for field in fields(value) if field.init}
         attributes = {
             name: attribute
@@ -160,12 +163,14 @@ def _feed(state: Any, value: Any) -> None:
         }
         _feed(state, [code_digest(type(value)), attributes])
     elif isinstance(value, Mapping):
+        # The order of a mapping says nothing.
         for key in sorted(value, key=str):
             _feed(state, (str(key), value[key]))
     elif isinstance(value, list | tuple):
         for element in value:
             _feed(state, element)
     else:
+        # Numbers, strings and `None`. An object without a stable `repr` makes new cells each time.
         state.update(repr(value).encode())
     state.update(b">")
 
@@ -194,6 +199,7 @@ def code_digest(*classes: type) -> str:
             continue
         package_version = _package_version(top)
         state.update(f"{base.__module__}:{base.__qualname__} {package_version}".encode())
+        # Reading all that Transformers' Trainer imports would take seconds.
         if package_version and _is_installed(top):
             continue
         for name in sorted(modules_of(base.__module__)):
@@ -203,6 +209,7 @@ def code_digest(*classes: type) -> str:
 
 def modules_of(module: str) -> set[str]:
     """A module and all that it imports from its own package or from this one."""
+    # Imports form a graph with shared nodes: each module is visited once.
     modules, waiting = set[str](), [module]
     packages = frozenset({module.partition(".")[0], PACKAGE})
     while waiting:
@@ -237,6 +244,7 @@ _sources: dict[str, tuple[object, bytes]] = {}
 def _source(module: str) -> bytes:
     path = source_file(module)
     if path is None:
+        # Never equal to any hash before: such cells are computed anew.
         return secrets.token_bytes(32)
     spec = getattr(sys.modules.get(module), "__spec__", None)  # reloading makes a new one
     if module not in _sources or _sources[module][0] is not spec:

@@ -124,6 +124,7 @@ class Client:
         """One map for each micro-batch."""
         count, rows = self.shared.micro_batches, count_rows(self.batch)
         if count == 1:
+            # The same map, so that estimators and defenses share its cache.
             return [self.gmap]
         size = rows // count
         return [
@@ -191,6 +192,7 @@ class Upload:
             )
         # No audited message knows of another one.
         self.defense.load_state_dict(copy.deepcopy(self.state))
+        # The last message is the audited one; those before it fill what the defense remembers.
         for client in [*self.warmup_clients, self.client]:
             stream = client.generator(_DEFENSE)
             messages = [self.defense(gmap, stream) for gmap in client.micro_maps]
@@ -200,10 +202,12 @@ class Upload:
         """How far what is shared is from the gradient, or why nothing is."""
         gradient = self.client.gradient()
 
+        # A gradient that cannot be taken at all ends the audit; a defense that refuses does not.
         def measure() -> Cell:
             started = time.perf_counter()
             shared = dict(self.message)
             seconds = time.perf_counter() - started
+            # A zero gradient has no direction and no relative error.
             norm, shared_norm = (math.sqrt(_inner(g, g)) for g in (gradient, shared))
             change = {name: shared[name] - g for name, g in gradient.items()}
             norms = norm * shared_norm
@@ -270,6 +274,7 @@ class Upload:
         try:
             scored = modality.score(reconstruction, batch)
         except ValueError as error:
+            # An attack of another package may return anything, so the attack is named as the cause.
             raise ValueError(f"What the attack returned cannot be scored. {error}") from error
         knows_defense = attacker.knows_defense
         if "mechanism" in attacker.grants:  # not every defense can state one
@@ -310,6 +315,7 @@ def attack_together(
     pairs = list(zip(uploads, attackers, strict=True))
     try:
         observations = [upload.observation(attacker, modality) for upload, attacker in pairs]
+        # One client's uploads have one seed, so that this equals attacking them one by one.
         rankings = attack.together(observations, uploads[0].client.generator(_ATTACK))
     except Exception:  # each gives its own reason
         return [upload.attack(attacker, modality) for upload, attacker in pairs]
@@ -331,6 +337,7 @@ def _membership(
         return {}
     # Excluded candidates score -inf.
     ranked = (reconstruction.scores > -torch.inf).nonzero().flatten().tolist()
+    # Scores alone are stored: candidates themselves would be the private data many times over.
     members = modality.among([attack.candidates[index] for index in ranked], batch)
     return {"membership": {"scores": reconstruction.scores[ranked].tolist(), "members": members}}
 
@@ -352,6 +359,7 @@ def _outcome(make: Callable[[], Cell], *refusals: type[Exception]) -> Cell:
 def _reproducible(model: nn.Module, stream: Stream) -> Iterator[None]:
     """Dropout that the stream determines, and buffers (batch statistics) put back afterwards."""
     buffers = {name: tensor.clone() for name, tensor in model.named_buffers()}
+    # torch.manual_seed takes 63 bits.
     seed = int.from_bytes(stream.bytes(8), "little") >> 1
     with draws_kept(model):
         torch.manual_seed(seed)
@@ -390,6 +398,7 @@ def average_of(messages: Sequence[Message]) -> Message:
     """The mean of messages that were protected one by one, each with noise of its own."""
     if len(messages) == 1:
         return messages[0]
+    # Noise is known of a mean only if it is known of each part.
     noises = [message.noise for message in messages if message.noise is not None]
     noise = None
     if len(noises) == len(messages):
@@ -452,6 +461,7 @@ def observe(
     if local is None:
         return Observation(model=model, gradient=message, **knowledge)
     weights = {name: p.detach() for name, p in model.named_parameters() if name in message}
+    # Attacks match gradients: dividing by what the optimizer multiplied leaves their mean.
     gradient = mean_gradient(local.optimizer, local.rates, weights, dict(message))
     return Observation(model=model, gradient=gradient, local=local, **local.behind(knowledge))
 
@@ -467,6 +477,7 @@ def in_gradient_unit(local: LocalTraining | None, settings: Mapping[str, Any]) -
     """
     if local is None:
         return dict(settings)
+    # An update is the mean gradient times the steps' factors, and so is a bound on it.
     total = local.optimizer.linear(list(local.rates))[1]
     return {
         name: value / total if name in _BOUNDS and value is not None else value

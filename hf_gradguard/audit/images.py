@@ -61,6 +61,7 @@ class Images:
             )
             stacked = stacked.float() / 255
             pixels = stacked[:, None] if mode == "L" else stacked.permute(0, 3, 1, 2).contiguous()
+        # Quantized models have integer parameters beside floating ones.
         dtype = next(p.dtype for p in self.model.parameters() if torch.is_floating_point(p))
         return pixels.to(dtype)
 
@@ -86,6 +87,7 @@ class Images:
         ]
         device = next(self.model.parameters()).device
         pixels = torch.stack([*rows, *(self._pixels(pictures).to(device) if pictures else ())])
+        # Twice in the list would count twice as a false positive.
         return [image for index, image in enumerate(pixels) if not _is_in(image, pixels[:index])]
 
     def among(self, candidates: Sequence[Any], batch: dict[str, Tensor]) -> list[int]:
@@ -114,6 +116,7 @@ class Images:
         plain = self._plain({IMAGE.key: reconstruction.input})
         images = torch.nan_to_num(plain, nan=0.5, posinf=1.0, neginf=0.0).clamp(0, 1)
         scores = score_images(images, self._plain(batch), bootstrap=0)
+        # In the samples' order: an attack cannot know it, so scores match the best pairs.
         ordered = [images[match] for match in scores.matched if match is not None]
         return {"scores": scores.per_sample, "images": [png(image) for image in ordered]}
 

@@ -237,6 +237,7 @@ class _Grid:
         try:
             for repeat, index in product(range(self.settings.repeats), range(count)):
                 shared, cells = self._message(index, repeat, bar)
+                # Repeats have the same originals, and a guess knows nothing of their noise.
                 if not repeat:
                     guess = self.modality.chance(self.batches, index, self.settings.seed)
                     result.messages.append(self.modality.show(self.batches[index]))
@@ -248,6 +249,7 @@ class _Grid:
                     spent += _write(result, folder)
         finally:
             bar.close()
+            # Also after an interruption: the report says of how many messages it is.
             if result.messages:
                 _write(result, folder)
         return result
@@ -266,6 +268,8 @@ class _Grid:
 
     def _message(self, index: int, repeat: int, bar: Any) -> tuple[list[Cell], list[Cell]]:
         """The rows of one message: what every defense shared, and what every attack recovered."""
+        # A client for every batch: where a defense's first messages are empty, those of other
+        # clients come before. Maps are made only when they are needed.
         clients = [
             Client(self.model, batch, self.setup.shared, (self.settings.seed, number, repeat))
             for number, batch in enumerate(self.batches)
@@ -307,6 +311,7 @@ class _Grid:
             label: {why: row[why] for why in ("reason", "crash") if why in row}
             for label, row in shared.items()
         }
+        # Cells of one message differ by defense, attack, grants and nothing else.
         cell_keys = {
             pair: digest(keys[pair[0]], attack_key)
             for pair, attack_key in self.attack_keys.items()
@@ -326,6 +331,7 @@ class _Grid:
         """What membership inference gives that is not there yet, of all defenses together."""
         missing: dict[str, list[_Pair]] = {}
         for pair, key in keys.items():
+            # Cells that are there already are read by the caller.
             if isinstance(self.attackers[pair].attack, Candidates) and key not in self.cells:
                 missing.setdefault(pair[1], []).append(pair)
         ranked: dict[_Pair, Cell] = {}
@@ -341,6 +347,7 @@ class _Grid:
 
     def _measure(self, upload: Upload, key: str) -> Cell:
         """What is known of a message without attacking it."""
+        # Stored without estimates and labels: a new estimator must not protect the message anew.
         row = self.cells.once(key, upload.distance)
         if "reason" in row or "crash" in row:
             return row
@@ -376,6 +383,7 @@ def _record(setup: Setup, settings: AuditSettings, estimators: Mapping[str, Any]
     """All that it takes to repeat the audit, and all that its report has to know of it."""
     model, modality, messages = setup.model, setup.modality, len(setup.batches)
     described, task = modality.settings(), task_of(model)
+    # Only drawing classes has a chance level; numbers and texts have none.
     has_classes = modality.labels == "class" and hasattr(model, "config")
     return {
         **asdict(settings),

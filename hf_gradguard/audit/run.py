@@ -192,6 +192,7 @@ def _make(
     settings: AuditSettings,
     has_candidates: bool,
 ) -> tuple[dict[str, Defense], dict[str, Attack]]:
+    # First, so that every table begins with what leaks without a defense.
     reference = make_defenses("none") if settings.reference else {}
     made_defenses, made_attacks = reference | make_defenses(defenses), make_attacks(attacks)
     if not made_defenses or not (made_attacks or has_candidates):
@@ -210,6 +211,7 @@ def default_attacks(
         attacks: By domain.
     """
     domain = domain_of_model(model)
+    # Closed-form recovery costs next to nothing, where the first layer allows it.
     is_readable = domain is IMAGE and readable(model, tuple(IMAGE.main_input(batch).shape))
     return attacks[domain.name] + (",analytic" if is_readable else "")
 
@@ -280,11 +282,13 @@ def _labeled(spec: Spec) -> Iterator[tuple[str, Links | Defense | Attack]]:
     """What one spec names, with labels."""
     if isinstance(spec, str):
         for text in _separated(spec):
+            # A plus before a digit is part of a number: 1e+3.
             links = [_link(link) for link in re.split(r"\+(?=[A-Za-z])", text)]
             yield "+".join(map(_label, links)), links
     elif isinstance(spec, Defense | Attack):
         yield _label_of(spec), spec
     elif isinstance(spec, Mapping):
+        # A list of settings is one row for each strength.
         for name, entry in spec.items():
             for settings in entry if isinstance(entry, list) else [entry]:
                 if isinstance(settings, Defense | Attack):
@@ -322,6 +326,7 @@ def _separated(text: str) -> list[str]:
     """`"a:x=1,y=2,b"` as `["a:x=1,y=2", "b"]`. Commas in brackets separate nothing."""
     specs: list[str] = []
     for piece in re.split(r",(?![^\[]*\])", text):
+        # `b=2` belongs to the spec before it, and `b:x=2` or `b` begins another one.
         if specs and "=" in piece and ":" not in piece.split("=")[0]:
             specs[-1] += f",{piece}"
         else:
@@ -395,6 +400,7 @@ def read_metrics(
     reached: dict[str, float] = {}
     for file in [metrics] if isinstance(metrics, str | os.PathLike) else metrics:
         content = json.loads(Path(file).read_text(encoding="utf-8"))
+        # A recipe's file says its settings in full, so they decide which row it is of.
         if isinstance(content, Mapping) and {"defense", "settings", "accuracy"} <= content.keys():
             content = _metrics_of_run(file, content, defenses or {})
         values = _checked_metrics(content)

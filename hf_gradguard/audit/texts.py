@@ -66,6 +66,7 @@ class Texts:
             )
         config, max_length = getattr(model, "config", None), settings.max_length
         positions = getattr(config, "max_position_embeddings", None) or max_length
+        # A model cannot place longer texts, whatever was asked for.
         self.max_length = min(max_length, positions, tokenizer.model_max_length)
         self.model, self.tokenizer, self.audit_settings = model, tokenizer, settings
         self.lengths_known = settings.lengths_known
@@ -88,6 +89,7 @@ class Texts:
             is_split_into_words=self.labels == "token",
         )
         for (text, _), ids in zip(samples, encoded["input_ids"].tolist(), strict=True):
+            # Without words there is nothing to recover, and every score would be undefined.
             if set(ids) <= set(self.special_ids):
                 raise ValueError(
                     f"The text {text[:60]!r} holds no tokens but special ones: leave it out."
@@ -131,11 +133,13 @@ class Texts:
         texts = [sample[0] if isinstance(sample, tuple) else sample for sample in samples]
         rows = [_ids_of(row) for row in texts if not isinstance(row, str)]
         if texts := [text for text in texts if isinstance(text, str)]:
+            # Cut like the client's texts: otherwise a member would not be found among them.
             encoded = self.tokenizer(texts, truncation=True, max_length=self.max_length)
             rows += encoded["input_ids"]
         return [list(ids) for ids in dict.fromkeys(map(tuple, rows))]
 
     def _labeled(self, samples: Sequence[Any]) -> list[Any]:
+        # By ids, so that each text is there once.
         rows: dict[tuple[int, ...], dict[str, Tensor]] = {}
         for row in samples:
             if not isinstance(row, Mapping):
@@ -191,6 +195,7 @@ class Texts:
         """
         count = len(batches)
         if count > 1:
+            # Spread evenly over the other messages, and never the message itself.
             shifts = sorted({1 + k * (count - 1) // GUESSES for k in range(GUESSES)})
             guesses = [self.references(batches[(index + shift) % count]) for shift in shifts]
         else:
@@ -232,6 +237,7 @@ class Texts:
 
     def _random_words(self, batch: dict[str, Tensor], seed: int, draw: int) -> list[list[int]]:
         stream = Stream.from_seeds(seed, draw)
+        # Sorted: the order of a set differs between processes.
         words = sorted(set(self.tokenizer.get_vocab().values()) - set(self.special_ids))
         return [
             [
@@ -306,6 +312,7 @@ def with_labels(
     Raises:
         ValueError: If a label is none that the head takes.
     """
+    # The order matters: labels of tokens need the encoding, those of texts the ids.
     batch, kind, task = dict(encoded), label_kind(model), task_of(model)
     if kind == "token":
         return batch | {"labels": _word_labels(encoded, samples)}
@@ -377,6 +384,7 @@ def _word_labels(encoded: Any, samples: Sequence[Sample]) -> Tensor:
             raise ValueError(f"There are {len(classes)} labels for {len(words)} words.")
         previous = None
         for place, word in enumerate(encoded.word_ids(row)):
+            # Special tokens have no word, and further pieces of a word no label of their own.
             if word is not None and word != previous:
                 labels[row, place] = classes[word]
             previous = word

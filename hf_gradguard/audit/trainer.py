@@ -69,6 +69,7 @@ def set_up_trainer(
             f"{settings.batch_size} rows a batch, {settings.accumulation} batches a step. Give a "
             "multiple."
         )
+    # In the Trainer's mode and through its collator, as its next steps would take them.
     batches, decoys = _draw(trainer, samples, size, settings.seed)
     listed: list[Any] = [row for batch in [*batches, *decoys] for row in _rows(modality, batch)]
     # An empty list asks for no membership inference; neither is there one of audited rows alone.
@@ -118,6 +119,7 @@ def _draw(
     order = np.random.default_rng(seed).permutation(count).tolist()
 
     def batch(numbers: list[int]) -> dict[str, Tensor]:
+        # Divided data is addressed by row, client and share.
         keys: list[Any] = [Pick(n, 0, 1.0) for n in numbers] if trainer._parts else numbers
         collated = loader.collate_fn([dataset[key] for key in keys])
         return {
@@ -140,6 +142,7 @@ def _rows(modality: Modality, batch: Mapping[str, Tensor]) -> list[dict[str, Ten
     rows = []
     for index in range(count):
         ids, mask = batch[TEXT.key][index], batch.get("attention_mask")
+        # Without a mask all texts are of one length.
         attended = (ids == ids) if mask is None else mask[index].bool()
         if modality.labels not in ("text", "token"):
             rows.append({TEXT.key: ids[attended]})

@@ -83,6 +83,7 @@ def load_samples(
         return [(content, None) for content in inputs]
     names = rows.column_names
     label_name = pick_column(names, label_column, label_columns, dataset, "--label_column")
+    # A data set's ids follow its own order of classes, and the model's another one.
     ids = _model_ids(rows.features[label_name], classes, dataset)
     values = [convert(_mapped(label, ids), classes) for label in rows[label_name]]
     return list(zip(inputs, values, strict=True))
@@ -170,6 +171,7 @@ def _draw(available: int, count: int, spare: int, seed: int, dataset: str) -> li
         raise ValueError(
             f"samples must be from 1 to the {available} that {dataset} has, but is {count}."
         )
+    # One permutation whatever the count: more decoys leave the samples as they are.
     order: list[int] = np.random.default_rng(seed).permutation(available).tolist()
     return order[: count + spare]
 

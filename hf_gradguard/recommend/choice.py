@@ -121,6 +121,7 @@ def choose(
     plain, *defended = outcomes
     affordable = [outcome for outcome in defended if outcome.lost.mean <= budget]
     undefended = f"{plain.attack} {score.verb} {score.format_estimate(plain.leak)} undefended"
+    # Where no defense keeps the budget, leaks do not matter.
     if not affordable:
         return _none_affordable(list(outcomes), budget)
     if _low(plain.leak) <= chance:
@@ -157,6 +158,7 @@ def _best(affordable: list[Outcome]) -> Outcome:
     """Of those that cannot be told from the one that leaks least, and of these from the most
     accurate, the one that leaks least.
     """
+    # A lower mean may be luck: whatever messages cannot tell from the least counts as private.
     least = min(affordable, key=lambda outcome: outcome.leak.mean)
     private = [
         outcome
@@ -174,6 +176,7 @@ def _best(affordable: list[Outcome]) -> Outcome:
 
 def _differ(x: Mapping[int, float], y: Mapping[int, float]) -> bool:
     """Whether a paired t-test at 5 % tells them apart."""
+    # Paired: messages differ more among themselves than defenses do on one message.
     differences = np.array([x[number] - y[number] for number in x if number in y])
     if len(differences) < 2:
         return False
@@ -308,6 +311,7 @@ def html_report(choice: Choice, chance: float, settings: TrialSettings, score: M
     outcomes = choice.outcomes
     ticks = score.ticks([chance, *(outcome.leak.high or 0.0 for outcome in outcomes)])
     end = ticks[-1][0]
+    # Room for whiskers within the frame.
     lowest = min(_low(outcome.accuracy) for outcome in outcomes) - 0.02
     highest = min(max(outcome.accuracy.high or 0.0 for outcome in outcomes) + 0.02, 1.0)
 

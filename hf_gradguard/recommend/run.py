@@ -47,8 +47,10 @@ def recommend(
     output: str | os.PathLike[str],
     **settings: Any,
 ) -> Choice:
-    """Train a model for a few steps under each defense, each at its own best learning rate, attack
-    each at the start and at the end of its own training, and say which one to train with.
+    """Train a model for a few steps under each defense, attack each, and say which to train with.
+
+    Each defense trains at its own best learning rate, and is attacked at the start and at the end
+    of its own training.
 
     In `output`: `recommend.json`, `recommend.md`, `recommend.html`, the audits, and, if one is
     recommended that flags can name, `recommended.yaml`, for `--config` of `recipes/sst2.py` or
@@ -84,7 +86,9 @@ def recommend(
     split = Split.draw(samples, trial_settings.attacked, trial_settings.batch_size)
     server = _Server(model, processing_class, split, trial_settings, attacks, folder / "audits")
     trials = Trials(model, processing_class, server.modality, split, trial_settings, folder)
+    # Attacks meet the noise that the training of this length would add.
     to_compare = {label: trials.calibrated(defense) for label, defense in to_compare.items()}
+    # At the start all defenses share one model, so one audit serves all.
     start = server.attack(model, to_compare, "start")
     outcomes, plain = list[Outcome](), list[float]()
     for number, (label, defense) in enumerate(logging.tqdm(to_compare.items(), desc="defenses")):
@@ -136,6 +140,7 @@ class _Server:
             attacks = default_attacks(model, batch, DEFAULT_ATTACKS)
         self._processing_class, self._split = processing_class, split
         self._attacks, self._folder = attacks, folder
+        # Nothing is trained on them: a trained sample would fit too well to be a decoy.
         decoys = split.choosing[: settings.decoys]
         self._candidates = [*split.attacked, *decoys] if decoys else None
 
@@ -177,6 +182,7 @@ def _outcome(
             f"{' '.join(why) or 'Give others (--attack).'}"
         )
         return []
+    # The worse stage counts: a server keeps every message.
     leak, row, stage = max(leaks, key=lambda leak: leak[0].mean)
     lost = np.array(plain) - np.array(accuracies)
     membership, candidates = _membership(label, stages)
@@ -229,6 +235,7 @@ def _write(
         choice = dataclasses.replace(choice, words=choice.words + _NO_FLAGS)
     stored = dataclasses.asdict(choice)
     for outcome in filter(None, [stored["chosen"], *stored["outcomes"]]):
+        # Long lists that only the tests between defenses need.
         del outcome["accuracy_by_sample"], outcome["leak_by_message"]
     record = {"settings": dataclasses.asdict(settings), "chance": chance, **stored}
     write_json(folder / "recommend.json", record)

@@ -59,6 +59,7 @@ class Split:
             ValueError: If too few are left to train on.
         """
         remaining = list(samples[attacked:])
+        # At most 500 each: they are evaluated at every rate of every defense.
         size = min(500, len(remaining) // 5)
         if size < 2 or len(remaining) - 2 * size < batch_size:
             raise ValueError(
@@ -122,6 +123,7 @@ class Trials:
         rates = logging.tqdm(self.rates(defense), desc=f"train {label}", leave=False)
         tried = {rate: self.trial(label, defense, rate) for rate in rates}
         best = max(tried, key=lambda rate: (tried[rate]["choosing"], -rate))
+        # Only the chosen training is attacked at its end.
         for rate in tried:
             if rate != best:
                 self._weights(label, defense, rate).unlink(missing_ok=True)
@@ -129,6 +131,7 @@ class Trials:
 
     def rates(self, defense: Defense) -> list[float]:
         """Three, in steps of two."""
+        # Adam divides its steps by what noise adds to a gradient's size.
         middle = self.settings.learning_rate * (rate_factor(defense) or 1.0)
         return [middle / 2, middle, middle * 2]
 
@@ -196,6 +199,7 @@ def share_right(predicted: torch.Tensor, labels: torch.Tensor, shifted: bool) ->
     """
     if shifted:
         predicted, labels = predicted[:, :-1], labels[:, 1:]
+    # One label per sample is a row of one token.
     counts = (labels != IGNORED).flatten(1) if labels.dim() > 1 else (labels != IGNORED)[:, None]
     right = (predicted == labels).view_as(counts) & counts
     shares: list[float] = (right.sum(1) / counts.sum(1).clamp_min(1)).tolist()

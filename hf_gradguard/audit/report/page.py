@@ -109,6 +109,7 @@ def worst_sample(summary: Summary) -> WorstSample | None:
     ]
     if not leaks:
         return None
+    # Of equal leaks the first sample, so that the page does not change from run to run.
     _, message, index = max(leaks, key=lambda leak: (leak[0], -leak[1], -leak[2]))
     labels = [label for label in dict.fromkeys(("none", best)) if label in strongest]
     return WorstSample(message, index, [(label, strongest[label].attack) for label in labels])
@@ -122,6 +123,7 @@ def _strongest_attacks(summary: Summary) -> dict[str, AttackScores]:
     strongest: dict[str, AttackScores] = {}
     for label in summary.audit.defenses:
         rows = [row for row in summary.rows if row.defense == label and row.scores]
+        # Where nothing else was applicable its best candidates are the only text there is.
         rows = [row for row in rows if row.attack not in infers] or rows
         if rows:
             strongest[label] = max(rows, key=lambda row: row.scores[summary.main_score.name].mean)
@@ -136,6 +138,7 @@ def _least_leaking(
 
     def leak(label: str) -> tuple[float, float]:
         recovered = strongest[label].scores[summary.main_score.name].mean
+        # Rounded: a difference that no reader sees must not outweigh membership.
         return round(recovered, 2), identified.get(label, 0.0)
 
     return min(labels, key=leak)
@@ -335,6 +338,7 @@ def _plot(summary: Summary, points: list[Point]) -> dict[str, Any]:
     score, order = summary.main_score, list(summary.audit.defenses)
     positive = [math.log10(point.estimate) for point in points if point.estimate > 0]
     low, high = (math.floor(min(positive)), math.ceil(max(positive))) if positive else (-1, 0)
+    # At least one decade, so that equal points do not lie on the frame.
     high = max(high, low + 1)
     has_zeros = len(positive) < len(points)
     axis_start = 92 if has_zeros else 56
@@ -460,6 +464,7 @@ def marks(
             recovered_marks[i] = original_marks[j] = "exact"
     sides = [(recovered, places, recovered_marks), (original, true_places, original_marks)]
     missing = [Counter(ids[i] for i in side if not done[i]) for ids, side, done in sides]
+    # What is exact is taken; of the rest each occurrence counts once, wherever it is.
     for ids, side, done in sides:
         common = missing[0] & missing[1]
         for i in side:

@@ -161,6 +161,7 @@ def summarize(result: Audit) -> Summary:
         >>> [verdict.defense for verdict in summarize(result).verdicts]
         ['none', 'pruning']
     """
+    # Pairs in the audit's order, also those without any cell yet.
     cells: dict[tuple[str, str], list[Cell]] = {
         (defense, attack): [] for defense in result.defenses for attack in result.attacks
     }
@@ -247,6 +248,7 @@ def _compared_to_undefended(
         if row.defense != "none":
             itself, strongest = base_of(row.attack), strongest_undefended(row, undefended, main)
             drop = below(row, itself)
+            # The same difference twice would bootstrap twice.
             same = strongest is None or strongest.attack == itself
             row = replace(
                 row,
@@ -277,6 +279,7 @@ def _estimates(values: Values) -> dict[str, Estimate]:
     messages = list(values.values())
     if not messages or not messages[0]:
         return {}
+    # Messages are resampled whole: samples of one message are not independent.
     per_sample = {name: [x for message in messages for x in message[name]] for name in messages[0]}
     sizes = [len(next(iter(message.values()))) for message in messages]
     ends: dict[str, tuple[float, float]] = {}
@@ -314,6 +317,7 @@ def _membership(pair: tuple[str, str], cells: Sequence[Cell]) -> Membership | No
         [ranking["scores"] for ranking in rankings], [ranking["members"] for ranking in rankings]
     )
     ends = scored.interval if len(rankings) > 1 else {}
+    # A message with more members weighs more, as in the mean over samples.
     sizes = [len(ranking["members"]) for ranking in rankings]
     shares = [len(ranking["members"]) / len(ranking["scores"]) for ranking in rankings]
     return Membership(
@@ -393,6 +397,7 @@ def _shared_means(result: Audit) -> dict[str, dict[str, float | None]]:
             for name in ("relative_error", "cosine")
         }
         for name in result.settings["estimators"]:
+            # JSON has no infinity, so it is stored as `None`.
             numbers = [x for row in rows for x in row.get("estimates", {}).get(name, [])]
             means[defense][name] = _mean([math.inf if x is None else x for x in numbers])
     return means
@@ -414,6 +419,7 @@ def correlate(result: Audit) -> list[Correlation]:
             coefficients: dict[str, float | None] = {}
             for score in points[0].scores:
                 y = [point.scores[score] for point in points]
+                # Ranks of equal values say nothing, and two points always correlate perfectly.
                 varies = len(points) >= 3 and len(set(x)) > 1 and len(set(y)) > 1
                 coefficients[score] = float(spearmanr(x, y).statistic) if varies else None
             correlations.append(Correlation(estimator, attack, coefficients, points))
@@ -471,6 +477,7 @@ def _grouped(reasons: Mapping[tuple[str, str], list[str]], defenses: int) -> lis
 
 def _unfinished(result: Audit) -> str:
     settings = result.settings
+    # Every defense has a row for each finished message, whether or not it refused.
     done = len({(row["message"], row["repeat"]) for row in result.shared})
     planned = settings["messages"] * settings["repeats"]
     if done == planned:

@@ -282,6 +282,7 @@ class _Judge:
         rows = [row for row in self.scored if row.defense == defense]
         if not rows:
             return Verdict(defense, "unknown", "No attack gave anything, so nothing is known.")
+        # An attack that works on one message must not hide others that work on more.
         measured = [row for row in rows if row.has_interval]
         best = max(measured or rows, key=self._main)
         if not measured:
@@ -299,6 +300,7 @@ class _Judge:
 
     def _without_defense(self, best: AttackScores, rows: Sequence[AttackScores]) -> tuple[str, str]:
         recovered = self._recovered(best, rows)
+        # Undefended, any score above chance shows that these attacks work.
         beaten = {score for row in rows for score in row.beats_chance}
         if beaten:
             # The sentence already gives the main score; another one has to be named.
@@ -319,6 +321,7 @@ class _Judge:
         if not drops:
             lacking = "Undefended was not tried on the same messages."
             return "unknown", f"{recovered}. {self._leak(rows)} {lacking}{weakness}"
+        # Neither below itself nor below the strongest attack: the defense takes nothing away.
         if not any(drop.above_zero for drop in drops):
             same = f"Against {name}, not distinguishable from no defense."
             return "open", f"{recovered}. {same}{weakness}"
@@ -330,6 +333,7 @@ class _Judge:
                 f"{self._short(strongest)}{self._coverage(strongest)}"
             )
         text = f"{self._recovered(best, rows, than)}. {self._leak(rows)}"
+        # Another attack fell, and this one recovers as much as before.
         if itself in drops and not itself.above_zero:
             text += f" It is no better than none against {name}."
         return "reduced", text + weakness
@@ -367,6 +371,7 @@ class _Judge:
                 "Attackers that know the defense hardly recover undefended data, so this says "
                 "nothing."
             )
+        # Few messages prove a leak, and never its absence.
         if max(row.messages for row in telling) < ENOUGH_MESSAGES:
             return (
                 f"Fewer than {ENOUGH_MESSAGES} messages do not say that attacks fail: give more "
@@ -395,6 +400,7 @@ class _Judge:
 
     def _coverage(self, row: AttackScores) -> str:
         """Of how many messages a row is, if not of all."""
+        # Chance is scored on every message.
         if row.messages >= self.chance.messages:
             return ""
         return f" on {row.messages} of {self.chance.messages} messages"
