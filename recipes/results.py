@@ -10,9 +10,9 @@ docs/results.md says what they are.
 """
 
 import argparse
+import importlib
 import os
 import re
-import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -22,20 +22,18 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 class Run(NamedTuple):
-    """One run.
+    """One published table, with what makes it.
 
     Args:
         output: Its files are `docs/results/OUTPUT.*`.
-        module: The study, or the benchmark, below `recipes`.
-        part: Of the study, with what chooses among its tables.
+        target: The study, as `module:Class` below `recipes.studies`; or the benchmark's module.
         data: Arguments that name data and models.
         hours: Roughly, of one core, where nothing is there yet.
         environment: Set for this run.
     """
 
     output: str
-    module: str
-    part: str
+    target: str
     data: str
     hours: float
     environment: str = ""
@@ -43,147 +41,118 @@ class Run(NamedTuple):
     @property
     def command(self) -> str:
         """What is run, in the repository's root."""
-        words = [self.environment, f"python -m recipes.{self.module}", self.part, self.data]
+        words = [self.environment, f"python -m recipes {self.output}", self.data]
         return " ".join([*filter(None, words), f"--output docs/results/{self.output}"])
 
+    def run_here(self, argv: list[str]) -> None:
+        """Runs it in this process."""
+        module, _, name = self.target.partition(":")
+        if name:
+            study = importlib.import_module(f"recipes.studies.{module}")
+            getattr(study, name).parse(argv).run()
+        else:
+            importlib.import_module("recipes.benchmarks.measuring").run(module, argv)
+
     def make_tables(self, folder: Path) -> None:
-        """Tables and pictures anew, of FOLDER/OUTPUT.json, in this process."""
-        sys.argv = [self.module, *self.part.split(), "--tables"]
-        sys.argv += ["--output", str(folder / self.output)]
-        runpy.run_module(f"recipes.{self.module}", run_name="__main__")
+        """Tables and pictures anew, of FOLDER/OUTPUT.json."""
+        self.run_here(["--tables", "--output", str(folder / self.output)])
 
 
-UNDEFENDED = "studies.attacks_undefended.run"
-HIDING = "studies.hiding_and_learning.run"
-EVERY = "studies.every_defense.run"
-OPTIMAL = "studies.optimal_defenses.run"
-SHAPES = "studies.shapes.run"
-CANDIDATES = "studies.candidates.run"
-REFINER = "studies.refiner.run"
-LABELS = "studies.labels.run"
-UPDATES = "studies.updates.run"
-RECEIVED = "studies.received.run"
-LEAKAGE = "studies.leakage.run"
-NETWORKS = "studies.evaluation_networks.run"
 TEXT = "--model $MODEL --data_dir $SST2"
-IMAGES = "--mnist $MNIST --cifar10 $CIFAR10_LOSSLESS"
-TRAINED = "--train $CIFAR10_TRAIN --test $CIFAR10_TEST"
-ATTACKED = "--images $CIFAR10_LOSSLESS --evaluation_network $NETWORK"
-FEDERATION = f"{TRAINED} {ATTACKED}"
-PREDICTS = f"{IMAGES} --sst2 $SST2 --tokenizer $MODEL"
+MODEL, TOKENIZER, STORED = "--model $MODEL", "--tokenizer $MODEL", "--models $MODELS"
+LOSSLESS, WIKI, CARDS = "$CIFAR10_LOSSLESS", "$DATA/wikitext2", "--cards model_cards"
+CIFAR10 = f"--cifar10 {LOSSLESS}"
+IMAGES = f"--mnist $MNIST {CIFAR10}"
+TEST = "--test $CIFAR10_TEST"
+TRAINED = f"--train $CIFAR10_TRAIN {TEST}"
+ATTACKED = f"--images {LOSSLESS} --evaluation_network $NETWORK"
+FRONTIER = f"{TRAINED} --images {LOSSLESS} {STORED}"
+ELSEWHERE = "--mnist $MNIST --tiny_imagenet $TINY_IMAGENET"
+PREDICTS = f"{IMAGES} --sst2 $SST2 {TOKENIZER}"
 ALLOCATOR = (
     "MALLOC_TRIM_THRESHOLD_=4000000000 MALLOC_MMAP_THRESHOLD_=4000000000 MALLOC_TOP_PAD_=500000000"
 )
 NETWORK = (  # what $NETWORK names, if it is not there
-    "python -m recipes.studies.evaluation_networks.train image --data $TINY_IMAGENET "
+    "python -m recipes.studies.train_evaluation_network image --data $TINY_IMAGENET "
     "--filters 32 64 128 --output $NETWORK"
 )
-FRONTIER = "studies.frontier.run"
-KEPT = "--models $MODELS"
 RUNS = [
-    Run("undefended_images", UNDEFENDED, "images", IMAGES, 0.5),
-    Run("undefended_batches", UNDEFENDED, "batches", "--cifar10 $CIFAR10_LOSSLESS", 0.5),
-    Run("undefended_deep_prior", UNDEFENDED, "deep_prior", "--cifar10 $CIFAR10_LOSSLESS", 0.3),
-    Run("undefended_text", UNDEFENDED, "text", TEXT, 0.5),
-    Run("undefended_lora", UNDEFENDED, "lora", "--tokenizer $MODEL", 0.1),
-    Run("undefended_families", UNDEFENDED, "families", "--tokenizer $MODEL", 8),
-    Run("undefended_lengths", UNDEFENDED, "lengths", "--tokenizer $MODEL", 0.2),
-    Run("span_attack", HIDING, "span", TEXT, 1),
-    Run("sst2", HIDING, "accuracy", TEXT, 6),
-    Run("sst2_seconds", HIDING, "accuracy --seconds", TEXT, 0.1),
-    Run("hiding_and_learning", HIDING, "picture", "", 0),
-    Run("text_defenses", EVERY, "text", "--tokenizer $MODEL --data_dir $SST2", 4),
-    Run("image_defenses", EVERY, "images", ATTACKED, 4),
-    Run("knowing", EVERY, "knowing", "", 0),
-    Run("speed", "benchmarks.defenses", "", "--model $MODEL", 0.1),
-    Run("randomness_speed", "benchmarks.randomness", "", "--model $MODEL", 0.05),
-    Run("memory", "benchmarks.memory", "", "--model $MODEL", 0.1),
-    Run("mesh_memory", "benchmarks.mesh", "", "--model $MODEL", 0.1),
-    Run("refiner_speed", "benchmarks.refiner", "", "--model $MODEL", 0.1),
-    Run("exchange_cost", "benchmarks.exchange", "", "--model $MODEL", 0.1),
-    Run("optimal_defenses_training", OPTIMAL, "training", "--data $MNIST", 0.6),
-    Run("optimal_defenses_mnist", OPTIMAL, "attacked mnist", "--data $MNIST", 0.5),
-    Run("optimal_defenses_cifar10", OPTIMAL, "attacked cifar10", "--data $CIFAR10_LOSSLESS", 3),
-    Run("shapes_quality", SHAPES, "quality", f"{TEXT} --cifar10 $CIFAR10_LOSSLESS", 1),
-    Run("shapes_estimates", SHAPES, "estimates", TEXT, 0.3),
-    Run("shapes_adam", SHAPES, "adam", TEXT, 0.3),
-    Run("candidates", CANDIDATES, "text", TEXT, 1),
-    Run("candidates_thousand", CANDIDATES, "thousand", TEXT, 1.5),
-    Run("shapes_naming", SHAPES, "naming", TEXT, 0.7),
-    Run("frontier_rates", FRONTIER, "rates", TEXT, 0.6),
-    Run("frontier_text", FRONTIER, "text", f"{TEXT} {KEPT}", 0.6),
-    Run("frontier_lists", FRONTIER, "lists", f"{TEXT} {KEPT}", 0.2),
-    Run("frontier_partly", FRONTIER, "partly", f"{TEXT} {KEPT}", 0.3),
+    Run("undefended_images", "undefended_images:Images", IMAGES, 0.5),
+    Run("undefended_batches", "undefended_images:Batches", CIFAR10, 0.5),
+    Run("undefended_deep_prior", "undefended_images:DeepPrior", CIFAR10, 0.3),
+    Run("undefended_text", "undefended_texts:Sentences", TEXT, 0.5),
+    Run("undefended_lora", "undefended_texts:Lora", TOKENIZER, 0.1),
+    Run("undefended_families", "undefended_texts:Families", TOKENIZER, 8),
+    Run("undefended_lengths", "undefended_texts:Lengths", TOKENIZER, 0.2),
+    Run("span_attack", "privacy_and_utility:SpanAttack", TEXT, 1),
+    Run("sst2", "privacy_and_utility:Accuracy", TEXT, 6),
+    Run("sst2_seconds", "privacy_and_utility:Seconds", TEXT, 0.1),
+    Run("hiding_and_learning", "privacy_and_utility:PrivacyAndUtility", "", 0),
+    Run("text_defenses", "every_defense:Texts", f"{TOKENIZER} --data_dir $SST2", 4),
+    Run("image_defenses", "every_defense:Images", ATTACKED, 4),
+    Run("knowing", "every_defense:Knowing", "", 0),
+    Run("speed", "defenses", MODEL, 0.1),
+    Run("randomness_speed", "randomness", MODEL, 0.05),
+    Run("memory", "memory", MODEL, 0.1),
+    Run("mesh_memory", "mesh", MODEL, 0.1),
+    Run("refiner_speed", "refiner", MODEL, 0.1),
+    Run("exchange_cost", "exchange", MODEL, 0.1),
+    Run("optimal_defenses_training", "optimal_defenses:Training", "--data $MNIST", 0.6),
+    Run("optimal_defenses_mnist", "optimal_defenses:AttackedMnist", "--data $MNIST", 0.5),
+    Run("optimal_defenses_cifar10", "optimal_defenses:AttackedCifar10", f"--data {LOSSLESS}", 3),
+    Run("shapes_quality", "shapes:Quality", f"{TEXT} {CIFAR10}", 1),
+    Run("shapes_estimates", "shapes:Estimates", TEXT, 0.3),
+    Run("shapes_adam", "shapes:Adam", TEXT, 0.3),
+    Run("candidates", "candidates:FortyEight", TEXT, 1),
+    Run("candidates_thousand", "candidates:Thousand", TEXT, 1.5),
+    Run("shapes_naming", "shapes:Naming", TEXT, 0.7),
+    Run("frontier_rates", "frontier_texts:Rates", TEXT, 0.6),
+    Run("frontier_text", "frontier_texts:Texts", f"{TEXT} {STORED}", 0.6),
+    Run("frontier_lists", "frontier_texts:Lists", f"{TEXT} {STORED}", 0.2),
+    Run("frontier_partly", "frontier_texts:Partly", f"{TEXT} {STORED}", 0.3),
     Run(
-        "frontier_corpora",
-        FRONTIER,
-        "corpora",
-        f"{TEXT} --text $DATA/wikitext2/test.txt {KEPT}",
-        0.4,
+        "frontier_corpora", "frontier_texts:Corpora", f"{TEXT} --text {WIKI}/test.txt {STORED}", 0.4
     ),
-    Run("frontier_batches", FRONTIER, "batches", TEXT, 0.5),
+    Run("frontier_batches", "frontier_texts:Batches", TEXT, 0.5),
+    Run("frontier_heads", "frontier_heads:Texts", f"{TEXT} --public {WIKI}/train.txt {STORED}", 1),
+    Run("frontier_images", "frontier_images:Images", FRONTIER, 1),
     Run(
-        "frontier_heads",
-        FRONTIER,
-        "heads",
-        f"{TEXT} --public $DATA/wikitext2/train.txt {KEPT}",
-        1,
+        "frontier_image_heads", "frontier_heads:Images", f"{FRONTIER} --public $TINY_IMAGENET", 1.5
     ),
-    Run("frontier_images", FRONTIER, "images", f"{TRAINED} --images $CIFAR10_LOSSLESS {KEPT}", 1),
-    Run(
-        "frontier_image_heads",
-        FRONTIER,
-        "image_heads",
-        f"{TRAINED} --images $CIFAR10_LOSSLESS --public $TINY_IMAGENET {KEPT}",
-        1.5,
-    ),
-    Run(
-        "frontier_elsewhere",
-        FRONTIER,
-        "elsewhere",
-        f"{TRAINED} --images $CIFAR10_LOSSLESS --mnist $MNIST --tiny_imagenet $TINY_IMAGENET "
-        f"{KEPT}",
-        2,
-    ),
-    Run("members", "studies.members.run", "weights", f"{TRAINED} {KEPT}", 0.4),
-    Run("private_accuracy", "studies.private.run", "accuracy", TEXT, 0.4),
-    Run("refiner_sentences", REFINER, "sentences", TEXT, 0.5),
-    Run("refiner_parts", REFINER, "parts", f"{TEXT} {KEPT}", 4),
-    Run(
-        "refiner_warm",
-        REFINER,
-        "warm",
-        f"--test $CIFAR10_TEST --images $CIFAR10_LOSSLESS {KEPT}",
-        1.5,
-    ),
-    Run("refiner_in_training", REFINER, "in_training", TEXT, 0.25),
-    Run("refiner_ablations", REFINER, "ablations", FEDERATION, 6),
-    Run("refiner_frontier", REFINER, "frontier", FEDERATION, 9),
-    Run("refiner_text", REFINER, "text", TEXT, 1),
-    Run("refiner_fine_tuned", REFINER, "fine_tuned", f"{TEXT} {KEPT}", 2),
-    Run("refiner_pruning", REFINER, "pruning", TRAINED, 1),
-    Run("refiner_layers", REFINER, "layers", TRAINED, 1),
-    Run("updates_words", UPDATES, "words", TEXT, 0.2),
-    Run("updates_images", UPDATES, "images", "--cifar10 $CIFAR10_LOSSLESS", 0.3),
-    Run("updates_rounds", UPDATES, "rounds", f"--cifar10 $CIFAR10_LOSSLESS {TEXT}", 0.5),
-    Run("labels", LABELS, "recovery", "--data $MNIST", 0.5),
-    Run("received_malicious", RECEIVED, "malicious", "--cifar10 $CIFAR10_LOSSLESS", 0.1),
-    Run("received_alarms", RECEIVED, "alarms", "--model $MODEL", 0.2),
-    Run("evalnets", NETWORKS, "figures", "--data $DATA --model $MODEL --cards model_cards", 0.2),
-    Run("fil_logistic_mnist", LEAKAGE, "logistic", "--data $MNIST", 0.2),
-    Run("fil_networks", LEAKAGE, "private_networks", IMAGES, 0.6),
-    Run("influence_predicts_attacks", LEAKAGE, "predicts_attacks", PREDICTS, 1),
-    Run("influence_directions", LEAKAGE, "directions", IMAGES, 0.5),
-    Run("influence_unfairness", LEAKAGE, "unfairness", "--mnist $MNIST", 0.25),
-    Run("influence_initializations", LEAKAGE, "initializations", IMAGES, 0.5),
-    Run("influence_epochs", LEAKAGE, "epochs", f"{IMAGES} --train $CIFAR10_TRAIN", 0.3),
-    Run("leakage_speed", "benchmarks.leakage", "", "--model $MODEL", 0.2),
-    Run("private_sgd", "benchmarks.private_sgd", "", "--model $MODEL", 0.1),
-    Run("models_speed", "benchmarks.models", "", "--model $MODEL", 0.2),
-    Run("training_speed", "benchmarks.training", "", TEXT, 0.2),
-    Run("meter_speed", "benchmarks.meter", "", "--model $MODEL", 0.2),
-    Run("attack_speed", "benchmarks.attacks", "", "--model $MODEL", 0.2),
-    Run("attack_speed_kept", "benchmarks.attacks", "", "--model $MODEL", 0.2, ALLOCATOR),
+    Run("frontier_elsewhere", "frontier_images:Elsewhere", f"{FRONTIER} {ELSEWHERE}", 2),
+    Run("members", "members:Members", f"{TRAINED} {STORED}", 0.4),
+    Run("private_accuracy", "private_accuracy:Accuracy", TEXT, 0.4),
+    Run("refiner_sentences", "refiner_texts:Sentences", TEXT, 0.5),
+    Run("refiner_parts", "refiner_parts:Parts", f"{TEXT} {STORED}", 4),
+    Run("refiner_warm", "refiner_parts:Warm", f"{TEST} --images {LOSSLESS} {STORED}", 1.5),
+    Run("refiner_in_training", "refiner_texts:InTraining", TEXT, 0.25),
+    Run("refiner_ablations", "refiner_federation:Ablations", f"{TRAINED} {ATTACKED}", 6),
+    Run("refiner_frontier", "refiner_federation:Frontier", f"{TRAINED} {ATTACKED}", 9),
+    Run("refiner_text", "refiner_texts:Texts", TEXT, 1),
+    Run("refiner_fine_tuned", "refiner_texts:FineTuned", f"{TEXT} {STORED}", 2),
+    Run("refiner_pruning", "refiner_federation:Pruning", TRAINED, 1),
+    Run("refiner_layers", "refiner_federation:Layers", TRAINED, 1),
+    Run("updates_words", "updates:Words", TEXT, 0.2),
+    Run("updates_images", "updates:Images", CIFAR10, 0.3),
+    Run("updates_rounds", "updates:Rounds", f"{CIFAR10} {TEXT}", 0.5),
+    Run("labels", "labels:Labels", "--data $MNIST", 0.5),
+    Run("received_malicious", "received:Malicious", CIFAR10, 0.1),
+    Run("received_alarms", "received:Alarms", MODEL, 0.2),
+    Run("evalnets", "evaluation_networks:EvaluationNetworks", f"--data $DATA {MODEL} {CARDS}", 0.2),
+    Run("fil_logistic_mnist", "fil_logistic:Logistic", "--data $MNIST", 0.2),
+    Run("fil_networks", "fil_networks:Networks", IMAGES, 0.6),
+    Run("influence_predicts_attacks", "influence:PredictsAttacks", PREDICTS, 1),
+    Run("influence_directions", "influence:Directions", IMAGES, 0.5),
+    Run("influence_unfairness", "influence:Unfairness", "--mnist $MNIST", 0.25),
+    Run("influence_initializations", "influence:Initializations", IMAGES, 0.5),
+    Run("influence_epochs", "influence_epochs:Epochs", f"{IMAGES} --train $CIFAR10_TRAIN", 0.3),
+    Run("leakage_speed", "leakage", MODEL, 0.2),
+    Run("private_sgd", "private_sgd", MODEL, 0.1),
+    Run("models_speed", "models", MODEL, 0.2),
+    Run("training_speed", "training", TEXT, 0.2),
+    Run("meter_speed", "meter", MODEL, 0.2),
+    Run("attack_speed", "attacks", MODEL, 0.2),
+    Run("attack_speed_kept", "attacks", MODEL, 0.2, ALLOCATOR),
 ]
 
 

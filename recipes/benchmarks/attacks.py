@@ -1,8 +1,6 @@
 """How fast TAG runs, beside the plainest correct implementation: sentences attacked one by one, and
 several at once.
 
-    python -m recipes.benchmarks.attacks --model MODEL --output docs/results/attack_speed
-
 The plain implementation differentiates the loss by all parameters with `create_graph=True`, writes
 TAG's distance down as it is printed, and differentiates again. Both start at the same input: their
 objectives are compared before anything is timed.
@@ -17,7 +15,7 @@ from hf_gradguard import GradientMap
 from hf_gradguard.attacks import Observation, make_attack
 from hf_gradguard.gradient_map.parameters import layer_numbers
 
-from .measuring import cells, classifier, clock, main, random_batch, spread
+from .measuring import cells, classifier, clock, random_batch, spread
 
 LENGTH, ROUNDS = 16, 3
 STEPS = 100  # of an attack, each time; setting up and decoding count too
@@ -94,7 +92,3 @@ def table(report: dict) -> tuple[list[str], list[list[str]]]:
         [label, *cells(one["times as fast as plain"]), f"{one['steps a second and sentence']:.1f}"]
         for label, one in report["cases"].items()
     ]
-
-
-if __name__ == "__main__":
-    main(__doc__, measure, table)

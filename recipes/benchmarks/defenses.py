@@ -1,8 +1,6 @@
 """What protection costs: sensitivities in plain gradients of the same batch, steps in plain steps
 (AdamW included).
 
-    python -m recipes.benchmarks.defenses --model MODEL --output docs/results/speed
-
 The floor of a probe by differences is a plain gradient, plus one for all probes; split by sample,
 weights have twice as many tokens in one of three products: 4/3. Exact: a plain gradient takes three
 products per weight (forward, and two backward), a probe four (two through the graph of ∇_x L,
@@ -17,7 +15,7 @@ import torch
 from hf_gradguard import GradientMap, make_defense
 from hf_gradguard.randomness import Stream
 
-from .measuring import RATIO, alternate, cells, classifier, main, random_batch
+from .measuring import RATIO, alternate, cells, classifier, random_batch
 
 THREADS, BATCH, LENGTH, PROBES, ROUNDS = 2, 16, 16, 10, 7
 OWN, EVERY_TENTH = {"shape": "own"}, {"refresh_every": 10}
@@ -133,7 +131,3 @@ def table(report: dict) -> tuple[list[str], list[list[str]]]:
         rows.append([f"**{part}**", "", ""])
         rows += [[label, *cells(ratio)] for label, ratio in report[part].items()]
     return ["", *RATIO], rows
-
-
-if __name__ == "__main__":
-    main(__doc__, measure, table)

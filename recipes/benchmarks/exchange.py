@@ -1,8 +1,6 @@
 """What secure aggregation costs: seconds and bytes of an exchange of all of a model's gradients, in
 those of the plain one, on ranks of this machine.
 
-    python -m recipes.benchmarks.exchange --model MODEL --output docs/results/exchange_cost
-
 Plain and secure exchanges take turns on the same ranks. Bytes are those that a rank hands to
 collectives. Ranks share this machine's processors, so what each computes by itself (masks, fixed
 point) is also timed on one alone, in one thread's processor seconds: on machines of their own that
@@ -21,7 +19,7 @@ from torch.multiprocessing import get_context, spawn
 from hf_gradguard.training.exchange.average import average
 from hf_gradguard.training.exchange.secure_aggregation import FixedPoint, SecureAggregation
 
-from .measuring import cells, classifier, main, spread
+from .measuring import cells, classifier, spread
 
 RANKS, ROUNDS = (3, 4), 5
 
@@ -122,7 +120,3 @@ def table(report: dict) -> tuple[list[str], list]:
     rows.append(["masks for each peer, s", *cells(report["alone"]["masks"], 3)])
     rows.append(["fixed point there and back, s", *cells(report["alone"]["fixed point"], 3)])
     return [f"{report['entries']:,} entries", "median", "range"], rows
-
-
-if __name__ == "__main__":
-    main(__doc__, measure, table)

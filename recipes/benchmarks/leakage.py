@@ -1,7 +1,5 @@
 """What leakage estimates cost, each against its alternative in the same run.
 
-    python -m recipes.benchmarks.leakage --model MODEL --output docs/results/leakage_speed
-
 1. λ_max(J Jᵀ) by Lanczos in input space, against the same eigenvalue of JᵀJ in parameter space by
    `scipy.sparse.linalg.eigsh`, whose workspace holds 20 vectors of all parameters (relative
    tolerance 1e-4 for both).
@@ -28,7 +26,7 @@ from hf_gradguard.leakage import (
 )
 from recipes.studies.lib.device import DEVICE
 
-from .measuring import RATIO, alternate, cells, classifier, main, random_batch
+from .measuring import RATIO, alternate, cells, classifier, random_batch
 
 LENGTH, BATCH, PROBES, FEW, ROUNDS, TOLERANCE = 16, 16, 10, 2, 3, 1e-4
 ATTACK_STEPS, TIMED_STEPS = 1500, 25
@@ -134,7 +132,3 @@ def high_water() -> int:
 def table(report: dict) -> tuple[list[str], list[list[str]]]:
     rows = [[label, *cells(ratio, 1)] for label, ratio in report["ratios"].items()]
     return ["", *RATIO], rows
-
-
-if __name__ == "__main__":
-    main(__doc__, measure, table)

@@ -2,11 +2,11 @@
 
 Machines are noisy, so each figure is a ratio: what is measured and its unit take turns, and the
 median of the ratios over the rounds stands with their range. Every benchmark is run as `python -m
-recipes.benchmarks.NAME --model MODEL --output OUTPUT`, measures anew, and writes OUTPUT.json and
+recipes NAME --model MODEL --output OUTPUT`, measures anew, and writes OUTPUT.json and
 OUTPUT.md; `--quick` takes seconds, and its figures mean nothing; `--tables` measures nothing.
 """
 
-import argparse
+import importlib
 import json
 import statistics
 import time
@@ -17,34 +17,23 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
 from hf_gradguard.models import check_name
-from recipes.studies.lib.command import common
 from recipes.studies.lib.device import DEVICE
 from recipes.studies.lib.results import named
 from recipes.studies.lib.tables import write_table
+from recipes.study import command_line
 
 RATIO = ("median", "range")  # what `cells` holds
 
 
-def main(
-    doc: str | None,
-    measure: Callable[[argparse.Namespace], dict],
-    table: Callable[[dict], tuple[Sequence[str], list]],
-    argv: Sequence[str] | None = None,
-    **arguments: dict,
-) -> None:
-    """The command line of a benchmark.
-
-    Args:
-        doc: Its docstring.
-        measure: From the arguments to a report.
-        table: From a report to the table's header and rows.
-        argv: Instead of the process's own.
-        **arguments: Further ones, as keywords of `add_argument`.
+def run(name: str, argv: Sequence[str]) -> None:
+    """A benchmark: its `measure` makes a report of the arguments, its `table` a header and rows of
+    the report. Its `ARGUMENTS` are further ones, as keywords of `add_argument`.
     """
-    parser = argparse.ArgumentParser(description=doc)
-    common(parser)
-    for name, more in ({"model": {"help": "a text encoder"}} | arguments).items():
-        parser.add_argument(f"--{name}", **more)
+    module = importlib.import_module(f"recipes.benchmarks.{name}")
+    parser = command_line(module.__doc__)
+    more = getattr(module, "ARGUMENTS", {})
+    for flag, keywords in ({"model": {"help": "a text encoder"}} | more).items():
+        parser.add_argument(f"--{flag}", **keywords)
     args = parser.parse_args(argv)
     path = named(args.output, ".json")
     if not args.tables:
@@ -52,10 +41,10 @@ def main(
             parser.error("give --model, a text encoder")
         check_name(args.model)
         path.parent.mkdir(parents=True, exist_ok=True)
-        report = measure(args) | {"torch": torch.__version__}
+        report = module.measure(args) | {"torch": torch.__version__}
         text = json.dumps(report, indent=1, ensure_ascii=False)
         path.write_text(text + "\n", encoding="utf-8")
-    write_table(args.output, *table(json.loads(path.read_text(encoding="utf-8"))))
+    write_table(args.output, *module.table(json.loads(path.read_text(encoding="utf-8"))))
 
 
 def classifier(name: str) -> PreTrainedModel:

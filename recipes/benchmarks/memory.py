@@ -1,15 +1,13 @@
 """Memory, in gradients: what `squared_sensitivity` takes by method, and what a message does beyond
 the gradient that a stock step has.
 
-    python -m recipes.benchmarks.memory --model MODEL --output docs/results/memory
-
 A message is of one sentence, so that activations do not hide the rest. "Measuring" is one at which
 averages are fed; the others come in between.
 """
 
 from hf_gradguard import GradientMap, make_defense
 
-from .measuring import classifier, main, peak, random_batch
+from .measuring import classifier, peak, random_batch
 
 BATCH, LENGTH, PROBES = 16, 16, 2
 WAYS = {
@@ -78,7 +76,3 @@ def table(report: dict) -> tuple[list[str], list]:
     rows = [(f"`squared_sensitivity`, {way}", f"{p:.2f}") for way, p in report["gradients"].items()]
     more = [(f"message: {row}", f"{p:+.2f}") for row, p in report["messages"].items()]
     return header, [*rows, ("**beyond a stock step**", ""), *more]
-
-
-if __name__ == "__main__":
-    main(__doc__, measure, table)

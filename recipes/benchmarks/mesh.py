@@ -1,8 +1,6 @@
 """Memory of a rank where a client is on two devices, beside a rank that holds the whole model: at
 rest, and at the peak of a protected step, in MiB.
 
-    python -m recipes.benchmarks.mesh --model MODEL --output docs/results/mesh_memory
-
 Two clients, four ranks of this machine. The embeddings, each layer and what is left are units of
 `fully_shard`. At rest are weights and AdamW's two moments, as they are after a step; the peak is of
 `protect` alone, or of a plain backward pass, the gradient that it leaves included. A batch is one
@@ -19,7 +17,7 @@ from torch.multiprocessing import get_context, spawn
 
 from hf_gradguard import make_defense, protect
 
-from .measuring import classifier, main, peak, random_batch
+from .measuring import classifier, peak, random_batch
 
 CLIENTS, SHARDS, LENGTH = 2, 2, 16
 DEFENSES = ("none", "gaussian_noise", "optimal_noise", "pruning", "quantization")
@@ -81,7 +79,3 @@ def table(report: dict) -> tuple[list[str], list]:
     whole, sharded = report["whole"], report["sharded"]
     rows = [(row, f"{whole[row]:.1f}", f"{sharded[row]:.1f}") for row in whole]
     return ["MiB", "a rank with the whole model", "one of two devices"], rows
-
-
-if __name__ == "__main__":
-    main(__doc__, measure, table)

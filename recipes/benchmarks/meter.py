@@ -1,8 +1,6 @@
 """What the Trainer's meter adds to a logged step, in plain gradients of its batch: dFIL and the
 bound on the influence, both by differences.
 
-    python -m recipes.benchmarks.meter --model MODEL --output docs/results/meter_speed
-
 On a map and a message that are there, 16 random tokens a sample, one thread. Trying differences
 out, which happens once per model and at every 16th logged step again, stands apart.
 """
@@ -19,7 +17,7 @@ from hf_gradguard.randomness import Stream
 from hf_gradguard.training.meter import LeakageMeter
 from recipes.studies.lib.results import named
 
-from .measuring import RATIO, alternate, cells, classifier, main, random_batch
+from .measuring import RATIO, alternate, cells, classifier, random_batch
 
 LENGTH, SAMPLES, ROUNDS = 16, (1, 4, 16, 64), 3
 DEFENSES = ("gaussian_noise", "optimal_noise")
@@ -72,7 +70,3 @@ def table(report: dict) -> tuple[list[str], list[list[str]]]:
         for label, ratio in found.items()
     ]
     return ["samples", "plain gradients for", *RATIO], rows
-
-
-if __name__ == "__main__":
-    main(__doc__, measure, table)

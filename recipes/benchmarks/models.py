@@ -1,8 +1,6 @@
 """What defenses cost on models of other shapes: steps in plain steps (AdamW included), and memory
 beyond a stock step of the same parameters.
 
-    python -m recipes.benchmarks.models --model MODEL --output docs/results/models_speed
-
 Weights are random; costs do not depend on them. One thread, processor time; all rows of a model
 take turns, between two stock steps. "Measuring" are the messages at which averages are fed; "as
 set" is what they and the others come to at the default `refresh_every`. The last rows are
@@ -34,7 +32,7 @@ from hf_gradguard.randomness import Stream
 from recipes.studies.lib.device import DEVICE
 from recipes.studies.lib.results import Results, named
 
-from .measuring import cells, clock, main, peak, spread
+from .measuring import cells, clock, peak, spread
 
 ROUNDS = 3
 BETWEEN, MEASURING = {"refresh_every": 10**6}, {"refresh_every": 1}
@@ -213,7 +211,3 @@ def table(report: dict) -> tuple[list[str], list[list[str]]]:
     kept = f"{large['measuring_mib']:+.1f}"
     rows.append([f"measuring at {EIGHT_BILLION['tokens']:,} tokens", "", "", kept, ""])
     return header, rows
-
-
-if __name__ == "__main__":
-    main(__doc__, measure, table)

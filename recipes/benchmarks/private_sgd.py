@@ -1,8 +1,6 @@
 """`dp_sgd` with `per_sample`: what a message costs in plain gradients, and the same beside Opacus,
 where that is installed: time, memory, the clipped sum of one batch, and ε of one run.
 
-    python -m recipes.benchmarks.private_sgd --model MODEL --output docs/results/private_sgd
-
 Opacus is no dependency: `pip install --no-deps opacus opt-einsum` into an environment of your own.
 Without it its rows are left out. Embeddings are frozen for all, since Opacus takes no positions
 that rows share; no dropout, so that all clip the same gradients.
@@ -19,7 +17,7 @@ from hf_gradguard import GradientMap, make_defense
 from hf_gradguard.gradient_map.per_sample.clipping import SampleMap, clipped_sum
 from hf_gradguard.leakage import dp_sgd_epsilon
 
-from .measuring import alternate, cells, classifier, main, peak, random_batch
+from .measuring import alternate, cells, classifier, peak, random_batch
 
 BATCH, LENGTH, ROUNDS = 16, 32, 3
 RUNS = {
@@ -180,7 +178,3 @@ def table(report: dict) -> tuple[list[str], list]:
         told = ", ".join(f"{name} {value:.3f}" for name, value in found.items())
         rows.append((f"ε: {run}", told, "", "", ""))
     return header, rows
-
-
-if __name__ == "__main__":
-    main(__doc__, measure, table)

@@ -1,8 +1,6 @@
 """What unpredictable noise costs: numbers of the stream in numbers of torch's own generator, and
 steps with noise in steps without a defense (AdamW included), where tensors are many and small.
 
-    python -m recipes.benchmarks.randomness --model MODEL --output docs/results/randomness_speed
-
 The steps are those of a model of MODEL's kind with two layers of width 32. Small tensors' noise is
 cut from one draw; beside it stands a draw for each tensor.
 """
@@ -19,7 +17,7 @@ from hf_gradguard.randomness import Stream
 from recipes.studies.lib.device import DEVICE
 
 from .defenses import training_steps
-from .measuring import RATIO, alternate, cells, main, random_batch
+from .measuring import RATIO, alternate, cells, random_batch
 
 NUMBERS, STEPS, ROUNDS = 22_713_216, 10, 15  # as many numbers as MiniLM has parameters
 SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -87,7 +85,3 @@ def table(report: dict) -> tuple[list[str], list[list[str]]]:
         rows.append([f"**{label}**", "", ""])
         rows += [[name, *cells(ratio)] for name, ratio in report[part].items()]
     return ["", *RATIO], rows
-
-
-if __name__ == "__main__":
-    main(__doc__, measure, table)

@@ -1,7 +1,5 @@
 """What refining a batch costs, in plain gradients of the same batch, and the memory it takes.
 
-    python -m recipes.benchmarks.refiner --model MODEL --output docs/results/refiner_speed
-
 The floor: an iteration takes seven matrix products per weight (forward, two backward, and four back
 through both), where a plain gradient takes three, so ι iterations cost 7ι/3 plain gradients; the
 true gradient and that of the robust data are two more, and every iteration passes through the
@@ -21,7 +19,7 @@ from hf_gradguard.randomness import Stream
 from recipes.studies.lib.device import DEVICE
 from recipes.studies.lib.text import NETWORK
 
-from .measuring import RATIO, alternate, cells, classifier, main, peak
+from .measuring import RATIO, alternate, cells, classifier, peak
 
 BATCH, LENGTH, ROUNDS = 16, 16, 3
 ARGUMENTS = {"evaluation_network": NETWORK}
@@ -80,7 +78,3 @@ def table(report: dict) -> tuple[list[str], list[list[str]]]:
         [label, *cells(ratios[label], 1), f"{7 * count / 3 + 2:.1f}"]
         for label, (_, count) in CASES.items()
     ]
-
-
-if __name__ == "__main__":
-    main(__doc__, measure, table, **ARGUMENTS)

@@ -1,9 +1,6 @@
 """Tokens a second of a training as `recipes/sst2.py` runs it: with the stock Trainer, with DP-SGD
 by Opacus, which takes every phrase's own gradient, and with each defense.
 
-    python -m recipes.benchmarks.training --model MODEL --data_dir SST2 \
-        --output docs/results/training_speed
-
 All train the same model on the same phrases, 16 at a time, AdamW included; rows take turns, the
 stock Trainer around each. Tokens without padding, over seconds of one thread's processor time,
 after 10 steps in which models are tried out. Opacus takes no positions that rows share, so there
@@ -39,7 +36,7 @@ from hf_gradguard import GradGuardConfig, GradGuardTrainer
 from recipes.studies.lib.device import DEVICE
 from recipes.studies.lib.text import sst2
 
-from .measuring import RATIO, cells, main, now, spread
+from .measuring import RATIO, cells, now, spread
 
 ARGUMENTS: dict[str, dict] = {
     "data_dir": {"help": "folder of train.tsv"},
@@ -205,7 +202,3 @@ def table(report: dict) -> tuple[Sequence[str], list]:
     for name, ratio in report["in stock steps"].items():
         rows.append([name, f"{rates[name]:.0f}", *cells(ratio)])
     return ["", "tokens a second", f"time of a token over stock's, {RATIO[0]}", RATIO[1]], rows
-
-
-if __name__ == "__main__":
-    main(__doc__, measure, table, **ARGUMENTS)

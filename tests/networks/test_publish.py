@@ -41,7 +41,7 @@ def load(name):
 
 def recipe(*arguments):
     sys.argv = ["publish.py", *arguments]
-    runpy.run_path("recipes/studies/evaluation_networks/publish.py", run_name="__main__")
+    runpy.run_path("recipes/publish_networks.py", run_name="__main__")
 
 def token(value):
     os.environ["HF_TOKEN"] = value

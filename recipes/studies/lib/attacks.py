@@ -1,4 +1,4 @@
-"""Attacks as stored figures name them."""
+"""Attacks as stored cells name them, and where they compute."""
 
 import torch
 
@@ -13,16 +13,16 @@ def attack_of(name: str, **settings) -> Attack:
     return make_attack(published.get(name, name), **settings)
 
 
-def generator_there(seen: Observation, seed: int) -> torch.Generator:
+def generator_for(observation: Observation, seed: int) -> torch.Generator:
     """Where the attack computes."""
-    return torch.Generator(next(iter(seen.gradient.values())).device).manual_seed(seed)
+    return torch.Generator(next(iter(observation.gradient.values())).device).manual_seed(seed)
 
 
-def ids_found(attack: Attack, seen: Observation, seed: int) -> list[list[int]]:
-    """A text attack's token ids; none where a pruning left nothing of the layers that it reads."""
+def token_ids_of(attack: Attack, observation: Observation, seed: int) -> list[list[int]]:
+    """None where a pruning left nothing of the layers that a text attack reads."""
     try:
-        return attack(seen, generator_there(seen, seed)).token_ids
+        return attack(observation, generator_for(observation, seed)).token_ids
     except ValueError as error:
         if "nothing to search" not in str(error):
             raise
-        return [[] for _ in range(seen.batch_size)]
+        return [[] for _ in range(observation.batch_size)]

@@ -8,7 +8,7 @@ from torch import Tensor
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def there(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def on_device(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.to(DEVICE) for name, tensor in batch.items()}
 
 

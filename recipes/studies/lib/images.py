@@ -11,7 +11,7 @@ from hf_gradguard.attacks import Observation
 from hf_gradguard.metrics import score_images
 from recipes.small_networks import LeakageLeNetConfig, LeakageLeNetForImageClassification
 
-from .attacks import attack_of, generator_there
+from .attacks import attack_of, generator_for
 
 # Inverting Gradients by L-BFGS, far stronger than as published on these small smooth networks
 INVERTING = {"optimizer": "lbfgs", "learning_rate": 1.0, "schedule": "constant", "signed": False}
@@ -89,9 +89,21 @@ def smoothed(settings: dict, own: list[Observation], images: list[Tensor]) -> di
         attack = attack_of(
             "inverting_gradients", **settings | {"total_variation": total_variation, "restarts": 1}
         )
-        found = attack.together(own, generator_there(own[0], 0))
+        found = attack.together(own, generator_for(own[0], 0))
         return statistics.mean(
             score_images([one.input.nan_to_num(0.5) for one in found], images).per_sample["psnr"]
         )
 
     return settings | {"total_variation": max(tried, key=shown)}
+
+
+@torch.no_grad()
+def predicted_classes(model: torch.nn.Module, pixels: Tensor) -> Tensor:
+    """`(N,)`, of images in [0, 1] or in bytes."""
+    scale, device = 1 if pixels.is_floating_point() else 255, next(model.parameters()).device
+    parts = (part.to(device) / scale for part in pixels.split(500))
+    return torch.cat([model(pixel_values=part).logits.argmax(1) for part in parts])
+
+
+def flat(tensors: dict[str, Tensor]) -> Tensor:
+    return torch.cat([tensor.flatten() for tensor in tensors.values()])

@@ -10,6 +10,7 @@ from typing import Any
 
 from .device import card
 
+PUBLISHED = Path(__file__).resolve().parents[3] / "docs" / "results"
 Place = tuple[str, ...]  # where a table shows a cell: ("pruning ratio=0.9", "tag, adaptive")
 
 

@@ -12,7 +12,7 @@ from .results import named
 matplotlib.use("agg")
 from matplotlib import pyplot as plt
 
-__all__ = ["bracketed", "interval", "plt", "save", "summary", "write_table"]
+__all__ = ["bracketed", "draw_images", "interval", "plt", "save", "summary", "write_table"]
 
 
 def write_table(output: Path, header: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
@@ -51,3 +51,14 @@ def interval(values: Sequence[float], digits: int = 3) -> str:
     if len(values) < 2:
         return f"{values[0]:.{digits}f}"
     return f"{np.mean(values):.{digits}f} ± {half_width(values):.{digits}f}"
+
+
+def draw_images(path: str, rows: Sequence[Sequence], size: tuple[float, float], dpi: int) -> None:
+    """Rows of `(image (C, H, W), title)`, as a PNG."""
+    figure, axes = plt.subplots(len(rows), len(rows[0]), figsize=size, layout="constrained")
+    for row, panels in zip(rows, axes, strict=True):
+        for (image, title), axis in zip(row, panels, strict=True):
+            axis.imshow(image.permute(1, 2, 0), cmap="gray", vmin=0, vmax=1)
+            axis.set_title(title, fontsize=8)
+            axis.axis("off")
+    figure.savefig(path, dpi=dpi)

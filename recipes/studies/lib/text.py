@@ -5,7 +5,12 @@ from collections.abc import Iterable
 import torch
 from datasets import Dataset, load_dataset
 from torch import Tensor
-from transformers import BertConfig, BertForSequenceClassification
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    BertConfig,
+    BertForSequenceClassification,
+)
 
 NETWORK = {"default": "text-evaluation-network-minilm-l6", "help": "Refiner's, of --model"}
 SMALL = {  # of a BERT that every attack can afford
@@ -43,3 +48,23 @@ def of_length(batches: Iterable[dict], length: int, count: int) -> list[dict[str
 def small_bert(tokenizer) -> BertForSequenceClassification:
     """A random one, from the global generator."""
     return BertForSequenceClassification(BertConfig(vocab_size=len(tokenizer), **SMALL)).eval()
+
+
+def load_tokenizer(name: str):
+    return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+
+
+def load_classifier(name: str, **settings):
+    """In evaluation mode; a new head is from the global generator."""
+    return AutoModelForSequenceClassification.from_pretrained(
+        name, trust_remote_code=False, **settings
+    ).eval()
+
+
+def batch_of(tokenizer, rows: Iterable[dict], **settings) -> dict[str, Tensor]:
+    """Padded sentences, with their labels."""
+    rows = list(rows)
+    batch = dict(
+        tokenizer([row["sentence"] for row in rows], padding=True, return_tensors="pt", **settings)
+    )
+    return batch | {"labels": torch.tensor([row["label"] for row in rows])}

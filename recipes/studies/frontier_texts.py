@@ -1,0 +1,448 @@
+"""What does each defense cost on SST-2, and leave to attackers, each at its own best learning rate?
+
+`frontier_rates` comes first; `frontier_text` reads what it chose; `frontier_lists`,
+`frontier_corpora` and `frontier_partly` take what that trained. `frontier_batches` trains nothing.
+"""
+
+import itertools
+import math
+import re
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hf_gradguard import GradientMap, make_defense
+from hf_gradguard.attacks import Observation
+from hf_gradguard.defenses.mechanism import Mechanism
+from hf_gradguard.gradient_map.parameters import shared_parameters
+from hf_gradguard.randomness import Stream
+
+from ..study import Study
+from .frontier_attacks import (
+    CHANCE,
+    NOISE_ALONE,
+    attack_texts,
+    observe_texts,
+    rank_members,
+    sentences_and_labels,
+)
+from .frontier_clients import (
+    TEXT_FLAGS,
+    Stage,
+    TextTask,
+    best_rates,
+    cells_by_rate,
+    rates_so_far,
+    rates_to_try,
+    row_of,
+)
+from .frontier_rows import (
+    ALL,
+    ATTACKS,
+    BATCH,
+    CANDIDATES,
+    FIRST,
+    FOLDER,
+    GRID,
+    MORE,
+    MORE_SEEDS,
+    NONE,
+    PASSES,
+    QUICK,
+    QUICK_ATTACKS,
+    QUICK_CANDIDATES,
+    QUICK_ROWS,
+    RATES_SEED,
+    ROWS,
+    SIZES,
+    SPAN,
+    SPREAD,
+    STAGES,
+    Row,
+    noises,
+    prunings,
+    refiners,
+)
+from .frontier_tables import (
+    ACCURACY,
+    TPR,
+    Look,
+    attack_cell,
+    cells_of,
+    fitting,
+    picture,
+    score_text,
+    values_text,
+    write_frontier,
+    write_lists,
+)
+from .lib.results import Results, named
+from .lib.tables import write_table
+from .lib.text import batch_of, of_usual_length, sst2
+
+
+class Rates(Study):
+    """The learning rate of each defense at each strength, chosen on a held-out part of SST-2's
+    training set.
+
+    A client of 16 phrases per message, 200 steps of AdamW with the Trainer's defaults, a seed that
+    the frontier itself does not use. Rates come from one grid in steps of two. Three are tried:
+    around 2e-4, and for noise of r times the gradient around √(1 + r²) times that, because AdamW
+    divides its steps by as much. Where the best is at an end, more are, until it is not.
+    """
+
+    ARGUMENTS = TEXT_FLAGS | {"--all": ALL}
+
+    def cells(self) -> dict:
+        """Those of the start, and those that they ask for next. Without `--all` of the first rows,
+        and of those whose search has ended.
+        """
+        results, cells = Results(self.output), {}
+        for defense, strength in QUICK_ROWS if self.quick else ROWS:
+            sizes = QUICK if self.quick else SIZES
+            common = {"defense": defense, "strength": strength, "seed": RATES_SEED, **sizes}
+            rates = rates_to_try(strength, 0 if self.quick else SPREAD)
+            if not self.quick:
+                rates = rates_so_far(results, common, rates)
+            search = cells_by_rate(common, rates)
+            ended = all(cell in results for cell in search.values())
+            if self.quick or self.args.all or ended or (defense, strength) in FIRST:
+                cells |= {(row_of(defense, strength), rate): c for rate, c in search.items()}
+        return cells
+
+    def load(self) -> None:
+        self.task = TextTask(self.args.model, self.args.data_dir)
+
+    def measure(self, cell: dict) -> dict:
+        return self.task.on_held_out(cell)
+
+    def report(self, metrics: dict) -> None:
+        best, grid = best_rates(metrics), [f"{rate:g}" for rate in GRID]
+        rows = [
+            [f"`{row}`", f"{best[row]:g}"]
+            + [f"{rates[rate]['held_out']:.3f}" if rate in rates else "" for rate in grid]
+            for row, rates in metrics.items()
+        ]
+        write_table(self.output, ["", "chosen", *grid], rows)
+
+
+class TextStudy(Study):
+    """Sentences of SST-2, and trainings on them."""
+
+    ARGUMENTS: dict[str, Any] = TEXT_FLAGS | FOLDER
+    RATES: dict[str, Any] = {"--rates": {"default": "frontier_rates", "help": "beside OUTPUT"}}
+
+    def load(self) -> None:
+        self.task = TextTask(
+            self.args.model, self.args.data_dir, getattr(self.args, "models", None)
+        )
+        self.texts = of_usual_length(sst2(self.args.data_dir))
+
+    def stage(self, cell: dict) -> Stage:
+        return self.task.stage(cell, cell["stage"])
+
+    def rates(self) -> dict[str, float]:
+        """The rates of rows whose search has ended."""
+        output = self.output.with_name(self.args.rates)
+        results, searches = Results(output), {}
+        if not named(output, ".json").exists():
+            raise SystemExit(f"{results.path} is not there: run frontier_rates first.")
+        args = type(self.args)(**vars(self.args) | {"output": output, "all": False})
+        for (row, rate), cell in Rates(args).cells().items():
+            searches.setdefault(row, {})[rate] = results.get(cell)
+        return best_rates({row: r for row, r in searches.items() if None not in r.values()})
+
+
+class Texts(TextStudy):
+    """Accuracy on SST-2 of each defense at its own best learning rate, and what attackers recover
+    at the start, in the middle and at the end of its own training.
+
+    One client of 16 phrases per message, 200 steps, seeds that chose no rate. Accuracy is of the
+    2,693 sentences of SST-2's dev and SST's test set, compared with the undefended run of the same
+    seed, sentence by sentence. Attacked are messages of sentences of the dev set, without dropout,
+    labels and lengths known. Attackers know the defense: TAG weighs coordinates by the noise's
+    covariance, or matches what a pruning left; span fills in what it pruned. Candidates are 300
+    sentences, ranked by likelihood: what is shown is the TPR of a message's 16 at 1 % FPR. Behind
+    error feedback "gathered" knows of how many batches each entry is the sum, and waits for 30
+    messages more, made at the same weights. Noise alone is what TAG makes of nothing, at the
+    undefended models. FOLDER keeps what was trained, 45 MB per stage.
+    """
+
+    ARGUMENTS = TextStudy.ARGUMENTS | TextStudy.RATES | {"--all": ALL}
+    LOOK = Look(
+        "token_f1", "words that the best attacker finds at any stage (token F1; less is better)", -7
+    )
+    LISTS = Look(
+        TPR, "members of messages of 16 that a list tells at any stage, at 1 % false alarms", -7
+    )
+
+    def cells(self) -> dict:
+        """All, from the most telling down; without `--all` the first ones, and those that are
+        there.
+        """
+        if self.quick:
+            passes = [(1, {attack: list(STAGES) for attack in QUICK_ATTACKS})]
+            return fitting(cells_of(QUICK_ROWS, passes, QUICK_ATTACKS, QUICK, None))
+        rates, cells = self.rates(), {}
+        for place, cell in fitting(cells_of(ROWS, PASSES, ATTACKS, SIZES, rates)).items():
+            cells[place] = cell
+            if place[0] == "none" and cell.get("attack") == "tag":
+                # What it makes of noise alone at that model
+                cells[CHANCE, *place[1:]] = cell | {NOISE_ALONE: True}
+        cells |= cells_of(MORE, [(MORE_SEEDS, {})], ATTACKS, SIZES, rates)
+        first = cells_of(FIRST, PASSES[:1], ATTACKS, SIZES, rates).values()
+        return self.keep_first(cells, lambda cell: cell in first)
+
+    def measure(self, cell: dict) -> dict:
+        if "attack" not in cell:
+            return self.task.learned(cell)
+        later = self.task.later_batches()
+        return attack_texts(cell, self.stage(cell), self.task.tokenizer, self.texts, later)
+
+    def report(self, metrics: dict) -> None:
+        write_frontier(metrics, ATTACKS, self.output, {})
+        write_lists(metrics, ATTACKS, self.output)
+        picture(metrics, self.output, self.LOOK)
+        several = f", {(QUICK_CANDIDATES if self.quick else CANDIDATES)[1]}, "
+        lists = {
+            row: {place: runs for place, runs in cells.items()
+                  if place == ACCURACY or several in place}
+            for row, cells in metrics.items()
+        }  # fmt: skip
+        picture(lists, self.output.with_name(self.output.name + "_lists"), self.LISTS)
+
+
+def candidates_at_the_end(quick: bool) -> dict:
+    """A cell of the candidate-set attacker, at the end of the first seed's training."""
+    attack, attacks = (QUICK_CANDIDATES, QUICK_ATTACKS) if quick else (CANDIDATES, ATTACKS)
+    cell = attack_cell(attack, *attacks[attack], "end")
+    return cell | (QUICK if quick else SIZES) | {"seed": 0}
+
+
+class Lists(TextStudy):
+    """How much noise hides which candidates are in a message?
+
+    The encoder after 200 steps under uniform noise of twenty times the gradient, as `frontier_text`
+    trained it (FOLDER keeps it, or it is trained anew), and messages of 16 sentences of the dev set
+    under noise of other strengths. Candidates are 300 sentences, ranked by likelihood, labels
+    known. `spread` is √(d/B)/r: by how many standard deviations of the noise one of B members moves
+    a message of d parameters, if gradients of all are equally large and at right angles.
+    """
+
+    STRENGTHS = (20.0, 100.0, 300.0, 1000.0, 3000.0)
+    TRAINED = {"defense": "gaussian_noise", "strength": {"relative_scale": 20.0},
+               "learning_rate": 8e-4}  # fmt: skip
+
+    def cells(self) -> dict:
+        common = candidates_at_the_end(self.quick)
+        strengths = self.STRENGTHS[: 1 if self.quick else None]
+        return {(f"{s:g}",): common | {"relative_scale": s} for s in strengths}
+
+    def measure(self, cell: dict) -> dict:
+        trained = self.TRAINED | {k: cell[k] for k in ("seed", "steps", "batch", "stage")}
+        model = self.stage(trained).model
+        defense = make_defense("gaussian_noise", relative_scale=cell["relative_scale"])
+        metrics = attack_texts(cell, Stage(model, defense), self.task.tokenizer, self.texts)
+        return metrics | {"parameters": sum(p.numel() for p in shared_parameters(model).values())}
+
+    def report(self, metrics: dict) -> None:
+        _, size = QUICK_CANDIDATES if self.quick else CANDIDATES
+        rows = []
+        for strength, cell in metrics.items():
+            spread = math.sqrt(cell["parameters"] / size) / float(strength)
+            rank = f"{statistics.median(cell['rank']):g}"
+            rows.append([strength, f"{spread:.2g}", score_text({"0": cell}), rank])
+        header = ["noise over gradient", "spread", "told at 1 % false alarms", "rank, median"]
+        write_table(self.output, header, rows)
+
+
+class Partly(TextStudy):
+    """Where a list has only some of a message's sentences: are those told?
+
+    The encoder at the end of its training, as `frontier_text` trained it (FOLDER keeps it, or it is
+    trained anew), and three messages of 16 sentences of the dev set. The list has 300 sentences,
+    labels known: of each message all 16, eight, or two, none of the others, and sentences that are
+    in no message. Shown is the TPR of the listed members at 1 % FPR, and the median rank.
+    """
+
+    ARGUMENTS = TextStudy.ARGUMENTS | TextStudy.RATES
+    ROWS: list[Row] = [
+        NONE, *noises(20.0)[:1], *prunings("pruning", 0.99),
+        *prunings("optimal_pruning", 0.99, error_feedback=True),
+    ]  # fmt: skip
+
+    def cells(self) -> dict:
+        common = candidates_at_the_end(self.quick)
+        rows, counts = (self.ROWS[:1], (4, 2)) if self.quick else (self.ROWS, (16, 8, 2))
+        rates = {} if self.quick else self.rates()
+        return {
+            (row_of(*row), str(listed)): common
+            | {"defense": row[0], "strength": row[1], "members": listed}
+            | {"learning_rate": rates.get(row_of(*row), 2e-4)}
+            for listed in counts
+            for row in rows
+        }
+
+    def measure(self, cell: dict) -> dict:
+        size, listed, texts = cell["size"], cell["members"], self.texts
+        observations = observe_texts(cell, self.stage(cell), self.task.tokenizer, texts)
+        starts = range(0, size * len(observations), size)
+        members = [text for start in starts for text in texts[start : start + listed]]
+        candidates = (members + texts[size * len(observations) :])[: cell["settings"]["listed"]]
+        return rank_members(
+            cell | {"size": listed}, *sentences_and_labels(candidates), observations
+        )
+
+    def report(self, metrics: dict) -> None:
+        rows = [
+            [f"`{row}`", *(f"{score_text({'0': cell})}, {statistics.median(cell['rank']):g}"
+                           for cell in cells.values())]
+            for row, cells in metrics.items()
+        ]  # fmt: skip
+        header = [f"{n} on the list" for n in next(iter(metrics.values()))]
+        write_table(self.output, ["told, rank", *header], rows)
+
+
+class Corpora(TextStudy):
+    """Do settings that were found on SST-2 hide sentences of another kind?
+
+    The encoder at the start, in the middle and at the end of its training on SST-2, as
+    `frontier_text` trained it (FOLDER keeps it, or it is trained anew), and messages of sentences
+    that are none of SST-2's: those of 8 to 20 words of WikiText-2's test part without unknown
+    words, labels 0 and 1 in turn. Attacks as in `frontier_text`: span on single ones, and 300
+    candidates of the same text at the end.
+    """
+
+    ARGUMENTS = TextStudy.ARGUMENTS | TextStudy.RATES | {
+        "--text": "WikiText-2's test part, a paragraph a line"
+    }  # fmt: skip
+    ROWS: list[Row] = [NONE, *noises(20.0), *refiners(4, 16), *refiners(4, min_batches=8)]
+
+    def cells(self) -> dict:
+        if self.quick:
+            passes = [(1, {attack: ["end"] for attack in QUICK_ATTACKS})]
+            cells = fitting(cells_of(self.ROWS[:1], passes, QUICK_ATTACKS, QUICK, None))
+        else:
+            passes = [(1, {SPAN: list(STAGES), CANDIDATES: ["end"]})]
+            cells = cells_of(self.ROWS, passes, ATTACKS, SIZES, self.rates())
+        corpus = {"corpus": "WikiText-2"}
+        return {place: cell | corpus for place, cell in cells.items() if place[1] != ACCURACY}
+
+    def load(self) -> None:
+        super().load()
+        pairs = zip(usual_sentences(self.args.text), itertools.cycle((0, 1)), strict=False)
+        self.texts = [{"sentence": sentence, "label": label} for sentence, label in pairs]
+
+    def measure(self, cell: dict) -> dict:
+        return attack_texts(cell, self.stage(cell), self.task.tokenizer, self.texts)
+
+    def report(self, metrics: dict) -> None:
+        places = list(dict.fromkeys(place for cells in metrics.values() for place in cells))
+        rows = [
+            [f"`{row}`", *(score_text(cells.get(place, {})) for place in places)]
+            for row, cells in metrics.items()
+        ]
+        write_table(self.output, ["", *places], rows)
+
+
+def sentences_in(path: str | Path) -> Iterator[str]:
+    """Those of a tokenized text, without titles and unknown words."""
+    for line in Path(path).read_text(encoding="utf-8").splitlines():
+        if not line.strip().startswith("="):
+            for sentence in re.split(r"(?<= [.?!]) ", line.strip()):
+                if sentence and "<unk>" not in sentence:
+                    yield sentence
+
+
+def usual_sentences(path: str | Path) -> list[str]:
+    """Those of usual length."""
+    return [row["sentence"] for row in of_usual_length({"sentence": s} for s in sentences_in(path))]
+
+
+class Batches(TextStudy):
+    """How many batches must an entry hold before a pruning with error feedback sends it?
+
+    A client's first message that says something is the sum of so many batches in all that it sends,
+    at one and the same model: the encoder before training, here. Batches are of 16 sentences of
+    SST-2's dev set. Two attackers know that. One has a list of up to 300 sentences, the last
+    batch's among them and no other batch's; the other one's list has those of all batches. Shown is
+    the TPR at 1 % FPR: of the last batch's 16, in three messages; of all batches' sentences, in
+    one. Beside it the median rank of the former: 1 + how many that are not in the message come
+    before. Both know all labels. The first tries two ways: beside what was left out, of unknown
+    size, and as the message of one large batch; the better one counts.
+    """
+
+    ARGUMENTS = TEXT_FLAGS
+
+    def cells(self) -> dict:
+        counts, size, messages = ((1, 2), 2, 1) if self.quick else ((1, 2, 4, 8, 16), BATCH, 3)
+        return {
+            (name, str(count)): {
+                "defense": name, "strength": {"ratio": 0.99, "error_feedback": True},
+                "min_batches": count, "size": size, "messages": messages, "listed": 300, "seed": 0,
+            }
+            for count in counts
+            for name in ("optimal_pruning", "pruning")
+        }  # fmt: skip
+
+    def load(self) -> None:
+        super().load()
+        self.model = self.task.start(0).eval()
+
+    def measure(self, cell: dict) -> dict:
+        size, count, messages = cell["size"], cell["min_batches"], cell["messages"]
+        starts = range(0, size * (count + messages - 1), size)
+        parts = [self.texts[start : start + size] for start in starts]
+        others = self.texts[size * len(parts) :]
+        observations = [
+            self.first_message(cell, parts[number : number + count]) for number in range(messages)
+        ]
+        lasts = [text for part in parts[count - 1 :] for text in part]
+        candidates = (lasts + others)[: cell["listed"]]
+        ways = [
+            self.ranking(cell, candidates, [pair[way] for pair in observations], size)
+            for way in range(2)
+        ]
+        whole = [text for part in parts[:count] for text in part]
+        candidates = (whole + others)[: max(cell["listed"], len(whole) + 1)]
+        every = self.ranking(cell, candidates, [observations[0][1]], len(whole))
+        return max(ways, key=lambda way: sum(way["tpr_1%"])) | {"all": every["tpr_1%"]}
+
+    def first_message(self, cell: dict, parts: Sequence[list[dict]]) -> list[Observation]:
+        """A client's first message that is not empty, as the two ways have it."""
+        model, tokenizer = self.model, self.task.tokenizer
+        defense = make_defense(cell["defense"], **cell["strength"], min_batches=cell["min_batches"])
+        defense.prepare(model, tokenizer)
+        longest = 0
+        for number, part in enumerate(parts):
+            batch = batch_of(tokenizer, part)
+            message = defense(GradientMap(model, batch), Stream.from_seeds(cell["seed"], number))
+            longest = max(longest, batch["input_ids"].shape[1])
+        beside = Observation(
+            model, dict(message), tuple(batch["input_ids"].shape), labels=batch["labels"],
+            tokenizer=tokenizer, mechanism=defense.mechanism(message),
+        )  # fmt: skip
+        mean = {name: y / len(parts) for name, y in message.items()}
+        selection = "largest" if cell["defense"] == "pruning" else "chosen"
+        labels = torch.tensor([text["label"] for part in parts for text in part])
+        large = {"gradient": mean, "input_shape": (len(labels), longest), "labels": labels}
+        return [beside, replace(beside, **large, mechanism=Mechanism(selection=selection))]
+
+    def ranking(self, cell: dict, candidates: list, observations: list, size: int) -> dict:
+        cell = cell | {"attack": "candidates", "size": size}
+        return rank_members(cell, *sentences_and_labels(candidates), observations)
+
+    def report(self, metrics: dict) -> None:
+        rows = [
+            [f"`{name}`", count, score_text({"0": cell}), f"{statistics.median(cell['rank']):g}",
+             values_text([cell["all"]], "tpr_1%")]
+            for name, cells in metrics.items()
+            for count, cell in cells.items()
+        ]  # fmt: skip
+        header = ["0.99, feedback", "batches in an entry"]
+        header += ["of the last batch, others not on the list", "their rank, median"]
+        write_table(self.output, [*header, "of all batches, all on the list"], rows)

@@ -1,0 +1,511 @@
+"""Inversion influence: can leakage be told without attacking? Zhang et al. (2023)."""
+
+import functools
+from typing import Any
+
+import numpy as np
+import pandas
+import torch
+from scipy.stats import kruskal, rankdata, spearmanr, wilcoxon
+from torch import Tensor, nn
+from transformers import set_seed
+
+from hf_gradguard import GradientMap, make_defense
+from hf_gradguard.attacks import Observation, make_attack
+from hf_gradguard.leakage import (
+    inversion_influence,
+    inversion_influence_lower_bound,
+    largest_eigenvalue,
+    smallest_directions,
+)
+from hf_gradguard.metrics import score_text
+from hf_gradguard.randomness import Stream
+
+from ..study import Study
+from .influence_epochs import accuracy, trained_lenet
+from .lib.attacks import attack_of
+from .lib.images import INVERTING, SINGLE_IMAGES, flat, lenet_for, single_images
+from .lib.tables import draw_images, plt, save, write_table
+from .lib.text import batches_of_one, load_tokenizer, of_usual_length, small_bert, sst2
+
+DATA = {"MNIST": "mnist", "CIFAR-10": "cifar10"}
+
+
+def invert_dlg(
+    cell: dict, model: nn.Module, shared: dict, batch: dict[str, Tensor], seed: int, **settings: Any
+) -> Tensor:
+    """What DLG by L-BFGS makes of an image's message, the label known."""
+    image = batch["pixel_values"]
+    dlg = make_attack("dlg", steps=cell["steps"], **{"start": "uniform", "patience": 5} | settings)
+    observation = Observation(model, shared, tuple(image.shape), labels=batch["labels"])
+    return dlg(observation, torch.Generator().manual_seed(seed)).input
+
+
+class PredictsAttacks(Study):
+    """Whether the influence's lower bound says how well an attack will do: Figures 2, 4 and 16.
+
+    One sample a gradient, Gaussian noise at five strengths and pruning at four ratios, label known.
+    Images: the leakage papers' LeNet before training, Inverting Gradients by L-BFGS (as published
+    it reaches 13 dB undefended, so 32), pixels clipped to their range. Sentences of 8 to 20 words:
+    a random BERT of 2 layers, token embeddings withheld, TAG with 300 steps, which find all of an
+    undefended sentence. Influences are norms, rmse is a coordinate's; I itself takes the damping
+    1e-3 λ_max.
+    """
+
+    ARGUMENTS = SINGLE_IMAGES | {"--sst2": "folder with dev.tsv", "--tokenizer": "folder or name"}
+    SCORES = {"MNIST": ("rmse",), "CIFAR-10": ("rmse",), "SST-2": ("rougeL", "google_bleu")}
+    TITLES = {"rmse": "RMSE", "rougeL": "ROUGE-L", "google_bleu": "Google BLEU"}
+    # Strengths, all attacked together; a new defense is a new group
+    RATIOS = [0.3, 0.5, 0.7, 0.9]
+    IMAGE_GROUPS = [  # the gradient's RMS is about 0.2
+        {"gaussian_noise": [1e-4, 1e-3, 1e-2, 1e-1, 1.0], "pruning": RATIOS}
+    ]
+    TEXT_GROUPS = [  # about 0.01
+        {"gaussian_noise": [1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2], "pruning": RATIOS}
+    ]
+    QUICK_GROUPS = [{"gaussian_noise": [1e-3, 1e-2], "pruning": [0.5, 0.9]}]
+
+    @property
+    def samples(self) -> int:
+        return 2 if self.quick else 12
+
+    def cells(self) -> dict:
+        sizes = {"side": 32, "lbfgs": 60, "tag": 300}
+        if self.quick:
+            sizes = {"side": 6, "lbfgs": 1, "tag": 2}
+        cells = {}
+        for data in self.SCORES:
+            groups, settings = self.TEXT_GROUPS, {"steps": sizes["tag"]}
+            if data in DATA:
+                groups = self.IMAGE_GROUPS
+                settings = {"side": sizes["side"], "steps": sizes["lbfgs"]}
+            for sample in range(self.samples):
+                for number, group in enumerate(self.QUICK_GROUPS if self.quick else groups):
+                    cell = {"data": data, "sample": sample, "strengths": group, **settings}
+                    cells[data, str(sample), str(number)] = cell
+        return cells
+
+    def load(self) -> None:
+        self.task = functools.cache(self._task)
+
+    def _task(self, data: str, side: int | None) -> tuple:
+        """The model, all samples, and the tokenizer if there is one."""
+        set_seed(0)
+        if data in DATA:
+            batches = single_images(getattr(self.args, DATA[data]), self.samples, side)
+            return lenet_for(batches[0]), batches, None
+        tokenizer = load_tokenizer(self.args.tokenizer)
+        batches = batches_of_one(tokenizer, of_usual_length(sst2(self.args.sst2)))
+        return small_bert(tokenizer), batches, tokenizer
+
+    def measure(self, cell: dict) -> list[dict]:
+        """One sample behind every defense: influences and what the attack makes of it."""
+        model, batches, tokenizer = self.task(cell["data"], cell.get("side"))
+        sample, batch = cell["sample"], batches[cell["sample"]]
+        gmap = GradientMap(model, batch)
+        gradient, top = gmap.gradient(), largest_eigenvalue(gmap)
+        shape = tuple(batch["input_ids" if tokenizer else "pixel_values"].shape)
+        points, observations = [], []
+        settings = [(name, s) for name, strengths in cell["strengths"].items() for s in strengths]
+        for number, (name, strength) in enumerate(settings):
+            generator = Stream.from_seeds(100 * sample + number)
+            argument = {"gaussian_noise": "scale", "pruning": "ratio"}[name]
+            shared = make_defense(name, **{argument: strength})(gmap, generator=generator)
+            delta = {key: shared[key] - g for key, g in gradient.items()}
+            bound = inversion_influence_lower_bound(gmap, delta, eigenvalue=top)
+            influence = inversion_influence(gmap, delta, 1e-3 * top, tolerance=1e-2)
+            points.append({
+                "defense": name, "strength": strength, "size": flat(delta).norm(), "bound": bound,
+                "influence": influence, "coordinates": bound.num_coordinates,
+            })  # fmt: skip
+            known = {"labels": batch["labels"], "tokenizer": tokenizer}
+            observations.append(Observation(model, shared, shape, **known))
+        if tokenizer:
+            attack = make_attack("tag", steps=cell["steps"])
+        else:
+            attack = attack_of("inverting_gradients", steps=cell["steps"], patience=5, **INVERTING)
+        results = attack.together(observations, torch.Generator().manual_seed(sample))
+        for point, result in zip(points, results, strict=True):
+            guess = result.input if tokenizer else result.input.clamp(0, 1)
+            point["rmse"] = (guess - gmap.input).square().mean().sqrt()
+            if tokenizer:
+                truth = [batch["input_ids"].tolist()]
+                scores = score_text([result.token_ids], truth, tokenizer=tokenizer, bootstrap=0)
+                point |= {score: scores.mean[score] for score in ("rougeL", "google_bleu")}
+        return [
+            {k: v if isinstance(v, str) else rounded(v, 4) for k, v in point.items()}
+            for point in points
+        ]
+
+    def report(self, metrics: dict) -> None:
+        rows, picture, panels = [], *plt.subplots(2, 2, figsize=(10, 8), layout="constrained")
+        kinds = [(data, score) for data, scores in self.SCORES.items() for score in scores]
+        for (data, score), axis in zip(kinds, panels.flat, strict=True):
+            samples, title = metrics[data].values(), self.TITLES[score]
+            points = [point for groups in samples for group in groups.values() for point in group]
+            frame = pandas.DataFrame(points)
+            below = frame["bound"] / frame["coordinates"] ** 0.5 <= frame["rmse"]
+            share = f"{below.sum()} of {len(frame)}"
+            rows.append([f"{data}, {title}", *rank_texts(frame, score, len(samples)), share])
+            plot_points(axis, frame, score)
+            axis.set(xscale="log", xlabel="I_lb", ylabel=title)
+            axis.set_title(f"{data}: Spearman {rank(frame, score):.2f}")
+        header = ["", "I_lb", "under noise", "under pruning", "samples at one setting (mean)"]
+        write_table(self.output, [*header, "I, ε = 1e-3 λ_max", "‖δ‖", "I_lb/√m ≤ RMSE"], rows)
+        save(picture, self.output, dpi=80)
+
+
+def rounded(value: Any, digits: int) -> float:
+    return float(f"{float(value):.{digits}g}")
+
+
+def rank(frame: pandas.DataFrame, score: str, name: str = "bound") -> float:
+    return float(frame[name].corr(frame[score], method="spearman"))
+
+
+def rank_texts(frame: pandas.DataFrame, score: str, samples: int) -> list[str]:
+    """Spearman of I_lb and the score, with a 95 % bootstrap interval over samples; in parts; of
+    other metrics.
+    """
+    draws = np.random.default_rng(0).integers(samples, size=(1000, samples))
+    drawn = np.arange(len(frame)).reshape(samples, -1)[draws].reshape(1000, -1)
+    pairs = (rankdata(frame[name].to_numpy()[drawn], axis=1) for name in ("bound", score))
+    correlations = [np.corrcoef(pair)[0, 1] for pair in zip(*pairs, strict=True)]
+    low, high = np.quantile(correlations, (0.025, 0.975))
+    noise, pruning = (rank(part, score) for _, part in frame.groupby("defense"))
+    groups = [part for _, part in frame.groupby(["defense", "strength"])]
+    settings = [rank(part, score) for part in groups if part[score].nunique() > 1]
+    alike = float(np.mean(settings)) if settings else float("nan")
+    others = [noise, pruning, alike, rank(frame, score, "influence"), rank(frame, score, "size")]
+    first = f"**{rank(frame, score):.2f}** [{low:.2f}, {high:.2f}]"
+    return [first, *(f"{other:z.2f}" for other in others)]
+
+
+def plot_points(axis, frame: pandas.DataFrame, score: str) -> None:
+    for (defense, strength), part in frame.groupby(["defense", "strength"]):
+        marker, colors = ("o", "Blues") if defense == "gaussian_noise" else ("^", "Oranges")
+        strengths = sorted(set(frame["strength"][frame["defense"] == defense]))
+        color = plt.get_cmap(colors)(0.3 + 0.15 * strengths.index(strength))
+        style = {"s": 14, "marker": marker, "color": color, "label": f"{defense} {strength:g}"}
+        axis.scatter(part["bound"], part[score], **style)
+    if score == "rmse":
+        axis.set_yscale("log")
+        root = frame["coordinates"].iloc[0] ** 0.5
+        line = {"color": "black", "linewidth": 0.8, "label": "I_lb / √m = rmse"}
+        axis.axline((root, 1), (root / 10, 0.1), **line)
+    axis.legend(fontsize=6)
+
+
+class Directions(Study):
+    """A perturbation of one size along four eigenvectors of J Jᵀ, and what DLG makes of it: Figure
+    6.
+
+    For a unit eigenvector u with eigenvalue λ, δ = size · Jᵀu/√λ has the norm `size` and moves the
+    input by I(δ) = size/√λ along u: an MSE of size²/(λm). Eigenvalues are taken at equal ratios
+    from the largest to the smallest. The leakage papers' LeNet before training, one image a
+    gradient, label known, DLG by L-BFGS from one random start. The MSE is that of the attack's own
+    input; clipped to the pixel range, which first order knows nothing of, it is smaller. Below what
+    is left undefended nothing can be seen.
+    """
+
+    ARGUMENTS = SINGLE_IMAGES
+
+    @property
+    def samples(self) -> int:
+        return 2 if self.quick else 3
+
+    def cells(self) -> dict:
+        side, steps = (6, 1) if self.quick else (32, 60)
+        settings = {"side": side, "size": 0.3, "steps": steps}  # the gradient's norm is about 30
+        return {
+            (data, str(sample)): {"data": data, "sample": sample, **settings}
+            for data in DATA
+            for sample in range(self.samples)
+        }
+
+    def load(self) -> None:
+        self.task = functools.cache(self._task)
+
+    def _task(self, data: str, side: int) -> tuple:
+        batches = single_images(getattr(self.args, DATA[data]), self.samples, side)
+        set_seed(0)
+        return lenet_for(batches[0]), batches
+
+    def measure(self, cell: dict) -> list[dict]:
+        """One image, its gradient perturbed in four directions."""
+        model, batches = self.task(cell["data"], cell["side"])
+        batch = batches[cell["sample"]]
+        image, gmap = batch["pixel_values"], GradientMap(model, batch)
+        gradient = gmap.gradient()
+        start = torch.rand(image.shape, generator=torch.Generator().manual_seed(0))
+        dlg = make_attack("dlg", steps=cell["steps"], start=start)
+
+        def invert(shared: dict[str, Tensor]) -> Tensor:
+            # As if pixels came from -50 to 50: this attacker does not know their range.
+            known = {"labels": batch["labels"], "image_mean": [0.5], "image_std": [0.01]}
+            observation = Observation(model, shared, tuple(image.shape), **known)
+            return dlg(observation, torch.Generator().manual_seed(0)).input
+
+        spectrum = smallest_directions(gmap, image.numel())
+        logarithms = spectrum.eigenvalues.clamp_min(1e-12).log()
+        targets = torch.linspace(float(logarithms[-1]), float(logarithms[0]), 4)
+        undefended, points = (invert(gradient) - image).square().mean(), []
+        for index in (logarithms[:, None] - targets).abs().argmin(0):
+            direction = gmap.jvp(spectrum.vectors[index])
+            # The eigenvalue once more, as ‖Jᵀu‖²: the smallest of a large matrix carry the rounding
+            # of the largest.
+            root, size = flat(direction).norm(), cell["size"]
+            guess = invert(
+                {name: g + size / root * direction[name] for name, g in gradient.items()}
+            )
+            mse, clipped = ((x - image).square().mean() for x in (guess, guess.clamp(0, 1)))
+            point = {"eigenvalue": root**2, "predicted": size**2 / root**2 / image.numel()}
+            point |= {"undefended": undefended, "mse": mse, "clipped": clipped}
+            points.append({key: rounded(value, 4) for key, value in point.items()})
+        return points
+
+    def report(self, metrics: dict) -> None:
+        rows, picture, axes = [], *plt.subplots(1, 2, figsize=(11, 4.3), layout="constrained")
+        for axis, (data, samples) in zip(axes, metrics.items(), strict=True):
+            points = [point for group in samples.values() for point in group]
+            columns = {key: np.array([point[key] for point in points]) for key in points[0]}
+            plot_directions(axis, data, columns)
+            above = columns["predicted"] > columns["undefended"]
+            ratios = np.sqrt(columns["mse"] / columns["predicted"])[above]
+            nothing = [float("nan")] * 3
+            low, middle, high = np.quantile(ratios, (0, 0.5, 1)) if above.any() else nothing
+            correlation = spearmanr(columns["eigenvalue"], columns["mse"]).statistic
+            undefended = f"{np.median(columns['undefended']):.1e}"
+            shown = [f"{correlation:.2f}", undefended, f"{above.sum()} of {len(points)}"]
+            rows.append([data, *shown, f"{middle:.2f} ({low:.2f} to {high:.2f})"])
+        header = ["", "Spearman of λ and MSE", "MSE undefended, median"]
+        header += ["points predicted above that", "their RMSE over predicted: median, range"]
+        write_table(self.output, header, rows)
+        save(picture, self.output, dpi=80)
+
+
+def plot_directions(axis, data: str, columns: dict[str, np.ndarray]) -> None:
+    eigenvalues, order = columns["eigenvalue"], columns["eigenvalue"].argsort()
+    axis.plot(eigenvalues[order], columns["predicted"][order], color="black", label="size² / λm")
+    axis.scatter(eigenvalues, columns["mse"], s=18, label="DLG")
+    style = {"s": 18, "facecolors": "none", "edgecolors": "tab:blue", "label": "clipped"}
+    axis.scatter(eigenvalues, columns["clipped"], **style)
+    style = {"color": "gray", "linestyle": "--", "label": "undefended, median"}
+    axis.axhline(np.median(columns["undefended"]), **style)
+    axis.set(xscale="log", yscale="log", xlabel="eigenvalue λ of J Jᵀ", ylabel="MSE", title=data)
+    axis.legend()
+
+
+class Initializations(Study):
+    """Four initializations under the same noise: Figures 5 and 8.
+
+    The leakage papers' LeNet before training, with weights and biases uniform in ±0.5 or normal of
+    variance 0.5, or weights after Kaiming or Xavier (uniform, PyTorch's defaults) and no biases;
+    new weights for every image, one image a gradient, label known, Gaussian noise of one variance
+    for all, DLG by L-BFGS, pixels clipped to their range. Beside the MSE: the eigenvalues of J Jᵀ,
+    drawn for the first image, and the norm of the gradient, which one noise drowns or does not.
+    """
+
+    ARGUMENTS = SINGLE_IMAGES
+    NAMES = ("uniform ±0.5", "normal, variance 0.5", "Kaiming", "Xavier")
+    VARIANCE, KEPT = 1e-4, 100  # of the noise; eigenvalues that are drawn
+
+    def cells(self) -> dict:
+        samples, side, steps = (2, 6, 1) if self.quick else (6, 32, 60)
+        settings = {"samples": samples, "side": side, "variance": self.VARIANCE, "steps": steps}
+        cells = {}
+        for data in DATA:
+            for name in self.NAMES:
+                common = {"data": data, "initialization": name}
+                cells["attacked", data, name] = {"measure": "attacked", **common, **settings}
+                spectrum = {"measure": "spectrum", **common, "side": side, "values": self.KEPT}
+                cells["spectrum", data, name] = spectrum
+        return cells
+
+    def measure(self, cell: dict) -> dict:
+        path, name = getattr(self.args, DATA[cell["data"]]), cell["initialization"]
+        if cell["measure"] == "spectrum":
+            return self.spectrum(name, *single_images(path, 1, cell["side"]))
+        noise = make_defense("gaussian_noise", scale=cell["variance"] ** 0.5)
+        mse, norms, largest = [], [], []
+        for sample, batch in enumerate(single_images(path, cell["samples"], cell["side"])):
+            model = started(name, sample, batch)
+            gmap = GradientMap(model, batch)
+            shared = noise(gmap, generator=Stream.from_seeds(sample))
+            guess = invert_dlg(cell, model, shared, batch, sample).clamp(0, 1)
+            mse.append(rounded((guess - batch["pixel_values"]).square().mean(), 3))
+            norms.append(float(flat(gmap.gradient()).norm()))
+            largest.append(float(largest_eigenvalue(gmap)))
+        return {
+            "mse": mse,
+            "median norm of the gradient": rounded(np.median(norms), 3),
+            "median λ_max": rounded(np.median(largest), 3),
+        }
+
+    def spectrum(self, name: str, batch: dict[str, Tensor]) -> dict[int, float]:
+        """Eigenvalues of J Jᵀ by their rank."""
+        m, gmap = batch["pixel_values"].numel(), GradientMap(started(name, 0, batch), batch)
+        values = smallest_directions(gmap, m).eigenvalues.flip(0).clamp_min(1e-12)
+        ranks = np.unique(np.linspace(0, m - 1, self.KEPT).round().astype(int))
+        return {int(index) + 1: rounded(values[index], 3) for index in ranks}
+
+    def report(self, metrics: dict) -> None:
+        rows = []
+        for data, cells in metrics["attacked"].items():
+            mse = [np.array(cell["mse"]) for cell in cells.values()]
+            p = wilcoxon(mse[0], mse[3]).pvalue
+            below = f"{(mse[0] < mse[3]).sum()} of {len(mse[0])}, p = {p:.2f}"
+            spread = [f"{m.mean():.3f} ({m.min():.3f} to {m.max():.3f})" for m in mse]
+            rows.append([f"{data}, MSE: mean, range", *spread, below])
+            for key in ("median λ_max", "median norm of the gradient"):
+                values = [cell[key] for cell in cells.values()]
+                shown = [f"{v:,.0f}" if v >= 100 else f"{v:.2g}" for v in values]
+                rows.append([f"{data}, {key}", *shown, ""])
+        write_table(self.output, ["", *self.NAMES, "uniform below Xavier"], rows)
+        figure, axes = plt.subplots(2, 2, figsize=(10, 7), layout="constrained")
+        for (data, cells), (left, right) in zip(metrics["attacked"].items(), axes, strict=True):
+            for name, values in metrics["spectrum"][data].items():
+                left.plot([int(index) for index in values], list(values.values()), label=name)
+            left.set(yscale="log", xlabel="rank", ylabel="eigenvalue of J Jᵀ")
+            left.set_title(f"{data}: the first image")
+            left.legend()
+            labels = [name.split()[0].strip(",") for name in cells]
+            right.boxplot([cell["mse"] for cell in cells.values()], tick_labels=labels)
+            right.set(yscale="log", ylabel="MSE of DLG")
+            right.set_title(f"{data}: noise of variance {self.VARIANCE:g}")
+        save(figure, self.output, dpi=80)
+
+
+def started(name: str, sample: int, batch: dict[str, Tensor]) -> nn.Module:
+    """The weights that this sample gets."""
+    set_seed(sample)
+    model = lenet_for(batch)
+    for parameter in model.parameters():
+        weights = parameter.data
+        if name.startswith("uniform"):
+            nn.init.uniform_(weights, -0.5, 0.5)
+        elif name.startswith("normal"):
+            nn.init.normal_(weights, 0, 0.5**0.5)
+        elif weights.dim() == 1:
+            nn.init.zeros_(weights)
+        else:
+            {"Kaiming": nn.init.kaiming_uniform_, "Xavier": nn.init.xavier_uniform_}[name](weights)
+    return model
+
+
+class Unfairness(Study):
+    """The same noise protects some samples and classes and not others: Figure 7.
+
+    The leakage papers' LeNet, trained on MNIST, and single test images' gradients with Gaussian
+    noise of variance 1e-3. Label known, DLG by L-BFGS, pixels clipped to their range. Beside the
+    realized MSE: E I² = σ² Σ 1/λ (Eq. 6; eigenvalues below 1e-6 λ_max, where float32 ends, count as
+    that), and λ_max.
+    """
+
+    ARGUMENTS = {
+        "--mnist": "npz with x_train, y_train, x_test and y_test",
+        "--pictures": {"help": "PNG of the best and worst guesses; holds images of the data set"},
+    }
+    VARIANCE = 1e-3
+
+    def cells(self) -> dict:
+        per_class, side, training_steps, steps = (1, 6, 5, 1) if self.quick else (5, 28, 5000, 60)
+        trained = {"side": side, "training_steps": training_steps}
+        cells = {("accuracy",): {"measure": "accuracy", **trained}}
+        for number in range(10 * per_class):
+            label, image = divmod(number, per_class)
+            common = {"class": label, "image": image, "variance": self.VARIANCE, **trained}
+            attack = {"measure": "mse", **common, "steps": steps, "seed": number}
+            cells["attacked", str(number)] = attack
+            cells["spectra", str(number)] = {"measure": "spectrum", **common}
+        return cells
+
+    def task(self, cell: dict) -> tuple[nn.Module, list[dict[str, Tensor]]]:
+        path, side = self.args.mnist, cell["side"]
+        return trained_lenet(path, side, cell["training_steps"]), mnist_tests(path, side)
+
+    def measure(self, cell: dict) -> float | dict:
+        model, tests = self.task(cell)
+        if cell["measure"] == "accuracy":
+            return accuracy(
+                model, *(torch.cat([test[n] for test in tests]) for n in ("pixel_values", "labels"))
+            )
+        batch, guess = self.attacked(cell, model, tests)
+        if cell["measure"] == "mse":
+            mse = (guess() - batch["pixel_values"]).square().mean()
+            return {"label": int(batch["labels"]), "mse": round(float(mse), 4)}
+        pixels = batch["pixel_values"].numel()
+        values = smallest_directions(GradientMap(model, batch), pixels).eigenvalues.double()
+        expected = cell["variance"] * (1 / values.clamp_min(1e-6 * float(values[-1]))).sum()
+        return {"E I²": rounded(expected, 6), "λ_max": rounded(values[-1], 6)}
+
+    def attacked(self, cell: dict, model, tests: list[dict[str, Tensor]]) -> tuple:
+        """The cell's image, the first of its class, the second, and so on; and what DLG makes of
+        its noisy gradient.
+        """
+        batch = [test for test in tests if int(test["labels"]) == cell["class"]][cell["image"]]
+
+        def guess() -> Tensor:
+            noise = make_defense("gaussian_noise", scale=cell["variance"] ** 0.5)
+            stream = Stream.from_seeds(cell["seed"])
+            shared = noise(GradientMap(model, batch), generator=stream)
+            return invert_dlg(cell, model, shared, batch, cell["seed"]).clamp(0, 1)
+
+        return batch, guess
+
+    def report(self, metrics: dict) -> None:
+        classes: dict[int, list[float]] = {}
+        for point in sorted(metrics["attacked"].values(), key=lambda point: point["label"]):
+            classes.setdefault(point["label"], []).append(point["mse"])
+        mse = np.concatenate(list(classes.values()))
+        self.write(metrics, classes, mse)
+        figure, (left, right) = plt.subplots(1, 2, figsize=(8, 3.5), layout="constrained")
+        figure.suptitle(f"noise of variance {self.VARIANCE:g}")
+        left.hist(mse, bins=20)
+        left.axvline(mse.mean(), color="purple")
+        left.set(xlabel="MSE", ylabel="samples")
+        right.boxplot(list(classes.values()), tick_labels=list(classes))
+        right.axhline(mse.mean(), color="purple")
+        right.set(xlabel="class", ylabel="MSE")
+        save(figure, self.output, dpi=80)
+        if self.args.pictures:
+            self.draw(np.array([point["mse"] for point in metrics["attacked"].values()]))
+
+    def write(self, metrics: dict, classes: dict[int, list[float]], mse: np.ndarray) -> None:
+        means = [np.mean(values) for values in classes.values()]
+        pairs = zip(classes.values(), means, strict=True)
+        between = sum(len(v) * (m - mse.mean()) ** 2 for v, m in pairs)
+        low, middle, high = np.quantile(mse, (0.05, 0.5, 0.95))
+        share = between / np.square(mse - mse.mean()).sum()
+        rows = [
+            ["test accuracy", f"{metrics['accuracy']:.1%}"],
+            ["MSE: mean", f"{mse.mean():.2f}"],
+            ["quantiles 5, 50, 95 %", f"{low:.2f}, {middle:.2f}, {high:.2f}"],
+            ["samples below half the mean", f"{(mse < mse.mean() / 2).sum()} of {len(mse)}"],
+            ["means of classes", f"{min(means):.2f} to {max(means):.2f}"],
+            ["share of the variance between classes", f"{share:.0%}"],
+            ["p that classes are alike (Kruskal-Wallis)",
+             f"{kruskal(*classes.values()).pvalue:.2f}"],
+        ]  # fmt: skip
+        of_all = [point["mse"] for point in metrics["attacked"].values()]
+        for key in ("E I²", "λ_max"):
+            values = [spectrum[key] for spectrum in metrics["spectra"].values()]
+            correlation = round(float(spearmanr(of_all, values).statistic), 3)
+            rows.append([f"Spearman of MSE and {key}", f"{correlation:.2f}"])
+        write_table(self.output, ["", "found"], rows)
+
+    def draw(self, mse: np.ndarray) -> None:
+        """Originals over reconstructions, the four best and the four worst."""
+        ends = [*mse.argsort()[:4], *mse.argsort()[-4:]]
+        cells = [self.cells()["attacked", str(number)] for number in ends]
+        model, tests = self.task(cells[0])
+        pairs = [self.attacked(cell, model, tests) for cell in cells]
+        images = [(batch["pixel_values"][0], "") for batch, _ in pairs]
+        titles = [f"{value:.2g}" for value in mse[ends]]
+        guesses = [(guess()[0], title) for (_, guess), title in zip(pairs, titles, strict=True)]
+        draw_images(self.args.pictures, [images, guesses], (8, 2.2), dpi=80)
+
+
+@functools.cache
+def mnist_tests(path: str, side: int) -> list[dict[str, Tensor]]:
+    return single_images(path, None, side, split="test")

@@ -1,0 +1,206 @@
+"""Whether gradients leak less as training goes on, and LeNet as the leakage studies train it."""
+
+import copy
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import set_seed
+from transformers.utils import logging
+
+from hf_gradguard import GradientMap, make_defense
+from hf_gradguard.attacks import Observation, make_attack
+from hf_gradguard.defenses.tensors import norm
+from hf_gradguard.leakage import inversion_influence_lower_bound
+from hf_gradguard.randomness import Stream
+from recipes.small_networks import LeakageLeNetForImageClassification
+
+from ..study import Study
+from .lib.attacks import attack_of
+from .lib.images import (
+    INVERTING,
+    SINGLE_IMAGES,
+    array_images,
+    lenet_for,
+    parquet_images,
+    single_images,
+    smoothed,
+)
+from .lib.tables import bracketed, interval, plt, save, write_table
+
+BATCH = 64
+
+
+def stages(
+    x: Tensor, labels: Tensor, steps: Sequence[int]
+) -> dict[int, LeakageLeNetForImageClassification]:
+    """The model after so many steps of Adam on 64 images each, at a rate that falls from 3e-3 to 0
+    at the last one.
+
+    Args:
+        x: `(N, C, H, W)` in uint8.
+        labels: `(N,)`.
+        steps: After which it is kept, in rising order.
+    """
+    set_seed(0)
+    model, last, kept = lenet_for({"pixel_values": x}).train(), steps[-1], {}
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+    decay = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / max(last, 1))
+    for step in logging.tqdm(range(last + 1), desc="training"):
+        if step in steps:
+            kept[step] = copy.deepcopy(model).eval()
+        if step < last:
+            batch = torch.randint(len(x), (BATCH,))
+            optimizer.zero_grad()
+            model(pixel_values=x[batch].float() / 255, labels=labels[batch]).loss.backward()
+            optimizer.step()
+            decay.step()
+    return kept
+
+
+@torch.no_grad()
+def logits_of(model: nn.Module, pixels: Tensor) -> Tensor:
+    """`(N, classes)`, of images in [0, 1]."""
+    return torch.cat([model(pixel_values=part).logits for part in pixels.split(1000)])
+
+
+def accuracy(model: nn.Module, pixels: Tensor, labels: Tensor) -> float:
+    """Of images in [0, 1]."""
+    return float((logits_of(model, pixels).argmax(1) == labels).double().mean())
+
+
+@functools.cache
+def trained_lenet(path: str, side: int, steps: int) -> LeakageLeNetForImageClassification:
+    """On MNIST, cut to `side` pixels."""
+    pixels, labels = array_images(path)
+    return stages(pixels[..., :side, :side], labels, [steps])[steps]
+
+
+class Epochs(Study):
+    """Whether gradients leak less as training goes on: Zhang et al. (2023), Figure 18.
+
+    The leakage papers' LeNet, trained on MNIST and on CIFAR-10, and kept after some epochs. At
+    each, single images' gradients with Gaussian noise: of variance 1e-3, as in the paper, and of a
+    fixed multiple of the gradient. Labels known; DLG by L-BFGS, and Inverting Gradients by L-BFGS,
+    which smooths as shows most of two images of its own. Beside their RMSE, pixels clipped to their
+    range: I_lb/√m of the same noise, the gradient's norm, and the noise's as a multiple of it.
+    Images: of MNIST's test set; of CIFAR-10 lossless ones, which are among those trained on,
+    recompressed.
+    """
+
+    ARGUMENTS = SINGLE_IMAGES | {"--train": "CIFAR-10 as a parquet with img and label, to train on"}
+    ATTACKS = {"dlg": "RMSE, DLG", "inverting_gradients": "RMSE, Inverting Gradients"}
+    SCORES = {"bound": "I_lb/√m", **ATTACKS}
+    NOISES = {
+        "variance 1e-3": {"scale": 1e-3**0.5},
+        "0.15 times the gradient": {"relative_scale": 0.15},
+    }
+    SETTINGS: dict[str, Any] = {
+        "learned_from": 60000, "samples": 8, "own": 2, "steps": 30, "total_variation": [1e-3, 1e-1],
+    }  # fmt: skip
+    QUICK: dict[str, Any] = {
+        "learned_from": 20, "samples": 2, "own": 1, "steps": 1, "total_variation": [1e-3, 1e-2],
+    }  # fmt: skip
+
+    def cells(self) -> dict:
+        epochs = [0, 1] if self.quick else [0, 1, 5, 20]
+        settings = self.QUICK if self.quick else self.SETTINGS
+        return {
+            (data, noise, str(epoch)): {
+                "data": data, "epoch": epoch, "of": epochs, "strength": strength, **settings,
+            }
+            for data in ("MNIST", "CIFAR-10")
+            for noise, strength in self.NOISES.items()
+            for epoch in epochs
+        }  # fmt: skip
+
+    def load(self) -> None:
+        self.trained = functools.cache(self._trained)
+
+    def _trained(self, data: str, epochs: tuple[int, ...], limit: int) -> tuple:
+        """The model after every one of the epochs, and what it learned from."""
+        if data == "MNIST":
+            pixels, labels = array_images(self.args.mnist, samples=limit)
+        else:
+            pixels, labels = (tensor[:limit] for tensor in parquet_images(self.args.train))
+        steps = {epoch: -(-epoch * len(pixels) // BATCH) for epoch in epochs}
+        models = stages(pixels, labels, list(steps.values()))
+        return {epoch: models[step] for epoch, step in steps.items()}, pixels, labels
+
+    def measure(self, cell: dict) -> dict:
+        """Metrics of each image; the last `own` are the attacker's."""
+        data, count = cell["data"], cell["samples"]
+        models, pixels, labels = self.trained(data, tuple(cell["of"]), cell["learned_from"])
+        model = models[cell["epoch"]]
+        right = accuracy(model, pixels[:10000].float() / 255, labels[:10000])
+        path, split = (self.args.mnist, "test") if data == "MNIST" else (self.args.cifar10, "train")
+        batches = single_images(path, count + cell["own"], split=split)
+        noise, observations = make_defense("gaussian_noise", **cell["strength"]), []
+        metrics: dict[str, list] = {name: [] for name in ("norm", "noise", *self.SCORES)}
+        for number, batch in enumerate(batches):
+            gmap = GradientMap(model, batch)
+            shared, gradient = noise(gmap, generator=Stream.from_seeds(number)), gmap.gradient()
+            shape = tuple(batch["pixel_values"].shape)
+            observations.append(Observation(model, shared, shape, labels=batch["labels"]))
+            if number < count:
+                delta = {name: shared[name] - g for name, g in gradient.items()}
+                bound = inversion_influence_lower_bound(gmap, delta)
+                metrics["norm"].append(norm(gradient))
+                metrics["noise"].append(norm(delta) / norm(gradient))
+                metrics["bound"].append(float(bound) / bound.num_coordinates**0.5)
+        images = [batch["pixel_values"] for batch in batches]
+        inverting = INVERTING | {"steps": cell["steps"], "patience": 5}
+        inverting |= {"total_variation": cell["total_variation"]}
+        inverting = smoothed(inverting, observations[count:], images[count:])
+        attacks = {
+            "dlg": make_attack("dlg", steps=cell["steps"], start="uniform", patience=5),
+            "inverting_gradients": attack_of("inverting_gradients", **inverting),
+        }
+        for name, attack in attacks.items():
+            results = attack.together(observations[:count], torch.Generator().manual_seed(0))
+            for result, image in zip(results, images[:count], strict=True):
+                guess = result.input.nan_to_num(0.5).clamp(0, 1)
+                metrics[name].append(float((guess - image).square().mean().sqrt()))
+        rounded = {n: [float(f"{v:.4g}") for v in values] for n, values in metrics.items()}
+        return {"accuracy": round(right, 4), **rounded}
+
+    def report(self, metrics: dict) -> None:
+        rows = []
+        for data, noises in metrics.items():
+            for noise, epochs in noises.items():
+                for epoch, cell in epochs.items():
+                    # Medians, of the bound with the least and the largest; means.
+                    norms = [f"{np.median(cell[name]):.2g}" for name in ("norm", "noise")]
+                    bound = bracketed(np.quantile(cell["bound"], (0.5, 0, 1)).tolist(), ".2g")
+                    means = [interval(cell[name], 2) for name in self.ATTACKS]
+                    shown = [f"{cell['accuracy']:.3f}", *norms, bound, *means]
+                    rows.append([data, noise, epoch, *shown])
+                first, *_, last = epochs.values()
+                ratio = np.median(np.divide(last["bound"], first["bound"]))
+                less = [np.subtract(last[name], first[name]).tolist() for name in self.ATTACKS]
+                shown = [f"times {ratio:.2g}", *(interval(values, 2) for values in less)]
+                rows.append([data, noise, "last less first", "", "", "", *shown])
+        header = ["", "noise", "epochs", "accuracy (train)", "gradient's norm", "noise, times that"]
+        write_table(self.output, [*header, *self.SCORES.values()], rows)
+        self.plot(metrics)
+
+    def plot(self, metrics: dict) -> None:
+        """A column a score, a row a data set, a line an image."""
+        size = {"figsize": (11, 6), "layout": "constrained", "squeeze": False}
+        picture, panels = plt.subplots(len(metrics), len(self.SCORES), **size)
+        colors = dict(zip(self.NOISES, ("tab:blue", "tab:orange"), strict=True))
+        for (data, noises), axes in zip(metrics.items(), panels, strict=True):
+            for (score, title), axis in zip(self.SCORES.items(), axes, strict=True):
+                for noise, epochs in noises.items():
+                    values = np.array([cell[score] for cell in epochs.values()])
+                    x, color = list(epochs), colors[noise]
+                    axis.plot(x, values, color=color, alpha=0.2, linewidth=0.7)
+                    axis.plot(x, np.median(values, 1), "o-", color=color, label=noise)
+                axis.set(title=f"{data}: {title}", xlabel="epochs")
+                if score == "bound":
+                    axis.set_yscale("log")
+        panels[0, 0].legend(title="noise", fontsize=8)
+        save(picture, self.output, dpi=80)

@@ -1,0 +1,199 @@
+"""Received models: what `check_received` says of malicious and of ordinary ones."""
+
+import warnings
+
+import torch
+import transformers
+from transformers import set_seed
+from transformers.models.auto import modeling_auto
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from hf_gradguard.leakage import check_received
+
+from ..study import Study
+from .lib.images import array_images
+from .lib.tables import interval, write_table
+from .lib.text import load_classifier
+from .malicious_models import BUILT, CONSTRUCTIONS, FROZEN, HONEST, disturb, leaks
+
+FAMILIES = {
+    "SEQUENCE_CLASSIFICATION": """albert bart bert big_bird biogpt bloom camembert convbert deberta
+        deberta-v2 distilbert electra ernie gemma2 gpt2 gpt_neox llama mistral modernbert mpnet opt
+        phi3 qwen2 qwen3 roberta xlm-roberta""",
+    "CAUSAL_LM": "falcon gemma3_text granite mamba olmo2 phi smollm3 stablelm",
+    "SEQ_TO_SEQ_CAUSAL_LM": "marian pegasus",
+    "IMAGE_CLASSIFICATION": "beit convnext deit dinov2 mobilenet_v2 resnet vit",
+}
+WIDTHS = {"tiny": 48, "wide": 384}
+PRETRAINED, TRAINED = "pretrained", "tiny, trained"
+
+
+class Malicious(Study):
+    """Misses: six constructions that make gradients leak, each shown to leak.
+
+    Each construction is put into a model: Robbing the Fed's imprint module in front of a ViT, bins
+    in a BERT's feed-forward layer behind an attention that adds nothing (after Decepticons), a head
+    that lets one class through (after Fishing), trap weights (Curious Abandon Honesty), and a layer
+    with every direction 16 times. The sixth makes a BERT's first attention pick single tokens, and
+    its client trains all behind the first block; its check was written when the construction was
+    known, as those of the others were. Images are of CIFAR-10, at 16 × 16 pixels; the server sets
+    its bins by 1,000 other images. A message is of 8 images, 4 texts of 12 tokens, or, of the
+    sixth, one. Read: the share of images above 30 dB by `analytic`, or of tokens at their places
+    (of the sixth, by `span`). The last two constructions are none: a perceptron as it is
+    initialized, and the sixth's BERT. Noise of 0.3 and 3 % of the planted weights hides that rows
+    are alike. Ten seeds.
+    """
+
+    ARGUMENTS = {"--cifar10": "npz with x_train in uint8"}
+    NOISE = (0.0, 0.003, 0.03)  # on the planted weights, of so many times their size
+
+    def cells(self) -> dict:
+        plan = {"units": 256, "images": 8, "texts": 4, "width": 64}
+        if self.quick:
+            plan = {"units": 64, "images": 4, "texts": 2, "width": 32}
+        return {
+            (name, str(noise), str(seed)): {"built": name, "hidden": noise, "seed": seed, **plan}
+            for name in (*CONSTRUCTIONS, HONEST, FROZEN)
+            for noise in self.NOISE[: 1 if self.quick or name in (HONEST, FROZEN) else None]
+            for seed in range(1 if self.quick else 10)
+        }
+
+    def load(self) -> None:
+        torch.set_num_threads(1)
+        pixels, _ = array_images(self.args.cifar10, samples=3000)
+        scaled = pixels.float() / 255
+        self.images = torch.nn.functional.interpolate(scaled, size=16, mode="area")
+
+    def measure(self, cell: dict) -> dict:
+        set_seed(cell["seed"])
+        order, count = torch.randperm(len(self.images)), cell["images"]
+        public, private = self.images[order[:-count][:1000]], self.images[order[-count:]]
+        planted = BUILT[cell["built"]](public, cell)
+        disturb(planted, cell["hidden"])
+        checks = sorted({finding.check for finding in check_received(planted.model)})
+        return {"read": leaks(planted, private, cell), "checks": checks}
+
+    def report(self, metrics: dict) -> None:
+        rows = []
+        for name, noises in metrics.items():
+            for noise, runs in noises.items():
+                checks = [set(run["checks"]) for run in runs.values()]
+                # a perceptron warns of a layer on all pixels, whoever made it
+                alarms = sum(bool(names - {"reads_all_pixels"}) for names in checks)
+                recovered = interval([run["read"] for run in runs.values()], 2)
+                every = ", ".join(sorted(set.union(*checks))) or "–"
+                share = f"{alarms} of {len(checks)}"
+                rows.append([name, f"{100 * float(noise):g} %", recovered, share, every])
+        write_table(self.output, ["construction", "noise on it", "read", "found", "by"], rows)
+
+
+class Alarms(Study):
+    """False alarms: ordinary models of 43 families of Transformers, none of which was made to leak.
+
+    Every family is built by its own class from a configuration, with two layers, of width 48
+    ("tiny") and 384 ("wide"), and with its own initialization; a third column adds 20 steps of
+    training by Adam at 1e-3 on random inputs and labels to the tiny ones, so that no weight is left
+    as it was made. A pretrained model (`--model`) is looked at as it is. A model that has any
+    finding counts.
+    """
+
+    ARGUMENTS = {"--model": "a pretrained encoder"}
+
+    def cells(self) -> dict:
+        columns = ("tiny",) if self.quick else (*WIDTHS, TRAINED)
+        cells = {
+            (name, column, "0"): {"kind": kind, "family": name, "column": column, "seed": 0}
+            for kind, names in FAMILIES.items()
+            for name in names.split()[: 1 if self.quick else None]
+            for column in columns
+        }
+        if not self.quick:
+            cell = {"kind": PRETRAINED, "family": PRETRAINED, "column": PRETRAINED, "seed": 0}
+            cells[PRETRAINED, PRETRAINED, "0"] = cell
+        return cells
+
+    def load(self) -> None:
+        torch.set_num_threads(1)
+        warnings.filterwarnings("ignore")
+
+    def measure(self, cell: dict) -> dict:
+        set_seed(cell["seed"])
+        if cell["kind"] == PRETRAINED:
+            model = load_classifier(self.args.model)
+        else:
+            width = WIDTHS.get(cell["column"], WIDTHS["tiny"])
+            model = build(cell["kind"], cell["family"], width)
+        if cell["column"] == TRAINED:
+            train(model, cell["kind"])
+        findings = [str(finding) for finding in check_received(model)]
+        return {"findings": findings, "parameters": sum(p.numel() for p in model.parameters())}
+
+    def report(self, metrics: dict) -> None:
+        rows = []
+        for column in ("tiny", "wide", TRAINED, PRETRAINED):
+            models = {
+                name: model
+                for name, columns in metrics.items()
+                for model in columns.get(column, {}).values()
+            }
+            alarms = [name for name, model in models.items() if model["findings"]]
+            if models:
+                counts = len(models), len(models), len(alarms)
+                rows.append([column, *counts, ", ".join(alarms) or "–"])
+        write_table(self.output, ["models", "families", "models", "false alarms", "of"], rows)
+
+
+def build(kind: str, name: str, width: int) -> torch.nn.Module:
+    """A model with two layers and its own initialization."""
+    config_class = CONFIG_MAPPING[name]
+    default, heads = config_class(), max(2, width // 64)
+    sizes = {
+        2: "num_hidden_layers num_layers n_layer n_layers encoder_layers decoder_layers "
+        "num_decoder_layers",
+        heads: "num_attention_heads n_head n_heads num_heads encoder_attention_heads "
+        "decoder_attention_heads num_key_value_heads",
+        width: "hidden_size d_model n_embd dim embedding_size",
+        4 * width: "intermediate_size ffn_dim d_ff encoder_ffn_dim decoder_ffn_dim n_inner "
+        "hidden_dim",
+        width // heads: "head_dim d_kv",
+        1000: "vocab_size",
+        128: "max_position_embeddings n_positions",
+        32: "image_size",
+        8: "patch_size",
+        0: "pad_token_id decoder_start_token_id",
+    }
+    by_name = {name: size for size, names in sizes.items() for name in names.split()}
+    settings = {
+        key: value
+        for key, value in by_name.items()
+        if key in vars(default) and key not in default.attribute_map
+    }
+    if isinstance(getattr(default, "num_heads", None), list) or hasattr(default, "depths"):
+        settings = {"image_size": 32} if hasattr(default, "image_size") else {}
+    names = getattr(modeling_auto, f"MODEL_FOR_{kind}_MAPPING_NAMES")[name]
+    class_name = names if isinstance(names, str) else names[0]
+    return getattr(transformers, class_name)(config_class(**settings))
+
+
+def train(model: torch.nn.Module, kind: str) -> None:
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    for _ in range(20):
+        loss = model(**batch(model, kind)).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
+def batch(model: torch.nn.Module, kind: str) -> dict:
+    labels = torch.randint(2, (8,))
+    if kind == "IMAGE_CLASSIFICATION":
+        size = getattr(model.config, "image_size", 32)
+        size = size if isinstance(size, int) else size[0]
+        return {"pixel_values": torch.randn(8, 3, size, size), "labels": labels}
+    ids = torch.randint(5, 1000, (8, 16))
+    eos = getattr(model.config, "eos_token_id", None)
+    if isinstance(eos, int) and eos < 1000:
+        ids[:, -1] = eos
+    if kind != "SEQUENCE_CLASSIFICATION":
+        labels = ids
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
