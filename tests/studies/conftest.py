@@ -19,8 +19,9 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 import hf_gradguard
 from hf_gradguard.networks import save_network, train_image_network, train_text_network
-from recipes.studies.lib import command
+from recipes.results import RUNS
 from recipes.studies.lib.results import Results, nested
+from recipes.study import Study
 
 SENTIMENT = Path(hf_gradguard.__file__).parent / "data" / "sentiment"
 
@@ -126,26 +127,28 @@ def image_network(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-class Study:
-    """A part of a study in quick mode: `Study("refiner", "ablations", "--train", ..., output=...)`
-    runs it; once it ran, so does `again()`.
+class QuickStudy:
+    """A study in quick mode: `QuickStudy("refiner_ablations", "--train", ..., output=...)` runs it;
+    once it ran, so does `again()`.
     """
 
-    def __init__(self, study: str, part: str, *arguments: object, output: Path) -> None:
-        part_of = importlib.import_module(f"recipes.studies.{study}.{part}")
-        flags = [part, *map(str, arguments), "--output", str(output), "--quick"]
-        self.output, self.args = output, command.parse(None, [part_of], flags)
-        self.cells = command.cells_of(part_of, self.args)
-        self._run(self.args)
+    def __init__(self, name: str, *arguments: object, output: Path) -> None:
+        (run,) = (run for run in RUNS if run.output == name)
+        module, _, study = run.target.partition(":")
+        self._study = getattr(importlib.import_module(f"recipes.studies.{module}"), study)
+        flags = [*map(str, arguments), "--output", str(output), "--quick"]
+        study = self._study.parse(flags)
+        self.output, self.args, self.cells = output, study.args, study.marked_cells()
+        self._run(study)
 
     def again(self, **changed: object) -> None:
         """Runs it, some of its arguments changed; its pictures are left as they were drawn."""
         with patch.object(Figure, "savefig"):
-            self._run(argparse.Namespace(**vars(self.args) | changed))
+            self._run(self._study(argparse.Namespace(**vars(self.args) | changed)))
 
     @staticmethod
-    def _run(args: argparse.Namespace) -> None:
-        command.run(args.module, args)
+    def _run(study: Study) -> None:
+        study.run()
         plt.close("all")
 
     @property
@@ -170,5 +173,5 @@ class Study:
 
 
 @pytest.fixture
-def quick() -> type[Study]:
-    return Study
+def quick() -> type[QuickStudy]:
+    return QuickStudy

@@ -4,12 +4,13 @@ test says.
 
 from __future__ import annotations
 
-import importlib
 import json
 import sys
 from pathlib import Path
 
 import pytest
+
+from recipes.benchmarks.measuring import run as run_benchmark
 
 
 @pytest.fixture
@@ -17,16 +18,9 @@ def measure(encoder, tmp_path):
     """Runs a benchmark; its report, and the cells of its table below the header."""
 
     def run(name: str, *arguments: object) -> tuple[dict, list[list[str]]]:
-        module = importlib.import_module(f"recipes.benchmarks.{name}")
         output = tmp_path / "measured"
         flags = ["--model", encoder, "--output", output, "--quick", *arguments]
-        module.main(
-            None,
-            module.measure,
-            module.table,
-            list(map(str, flags)),
-            **getattr(module, "ARGUMENTS", {}),
-        )
+        run_benchmark(name, list(map(str, flags)))
         lines = Path(f"{output}.md").read_text().splitlines()[2:]
         rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
         return json.loads(Path(f"{output}.json").read_text()), rows

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from argparse import Namespace
 
-from recipes.studies.candidates import thousand
+from recipes.studies.candidates import Thousand
 
 
 def test_text(encoder, sst2, quick, tmp_path):
     data = ("--model", encoder, "--data_dir", sst2)
-    study = quick("candidates", "text", *data, output=tmp_path / "candidates")
+    study = quick("candidates", *data, output=tmp_path / "candidates")
     found = {name: states["initial"]["1"] for name, states in study.figures.items()}
     assert found["none"]["|knows"]["top1"][0] == 1  # of six candidates
     assert found["quantization"]["bits=2|knows"]["rank"][0] == 1
@@ -21,7 +21,7 @@ def test_text(encoder, sst2, quick, tmp_path):
 
 def test_thousand(encoder, sst2, quick, tmp_path):
     data = ("--model", encoder, "--data_dir", sst2)
-    study = quick("candidates", "thousand", *data, output=tmp_path / "thousand")
+    study = quick("candidates_thousand", *data, output=tmp_path / "thousand")
     for state in ("initial", "trained"):
         found = study.figures[state]
         assert found["none"]["list, 1"]["|knows"]["top1"][0] == 1  # of six candidates
@@ -35,9 +35,11 @@ def test_searches_beside_a_list(encoder, sst2, tmp_path):
     args = Namespace(
         model=str(encoder), data_dir=str(sst2), quick=True, all=True, output=tmp_path / "none"
     )
-    cells, measure = thousand.cells(args), thousand.prepare(args)
+    study = Thousand(args)
+    study.load()
+    cells = study.cells()
     read = {
-        attack: measure(cells["initial", "none", f"{attack} "])["token_f1"][0]
+        attack: study.measure(cells["initial", "none", f"{attack} "])["token_f1"][0]
         for attack in ("span", "tag", "lamp")
     }
     assert read["span"] == 1  # undefended

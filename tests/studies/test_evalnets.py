@@ -12,7 +12,7 @@ import pytest
 from transformers import AutoModel, AutoTokenizer
 
 from hf_gradguard.networks import load_network, train_text_network
-from recipes.studies.evaluation_networks import figures as evalnet_figures
+from recipes.studies import evaluation_networks
 
 IMAGE, TEXT = "image-evaluation-network-32", "text-evaluation-network-minilm-l6"
 CARDS = Path(__file__).resolve().parents[2] / "model_cards"
@@ -44,14 +44,16 @@ def test_figures_and_cards(data: Path, encoder: Path, quick, monkeypatch, tmp_pa
         embedding, tokenizer, texts, steps=2, max_length=12, progress=False, width=16, num_layers=1
     )
     monkeypatch.setattr(
-        evalnet_figures, "load_network", lambda name: small if name == TEXT else load_network(name)
+        evaluation_networks,
+        "load_network",
+        lambda name: small if name == TEXT else load_network(name),
     )
     output, cards = (
         tmp_path / "evalnets",
         shutil.copytree(CARDS, tmp_path / "cards", ignore=shutil.ignore_patterns("*.safetensors")),
     )
     arguments = ["--data", data, "--model", encoder, "--cards", cards]
-    study = quick("evaluation_networks", "figures", *arguments, output=output)
+    study = quick("evalnets", *arguments, output=output)
     figures = study.figures
     smooth, noise = figures[IMAGE].values()
     assert smooth["samples"] == noise["samples"] == 6

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from hf_gradguard import DEFENSES
-from recipes.studies.every_defense import text
-from recipes.studies.every_defense.attackers import cells_of
-from recipes.studies.every_defense.settings import IMAGES, TEXT
+from recipes.studies import every_defense
+from recipes.studies.every_defense import IMAGES, TEXT, cells_of
 
 
 def test_all_defenses_are_in_the_tables():
@@ -27,9 +26,9 @@ def adaptive(row: dict) -> set[str]:
 
 
 def test_texts(encoder, sst2, quick, small_networks, tmp_path):
-    small_networks(text)
+    small_networks(every_defense)
     data = ("--tokenizer", encoder, "--data_dir", sst2)
-    study = quick("every_defense", "text", *data, output=tmp_path / "text")
+    study = quick("text_defenses", *data, output=tmp_path / "text")
     figures = study.figures
     figures.pop("chance")
     tuned = {"tag", "inverting_gradients", "lamp"}
@@ -55,7 +54,7 @@ def test_texts(encoder, sst2, quick, small_networks, tmp_path):
 
 def test_images(cifar10, image_network, quick, tmp_path, capsys):
     data = ("--images", cifar10, "--evaluation_network", image_network)
-    study = quick("every_defense", "images", *data, output=tmp_path / "images")
+    study = quick("image_defenses", *data, output=tmp_path / "images")
     figures = study.figures
     for row in ("none", "quantization bits=8"):
         assert adaptive(figures[row]) == {"inverting_gradients, adaptive"}

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hf_gradguard.leakage import mse_bound_from_dfil
-from recipes.studies.leakage.settings import QUICK_LOGISTIC
+from recipes.studies.fil_logistic import QUICK_LOGISTIC
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +37,7 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_logistic_regression(digits: Path, quick, tmp_path: Path) -> None:
     output, pictures = tmp_path / "fil", ("--pictures", tmp_path / "figure4.png")
-    study = quick("leakage", "logistic", "--data", digits, *pictures, output=output)
+    study = quick("fil_logistic_mnist", "--data", digits, *pictures, output=output)
     figures = study.figures
     found = figures["regression"]
     with np.load(digits) as file:

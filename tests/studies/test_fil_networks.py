@@ -22,16 +22,16 @@ from hf_gradguard.leakage import (
 )
 from hf_gradguard.randomness import Stream
 from recipes.small_networks import TanhConvNetConfig, TanhConvNetForImageClassification
-from recipes.studies.leakage import private_runs
-from recipes.studies.leakage.clipped import (
-    Told,
+from recipes.studies import private_sgd_runs
+from recipes.studies.fil_networks import GRIDS, PRIVATE
+from recipes.studies.private_sgd_runs import (
+    SampleInformation,
+    information_of,
     poisson_factor,
     random_directions,
     rdp,
     rdp_replacing,
-    told,
 )
-from recipes.studies.leakage.settings import GRIDS, PRIVATE
 
 IMAGES = 6
 CELL = {
@@ -84,8 +84,8 @@ def units(model: nn.Module) -> list[dict[str, Tensor]]:
     return found
 
 
-def exactly(model: nn.Module, x: Tensor, y: Tensor) -> Told:
-    seen = told(model, x, y, units(model))
+def exactly(model: nn.Module, x: Tensor, y: Tensor) -> SampleInformation:
+    seen = information_of(model, x, y, units(model))
     return seen._replace(across=seen.across.sum(0, keepdim=True))
 
 
@@ -110,7 +110,7 @@ def test_random_directions_are_right_on_average() -> None:
     clip = 1.0
     drawn = random_directions(model, 400, Stream.from_seeds(5))
     drawn = [{name: t.double() for name, t in w.items()} for w in drawn]
-    values = told(model, x, y, drawn).hard(clip)
+    values = information_of(model, x, y, drawn).hard(clip)
     error = values.std(0) / math.sqrt(len(values))
     exact = dense_traces(model, x, y, clip)
     assert ((values.mean(0) - exact).abs() <= 4 * error + 1e-9).all()
@@ -176,10 +176,10 @@ def test_an_update_is_of_clipped_gradients(monkeypatch: pytest.MonkeyPatch) -> N
     """With hardly any noise the first step is the drawn rows' clipped gradients over the expected
     number.
     """
-    monkeypatch.setattr(private_runs, "network", lambda x: small())
+    monkeypatch.setattr(private_sgd_runs, "network", lambda x: small())
     x, y = data()
     cell = CELL | {"noise_multiplier": 1e-7, "clip": 0.5}
-    steps = private_runs.training(cell, 0, x, y)
+    steps = private_sgd_runs.training(cell, 0, x, y)
     before = {name: p.detach().clone() for name, p in next(steps).named_parameters()}
     model = small()
     each = torch.stack([clipped_gradient(model, a, b, 0.5) for a, b in zip(x, y, strict=True)])
@@ -194,18 +194,18 @@ def test_an_update_is_of_clipped_gradients(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_an_account_is_the_sum_over_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every step measured, in all directions: κ q Σ Tr FIM/m, with dense Jacobians."""
-    monkeypatch.setattr(private_runs, "network", lambda x: small())
+    monkeypatch.setattr(private_sgd_runs, "network", lambda x: small())
     scale = len(units(small())) ** 0.5
     monkeypatch.setattr(
-        private_runs,
+        private_sgd_runs,
         "random_directions",
         lambda model, *_: [{n: scale * t for n, t in w.items()} for w in units(model)],
     )
     x, y = data()
     cell = CELL | {"noise_multiplier": 5.0}  # κ is 1 with less noise
-    found = private_runs.one_run(cell, 0, x, y, x, y)
+    found = private_sgd_runs.one_run(cell, 0, x, y, x, y)
     q, expected = 0.5, torch.zeros(IMAGES, dtype=torch.float64)
-    for step, model in enumerate(private_runs.training(cell, 0, x, y)):
+    for step, model in enumerate(private_sgd_runs.training(cell, 0, x, y)):
         if step in cell["steps"]:
             kappa = subsampling_factor(q, 5.0, 1e-5 / step)
             account = kappa * q * expected / (36 * 5.0**2)
@@ -222,10 +222,10 @@ def test_a_stretch_is_measured_once() -> None:
     starts = np.cumsum([0, *lengths])
     assert set(PRIVATE["steps"]) <= set(starts.tolist())  # none goes over a read-out
     for seed in range(20):
-        chosen = private_runs.stretches(PRIVATE, seed)
+        chosen = private_sgd_runs.stretches(PRIVATE, seed)
         assert list(chosen.values()) == lengths
         assert all(a <= at < b for at, a, b in zip(chosen, starts[:-1], starts[1:], strict=True))
-    steps = [list(private_runs.stretches(PRIVATE, seed)) for seed in range(2000)]
+    steps = [list(private_sgd_runs.stretches(PRIVATE, seed)) for seed in range(2000)]
     assert np.mean(steps, 0)[0] == pytest.approx(12, abs=1)  # the middle of the first 25
 
 
@@ -236,7 +236,7 @@ def test_a_stretch_is_measured_once() -> None:
 def test_private_networks(mnist: Path, cifar10: Path, quick, tmp_path: Path) -> None:
     output, picture = tmp_path / "fil", tmp_path / "figure6.png"
     data = ("--mnist", mnist, "--cifar10", cifar10, "--pictures", picture)
-    study = quick("leakage", "private_networks", *data, output=output)
+    study = quick("fil_networks", *data, output=output)
     figures = study.figures
     assert figures.keys() == GRIDS.keys()
     for settings in figures.values():

@@ -15,22 +15,15 @@ from torch import Tensor
 from hf_gradguard import make_defense
 from hf_gradguard.leakage import dp_sgd_epsilon
 from hf_gradguard.testing.small import small_image_task
-from recipes.studies.frontier import (
-    elsewhere,
-    image_attackers,
-    image_networks,
-    image_training,
-    images,
-    settings,
-)
-from recipes.studies.frontier.client import Stage, row_of
-from recipes.studies.frontier.image_head_training import ImageHeadTask
-from recipes.studies.frontier.image_networks import Place
-from recipes.studies.frontier.image_training import Images, ImageTask
-from recipes.studies.frontier.patch_features import PatchFeatures
-from recipes.studies.frontier.shown import fitting
+from recipes.studies import frontier_attacks, frontier_images
+from recipes.studies import frontier_rows as settings
+from recipes.studies.frontier_clients import ImageRows, ImageTask, Network, Stage, row_of
+from recipes.studies.frontier_heads import ImageHeadTask
+from recipes.studies.frontier_images import Elsewhere, ElsewhereTask, Images, ResNet
+from recipes.studies.frontier_tables import RATES, fitting
 from recipes.studies.lib.images import single_images
 from recipes.studies.lib.results import Results
+from recipes.studies.patch_features import PatchFeatures
 
 EVEN = np.ones((8, 8, 1))
 
@@ -49,10 +42,10 @@ def data(tmp_path_factory: pytest.TempPathFactory, cifar10: Path) -> dict[str, P
 
 
 def test_quick(data, quick, tmp_path, monkeypatch):
-    monkeypatch.setattr("recipes.studies.frontier.image_training.IMAGE_HELD_OUT", 20)
+    monkeypatch.setattr(ImageTask, "HELD_OUT", 20)
     arguments = [part for name, path in data.items() for part in (f"--{name}", path)]
     arguments += ["--models", tmp_path / "models"]
-    study = quick("frontier", "images", *arguments, output=tmp_path / "frontier_images")
+    study = quick("frontier_images", *arguments, output=tmp_path / "frontier_images")
     assert list(study.figures) == [
         "none",
         "gaussian_noise relative_scale=20",
@@ -71,14 +64,14 @@ def test_quick(data, quick, tmp_path, monkeypatch):
 
 
 def test_rows_are_flipped_and_those_held_out_are_not_learned(data, tmp_path, monkeypatch):
-    monkeypatch.setattr("recipes.studies.frontier.image_training.IMAGE_HELD_OUT", 15)
+    monkeypatch.setattr(ImageTask, "HELD_OUT", 15)
     task = ImageTask(str(data["train"]), str(data["test"]), str(tmp_path))
     learned = {row.numpy().tobytes() for row in task.rows_to_learn().pixels}
     held_out = {row.numpy().tobytes() for row in task.held_out()[0]}
     assert (len(learned), len(held_out)) == (25, 15)
     assert not learned & held_out
     pixels, labels = task.test_rows
-    rows, true = Images(pixels, labels), pixels[0].float() / 255
+    rows, true = ImageRows(pixels, labels), pixels[0].float() / 255
     shown = [rows[0]["pixel_values"] for _ in range(40)]
     flips = sum(bool((one == true.flip(-1)).all()) for one in shown)
     assert flips == 40 - sum(bool((one == true).all()) for one in shown)
@@ -86,8 +79,8 @@ def test_rows_are_flipped_and_those_held_out_are_not_learned(data, tmp_path, mon
 
 
 def test_a_gray_image_is_scored_by_hand(data):
-    cell = {"attack": image_attackers.GRAY, "messages": 3}
-    found = image_attackers.attacked(cell, None, str(data["images"]))["psnr"]
+    cell = {"attack": frontier_attacks.GRAY, "messages": 3}
+    found = frontier_attacks.attack_images(cell, None, str(data["images"]))["psnr"]
     pixels = [row["pixel_values"].double() for row in single_images(str(data["images"]), 3)]
     by_hand = [-10 * float(((x - 0.5) ** 2).mean().log10()) for x in pixels]
     assert found == pytest.approx(by_hand, abs=0.011)
@@ -97,9 +90,9 @@ def test_who_knows_no_covariance_sees_the_same_message_without_it():
     model, batch, *_ = small_image_task()
     stage = Stage(model, make_defense("optimal_noise", relative_scale=1.0))
     asked = {"seed": 0, "attack": settings.INVERTING[0]}
-    (aware,) = image_attackers._observed(asked, stage, [batch])
+    (aware,) = frontier_attacks.observe_images(asked, stage, [batch])
     unknowing = asked | {"attack": settings.UNAWARE[0]}
-    (unaware,) = image_attackers._observed(unknowing, stage, [batch])
+    (unaware,) = frontier_attacks.observe_images(unknowing, stage, [batch])
     assert unaware.noise_variance is unaware.mechanism is None
     assert all(torch.equal(unaware.gradient[name], g) for name, g in aware.gradient.items())
     assert any(variance.unique().numel() > 1 for variance in aware.noise_variance.values())
@@ -115,23 +108,23 @@ def test_rows_follow_each_other_and_rates_come_before_what_takes_the_best(tmp_pa
 
     def asked() -> dict[str, set]:
         found = {}
-        for row, kind, _ in images.cells(Args):
+        for row, kind, _ in Images(Args).cells():
             found.setdefault(row, set()).add(kind)
         return found
 
     def fill(row: str, scores: tuple[float, ...]) -> None:
-        cells = [cell for place, cell in images.cells(Args).items() if place[:2] == (row, RATES)]
+        cells = [cell for place, cell in Images(Args).cells().items() if place[:2] == (row, RATES)]
         for score, cell in zip(scores, cells, strict=True):
             Results(Args.output).add(cell, {"held_out": score})
 
-    RATES, first, second = images.RATES, *(settings_row(number) for number in (0, 1))
-    assert {row for row in asked() if row != image_attackers.GRAY} == {first}
+    first, second = (settings_row(number) for number in (0, 1))
+    assert {row for row in asked() if row != frontier_attacks.GRAY} == {first}
     fill(first, (0.5, 0.6, 0.55))
     found = asked()
     assert list(found)[1:] == [first, second]
     assert found[first] == {RATES, "accuracy", "inverting_gradients, 1, end", "candidates, 16, end"}
     assert found[second] == {RATES}
-    trained = images.cells(Args)[first, "accuracy", "0"]
+    trained = Images(Args).cells()[first, "accuracy", "0"]
     assert trained["learning_rate"] == 0.004
     assert trained["seed"] != settings.RATES_SEED
     fill(second, (0.7, 0.6, 0.55))  # the lowest is best: one below it is asked for
@@ -153,14 +146,14 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_quick_elsewhere(data, mnist, tiny, quick, tmp_path, monkeypatch):
-    monkeypatch.setattr("recipes.studies.frontier.image_training.IMAGE_HELD_OUT", 20)
-    monkeypatch.setattr(elsewhere, "QUICK_ROWS", settings.QUICK_ROWS[:2])
-    monkeypatch.setattr(image_training, "WIDTHS", (8, 8, 8))
-    monkeypatch.setattr(image_networks, "RESNET", (8, 8, 8, 8))
-    monkeypatch.setitem(image_networks.VIT, "hidden_size", 16)
+    monkeypatch.setattr(ImageTask, "HELD_OUT", 20)
+    monkeypatch.setattr(Elsewhere, "QUICK_ROWS", settings.QUICK_ROWS[:2])
+    monkeypatch.setattr(Network, "WIDTHS", (8, 8, 8))
+    monkeypatch.setattr(ResNet, "WIDTHS", (8, 8, 8, 8))
+    monkeypatch.setitem(frontier_images.VIT, "hidden_size", 16)
     arguments = [part for name, path in data.items() for part in (f"--{name}", path)]
     arguments += ["--mnist", mnist, "--tiny_imagenet", tiny, "--models", tmp_path / "models"]
-    study = quick("frontier", "elsewhere", *arguments, output=tmp_path / "frontier_elsewhere")
+    study = quick("frontier_elsewhere", *arguments, output=tmp_path / "frontier_elsewhere")
     tested = [10, 10, 10, 7]
     assert dict(zip(settings.ELSEWHERE, tested, strict=True)) == {
         name: found["none"]["accuracy"]["0"]["of"] for name, found in study.figures.items()
@@ -177,7 +170,7 @@ def test_quick_elsewhere(data, mnist, tiny, quick, tmp_path, monkeypatch):
 def test_networks_fit_their_images_and_see_each_image_alone(place, data, mnist, tiny, tmp_path):
     names = {"cifar10": "train", "mnist": mnist, "tiny_imagenet": tiny}
     files = {name: (str(data.get(of, of)),) * 2 for name, of in names.items()}
-    here = Place(place, files, str(tmp_path))
+    here = ElsewhereTask(place, files, str(tmp_path))
     pixels, labels = here.train_rows
     model, x = here.start(0).eval(), pixels[:3].float() / 255
     with torch.no_grad():
@@ -189,8 +182,8 @@ def test_networks_fit_their_images_and_see_each_image_alone(place, data, mnist, 
 
 
 def test_digits_are_not_flipped(mnist, tmp_path, monkeypatch):
-    monkeypatch.setattr("recipes.studies.frontier.image_training.IMAGE_HELD_OUT", 20)
-    digits = Place("digits", {"mnist": (str(mnist),) * 2}, str(tmp_path))
+    monkeypatch.setattr(ImageTask, "HELD_OUT", 20)
+    digits = ElsewhereTask("digits", {"mnist": (str(mnist),) * 2}, str(tmp_path))
     rows = digits.rows_to_learn()
     true = digits.train_rows[0][20].float() / 255
     assert all(torch.equal(rows[0]["pixel_values"], true) for _ in range(40))
@@ -209,18 +202,19 @@ def public(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def small_heads(monkeypatch):
-    for name, value in (("IMAGE_HELD_OUT", 20), ("FILTERS", 4), ("PUBLIC_IMAGES", 20)):
-        monkeypatch.setattr(f"recipes.studies.frontier.image_head_training.{name}", value)
+    monkeypatch.setattr(ImageTask, "HELD_OUT", 20)
+    for name, value in (("FILTERS", 4), ("PUBLIC", 20)):
+        monkeypatch.setattr(ImageHeadTask, name, value)
 
 
 def test_quick_heads(data, public, quick, small_heads, tmp_path):
     arguments = [part for name, path in data.items() for part in (f"--{name}", path)]
     arguments += ["--public", public, "--models", tmp_path / "models"]
-    study = quick("frontier", "image_heads", *arguments, output=tmp_path / "image_heads")
+    study = quick("frontier_image_heads", *arguments, output=tmp_path / "image_heads")
     plain, alone, private, gray = study.figures.values()
     attacked = {
         f"{name}, {size}, {stage}"
-        for (name, size), (_, _, stages) in settings.QUICK_IMAGE_HEADS.items()
+        for (name, size), (_, _, stages) in settings.QUICK_IMAGE_HEAD_ATTACKS.items()
         for stage in stages
     }
     assert plain.keys() == private.keys() == {"learning rate", "accuracy", *attacked}

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from recipes.studies.hiding_and_learning import accuracy, span
 from recipes.studies.lib.results import Results
+from recipes.studies.privacy_and_utility import SPAN, accuracy_cells
 
 
 def test_figures_of_two_parts_side_by_side(quick, tmp_path):
@@ -18,13 +18,13 @@ def test_figures_of_two_parts_side_by_side(quick, tmp_path):
         for name in ("none", "pruning-0.9", "pruning-0.99")
     }
     for name, cells, figures in (
-        ("tokens", span.rows(), tokens),
-        ("accuracies", accuracy.rows("accuracy"), accuracies),
+        ("tokens", {(name,): row for name, row in SPAN.items()}, tokens),
+        ("accuracies", accuracy_cells("accuracy"), accuracies),
     ):
         for row, found in figures.items():
             Results(tmp_path / name).add(cells[row,], found)
     data = ["--tokens", tmp_path / "tokens", "--accuracies", tmp_path / "accuracies"]
-    study = quick("hiding_and_learning", "picture", *data, output=tmp_path / "picture")
+    study = quick("hiding_and_learning", *data, output=tmp_path / "picture")
     assert study.rows() == [
         ["`none`", "100% [100%, 100%]", "0.800 ± 0.078"],
         ["`pruning ratio=0.9`", "75% [70%, 80%]", "0.800 ± 0.078"],

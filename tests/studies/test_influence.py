@@ -14,7 +14,8 @@ from transformers import set_seed
 from hf_gradguard import GradientMap
 from hf_gradguard.leakage import smallest_directions
 from recipes.small_networks import LeakageLeNetConfig, LeakageLeNetForImageClassification
-from recipes.studies.leakage.settings import NOISES, QUICK_UNFAIR
+from recipes.studies.influence import Unfairness
+from recipes.studies.influence_epochs import Epochs
 
 
 def rows_of(study) -> dict[str, list[str]]:
@@ -46,7 +47,7 @@ def spectrum_before_training(batch: dict[str, torch.Tensor]) -> torch.Tensor:
 
 def test_whether_influence_predicts_attacks(mnist, cifar10, sst2, encoder, quick, tmp_path) -> None:
     data = ["--mnist", mnist, "--cifar10", cifar10, "--sst2", sst2, "--tokenizer", encoder]
-    study = quick("leakage", "predicts_attacks", *data, output=tmp_path / "predicts")
+    study = quick("influence_predicts_attacks", *data, output=tmp_path / "predicts")
     figures = study.figures
     for data, samples in figures.items():
         assert list(samples) == ["0", "1"], data
@@ -81,7 +82,7 @@ def test_whether_influence_predicts_attacks(mnist, cifar10, sst2, encoder, quick
 
 def test_directions(mnist, cifar10, quick, tmp_path) -> None:
     data = ("--mnist", mnist, "--cifar10", cifar10)
-    study = quick("leakage", "directions", *data, output=tmp_path / "directions")
+    study = quick("influence_directions", *data, output=tmp_path / "directions")
     figures = study.figures
     for data, path in (("MNIST", mnist), ("CIFAR-10", cifar10)):
         eigenvalues = [point["eigenvalue"] for point in figures[data]["0"]]
@@ -109,7 +110,7 @@ def test_directions(mnist, cifar10, quick, tmp_path) -> None:
 
 def test_initializations(mnist, cifar10, quick, tmp_path) -> None:
     data = ("--mnist", mnist, "--cifar10", cifar10)
-    study = quick("leakage", "initializations", *data, output=tmp_path / "initializations")
+    study = quick("influence_initializations", *data, output=tmp_path / "initializations")
     figures = study.figures
     for data, found in figures["attacked"].items():
         for name, row in found.items():
@@ -136,15 +137,13 @@ def test_initializations(mnist, cifar10, quick, tmp_path) -> None:
 
 
 def test_unfairness(mnist, quick, tmp_path) -> None:
-    study = quick("leakage", "unfairness", "--mnist", mnist, output=tmp_path / "unfairness")
+    study = quick("influence_unfairness", "--mnist", mnist, output=tmp_path / "unfairness")
     figures = study.figures
     with np.load(mnist) as file:
         classes = sorted(set(file["y_test"].tolist()))
     assert [point["label"] for point in figures["attacked"].values()] == classes
     for one in figures["spectra"].values():  # Σ 1/λ over m eigenvalues
-        assert (
-            36 / one["λ_max"] <= one["E I²"] / QUICK_UNFAIR["variance"] <= 36 * 1e6 / one["λ_max"]
-        )
+        assert 36 / one["λ_max"] <= one["E I²"] / Unfairness.VARIANCE <= 36 * 1e6 / one["λ_max"]
 
     for point in figures["attacked"].values():
         point["mse"] = 0.5
@@ -174,10 +173,10 @@ def test_epochs(mnist, cifar10, quick, tmp_path) -> None:
     rows = {"img": images, "label": draw.integers(0, 10, 20).tolist()}
     Dataset.from_dict(rows).to_parquet(tmp_path / "train.parquet")
     data = ["--mnist", mnist, "--cifar10", cifar10, "--train", tmp_path / "train.parquet"]
-    study = quick("leakage", "epochs", *data, output=tmp_path / "epochs")
+    study = quick("influence_epochs", *data, output=tmp_path / "epochs")
     figures = study.figures
     for data, noises in figures.items():
-        absolute, relative = (noises[name] for name in NOISES)
+        absolute, relative = (noises[name] for name in Epochs.NOISES)
         assert list(absolute) == ["0", "1"], data
         sizes = [one["norm"][i] * one["noise"][i] for one in absolute.values() for i in range(2)]
         # √d times the standard deviation, whatever the gradient

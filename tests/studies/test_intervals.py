@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from recipes.studies.frontier.shown import lost, read, told_of
+from recipes.studies.frontier_tables import lost, score_text, values_text
 from recipes.studies.lib.intervals import over_seeds, paired, share, student
 
 
@@ -14,8 +14,8 @@ def test_of_shares_none_is_not_nothing() -> None:
     assert none.high == pytest.approx(1 - 0.025 ** (1 / 48))
     assert every[::2] == (1, 1)
     assert every.low == pytest.approx(0.025 ** (1 / 12))
-    assert told_of([[0.0] * 24, [0.0] * 24], "tpr_1%") == "0.00 [0.00, 0.07]"
-    assert told_of([[0.0] * 8], "token_f1") == "0.00 (all 8)"
+    assert values_text([[0.0] * 24, [0.0] * 24], "tpr_1%") == "0.00 [0.00, 0.07]"
+    assert values_text([[0.0] * 8], "token_f1") == "0.00 (all 8)"
 
 
 def test_the_wider_of_samples_and_trainings() -> None:
@@ -61,8 +61,8 @@ def test_one_seed_is_said() -> None:
 def test_members_are_told_by_the_threshold_that_tells_more():
     """Of a message whose scores are all low, one threshold for all tells nobody."""
     low = {"tpr_1%": [0.0, 0.0, 0.0], "rank": [1.0, 3.0, 3.5]}
-    assert read({"0": low}) == share(2, 3).said(2)
+    assert score_text({"0": low}) == share(2, 3).said(2)
     high = {"tpr_1%": [1.0, 1.0, 1.0], "rank": [1.0, 2.0, 9.0]}
-    assert read({"0": high}) == share(3, 3).said(2)
-    both = read({"0": low, "1": high})  # the same threshold for all seeds: 4 of 6 told, not 5
+    assert score_text({"0": high}) == share(3, 3).said(2)
+    both = score_text({"0": low, "1": high})  # the same threshold for all seeds: 4 of 6 told, not 5
     assert both == over_seeds([[1.0, 1.0, 0.0], [1.0, 1.0, 0.0]], "shares").said(2)

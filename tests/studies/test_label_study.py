@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def test_labels(mnist, quick, tmp_path) -> None:
-    study = quick("labels", "recovery", "--data", mnist, output=tmp_path / "labels")
+    study = quick("labels", "--data", mnist, output=tmp_path / "labels")
     for classes in ("2", "20"):
         figures = study.figures[classes]
         assert len(figures) == 6

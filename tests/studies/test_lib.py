@@ -5,43 +5,47 @@ computed.
 from __future__ import annotations
 
 import json
-from types import ModuleType
 
 import pytest
 
-from recipes.studies.lib import command
 from recipes.studies.lib.results import Results, nested
+from recipes.study import Study
 
 
 @pytest.fixture
 def toy(tmp_path):
-    """A part that squares numbers; `part.rows` are its rows, `part.computed` what it computed."""
-    part = ModuleType("toy")
-    part.__doc__ = "Squares."
-    part.ARGUMENTS = {"--data": "a file", "--factor": {"type": int, "default": 1}}
-    part.rows, part.computed, part.shown = {"two": 2, "three": 3}, [], []
-    part.cells = lambda args: {(row, "square"): {"of": n} for row, n in part.rows.items()}
+    """A study that squares numbers; `toy.rows` are its rows, `toy.computed` what it computed."""
 
-    def prepare(args):
-        def measure(cell):
-            part.computed.append(cell["of"])
-            return args.factor * cell["of"] ** 2
+    class Toy(Study):
+        """Squares."""
 
-        return measure
+        ARGUMENTS = {"--data": "a file", "--factor": {"type": int, "default": 1}}
+        rows, computed, shown, fails_at = {"two": 2, "three": 3}, [], [], None
 
-    part.prepare = prepare
-    part.report = lambda figures, args: part.shown.append(figures)
-    part.run = lambda *flags: command.main(
-        None, [part], ["toy", "--output", str(tmp_path / "toy"), *flags]
-    )
-    return part
+        def cells(self):
+            return {(row, "square"): {"of": n} for row, n in self.rows.items()}
+
+        def measure(self, cell):
+            if cell["of"] == self.fails_at:
+                raise KeyboardInterrupt
+            self.computed.append(cell["of"])
+            return self.args.factor * cell["of"] ** 2
+
+        def report(self, metrics):
+            self.shown.append(metrics)
+
+        @classmethod
+        def start(cls, *flags):
+            cls.parse(["--output", str(tmp_path / "toy"), *flags]).run()
+
+    return Toy
 
 
 def test_a_new_row_computes_only_its_own_cell(toy, tmp_path):
-    toy.run("--data", "x")
+    toy.start("--data", "x")
     before = (tmp_path / "toy.json").read_text()
     toy.rows = {"one": 1, "also two": 2, **toy.rows}
-    toy.run("--data", "x", "--factor", "7")
+    toy.start("--data", "x", "--factor", "7")
     assert toy.computed == [2, 3, 1]
     squares = {"one": 7, "also two": 4, "two": 4, "three": 9}
     assert toy.shown[-1] == {row: {"square": square} for row, square in squares.items()}
@@ -50,37 +54,29 @@ def test_a_new_row_computes_only_its_own_cell(toy, tmp_path):
 
 def test_what_is_there_needs_no_data(toy, tmp_path):
     with pytest.raises(SystemExit, match="2 cells are to be computed: give --data"):
-        toy.run()
+        toy.start()
     with pytest.raises(SystemExit, match="lacks 2 of 2 cells"):
-        toy.run("--tables")
-    toy.run("--data", "x")
-    toy.run("--tables")
-    toy.run()
+        toy.start("--tables")
+    toy.start("--data", "x")
+    toy.start("--tables")
+    toy.start()
     assert toy.shown == [{"two": {"square": 4}, "three": {"square": 9}}] * 3
 
 
 def test_quick_cells_are_never_taken_for_others(toy, tmp_path):
-    toy.run("--data", "x", "--quick")
-    toy.run("--data", "x")
+    toy.start("--data", "x", "--quick")
+    toy.start("--data", "x")
     assert toy.computed == [2, 3, 2, 3]
     assert len(Results(tmp_path / "toy")) == 4
 
 
 def test_an_interrupted_run_goes_on(toy, tmp_path):
-    def prepare(args):
-        def measure(cell):
-            if cell["of"] == 3:
-                raise KeyboardInterrupt
-            return 4
-
-        return measure
-
-    whole, toy.prepare = toy.prepare, prepare
+    toy.fails_at = 3
     with pytest.raises(KeyboardInterrupt):
-        toy.run("--data", "x")
-    toy.prepare = whole
-    toy.run("--data", "x")
-    assert toy.computed == [3]
+        toy.start("--data", "x")
+    toy.fails_at = None
+    toy.start("--data", "x")
+    assert toy.computed == [2, 3]
 
 
 def test_cells_are_found_by_their_settings_alone(tmp_path):

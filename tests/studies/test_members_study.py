@@ -12,10 +12,20 @@ from PIL import Image
 from torch import Tensor, nn
 from transformers.modeling_outputs import ImageClassifierOutput
 
-from recipes.studies.frontier.image_training import ImageTask
-from recipes.studies.members import settings, shown
-from recipes.studies.members.client import Owner
-from recipes.studies.members.telling import ATTACKERS, by_difficulty, by_loss, log_odds, told
+from recipes.studies.frontier_clients import ImageTask
+from recipes.studies.members import (
+    ATTACKERS,
+    BEST,
+    QUICK_ROWS,
+    TOLD,
+    TRAINED,
+    Owner,
+    by_difficulty,
+    by_loss,
+    log_odds,
+    membership_scores,
+    write_beside,
+)
 
 
 class Corner(nn.Module):
@@ -53,10 +63,12 @@ def test_members_are_told_despite_what_is_easy():
     owned = np.stack([draw.permutation(400) < 200 for _ in range(4)])
     odds = difficulty + owned + 0.01 * draw.standard_normal((4, 400))
     views = np.stack([odds, odds], axis=1)
-    calibrated = told(by_difficulty(views[0], views[1:], owned[1:]), owned[0])
-    assert told(by_loss(views[0]), owned[0])["area"] < 0.6
+    calibrated = membership_scores(by_difficulty(views[0], views[1:], owned[1:]), owned[0])
+    assert membership_scores(by_loss(views[0]), owned[0])["area"] < 0.6
     assert calibrated["area"] > 0.9
-    assert told(by_difficulty(views[0], views[1:], owned[1:]), owned[1])["area"] < 0.6  # others'
+    assert (
+        membership_scores(by_difficulty(views[0], views[1:], owned[1:]), owned[1])["area"] < 0.6
+    )  # others'
 
 
 def test_area_and_share_by_hand():
@@ -64,7 +76,10 @@ def test_area_and_share_by_hand():
     member above all others.
     """
     scores, owned = np.array([4, 2.5, 0, 1, 2, 3]), np.arange(6) < 3
-    assert told(scores, owned) == {"area": round(5 / 9, 4), "tpr_1%": pytest.approx(1 / 3)}
+    assert membership_scores(scores, owned) == {
+        "area": round(5 / 9, 4),
+        "tpr_1%": pytest.approx(1 / 3),
+    }
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +96,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(autouse=True)
 def fewer_held_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("recipes.studies.frontier.image_training.IMAGE_HELD_OUT", 20)
+    monkeypatch.setattr(ImageTask, "HELD_OUT", 20)
 
 
 def test_a_client_owns_half_of_a_pool_that_nobody_else_has(data, tmp_path):
@@ -102,17 +117,17 @@ def test_a_client_owns_half_of_a_pool_that_nobody_else_has(data, tmp_path):
 def test_quick(data, quick, tmp_path):
     arguments = [part for name, path in data.items() for part in (f"--{name}", path)]
     arguments += ["--models", tmp_path / "models"]
-    study = quick("members", "weights", *arguments, output=tmp_path / "members")
-    assert list(study.figures) == list(settings.QUICK_ROWS)
+    study = quick("members", *arguments, output=tmp_path / "members")
+    assert list(study.figures) == list(QUICK_ROWS)
     for found in study.figures.values():
-        for one in found[shown.TOLD].values():
+        for one in found[TOLD].values():
             assert list(one) == list(ATTACKERS)
             assert all(0 <= figures["area"] <= 1 for figures in one.values())
-        assert all(0 <= one["trained_on"] <= 1 for one in found[shown.TRAINED].values())
-    undefended = study.figures["none"][shown.TOLD]["0"]  # for it both are the same networks
+        assert all(0 <= one["trained_on"] <= 1 for one in found[TRAINED].values())
+    undefended = study.figures["none"][TOLD]["0"]  # for it both are the same networks
     assert undefended[ATTACKERS[1]] == undefended[ATTACKERS[2]]
-    assert undefended == again(study.cells["none", shown.TOLD, "0"], data, tmp_path)
-    assert [row[0] for row in study.rows()] == [f"`{row}`" for row in settings.QUICK_ROWS]
+    assert undefended == again(study.cells["none", TOLD, "0"], data, tmp_path)
+    assert [row[0] for row in study.rows()] == [f"`{row}`" for row in QUICK_ROWS]
     assert [row[0] for row in study.rows("_beside")] == ["`gaussian_noise relative_scale=20`"]
     assert (tmp_path / "members.png").exists()
 
@@ -126,15 +141,17 @@ def again(cell: dict, data: dict[str, Path], folder: Path) -> dict:
         for seed, owner in enumerate(owners)
     ]
     owned = np.stack([owner.owned.numpy() for owner in owners])
-    beside = told(by_difficulty(odds[0], np.stack(odds[1:]), owned[1:]), owned[0])
-    return dict(zip(ATTACKERS, (told(by_loss(odds[0]), owned[0]), beside, beside), strict=True))
+    beside = membership_scores(by_difficulty(odds[0], np.stack(odds[1:]), owned[1:]), owned[0])
+    return dict(
+        zip(ATTACKERS, (membership_scores(by_loss(odds[0]), owned[0]), beside, beside), strict=True)
+    )
 
 
 def figures_of(accuracies: list[float], areas: list[float]) -> dict:
     """A row's, of as many seeds; the best attacker tells a tenth of its area."""
-    told_of = [{shown.BEST: {"area": area, "tpr_1%": area / 10}} for area in areas]
+    told_of = [{BEST: {"area": area, "tpr_1%": area / 10}} for area in areas]
     learned = [{"accuracy": accuracy} for accuracy in accuracies]
-    return {shown.TRAINED: dict(enumerate(learned)), shown.TOLD: dict(enumerate(told_of))}
+    return {TRAINED: dict(enumerate(learned)), TOLD: dict(enumerate(told_of))}
 
 
 def test_rows_stand_beside_what_learned_as_much_seed_by_seed(tmp_path):
@@ -145,7 +162,7 @@ def test_rows_stand_beside_what_learned_as_much_seed_by_seed(tmp_path):
         "refiner": figures_of([0.45, 0.45], [0.9, 0.9]),
         "pruning ratio=0.99": figures_of([0.1, 0.2], [0.5, 0.5]),
     }
-    shown.beside(figures, tmp_path / "members")
+    write_beside(figures, tmp_path / "members")
     lines = (tmp_path / "members_beside.md").read_text().splitlines()[2:]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     found = {row: cells for row, *cells in rows}

@@ -14,7 +14,7 @@ def is_png(path: Path) -> bool:
 
 def test_training_with_optimal_defenses(mnist, quick, tmp_path, capsys):
     output = tmp_path / "training"
-    study = quick("optimal_defenses", "training", "--data", mnist, output=output)
+    study = quick("optimal_defenses_training", "--data", mnist, output=output)
     report = study.figures
     for part in ("noise", "pruning"):
         for row, runs in report[part].items():
@@ -60,8 +60,8 @@ def test_training_with_optimal_defenses(mnist, quick, tmp_path, capsys):
 @pytest.mark.parametrize("data", ["mnist", "cifar10"])
 def test_attacks_on_optimal_defenses(data, quick, tmp_path, request):
     output = tmp_path / data
-    arguments = (data, "--data", request.getfixturevalue(data))
-    points = quick("optimal_defenses", "attacked", *arguments, output=output).figures
+    arguments = ("--data", request.getfixturevalue(data))
+    points = quick(f"optimal_defenses_{data}", *arguments, output=output).figures
     assert ("dp_sgd 0.1" in points) == (data == "mnist")
     for row, runs in points.items():
         for one in runs.values():

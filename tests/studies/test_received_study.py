@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def test_received(cifar10, quick, tmp_path) -> None:
-    study = quick("received", "malicious", "--cifar10", cifar10, output=tmp_path / "received")
+    study = quick("received_malicious", "--cifar10", cifar10, output=tmp_path / "received")
     *planted, honest, frozen = study.rows()
     assert len(planted) == 6
     assert all(row[3] == "1 of 1" for row in planted)
@@ -14,6 +14,6 @@ def test_received(cifar10, quick, tmp_path) -> None:
 
 
 def test_alarms(quick, tmp_path) -> None:
-    study = quick("received", "alarms", "--model", "none", output=tmp_path / "alarms")
+    study = quick("received_alarms", "--model", "none", output=tmp_path / "alarms")
     assert study.rows() == [["tiny", "4", "4", "0", "–"]]
     study.again()

@@ -12,11 +12,10 @@ from PIL import Image
 from transformers import set_seed
 
 from recipes.small_networks import LeakageLeNetConfig, LeakageLeNetForImageClassification
-from recipes.studies.frontier import image_training
+from recipes.studies.frontier_clients import Network
 from recipes.studies.lib.images import single_images
-from recipes.studies.refiner import warm
-from recipes.studies.refiner.layers import layers_of, noisy
-from recipes.studies.refiner.pruning import pruned
+from recipes.studies.refiner_federation import layers_of, noisy, pruned
+from recipes.studies.refiner_parts import FewImages
 
 EVEN = np.ones((8, 8, 1))
 
@@ -44,7 +43,7 @@ def federation(
 
 
 def test_ablations(federation, quick, tmp_path, capsys):
-    study = quick("refiner", "ablations", *federation, output=tmp_path / "ablations")
+    study = quick("refiner_ablations", *federation, output=tmp_path / "ablations")
     figures = study.figures
     assert list(figures) == ["none", "alpha=0.9", "epsilon=0.05", "beta=1000.0"]
     assert figures["none"]["attack"]["distance"] == 0
@@ -68,7 +67,7 @@ def test_ablations(federation, quick, tmp_path, capsys):
 
 def test_frontier(federation, quick, tmp_path):
     output = tmp_path / "frontier"
-    figures = quick("refiner", "frontier", *federation, output=output).figures
+    figures = quick("refiner_frontier", *federation, output=output).figures
     assert figures["none"]["attack"]["cosine"] == pytest.approx(1)
     for name, size, spread in (
         ("gaussian_noise relative_scale=0.01", 0.01, 0.1),
@@ -90,7 +89,7 @@ def test_frontier(federation, quick, tmp_path):
 
 def test_pruning_by_three_scores(federation, quick, tmp_path):
     output = tmp_path / "pruning"
-    figures = quick("refiner", "pruning", *federation[:4], output=output).figures
+    figures = quick("refiner_pruning", *federation[:4], output=output).figures
     # Without any entry nothing is learned: the accuracies are those of the initial weights,
     # whatever the score.
     test = Dataset.from_parquet(str(federation[3]))
@@ -126,7 +125,7 @@ def test_pruned_entries_by_hand():
 
 def test_noise_on_one_layer(federation, quick, tmp_path):
     output = tmp_path / "layers"
-    figures = quick("refiner", "layers", *federation[:4], output=output).figures
+    figures = quick("refiner_layers", *federation[:4], output=output).figures
     layers = [f"convolutions.{number}" for number in range(4)] + ["classifier"]
     assert list(figures) == ["none", "variance 0.1", "3 times the gradient"]
     assert list(figures["variance 0.1"]) == list(figures["3 times the gradient"]) == layers
@@ -157,10 +156,10 @@ def test_noise_is_of_the_size_it_says_and_on_one_layer():
 
 
 def test_warm(federation, quick, tmp_path, monkeypatch):
-    monkeypatch.setattr(warm, "WARM_IMAGES", 16)
-    monkeypatch.setattr(image_training, "WIDTHS", (8, 8, 8))
+    monkeypatch.setattr(FewImages, "COUNT", 16)
+    monkeypatch.setattr(Network, "WIDTHS", (8, 8, 8))
     files = [*federation[2:6], "--models", tmp_path / "models"]
-    study = quick("refiner", "warm", *files, output=tmp_path / "refiner_warm")
+    study = quick("refiner_warm", *files, output=tmp_path / "refiner_warm")
     for row, found in study.figures.items():
         assert len(found["PSNR, start"]["0"]["psnr"]) == 1
         cosines = found["cosine"]["0"]["cosine"]
@@ -169,8 +168,8 @@ def test_warm(federation, quick, tmp_path, monkeypatch):
 
 
 def test_few_images_are_learned_as_they_are_and_judged_by_the_next_ones(cifar10, monkeypatch):
-    monkeypatch.setattr(warm, "WARM_IMAGES", 16)
-    task = warm.FewImages(str(cifar10), "", "")
+    monkeypatch.setattr(FewImages, "COUNT", 16)
+    task = FewImages(str(cifar10), "", "")
     rows = single_images(str(cifar10), 24)
     learned = task.rows_to_learn()
     assert len(learned) == 16

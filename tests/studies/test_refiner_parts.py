@@ -8,7 +8,7 @@ from helpers import flat, make_task
 
 from hf_gradguard import GradientMap, make_defense
 from hf_gradguard.randomness import Stream
-from recipes.studies.refiner.parts import Sums
+from recipes.studies.refiner_parts import Sums
 
 
 @pytest.mark.parametrize("feedback", [True, False])

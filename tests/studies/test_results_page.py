@@ -4,9 +4,10 @@ figures, and `recipes/results.py` runs what they name.
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import re
 import shutil
-import sys
 from pathlib import Path
 
 import matplotlib.pyplot as plt
@@ -14,7 +15,8 @@ import pytest
 from headings import headings
 
 from recipes import results
-from recipes.studies.evaluation_networks.settings import IMAGE, TEXT
+from recipes.studies.evaluation_networks import IMAGE, TEXT
+from recipes.study import Study
 
 ROOT = Path(__file__).resolve().parents[2]
 PUBLISHED = ROOT / "docs" / "results"
@@ -22,8 +24,7 @@ PAGES = [ROOT / "docs" / "results.md", *sorted((ROOT / "docs" / "findings").glob
 
 
 @pytest.mark.parametrize("run", results.RUNS, ids=lambda run: run.output)
-def test_tables_are_those_of_the_figures(run, monkeypatch, tmp_path):
-    monkeypatch.setattr(sys, "argv", [])
+def test_tables_are_those_of_the_figures(run, tmp_path):
     family = run.output.split("_")[0]  # a part may read what another one found
     for figures in PUBLISHED.glob(f"{family}*.json"):
         shutil.copy(figures, tmp_path)
@@ -43,14 +44,18 @@ def test_cards_hold_the_tables_of_their_networks():
 
 
 def test_every_study_and_benchmark_is_run():
-    runs = {".".join([run.module, *run.part.split()[:1]]) for run in results.RUNS}
-    found = set()
-    for folder, mark in (("studies", "def report("), ("benchmarks", "def table(")):
-        for path in (ROOT / "recipes" / folder).rglob("*.py"):
-            if mark in path.read_text(encoding="utf-8"):
-                name = path.relative_to(ROOT / "recipes").with_suffix("").parts
-                found.add(".".join([*name[:-1], *(["run"] * (folder == "studies")), name[-1]]))
-    assert runs == found
+    targets, found = {run.target for run in results.RUNS}, set()
+    for path in (ROOT / "recipes" / "studies").glob("*.py"):
+        module = importlib.import_module(f"recipes.studies.{path.stem}")
+        for name, study in inspect.getmembers(module, inspect.isclass):
+            if issubclass(study, Study) and study.__module__ == module.__name__:
+                is_whole = study.report is not Study.report and not study.__subclasses__()
+                if is_whole or f"{path.stem}:{name}" in targets:
+                    found.add(f"{path.stem}:{name}")
+    for path in (ROOT / "recipes" / "benchmarks").glob("*.py"):
+        if "def table(" in path.read_text(encoding="utf-8"):
+            found.add(path.stem)
+    assert targets == found
 
 
 def test_every_run_table_and_picture_is_on_a_page():
@@ -82,9 +87,8 @@ def test_linked_sections_are_there(page):
 
 def test_runs_are_chosen_by_output_or_by_what_they_mention():
     assert [run.output for run in results.named(["sst2"])] == ["sst2"]
-    assert [run.output for run in results.named(["benchmarks.attacks"])] == [
-        "attack_speed",
-        "attack_speed_kept",
+    assert [run.output for run in results.named(["--tiny_imagenet"])] == [
+        "frontier_elsewhere",
     ]
     assert results.named([]) == results.RUNS
 

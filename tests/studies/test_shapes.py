@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from recipes.studies.shapes import adam
+from recipes.studies.shapes import adam_shapes, scaled
 
 
 def test_quality(encoder, sst2, cifar10, quick, tmp_path):
     data = ("--model", encoder, "--data_dir", sst2, "--cifar10", cifar10)
-    study = quick("shapes", "quality", *data, output=tmp_path / "quality")
+    study = quick("shapes_quality", *data, output=tmp_path / "quality")
     for cell in study.figures.values() if isinstance(study.figures, dict) else ():
         _check(cell)
     assert (tmp_path / "quality.md").exists()
@@ -30,7 +30,7 @@ def _check(found: dict) -> None:
 
 def test_naming(encoder, sst2, quick, tmp_path):
     data = ("--model", encoder, "--data_dir", sst2)
-    study = quick("shapes", "naming", *data, output=tmp_path / "naming")
+    study = quick("shapes_naming", *data, output=tmp_path / "naming")
     own = study.figures["optimal_noise, own"]["this message"]
     assert own["relative_scale=100"] == [True]  # of three candidates
     assert set(study.figures["optimal_noise, past"]) == {"this message", "the message before"}
@@ -38,7 +38,7 @@ def test_naming(encoder, sst2, quick, tmp_path):
 
 def test_adam(encoder, sst2, quick, tmp_path):
     data = ("--model", encoder, "--data_dir", sst2)
-    study = quick("shapes", "adam", *data, output=tmp_path / "adam")
+    study = quick("shapes_adam", *data, output=tmp_path / "adam")
     for rows in study.figures["0"]["0"].values():
         assert rows["uniform"]["information"] == 1
 
@@ -50,18 +50,14 @@ def test_adams_optimum_is_one():
     draw = torch.Generator().manual_seed(0)
     s, p = (torch.rand(200, generator=draw).double() ** 3 + 1e-3 for _ in range(2))
     found = {"p": p, "mean": p}  # the share of the mean is the same everywhere
-    shapes = adam.shapes(s, p, prior=0.0)
-    best = adam.scaled(shapes["Adam's optimum"], found, share=0.2)
+    shapes = adam_shapes(s, p, prior=0.0)
+    best = scaled(shapes["Adam's optimum"], found, share=0.2)
     least = float((s / best).sum())
-    others = [
-        adam.scaled(shape, found, 0.2) for name, shape in shapes.items() if "Adam's" not in name
-    ]
+    others = [scaled(shape, found, 0.2) for name, shape in shapes.items() if "Adam's" not in name]
     for _ in range(50):
         bent = best * (0.3 * torch.randn(200, generator=draw).double()).exp()
         others.append(
-            adam.scaled(
-                lambda factor, bent=bent: bent * float(torch.tensor(factor).exp()), found, 0.2
-            )
+            scaled(lambda factor, bent=bent: bent * float(torch.tensor(factor).exp()), found, 0.2)
         )
     for other in others:
         progress = float((p / (p + other).sqrt()).sum() / p.sqrt().sum())

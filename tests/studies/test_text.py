@@ -11,11 +11,17 @@ from helpers import save_encoder
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
-from recipes.studies.hiding_and_learning import accuracy, span
+from recipes.studies.frontier_clients import TextTask
+from recipes.studies.frontier_rows import QUICK
 from recipes.studies.lib.results import Results
-from recipes.studies.refiner import fine_tuned
-from recipes.studies.refiner.settings import FINE_TUNED
-from recipes.studies.refiner.text import QUICK_SAMPLES
+from recipes.studies.privacy_and_utility import UNDEFENDED, accuracy_cells, write_span_tables
+from recipes.studies.refiner_texts import (
+    FINE_TUNED,
+    QUICK_SAMPLES,
+    FineTuned,
+    FirstHalf,
+    SecondHalf,
+)
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +41,7 @@ def table(output: Path) -> list[list[str]]:
 def test_span_attack(encoder, network, sst2, quick, tmp_path):
     output = tmp_path / "span_attack"
     data = ("--model", encoder, "--data_dir", sst2, "--evaluation_network", network)
-    study = quick("hiding_and_learning", "span", *data, output=output)
+    study = quick("span_attack", *data, output=output)
     found = study.figures
     # Every token of a lone sentence lies in the span of its own gradient, and adding no noise
     # changes nothing.
@@ -74,7 +80,7 @@ def test_span_attack_shows_what_is_there(tmp_path):
         "tokens": 9,
         "seconds": 0.1,
     }
-    span.tables(tmp_path / "part", {"optimal_pruning ratio=0.5, completed": row})
+    write_span_tables(tmp_path / "part", {"optimal_pruning ratio=0.5, completed": row})
     assert table(tmp_path / "part") == []
     rows = {tuple(cells[:2]): cells[2:] for cells in table(tmp_path / "part_defenses")}
     assert rows["`optimal_pruning`", "`ratio=0.5`"] == ["–", "–", "50 % [25, 100]"]
@@ -84,7 +90,7 @@ def test_span_attack_shows_what_is_there(tmp_path):
 def test_refiner_on_sentences(encoder, network, sst2, quick, tmp_path):
     output = tmp_path / "sentences"
     data = ("--model", encoder, "--data_dir", sst2, "--evaluation_network", network)
-    study = quick("refiner", "sentences", *data, output=output)
+    study = quick("refiner_sentences", *data, output=output)
     found = study.figures
     # Projection: at most ε away, and no change where it was nearer.
     free, tight, loose = (
@@ -118,7 +124,7 @@ def test_refiner_on_sentences(encoder, network, sst2, quick, tmp_path):
 def test_refiner_in_training(encoder, network, sst2, quick, tmp_path):
     output = tmp_path / "training"
     data = ("--model", encoder, "--data_dir", sst2, "--evaluation_network", network)
-    study = quick("refiner", "in_training", *data, output=output)
+    study = quick("refiner_in_training", *data, output=output)
     found = study.figures
     assert found["before"]["loss"] != found["after"]["loss"]
     for when in ("before", "after"):
@@ -140,11 +146,11 @@ def test_refiner_in_training(encoder, network, sst2, quick, tmp_path):
 @pytest.mark.distributed
 def test_defenses_on_sst2(encoder, sst2, quick, tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
-    data, plain = ("--model", encoder, "--data_dir", sst2), accuracy.rows("quick")["none",]
+    data, plain = ("--model", encoder, "--data_dir", sst2), accuracy_cells("quick")["none",]
     known = {"accuracy": 0.75, "eval_sentences": 300, "seconds_per_step": 0.5}
-    known |= dict.fromkeys(accuracy.EXACT)  # of what no defense shares
+    known |= dict.fromkeys(UNDEFENDED)  # of what no defense shares
     Results(tmp_path / "sst2").add(plain | {"quick": True}, known)
-    study = quick("hiding_and_learning", "accuracy", *data, output=tmp_path / "sst2")
+    study = quick("sst2", *data, output=tmp_path / "sst2")
     found = study.figures
     assert list(found) == ["none", "pruning-0.9"]
     assert found["none"] == known  # which is there, and not run
@@ -169,11 +175,11 @@ def test_defenses_on_sst2(encoder, sst2, quick, tmp_path, monkeypatch):
 
 
 def test_attacks_on_refiner(encoder, network, sst2, quick, tmp_path):
-    rows, accuracies = accuracy.rows("accuracy"), tmp_path / "sst2"
+    rows, accuracies = accuracy_cells("accuracy"), tmp_path / "sst2"
     Results(accuracies).add(rows["none",], {"accuracy": 0.75})
     output = tmp_path / "refiner_text"
     data = ["--model", encoder, "--data_dir", sst2, "--evaluation_network", network]
-    study = quick("refiner", "text", *data, "--accuracies", accuracies, output=output)
+    study = quick("refiner_text", *data, "--accuracies", accuracies, output=output)
     found = study.figures
     assert set(found) == {row[0] for row in table(output)}
     for row in found.values():
@@ -187,11 +193,11 @@ def test_attacks_on_refiner(encoder, network, sst2, quick, tmp_path):
 
 
 def test_what_a_fine_tuned_model_shares(encoder, network, sst2, quick, tmp_path, monkeypatch):
-    monkeypatch.setattr("recipes.studies.frontier.training.HELD_OUT", 20)
-    monkeypatch.setattr("recipes.studies.frontier.training.TEST", ("dev",))
+    monkeypatch.setattr(TextTask, "HELD_OUT", 20)
+    monkeypatch.setattr(TextTask, "TEST", ("dev",))
     output, folder = tmp_path / "fine_tuned", tmp_path / "models"
     data = ["--model", encoder, "--data_dir", sst2, "--evaluation_network", network]
-    study = quick("refiner", "fine_tuned", *data, "--models", folder, output=output)
+    study = quick("refiner_fine_tuned", *data, "--models", folder, output=output)
     found = study.figures
     start, *rows = found
     assert rows == ["none", "paper: pruning", "paper: gaussian_noise", "paper: refiner"]
@@ -200,14 +206,14 @@ def test_what_a_fine_tuned_model_shares(encoder, network, sst2, quick, tmp_path,
     assert all(norm > 0 for norm in gradient["norm"])
     for row in rows:
         assert 0 <= found[row]["accuracy"]["0"]["accuracy"] <= 1
-        for attack in fine_tuned.ATTACKS:
+        for attack in FineTuned.ATTACKS:
             read = found[row][attack]["0"]["token_f1"]
             assert len(read) == QUICK_SAMPLES
             assert all(0 <= score <= 1 for score in read)
     # What is undefended, span reads. Who goes on starts at what was fine-tuned.
     assert found["none"]["span"]["0"]["token_f1"] == [1.0] * QUICK_SAMPLES
-    half = fine_tuned.Half(str(encoder), str(sst2), folder / "fine_tuned")
-    task = fine_tuned.FineTuned(half, FINE_TUNED | fine_tuned.QUICK, str(network))
+    half = FirstHalf(str(encoder), str(sst2), folder / "fine_tuned")
+    task = SecondHalf(half, FINE_TUNED | QUICK, str(network))
     (kept,) = (folder / "fine_tuned").glob("none-*-0.0001-*")
     tuned = load_file(kept / "end.safetensors")
     model = task.start(0)

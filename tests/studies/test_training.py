@@ -15,21 +15,21 @@ from hf_gradguard import GradientMap, make_defense
 from hf_gradguard.leakage import dp_sgd_epsilon
 from hf_gradguard.randomness import Stream
 from hf_gradguard.testing.small import small_text_task
-from recipes.studies.frontier import corpora, rates, shown, text
-from recipes.studies.frontier.attackers import attacked, sent, words_of
-from recipes.studies.frontier.client import Stage, row_of
-from recipes.studies.frontier.head_training import HeadTask
-from recipes.studies.frontier.settings import (
+from recipes.studies import frontier_texts
+from recipes.studies.frontier_attacks import attack_texts, f1_of, messages_of
+from recipes.studies.frontier_clients import Stage, TextTask, next_rate, rates_to_try, row_of
+from recipes.studies.frontier_heads import TextHeadTask
+from recipes.studies.frontier_rows import (
     GRID,
     QUICK_ATTACKS,
-    QUICK_HEADS,
+    QUICK_HEAD_ATTACKS,
     QUICK_ROWS,
     STAGES,
 )
-from recipes.studies.frontier.training import Task
+from recipes.studies.frontier_tables import lost, score_text
 from recipes.studies.lib.intervals import share
 from recipes.studies.lib.text import sst2
-from recipes.studies.private import accuracy
+from recipes.studies.private_accuracy import RATES, Accuracy
 
 
 @pytest.fixture(scope="module")
@@ -52,16 +52,16 @@ def test_what_is_read_stands_beside_what_others_have_of_it(encoder):
     tokenizer = AutoTokenizer.from_pretrained(encoder)
     words = sorted(set(range(len(tokenizer))) - set(tokenizer.all_special_ids))[:7]
     one, two = [words[:4]], [[words[0], *words[4:]]]
-    assert words_of([one, [[]]], [one, two], tokenizer) == {
+    assert f1_of([one, [[]]], [one, two], tokenizer) == {
         "token_f1": [1.0, 0.0], "token_f1_others": [0.25, 0.0]
     }  # fmt: skip
-    assert words_of([one], [one], tokenizer) == {"token_f1": [1.0]}
+    assert f1_of([one], [one], tokenizer) == {"token_f1": [1.0]}
 
 
 def test_refiner_parts(encoder, sentences, quick, tmp_path, monkeypatch):
-    monkeypatch.setattr("recipes.studies.frontier.training.HELD_OUT", 20)
+    monkeypatch.setattr(TextTask, "HELD_OUT", 20)
     data = ("--model", encoder, "--data_dir", sentences, "--models", tmp_path / "models")
-    study = quick("refiner", "parts", *data, output=tmp_path / "parts")
+    study = quick("refiner_parts", *data, output=tmp_path / "parts")
     found = study.figures
     assert list(found) == ["none", "4 samples", "16, without feedback"]
     for name, row in found.items():
@@ -80,17 +80,16 @@ def test_refiner_parts(encoder, sentences, quick, tmp_path, monkeypatch):
 
 
 def test_frontier(encoder, sentences, quick, tmp_path, monkeypatch):
-    for part in (rates, text):
-        monkeypatch.setattr(f"{part.__name__}.QUICK_ROWS", QUICK_ROWS[::2])
-    monkeypatch.setattr("recipes.studies.frontier.training.HELD_OUT", 20)
+    monkeypatch.setattr(frontier_texts, "QUICK_ROWS", QUICK_ROWS[::2])
+    monkeypatch.setattr(TextTask, "HELD_OUT", 20)
     data = ("--model", encoder, "--data_dir", sentences)
-    study = quick("frontier", "rates", *data, output=tmp_path / "frontier_rates")
+    study = quick("frontier_rates", *data, output=tmp_path / "frontier_rates")
     found = {row: list(tried) for row, tried in study.figures.items()}
     assert found == {
-        row_of(*row): [f"{rate:g}" for rate in rates.rates(row[1], 0)] for row in QUICK_ROWS[::2]
+        row_of(*row): [f"{rate:g}" for rate in rates_to_try(row[1], 0)] for row in QUICK_ROWS[::2]
     }
     models = tmp_path / "models"
-    study = quick("frontier", "text", *data, "--models", models, output=tmp_path / "frontier_text")
+    study = quick("frontier_text", *data, "--models", models, output=tmp_path / "frontier_text")
     assert {place for row in study.figures.values() for place in row} == {
         "accuracy",
         *(f"{attack}, {size}, {stage}" for attack, size in QUICK_ATTACKS for stage in STAGES),
@@ -99,23 +98,21 @@ def test_frontier(encoder, sentences, quick, tmp_path, monkeypatch):
     assert plain["span, 1, start"]["0"]["token_f1"] == [1.0]  # a lone sentence, undefended
     told = plain["candidates, 4, start"]["0"]
     assert len(told["rank"]) == 4  # one of each of the message's sentences
-    assert shown.read({"0": told}) == share(round(sum(told["tpr_1%"])), 4).said(2)
-    assert shown.lost(plain["accuracy"], plain["accuracy"]) == "0.000 [0.000, 0.000] (1 seed)"
+    assert score_text({"0": told}) == share(round(sum(told["tpr_1%"])), 4).said(2)
+    assert lost(plain["accuracy"], plain["accuracy"]) == "0.000 [0.000, 0.000] (1 seed)"
     assert (tmp_path / "frontier_text.png").exists()
 
-    study = quick(
-        "frontier", "lists", *data, "--models", models, output=tmp_path / "frontier_lists"
-    )
+    study = quick("frontier_lists", *data, "--models", models, output=tmp_path / "frontier_lists")
     (found,) = study.figures.values()
     assert len(found["rank"]) == 4
     (row,) = study.rows()
     assert row[:2] == ["20", f"{(found['parameters'] / 4) ** 0.5 / 20:.2g}"]
 
-    study = quick("frontier", "partly", *data, "--models", models, output=tmp_path / "partly")
+    study = quick("frontier_partly", *data, "--models", models, output=tmp_path / "partly")
     (found,) = study.figures.values()
     assert {listed: len(one["rank"]) for listed, one in found.items()} == {"4": 4, "2": 2}
 
-    study = quick("frontier", "batches", *data, output=tmp_path / "frontier_batches")
+    study = quick("frontier_batches", *data, output=tmp_path / "frontier_batches")
     for found in study.figures.values():
         assert found["1"]["tpr_1%"] == found["1"]["all"]  # the same two sentences, read by all
         assert (len(found["2"]["tpr_1%"]), len(found["2"]["all"])) == (2, 4)
@@ -124,11 +121,11 @@ def test_frontier(encoder, sentences, quick, tmp_path, monkeypatch):
     other = tmp_path / "text.txt"
     title = " = A title of more than eight words that none reads = \n\n"
     other.write_text(title + " The plot is <unk> and long and slow and dull . " * 2 + "\n")
-    assert list(corpora.sentences(other)) == []
+    assert list(frontier_texts.sentences_in(other)) == []
     paragraph = " ".join(row["sentence"] + " ." for row in sst2(sentences))
     other.write_text(title + paragraph + "\n")
     study = quick(
-        "frontier", "corpora", *data, "--text", other, "--models", models,
+        "frontier_corpora", *data, "--text", other, "--models", models,
         output=tmp_path / "frontier_corpora",
     )  # fmt: skip
     assert study.figures["none"]["span, 1, end"]["0"]["token_f1"] == [1.0]
@@ -145,14 +142,14 @@ def public(sentences, tmp_path) -> Path:
 
 
 def test_heads(encoder, sentences, public, quick, tmp_path, monkeypatch):
-    monkeypatch.setattr("recipes.studies.frontier.head_training.HELD_OUT", 20)
+    monkeypatch.setattr(TextTask, "HELD_OUT", 20)
     data = ("--model", encoder, "--data_dir", sentences, "--public", public)
     data += ("--models", tmp_path / "models")
-    study = quick("frontier", "heads", *data, output=tmp_path / "frontier_heads")
+    study = quick("frontier_heads", *data, output=tmp_path / "frontier_heads")
     plain, private, alone = study.figures.values()
     attacked = {
         f"{name}, {size}, {stage}"
-        for (name, size), (_, _, stages) in QUICK_HEADS.items()
+        for (name, size), (_, _, stages) in QUICK_HEAD_ATTACKS.items()
         for stage in stages
     }
     assert plain.keys() == private.keys() == {"learning rate", "accuracy", *attacked}
@@ -161,7 +158,7 @@ def test_heads(encoder, sentences, public, quick, tmp_path, monkeypatch):
     assert len(told["rank"]) == 4
     # No noise, and 96 embedding dimensions for 20 sentences: who is in the message is plain.
     assert max(told["rank"]) <= 4
-    rows = len(HeadTask(str(encoder), str(sentences), str(tmp_path / "models")).rows_to_learn())
+    rows = len(TextHeadTask(str(encoder), str(sentences), str(tmp_path / "models")).rows_to_learn())
     (spent,) = (run["epsilon"] for run in private["accuracy"].values())
     assert spent == pytest.approx(dp_sgd_epsilon(1.5, 4 / rows, 2, 1e-5))
     assert [row[0] for row in study.rows()] == list(study.figures)
@@ -174,9 +171,9 @@ def test_heads(encoder, sentences, public, quick, tmp_path, monkeypatch):
 def test_embeddings_made_before_give_the_same_logits(
     whitened, encoder, sentences, public, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("recipes.studies.frontier.head_training.HELD_OUT", 20)
+    monkeypatch.setattr(TextTask, "HELD_OUT", 20)
     text = str(public) if whitened else None
-    task = HeadTask(str(encoder), str(sentences), str(tmp_path), public=text)
+    task = TextHeadTask(str(encoder), str(sentences), str(tmp_path), public=text)
     model, texts = task.start(0), task.texts.train_rows.select(range(5))
     batch = task.tokenizer.pad({"input_ids": texts["input_ids"]}, return_tensors="pt")
     kept = task.held_out()["embeddings"][:5]
@@ -189,7 +186,7 @@ def test_embeddings_made_before_give_the_same_logits(
 
 def test_embeddings_of_several_layers(encoder, sentences, tmp_path):
     """One after the other the means of each layer's states, the last layer's at the end."""
-    last, two = (HeadTask(str(encoder), str(sentences), str(tmp_path), n) for n in (1, 2))
+    last, two = (TextHeadTask(str(encoder), str(sentences), str(tmp_path), n) for n in (1, 2))
     one, both = last.test_rows["embeddings"], two.test_rows["embeddings"]
     width = one.shape[1]
     assert both.shape == (len(one), 2 * width)
@@ -217,8 +214,8 @@ def test_each_message_is_the_next_one_of_a_training(name, settings):
         defense(GradientMap(model, batch), Stream.from_seeds(5))
         return Stage(model, defense)
 
-    both = sent({"seed": 0}, stage(), [batch, other])
-    again = sent({"seed": 0}, stage(), [other, other])
+    both = messages_of({"seed": 0}, stage(), [batch, other])
+    again = messages_of({"seed": 0}, stage(), [other, other])
     assert all(torch.equal(both[1][key], again[1][key]) for key in both[1])
     assert not all(torch.equal(both[0][key], again[0][key]) for key in both[0])
 
@@ -229,10 +226,10 @@ def test_of_a_message_of_zeros_no_word_is_found():
     defense.prepare(model, tokenizer)  # it sends nothing of a first batch
     texts = [{"sentence": tokenizer.decode([i, i + 1]), "label": 0} for i in (10, 12, 14, 16)]
     cell = {"attack": "span", "size": 2, "messages": 2, "settings": {}, "seed": 0}
-    found = attacked(cell, Stage(model.eval(), defense), tokenizer, texts)
+    found = attack_texts(cell, Stage(model.eval(), defense), tokenizer, texts)
     assert found == {"token_f1": [0.0] * 4, "token_f1_others": [0.0] * 4}
     listed = {"attack": "candidates", "settings": {"listed": 4}}
-    named = attacked(cell | listed, Stage(model.eval(), defense), tokenizer, texts)
+    named = attack_texts(cell | listed, Stage(model.eval(), defense), tokenizer, texts)
     assert named["tpr_1%"] == [0.0] * 4
     assert len(set(named["rank"])) == 1  # a guess: all alike
 
@@ -240,12 +237,12 @@ def test_of_a_message_of_zeros_no_word_is_found():
 def test_the_start_is_where_a_client_first_says_something(
     encoder, sentences, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("recipes.studies.frontier.training.HELD_OUT", 20)
-    task = Task(str(encoder), str(sentences), str(tmp_path))
+    monkeypatch.setattr(TextTask, "HELD_OUT", 20)
+    task = TextTask(str(encoder), str(sentences), str(tmp_path))
     strength = {"ratio": 0.9, "error_feedback": True, "min_batches": 3}
     cell = {"defense": "pruning", "strength": strength, "learning_rate": 1e-3, "seed": 0}
     cell |= {"steps": 6, "batch": 4}
-    batch = next(iter(task.later()))
+    batch = next(iter(task.later_batches()))
     for stage, most in (("start", 3), ("middle", 4), ("end", 7)):
         found = task.stage(cell, stage)
         counts = [int(count.max()) for count in found.batches.values()]
@@ -267,16 +264,16 @@ def test_the_rate_is_searched_beyond_the_ends(tmp_path):
             return {"held_out": super().__getitem__(cell["learning_rate"])}
 
     results = Found(zip(GRID, (0.5, 0.6, 0.7, 0.8, 0.75), strict=False))
-    assert rates._next(results, common, tried) == GRID[3]
-    assert rates._next(results, common, [*tried, GRID[3]]) == GRID[4]
-    assert rates._next(results, common, list(GRID[:5])) is None
+    assert next_rate(results, common, tried) == GRID[3]
+    assert next_rate(results, common, [*tried, GRID[3]]) == GRID[4]
+    assert next_rate(results, common, list(GRID[:5])) is None
 
 
 def test_private_accuracy(encoder, sentences, quick, tmp_path, monkeypatch):
-    monkeypatch.setattr("recipes.studies.frontier.training.HELD_OUT", 20)
+    monkeypatch.setattr(TextTask, "HELD_OUT", 20)
     data = ("--model", encoder, "--data_dir", sentences)
     output = tmp_path / "private_accuracy"
-    found = quick("private", "accuracy", *data, output=output).figures
+    found = quick("private_accuracy", *data, output=output).figures
     assert set(found) == {"rates", "no privacy", "dp_sgd, ε = 8"}
     spent = found["dp_sgd, ε = 8"]["0"]["epsilon"]
     assert 7.9 < spent <= 8
@@ -287,5 +284,5 @@ def test_private_accuracy_asks_for_both_once_a_rate_is_chosen(tmp_path):
     class Args:
         quick, output = False, tmp_path / "private_accuracy"
 
-    first = accuracy.cells(Args)
-    assert [place[0] for place in first] == ["rates"] * len(accuracy.RATES)
+    first = Accuracy(Args).cells()
+    assert [place[0] for place in first] == ["rates"] * len(RATES)

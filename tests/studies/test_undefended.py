@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 from helpers import UNHEARD, save_encoder, word_tokenizer
 
-from recipes.studies.attacks_undefended.settings import SENTENCES
+from recipes.studies.undefended_texts import SENTENCES
 
 
 def test_images(cifar10, mnist, quick, tmp_path):
     data = ("--cifar10", cifar10, "--mnist", mnist)
-    study = quick("attacks_undefended", "images", *data, output=tmp_path / "images")
+    study = quick("undefended_images", *data, output=tmp_path / "images")
     figures = study.figures
     attacks = ("dlg", "idlg", "inverting_gradients", "inverting_gradients, as published")
     assert list(figures) == [
@@ -26,13 +26,13 @@ def test_images(cifar10, mnist, quick, tmp_path):
 
 def test_text(encoder, sst2, quick, tmp_path):
     data = ("--model", encoder, "--data_dir", sst2)
-    (found,) = quick("attacks_undefended", "text", *data, output=tmp_path / "t").figures.values()
+    (found,) = quick("undefended_text", *data, output=tmp_path / "t").figures.values()
     assert found["labels right"] == 1
     assert found["token_f1"][0] == sum(found["token_f1 of each"]) / 2
 
 
 def test_batches(cifar10, quick, tmp_path):
-    study = quick("attacks_undefended", "batches", "--cifar10", cifar10, output=tmp_path / "b")
+    study = quick("undefended_batches", "--cifar10", cifar10, output=tmp_path / "b")
     networks = ("any network", "LeNet", "ResNet", "ResNet in training mode", "ViT")
     assert set(study.figures) == {f"{network}, {size}" for network in networks for size in (1, 2)}
     assert study.figures["ViT, 1"]["analytic"]["psnr"][0] > 60
@@ -42,7 +42,7 @@ def test_batches(cifar10, quick, tmp_path):
 
 
 def test_deep_prior(cifar10, quick, tmp_path):
-    study = quick("attacks_undefended", "deep_prior", "--cifar10", cifar10, output=tmp_path / "d")
+    study = quick("undefended_deep_prior", "--cifar10", cifar10, output=tmp_path / "d")
     smooth = ["total variation 0.0001", "total variation 0.1"]
     deep = [f"deep prior, {steps} steps" for steps in (100, 500)]
     (found,) = study.figures.values()
@@ -69,7 +69,7 @@ def speaker(tmp_path):
 @pytest.mark.slow
 def test_families_and_lengths(quick, speaker, tmp_path):
     given = ("--tokenizer", speaker)
-    study = quick("attacks_undefended", "families", *given, output=tmp_path / "families")
+    study = quick("undefended_families", *given, output=tmp_path / "families")
     exact = {row: {n: (one["exact"], one["of"]) for n, one in sizes.items()}
              for row, sizes in study.figures.items()}  # fmt: skip
     kinds = ("language model", "classifier")
@@ -77,7 +77,7 @@ def test_families_and_lengths(quick, speaker, tmp_path):
     four = ["bert, classifier", "bert, masked language model"]
     assert exact == {row: {"1": (1, 1)} for row in single} | {row: {"4": (4, 4)} for row in four}
     assert study.rows()[0][1].startswith("1 of 1 · 100% · ")
-    study = quick("attacks_undefended", "lengths", *given, output=tmp_path / "lengths")
+    study = quick("undefended_lengths", *given, output=tmp_path / "lengths")
     (lengths,) = study.figures.values()
     (kinds,) = lengths.values()
     assert [(one["right"], one["of"]) for one in kinds.values()] == [(7, 7)] * 3

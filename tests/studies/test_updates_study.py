@@ -10,7 +10,7 @@ import pytest
 
 
 def test_images(cifar10, quick, tmp_path):
-    study = quick("updates", "images", "--cifar10", cifar10, output=tmp_path / "images")
+    study = quick("updates_images", "--cifar10", cifar10, output=tmp_path / "images")
     assert len(study.figures) == 2
     for row in study.figures.values():
         assert set(row) == {"through the steps", "every step on all images", "as one gradient"}
@@ -25,7 +25,7 @@ def test_rounds(encoder, sst2, quick, tmp_path, monkeypatch):
     np.savez(tmp_path / "images.npz", x=pixels, y=draws.integers(0, 10, 640))
     monkeypatch.setattr(sys, "path", list(sys.path))
     data = ("--cifar10", tmp_path / "images.npz", "--model", encoder, "--data_dir", sst2)
-    study = quick("updates", "rounds", *data, output=tmp_path / "rounds")
+    study = quick("updates_rounds", *data, output=tmp_path / "rounds")
     assert {task: len(rows) for task, rows in study.figures.items()} == {"cifar10": 8, "sst2": 3}
     for rows in study.figures.values():
         for runs in rows.values():
