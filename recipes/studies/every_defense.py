@@ -150,7 +150,7 @@ def observe(
     """
     generator = Stream.from_seeds(1000 + number)
     if covariance:
-        gradient = defense.clipped(gmap.gradient())
+        gradient = defense.clipped(gmap.gradient(), None)
         shape, _ = defense.shaped(gmap, gradient, generator)
         grants = grants | {"noise_variance": defense.variance(gradient, shape)}
     messages = [defense(gmap, generator=generator) for _ in range(uploads)]

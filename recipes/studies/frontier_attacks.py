@@ -12,7 +12,7 @@ import torch
 
 from hf_gradguard import GradientMap, make_defense
 from hf_gradguard.attacks import Attack, Observation, make_attack
-from hf_gradguard.attacks.gathered import gathered
+from hf_gradguard.attacks.uploads import gathered
 from hf_gradguard.defenses import Defense, Message
 from hf_gradguard.metrics import score_candidates, score_images, score_text
 from hf_gradguard.randomness import Stream

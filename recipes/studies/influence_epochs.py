@@ -148,8 +148,8 @@ class Epochs(Study):
             if number < count:
                 delta = {name: shared[name] - g for name, g in gradient.items()}
                 bound = inversion_influence_lower_bound(gmap, delta)
-                metrics["norm"].append(norm(gradient))
-                metrics["noise"].append(norm(delta) / norm(gradient))
+                metrics["norm"].append(norm(gradient, None))
+                metrics["noise"].append(norm(delta, None) / norm(gradient, None))
                 metrics["bound"].append(float(bound) / bound.num_coordinates**0.5)
         images = [batch["pixel_values"] for batch in batches]
         inverting = INVERTING | {"steps": cell["steps"], "patience": 5}

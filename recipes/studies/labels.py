@@ -8,7 +8,7 @@ from transformers import set_seed
 
 from hf_gradguard import GradGuardConfig, GradGuardTrainer, GradientMap
 from hf_gradguard.attacks import Observation, recover_labels, recover_labels_below
-from hf_gradguard.training.labels import keep_probability
+from hf_gradguard.training.privacy.labels import keep_probability
 from recipes.small_networks import LeakyConvNetConfig, LeakyConvNetForImageClassification
 
 from ..study import Study

@@ -33,7 +33,7 @@ from hf_gradguard.defenses.dp import DPSGD, NoSample
 from hf_gradguard.gradient_map.per_sample.clipping import SampleMap
 from hf_gradguard.leakage import FisherAccountant
 from hf_gradguard.randomness import Stream
-from hf_gradguard.training.poisson import DUMMY, PoissonSampler
+from hf_gradguard.training.privacy.private_rows import DUMMY, PoissonSampler
 from recipes.small_networks import TanhConvNetConfig, TanhConvNetForImageClassification
 
 from .influence_epochs import accuracy, logits_of

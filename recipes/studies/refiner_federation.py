@@ -23,7 +23,7 @@ from hf_gradguard import GradientMap
 from hf_gradguard.attacks import Observation, make_attack
 from hf_gradguard.metrics import score_images
 from hf_gradguard.randomness import Stream
-from hf_gradguard.training.partition import partition_dirichlet
+from hf_gradguard.training.clients.partition import partition_dirichlet
 from recipes.small_networks import LeakageLeNetConfig, LeakageLeNetForImageClassification
 
 from ..study import Study
