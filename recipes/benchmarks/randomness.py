@@ -72,7 +72,7 @@ def small(name: str) -> torch.nn.Module:
 def one_by_one(
     tensors: Mapping[str, Tensor], draw: Callable[[Tensor], Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
-    """In place of `together`: a draw for every tensor."""
+    """In place of `draw_tensors`: a draw for every tensor."""
     yield from ((name, draw(tensor)) for name, tensor in tensors.items())
 
 

@@ -45,12 +45,12 @@ class Malicious(Study):
     """
 
     ARGUMENTS = {"--cifar10": "npz with x_train in uint8"}
+    PLAN = {"units": 256, "images": 8, "texts": 4, "width": 64}
+    QUICK = {"units": 64, "images": 4, "texts": 2, "width": 32}
     NOISE = (0.0, 0.003, 0.03)  # on the planted weights, of so many times their size
 
     def cells(self) -> dict:
-        plan = {"units": 256, "images": 8, "texts": 4, "width": 64}
-        if self.quick:
-            plan = {"units": 64, "images": 4, "texts": 2, "width": 32}
+        plan = self.QUICK if self.quick else self.PLAN
         return {
             (name, str(noise), str(seed)): {"built": name, "hidden": noise, "seed": seed, **plan}
             for name in (*CONSTRUCTIONS, HONEST, FROZEN)

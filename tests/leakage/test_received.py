@@ -15,8 +15,8 @@ from hf_gradguard.attacks import make_attack
 from hf_gradguard.attacks.analytic import layer_inputs
 from hf_gradguard.leakage import check_received
 from hf_gradguard.training.exchange.start import say_received
-from recipes.studies.received.constructions import BUILT, leaks
-from recipes.studies.received.settings import CONSTRUCTIONS, QUICK
+from recipes.studies.malicious_models import BUILT, CONSTRUCTIONS, HONEST, leaks
+from recipes.studies.received import Malicious
 
 
 def encoder() -> BertForSequenceClassification:
@@ -44,8 +44,8 @@ def test_constructions_leak_and_are_found(name: str) -> None:
     set_seed(1)
     smooth = nn.functional.interpolate(torch.rand(200, 3, 4, 4), size=16, mode="bilinear")
     public, private = smooth[:-4], smooth[-4:]
-    planted = BUILT[name](public, QUICK)
-    assert leaks(planted, private, QUICK) >= 0.25  # of four images one at least
+    planted = BUILT[name](public, Malicious.QUICK)
+    assert leaks(planted, private, Malicious.QUICK) >= 0.25  # of four images one at least
     assert checks(planted.model) - {"reads_all_pixels"}
 
 
@@ -149,11 +149,9 @@ def test_layer_inputs_by_hand() -> None:
 
 
 def test_analytic_reads_one_image_of_a_perceptron() -> None:
-    from recipes.studies.received.settings import HONEST
-
     set_seed(0)
-    planted = BUILT[HONEST](torch.rand(10, 3, 16, 16), QUICK)
-    assert leaks(planted, torch.rand(1, 3, 16, 16), QUICK) == 1
+    planted = BUILT[HONEST](torch.rand(10, 3, 16, 16), Malicious.QUICK)
+    assert leaks(planted, torch.rand(1, 3, 16, 16), Malicious.QUICK) == 1
     model, batch = make_task("convnext", dtype=torch.float32)
     from hf_gradguard import GradientMap
     from hf_gradguard.attacks import Observation

@@ -12,8 +12,7 @@ from hf_gradguard import GradGuardConfig, GradGuardTrainer
 from hf_gradguard.attacks import make_attack
 from hf_gradguard.cli import main
 from hf_gradguard.models import check_name, explain_missing_model, load_model
-from recipes.studies.lib.command import main as study
-from recipes.studies.updates import words
+from recipes.studies.updates import Words
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 WAY_OUT = "Give the folder that `save_pretrained` wrote, .* or a name on the Hugging Face Hub"
@@ -92,4 +91,4 @@ def test_recipes_say_it_before_data_are_loaded(
 def test_studies(tmp_path: Path) -> None:
     flags = ["--model", "/no/model", "--data_dir", str(tmp_path), "--output", str(tmp_path / "out")]
     with pytest.raises(FileNotFoundError, match="There is no folder /no/model"):
-        study("Words.", [words], ["words", *flags])
+        Words.parse(flags).run()

@@ -16,7 +16,7 @@ from hf_gradguard.attacks import ATTACKS, Attack, Observation, Reconstruction, m
 from hf_gradguard.attacks.base import as_text
 from hf_gradguard.testing import check_attack
 from hf_gradguard.testing.observations import small_observation
-from recipes.studies.received.constructions import perceptron
+from recipes.studies.malicious_models import perceptron
 
 # What makes an attack quick. One that is not here runs for a single step, if it has steps.
 QUICK: dict[str, dict[str, Any]] = {
