@@ -26,7 +26,7 @@ def main(argv: list[str] | None = None) -> int:
             (_train_evalnet if arguments.action == "train" else _push_evalnet)(arguments)
         else:
             _run(command, {flag: v for flag, v in vars(arguments).items() if flag != "command"})
-    # These messages are for people; a traceback would hide them.
+    # These messages are for people; a traceback would bury them.
     except (ValueError, TypeError, OSError, ImportError, FloatingPointError) as error:
         parser.exit(1, f"gradguard {name}: {error}\n")
     except KeyboardInterrupt:

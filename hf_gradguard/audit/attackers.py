@@ -42,7 +42,7 @@ def attackers(
     """The attackers with one attack under one defense, by the labels of their cells.
 
     The first does not know the defense. If that makes a difference, a second one does. An attack
-    that reads mechanisms (`candidates`) is not weakened by ignoring one: where it may, it knows it.
+    that reads mechanisms (`candidates`) gains nothing by ignoring one: where it may, it knows it.
     """
     # A defense names bounds in its message's unit: of an update, that is the weights' change.
     informed_settings = in_gradient_unit(training_of(settings), defense.informed())
@@ -113,7 +113,7 @@ def with_candidates(
 
 
 def smooths(attack: Attack) -> bool:
-    """Whether an attack smooths images, by a weight that nobody has set.
+    """Whether an attack smooths images, by a weight that the user has not set.
 
     Example:
         >>> from hf_gradguard.attacks import make_attack
@@ -209,7 +209,7 @@ def threat_model(model: nn.Module, modality: Modality, settings: AuditSettings) 
         unless = ", unless it is said to know the defense" if settings.adaptive else ""
         sentences.append(f"It does not know how a defense's noise was shaped{unless}.")
     if model.training:
-        sentences.append("The model ran in training mode: dropout hides something.")
+        sentences.append("The model ran in training mode: dropout adds noise of its own.")
     else:
         sentences.append("The model ran in eval mode, without dropout: the attacker's best case.")
     return [

@@ -289,7 +289,7 @@ class Upload:
         }
 
     def _granted(self, grants: frozenset[str]) -> dict[str, Any]:
-        """What of the defense the attacker is told, if there is any: Σ of Gaussian noise, and how
+        """What an attacker is granted of the defense, if there is any: Σ of Gaussian noise, and how
         messages come from gradients.
         """
         granted: dict[str, Any] = {}

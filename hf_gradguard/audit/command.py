@@ -54,7 +54,7 @@ def run_audit(flags: Mapping[str, Any]) -> None:
         **{field.name: getattr(settings, field.name) for field in fields(AuditSettings)},
     )
     print((output / "table.md").read_text(encoding="utf-8"))
-    print(f"{output / 'report.html'} (holds the private samples: mind who sees it)")
+    print(f"{output / 'report.html'} (holds the private samples: take care where it goes)")
 
 
 def check_specs(defenses: Any, attacks: Any) -> None:

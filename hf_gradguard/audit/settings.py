@@ -33,7 +33,7 @@ class AuditSettings:
     Args:
         batch_size: Samples in a batch. Each batch is protected by itself.
         repeats: Times that each message is protected and attacked, with fresh seeds.
-        seed: Of all randomness. An audit has nothing to hide: its noise is reproducible.
+        seed: Of all randomness. An audit's noise is reproducible, and protects nothing.
         max_length: Longer texts are cut to so many tokens.
         labels_known: Grant the labels to the attacker.
         lengths_known: Grant the texts' lengths. Without it texts are padded to `max_length` and the
@@ -42,7 +42,7 @@ class AuditSettings:
         adaptive: Run attackers that know the defense too, with the settings and grants that the
             defense names (`Defense.informed`, `Defense.mechanism`).
         share_input_embeddings: Share the token embeddings' gradient, which names the words.
-        reference: Add the row `none`: without it nobody knows whether the attacks work at all.
+        reference: Add the row `none`: it shows whether the attacks work at all.
         accumulation: Batches whose protected gradients a client averages by itself before it sends
             a message.
         local_steps: K, the steps that a client trains before it sends, each on a batch. A message
@@ -216,7 +216,7 @@ def add_fields(parser: argparse.ArgumentParser, settings: type, base: type) -> N
             options = {"action": "append"}
         parser.add_argument(
             f"--{setting.name}",
-            # A flag that was left out must not hide what a file says.
+            # A flag that was left out must not override what a file says.
             default=argparse.SUPPRESS,
             help=setting.metadata["help"] + _default_text(setting.default),
             **options,

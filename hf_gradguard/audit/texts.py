@@ -223,7 +223,7 @@ class Texts:
             "It knows how many tokens each text has."
             if self.lengths_known
             else "It does not know how long the texts are: all are padded to "
-            f"{self.max_length} tokens. Where the gradient of position embeddings tells the "
+            f"{self.max_length} tokens. Where the gradient of position embeddings shows the "
             "longest one's length, attacks read it there.",
             *_TASK_ASSUMPTIONS.get(task.name if task is not None else "", ()),
         ]

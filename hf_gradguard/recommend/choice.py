@@ -5,14 +5,13 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any
 
 import numpy as np
 import yaml
-from jinja2 import Environment, PackageLoader, Template
 from scipy.stats import ttest_1samp
 
+from ..audit.report.page import template
 from ..audit.report.verdicts import MAIN_SCORES, Estimate, MainScore
 from ..defenses import DEFENSES, Defense
 from .settings import WARMUP, TrialSettings
@@ -335,7 +334,7 @@ def html_report(choice: Choice, chance: float, settings: TrialSettings, score: M
     ]  # fmt: skip
     levels = [lowest + i / 4 * (highest - lowest) for i in range(5)]
     _place_numbers(points)
-    page: str = _template().render(
+    page: str = template("recommend", "recommend.html.jinja").render(
         choice=choice,
         settings=settings,
         score=score,
@@ -364,12 +363,3 @@ def _place_numbers(points: list[dict[str, Any]]) -> None:
             height = max(near) + _NUMBER_HEIGHT
         point["at"] = height
         placed.append((point["x"], height))
-
-
-@cache
-def _template() -> Template:
-    environment = Environment(
-        loader=PackageLoader("hf_gradguard", "recommend"),
-        autoescape=True, trim_blocks=True, lstrip_blocks=True,
-    )  # fmt: skip
-    return environment.get_template("recommend.html.jinja")

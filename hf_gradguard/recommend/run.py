@@ -97,7 +97,7 @@ def recommend(
         trained = trials.trained(label, defense, rate)
         end = server.attack(trained, {label: defense}, f"end{number}")
         outcomes += _outcome(label, rate, cell["judging"], plain, {"start": start, "end": end})
-    chance, score = start.chance.scores[start.main_score.name].mean, start.main_score
+    chance, score = start.guess, start.main_score
     choice = choose(outcomes, trial_settings.budget, chance, score)
     if server.modality.labels in ("text", "token"):
         choice = dataclasses.replace(choice, words=choice.words + _TOKEN_ACCURACY)
@@ -161,13 +161,13 @@ def _outcome(
     plain: list[float],
     stages: dict[str, Summary],
 ) -> list[Outcome]:
-    """One. Or none, with a warning, if no attack could be applied to two messages: then nobody
-    knows how private the defense is, and it is not recommended.
+    """One. Or none, with a warning, if no attack could be applied to two messages: then it is
+    unknown how private the defense is, and it is not recommended.
     """
     leaks = [
         (row.scores[summary.main_score.name], row, stage)
         for stage, summary in stages.items()
-        for row in _reconstructions(summary, label)
+        for row in summary.reconstructions(label)
         if row.has_interval
     ]
     if not leaks and label == "none":
@@ -192,12 +192,6 @@ def _outcome(
             candidates, dict(enumerate(accuracies)), _by_message(stages[stage], row),
         )
     ]  # fmt: skip
-
-
-def _reconstructions(summary: Summary, label: str) -> list[AttackScores]:
-    infers = {item.attack for item in summary.membership}
-    rows = [row for row in summary.rows if row.defense == label and row.scores]
-    return [row for row in rows if row.attack not in infers]
 
 
 def _by_message(summary: Summary, row: AttackScores) -> dict[int, float]:

@@ -138,7 +138,7 @@ class Trials:
     def trained(self, label: str, defense: Defense, rate: float) -> nn.Module:
         """The model after that training."""
         model, path = copy.deepcopy(self.model), self._weights(label, defense, rate)
-        if not path.exists():  # somebody removed it
+        if not path.exists():  # it was removed by hand
             self._run(defense, rate, path)
         model.load_state_dict(load_file(path), strict=False)
         return model.eval()

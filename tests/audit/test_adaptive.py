@@ -88,7 +88,7 @@ def test_what_there_is_no_use_of_makes_no_difference() -> None:
     assert known(make_attack("tag", restarts=9), "refiner")["a"][0].restarts == 9
 
 
-def test_covariances_and_laws_are_granted_to_whom_they_serve() -> None:
+def test_covariances_and_mechanisms_are_granted_where_attacks_use_them() -> None:
     found = known("tag", "optimal_noise")
     assert found["a"][1:] == ([], False)
     assert found["informed"][1:] == (["noise_variance"], True)
@@ -156,7 +156,7 @@ def test_other_laws() -> None:
 # --- verdicts
 
 
-def test_at_chance_needs_somebody_who_knows_and_reads() -> None:
+def test_at_chance_needs_an_informed_attack_that_works_undefended() -> None:
     told = made({"none/tag": HIGH, "d/tag": LOW})
     assert summarize(told).verdicts[1].standing == "chance"
     blind = made({"none/tag": HIGH, "d/tag": LOW})
@@ -177,7 +177,7 @@ def test_at_chance_needs_somebody_who_knows_and_reads() -> None:
     assert summarize(both).verdicts[1].standing == "unknown"
 
 
-def test_who_knows_is_compared_with_the_same_attack_undefended() -> None:
+def test_informed_attacks_are_compared_with_the_same_attack_undefended() -> None:
     names = {"none/tag": HIGH, "d/tag": LOW, f"d/tag{INFORMED}": LOW}
     result = made(names)
     for cell in result.cells:
@@ -295,7 +295,7 @@ def test_defenses_together_are_each_by_itself(
     assert names == ["none", "gaussian_noise", "dp_sgd"]
 
 
-def test_the_list_says_nothing_by_its_order() -> None:
+def test_candidates_are_shuffled() -> None:
     """Equal scores are ranked by place: the audited ones must not come first."""
     listed = [[5 + k] for k in range(9)]
     (attack,) = with_candidates({}, listed, 0).values()
@@ -307,7 +307,7 @@ def test_the_list_says_nothing_by_its_order() -> None:
     assert all(one.candidates == attack.candidates for one in shuffled.values())  # type: ignore[attr-defined]
 
 
-def test_a_list_of_an_attacks_own_is_refused_and_places_are_not(tmp_path: Path) -> None:
+def test_candidates_of_an_attacks_own_are_refused_and_places_are_not(tmp_path: Path) -> None:
     own = make_attack("candidates", candidates=TEXTS[:3])
     with pytest.raises(ValueError, match=r"audit\(candidates="):
         audit(*text_model(), SAMPLES[:1], [], own, output=tmp_path / "own")

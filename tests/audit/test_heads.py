@@ -133,7 +133,7 @@ def test_labels_that_nobody_grants_are_asked_for(head: str, tmp_path: Path) -> N
     assert "Pass labels" in cells["tag"]["reason"]
 
 
-def test_a_list_of_texts_without_their_words_labels_is_refused(tmp_path: Path) -> None:
+def test_candidates_without_their_words_labels_are_refused(tmp_path: Path) -> None:
     model, samples = made("token-classification")
     with pytest.raises(ValueError, match="give a list of words and a list of as many"):
         audit(model, TOKENIZER, samples[:1], "none", candidates=TEXTS, output=tmp_path / "out")

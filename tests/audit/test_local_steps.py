@@ -63,7 +63,7 @@ def test_the_message_is_that_of_a_protected_update(optimizer: str) -> None:
 
 
 @pytest.mark.usefixtures("no_estimators")
-def test_what_the_attacker_is_told(tmp_path: Path, spy: type[Spy]) -> None:
+def test_what_the_attacker_observes(tmp_path: Path, spy: type[Spy]) -> None:
     """The mean gradient behind the update, how it was trained, and noise in the gradient's unit."""
     model, tokenizer = text_model()
     audit(
@@ -96,7 +96,7 @@ def test_one_step_of_sgd_is_a_gradient(tmp_path: Path) -> None:
     assert "the change of the weights after 1 local steps" in said
 
 
-def test_bounds_are_told_in_the_unit_of_gradients() -> None:
+def test_bounds_are_in_the_unit_of_gradients() -> None:
     defense, attack = make_defense("dp_sgd", clip=0.2, scale=0), make_attack("tag")
     informed = "tag, knows the defense"
     plain = attackers("tag", attack, defense, AuditSettings())

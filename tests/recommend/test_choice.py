@@ -42,12 +42,12 @@ def test_the_least_leak_within_the_budget() -> None:
     assert choose(tried, 0.05, 0.05).chosen is tried[1]
 
 
-def test_of_leaks_that_cannot_be_told_apart_the_most_accurate() -> None:
+def test_of_equal_leaks_the_most_accurate() -> None:
     tried = [PLAIN, outcome("a", 0.02, 0.10), outcome("b", -0.01, 0.11), outcome("c", -0.1, 0.5)]
     assert choose(tried, 0.02, 0.05).chosen is tried[2]
 
 
-def test_of_what_cannot_be_told_apart_at_all_the_one_that_hides_more() -> None:
+def test_of_equal_leaks_and_accuracies_the_lower_leak() -> None:
     """Leaks of 0.08 and 0.05 differ by less than their error, and so do losses of 0.001 and 0.015,
     but not of 0.03.
     """
@@ -65,7 +65,7 @@ def test_of_what_cannot_be_told_apart_at_all_the_one_that_hides_more() -> None:
     assert choose(told_apart, 0.04, chance=0.1).chosen == tried[1]
 
 
-def test_what_all_messages_say_alike_is_told_apart_where_intervals_overlap() -> None:
+def test_paired_messages_differ_where_intervals_overlap() -> None:
     """Messages differ by 0.5, and behind a each gives away 0.1 to 0.12 more than behind b."""
     easy, more = [0.1, 0.6, 0.2, 0.5, 0.3, 0.55], [0.1, 0.12, 0.11, 0.1, 0.12, 0.11]
     b = dataclasses.replace(outcome("b", 0.02, 0.375, 0.2), leak_by_message=dict(enumerate(easy)))

@@ -168,7 +168,7 @@ def test_attacks_meet_the_noise_that_a_trainer_finds(
     assert trials.calibrated(make_defense("pruning")) == make_defense("pruning")
 
 
-def test_who_is_left_out_is_told_why(
+def test_a_defense_without_scores_is_left_out_with_a_reason(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read = Span.reconstruct

@@ -76,8 +76,9 @@ def headline(summary: Summary) -> str:
     undefended, clauses = strongest.get("none"), []
     if undefended is not None and undefended.is_at_chance:
         clauses.append(
-            f"These attacks are no better than a guess ({_guess(summary)}) even without a defense, "
-            "so of reconstruction they prove nothing"
+            "These attacks are no better than a guess "
+            f"({summary.main_score.format(summary.guess)}) even without a defense, so of "
+            "reconstruction they prove nothing"
         )
     elif undefended is not None:
         clauses.append(f"Without a defense a server {_recovers(summary, undefended)}")
@@ -119,13 +120,11 @@ def _strongest_attacks(summary: Summary) -> dict[str, AttackScores]:
     """By defense, the attack that recovers most. Membership inference reconstructs nothing, so it
     counts only where no other attack was applicable.
     """
-    infers = {inferred.attack for inferred in summary.membership}
     strongest: dict[str, AttackScores] = {}
     for label in summary.audit.defenses:
-        rows = [row for row in summary.rows if row.defense == label and row.scores]
+        scored = [row for row in summary.rows if row.defense == label and row.scores]
         # Where nothing else was applicable its best candidates are the only text there is.
-        rows = [row for row in rows if row.attack not in infers] or rows
-        if rows:
+        if rows := summary.reconstructions(label) or scored:
             strongest[label] = max(rows, key=lambda row: row.scores[summary.main_score.name].mean)
     return strongest
 
@@ -144,10 +143,6 @@ def _least_leaking(
     return min(labels, key=leak)
 
 
-def _guess(summary: Summary) -> str:
-    return summary.main_score.format(summary.chance.scores[summary.main_score.name].mean)
-
-
 def _recovers(summary: Summary, row: AttackScores) -> str:
     score = summary.main_score
     name = short_labels(list(summary.audit.attacks))[row.attack]
@@ -160,7 +155,7 @@ def _defended(summary: Summary, label: str, strongest: dict[str, AttackScores]) 
     if "none" in strongest and strongest["none"].is_at_chance:
         text = f"they reach {score.format(row.scores[score.name].mean)}"
     else:
-        text = f"it {_recovers(summary, row)}, where a guess has {_guess(summary)}"
+        text = f"it {_recovers(summary, row)}, where a guess has {score.format(summary.guess)}"
         if verdict.standing == "unknown":
             text += ", though these attackers prove nothing"
     inferred = [item for item in summary.membership if item.defense == label]
@@ -282,7 +277,7 @@ def html_report(summary: Summary) -> str:
     audit, score = summary.audit, summary.main_score.name
     pairs = [(row.defense, row.attack) for row in summary.rows if row.scores]
     worst = worst_sample(summary)
-    page: str = _template().render(
+    page: str = template("audit/report", "report.html.jinja").render(
         summary=summary, main_score=summary.main_score, settings=audit.settings,
         defenses=audit.defenses, attacks=audit.attacks, standings=STANDINGS,
         names=short_labels(list(audit.attacks)), scores=list(summary.chance.scores), pairs=pairs,
@@ -295,18 +290,19 @@ def html_report(summary: Summary) -> str:
 
 
 @cache
-def _template() -> Template:
+def template(folder: str, name: str) -> Template:
+    """A page's template, from a folder of this package."""
     environment = Environment(
-        loader=PackageLoader("hf_gradguard", "audit/report"),
+        loader=PackageLoader("hf_gradguard", folder),
         autoescape=True, trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
-    return environment.get_template("report.html.jinja")
+    return environment.get_template(name)
 
 
 def chart(summary: Summary) -> dict[str, Any]:
     """The chart's axis: where a main score is, in percent of its width, and ticks."""
     score, rows = summary.main_score, [row for row in summary.rows if row.scores]
-    guess, shown = summary.chance.scores[score.name].mean, [row.scores[score.name] for row in rows]
+    guess, shown = summary.guess, [row.scores[score.name] for row in rows]
     ticks = score.ticks([guess, *(e.mean if e.high is None else e.high for e in shown)])
     end = ticks[-1][0]
 

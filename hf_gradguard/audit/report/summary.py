@@ -137,6 +137,17 @@ class Summary:
     unfinished: str
 
     @property
+    def guess(self) -> float:
+        """The main score of a guess."""
+        return self.chance.scores[self.main_score.name].mean
+
+    def reconstructions(self, defense: str) -> list[AttackScores]:
+        """Rows of a defense with scores. Membership inference reconstructs nothing."""
+        infers = {inferred.attack for inferred in self.membership}
+        rows = [row for row in self.rows if row.defense == defense and row.scores]
+        return [row for row in rows if row.attack not in infers]
+
+    @property
     def estimator_titles(self) -> dict[str, str]:
         """The estimators' names with their titles."""
         estimators = self.audit.settings["estimators"]

@@ -282,7 +282,7 @@ class _Judge:
         rows = [row for row in self.scored if row.defense == defense]
         if not rows:
             return Verdict(defense, "unknown", "No attack gave anything, so nothing is known.")
-        # An attack that works on one message must not hide others that work on more.
+        # An attack that works on one message must not outweigh others that work on more.
         measured = [row for row in rows if row.has_interval]
         best = max(measured or rows, key=self._main)
         if not measured:
