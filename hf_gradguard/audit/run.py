@@ -119,10 +119,7 @@ def audit(
 
 
 def _audit_model(
-    model: nn.Module,
-    processing_class: Any,
-    samples: Sequence[Sample] | int,
-    request: AuditRequest,
+    model: nn.Module, processing_class: Any, samples: Sequence[Sample] | int, request: AuditRequest
 ) -> Audit:
     if isinstance(samples, int):
         raise ValueError("Give the samples to audit: (text or image, label) each.")
@@ -130,74 +127,65 @@ def _audit_model(
     size = settings.rows
     if not samples or len(samples) % size:
         raise ValueError(f"{len(samples)} samples do not fill messages of {size}.")
-    attacks, modality = request.attacks, modality_of(model, processing_class, settings)
-    device = next(model.parameters()).device
+    modality, device = (
+        modality_of(model, processing_class, settings),
+        next(model.parameters()).device,
+    )
     batches = [
         {name: tensor.to(device) for name, tensor in modality.batch(samples[i:][:size]).items()}
         for i in range(0, len(samples), size)
     ]
-    if attacks is None:
-        attacks = default_attacks(model, batches[0])
-    candidates = request.candidates
-    defenses, made_attacks = _make(request.defenses, attacks, settings, bool(candidates))
-    cells = Cells(Path(request.output) / "cells")
-    local = training_of(settings)
+    candidates, local = request.candidates, training_of(settings)
     setup = Setup(
         model, modality, batches, None if candidates is None else modality.candidates(candidates),
         Shared(settings.share_input_embeddings, micro_batches=settings.accumulation, local=local),
         identity=[] if local is None else [str(local)],
     )  # fmt: skip
-    for defense in defenses.values():
-        defense.prepare(model, processing_class)
-    metrics = read_metrics(request.metrics, defenses)
-    return run(setup, settings, defenses, made_attacks, cells, metrics)
+    return _audit(setup, settings, request, processing_class, {})
 
 
 def _audit_trainer(
-    trainer: Trainer,
-    processing_class: Any,
-    samples: Sequence[Sample] | int,
-    request: AuditRequest,
+    trainer: Trainer, processing_class: Any, samples: Sequence[Sample] | int, request: AuditRequest
 ) -> Audit:
     if not isinstance(samples, int) or processing_class is not None:
         raise ValueError(
             "A Trainer has its own data and tokenizer: give the number of samples only."
         )
-    training, named = trainer.model.training, make_defenses(request.defenses)
+    training = trainer.model.training
     try:
-        settings, setup, own_defense = set_up_trainer(
+        settings, setup, defense = set_up_trainer(
             trainer, samples, request.candidates, request.settings
         )
-        trained = make_defenses([own_defense])
+        trained = make_defenses([defense])
         setup.states = {label: defense.state_dict() for label, defense in trained.items()}
-        attacks = request.attacks
-        if attacks is None:
-            attacks = default_attacks(setup.model, setup.batches[0])
-        defenses, made_attacks = _make(
-            [{**named, **trained}], attacks, settings, bool(setup.candidates)
-        )
-        # The Trainer's own is prepared already, and remembers.
-        for defense in named.values():
-            defense.prepare(setup.model, trainer.processing_class)
-        cells = Cells(Path(request.output) / "cells")
-        metrics = read_metrics(request.metrics, defenses)
-        return run(setup, settings, defenses, made_attacks, cells, metrics)
+        return _audit(setup, settings, request, trainer.processing_class, trained)
     finally:
         trainer.model.train(training)
 
 
-def _make(
-    defenses: Spec | Sequence[Spec],
-    attacks: Spec | Sequence[Spec],
+def _audit(
+    setup: Setup,
     settings: AuditSettings,
-    has_candidates: bool,
-) -> tuple[dict[str, Defense], dict[str, Attack]]:
-    # First, so that every table begins with what leaks without a defense.
+    request: AuditRequest,
+    processing_class: Any,
+    trained: dict[str, Defense],
+) -> Audit:
+    """The audit of what was set up. What was `trained` is prepared already, and remembers."""
+    attacks = request.attacks
+    if attacks is None:
+        attacks = default_attacks(setup.model, setup.batches[0])
+    made_attacks, named = make_attacks(attacks), make_defenses(request.defenses)
+    # `none` comes first, so that every table begins with what leaks without a defense.
     reference = make_defenses("none") if settings.reference else {}
-    made_defenses, made_attacks = reference | make_defenses(defenses), make_attacks(attacks)
-    if not made_defenses or not (made_attacks or has_candidates):
+    defenses = {**reference, **named, **trained}
+    if not defenses or not (made_attacks or setup.candidates):
         raise ValueError("An audit needs at least one defense and one attack.")
-    return made_defenses, made_attacks
+    cells = Cells(Path(request.output) / "cells")
+    for label, defense in defenses.items():
+        if label not in trained:
+            defense.prepare(setup.model, processing_class)
+    metrics = read_metrics(request.metrics, defenses)
+    return run(setup, settings, defenses, made_attacks, cells, metrics)
 
 
 def default_attacks(
