@@ -18,30 +18,10 @@ from transformers.modeling_outputs import SequenceClassifierOutput
 
 from ..head import SHRINKAGE, whitening_of
 from ..study import Study
+from . import frontier_clients as clients
 from . import frontier_rows as plan
+from . import frontier_tables as tables
 from .frontier_attacks import CHANCE, GRAY, NOISE_ALONE, attack_images, attack_texts
-from .frontier_clients import (
-    IMAGE_FLAGS,
-    TEXT_FLAGS,
-    Client,
-    ImageTask,
-    TextTask,
-    best_rates,
-    cells_by_rate,
-    chosen_rate,
-    rates_so_far,
-)
-from .frontier_tables import (
-    ACCURACY,
-    PROOF,
-    RATES,
-    accuracy_text,
-    attack_cell,
-    epsilons_of,
-    lost,
-    place_of,
-    score_text,
-)
 from .frontier_texts import usual_sentences
 from .lib.device import DEVICE, on_device
 from .lib.images import array_images
@@ -67,7 +47,7 @@ class Rows(Dataset):
         return {name: tensor[row] for name, tensor in self.tensors.items()}
 
 
-class EmbeddingsTask(Client):
+class EmbeddingsTask(clients.Client):
     """Trainings of heads, on embeddings that are made once and kept. A subclass has `whitening`,
     and `embed(name)`: `embeddings` (N, width) and `labels` (N,) of the rows of that name.
 
@@ -176,7 +156,7 @@ class TextHeadTask(EmbeddingsTask):
         name = f"layers-{layers}"
         trained = name if public is None else f"{name}-whitened"
         super().__init__(Path(folder) / trained, Path(folder) / name)
-        self.texts = TextTask(model, data_dir)
+        self.texts = clients.TextTask(model, data_dir)
         self.HELD_OUT, self.tokenizer = self.texts.HELD_OUT, self.texts.tokenizer
         self._layers, self._public = layers, public
 
@@ -239,7 +219,7 @@ class Texts(Study):
     makes of nothing, at the undefended models. FOLDER keeps embeddings and what was trained.
     """
 
-    ARGUMENTS = TEXT_FLAGS | plan.FOLDER | {
+    ARGUMENTS = clients.TEXT_FLAGS | plan.FOLDER | {
         "--public": "a public text, WikiText-2's training part, a paragraph a line"
     }  # fmt: skip
     ROWS, QUICK_ROW = plan.HEAD_ROWS, plan.QUICK_HEAD
@@ -263,8 +243,8 @@ class Texts(Study):
                 defended[f"`dp_sgd` {multiplier:g}, {shape}"] = cell
             for name, defense in defended.items():
                 search = self.search(results, defense | common)
-                cells |= {(name, RATES, rate): cell for rate, cell in search.items()}
-                rate = plan.HEAD_RATE if self.quick else chosen_rate(results, search)
+                cells |= {(name, tables.RATES, rate): cell for rate, cell in search.items()}
+                rate = plan.HEAD_RATE if self.quick else clients.chosen_rate(results, search)
                 if rate is not None:
                     trained = defense | common | {"learning_rate": rate}
                     cells |= self.trained_cells(name, trained, row)
@@ -276,13 +256,13 @@ class Texts(Study):
         grid, common = plan.HEAD_GRID, cell | {"seed": plan.RATES_SEED}
         middle = grid.index(plan.HEAD_RATE)
         start = grid[middle - plan.SPREAD : middle + plan.SPREAD + 1]
-        rates = start[:1] if self.quick else rates_so_far(results, common, start, grid)
-        return cells_by_rate(common, rates)
+        rates = start[:1] if self.quick else clients.rates_so_far(results, common, start, grid)
+        return clients.cells_by_rate(common, rates)
 
     def trained_cells(self, name: str, cell: dict, row: plan.HeadRow) -> dict:
         """Seeds, and attacks on some of them."""
         seeds = range(1 if self.quick else row.seeds)
-        cells = {(name, ACCURACY, str(seed)): cell | {"seed": seed} for seed in seeds}
+        cells = {(name, tables.ACCURACY, str(seed)): cell | {"seed": seed} for seed in seeds}
         attacks = self.QUICK_ATTACKS if self.quick else self.ATTACKS
         for attack, (count, settings, stages) in attacks.items():
             if attack[0] not in row.attackers:
@@ -290,8 +270,10 @@ class Texts(Study):
             is_list = attack in (plan.CANDIDATES, plan.UNLABELED)
             attacked_seeds = seeds[: row.attacked_seeds if is_list else 1]
             for seed, stage in itertools.product(attacked_seeds, stages):
-                place = place_of(attack, stage)
-                attacked = cell | attack_cell(attack, count, settings, stage) | {"seed": seed}
+                place = tables.place_of(attack, stage)
+                attacked = (
+                    cell | tables.attack_cell(attack, count, settings, stage) | {"seed": seed}
+                )
                 cells[name, place, str(seed)] = attacked
                 if cell["defense"] == "none" and attack[0] == self.GUESSED and seed == 0:
                     chance = f"{CHANCE}, {self.embeddings(cell)}"
@@ -317,15 +299,15 @@ class Texts(Study):
 
     def report(self, metrics: dict) -> None:
         places = dict.fromkeys(place for cells in metrics.values() for place in cells)
-        columns = [place for place in places if place not in (RATES, ACCURACY)]
-        rows, epsilons = [], epsilons_of(metrics)
+        columns = [place for place in places if place not in (tables.RATES, tables.ACCURACY)]
+        rows, epsilons = [], tables.epsilons_of(metrics)
         for row, cells in metrics.items():
-            runs, rates = cells.get(ACCURACY, {}), cells.get(RATES, {})
-            plain = metrics.get(f"{PLAIN}, {row.partition(', ')[2]}", {}).get(ACCURACY, {})
-            shown = [row, f"{best_rates({row: rates})[row]:g}" if rates else ""]
-            shown += [accuracy_text(runs), lost(runs, plain), epsilons.get(row, "")]
-            rows.append(shown + [score_text(cells.get(column, {})) for column in columns])
-        header = ["", "rate", "accuracy", "less than none", PROOF, *columns]
+            runs, rates = cells.get(tables.ACCURACY, {}), cells.get(tables.RATES, {})
+            plain = metrics.get(f"{PLAIN}, {row.partition(', ')[2]}", {}).get(tables.ACCURACY, {})
+            shown = [row, f"{clients.best_rates({row: rates})[row]:g}" if rates else ""]
+            shown += [tables.accuracy_text(runs), tables.lost(runs, plain), epsilons.get(row, "")]
+            rows.append(shown + [tables.score_text(cells.get(column, {})) for column in columns])
+        header = ["", "rate", "accuracy", "less than none", tables.PROOF, *columns]
         write_table(self.output, header, rows)
 
 
@@ -357,7 +339,7 @@ class ImageHeadTask(EmbeddingsTask):
 
     def __init__(self, train: str, test: str, folder: str, public: str) -> None:
         super().__init__(Path(folder) / "image-heads", Path(folder) / "image-heads")
-        self._images, self._public = ImageTask(train, test, folder), public
+        self._images, self._public = clients.ImageTask(train, test, folder), public
         self.HELD_OUT = self._images.HELD_OUT
 
     @functools.cached_property
@@ -415,7 +397,7 @@ class Images(Texts):
     was trained.
     """
 
-    ARGUMENTS = IMAGE_FLAGS | plan.FOLDER | {
+    ARGUMENTS = clients.IMAGE_FLAGS | plan.FOLDER | {
         "--public": "npz with x_train: images that are nobody's secret, Tiny ImageNet"
     }  # fmt: skip
     ROWS, QUICK_ROW = plan.IMAGE_HEAD_ROWS, plan.QUICK_IMAGE_HEAD
@@ -426,7 +408,7 @@ class Images(Texts):
         attacks = self.QUICK_ATTACKS if self.quick else self.ATTACKS
         count, _, stages = attacks[plan.INVERTING]
         gray = {"attack": GRAY, "messages": count}
-        places = {(GRAY, place_of(plan.INVERTING, stage), "0"): gray for stage in stages}
+        places = {(GRAY, tables.place_of(plan.INVERTING, stage), "0"): gray for stage in stages}
         return super().cells() | places
 
     def embeddings(self, cell: Mapping) -> str:

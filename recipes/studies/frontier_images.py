@@ -13,33 +13,10 @@ from transformers import PreTrainedModel, ViTConfig, ViTForImageClassification, 
 from recipes.small_networks import SmallImageClassifier, SmallImageClassifierConfig
 
 from ..study import Study
+from . import frontier_clients as clients
 from . import frontier_rows as plan
+from . import frontier_tables as tables
 from .frontier_attacks import GRAY, attack_images
-from .frontier_clients import (
-    IMAGE_FLAGS,
-    ImageTask,
-    Network,
-    cells_by_rate,
-    chosen_rate,
-    rates_so_far,
-    rates_to_try,
-    row_of,
-)
-from .frontier_tables import (
-    ACCURACY,
-    RATES,
-    TPR,
-    Look,
-    accuracy_lost,
-    cells_of,
-    draw,
-    fitting,
-    picture,
-    place_of,
-    pop_rates,
-    write_frontier,
-    write_lists,
-)
 from .lib.results import Results, named
 from .lib.tables import plt, save
 
@@ -47,13 +24,15 @@ from .lib.tables import plt, save
 def gray_cell() -> tuple[str, dict]:
     """Where it is shown, and the cell."""
     messages = plan.IMAGE_ATTACKS[plan.INVERTING][0]
-    return place_of(plan.INVERTING, "end"), {"attack": GRAY, "messages": messages}
+    return tables.place_of(plan.INVERTING, "end"), {"attack": GRAY, "messages": messages}
 
 
 def quick_cells(rows: list, **more: Any) -> dict:
     passes = [(1, {attack: ["end"] for attack in plan.QUICK_IMAGE_ATTACKS})]
     sizes = plan.QUICK | more
-    return fitting(cells_of(rows, passes, plan.QUICK_IMAGE_ATTACKS, sizes, None, plan.IMAGE_RATE))
+    return tables.fitting(
+        tables.cells_of(rows, passes, plan.QUICK_IMAGE_ATTACKS, sizes, None, plan.IMAGE_RATE)
+    )
 
 
 def search_of(
@@ -61,8 +40,10 @@ def search_of(
 ) -> dict[str, dict]:
     """Cells of a row's rates, so far."""
     common = {"defense": defense, "strength": strength, "seed": plan.RATES_SEED, **sizes}
-    start = rates_to_try(strength, plan.SPREAD, plan.IMAGE_RATE, plan.IMAGE_GRID)
-    return cells_by_rate(common, rates_so_far(results, common, start, plan.IMAGE_GRID))
+    start = clients.rates_to_try(strength, plan.SPREAD, plan.IMAGE_RATE, plan.IMAGE_GRID)
+    return clients.cells_by_rate(
+        common, clients.rates_so_far(results, common, start, plan.IMAGE_GRID)
+    )
 
 
 class Images(Study):
@@ -80,8 +61,8 @@ class Images(Study):
     message's 16 at 1 % FPR. FOLDER keeps what was trained.
     """
 
-    ARGUMENTS = IMAGE_FLAGS | {"--all": plan.ALL} | plan.FOLDER
-    LOOK = Look("psnr", "PSNR in dB of what the best attacker reads (less is better)", -25)
+    ARGUMENTS = clients.IMAGE_FLAGS | {"--all": plan.ALL} | plan.FOLDER
+    LOOK = tables.Look("psnr", "PSNR in dB of what the best attacker reads (less is better)", -25)
 
     def cells(self) -> dict:
         """Row by row, the rates and then what takes the best of them; with `--all` further stages
@@ -93,23 +74,25 @@ class Images(Study):
         results, (place, gray) = Results(self.output), gray_cell()
         cells, best, is_searched = {(GRAY, place, "0"): gray}, {}, True
         for defense, strength in plan.IMAGE_ROWS:
-            row, search = row_of(defense, strength), search_of(results, defense, strength)
-            rate = chosen_rate(results, search)
+            row, search = clients.row_of(defense, strength), search_of(results, defense, strength)
+            rate = clients.chosen_rate(results, search)
             if rate is not None:
                 best[row] = rate
             is_asked = self.args.all or (defense, strength) in plan.IMAGE_FIRST
             if row in best or (is_searched and is_asked):
-                cells |= {(row, RATES, rate): cell for rate, cell in search.items()}
+                cells |= {(row, tables.RATES, rate): cell for rate, cell in search.items()}
             is_searched = is_searched and row in best
         passes = plan.IMAGE_PASSES[: None if self.args.all and is_searched else 1]
         rows = plan.IMAGE_ROWS if self.args.all else plan.IMAGE_FIRST
         sizes = (plan.IMAGE_ATTACKS, plan.IMAGE_SIZES, best)
-        cells |= cells_of(rows, passes, *sizes)
-        whole = cells_of(plan.IMAGE_ROWS, plan.IMAGE_PASSES, *sizes)
-        return fitting(cells | {place: cell for place, cell in whole.items() if cell in results})
+        cells |= tables.cells_of(rows, passes, *sizes)
+        whole = tables.cells_of(plan.IMAGE_ROWS, plan.IMAGE_PASSES, *sizes)
+        return tables.fitting(
+            cells | {place: cell for place, cell in whole.items() if cell in results}
+        )
 
     def load(self) -> None:
-        self.task = ImageTask(self.args.train, self.args.test, self.args.models)
+        self.task = clients.ImageTask(self.args.train, self.args.test, self.args.models)
 
     def measure(self, cell: dict) -> dict:
         if "attack" in cell:
@@ -117,10 +100,10 @@ class Images(Study):
         return self.task.trained(cell)
 
     def report(self, metrics: dict) -> None:
-        more = {"rates (held out)": pop_rates(metrics)}
-        write_frontier(metrics, plan.IMAGE_ATTACKS, self.output, more)
-        write_lists(metrics, plan.IMAGE_ATTACKS, self.output)
-        picture(metrics, self.output, self.LOOK)
+        more = {"rates (held out)": tables.pop_rates(metrics)}
+        tables.write_frontier(metrics, plan.IMAGE_ATTACKS, self.output, more)
+        tables.write_lists(metrics, plan.IMAGE_ATTACKS, self.output)
+        tables.picture(metrics, self.output, self.LOOK)
 
 
 class ResNet(SmallImageClassifier):
@@ -175,11 +158,11 @@ def network(name: str, channels: int, side: int, classes: int) -> PreTrainedMode
     shape = {"num_channels": channels, "image_size": side, "num_labels": classes}
     if name == "vit":
         return ViTForImageClassification(ViTConfig(**VIT, **shape))
-    kind = {"convolutions": Network, "resnet": ResNet}[name]
+    kind = {"convolutions": clients.Network, "resnet": ResNet}[name]
     return kind(SmallImageClassifierConfig(**shape))
 
 
-class ElsewhereTask(ImageTask):
+class ElsewhereTask(clients.ImageTask):
     """A network and images, by their name in the settings.
 
     Args:
@@ -210,7 +193,7 @@ class Elsewhere(Study):
     was trained.
     """
 
-    ARGUMENTS = IMAGE_FLAGS | plan.FOLDER | {
+    ARGUMENTS = clients.IMAGE_FLAGS | plan.FOLDER | {
         "--mnist": "npz with x_train, y_train, x_test and y_test",
         "--tiny_imagenet": "npz with x_train, y_train, x_val and y_val",
         "--all": plan.ALL,
@@ -232,13 +215,13 @@ class Elsewhere(Study):
             sizes = plan.IMAGE_SIZES | {"place": name}
             cells[name, GRAY, place, "0"] = gray | {"place": name}
             for defense, strength in plan.ELSEWHERE_ROWS:
-                row = row_of(defense, strength)
+                row = clients.row_of(defense, strength)
                 search = search_of(results, defense, strength, sizes)
-                cells |= {(name, row, RATES, rate): cell for rate, cell in search.items()}
-                if (rate := chosen_rate(results, search)) is not None:
+                cells |= {(name, row, tables.RATES, rate): cell for rate, cell in search.items()}
+                if (rate := clients.chosen_rate(results, search)) is not None:
                     best[row] = rate
             whole, first = (
-                cells_of(plan.ELSEWHERE_ROWS, passes, plan.IMAGE_ATTACKS, sizes, best)
+                tables.cells_of(plan.ELSEWHERE_ROWS, passes, plan.IMAGE_ATTACKS, sizes, best)
                 for passes in (plan.ELSEWHERE_PASSES, plan.ELSEWHERE_PASSES[:1])
             )
             here = self.keep_first(whole, lambda cell, first=first: cell in first.values())
@@ -263,12 +246,16 @@ class Elsewhere(Study):
     def report(self, metrics: dict) -> None:
         figure, panels = plt.subplots(2, 2, figsize=(13, 10), layout="constrained")
         for axes, (name, rows) in zip(panels.flat, metrics.items(), strict=True):
-            more = {"rates (held out)": pop_rates(rows)}
+            more = {"rates (held out)": tables.pop_rates(rows)}
             ending = "_" + name.lower().replace(" ", "_")
-            write_frontier(rows, plan.IMAGE_ATTACKS, named(self.output, ending), more)
-            runs = [places[ACCURACY] for places in rows.values() if ACCURACY in places]
-            most = max(accuracy_lost(run, rows["none"][ACCURACY]).mean for run in runs)
-            draw(axes, rows, Look(TPR, self.LABEL, -110 * max(most, 0.01)))
+            tables.write_frontier(rows, plan.IMAGE_ATTACKS, named(self.output, ending), more)
+            runs = [
+                places[tables.ACCURACY] for places in rows.values() if tables.ACCURACY in places
+            ]
+            most = max(
+                tables.accuracy_lost(run, rows["none"][tables.ACCURACY]).mean for run in runs
+            )
+            tables.draw(axes, rows, tables.Look(tables.TPR, self.LABEL, -110 * max(most, 0.01)))
             axes.set_title(name)
         for axes in panels.flat[:-1]:
             axes.get_legend().remove()

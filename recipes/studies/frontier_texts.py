@@ -22,64 +22,10 @@ from hf_gradguard.gradient_map.parameters import shared_parameters
 from hf_gradguard.randomness import Stream
 
 from ..study import Study
-from .frontier_attacks import (
-    CHANCE,
-    NOISE_ALONE,
-    attack_texts,
-    observe_texts,
-    rank_members,
-    sentences_and_labels,
-)
-from .frontier_clients import (
-    TEXT_FLAGS,
-    Stage,
-    TextTask,
-    best_rates,
-    cells_by_rate,
-    rates_so_far,
-    rates_to_try,
-    row_of,
-)
-from .frontier_rows import (
-    ALL,
-    ATTACKS,
-    BATCH,
-    CANDIDATES,
-    FIRST,
-    FOLDER,
-    GRID,
-    MORE,
-    MORE_SEEDS,
-    NONE,
-    PASSES,
-    QUICK,
-    QUICK_ATTACKS,
-    QUICK_CANDIDATES,
-    QUICK_ROWS,
-    RATES_SEED,
-    ROWS,
-    SIZES,
-    SPAN,
-    SPREAD,
-    STAGES,
-    Row,
-    noises,
-    prunings,
-    refiners,
-)
-from .frontier_tables import (
-    ACCURACY,
-    TPR,
-    Look,
-    attack_cell,
-    cells_of,
-    fitting,
-    picture,
-    score_text,
-    values_text,
-    write_frontier,
-    write_lists,
-)
+from . import frontier_attacks as attacks
+from . import frontier_clients as clients
+from . import frontier_rows as plan
+from . import frontier_tables as tables
 from .lib.results import Results, named
 from .lib.tables import write_table
 from .lib.text import batch_of, of_usual_length, sst2
@@ -95,33 +41,35 @@ class Rates(Study):
     divides its steps by as much. Where the best is at an end, more are, until it is not.
     """
 
-    ARGUMENTS = TEXT_FLAGS | {"--all": ALL}
+    ARGUMENTS = clients.TEXT_FLAGS | {"--all": plan.ALL}
 
     def cells(self) -> dict:
         """Those of the start, and those that they ask for next. Without `--all` of the first rows,
         and of those whose search has ended.
         """
         results, cells = Results(self.output), {}
-        for defense, strength in QUICK_ROWS if self.quick else ROWS:
-            sizes = QUICK if self.quick else SIZES
-            common = {"defense": defense, "strength": strength, "seed": RATES_SEED, **sizes}
-            rates = rates_to_try(strength, 0 if self.quick else SPREAD)
+        for defense, strength in plan.QUICK_ROWS if self.quick else plan.ROWS:
+            sizes = plan.QUICK if self.quick else plan.SIZES
+            common = {"defense": defense, "strength": strength, "seed": plan.RATES_SEED, **sizes}
+            rates = clients.rates_to_try(strength, 0 if self.quick else plan.SPREAD)
             if not self.quick:
-                rates = rates_so_far(results, common, rates)
-            search = cells_by_rate(common, rates)
+                rates = clients.rates_so_far(results, common, rates)
+            search = clients.cells_by_rate(common, rates)
             ended = all(cell in results for cell in search.values())
-            if self.quick or self.args.all or ended or (defense, strength) in FIRST:
-                cells |= {(row_of(defense, strength), rate): c for rate, c in search.items()}
+            if self.quick or self.args.all or ended or (defense, strength) in plan.FIRST:
+                cells |= {
+                    (clients.row_of(defense, strength), rate): c for rate, c in search.items()
+                }
         return cells
 
     def load(self) -> None:
-        self.task = TextTask(self.args.model, self.args.data_dir)
+        self.task = clients.TextTask(self.args.model, self.args.data_dir)
 
     def measure(self, cell: dict) -> dict:
         return self.task.on_held_out(cell)
 
     def report(self, metrics: dict) -> None:
-        best, grid = best_rates(metrics), [f"{rate:g}" for rate in GRID]
+        best, grid = clients.best_rates(metrics), [f"{rate:g}" for rate in plan.GRID]
         rows = [
             [f"`{row}`", f"{best[row]:g}"]
             + [f"{rates[rate]['held_out']:.3f}" if rate in rates else "" for rate in grid]
@@ -133,16 +81,16 @@ class Rates(Study):
 class TextStudy(Study):
     """Sentences of SST-2, and trainings on them."""
 
-    ARGUMENTS: dict[str, Any] = TEXT_FLAGS | FOLDER
+    ARGUMENTS: dict[str, Any] = clients.TEXT_FLAGS | plan.FOLDER
     RATES: dict[str, Any] = {"--rates": {"default": "frontier_rates", "help": "beside OUTPUT"}}
 
     def load(self) -> None:
-        self.task = TextTask(
+        self.task = clients.TextTask(
             self.args.model, self.args.data_dir, getattr(self.args, "models", None)
         )
         self.texts = of_usual_length(sst2(self.args.data_dir))
 
-    def stage(self, cell: dict) -> Stage:
+    def stage(self, cell: dict) -> clients.Stage:
         return self.task.stage(cell, cell["stage"])
 
     def rates(self) -> dict[str, float]:
@@ -154,7 +102,7 @@ class TextStudy(Study):
         args = type(self.args)(**vars(self.args) | {"output": output, "all": False})
         for (row, rate), cell in Rates(args).cells().items():
             searches.setdefault(row, {})[rate] = results.get(cell)
-        return best_rates({row: r for row, r in searches.items() if None not in r.values()})
+        return clients.best_rates({row: r for row, r in searches.items() if None not in r.values()})
 
 
 class Texts(TextStudy):
@@ -172,12 +120,14 @@ class Texts(TextStudy):
     undefended models. FOLDER keeps what was trained, 45 MB per stage.
     """
 
-    ARGUMENTS = TextStudy.ARGUMENTS | TextStudy.RATES | {"--all": ALL}
-    LOOK = Look(
+    ARGUMENTS = TextStudy.ARGUMENTS | TextStudy.RATES | {"--all": plan.ALL}
+    LOOK = tables.Look(
         "token_f1", "words that the best attacker finds at any stage (token F1; less is better)", -7
     )
-    LISTS = Look(
-        TPR, "members of messages of 16 that a list tells at any stage, at 1 % false alarms", -7
+    LISTS = tables.Look(
+        tables.TPR,
+        "members of messages of 16 that a list tells at any stage, at 1 % false alarms",
+        -7,
     )
 
     def cells(self) -> dict:
@@ -185,42 +135,52 @@ class Texts(TextStudy):
         there.
         """
         if self.quick:
-            passes = [(1, {attack: list(STAGES) for attack in QUICK_ATTACKS})]
-            return fitting(cells_of(QUICK_ROWS, passes, QUICK_ATTACKS, QUICK, None))
+            passes = [(1, {attack: list(plan.STAGES) for attack in plan.QUICK_ATTACKS})]
+            return tables.fitting(
+                tables.cells_of(plan.QUICK_ROWS, passes, plan.QUICK_ATTACKS, plan.QUICK, None)
+            )
         rates, cells = self.rates(), {}
-        for place, cell in fitting(cells_of(ROWS, PASSES, ATTACKS, SIZES, rates)).items():
+        for place, cell in tables.fitting(
+            tables.cells_of(plan.ROWS, plan.PASSES, plan.ATTACKS, plan.SIZES, rates)
+        ).items():
             cells[place] = cell
             if place[0] == "none" and cell.get("attack") == "tag":
                 # What it makes of noise alone at that model
-                cells[CHANCE, *place[1:]] = cell | {NOISE_ALONE: True}
-        cells |= cells_of(MORE, [(MORE_SEEDS, {})], ATTACKS, SIZES, rates)
-        first = cells_of(FIRST, PASSES[:1], ATTACKS, SIZES, rates).values()
+                cells[attacks.CHANCE, *place[1:]] = cell | {attacks.NOISE_ALONE: True}
+        cells |= tables.cells_of(
+            plan.MORE, [(plan.MORE_SEEDS, {})], plan.ATTACKS, plan.SIZES, rates
+        )
+        first = tables.cells_of(
+            plan.FIRST, plan.PASSES[:1], plan.ATTACKS, plan.SIZES, rates
+        ).values()
         return self.keep_first(cells, lambda cell: cell in first)
 
     def measure(self, cell: dict) -> dict:
         if "attack" not in cell:
             return self.task.learned(cell)
         later = self.task.later_batches()
-        return attack_texts(cell, self.stage(cell), self.task.tokenizer, self.texts, later)
+        return attacks.attack_texts(cell, self.stage(cell), self.task.tokenizer, self.texts, later)
 
     def report(self, metrics: dict) -> None:
-        write_frontier(metrics, ATTACKS, self.output, {})
-        write_lists(metrics, ATTACKS, self.output)
-        picture(metrics, self.output, self.LOOK)
-        several = f", {(QUICK_CANDIDATES if self.quick else CANDIDATES)[1]}, "
+        tables.write_frontier(metrics, plan.ATTACKS, self.output, {})
+        tables.write_lists(metrics, plan.ATTACKS, self.output)
+        tables.picture(metrics, self.output, self.LOOK)
+        several = f", {(plan.QUICK_CANDIDATES if self.quick else plan.CANDIDATES)[1]}, "
         lists = {
             row: {place: runs for place, runs in cells.items()
-                  if place == ACCURACY or several in place}
+                  if place == tables.ACCURACY or several in place}
             for row, cells in metrics.items()
         }  # fmt: skip
-        picture(lists, self.output.with_name(self.output.name + "_lists"), self.LISTS)
+        tables.picture(lists, self.output.with_name(self.output.name + "_lists"), self.LISTS)
 
 
 def candidates_at_the_end(quick: bool) -> dict:
     """A cell of the candidate-set attacker, at the end of the first seed's training."""
-    attack, attacks = (QUICK_CANDIDATES, QUICK_ATTACKS) if quick else (CANDIDATES, ATTACKS)
-    cell = attack_cell(attack, *attacks[attack], "end")
-    return cell | (QUICK if quick else SIZES) | {"seed": 0}
+    attack, plans = (
+        (plan.QUICK_CANDIDATES, plan.QUICK_ATTACKS) if quick else (plan.CANDIDATES, plan.ATTACKS)
+    )
+    cell = tables.attack_cell(attack, *plans[attack], "end")
+    return cell | (plan.QUICK if quick else plan.SIZES) | {"seed": 0}
 
 
 class Lists(TextStudy):
@@ -246,16 +206,18 @@ class Lists(TextStudy):
         trained = self.TRAINED | {k: cell[k] for k in ("seed", "steps", "batch", "stage")}
         model = self.stage(trained).model
         defense = make_defense("gaussian_noise", relative_scale=cell["relative_scale"])
-        metrics = attack_texts(cell, Stage(model, defense), self.task.tokenizer, self.texts)
+        metrics = attacks.attack_texts(
+            cell, clients.Stage(model, defense), self.task.tokenizer, self.texts
+        )
         return metrics | {"parameters": sum(p.numel() for p in shared_parameters(model).values())}
 
     def report(self, metrics: dict) -> None:
-        _, size = QUICK_CANDIDATES if self.quick else CANDIDATES
+        _, size = plan.QUICK_CANDIDATES if self.quick else plan.CANDIDATES
         rows = []
         for strength, cell in metrics.items():
             spread = math.sqrt(cell["parameters"] / size) / float(strength)
             rank = f"{statistics.median(cell['rank']):g}"
-            rows.append([strength, f"{spread:.2g}", score_text({"0": cell}), rank])
+            rows.append([strength, f"{spread:.2g}", tables.score_text({"0": cell}), rank])
         header = ["noise over gradient", "spread", "told at 1 % false alarms", "rank, median"]
         write_table(self.output, header, rows)
 
@@ -270,9 +232,9 @@ class Partly(TextStudy):
     """
 
     ARGUMENTS = TextStudy.ARGUMENTS | TextStudy.RATES
-    ROWS: list[Row] = [
-        NONE, *noises(20.0)[:1], *prunings("pruning", 0.99),
-        *prunings("optimal_pruning", 0.99, error_feedback=True),
+    ROWS: list[plan.Row] = [
+        plan.NONE, *plan.noises(20.0)[:1], *plan.prunings("pruning", 0.99),
+        *plan.prunings("optimal_pruning", 0.99, error_feedback=True),
     ]  # fmt: skip
 
     def cells(self) -> dict:
@@ -280,26 +242,26 @@ class Partly(TextStudy):
         rows, counts = (self.ROWS[:1], (4, 2)) if self.quick else (self.ROWS, (16, 8, 2))
         rates = {} if self.quick else self.rates()
         return {
-            (row_of(*row), str(listed)): common
+            (clients.row_of(*row), str(listed)): common
             | {"defense": row[0], "strength": row[1], "members": listed}
-            | {"learning_rate": rates.get(row_of(*row), 2e-4)}
+            | {"learning_rate": rates.get(clients.row_of(*row), 2e-4)}
             for listed in counts
             for row in rows
         }
 
     def measure(self, cell: dict) -> dict:
         size, listed, texts = cell["size"], cell["members"], self.texts
-        observations = observe_texts(cell, self.stage(cell), self.task.tokenizer, texts)
+        observations = attacks.observe_texts(cell, self.stage(cell), self.task.tokenizer, texts)
         starts = range(0, size * len(observations), size)
         members = [text for start in starts for text in texts[start : start + listed]]
         candidates = (members + texts[size * len(observations) :])[: cell["settings"]["listed"]]
-        return rank_members(
-            cell | {"size": listed}, *sentences_and_labels(candidates), observations
+        return attacks.rank_members(
+            cell | {"size": listed}, *attacks.sentences_and_labels(candidates), observations
         )
 
     def report(self, metrics: dict) -> None:
         rows = [
-            [f"`{row}`", *(f"{score_text({'0': cell})}, {statistics.median(cell['rank']):g}"
+            [f"`{row}`", *(f"{tables.score_text({'0': cell})}, {statistics.median(cell['rank']):g}"
                            for cell in cells.values())]
             for row, cells in metrics.items()
         ]  # fmt: skip
@@ -320,17 +282,26 @@ class Corpora(TextStudy):
     ARGUMENTS = TextStudy.ARGUMENTS | TextStudy.RATES | {
         "--text": "WikiText-2's test part, a paragraph a line"
     }  # fmt: skip
-    ROWS: list[Row] = [NONE, *noises(20.0), *refiners(4, 16), *refiners(4, min_batches=8)]
+    ROWS: list[plan.Row] = [
+        plan.NONE,
+        *plan.noises(20.0),
+        *plan.refiners(4, 16),
+        *plan.refiners(4, min_batches=8),
+    ]
 
     def cells(self) -> dict:
         if self.quick:
-            passes = [(1, {attack: ["end"] for attack in QUICK_ATTACKS})]
-            cells = fitting(cells_of(self.ROWS[:1], passes, QUICK_ATTACKS, QUICK, None))
+            passes = [(1, {attack: ["end"] for attack in plan.QUICK_ATTACKS})]
+            cells = tables.fitting(
+                tables.cells_of(self.ROWS[:1], passes, plan.QUICK_ATTACKS, plan.QUICK, None)
+            )
         else:
-            passes = [(1, {SPAN: list(STAGES), CANDIDATES: ["end"]})]
-            cells = cells_of(self.ROWS, passes, ATTACKS, SIZES, self.rates())
+            passes = [(1, {plan.SPAN: list(plan.STAGES), plan.CANDIDATES: ["end"]})]
+            cells = tables.cells_of(self.ROWS, passes, plan.ATTACKS, plan.SIZES, self.rates())
         corpus = {"corpus": "WikiText-2"}
-        return {place: cell | corpus for place, cell in cells.items() if place[1] != ACCURACY}
+        return {
+            place: cell | corpus for place, cell in cells.items() if place[1] != tables.ACCURACY
+        }
 
     def load(self) -> None:
         super().load()
@@ -338,12 +309,12 @@ class Corpora(TextStudy):
         self.texts = [{"sentence": sentence, "label": label} for sentence, label in pairs]
 
     def measure(self, cell: dict) -> dict:
-        return attack_texts(cell, self.stage(cell), self.task.tokenizer, self.texts)
+        return attacks.attack_texts(cell, self.stage(cell), self.task.tokenizer, self.texts)
 
     def report(self, metrics: dict) -> None:
         places = list(dict.fromkeys(place for cells in metrics.values() for place in cells))
         rows = [
-            [f"`{row}`", *(score_text(cells.get(place, {})) for place in places)]
+            [f"`{row}`", *(tables.score_text(cells.get(place, {})) for place in places)]
             for row, cells in metrics.items()
         ]
         write_table(self.output, ["", *places], rows)
@@ -376,10 +347,10 @@ class Batches(TextStudy):
     size, and as the message of one large batch; the better one counts.
     """
 
-    ARGUMENTS = TEXT_FLAGS
+    ARGUMENTS = clients.TEXT_FLAGS
 
     def cells(self) -> dict:
-        counts, size, messages = ((1, 2), 2, 1) if self.quick else ((1, 2, 4, 8, 16), BATCH, 3)
+        counts, size, messages = ((1, 2), 2, 1) if self.quick else ((1, 2, 4, 8, 16), plan.BATCH, 3)
         return {
             (name, str(count)): {
                 "defense": name, "strength": {"ratio": 0.99, "error_feedback": True},
@@ -434,12 +405,12 @@ class Batches(TextStudy):
 
     def ranking(self, cell: dict, candidates: list, observations: list, size: int) -> dict:
         cell = cell | {"attack": "candidates", "size": size}
-        return rank_members(cell, *sentences_and_labels(candidates), observations)
+        return attacks.rank_members(cell, *attacks.sentences_and_labels(candidates), observations)
 
     def report(self, metrics: dict) -> None:
         rows = [
-            [f"`{name}`", count, score_text({"0": cell}), f"{statistics.median(cell['rank']):g}",
-             values_text([cell["all"]], "tpr_1%")]
+            [f"`{name}`", count, tables.score_text({"0": cell}),
+             f"{statistics.median(cell['rank']):g}", tables.values_text([cell["all"]], "tpr_1%")]
             for name, cells in metrics.items()
             for count, cell in cells.items()
         ]  # fmt: skip

@@ -12,18 +12,10 @@ from hf_gradguard.defenses import Defense, Message
 from hf_gradguard.randomness import Stream
 
 from ..study import Study
+from . import frontier_clients as clients
 from . import frontier_rows as plan
+from . import frontier_tables as tables
 from .frontier_attacks import attack_images, attack_texts, messages_of
-from .frontier_clients import (
-    TEXT_FLAGS,
-    ImageRows,
-    ImageTask,
-    TextTask,
-    best_rates,
-    cells_by_rate,
-    chosen_rate,
-)
-from .frontier_tables import ACCURACY, RATES, accuracy_text, attack_cell, lost, score_text
 from .lib.device import on_device
 from .lib.images import array_images, flat, single_images
 from .lib.results import Results
@@ -69,7 +61,7 @@ class Parts(Study):
     stage.
     """
 
-    ARGUMENTS = TEXT_FLAGS | plan.FOLDER | {
+    ARGUMENTS = clients.TEXT_FLAGS | plan.FOLDER | {
         "--all": {"action": "store_true", "help": "all rows, three seeds"}
     }  # fmt: skip
     QUICK_ROWS, FIRST, OF_WORDS = ("none", "4 samples", "16, without feedback"), 6, 2
@@ -85,9 +77,9 @@ class Parts(Study):
             cell |= plan.QUICK if self.quick else {}
             is_single = self.quick or len(rates) == 1
             common = cell | {"seed": plan.RATES_SEED}
-            search = cells_by_rate(common, () if is_single else rates)
-            cells |= {(row, RATES, rate): found for rate, found in search.items()}
-            rate = rates[0] if is_single else chosen_rate(results, search)
+            search = clients.cells_by_rate(common, () if is_single else rates)
+            cells |= {(row, tables.RATES, rate): found for rate, found in search.items()}
+            rate = rates[0] if is_single else clients.chosen_rate(results, search)
             if rate is not None:
                 best[row] = cell | {"learning_rate": rate}
         attacks, candidates = plan.ATTACKS | {plan.WORD: (8, {"words": 300})}, plan.CANDIDATES
@@ -98,9 +90,9 @@ class Parts(Study):
         rows_of[plan.WORD] = list(PARTS)[: self.OF_WORDS]
         for seed in range(1 if self.quick else 3):
             trained = {row: cell | {"seed": seed} for row, cell in best.items()}
-            cells |= {(row, ACCURACY, str(seed)): cell for row, cell in trained.items()}
+            cells |= {(row, tables.ACCURACY, str(seed)): cell for row, cell in trained.items()}
             for attack, rows in rows_of.items() if seed == 0 else ():
-                (name, size), asked = attack, attack_cell(attack, *attacks[attack], "end")
+                (name, size), asked = attack, tables.attack_cell(attack, *attacks[attack], "end")
                 attacked = [row for row in trained if row in rows]
                 cells |= {(row, f"{name}, {size}", "0"): trained[row] | asked for row in attacked}
         if self.quick:
@@ -129,21 +121,24 @@ class Parts(Study):
 
     def report(self, metrics: dict) -> None:
         places = dict.fromkeys(place for cells in metrics.values() for place in cells)
-        columns = [place for place in places if place not in (RATES, ACCURACY)]
+        columns = [place for place in places if place not in (tables.RATES, tables.ACCURACY)]
         rows = []
         for row, cells in metrics.items():
-            runs, rates = cells.get(ACCURACY, {}), cells.get(RATES, {})
+            runs, rates = cells.get(tables.ACCURACY, {}), cells.get(tables.RATES, {})
             # The undefended row of as many messages
             plain = next(
                 name
                 for name, part in PARTS.items()
                 if (part.defense, part.steps) == ("none", PARTS[row].steps)
             )
-            shown = [row, f"{best_rates({row: rates})[row]:g}" if rates else ""]
-            shown += [accuracy_text(runs), lost(runs, metrics.get(plain, {}).get(ACCURACY, {}))]
+            shown = [row, f"{clients.best_rates({row: rates})[row]:g}" if rates else ""]
+            shown += [
+                tables.accuracy_text(runs),
+                tables.lost(runs, metrics.get(plain, {}).get(tables.ACCURACY, {})),
+            ]
             sums = [run["cosine_of_sums"] for run in runs.values() if "cosine_of_sums" in run]
             shown += [interval(sums, 2) if sums else ""]
-            rows.append(shown + [score_text(cells.get(column, {})) for column in columns])
+            rows.append(shown + [tables.score_text(cells.get(column, {})) for column in columns])
         header = ["", "rate", "accuracy", "less than none", "cosine of sums", *columns]
         write_table(self.output, header, rows)
 
@@ -171,7 +166,7 @@ class Sums:
         return float(cosine_similarity(self.shared.double(), self.gradient.double(), dim=0))
 
 
-class SummedTask(TextTask):
+class SummedTask(clients.TextTask):
     """The frontier's, with the sums of the last training."""
 
     def trainer(self, model: torch.nn.Module, rows: Any, cell: dict) -> GradGuardTrainer:
@@ -236,7 +231,9 @@ class Warm(Study):
         }
         cells: dict = {}
         for seed in range(1 if self.quick else 3):
-            cells |= {(row, ACCURACY, str(seed)): c | {"seed": seed} for row, c in rows.items()}
+            cells |= {
+                (row, tables.ACCURACY, str(seed)): c | {"seed": seed} for row, c in rows.items()
+            }
         for row, rates in WARM_TRIED.items():
             for rate in rates:
                 tried = {"learning_rate": rate, "seed": plan.RATES_SEED}
@@ -245,10 +242,10 @@ class Warm(Study):
         for row, cell in rows.items():
             first = cell | {"seed": 0}
             for stage in ("start", "end"):
-                asked = attack_cell(plan.INVERTING, *attacks[plan.INVERTING], stage)
+                asked = tables.attack_cell(plan.INVERTING, *attacks[plan.INVERTING], stage)
                 cells[row, f"PSNR, {stage}", "0"] = first | asked
             candidates = ("candidates", size)
-            asked = attack_cell(candidates, *attacks[candidates], "end")
+            asked = tables.attack_cell(candidates, *attacks[candidates], "end")
             cells[row, TOLD, "0"] = first | asked
             cells[row, COSINE, "0"] = first | {"stage": "end", COSINE: count}
         return cells
@@ -269,23 +266,25 @@ class Warm(Study):
         return {COSINE: cosines}
 
     def report(self, metrics: dict) -> None:
-        plain, rows = metrics["none"][ACCURACY], []
+        plain, rows = metrics["none"][tables.ACCURACY], []
         for row, cells in metrics.items():
             tried = [
                 f"{place.removeprefix(TRIED).strip()} ({runs['']['held_out']:.3f})"
                 for place, runs in cells.items()
                 if place.startswith(TRIED)
             ]
-            runs = cells[ACCURACY]
-            shown = [row, ", ".join(tried), accuracy_text(runs), lost(runs, plain)]
-            shown += [score_text(cells[place]) for place in ("PSNR, start", "PSNR, end", TOLD)]
+            runs = cells[tables.ACCURACY]
+            shown = [row, ", ".join(tried), tables.accuracy_text(runs), tables.lost(runs, plain)]
+            shown += [
+                tables.score_text(cells[place]) for place in ("PSNR, start", "PSNR, end", TOLD)
+            ]
             rows.append([*shown, interval(cells[COSINE]["0"][COSINE], 2)])
         header = ["", "rates (held out)", "accuracy", "less than none"]
         header += ["PSNR, start", "PSNR, end", TOLD, "cosine"]
         write_table(self.output, header, rows)
 
 
-class FewImages(ImageTask):
+class FewImages(clients.ImageTask):
     """The first images of an npz, as they are, and some of the next ones to judge by."""
 
     COUNT = WARM_IMAGES
@@ -294,8 +293,8 @@ class FewImages(ImageTask):
     def train_rows(self) -> tuple[Tensor, Tensor]:
         return array_images(self._train)
 
-    def rows_to_learn(self) -> ImageRows:
-        return ImageRows(*(part[: self.COUNT] for part in self.train_rows), flip=False)
+    def rows_to_learn(self) -> clients.ImageRows:
+        return clients.ImageRows(*(part[: self.COUNT] for part in self.train_rows), flip=False)
 
     def held_out(self) -> tuple[Tensor, Tensor]:
         pixels, labels = self.train_rows

@@ -15,7 +15,7 @@ from hf_gradguard import GradientMap, make_defense
 from hf_gradguard.leakage import dp_sgd_epsilon
 from hf_gradguard.randomness import Stream
 from hf_gradguard.testing.small import small_text_task
-from recipes.studies import frontier_texts
+from recipes.studies import frontier_rows, frontier_texts
 from recipes.studies.frontier_attacks import attack_texts, f1_of, messages_of
 from recipes.studies.frontier_clients import Stage, TextTask, next_rate, rates_to_try, row_of
 from recipes.studies.frontier_heads import TextHeadTask
@@ -80,7 +80,7 @@ def test_refiner_parts(encoder, sentences, quick, tmp_path, monkeypatch):
 
 
 def test_frontier(encoder, sentences, quick, tmp_path, monkeypatch):
-    monkeypatch.setattr(frontier_texts, "QUICK_ROWS", QUICK_ROWS[::2])
+    monkeypatch.setattr(frontier_rows, "QUICK_ROWS", QUICK_ROWS[::2])
     monkeypatch.setattr(TextTask, "HELD_OUT", 20)
     data = ("--model", encoder, "--data_dir", sentences)
     study = quick("frontier_rates", *data, output=tmp_path / "frontier_rates")
