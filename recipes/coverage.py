@@ -58,8 +58,8 @@ def page() -> str:
         f"Five papers, {sum(states.values())} claims: {counts}.",
         "Both versions of Chen et al. stand in one table.",
         "",
-        "This page is made by `python recipes/coverage.py`. The figures, with their commands,",
-        "seeds and intervals, are in [results](results.md). Linked tests compute what they show.",
+        "`python recipes/coverage.py` makes this page. Linked pages have the figures, with their",
+        "seeds, intervals and commands. Linked tests compute what they show.",
         "",
         "| state | means |",
         "|---|---|",
@@ -76,7 +76,7 @@ def page() -> str:
 def rows(paper: dict) -> Iterator[str]:
     for item in paper["items"]:
         here = re.sub(r"{seeds\((\d+), (\d+), (\d+)\)}", _seeds, item.get("found", ""))
-        shown = [f"[results](findings/{item['link']})"] if "link" in item else []
+        shown = [f"[{item['link']}](findings/{item['link']})"] if "link" in item else []
         files = dict.fromkeys(test.split("::")[0] for test in item["tests"])
         shown += [f"[{Path(file).name}](../{file})" for file in files]
         if shown:

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 import pytest
-from headings import headings
 
 from recipes import results
 from recipes.studies.evaluation_networks import IMAGE, TEXT
@@ -72,6 +71,29 @@ def test_every_run_table_and_picture_is_on_a_page():
     cards = {PUBLISHED / f"evalnets_{network}.md" for network in (IMAGE, TEXT)}  # on their cards
     assert files - cards <= links
     assert {*PAGES[1:]} <= links
+
+
+def headings(page: Path) -> set[str]:
+    """Sections of a page, as links name them."""
+    return {
+        re.sub(r"[^\w\- ]", "", line.lstrip("# ").lower()).replace(" ", "-")
+        for line in page.read_text(encoding="utf-8").splitlines()
+        if line.startswith("#")
+    }
+
+
+def prose(text: str) -> str:
+    """A page without its tables, code and link targets."""
+    text = re.sub(r"^```.*?^```$|^ *\|[^\n]*$", "", text, flags=re.M | re.S)
+    return re.sub(r"\]\([^)]*\)", "]", text)
+
+
+@pytest.mark.parametrize("page", PAGES[1:], ids=lambda page: page.stem)
+def test_a_page_asks_one_question_in_one_sitting(page):
+    text = page.read_text(encoding="utf-8")
+    assert text.splitlines()[0].endswith("?")
+    assert len(prose(text).split()) <= 600
+    assert re.search(r"^make results ONLY=", text, flags=re.M)
 
 
 LINKING = [*(ROOT / "docs").rglob("*.md"), ROOT / "README.md"]
