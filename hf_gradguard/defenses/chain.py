@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from ..gradient_map import GradientMap, Tensors
-from ..gradient_map.views import MaskedMap
 from ..randomness import Stream
 from .base import Defense, DefenseFacts
 from .mechanism import Mechanism
@@ -49,7 +48,7 @@ class Chain(Defense):
 
     def protect(self, gmap: GradientMap, generator: Stream) -> Message:
         one = self.first(gmap, generator)
-        two = self.second(MaskedMap(gmap, one, one.transmitted), generator)
+        two = self.second(gmap.masked(one, one.transmitted), generator)
         masks = [m.transmitted for m in (one, two) if m.transmitted is not None]
         transmitted = {n: masks[0][n] & masks[-1][n] for n in masks[0]} if masks else None
         shared = dict(two)

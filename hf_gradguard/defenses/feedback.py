@@ -21,7 +21,6 @@ from torch import Tensor
 from transformers.utils import logging
 
 from ..gradient_map import GradientMap, Tensors
-from ..gradient_map.views import CorrectedMap
 from ..randomness import Stream
 from .base import Defense, DefenseFacts, check_whole
 from .mechanism import Mechanism
@@ -195,7 +194,7 @@ class BiasedDefense(Defense):
 
     def corrected(self, gmap: GradientMap, wanted: Tensors) -> GradientMap:
         """The map with what earlier messages left out in its gradient."""
-        return CorrectedMap(gmap, wanted)
+        return gmap.corrected(wanted)
 
     @cached_property
     def _left_out(self) -> LeftOut:

@@ -22,7 +22,7 @@ from torch import Tensor
 from transformers.utils import logging
 
 from ..gradient_map import GradientMap, Tensors
-from ..gradient_map.views import Nothing
+from ..gradient_map.views import ZeroGradient
 from ..randomness import Stream
 from .base import Defense, DefenseFacts, is_number
 from .mechanism import Mechanism
@@ -264,7 +264,7 @@ class OptimalNoise(SensitivityDefense, NoiseDefense):
     def shaped(
         self, gmap: GradientMap, gradient: Tensors, generator: Stream
     ) -> tuple[Mapping[str, Tensor], float]:
-        alone = isinstance(gmap, Nothing)
+        alone = isinstance(gmap, ZeroGradient)
         if self.shape == "own" and not alone:
             own = gmap.restrict(sensitivity_ratio(*self.own_sensitivity(gmap, gradient, generator)))
             own = capped(self.bare_where_clipped(own, gradient))

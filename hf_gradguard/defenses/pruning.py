@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from ..gradient_map import GradientMap, Tensors
-from ..gradient_map.views import CorrectedMap, MaskedMap
 from ..randomness import Stream
 from .base import DefenseFacts, floor_share, is_number
 from .feedback import BiasedDefense, LeftOut, check_min_batches
@@ -76,7 +75,7 @@ class PruningDefense(BiasedDefense):
         if ready is None:
             return super().corrected(gmap, wanted)
         left = {name: v.masked_fill(~ready[name], 0) for name, v in wanted.items()}
-        return MaskedMap(CorrectedMap(gmap, wanted), left, ready)
+        return gmap.corrected(wanted).masked(left, ready)
 
     @cached_property
     def _left_out(self) -> LeftOut:

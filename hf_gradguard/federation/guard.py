@@ -22,7 +22,7 @@ from transformers.utils import logging
 from ..data.private import make_private_folder, write_private
 from ..defenses import Defense, make_defense
 from ..gradient_map import Tensors
-from ..gradient_map.views import Given
+from ..gradient_map.views import PrecomputedGradient
 from ..randomness import Stream
 from ..registry import DEFENSES
 
@@ -208,7 +208,7 @@ class Guard:
         if not self.settings.on:
             return dict(trained)
         change = self.change(received, trained)
-        return self.sent(received, self.defense(Given(change), generator))
+        return self.sent(received, self.defense(PrecomputedGradient(change), generator))
 
     def change(self, received: Mapping[str, Tensor], trained: Mapping[str, Tensor]) -> Tensors:
         """The difference that is to be protected: of all floating-point tensors that are not

@@ -61,17 +61,22 @@ class SamplePlan(NamedTuple):
 
 @dataclass
 class ModelCache:
-    """The three findings about one model.
+    """What is known of one model.
 
     Args:
         tables: Which parameters the input indexes.
         difference_plans: By kind of batch, with how often each was used.
         sample_plans: By kind of batch.
+        shared_parameters: What they were found of last, those that are trainable (held, so that no
+            other tensor gets their identity), and those that are shared.
     """
 
     tables: KnownTables = field(default_factory=KnownTables)
     difference_plans: dict[Hashable, tuple[DifferencePlan, int]] = field(default_factory=dict)
     sample_plans: dict[Hashable, SamplePlan] = field(default_factory=dict)
+    shared_parameters: tuple[Hashable, dict[str, nn.Parameter], dict[str, nn.Parameter]] | None = (
+        None
+    )
 
 
 _CACHES: WeakKeyDictionary[nn.Module, ModelCache] = WeakKeyDictionary()

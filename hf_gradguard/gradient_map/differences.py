@@ -15,11 +15,10 @@ from ..randomness import Stream, normal
 from .cache import DifferencePlan
 from .jacobian import check_names
 from .layers import Pass
-from .map import GradientMap
+from .map import GradientMap, View
 from .sensitivity import TOLERANCE, keep, plan_of, split_layers, step_size
 from .types import Tensors
 from .vectorized import Held
-from .views import View
 
 REACH = 0.3
 """How far Jδ goes at most, in square roots of the type's precision, of the parameters' norm."""
@@ -94,7 +93,7 @@ def by_differences(gmap: GradientMap) -> DifferencedMap | None:
         >>> bool((product - exact).norm() < 0.02 * exact.norm())
         True
     """
-    if type(gmap) is not GradientMap or gmap.shards is not None:
+    if type(gmap) is not GradientMap or gmap.undefended is not gmap or gmap.shards is not None:
         return None
     plan = plan_of(gmap)
     if plan.error <= TOLERANCE and plan.shift_error is None:
@@ -123,9 +122,6 @@ class DifferencedMap(View):
         out, or products from both sides did since.
         """
         return max(self.plan.error, self.plan.shift_error or 0.0, self._worst)
-
-    def gradient(self) -> Tensors:
-        return self.base.gradient()
 
     @cached_property
     def start(self) -> Pass:

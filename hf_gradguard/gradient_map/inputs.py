@@ -68,40 +68,6 @@ class ContinuousInput:
         assert slots.x is not None
         return slots.x, loss
 
-    def checked(self, x: Tensor) -> Tensor:
-        """The input, as there is one."""
-        return x
-
-
-class NoInput:
-    """In the place of a continuous input that nobody asks for."""
-
-    embedding = None
-
-    @property
-    def domain(self) -> Domain:
-        """There is none."""
-        raise ValueError(_NOT_ASKED)
-
-    def evaluate(
-        self, loss_fn: LossFunction, model: nn.Module, batch: Batch, value: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Run the model as it is. What stands for the input is empty."""
-        if value is not None:
-            raise ValueError(_NOT_ASKED)
-        return torch.zeros(0), loss_fn(model, dict(batch))
-
-    def checked(self, x: Tensor) -> Tensor:
-        """There is none."""
-        raise ValueError(_NOT_ASKED)
-
-
-_NOT_ASKED = (
-    "This GradientMap was made with needs_input=False, so it has no continuous input. A defense "
-    "that asks for one has to say so: its facts have needs_input=True unless a class says "
-    "otherwise."
-)
-
 
 def model_loss(model: nn.Module, batch: dict[str, Any]) -> Tensor:
     """The loss that a Hugging Face model returns when the batch holds labels."""
@@ -115,15 +81,13 @@ def model_loss(model: nn.Module, batch: dict[str, Any]) -> Tensor:
     return loss
 
 
-def find_input(model: nn.Module, batch: Batch, needed: bool = True) -> ContinuousInput | NoInput:
-    """The continuous input of `model` on `batch`, if it is needed.
+def find_input(model: nn.Module, batch: Batch) -> ContinuousInput:
+    """The continuous input of `model` on `batch`.
 
     Raises:
         ValueError: If the batch holds no token ids or pixels, holds both, or the model has no input
             embedding.
     """
-    if not needed:
-        return NoInput()
     domain = domain_of_batch(batch)
     return ContinuousInput(domain, domain.embedding(model))
 

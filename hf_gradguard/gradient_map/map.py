@@ -9,7 +9,9 @@ embedding hooks.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +19,7 @@ from torch import Tensor, nn
 
 from ..randomness import Stream
 from .domain import Domain
-from .inputs import find_input, model_loss
+from .inputs import ContinuousInput, find_input, model_loss
 from .jacobian import Jacobian
 from .parameters import check_sharding, shared_by_batch
 from .replay import Replay, differentiate
@@ -65,9 +67,17 @@ class GradientMap:
         True
     """
 
-    product_error = 0.0  # of `vjp` and `jvp`, relative to the product
+    product_error = 0.0
+    """Of `vjp` and `jvp`, relative to the product."""
+    transmitted: Tensors | None = None
+    """Masks of what an earlier defense of the chain left; `None` for all."""
+    any_rows = True
+    """Whether `of_batch` takes batches of any number of samples."""
+    is_clipped = False
+    """Whether `gradient` is clipped, and with it all that is derived from it."""
     shards: Shards | None = None
-    any_rows = True  # whether `of_batch` takes batches of any number of samples
+    _base: GradientMap | None = None
+    _shown: Tensors | None = None
 
     def __init__(
         self,
@@ -82,33 +92,26 @@ class GradientMap:
         shards: Shards | None = None,
     ) -> None:
         check_sharding(model, shards, second_order)
-        self.shards = shards
-        self.model, self._batch = model, batch
-        self.loss_fn = loss_fn or model_loss
-        self._needs_input = needs_input or second_order
+        self.model, self.loss_fn, self.shards = model, loss_fn or model_loss, shards
+        self._batch, self._needs_input = batch, needs_input or second_order
         share = share_input_embeddings
         self._sharing: Any = {"share_input_embeddings": share, "withhold": withhold}
-        self._source = find_input(model, batch, self._needs_input)
+        self._source = find_input(model, batch) if self._needs_input else None
         self.replay = Replay(model, second_order)
         with torch.enable_grad(), self.replay.kernels():
             self._parameters = shared_by_batch(
                 model, batch, self.loss_fn, **self._sharing, shards=shards
             )
             self._x, self._loss = self._first_pass()
-        if self._loss.dim() or not self._loss.requires_grad:
-            raise ValueError(
-                "The loss must be a differentiable scalar, but has shape "
-                f"{tuple(self._loss.shape)} and requires_grad={self._loss.requires_grad}. Return "
-                "the batch mean, computed from the model's output."
-            )
+        check_loss(self._loss)
         self._gradient: Tensors | None = None
-        self._jacobian = Jacobian(self._loss, self._x, self._parameters, self.replay)
         self._candidates: dict[bool, Candidates] = {}
 
     @property
     def input(self) -> Tensor:
         """The continuous input x, detached: `(B, T, H)` embeddings or `(B, C, H, W)` pixels."""
-        return self._source.checked(self._x).detach()
+        assert self._input_source  # raises if nothing asked for it
+        return self._x.detach()
 
     @property
     def batch(self) -> Batch:
@@ -118,12 +121,21 @@ class GradientMap:
     @property
     def domain(self) -> Domain:
         """What the input is made of: text or image."""
-        return self._source.domain
+        return self._input_source.domain
 
     @property
     def embedding(self) -> nn.Module | None:
         """The module whose output is the continuous input; `None` if that is pixels."""
-        return self._source.embedding
+        return None if self._source is None else self._source.embedding
+
+    @property
+    def _input_source(self) -> ContinuousInput:
+        if self._source is None:
+            raise ValueError(
+                "This GradientMap was made with needs_input=False, so it has no continuous input. "
+                "A defense that asks for one has to say so in its facts: needs_input."
+            )
+        return self._source
 
     @property
     def loss(self) -> Tensor:
@@ -142,36 +154,49 @@ class GradientMap:
             x: Input of the same shape as `input`.
             entries: Entries of the batch to put in the place of its own.
         """
-        batch = {**self._batch, **(entries or {})}
-        return self._source.evaluate(self.loss_fn, self.model, batch, value=x)[1]
+        return self._run({**self._batch, **(entries or {})}, x)[1]
+
+    def _run(self, batch: Batch, x: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """The input as it entered the graph, empty if nothing asks for it, and the loss."""
+        if self._source is None and x is None:
+            return torch.zeros(0), self.loss_fn(self.model, dict(batch))
+        return self._input_source.evaluate(self.loss_fn, self.model, batch, x)
 
     def _first_pass(self) -> tuple[Tensor, Tensor]:
-        return self._source.evaluate(self.loss_fn, self.model, self._batch)
+        return self._run(self._batch)
 
     def versions(self) -> dict[str, int]:
         """A count of in-place writes for everything that is the map's own or its model's: equal
         before and after whatever only reads.
         """
-        found = {"the continuous input": self._x._version}
+        if self._base is not None:
+            shown = "the gradient of {!r} that the defense before shared"
+            return self._base.versions() | {
+                shown.format(name): tensor._version for name, tensor in self.gradient().items()
+            }
+        versions = {"the continuous input": self._x._version}
         for name, tensor in self.gradient().items():
-            found[f"the true gradient of {name!r}"] = tensor._version
+            versions[f"the true gradient of {name!r}"] = tensor._version
         for name, parameter in self._parameters.items():
-            shards = self.shards
-            version = parameter._version if shards is None else shards.version(parameter)
-            found[f"the parameter {name!r}"] = version
+            version = parameter._version if self.shards is None else self.shards.version(parameter)
+            versions[f"the parameter {name!r}"] = version
             if parameter.grad is not None:
-                found[f"the .grad of {name!r}"] = parameter.grad._version
-        return found
+                versions[f"the .grad of {name!r}"] = parameter.grad._version
+        return versions
 
     def gradient(self) -> Tensors:
         """g(x): the gradient of the batch-mean loss, zeros where that does not use a parameter.
         Computed once; the tensors are the object's own, so do not write to them.
         """
+        if self._base is not None:
+            return self._base.gradient() if self._shown is None else self._shown
         if self._gradient is None:
-            retain = self.replay.second_order
-            with self.replay.kernels():
-                self._gradient = self._differentiate(self._loss, retain_graph=retain)
+            self._gradient = self._own_gradient()
         return self._gradient
+
+    def _own_gradient(self) -> Tensors:
+        with self.replay.kernels():
+            return self._differentiate(self._loss, retain_graph=self.replay.second_order)
 
     def gradient_at(self, x: Tensor, create_graph: bool = False, **entries: Tensor) -> Tensors:
         """g at another input, with this batch's labels, masks and random draws.
@@ -326,34 +351,81 @@ class GradientMap:
         """
         return estimate_squares(self, num_probes, generator, split, method)
 
-    @property
-    def undefended(self) -> GradientMap:
-        """The map of the client's own gradient, whatever this one is seen through."""
-        return self
+    @cached_property
+    def _jacobian(self) -> Jacobian:
+        if self._base is not None:  # its graphs are kept once
+            return self._base._jacobian
+        return Jacobian(self._loss, self._x, self._parameters, self.replay)
 
     def of_batch(self, batch: Batch, second_order: bool = False) -> GradientMap:
         """The same model, loss and random draws on another batch. Nothing is left changed."""
-        sharing = {
-            **self._sharing,
-            "needs_input": self._needs_input,
-            "second_order": second_order,
-            "shards": self.shards,
-        }
         with self.replay.draws():
-            return GradientMap(self.model, batch, loss_fn=self.loss_fn, **sharing)
+            return GradientMap(
+                self.model,
+                batch,
+                loss_fn=self.loss_fn,
+                second_order=second_order,
+                needs_input=self._needs_input,
+                shards=self.shards,
+                **self._sharing,
+            )
 
     def twice(self) -> GradientMap:
         """This map with `second_order=True`."""
         return self if self.replay.second_order else self.of_batch(self._batch, second_order=True)
 
     @property
-    def transmitted(self) -> Tensors | None:
-        """Masks of what an earlier defense of the chain left; `None` for all."""
-        return None
+    def undefended(self) -> GradientMap:
+        """The map of the client's own gradient, whatever this one is seen through."""
+        return self if self._base is None else self._base.undefended
+
+    def corrected(self, gradient: Mapping[str, Tensor]) -> GradientMap:
+        """This map, with another `gradient()`: what earlier messages left out is added to it.
+
+        That is a constant, so derivatives and `gradient_at` are the client's own, as they were.
+
+        Args:
+            gradient: One tensor for every shared parameter.
+
+        Example:
+            >>> twice = gmap.corrected({name: 2 * g for name, g in gmap.gradient().items()})
+            >>> g = gmap.gradient()["classifier.bias"]
+            >>> torch.equal(twice.gradient()["classifier.bias"], 2 * g)
+            True
+        """
+        view = copy.copy(self)
+        view._base, view._shown = self, dict(gradient)
+        return view
+
+    def masked(
+        self, shared: Mapping[str, Tensor], transmitted: Mapping[str, Tensor] | None = None
+    ) -> GradientMap:
+        """This map as the next defense of a chain sees it: `gradient()` is what the one before
+        would share.
+
+        The Jacobian stays that of the undefended gradient, but coordinates that were not
+        transmitted carry nothing any more: `restrict` drops them.
+
+        Args:
+            shared: One tensor for every shared parameter.
+            transmitted: Masks of what was transmitted. Default: all but what `shared` zeroed.
+
+        Example:
+            >>> view = gmap.masked({name: g.clamp(min=0) for name, g in gmap.gradient().items()})
+            >>> bool((view.gradient()["classifier.bias"] >= 0).all())
+            True
+        """
+        view = self.corrected(shared)
+        if transmitted is None:
+            transmitted = {n: (shared[n] != 0) | (g == 0) for n, g in self.gradient().items()}
+        view.transmitted = self.restrict(dict(transmitted))
+        return view
 
     def restrict(self, tensors: Tensors) -> Tensors:
         """`tensors` with zeros (or False) where an earlier defense of the chain withheld."""
-        return tensors
+        if self.transmitted is None:
+            return tensors
+        return {name: tensor * self.transmitted[name] for name, tensor in tensors.items()}
 
     def jvps(self, directions: Tensor) -> Sequence[Tensor]:
         """Jᵀ v for a stack of directions (k, *input.shape): one tensor (k, *parameter.shape) a
@@ -367,3 +439,28 @@ class GradientMap:
             raise RuntimeError(
                 f"{what} differentiates twice; this GradientMap was made with second_order=False."
             )
+
+
+class View(GradientMap):
+    """Another map's client, with products or a gradient of its own. All else is shared with it.
+
+    Args:
+        base: The map.
+    """
+
+    def __init__(self, base: GradientMap) -> None:
+        vars(self).update(vars(base))
+        self._base = self.base = base
+
+    def twice(self) -> GradientMap:
+        return self.base.twice()
+
+
+def check_loss(loss: Tensor) -> None:
+    """Raise if a loss is no differentiable scalar."""
+    if loss.dim() or not loss.requires_grad:
+        raise ValueError(
+            f"The loss must be a differentiable scalar, but has shape {tuple(loss.shape)} and "
+            f"requires_grad={loss.requires_grad}. Return the batch mean, computed from the model's "
+            "output."
+        )

@@ -42,6 +42,25 @@ def shared_parameters(
         ValueError: If nothing is left to share, or a pattern is of no parameter.
     """
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    cache = cache_of(model)
+    # Of a step's messages all but the first have the same answer. Whoever freezes or swaps a
+    # parameter in between changes the signature.
+    signature = (
+        share_input_embeddings, tuple(withhold), cache.tables.names,
+        tuple(trainable), tuple(map(id, trainable.values())),
+    )  # fmt: skip
+    if cache.shared_parameters is None or cache.shared_parameters[0] != signature:
+        shared = _find_shared(model, trainable, share_input_embeddings, withhold)
+        cache.shared_parameters = signature, trainable, shared
+    return dict(cache.shared_parameters[2])
+
+
+def _find_shared(
+    model: nn.Module,
+    trainable: Mapping[str, nn.Parameter],
+    share_input_embeddings: bool,
+    withhold: Sequence[str],
+) -> dict[str, nn.Parameter]:
     tables = {} if share_input_embeddings else withheld_parameters(model)
     chosen = withheld_by_name(model, withhold)
     shared = {n: p for n, p in trainable.items() if n not in tables and n not in chosen}
@@ -56,8 +75,8 @@ def shared_parameters(
             "(`requires_grad=False`)."
         )
     if _is_first_rank():
-        ids = _token_embeddings(model)
-        _say_withheld(tables, {name for name in tables if id(trainable[name]) in ids})
+        embeddings = _token_embeddings(model)
+        _say_withheld(tables, {name for name in tables if id(trainable[name]) in embeddings})
         if chosen:
             logger.warning_once(f"Withheld as told: {', '.join(chosen)}.")
     return shared

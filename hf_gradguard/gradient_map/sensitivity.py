@@ -282,7 +282,7 @@ def probe_squares(
         raise ValueError(f"method must be 'difference' or 'exact', but is {method!r}.")
     generator = generator or Stream()
     # Layers' gradients are those before clipping: a clipped map takes the exact way.
-    if method == "exact" or gmap.undefended is not gmap:
+    if method == "exact" or gmap.is_clipped:
         return _exact(gmap, num_probes, generator)
     plan = plan_of(gmap)
     if plan.error <= TOLERANCE:

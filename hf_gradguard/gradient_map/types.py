@@ -26,6 +26,7 @@ class ClientMap(Protocol):
     model: nn.Module
     loss_fn: LossFunction
     replay: Replay
+    is_clipped: bool
     shards: Shards | None
 
     @property
@@ -50,7 +51,3 @@ class ClientMap(Protocol):
 
     def twice(self) -> ClientMap:
         """The same map, with second derivatives."""
-
-    @property
-    def undefended(self) -> ClientMap:
-        """The map of the client's own gradient."""

@@ -1,4 +1,4 @@
-"""Maps that are seen through something: another gradient of the same client, the same graphs."""
+"""Maps of another gradient: clipped smoothly, or computed elsewhere, without the data."""
 
 from __future__ import annotations
 
@@ -7,186 +7,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ..randomness import Stream
-from .domain import Domain
-from .map import GradientMap
-from .sensitivity import Method
-from .types import Batch, Tensors
+from .map import GradientMap, View
+from .types import Tensors
 from .vectorized import Factors
 
 SMOOTH_CLIP_NORM = 1.115
 """The largest norm that a smoothly clipped gradient can have, in units of C."""
-
-
-class View(GradientMap):
-    """Another map's client, seen with another gradient. Everything else is asked of that map.
-
-    Args:
-        base: The map.
-    """
-
-    def __init__(self, base: GradientMap) -> None:
-        self.base, self.model, self.replay = base, base.model, base.replay
-        self.shards = base.shards
-
-    @property
-    def product_error(self) -> float:  # type: ignore[override]
-        return self.base.product_error
-
-    @property
-    def input(self) -> Tensor:
-        return self.base.input
-
-    @property
-    def batch(self) -> Batch:
-        return self.base.batch
-
-    @property
-    def domain(self) -> Domain:
-        return self.base.domain
-
-    @property
-    def embedding(self) -> nn.Module | None:
-        return self.base.embedding
-
-    @property
-    def loss(self) -> Tensor:
-        return self.base.loss
-
-    @property
-    def parameters(self) -> dict[str, nn.Parameter]:
-        return self.base.parameters
-
-    def evaluate(self, x: Tensor, entries: Mapping[str, Any] | None = None) -> Tensor:
-        return self.base.evaluate(x, entries)
-
-    def versions(self) -> dict[str, int]:
-        own = {
-            f"the gradient of {name!r} that the defense before shared": tensor._version
-            for name, tensor in self.gradient().items()
-        }
-        return self.base.versions() | own
-
-    def gradient_at(self, x: Tensor, create_graph: bool = False, **entries: Tensor) -> Tensors:
-        return self.base.gradient_at(x, create_graph, **entries)
-
-    def slopes_at(
-        self,
-        function: Callable[[Mapping[str, Tensor | Factors], Tensors], Tensor],
-        xs: Tensor,
-        extras: Tensors,
-        *,
-        factored: bool = False,
-        **entries: Tensor,
-    ) -> tuple[Tensor, Tensor, Tensors]:
-        return self.base.slopes_at(function, xs, extras, factored=factored, **entries)
-
-    def input_gradient(self, value: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
-        return self.base.input_gradient(value, *inputs)
-
-    def vjp(self, delta: Tensors) -> Tensor:
-        return self.base.vjp(delta)
-
-    def jvp(self, v: Tensor) -> Tensors:
-        return self.base.jvp(v)
-
-    def squared_sensitivity(
-        self,
-        num_probes: int = 1,
-        generator: Stream | torch.Generator | None = None,
-        *,
-        split: bool = True,
-        method: Method | None = None,
-    ) -> Tensors:
-        return self.base.squared_sensitivity(num_probes, generator, split=split, method=method)
-
-    def twice(self) -> GradientMap:
-        return self.base.twice()
-
-    @property
-    def undefended(self) -> GradientMap:
-        return self.base.undefended
-
-    def of_batch(self, batch: Batch, second_order: bool = False) -> GradientMap:
-        return self.base.of_batch(batch, second_order)
-
-    @property
-    def transmitted(self) -> Tensors | None:
-        return self.base.transmitted
-
-    def restrict(self, tensors: Tensors) -> Tensors:
-        return self.base.restrict(tensors)
-
-    def jvps(self, directions: Tensor) -> Sequence[Tensor]:
-        return self.base.jvps(directions)
-
-
-class CorrectedMap(View):
-    """A map whose `gradient()` is another one: what earlier messages left out is added to it.
-
-    That is a constant, so derivatives and `gradient_at` are the client's own, as they were.
-
-    Args:
-        base: The client's map.
-        gradient: One tensor for every shared parameter.
-
-    Example:
-        >>> twice = CorrectedMap(gmap, {name: 2 * g for name, g in gmap.gradient().items()})
-        >>> g = gmap.gradient()["classifier.bias"]
-        >>> torch.equal(twice.gradient()["classifier.bias"], 2 * g)
-        True
-    """
-
-    def __init__(self, base: GradientMap, gradient: Tensors) -> None:
-        super().__init__(base)
-        self._corrected = gradient
-
-    def gradient(self) -> Tensors:
-        return self._corrected
-
-
-class MaskedMap(View):
-    """A map as the next defense of a chain sees it: `gradient()` is what the one before would
-    share.
-
-    The Jacobian stays that of the undefended gradient, but coordinates that were not transmitted
-    carry nothing any more: `restrict` drops them.
-
-    Args:
-        base: The map that the defense before saw.
-        shared: One tensor for every shared parameter.
-        transmitted: Masks of what was transmitted. Default: all but what `shared` zeroed.
-
-    Example:
-        >>> view = MaskedMap(gmap, {name: g.clamp(min=0) for name, g in gmap.gradient().items()})
-        >>> bool((view.gradient()["classifier.bias"] >= 0).all())
-        True
-    """
-
-    def __init__(
-        self,
-        base: GradientMap,
-        shared: Mapping[str, Tensor],
-        transmitted: Mapping[str, Tensor] | None = None,
-    ) -> None:
-        super().__init__(base)
-        self._shared = dict(shared)
-        if transmitted is None:
-            before = base.gradient()
-            transmitted = {n: (shared[n] != 0) | (before[n] == 0) for n in before}
-        self._transmitted = base.restrict(dict(transmitted))
-
-    def gradient(self) -> Tensors:
-        return self._shared
-
-    @property
-    def transmitted(self) -> Tensors:
-        return self._transmitted
-
-    def restrict(self, tensors: Tensors) -> Tensors:
-        return {name: tensor * self._transmitted[name] for name, tensor in tensors.items()}
 
 
 class ClippedMap(View):
@@ -201,6 +29,8 @@ class ClippedMap(View):
     Raises:
         ValueError: If the batch holds several samples, or `clip` is not above 0.
     """
+
+    is_clipped = True
 
     def __init__(self, base: GradientMap, clip: float) -> None:
         super().__init__(base)
@@ -246,21 +76,6 @@ class ClippedMap(View):
         part: Tensors = {name: self._coupling * inner * g for name, g in gradient.items()}
         return self.base.vjp(
             part | {name: part[name] + self._factor * tensor for name, tensor in delta.items()}
-        )
-
-    def jvp(self, v: Tensor) -> Tensors:
-        return GradientMap.jvp(self, v)
-
-    def squared_sensitivity(
-        self,
-        num_probes: int = 1,
-        generator: Stream | torch.Generator | None = None,
-        *,
-        split: bool = True,
-        method: Method | None = None,
-    ) -> Tensors:
-        return GradientMap.squared_sensitivity(
-            self, num_probes, generator, split=split, method=method
         )
 
     def twice(self) -> GradientMap:
@@ -330,7 +145,7 @@ def _norm(gradient: Tensors) -> Tensor:
     return torch.stack([tensor.square().sum() for tensor in gradient.values()]).sum().sqrt()
 
 
-class Given(GradientMap):
+class PrecomputedGradient(GradientMap):
     """What a defense sees of tensors that somebody else computed: their values, and nothing of the
     data behind them.
 
@@ -341,7 +156,7 @@ class Given(GradientMap):
         tensors: By name.
 
     Example:
-        >>> given = Given({"w": torch.tensor([3.0, 0.1])})
+        >>> given = PrecomputedGradient({"w": torch.tensor([3.0, 0.1])})
         >>> make_defense("pruning", ratio=0.5)(given)["w"]
         tensor([3., 0.])
         >>> make_defense("optimal_noise")(given)  # doctest: +ELLIPSIS
@@ -359,10 +174,9 @@ class Given(GradientMap):
         self.model: Any = _Unknown(self._why)
         self.replay: Any = _Unknown(self._why)
 
-    def gradient(self) -> Tensors:
-        return dict(self._gradient or {})
-
     def versions(self) -> dict[str, int]:
+        if self._base is not None:
+            return super().versions()
         return {f"the update of {name!r}": t._version for name, t in self.gradient().items()}
 
     @property
@@ -379,14 +193,14 @@ class Given(GradientMap):
         _refuse(name, self._why)
 
 
-class Nothing(Given):
+class ZeroGradient(PrecomputedGradient):
     """A batch in which nothing counts: a gradient of zeros, and no data behind it.
 
     Args:
         parameters: The shared ones, by name.
 
     Example:
-        >>> alone = Nothing({"w": torch.ones(1000)})
+        >>> alone = ZeroGradient({"w": torch.ones(1000)})
         >>> 0.4 < float(make_defense("gaussian_noise", scale=0.5)(alone)["w"].std()) < 0.6
         True
     """

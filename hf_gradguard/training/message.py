@@ -20,7 +20,7 @@ from ..data.private import write_private
 from ..defenses import Defense
 from ..defenses.base import NoDefense
 from ..gradient_map.types import LossFunction
-from ..gradient_map.views import Nothing
+from ..gradient_map.views import ZeroGradient
 from ..randomness import Stream
 from .clients.batches import ClientBatch
 from .guards.watch import BufferGuard, Ledger, RowGuard
@@ -176,7 +176,7 @@ class MessageMaker:
         """
         noise, _, _ = self._draws.at(step)
         defense.at_step(step)
-        self._add(parameters, dict(defense(Nothing(parameters), noise)), weight)
+        self._add(parameters, dict(defense(ZeroGradient(parameters), noise)), weight)
 
     @torch.no_grad()
     def _add(

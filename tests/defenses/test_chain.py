@@ -13,7 +13,6 @@ from torch import Tensor
 
 from hf_gradguard import GradientMap, chain, make_defense
 from hf_gradguard.defenses import Chain, Defense, DefenseFacts
-from hf_gradguard.gradient_map.views import MaskedMap
 from hf_gradguard.randomness import Stream
 
 
@@ -314,7 +313,7 @@ def test_noise_that_follows_noise_does_not_have_the_covariance_it_would_say() ->
     ratios = []
     for _ in range(400):
         one = first(gmap, generator)
-        two = second(MaskedMap(gmap, one, None), generator)
+        two = second(gmap.masked(one, None), generator)
         assert two.noise is not None
         assert two.noise.added is not None
         said = 1.0 + flat(two.noise.added)

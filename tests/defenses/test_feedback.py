@@ -15,7 +15,6 @@ from torch import Tensor
 from hf_gradguard import GradGuardConfig, GradGuardTrainer, GradientMap, chain, make_defense
 from hf_gradguard.defenses import Defense
 from hf_gradguard.defenses.feedback import STALE
-from hf_gradguard.gradient_map.views import CorrectedMap
 from hf_gradguard.randomness import Stream
 from hf_gradguard.testing import check_defense
 from hf_gradguard.testing.defenses import small_tasks
@@ -49,14 +48,13 @@ def with_bias(gmap: GradientMap, *values: float) -> GradientMap:
     """The map with another gradient: zero but for the last layer's bias."""
     gradient = {name: torch.zeros_like(g) for name, g in gmap.gradient().items()}
     gradient["head.bias"] = torch.tensor(values, dtype=torch.float64)
-    return CorrectedMap(gmap, gradient)
+    return gmap.corrected(gradient)
 
 
 def random_gradients(gmap: GradientMap, count: int) -> list[GradientMap]:
     generator = torch.Generator().manual_seed(2)
     return [
-        CorrectedMap(
-            gmap,
+        gmap.corrected(
             {
                 name: torch.randn(g.shape, generator=generator, dtype=g.dtype)
                 for name, g in gmap.gradient().items()
@@ -206,7 +204,7 @@ def test_every_entry_is_of_enough_batches(ratio: float) -> None:
     """Each adds 1 to all."""
     gmap, defense = task(), by_power(ratio=ratio, utility=None, min_batches=3)
     assert defense.facts.warmup_messages == 2
-    ones = CorrectedMap(gmap, {n: torch.ones_like(g) for n, g in gmap.gradient().items()})
+    ones = gmap.corrected({n: torch.ones_like(g) for n, g in gmap.gradient().items()})
     messages = [flat(defense(ones, rng())) for _ in range(12)]
     assert [bool(sent.any()) for sent in messages[:3]] == [False, False, True]
     for sent in messages:

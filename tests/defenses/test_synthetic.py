@@ -17,7 +17,6 @@ from hf_gradguard.gradient_map.layers import Pass, layers_of
 from hf_gradguard.gradient_map.per_sample import span as sample_span
 from hf_gradguard.gradient_map.per_sample.span import Granularity
 from hf_gradguard.gradient_map.random_batch import synthetic_samples, text_length
-from hf_gradguard.gradient_map.views import CorrectedMap
 from hf_gradguard.randomness import Stream
 
 SPECIAL = SmallNetwork.special_token_ids
@@ -109,14 +108,14 @@ def test_what_is_sent_is_of_enough_batches(objective: str, count: int) -> None:
         assert not empty.exact
     whole = {name: count * g for name, g in gmap.gradient().items()}
     plain = make_defense("refiner", **settings, error_feedback=False)
-    wanted = plain(CorrectedMap(gmap, whole), rng())
+    wanted = plain(gmap.corrected(whole), rng())
     torch.testing.assert_close(flat(defense(gmap, rng())), flat(wanted))
 
 
 def test_a_batch_that_says_nothing_does_not_count() -> None:
     """The next message would be one batch's own."""
     gmap, defense = text_map(), refiner(min_batches=2)
-    nothing = CorrectedMap(gmap, {n: torch.zeros_like(g) for n, g in gmap.gradient().items()})
+    nothing = gmap.corrected({n: torch.zeros_like(g) for n, g in gmap.gradient().items()})
     sent = [bool(flat(defense(one, rng())).any()) for one in (nothing, gmap, gmap, nothing)]
     assert sent == [False, False, True, True]
 

@@ -33,7 +33,6 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from hf_gradguard import GradientMap
 from hf_gradguard.gradient_map.inputs import model_loss
 from hf_gradguard.gradient_map.parameters import find_tables
-from hf_gradguard.gradient_map.views import MaskedMap
 
 DENSE = ("bert", "gpt2", "vit")
 
@@ -824,7 +823,7 @@ def test_a_view_has_the_gradient_before_and_the_jacobian_of_the_model() -> None:
     first = next(iter(gradient))
     shared = {n: 2 * g for n, g in gradient.items()}
     shared[first] = torch.zeros_like(shared[first])
-    view = MaskedMap(gmap, shared)
+    view = gmap.masked(shared)
     assert all(torch.equal(view.gradient()[n], shared[n]) for n in shared)
     assert all(torch.equal(gmap.gradient()[n], gradient[n]) for n in gradient)
     v = direction(gmap)
@@ -849,8 +848,8 @@ def test_views_of_views_keep_what_was_withheld_earlier() -> None:
         return {n: torch.zeros_like(g) if n == name else g for n, g in gradient.items()}
 
     once = without(gmap.gradient(), "head.weight")
-    view = MaskedMap(gmap, once)
-    twice = MaskedMap(view, without(once, "head.bias"))
+    view = gmap.masked(once)
+    twice = view.masked(without(once, "head.bias"))
     kept = {n: bool(t.any()) for n, t in twice.restrict(ones).items()}
     expected = {
         "convolution.weight",

@@ -20,7 +20,6 @@ from leakage_helpers import (
 
 from hf_gradguard import GradientMap, make_defense
 from hf_gradguard.gradient_map.differences import by_differences
-from hf_gradguard.gradient_map.views import MaskedMap
 from hf_gradguard.leakage import (
     dfil,
     expected_squared_influence,
@@ -208,8 +207,7 @@ def test_withheld_coordinates_of_a_chain_say_nothing() -> None:
         n: torch.full_like(g, n == "head.weight", dtype=torch.bool)
         for n, g in gmap.gradient().items()
     }
-    view = MaskedMap(
-        gmap,
+    view = gmap.masked(
         {n: g.masked_fill(withheld[n], 0) for n, g in gmap.gradient().items()},
         {n: ~mask for n, mask in withheld.items()},
     )

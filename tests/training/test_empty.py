@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import TrainerCallback
 
 from hf_gradguard import GradGuardConfig, GradGuardTrainer, GradientMap, chain, make_defense
-from hf_gradguard.gradient_map.views import Nothing
+from hf_gradguard.gradient_map.views import ZeroGradient
 from hf_gradguard.leakage import FisherAccountant
 from hf_gradguard.randomness import Stream
 from hf_gradguard.training.exchange.summed_noise import share_of_noise
@@ -63,10 +63,10 @@ def test_it_has_the_shape_that_is_known(shape: str) -> None:
     """Of earlier batches, random or the client's; of its own it has none, and is uniform."""
     defense: Any = make_defense("optimal_noise", scale=SCALE, shape=shape)
     gmap = GradientMap(*make_task("bert", dtype=torch.float32))
-    first = defense(Nothing(gmap.parameters), Stream.from_seeds(1)).noise
+    first = defense(ZeroGradient(gmap.parameters), Stream.from_seeds(1)).noise
     assert all(bool((v == SCALE**2).all()) for v in first.added.values())  # nothing is known yet
     before = defense(gmap, Stream.from_seeds(2)).noise.added
-    after = defense(Nothing(gmap.parameters), Stream.from_seeds(3)).noise
+    after = defense(ZeroGradient(gmap.parameters), Stream.from_seeds(3)).noise
     power = sum(float(v.double().sum()) for v in after.added.values())
     assert power / sum(v.numel() for v in after.added.values()) == pytest.approx(SCALE**2)
     assert after.shape_trace == 0

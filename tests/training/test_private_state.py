@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from hf_gradguard import GradientMap, make_defense
 from hf_gradguard.defenses import Defense
-from hf_gradguard.gradient_map.views import Given
+from hf_gradguard.gradient_map.views import PrecomputedGradient
 from hf_gradguard.leakage import FisherAccountant
 from hf_gradguard.training.checkpoints import private_state
 from hf_gradguard.training.checkpoints.private_state import load_private_state, save_private_state
@@ -76,7 +76,7 @@ def remembering(count: int) -> list[Defense]:
     """Clients with error feedback; the k-th has left out k + 1."""
     clients = [make_defense("pruning", ratio=0.5, error_feedback=True) for _ in range(count)]
     for k, client in enumerate(clients):
-        client(Given({"w": torch.full((4,), k + 1.0)}))
+        client(PrecomputedGradient({"w": torch.full((4,), k + 1.0)}))
     return clients
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ..domain import Text, embed
 from ..inputs import find_input, model_loss
 from ..jacobian import UnrolledJacobian
-from ..map import GradientMap
+from ..map import GradientMap, check_loss
 from ..parameters import check_sharding, shared_by_batch
 from ..replay import Replay, differentiate
 from ..types import Batch, LossFunction, Tensors
@@ -94,7 +94,7 @@ class UpdateMap(GradientMap):
         self._order = [list(unique).index(id(batch)) for batch in batches]
         self.rates = _rates(learning_rate, len(self._order))
         self._batch = self._pieces.joined() if self._needs_input else batches[0]
-        self._source = find_input(model, self._batch, self._needs_input)
+        self._source = find_input(model, self._batch) if self._needs_input else None
         self.replay = _Steps(model, second_order, f"{self.optimizer}, {len(self._order)} steps")
         with self.replay.kernels():
             for batch in self._pieces.batches:
@@ -124,10 +124,7 @@ class UpdateMap(GradientMap):
         """The mean loss of the batches at another input, before any step."""
         batches = self._pieces.apart({**self._batch, **(entries or {})})
         parts = cut(x, self._pieces.rows, self._shapes)
-        losses = [
-            self._source.evaluate(self.loss_fn, self.model, batch, value=part)[1]
-            for batch, part in zip(batches, parts, strict=True)
-        ]
+        losses = [self._run(batch, part)[1] for batch, part in zip(batches, parts, strict=True)]
         return torch.stack(losses).mean()
 
     def gradient_at(self, x: Tensor, create_graph: bool = False, **entries: Tensor) -> Tensors:
@@ -241,12 +238,8 @@ class UpdateMap(GradientMap):
 
         def run() -> tuple[Tensors, Tensor, Tensor]:
             value = None if part is None else self._moved(index, part, batch)
-            x, loss = self._source.evaluate(self.loss_fn, self.model, batch, value=value)
-            if loss.dim() or not loss.requires_grad:
-                raise ValueError(
-                    "The loss must be a differentiable scalar, but has shape "
-                    f"{tuple(loss.shape)} and requires_grad={loss.requires_grad}."
-                )
+            x, loss = self._run(batch, value)
+            check_loss(loss)
             return differentiate(loss, weights, create_graph=create_graph), loss, x
 
         held = {f"model.{name}": weight for name, weight in weights.items()}

@@ -157,19 +157,17 @@ class SampleMap(GradientMap):
         self.gradient()
         return self._shares
 
-    def gradient(self) -> Tensors:
+    def _own_gradient(self) -> Tensors:
         if self._listener is None:
-            return super().gradient()
-        if self._gradient is None:
-            self._shares = self._heard()
-            if self._shares is not None:
-                ones = torch.ones(count_rows(self._batch), device=self._loss.device)
-                found = total_of(self.parameters, self._shares, ones)
-            else:
-                with self.replay.run():
-                    found = plain_gradient(self, self._batch)
-            self._gradient = {n: found[n].to(p.dtype) for n, p in self._parameters.items()}
-        return self._gradient
+            return super()._own_gradient()
+        self._shares = self._heard()
+        if self._shares is None:
+            with self.replay.run():
+                gradient = plain_gradient(self, self._batch)
+        else:
+            ones = torch.ones(count_rows(self._batch), device=self._loss.device)
+            gradient = total_of(self.parameters, self._shares, ones)
+        return {name: gradient[name].to(p.dtype) for name, p in self._parameters.items()}
 
     def _heard(self) -> Mapping[str, Share] | None:
         """`None` where a module did not run when the model was tried out, or samples lie in it
