@@ -14,7 +14,7 @@ from ..registry import need
 
 if TYPE_CHECKING:
     from .cells import Audit
-    from .command import run_audit
+    from .command import run_audit as run_audit
     from .report.page import markdown_table, write_report
     from .report.summary import Summary, summarize
     from .run import audit
@@ -26,7 +26,6 @@ __all__ = [
     "Summary",
     "audit",
     "markdown_table",
-    "run_audit",
     "summarize",
     "write_report",
 ]

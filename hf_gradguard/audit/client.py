@@ -428,6 +428,7 @@ def training_of(settings: AuditSettings) -> LocalTraining | None:
         ValueError: If the optimizer is unknown.
 
     Example:
+        >>> from hf_gradguard.audit import AuditSettings
         >>> training_of(AuditSettings(local_steps=4, learning_rate=0.1)).rates
         (0.1, 0.1, 0.1, 0.1)
         >>> training_of(AuditSettings()) is None
@@ -471,6 +472,7 @@ def in_gradient_unit(local: LocalTraining | None, settings: Mapping[str, Any]) -
     gradient.
 
     Example:
+        >>> from hf_gradguard.audit import AuditSettings
         >>> local = training_of(AuditSettings(local_steps=2, learning_rate=0.5))
         >>> in_gradient_unit(local, {"clip_norm": 3.0, "complete": True})
         {'clip_norm': 3.0, 'complete': True}

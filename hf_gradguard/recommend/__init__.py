@@ -13,14 +13,15 @@ from ..registry import need
 
 if TYPE_CHECKING:
     from .choice import Choice, Outcome, choose
-    from .run import recommend, run_recommend
+    from .run import recommend
+    from .run import run_recommend as run_recommend
 
-__all__ = ["Choice", "Outcome", "choose", "recommend", "run_recommend"]
+__all__ = ["Choice", "Outcome", "choose", "recommend"]
 
 
 def __getattr__(name: str) -> Any:
     # Imported when first asked for, so that the command line's help imports nothing heavy.
-    if name in __all__:
+    if name in (*__all__, "run_recommend"):
         need("audit", "attacks", "datasets", "jinja2", "PIL", "scipy")
         module = ".choice" if name in ("Choice", "Outcome", "choose") else ".run"
         return getattr(import_module(module, __name__), name)
