@@ -149,16 +149,16 @@ def make(
         ValueError: For an unknown name.
         TypeError: For an unknown setting.
     """
-    found = registry[name]
-    known = [field.name for field in fields(found) if field.init]  # type: ignore[arg-type]
-    unknown = sorted(settings.keys() - set(known))
+    kind = registry[name]
+    settings_of_kind = [field.name for field in fields(kind) if field.init]  # type: ignore[arg-type]
+    unknown = sorted(settings.keys() - set(settings_of_kind))
     if unknown:
         reasons = refused or {}
         if setting := next((setting for setting in unknown if setting in reasons), None):
             raise TypeError(f"{name} has no setting {setting}: {reasons[setting]}.")
-        has = f"It has: {', '.join(known)}." if known else "It has none."
+        has = f"It has: {', '.join(settings_of_kind)}." if settings_of_kind else "It has none."
         raise TypeError(f"{name} has no setting {', '.join(unknown)}. {has}")
-    return found(**settings)
+    return kind(**settings)
 
 
 # --- what the source of a class says of it, read without importing anything

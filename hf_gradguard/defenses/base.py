@@ -143,11 +143,11 @@ class Defense:
                 "state, and with it all the noise. Leave generator out, or pass a "
                 "hf_gradguard.randomness.Stream; in tests Stream.from_seeds(1)."
             )
-        before = gmap.versions()
+        versions = gmap.versions()
         shared = self.protect(gmap, generator or Stream())
         message = check_message(self.name, shared, gmap)
-        if (after := gmap.versions()) != before:
-            raise effect(self.name, before, after)
+        if (versions_after := gmap.versions()) != versions:
+            raise effect(self.name, versions, versions_after)
         if name := first_not_finite(message, gmap.shards):
             raise FloatingPointError(
                 f"{self.name} made the gradient of {name} not finite. Weaken its settings: {self}."

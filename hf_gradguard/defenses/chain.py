@@ -47,24 +47,35 @@ class Chain(Defense):
             )
 
     def protect(self, gmap: GradientMap, generator: Stream) -> Message:
-        one = self.first(gmap, generator)
-        two = self.second(gmap.masked(one, one.transmitted), generator)
-        masks = [m.transmitted for m in (one, two) if m.transmitted is not None]
+        first_message = self.first(gmap, generator)
+        second_message = self.second(
+            gmap.masked(first_message, first_message.transmitted), generator
+        )
+        masks = [
+            m.transmitted for m in (first_message, second_message) if m.transmitted is not None
+        ]
         transmitted = {n: masks[0][n] & masks[-1][n] for n in masks[0]} if masks else None
-        shared = dict(two)
-        if one.transmitted is not None:  # what was withheld stays so, whatever came after
-            shared = {name: t.masked_fill(~one.transmitted[name], 0) for name, t in two.items()}
+        shared = dict(second_message)
+        if first_message.transmitted is not None:  # what was withheld stays so, whatever came after
+            shared = {
+                name: t.masked_fill(~first_message.transmitted[name], 0)
+                for name, t in second_message.items()
+            }
 
         def noise() -> Noise | None:
-            return _within(two.noise, one.transmitted) if one.exact else _after(one, two)
+            return (
+                _noise_within(second_message.noise, first_message.transmitted)
+                if first_message.exact
+                else _noise_after(first_message, second_message)
+            )
 
         return Message(
             shared,
             noise=noise if self.facts.adds_gaussian_noise else None,
             transmitted=transmitted,
-            exact=one.exact and two.exact,
-            has_residual=one.has_residual or two.has_residual,
-            metrics=self._still_true(one.metrics) | two.metrics,
+            exact=first_message.exact and second_message.exact,
+            has_residual=first_message.has_residual or second_message.has_residual,
+            metrics=self._still_true(first_message.metrics) | second_message.metrics,
         )
 
     def _still_true(self, metrics: Mapping[str, float]) -> dict[str, float]:
@@ -73,12 +84,12 @@ class Chain(Defense):
         return {name: metric for name, metric in metrics.items() if name not in proved}
 
     def prepare(self, model: nn.Module, processing_class: Any = None) -> None:
-        for part in (self.first, self.second):
-            part.prepare(model, processing_class)
+        for defense in (self.first, self.second):
+            defense.prepare(model, processing_class)
 
     def at_step(self, step: int) -> None:
-        for part in (self.first, self.second):
-            part.at_step(step)
+        for defense in (self.first, self.second):
+            defense.at_step(step)
 
     def _mechanism(self, message: Message) -> Mechanism | None:
         """Of exact entries the second's. Noise that something came after has other facts."""
@@ -91,45 +102,52 @@ class Chain(Defense):
 
     @property
     def facts(self) -> DefenseFacts:
-        first, second = self.first.facts, self.second.facts
-        one, two = first.noise_ratio, second.noise_ratio
-        still_noisy = first.adds_gaussian_noise and second.post_processes
+        first_facts, second_facts = self.first.facts, self.second.facts
+        first_ratio, second_ratio = first_facts.noise_ratio, second_facts.noise_ratio
+        still_noisy = first_facts.adds_gaussian_noise and second_facts.post_processes
         return DefenseFacts(
-            needs_input=first.needs_input or second.needs_input,
-            needs_samples=first.needs_samples,
-            needs_second_order=first.needs_second_order or second.needs_second_order,
+            needs_input=first_facts.needs_input or second_facts.needs_input,
+            needs_samples=first_facts.needs_samples,
+            needs_second_order=first_facts.needs_second_order or second_facts.needs_second_order,
             sharded_refusal=_refusal(self.first) or _refusal(self.second),
-            adds_gaussian_noise=still_noisy or (first.is_exact and second.adds_gaussian_noise),
+            adds_gaussian_noise=still_noisy
+            or (first_facts.is_exact and second_facts.adds_gaussian_noise),
             # the second is relative to what the first leaves, its noise included
-            noise_ratio=None if one is None or two is None else math.hypot(one, two, one * two),
-            is_exact=first.is_exact and second.is_exact,
-            warmup_messages=first.warmup_messages + second.warmup_messages,
-            selection=first.selection,  # by the first that leaves something out
-            post_processes=first.post_processes and second.post_processes,
-            replaces_gradient=first.replaces_gradient or second.replaces_gradient,
+            noise_ratio=None
+            if first_ratio is None or second_ratio is None
+            else math.hypot(first_ratio, second_ratio, first_ratio * second_ratio),
+            is_exact=first_facts.is_exact and second_facts.is_exact,
+            warmup_messages=first_facts.warmup_messages + second_facts.warmup_messages,
+            selection=first_facts.selection,  # by the first that leaves something out
+            post_processes=first_facts.post_processes and second_facts.post_processes,
+            replaces_gradient=first_facts.replaces_gradient or second_facts.replaces_gradient,
         )
 
     def state_dict(self) -> Tensors:
         return {
-            f"{part}.{k}": v
-            for part in ("first", "second")
-            for k, v in getattr(self, part).state_dict().items()
+            f"{place}.{key}": tensor
+            for place in ("first", "second")
+            for key, tensor in getattr(self, place).state_dict().items()
         }
 
     def load_state_dict(self, state: Tensors) -> None:
-        for part in ("first", "second"):
-            prefix = f"{part}."
-            own = {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)}
-            getattr(self, part).load_state_dict(own)
+        for place in ("first", "second"):
+            prefix = f"{place}."
+            own_state = {
+                key.removeprefix(prefix): tensor
+                for key, tensor in state.items()
+                if key.startswith(prefix)
+            }
+            getattr(self, place).load_state_dict(own_state)
 
 
-def _refusal(part: Defense) -> str | None:
+def _refusal(defense: Defense) -> str | None:
     """Why the chain does not protect a sharded model, as far as that is a part's."""
-    reason = part.facts.sharded_refusal
-    return reason and f"of {part.name}, {reason}"
+    reason = defense.facts.sharded_refusal
+    return reason and f"of {defense.name}, {reason}"
 
 
-def _within(noise: Noise | None, transmitted: Mapping[str, Tensor] | None) -> Noise | None:
+def _noise_within(noise: Noise | None, transmitted: Mapping[str, Tensor] | None) -> Noise | None:
     """Noise as it is where something was transmitted: elsewhere nothing was shared."""
     if noise is None or transmitted is None:
         return noise
@@ -140,7 +158,7 @@ def _within(noise: Noise | None, transmitted: Mapping[str, Tensor] | None) -> No
     )
 
 
-def _after(one: Message, two: Message) -> Noise | None:
+def _noise_after(first_message: Message, second_message: Message) -> Noise | None:
     """The noise of `two`, which was made from `one`, whose own noise it carries.
 
     Plain noise adds its variance. Its strength may be relative to the noisy gradient's norm, which
@@ -148,20 +166,26 @@ def _after(one: Message, two: Message) -> Noise | None:
     what the noise released: its variance bounds the information as before, but what is shared
     carries noise of another kind.
     """
-    noise, more = one.noise, two.noise
+    noise, second_noise = first_message.noise, second_message.noise
     if noise is None:
         return None
-    if two.exact:
-        if two.transmitted is None:
+    if second_message.exact:
+        if second_message.transmitted is None:
             return noise
-        return noise._replace(added=_masked(noise.added, two.transmitted), plain=False)
-    chosen = one.transmitted is not None and any(
-        bool((variance.isfinite() & ~one.transmitted[name]).any())
+        return noise._replace(added=_masked(noise.added, second_message.transmitted), plain=False)
+    chosen = first_message.transmitted is not None and any(
+        bool((variance.isfinite() & ~first_message.transmitted[name]).any())
         for name, variance in noise.variance.items()
     )  # by what is noisy: that choice tells of the first noise alone
-    if noise.added is None or more is None or more.added is None or not more.plain or chosen:
+    if (
+        noise.added is None
+        or second_noise is None
+        or second_noise.added is None
+        or not second_noise.plain
+        or chosen
+    ):
         return noise._replace(added=None, plain=False)
-    added = more.added
+    added = second_noise.added
     return noise._replace(
         variance={name: variance + added[name] for name, variance in noise.variance.items()},
         added={name: variance + added[name] for name, variance in noise.added.items()},
@@ -190,5 +214,5 @@ def chain(*defenses: Defense) -> Defense:
     """
     if not defenses:
         raise ValueError("chain needs at least one defense.")
-    *head, last = defenses
-    return Chain(chain(*head), last) if head else last
+    *head, final = defenses
+    return Chain(chain(*head), final) if head else final

@@ -70,13 +70,13 @@ class DPSGD(NoiseDefense):
             raise ValueError(f"clip_by must be 'norm' or 'coordinate', but is {self.clip_by!r}.")
         if not self.per_sample:
             private = ("noise_multiplier", "target_epsilon", "delta", "expected_batch_size")
-            if given := [name for name in private if getattr(self, name) is not None]:
-                raise ValueError(f"{' and '.join(given)} of dp_sgd: set per_sample=True too.")
+            if unusable := [name for name in private if getattr(self, name) is not None]:
+                raise ValueError(f"{' and '.join(unusable)} of dp_sgd: set per_sample=True too.")
             super().__post_init__()
             return
-        if given := [name for name in _OF_MESSAGES if getattr(self, name) is not None]:
+        if unusable := [name for name in _OF_MESSAGES if getattr(self, name) is not None]:
             raise ValueError(
-                f"dp_sgd with per_sample=True takes no {' and no '.join(given)}: its noise is "
+                f"dp_sgd with per_sample=True takes no {' and no '.join(unusable)}: its noise is "
                 "noise_multiplier times clip on the sum of samples' gradients, whatever they are. "
                 "Give noise_multiplier, or target_epsilon and delta."
             )
@@ -165,17 +165,17 @@ class DPSGD(NoiseDefense):
                 message.metrics["client_noise_multiplier"] = multiplier
             return message
         true_gradient(gmap)  # refuses one that is not finite
-        found = clipped_sum(gmap, self.clip)
-        if name := first_not_finite(found.total, gmap.shards):
+        clipped = clipped_sum(gmap, self.clip)
+        if name := first_not_finite(clipped.total, gmap.shards):
             raise FloatingPointError(
                 f"A sample's gradient of {name} is not finite, so nothing was shared. Look for an "
                 "overflow in the loss (in half precision use bf16)."
             )
         metrics = {
-            "clipped_samples": float((found.norms > self.clip).double().mean()),
-            "samples": float(len(found.norms)),
+            "clipped_samples": float((clipped.norms > self.clip).double().mean()),
+            "samples": float(len(clipped.norms)),
         }
-        return self._noisy(gmap, found.total, len(found.norms), generator, metrics)
+        return self._noisy(gmap, clipped.total, len(clipped.norms), generator, metrics)
 
     def _noisy(
         self, gmap: GradientMap, total: Tensors, samples: int, generator: Stream,
@@ -190,8 +190,8 @@ class DPSGD(NoiseDefense):
         size = self.expected_batch_size or samples
         std = self.noise_multiplier * self.clip
         shared = {
-            name: drawn.mul_(std).add_(total[name]).div_(size)
-            for name, drawn in draw_tensors(total, lambda like: self.draw(like, generator))
+            name: noise.mul_(std).add_(total[name]).div_(size)
+            for name, noise in draw_tensors(total, lambda tensor: self.draw(tensor, generator))
         }
         return Message(cast_like(shared, gmap), metrics=metrics)
 
@@ -246,16 +246,16 @@ class OptimalDPSGD(OptimalNoise):
 
     def bare_where_clipped(self, ratio: Tensors, gradient: Tensors) -> Tensors:
         # With one ratio per tensor the clipped ones have it too.
-        return {name: tensor * self._within(gradient[name]) for name, tensor in ratio.items()}
+        return {name: tensor * self._is_within(gradient[name]) for name, tensor in ratio.items()}
 
     def learned(self, gradient: Tensors, squares: Tensors) -> tuple[Tensors, Tensors]:
-        squares = {name: s * self._within(gradient[name]) for name, s in squares.items()}
+        squares = {name: s * self._is_within(gradient[name]) for name, s in squares.items()}
         if self.shape == "own":
-            return {name: g * self._within(g) for name, g in gradient.items()}, squares
+            return {name: g * self._is_within(g) for name, g in gradient.items()}, squares
         return self.clipped(gradient, None), squares
 
     def learns_all(self, gradient: Tensors, shards: Shards | None) -> bool:
-        is_clipped = not all(bool(self._within(g).all()) for g in gradient.values())
+        is_clipped = not all(bool(self._is_within(g).all()) for g in gradient.values())
         return not (is_clipped if shards is None else shards.any(is_clipped))
 
     def _mechanism(self, message: Message) -> Mechanism | None:
@@ -265,7 +265,7 @@ class OptimalDPSGD(OptimalNoise):
     def informed(self) -> dict[str, Any]:
         return super().informed() | {"clip_coordinate": self.clip}
 
-    def _within(self, g: Tensor) -> Tensor:
+    def _is_within(self, g: Tensor) -> Tensor:
         return g.abs() < self.clip
 
 

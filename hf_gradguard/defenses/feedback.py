@@ -72,21 +72,23 @@ class LeftOut:
         self.batches: Tensors = {}  # of how many each entry of g + e is a sum
         self.size = 0.0  # of the gradient of the message before
         self.step: int | None = None  # of the message that is being made, where steps are counted
-        self.last: int | None = None  # of the one before
+        self.last_step: int | None = None  # of the one before
 
     def add_to(self, gradient: Tensors, shards: Shards | None) -> Tensors:
         """g + e, or g if e is not of these parameters, stale or too large. Then e is dropped."""
-        shapes = ({name: t.shape for name, t in some.items()} for some in (gradient, self.error))
-        same = next(shapes) == next(shapes)
-        known = self.step is not None and self.last is not None
-        stale = known and self.step - self.last > STALE  # type: ignore[operator]
-        size = norm(gradient, shards)
-        usual = self.min_batches * max(size, self.size)
-        if self.error and stale and self.min_batches > 1:
+        shapes = (
+            {name: t.shape for name, t in tensors.items()} for tensors in (gradient, self.error)
+        )
+        is_same = next(shapes) == next(shapes)
+        is_counted = self.step is not None and self.last_step is not None
+        is_stale = is_counted and self.step - self.last_step > STALE  # type: ignore[operator]
+        gradient_norm = norm(gradient, shards)
+        usual_norm = self.min_batches * max(gradient_norm, self.size)
+        if self.error and is_stale and self.min_batches > 1:
             logger.warning_once(_TOO_SELDOM.format(STALE, self.min_batches))
-        if not same or stale or norm(self.error, shards) > LARGEST * usual:
+        if not is_same or is_stale or norm(self.error, shards) > LARGEST * usual_norm:
             self.error, self.gradients, self.batches = {}, 0, {}
-        self.gradients += size > 0
+        self.gradients += gradient_norm > 0
         self._count(gradient)
         if not self.error:
             return gradient
@@ -96,10 +98,12 @@ class LeftOut:
         """A batch counts where it says something: not in an embedding's rows of other tokens."""
         if not self.by_entry:
             return
-        before = self.batches or {
-            n: torch.zeros_like(g, dtype=torch.uint8) for n, g in gradient.items()
+        counts = self.batches or {
+            name: torch.zeros_like(g, dtype=torch.uint8) for name, g in gradient.items()
         }
-        self.batches = {n: before[n] + ((g != 0) & (before[n] < MOST)) for n, g in gradient.items()}
+        self.batches = {
+            name: counts[name] + ((g != 0) & (counts[name] < MOST)) for name, g in gradient.items()
+        }
 
     def relative_squares(self) -> Tensors | None:
         """e², where the power of the gradient before counts as 1; `None` if nothing waits."""
@@ -120,7 +124,7 @@ class LeftOut:
 
     def keep(self, error: Tensors, size: float, sent: Mapping[str, Tensor] | None = None) -> None:
         """What a message of a gradient of that norm left out, and masks of what it sent."""
-        self.error, self.size, self.last = error, size, self.step
+        self.error, self.size, self.last_step = error, size, self.step
         if sent is not None:
             self.batches = {name: n.masked_fill(sent[name], 0) for name, n in self.batches.items()}
 
@@ -132,19 +136,27 @@ class LeftOut:
         state |= {f"batches.{name}": tensor for name, tensor in self.batches.items()}
         state["error_size"] = torch.tensor(self.size, dtype=torch.float64)
         state["error_gradients"] = torch.tensor(self.gradients)
-        return state if self.last is None else state | {"error_step": torch.tensor(self.last)}
+        return (
+            state
+            if self.last_step is None
+            else state | {"error_step": torch.tensor(self.last_step)}
+        )
 
     def load_state_dict(self, state: Tensors) -> Tensors:
         """Take what is e's. Returns the rest."""
-        rest = dict(state)
+        remaining = dict(state)
         self.error, self.batches = (
-            {key.removeprefix(of): rest.pop(key) for key in state if key.startswith(of)}
-            for of in ("error.", "batches.")
+            {
+                key.removeprefix(prefix): remaining.pop(key)
+                for key in state
+                if key.startswith(prefix)
+            }
+            for prefix in ("error.", "batches.")
         )
-        self.size = float(rest.pop("error_size", torch.tensor(0.0)))
-        self.gradients = int(rest.pop("error_gradients", torch.tensor(0)))
-        self.last = int(rest.pop("error_step")) if "error_step" in rest else None
-        return rest
+        self.size = float(remaining.pop("error_size", torch.tensor(0.0)))
+        self.gradients = int(remaining.pop("error_gradients", torch.tensor(0)))
+        self.last_step = int(remaining.pop("error_step")) if "error_step" in remaining else None
+        return remaining
 
 
 def check_min_batches(value: object) -> None:
@@ -178,23 +190,25 @@ class BiasedDefense(Defense):
         if not self.error_feedback:
             return super().__call__(gmap, generator)
         gradient, shards = true_gradient(gmap), gmap.shards
-        wanted = self._left_out.add_to(gradient, shards)
-        message = super().__call__(self.corrected(gmap, cast_like(wanted, gmap)), generator)
+        corrected_gradient = self._left_out.add_to(gradient, shards)
+        message = super().__call__(
+            self.corrected(gmap, cast_like(corrected_gradient, gmap)), generator
+        )
         # What an earlier defense of a chain withheld stays withheld, and waits.
         sent = gmap.restrict(dict(message))
-        error = {name: v - sent[name].to(v.dtype) for name, v in wanted.items()}
+        error = {name: v - sent[name].to(v.dtype) for name, v in corrected_gradient.items()}
         size = norm(gradient, shards)
         self._left_out.keep(error, size, message.transmitted)
         metrics = {"left_out": norm(error, shards) / size} if size else {}
         # Nothing of it is the true gradient's once earlier batches are in it: no other facts hold.
         return Message(
-            sent, transmitted=message.transmitted, has_residual=wanted is not gradient,
+            sent, transmitted=message.transmitted, has_residual=corrected_gradient is not gradient,
             metrics=message.metrics | metrics,
         )  # fmt: skip
 
-    def corrected(self, gmap: GradientMap, wanted: Tensors) -> GradientMap:
+    def corrected(self, gmap: GradientMap, corrected_gradient: Tensors) -> GradientMap:
         """The map with what earlier messages left out in its gradient."""
-        return gmap.corrected(wanted)
+        return gmap.corrected(corrected_gradient)
 
     @cached_property
     def _left_out(self) -> LeftOut:
@@ -208,8 +222,8 @@ class BiasedDefense(Defense):
 
     @property
     def facts(self) -> DefenseFacts:
-        waits = self._left_out.min_batches - 1 if self.error_feedback else 0
-        return replace(super().facts, warmup_messages=waits)
+        warmup = self._left_out.min_batches - 1 if self.error_feedback else 0
+        return replace(super().facts, warmup_messages=warmup)
 
     def at_step(self, step: int) -> None:
         super().at_step(step)
@@ -220,5 +234,5 @@ class BiasedDefense(Defense):
 
     def load_state_dict(self, state: Tensors) -> None:
         # Without feedback nobody takes it, and it is refused.
-        rest = self._left_out.load_state_dict(state) if self.error_feedback else state
-        super().load_state_dict(rest)
+        remaining = self._left_out.load_state_dict(state) if self.error_feedback else state
+        super().load_state_dict(remaining)

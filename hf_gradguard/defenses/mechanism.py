@@ -83,13 +83,13 @@ class Mechanism:
     later_messages: tuple[Mapping[str, Tensor], ...] = ()
 
     def __post_init__(self) -> None:
-        for name, value, known in (
+        for name, value, choices in (
             ("selection", self.selection, ("all", "largest", "chosen")),
             ("rounding", self.rounding, (None, "nearest", "stochastic", "sign")),
             ("noise", self.noise, (None, "gaussian", "laplace")),
         ):
-            if value not in known:
-                raise ValueError(f"{name} must be one of {known}, but is {value!r}.")
+            if value not in choices:
+                raise ValueError(f"{name} must be one of {choices}, but is {value!r}.")
         if (self.noise is None) != (self.variance is None):
             raise ValueError("Noise has a variance: give both, or neither.")
         if self.batches is not None and not self.has_residual:

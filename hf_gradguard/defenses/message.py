@@ -179,22 +179,24 @@ def _wrong_tensor(name: str, key: str, tensor: object, g: Tensor) -> Exception:
     )
 
 
-def effect(name: str, before: Mapping[str, int], after: Mapping[str, int]) -> RuntimeError:
+def effect(
+    name: str, versions_before: Mapping[str, int], versions_after: Mapping[str, int]
+) -> RuntimeError:
     """The error for a defense that wrote to what belongs to a map or its model.
 
     Args:
         name: Of the defense.
-        before: `GradientMap.versions()` before its call.
-        after: After it, where something differs.
+        versions_before: `GradientMap.versions()` before its call.
+        versions_after: After it, where something differs.
     """
-    for tensor, version in after.items():
-        if tensor in before and before[tensor] != version:
+    for tensor, version in versions_after.items():
+        if tensor in versions_before and versions_before[tensor] != version:
             return RuntimeError(
                 f"{name} wrote to {tensor} in place, so nothing was shared: it was to read it "
                 "only. Compute new tensors."
             )
-    tensor = next(iter(before.keys() ^ after.keys()))
-    verb = "made" if tensor in after else "removed"
+    tensor = next(iter(versions_before.keys() ^ versions_after.keys()))
+    verb = "made" if tensor in versions_after else "removed"
     return RuntimeError(f"{name} {verb} {tensor}, so nothing was shared: a defense has no effects.")
 
 
@@ -273,9 +275,9 @@ def add_up(numbers: Mapping[str, Tensor], shards: Shards | None) -> Tensor:
 
 def total(tensors: Mapping[str, Tensor], shards: Shards | None) -> Tensor:
     """The sum over all entries of all tensors, tensors added up in float64."""
-    known = getattr(tensors, "total", None)
-    if known is not None:
-        return torch.tensor(known, dtype=torch.float64)
+    known_total = getattr(tensors, "total", None)
+    if known_total is not None:
+        return torch.tensor(known_total, dtype=torch.float64)
     return add_up({name: tensor.sum().double() for name, tensor in tensors.items()}, shards)
 
 
@@ -303,7 +305,7 @@ def norm(tensors: Mapping[str, Tensor], shards: Shards | None) -> float:
     return float(power(tensors, shards).sqrt())
 
 
-def drawn(
+def draw_noise(
     tensors: Mapping[str, Tensor],
     draw: Callable[[Tensor, Stream], Tensor],
     generator: Stream,
@@ -320,8 +322,8 @@ def drawn(
         shards: Of the map.
     """
     groups = [(tensors, generator)] if shards is None else shards.streams(tensors, generator)
-    for some, stream in groups:
-        yield from draw_tensors(some, lambda like, stream=stream: draw(like, stream))  # type: ignore[misc]
+    for group, stream in groups:
+        yield from draw_tensors(group, lambda tensor, stream=stream: draw(tensor, stream))  # type: ignore[misc]
 
 
 def scaled(tensor: Tensor, factor: float, offset: float = 0.0) -> Tensor:

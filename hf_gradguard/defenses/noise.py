@@ -13,7 +13,7 @@ Their Algorithm 1 prints s_i squared; their theorem, its proof and this module h
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from transformers.utils import logging
 
-from ..gradient_map import GradientMap, Tensors
+from ..gradient_map import GradientMap, Tensors, by_differences
 from ..gradient_map.views import ZeroGradient
 from ..randomness import Stream
 from .base import Defense, DefenseFacts, is_number
@@ -32,18 +32,24 @@ from .message import (
     OnDemand,
     cast_like,
     count,
-    drawn,
+    draw_noise,
     power,
     root,
     scaled,
     total,
     true_gradient,
 )
-from .own_shape import shape_trace
-from .sensitivity import SensitivityDefense, capped, sensitivity_ratio
+from .sensitivity import (
+    LARGEST_RATIO,
+    SMALLEST_GRADIENT,
+    SensitivityDefense,
+    capped,
+    sensitivity_ratio,
+)
 
 if TYPE_CHECKING:
     from ..sharded.shards import Shards
+
 
 logger = logging.get_logger(__name__)
 
@@ -65,19 +71,20 @@ class NoiseDefense(Defense):
     utility_budget: float | None = None
 
     def __post_init__(self) -> None:
-        given = {
+        strengths = {
             f.name: getattr(self, f.name)
             for f in fields(NoiseDefense)
             if getattr(self, f.name) is not None
         }
-        if len(given) > 1:
+        if len(strengths) > 1:
             raise ValueError(
-                f"Give one of scale, relative_scale and utility_budget, not {' and '.join(given)}."
+                f"Give one of scale, relative_scale and utility_budget, not "
+                f"{' and '.join(strengths)}."
             )
-        for name, value in given.items():
+        for name, value in strengths.items():
             if not (is_number(value) and value >= 0):
                 raise ValueError(f"{name} must be a finite number of at least 0, but is {value!r}.")
-        if not given:
+        if not strengths:
             self.relative_scale = 1.0
 
     def clipped(self, gradient: Tensors, shards: Shards | None) -> Tensors:
@@ -101,47 +108,47 @@ class NoiseDefense(Defense):
         """Variances up to a common factor, and `Noise.shape_trace`. Here: the same everywhere that
         an earlier defense left something.
         """
-        one = {name: g.new_ones(()).expand_as(g) for name, g in gradient.items()}  # no memory
-        return gmap.restrict(one), 0.0
+        uniform = {name: g.new_ones(()).expand_as(g) for name, g in gradient.items()}  # no memory
+        return gmap.restrict(uniform), 0.0
 
     def variance(
         self, gradient: Tensors, shape: Mapping[str, Tensor], shards: Shards | None
     ) -> Mapping[str, Tensor]:
         """The diagonal of Σ: `shape` times the factor λ that gives the strength asked for."""
         if self.utility_budget is not None:
-            each = OnDemand(gradient, lambda name: gradient[name].square() * shape[name])
-            unit, wanted = total(each, shards), self.utility_budget
+            weighted = OnDemand(gradient, lambda name: gradient[name].square() * shape[name])
+            unit_cost, budget = total(weighted, shards), self.utility_budget
         else:
             size = count(gradient, shards)
-            unit, wanted = total(shape, shards) / size, (self.scale or 0.0) ** 2
+            unit_cost, budget = total(shape, shards) / size, (self.scale or 0.0) ** 2
             if self.relative_scale is not None:
-                wanted = self.relative_scale**2 * float(power(gradient, shards)) / size
-        if not wanted:
+                budget = self.relative_scale**2 * float(power(gradient, shards)) / size
+        if not budget:
             return {name: torch.zeros_like(g) for name, g in gradient.items()}
-        if not unit:
+        if not unit_cost:
             logger.warning_once(
                 f"{self.name} added no noise: the gradient or all its sensitivities are zero, so "
                 "to first order there is nothing about the input in it."
             )
             return {name: torch.zeros_like(g) for name, g in gradient.items()}
-        factor = float(wanted / unit)
+        factor = float(budget / unit_cost)
         if isinstance(shape, OnDemand):
             return OnDemand(gradient, lambda name: scaled(shape[name], factor))
         return {name: scaled(tensor, factor) for name, tensor in shape.items()}
 
     def protect(self, gmap: GradientMap, generator: Stream) -> Message:
-        true, shards = true_gradient(gmap), gmap.shards
-        gradient = self.clipped(true, shards)
+        undefended, shards = true_gradient(gmap), gmap.shards
+        gradient = self.clipped(undefended, shards)
         shape, shape_trace = self.shaped(gmap, gradient, generator)
         variance = self.variance(gradient, shape, shards)
         noisy = {
-            name: torch.addcmul(gradient[name], root(variance, name), fresh, out=fresh)
-            for name, fresh in drawn(gradient, self.draw, generator, shards)
+            name: torch.addcmul(gradient[name], root(variance, name), unit_noise, out=unit_noise)
+            for name, unit_noise in draw_noise(gradient, self.draw, generator, shards)
         }
 
         def noise() -> Noise:
             added = dict(variance)
-            referred = self.referred(true, added, shards)
+            referred = self.referred(undefended, added, shards)
             return Noise(referred, added, shape_trace, plain=self._plain)
 
         return Message(
@@ -172,11 +179,11 @@ class NoiseDefense(Defense):
         """Whether covariances add up where Gaussian noise was before; see `Noise`."""
         return type(self).clipped is NoiseDefense.clipped
 
-    def draw(self, like: Tensor, generator: Stream) -> Tensor:
+    def draw(self, tensor: Tensor, generator: Stream) -> Tensor:
         """Independent noise of unit variance in the shape, type and place of `like`, whose values
         mean nothing. The message is written where the noise was.
         """
-        return generator.normal(like.shape, device=like.device, dtype=like.dtype)
+        return generator.normal(tensor.shape, device=tensor.device, dtype=tensor.dtype)
 
 
 @dataclass
@@ -196,13 +203,13 @@ class LaplaceNoise(NoiseDefense):
     name: ClassVar[str] = "laplace_noise"
     facts = NoiseDefense.facts
 
-    def draw(self, like: Tensor, generator: Stream) -> Tensor:
+    def draw(self, tensor: Tensor, generator: Stream) -> Tensor:
         # The difference of two unit exponentials is Laplace(0, 1), of variance 2.
-        one, two = (
-            generator.exponential(like.shape, device=like.device, dtype=like.dtype)
+        upward, downward = (
+            generator.exponential(tensor.shape, device=tensor.device, dtype=tensor.dtype)
             for _ in range(2)
         )
-        return (one - two) / math.sqrt(2)
+        return (upward - downward) / math.sqrt(2)
 
     def _mechanism(self, message: Message) -> Mechanism | None:
         """Of relative noise, y itself tells its strength: E ‖y‖² = ‖g‖² (1 + r²)."""
@@ -264,28 +271,120 @@ class OptimalNoise(SensitivityDefense, NoiseDefense):
     def shaped(
         self, gmap: GradientMap, gradient: Tensors, generator: Stream
     ) -> tuple[Mapping[str, Tensor], float]:
-        alone = isinstance(gmap, ZeroGradient)
-        if self.shape == "own" and not alone:
-            own = gmap.restrict(sensitivity_ratio(*self.own_sensitivity(gmap, gradient, generator)))
-            own = capped(self.bare_where_clipped(own, gradient))
-            return own, shape_trace(gmap, gradient, own, self)
-        known = self.known_ratio(gradient) if alone else None
-        averaged = known if alone else self.averaged_ratio(gmap, generator)
+        is_empty = isinstance(gmap, ZeroGradient)
+        if self.shape == "own" and not is_empty:
+            own_ratio = gmap.restrict(
+                sensitivity_ratio(*self.own_sensitivity(gmap, gradient, generator))
+            )
+            own_ratio = capped(self.bare_where_clipped(own_ratio, gradient))
+            return own_ratio, shape_trace(gmap, gradient, own_ratio, self)
+        known_ratio = self.known_ratio(gradient) if is_empty else None
+        averaged = known_ratio if is_empty else self.averaged_ratio(gmap, generator)
         if averaged is None:
             return NoiseDefense.shaped(self, gmap, gradient, generator)
         shape, masks = averaged, gmap.transmitted
         entries = count(gradient, gmap.shards) if masks is None else int(total(masks, gmap.shards))
         if masks is not None:
             shape = OnDemand(gradient, lambda name: gmap.restrict({name: averaged[name]})[name])
-        whole = float(total(shape, gmap.shards))
+        shape_sum = float(total(shape, gmap.shards))
         assert self.floor is not None
-        lift = self.floor * whole / max(int(entries), 1)
+        lift = self.floor * shape_sum / max(int(entries), 1)
 
         spread = 1 - self.floor
 
         def lifted(name: str) -> Tensor:
-            one = scaled(shape[name], spread, lift)
-            return gmap.restrict({name: one})[name]
+            lifted_shape = scaled(shape[name], spread, lift)
+            return gmap.restrict({name: lifted_shape})[name]
 
         # The power that is lifted off is as much as what is spread.
-        return OnDemand(gradient, lifted, whole), 0.0
+        return OnDemand(gradient, lifted, shape_sum), 0.0
+
+
+def shape_trace(gmap: GradientMap, gradient: Tensors, weight: Tensors, noise: Any) -> float:
+    """The Fisher information about the whole batch's input that lies in the shape of noise which
+    follows the batch itself:
+
+        ½ Σ_i ‖∂ log Σ_ii/∂x‖²,   Σ_ii = λ w_i,   w_i = s_i/|g_i|
+
+    s_i counts as a constant: what changes of it is of third order in the loss, and small beside
+    coordinates that are nearly zero. Ratios at their cap do not follow the input, and neither does
+    what carries no noise. λ brings the noise to the strength asked for, so it follows the input
+    wherever w does:
+
+        λ = scale² d/Σ w,   relative_scale² ‖g‖²/Σ w,   or utility_budget/Σ g² w
+
+    Args:
+        gmap: The batch's map, for two products with J.
+        gradient: g, to which noise is added.
+        weight: w, capped, 0 where there is no noise.
+        noise: The defense, for its strength and granularity. With one ratio per tensor, and on
+            several devices, the trace is a bound from above.
+    """
+    weight_sum = float(total(weight, gmap.shards))
+    if not weight_sum:
+        return 0.0
+    follows = {name: w.where(w < LARGEST_RATIO, 0) for name, w in weight.items()}
+    vjp = None if noise.granularity == "layer" else _product(gmap)
+    if vjp is None:
+        return _bound(gradient, weight, follows, noise, gmap.shards)
+    own_part = float(power(OnDemand(follows, lambda name: follows[name].double()), None))
+    inverse = {
+        name: (1 / g).where((follows[name] > 0) & (g.abs() >= SMALLEST_GRADIENT), 0)
+        for name, g in gradient.items()
+    }
+    if noise.utility_budget is not None:
+        weighted_squares = {name: g.square() * weight[name] for name, g in gradient.items()}
+        weighted_power = float(total(weighted_squares, None))
+        factor = {
+            name: -g * weight[name] * (1 + (inverse[name] == 0).to(g)) / (weighted_power or 1.0)
+            for name, g in gradient.items()
+        }
+    else:
+        factor = {name: weight[name] * inverse[name] / weight_sum for name in gradient}
+        if noise.relative_scale is not None:
+            squared_norm = float(power(gradient, None)) or 1.0
+            noisy_gradient = {name: g.where(weight[name] > 0, 0) for name, g in gradient.items()}
+            factor = {
+                name: slope_of_weight + 2 * noisy_gradient[name] / squared_norm
+                for name, slope_of_weight in factor.items()
+            }
+    slope = vjp(cast_like(factor, gmap)).double()
+    cross = (vjp(cast_like(inverse, gmap)).double() * slope).sum()
+    noisy = int(total({name: (w > 0).sum() for name, w in weight.items()}, None))
+    return max(own_part / 2 - float(cross) + noisy / 2 * float(slope.square().sum()), 0.0)
+
+
+def _product(gmap: GradientMap) -> Callable[[Tensors], Tensor] | None:
+    """δ ↦ J δ, by differences where there are no second derivatives; `None` on several devices."""
+    plain = gmap.undefended
+    if gmap.shards is not None:
+        return None
+    if plain.replay.second_order:
+        return plain.vjp
+    return (by_differences(plain) or plain.twice()).vjp
+
+
+def _bound(
+    gradient: Tensors, weight: Tensors, follows: Tensors, noise: Any, shards: Shards | None
+) -> float:
+    """With r the ratio of a coordinate, or of its tensor: ‖∂ log w‖ ≤ r, ‖∂ ‖g‖²‖ ≤ 2 r ‖g‖², and
+    the triangle inequality.
+    """
+
+    def weighted_mean(weights: Tensors) -> float:
+        weight_sum = float(total(weights, shards))
+        following = {name: w * follows[name] for name, w in weights.items()}
+        return float(total(following, shards)) / (weight_sum or 1.0)
+
+    if noise.utility_budget is not None:
+        slope_bound = 3 * weighted_mean(
+            {name: g.square() * weight[name] for name, g in gradient.items()}
+        )
+    else:
+        slope_bound = weighted_mean(weight)
+        if noise.relative_scale is not None:
+            slope_bound += 2 * weighted_mean({name: g.square() for name, g in gradient.items()})
+    bounds = OnDemand(
+        follows, lambda name: (follows[name].double() + slope_bound).where(weight[name] > 0, 0)
+    )
+    return float(power(bounds, shards)) / 2

@@ -69,13 +69,15 @@ class PruningDefense(BiasedDefense):
         """
         raise NotImplementedError
 
-    def corrected(self, gmap: GradientMap, wanted: Tensors) -> GradientMap:
+    def corrected(self, gmap: GradientMap, corrected_gradient: Tensors) -> GradientMap:
         """Without what is the sum of too few batches: others would not hide this one in it."""
         ready = self._left_out.ready()
         if ready is None:
-            return super().corrected(gmap, wanted)
-        left = {name: v.masked_fill(~ready[name], 0) for name, v in wanted.items()}
-        return gmap.corrected(wanted).masked(left, ready)
+            return super().corrected(gmap, corrected_gradient)
+        ready_gradient = {
+            name: tensor.masked_fill(~ready[name], 0) for name, tensor in corrected_gradient.items()
+        }
+        return gmap.corrected(corrected_gradient).masked(ready_gradient, ready)
 
     @cached_property
     def _left_out(self) -> LeftOut:
@@ -83,24 +85,24 @@ class PruningDefense(BiasedDefense):
 
     def protect(self, gmap: GradientMap, generator: Stream) -> Message:
         gradient = true_gradient(gmap)
-        size = sum(g.numel() for g in gradient.values())
-        worth = _flatten(self.worth(gmap, gradient, generator), size)
-        parts = {name: g.numel() for name, g in gradient.items()}
+        entry_count = sum(g.numel() for g in gradient.values())
+        worth = _flatten(self.worth(gmap, gradient, generator), entry_count)
+        sizes = {name: g.numel() for name, g in gradient.items()}
         if self.utility is not None:
-            power = _flatten(gradient.values(), size).double().square()
-            pruned = ~largest(worth, self.utility, power, parts, gmap.shards)
+            power = _flatten(gradient.values(), entry_count).double().square()
+            pruned = ~largest(worth, self.utility, power, sizes, gmap.shards)
         else:
             assert self.ratio is not None  # __post_init__ leaves exactly one of the two set
-            whole = count(gradient, gmap.shards)
-            kept = whole - floor_share(self.ratio, whole)
-            pruned = ~largest(worth, kept, None, parts, gmap.shards)
+            total_count = count(gradient, gmap.shards)
+            kept_count = total_count - floor_share(self.ratio, total_count)
+            pruned = ~largest(worth, kept_count, None, sizes, gmap.shards)
         del worth  # before the message is there
-        left, transmitted = {}, {}
-        masks = pruned.split(list(parts.values()))
+        pruned_gradient, transmitted = {}, {}
+        masks = pruned.split(list(sizes.values()))
         for (name, g), mask in zip(gradient.items(), masks, strict=True):
-            left[name] = g.masked_fill(mask.view_as(g), 0.0)
-            transmitted[name] = torch.ne(left[name], 0, out=mask.view_as(g))
-        return Message(cast_like(left, gmap), transmitted=transmitted, exact=True)
+            pruned_gradient[name] = g.masked_fill(mask.view_as(g), 0.0)
+            transmitted[name] = torch.ne(pruned_gradient[name], 0, out=mask.view_as(g))
+        return Message(cast_like(pruned_gradient, gmap), transmitted=transmitted, exact=True)
 
     @property
     def facts(self) -> DefenseFacts:
@@ -174,7 +176,7 @@ def largest(
     worth: Tensor,
     amount: float,
     weight: Tensor | None = None,
-    parts: Mapping[str, int] | None = None,
+    sizes: Mapping[str, int] | None = None,
     shards: Shards | None = None,
 ) -> Tensor:
     """Mask of the largest entries of a non-negative tensor: the fewest whose weights add up to a
@@ -186,17 +188,17 @@ def largest(
         worth: `(d,)`, not negative. Among equals the last ones are taken first.
         amount: How many entries; with `weight`, the share of Σ weight, in (0, 1].
         weight: `(d,)`, not negative.
-        parts: How many entries are of which parameter. Default: all of one.
+        sizes: How many entries are of which parameter. Default: all of one.
         shards: Of the map.
     """
-    parts = parts or {"": len(worth)}
+    sizes = sizes or {"": len(worth)}
     digits = worth.view(torch.int16).view(
         len(worth), -1
     )  # four or two a number, 16 bits each, the lowest first
     keys = worth.view(torch.int32 if worth.element_size() == 4 else torch.int64)
-    counted = _counted(worth, parts, shards)
+    counted = _counted(worth, sizes, shards)
     position: Any = slice(None)
-    threshold, wanted = 0, amount
+    threshold, amount_left = 0, amount
     for place in reversed(range(digits.shape[1])):
         digit = digits[position, place]
         if place < digits.shape[1] - 1:
@@ -204,36 +206,38 @@ def largest(
         histogram = _histogram(digit, weight, counted, position)
         reached = (histogram if shards is None else shards.add(histogram)).flip(0).cumsum(0)
         if weight is not None and place == digits.shape[1] - 1:
-            wanted = amount * float(reached[-1])
-        above = min(int((reached < wanted).sum()), 0xFFFF)
-        wanted -= reached[above - 1].item() if above else 0
+            amount_left = amount * float(reached[-1])
+        above = min(int((reached < amount_left).sum()), 0xFFFF)
+        amount_left -= reached[above - 1].item() if above else 0
         threshold |= (0xFFFF - above) << 16 * place
         tied = (digit == 0xFFFF - above).nonzero().flatten()
         position = tied if isinstance(position, slice) else position[tied]
         weight = None if weight is None else weight[tied]
     chosen = keys > threshold
     share = torch.ones_like(position) if weight is None else weight
-    after = share.flip(0).cumsum(0).flip(0) - share
+    later_shares = share.flip(0).cumsum(0).flip(0) - share
     if shards is not None:
-        shards.add_later_(after, share, position, parts)
-    chosen[position[after < wanted]] = True
+        shards.add_later_(later_shares, share, position, sizes)
+    chosen[position[later_shares < amount_left]] = True
     return chosen
 
 
-def _counted(worth: Tensor, parts: Mapping[str, int], shards: Shards | None) -> Tensor | None:
+def _counted(worth: Tensor, sizes: Mapping[str, int], shards: Shards | None) -> Tensor | None:
     """Which entries are this device's to count; `None` for all."""
-    if shards is None or all(map(shards.counts, parts)):
+    if shards is None or all(map(shards.counts, sizes)):
         return None
-    flags = [worth.new_full((size,), shards.counts(n), dtype=torch.bool)
-             for n, size in parts.items()]  # fmt: skip
-    return torch.cat(flags)
+    counts = [worth.new_full((size,), shards.counts(name), dtype=torch.bool)
+             for name, size in sizes.items()]  # fmt: skip
+    return torch.cat(counts)
 
 
-def _histogram(digit: Tensor, weight: Tensor | None, counted: Tensor | None, at: Any) -> Tensor:
+def _histogram(
+    digit: Tensor, weight: Tensor | None, counted: Tensor | None, position: Any
+) -> Tensor:
     """How many entries, or how much of the weight, there are of each digit."""
     if counted is not None:
-        mine = counted[at]
-        digit, weight = digit[mine], None if weight is None else weight[mine]
+        counted_here = counted[position]
+        digit, weight = digit[counted_here], None if weight is None else weight[counted_here]
     return torch.bincount(digit, weight, minlength=2**16)
 
 

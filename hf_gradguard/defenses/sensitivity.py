@@ -1,13 +1,16 @@
-"""What defenses that weigh parameters by sensitivity share: where s and |g| come from."""
+"""Defenses that weigh parameters by sensitivity: where s and |g| come from, and their averages over
+batches.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..gradient_map import GradientMap, Tensors
 from ..gradient_map.layers import Pass
@@ -16,12 +19,219 @@ from ..gradient_map.marginals import Sums, heard, own_pass, power_sums, probe_su
 from ..gradient_map.random_batch import random_batch, special_ids
 from ..gradient_map.sensitivity import TOLERANCE, plan_of, probe_squares
 from ..randomness import Stream
-from .averages import PARTS, Averages, added
 from .base import Defense, DefenseFacts, check_whole
-from .message import OnDemand, first_not_finite, total
+from .message import OnDemand, add_up, first_not_finite, of_whole, total
 
 if TYPE_CHECKING:
     from ..sharded.shards import Shards
+
+
+DECAY = 0.7
+"""What an average keeps at every step: about the last three batches count."""
+PRIOR = 1e-3
+"""How much of all parameters' mean is added to each one's, so that none that happened to be still
+takes all the noise, or none.
+"""
+
+_KINDS = ("squares", "powers")
+STATE_KINDS = ("shape", *_KINDS)
+"""What the names in an average's state begin with."""
+
+
+class Averages:
+    """Exponential averages of s² and g² over batches.
+
+    A matrix is kept as its row and column sums r and c, and read as r cᵀ/Σr: s² of a layer's weight
+    is very nearly that, and its probes' errors average out over a row.
+
+    Example:
+        >>> averages = Averages()
+        >>> ones = {"weight": torch.ones(2, 3)}
+        >>> averages.add(ones.items(), ones)
+        >>> averages.ratio()["weight"]
+        tensor([[1., 1., 1.],
+                [1., 1., 1.]])
+    """
+
+    def __init__(self) -> None:
+        self._sums: dict[str, dict[str, Sums]] = {kind: {} for kind in _KINDS}
+        self._shapes: dict[str, torch.Size] = {}
+        self._ratios: dict[bool, OnDemand] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._shapes)
+
+    def knows(self, names: Iterable[str]) -> bool:
+        """Whether it is of these parameters and no others."""
+        return set(self._shapes) == set(names)
+
+    def add(
+        self,
+        squares: Iterable[tuple[str, Tensor | Sums]],
+        gradient: Tensors,
+        powers: Iterable[tuple[str, Sums]] | None = None,
+        shards: Shards | None = None,
+    ) -> None:
+        """Take in a batch.
+
+        Args:
+            squares: Estimates of s_i², or their sums, one parameter at a time, of one probe or of
+                several after each other.
+            gradient: g.
+            powers: Sums of an estimate of E g_i². Default: those of g_i².
+            shards: Of the map.
+        """
+        if not self.knows(gradient):
+            self.__init__()  # type: ignore[misc]
+        self._shapes = {name: tensor.shape for name, tensor in gradient.items()}
+        batch_sums: dict[str, dict[str, Sums]] = {kind: {} for kind in _KINDS}
+        for name, estimate in squares:
+            marginals = estimate if isinstance(estimate, tuple) else sums_of(estimate)
+            marginals = marginals if shards is None else shards.sums(name, marginals)
+            batch_sums["squares"][name] = add_sums(batch_sums["squares"].get(name), marginals)
+        for name, marginals in power_sums(gradient) if powers is None else powers:
+            batch_sums["powers"][name] = (
+                marginals if shards is None else shards.sums(name, marginals)
+            )
+        for kind, sums in batch_sums.items():
+            size = sum_of(sums, shards) or 1.0  # batches count alike, whatever their scale
+            for name, marginals in sums.items():
+                previous = self._sums[kind].get(name)
+                averaged = tuple(marginal / size for marginal in marginals)
+                if previous is not None:
+                    averaged = tuple(
+                        new + DECAY * old for new, old in zip(averaged, previous, strict=True)
+                    )
+                self._sums[kind][name] = averaged
+        self._ratios.clear()
+
+    def ratio(
+        self,
+        by_tensor: bool = False,
+        waiting: Mapping[str, Tensor] | None = None,
+        shards: Shards | None = None,
+    ) -> OnDemand:
+        """√(s²/g²) up to a common factor, in the parameters' shapes: as of now, and made when asked
+        for.
+
+        Args:
+            by_tensor: One ratio a tensor, of its sums.
+            waiting: To be added to g², whose sum over all parameters counts as 1.
+            shards: Of the map.
+        """
+        if waiting is not None:
+            return self._ratio(by_tensor, waiting, shards)
+        if by_tensor not in self._ratios:
+            self._ratios[by_tensor] = self._ratio(by_tensor, None, shards)
+        return self._ratios[by_tensor]
+
+    def _ratio(
+        self, by_tensor: bool, waiting: Mapping[str, Tensor] | None, shards: Shards | None
+    ) -> OnDemand:
+        squares, powers = (self._lifted(kind, by_tensor, shards) for kind in _KINDS)
+        shapes, unit = dict(self._shapes), sum_of(self._sums["powers"], shards)
+        if waiting is not None:
+
+            def with_waiting(name: str) -> Tensor:
+                square, power = (from_sums(kind[name], shapes[name]) for kind in (squares, powers))
+                waiting_power = waiting[name].to(power)
+                power = power + unit * (waiting_power.mean() if by_tensor else waiting_power)
+                return square.div(power).sqrt_()
+
+            return OnDemand(shapes, with_waiting)
+        # The root of a quotient of products is one of roots of quotients.
+        roots = {
+            name: tuple(
+                square.div(power).sqrt_()
+                for square, power in zip(square_sums, powers[name], strict=True)
+            )
+            for name, square_sums in squares.items()
+        }
+        root_sums = {name: sum_from_sums(roots[name], shapes[name]) for name in sorted(roots)}
+        return OnDemand(
+            shapes,
+            lambda name: from_sums(roots[name], shapes[name]),
+            float(add_up(root_sums, shards)),
+        )
+
+    def _lifted(self, kind: str, by_tensor: bool, shards: Shards | None) -> dict[str, Sums]:
+        """Averages with a share of their mean added to every entry; of matrices as factors of a
+        product, rows and columns.
+        """
+        sizes = {name: torch.tensor(math.prod(shape)) for name, shape in self._shapes.items()}
+        sizes_of_whole, sums = of_whole(sizes, shards), self._sums[kind]
+        prior = PRIOR * sum_of(sums, shards) / float(add_up(sizes, shards)) or 1.0
+        lifted: dict[str, Sums] = {}
+        for name, marginals in sums.items():
+            size = int(sizes_of_whole[name])
+            if by_tensor:
+                lifted[name] = (marginals[-1].sum() / size + prior,)
+            elif len(marginals) == 1:
+                lifted[name] = (marginals[0] + prior,)
+            else:
+                rows, columns = (
+                    marginals[0],
+                    marginals[1] + prior * max(size // len(marginals[1]), 1),
+                )
+                lifted[name] = ((rows + prior * len(columns)) / columns.sum(), columns)
+        return lifted
+
+    def state_dict(self) -> Tensors:
+        """O(rows + columns) numbers. Private if the batches were."""
+        return {
+            f"{kind}.{place}.{name}": tensor
+            for kind, sums in self._sums.items()
+            for name, marginals in sums.items()
+            for place, tensor in enumerate(marginals)
+        } | {
+            f"shape.{name}": torch.tensor(list(shape), dtype=torch.int64)
+            for name, shape in self._shapes.items()
+        }
+
+    def load_state_dict(self, state: Tensors) -> None:
+        """What `state_dict` returned.
+
+        Raises:
+            ValueError: For anything else.
+        """
+        self.__init__()  # type: ignore[misc]
+        for key, tensor in sorted(state.items()):
+            kind, _, name_and_place = key.partition(".")
+            if kind not in STATE_KINDS:
+                raise ValueError(f"{key!r} is nothing of running averages.")
+            if kind == "shape":
+                self._shapes[name_and_place] = torch.Size(tensor.tolist())
+                continue
+            name = name_and_place.partition(".")[2]
+            self._sums[kind][name] = (*self._sums[kind].get(name, ()), tensor)
+        if any(sums.keys() != self._shapes.keys() for sums in self._sums.values()):
+            raise ValueError("These are not the sums and shapes of running averages.")
+
+
+def add_sums(sums: Sums | None, added: Sums) -> Sums:
+    """Sums of what is added up."""
+    return added if sums is None else tuple(a + b for a, b in zip(sums, added, strict=True))
+
+
+def from_sums(factors: Sums, shape: torch.Size) -> Tensor:
+    """In a parameter's shape: of rows and columns, of all entries, or of one number for all."""
+    if len(factors) == 2:
+        return torch.outer(*factors).view(shape)
+    return factors[0].expand(shape) if factors[0].dim() < len(shape) else factors[0].clone()
+
+
+def sum_from_sums(factors: Sums, shape: torch.Size) -> Tensor:
+    """The sum of its entries."""
+    sums = [factor.sum().double() for factor in factors]
+    if len(factors) == 2:
+        return sums[0] * sums[1]
+    return sums[0] * math.prod(shape) if factors[0].dim() < len(shape) else sums[0]
+
+
+def sum_of(sums: dict[str, Sums], shards: Shards | None) -> float:
+    # In one order, whichever a loaded state has, so that a run that goes on has the same bits.
+    return float(add_up({name: sums[name][0].sum().double() for name in sorted(sums)}, shards))
+
 
 Granularity = Literal["parameter", "layer"]
 ShapedBy = Literal["public", "past", "own"]
@@ -29,9 +239,9 @@ ShapedBy = Literal["public", "past", "own"]
 OWN_PROBES, LEAST_PROBES = 10, 3
 SHARDED_PROBES = 4
 """Where nothing tells samples apart, a probe gives one square, and not one of each sample."""
-MEASURED = 8
+MEASURED_SAMPLES = 8
 """Samples of a random batch, at the most: more of them make better averages, and cost more."""
-FIRST = 4
+FIRST_BATCHES = 4
 """Random batches that averages begin with: of one alone they err by a half."""
 REFRESH_EVERY = 10
 """Messages from one that averages are fed at to the next, unless set."""
@@ -112,19 +322,23 @@ class SensitivityDefense(Defense):
         Returns:
             One positive tensor a shared parameter; `None` if there is no earlier batch.
         """
-        plain = gmap.undefended
-        if not self._averages.knows(plain.parameters):
+        undefended = gmap.undefended
+        if not self._averages.knows(undefended.parameters):
             self._averages, self._calls = Averages(), 0
-        due = not self._averages or self._calls % (self.refresh_every or REFRESH_EVERY) == 0
-        if self.shape == "public" and due:
-            like = first_rows(plain.batch, MEASURED) if plain.any_rows else plain.batch
-            for _ in range(1 if self._averages else FIRST):
-                made = random_batch(gmap.domain, gmap.model, like, generator, self._special)
-                self._learn(*heard(plain, made), generator)
+        is_due = not self._averages or self._calls % (self.refresh_every or REFRESH_EVERY) == 0
+        if self.shape == "public" and is_due:
+            example = (
+                first_rows(undefended.batch, MEASURED_SAMPLES)
+                if undefended.any_rows
+                else undefended.batch
+            )
+            for _ in range(1 if self._averages else FIRST_BATCHES):
+                batch = random_batch(gmap.domain, gmap.model, example, generator, self._special)
+                self._learn(*heard(undefended, batch), generator)
         by_tensor = self.granularity == "layer"
         ratio = self._averages.ratio(by_tensor, waiting, gmap.shards) if self._averages else None
-        if self.shape == "past" and due:
-            self._learn(plain, None, generator)
+        if self.shape == "past" and is_due:
+            self._learn(undefended, None, generator)
         self._calls += 1
         return ratio
 
@@ -179,8 +393,10 @@ class SensitivityDefense(Defense):
     def load_state_dict(self, state: Tensors) -> None:
         state = dict(state)
         self._calls = int(state.pop("calls", torch.tensor(0)))
-        own = {key: state.pop(key) for key in list(state) if key.partition(".")[0] in PARTS}
-        self._averages.load_state_dict(own)
+        averages = {
+            key: state.pop(key) for key in list(state) if key.partition(".")[0] in STATE_KINDS
+        }
+        self._averages.load_state_dict(averages)
         super().load_state_dict(state)
 
     def _learn(self, gmap: GradientMap, start: Pass | None, generator: Stream) -> None:
@@ -192,24 +408,27 @@ class SensitivityDefense(Defense):
         start = start or own_pass(gmap)
         if self.learns_all(gradient, shards):
             for name, sums in probe_sums(gmap, probes, generator, start):
-                squares[name] = added(squares.get(name), sums)
+                squares[name] = add_sums(squares.get(name), sums)
             powers = power_sums(gradient, len(gmap.input), start)
         else:
             dense = {name: torch.zeros_like(g) for name, g in gradient.items()}
-            for name, found in probe_squares(gmap, probes, generator, start=start):
-                dense[name].add_(found)
+            for name, squares_of_probe in probe_squares(gmap, probes, generator, start=start):
+                dense[name].add_(squares_of_probe)
             gradient, dense = self.learned(gradient, dense)
             squares = {name: sums_of(tensor) for name, tensor in dense.items()}
-        flat = {n: torch.cat([s.flatten() for s in sums]) for n, sums in squares.items()}
-        _check_squares(flat, shards)
+        estimates = {
+            name: torch.cat([marginal.flatten() for marginal in sums])
+            for name, sums in squares.items()
+        }
+        _check_squares(estimates, shards)
         self._averages.add(squares.items(), gradient, powers, shards)
 
 
 def _own_probes(gmap: GradientMap) -> int:
     """Of one batch, whose estimates are averaged over nothing else."""
     plan, samples = plan_of(gmap.undefended), len(gmap.input)
-    apart = plan.error <= TOLERANCE and bool(plan.split_layers)
-    return max(LEAST_PROBES, -(-OWN_PROBES // samples)) if apart else OWN_PROBES
+    is_split = plan.error <= TOLERANCE and bool(plan.split_layers)
+    return max(LEAST_PROBES, -(-OWN_PROBES // samples)) if is_split else OWN_PROBES
 
 
 def _check_squares(squares: Tensors, shards: Shards | None) -> None:

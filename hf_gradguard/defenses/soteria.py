@@ -58,13 +58,13 @@ class Soteria(BiasedDefense):
 
     def protect(self, gmap: GradientMap, generator: Stream) -> Message:
         gradient = true_gradient(gmap)
-        found = representation(gmap, generator, self.neuron_chunk)
-        size = found.values.norm(dim=0)
+        reading = representation(gmap, generator, self.neuron_chunk)
+        size = reading.values.norm(dim=0)
         # A neuron that is off shares nothing: it stays.
-        score = torch.where(size > 0, size / found.sensitivity, 0.0)
+        score = torch.where(size > 0, size / reading.sensitivity, 0.0)
         order = score.argsort(descending=True, stable=True)
         zeroed = order[: floor_share(self.ratio, len(score))]
-        name = found.layer
+        name = reading.layer
         shared = gradient | {name: gradient[name].index_fill(1, zeroed, 0.0)}
         transmitted = {name: tensor != 0 for name, tensor in shared.items()}
         return Message(cast_like(shared, gmap), transmitted=transmitted, exact=True)

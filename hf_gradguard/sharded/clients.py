@@ -43,10 +43,12 @@ class ClientRanks:
             own_devices = set(dist.get_process_group_ranks(shards.group))
             fingerprint = shards.fingerprint()
         across = set(dist.get_process_group_ranks(self._group))
-        own = torch.tensor(fingerprint, device=self.device)
-        every = [torch.empty_like(own) for _ in range(self.num_processes)]
-        dist.all_gather(every, own, group=self._group)
-        is_wrong = len(own_devices & across) != 1 or not all(map(own.equal, every))
+        fingerprint_tensor = torch.tensor(fingerprint, device=self.device)
+        fingerprints = [torch.empty_like(fingerprint_tensor) for _ in range(self.num_processes)]
+        dist.all_gather(fingerprints, fingerprint_tensor, group=self._group)
+        is_wrong = len(own_devices & across) != 1 or not all(
+            map(fingerprint_tensor.equal, fingerprints)
+        )
         if shards is not None:
             sizes = shards.gathered(torch.tensor(self.num_processes))
             is_wrong = shards.any(is_wrong) or len(set(sizes)) > 1

@@ -49,8 +49,8 @@ class Shards:
         """What devices of several clients must have alike to average what they hold: their place,
         how many of a client there are, and the names, shapes and types of their parts.
         """
-        parts = [(n, tuple(local(p).shape), str(p.dtype)) for n, p in self.parameters.items()]
-        digest = hashlib.blake2b(repr(parts).encode(), digest_size=7).digest()
+        shapes = [(n, tuple(local(p).shape), str(p.dtype)) for n, p in self.parameters.items()]
+        digest = hashlib.blake2b(repr(shapes).encode(), digest_size=7).digest()
         return [self.rank, self.size, int.from_bytes(digest, "little")]
 
     def each(self, numbers: Mapping[str, Tensor], how: How = "sum") -> dict[str, Tensor]:
@@ -66,10 +66,10 @@ class Shards:
         if how != "sum":
             joined = gathered.amin(0) if how == "min" else gathered.amax(0)
             return dict(zip(numbers, joined, strict=True))
-        sums, first = gathered.sum(0), gathered[0]
+        sums, of_first_device = gathered.sum(0), gathered[0]
         return {
-            name: first[at] if name in self.replicated else sums[at]
-            for at, name in enumerate(numbers)
+            name: of_first_device[index] if name in self.replicated else sums[index]
+            for index, name in enumerate(numbers)
         }
 
     def any(self, flag: bool) -> bool:
@@ -100,13 +100,13 @@ class Shards:
         return self.rank == 0 or name not in self.replicated
 
     def add_later_(
-        self, after: Tensor, shares: Tensor, position: Tensor, sizes: Mapping[str, int]
+        self, later_sums: Tensor, shares: Tensor, position: Tensor, sizes: Mapping[str, int]
     ) -> None:
         """Add to sums over the entries that stand later on this device what stands later on others:
         parameters are in their order, and devices in theirs within a parameter.
 
         Args:
-            after: `(k,)`, the sums, written to.
+            later_sums: `(k,)`, the sums, written to.
             shares: `(k,)`, what is summed.
             position: `(k,)`, where the entries stand in this device's parameters end to end.
             sizes: How many entries this device has of each parameter.
@@ -117,17 +117,20 @@ class Shards:
             name: slice(start, end)
             for name, start, end in zip(sizes, [0, *bounds[:-1]], bounds, strict=True)
         }
-        own = {name: shares[entries].sum() for name, entries in slices.items()}
-        here, everywhere = _later_sums(own), self._later(own)
+        own_sums = {name: shares[entries].sum() for name, entries in slices.items()}
+        later_here, later_everywhere = _later_sums(own_sums), self._sums_later(own_sums)
         for name, entries in slices.items():
-            after[entries] += (everywhere[name] - here[name]).to(after.dtype)
+            later_sums[entries] += (later_everywhere[name] - later_here[name]).to(later_sums.dtype)
 
-    def _later(self, numbers: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _sums_later(self, numbers: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The sum of the numbers of all parts that stand after this device's part."""
-        parts = self._gather(torch.stack(list(numbers.values())))
-        whole = _later_sums(self.each(numbers))
-        others = zip(whole.items(), parts[self.rank + 1 :].sum(0), strict=True)
-        return {n: sum_ if n in self.replicated else sum_ + other for (n, sum_), other in others}
+        gathered = self._gather(torch.stack(list(numbers.values())))
+        later_parameters = _later_sums(self.each(numbers))
+        pairs = zip(later_parameters.items(), gathered[self.rank + 1 :].sum(0), strict=True)
+        return {
+            name: later if name in self.replicated else later + later_devices
+            for (name, later), later_devices in pairs
+        }
 
     def new_message(self, generator: Stream) -> Stream:
         """This device's stream for the next message, given one of its own.
@@ -155,13 +158,17 @@ class Shards:
     ) -> Iterator[tuple[dict[str, Tensor], Stream]]:
         """Tensors with the stream that their random numbers are to come from."""
         for is_common in (False, True):
-            part = {n: t for n, t in tensors.items() if (n in self.replicated) == is_common}
-            if part:
-                yield part, self.stream_of(next(iter(part)), generator)
+            group = {
+                name: tensor
+                for name, tensor in tensors.items()
+                if (name in self.replicated) == is_common
+            }
+            if group:
+                yield group, self.stream_of(next(iter(group)), generator)
 
     def gradient(self, loss: Tensor, parameters: Iterable[str]) -> dict[str, Tensor]:
         """This device's part of the mean of devices' gradients. `.grad` stays as it was."""
-        before = [(parameter, parameter.grad) for parameter in self.parameters.values()]
+        gradients_before = [(parameter, parameter.grad) for parameter in self.parameters.values()]
         for parameter in self.parameters.values():
             parameter.grad = None
         try:
@@ -171,15 +178,15 @@ class Shards:
                 raise ValueError("The loss is not computed from any shared parameter.")
             return {name: self._mean(name) for name in parameters}
         finally:
-            for parameter, gradient in before:
+            for parameter, gradient in gradients_before:
                 parameter.grad = gradient
 
-    def add_to_grad(self, parameter: nn.Parameter, part: Tensor) -> None:
+    def add_to_grad(self, parameter: nn.Parameter, gradient_part: Tensor) -> None:
         """Add this device's part of a gradient to `.grad`, which is cut as the parameter is."""
         if parameter.grad is None:
-            parameter.grad = whole_of(parameter, part)
+            parameter.grad = whole_of(parameter, gradient_part)
         else:
-            local(parameter.grad).add_(part)
+            local(parameter.grad).add_(gradient_part)
 
     def version(self, parameter: nn.Parameter) -> int:
         """How often this device's part was written to."""
@@ -196,23 +203,27 @@ class Shards:
         """The parameters that a forward pass uses, by name: whole ones, in storages that are empty
         in between.
         """
-        found = dict(self.model.named_parameters())
+        parameters = dict(self.model.named_parameters())
         for module in fsdp_modules(self.model):
             module.unshard()
-            found |= {n: p for n, p in self.model.named_parameters() if not _is_cut(p)}
+            parameters |= {
+                name: parameter
+                for name, parameter in self.model.named_parameters()
+                if not _is_cut(parameter)
+            }
             module.reshard()
-        return found
+        return parameters
 
     def _mean(self, name: str) -> Tensor:
         parameter = self.parameters[name]
         if parameter.grad is None:
-            part = torch.zeros_like(local(parameter), requires_grad=False)
+            local_gradient = torch.zeros_like(local(parameter), requires_grad=False)
         else:
-            part = local(parameter.grad)
+            local_gradient = local(parameter.grad)
         if name not in self.replicated:  # the backward pass has averaged it
-            return part
-        dist.all_reduce(part, group=self.group)
-        return part.div_(self.size)
+            return local_gradient
+        dist.all_reduce(local_gradient, group=self.group)
+        return local_gradient.div_(self.size)
 
     def _let_reduce(self) -> None:
         """Devices exchange in the next backward pass, whatever a loop has set: a message is of all
@@ -224,26 +235,26 @@ class Shards:
 
     def _gather(self, tensor: Tensor) -> Tensor:
         """`(devices, *shape)`: in one order, so that what is computed of it is the same on all."""
-        place, tensor = tensor.device, tensor.to(self.device).contiguous()
-        parts = [torch.empty_like(tensor) for _ in range(self.size)]
-        dist.all_gather(parts, tensor, group=self.group)
-        return torch.stack(parts).to(place)
+        original_device, tensor = tensor.device, tensor.to(self.device).contiguous()
+        gathered = [torch.empty_like(tensor) for _ in range(self.size)]
+        dist.all_gather(gathered, tensor, group=self.group)
+        return torch.stack(gathered).to(original_device)
 
 
 def local(tensor: Any) -> Tensor:
     """This device's part of a tensor."""
-    part: Tensor = tensor.detach()
-    return part.to_local() if hasattr(part, "to_local") else part
+    detached: Tensor = tensor.detach()
+    return detached.to_local() if hasattr(detached, "to_local") else detached
 
 
-def whole_of(parameter: Any, part: Tensor) -> Tensor:
+def whole_of(parameter: Any, local_tensor: Tensor) -> Tensor:
     """This device's part of a tensor like a parameter, as the parameter is."""
     if not _is_cut(parameter):
-        return part
+        return local_tensor
     from torch.distributed.tensor import DTensor
 
     return DTensor.from_local(
-        part,
+        local_tensor,
         parameter.device_mesh,
         parameter.placements,
         run_check=False,
@@ -263,9 +274,9 @@ def _check_cut(model: nn.Module, cut: Mapping[str, Any]) -> None:
             "FullyShardedDataParallel (the first FSDP) keeps no parameter by itself, so nothing "
             "can be protected by name. Use torch.distributed.fsdp.fully_shard."
         )
-    inside = {id(p) for module in fsdp_modules(model) for p in module.parameters()}
+    wrapped_ids = {id(p) for module in fsdp_modules(model) for p in module.parameters()}
     meshes = {p.device_mesh for p in cut.values()}
-    if not cut or any(id(p) not in inside for p in cut.values()):
+    if not cut or any(id(p) not in wrapped_ids for p in cut.values()):
         raise NotImplementedError(
             "The model is sharded, but not by fully_shard: no device holds a whole local gradient, "
             "and nothing says how parts add up. Call torch.distributed.fsdp.fully_shard on it."
@@ -311,5 +322,5 @@ def _later_sums(numbers: Mapping[str, Tensor]) -> dict[str, Tensor]:
     if not numbers:
         return {}
     stacked = torch.stack(list(numbers.values()))
-    after = stacked.flip(0).cumsum(0).flip(0) - stacked
-    return dict(zip(numbers, after, strict=True))
+    later_sums = stacked.flip(0).cumsum(0).flip(0) - stacked
+    return dict(zip(numbers, later_sums, strict=True))

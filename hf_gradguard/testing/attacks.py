@@ -5,17 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass, is_dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..attacks import Attack, Observation, Reconstruction, make_attack
+from ..gradient_map import GradientMap
 from ..gradient_map.domain import DOMAINS
 from ..gradient_map.inputs import PixelSpace
 from .facts import model_facts, random_states, same
-from .observations import other_cases, small_observation
+from .small import SMALL_TASKS
 
 
 def check_attack(attack: Attack | str, **observations: Observation) -> None:
@@ -53,11 +54,11 @@ def check_attack(attack: Attack | str, **observations: Observation) -> None:
     contract = _Contract(attack)
     contract.check_declaration()
     for domain in DOMAINS:
-        seen = observations.get(domain) or small_observation(domain)
+        observation = observations.get(domain) or small_observation(domain)
         if domain in attack.domains:
-            contract.check_domain(seen)
+            contract.check_domain(observation)
         else:
-            contract.check_refusal(seen)
+            contract.check_refusal(observation)
 
 
 @dataclass
@@ -69,8 +70,8 @@ class _Contract:
     def name(self) -> str:
         return getattr(self.attack, "name", None) or type(self.attack).__name__
 
-    def require(self, kept: bool, breach: str) -> None:
-        if not kept:
+    def require(self, is_kept: bool, breach: str) -> None:
+        if not is_kept:
             raise AssertionError(f"{self.name}: {breach}")
 
     def check_declaration(self) -> None:
@@ -87,41 +88,41 @@ class _Contract:
             f"{attack.domains!r}.",
         )
 
-    def check_refusal(self, seen: Observation) -> None:
+    def check_refusal(self, observation: Observation) -> None:
         """Of a domain that the attack does not declare."""
         self.require(
-            self.run(seen, "another domain's input") is None,
+            self.run(observation, "another domain's input") is None,
             f"an attack raises ValueError for a domain that it does not declare, but it took "
-            f"{seen.domain.content}.",
+            f"{observation.domain.content}.",
         )
 
-    def check_domain(self, seen: Observation) -> None:
-        first = self.run(seen, "an observation with everything granted")
-        if first is None:
+    def check_domain(self, observation: Observation) -> None:
+        reconstruction = self.run(observation, "an observation with everything granted")
+        if reconstruction is None:
             raise AssertionError(
                 f"{self.name}: an attack works on a domain that it declares, but it refused "
-                f"{seen.domain.content} with everything granted: {self.reason}"
+                f"{observation.domain.content} with everything granted: {self.reason}"
             )
-        for case, other in other_cases(seen):
-            self.run(other, case)
-        self.run(seen, "no generator given", generator=None)
-        again = self.run(seen, "the first observation once more")
-        difference = None if again is None else _difference(first, again)
+        for case, other_observation in other_cases(observation):
+            self.run(other_observation, case)
+        self.run(observation, "no generator given", generator=None)
+        repetition = self.run(observation, "the first observation once more")
+        difference = None if repetition is None else _difference(reconstruction, repetition)
         self.require(
-            again is not None and difference is None,
+            repetition is not None and difference is None,
             "one seed gives one result, whatever was attacked in between, but "
-            f"{'it refused' if again is None else f'`{difference}` differs'} the second time.",
+            f"{'it refused' if repetition is None else f'`{difference}` differs'} the second time.",
         )
 
     def run(
-        self, seen: Observation, case: str, generator: torch.Generator | int | None = 3
+        self, observation: Observation, case: str, generator: torch.Generator | int | None = 3
     ) -> Reconstruction | None:
         """One attack with everything around it watched; `None` if it refused."""
         if isinstance(generator, int):
             generator = torch.Generator().manual_seed(generator)
-        with self._unchanged(seen, case):
+        with self._unchanged(observation, case):
             try:
-                found = self.attack(seen, generator)
+                reconstruction = self.attack(observation, generator)
             except ValueError as error:
                 self.reason = str(error)
                 self.require(
@@ -133,48 +134,49 @@ class _Contract:
                     f"{self.name}: an attack that cannot work raises ValueError with the reason, "
                     f"but on {case} it raised {type(error).__name__}: {error}"
                 ) from error
-        self._check_result(seen, found, case)
-        return found
+        self._check_result(observation, reconstruction, case)
+        return reconstruction
 
     @contextmanager
-    def _unchanged(self, seen: Observation, case: str) -> Iterator[None]:
+    def _unchanged(self, observation: Observation, case: str) -> Iterator[None]:
         def facts() -> dict[str, Any]:
-            return {**model_facts(seen.model), **_observed(seen), **random_states()}
+            return {**model_facts(observation.model), **_observed(observation), **random_states()}
 
-        before = facts()
-        tensors = {name: tensor.clone() for name, tensor in _tensors(seen).items()}
+        facts_before = facts()
+        tensors = {name: tensor.clone() for name, tensor in _tensors(observation).items()}
         yield
-        after = facts()
-        for what in before:
+        facts_after = facts()
+        for fact in facts_before:
             self.require(
-                before[what] == after.get(what),
-                f"an attack leaves everything as it found it, but on {case} it changed {what}.",
+                facts_before[fact] == facts_after.get(fact),
+                f"an attack leaves everything as it found it, but on {case} it changed {fact}.",
             )
-        for name, tensor in _tensors(seen).items():
+        for name, tensor in _tensors(observation).items():
             self.require(
                 same(tensor, tensors[name]),
                 f"an attack leaves everything as it found it, but on {case} it changed {name}.",
             )
 
-    def _check_result(self, seen: Observation, found: Any, case: str) -> None:
+    def _check_result(self, observation: Observation, reconstruction: Any, case: str) -> None:
         on = f"but on {case}"
         self.require(
-            isinstance(found, Reconstruction),
-            f"an attack returns a Reconstruction, {on} it returned {type(found).__name__}.",
+            isinstance(reconstruction, Reconstruction),
+            f"an attack returns a Reconstruction, {on} it returned a "
+            f"{type(reconstruction).__name__}.",
         )
         self.require(
-            isinstance(found.objective, float),
-            f"`objective` is a float, {on} it is {type(found.objective).__name__}.",
+            isinstance(reconstruction.objective, float),
+            f"`objective` is a float, {on} it is {type(reconstruction.objective).__name__}.",
         )
-        _CHECKS[seen.domain.name](self, seen, found, on)
-        if found.labels is not None:
-            self._check_labels(seen, found.labels, on)
+        _CHECKS[observation.domain.name](self, observation, reconstruction, on)
+        if reconstruction.labels is not None:
+            self._check_labels(observation, reconstruction.labels, on)
 
-    def _check_labels(self, seen: Observation, labels: Any, on: str) -> None:
-        config: Any = seen.model.config
+    def _check_labels(self, observation: Observation, labels: Any, on: str) -> None:
+        config: Any = observation.model.config
         classes = config.num_labels
         self.require(
-            isinstance(labels, Tensor) and labels.shape == (seen.batch_size,),
+            isinstance(labels, Tensor) and labels.shape == (observation.batch_size,),
             f"`labels` has shape (B,), {on} it is {_shape(labels)}.",
         )
         self.require(
@@ -183,18 +185,18 @@ class _Contract:
             f"`labels` are class ids from 0 to {classes - 1}, {on} they are {labels.tolist()}.",
         )
         self.require(
-            seen.labels is None or torch.equal(labels.cpu(), seen.labels.cpu()),
+            observation.labels is None or torch.equal(labels.cpu(), observation.labels.cpu()),
             f"`labels` that were granted are returned as they are, {on} they are not.",
         )
 
-    def check_text(self, seen: Observation, found: Reconstruction, on: str) -> None:
+    def check_text(self, observation: Observation, reconstruction: Reconstruction, on: str) -> None:
         """What is found of a text."""
-        rows, size = found.token_ids, len(_embedding(seen))
+        rows, size = reconstruction.token_ids, len(_embedding(observation))
         self.require(
-            isinstance(rows, list) and len(rows) == seen.batch_size,
+            isinstance(rows, list) and len(rows) == observation.batch_size,
             f"`token_ids` is one list per sample, {on} it is {_shape(rows)}.",
         )
-        most = int(seen.tokens.sum())
+        most = int(observation.tokens.sum())
         for row in rows or []:
             self.require(
                 isinstance(row, list) and all(type(token) is int for token in row),
@@ -209,28 +211,34 @@ class _Contract:
                 f"`token_ids` are below the vocabulary's {size}, or -1 where nothing was found, "
                 f"{on} they are {row}.",
             )
-        self._check_strings(seen, found.text, on)
-        if found.input is not None:
-            self._check_input(found.input, (*seen.input_shape, _embedding(seen).shape[1]), on)
+        self._check_strings(observation, reconstruction.text, on)
+        if reconstruction.input is not None:
+            self._check_input(
+                reconstruction.input,
+                (*observation.input_shape, _embedding(observation).shape[1]),
+                on,
+            )
 
-    def _check_strings(self, seen: Observation, strings: Any, on: str) -> None:
-        if seen.tokenizer is None:
+    def _check_strings(self, observation: Observation, strings: Any, on: str) -> None:
+        if observation.tokenizer is None:
             self.require(strings is None, f"`text` is None without a tokenizer, {on} it is not.")
             return
         self.require(
             isinstance(strings, list)
-            and len(strings) == seen.batch_size
+            and len(strings) == observation.batch_size
             and all(isinstance(text, str) for text in strings),
             f"`text` is one string a sample where there is a tokenizer, {on} it is {strings!r}.",
         )
 
-    def check_image(self, seen: Observation, found: Reconstruction, on: str) -> None:
+    def check_image(
+        self, observation: Observation, reconstruction: Reconstruction, on: str
+    ) -> None:
         """What is found of an image."""
-        x = found.input
+        x = reconstruction.input
         if x is None:
             raise AssertionError(f"{self.name}: `input` is what an image is, {on} it is None.")
-        self._check_input(x, seen.input_shape, on)
-        space = PixelSpace(x, seen.image_mean, seen.image_std)
+        self._check_input(x, observation.input_shape, on)
+        space = PixelSpace(x, observation.image_mean, observation.image_std)
         slack = 1e-5 * float((space.high - space.low).max())
         self.require(
             bool((x >= space.low - slack).all() and (x <= space.high + slack).all()),
@@ -253,41 +261,51 @@ class _Contract:
 _CHECKS = {"text": _Contract.check_text, "image": _Contract.check_image}
 
 
-def _tensors(seen: Observation) -> dict[str, Tensor]:
+def _tensors(observation: Observation) -> dict[str, Tensor]:
     """All that an attack could write to, by what it is called."""
-    state = seen.model.state_dict(keep_vars=True)
-    given = {f"the gradient of {name}": g for name, g in seen.gradient.items()}
-    noise = seen.noise_variance if isinstance(seen.noise_variance, dict) else {}
-    given |= {f"the noise variance of {name}": tensor for name, tensor in noise.items()}
-    for name, tensor in (("labels", seen.labels), ("attention_mask", seen.attention_mask)):
+    state = observation.model.state_dict(keep_vars=True)
+    granted = {f"the gradient of {name}": g for name, g in observation.gradient.items()}
+    noise = observation.noise_variance if isinstance(observation.noise_variance, dict) else {}
+    granted |= {f"the noise variance of {name}": tensor for name, tensor in noise.items()}
+    for name, tensor in (
+        ("labels", observation.labels),
+        ("attention_mask", observation.attention_mask),
+    ):
         if tensor is not None:
-            given[f"the observation's {name}"] = tensor
-    return {f"the model's {name}": tensor.detach() for name, tensor in state.items()} | given
+            granted[f"the observation's {name}"] = tensor
+    return {f"the model's {name}": tensor.detach() for name, tensor in state.items()} | granted
 
 
-def _observed(seen: Observation) -> dict[str, Any]:
+def _observed(observation: Observation) -> dict[str, Any]:
     """Which tensors there are, and how often each was written to."""
-    tensors = _tensors(seen).items()
-    return {"the names in the gradient": list(seen.gradient)} | {
+    tensors = _tensors(observation).items()
+    return {"the names in the gradient": list(observation.gradient)} | {
         name: (tensor.data_ptr(), tensor._version) for name, tensor in tensors
     }
 
 
-def _difference(one: Reconstruction, other: Reconstruction) -> str | None:
+def _difference(first_result: Reconstruction, second_result: Reconstruction) -> str | None:
     """The part in which two reconstructions differ; the time that they took may."""
-    for part in ("input", "labels"):
-        a, b = getattr(one, part), getattr(other, part)
-        if (a is None) != (b is None) or (a is not None and not same(a, b)):
-            return part
-    for part in ("token_ids", "text", "history"):
-        if getattr(one, part) != getattr(other, part):
-            return part
-    both = math.isnan(one.objective) and math.isnan(other.objective)
-    return None if both or one.objective == other.objective else "objective"
+    for attribute in ("input", "labels"):
+        first_tensor, second_tensor = (
+            getattr(first_result, attribute),
+            getattr(second_result, attribute),
+        )
+        if (first_tensor is None) != (second_tensor is None) or (
+            first_tensor is not None and not same(first_tensor, second_tensor)
+        ):
+            return attribute
+    for attribute in ("token_ids", "text", "history"):
+        if getattr(first_result, attribute) != getattr(second_result, attribute):
+            return attribute
+    are_both_nan = math.isnan(first_result.objective) and math.isnan(second_result.objective)
+    return (
+        None if are_both_nan or first_result.objective == second_result.objective else "objective"
+    )
 
 
-def _embedding(seen: Observation) -> Tensor:
-    weight: Tensor = seen.domain.embedding(seen.model).weight  # type: ignore[assignment, union-attr]
+def _embedding(observation: Observation) -> Tensor:
+    weight: Tensor = observation.domain.embedding(observation.model).weight  # type: ignore[assignment, union-attr]
     return weight
 
 
@@ -295,3 +313,79 @@ def _shape(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"a tensor of shape {tuple(value.shape)}"
     return f"a list of {len(value)}" if isinstance(value, list) else type(value).__name__
+
+
+def small_observation(domain: str, **changes: Any) -> Observation:
+    """What a server sees of a small model's gradient, with everything granted.
+
+    Args:
+        domain: `"text"` or `"image"`.
+        **changes: Fields of the `Observation` to put in the place of its own.
+
+    Example:
+        >>> small_observation("image", labels=None).input_shape
+        (2, 3, 16, 16)
+    """
+    model, batch, tokenizer = SMALL_TASKS[domain]()
+    with torch.random.fork_rng(devices=[]):  # dropout draws from the process's generator
+        gradient = GradientMap(
+            model, batch, share_input_embeddings=True, second_order=False
+        ).gradient()
+    shape = tuple(DOMAINS[domain].main_input(batch).shape)
+    observation = Observation(
+        model=model,
+        gradient=gradient,
+        input_shape=shape,
+        labels=batch["labels"],
+        attention_mask=batch.get("attention_mask"),
+        tokenizer=tokenizer,
+    )
+    return replace(observation, **changes)
+
+
+def other_cases(observation: Observation) -> list[tuple[str, Observation]]:
+    """What else a server may see, each with its name: less is granted, or more is told.
+
+    Example:
+        >>> [name for name, _ in other_cases(small_observation("image"))][:2]
+        ['an observation without labels', 'one whose noise is known']
+    """
+    noise = {name: torch.full_like(g, 1e-6) for name, g in observation.gradient.items()}
+    shared_alone = next(
+        name
+        for name in reversed(list(observation.gradient))
+        if observation.gradient[name].dim() == 1
+    )
+    zeros = {
+        n: g if n == shared_alone else torch.zeros_like(g) for n, g in observation.gradient.items()
+    }
+    return [
+        ("an observation without labels", replace(observation, labels=None)),
+        ("one whose noise is known", replace(observation, noise_variance=noise)),
+        (f"a gradient of zeros but for {shared_alone}", replace(observation, gradient=zeros)),
+        (
+            f"a gradient of {shared_alone} alone",
+            replace(observation, gradient={shared_alone: observation.gradient[shared_alone]}),
+        ),
+        *_CASES[observation.domain.name](observation),
+    ]
+
+
+def _text_cases(observation: Observation) -> list[tuple[str, Observation]]:
+    embeddings = {id(p) for p in observation.model.get_input_embeddings().parameters()}  # type: ignore[operator]
+    names = {name for name, p in observation.model.named_parameters() if id(p) in embeddings}
+    withheld = {name: g for name, g in observation.gradient.items() if name not in names}
+    return [
+        ("a text without its mask", replace(observation, attention_mask=None)),
+        ("a text without a tokenizer", replace(observation, tokenizer=None)),
+        ("a text whose embeddings are withheld", replace(observation, gradient=withheld)),
+    ]
+
+
+def _image_cases(observation: Observation) -> list[tuple[str, Observation]]:
+    channels = observation.input_shape[1]
+    scaled = replace(observation, image_mean=[0.5] * channels, image_std=[0.25] * channels)
+    return [("images that were normalized", scaled)]
+
+
+_CASES = {"text": _text_cases, "image": _image_cases}

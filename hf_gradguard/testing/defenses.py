@@ -67,8 +67,8 @@ def small_tasks() -> list[Task]:
         >>> [next(model.parameters()).dtype for model, _ in small_tasks()]
         [torch.float32, torch.float64, torch.float32]
     """
-    text, again, image = (SMALL_TASKS[domain]() for domain in ("text", "text", "image"))
-    return [text[:2], (again[0].double(), again[1]), image[:2]]
+    text, double_text, image = (SMALL_TASKS[domain]() for domain in ("text", "text", "image"))
+    return [text[:2], (double_text[0].double(), double_text[1]), image[:2]]
 
 
 @dataclass
@@ -79,18 +79,18 @@ class _Contract:
     def name(self) -> str:
         return getattr(self.defense, "name", None) or type(self.defense).__name__
 
-    def require(self, kept: bool, breach: str) -> None:
-        if not kept:
+    def require(self, is_kept: bool, breach: str) -> None:
+        if not is_kept:
             raise AssertionError(f"{self.name}: {breach}")
 
     def check_declaration(self) -> None:
         defense: Any = self.defense
         self.require(isinstance(defense, Defense), "a defense is a subclass of `Defense`.")
-        named = getattr(defense, "name", None)
-        self.require(isinstance(named, str) and bool(named), "a defense has a `name`.")
+        name = getattr(defense, "name", None)
+        self.require(isinstance(name, str) and bool(name), "a defense has a `name`.")
         self.require(is_dataclass(defense), "a defense is a dataclass of its settings.")
         try:
-            json.dumps(defense.settings(), default=lambda part: repr(part))
+            json.dumps(defense.settings(), default=lambda setting: repr(setting))
         except (TypeError, ValueError) as error:
             raise AssertionError(
                 f"{self.name}: `settings()` can be written as JSON, but: {error}"
@@ -100,11 +100,13 @@ class _Contract:
         self.defense.prepare(model)
         message, gmap = self.share(self.copy(), model, batch)
         self.check_facts(message, gmap)
-        again, _ = self.share(self.copy(), model, batch)
-        self.equal(message, again, "one seed gives one message, but {} differs the second time.")
+        repetition, _ = self.share(self.copy(), model, batch)
+        self.equal(
+            message, repetition, "one seed gives one message, but {} differs the second time."
+        )
         if message.noise is not None:
-            other, _ = self.share(self.copy(), model, batch, seed=4)
-            self.check_noise(message, other)
+            other_message, _ = self.share(self.copy(), model, batch, seed=4)
+            self.check_noise(message, other_message)
         self.check_memory(model, batch)
         self.check_clients(model, batch)
 
@@ -136,18 +138,28 @@ class _Contract:
     def unchanged(self, gmap: GradientMap, batch: Mapping[str, Tensor]) -> Iterator[None]:
         def tensors() -> dict[str, Tensor]:
             state = gmap.model.state_dict(keep_vars=True)
-            found = {f"the model's {name}": tensor.detach() for name, tensor in state.items()}
-            found |= {f"the gradient of {name!r}": g for name, g in gmap.gradient().items()}
-            found |= {f"the batch's {name}": tensor for name, tensor in batch.items()}
-            return {**found, "the continuous input": gmap.input}
+            tensors_by_name = {
+                f"the model's {name}": tensor.detach() for name, tensor in state.items()
+            }
+            tensors_by_name |= {
+                f"the gradient of {name!r}": g for name, g in gmap.gradient().items()
+            }
+            tensors_by_name |= {f"the batch's {name}": tensor for name, tensor in batch.items()}
+            return {**tensors_by_name, "the continuous input": gmap.input}
 
-        before, facts = {n: t.clone() for n, t in tensors().items()}, _facts(gmap.model)
+        tensors_before, facts_before = (
+            {n: t.clone() for n, t in tensors().items()},
+            _facts(gmap.model),
+        )
         yield
-        for what, fact in _facts(gmap.model).items():
-            self.require(fact == facts[what], f"a defense has no effects, but it changed {what}.")
-        for what, tensor in tensors().items():
+        for name, facts_now in _facts(gmap.model).items():
             self.require(
-                same(tensor, before[what]), f"a defense has no effects, but it changed {what}."
+                facts_now == facts_before[name], f"a defense has no effects, but it changed {name}."
+            )
+        for name, tensor in tensors().items():
+            self.require(
+                same(tensor, tensors_before[name]),
+                f"a defense has no effects, but it changed {name}.",
             )
 
     def check_facts(self, message: Message, gmap: GradientMap) -> None:
@@ -178,28 +190,28 @@ class _Contract:
                 "a defense changes the gradient, or says that its message is exact.",
             )
 
-    def check_noise(self, one: Message, other: Message) -> None:
+    def check_noise(self, message: Message, other_message: Message) -> None:
         """Two messages differ by noise of the variances that they say, if nothing came after it."""
-        if one.noise is None or other.noise is None:
+        if message.noise is None or other_message.noise is None:
             raise AssertionError(f"{self.name}: one message says its noise, and another does not.")
-        added, others = one.noise.added or {}, other.noise.added or {}
-        for said in (one.noise.variance, added, others):
-            for name, variance in said.items():
+        added, other_added = message.noise.added or {}, other_message.noise.added or {}
+        for variances in (message.noise.variance, added, other_added):
+            for name, variance in variances.items():
                 self.require(
                     bool((variance >= 0).all()),
                     f"a variance is not below 0, but one of {name!r} is.",
                 )
-        if not added or not others:  # what came after the noise changed it
+        if not added or not other_added:  # what came after the noise changed it
             return
         ratios = []
         for name in added:
-            both = added[name] + others[name]
-            change = (one[name] - other[name]).to(both.dtype)
+            total_variance = added[name] + other_added[name]
+            change = (message[name] - other_message[name]).to(total_variance.dtype)
             self.require(
-                self.processed or not change[both == 0].any(),
+                self.processed or not change[total_variance == 0].any(),
                 f"noise of variance 0 changes nothing, but {name!r} changed.",
             )
-            ratios.append((change.square() / both)[both > 0].flatten())
+            ratios.append((change.square() / total_variance)[total_variance > 0].flatten())
         ratio = torch.cat(ratios)
         if len(ratio) and not self.processed:
             error = float((ratio.mean() - 1) / (2 / len(ratio)) ** 0.5)
@@ -214,10 +226,10 @@ class _Contract:
         """Whether something comes after the noise, so that what is shared has it no longer as it
         was added.
         """
-        last = self.defense
-        while isinstance(last, Chain):
-            last = last.second
-        return not last.facts.adds_gaussian_noise
+        final = self.defense
+        while isinstance(final, Chain):
+            final = final.second
+        return not final.facts.adds_gaussian_noise
 
     def check_memory(self, model: nn.Module, batch: Mapping[str, Tensor]) -> None:
         """A defense that is restored goes on as the one that was saved."""
@@ -235,32 +247,40 @@ class _Contract:
             restored = self.copy()
             restored.load_state_dict({name: tensor.clone() for name, tensor in state.items()})
             for seed in (7, 8):
-                one, two = (self.share(d, model, batch, seed)[0] for d in (saved, restored))
+                message, restored_message = (
+                    self.share(d, model, batch, seed)[0] for d in (saved, restored)
+                )
                 self.equal(
-                    one, two, "`load_state_dict` restores what it remembers, but {} differs then."
+                    message,
+                    restored_message,
+                    "`load_state_dict` restores what it remembers, but {} differs then.",
                 )
             restored.load_state_dict({})
-            new, _ = self.share(self.copy(), model, batch, seed=10)
-            cleared, _ = self.share(restored, model, batch, seed=10)
-            self.equal(new, cleared, "`load_state_dict({{}})` forgets all, but {} differs then.")
+            fresh_message, _ = self.share(self.copy(), model, batch, seed=10)
+            cleared_message, _ = self.share(restored, model, batch, seed=10)
+            self.equal(
+                fresh_message,
+                cleared_message,
+                "`load_state_dict({{}})` forgets all, but {} differs then.",
+            )
 
     def check_clients(self, model: nn.Module, batch: Mapping[str, Tensor]) -> None:
         """What one client's copy remembers changes nothing of another's."""
-        one, two = self.copy(), self.copy()
-        alone, _ = self.share(self.copy(), model, batch, seed=11)
-        other = {name: _turned(name, tensor) for name, tensor in batch.items()}
+        busy_client, idle_client = self.copy(), self.copy()
+        undisturbed, _ = self.share(self.copy(), model, batch, seed=11)
+        other_batch = {name: _turned(name, tensor) for name, tensor in batch.items()}
         for seed in (12, 13):
-            self.share(one, model, other, seed)
-        beside, _ = self.share(two, model, batch, seed=11)
+            self.share(busy_client, model, other_batch, seed)
+        message, _ = self.share(idle_client, model, batch, seed=11)
         self.equal(
-            alone,
-            beside,
+            undisturbed,
+            message,
             "each client has a copy of its own, but another client's messages change {}.",
         )
 
-    def equal(self, one: Message, two: Message, breach: str) -> None:
-        for name, tensor in one.items():
-            self.require(same(tensor, two[name]), breach.format(repr(name)))
+    def equal(self, message: Message, other_message: Message, breach: str) -> None:
+        for name, tensor in message.items():
+            self.require(same(tensor, other_message[name]), breach.format(repr(name)))
 
 
 def _turned(name: str, tensor: Tensor) -> Tensor:

@@ -49,21 +49,23 @@ def random_states() -> dict[str, Any]:
         >>> [what for what, fact in random_states().items() if fact != before[what]]
         ["torch's random numbers"]
     """
-    name, keys, *rest = np.random.get_state()
+    name, keys, *position = np.random.get_state()
     return {
         "torch's random numbers": torch.get_rng_state().tolist(),
-        "numpy's random numbers": (name, np.asarray(keys).tolist(), *rest),
+        "numpy's random numbers": (name, np.asarray(keys).tolist(), *position),
         "the random module's numbers": random.getstate(),
         "whether gradients are enabled": torch.is_grad_enabled(),
         "the default data type": torch.get_default_dtype(),
     }
 
 
-def same(one: Tensor, other: Tensor) -> bool:
+def same(tensor: Tensor, other_tensor: Tensor) -> bool:
     """Whether two tensors are equal bit for bit, but for the kind of their NaNs.
 
     Example:
         >>> same(torch.tensor([1.0, torch.nan]), torch.tensor([1.0, torch.nan]))
         True
     """
-    return one.shape == other.shape and bool(((one == other) | (one.isnan() & other.isnan())).all())
+    return tensor.shape == other_tensor.shape and bool(
+        ((tensor == other_tensor) | (tensor.isnan() & other_tensor.isnan())).all()
+    )

@@ -38,10 +38,10 @@ def small_tokenizer() -> PreTrainedTokenizerBase:
         single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
     )
     names = ("pad_token", "unk_token", "cls_token", "sep_token")
-    made: PreTrainedTokenizerBase = PreTrainedTokenizerFast(
+    wrapped: PreTrainedTokenizerBase = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, **dict(zip(names, special, strict=True))
     )
-    return made
+    return wrapped
 
 
 def small_text_task() -> Task:

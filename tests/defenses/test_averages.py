@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from hf_gradguard import GradientMap, make_defense
 from hf_gradguard.defenses import Defense
-from hf_gradguard.defenses.averages import DECAY, PRIOR, Averages
+from hf_gradguard.defenses.sensitivity import DECAY, PRIOR, Averages
 
 NOISE = ("optimal_noise", "optimal_dp_sgd")
 

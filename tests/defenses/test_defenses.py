@@ -497,7 +497,7 @@ AVERAGED = [(name, shape) for name in SENSITIVE for shape in ("public", "past")]
 
 def batches_at_first(shape: str) -> int:
     """That averages begin with."""
-    return sensitivity.FIRST if shape == "public" else 1
+    return sensitivity.FIRST_BATCHES if shape == "public" else 1
 
 
 class Calls(list[tuple[GradientMap, int]]):
@@ -570,7 +570,7 @@ def test_public_shapes_measure_few_samples(name: str, monkeypatch: pytest.Monkey
     """
     calls, (model, batch) = Calls(monkeypatch), small_task(11)
     make_defense(name)(GradientMap(model, batch, second_order=False), rng())
-    assert {len(gmap.input) for gmap, _ in calls} == {sensitivity.MEASURED}
+    assert {len(gmap.input) for gmap, _ in calls} == {sensitivity.MEASURED_SAMPLES}
     calls.clear()
     update = UpdateMap(model, [batch, token_batch(3)], learning_rate=0.1, second_order=False)
     make_defense(name)(update, rng())
@@ -582,7 +582,9 @@ def test_settings_reach_the_averages(name: str, monkeypatch: pytest.MonkeyPatch)
     calls = Calls(monkeypatch)
     for settings in ({}, {"num_probes": 7}):
         make_defense(name, **settings)(GradientMap(*small_convolution()), rng())
-    assert [count for _, count in calls] == [1] * sensitivity.FIRST + [7] * sensitivity.FIRST
+    assert [count for _, count in calls] == [1] * sensitivity.FIRST_BATCHES + [
+        7
+    ] * sensitivity.FIRST
 
 
 @pytest.mark.parametrize("shape", ["public", "past"])

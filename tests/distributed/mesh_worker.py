@@ -24,10 +24,10 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from hf_gradguard import GradientMap, protect
 from hf_gradguard.defenses import Defense, chain, make_defense
-from hf_gradguard.defenses.averages import Averages
 from hf_gradguard.defenses.message import first_not_finite
 from hf_gradguard.defenses.noise import GaussianNoise
 from hf_gradguard.defenses.pruning import largest
+from hf_gradguard.defenses.sensitivity import Averages
 from hf_gradguard.gradient_map.parameters import is_sharded
 from hf_gradguard.randomness import Stream
 from hf_gradguard.sharded.shards import Shards, whole_of

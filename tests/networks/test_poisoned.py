@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from transformers import BertConfig, BertForSequenceClassification
 
 from hf_gradguard import GradGuardConfig, GradGuardTrainer, GradientMap, chain, make_defense
-from hf_gradguard.defenses.refiner.inputs import SpecialTokens
+from hf_gradguard.defenses.refiner.synthetic import SpecialTokens
 from hf_gradguard.networks import (
     ImageEvaluationNetwork,
     ImageEvaluationNetworkConfig,
@@ -392,7 +392,7 @@ def test_the_share_is_logged(honest: Path, tmp_path: Path) -> None:
 def test_few_words_are_tried_until_there_are_more(
     honest: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tried, trial = [], "hf_gradguard.defenses.refiner.inputs.check_order"
+    tried, trial = [], "hf_gradguard.defenses.refiner.published.check_order"
     monkeypatch.setattr(trial, lambda *arguments: tried.append(arguments[2]))
     defense, model = refiner(honest), bert()
     defense.prepare(model, TOKENIZER)

@@ -15,7 +15,7 @@ from hf_gradguard import GradientMap
 from hf_gradguard.attacks import ATTACKS, Attack, Observation, Reconstruction, make_attack
 from hf_gradguard.attacks.base import as_text
 from hf_gradguard.testing import check_attack
-from hf_gradguard.testing.observations import small_observation
+from hf_gradguard.testing.attacks import small_observation
 from recipes.studies.malicious_models import perceptron
 
 # What makes an attack quick. One that is not here runs for a single step, if it has steps.

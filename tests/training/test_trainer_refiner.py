@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from hf_gradguard import GradGuardConfig, GradGuardTrainer, GradientMap, make_defense, networks
-from hf_gradguard.defenses.refiner.inputs import Pixels
+from hf_gradguard.defenses.refiner.published import Pixels
 from hf_gradguard.networks import (
     cached_text_network,
     embedding_fingerprint,

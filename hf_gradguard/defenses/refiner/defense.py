@@ -9,7 +9,7 @@ import copy
 import math
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -21,22 +21,40 @@ from ...gradient_map.random_batch import synthetic_samples
 from ...networks.loading import check_digest
 from ...networks.trial import name_of
 from ...randomness import Stream
-from ..base import DefenseFacts
-from ..feedback import BiasedDefense, LeftOut
+from ..base import DefenseFacts, check_range, check_whole
+from ..feedback import BiasedDefense, LeftOut, check_min_batches
 from ..mechanism import Fitted, Mechanism
 from ..message import Message, cast_like, norm, nothing_of, true_gradient
-from .inputs import (
-    Memory,
-    Pixels,
+from .published import Descent, Memory, Pixels, Words, brought_near, try_on_batch, utility_weights
+from .synthetic import (
+    RobustData,
     SpecialTokens,
     SyntheticInput,
-    Words,
+    SyntheticSamples,
     check_embeddings_stay,
-    try_on_batch,
 )
-from .published import Descent, RobustData, brought_near, utility_weights
-from .settings import Objective, check_settings, take_defaults
-from .synthetic import SyntheticSamples
+
+Objective = Literal["cosine", "weighted"]
+
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "cosine": {
+        "beta": 0.0, "learning_rate": 0.2, "error_feedback": True,
+    },
+    "weighted": {
+        "alpha": 0.6, "beta": 1.0, "tau": 0.95, "iterations": 10, "learning_rate": 0.01,
+        "normalize": True, "element_wise": True, "error_feedback": False,
+    },
+}  # fmt: skip
+"""By objective."""
+ONLY = {
+    "cosine": ("samples", "factors"),
+    "weighted": (
+        "alpha", "tau", "normalize", "element_wise", "epsilon", "relative_epsilon", "warm_start",
+    ),
+}  # fmt: skip
+"""Settings that one objective alone has."""
+_UNSET = {"warm_start": 0}
+
 
 _PINS = ("revision", "sha256")
 
@@ -60,7 +78,7 @@ class Refiner(BiasedDefense):
     believed: `prepare` sees that it knows noise, and each client's first batch that it rises from
     that data to noise. A network of a class of your own is your code, and is not tried.
 
-    Settings that are left out are the objective's own (settings.py), and those that are
+    Settings that are left out are the objective's own (`DEFAULTS`), and those that are
     of the other objective are refused.
 
     Args:
@@ -128,9 +146,9 @@ class Refiner(BiasedDefense):
     def __post_init__(self) -> None:
         take_defaults(self)
         check_settings(self)
-        given = self.evaluation_network
+        network = self.evaluation_network
         # The settings keep a name: what it stands for is loaded once, and clients share it.
-        self._loaded = None if isinstance(given, str) else given
+        self._loaded = None if isinstance(network, str) else network
         self._memory = Memory(self.warm_start)
         self._special, self._tried = SpecialTokens(), False
         self._processor: tuple[Any, Any] = (None, None)  # an image processor's mean and deviation
@@ -160,8 +178,8 @@ class Refiner(BiasedDefense):
         """Of samples that stay as they were drawn. How far others move depends on the gradient."""
         if self.objective != "cosine" or self.iterations:
             return None
-        own: Any = self
-        return Mechanism(fitted=Fitted(own.samples, own.factors, self.special_ids))
+        settings: Any = self
+        return Mechanism(fitted=Fitted(settings.samples, settings.factors, self.special_ids))
 
     def informed(self) -> dict[str, Any]:
         return {"restarts": 4}  # it hides where it started from
@@ -233,7 +251,7 @@ class Refiner(BiasedDefense):
                 this input from noise, or if the batch holds too little that could be refined.
         """
         check_embeddings_stay(gmap)
-        own: Any = self  # settings that were left out have been filled in
+        settings: Any = self  # settings that were left out have been filled in
         network = self._network(gmap) if self.uses_network or self.network is not None else None
         if self.objective == "cosine":
             return self._fit_synthetic(gmap, network, generator)
@@ -244,38 +262,45 @@ class Refiner(BiasedDefense):
         )
         if not self._tried:  # a few words do not say much: then the next batch is tried too
             try_on_batch(gmap, network, inputs)
-            self._tried = not inputs.few
+            self._tried = not inputs.has_few_words
         gradient = true_gradient(gmap)
-        weights = utility_weights(gmap, gradient, own.tau, own.element_wise, own.normalize)
+        weights = utility_weights(
+            gmap, gradient, settings.tau, settings.element_wise, settings.normalize
+        )
         x = gmap.input
-        moved = (1 - own.alpha) * x + own.alpha * inputs.noise(x, generator)
+        moved = (1 - settings.alpha) * x + settings.alpha * inputs.noise(x, generator)
         start = torch.where(inputs.free, moved, x)
-        iterations = own.iterations
+        iterations = settings.iterations
         if self._memory.recall_(start, inputs):
             iterations = math.ceil(iterations / 2)
-        descent = Descent(gmap, gradient, inputs, network, own.beta, weights)
-        found = descent.run(start, iterations, own.learning_rate)
-        self._memory.keep(found.input, inputs)
-        return found
+        descent = Descent(gmap, gradient, inputs, network, settings.beta, weights)
+        refined = descent.run(start, iterations, settings.learning_rate)
+        self._memory.keep(refined.input, inputs)
+        return refined
 
     def _fit_synthetic(self, gmap: GradientMap, network: Any, generator: Stream) -> RobustData:
-        own: Any = self
-        made = synthetic_samples(gmap, own.samples, generator, self.special_ids)
-        inputs = SyntheticInput(made, self._special, *self._normalization)
+        settings: Any = self
+        synthetic = synthetic_samples(gmap, settings.samples, generator, self.special_ids)
+        inputs = SyntheticInput(synthetic, self._special, *self._normalization)
 
         def brake(x: Tensor) -> Tensor:
             with torch.enable_grad():
                 x = x.detach().requires_grad_()
-                penalty = -own.beta * inputs.noise_ratio(network, x)
-            return made.slope_of(penalty, x, torch.ones_like(penalty)[None])[0]
+                penalty = -settings.beta * inputs.noise_ratio(network, x)
+            return synthetic.slope_of(penalty, x, torch.ones_like(penalty)[None])[0]
 
-        search = SyntheticSamples(made, true_gradient(gmap), own.factors)
-        pull = brake if own.beta else None
-        x, fit, cosines = search.descend(own.iterations, own.learning_rate, inputs.free, pull)
+        samples = SyntheticSamples(synthetic, true_gradient(gmap), settings.factors)
+        pull = brake if settings.beta else None
+        x, fit, cosines = samples.descend(
+            settings.iterations, settings.learning_rate, inputs.free, pull
+        )
         ratios = []
         if network is not None:
             with torch.no_grad():
-                ratios = [float(inputs.noise_ratio(network, at)) for at in (made.input, x)]
+                ratios = [
+                    float(inputs.noise_ratio(network, samples_at))
+                    for samples_at in (synthetic.input, x)
+                ]
         return RobustData(x, fit.nearest, [1 - cosine for cosine in cosines], ratios, 1.0)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Refiner:
@@ -296,8 +321,8 @@ class Refiner(BiasedDefense):
                 "itself.)"
             )
         # Without one of these it is of its owner's own class.
-        found = str(getattr(getattr(network, "config", None), "model_type", ""))
-        if found.startswith("gradguard_") and found != f"gradguard_{kind}_evaluation":
+        model_type = str(getattr(getattr(network, "config", None), "model_type", ""))
+        if model_type.startswith("gradguard_") and model_type != f"gradguard_{kind}_evaluation":
             raise ValueError(
                 f"The model takes {kind} input, but the evaluation network is a "
                 f"{type(network).__name__}. Give one for {kind} input."
@@ -318,9 +343,97 @@ class Refiner(BiasedDefense):
 
     def settings(self) -> dict[str, Any]:
         settings = super().settings()
-        given = settings.pop("evaluation_network", self._loaded)
-        if given is None:
+        network = settings.pop("evaluation_network", self._loaded)
+        if network is None:
             return settings
-        name = given if isinstance(given, str) else given.name_or_path or "unnamed"
-        found = {pin: getattr(self._loaded, pin, None) for pin in _PINS}
-        return settings | {"evaluation_network": name} | {k: v for k, v in found.items() if v}
+        name = network if isinstance(network, str) else network.name_or_path or "unnamed"
+        pins = {pin: getattr(self._loaded, pin, None) for pin in _PINS}
+        return settings | {"evaluation_network": name} | {k: v for k, v in pins.items() if v}
+
+
+def take_defaults(refiner: Any) -> None:
+    """Fill in what was left out. Without an objective it is "cosine", or "weighted" where something
+    is set that only this form has or needs.
+
+    Raises:
+        ValueError: For an unknown objective, or a setting of the other one.
+
+    Example:
+        >>> make_defense("refiner").objective, make_defense("refiner", alpha=0.5).objective
+        ('cosine', 'weighted')
+    """
+    if refiner.objective is None:
+        has_network = refiner.evaluation_network is not None and not _settings_given(
+            refiner, "cosine"
+        )
+        refiner.objective = (
+            "weighted" if has_network or _settings_given(refiner, "weighted") else "cosine"
+        )
+    objective = refiner.objective
+    if objective not in DEFAULTS:
+        names = " or ".join(map(repr, DEFAULTS))
+        raise ValueError(f"objective must be {names}, but is {objective!r}.")
+    (other_objective,) = DEFAULTS.keys() - {objective}
+    if foreign := _settings_given(refiner, other_objective):
+        raise ValueError(
+            f"{foreign[0]} is a setting of objective={other_objective!r}, and objective is "
+            f"{objective!r}. Leave it out, or give objective={other_objective!r}."
+        )
+    if objective == "cosine":  # samples move where that is asked for
+        if refiner.iterations is None:
+            refiner.iterations = 2 if refiner.beta else 0
+        if refiner.factors is None:
+            refiner.factors = "sample" if refiner.iterations else "token"
+    for name, value in DEFAULTS[objective].items():
+        if getattr(refiner, name) is None:
+            setattr(refiner, name, value)
+
+
+def check_settings(refiner: Any) -> None:
+    """Refuse what is out of range, or does not go together.
+
+    Raises:
+        ValueError: With the setting's name.
+    """
+    weighted, still = refiner.objective == "weighted", refiner.factors in ("parameter", "token")
+    if weighted:
+        check_range("alpha", refiner.alpha, 0, 1)
+        check_range("tau", refiner.tau, 0, math.inf, above=True)
+    else:
+        if refiner.samples is not None:
+            check_whole("samples", refiner.samples, 1)
+        if refiner.factors not in get_args(Granularity):
+            names = " or ".join(map(repr, get_args(Granularity)))
+            raise ValueError(f"factors must be {names}, but is {refiner.factors!r}.")
+        if still and refiner.iterations:
+            raise ValueError(f"factors={refiner.factors!r} has no iterations: leave them out.")
+    check_range("beta", refiner.beta, 0, math.inf)
+    check_min_batches(refiner.min_batches)
+    check_range("learning_rate", refiner.learning_rate, 0, math.inf, above=True)
+    if still and refiner.beta:
+        raise ValueError(
+            f"factors={refiner.factors!r} has no iterations for beta to count in: leave beta out, "
+            "or take factors='sample'."
+        )
+    for name, least in (("iterations", int(weighted or refiner.beta != 0)), ("warm_start", 0)):
+        check_whole(name, getattr(refiner, name), least)
+    if refiner.epsilon is not None and refiner.relative_epsilon is not None:
+        raise ValueError("Give epsilon or relative_epsilon, not both.")
+    for name in ("epsilon", "relative_epsilon"):
+        if getattr(refiner, name) is not None:  # at 0 it would share the true gradient
+            check_range(name, getattr(refiner, name), 0, math.inf, above=True)
+    if (refiner.image_mean is None) != (refiner.image_std is None):
+        raise ValueError("Give image_mean and image_std together, or neither.")
+    network = refiner.evaluation_network
+    if network is not None and not isinstance(network, str) and not hasattr(network, "noise_ratio"):
+        raise ValueError(
+            "evaluation_network must be a network of hf_gradguard.networks or where to load it "
+            f"from, but is a {type(network).__name__}."
+        )
+    if refiner.revision is not None and not isinstance(network, str):
+        raise ValueError("revision is of a Hub repository: give its name in evaluation_network")
+
+
+def _settings_given(refiner: Any, objective: str) -> list[str]:
+    """Settings that are set, of those that one objective alone has."""
+    return [name for name in ONLY[objective] if getattr(refiner, name) != _UNSET.get(name)]

@@ -13,6 +13,8 @@ g_l(x)‖², which makes it a relative error.
 
 from __future__ import annotations
 
+import hashlib
+from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,28 +22,18 @@ import torch
 from torch import Tensor
 
 from ...gradient_map import GradientMap, Tensors
+from ...gradient_map.domain import embed
+from ...gradient_map.inputs import PixelSpace
 from ...gradient_map.parameters import layer_numbers
+from ...gradient_map.random_batch import ordinary_ids
+from ...networks.base import EvaluationNetworkBase
+from ...networks.trial import FEW_WORDS, LEAST_GAP, check_order, check_slope
+from ...randomness import Stream
 from ..message import norm
-from .inputs import Pixels, Words
+from .synthetic import RobustData, SpecialTokens, is_among, judged
 
-
-@dataclass
-class RobustData:
-    """What refining a batch found.
-
-    Args:
-        input: x*, in the shape of the map's input; of synthetic samples in theirs.
-        gradient: g(x*); of synthetic samples fitted to what is wanted.
-        utility_metric: UM at the start and after every iteration; of synthetic samples 1 - cos.
-        noise_ratio: D likewise, averaged over the batch; nothing without an evaluation network.
-        movable_share: Of the batch's content, the share that was hidden.
-    """
-
-    input: Tensor
-    gradient: Tensors
-    utility_metric: list[float]
-    noise_ratio: list[float]
-    movable_share: float
+LEAST_MOVABLE = 0.9
+"""Of a batch's tokens, marks and padding left out, the share that has to be hidden."""
 
 
 @dataclass
@@ -80,17 +72,17 @@ class Descent:
                 optimizer.step()
                 inputs.project_(x)
         x = x.detach()
-        there = gmap.gradient_at(x)
+        gradient_there = gmap.gradient_at(x)
         with torch.no_grad():
-            metrics.append(float(self._distance(there)))
+            metrics.append(float(self._distance(gradient_there)))
             ratios.append(float(inputs.noise_ratio(self.network, x)))
-        return RobustData(x, there, metrics, ratios, inputs.movable_share)
+        return RobustData(x, gradient_there, metrics, ratios, inputs.movable_share)
 
-    def _distance(self, there: Tensors) -> Tensor:
+    def _distance(self, gradient_there: Tensors) -> Tensor:
         """UM = Σ_l ‖w_l ⊙ (g_l(x*) - g_l(x))‖²."""
         return torch.stack(
             [
-                (self.weights[name] * (there[name] - g)).square().sum()
+                (self.weights[name] * (gradient_there[name] - g)).square().sum()
                 for name, g in self.gradient.items()
             ]
         ).sum()
@@ -119,3 +111,185 @@ def brought_near(gradient: Tensors, shared: Tensors, bound: float | None) -> Ten
     if bound is None or distance <= bound:
         return shared
     return {name: g + (shared[name] - g) * (bound / distance) for name, g in gradient.items()}
+
+
+class Words:
+    """Token embeddings `(B, T, H)`. Padding and special tokens keep theirs; noise is embeddings of
+    random tokens.
+
+    Args:
+        gmap: The batch's map.
+        network: The evaluation network, if it does not read every token.
+        special: What the tokenizer says is special. Only that counts, never what a network says.
+
+    Raises:
+        ValueError: If every token of the batch is padding or special; or if of the rest, more than
+            a tenth would not move or is not read by the network.
+    """
+
+    def __init__(self, gmap: GradientMap, network: Any, special: SpecialTokens) -> None:
+        assert gmap.embedding is not None
+        self.embedding, self.ids = gmap.embedding, gmap.domain.main_input(gmap.batch)
+        mask = gmap.domain.present(gmap.batch)
+        self.mask = None if mask is None else mask.long()
+        self.special = special.ids
+        present = torch.ones_like(self.ids, dtype=torch.bool) if mask is None else mask
+        self.present = present
+        words = present & ~is_among(self.ids, self.special)
+        if not words.any():
+            raise ValueError(
+                "The batch holds no word: every token is padding or special, so there is nothing "
+                "to refine, and its true gradient would be shared. Leave empty texts out of the "
+                "data set."
+            )
+        self.free = words[..., None]
+        self.has_few_words = int(words.sum()) < FEW_WORDS
+        content = present & ~is_among(self.ids, special.marks)
+        hidden = words & network.reads(gmap.input) if hasattr(network, "reads") else words
+        self.movable_share = float(hidden.sum() / content.sum())
+        if self.movable_share < LEAST_MOVABLE:
+            raise ValueError(
+                f"Of the {int(content.sum())} tokens in this batch that are neither padding nor a "
+                f"mark such as [CLS], only {self.movable_share:.0%} would be hidden, and at least "
+                f"{LEAST_MOVABLE:.0%} must be, so nothing was shared. Words that the tokenizer or "
+                "the evaluation network takes for special stay as they are. Give the tokenizer "
+                "(processing_class of the Trainer, or `prepare(model, tokenizer)`), leave ordinary "
+                "words out of its special tokens, and take a network that was trained with it."
+            )
+
+    def noise(self, x: Tensor, generator: Stream) -> Tensor:
+        """v: embeddings of tokens drawn uniformly from the vocabulary without the special ones."""
+        count = len(self.embedding.weight)  # type: ignore[arg-type]
+        ordinary = ordinary_ids(count, self.special).to(x.device)
+        random_ids = ordinary[generator.integers(len(ordinary), self.ids.shape, device=x.device)]
+        return embed(self.embedding, random_ids).to(x.dtype)
+
+    def project_(self, x: Tensor) -> None:
+        """Embeddings have no range to stay in."""
+
+    def noise_ratio(self, network: Any, x: Tensor) -> Tensor:
+        """D of each sample that holds a word, averaged."""
+        return network.noise_ratio(x.float(), self.mask).mean()
+
+    def digests(self) -> list[str]:
+        """A name for each text, by its tokens."""
+        return [_digest(ids[row]) for ids, row in zip(self.ids, self.present, strict=True)]
+
+    def recall_(self, x: Tensor, row: int, remembered: Tensor) -> None:
+        x[row, self.present[row]] = remembered.to(x)
+
+    def memory(self, x: Tensor, row: int) -> Tensor:
+        return x[row, self.present[row]]
+
+
+class Pixels:
+    """Images `(B, C, H, W)` whose pixels were in [0, 1] before mean and deviation were taken out.
+    Noise is uniform. All of an image moves.
+
+    Raises:
+        ValueError: If pixels are outside that range.
+    """
+
+    def __init__(
+        self, gmap: GradientMap, mean: list[float] | None, std: list[float] | None
+    ) -> None:
+        x = gmap.input
+        self.images = x
+        self.space = PixelSpace(x, mean, std)
+        pixels = self.space.plain(x)
+        if pixels.min() < -1e-3 or pixels.max() > 1 + 1e-3:
+            raise ValueError(
+                f"Pixels range from {float(pixels.min()):.3g} to {float(pixels.max()):.3g}, where "
+                "[0, 1] is expected. Give refiner the image processor's image_mean and image_std, "
+                "or pass the processor to the Trainer as processing_class."
+            )
+        self.free = torch.ones_like(x[:, :1], dtype=torch.bool)
+        self.has_few_words, self.movable_share = False, 1.0
+
+    def noise(self, x: Tensor, generator: Stream) -> Tensor:
+        """v: uniform over the pixel range."""
+        shares = generator.uniform(x.shape, device=x.device, dtype=x.dtype)
+        return self.space.low + shares * (self.space.high - self.space.low)
+
+    def project_(self, x: Tensor) -> None:
+        self.space.project_(x)
+
+    def noise_ratio(self, network: Any, x: Tensor) -> Tensor:
+        return judged(self.space.plain(x).float(), network)
+
+    def digests(self) -> list[str]:
+        """A name for each image, by its pixels."""
+        return [_digest(image) for image in self.images]
+
+    def recall_(self, x: Tensor, row: int, remembered: Tensor) -> None:
+        x[row] = remembered.to(x)
+
+    def memory(self, x: Tensor, row: int) -> Tensor:
+        return x[row]
+
+
+class Memory:
+    """Robust data of examples that were refined before, by their content.
+
+    Args:
+        size: How many are kept, the last ones.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._size, self._robust_data = size, OrderedDict[str, Tensor]()
+
+    def recall_(self, x: Tensor, inputs: Words | Pixels) -> bool:
+        """Write what is known of a batch's examples into `x`. Returns whether all are known."""
+        remembered = [self._robust_data.get(key) for key in inputs.digests()] if self._size else []
+        for row, robust_data in enumerate(remembered):
+            if robust_data is not None:
+                inputs.recall_(x, row, robust_data)
+        return bool(remembered) and all(robust_data is not None for robust_data in remembered)
+
+    def keep(self, x: Tensor, inputs: Words | Pixels) -> None:
+        """The batch's, with room for the last `size`."""
+        for row, key in enumerate(inputs.digests() if self._size else []):
+            self._robust_data[key] = inputs.memory(x, row).cpu().clone()
+            self._robust_data.move_to_end(key)
+        while len(self._robust_data) > self._size:
+            self._robust_data.popitem(last=False)
+
+    def state_dict(self) -> Tensors:
+        """Private to the client."""
+        numbered = enumerate(self._robust_data.items())
+        return {f"robust.{index}.{key}": data for index, (key, data) in numbered}
+
+    def load_state_dict(self, state: Tensors) -> Tensors:
+        """Take what is the memory's. Returns the rest."""
+        own_keys = [key for key in state if key.startswith("robust.")]
+        own_keys.sort(key=lambda key: int(key.split(".")[1]))
+        self._robust_data = OrderedDict((key.split(".")[2], state[key].cpu()) for key in own_keys)
+        return {key: tensor for key, tensor in state.items() if key not in own_keys}
+
+
+def try_on_batch(gmap: GradientMap, network: Any, inputs: Words | Pixels) -> None:
+    """See that D rises from a client's own data to noise, and can be raised in between.
+
+    Draws from a stream of its own: a resumed run, which tries again, shares what it would have.
+
+    Raises:
+        ValueError: If not, with the figures. Networks of a class of one's own are not tried.
+    """
+    if not isinstance(network, EvaluationNetworkBase):
+        return
+    x, noise = gmap.input, inputs.noise(gmap.input, Stream())
+    halfway, noisy = (
+        torch.where(inputs.free, torch.lerp(x, noise, share), x).detach() for share in (0.5, 1.0)
+    )
+    ratios = [inputs.noise_ratio(network, x_at) for x_at in (x, halfway.requires_grad_(), noisy)]
+    check_order(
+        network, [float(r.detach()) for r in ratios], 0.0 if inputs.has_few_words else LEAST_GAP
+    )
+    (slope,) = gmap.input_gradient(ratios[1], halfway)
+    check_slope(network, slope * inputs.free)
+
+
+def _digest(content: Tensor) -> str:
+    return hashlib.blake2b(
+        content.detach().cpu().contiguous().numpy().tobytes(), digest_size=16
+    ).hexdigest()

@@ -9,17 +9,114 @@ nearer to v.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...gradient_map import GradientMap, Tensors
 from ...gradient_map.differences import vjp_by_difference
+from ...gradient_map.inputs import PixelSpace
 from ...gradient_map.per_sample.span import Fit, Granularity, SampleSpan, scaled
+from ...networks.image import ImageEvaluationNetwork, judge_images
 
 Slope = Callable[[Tensor], Tensor]
+
+
+@dataclass
+class RobustData:
+    """What refining a batch found.
+
+    Args:
+        input: x*, in the shape of the map's input; of synthetic samples in theirs.
+        gradient: g(x*); of synthetic samples fitted to what is wanted.
+        utility_metric: UM at the start and after every iteration; of synthetic samples 1 - cos.
+        noise_ratio: D likewise, averaged over the batch; nothing without an evaluation network.
+        movable_share: Of the batch's content, the share that was hidden.
+    """
+
+    input: Tensor
+    gradient: Tensors
+    utility_metric: list[float]
+    noise_ratio: list[float]
+    movable_share: float
+
+
+_MARKS = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+
+
+class SpecialTokens(NamedTuple):
+    """What a tokenizer says is special.
+
+    Args:
+        ids: All of it: these keep their embeddings.
+        marks: Of those, the ones with a role of their own ([CLS], padding and so on), at most
+            seven. They are no content that would have to be hidden; others may be.
+
+    Example:
+        >>> SpecialTokens.of(tokenizer)
+        SpecialTokens(ids=(0, 1, 2, 3), marks=(0, 1, 2, 3))
+        >>> SpecialTokens.of(None)  # nothing is special: everything is hidden
+        SpecialTokens(ids=(), marks=())
+    """
+
+    ids: tuple[int, ...] = ()
+    marks: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, processing_class: Any) -> SpecialTokens:
+        """Of a tokenizer, or of a processor that has one."""
+        tokenizer = getattr(processing_class, "tokenizer", processing_class)
+        token_ids = (getattr(tokenizer, f"{mark}_token_id", None) for mark in _MARKS)
+        marks: set[int] = {index for index in token_ids if index is not None}
+        ids = marks.union(getattr(tokenizer, "all_special_ids", ()))
+        return cls(tuple(sorted(ids)), tuple(sorted(marks)))
+
+
+def check_embeddings_stay(gmap: GradientMap) -> None:
+    """Refuse to share token embeddings."""
+    weight = None if gmap.embedding is None else gmap.embedding.weight
+    if weight is not None and any(p is weight for p in gmap.parameters.values()):
+        raise ValueError(
+            "refiner never shares the token embeddings: their gradient names the words, and "
+            "training them changes the space that an evaluation network knows. Leave "
+            "share_input_embeddings at False."
+        )
+
+
+class SyntheticInput:
+    """Input of synthetic samples: all moves but the marks at a text's ends.
+
+    Args:
+        made: Their map.
+        special: What the tokenizer says is special.
+        mean: Of pixels, as for `Pixels`.
+        std: Likewise.
+    """
+
+    def __init__(
+        self,
+        synthetic: GradientMap,
+        special: SpecialTokens,
+        mean: list[float] | None,
+        std: list[float] | None,
+    ) -> None:
+        x, self._space = synthetic.input, None
+        if synthetic.embedding is None:
+            self.free = torch.ones_like(x[:, :1], dtype=torch.bool)
+            self._space = PixelSpace(x, mean, std)
+        else:
+            self.free = ~is_among(synthetic.domain.main_input(synthetic.batch), special.ids)[
+                ..., None
+            ]
+
+    def noise_ratio(self, network: Any, x: Tensor) -> Tensor:
+        """D, averaged over the samples."""
+        if self._space is None:
+            return network.noise_ratio(x.float(), None).mean()
+        return judged(self._space.plain(x).clamp(0, 1).float(), network)
 
 
 @dataclass
@@ -28,19 +125,19 @@ class SyntheticSamples:
 
     Args:
         gmap: Their map.
-        wanted: v.
+        target: v.
         factors: How many, as `Granularity` says.
     """
 
     gmap: GradientMap
-    wanted: Tensors
+    target: Tensors
     factors: Granularity
 
     def fit(self, x: Tensor) -> Fit:
         """At an input x*."""
         if self.factors == "message":
-            return scaled(self.gmap.gradient_at(x), self.wanted)
-        return SampleSpan(self.gmap, x).fit_by(self.wanted, self.factors)
+            return scaled(self.gmap.gradient_at(x), self.target)
+        return SampleSpan(self.gmap, x).fit_by(self.target, self.factors)
 
     def slope(self, x: Tensor, fit: Fit) -> Tensor:
         """∂(1 - cos)/∂x* where the factors are best, so that their own change changes nothing:
@@ -49,10 +146,10 @@ class SyntheticSamples:
         """
         if not fit.cosine:
             return torch.zeros_like(x)
-        left = {name: v - fit.nearest[name] for name, v in self.wanted.items()}
-        product = vjp_by_difference(self.gmap, x, left)
+        residual = {name: v - fit.nearest[name] for name, v in self.target.items()}
+        product = vjp_by_difference(self.gmap, x, residual)
         factors = fit.factors.to(product).view(-1, *[1] * (x.dim() - 1))
-        power = sum(float(v.double().square().sum()) for v in self.wanted.values())
+        power = sum(float(v.double().square().sum()) for v in self.target.values())
         return -factors * product / (fit.cosine * power)
 
     def descend(
@@ -82,3 +179,14 @@ class SyntheticSamples:
             fit = self.fit(x)
             cosines.append(fit.cosine)
         return x, fit, cosines
+
+
+def judged(pixels: Tensor, network: Any) -> Tensor:
+    if isinstance(network, ImageEvaluationNetwork):  # of any size
+        return judge_images(pixels, network).mean()
+    ratio: Tensor = network.noise_ratio(pixels).mean()
+    return ratio
+
+
+def is_among(ids: Tensor, listed: Sequence[int]) -> Tensor:
+    return torch.isin(ids, torch.tensor(list(listed), dtype=ids.dtype, device=ids.device))
