@@ -584,7 +584,7 @@ def test_settings_reach_the_averages(name: str, monkeypatch: pytest.MonkeyPatch)
         make_defense(name, **settings)(GradientMap(*small_convolution()), rng())
     assert [count for _, count in calls] == [1] * sensitivity.FIRST_BATCHES + [
         7
-    ] * sensitivity.FIRST
+    ] * sensitivity.FIRST_BATCHES
 
 
 @pytest.mark.parametrize("shape", ["public", "past"])
