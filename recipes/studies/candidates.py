@@ -211,7 +211,7 @@ class FortyEight(CandidateStudy):
                     row.append(cell_text(cell, int(size)) if cell else "")
                 rows.append(row)
         titles = [f"{state} model, messages of {size}" for state, size in columns]
-        write_table(self.output, ["defense", "strength", "who knows it", *titles], rows)
+        write_table(self.output, ["defense", "strength", "defense known", *titles], rows)
 
 
 def cell_text(cell: dict, size: int) -> str:
@@ -321,7 +321,8 @@ class Thousand(CandidateStudy):
     def report(self, metrics: dict) -> None:
         """A table for each state of the model."""
         sizes, attacks = sorted(self.MESSAGES), self.RECONSTRUCTIONS
-        header = ["defense", "strength", *(f"list, message of {size}" for size in sizes), *attacks]
+        header = ["defense", "strength"]
+        header += [*(f"candidates, message of {size}" for size in sizes), *attacks]
         for state, defenses in metrics.items():
             rows = []
             for defense, cells in defenses.items():

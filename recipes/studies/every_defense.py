@@ -372,7 +372,7 @@ class Knowing(Study):
              bracketed(without, form), bracketed(knowing, form), verdict(without, knowing)]
             for (defense, attack), (_, strength, without, knowing, form) in sorted(best.items())
         ]  # fmt: skip
-        header = ["defense", "attack", "strength", "who does not know", "who knows", "knowing"]
+        header = ["defense", "attack", "strength", "defense unknown", "defense known", "knowing"]
         write_table(self.output, header, rows)
 
     def pairs(self) -> Iterator[tuple[str, str, str, Interval, Interval, str]]:

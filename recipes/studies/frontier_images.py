@@ -62,7 +62,7 @@ class Images(Study):
     """
 
     ARGUMENTS = clients.IMAGE_FLAGS | {"--all": plan.ALL} | plan.FOLDER
-    LOOK = tables.Look("psnr", "PSNR in dB of what the best attacker reads (less is better)", -25)
+    LOOK = tables.Look("psnr", "PSNR in dB of the best reconstruction (less is better)", -25)
 
     def cells(self) -> dict:
         """Row by row, the rates and then what takes the best of them; with `--all` further stages
@@ -198,7 +198,7 @@ class Elsewhere(Study):
         "--tiny_imagenet": "npz with x_train, y_train, x_val and y_val",
         "--all": plan.ALL,
     }  # fmt: skip
-    LABEL = "members of 16 that a list tells at 1 % false alarms (less is better)"
+    LABEL = "TPR at 1 % FPR of members of 16 (candidate set; less is better)"
     QUICK_ROWS = plan.QUICK_ROWS
 
     def cells(self) -> dict:

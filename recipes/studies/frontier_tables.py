@@ -68,6 +68,12 @@ def place_of(attack: Attack, stage: str) -> str:
     return f"{attack[0]}, {attack[1]}, {stage}"
 
 
+def title_of(place: str) -> str:
+    """Of the place's column; cells name attacks otherwise."""
+    unaware = f"{UNAWARE[0]}, ", "inverting_gradients, covariance unknown, "
+    return place.replace("gathered, ", "accumulated, ").replace(*unaware)
+
+
 def attack_cell(attack: Attack, count: int, settings: dict, stage: str) -> dict:
     """What a cell says of an attack on so many messages of so many samples, at a stage."""
     name, size = attack
@@ -172,7 +178,9 @@ def write_frontier(metrics: dict, attacks: Mapping, output, more: dict[str, dict
         shown += [accuracy_text(runs), lost(runs, plain)]
         shown += [epsilons.get(row, "") for _ in proof]
         rows.append(shown + [score_text(cells.get(column, {})) for column in columns])
-    write_table(output, ["", *more, "accuracy", "less than none", *proof, *columns], rows)
+    write_table(
+        output, ["", *more, "accuracy", "less than none", *proof, *map(title_of, columns)], rows
+    )
 
 
 def write_lists(metrics: dict, attacks: Mapping, output) -> None:
@@ -186,7 +194,7 @@ def write_lists(metrics: dict, attacks: Mapping, output) -> None:
         [f"`{row}`", *(_counts(cells.get(place, {})) for place in columns)]
         for row, cells in metrics.items()
     ]
-    header = ["of how many, at 1 % (10 %)", *columns]
+    header = ["true positives at 1 % (10 %) FPR", *map(title_of, columns)]
     rows = [row for row in rows if any(row[1:])]
     write_table(output.with_name(output.name + "_lists"), header, rows)
 

@@ -122,11 +122,13 @@ class Texts(TextStudy):
 
     ARGUMENTS = TextStudy.ARGUMENTS | TextStudy.RATES | {"--all": plan.ALL}
     LOOK = tables.Look(
-        "token_f1", "words that the best attacker finds at any stage (token F1; less is better)", -7
+        "token_f1",
+        "words that the best attacker recovers at any stage (token F1; less is better)",
+        -7,
     )
     LISTS = tables.Look(
         tables.TPR,
-        "members of messages of 16 that a list tells at any stage, at 1 % false alarms",
+        "TPR at 1 % FPR of members of messages of 16, at any stage (candidate set)",
         -7,
     )
 
@@ -218,7 +220,7 @@ class Lists(TextStudy):
             spread = math.sqrt(cell["parameters"] / size) / float(strength)
             rank = f"{statistics.median(cell['rank']):g}"
             rows.append([strength, f"{spread:.2g}", tables.score_text({"0": cell}), rank])
-        header = ["noise over gradient", "spread", "told at 1 % false alarms", "rank, median"]
+        header = ["noise over gradient", "spread", "TPR at 1 % FPR (candidate set)", "rank, median"]
         write_table(self.output, header, rows)
 
 
@@ -265,8 +267,8 @@ class Partly(TextStudy):
                            for cell in cells.values())]
             for row, cells in metrics.items()
         ]  # fmt: skip
-        header = [f"{n} on the list" for n in next(iter(metrics.values()))]
-        write_table(self.output, ["told, rank", *header], rows)
+        header = [f"{n} among the candidates" for n in next(iter(metrics.values()))]
+        write_table(self.output, ["TPR at 1 % FPR, rank", *header], rows)
 
 
 class Corpora(TextStudy):
@@ -415,5 +417,5 @@ class Batches(TextStudy):
             for count, cell in cells.items()
         ]  # fmt: skip
         header = ["0.99, feedback", "batches in an entry"]
-        header += ["of the last batch, others not on the list", "their rank, median"]
-        write_table(self.output, [*header, "of all batches, all on the list"], rows)
+        header += ["TPR at 1 % FPR, last batch alone among candidates", "rank, median"]
+        write_table(self.output, [*header, "TPR at 1 % FPR, all batches among candidates"], rows)

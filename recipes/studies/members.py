@@ -69,7 +69,7 @@ QUICK_ROWS = {
 ATTACKERS = ("loss", "beside undefended networks", "beside networks behind the same defense")
 BEST = ATTACKERS[-1]
 TRAINED, TOLD = "trained", "told"
-SCORES = {"area": "area", "tpr_1%": "told at 1 %"}
+SCORES = {"area": "area", "tpr_1%": "TPR at 1 % FPR"}
 CURVES = {"no defense, stopped": ("none", *STOPPED), "gaussian_noise": ("none", *NOISE)}
 
 
@@ -309,7 +309,7 @@ def picture(metrics: dict, output: Path) -> None:
         _draw(axes, metrics, [row], style | {"marker": "s^Dv<>pP*X"[number]})
     axes.axhline(0.5, color="gray", linestyle=":", label="chance")
     axes.set_xlabel("accuracy on images that nobody trained on (95 % intervals over seeds)")
-    axes.set_ylabel("area under the curve of who tells members (less is better)")
+    axes.set_ylabel("area under the ROC curve of membership inference (less is better)")
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
     save(figure, output)

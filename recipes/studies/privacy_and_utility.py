@@ -377,11 +377,11 @@ class PrivacyAndUtility(Study):
             error = [[100 * (share - low)], [100 * (high - share)]]
             style = {"color": f"C{number}", "label": name}
             axes.errorbar(100 * share, 100 * accuracy, 100 * half, error, "o", **style)
-        header = ["defense", "tokens that span finds in a sentence", "accuracy on SST-2"]
+        header = ["defense", "tokens that span recovers from a sentence", "accuracy on SST-2"]
         write_table(self.output, header, rows)
         axes.set(
-            xlabel="tokens that span finds in a single sentence, in % (left: hidden)",
-            ylabel="accuracy on SST-2 in % (up: learned)",
+            xlabel="tokens that span recovers from a single sentence, in % (left: private)",
+            ylabel="accuracy on SST-2 in % (up: useful)",
             xlim=(-3, 103),
         )
         axes.legend(fontsize=8)

@@ -84,7 +84,7 @@ class Malicious(Study):
                 every = ", ".join(sorted(set.union(*checks))) or "–"
                 share = f"{alarms} of {len(checks)}"
                 rows.append([name, f"{100 * float(noise):g} %", recovered, share, every])
-        write_table(self.output, ["construction", "noise on it", "read", "found", "by"], rows)
+        write_table(self.output, ["construction", "noise on it", "recovered", "found", "by"], rows)
 
 
 class Alarms(Study):

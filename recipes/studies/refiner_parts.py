@@ -197,7 +197,7 @@ WARM_TRIED = {  # rates, and how they do on what was held out
     "noise of five times": (2e-3, 4e-3, 8e-3),
     "none": (1e-3, 2e-3, 4e-3),
 }
-COSINE, TOLD, TRIED = "cosine", "told, end", "held out at"
+COSINE, TOLD, TRIED = "cosine", "TPR at 1 % FPR, end", "held out at"
 
 
 class Warm(Study):

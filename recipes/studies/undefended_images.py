@@ -86,7 +86,7 @@ def write_scores(metrics: dict, scores: tuple[str, ...], output) -> None:
         [row, *(bracketed(cell[name], ".3g") for name in scores), f"{cell['labels right']:.0%}"]
         for row, cell in metrics.items()
     ]
-    write_table(output, ["", *scores, "labels read off the gradient"], rows)
+    write_table(output, ["", *scores, "labels recovered"], rows)
 
 
 class Batches(Study):

@@ -28,7 +28,7 @@ def test_thousand(encoder, sst2, quick, tmp_path):
         assert found["pruning"]["list, 1"]["ratio=0.99|knows"]["tpr_0.1%"][0] == 1
         assert "ratio=0.99|does not" not in found["pruning"]["list, 1"]
         table = (tmp_path / f"thousand_{state}.md").read_text()
-        assert "| defense | strength | list, message of 1 |" in table
+        assert "| defense | strength | candidates, message of 1 |" in table
 
 
 def test_searches_beside_a_list(encoder, sst2, tmp_path):
