@@ -117,12 +117,13 @@ class ResNet(SmallImageClassifier):
     def __init__(self, config: SmallImageClassifierConfig) -> None:
         super().__init__(config)
         first, *_, last = self.WIDTHS
+        # Made before the blocks: seeds give every layer its weights in this order.
+        entry = nn.Conv2d(config.num_channels, first, 3, stride=2, padding=1)
         blocks = [Block(first, first, 1)]
         blocks += [Block(before, after, 2) for before, after in itertools.pairwise(self.WIDTHS)]
         self.layers = nn.Sequential(
-            nn.Conv2d(config.num_channels, first, 3, stride=2, padding=1),
-            nn.GroupNorm(8, first), nn.GELU(), *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(),
-            nn.Linear(last, config.num_labels),
+            entry, nn.GroupNorm(8, first), nn.GELU(), *blocks, nn.AdaptiveAvgPool2d(1),
+            nn.Flatten(), nn.Linear(last, config.num_labels),
         )  # fmt: skip
 
     def logits(self, pixel_values: Tensor) -> Tensor:
