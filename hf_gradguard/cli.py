@@ -102,18 +102,20 @@ def _add_evalnet(commands: Any) -> None:
         required=True,
         help="Hub name, or a txt, tsv, csv, json, parquet or npz (images) file",
     )
-    train.add_argument("--split", default="train", help="of a Hub data set (default: %(default)s)")
+    train.add_argument(
+        "--split", default="train", help="split of a Hub data set (default: %(default)s)"
+    )
     train.add_argument("--num_channels", type=int, choices=(1, 3), help="images: gray or color")
     train.add_argument("--seed", type=int, default=0)
     flags: list[tuple[str, type, str]] = [
         ("model", str, "text: Hub name or folder of the model whose token embeddings are judged"),
         ("base_model", str, "name of the model in the config. Default: --model, if on the Hub"),
-        ("dataset_config", str, "of a Hub data set with several"),
+        ("dataset_config", str, "configuration of a Hub data set that has several"),
         ("column", str, "column or array to read. Default: the usual ones"),
         ("steps", int, "text: optimizer steps"),
         ("epochs", float, "images: passes over the data"),
         ("batch_size", int, "samples in a step"),
-        ("learning_rate", float, "of the optimizer"),
+        ("learning_rate", float, "learning rate of the optimizer"),
         ("max_length", int, "text: longest passage in tokens"),
         ("image_size", int, "images: resize to so many pixels square"),
     ]

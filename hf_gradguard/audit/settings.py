@@ -62,22 +62,22 @@ class AuditSettings:
     """
 
     batch_size: int = option(1, "samples in a batch, which is protected by itself")
-    repeats: int = option(1, "times each message is protected and attacked")
-    seed: int = option(0, "of the draw, the defenses and the attacks")
-    max_length: int = option(64, "tokens; longer texts are cut")
+    repeats: int = option(1, "times that each message is protected and attacked")
+    seed: int = option(0, "seed of the draw, the defenses and the attacks")
+    max_length: int = option(64, "most tokens of a text; longer ones are cut")
     labels_known: bool = option(True, "the attacker knows the labels")
     lengths_known: bool = option(True, "the attacker knows the texts' lengths")
     noise_known: bool = option(False, "the attacker knows the noise's covariance")
     adaptive: bool = option(True, "run attackers that know the defense, too")
     share_input_embeddings: bool = option(False, "share the token embeddings' gradient")
-    reference: bool = option(True, "the row without a defense")
+    reference: bool = option(True, "add the row without a defense")
     accumulation: int = option(1, "batches whose protected gradients make one message")
     local_steps: int = option(
         0, "steps that a client trains before it sends the change of its weights; 0: gradients"
     )
     local_epochs: int = option(1, "times that a client goes over its batches in its local steps")
-    learning_rate: float | None = option(None, "of the local steps")
-    optimizer: str = option("sgd", "of the local steps: sgd or adamw")
+    learning_rate: float | None = option(None, "learning rate of the local steps")
+    optimizer: str = option("sgd", "optimizer of the local steps: sgd or adamw")
 
     def __post_init__(self) -> None:
         for name, minimum in _MINIMUM.items():
@@ -147,11 +147,13 @@ class SourceSettings:
         "",
         "tsv, csv, json, parquet or npz (images) file, a folder of images, or a Hub name",
     )
-    dataset_config: str | None = option(None, "of a Hub data set with several")
-    split: str = option("train", "of a Hub data set or a folder")
-    column: str | None = option(None, "of texts or images. Default: the usual ones")
-    label_column: str | None = option(None, "of labels or target texts. Default: the usual ones")
-    device: str | None = option(None, "Default: cuda if there is one")
+    dataset_config: str | None = option(None, "configuration of a Hub data set that has several")
+    split: str = option("train", "split of a Hub data set or a folder")
+    column: str | None = option(None, "column of texts or images. Default: the usual names")
+    label_column: str | None = option(
+        None, "column of labels or target texts. Default: the usual names"
+    )
+    device: str | None = option(None, "device to run on. Default: cuda if there is one")
 
 
 @dataclass(kw_only=True)
@@ -182,7 +184,7 @@ class CommandSettings(SourceSettings, AuditSettings):
         "defense costs, for the report's first sentence",
     )
     output: str = option("", "folder to write to; an interrupted audit in it goes on")
-    samples: int = option(8, "drawn at random from the data")
+    samples: int = option(8, "samples to audit, drawn at random from the data")
     decoys: int = option(
         100, "further samples as candidates for membership inference; 0 leaves that out"
     )

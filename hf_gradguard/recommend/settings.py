@@ -49,10 +49,10 @@ class TrialSettings:
     decoys: int = option(
         50, "further samples as candidates for membership inference; 0 leaves it out"
     )
-    learning_rate: float = option(2e-4, "undefended rates are tried around it")
-    budget: float = option(0.02, "accuracy that may be lost")
-    max_length: int = option(64, "tokens; longer texts are cut")
-    seed: int = option(0, "of the split, the trainings and the attacks")
+    learning_rate: float = option(2e-4, "learning rate that undefended rates are tried around")
+    budget: float = option(0.02, "accuracy that may be lost, as a share")
+    max_length: int = option(64, "most tokens of a text; longer ones are cut")
+    seed: int = option(0, "seed of the split, the trainings and the attacks")
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch_size", "message_size", "attacked", "max_length", "decoys"):
@@ -81,7 +81,7 @@ class TrialSettings:
 class CommandSettings(SourceSettings, TrialSettings):
     """What the command takes beside them."""
 
-    rows: int = option(3000, "of the data at most, drawn at random")
+    rows: int = option(3000, "rows of the data to use at most, drawn at random")
     defense: Any = option(None, "as for `gradguard audit`. Default: noise and pruning")  # noqa: RUF009
     attack: Any = option(None, "as for `gradguard audit`. Default: the strongest that are quick")  # noqa: RUF009
     output: str = option("", "folder to write to; an interrupted run in it goes on")
