@@ -164,7 +164,7 @@ def test_an_undefended_vision_transformer_is_never_at_chance(tmp_path) -> None:
     ]
     samples = [(pixels.numpy(), label) for pixels, label in samples]
     model = model_of("ViT").float()
-    assert run.usual_attacks(model, {"pixel_values": torch.zeros(1, 3, 16, 16)}).endswith(
+    assert run.default_attacks(model, {"pixel_values": torch.zeros(1, 3, 16, 16)}).endswith(
         ",analytic"
     )
     result = audit(model, None, samples, "none", "analytic", output=tmp_path)
