@@ -143,6 +143,7 @@ class Defense:
                 "state, and with it all the noise. Leave generator out, or pass a "
                 "hf_gradguard.randomness.Stream; in tests Stream.from_seeds(1)."
             )
+        # Two looks at the counts of in-place writes find a defense that writes to what it reads.
         versions = gmap.versions()
         shared = self.protect(gmap, generator or Stream())
         message = check_message(self.name, shared, gmap)

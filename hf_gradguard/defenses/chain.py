@@ -51,6 +51,7 @@ class Chain(Defense):
         second_message = self.second(
             gmap.masked(first_message, first_message.transmitted), generator
         )
+        # Entries are transmitted if neither defense withholds them.
         masks = [
             m.transmitted for m in (first_message, second_message) if m.transmitted is not None
         ]

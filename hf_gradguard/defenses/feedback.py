@@ -80,6 +80,7 @@ class LeftOut:
             {name: t.shape for name, t in tensors.items()} for tensors in (gradient, self.error)
         )
         is_same = next(shapes) == next(shapes)
+        # Steps are counted by a Trainer, and not by a loop of one's own.
         is_counted = self.step is not None and self.last_step is not None
         is_stale = is_counted and self.step - self.last_step > STALE  # type: ignore[operator]
         gradient_norm = norm(gradient, shards)
@@ -88,6 +89,7 @@ class LeftOut:
             logger.warning_once(_TOO_SELDOM.format(STALE, self.min_batches))
         if not is_same or is_stale or norm(self.error, shards) > LARGEST * usual_norm:
             self.error, self.gradients, self.batches = {}, 0, {}
+        # A batch without a gradient hides nothing of another one.
         self.gradients += gradient_norm > 0
         self._count(gradient)
         if not self.error:

@@ -123,6 +123,7 @@ class NoiseDefense(Defense):
             unit_cost, budget = total(shape, shards) / size, (self.scale or 0.0) ** 2
             if self.relative_scale is not None:
                 budget = self.relative_scale**2 * float(power(gradient, shards)) / size
+        # The factor is the strength asked for over the strength of the shape as it is.
         if not budget:
             return {name: torch.zeros_like(g) for name, g in gradient.items()}
         if not unit_cost:
@@ -146,6 +147,7 @@ class NoiseDefense(Defense):
             for name, unit_noise in draw_noise(gradient, self.draw, generator, shards)
         }
 
+        # Only meters and audits ask for it, and it takes as much memory as gradients do.
         def noise() -> Noise:
             added = dict(variance)
             referred = self.referred(undefended, added, shards)
@@ -282,6 +284,7 @@ class OptimalNoise(SensitivityDefense, NoiseDefense):
         averaged = known_ratio if is_empty else self.averaged_ratio(gmap, generator)
         if averaged is None:
             return NoiseDefense.shaped(self, gmap, gradient, generator)
+        # What an earlier defense withheld gets no noise, so the floor is spread over the rest.
         shape, masks = averaged, gmap.transmitted
         entries = count(gradient, gmap.shards) if masks is None else int(total(masks, gmap.shards))
         if masks is not None:

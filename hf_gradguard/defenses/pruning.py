@@ -192,13 +192,14 @@ def largest(
         shards: Of the map.
     """
     sizes = sizes or {"": len(worth)}
-    digits = worth.view(torch.int16).view(
-        len(worth), -1
-    )  # four or two a number, 16 bits each, the lowest first
+    # Two or four digits of 16 bits per number, the lowest first.
+    digits = worth.view(torch.int16).view(len(worth), -1)
     keys = worth.view(torch.int32 if worth.element_size() == 4 else torch.int64)
     counted = _counted(worth, sizes, shards)
     position: Any = slice(None)
     threshold, amount_left = 0, amount
+    # From the highest digit down: find the digit of the last entry that is taken, keep what is
+    # above it, and look at the next digit of those entries alone that have this one.
     for place in reversed(range(digits.shape[1])):
         digit = digits[position, place]
         if place < digits.shape[1] - 1:
@@ -213,6 +214,7 @@ def largest(
         tied = (digit == 0xFFFF - above).nonzero().flatten()
         position = tied if isinstance(position, slice) else position[tied]
         weight = None if weight is None else weight[tied]
+    # Entries equal to the threshold in all digits are taken from the end, as many as are left.
     chosen = keys > threshold
     share = torch.ones_like(position) if weight is None else weight
     later_shares = share.flip(0).cumsum(0).flip(0) - share

@@ -82,7 +82,7 @@ class Quantization(BiasedDefense):
 
     def _round(self, gradient: Tensor, low: Tensor, high: Tensor, generator: Stream) -> Tensor:
         assert self.bits is not None
-        if low == high:
+        if low == high:  # one level, which all entries are on
             return gradient
         step = (high - low) / (2**self.bits - 1)
         levels = (gradient.double() - low) / step

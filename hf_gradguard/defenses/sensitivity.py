@@ -158,6 +158,7 @@ class Averages:
         """Averages with a share of their mean added to every entry; of matrices as factors of a
         product, rows and columns.
         """
+        # The prior is relative to the mean over all parameters, on all shards.
         sizes = {name: torch.tensor(math.prod(shape)) for name, shape in self._shapes.items()}
         sizes_of_whole, sums = of_whole(sizes, shards), self._sums[kind]
         prior = PRIOR * sum_of(sums, shards) / float(add_up(sizes, shards)) or 1.0
@@ -337,6 +338,7 @@ class SensitivityDefense(Defense):
                 self._learn(*heard(undefended, batch), generator)
         by_tensor = self.granularity == "layer"
         ratio = self._averages.ratio(by_tensor, waiting, gmap.shards) if self._averages else None
+        # After the ratio was taken: this batch shapes later messages, and not its own.
         if self.shape == "past" and is_due:
             self._learn(undefended, None, generator)
         self._calls += 1
@@ -411,6 +413,7 @@ class SensitivityDefense(Defense):
                 squares[name] = add_sums(squares.get(name), sums)
             powers = power_sums(gradient, len(gmap.input), start)
         else:
+            # What is clipped is clipped entry by entry, so sums of rows and columns do not do.
             dense = {name: torch.zeros_like(g) for name, g in gradient.items()}
             for name, squares_of_probe in probe_squares(gmap, probes, generator, start=start):
                 dense[name].add_(squares_of_probe)

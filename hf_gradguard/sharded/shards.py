@@ -63,6 +63,7 @@ class Shards:
         if not numbers:
             return {}
         gathered = self._gather(torch.stack([number.double() for number in numbers.values()]))
+        # A minimum of equal copies is the copy; a sum would count what all hold several times.
         if how != "sum":
             joined = gathered.amin(0) if how == "min" else gathered.amax(0)
             return dict(zip(numbers, joined, strict=True))
@@ -138,6 +139,8 @@ class Shards:
         From a key that the first device draws come a stream for each device, and one for parameters
         that all of them hold.
         """
+        # All devices need the same noise on what all hold, and other noise on their own rows: so
+        # they agree on a key, from which each takes its own stream.
         key = torch.frombuffer(bytearray(generator.bytes(KEY_BYTES)), dtype=torch.uint8)
         key = key.to(self.device)
         dist.broadcast(key, group=self.group, group_src=0)
@@ -171,6 +174,7 @@ class Shards:
         gradients_before = [(parameter, parameter.grad) for parameter in self.parameters.values()]
         for parameter in self.parameters.values():
             parameter.grad = None
+        # fully_shard writes to `.grad`, which holds what other messages added up.
         try:
             self._let_reduce()
             loss.backward()

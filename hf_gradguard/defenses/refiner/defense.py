@@ -281,6 +281,10 @@ class Refiner(BiasedDefense):
     def _fit_synthetic(self, gmap: GradientMap, network: Any, generator: Stream) -> RobustData:
         settings: Any = self
         synthetic = synthetic_samples(gmap, settings.samples, generator, self.special_ids)
+        samples = SyntheticSamples(synthetic, true_gradient(gmap), settings.factors)
+        if not settings.iterations and network is None:  # as usual: samples stay as drawn
+            fit = samples.fit(synthetic.input)
+            return RobustData(synthetic.input, fit.nearest, [1 - fit.cosine], [], 1.0)
         inputs = SyntheticInput(synthetic, self._special, *self._normalization)
 
         def brake(x: Tensor) -> Tensor:
@@ -289,7 +293,6 @@ class Refiner(BiasedDefense):
                 penalty = -settings.beta * inputs.noise_ratio(network, x)
             return synthetic.slope_of(penalty, x, torch.ones_like(penalty)[None])[0]
 
-        samples = SyntheticSamples(synthetic, true_gradient(gmap), settings.factors)
         pull = brake if settings.beta else None
         x, fit, cosines = samples.descend(
             settings.iterations, settings.learning_rate, inputs.free, pull

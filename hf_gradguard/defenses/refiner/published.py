@@ -65,7 +65,7 @@ class Descent:
             metric = self._distance(gmap.gradient_at(x, create_graph=True))
             ratio = inputs.noise_ratio(self.network, x)
             (slope,) = gmap.input_gradient(metric - self.beta * ratio, x)
-            x.grad = slope * inputs.free
+            x.grad = slope * inputs.free  # padding and special tokens stay
             metrics.append(float(metric.detach()))
             ratios.append(float(ratio.detach()))
             with torch.no_grad():
