@@ -63,9 +63,8 @@ def protect(
             returns.
         clients: In the place of an accelerator: a mesh's dimension, or the process group, over
             which clients are averaged. Where `fully_shard` has cut the model over the other
-            dimension, one client is on several devices: its gradient is the mean over them, each
-            protects its shards of it, and only what is protected leaves the client. Without
-            `clients` nothing does.
+            dimension, one client is on several devices, each of which protects its shards of the
+            client's gradient. Without `clients` nothing leaves the client.
         secure: Shows processes the mean alone: `SecureAggregation(accelerator)`.
 
     Returns:
@@ -84,8 +83,7 @@ def protect(
     """
     module = _bare(model)
     shards = _shards_of(module)
-    get_group = getattr(clients, "get_group", None)
-    carrier = get_group() if get_group else clients
+    carrier = getattr(clients, "get_group", lambda: clients)()  # of a mesh's dimension
     check_model(module, sharded=shards is not None)
     _check_carriers(shards, accelerator, carrier, secure)
     loop = _LOOPS.setdefault(module, _Loop())
