@@ -1,6 +1,7 @@
 # make install   the environment, in .venv
 # make demo      train on two ranks with and without protection, compare, and attack what was shared (a few minutes, no downloads)
 # make test      the test suite
+# make docs      the documentation as a site in site/, strictly: a broken link fails
 # make lint      what CI checks before the tests
 # make test-versions   the tests of Trainers, updates and the gradient map with the oldest and the newest supported versions
 # make results   figures, tables and pictures of docs/findings anew; only run X with ONLY=X (data sets: see docs/results.md)
@@ -17,7 +18,7 @@ optimal_pruning_SETTINGS := {}
 OFFLINE := HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=1
 
 .NOTPARALLEL:
-.PHONY: install demo test lint slow test-versions results tables clean
+.PHONY: install demo test docs lint slow test-versions results tables clean
 
 install: .venv/installed
 
@@ -69,6 +70,9 @@ lint: install
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+docs: install
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
 results: install
 	@PATH="$(CURDIR)/$(BIN):$$PATH" python recipes/results.py $(ONLY)
 
@@ -76,4 +80,4 @@ tables: install
 	@$(BIN)/python recipes/results.py --tables $(ONLY)
 
 clean:
-	rm -rf .venv .venv-oldest .venv-newest runs .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv .venv-oldest .venv-newest runs site .pytest_cache .mypy_cache .ruff_cache
