@@ -1,7 +1,8 @@
 """Documents show how things are used, and what they show runs.
 
-The Python of a page runs block after block, in one namespace. Examples in docstrings run as tests
-of their own; here only that every public name has one.
+The Python of a page runs block after block, in one new namespace, as a reader would paste it. What a
+page needs it makes itself, in a block to unfold at its head. Examples in docstrings run as tests of
+their own; here only that every public name has one.
 
 A block that cannot run says so in a comment above it, with the reason:
 
@@ -24,7 +25,6 @@ import types
 from pathlib import Path
 
 import pytest
-from examples import example_names
 
 import hf_gradguard
 
@@ -63,7 +63,6 @@ def test_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     # A module of its own: classes look up theirs, dataclasses for one.
     module = types.ModuleType(f"page_{page.stem}")
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    vars(module).update(example_names())
     for line, code, reason in blocks(page.read_text(encoding="utf-8")):
         # Empty lines before it, so that errors name the line of the page.
         compiled = compile("\n" * line + code, str(page), "exec")
