@@ -1,8 +1,8 @@
 """Documents show how things are used, and what they show runs.
 
-The Python of a page runs block after block, in one new namespace, as a reader would paste it. What a
-page needs it makes itself, in a block to unfold at its head. Examples in docstrings run as tests of
-their own; here only that every public name has one.
+The Python of a page runs block after block, in one new namespace, as a reader would paste it. What
+a page needs it makes itself, in a block to unfold at its head. Examples in docstrings run as tests
+of their own; here only that every public name has one.
 
 A block that cannot run says so in a comment above it, with the reason:
 
