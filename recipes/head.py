@@ -89,11 +89,11 @@ class Encoder:
             self.tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
             self.model = AutoModel.from_pretrained(name, trust_remote_code=False).eval().to(device)
         self._layers, self._max_length = layers, max_length
-        there = self.model.config.num_hidden_layers + 1
-        if not 1 <= layers <= there:
+        count = self.model.config.num_hidden_layers + 1
+        if not 1 <= layers <= count:
             sys.exit(
-                f"--layers is {layers}, but {name} has {there} layers, its token embeddings "
-                f"included. Take 1 to {there}."
+                f"--layers is {layers}, but {name} has {count} layers, its token embeddings "
+                f"included. Take 1 to {count}."
             )
 
     @torch.no_grad()
@@ -104,9 +104,9 @@ class Encoder:
             return_tensors="pt",
         ).to(self.model.device)  # fmt: skip
         states = self.model(**inputs, output_hidden_states=True).hidden_states
-        heard = inputs["attention_mask"][..., None]
-        together = torch.cat(states[-self._layers :], -1)
-        return ((together * heard).sum(1) / heard.sum(1)).cpu()
+        attended = inputs["attention_mask"][..., None]
+        concatenated = torch.cat(states[-self._layers :], -1)
+        return ((concatenated * attended).sum(1) / attended.sum(1)).cpu()
 
 
 class Head(nn.Module):
@@ -118,10 +118,10 @@ class Head(nn.Module):
         self.head = nn.Linear(width, classes)
 
     def forward(self, embeddings: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
-        found = {"logits": self.head(self.whitening(embeddings))}
+        output = {"logits": self.head(self.whitening(embeddings))}
         if labels is not None:
-            found["loss"] = nn.functional.cross_entropy(found["logits"], labels)
-        return found
+            output["loss"] = nn.functional.cross_entropy(output["logits"], labels)
+        return output
 
 
 def whitening_of(rows: Tensor, shrinkage: float) -> nn.Linear:
@@ -167,9 +167,9 @@ def embedded(
     data: DatasetDict, column: str, encoder: Callable[[Any], Tensor], state: PartialState
 ) -> DatasetDict:
     """Rows with `embeddings` of a column in its place. One rank computes them for all."""
-    first = data["train"][:2][column]
-    one, again = encoder(first), encoder(first)
-    if (again - one).norm() > 1e-2 * one.norm():
+    rows_of_two = data["train"][:2][column]
+    embeddings, repeated = encoder(rows_of_two), encoder(rows_of_two)
+    if (repeated - embeddings).norm() > 1e-2 * embeddings.norm():
         sys.exit(
             "The encoder gives the same rows other embeddings each time, as one that masks at "
             "random does (ViT-MAE). A head learns little from these. Take another encoder."
@@ -182,11 +182,13 @@ def embedded(
         return data.map(embed, batched=True, batch_size=64, remove_columns=[column])
 
 
-def whitening_by(public: Sequence | None, encoder: Callable[[Any], Tensor], said: str) -> nn.Module:
+def whitening_by(
+    public: Sequence | None, encoder: Callable[[Any], Tensor], description: str
+) -> nn.Module:
     """The map that whitens embeddings of what is nobody's secret, if there is any."""
     if public is None:
         return nn.Identity()
-    starts = logging.tqdm(range(0, len(public), 64), desc=said)
+    starts = logging.tqdm(range(0, len(public), 64), desc=description)
     rows = torch.cat([encoder(public[start : start + 64]) for start in starts])
     return whitening_of(rows, SHRINKAGE)
 
@@ -218,9 +220,9 @@ def train(
     trainer.save_model()
     trainer.create_model_card(finetuned_from=args.model_name_or_path, **card)
     if trainer.is_world_process_zero():
-        proved, said = private(trainer)
+        proved, claim = private(trainer)
         report, path = write_metrics(trainer, metrics, counted, classes=classes, **proved)
-        print(f"{report['defense']}: accuracy {report['accuracy']:.3f}{said} -> {path}")
+        print(f"{report['defense']}: accuracy {report['accuracy']:.3f}{claim} -> {path}")
     trainer.accelerator.end_training()
 
 
@@ -238,20 +240,24 @@ def public_texts(path: str, secret: Iterable[str]) -> list[str]:
             "two or more, better thousands. Name a .txt file in UTF-8, with a text a line, or a "
             ".csv, .tsv, .json, .jsonl or .parquet file with a column text, sentence or content."
         )
-    said = f"texts of --public_text {path} are training sentences"
-    check_public(list(map(_bare, texts)), map(_bare, secret), said)
+    description = f"texts of --public_text {path} are training sentences"
+    check_public(list(map(_bare, texts)), map(_bare, secret), description)
     return texts
 
 
-def check_public(public: Sequence[str], secret: Iterable[str], said: str) -> None:
+def check_public(public: Sequence[str], secret: Iterable[str], description: str) -> None:
     """Refuse what is mostly secret, and warn of what is so in part."""
-    known = set(secret)
-    same = sum(one in known for one in public)
-    said = f"{same} of the {len(public)} {said} too"
+    secrets = set(secret)
+    same = sum(sample in secrets for sample in public)
+    description = f"{same} of the {len(public)} {description} too"
     if 2 * same > len(public):
-        sys.exit(f"{said}: it is not public, and its mean is saved with the head. Take another.")
+        sys.exit(
+            f"{description}: it is not public, and its mean is saved with the head. Take another."
+        )
     if same:  # leaving them out would tell which ones they are
-        logging.get_logger("recipes").warning(f"{said}. Check that it is public all the same.")
+        logging.get_logger("recipes").warning(
+            f"{description}. Check that it is public all the same."
+        )
 
 
 def _bare(text: str) -> str:
@@ -264,10 +270,10 @@ def private(trainer: GradGuardTrainer) -> tuple[dict[str, float | None], str]:
     if rows is None:
         return {}, ""
     power = membership_power(rows.noise_multiplier)
-    of = "the ranks' summed messages" if trainer.args.noise_for == "sum" else "a message"
-    said = "" if rows.epsilon is None else f", ε = {rows.epsilon:.2g}"
-    said += f"; of {of} nobody tells more than {power:.1%} of the rows at 1 % false alarms"
-    return {"epsilon": rows.epsilon, "told_of_a_message": power}, said
+    messages = "the ranks' summed messages" if trainer.args.noise_for == "sum" else "a message"
+    claim = "" if rows.epsilon is None else f", ε = {rows.epsilon:.2g}"
+    claim += f"; of {messages} nobody tells more than {power:.1%} of the rows at 1 % false alarms"
+    return {"epsilon": rows.epsilon, "told_of_a_message": power}, claim
 
 
 if __name__ == "__main__":

@@ -191,19 +191,19 @@ def mode_of(config: PretrainedConfig) -> str:
 
 
 def only_column(data: Dataset, kind: type) -> str:
-    found = [name for name, feature in data.features.items() if isinstance(feature, kind)]
+    columns = [name for name, feature in data.features.items() if isinstance(feature, kind)]
     if kind is ClassLabel and len(data.column_names) == 1:
         sys.exit(
             "There are images alone, without classes. A folder needs two folders of images or "
             "more, one per class and all equally deep, or a metadata.csv with a column of labels."
         )
-    if len(found) != 1:
+    if len(columns) != 1:
         flag = "--image_column" if kind is Image else "--label_column"
         sys.exit(
-            f"{len(found)} columns are of type {kind.__name__}: {found} of {data.column_names}. "
-            f"Choose with {flag}."
+            f"{len(columns)} columns are of type {kind.__name__}: {columns} of "
+            f"{data.column_names}. Choose with {flag}."
         )
-    return found[0]
+    return columns[0]
 
 
 if __name__ == "__main__":

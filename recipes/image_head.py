@@ -69,11 +69,11 @@ class Encoder:
     def __init__(self, name: str, device: torch.device) -> None:
         with explain_missing_model(name):
             self.processor = AutoImageProcessor.from_pretrained(name, trust_remote_code=False)
-            model, found = AutoModel.from_pretrained(
+            model, loading_info = AutoModel.from_pretrained(
                 name, trust_remote_code=False, output_loading_info=True
             )
         self.model = getattr(model, "vision_model", model).eval().to(device)  # CLIP reads texts too
-        lacking = sorted(found["missing_keys"])
+        lacking = sorted(loading_info["missing_keys"])
         self._pools = not any("pooler" in key for key in lacking)  # a classifier's may not
         if others := [key for key in lacking if "pooler" not in key]:
             sys.exit(
@@ -86,12 +86,12 @@ class Encoder:
         """`(N, width)`."""
         mode = mode_of(self.model.config)
         pixels = self.processor([image.convert(mode) for image in images], return_tensors="pt")
-        found = self.model(
+        output = self.model(
             pixel_values=pixels["pixel_values"].to(self.model.device, self.model.dtype)
         )
-        pooled = getattr(found, "pooler_output", None)
+        pooled = getattr(output, "pooler_output", None)
         if pooled is None or not self._pools:
-            states = found.last_hidden_state  # (N, tokens, width) or (N, width, rows, columns)
+            states = output.last_hidden_state  # (N, tokens, width) or (N, width, rows, columns)
             pooled = states.mean(1 if states.ndim == 3 else (2, 3))
         return pooled.flatten(1).float().cpu()
 
@@ -129,8 +129,8 @@ def public_images(path: str, secret: Iterable[PIL.Image.Image]) -> Sequence[PIL.
             f"column {' or '.join(COLUMNS['image'])}, or an .npz file with such an array of bytes, "
             "(N, H, W) or (N, H, W, 3)."
         )
-    said = f"images of --public_images {path} are training images"
-    head.check_public(bare, map(_bare, secret), said)
+    description = f"images of --public_images {path} are training images"
+    head.check_public(bare, map(_bare, secret), description)
     return images
 
 
@@ -140,7 +140,8 @@ def _read(path: str) -> Sequence[PIL.Image.Image]:
         if arrays.dtype != np.uint8 or arrays.ndim < 3 or arrays.shape[3:] not in ((), (1,), (3,)):
             raise ValueError("no images")
         return [
-            PIL.Image.fromarray(one[..., 0] if one.shape[2:] == (1,) else one) for one in arrays
+            PIL.Image.fromarray(pixels[..., 0] if pixels.shape[2:] == (1,) else pixels)
+            for pixels in arrays
         ]
     rows = load_rows(path)
     name = pick_column(rows.column_names, None, COLUMNS["image"], path)

@@ -179,21 +179,21 @@ def main() -> None:
     execute(commands)
 
 
-def named(parts: list[str]) -> list[Run]:
+def named(words: list[str]) -> list[Run]:
     """Runs of these outputs; or, where there is no such output, whose commands mention a part."""
     outputs = {run.output for run in RUNS}
     return [
         run
         for run in RUNS
-        if not parts
-        or any(run.output == part if part in outputs else part in run.command for part in parts)
+        if not words
+        or any(run.output == word if word in outputs else word in run.command for word in words)
     ]
 
 
 def execute(commands: list[str], root: Path = ROOT) -> None:
     """Runs them one after the other, in bash."""
-    wanted = set(re.findall(r"\$(\w+)", " ".join(commands)))
-    if missing := sorted(name for name in wanted if name not in os.environ):
+    names = set(re.findall(r"\$(\w+)", " ".join(commands)))
+    if missing := sorted(name for name in names if name not in os.environ):
         sys.exit(
             f"Set {', '.join(missing)} in the environment: docs/results.md says what they are."
         )

@@ -25,23 +25,25 @@ def measure(args) -> dict:
     torch.set_num_threads(1)
     steps, rounds = (3, 1) if args.quick else (STEPS, ROUNDS)
     model = classifier(args.model).eval()
-    seen = []
+    observations = []
     for _ in range(8):
         batch = random_batch(model, 1, LENGTH)
         gradient = GradientMap(model, batch).gradient()
-        seen.append(Observation(model, gradient, input_shape=(1, LENGTH), labels=batch["labels"]))
+        observations.append(
+            Observation(model, gradient, input_shape=(1, LENGTH), labels=batch["labels"])
+        )
     start = torch.randn(1, LENGTH, model.config.hidden_size, device=model.device) * 0.05
     attack = make_attack("tag", steps=steps, start=start)
 
     def plain() -> list[float]:
-        return plain_tag(model, seen[0], start, steps)
+        return plain_tag(model, observations[0], start, steps)
 
-    ours, theirs = torch.tensor(attack(seen[0]).history), torch.tensor(plain())
+    ours, theirs = torch.tensor(attack(observations[0]).history), torch.tensor(plain())
     # Later, rounding grows: Adam follows signs.
     torch.testing.assert_close(ours[:25], theirs[:25], rtol=1e-3, atol=0)
     cases = {
-        "one sentence": (lambda: attack(seen[0]), 1),
-        "eight sentences together": (lambda: attack.together(seen), 8),
+        "one sentence": (lambda: attack(observations[0]), 1),
+        "eight sentences together": (lambda: attack.together(observations), 8),
     }
     report: dict = {"threads": 1, "length": LENGTH, "cases": {}}
     for label, (run, count) in cases.items():
@@ -55,7 +57,7 @@ def measure(args) -> dict:
 
 
 def plain_tag(
-    model: torch.nn.Module, seen: Observation, start: torch.Tensor, steps: int
+    model: torch.nn.Module, observation: Observation, start: torch.Tensor, steps: int
 ) -> list[float]:
     """TAG as it is printed, with Transformers' own `inputs_embeds`. Returns the objective at every
     step.
@@ -72,12 +74,12 @@ def plain_tag(
     history = []
     for _ in range(steps):
         with sdpa_kernel(SDPBackend.MATH):  # no fused kernel has second derivatives
-            loss = model(inputs_embeds=x, attention_mask=mask, labels=seen.labels).loss
+            loss = model(inputs_embeds=x, attention_mask=mask, labels=observation.labels).loss
             leaves = list(parameters.values())
             gradients = torch.autograd.grad(loss, leaves, create_graph=True, materialize_grads=True)
         value = torch.zeros((), device=x.device)
         for (name, layer), gradient in zip(layers.items(), gradients, strict=True):
-            difference = gradient - seen.gradient[name]
+            difference = gradient - observation.gradient[name]
             weight = 0.1 * (1 - (layer - 1) / max(layers.values()))
             value = value + 0.5 * difference.square().sum() + weight * difference.abs().sum()
         (x.grad,) = torch.autograd.grad(value, x)
@@ -89,6 +91,10 @@ def plain_tag(
 
 def table(report: dict) -> tuple[list[str], list[list[str]]]:
     return ["", "times as fast", "range", "steps a second and sentence"], [
-        [label, *cells(one["times as fast as plain"]), f"{one['steps a second and sentence']:.1f}"]
-        for label, one in report["cases"].items()
+        [
+            label,
+            *cells(case["times as fast as plain"]),
+            f"{case['steps a second and sentence']:.1f}",
+        ]
+        for label, case in report["cases"].items()
     ]

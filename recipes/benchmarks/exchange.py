@@ -63,7 +63,7 @@ def _rank(rank: int, count: int, port: int, sizes: list[int], rounds: int, queue
 
     accelerator.reduce = counted
     gradients = [1e-3 * torch.randn(size) for size in sizes]
-    found: dict[str, list[float]] = {"plain": [], "secure": []}
+    seconds_by_kind: dict[str, list[float]] = {"plain": [], "secure": []}
     bytes_sent = {}
     for number in range(rounds + 1):
         for name, how in (("plain", None), ("secure", secure)):
@@ -71,11 +71,13 @@ def _rank(rank: int, count: int, port: int, sizes: list[int], rounds: int, queue
             sent[0], start = 0, time.perf_counter()
             average(gradients, accelerator, how, bits=32)
             if number:  # the first round warms up
-                found[name].append(time.perf_counter() - start)
+                seconds_by_kind[name].append(time.perf_counter() - start)
             bytes_sent[name] = sent[0]
     if not rank:
-        ratios = [s / p for s, p in zip(found["secure"], found["plain"], strict=True)]
-        seconds = {name: spread(values) for name, values in found.items()}
+        ratios = [
+            s / p for s, p in zip(seconds_by_kind["secure"], seconds_by_kind["plain"], strict=True)
+        ]
+        seconds = {name: spread(values) for name, values in seconds_by_kind.items()}
         times = {"ratio": spread(ratios), "agreement": round(agreement, 3)}
         queue.put({"seconds": seconds, "bytes": bytes_sent, **times})
     torch.distributed.destroy_process_group()
@@ -94,11 +96,11 @@ def _alone(entries: int, rounds: int) -> dict:
             point.mean(point.encode(part))
 
     cases = {"masks": lambda: secure.masks("").hide(words), "fixed point": fixed_point}
-    found = {}
+    seconds = {}
     for name, case in cases.items():
         case()
-        found[name] = spread([_busy(case) for _ in range(rounds)], digits=3)
-    return found
+        seconds[name] = spread([_busy(case) for _ in range(rounds)], digits=3)
+    return seconds
 
 
 def _busy(case: Callable[[], object]) -> float:
@@ -110,12 +112,17 @@ def _busy(case: Callable[[], object]) -> float:
 
 def table(report: dict) -> tuple[list[str], list]:
     rows = []
-    for count, found in report["ranks"].items():
+    for count, report_of_ranks in report["ranks"].items():
         rows.append([f"**{count} ranks**", "", ""])
-        rows += [[f"{name}, s", *cells(found["seconds"][name], 2)] for name in found["seconds"]]
-        rows.append(["secure in plain", *cells(found["ratio"], 1)])
-        rows += [[f"{name}, bytes", f"{count:,}", ""] for name, count in found["bytes"].items()]
-        rows.append(["agreement on keys, once, s", f"{found['agreement']:.3f}", ""])
+        rows += [
+            [f"{name}, s", *cells(report_of_ranks["seconds"][name], 2)]
+            for name in report_of_ranks["seconds"]
+        ]
+        rows.append(["secure in plain", *cells(report_of_ranks["ratio"], 1)])
+        rows += [
+            [f"{name}, bytes", f"{count:,}", ""] for name, count in report_of_ranks["bytes"].items()
+        ]
+        rows.append(["agreement on keys, once, s", f"{report_of_ranks['agreement']:.3f}", ""])
     rows.append(["**a rank alone**", "", ""])
     rows.append(["masks for each peer, s", *cells(report["alone"]["masks"], 3)])
     rows.append(["fixed point there and back, s", *cells(report["alone"]["fixed point"], 3)])

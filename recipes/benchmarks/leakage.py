@@ -28,7 +28,7 @@ from recipes.studies.lib.device import DEVICE
 
 from .measuring import RATIO, alternate, cells, classifier, random_batch
 
-LENGTH, BATCH, PROBES, FEW, ROUNDS, TOLERANCE = 16, 16, 10, 2, 3, 1e-4
+LENGTH, BATCH, PROBES, FEW_PROBES, ROUNDS, TOLERANCE = 16, 16, 10, 2, 3, 1e-4
 ATTACK_STEPS, TIMED_STEPS = 1500, 25
 
 
@@ -36,42 +36,50 @@ def measure(args) -> dict:
     torch.set_num_threads(1)
     size, timed, rounds = (2, 3, 1) if args.quick else (BATCH, TIMED_STEPS, ROUNDS)
     model = classifier(args.model).eval()
-    one, many = random_batch(model, 1, LENGTH), random_batch(model, size, LENGTH)
-    gradient = GradientMap(model, one).gradient()
+    sentence, batch = random_batch(model, 1, LENGTH), random_batch(model, size, LENGTH)
+    gradient = GradientMap(model, sentence).gradient()
     generator = torch.Generator(device=DEVICE).manual_seed(0)
     delta = {
         n: 1e-3 * torch.randn(g.shape, generator=generator, device=DEVICE)
         for n, g in gradient.items()
     }
-    seen = Observation(model, gradient, input_shape=(1, LENGTH), labels=one["labels"])
+    observation = Observation(model, gradient, input_shape=(1, LENGTH), labels=sentence["labels"])
     attack = make_attack("tag", steps=timed)
-    found: dict[str, dict[str, float]] = {}
+    eigenvalues: dict[str, dict[str, float]] = {}
 
     def record(side: str, before: int, value: float, products: int) -> None:
-        found.setdefault(
+        eigenvalues.setdefault(
             side,
             {"value": value, "products": products, "peak_memory_growth_mib": high_water() - before},
         )
 
     # Both sides build their own graphs.
     def input_space() -> None:
-        before, top = high_water(), largest_eigenvalue(GradientMap(model, one), tolerance=TOLERANCE)
+        before, top = (
+            high_water(),
+            largest_eigenvalue(GradientMap(model, sentence), tolerance=TOLERANCE),
+        )
         record("input space", before, float(top), top.iterations)
 
     def parameter_space() -> None:
-        record("parameter space", high_water(), *eigsh_eigenvalue(GradientMap(model, one)))
+        record("parameter space", high_water(), *eigsh_eigenvalue(GradientMap(model, sentence)))
 
     def bound() -> None:
-        inversion_influence_lower_bound(GradientMap(model, one), delta)
+        inversion_influence_lower_bound(GradientMap(model, sentence), delta)
 
     def leakage() -> None:
-        dfil(GradientMap(model, many), 1e-6, PROBES, generator)
+        dfil(GradientMap(model, batch), 1e-6, PROBES, generator)
 
     def quick(variance) -> None:
-        dfil(by_differences(GradientMap(model, many, second_order=False)), variance, FEW, generator)
+        dfil(
+            by_differences(GradientMap(model, batch, second_order=False)),
+            variance,
+            FEW_PROBES,
+            generator,
+        )
 
     def plain() -> None:
-        GradientMap(model, many, second_order=False).gradient()
+        GradientMap(model, batch, second_order=False).gradient()
 
     input_space()  # in this order, so that each side's growth of peak memory shows
     parameter_space()
@@ -80,24 +88,26 @@ def measure(args) -> dict:
         "length": LENGTH,
         "parameters": sum(g.numel() for g in gradient.values()),
     }
-    report["eigenvalue"] = found
-    products = {side: one["products"] for side, one in found.items()}
+    report["eigenvalue"] = eigenvalues
+    products = {side: sentence["products"] for side, sentence in eigenvalues.items()}
     report["ratios"] = {
         f"λ_max: `eigsh` in parameter space ({products['parameter space']} products) / Lanczos in "
         f"input space ({products['input space']} products)": alternate(
             parameter_space, input_space, rounds
         ),
         f"{ATTACK_STEPS:,} steps of TAG (scaled up from {timed}, setting up included) / I_lb of "
-        "one sentence": alternate(lambda: attack(seen), bound, rounds, ATTACK_STEPS / timed),
+        "one sentence": alternate(lambda: attack(observation), bound, rounds, ATTACK_STEPS / timed),
         f"dFIL of each of {size} samples, {PROBES} probes / plain gradient of the batch": alternate(
             leakage, plain, rounds
         ),
     }
-    gmap = GradientMap(model, many, second_order=False)
+    gmap = GradientMap(model, batch, second_order=False)
     by_differences(gmap)  # tried out once per model
     for name in ("gaussian_noise", "optimal_noise"):
         variance = make_defense(name, scale=1e-3)(gmap).noise.variance
-        label = f"the same by differences, {FEW} probes, `{name}` / plain gradient of the batch"
+        label = (
+            f"the same by differences, {FEW_PROBES} probes, `{name}` / plain gradient of the batch"
+        )
         report["ratios"][label] = alternate(functools.partial(quick, variance), plain, rounds)
     return report
 

@@ -31,8 +31,8 @@ def run(name: str, argv: Sequence[str]) -> None:
     """
     module = importlib.import_module(f"recipes.benchmarks.{name}")
     parser = command_line(module.__doc__)
-    more = getattr(module, "ARGUMENTS", {})
-    for flag, keywords in ({"model": {"help": "a text encoder"}} | more).items():
+    arguments = getattr(module, "ARGUMENTS", {})
+    for flag, keywords in ({"model": {"help": "a text encoder"}} | arguments).items():
         parser.add_argument(f"--{flag}", **keywords)
     args = parser.parse_args(argv)
     path = named(args.output, ".json")
@@ -81,25 +81,25 @@ def alternate(
     case(), unit()
     ratios = []
     for _ in range(rounds):
-        before, own, after = clock(unit, 3), clock(case), clock(unit, 3)
-        ratios.append(factor * own / ((before + after) / 2))
+        before, taken, after = clock(unit, 3), clock(case), clock(unit, 3)
+        ratios.append(factor * taken / ((before + after) / 2))
     return spread(ratios)
 
 
 def spread(values: Sequence[float], digits: int = 2) -> dict[str, float]:
-    found = {"median": statistics.median(values), "min": min(values), "max": max(values)}
-    return {name: round(value, digits) for name, value in found.items()}
+    summary = {"median": statistics.median(values), "min": min(values), "max": max(values)}
+    return {name: round(value, digits) for name, value in summary.items()}
 
 
 def clock(function: Callable[[], object], times: int = 1) -> float:
     """Seconds, as `now` counts them."""
-    start = now()
+    start = seconds_now()
     for _ in range(times):
         function()
-    return (now() - start) / times
+    return (seconds_now() - start) / times
 
 
-def now() -> float:
+def seconds_now() -> float:
     """Seconds. On one thread of a CPU those that the process had of it, whoever else used the
     machine.
     """
@@ -129,5 +129,5 @@ def peak(function: Callable[[], object]) -> int:
 
 
 def cells(ratio: dict[str, float], digits: int = 2) -> list[str]:
-    median, least, most = (f"{ratio[name]:.{digits}f}" for name in ("median", "min", "max"))
-    return [median, f"{least} to {most}"]
+    median, least, largest = (f"{ratio[name]:.{digits}f}" for name in ("median", "min", "max"))
+    return [median, f"{least} to {largest}"]

@@ -10,7 +10,7 @@ from hf_gradguard import GradientMap, make_defense
 from .measuring import classifier, peak, random_batch
 
 BATCH, LENGTH, PROBES = 16, 16, 2
-WAYS = {
+METHODS = {
     "differences, split by sample": {},
     "differences": {"split": False},
     "exact": {"method": "exact"},
@@ -34,24 +34,24 @@ def measure(args) -> dict:
         p.numel() * p.element_size() for p in GradientMap(model, batch).parameters.values()
     )
     peaks = {}
-    for way, settings in WAYS.items():
-        gmap = GradientMap(model, batch, second_order=way == "exact")
+    for method, settings in METHODS.items():
+        gmap = GradientMap(model, batch, second_order=method == "exact")
         gmap.squared_sensitivity(1, **settings)  # trials, and graphs, come first
         used = peak(
             lambda gmap=gmap, settings=settings: gmap.squared_sensitivity(PROBES, **settings)
         )
-        peaks[way] = round(used / gradient, 2)
-    one, messages = random_batch(model, 1, LENGTH), {}
+        peaks[method] = round(used / gradient, 2)
+    sentence, messages = random_batch(model, 1, LENGTH), {}
 
     def stock() -> None:
-        model(**one).loss.backward()
+        model(**sentence).loss.backward()
 
     def message(defense) -> None:
-        gmap = GradientMap(model, one, second_order=False)
+        gmap = GradientMap(model, sentence, second_order=False)
         for name, shared in defense(gmap).items():
             gmap.parameters[name].grad = shared
 
-    shared = set(GradientMap(model, one).parameters)
+    shared = set(GradientMap(model, sentence).parameters)
     for name, parameter in model.named_parameters():  # a stock step of the same parameters
         parameter.requires_grad_(name in shared)
     unit = peak(stock)
@@ -73,6 +73,9 @@ def measure(args) -> dict:
 
 def table(report: dict) -> tuple[list[str], list]:
     header = ["", f"peak, in gradients of {report['gradient_bytes'] / 2**20:.3g} MiB"]
-    rows = [(f"`squared_sensitivity`, {way}", f"{p:.2f}") for way, p in report["gradients"].items()]
-    more = [(f"message: {row}", f"{p:+.2f}") for row, p in report["messages"].items()]
-    return header, [*rows, ("**beyond a stock step**", ""), *more]
+    rows = [
+        (f"`squared_sensitivity`, {method}", f"{p:.2f}")
+        for method, p in report["gradients"].items()
+    ]
+    message_rows = [(f"message: {row}", f"{p:+.2f}") for row, p in report["messages"].items()]
+    return header, [*rows, ("**beyond a stock step**", ""), *message_rows]

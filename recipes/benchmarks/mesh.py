@@ -37,16 +37,16 @@ def _rank(rank: int, port: int, name: str, defenses: tuple[str, ...], queue) -> 
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=CLIENTS * SHARDS)
     mesh = init_device_mesh("cpu", (CLIENTS, SHARDS), mesh_dim_names=("clients", "shards"))
-    found = {}
+    memory = {}
     for kind in ("whole", "sharded"):
         model = classifier(name)
         if kind == "sharded":
             for unit in (model.base_model.embeddings, *model.base_model.encoder.layer):
                 fully_shard(unit, mesh=mesh["shards"])
             fully_shard(model, mesh=mesh["shards"])
-        found[kind] = _memory(model, mesh, defenses)
+        memory[kind] = _memory(model, mesh, defenses)
     if not rank:
-        queue.put(found)
+        queue.put(memory)
     dist.destroy_process_group()
 
 
@@ -55,19 +55,19 @@ def _memory(model, mesh, defenses: tuple[str, ...]) -> dict:
     protect(model, batch, "none", clients=mesh["clients"])
     optimizer.step()
     moments = [v for state in optimizer.state.values() for v in state.values() if v.dim()]
-    found = {"weights": _size(model.parameters()), "moments": _size(moments)}
+    bytes_by_row = {"weights": _size(model.parameters()), "moments": _size(moments)}
     for _ in range(2):  # the first one warms up
         optimizer.zero_grad()
         used = peak(lambda: model(**batch).loss.backward())
-    found["plain backward"] = used
+    bytes_by_row["plain backward"] = used
     for name in defenses:
         defense = make_defense(name)
         for measured in (False, True):  # trials, and the first averages, come first
             optimizer.zero_grad()
             used = peak(lambda d=defense: protect(model, batch, d, clients=mesh["clients"]))
             if measured:
-                found[f"protect, {name}"] = used
-    return {row: round(used / 2**20, 3) for row, used in found.items()}
+                bytes_by_row[f"protect, {name}"] = used
+    return {row: round(used / 2**20, 3) for row, used in bytes_by_row.items()}
 
 
 def _size(tensors) -> int:
@@ -76,6 +76,6 @@ def _size(tensors) -> int:
 
 
 def table(report: dict) -> tuple[list[str], list]:
-    whole, sharded = report["whole"], report["sharded"]
-    rows = [(row, f"{whole[row]:.1f}", f"{sharded[row]:.1f}") for row in whole]
+    unsharded, sharded = report["whole"], report["sharded"]
+    rows = [(row, f"{unsharded[row]:.1f}", f"{sharded[row]:.1f}") for row in unsharded]
     return ["MiB", "a rank with the whole model", "one of two devices"], rows

@@ -26,20 +26,20 @@ DEFENSES = ("gaussian_noise", "optimal_noise")
 def measure(args) -> dict:
     torch.set_num_threads(1)
     model, rounds = classifier(args.model), 1 if args.quick else ROUNDS
-    kept, found = named(args.output, ".meter.json"), {}
-    if kept.exists():  # what was stopped goes on
-        found = json.loads(kept.read_text(encoding="utf-8"))
+    stored, ratios = named(args.output, ".meter.json"), {}
+    if stored.exists():  # what was stopped goes on
+        ratios = json.loads(stored.read_text(encoding="utf-8"))
     for count in (2,) if args.quick else SAMPLES:
-        if str(count) not in found:
-            found[str(count)] = logged(model, random_batch(model, count, LENGTH), rounds)
-            kept.write_text(json.dumps(found), encoding="utf-8")
-    kept.unlink()
-    return {"threads": 1, "length": LENGTH, "samples": found}
+        if str(count) not in ratios:
+            ratios[str(count)] = logged(model, random_batch(model, count, LENGTH), rounds)
+            stored.write_text(json.dumps(ratios), encoding="utf-8")
+    stored.unlink()
+    return {"threads": 1, "length": LENGTH, "samples": ratios}
 
 
 def logged(model, batch: dict, rounds: int) -> dict[str, dict[str, float]]:
     """By defense, and for the trial."""
-    gmap, found = GradientMap(model, batch, second_order=False), {}
+    gmap, ratios = GradientMap(model, batch, second_order=False), {}
     gmap.gradient()
 
     def plain() -> None:
@@ -59,14 +59,14 @@ def logged(model, batch: dict, rounds: int) -> dict[str, dict[str, float]]:
                 meter.admits(gmap, message, 0, Stream())
 
             trial()
-            found[name] = alternate(admit, plain, rounds)
-    return found | {"trying out": alternate(trial, plain, rounds)}
+            ratios[name] = alternate(admit, plain, rounds)
+    return ratios | {"trying out": alternate(trial, plain, rounds)}
 
 
 def table(report: dict) -> tuple[list[str], list[list[str]]]:
     rows = [
         [samples, label, *cells(ratio, 1)]
-        for samples, found in report["samples"].items()
-        for label, ratio in found.items()
+        for samples, ratios in report["samples"].items()
+        for label, ratio in ratios.items()
     ]
     return ["samples", "plain gradients for", *RATIO], rows

@@ -113,16 +113,16 @@ def images(size: int, side: int) -> dict[str, torch.Tensor]:
 
 def measure(args) -> dict:
     torch.set_num_threads(1)
-    kept, found = Results(named(args.output, ".cells")), {}  # what was stopped goes on
+    stored, models = Results(named(args.output, ".cells")), {}  # what was stopped goes on
     for label, make in MODELS.items():
         cell = {"model": label, "rounds": 1 if args.quick else ROUNDS, "quick": args.quick}
-        if cell not in kept:
+        if cell not in stored:
             torch.manual_seed(0)
             model, batch = make(args.model, args.quick)
-            kept.add(cell, measure_model(model.to(DEVICE).train(), batch, cell["rounds"]))
-        found[label] = kept[cell]
-    kept.path.unlink()
-    return {"threads": 1, "models": found, "8 billion": eight_billion()}
+            stored.add(cell, measure_model(model.to(DEVICE).train(), batch, cell["rounds"]))
+        models[label] = stored[cell]
+    stored.path.unlink()
+    return {"threads": 1, "models": models, "8 billion": eight_billion()}
 
 
 def measure_model(model: nn.Module, batch: dict, rounds: int) -> dict:
@@ -149,9 +149,9 @@ def measure_model(model: nn.Module, batch: dict, rounds: int) -> dict:
     seconds: dict[str, list[float]] = {row: [] for row in defenses}
     for _ in range(rounds):  # all take turns, between two stock steps
         before = clock(run)
-        own = {row: clock(lambda one=one: run(one)) for row, one in defenses.items()}
+        taken_by_row = {row: clock(lambda one=one: run(one)) for row, one in defenses.items()}
         unit = (before + clock(run)) / 2
-        for row, taken in own.items():
+        for row, taken in taken_by_row.items():
             seconds[row].append(taken / unit)
     for name in ("optimal_noise", "optimal_pruning"):
         pairs = zip(seconds[f"{name}, in between"], seconds[f"{name}, measuring"], strict=True)
@@ -188,11 +188,13 @@ def eight_billion() -> dict[str, float]:
     sizes = EIGHT_BILLION
     hidden, rank, ends = sizes["hidden"], sizes["rank"], (sizes["hidden"], sizes["key_value"])
     entries = sizes["layers"] * rank * sum(hidden + end for end in ends)
-    kept = sizes["layers"] * sizes["tokens"] * 2 * sum(hidden + 2 * rank + end for end in ends)
+    values_stored = (
+        sizes["layers"] * sizes["tokens"] * 2 * sum(hidden + 2 * rank + end for end in ends)
+    )
     return {
         "parameters": entries,
         "gradient_mib": round(4 * entries / 2**20, 1),
-        "measuring_mib": round(4 * kept / 2**20, 1),
+        "measuring_mib": round(4 * values_stored / 2**20, 1),
     }
 
 
@@ -200,14 +202,14 @@ def table(report: dict) -> tuple[list[str], list[list[str]]]:
     header = ["", "plain steps", "range", "MiB beyond stock", "in gradients"]
     rows = []
     for label, model in report["models"].items():
-        said = f"{model['parameters'] / 1e6:.3g} M shared, stock peak {model['stock_mib']:.0f} MiB"
-        rows.append([f"**{label}** ({said})", "", "", "", ""])
+        title = f"{model['parameters'] / 1e6:.3g} M shared, stock peak {model['stock_mib']:.0f} MiB"
+        rows.append([f"**{label}** ({title})", "", "", "", ""])
         for row, figures in model["rows"].items():
             beyond = f"{figures['beyond_mib']:+.1f}", f"{figures['beyond_gradients']:+.2f}"
             rows.append([row, *cells(figures["steps"]), *beyond])
     large = report["8 billion"]
-    said = f"**LoRA of rank 16 on 8 billion** ({large['parameters'] / 1e6:.3g} M shared)"
-    rows.append([said, "", "", f"a gradient: {large['gradient_mib']:.1f}", ""])
-    kept = f"{large['measuring_mib']:+.1f}"
-    rows.append([f"measuring at {EIGHT_BILLION['tokens']:,} tokens", "", "", kept, ""])
+    title = f"**LoRA of rank 16 on 8 billion** ({large['parameters'] / 1e6:.3g} M shared)"
+    rows.append([title, "", "", f"a gradient: {large['gradient_mib']:.1f}", ""])
+    measuring = f"{large['measuring_mib']:+.1f}"
+    rows.append([f"measuring at {EIGHT_BILLION['tokens']:,} tokens", "", "", measuring, ""])
     return header, rows

@@ -38,28 +38,28 @@ def measure(args: argparse.Namespace) -> dict:
     def plain() -> None:
         GradientMap(model, batch, second_order=False, needs_input=False).gradient()
 
-    ways: dict[str, Callable[[], object]] = {
+    cases: dict[str, Callable[[], object]] = {
         "sum of clipped gradients": lambda: clipped_sum(_map(model, batch), clip).total,
         "a message, noise included": lambda: private(_map(model, batch)),
         "one sample after the other": lambda: looped(model, batch, clip),
     }
     if importlib.util.find_spec("opacus"):
-        ways |= opacus_ways(args.model, batch, clip)
+        cases |= opacus_cases(args.model, batch, clip)
     expected = looped(model, batch, clip)
     rounds = 1 if args.quick else ROUNDS
-    time = {name: alternate(way, plain, rounds) for name, way in ways.items()}
+    seconds = {name: alternate(case, plain, rounds) for name, case in cases.items()}
     gradient = sum(g.numel() * g.element_size() for g in expected.values())
     memory = {"plain gradient": round(peak(plain) / gradient, 2)}
-    memory |= {name: round(peak(way) / gradient, 2) for name, way in ways.items()}
+    memory |= {name: round(peak(case) / gradient, 2) for name, case in cases.items()}
     errors = {
-        name: _error(found, expected)
-        for name, way in ways.items()
-        if "message" not in name and isinstance(found := way(), dict)
+        name: _error(total, expected)
+        for name, case in cases.items()
+        if "message" not in name and isinstance(total := case(), dict)
     }
     return {
         "batch": list(batch["input_ids"].shape),
         "parameters": sum(g.numel() for g in expected.values()),
-        "in plain gradients": time,
+        "in plain gradients": seconds,
         "peak, in gradients": memory,
         "relative error of the clipped sum": errors,
         "epsilon": {run: epsilons(*RUNS[run]) for run in list(RUNS)[: 1 if args.quick else None]},
@@ -89,38 +89,40 @@ def looped(model: nn.Module, batch: dict, clip: float) -> Sum:
     total = {name: torch.zeros_like(p) for name, p in parameters.items()}
     for row in range(len(batch["labels"])):
         loss = model(**{name: entry[row : row + 1] for name, entry in batch.items()}).loss
-        found = torch.autograd.grad(loss, list(parameters.values()))
-        factor = min(1.0, clip / float(torch.nn.utils.get_total_norm(found)))
-        for tensor, g in zip(total.values(), found, strict=True):
+        gradients = torch.autograd.grad(loss, list(parameters.values()))
+        factor = min(1.0, clip / float(torch.nn.utils.get_total_norm(gradients)))
+        for tensor, g in zip(total.values(), gradients, strict=True):
             tensor.add_(g, alpha=factor)
     return total
 
 
-def opacus_ways(name: str, batch: dict, clip: float) -> dict[str, Callable[[], Sum]]:
+def opacus_cases(name: str, batch: dict, clip: float) -> dict[str, Callable[[], Sum]]:
     """Its gradients of every sample, and its ghost clipping."""
     from opacus.grad_sample import GradSampleModule, GradSampleModuleFastGradientClipping
 
     labels = batch["labels"]
     inputs = {key: value for key, value in batch.items() if key != "labels"}
-    written = GradSampleModule(_model(name), loss_reduction="mean")
+    sampled = GradSampleModule(_model(name), loss_reduction="mean")
     ghost = GradSampleModuleFastGradientClipping(
         _model(name), max_grad_norm=clip, use_ghost_clipping=True, loss_reduction="mean"
     )
 
     def parameters(module: nn.Module) -> Sum:
-        found = module._module.named_parameters()
-        return {name: p for name, p in found if p.requires_grad}
+        named = module._module.named_parameters()
+        return {name: p for name, p in named if p.requires_grad}
 
     def by_samples() -> Sum:
-        written.zero_grad()
-        nn.functional.cross_entropy(written(**inputs).logits, labels).backward()
-        each = {name: p.grad_sample for name, p in parameters(written).items()}
-        norms = torch.stack([g.flatten(1).norm(dim=1) for g in each.values()]).norm(dim=0)
+        sampled.zero_grad()
+        nn.functional.cross_entropy(sampled(**inputs).logits, labels).backward()
+        sample_gradients = {name: p.grad_sample for name, p in parameters(sampled).items()}
+        norms = torch.stack([g.flatten(1).norm(dim=1) for g in sample_gradients.values()]).norm(
+            dim=0
+        )
         factors = (clip / norms).clamp(max=1)
-        found = {name: torch.tensordot(factors, g, 1) for name, g in each.items()}
-        for p in parameters(written).values():
+        named = {name: torch.tensordot(factors, g, 1) for name, g in sample_gradients.items()}
+        for p in parameters(sampled).values():
             p.grad_sample = None
-        return found
+        return named
 
     def by_ghosts() -> Sum:
         ghost.zero_grad()
@@ -141,19 +143,19 @@ def opacus_ways(name: str, batch: dict, clip: float) -> dict[str, Callable[[], S
 
 def epsilons(multiplier: float, rate: float, messages: int) -> dict[str, float]:
     """Of one run, by every accountant there is."""
-    found = {"hf-gradguard": dp_sgd_epsilon(multiplier, rate, messages, DELTA)}
+    values = {"hf-gradguard": dp_sgd_epsilon(multiplier, rate, messages, DELTA)}
     if importlib.util.find_spec("opacus"):
         from opacus.accountants import PRVAccountant, RDPAccountant
 
         for name, kind in (("Opacus, PRV", PRVAccountant), ("Opacus, RDP", RDPAccountant)):
             accountant = kind()
             accountant.history = [(multiplier, rate, messages)]
-            found[name] = float(accountant.get_epsilon(delta=DELTA))
-    return {name: round(value, 4) for name, value in found.items()}
+            values[name] = float(accountant.get_epsilon(delta=DELTA))
+    return {name: round(value, 4) for name, value in values.items()}
 
 
-def _error(found: Sum, expected: Sum) -> float:
-    off = torch.stack([(found[name] - g).norm() for name, g in expected.items()]).norm()
+def _error(total: Sum, expected: Sum) -> float:
+    off = torch.stack([(total[name] - g).norm() for name, g in expected.items()]).norm()
     size = torch.stack([g.norm() for g in expected.values()]).norm()
     return float(f"{float(off / size):.1e}")
 
@@ -174,7 +176,7 @@ def table(report: dict) -> tuple[list[str], list]:
     for name, ratio in report["in plain gradients"].items():
         error = f"{errors[name]:.0e}" if name in errors else ""
         rows.append((name, *cells(ratio), f"{peaks[name]:.2f}", error))
-    for run, found in report["epsilon"].items():
-        told = ", ".join(f"{name} {value:.3f}" for name, value in found.items())
-        rows.append((f"ε: {run}", told, "", "", ""))
+    for run, values in report["epsilon"].items():
+        text = ", ".join(f"{name} {value:.3f}" for name, value in values.items())
+        rows.append((f"ε: {run}", text, "", "", ""))
     return header, rows

@@ -45,17 +45,17 @@ def measure(args) -> dict:
     def case(name: str) -> Callable[[], object]:
         return training_steps(model, batch, optimizer, steps, name)
 
-    found = {}
+    ratios = {}
     for name in NOISES:
-        found[f"{name}, small tensors together"] = alternate(case(name), case("none"), rounds)
+        ratios[f"{name}, small tensors together"] = alternate(case(name), case("none"), rounds)
         with patch("hf_gradguard.defenses.message.draw_tensors", one_by_one):
-            found[f"{name}, one by one"] = alternate(case(name), case("none"), rounds)
+            ratios[f"{name}, one by one"] = alternate(case(name), case("none"), rounds)
     return {
         "threads": torch.get_num_threads(),
         "numbers": numbers,
         "tensors": len(GradientMap(model, batch, second_order=False).parameters),
         "in torch.randn": draws,
-        "in steps without a defense": found,
+        "in steps without a defense": ratios,
     }
 
 
@@ -78,10 +78,10 @@ def one_by_one(
 
 def table(report: dict) -> tuple[list[str], list[list[str]]]:
     rows = []
-    for part, label in (
+    for section, label in (
         ("in torch.randn", f"{report['numbers']:,} numbers, in torch.randn"),
         ("in steps without a defense", f"steps of {report['tensors']} tensors, in those without"),
     ):
         rows.append([f"**{label}**", "", ""])
-        rows += [[name, *cells(ratio)] for name, ratio in report[part].items()]
+        rows += [[name, *cells(ratio)] for name, ratio in report[section].items()]
     return ["", *RATIO], rows

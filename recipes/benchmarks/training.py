@@ -36,13 +36,13 @@ from hf_gradguard import GradGuardConfig, GradGuardTrainer
 from recipes.studies.lib.device import DEVICE
 from recipes.studies.lib.text import sst2
 
-from .measuring import RATIO, cells, now, spread
+from .measuring import RATIO, cells, seconds_now, spread
 
 ARGUMENTS: dict[str, dict] = {
     "data_dir": {"help": "folder of train.tsv"},
     "without_opacus": {"action": "store_true", "help": "leave its row out"},
 }
-BATCH, LENGTH, BEFORE, STEPS, ROUNDS = 16, 64, 10, 20, 3
+BATCH, LENGTH, WARMUP, STEPS, ROUNDS = 16, 64, 10, 20, 3
 STOCK, OPACUS = "stock Trainer", "Opacus, DP-SGD"
 PRIVATE = {"per_sample": True, "clip": 1.0, "noise_multiplier": 1.0}
 DEFENSES: list[tuple[str, dict]] = [
@@ -73,12 +73,12 @@ class Clock(TrainerCallback):
         return batch
 
     def on_step_end(self, *_args, **_kwargs) -> None:
-        self.ends.append(now())
+        self.ends.append(seconds_now())
 
-    def rate(self, before: int) -> float:
+    def rate(self, warmup: int) -> float:
         """Of the steps after the first ones."""
         last = len(self.ends)
-        return sum(self.tokens[before:last]) / (self.ends[-1] - self.ends[before - 1])
+        return sum(self.tokens[warmup:last]) / (self.ends[-1] - self.ends[warmup - 1])
 
 
 def measure(args: argparse.Namespace) -> dict:
@@ -90,7 +90,7 @@ def measure(args: argparse.Namespace) -> dict:
             "opt-einsum, into an environment of your own, or leave it out with --without_opacus."
         )
     torch.set_num_threads(1)
-    before, steps, rounds = (1, 2, 1) if args.quick else (BEFORE, STEPS, ROUNDS)
+    warmup, steps, rounds = (1, 2, 1) if args.quick else (WARMUP, STEPS, ROUNDS)
     tokenizer = AutoTokenizer.from_pretrained(args.model, trust_remote_code=False)
     rows = sst2(args.data_dir, "train").take(4 * BATCH if args.quick else 4096)
     rows = rows.map(
@@ -102,37 +102,39 @@ def measure(args: argparse.Namespace) -> dict:
         return Clock(DataCollatorWithPadding(tokenizer))
 
     def stock() -> float:
-        return trained(Trainer, TrainingArguments, args.model, rows, clock(), before, steps, {})
+        return trained(Trainer, TrainingArguments, args.model, rows, clock(), warmup, steps, {})
 
     def protected(name: str, settings: dict) -> Run:
-        more = {"defense": name, "defense_kwargs": settings}
+        settings_of_defense = {"defense": name, "defense_kwargs": settings}
         kinds = GradGuardTrainer, GradGuardConfig
-        return lambda: trained(*kinds, args.model, rows, clock(), before, steps, more)
+        return lambda: trained(
+            *kinds, args.model, rows, clock(), warmup, steps, settings_of_defense
+        )
 
-    ways: dict[str, Run] = {
+    runs: dict[str, Run] = {
         name + "".join(f", {key}={value}" for key, value in settings.items()): protected(
             name, settings
         )
         for name, settings in (DEFENSES[:2] if args.quick else DEFENSES)
     }
     if not args.without_opacus:
-        ways = {OPACUS: lambda: by_opacus(args.model, rows, clock(), before, steps)} | ways
-    rates: dict[str, list[float]] = {name: [] for name in ways}
-    shares: dict[str, list[float]] = {name: [] for name in ways}
+        runs = {OPACUS: lambda: by_opacus(args.model, rows, clock(), warmup, steps)} | runs
+    rates: dict[str, list[float]] = {name: [] for name in runs}
+    shares: dict[str, list[float]] = {name: [] for name in runs}
     plain = [stock()]
     for _ in range(rounds):
-        for name, way in ways.items():
-            rates[name].append(way())
+        for name, run in runs.items():
+            rates[name].append(run())
             plain.append(stock())
             shares[name].append((plain[-2] + plain[-1]) / 2 / rates[name][-1])
     return {
         "threads": 1,
         "batch": BATCH,
         "tokens a second": {
-            name: round(statistics.median(found), 1)
-            for name, found in ({STOCK: plain} | rates).items()
+            name: round(statistics.median(values), 1)
+            for name, values in ({STOCK: plain} | rates).items()
         },
-        "in stock steps": {name: spread(found) for name, found in shares.items()},
+        "in stock steps": {name: spread(values) for name, values in shares.items()},
     }
 
 
@@ -149,26 +151,26 @@ def trained(
     name: str,
     rows: Dataset,
     clock: Clock,
-    before: int,
+    warmup: int,
     steps: int,
-    more: dict,
+    defense: dict,
 ) -> float:
     """By a Trainer, with the recipe's settings."""
     with tempfile.TemporaryDirectory() as folder:
         settings = config(
             output_dir=folder, per_device_train_batch_size=BATCH, learning_rate=2e-5,
-            max_steps=before + steps, save_strategy="no", report_to=[], disable_tqdm=True,
-            use_cpu=DEVICE == "cpu", **more,
+            max_steps=warmup + steps, save_strategy="no", report_to=[], disable_tqdm=True,
+            use_cpu=DEVICE == "cpu", **defense,
         )  # fmt: skip
         trainer = kind(
             model=model_of(name), args=settings, train_dataset=rows, data_collator=clock,
             callbacks=[clock],
         )  # fmt: skip
         trainer.train()
-    return clock.rate(before)
+    return clock.rate(warmup)
 
 
-def by_opacus(name: str, rows: Dataset, clock: Clock, before: int, steps: int) -> float:
+def by_opacus(name: str, rows: Dataset, clock: Clock, warmup: int, steps: int) -> float:
     """Gradients of every phrase, clipped to 1, noise of multiplier 1."""
     from opacus import GradSampleModule
     from opacus.optimizers import DPOptimizer
@@ -186,14 +188,14 @@ def by_opacus(name: str, rows: Dataset, clock: Clock, before: int, steps: int) -
     loader = DataLoader(
         rows, BATCH, shuffle=True, generator=order, collate_fn=clock, drop_last=True
     )
-    for _, batch in zip(range(before + steps), loader, strict=False):
+    for _, batch in zip(range(warmup + steps), loader, strict=False):
         batch = batch.to(DEVICE)
         labels = batch.pop("labels")
         nn.functional.cross_entropy(sampled(**batch).logits, labels).backward()
         optimizer.step()
         optimizer.zero_grad()
         clock.on_step_end()
-    return clock.rate(before)
+    return clock.rate(warmup)
 
 
 def table(report: dict) -> tuple[Sequence[str], list]:

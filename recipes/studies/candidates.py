@@ -42,7 +42,7 @@ STATES = ("initial", "trained")
 PLAN = {"layers": 2, "candidates": 48, "train_steps": 200, "network_steps": 400, "seed": 0}
 QUICK = PLAN | {"candidates": 6, "train_steps": 1}
 POOL = 1000  # sentences that are kept out of training
-READ = 6 * POOL  # rows of the training set, for these and for what is trained on
+ROWS_READ = 6 * POOL  # rows of the training set, for these and for what is trained on
 
 
 class CandidateStudy(Study):
@@ -55,7 +55,7 @@ class CandidateStudy(Study):
     def load(self) -> None:
         torch.set_num_threads(1)
         self.tokenizer = load_tokenizer(self.args.model)
-        rows = list(of_usual_length(sst2(self.args.data_dir, "train").take(READ)))
+        rows = list(of_usual_length(sst2(self.args.data_dir, "train").take(ROWS_READ)))
         self.pool, self.trained_on = rows[: len(rows) // 4][:POOL], rows[len(rows) // 4 :]
         self.model = functools.cache(self._model)
         self.network = functools.cache(self._network)
@@ -89,20 +89,25 @@ class CandidateStudy(Study):
         scores: dict[str, list] = {}
         members = []
         for number in range(cell["messages"]):
-            candidates, inside = draw_candidates(cell, number, rows)
-            members.append(inside)
-            for place, ranked in self._ranked(cell, candidates, inside, strengths, number):
+            candidates, member_indices = draw_candidates(cell, number, rows)
+            members.append(member_indices)
+            for place, ranked in self._ranked(cell, candidates, member_indices, strengths, number):
                 scores.setdefault(place, []).append(ranked)
         return {place: metrics_of(ranked, members) for place, ranked in scores.items()}
 
     def _ranked(
-        self, cell: Mapping[str, Any], candidates: list, inside: list, strengths: list, number: int
+        self,
+        cell: Mapping[str, Any],
+        candidates: list,
+        member_indices: list,
+        strengths: list,
+        number: int,
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Scores of all candidates: one tensor for each strength, and for an attacker that knows
         the defense or does not.
         """
         model = self.model_of(cell)
-        batch = batch_of(self.tokenizer, [candidates[i] for i in inside])
+        batch = batch_of(self.tokenizer, [candidates[i] for i in member_indices])
         places, observations, gmap = [], [], GradientMap(model, batch)
         for strength, defense in strengths:
             message = defense(gmap, Stream.from_seeds(cell["seed"], number))
@@ -294,7 +299,7 @@ class Thousand(CandidateStudy):
     def load(self) -> None:
         super().load()
         if not self.quick:  # sentences behind those
-            rows = sst2(self.args.data_dir, "train").skip(READ).take(READ)
+            rows = sst2(self.args.data_dir, "train").skip(ROWS_READ).take(ROWS_READ)
             self.pool = of_usual_length(rows)[:POOL]
 
     def measure(self, cell: dict) -> dict:
@@ -306,8 +311,8 @@ class Thousand(CandidateStudy):
         *_, attacker = attackers(cell["attack"], plain, defense, AuditSettings()).values()
         recovered, truth = [], []
         for number in range(cell["messages"]):
-            candidates, inside = draw_candidates(cell, number, self.pool)
-            batch = batch_of(self.tokenizer, [candidates[i] for i in inside])
+            candidates, member_indices = draw_candidates(cell, number, self.pool)
+            batch = batch_of(self.tokenizer, [candidates[i] for i in member_indices])
             message = defense(GradientMap(model, batch), Stream.from_seeds(cell["seed"], number))
             noise = message.noise if "noise_variance" in attacker.grants else None
             observation = Observation(

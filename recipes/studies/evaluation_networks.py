@@ -73,17 +73,21 @@ class EvaluationNetworks(Study):
     def report(self, metrics: dict) -> None:
         rows = []
         for network, cells in metrics.items():
-            whole = []
+            network_rows = []
             for data, cell in cells.items():
                 means = " ".join(f"{mean:.2f}" for mean in cell["mean_predictions"])
                 rising = "yes" if cell["strictly_increasing"] else "no"
                 keys = ("spearman", "spearman_of_means", "mean_absolute_error")
                 scores = [f"{cell[key]:.3f}" for key in keys]
-                whole.append([data, f"{cell['samples']:,}", means, rising, *scores])
-                rows.append(["" if whole[1:] else network, data, rising, scores[0], scores[2]])
+                network_rows.append([data, f"{cell['samples']:,}", means, rising, *scores])
+                rows.append(
+                    ["" if network_rows[1:] else network, data, rising, scores[0], scores[2]]
+                )
             header = ["data", "samples", "mean prediction at r = 0, 0.1, ..., 1", "rising"]
             table = self.output.with_name(f"{self.output.name}_{network}")
-            write_table(table, [*header, "Spearman, samples", "Spearman, means", "MAE"], whole)
+            write_table(
+                table, [*header, "Spearman, samples", "Spearman, means", "MAE"], network_rows
+            )
             if self.args.cards:
                 card = self.args.cards / network / "README.md"
                 fill(card, named(table, ".md").read_text(encoding="utf-8"))

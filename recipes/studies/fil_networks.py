@@ -323,9 +323,9 @@ def plot(metrics: dict, output) -> None:
         accuracy = [float(np.mean(account["accuracy"])) for account in accounts]
         for kind, color in COLORS.items():
             values = [bounds(account)[kind] for account in accounts]
-            for at, value in zip(accuracy, values, strict=True):
+            for x, value in zip(accuracy, values, strict=True):
                 marker = "o" if value > FLOOR else "v"
-                axis.scatter(at, max(value, FLOOR), s=18, color=color, marker=marker)
+                axis.scatter(x, max(value, FLOOR), s=18, color=color, marker=marker)
             axis.plot(*frontier(accuracy, values), "--", color=color, label=kind)
         axis.axhline(1, color="black", linewidth=0.8)
         axis.set(yscale="log", ylim=(FLOOR / 2, None), xlabel="test accuracy", title=data)
@@ -337,8 +337,8 @@ def plot(metrics: dict, output) -> None:
 def frontier(accuracy: list[float], values: list[float]) -> tuple[list[float], list[float]]:
     """Points that no other one beats in both."""
     best: list[tuple[float, float]] = []
-    for at, value in sorted(zip(accuracy, values, strict=True), reverse=True):
+    for x, value in sorted(zip(accuracy, values, strict=True), reverse=True):
         if not best or value > best[-1][1]:
-            best.append((at, value))
+            best.append((x, value))
     xs, ys = zip(*best, strict=True)
     return list(xs), [max(y, FLOOR) for y in ys]
