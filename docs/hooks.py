@@ -21,7 +21,8 @@ LINK = re.compile(r"(?<=\]\()(?!\w+:|#|/)([^)\s#]+)(?=[)#\s])")
 
 def on_config(config: Any) -> Any:
     evidence, project = (_section(config.nav, name) for name in ("Evidence", "Project"))
-    evidence += [f"findings/{page.name}" for page in sorted((ROOT / "docs/findings").glob("*.md"))]
+    findings = sorted(page.name for page in (ROOT / "docs/findings").glob("*.md"))
+    evidence.append({"Findings": [f"findings/{name}" for name in findings]})
     project[:] = [f"{OUTSIDE}/{page}" for page in project]
     return config
 
@@ -57,7 +58,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
     return LINK.sub(moved, markdown)
 
 
-def _section(nav: list[dict[str, list[str]]], name: str) -> list[str]:
+def _section(nav: list[dict[str, list[Any]]], name: str) -> list[Any]:
     return next(part[name] for part in nav if name in part)
 
 
