@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Sampler
-from transformers import PreTrainedModel, Trainer
+from transformers import Trainer
 from transformers.trainer_utils import TrainOutput
 
 from ..defenses import Defense
@@ -23,6 +23,7 @@ from .checkpoints.complete import (
     OURS,
     begin_checkpoint,
     check_checkpoint,
+    check_weights,
     list_checkpoint,
     newest_complete,
     without_private_files,
@@ -34,59 +35,7 @@ from .learning_rate import loaded_rates_follow, scale_learning_rate
 from .message import SharedMessages
 
 
-class RenamedWeightsTrainer(Trainer):
-    """`Trainer` that also resumes from weights which `save_pretrained` renamed.
-
-    Transformers 5.23 saves some models (ViT) under older names, which its own Trainer then does not
-    find when it resumes: it warns and leaves the weights as they start (its issue 43701).
-    `from_pretrained` knows both names.
-
-    Raises:
-        RuntimeError: If a checkpoint holds other weights than the model has.
-
-    Example:
-        >>> trainer = RenamedWeightsTrainer(model)
-    """
-
-    def _issue_warnings_after_load(self, load_result: Any) -> None:
-        self._renamed = bool(load_result.missing_keys and load_result.unexpected_keys)
-        if not self._renamed:
-            super()._issue_warnings_after_load(load_result)
-
-    def _load_from_checkpoint(
-        self, resume_from_checkpoint: str, model: nn.Module | None = None
-    ) -> None:
-        self._renamed = False
-        super()._load_from_checkpoint(resume_from_checkpoint, model)
-        self._load_renamed(resume_from_checkpoint, self.model if model is None else model)
-
-    def _load_best_model(self) -> None:
-        self._renamed = False
-        super()._load_best_model()
-        self._load_renamed(str(self.state.best_model_checkpoint), self.model)
-
-    def _load_renamed(self, folder: str, model: nn.Module) -> None:
-        if not self._renamed:
-            return
-        if not isinstance(model, PreTrainedModel):
-            raise RuntimeError(
-                f"{folder} holds other weights than {type(model).__name__} has: it is of another "
-                "model."
-            )
-        loaded, found = type(model).from_pretrained(
-            folder, output_loading_info=True, trust_remote_code=False
-        )
-        if found["missing_keys"] or found["unexpected_keys"]:
-            raise RuntimeError(
-                f"{folder} holds other weights than {type(model).__name__} has. Missing: "
-                f"{sorted(found['missing_keys'])[:5]}, unexpected: "
-                f"{sorted(found['unexpected_keys'])[:5]}. It is of another model, or another "
-                "version of it."
-            )
-        model.load_state_dict(loaded.state_dict())
-
-
-class SeamTrainer(RenamedWeightsTrainer):
+class SeamTrainer(Trainer):
     """`Trainer` whose private methods call public ones, which a subclass fills in.
 
     Example:
@@ -346,6 +295,8 @@ class GuardedTrainer(SeamTrainer):
             resume_from_checkpoint = newest_complete(folder, self.accelerator)
         elif resume_from_checkpoint:
             check_checkpoint(Path(resume_from_checkpoint))
+        if resume_from_checkpoint:
+            check_weights(Path(resume_from_checkpoint), self.model)
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def _ready(self, model: nn.Module) -> nn.Module:

@@ -321,13 +321,20 @@ class SharedMessages:
     """
 
     def __init__(self, how: Callable[[], Mapping[str, str]]) -> None:
-        self._how = how
+        self._describe = how
+        self._how: str | None = None
         self._counts = Counter[str]()
         self.complete = True
 
     def add(self, messages: int) -> None:
-        """So many were shared as messages are now."""
-        self._counts[json.dumps(self._how())] += messages
+        """So many were shared as the messages of this training are."""
+        if self._how is None:  # with its first message, when its withheld tables are known
+            self._how = json.dumps(self._describe())
+        self._counts[self._how] += messages
+
+    def begin_training(self) -> None:
+        """What follows may be shared in another way."""
+        self._how = None
 
     @property
     def total(self) -> int:
@@ -337,7 +344,7 @@ class SharedMessages:
     def by(self, name: str) -> Counter[str]:
         """How many there are for each of a name's values. Before the first, none for today's."""
         found = Counter[str]()
-        for how, count in (self._counts or {json.dumps(self._how()): 0}).items():
+        for how, count in (self._counts or {json.dumps(self._describe()): 0}).items():
             found[json.loads(how).get(name, "")] += count
         return found
 

@@ -8,7 +8,6 @@ from collections import defaultdict
 from typing import NamedTuple
 
 import torch
-from accelerate import Accelerator
 from torch import Tensor
 from transformers import TrainingArguments
 from transformers.utils import logging
@@ -26,8 +25,6 @@ from ..leakage import (
 from ..leakage.unknowns import Unknowns
 from ..randomness import Stream
 from .clients.batches import ROW
-from .exchange.average import average
-from .exchange.secure_aggregation import SecureAggregation
 
 logger = logging.get_logger(__name__)
 
@@ -107,7 +104,6 @@ class LeakageMeter:
         self._has_dfil = defense.facts.adds_gaussian_noise
         self._binding = accountant is not None or self._limit is not None
         self._stop_due = False
-        self.last: dict[str, float] = {}
         self._figures: dict[str, list[float]] = defaultdict(list)
         self._skipped = 0
         if self._every and not self._has_dfil:
@@ -197,29 +193,7 @@ class LeakageMeter:
             for name, values in self._figures.items()
         }
         self._figures.clear()
-        self.last = figures or self.last
         return figures
-
-    def mean_over_ranks(
-        self, accelerator: Accelerator, secure: SecureAggregation | None = None
-    ) -> dict[str, float]:
-        """Means over ranks of `leakage/dfil_mean` and `leakage/i2f_lower_bound` as they were taken
-        last. All ranks must ask.
-
-        Raises:
-            NotImplementedError: On two ranks, where each would learn the other's figures.
-        """
-        if accelerator.num_processes == 2:
-            raise NotImplementedError(
-                "On two ranks the mean and a rank's own figures give away the other's. Ask each "
-                "client for what it wants to tell, or aggregate over three and more."
-            )
-        names = ("leakage/dfil_mean", "leakage/i2f_lower_bound")
-        own = [[self.last.get(name, 0.0), float(name in self.last)] for name in names]
-        means = torch.tensor(own, dtype=torch.float64, device=accelerator.device)
-        average([means], accelerator, secure)
-        found = zip(names, means.tolist(), strict=True)
-        return {name: mean for name, (mean, known) in found if known == 1}
 
     def take_skipped(self) -> dict[str, float]:
         """With a limit, how many messages were not shared since it was asked last."""

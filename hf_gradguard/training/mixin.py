@@ -41,7 +41,7 @@ from .clients.empty import EmptyClients
 from .config import GradGuardConfig
 from .exchange.average import any_rank, average, average_gradients
 from .exchange.secure_aggregation import secure_aggregation_of
-from .exchange.start import StartAlike
+from .exchange.start import StartAlike, warn_about_ranks
 from .exchange.summed_noise import is_summed, share_of_noise
 from .guards.batch_statistics import average_statistics, warn_of_statistics
 from .guards.checks import (
@@ -55,13 +55,11 @@ from .guards.checks import (
 )
 from .guards.trackers import check_trackers
 from .guards.watch import AgreedTables
-from .launch import say_ranks
 from .message import Draws, MessageMaker
 from .meter import LeakageMeter
 from .privacy.labels import Randomizer
 from .privacy.private_rows import PrivateRowsTrainer
 from .requested_settings import Asked
-from .seams import check_seams
 from .weights import LossWeights, Normalization, Spread
 
 
@@ -93,7 +91,6 @@ class GradGuardMixin(PrivateRowsTrainer):
     Raises:
         ValueError: If no defense is named, or one is named twice.
         NotImplementedError: For set-ups that cannot be protected; see `checks.py`.
-        ImportError: For a version of a library that lacks a name this relies on; see `seams.py`.
 
     Example:
         >>> from transformers import Seq2SeqTrainer
@@ -115,7 +112,6 @@ class GradGuardMixin(PrivateRowsTrainer):
         accountant: FisherAccountant | None = None,
         **kwargs: Any,
     ) -> None:
-        check_seams()
         if args is not None:
             check_arguments(args)
         self._asked, self._accountant = Asked(args, defense), accountant
@@ -148,6 +144,7 @@ class GradGuardMixin(PrivateRowsTrainer):
         if isinstance(self.args, GradGuardConfig):
             self.args.check()
         self._asked.resolve(self.args)
+        self.shared_messages.begin_training()
         forget(self.model)  # its loss may be another now
         self._weights = LossWeights(self._loss)
         own_batches = draws_batches(type(self), GradGuardMixin)
@@ -170,7 +167,7 @@ class GradGuardMixin(PrivateRowsTrainer):
         self._share_input_embeddings: bool = getattr(self.args, "share_input_embeddings", False)
         self._batch_statistics: str = getattr(self.args, "batch_statistics", "local")
         if self.is_world_process_zero():
-            say_ranks(self.accelerator.num_processes)
+            warn_about_ranks(self.accelerator.num_processes)
             warn_of_statistics(self.model, self._batch_statistics)
         self._withhold = getattr(self.args, "withhold", None) or []
         self._tables = AgreedTables(self.accelerator)
@@ -318,20 +315,6 @@ class GradGuardMixin(PrivateRowsTrainer):
     def accountant(self) -> FisherAccountant | None:
         """What this rank has shared about each of its examples. Private to the rank."""
         return self._accountant
-
-    def mean_leakage(self) -> dict[str, float]:
-        """Means over ranks of the `leakage/dfil_mean` and `leakage/i2f_lower_bound` that each
-        logged last.
-
-        Every rank has to call it, and by that sends its figures out: nothing else does. The sum is
-        taken by the ranks themselves, so without `secure_aggregation` a peer that carries messages
-        sees some of its parts.
-
-        Raises:
-            NotImplementedError: On two ranks, where each would learn the other's figures from the
-                mean and its own.
-        """
-        return self._meter.mean_over_ranks(self.accelerator, self._secure)
 
     def save_state_of_rank(self, folder: str) -> None:
         """What a defense remembers belongs in a checkpoint: a run that is killed and resumed goes

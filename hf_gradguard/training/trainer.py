@@ -33,8 +33,6 @@ class GradGuardTrainer(GradGuardMixin):
     Raises:
         ValueError: If no defense is named, or one is named twice.
         NotImplementedError: For set-ups that cannot be protected; see `checks.py`.
-        ImportError: For a version of Transformers or torch that lacks a name this relies on; see
-            `seams.py`.
 
     Example:
         >>> settings = {"max_steps": 1, "logging_steps": 1, "use_cpu": True, "save_strategy": "no"}

@@ -22,7 +22,6 @@ from transformers import Trainer
 
 from ..gradient_map.domain import count_rows
 from ..gradient_map.replay import modes_kept
-from .seams import read
 
 Loss = Callable[[nn.Module, dict[str, Any], float | None], Tensor]
 """`(module, batch, items)`: the Trainer's loss, with `items` as its `num_items_in_batch`."""
@@ -72,7 +71,7 @@ class Normalization:
         accepts = trainer.model_accepts_loss_kwargs and num_items is not None
         own = trainer.compute_loss_func is not None
         over_ranks = accepts or (own and num_items is not None)
-        scaled = read(trainer, "loss_is_scaled_for_ga")
+        scaled = getattr(trainer, "loss_is_scaled_for_ga", None)
         return cls(
             num_items,
             float(trainer.accelerator.num_processes)
@@ -80,7 +79,7 @@ class Normalization:
             else 1.0,
             trainer.current_gradient_accumulation_steps,
             (accepts or own) if scaled is None else scaled,
-            read(trainer, "_loss_shifts_labels"),
+            getattr(trainer, "_loss_shifts_labels", False),
         )
 
     def items(self, batch: dict[str, Any]) -> int | None:

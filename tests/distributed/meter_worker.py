@@ -9,7 +9,7 @@ from typing import Any
 
 import recording
 import torch
-from cases import SGD, make_model, rows
+from cases import SGD, make_model
 from exchange_worker import Switch
 from helpers import pad, ragged_rows
 from launcher import begin, finish
@@ -95,26 +95,10 @@ def weights(trainer: GradGuardTrainer) -> list[float]:
     return torch.cat([p.detach().flatten() for p in trainer.model.parameters()]).tolist()
 
 
-def mean_over_three(folder: Path, rank: int) -> dict[str, Any]:
-    args = GradGuardConfig(
-        output_dir=str(folder / "out"), max_steps=1, per_device_train_batch_size=2, use_cpu=True,
-        report_to="none", disable_tqdm=True, save_strategy="no", leakage_logging_steps=1,
-    )  # fmt: skip
-    defense = make_defense("gaussian_noise", scale=0.01 * (1 + rank))
-    trainer = GradGuardTrainer(
-        make_model("plain"), args, defense=defense, train_dataset=rows("bert", 12)
-    )
-    trainer.train()
-    return {"figures": figures(trainer)[-1], "mean": trainer.mean_leakage()}
-
-
 def main() -> None:
     folder, _ = begin()
     group = recording.initialize()
     rank = group.rank()
-    if group.size() == 3:
-        finish(folder, mean_over_three(folder, rank))
-        return
     plain, _ = train(folder, group)
     unmeasured = [(kind, len(tensor)) for kind, tensor in group.sent]
     logged, _ = train(folder, group, leakage_logging_steps=1)
@@ -131,10 +115,6 @@ def main() -> None:
     limit = 1e30 if rank else 1e-30
     skipped, gradients = train(folder, group, leakage_limit=limit)
     stopped, last = train(folder, group, leakage_limit=limit, leakage_action="stop")
-    try:
-        refusal = str(logged.mean_leakage())
-    except NotImplementedError as error:
-        refusal = str(error)
     finish(
         folder,
         {
@@ -149,7 +129,6 @@ def main() -> None:
             "error": error_of_skipped_step(skipped, gradients, rank),
             "stopped": weights(stopped),
             "last_error": error_of_skipped_step(stopped, last, rank),
-            "refusal": refusal,
         },
     )
 

@@ -60,18 +60,3 @@ def test_one_rank_stops_all_after_the_same_step(ranks: list[dict[str, Any]]) -> 
         assert rank["steps"][3] == 1
         assert rank["last_error"] < 1e-5  # and its message is in that step as zeros
     assert ranks[0]["stopped"] == ranks[1]["stopped"]
-
-
-def test_mean_over_two_ranks_is_refused(ranks: list[dict[str, Any]]) -> None:
-    for rank in ranks:
-        assert "give away the other's" in rank["refusal"]
-
-
-def test_mean_over_three_ranks(tmp_path_factory: pytest.TempPathFactory) -> None:
-    reports = launch("meter_worker.py", tmp_path_factory.mktemp("three"), ranks=3)
-    for name in ("leakage/dfil_mean", "leakage/i2f_lower_bound"):
-        own = [report["figures"][name] for report in reports]
-        assert len(set(own)) == 3
-        for report in reports:
-            assert report["mean"] == {**report["mean"], name: pytest.approx(sum(own) / 3, rel=1e-5)}
-            assert len(report["mean"]) == 2

@@ -106,10 +106,6 @@ def test_figures_are_means_too(ranks: Reports) -> None:
     tokens = {rank["runs"]["gpt2_lm"]["tokens"] for rank in ranks}
     assert len(tokens) == 1
     assert tokens.pop() > 0
-    own = [rank["runs"]["bert_lora"]["leakage"] for rank in ranks]
-    for rank in ranks:
-        found = rank["runs"]["bert_lora"]["mean leakage"]["leakage/dfil_mean"]
-        assert found == pytest.approx(sum(own) / len(own), rel=1e-6)
     for same in zip(*[rank["runs"]["resnet"]["statistics"] for rank in ranks], strict=True):
         assert all(torch.equal(same[0], other) for other in same[1:])
     assert [rank["stopped"] for rank in ranks] == [1] * len(ranks)

@@ -399,16 +399,6 @@ def test_defense_that_does_not_say_what_it_added(make_trainer: MakeTrainer) -> N
         trainer.train()
 
 
-def test_mean_on_one_process_is_its_own(make_trainer: MakeTrainer) -> None:
-    trainer = make_trainer(defense="gaussian_noise", leakage_logging_steps=2, max_steps=3)
-    assert trainer.mean_leakage() == {}
-    trainer.train()
-    assert trainer.mean_leakage() == {
-        f"leakage/{name}": pytest.approx(logged(trainer)[2][name], rel=1e-6)
-        for name in ("dfil_mean", "i2f_lower_bound")
-    }
-
-
 # The limit
 
 

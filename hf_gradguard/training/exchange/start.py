@@ -16,6 +16,10 @@ from transformers.utils import logging
 from ...leakage.received import ADVICE, check_received
 from ..guards.checks import check_loader
 
+ALONE = (
+    "There is one process, so nothing leaves it: the defense changes what is trained on, and "
+    "protects nobody from anybody. Clients are apart only on ranks of their own."
+)
 _MOST = 10  # findings that are listed
 
 logger = logging.get_logger(__name__)
@@ -259,3 +263,15 @@ def _settings(group: dict[str, Any]) -> Iterator[tuple[str, str]]:
         if name in ("params", "param_names"):
             value = len(value)
         yield name, repr(value.tolist() if isinstance(value, Tensor) else value)
+
+
+def warn_about_ranks(ranks: int) -> None:
+    """Warn, once, of a rank that is alone.
+
+    Example:
+        >>> warn_about_ranks(2)
+    """
+    if ranks == 1:
+        logger.warning_once(ALONE)
+    else:
+        logger.info(f"{ranks} ranks share protected gradients.")

@@ -20,7 +20,6 @@ from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
 from ...defenses import Defense
 from ...defenses.dp import DPSGD
 from ..clients.partition import is_of_datasets
-from ..seams import read
 
 DISPATCHED = (
     "dispatched batches: rank 0 would read everybody's data and send it, unprotected, to the other "
@@ -197,10 +196,12 @@ def _argument_refusals(args: TrainingArguments) -> Iterator[str]:
             "LOMO optimizers: they update weights inside the backward pass, before the gradient is "
             "whole. Use optim='adamw_torch'."
         )
-    if read(args, "ddp_static_graph"):
+    if getattr(args, "ddp_static_graph", None):
         yield _STATIC_GRAPH
-    checkpointing = read(args, "activation_checkpointing_kwargs") or {}
-    if read(args, "activation_checkpointing") and checkpointing.get("use_reentrant"):
+    # Older versions say gradient_checkpointing; one that says neither must not pass unnoticed.
+    word = "activation" if hasattr(args, "activation_checkpointing") else "gradient"
+    checkpointing = getattr(args, f"{word}_checkpointing_kwargs") or {}
+    if getattr(args, f"{word}_checkpointing") and checkpointing.get("use_reentrant"):
         yield (
             "reentrant activation checkpointing: it cannot run under torch.autograd.grad. Set "
             "activation_checkpointing_kwargs={'use_reentrant': False}."
