@@ -21,9 +21,9 @@ MORE_WORDS = "an it and or very this that with cast script scene joke slow warm 
 TEXT = {
     *("model", "tokenizer", "texts", "labels", "samples", "train_dataset", "batch"),
     "public_texts",
-    *("gmap", "shared", "delta", "seen"),
+    *("gmap", "shared", "delta", "seen", "observation"),
 }
-IMAGES = {"image_model", "image_batch", "image_gmap", "image_seen"}
+IMAGES = {"image_model", "image_batch", "image_gmap", "image_seen", "image_observation"}
 IMPORTED = {
     "torch": torch,
     "GradientMap": GradientMap,
@@ -42,8 +42,8 @@ def example_names(source: str | None = None) -> dict[str, Any]:
     - `public_texts`: other sentences, of the same words.
     - `batch`: the two sentences as a collator returns them.
     - `gmap`, `shared`, `delta`: the batch's gradient map, its gradient, and a small change of it.
-    - `seen`: what a server sees of `shared`, who knows labels and tokenizer.
-    - `image_model`, `image_batch`, `image_gmap`, `image_seen`: the same for two images of 3 x 32 x
+    - `observation` (also `seen`): what a server sees of `shared`, with labels and tokenizer.
+    - `image_model`, `image_batch`, `image_gmap`, `image_observation` (`image_seen`): the same for two images of 3 x 32 x
       32 pixels.
     - `context`, `train_message`: of a node of Flower's, where that is installed.
     """
@@ -91,6 +91,7 @@ def _text() -> dict[str, Any]:
         "shared": shared,
         "delta": {name: 1e-3 * torch.randn_like(tensor) for name, tensor in shared.items()},
         "seen": seen,
+        "observation": seen,
     }
 
 
@@ -103,6 +104,7 @@ def _images() -> dict[str, Any]:
         "image_batch": batch,
         "image_gmap": gmap,
         "image_seen": seen,
+        "image_observation": seen,
     }
 
 

@@ -41,28 +41,30 @@ def is_patch_projection(module: nn.Module) -> bool:
     )
 
 
-def position_embeddings(seen: Observation, projection: str) -> list[str]:
+def position_embeddings(observation: Observation, projection: str) -> list[str]:
     """Parameters of the shape of position embeddings: a row for each patch behind at most two for
     other tokens, as wide as the projection.
     """
-    module = _convolution(seen, projection)
-    count = len(_patches(torch.zeros(1, *seen.input_shape[1:]), module.kernel_size))
+    module = _convolution(observation, projection)
+    count = len(_patches(torch.zeros(1, *observation.input_shape[1:]), module.kernel_size))
     return [
         name
-        for name, parameter in seen.model.named_parameters()
+        for name, parameter in observation.model.named_parameters()
         if parameter.dim() in (2, 3)
         and len(parameter.view(-1, *parameter.shape[-2:])) == 1
         and parameter.shape[-1] == module.out_channels
         and count <= parameter.shape[-2] <= count + 2
-        and not isinstance(seen.model.get_submodule(name.rpartition(".")[0]), nn.Linear)
+        and not isinstance(observation.model.get_submodule(name.rpartition(".")[0]), nn.Linear)
     ]
 
 
-def read_patches(seen: Observation, projection: str, positions: list[str]) -> tuple[Tensor, str]:
+def read_patches(
+    observation: Observation, projection: str, positions: list[str]
+) -> tuple[Tensor, str]:
     """The image, `(1, C, H, W)`, and what of it was not decided.
 
     Args:
-        seen: An observation of one image.
+        observation: An observation of one image.
         projection: Name of the module that reads the patches.
         positions: Names of what may be its position embeddings.
 
@@ -70,32 +72,34 @@ def read_patches(seen: Observation, projection: str, positions: list[str]) -> tu
         ValueError: For several images, or if one of the two gradients was not shared, or the model
             does something else with them.
     """
-    if seen.batch_size > 1:
+    if observation.batch_size > 1:
         raise ValueError(
-            f"analytic reads the patches of one image, and of {seen.batch_size} a gradient holds "
+            f"analytic reads the patches of one image, and of {observation.batch_size} a gradient holds "
             "sums over all that nothing takes apart. Take inverting_gradients."
         )
     weight = f"{projection}.weight"
-    shared = [name for name in positions if name in seen.gradient]
-    if not shared or weight not in seen.gradient:
+    shared = [name for name in positions if name in observation.gradient]
+    if not shared or weight not in observation.gradient:
         raise ValueError(
             f"analytic solves the gradients of {weight} and {' or '.join(positions)} for the "
             "patches, and both were not shared. Take inverting_gradients."
         )
-    kernel = _convolution(seen, projection).kernel_size
-    found = [name for name in shared if _is_added(seen, weight, name, kernel)]
+    kernel = _convolution(observation, projection).kernel_size
+    found = [name for name in shared if _is_added(observation, weight, name, kernel)]
     if not found:
         raise ValueError(
             f"{' and '.join(shared)} are not added to what {projection} makes of the patches, so "
             "their gradients say nothing of them. Take inverting_gradients."
         )
-    space = PixelSpace(seen.gradient[weight].double(), seen.image_mean, seen.image_std)
-    gray = torch.full((1, *seen.input_shape[1:]), 0.5).to(space.mean)
+    space = PixelSpace(
+        observation.gradient[weight].double(), observation.image_mean, observation.image_std
+    )
+    gray = torch.full((1, *observation.input_shape[1:]), 0.5).to(space.mean)
     gray = (gray - space.mean) / space.std
     middle = _patches(gray, kernel)
-    slopes, product = _both(seen.gradient, weight, found[0], len(middle))
-    ratio = _noise_to_signal(seen, weight, found[0], len(middle), space)
-    rounding = torch.finfo(seen.gradient[weight].dtype).eps * len(middle) ** 0.5
+    slopes, product = _both(observation.gradient, weight, found[0], len(middle))
+    ratio = _noise_to_signal(observation, weight, found[0], len(middle), space)
+    rounding = torch.finfo(observation.gradient[weight].dtype).eps * len(middle) ** 0.5
     if not slopes.any():
         raise ValueError(f"The gradient of {found[0]} is zero, so it says nothing of the patches.")
     solved, rank = solve_patches(slopes, product, middle, ratio, rounding)
@@ -140,8 +144,8 @@ def solve_patches(
     return solved, rank
 
 
-def _convolution(seen: Observation, name: str) -> nn.Conv2d:
-    module = seen.model.get_submodule(name)
+def _convolution(observation: Observation, name: str) -> nn.Conv2d:
+    module = observation.model.get_submodule(name)
     assert isinstance(module, nn.Conv2d)
     return module
 
@@ -161,11 +165,17 @@ def _both(
     )
 
 
-def _is_added(seen: Observation, weight: str, positions: str, kernel: tuple[int, ...]) -> bool:
+def _is_added(
+    observation: Observation, weight: str, positions: str, kernel: tuple[int, ...]
+) -> bool:
     """Whether an image of the attacker's own is in its gradients as it should be."""
-    labels = recover_labels(seen) if seen.labels is None else seen.labels.to(seen.device)
-    with without_dropout(seen.model):
-        gmap = seen.gradient_map(labels)
+    labels = (
+        recover_labels(observation)
+        if observation.labels is None
+        else observation.labels.to(observation.device)
+    )
+    with without_dropout(observation.model):
+        gmap = observation.gradient_map(labels)
         own = torch.rand(gmap.input.shape, generator=torch.Generator().manual_seed(0))
         gradient = gmap.gradient_at(own.to(gmap.input))
     if weight not in gradient or positions not in gradient:
@@ -176,10 +186,10 @@ def _is_added(seen: Observation, weight: str, positions: str, kernel: tuple[int,
 
 
 def _noise_to_signal(
-    seen: Observation, weight: str, positions: str, count: int, space: PixelSpace
+    observation: Observation, weight: str, positions: str, count: int, space: PixelSpace
 ) -> float:
     """(σ² of G + N σ² of Δ · mean of x²) / variance of x, of pixels uniform in their range."""
-    known = seen.noise_variance
+    known = observation.noise_variance
     if known is None:
         return 0.0
     in_product, in_slopes = (
@@ -208,7 +218,7 @@ class Analytic(Attack):
 
     Example:
         >>> from hf_gradguard.attacks import make_attack
-        >>> make_attack("analytic")(image_seen)  # doctest: +ELLIPSIS
+        >>> make_attack("analytic")(image_observation)  # doctest: +ELLIPSIS
         Traceback (most recent call last):
         ValueError: No linear layer of LeakageLeNetForImageClassification reads all pixels ...
     """
@@ -223,38 +233,42 @@ class Analytic(Attack):
         """It divides."""
         return 1.0
 
-    def reconstruct(self, seen: Observation, generator: torch.Generator) -> Reconstruction:
+    def reconstruct(self, observation: Observation, generator: torch.Generator) -> Reconstruction:
         started = time.perf_counter()
         undecided = ""
-        if (layer := _first(seen, _reads_all_pixels(seen))) is not None:
-            found = self._images(seen, *layer)
+        if (layer := _first(observation, _reads_all_pixels(observation))) is not None:
+            found = self._images(observation, *layer)
         else:
-            projection, positions = _patch_embedding(seen)
-            found, undecided = read_patches(seen, projection, positions)
-            space = PixelSpace(found, seen.image_mean, seen.image_std)
+            projection, positions = _patch_embedding(observation)
+            found, undecided = read_patches(observation, projection, positions)
+            space = PixelSpace(found, observation.image_mean, observation.image_std)
             space.project_(found)
-            found = found.to(IMAGE.main_input(seen.placeholder()))
+            found = found.to(IMAGE.main_input(observation.placeholder()))
         seconds = time.perf_counter() - started
-        return Reconstruction(input=found, labels=seen.labels, seconds=seconds, undecided=undecided)
+        return Reconstruction(
+            input=found, labels=observation.labels, seconds=seconds, undecided=undecided
+        )
 
-    def _images(self, seen: Observation, name: str, layer: nn.Module) -> Tensor:
+    def _images(self, observation: Observation, name: str, layer: nn.Module) -> Tensor:
         """`(B, C, H, W)` off a linear layer on all pixels."""
         assert isinstance(layer, nn.Linear)
         if layer.bias is None:
             raise ValueError(f"{name} has no bias, so there is nothing to divide by.")
         weight, bias = f"{name}.weight", f"{name}.bias"
-        if bias not in seen.gradient or weight not in seen.gradient:
+        if bias not in observation.gradient or weight not in observation.gradient:
             raise ValueError(
                 f"analytic divides the gradient of {weight} by that of {bias}, and both were not "
                 "shared."
             )
-        if not seen.gradient[bias].any():
+        if not observation.gradient[bias].any():
             raise ValueError(f"The gradient of {bias} is zero, so there is nothing to divide by.")
         order = layer.bias.detach()
-        rows = layer_inputs(seen.gradient[weight], seen.gradient[bias], order)
-        shape = (seen.batch_size, *seen.input_shape[1:])
-        space = PixelSpace(seen.gradient[weight], seen.image_mean, seen.image_std)
-        images = self._chosen(space.plain(rows.view(-1, *shape[1:])), seen.batch_size)
+        rows = layer_inputs(observation.gradient[weight], observation.gradient[bias], order)
+        shape = (observation.batch_size, *observation.input_shape[1:])
+        space = PixelSpace(
+            observation.gradient[weight], observation.image_mean, observation.image_std
+        )
+        images = self._chosen(space.plain(rows.view(-1, *shape[1:])), observation.batch_size)
         found: Tensor = (images - space.mean) / space.std
         return found
 
@@ -304,43 +318,45 @@ def readable(model: nn.Module, shape: tuple[int, ...]) -> bool:
         shape: Of its input, `(B, C, H, W)`.
 
     Example:
-        >>> readable(image_seen.model, image_seen.input_shape)
+        >>> readable(image_observation.model, image_observation.input_shape)
         False
     """
     any_gradient = {name: p.detach() for name, p in model.named_parameters()}
-    seen = Observation(model, any_gradient, (1, *shape[1:]))
-    if _first(seen, _reads_all_pixels(seen)) is not None:
+    observation = Observation(model, any_gradient, (1, *shape[1:]))
+    if _first(observation, _reads_all_pixels(observation)) is not None:
         return True
-    projection = _first(seen, is_patch_projection)
-    return projection is not None and bool(position_embeddings(seen, projection[0]))
+    projection = _first(observation, is_patch_projection)
+    return projection is not None and bool(position_embeddings(observation, projection[0]))
 
 
-def _patch_embedding(seen: Observation) -> tuple[str, list[str]]:
+def _patch_embedding(observation: Observation) -> tuple[str, list[str]]:
     """The module that reads patches, and parameters that may be their position embeddings."""
-    projection = _first(seen, is_patch_projection)
-    positions = position_embeddings(seen, projection[0]) if projection else []
+    projection = _first(observation, is_patch_projection)
+    positions = position_embeddings(observation, projection[0]) if projection else []
     if not projection or not positions:
         raise ValueError(
-            f"No linear layer of {type(seen.model).__name__} reads all pixels of an image, and no "
+            f"No linear layer of {type(observation.model).__name__} reads all pixels of an image, and no "
             "position embeddings are trained with its patches, so there is nothing to divide. Take "
             "inverting_gradients."
         )
     return projection[0], positions
 
 
-def _reads_all_pixels(seen: Observation) -> Callable[[nn.Module], bool]:
-    pixels = math.prod(seen.input_shape[1:])
+def _reads_all_pixels(observation: Observation) -> Callable[[nn.Module], bool]:
+    pixels = math.prod(observation.input_shape[1:])
     return lambda module: isinstance(module, nn.Linear) and module.in_features == pixels
 
 
-def _first(seen: Observation, wanted: Callable[[nn.Module], bool]) -> tuple[str, nn.Module] | None:
+def _first(
+    observation: Observation, wanted: Callable[[nn.Module], bool]
+) -> tuple[str, nn.Module] | None:
     """The first wanted module that reads the pixels as they are, found by running the model."""
-    pixels = torch.rand((1, *seen.input_shape[1:]), generator=torch.Generator().manual_seed(0)).to(
-        IMAGE.main_input(seen.placeholder())
-    )
+    pixels = torch.rand(
+        (1, *observation.input_shape[1:]), generator=torch.Generator().manual_seed(0)
+    ).to(IMAGE.main_input(observation.placeholder()))
     found: list[str] = []
     handles = []
-    for name, module in seen.model.named_modules():
+    for name, module in observation.model.named_modules():
         if wanted(module):
 
             def look(_: nn.Module, args: tuple[Tensor, ...], name: str = name) -> None:
@@ -351,6 +367,6 @@ def _first(seen: Observation, wanted: Callable[[nn.Module], bool]) -> tuple[str,
 
             handles.append(module.register_forward_pre_hook(look))
     if handles:
-        with hooked(handles), torch.no_grad(), without_dropout(seen.model):
-            seen.model(**{**seen.placeholder(), IMAGE.key: pixels})
-    return (found[0], seen.model.get_submodule(found[0])) if found else None
+        with hooked(handles), torch.no_grad(), without_dropout(observation.model):
+            observation.model(**{**observation.placeholder(), IMAGE.key: pixels})
+    return (found[0], observation.model.get_submodule(found[0])) if found else None

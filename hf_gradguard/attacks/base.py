@@ -53,14 +53,14 @@ class Observation:
         FloatingPointError: If a gradient holds NaN or infinity.
 
     Example:
-        >>> seen = Observation(
+        >>> observation = Observation(
         ...     model=model,
         ...     gradient=shared,
         ...     input_shape=batch["input_ids"].shape,
         ...     labels=batch["labels"],
         ...     tokenizer=tokenizer,
         ... )
-        >>> seen.domain.name, seen.batch_size
+        >>> observation.domain.name, observation.batch_size
         ('text', 2)
     """
 
@@ -116,10 +116,10 @@ class Observation:
         Example:
             >>> before = {name: p.detach().clone() for name, p in model.named_parameters()}
             >>> after = {name: before[name] - 0.1 * shared[name] for name in shared}
-            >>> seen = Observation.from_update(
+            >>> observation = Observation.from_update(
             ...     model, before, after, input_shape=(2, 8), learning_rate=0.1
             ... )
-            >>> bool(torch.allclose(seen.gradient["classifier.bias"], shared["classifier.bias"]))
+            >>> bool(torch.allclose(observation.gradient["classifier.bias"], shared["classifier.bias"]))
             True
         """
         local = LocalTraining.of(learning_rate, steps, batch_size, optimizer, optimizer_kwargs)
@@ -269,17 +269,19 @@ class Observation:
             )
 
 
-def _placeholder_ids(seen: Observation) -> dict[str, Tensor]:
-    ids = seen.known_ids()
-    ids = torch.where(ids >= 0, ids, ordinary_id(seen.model, seen.tokenizer))
+def _placeholder_ids(observation: Observation) -> dict[str, Tensor]:
+    ids = observation.known_ids()
+    ids = torch.where(ids >= 0, ids, ordinary_id(observation.model, observation.tokenizer))
     # Without the mask every position is taken for a token; models that derive one from padding
     # ids need to be told.
-    return {"input_ids": ids, "attention_mask": seen.tokens.long()}
+    return {"input_ids": ids, "attention_mask": observation.tokens.long()}
 
 
-def _placeholder_pixels(seen: Observation) -> dict[str, Tensor]:
-    dtype = next(p.dtype for p in seen.model.parameters() if torch.is_floating_point(p))
-    return {"pixel_values": torch.zeros(seen.input_shape, dtype=dtype, device=seen.device)}
+def _placeholder_pixels(observation: Observation) -> dict[str, Tensor]:
+    dtype = next(p.dtype for p in observation.model.parameters() if torch.is_floating_point(p))
+    return {
+        "pixel_values": torch.zeros(observation.input_shape, dtype=dtype, device=observation.device)
+    }
 
 
 _PLACEHOLDERS = {"text": _placeholder_ids, "image": _placeholder_pixels}
@@ -374,12 +376,12 @@ class Attack:
         ...     domains = ("text",)
         ...     token: int = 7
         ...
-        ...     def reconstruct(self, seen, generator):
-        ...         rows, columns = seen.input_shape
+        ...     def reconstruct(self, observation, generator):
+        ...         rows, columns = observation.input_shape
         ...         return Reconstruction(token_ids=[[self.token] * columns] * rows)
-        >>> len(FirstWord()(seen).token_ids)
+        >>> len(FirstWord()(observation).token_ids)
         2
-        >>> FirstWord()(image_seen)  # doctest: +ELLIPSIS
+        >>> FirstWord()(image_observation)  # doctest: +ELLIPSIS
         Traceback (most recent call last):
         ValueError: first_word is for text, but the input is pixels...
     """
@@ -389,12 +391,12 @@ class Attack:
     informed_by: ClassVar[frozenset[str]] = frozenset()
 
     def __call__(
-        self, seen: Observation, generator: Stream | torch.Generator | None = None
+        self, observation: Observation, generator: Stream | torch.Generator | None = None
     ) -> Reconstruction:
         """Reconstruct the batch behind an observation.
 
         Args:
-            seen: What the server saw.
+            observation: What the server saw.
             generator: Source of all randomness, on the gradient's device. Default: a fresh one.
 
         Raises:
@@ -402,9 +404,9 @@ class Attack:
             TypeError: If the attack breaks its contract and returns something else than a
                 reconstruction of so many samples.
         """
-        self.check_domain(seen)
-        found = self.reconstruct(seen, torch_generator(generator, seen.device))
-        _check_returned(self.name, found, seen.batch_size)
+        self.check_domain(observation)
+        found = self.reconstruct(observation, torch_generator(generator, observation.device))
+        _check_returned(self.name, found, observation.batch_size)
         return found
 
     @property
@@ -412,21 +414,21 @@ class Attack:
         """About how many of the model's gradients it costs to attack one observation."""
         return 100.0
 
-    def check_domain(self, seen: Observation) -> None:
+    def check_domain(self, observation: Observation) -> None:
         """Refuse what the attack was not made for.
 
         Raises:
             ValueError: If the observation is of another domain than the attack's, with an attack
                 to take in its place.
         """
-        if seen.domain.name not in self.domains:
-            content = seen.domain.content
+        if observation.domain.name not in self.domains:
+            content = observation.domain.content
             raise ValueError(
                 f"{self.name} is for {' and '.join(self.domains)}, but the input is {content}. "
-                f"For {content} take {_INSTEAD[seen.domain.name]}."
+                f"For {content} take {_INSTEAD[observation.domain.name]}."
             )
 
-    def reconstruct(self, seen: Observation, generator: torch.Generator) -> Reconstruction:
+    def reconstruct(self, observation: Observation, generator: torch.Generator) -> Reconstruction:
         """The attack itself. Implemented by subclasses."""
         raise NotImplementedError
 

@@ -42,44 +42,48 @@ class EmbeddingRows(Attack):
     name: ClassVar[str] = "embedding_rows"
     domains: ClassVar[tuple[str, ...]] = ("text",)
 
-    def reconstruct(self, seen: Observation, generator: torch.Generator) -> Reconstruction:
+    def reconstruct(self, observation: Observation, generator: torch.Generator) -> Reconstruction:
         start = time.perf_counter()
-        gradient, tied = _gradient(seen)
-        most = int(seen.tokens.sum())
+        gradient, tied = _gradient(observation)
+        most = int(observation.tokens.sum())
         norms = gradient.norm(dim=1)
         if tied:
             tokens = _outside_head(gradient, most)
             tokens = tokens[norms[tokens].argsort(descending=True)]
         else:
             tokens = _standing_out(norms, most)
-        ids = [tokens.tolist() for _ in range(seen.batch_size)]
+        ids = [tokens.tolist() for _ in range(observation.batch_size)]
         return Reconstruction(
             token_ids=ids,
-            text=as_text(ids, seen.tokenizer),
-            labels=seen.labels,
+            text=as_text(ids, observation.tokenizer),
+            labels=observation.labels,
             objective=1 - float(norms[tokens].square().sum() / norms.square().sum()),
             seconds=time.perf_counter() - start,
         )
 
 
-def _gradient(seen: Observation) -> tuple[Tensor, bool]:
+def _gradient(observation: Observation) -> tuple[Tensor, bool]:
     """The token embeddings' gradient in float64, and whether the output head is the same tensor.
 
     Raises:
         ValueError: If it was not shared, or says nothing.
     """
-    weight = TEXT.embedding(seen.model).weight
-    names = [name for name, p in seen.model.named_parameters(remove_duplicate=False) if p is weight]
-    shared = [name for name in names if name in seen.gradient]
+    weight = TEXT.embedding(observation.model).weight
+    names = [
+        name
+        for name, p in observation.model.named_parameters(remove_duplicate=False)
+        if p is weight
+    ]
+    shared = [name for name in names if name in observation.gradient]
     if not shared:
         raise ValueError(
             f"The gradient of the token embeddings ({names[0]}) was not shared, which is the "
             "library's default (share_input_embeddings=False). Use span or tag."
         )
-    gradient = seen.gradient[shared[0]].double()
+    gradient = observation.gradient[shared[0]].double()
     if not gradient.any():
         raise ValueError(f"The gradient of {shared[0]} is zero in every entry: it names no token.")
-    find_head: Any = getattr(seen.model, "get_output_embeddings", lambda: None)
+    find_head: Any = getattr(observation.model, "get_output_embeddings", lambda: None)
     head = find_head()
     return gradient, head is not None and getattr(head, "weight", None) is weight
 

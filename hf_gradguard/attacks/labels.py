@@ -30,50 +30,55 @@ from ..models import label_kind
 from .base import Observation, without_dropout
 
 
-def random_inputs(seen: Observation, generator: torch.Generator) -> dict[str, Tensor]:
+def random_inputs(observation: Observation, generator: torch.Generator) -> dict[str, Tensor]:
     """A batch of the shapes that were seen, drawn at random, without labels.
 
     Example:
-        >>> random_inputs(seen, torch.Generator())["input_ids"].shape
+        >>> random_inputs(observation, torch.Generator())["input_ids"].shape
         torch.Size([2, 8])
     """
-    return _RANDOM[seen.domain.name](seen, generator)
+    return _RANDOM[observation.domain.name](observation, generator)
 
 
-def _random_ids(seen: Observation, generator: torch.Generator) -> dict[str, Tensor]:
-    batch = seen.placeholder()
-    size = seen.model.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
-    words = ordinary_ids(size, _special(seen)).to(seen.device)
-    which = torch.randint(len(words), seen.input_shape, generator=generator, device=seen.device)
-    ids = torch.where(seen.known_ids() >= 0, batch["input_ids"], words[which])
-    return {**batch, "input_ids": _closed(seen, ids)}
+def _random_ids(observation: Observation, generator: torch.Generator) -> dict[str, Tensor]:
+    batch = observation.placeholder()
+    size = observation.model.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
+    words = ordinary_ids(size, _special(observation)).to(observation.device)
+    which = torch.randint(
+        len(words), observation.input_shape, generator=generator, device=observation.device
+    )
+    ids = torch.where(observation.known_ids() >= 0, batch["input_ids"], words[which])
+    return {**batch, "input_ids": _closed(observation, ids)}
 
 
-def _special(seen: Observation) -> list[int]:
+def _special(observation: Observation) -> list[int]:
     """Ids that are no words: of padding and ends, models make masks and places."""
-    found = {*special_ids(seen.model, seen.tokenizer), *special_ids(seen.model)}
-    return sorted(found | set(_ends(seen)))
+    found = {
+        *special_ids(observation.model, observation.tokenizer),
+        *special_ids(observation.model),
+    }
+    return sorted(found | set(_ends(observation)))
 
 
-def _ends(seen: Observation) -> list[int]:
+def _ends(observation: Observation) -> list[int]:
     """The ids that end a text, of which some models have several."""
-    end = getattr(getattr(seen.model, "config", None), "eos_token_id", None)
+    end = getattr(getattr(observation.model, "config", None), "eos_token_id", None)
     return [] if end is None else list(end) if isinstance(end, list | tuple) else [int(end)]
 
 
-def _closed(seen: Observation, ids: Tensor) -> Tensor:
+def _closed(observation: Observation, ids: Tensor) -> Tensor:
     """Texts with an end, where no special token of the tokenizer's is one: classifiers of
     encoder-decoders read their output there.
     """
-    ends = _ends(seen)
-    if ends and is_encoder_decoder(seen.model):
+    ends = _ends(observation)
+    if ends and is_encoder_decoder(observation.model):
         rows = (~torch.isin(ids, torch.tensor(ends, device=ids.device)).any(1)).nonzero()[:, 0]
-        ids[rows, ends_of(seen.tokens)[1][rows]] = ends[0]
+        ids[rows, ends_of(observation.tokens)[1][rows]] = ends[0]
     return ids
 
 
-def _random_pixels(seen: Observation, generator: torch.Generator) -> dict[str, Tensor]:
-    like = IMAGE.main_input(seen.placeholder())
+def _random_pixels(observation: Observation, generator: torch.Generator) -> dict[str, Tensor]:
+    like = IMAGE.main_input(observation.placeholder())
     drawn = torch.rand(like.shape, generator=generator, device=like.device, dtype=like.dtype)
     return {IMAGE.key: drawn}
 
@@ -85,7 +90,7 @@ _DRAWS = 8
 _LAST = 128  # of a decoder's texts, of which one position counts
 
 
-def recover_labels(seen: Observation) -> Tensor:
+def recover_labels(observation: Observation) -> Tensor:
     """`(B,)` class ids: exact for one sample whose last layer is undefended, an estimate in
     ascending order for several.
 
@@ -95,22 +100,22 @@ def recover_labels(seen: Observation) -> Tensor:
 
     Example:
         >>> from dataclasses import replace
-        >>> recover_labels(replace(image_seen, labels=None)).shape
+        >>> recover_labels(replace(image_observation, labels=None)).shape
         torch.Size([2])
     """
-    slope = last_layer_slope(seen)
-    if seen.batch_size == 1:
+    slope = last_layer_slope(observation)
+    if observation.batch_size == 1:
         return slope.argmin()[None]
-    head = _Head.of(seen)
-    predictions = _predictions(seen, head, slope)
+    head = _Head.of(observation)
+    predictions = _predictions(observation, head, slope)
     # Σ_c n_c (P_c - e_c) = B slope for counts n, with P_c the mean prediction of class c's samples
     system = (predictions.T - torch.eye(len(slope), device=slope.device)).double()
     system = torch.cat([system, torch.ones_like(system[:1])])
-    target = torch.cat([slope, torch.ones_like(slope[:1])]).double() * seen.batch_size
-    return _as_labels(_non_negative(system, target), seen)
+    target = torch.cat([slope, torch.ones_like(slope[:1])]).double() * observation.batch_size
+    return _as_labels(_non_negative(system, target), observation)
 
 
-def recover_labels_below(seen: Observation) -> Tensor:
+def recover_labels_below(observation: Observation) -> Tensor:
     """`(B,)` class ids without the last layer's gradient: that of the last layer which was shared,
     compared to what it is at the attacker's own inputs with each label.
 
@@ -119,53 +124,59 @@ def recover_labels_below(seen: Observation) -> Tensor:
 
     Example:
         >>> from dataclasses import replace
-        >>> below = {n: g for n, g in seen.gradient.items() if not n.startswith("classifier")}
-        >>> recover_labels_below(replace(seen, gradient=below)).shape
+        >>> below = {n: g for n, g in observation.gradient.items() if not n.startswith("classifier")}
+        >>> recover_labels_below(replace(observation, gradient=below)).shape
         torch.Size([2])
     """
-    _, classes = _last_parameter(seen)
-    own = {name.rpartition(".")[0] for name in _Head.names(seen)}
-    names = [n for n in seen.gradient if n.rpartition(".")[0] not in own and seen.gradient[n].any()]
+    _, classes = _last_parameter(observation)
+    own = {name.rpartition(".")[0] for name in _Head.names(observation)}
+    names = [
+        n
+        for n in observation.gradient
+        if n.rpartition(".")[0] not in own and observation.gradient[n].any()
+    ]
     if not names:
         raise ValueError("Nothing below the last layer was shared. Pass labels to the Observation.")
     module = names[-1].rpartition(".")[0]
     names = [name for name in names if name.rpartition(".")[0] == module]
-    shared = torch.cat([seen.gradient[name].flatten() for name in names]).double()
-    generator, columns = _generator(seen), []
-    with _as_it_was(seen.model):
+    shared = torch.cat([observation.gradient[name].flatten() for name in names]).double()
+    generator, columns = _generator(observation), []
+    with _as_it_was(observation.model):
         for label in range(classes):
             total = torch.zeros_like(shared)
             for _ in range(_DRAWS):
-                labels = torch.full((seen.batch_size,), label, device=seen.device)
-                batch = random_inputs(seen, generator) | {"labels": labels}
+                labels = torch.full((observation.batch_size,), label, device=observation.device)
+                batch = random_inputs(observation, generator) | {"labels": labels}
                 gradient = GradientMap(
-                    seen.model, batch, share_input_embeddings=True, second_order=False
+                    observation.model, batch, share_input_embeddings=True, second_order=False
                 ).gradient()
                 total += torch.cat([gradient[name].flatten() for name in names]).double() / _DRAWS
             columns.append(total)
     directions = torch.stack(columns)
-    if seen.batch_size == 1:
+    if observation.batch_size == 1:
         return torch.cosine_similarity(directions, shared[None]).argmax()[None]
     size = directions.norm(dim=1).mean().clamp_min(1e-30)
-    system = torch.cat([directions.T / size, torch.ones(1, classes, device=seen.device)])
-    target = torch.cat([shared / size, torch.ones(1, device=seen.device)])
-    return _as_labels(_non_negative(system.double(), target.double()) * seen.batch_size, seen)
+    system = torch.cat([directions.T / size, torch.ones(1, classes, device=observation.device)])
+    target = torch.cat([shared / size, torch.ones(1, device=observation.device)])
+    return _as_labels(
+        _non_negative(system.double(), target.double()) * observation.batch_size, observation
+    )
 
 
-def check_classes(seen: Observation) -> None:
+def check_classes(observation: Observation) -> None:
     """Refuse models whose labels are no single class a sample.
 
     Raises:
         ValueError: With what to do instead.
 
     Example:
-        >>> check_classes(seen)
+        >>> check_classes(observation)
     """
-    if (kind := label_kind(seen.model)) != "class":
+    if (kind := label_kind(observation.model)) != "class":
         raise ValueError(_NOT_READ[kind])
 
 
-def last_layer_slope(seen: Observation) -> Tensor:
+def last_layer_slope(observation: Observation) -> Tensor:
     """`(C,)`: mean_b (p_b - y_b), read off the last layer; of one sample without a bias only up to
     a positive factor.
 
@@ -173,26 +184,26 @@ def last_layer_slope(seen: Observation) -> Tensor:
     zero, so what they do sum to is noise.
 
     Example:
-        >>> slope = last_layer_slope(seen)  # softmax minus one-hot sums to zero
+        >>> slope = last_layer_slope(observation)  # softmax minus one-hot sums to zero
         >>> slope.shape, bool(slope.sum().abs() < 1e-5)
         (torch.Size([2]), True)
     """
-    last, classes = _last_parameter(seen)
-    weight, bias = _Head.names(seen)
-    if not {weight, bias} & seen.gradient.keys():
+    last, classes = _last_parameter(observation)
+    weight, bias = _Head.names(observation)
+    if not {weight, bias} & observation.gradient.keys():
         raise ValueError(
             f"The gradient of the last layer ({last}) was not shared. Pass labels to the "
             "Observation, or read the layer below (recover_labels_below)."
         )
-    shared = _shared(seen)
+    shared = _shared(observation)
     if weight not in shared:
         return shared[bias]
     rows = shared[weight].flatten(1)
-    if bias not in shared and seen.batch_size == 1 and classes > 2:
+    if bias not in shared and observation.batch_size == 1 and classes > 2:
         # Row c is (p - y)_c h. The label's entry is minus the sum of the others, so its row is the
         # longest, and it points away from them.
         return -(rows @ rows[rows.norm(dim=1).argmax()])
-    head = _Head.of(seen)
+    head = _Head.of(observation)
     if head is None:
         if bias in shared:
             return shared[bias]
@@ -224,12 +235,16 @@ def _both(rows: Tensor, by_bias: Tensor, head: _Head, noise: Tensor) -> tuple[Te
     return slope, mean
 
 
-def _shared(seen: Observation) -> Tensors:
+def _shared(observation: Observation) -> Tensors:
     """What was shared of the last layer's weight and bias, by name: of one type, the more precise
     of the gradient's and the model's, and no less than float32.
     """
-    found = {name: seen.gradient[name] for name in _Head.names(seen) if name in seen.gradient}
-    models = [p.dtype for p in seen.model.parameters() if torch.is_floating_point(p)]
+    found = {
+        name: observation.gradient[name]
+        for name in _Head.names(observation)
+        if name in observation.gradient
+    }
+    models = [p.dtype for p in observation.model.parameters() if torch.is_floating_point(p)]
     types = [*models, *(tensor.dtype for tensor in found.values())]
     dtype = functools.reduce(torch.promote_types, types, torch.float32)
     return {name: tensor.to(dtype) for name, tensor in found.items()}
@@ -248,40 +263,40 @@ class _Head:
         return self.features.mean(0)
 
     @staticmethod
-    def names(seen: Observation) -> tuple[str, str]:
+    def names(observation: Observation) -> tuple[str, str]:
         """What the last layer's weight and bias are called, whether or not there are such."""
-        owner = _last_parameter(seen)[0].rpartition(".")[0]
+        owner = _last_parameter(observation)[0].rpartition(".")[0]
         prefix = f"{owner}." if owner else ""
         return f"{prefix}weight", f"{prefix}bias"
 
     @classmethod
-    def of(cls, seen: Observation) -> _Head | None:
+    def of(cls, observation: Observation) -> _Head | None:
         """`None` if the last layer is not linear in features `(..., H)`."""
-        layer = seen.model.get_submodule(_Head.names(seen)[0].rpartition(".")[0])
+        layer = observation.model.get_submodule(_Head.names(observation)[0].rpartition(".")[0])
         if not isinstance(layer, nn.Linear):
             return None
-        found = _drawn(seen, layer)
-        like = next(iter(_shared(seen).values()))
+        found = _drawn(observation, layer)
+        like = next(iter(_shared(observation).values()))
         return cls(layer, torch.cat(found).to(like)) if found else None
 
 
-def _drawn(seen: Observation, layer: nn.Linear) -> list[Tensor]:
+def _drawn(observation: Observation, layer: nn.Linear) -> list[Tensor]:
     """Features in front of the last layer, each `(n, H)`, of inputs drawn at random."""
     calls: list[tuple[Tensor, Tensor]] = []
     found: list[Tensor] = []
     noting = layer.register_forward_hook(
         lambda _, args, output: calls.append((args[0].detach(), output))
     )
-    generator, drawn, draws = _generator(seen), 0, _DRAWS
-    with noting, torch.no_grad(), _as_it_was(seen.model):
+    generator, drawn, draws = _generator(observation), 0, _DRAWS
+    with noting, torch.no_grad(), _as_it_was(observation.model):
         while drawn < draws:
             drawn += 1
             calls.clear()
-            logits = seen.model(**random_inputs(seen, generator)).logits
+            logits = observation.model(**random_inputs(observation, generator)).logits
             for features, output in calls:
                 found.append(_that_count(features, output, logits))
                 if len(found[-1]) < output[..., 0].numel():
-                    draws = max(_DRAWS, _LAST // seen.batch_size)
+                    draws = max(_DRAWS, _LAST // observation.batch_size)
     return found
 
 
@@ -296,16 +311,16 @@ def _that_count(features: Tensor, output: Tensor, logits: Tensor) -> Tensor:
     return features.flatten(0, -2)
 
 
-def _predictions(seen: Observation, head: _Head | None, slope: Tensor) -> Tensor:
+def _predictions(observation: Observation, head: _Head | None, slope: Tensor) -> Tensor:
     """P `(C, C)`: the mean prediction for samples of each class.
 
     Where the gradients of weight and bias say that a class occurs, their ratio gives its features,
     as far as they stand out of the noise; elsewhere the attacker's own inputs' are taken.
     """
-    weight, bias = _Head.names(seen)
-    shared = _shared(seen)
+    weight, bias = _Head.names(observation)
+    shared = _shared(observation)
     if head is None or weight not in shared:
-        return _mean_prediction(seen).expand(len(slope), -1)
+        return _mean_prediction(observation).expand(len(slope), -1)
     noise, mean, rows = _noise(shared), head.mean, shared[weight].flatten(1)
     if bias in shared:
         mean = _both(rows, shared[bias], head, noise)[1]
@@ -334,26 +349,30 @@ def _non_negative(system: Tensor, target: Tensor) -> Tensor:
     return torch.from_numpy(solution).to(system.device)
 
 
-def _as_labels(counts: Tensor, seen: Observation) -> Tensor:
+def _as_labels(counts: Tensor, observation: Observation) -> Tensor:
     """Counts that add up to the batch, each class as often as it is said to occur."""
-    counts = counts.clamp_min(0) * (seen.batch_size / counts.clamp_min(0).sum().clamp_min(1e-12))
+    counts = counts.clamp_min(0) * (
+        observation.batch_size / counts.clamp_min(0).sum().clamp_min(1e-12)
+    )
     whole = counts.floor()
     for index in (counts - whole).argsort(descending=True, stable=True)[
-        : seen.batch_size - int(whole.sum())
+        : observation.batch_size - int(whole.sum())
     ]:
         whole[index] += 1
-    return torch.repeat_interleave(torch.arange(len(whole), device=seen.device), whole.long())
+    return torch.repeat_interleave(
+        torch.arange(len(whole), device=observation.device), whole.long()
+    )
 
 
-def _last_parameter(seen: Observation) -> tuple[str, int]:
+def _last_parameter(observation: Observation) -> tuple[str, int]:
     """The last parameter that has a row for each class, and how many there are."""
-    check_classes(seen)
-    classes = getattr(getattr(seen.model, "config", None), "num_labels", None)
-    parameters = dict(seen.model.named_parameters())
+    check_classes(observation)
+    classes = getattr(getattr(observation.model, "config", None), "num_labels", None)
+    parameters = dict(observation.model.named_parameters())
     last = next((name for name in reversed(parameters) if len(parameters[name]) == classes), None)
     if last is None or classes is None:
         raise ValueError(
-            f"No parameter of {type(seen.model).__name__} has a row for each class, so labels "
+            f"No parameter of {type(observation.model).__name__} has a row for each class, so labels "
             "cannot be read off its last layer. Pass labels to the Observation."
         )
     return last, classes
@@ -369,18 +388,18 @@ _NOT_READ = {
 }
 
 
-def _generator(seen: Observation) -> torch.Generator:
-    return torch.Generator(device=seen.device).manual_seed(0)
+def _generator(observation: Observation) -> torch.Generator:
+    return torch.Generator(device=observation.device).manual_seed(0)
 
 
-def _mean_prediction(seen: Observation) -> Tensor:
+def _mean_prediction(observation: Observation) -> Tensor:
     """p̄ `(C,)` at random inputs."""
-    generator = _generator(seen)
+    generator = _generator(observation)
     total: Tensor | float = 0.0
-    with torch.no_grad(), _as_it_was(seen.model):
+    with torch.no_grad(), _as_it_was(observation.model):
         for _ in range(_DRAWS):
-            batch = random_inputs(seen, generator)
-            total = total + seen.model(**batch).logits.softmax(-1).mean(0) / _DRAWS
+            batch = random_inputs(observation, generator)
+            total = total + observation.model(**batch).logits.softmax(-1).mean(0) / _DRAWS
     assert isinstance(total, Tensor)
     return total
 

@@ -41,7 +41,7 @@ class Readers:
         pooled: Whether they read one input per text, and not one per position.
 
     Example:
-        >>> first = find_readers(seen)[0]
+        >>> first = find_readers(observation)[0]
         >>> [name.split(".")[-2] for name in first.names], first.mixing, first.positional
         (['query', 'key', 'value'], 'none', True)
     """
@@ -54,9 +54,9 @@ class Readers:
     calls: int = 1
     pooled: bool = False
 
-    def gradients(self, seen: Observation) -> list[Tensor]:
+    def gradients(self, observation: Observation) -> list[Tensor]:
         """δᵀX of every layer: `(out, in)`."""
-        return [self.like_rows(i, seen.gradient[name]) for i, name in enumerate(self.names)]
+        return [self.like_rows(i, observation.gradient[name]) for i, name in enumerate(self.names)]
 
     def like_rows(self, index: int, tensor: Tensor) -> Tensor:
         """A tensor in the shape of a layer's weight as `(out, in)`: GPT-2's Conv1D has it the other
@@ -83,28 +83,28 @@ class Readers:
         return [m.weight.shape for m in self.modules] == [m.weight.shape for m in other.modules]
 
 
-def find_readers(seen: Observation) -> list[Readers]:
+def find_readers(observation: Observation) -> list[Readers]:
     """The linear layers whose gradient was shared, grouped by what they read, in the order in which
     they run. Layers that run several times a pass are there once for every call.
 
     Example:
-        >>> sorted({readers.mixing for readers in find_readers(seen)})  # of an encoder
+        >>> sorted({readers.mixing for readers in find_readers(observation)})  # of an encoder
         ['full', 'none']
     """
     names = {
         id(p): name
-        for name, p in seen.model.named_parameters()
-        if seen.gradient.get(name, torch.zeros(1)).any()
+        for name, p in observation.model.named_parameters()
+        if observation.gradient.get(name, torch.zeros(1)).any()
     }
     modules = {
         module: names[id(module.weight)]
-        for module in seen.model.modules()
+        for module in observation.model.modules()
         if isinstance(module, (nn.Linear, Conv1D)) and id(module.weight) in names
     }
-    first, other = _two_tokens(seen)
-    tail = _closing(seen)
+    first, other = _two_tokens(observation)
+    tail = _closing(observation)
     passes = [
-        _all_inputs(seen, list(modules), [*ids, *tail])
+        _all_inputs(observation, list(modules), [*ids, *tail])
         for ids in ([first] * 3, [first, other, first])
     ]
     length, calls = 3 + len(tail), Counter(module for module, _ in passes[0])
@@ -137,7 +137,7 @@ def find_readers(seen: Observation) -> list[Readers]:
 
 
 def layer_inputs(
-    seen: Observation, readers: Readers, ids: Tensor, mask: Tensor | None = None, **more: Any
+    observation: Observation, readers: Readers, ids: Tensor, mask: Tensor | None = None, **more: Any
 ) -> Tensor:
     """What `readers` read when the model runs on candidates: `(B, T, H)`. The pass stops there.
 
@@ -147,14 +147,18 @@ def layer_inputs(
         more: For the model.
 
     Example:
-        >>> layer_inputs(seen, find_readers(seen)[0], batch["input_ids"]).shape == gmap.input.shape
+        >>> layer_inputs(observation, find_readers(observation)[0], batch["input_ids"]).shape == gmap.input.shape
         True
     """
-    return all_inputs(seen, [readers], ids, mask, **more)[0]
+    return all_inputs(observation, [readers], ids, mask, **more)[0]
 
 
 def all_inputs(
-    seen: Observation, groups: list[Readers], ids: Tensor, mask: Tensor | None = None, **more: Any
+    observation: Observation,
+    groups: list[Readers],
+    ids: Tensor,
+    mask: Tensor | None = None,
+    **more: Any,
 ) -> list[Tensor]:
     """What several groups of layers read in one pass, which stops behind the last of them.
 
@@ -164,8 +168,8 @@ def all_inputs(
         more: For the model.
 
     Example:
-        >>> groups = find_readers(seen)[:2]
-        >>> [x.shape == gmap.input.shape for x in all_inputs(seen, groups, batch["input_ids"])]
+        >>> groups = find_readers(observation)[:2]
+        >>> [x.shape == gmap.input.shape for x in all_inputs(observation, groups, batch["input_ids"])]
         [True, True]
     """
     caught: dict[int, Tensor] = {}
@@ -182,7 +186,7 @@ def all_inputs(
     modules = dict.fromkeys(readers.modules[0] for readers in groups)
     catching = hooked(module.register_forward_pre_hook(catch) for module in modules)
     with catching, suppress(_Stop):
-        run(seen, ids, mask, **more)
+        run(observation, ids, mask, **more)
     return [caught[index] for index in range(len(groups))]
 
 
@@ -200,7 +204,7 @@ class _Stop(Exception):
     """Ends a forward pass whose rest is not needed."""
 
 
-def run(seen: Observation, ids: Tensor, mask: Tensor | None = None, **more: Any) -> None:
+def run(observation: Observation, ids: Tensor, mask: Tensor | None = None, **more: Any) -> None:
     """A forward pass of the model on candidates, without dropout, for what hooks see of it.
 
     Example:
@@ -208,7 +212,7 @@ def run(seen: Observation, ids: Tensor, mask: Tensor | None = None, **more: Any)
         >>> def note(module, args):
         ...     lengths.append(args[0].shape[1])
         >>> handle = model.get_input_embeddings().register_forward_pre_hook(note)
-        >>> run(seen, torch.tensor([[5, 6, 7]]))
+        >>> run(observation, torch.tensor([[5, 6, 7]]))
         >>> lengths
         [3]
     """
@@ -217,28 +221,28 @@ def run(seen: Observation, ids: Tensor, mask: Tensor | None = None, **more: Any)
         "attention_mask": torch.ones_like(ids) if mask is None else mask.long(),
     }
     # Translation models decode another text, which says nothing here; classifiers the same one.
-    if _name(seen.model) in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES.values():
+    if _name(observation.model) in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES.values():
         batch["decoder_input_ids"] = torch.full_like(
-            ids[:, :1], ordinary_id(seen.model, seen.tokenizer)
+            ids[:, :1], ordinary_id(observation.model, observation.tokenizer)
         )
-    with torch.no_grad(), without_dropout(seen.model):
-        seen.model(**batch, **more)
+    with torch.no_grad(), without_dropout(observation.model):
+        observation.model(**batch, **more)
 
 
 def _name(model: nn.Module) -> str:
     return type(without_adapters(model)).__name__
 
 
-def _closing(seen: Observation) -> list[int]:
+def _closing(observation: Observation) -> list[int]:
     """What a synthetic text must end with for the model to run to its end: classifiers of
     encoder-decoders read their output at the end-of-sequence token.
     """
-    end = getattr(getattr(seen.model, "config", None), "eos_token_id", None)
-    return [int(end)] if is_encoder_decoder(seen.model) and end is not None else []
+    end = getattr(getattr(observation.model, "config", None), "eos_token_id", None)
+    return [int(end)] if is_encoder_decoder(observation.model) and end is not None else []
 
 
 def _all_inputs(
-    seen: Observation, modules: list[nn.Module], ids: list[int]
+    observation: Observation, modules: list[nn.Module], ids: list[int]
 ) -> dict[tuple[nn.Module, int], Tensor]:
     """What each module reads at each of its calls, in order."""
     inputs: dict[tuple[nn.Module, int], Tensor] = {}
@@ -249,55 +253,55 @@ def _all_inputs(
         counts[module] += 1
 
     with hooked(module.register_forward_pre_hook(watch) for module in modules):
-        run(seen, torch.tensor([ids], device=seen.device))
+        run(observation, torch.tensor([ids], device=observation.device))
     return inputs
 
 
-def _two_tokens(seen: Observation) -> tuple[int, int]:
+def _two_tokens(observation: Observation) -> tuple[int, int]:
     """Two ids with different embeddings, neither of them special if possible."""
-    weight: Tensor = TEXT.embedding(seen.model).weight  # type: ignore[assignment]
-    first = ordinary_id(seen.model, seen.tokenizer)
-    padding = getattr(getattr(seen.model, "config", None), "pad_token_id", None)
+    weight: Tensor = TEXT.embedding(observation.model).weight  # type: ignore[assignment]
+    first = ordinary_id(observation.model, observation.tokenizer)
+    padding = getattr(getattr(observation.model, "config", None), "pad_token_id", None)
     distances = (weight.detach() - weight.detach()[first]).square().sum(1)
     if padding is not None and 0 <= padding < len(distances):
         distances[padding] = -1
     return first, int(distances.argmax())
 
 
-def observed_length(seen: Observation) -> int | None:
+def observed_length(observation: Observation) -> int | None:
     """Tokens in the batch's longest text, special tokens included.
 
     Only positions at which some text has a token have a gradient; padding has none. Under noise,
     the rows of positions that cannot have been used (from T on) tell its size.
 
     Args:
-        seen: What the server saw; only its T must be at least the length.
+        observation: What the server saw; only its T must be at least the length.
 
     Returns:
         The length; `None` if the model learns no position embeddings, their gradient was not
         shared, or noise covers it.
 
     Example:
-        >>> observed_length(seen) == int(batch["attention_mask"].sum(1).max())
+        >>> observed_length(observation) == int(batch["attention_mask"].sum(1).max())
         True
     """
-    tokens = seen.domain.embedding(seen.model)
+    tokens = observation.domain.embedding(observation.model)
     if tokens is None:  # pixels
         return None
-    found = _positions(seen, tokens)
+    found = _positions(observation, tokens)
     if found is None:
         return None
     gradient, offset = found
     norms = gradient.norm(dim=1)[offset:]
-    size = seen.input_shape[1]
+    size = observation.input_shape[1]
     floor = 1.5 * float(norms[size:].max()) if len(norms) > size else 0.0
     used = (norms[:size] > floor).nonzero()
     if not len(used):
         return None
-    return int(used.max()) + 1 + int(is_causal_lm(seen.model))
+    return int(used.max()) + 1 + int(is_causal_lm(observation.model))
 
 
-def with_length(seen: Observation) -> Observation:
+def with_length(observation: Observation) -> Observation:
     """The observation as an attacker takes it who reads the longest text's length off the gradient,
     where it was not granted and can be read.
 
@@ -306,38 +310,44 @@ def with_length(seen: Observation) -> Observation:
 
     Example:
         >>> from dataclasses import replace
-        >>> padded = replace(seen, input_shape=(2, 12), attention_mask=None)
+        >>> padded = replace(observation, input_shape=(2, 12), attention_mask=None)
         >>> with_length(padded).input_shape
         (2, 8)
     """
-    if seen.attention_mask is not None or len(seen.input_shape) != 2:
-        return seen
-    length = None if _is_pruned(seen) else observed_length(seen)
-    if length is None or length >= seen.input_shape[1]:
-        return seen
-    labels = seen.labels
-    if labels is not None and labels.dim() > 1 and labels.shape == seen.input_shape:
+    if observation.attention_mask is not None or len(observation.input_shape) != 2:
+        return observation
+    length = None if _is_pruned(observation) else observed_length(observation)
+    if length is None or length >= observation.input_shape[1]:
+        return observation
+    labels = observation.labels
+    if labels is not None and labels.dim() > 1 and labels.shape == observation.input_shape:
         labels = labels[:, :length]
-    return replace(seen, input_shape=(seen.batch_size, length), labels=labels)
+    return replace(observation, input_shape=(observation.batch_size, length), labels=labels)
 
 
-def _is_pruned(seen: Observation) -> bool:
-    words = getattr(seen.domain.embedding(seen.model), "weight", None)
-    own = {name for name, p in seen.model.named_parameters() if p is words}  # a tied head's as well
-    counted = [tensor for name, tensor in seen.gradient.items() if name not in own]
+def _is_pruned(observation: Observation) -> bool:
+    words = getattr(observation.domain.embedding(observation.model), "weight", None)
+    own = {
+        name for name, p in observation.model.named_parameters() if p is words
+    }  # a tied head's as well
+    counted = [tensor for name, tensor in observation.gradient.items() if name not in own]
     kept = sum(int(tensor.count_nonzero()) for tensor in counted)
     return kept <= sum(tensor.numel() for tensor in counted) / 2
 
 
-def _positions(seen: Observation, tokens: nn.Module) -> tuple[Tensor, int] | None:
+def _positions(observation: Observation, tokens: nn.Module) -> tuple[Tensor, int] | None:
     """The gradient of the embedding that is read at consecutive rows, and the row of the first
     position.
     """
-    names = {id(p): name for name, p in seen.model.named_parameters() if name in seen.gradient}
+    names = {
+        id(p): name
+        for name, p in observation.model.named_parameters()
+        if name in observation.gradient
+    }
     caught: dict[nn.Module, Tensor] = {}
     modules = [
         m
-        for m in seen.model.modules()
+        for m in observation.model.modules()
         if isinstance(m, nn.Embedding) and m is not tokens and id(m.weight) in names
     ]
 
@@ -345,11 +355,11 @@ def _positions(seen: Observation, tokens: nn.Module) -> tuple[Tensor, int] | Non
         if args:
             caught[module] = args[0]
 
-    token = ordinary_id(seen.model, seen.tokenizer)
+    token = ordinary_id(observation.model, observation.tokenizer)
     with hooked(module.register_forward_pre_hook(catch) for module in modules):
-        run(seen, torch.full((1, 3), token, device=seen.device))
+        run(observation, torch.full((1, 3), token, device=observation.device))
     for module, read in caught.items():
         rows = read.flatten().tolist()
         if len(rows) == 3 and rows == list(range(rows[0], rows[0] + 3)):
-            return seen.gradient[names[id(module.weight)]], int(rows[0])
+            return observation.gradient[names[id(module.weight)]], int(rows[0])
     return None

@@ -25,21 +25,22 @@ def average(observations: Sequence[Observation]) -> Observation:
             differs in more than the variance of Gaussian noise.
 
     Example:
-        >>> mean = average([replace(seen, noise_variance=0.04)] * 4)
+        >>> mean = average([replace(observation, noise_variance=0.04)] * 4)
         >>> mean.noise_variance
         0.01
-        >>> uneven = average([replace(seen, noise_variance=v) for v in (1.0, 0.25)])
+        >>> uneven = average([replace(observation, noise_variance=v) for v in (1.0, 0.25)])
         >>> round(uneven.noise_variance, 6)  # the second weighs four times as much
         0.2
     """
     if not observations or any(
-        seen.gradient.keys() != observations[0].gradient.keys() for seen in observations
+        observation.gradient.keys() != observations[0].gradient.keys()
+        for observation in observations
     ):
         raise ValueError(
             "average needs at least one observation, all with gradients of the same parameters."
         )
     first = observations[0]
-    if not all(alike(first, seen) for seen in observations):
+    if not all(alike(first, observation) for observation in observations):
         raise ValueError(
             "Uploads whose mechanisms, or what is granted of them, differ in more than the "
             "variance of Gaussian noise have no mean with a mechanism. Attack them "
@@ -48,12 +49,18 @@ def average(observations: Sequence[Observation]) -> Observation:
     shares = {name: _shares(observations, name) for name in first.gradient}
     mechanism = None if first.mechanism is None else first.mechanism.of_mean(len(observations))
     if mechanism is not None and mechanism.variance is not None:
-        variances = [seen.mechanism.variance for seen in observations if seen.mechanism is not None]
+        variances = [
+            observation.mechanism.variance
+            for observation in observations
+            if observation.mechanism is not None
+        ]
         mechanism = replace(mechanism, variance=_of_mean(variances, shares))
     return replace(
         first,
         gradient={name: _mean(observations, name, share) for name, share in shares.items()},
-        noise_variance=_of_mean([seen.noise_variance for seen in observations], shares),
+        noise_variance=_of_mean(
+            [observation.noise_variance for observation in observations], shares
+        ),
         mechanism=mechanism,
     )
 
@@ -63,7 +70,7 @@ def alike(one: Observation, other: Observation) -> bool:
     variance of Gaussian noise, so that they have a mean.
 
     Example:
-        >>> alike(seen, replace(seen, noise_variance=0.5))  # of one nobody knows the noise
+        >>> alike(observation, replace(observation, noise_variance=0.5))  # of one nobody knows the noise
         False
     """
     if (
@@ -97,11 +104,11 @@ def _same(one: _Variance, other: _Variance) -> bool:
     )
 
 
-def _variance(seen: Observation, name: str) -> Tensor:
+def _variance(observation: Observation, name: str) -> Tensor:
     """Of the noise on a parameter as far as it is known, to be broadcast; 0 where it is not."""
-    known = seen.noise_variance
-    if seen.mechanism is not None and seen.mechanism.variance is not None:
-        known = seen.mechanism.variance
+    known = observation.noise_variance
+    if observation.mechanism is not None and observation.mechanism.variance is not None:
+        known = observation.mechanism.variance
     if isinstance(known, Mapping):
         return known[name]
     return torch.tensor(known or 0.0, dtype=torch.float64)  # on the CPU: goes with all devices
@@ -109,7 +116,7 @@ def _variance(seen: Observation, name: str) -> Tensor:
 
 def _shares(observations: Sequence[Observation], name: str) -> Tensor:
     """`(n, *shape)`, or `(n,)` where all entries are alike: what each upload weighs in the mean."""
-    variances = [_variance(seen, name) for seen in observations]
+    variances = [_variance(observation, name) for observation in observations]
     if _pruned(observations[0]) or any(v.dim() for v in variances):
         variances = [_where_sent(s, s.gradient[name], v)
                      for s, v in zip(observations, variances, strict=True)]  # fmt: skip
@@ -119,19 +126,19 @@ def _shares(observations: Sequence[Observation], name: str) -> Tensor:
     return precise / precise.sum(0)
 
 
-def _pruned(seen: Observation) -> bool:
-    return seen.mechanism is not None and seen.mechanism.selection != "all"
+def _pruned(observation: Observation) -> bool:
+    return observation.mechanism is not None and observation.mechanism.selection != "all"
 
 
-def _where_sent(seen: Observation, y: Tensor, variance: Tensor) -> Tensor:
+def _where_sent(observation: Observation, y: Tensor, variance: Tensor) -> Tensor:
     """Infinite where an entry was withheld: 0, and if no mechanism says so, without noise."""
     variance = variance.to(y.device, torch.promote_types(y.dtype, torch.float32))
-    withheld = (y == 0) if _pruned(seen) else (y == 0) & (variance == 0)
+    withheld = (y == 0) if _pruned(observation) else (y == 0) & (variance == 0)
     return variance.expand_as(y).masked_fill(withheld, torch.inf)
 
 
 def _mean(observations: Sequence[Observation], name: str, shares: Tensor) -> Tensor:
-    messages = [seen.gradient[name] for seen in observations]
+    messages = [observation.gradient[name] for observation in observations]
     if bool((shares == shares[0]).all()):
         return torch.stack(messages).mean(0)
     parts = [share * y for share, y in zip(shares, messages, strict=True)]
@@ -178,7 +185,7 @@ def gathered(uploads: Iterable[Observation], at: int = 0) -> Observation:
         >>> bias, mechanism = "classifier.bias", Mechanism(selection="largest", has_residual=True)
         >>> sent = [[1.0, 0.0], [2.0, 0.0], [0.0, 6.0]]
         >>> uploads = [
-        ...     replace(seen, gradient={bias: torch.tensor(y)}, mechanism=mechanism) for y in sent
+        ...     replace(observation, gradient={bias: torch.tensor(y)}, mechanism=mechanism) for y in sent
         ... ]
         >>> whole = gathered(uploads, at=1)  # the second entry waits for the third upload
         >>> whole.gradient[bias].tolist(), whole.mechanism.batches[bias].tolist()
@@ -189,23 +196,27 @@ def gathered(uploads: Iterable[Observation], at: int = 0) -> Observation:
     gradient: Tensors = {}
     batches: Tensors = {}  # in each entry of the upload, or of the one that brings it
     waiting: Tensors = {}  # for one that does
-    for number, seen in enumerate(uploads):
-        if seen.mechanism is None or (number and seen.gradient.keys() != batches.keys()):
+    for number, observation in enumerate(uploads):
+        if observation.mechanism is None or (
+            number and observation.gradient.keys() != batches.keys()
+        ):
             raise ValueError(
                 "gathered needs uploads of one client, with gradients of the same parameters and "
                 "the mechanism of each: Observation(mechanism=defense.mechanism(message))."
             )
         if not number:
-            before = seen.mechanism.batches or {}
-            batches = {n: before.get(n, torch.ones_like(y)).int() for n, y in seen.gradient.items()}
+            before = observation.mechanism.batches or {}
+            batches = {
+                n: before.get(n, torch.ones_like(y)).int() for n, y in observation.gradient.items()
+            }
         if number == at:
-            target = seen
-            gradient = {name: torch.zeros_like(y) for name, y in seen.gradient.items()}
+            target = observation
+            gradient = {name: torch.zeros_like(y) for name, y in observation.gradient.items()}
             waiting = {name: torch.ones_like(y, dtype=torch.bool) for name, y in gradient.items()}
-        if seen.mechanism.fitted is not None:
-            later += [dict(seen.gradient)] if number > at else []
+        if observation.mechanism.fitted is not None:
+            later += [dict(observation.gradient)] if number > at else []
             continue
-        for name, y in seen.gradient.items():
+        for name, y in observation.gradient.items():
             if number < at:
                 batches[name] = (batches[name] + 1).masked_fill(y != 0, 1)
                 continue
@@ -223,29 +234,30 @@ def gathered(uploads: Iterable[Observation], at: int = 0) -> Observation:
     return replace(target, gradient=gradient, mechanism=mechanism)
 
 
-def own_entries(seen: Observation) -> Observation | None:
+def own_entries(observation: Observation) -> Observation | None:
     """Of what was gathered the entries that are the batch's own, as if it had been pruned to them
     without feedback, for any attack; `None` where there is none, or nobody knows which.
 
     Args:
-        seen: With `batches` in its mechanism.
+        observation: With `batches` in its mechanism.
 
     Example:
         >>> from hf_gradguard.defenses.mechanism import Mechanism
         >>> bias, batches = "classifier.bias", {"classifier.bias": torch.tensor([1, 3])}
         >>> mechanism = Mechanism(selection="largest", has_residual=True, batches=batches)
-        >>> whole = replace(seen, gradient={bias: torch.tensor([2.0, 6.0])}, mechanism=mechanism)
+        >>> whole = replace(observation, gradient={bias: torch.tensor([2.0, 6.0])}, mechanism=mechanism)
         >>> own = own_entries(whole)
         >>> own.gradient[bias].tolist(), own.mechanism.has_residual
         ([2.0, 0.0], False)
     """
-    mechanism = seen.mechanism
+    mechanism = observation.mechanism
     if mechanism is None or mechanism.batches is None:
         return None
     gradient = {
-        name: y.masked_fill(mechanism.batches[name] > 1, 0) for name, y in seen.gradient.items()
+        name: y.masked_fill(mechanism.batches[name] > 1, 0)
+        for name, y in observation.gradient.items()
     }
     if not any(bool(y.any()) for y in gradient.values()):
         return None
     known = replace(mechanism, selection="chosen", has_residual=False, batches=None)
-    return replace(seen, gradient=gradient, mechanism=known)
+    return replace(observation, gradient=gradient, mechanism=known)

@@ -116,10 +116,10 @@ def test_slopes_by_the_weights_are_differences_of_the_objective() -> None:
         total = 0.0
         with torch.no_grad():
             images = network.draw()
-        shared = torch.cat([g.flatten() for g in problem.seen.gradient.values()])
+        shared = torch.cat([g.flatten() for g in problem.observation.gradient.values()])
         for x in images:
             gradient = problem.gmap.gradient_at(x, labels=problem.labels[0])
-            flat = torch.cat([gradient[name].flatten() for name in problem.seen.gradient])
+            flat = torch.cat([gradient[name].flatten() for name in problem.observation.gradient])
             cosine = float(flat @ shared / (flat.norm() * shared.norm()))
             steps = float(x.diff(dim=-1).abs().mean() + x.diff(dim=-2).abs().mean())
             total += 1 - cosine + 0.1 * steps

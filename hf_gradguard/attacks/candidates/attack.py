@@ -39,7 +39,7 @@ class Ranked(Reconstruction):
             mechanism, they are only as good as a guess at one.
 
     Example:
-        >>> found = Candidates(["a fine film", "a dull plot"])(seen)
+        >>> found = Candidates(["a fine film", "a dull plot"])(observation)
         >>> found.scores.shape, found.ranking.sort().values.tolist()
         (torch.Size([2]), [0, 1])
     """
@@ -79,7 +79,7 @@ class Candidates(Attack):
 
     Example:
         >>> from hf_gradguard.attacks import make_attack
-        >>> found = make_attack("candidates", candidates=["a fine film", "a dull plot"])(seen)
+        >>> found = make_attack("candidates", candidates=["a fine film", "a dull plot"])(observation)
         >>> found.posterior.sum() > 1.99  # of two candidates two are in it
         tensor(True)
     """
@@ -106,8 +106,8 @@ class Candidates(Attack):
         listed = self.candidates
         return float(len(listed)) if isinstance(listed, list | tuple) else 100.0
 
-    def reconstruct(self, seen: Observation, generator: torch.Generator) -> Ranked:
-        return self._rank([[seen]], generator)[0]
+    def reconstruct(self, observation: Observation, generator: torch.Generator) -> Ranked:
+        return self._rank([[observation]], generator)[0]
 
     def together(
         self, observations: Sequence[Observation], generator: Stream | torch.Generator | None = None
@@ -125,7 +125,7 @@ class Candidates(Attack):
         """
         _check_together(observations)
         drawn = torch_generator(generator, observations[0].device)
-        return self._rank([[seen] for seen in observations], drawn)
+        return self._rank([[observation] for observation in observations], drawn)
 
     def history(
         self, observations: Sequence[Observation], generator: Stream | torch.Generator | None = None
@@ -154,7 +154,7 @@ class Candidates(Attack):
         started = time.perf_counter()
         totals: list[Tensor] = []
         for uploads in zip(*targets, strict=True):
-            entries = [self._entries(seen) for seen in uploads]
+            entries = [self._entries(observation) for observation in uploads]
             found = Scorer(self, uploads, entries, generator).scores()
             totals = [a + b for a, b in zip(totals, found, strict=True)] if totals else found
         seconds = (time.perf_counter() - started) / len(targets)
@@ -163,7 +163,7 @@ class Candidates(Attack):
             for uploads, one, scores in zip(targets, entries, totals, strict=True)
         ]
 
-    def _entries(self, seen: Observation) -> Entries:
+    def _entries(self, observation: Observation) -> Entries:
         listed = self.candidates
         if listed is None or (not self.places and isinstance(listed, str | Mapping)):
             raise ValueError(
@@ -171,35 +171,37 @@ class Candidates(Attack):
                 "one text with places at which to try every word."
             )
         if self.places:
-            listed = at_places(seen, listed, self.places, self.words)
-        return make_entries(seen, listed, self.labels)
+            listed = at_places(observation, listed, self.places, self.words)
+        return make_entries(observation, listed, self.labels)
 
 
 def _at_same_weights(observations: Sequence[Observation]) -> list[list[Observation]]:
     """Uploads that have a mean, with each other."""
     found: list[list[Observation]] = []
-    for seen in observations:
-        same = (one for one in found if one[0].model is seen.model and alike(one[0], seen))
+    for observation in observations:
+        same = (
+            one for one in found if one[0].model is observation.model and alike(one[0], observation)
+        )
         beside = next(same, None)
         if beside is None:
-            found.append([seen])
+            found.append([observation])
         else:
-            beside.append(seen)
+            beside.append(observation)
     return found
 
 
-def _ranked(seen: Observation, entries: Entries, scores: Tensor, seconds: float) -> Ranked:
+def _ranked(observation: Observation, entries: Entries, scores: Tensor, seconds: float) -> Ranked:
     """The K scores at their places in the list."""
     best = [entries.inputs[int(k)] for k in scores.argsort(descending=True, stable=True)]
-    best = best[: seen.batch_size]
-    best += [best[-1]] * (seen.batch_size - len(best))  # a short list
+    best = best[: observation.batch_size]
+    best += [best[-1]] * (observation.batch_size - len(best))  # a short list
     every = scores.new_full((entries.listed,), -torch.inf)
     every[entries.places] = scores
     posterior = torch.zeros_like(every)
-    posterior[entries.places] = _posterior(scores, seen.batch_size)
-    labels = seen.labels
+    posterior[entries.places] = _posterior(scores, observation.batch_size)
+    labels = observation.labels
     return Ranked(
-        **_SHOWN[seen.domain.name](seen, best),
+        **_SHOWN[observation.domain.name](observation, best),
         labels=None if labels is None or labels.dim() != 1 else labels,
         objective=-float(scores.max()),
         seconds=seconds,
@@ -209,12 +211,12 @@ def _ranked(seen: Observation, entries: Entries, scores: Tensor, seconds: float)
     )
 
 
-def _texts(seen: Observation, best: list[Tensor]) -> dict[str, Any]:
-    ids = [row[0, : seen.input_shape[1]].tolist() for row in best]
-    return {"token_ids": ids, "text": as_text(ids, seen.tokenizer)}
+def _texts(observation: Observation, best: list[Tensor]) -> dict[str, Any]:
+    ids = [row[0, : observation.input_shape[1]].tolist() for row in best]
+    return {"token_ids": ids, "text": as_text(ids, observation.tokenizer)}
 
 
-def _images(seen: Observation, best: list[Tensor]) -> dict[str, Any]:
+def _images(observation: Observation, best: list[Tensor]) -> dict[str, Any]:
     return {"input": torch.cat(best)}
 
 

@@ -237,28 +237,31 @@ LATER = 3  # messages that are read beside a first one: most of it is in these
 
 
 def spans_of(
-    seen: Observation, mechanism: Fitted, batch: Mapping[str, Any], generator: torch.Generator
+    observation: Observation,
+    mechanism: Fitted,
+    batch: Mapping[str, Any],
+    generator: torch.Generator,
 ) -> list[Powers]:
     """The spans of a message and of the client's next ones, as long as they can be read.
 
     Args:
-        seen: The message, of a model that draws nothing.
+        observation: The message, of a model that draws nothing.
         mechanism: Of its samples.
         batch: Any of the clients' kind.
         generator: Of the search. Left as it is.
     """
     found: list[Powers] = []
-    if seen.domain.name != "text":
+    if observation.domain.name != "text":
         return found
     drawn = generator.clone_state()
-    made = made_up(mechanism, batch, seen.model, list(seen.gradient), drawn)
+    made = made_up(mechanism, batch, observation.model, list(observation.gradient), drawn)
     later = (
         ()
-        if seen.mechanism is None or seen.batch_size == 1
-        else seen.mechanism.later_messages[:LATER]
+        if observation.mechanism is None or observation.batch_size == 1
+        else observation.mechanism.later_messages[:LATER]
     )
-    for message in (seen.gradient, *later):
-        span = _span_of(message, seen, mechanism, made, drawn.clone_state())
+    for message in (observation.gradient, *later):
+        span = _span_of(message, observation, mechanism, made, drawn.clone_state())
         if span is None:
             break
         found.append(span)
@@ -267,16 +270,16 @@ def spans_of(
 
 def _span_of(
     message: Mapping[str, Tensor],
-    seen: Observation,
+    observation: Observation,
     mechanism: Fitted,
     made: GradientMap,
     generator: torch.Generator,
 ) -> Powers | None:
-    ids = _texts(message, seen, made, generator)
+    ids = _texts(message, observation, made, generator)
     if ids is None:
         return None
     samples = {**made.batch, text_keys(made.batch)[0]: ids}
-    classes = _classes(samples, seen)
+    classes = _classes(samples, observation)
     rows = iter([*range(len(ids))] * SWEEPS if len(classes) else [])
     span = SampleSpan(made.of_batch(samples)).powers(mechanism.factors)
     while held(span, message) < MOST:
@@ -322,7 +325,10 @@ def _alone(message: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _texts(
-    message: Mapping[str, Tensor], seen: Observation, made: GradientMap, generator: torch.Generator
+    message: Mapping[str, Tensor],
+    observation: Observation,
+    made: GradientMap,
+    generator: torch.Generator,
 ) -> Tensor | None:
     """Ids `(samples, T)` of the synthetic texts; `None` where the span attack finds no such."""
     keys = text_keys(made.batch)
@@ -330,8 +336,8 @@ def _texts(
         return None
     ids = made.batch[keys[0]]
     told = Observation(
-        seen.model, message, tuple(ids.shape), attention_mask=torch.ones_like(ids),
-        tokenizer=seen.tokenizer, special_tokens=seen.special_tokens,
+        observation.model, message, tuple(ids.shape), attention_mask=torch.ones_like(ids),
+        tokenizer=observation.tokenizer, special_tokens=observation.special_tokens,
     )  # fmt: skip
     first = first_readers(find_readers(told))
     if first is None or ids.numel() >= first.size[0]:
@@ -340,10 +346,10 @@ def _texts(
     return found if found.shape == ids.shape and bool((found >= 0).all()) else None
 
 
-def _classes(samples: Mapping[str, Any], seen: Observation) -> Tensor:
+def _classes(samples: Mapping[str, Any], observation: Observation) -> Tensor:
     """Those that a text may be of, to be tried; none where labels are no few classes."""
     labels = samples.get("labels")
-    count = getattr(getattr(seen.model, "config", None), "num_labels", None) or 1
+    count = getattr(getattr(observation.model, "config", None), "num_labels", None) or 1
     if labels is None or labels.dim() != 1 or labels.is_floating_point() or count > ALL_CLASSES:
         return torch.empty(0)
     return torch.arange(count).to(labels)

@@ -43,12 +43,12 @@ class Inputs:
 
 
 def make_inputs(
-    seen: Observation, candidates: Sequence[Any], labels: Sequence[Any] | None = None
+    observation: Observation, candidates: Sequence[Any], labels: Sequence[Any] | None = None
 ) -> Inputs:
     """The candidates of the observation's domain.
 
     Args:
-        seen: Whose domain, tokenizer and padding it is.
+        observation: Whose domain, tokenizer and padding it is.
         candidates: As `Candidates` takes them.
         labels: One each, or none.
 
@@ -57,28 +57,28 @@ def make_inputs(
             or the labels are not one per candidate.
 
     Example:
-        >>> made = make_inputs(seen, [torch.rand(3, 8, 8), "a fine film"])
+        >>> made = make_inputs(observation, [torch.rand(3, 8, 8), "a fine film"])
         >>> made.places, made.batches[0]["input_ids"].shape
         ([1], torch.Size([1, 5]))
     """
     if labels is not None and len(labels) != len(candidates):
         raise ValueError(f"There are {len(labels)} labels for {len(candidates)} candidates.")
     found = Inputs([], [], [])
-    left = _pads_left(seen)
+    left = _pads_left(observation)
     for place, one in enumerate(candidates):
-        entries = _entries(seen, one, place)
+        entries = _entries(observation, one, place)
         if entries is None:
             continue
         if labels is not None:
             entries["labels"] = labels[place]
-        batch = _as_batch(seen, entries, place)
+        batch = _as_batch(observation, entries, place)
         mask = batch.get("attention_mask")
         found.places.append(place)
-        found.batches.append(_fitted(seen, batch, left))
+        found.batches.append(_fitted(observation, batch, left))
         found.counts.append(0 if mask is None else int(mask.sum()))
     if not found.places:
         raise ValueError(
-            f"The list of candidates holds none for {seen.domain.content}: give texts or token ids "
+            f"The list of candidates holds none for {observation.domain.content}: give texts or token ids "
             "for a text, and tensors (C, H, W) of pixels for images."
         )
     return found
@@ -97,12 +97,12 @@ def shown(domain: Domain, batch: Mapping[str, Any]) -> Tensor:
 
 
 def at_places(
-    seen: Observation, text: Any, places: Sequence[int], words: Sequence[Any] | None
+    observation: Observation, text: Any, places: Sequence[int], words: Sequence[Any] | None
 ) -> list[dict[str, Tensor]]:
     """One text with every word of a list, or of the whole vocabulary, at some of its places.
 
     Args:
-        seen: Whose tokenizer and vocabulary it is.
+        observation: Whose tokenizer and vocabulary it is.
         text: The text, or its ids.
         places: Positions among its tokens, special ones included.
         words: Tokens or ids. Default: all that are not special.
@@ -110,15 +110,19 @@ def at_places(
     Raises:
         ValueError: If a place is none of the text's, or there would be too many candidates.
     """
-    ids = shown(seen.domain, make_inputs(seen, [text]).batches[0])
+    ids = shown(observation.domain, make_inputs(observation, [text]).batches[0])
     if not places or not all(0 <= place < ids.shape[1] for place in places):
         raise ValueError(f"places must be from 0 to {ids.shape[1] - 1}, but are {list(places)}.")
     if words is None:
-        size = len(TEXT.embedding(seen.model).weight)  # type: ignore[arg-type]
-        special = set(seen.tokenizer.all_special_ids) if seen.tokenizer is not None else set()
+        size = len(TEXT.embedding(observation.model).weight)  # type: ignore[arg-type]
+        special = (
+            set(observation.tokenizer.all_special_ids)
+            if observation.tokenizer is not None
+            else set()
+        )
         words = [token for token in range(size) if token not in special]
     tokens = [
-        word if isinstance(word, int) else seen.tokenizer.convert_tokens_to_ids(word)
+        word if isinstance(word, int) else observation.tokenizer.convert_tokens_to_ids(word)
         for word in words
     ]
     if len(tokens) ** len(places) > MOST:
@@ -134,10 +138,10 @@ def at_places(
     return made
 
 
-def _entries(seen: Observation, one: Any, place: int) -> dict[str, Any] | None:
+def _entries(observation: Observation, one: Any, place: int) -> dict[str, Any] | None:
     """A candidate's entries by name; `None` if it is of another domain than the observation."""
     if isinstance(one, str):
-        return {TEXT.key: _ids_of(seen, one)} if seen.domain is TEXT else None
+        return {TEXT.key: _ids_of(observation, one)} if observation.domain is TEXT else None
     if isinstance(one, Mapping):
         domain = next((d for d in DOMAINS.values() if d.key in one), None)
         entries = {key: value for key, value in one.items() if value is not None}
@@ -151,17 +155,17 @@ def _entries(seen: Observation, one: Any, place: int) -> dict[str, Any] | None:
             f"{f' of {sorted(one)}' if isinstance(one, Mapping) else ''}: give texts or token ids "
             "for a text, tensors (C, H, W) of pixels for images, or mappings with one of them."
         )
-    return entries if domain is seen.domain else None
+    return entries if domain is observation.domain else None
 
 
-def _ids_of(seen: Observation, text: str) -> list[int]:
-    if seen.tokenizer is None:
+def _ids_of(observation: Observation, text: str) -> list[int]:
+    if observation.tokenizer is None:
         raise ValueError("Texts need a tokenizer: give it to the Observation, or give ids.")
-    found: list[int] = seen.tokenizer(
+    found: list[int] = observation.tokenizer(
         text,
         truncation=True,
-        max_length=seen.input_shape[1],
-        add_special_tokens=seen.special_tokens,
+        max_length=observation.input_shape[1],
+        add_special_tokens=observation.special_tokens,
     )["input_ids"]
     return found
 
@@ -178,7 +182,7 @@ def _tensor(value: Any) -> Tensor | None:
         return None
 
 
-def _as_batch(seen: Observation, entries: Mapping[str, Any], place: int) -> dict[str, Any]:
+def _as_batch(observation: Observation, entries: Mapping[str, Any], place: int) -> dict[str, Any]:
     """Each entry as a tensor of one row: rows of a data set have numbers and lists."""
     found = {}
     for key, value in entries.items():
@@ -188,15 +192,15 @@ def _as_batch(seen: Observation, entries: Mapping[str, Any], place: int) -> dict
                 f"Candidate {place} has a {type(value).__name__} under {key!r}, which is no "
                 "tensor: leave it out."
             )
-        found[key] = tensor.to(seen.device)
+        found[key] = tensor.to(observation.device)
     given = next((name for name in _LABELS if name in found), None)
-    labels = None if given is None else _as_label(seen.model, found[given], place)
+    labels = None if given is None else _as_label(observation.model, found[given], place)
     found = {key: value for key, value in found.items() if key not in _LABELS}
-    main = _MAINS[seen.domain.name](seen, found.pop(seen.domain.key), place)
+    main = _MAINS[observation.domain.name](observation, found.pop(observation.domain.key), place)
     rows = {key: _as_row(value) for key, value in found.items()}
-    if seen.domain is TEXT:
+    if observation.domain is TEXT:
         rows = {"attention_mask": torch.ones_like(main), **rows}
-    return {seen.domain.key: main, **rows, **({} if labels is None else {"labels": labels})}
+    return {observation.domain.key: main, **rows, **({} if labels is None else {"labels": labels})}
 
 
 def _as_row(value: Tensor) -> Tensor:
@@ -220,7 +224,7 @@ def _as_label(model: nn.Module, label: Tensor, place: int) -> Tensor:
     return _as_row(label)
 
 
-def _as_ids(seen: Observation, ids: Tensor, place: int) -> Tensor:
+def _as_ids(observation: Observation, ids: Tensor, place: int) -> Tensor:
     one_row = ids.dim() == 1 or (ids.dim() == 2 and len(ids) == 1)
     if ids.is_floating_point() or not one_row or not ids.numel():
         raise ValueError(
@@ -228,7 +232,7 @@ def _as_ids(seen: Observation, ids: Tensor, place: int) -> Tensor:
             "those of one text are needed: whole numbers, one at least."
         )
     row = ids.reshape(1, -1).long()
-    size = _vocabulary(seen)
+    size = _vocabulary(observation)
     if len(wrong := row[(row < 0) | (row >= size)] if size is not None else row[row < 0]):
         known = "at least 0" if size is None else f"from 0 to {size - 1}"
         raise ValueError(
@@ -238,58 +242,64 @@ def _as_ids(seen: Observation, ids: Tensor, place: int) -> Tensor:
     return row
 
 
-def _vocabulary(seen: Observation) -> int | None:
+def _vocabulary(observation: Observation) -> int | None:
     """How many ids there are, if the model says it."""
-    embeddings = TEXT.token_embeddings(seen.model)[:2]  # an encoder-decoder's third one is targets'
+    embeddings = TEXT.token_embeddings(observation.model)[
+        :2
+    ]  # an encoder-decoder's third one is targets'
     weights = [getattr(module, "weight", None) for module in embeddings]
     return min((len(weight) for weight in weights if isinstance(weight, Tensor)), default=None)
 
 
-def _as_pixels(seen: Observation, pixels: Tensor, place: int) -> Tensor:
+def _as_pixels(observation: Observation, pixels: Tensor, place: int) -> Tensor:
     if not pixels.is_floating_point():
         raise ValueError(
             f"Candidate {place} holds pixels as whole numbers ({pixels.dtype}), where the model "
             "takes floating point: prepare it as the client's processor does."
         )
     row = pixels.reshape(-1, *pixels.shape[-3:])
-    if tuple(row.shape) != (1, *seen.input_shape[1:]):
+    if tuple(row.shape) != (1, *observation.input_shape[1:]):
         raise ValueError(
             f"A candidate has shape {tuple(pixels.shape)}, where the message's images have "
-            f"{tuple(seen.input_shape[1:])}: prepare it as the client's processor does."
+            f"{tuple(observation.input_shape[1:])}: prepare it as the client's processor does."
         )
-    dtype = next(p.dtype for p in seen.model.parameters() if torch.is_floating_point(p))
+    dtype = next(p.dtype for p in observation.model.parameters() if torch.is_floating_point(p))
     return row.to(dtype)
 
 
 _MAINS = {TEXT.name: _as_ids, IMAGE.name: _as_pixels}
 
 
-def _pads_left(seen: Observation) -> bool:
+def _pads_left(observation: Observation) -> bool:
     """Whether clients' texts have padding before them: by the mask, and else by the tokenizer."""
-    if seen.domain is not TEXT:
+    if observation.domain is not TEXT:
         return False
-    if seen.attention_mask is None:
-        return getattr(seen.tokenizer, "padding_side", "right") == "left"
-    return bool((~seen.tokens[:, 0] & seen.tokens[:, -1]).any())
+    if observation.attention_mask is None:
+        return getattr(observation.tokenizer, "padding_side", "right") == "left"
+    return bool((~observation.tokens[:, 0] & observation.tokens[:, -1]).any())
 
 
-def _fitted(seen: Observation, batch: dict[str, Any], left: bool) -> dict[str, Any]:
+def _fitted(observation: Observation, batch: dict[str, Any], left: bool) -> dict[str, Any]:
     """A text that is longer than the message, cut to it, but where labels belong to it; a shorter
     one, where clients have padding on the left, with as much before it. Many models count positions
     from there, and of a language model padding predicts the first token.
     """
-    more = 0 if seen.domain is not TEXT else seen.input_shape[1] - batch[TEXT.key].shape[1]
-    whole = "labels" in batch and label_kind(seen.model) in _PER_TOKEN
+    more = (
+        0
+        if observation.domain is not TEXT
+        else observation.input_shape[1] - batch[TEXT.key].shape[1]
+    )
+    whole = "labels" in batch and label_kind(observation.model) in _PER_TOKEN
     if not more or (more < 0 and whole) or (more > 0 and not left):
         return batch
     before = more > 0 or not bool(batch["attention_mask"][0, 0])
-    tokenizer, config = seen.tokenizer, getattr(seen.model, "config", None)
+    tokenizer, config = observation.tokenizer, getattr(observation.model, "config", None)
     pads = [getattr(tokenizer, "pad_token_id", None), getattr(config, "pad_token_id", None), 0]
     fill = {TEXT.key: next(pad for pad in pads if pad is not None), "labels": IGNORED}
     side = (more, 0) if before else (0, more)
     return {
         key: nn.functional.pad(value, side, value=fill.get(key, 0))
-        if _is_of_tokens(seen.model, key, value, batch[TEXT.key])
+        if _is_of_tokens(observation.model, key, value, batch[TEXT.key])
         else value
         for key, value in batch.items()
     }
@@ -353,61 +363,63 @@ class Entries:
 
 
 def make_entries(
-    seen: Observation, candidates: Sequence[Any], labels: Sequence[Any] | None
+    observation: Observation, candidates: Sequence[Any], labels: Sequence[Any] | None
 ) -> Entries:
     """The candidates of the observation's domain, each with every label that it may have.
 
     Raises:
         ValueError: As `make_inputs` does, or if labels are needed that nobody gave.
     """
-    made = make_inputs(seen, candidates, labels)
-    own = [_own_labels(seen, batch) for batch in made.batches]
-    values, shares, prior = _classes(seen, own)
+    made = make_inputs(observation, candidates, labels)
+    own = [_own_labels(observation, batch) for batch in made.batches]
+    values, shares, prior = _classes(observation, own)
     batches, candidate, label, priors, best = [], list[int](), list[int](), list[float](), []
     for number, (batch, fixed) in enumerate(zip(made.batches, own, strict=True)):
         choices = range(len(values)) if fixed is None else [place_of(values, fixed)]
         for place in choices:
             value = fixed if fixed is not None else values[place]
-            if labels_tokens(seen.model):
-                _check_tokens(value, seen.domain.main_input(batch), made.places[number])
+            if labels_tokens(observation.model):
+                _check_tokens(value, observation.domain.main_input(batch), made.places[number])
             batches.append({**batch, "labels": value})
             candidate.append(number)
             label.append(place)
         likely = [max(prior.get(place, 1.0), _RARE) for place in choices]
         priors += likely
         best.append(max(likely, default=0.0))
-    items = items_of(seen.model, batches)
+    items = items_of(observation.model, batches)
     return Entries(
         batches=batches,
-        candidate=torch.tensor(candidate, device=seen.device),
+        candidate=torch.tensor(candidate, device=observation.device),
         label=label,
-        prior=torch.tensor(priors, dtype=torch.float64, device=seen.device),
+        prior=torch.tensor(priors, dtype=torch.float64, device=observation.device),
         counts=shares,
-        inputs=[shown(seen.domain, batch) for batch in made.batches],
-        places=torch.tensor(made.places, device=seen.device),
+        inputs=[shown(observation.domain, batch) for batch in made.batches],
+        places=torch.tensor(made.places, device=observation.device),
         listed=len(candidates),
         values=values,
         items=items,
-        mean_items=mean_items(seen, batches, items),
-        likely=_by_length(seen, made.counts) + _by_label(seen, best),
+        mean_items=mean_items(observation, batches, items),
+        likely=_by_length(observation, made.counts) + _by_label(observation, best),
     )
 
 
-def _by_length(seen: Observation, counts: Sequence[int]) -> Tensor:
+def _by_length(observation: Observation, counts: Sequence[int]) -> Tensor:
     """`(K,)`, of candidates of so many tokens. Where none is as long as one of the message's texts,
     clients cut them otherwise, and lengths say nothing.
     """
-    lengths = set() if seen.attention_mask is None else set(seen.tokens.sum(1).tolist())
-    fits = torch.tensor([count in lengths for count in counts], device=seen.device)
+    lengths = (
+        set() if observation.attention_mask is None else set(observation.tokens.sum(1).tolist())
+    )
+    fits = torch.tensor([count in lengths for count in counts], device=observation.device)
     rare = ~fits if bool(fits.any()) else torch.zeros_like(fits)
     return rare.double() * math.log(_RARE)
 
 
-def _by_label(seen: Observation, priors: Sequence[float]) -> Tensor:
+def _by_label(observation: Observation, priors: Sequence[float]) -> Tensor:
     """`(K,)`, of candidates whose labels are so likely at most. Those of labels that the message
     does not have are as good as excluded.
     """
-    rare = torch.tensor([prior <= _RARE for prior in priors], device=seen.device)
+    rare = torch.tensor([prior <= _RARE for prior in priors], device=observation.device)
     return rare.double() * math.log(_RARE)
 
 
@@ -419,34 +431,34 @@ def _check_tokens(labels: Tensor, ids: Tensor, place: int) -> None:
         )
 
 
-def _own_labels(seen: Observation, batch: dict[str, Any]) -> Tensor | None:
+def _own_labels(observation: Observation, batch: dict[str, Any]) -> Tensor | None:
     """Labels that come with a candidate: its own entry, or of a language model its tokens."""
     if "labels" in batch:
         labels: Tensor = batch["labels"]
         return labels
-    if is_causal_lm(seen.model):
-        ids: Tensor = seen.domain.main_input(batch)
+    if is_causal_lm(observation.model):
+        ids: Tensor = observation.domain.main_input(batch)
         return ids.masked_fill(batch["attention_mask"] == 0, IGNORED)
     return None
 
 
 def _classes(
-    seen: Observation, own: Sequence[Tensor | None]
+    observation: Observation, own: Sequence[Tensor | None]
 ) -> tuple[list[Tensor], dict[int, float], dict[int, float]]:
     """The labels that there may be, each `(1, ...)`; the share of each in the batch; and what a
     candidate is likely to have.
     """
     if any(one is not None and one.dim() > 1 for one in own):  # token by token: of each its own
         return [], {0: 1.0}, {0: 1.0}
-    labels, sure = seen.labels, True
+    labels, sure = observation.labels, True
     if labels is None:
-        labels, sure = _recovered(seen), False
-    count = getattr(getattr(seen.model, "config", None), "num_labels", None)
+        labels, sure = _recovered(observation), False
+    count = getattr(getattr(observation.model, "config", None), "num_labels", None)
     values = [] if labels is None else list(torch.unique(labels, dim=0)[:, None])
-    if labels is None and label_kind(seen.model) != "class":
+    if labels is None and label_kind(observation.model) != "class":
         count = None  # no ids to try
     if not sure and count is not None and (count <= ALL_CLASSES or labels is None):
-        values = list(torch.arange(count, device=seen.device)[:, None])
+        values = list(torch.arange(count, device=observation.device)[:, None])
     for one in own:
         if one is not None and place_of(values, one) == len(values):
             values.append(one)
@@ -463,9 +475,9 @@ def _classes(
     return values, shares, prior
 
 
-def _recovered(seen: Observation) -> Tensor | None:
+def _recovered(observation: Observation) -> Tensor | None:
     try:
-        return recover_labels(seen)
+        return recover_labels(observation)
     except ValueError:
         return None
 

@@ -18,19 +18,23 @@ from ..layer_inputs import is_causal_lm
 from .regression import Filtered
 
 
-def mechanism_of(seen: Observation) -> Mechanism | None:
+def mechanism_of(observation: Observation) -> Mechanism | None:
     """A message's mechanism as it was granted; of `noise_variance` alone that of Gaussian noise.
 
     Example:
         >>> from dataclasses import replace
-        >>> mechanism_of(replace(seen, noise_variance=0.5)).variance, mechanism_of(seen)
+        >>> mechanism_of(replace(observation, noise_variance=0.5)).variance, mechanism_of(observation)
         (0.5, None)
     """
-    if seen.mechanism is not None and seen.mechanism.fitted is not None and seen.local is not None:
+    if (
+        observation.mechanism is not None
+        and observation.mechanism.fitted is not None
+        and observation.local is not None
+    ):
         return None  # an update is in the span of others
-    if seen.mechanism is None and seen.noise_variance is not None:
-        return Mechanism(noise="gaussian", variance=seen.noise_variance)
-    return seen.mechanism
+    if observation.mechanism is None and observation.noise_variance is not None:
+        return Mechanism(noise="gaussian", variance=observation.noise_variance)
+    return observation.mechanism
 
 
 def clip_of_samples(mechanisms: Sequence[Mechanism | None]) -> float | None:
@@ -65,27 +69,29 @@ def items_of(model: nn.Module, batches: Sequence[Mapping[str, Any]]) -> Tensor:
     return torch.tensor([float(count_items(batch, causal)) for batch in batches])
 
 
-def mean_items(seen: Observation, batches: Sequence[Mapping[str, Any]], items: Tensor) -> float:
+def mean_items(
+    observation: Observation, batches: Sequence[Mapping[str, Any]], items: Tensor
+) -> float:
     """How many labels a sample of the message has on average: as candidates have, or where the
     message's lengths are known, as those nearest to each in length.
 
     Args:
-        seen: What the server saw.
+        observation: What the server saw.
         batches: The candidates, as batches of one.
         items: `(P,)`, how many labels each has.
 
     Example:
         >>> masks = [torch.ones(1, length) for length in (3, 5)]
         >>> listed, known = [{"attention_mask": mask} for mask in masks], torch.ones(2, 5)
-        >>> mean_items(seen, listed, torch.tensor([2.0, 4.0]))
+        >>> mean_items(observation, listed, torch.tensor([2.0, 4.0]))
         3.0
         >>> told = Observation(model, shared, (2, 5), attention_mask=known)
         >>> mean_items(told, listed, torch.tensor([2.0, 4.0]))
         4.0
     """
-    if seen.attention_mask is None or bool((items == items[0]).all()):
+    if observation.attention_mask is None or bool((items == items[0]).all()):
         return float(items.mean())
-    lengths = seen.tokens.sum(1, keepdim=True).cpu()
+    lengths = observation.tokens.sum(1, keepdim=True).cpu()
     own = torch.tensor([int(batch["attention_mask"].sum()) for batch in batches])
     away = (own - lengths).abs()
     near = (away == away.amin(1, keepdim=True)).float()
@@ -93,20 +99,20 @@ def mean_items(seen: Observation, batches: Sequence[Mapping[str, Any]], items: T
 
 
 def in_units(
-    seen: Observation, mechanism: Mechanism | None, by: float
+    observation: Observation, mechanism: Mechanism | None, by: float
 ) -> tuple[Observation, Mechanism | None]:
     """A message and its mechanism, as if gradients were so many times as large.
 
     Example:
         >>> mechanism = Mechanism(clip_norm=1.0, noise="gaussian", variance=0.5)
-        >>> twice, told = in_units(seen, mechanism, 2.0)
+        >>> twice, told = in_units(observation, mechanism, 2.0)
         >>> bool((twice.gradient["classifier.bias"] == 2 * shared["classifier.bias"]).all())
         True
         >>> told.clip_norm, told.variance
         (2.0, 2.0)
     """
     if by == 1:
-        return seen, mechanism
+        return observation, mechanism
     if mechanism is not None:
         mechanism = replace(
             mechanism,
@@ -117,8 +123,10 @@ def in_units(
                 {name: g * by for name, g in one.items()} for one in mechanism.later_messages
             ),
         )
-    gradient = {name: g * by for name, g in seen.gradient.items()}
-    return replace(seen, gradient=gradient, mechanism=mechanism, noise_variance=None), mechanism
+    gradient = {name: g * by for name, g in observation.gradient.items()}
+    return replace(
+        observation, gradient=gradient, mechanism=mechanism, noise_variance=None
+    ), mechanism
 
 
 def _times(variance: float | Mapping[str, Tensor], by: float) -> float | dict[str, Tensor]:
@@ -128,7 +136,7 @@ def _times(variance: float | Mapping[str, Tensor], by: float) -> float | dict[st
 
 
 def to_filter(
-    seen: Observation,
+    observation: Observation,
     mechanism: Mechanism | None,
     center: Tensors,
     weights: Tensors | None,
@@ -137,7 +145,7 @@ def to_filter(
     """A message in units of what it is on average, where it was not clipped.
 
     Args:
-        seen: What the server saw.
+        observation: What the server saw.
         mechanism: How the message was made.
         center: What it is on average.
         weights: Of coordinates, `None` where all weigh alike.
@@ -145,9 +153,9 @@ def to_filter(
 
     Example:
         >>> twice = {name: 2 * y for name, y in shared.items()}
-        >>> to_filter(seen, Mechanism(scale=0.5), shared, None, 1.0).variance
+        >>> to_filter(observation, Mechanism(scale=0.5), shared, None, 1.0).variance
         4.0
-        >>> told = to_filter(seen, None, twice, None, None)
+        >>> told = to_filter(observation, None, twice, None, None)
         >>> torch.allclose(told.message["classifier.bias"], twice["classifier.bias"])
         True
     """
@@ -157,10 +165,10 @@ def to_filter(
     scaled_alike = (
         mechanism is not None and mechanism.clip_norm is None and not mechanism.has_residual
     )
-    scale = mechanism.scale if scaled_alike else _fitted(seen.gradient, heard)  # type: ignore[union-attr]
-    message = {name: g / scale for name, g in seen.gradient.items()}
+    scale = mechanism.scale if scaled_alike else _fitted(observation.gradient, heard)  # type: ignore[union-attr]
+    message = {name: g / scale for name, g in observation.gradient.items()}
     variance = None if variance is None else variance / scale**2
-    return Filtered(message, _clipped(center, mechanism), seen.batch_size, variance)
+    return Filtered(message, _clipped(center, mechanism), observation.batch_size, variance)
 
 
 def _clipped(center: Tensors, mechanism: Mechanism | None) -> Tensors:
@@ -183,31 +191,34 @@ _ALONE = 0.1  # batches: as far as others' are in entries of a message's own bat
 
 
 def by_noise(
-    seen: Observation, mechanism: Mechanism | None, center: Tensors, floor: Mapping[str, float]
+    observation: Observation,
+    mechanism: Mechanism | None,
+    center: Tensors,
+    floor: Mapping[str, float],
 ) -> tuple[Tensors | None, float | None]:
     """What coordinates weigh, `None` where all do alike, and the noise's variance in these units,
     `None` where nobody knows it. What is clipped on average says nothing of who is in it.
 
     Args:
-        seen: What the server saw.
+        observation: What the server saw.
         mechanism: How the message was made.
         center: What it is on average.
         floor: The variance by which evaluations of one gradient differ, a parameter.
 
     Example:
         >>> mechanism = Mechanism(noise="gaussian", variance=0.5)
-        >>> by_noise(seen, mechanism, shared, dict.fromkeys(shared, 0.0))
+        >>> by_noise(observation, mechanism, shared, dict.fromkeys(shared, 0.0))
         (None, 0.5)
     """
     if mechanism is None or mechanism.rounding == "sign" or mechanism.has_residual:
         return None, None
     bound = mechanism.clip_coordinate
     if mechanism.uniform and mechanism.rounding is None and bound is None:
-        mean = sum(v * seen.gradient[n].numel() for n, v in floor.items())
-        size = sum(g.numel() for g in seen.gradient.values())
-        return None, mechanism.mean_variance(seen.gradient) + mean / size
+        mean = sum(v * observation.gradient[n].numel() for n, v in floor.items())
+        size = sum(g.numel() for g in observation.gradient.values())
+        return None, mechanism.mean_variance(observation.gradient) + mean / size
     weights = {}
-    for name, y in seen.gradient.items():
+    for name, y in observation.gradient.items():
         variance = mechanism.variance_of(name) + floor[name]
         if mechanism.levels is not None:  # uniform within its cell
             step = float(y.max() - y.min()) / (mechanism.levels - 1)
@@ -221,13 +232,13 @@ def by_noise(
 
 
 def beside_others(
-    seen: Observation, mechanism: Mechanism | None, sizes: Mapping[str, Tensor]
+    observation: Observation, mechanism: Mechanism | None, sizes: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
     """What coordinates weigh beside what was left out, which is taken to be as large as gradients
     are, coordinate by coordinate; of several batches, where it is known of how many.
 
     Args:
-        seen: What the server saw.
+        observation: What the server saw.
         mechanism: How the message was made.
         sizes: The root mean square of samples' gradients.
 
@@ -235,7 +246,7 @@ def beside_others(
         >>> sizes = {name: torch.ones_like(y) for name, y in shared.items()}
         >>> of = ({name: torch.tensor(count) for name in shared} for count in (1, 11))
         >>> mechanisms = (Mechanism(has_residual=True, batches=batches) for batches in of)
-        >>> once, again = (beside_others(seen, mechanism, sizes) for mechanism in mechanisms)
+        >>> once, again = (beside_others(observation, mechanism, sizes) for mechanism in mechanisms)
         >>> bool((once["classifier.bias"] > 10 * again["classifier.bias"]).all())
         True
     """
@@ -246,7 +257,7 @@ def beside_others(
         weights = {n: w / (mechanism.batches[n] - 1 + _ALONE).sqrt() for n, w in weights.items()}
     if mechanism is None or mechanism.selection == "all":
         return weights
-    return {name: weight * (seen.gradient[name] != 0) for name, weight in weights.items()}
+    return {name: weight * (observation.gradient[name] != 0) for name, weight in weights.items()}
 
 
 class Likelihood:

@@ -74,7 +74,7 @@ class Pool:
 
     Example:
         >>> from hf_gradguard.attacks.candidates.inputs import make_entries
-        >>> pool = Pool([make_entries(seen, ["a fine film", "a dull plot"], [0, 1])])
+        >>> pool = Pool([make_entries(observation, ["a fine film", "a dull plot"], [0, 1])])
         >>> len(pool.batches), pool.label, pool.candidate.tolist()
         (2, [0, 1], [0, 1])
     """
@@ -164,14 +164,17 @@ class Scorer:
     ) -> None:
         self.attack, self.pool = attack, Pool(entries)
         self.generator, self.names = generator, list(observations[0].gradient)
-        seen, batches = observations[0], self.pool.batches
-        drops = has_draws(seen.model, batches[0])
+        observation, batches = observations[0], self.pool.batches
+        drops = has_draws(observation.model, batches[0])
         draws = attack.draws if drops else 1
         seeds = torch.randint(2**31, (draws,), generator=generator, device=generator.device)
         self.many = (
-            seen.local.many(seen.model, self.names, seeds.tolist())
-            if seen.local is not None and seen.batch_size == 1  # of several, to first order
-            else ManyGradients(seen.model, self.names, seeds.tolist(), vectorized=attack.vectorized)
+            observation.local.many(observation.model, self.names, seeds.tolist())
+            if observation.local is not None
+            and observation.batch_size == 1  # of several, to first order
+            else ManyGradients(
+                observation.model, self.names, seeds.tolist(), vectorized=attack.vectorized
+            )
         )
         self.spread = self.many.spread(evenly(batches, _SPREAD_OF))
         self.spread = {name: (1 + 1 / draws) * value for name, value in self.spread.items()}
@@ -208,7 +211,7 @@ class Scorer:
             if self.observations[at].batch_size == 1
         }
         known = {at: spans[0] for at, spans in self.spans.items()}
-        self.fits = Fits(alone, batches[0], seen.model, generator, known)
+        self.fits = Fits(alone, batches[0], observation.model, generator, known)
 
     def scores(self) -> list[Tensor]:
         """`(K,)` for each observation."""
@@ -236,8 +239,8 @@ class Scorer:
             for place, at in enumerate(numbers):
                 read.setdefault(at, []).extend(self._filtered(filter_, place, at))
         return [
-            read[at][0] if self._known(at) else _standing_out(read[at], seen.batch_size)
-            for at, seen in enumerate(self.observations)
+            read[at][0] if self._known(at) else _standing_out(read[at], observation.batch_size)
+            for at, observation in enumerate(self.observations)
         ]
 
     def _fit(self, at: int) -> Fitted | None:
@@ -291,22 +294,24 @@ class Scorer:
             fit: spanned(fit, self.pool.batches, self.many, self.generator) for fit in mechanisms
         }
         for at in rest:
-            seen, mechanism, center = self.observations[at], self.mechanisms[at], centers[at]
+            observation, mechanism, center = self.observations[at], self.mechanisms[at], centers[at]
             if fit := self._fit(at):
                 drawn = None if at in self.spans else spans[fit]
                 groups.append(self._fitted(at, center, drawn))
                 continue
-            several, own = [], own_entries(seen) if self._beside(at) else None
+            several, own = [], own_entries(observation) if self._beside(at) else None
             if own is not None:
                 several.append(
-                    (own.mechanism, *by_noise(own, own.mechanism, center, self._floor(seen)))
+                    (own.mechanism, *by_noise(own, own.mechanism, center, self._floor(observation)))
                 )
             else:
-                several.append((mechanism, *by_noise(seen, mechanism, center, self._floor(seen))))
+                several.append(
+                    (mechanism, *by_noise(observation, mechanism, center, self._floor(observation)))
+                )
             if self._beside(at) and (own is None or not self._enough(own)):
-                several.append((mechanism, beside_others(seen, mechanism, sizes), None))
+                several.append((mechanism, beside_others(observation, mechanism, sizes), None))
             for known, weights, variance in several:
-                told = to_filter(seen, known, center, weights, variance)
+                told = to_filter(observation, known, center, weights, variance)
                 alike = [g for g in groups if self.sums[g.numbers[0]] == self.sums[at]]
                 plain = [g for g in alike if g.weights is None and weights is None]
                 if plain:
@@ -324,17 +329,17 @@ class Scorer:
         """Of a message of several samples, fitted in a span that it names, or in one like that
         which was drawn.
         """
-        seen, mechanism = self.observations[at], self.mechanisms[at]
-        messages = [seen.gradient, *(mechanism.later_messages if mechanism else ())]
+        observation, mechanism = self.observations[at], self.mechanisms[at]
+        messages = [observation.gradient, *(mechanism.later_messages if mechanism else ())]
         if drawn is None:
             inside = InSpan(messages, self.spans[at])
             mean = inside({name: c[None] for name, c in center.items()})
             told = Filtered(
-                inside.message, {n: c[0] for n, c in mean.items()}, seen.batch_size, None
+                inside.message, {n: c[0] for n, c in mean.items()}, observation.batch_size, None
             )
             return _Alike(inside.weights, [at], [told], inside)
         y, precise = brought(messages, *drawn)
-        return _Alike(precise, [at], [Filtered(y, center, seen.batch_size, None)])
+        return _Alike(precise, [at], [Filtered(y, center, observation.batch_size, None)])
 
     def _enough(self, own: Observation) -> bool:
         """Whether entries that are a batch's own tell candidates apart without any others."""
@@ -388,11 +393,11 @@ class Scorer:
             for name in self.names
         }
 
-    def _floor(self, seen: Observation) -> dict[str, float]:
+    def _floor(self, observation: Observation) -> dict[str, float]:
         """The variance by which evaluations of one gradient differ, a parameter."""
-        size = sum(g.numel() for g in seen.gradient.values())
-        power = sum(float(g.double().square().sum()) for g in seen.gradient.values()) / size
-        eps = max(torch.finfo(g.dtype).eps for g in seen.gradient.values())
+        size = sum(g.numel() for g in observation.gradient.values())
+        power = sum(float(g.double().square().sum()) for g in observation.gradient.values()) / size
+        eps = max(torch.finfo(g.dtype).eps for g in observation.gradient.values())
         least = max(self.attack.rounding, 4 * eps) ** 2 * power + 1e-38
         return {name: least + self.spread[name] for name in self.names}
 

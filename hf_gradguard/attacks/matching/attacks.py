@@ -40,7 +40,7 @@ class GradientMatching(MatchingSettings, Attack):
         ...
         ...     def objective(self):
         ...         return squared_distance
-        >>> found = Plain(restarts=2)(seen)
+        >>> found = Plain(restarts=2)(observation)
         >>> len(found.token_ids), found.objective == min(found.history)
         (2, True)
     """
@@ -70,8 +70,8 @@ class GradientMatching(MatchingSettings, Attack):
             clip_coordinate=self.clip_coordinate,
         )
 
-    def reconstruct(self, seen: Observation, generator: torch.Generator) -> Reconstruction:
-        return self._match([with_length(seen)], generator)[0]
+    def reconstruct(self, observation: Observation, generator: torch.Generator) -> Reconstruction:
+        return self._match([with_length(observation)], generator)[0]
 
     def together(
         self, observations: Sequence[Observation], generator: Stream | torch.Generator | None = None
@@ -86,8 +86,8 @@ class GradientMatching(MatchingSettings, Attack):
         Raises:
             ValueError: If they differ in those, or this attack cannot work on them.
         """
-        for seen in observations:
-            self.check_domain(seen)
+        for observation in observations:
+            self.check_domain(observation)
         return self._match(observations, torch_generator(generator, observations[0].device))
 
     def _match(
@@ -99,21 +99,21 @@ class GradientMatching(MatchingSettings, Attack):
             found = descend(self, problem, generator, started)
         seconds = time.perf_counter() - started
         results = []
-        for number, seen in enumerate(observations):
+        for number, observation in enumerate(observations):
             own = found[number * self.restarts :][: self.restarts]
             best = min(own, key=lambda one: float(one.objective))
-            results.append(_reconstruction(problem, seen, best, seconds))
+            results.append(_reconstruction(problem, observation, best, seconds))
         return results
 
 
 def _reconstruction(
-    problem: Problem, seen: Observation, found: Descended, seconds: float
+    problem: Problem, observation: Observation, found: Descended, seconds: float
 ) -> Reconstruction:
     ids = problem.space.decode(found.x)
     return Reconstruction(
         input=found.x,
         token_ids=ids,
-        text=None if ids is None else as_text(ids, seen.tokenizer),
+        text=None if ids is None else as_text(ids, observation.tokenizer),
         labels=found.labels.argmax(-1) if problem.soft else found.labels,
         objective=float(found.objective),
         seconds=seconds,
@@ -130,7 +130,7 @@ class DLG(GradientMatching):
     Reference: Zhu, Liu and Han, "Deep Leakage from Gradients", 2019.
 
     Example:
-        >>> found = DLG(steps=1, start="uniform")(image_seen)
+        >>> found = DLG(steps=1, start="uniform")(image_observation)
         >>> found.input.shape == image_gmap.input.shape
         True
     """
@@ -152,7 +152,7 @@ class IDLG(DLG):
     Reference: Zhao, Mopuri and Bilen, "iDLG: Improved Deep Leakage from Gradients", 2020.
 
     Example:
-        >>> IDLG(steps=1)(image_seen).labels.shape
+        >>> IDLG(steps=1)(image_observation).labels.shape
         torch.Size([2])
     """
 
@@ -169,7 +169,7 @@ class InvertingGradients(GradientMatching):
     learning?", 2020, for what it minimizes.
 
     Example:
-        >>> found = InvertingGradients(steps=2, total_variation=1e-2)(image_seen)
+        >>> found = InvertingGradients(steps=2, total_variation=1e-2)(image_observation)
         >>> found.objective == min(found.history)
         True
     """
@@ -194,7 +194,7 @@ class InvertingGradientsPublished(InvertingGradients):
     learning?", 2020.
 
     Example:
-        >>> len(InvertingGradientsPublished(steps=2)(image_seen).history)
+        >>> len(InvertingGradientsPublished(steps=2)(image_observation).history)
         2
     """
 
@@ -218,7 +218,7 @@ class DeepImagePrior(InvertingGradients):
     Reference: Ulyanov, Vedaldi and Lempitsky, "Deep Image Prior", 2018, for the prior.
 
     Example:
-        >>> found = DeepImagePrior(steps=2)(image_seen)
+        >>> found = DeepImagePrior(steps=2)(image_observation)
         >>> found.objective == min(found.history)
         True
     """
@@ -245,7 +245,7 @@ class GradInversion(GradientMatching):
     Reference: Yin et al., "See through Gradients: Image Batch Recovery via GradInversion", 2021.
 
     Example:
-        >>> found = GradInversion(steps=2, restarts=2)(image_seen)
+        >>> found = GradInversion(steps=2, restarts=2)(image_observation)
         >>> found.objective == min(found.history)
         True
     """
@@ -273,7 +273,7 @@ class GradInversion(GradientMatching):
     def penalty(self, problem: Problem, x: Tensor) -> Tensor | float:
         value = super().penalty(problem, x)
         if self.batch_norm:
-            distance = problem.space.batch_norm_distance(problem.seen.model, x)
+            distance = problem.space.batch_norm_distance(problem.observation.model, x)
             value = value + self.batch_norm * distance
         if self.group_consistency and self.restarts > 1 and len(x) > 1:
             groups = x.view(-1, self.restarts, *x.shape[1:])
@@ -294,7 +294,7 @@ class Tag(GradientMatching):
     Reference: Deng et al., "TAG: Gradient Attack on Transformer-based Language Models", 2021.
 
     Example:
-        >>> found = Tag(steps=3)(seen)
+        >>> found = Tag(steps=3)(observation)
         >>> len(found.history), len(found.text)
         (3, 2)
     """
@@ -333,8 +333,8 @@ class Lamp(GradientMatching):
         2022.
 
     Example:
-        >>> found = Lamp(steps=4, every=2, moves=3)(seen)
-        >>> [len(ids) for ids in found.token_ids] == seen.tokens.sum(1).tolist()
+        >>> found = Lamp(steps=4, every=2, moves=3)(observation)
+        >>> [len(ids) for ids in found.token_ids] == observation.tokens.sum(1).tolist()
         True
     """
 
@@ -392,7 +392,10 @@ class Lamp(GradientMatching):
         value = problem.distance(x, candidate)
         if self._language is not None:
             ids = cast(Tokens, problem.space).vocabulary.nearest(x)
-            labels, mask = ids.masked_fill(~problem.seen.tokens, -100), problem.seen.tokens.long()
+            labels, mask = (
+                ids.masked_fill(~problem.observation.tokens, -100),
+                problem.observation.tokens.long(),
+            )
             with torch.no_grad():
                 loss = self._language(input_ids=ids, attention_mask=mask, labels=labels).loss
             value = value + self.language_weight * loss

@@ -319,7 +319,7 @@ def descend(
     Example:
         >>> from hf_gradguard.attacks import make_attack
         >>> tag = make_attack("tag", steps=2, restarts=3)
-        >>> found = descend(tag, tag.problem([seen]), torch.Generator(), time.perf_counter())
+        >>> found = descend(tag, tag.problem([observation]), torch.Generator(), time.perf_counter())
         >>> [len(candidate.history) for candidate in found]
         [2, 2, 2]
     """

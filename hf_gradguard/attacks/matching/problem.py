@@ -37,7 +37,7 @@ class Problem:
         clip_coordinate: Coordinates shared at ± this bound match whatever lies beyond it.
 
     Attributes:
-        seen: The first observation.
+        observation: The first observation.
         soft: Whether labels are optimized.
         labels: `(K, B)`, or logits `(K, B, C)` where they are optimized.
         space: Where candidates may lie.
@@ -48,8 +48,8 @@ class Problem:
     Example:
         >>> from hf_gradguard.attacks.matching.objectives import squared_distance
         >>> from dataclasses import replace
-        >>> seen = replace(seen, attention_mask=batch["attention_mask"])
-        >>> problem = Problem([seen], squared_distance)
+        >>> observation = replace(observation, attention_mask=batch["attention_mask"])
+        >>> problem = Problem([observation], squared_distance)
         >>> bool(problem.distance(gmap.input, 0) < 1e-9)  # the true input has that gradient
         True
     """
@@ -67,11 +67,11 @@ class Problem:
         clip_coordinate: float | None = None,
     ) -> None:
         _check_together(observations)
-        self.seen = first = observations[0]
+        self.observation = first = observations[0]
         self.objective = objective
         self.clip_norm, self.clip_coordinate = clip_norm, clip_coordinate
         self.soft = first.labels is None and optimize_labels
-        labels = [_labels(seen, self.soft) for seen in observations]
+        labels = [_labels(observation, self.soft) for observation in observations]
         self.labels = torch.stack(labels).repeat_interleave(restarts, 0)
         self.gmap: GradientMap = first.gradient_map(
             self.labels[0], loss_fn=soft_label_loss if self.soft else None
@@ -84,11 +84,14 @@ class Problem:
                 "(embedding_rows reads those), or leave_out names all of it."
             )
         weights = [
-            _weights(seen, self.names, match_nonzero, clip_coordinate is not None)
-            for seen in observations
+            _weights(observation, self.names, match_nonzero, clip_coordinate is not None)
+            for observation in observations
         ]
         self.weighted = any(own is not None for own in weights)
-        each = [self._compared(seen, own) for seen, own in zip(observations, weights, strict=True)]
+        each = [
+            self._compared(observation, own)
+            for observation, own in zip(observations, weights, strict=True)
+        ]
         self.extras: Tensors = {
             name: torch.stack([shared[name] for shared in each]).repeat_interleave(restarts, 0)
             for name in each[0]
@@ -121,12 +124,12 @@ class Problem:
             gradient, {name: tensor[candidate] for name, tensor in self.extras.items()}
         )
 
-    def _compared(self, seen: Observation, weights: Tensors | None) -> Tensors:
+    def _compared(self, observation: Observation, weights: Tensors | None) -> Tensors:
         """What a candidate of this observation is compared to, and by which weights; of the types
         that the model's own gradients have.
         """
         types = {name: self.gmap.parameters[name].dtype for name in self.names}
-        shared = {name: seen.gradient[name].to(types[name]) for name in self.names}
+        shared = {name: observation.gradient[name].to(types[name]) for name in self.names}
         if not self.weighted:
             return shared
         own = weights or {name: torch.ones_like(tensor) for name, tensor in shared.items()}
@@ -182,19 +185,21 @@ def _check_together(observations: Sequence[Observation]) -> None:
             )
 
 
-def _labels(seen: Observation, soft: bool) -> Tensor:
-    if seen.labels is not None:
-        return seen.labels.to(seen.device)
+def _labels(observation: Observation, soft: bool) -> Tensor:
+    if observation.labels is not None:
+        return observation.labels.to(observation.device)
     if not soft:
-        return recover_labels(seen)
-    check_classes(seen)  # the loss of logits is cross-entropy, whatever the model's own is
-    config: Any = seen.model.config
-    dtype = next(p.dtype for p in seen.model.parameters() if torch.is_floating_point(p))
-    return torch.zeros(seen.batch_size, config.num_labels, dtype=dtype, device=seen.device)
+        return recover_labels(observation)
+    check_classes(observation)  # the loss of logits is cross-entropy, whatever the model's own is
+    config: Any = observation.model.config
+    dtype = next(p.dtype for p in observation.model.parameters() if torch.is_floating_point(p))
+    return torch.zeros(
+        observation.batch_size, config.num_labels, dtype=dtype, device=observation.device
+    )
 
 
 def _weights(
-    seen: Observation, names: list[str], match_nonzero: bool, clipped: bool
+    observation: Observation, names: list[str], match_nonzero: bool, clipped: bool
 ) -> Tensors | None:
     """What an adaptive attacker multiplies gradients by; `None` for all ones.
 
@@ -204,16 +209,19 @@ def _weights(
     """
     weights: Tensors | None = None
     if clipped:
-        weights = {name: torch.ones_like(seen.gradient[name]) for name in names}
-    if isinstance(seen.noise_variance, Mapping):
-        known = {name: seen.noise_variance[name] for name in names}
+        weights = {name: torch.ones_like(observation.gradient[name]) for name in names}
+    if isinstance(observation.noise_variance, Mapping):
+        known = {name: observation.noise_variance[name] for name in names}
         variance = {n: v.to(torch.promote_types(v.dtype, torch.float32)) for n, v in known.items()}
         mean = sum(float(v.sum()) for v in variance.values()) / sum(
             v.numel() for v in variance.values()
         )
         weights = {name: (mean / v.clamp_min(1e-4 * mean)).sqrt() for name, v in variance.items()}
     if match_nonzero:
-        kept = {name: (seen.gradient[name] != 0).to(seen.gradient[name].dtype) for name in names}
+        kept = {
+            name: (observation.gradient[name] != 0).to(observation.gradient[name].dtype)
+            for name in names
+        }
         weights = kept if weights is None else {name: weights[name] * kept[name] for name in names}
     return weights
 

@@ -24,33 +24,37 @@ class Vocabulary:
     position.
 
     Args:
-        seen: An observation of text.
+        observation: An observation of text.
 
     Rows of norm zero (often the padding token's) have no direction: a cosine with them is NaN, so
     they are never decoded to. Special tokens are decoded only where the tokenizer is known to put
     them.
 
     Example:
-        >>> vocabulary = Vocabulary(seen)
+        >>> vocabulary = Vocabulary(observation)
         >>> ids = vocabulary.nearest(gmap.input)  # the true embeddings
         >>> torch.equal(ids[1], batch["input_ids"][1])  # the longest text
         True
     """
 
-    def __init__(self, seen: Observation) -> None:
-        self.module: nn.Module = TEXT.embedding(seen.model)
-        self.known = seen.known_ids()
+    def __init__(self, observation: Observation) -> None:
+        self.module: nn.Module = TEXT.embedding(observation.model)
+        self.known = observation.known_ids()
         with torch.no_grad():
             weight: Tensor = self.module.weight  # type: ignore[assignment]
             every = torch.arange(len(weight), device=weight.device)
             self.matrix = torch.cat([self.embed(chunk) for chunk in every.split(8192)])
         self.norms = self.matrix.norm(dim=1)
         self.allowed = self.norms > 0
-        if seen.tokenizer is not None:
+        if observation.tokenizer is not None:
             self.allowed[
-                [index for index in seen.tokenizer.all_special_ids if index < len(self.allowed)]
+                [
+                    index
+                    for index in observation.tokenizer.all_special_ids
+                    if index < len(self.allowed)
+                ]
             ] = False
-            self.allowed[len(seen.tokenizer) :] = (
+            self.allowed[len(observation.tokenizer) :] = (
                 False  # rows beyond the tokenizer, added for speed
             )
         self.candidates = self.allowed.nonzero().flatten()
@@ -240,23 +244,23 @@ class Tokens(SearchSpace):
     """Token embeddings, with the known tokens held in their places.
 
     Args:
-        seen: An observation of text.
+        observation: An observation of text.
         like: The placeholder's input.
 
     Raises:
         ValueError: If every token is known.
 
     Example:
-        >>> space = Tokens(seen, gmap.input)
-        >>> [len(ids) for ids in space.decode(gmap.input)] == seen.tokens.sum(1).tolist()
+        >>> space = Tokens(observation, gmap.input)
+        >>> [len(ids) for ids in space.decode(gmap.input)] == observation.tokens.sum(1).tolist()
         True
     """
 
     usual = "normal"
 
-    def __init__(self, seen: Observation, like: Tensor) -> None:
-        self.vocabulary = Vocabulary(seen)
-        self.present = seen.tokens
+    def __init__(self, observation: Observation, like: Tensor) -> None:
+        self.vocabulary = Vocabulary(observation)
+        self.present = observation.tokens
         self.free = (self.vocabulary.known < 0)[..., None]
         if not self.free.any():
             raise ValueError(
@@ -293,11 +297,11 @@ class Pixels(SearchSpace):
     """Pixels, within the range that they had before normalization.
 
     Args:
-        seen: An observation of images.
+        observation: An observation of images.
         like: The placeholder's input.
 
     Example:
-        >>> space = Pixels(image_seen, image_gmap.input)
+        >>> space = Pixels(image_observation, image_gmap.input)
         >>> x = torch.full_like(image_gmap.input, 100.0)
         >>> space.project_(x)
         >>> bool((x == space.range.high).all())
@@ -306,9 +310,9 @@ class Pixels(SearchSpace):
 
     usual = "uniform"
 
-    def __init__(self, seen: Observation, like: Tensor) -> None:
-        self.range = PixelSpace(like, seen.image_mean, seen.image_std)
-        self.free = torch.ones((), dtype=torch.bool, device=seen.device)
+    def __init__(self, observation: Observation, like: Tensor) -> None:
+        self.range = PixelSpace(like, observation.image_mean, observation.image_std)
+        self.free = torch.ones((), dtype=torch.bool, device=observation.device)
 
     def draw(
         self, start: str, shape: tuple[int, ...], like: Tensor, generator: torch.Generator

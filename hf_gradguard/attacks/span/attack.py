@@ -29,7 +29,7 @@ from .row_space import RowSpace, Search, complete, row_space, vectors
 from .texts import View
 
 
-def heard_positions(seen: Observation) -> Tensor:
+def heard_positions(observation: Observation) -> Tensor:
     """Positions whose inputs the loss depends on: all tokens but, in a causal language model, each
     text's last.
 
@@ -37,11 +37,11 @@ def heard_positions(seen: Observation) -> Tensor:
         ValueError: If there are none.
 
     Example:
-        >>> bool((heard_positions(seen) <= seen.tokens).all())
+        >>> bool((heard_positions(observation) <= observation.tokens).all())
         True
     """
-    heard = seen.tokens.clone()
-    if is_causal_lm(seen.model):
+    heard = observation.tokens.clone()
+    if is_causal_lm(observation.model):
         for row in heard:
             row[row.nonzero()[-1:]] = False
     if not heard.any():
@@ -166,8 +166,8 @@ class Span(Attack):
             take them for zeros.
 
     Example:
-        >>> found = Span()(seen)
-        >>> [len(ids) for ids in found.token_ids] == seen.tokens.sum(1).tolist()
+        >>> found = Span()(observation)
+        >>> [len(ids) for ids in found.token_ids] == observation.tokens.sum(1).tolist()
         True
     """
 
@@ -189,66 +189,68 @@ class Span(Attack):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, but is {getattr(self, name)}.")
 
-    def reconstruct(self, seen: Observation, generator: torch.Generator) -> Reconstruction:
+    def reconstruct(self, observation: Observation, generator: torch.Generator) -> Reconstruction:
         start = time.perf_counter()
-        seen = with_length(seen)
-        groups = find_readers(seen)
+        observation = with_length(observation)
+        groups = find_readers(observation)
         first = _first(groups)
-        behind = _behind(seen, groups, first)
-        heard = heard_positions(seen)
-        known = seen.known_ids().masked_fill(~heard, -1)
+        behind = _behind(observation, groups, first)
+        heard = heard_positions(observation)
+        known = observation.known_ids().masked_fill(~heard, -1)
         wanted = heard & (known < 0)
-        space = self.row_space(seen, first, largest_rank(known, wanted, first.positional))
+        space = self.row_space(observation, first, largest_rank(known, wanted, first.positional))
         places = places_to_search(wanted, first.positional)
-        found = Search(seen, first, space, *places, known).nearest(self.shortlist, self.threshold)
-        found = _without_frame(seen, found)
+        found = Search(observation, first, space, *places, known).nearest(
+            self.shortlist, self.threshold
+        )
+        found = _without_frame(observation, found)
         undecided = ""
         if behind and behind[0].mixing == "causal":
             widest = max(behind, key=lambda g: g.size)
-            view = View(widest, self.row_space(seen, widest, int(heard.sum())))
-            rows = extend(seen, view, heard, known, found, self.beams)
+            view = View(widest, self.row_space(observation, widest, int(heard.sum())))
+            rows = extend(observation, view, heard, known, found, self.beams)
         else:
-            views = self._views(seen, behind, heard)
+            views = self._views(observation, behind, heard)
             again = self.threshold is None
             rows = fill(wanted, known, found, first.positional, decided=bool(views), again=again)
-            if views and (seen.batch_size > 1 or not first.positional):
+            if views and (observation.batch_size > 1 or not first.positional):
                 if not first.positional:
-                    found = dict.fromkeys(range(seen.input_shape[1]), found.get(0, []))
-                rows = assemble(seen, views, heard, known, found, rows, View(first, space))
+                    found = dict.fromkeys(range(observation.input_shape[1]), found.get(0, []))
+                rows = assemble(observation, views, heard, known, found, rows, View(first, space))
             else:
-                undecided = _undecided(seen, first)
-        ids = [row[present].tolist() for row, present in zip(rows, seen.tokens, strict=True)]
+                undecided = _undecided(observation, first)
+        ids = [row[present].tolist() for row, present in zip(rows, observation.tokens, strict=True)]
         return Reconstruction(
             token_ids=ids,
-            text=as_text(ids, seen.tokenizer),
-            labels=seen.labels,
-            objective=_objective(seen, first, space, rows),
+            text=as_text(ids, observation.tokenizer),
+            labels=observation.labels,
+            objective=_objective(observation, first, space, rows),
             seconds=time.perf_counter() - start,
             undecided=" ".join(filter(None, (undecided, _repeated(ids)))),
         )
 
-    def _views(self, seen: Observation, behind: list[Readers], heard: Tensor) -> list[View]:
+    def _views(self, observation: Observation, behind: list[Readers], heard: Tensor) -> list[View]:
         """The layers that tell whether a whole text is right, in the order in which they run."""
         views = []
         for readers in behind:
             rank = len(heard) if readers.pooled else int(heard.sum()) * readers.calls
-            view = View(readers, self.row_space(seen, readers, rank))
+            view = View(readers, self.row_space(observation, readers, rank))
             if rank < readers.size[0] and view.tells:
                 views.append(view)
         return views[:VIEWS] + [v for v in views[VIEWS:] if v.readers.pooled]
 
-    def row_space(self, seen: Observation, readers: Readers, rank: int) -> RowSpace:
+    def row_space(self, observation: Observation, readers: Readers, rank: int) -> RowSpace:
         """The row space of some layers' gradients, weighed by the noise where it is known.
 
         Args:
-            seen: What the server saw.
+            observation: What the server saw.
             readers: The layers, which read the same input.
             rank: The largest rank that their gradients can have without noise.
         """
-        blocks = readers.gradients(seen)
+        blocks = readers.gradients(observation)
         if self.complete:
             blocks = [complete(block, rank) for block in blocks]
-        return row_space(blocks, _variances(seen, readers), rank)
+        return row_space(blocks, _variances(observation, readers), rank)
 
 
 def first_readers(groups: list[Readers]) -> Readers | None:
@@ -261,7 +263,7 @@ def first_readers(groups: list[Readers]) -> Readers | None:
 
     Example:
         >>> from hf_gradguard.attacks.layer_inputs import find_readers
-        >>> first_readers(find_readers(seen)).mixing
+        >>> first_readers(find_readers(observation)).mixing
         'none'
     """
     unmixed = [g for g in groups if g.mixing == "none"]
@@ -278,33 +280,33 @@ def _first(groups: list[Readers]) -> Readers:
     return found
 
 
-def _behind(seen: Observation, groups: list[Readers], first: Readers) -> list[Readers]:
+def _behind(observation: Observation, groups: list[Readers], first: Readers) -> list[Readers]:
     """The readers of mixed inputs from after the first to its like in the next block, and those of
     whole texts behind the last.
     """
     behind = [g for g in groups[groups.index(first) + 1 :] if g.mixing != "none"]
     last = next((i for i, g in enumerate(behind) if g.calls == 1 and g.like(first)), len(behind))
     # An encoder-decoder's output is read where its text ends, which is nowhere in wrong ones.
-    pooled = [] if is_encoder_decoder(seen.model) else [g for g in behind if g.pooled]
+    pooled = [] if is_encoder_decoder(observation.model) else [g for g in behind if g.pooled]
     return [g for g in behind[: last + 1] if not g.pooled] + pooled
 
 
-def _without_frame(seen: Observation, found: dict[int, list[int]]) -> dict[int, list[int]]:
+def _without_frame(observation: Observation, found: dict[int, list[int]]) -> dict[int, list[int]]:
     """Where lengths are known, the special tokens around a text stand at their places alone."""
-    if seen.tokenizer is None or seen.attention_mask is None:
+    if observation.tokenizer is None or observation.attention_mask is None:
         return found
-    before, after = seen.frame
-    frame = {*before, *after, seen.tokenizer.pad_token_id}
+    before, after = observation.frame
+    frame = {*before, *after, observation.tokenizer.pad_token_id}
     return {place: [t for t in tokens if t not in frame] for place, tokens in found.items()}
 
 
-def _undecided(seen: Observation, first: Readers) -> str:
+def _undecided(observation: Observation, first: Readers) -> str:
     """What is left open where no gradient behind the attention tells a right text from others."""
     open_ = [
         part
         for part, holds in (
             ("in which order the tokens were", not first.positional),
-            ("of which sentence a token is", seen.batch_size > 1),
+            ("of which sentence a token is", observation.batch_size > 1),
         )
         if holds
     ]
@@ -321,21 +323,23 @@ def _repeated(ids: list[list[int]]) -> str:
     )
 
 
-def _variances(seen: Observation, readers: Readers) -> list[Tensor] | None:
+def _variances(observation: Observation, readers: Readers) -> list[Tensor] | None:
     """The known noise of each layer's gradient, in its shape."""
-    variance = seen.noise_variance
+    variance = observation.noise_variance
     if variance is None:
         return None
     parts = []
     for index, name in enumerate(readers.names):
         value = variance[name] if isinstance(variance, Mapping) else torch.tensor(float(variance))
         parts.append(
-            readers.like_rows(index, value.to(seen.device).expand(seen.gradient[name].shape))
+            readers.like_rows(
+                index, value.to(observation.device).expand(observation.gradient[name].shape)
+            )
         )
     return parts
 
 
-def _objective(seen: Observation, readers: Readers, space: RowSpace, rows: Tensor) -> float:
+def _objective(observation: Observation, readers: Readers, space: RowSpace, rows: Tensor) -> float:
     """Share of the gradient's norm that what was found does not span."""
     at = torch.arange(rows.shape[1], device=rows.device).expand_as(rows)
     pairs = torch.stack([at, rows], -1)[rows >= 0].unique(dim=0)
@@ -343,7 +347,7 @@ def _objective(seen: Observation, readers: Readers, space: RowSpace, rows: Tenso
         return 1.0
     places = pairs[:, 0] if readers.positional else torch.zeros_like(pairs[:, 0])
     basis = torch.linalg.qr(
-        (vectors(seen, readers, pairs[:, 1:], places)[:, 0] * space.columns).T
+        (vectors(observation, readers, pairs[:, 1:], places)[:, 0] * space.columns).T
     ).Q.T
     return math.sqrt(
         float(space.without(basis).factor.square().sum() / space.factor.square().sum())

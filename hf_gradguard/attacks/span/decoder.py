@@ -20,7 +20,7 @@ from .texts import Text, View, choose
 
 
 def endings(
-    seen: Observation,
+    observation: Observation,
     readers: Readers,
     prefixes: Sequence[Text],
     tokens: Sequence[int],
@@ -36,38 +36,39 @@ def endings(
 
     Example:
         >>> from hf_gradguard.attacks.layer_inputs import find_readers
-        >>> readers = find_readers(seen)[1]
-        >>> endings(seen, readers, [(5, 6, 7)], [8, 9], keeps=False).shape
+        >>> readers = find_readers(observation)[1]
+        >>> endings(observation, readers, [(5, 6, 7)], [8, 9], keeps=False).shape
         torch.Size([2, 4, 32])
     """
     if not prefixes[0] or not keeps:
         rows = [[*prefix, token] for prefix in prefixes for token in tokens]
-        return layer_inputs(seen, readers, torch.tensor(rows, device=seen.device))
-    past = DynamicCache(config=seen.model.config.get_text_config(decoder=True))  # type: ignore[union-attr, operator]
-    once = torch.tensor(prefixes, device=seen.device)
-    before = layer_inputs(seen, readers, once, past_key_values=past, use_cache=True)
+        return layer_inputs(observation, readers, torch.tensor(rows, device=observation.device))
+    past = DynamicCache(config=observation.model.config.get_text_config(decoder=True))  # type: ignore[union-attr, operator]
+    once = torch.tensor(prefixes, device=observation.device)
+    before = layer_inputs(observation, readers, once, past_key_values=past, use_cache=True)
     past.batch_repeat_interleave(len(tokens))
-    last = torch.tensor(tokens, device=seen.device).repeat(len(prefixes))[:, None]
+    last = torch.tensor(tokens, device=observation.device).repeat(len(prefixes))[:, None]
     mask = last.new_ones(len(last), once.shape[1] + 1)
-    behind = layer_inputs(seen, readers, last, mask, past_key_values=past, use_cache=True)
+    behind = layer_inputs(observation, readers, last, mask, past_key_values=past, use_cache=True)
     return torch.cat([before.repeat_interleave(len(tokens), 0), behind], dim=1)
 
 
-def keeps_the_past(seen: Observation, readers: Readers) -> bool:
+def keeps_the_past(observation: Observation, readers: Readers) -> bool:
     """Whether the model reads a text's end alike when it has kept the rest: tried out on a text of
     random words.
 
     Example:
         >>> from hf_gradguard.attacks.layer_inputs import find_readers
-        >>> keeps_the_past(seen, find_readers(seen)[1])  # an encoder
+        >>> keeps_the_past(observation, find_readers(observation)[1])  # an encoder
         False
     """
-    base = without_adapters(seen.model)
+    base = without_adapters(observation.model)
     if "past_key_values" not in inspect.signature(base.forward).parameters:
         return False
-    one = ordinary_id(base, seen.tokenizer)
+    one = ordinary_id(base, observation.tokenizer)
     whole, parts = (
-        endings(seen, readers, [(one, one, one + 1)], [one], keeps=keeps) for keeps in (False, True)
+        endings(observation, readers, [(one, one, one + 1)], [one], keeps=keeps)
+        for keeps in (False, True)
     )
     return whole.shape == parts.shape and torch.allclose(
         whole, parts, rtol=1e-4, atol=1e-5 * float(whole.abs().max())
@@ -78,7 +79,7 @@ DEFICIENT = 8  # times as many prefixes where the first tokens of a text cannot 
 
 
 def extend(
-    seen: Observation,
+    observation: Observation,
     view: View,
     heard: Tensor,
     known: Tensor,
@@ -104,16 +105,16 @@ def extend(
     Example:
         >>> from hf_gradguard.attacks.layer_inputs import find_readers
         >>> from hf_gradguard.attacks.span.row_space import row_space
-        >>> readers = find_readers(seen)[1]
-        >>> view = View(readers, row_space(readers.gradients(seen), None, rank=8))
+        >>> readers = find_readers(observation)[1]
+        >>> view = View(readers, row_space(readers.gradients(observation), None, rank=8))
         >>> found = {place: [5, 6] for place in range(8)}
-        >>> extend(seen, view, seen.tokens, seen.known_ids(), found, beams=1).shape
+        >>> extend(observation, view, observation.tokens, observation.known_ids(), found, beams=1).shape
         torch.Size([2, 8])
     """
     lengths = heard.sum(1).tolist()
     if any(not bool(row[:length].all()) for row, length in zip(heard, lengths, strict=True)):
         raise ValueError("span extends a decoder's texts from their first token: pad on the right.")
-    levels = _prefixes(seen, view, heard, known, found, beams)
+    levels = _prefixes(observation, view, heard, known, found, beams)
     candidates = []
     for wanted, length in zip(known.tolist(), lengths, strict=True):
         while not levels[length]:  # candidates ran out: as far as they went
@@ -125,13 +126,13 @@ def extend(
         }
         candidates.append(fitting or levels[length])
     rows = torch.full_like(known, -1)
-    for row, best in zip(rows, choose(seen, [view], candidates), strict=True):
+    for row, best in zip(rows, choose(observation, [view], candidates), strict=True):
         row[: len(best)] = torch.tensor(best, dtype=torch.long, device=rows.device)
     return rows
 
 
 def _prefixes(
-    seen: Observation,
+    observation: Observation,
     view: View,
     heard: Tensor,
     known: Tensor,
@@ -143,8 +144,8 @@ def _prefixes(
     low_rank = view.readers.size[0] < view.readers.width  # LoRA
     deficient = low_rank and len(view.directions) < int(heard.sum())
     beams = beams * DEFICIENT if deficient else beams
-    keeps = keeps_the_past(seen, view.readers)
-    distances_of = functools.partial(_last_distances, seen, view, deficient, keeps)
+    keeps = keeps_the_past(observation, view.readers)
+    distances_of = functools.partial(_last_distances, observation, view, deficient, keeps)
     levels: list[dict[Text, float]] = [{(): 0.0}]
     for place in range(max(lengths)):
         going = sum(length > place for length in lengths)
@@ -170,7 +171,7 @@ def _repeats(text: Text) -> bool:
 
 
 def _last_distances(
-    seen: Observation,
+    observation: Observation,
     view: View,
     deficient: bool,
     keeps: bool,
@@ -190,7 +191,7 @@ def _last_distances(
         for start in range(0, len(tokens), 256)
     ]
     for some, last in parts:
-        x = endings(seen, view.readers, some, last, keeps).double() * view.space.columns
+        x = endings(observation, view.readers, some, last, keeps).double() * view.space.columns
         if deficient and x.shape[1] > 1:
             size = x[:, -1].square().sum(1)
             x = x - ((x @ view.directions.T) * view.trust) @ view.directions

@@ -25,7 +25,7 @@ STARTS = 4  # at most for each sentence that is looked for
 
 
 def assemble(
-    seen: Observation,
+    observation: Observation,
     views: Sequence[View],
     heard: Tensor,
     known: Tensor,
@@ -50,44 +50,50 @@ def assemble(
     Example:
         >>> from hf_gradguard.attacks.layer_inputs import find_readers
         >>> from hf_gradguard.attacks.span.row_space import row_space
-        >>> mixed = [readers for readers in find_readers(seen) if readers.mixing == "full"][:2]
-        >>> views = [View(r, row_space(r.gradients(seen), None, rank=13)) for r in mixed]
+        >>> mixed = [readers for readers in find_readers(observation) if readers.mixing == "full"][:2]
+        >>> views = [View(r, row_space(r.gradients(observation), None, rank=13)) for r in mixed]
         >>> ids, heard = batch["input_ids"], batch["attention_mask"].bool()
         >>> known = ids.masked_fill((ids > 4) & heard, -1)
         >>> found = {place: ids[:, place].tolist() for place in range(1, 7)}
-        >>> rows = assemble(seen, views, heard, known, found, ids, views[0])
+        >>> rows = assemble(observation, views, heard, known, found, ids, views[0])
         >>> sorted(rows.tolist()) == sorted(ids.tolist())
         True
     """
-    pools = _pools(seen, views, heard, known, found, first)
+    pools = _pools(observation, views, heard, known, found, first)
     rows = known.clone()
-    for index, text in enumerate(choose(seen, [first, *views], pools)):
+    for index, text in enumerate(choose(observation, [first, *views], pools)):
         rows[index, heard[index]] = torch.tensor(text, dtype=torch.long, device=rows.device)
-    near = _near(seen, views, heard, rows)
+    near = _near(observation, views, heard, rows)
     distinct = len(rows[near].unique(dim=0))
     if distinct == len(rows):
         return rows
     # Noise, or a text that was not found, or one that is there twice: all tokens of a place are
     # used before nearer texts are, but for those that are as near as only right ones are.
-    others = exchange(seen, views, heard, known < 0, filled)
-    nearer = _near(seen, views, heard, others)
-    if bool(near.all()) and not bool(nearer.all()) and _uses_all(seen, first, heard, rows, others):
+    others = exchange(observation, views, heard, known < 0, filled)
+    nearer = _near(observation, views, heard, others)
+    if (
+        bool(near.all())
+        and not bool(nearer.all())
+        and _uses_all(observation, first, heard, rows, others)
+    ):
         return rows
     if first.readers.positional and int(nearer.sum()) >= distinct:
         return others
-    return min((others, rows), key=lambda each: misfit(seen, views, heard, each))
+    return min((others, rows), key=lambda each: misfit(observation, views, heard, each))
 
 
-def _uses_all(seen: Observation, first: View, heard: Tensor, rows: Tensor, others: Tensor) -> bool:
+def _uses_all(
+    observation: Observation, first: View, heard: Tensor, rows: Tensor, others: Tensor
+) -> bool:
     """Whether texts leave no token over that others use: they explain as much of what the first
     layers read, to within half a token.
     """
-    mine, theirs = (misfit(seen, [first], heard, each) for each in (rows, others))
+    mine, theirs = (misfit(observation, [first], heard, each) for each in (rows, others))
     return mine < theirs + 0.5
 
 
 def _pools(
-    seen: Observation,
+    observation: Observation,
     views: Sequence[View],
     heard: Tensor,
     known: Tensor,
@@ -102,42 +108,44 @@ def _pools(
     surest = len(heard) if first.readers.positional else max(map(len, found.values()), default=0)
     left = {(place, token) for place, tokens in found.items() for token in tokens}
     for (present, given), indices in patterns.items():
-        pool = _Descent(seen, views, present, given, found, surest).sentences(left, len(indices))
+        pool = _Descent(observation, views, present, given, found, surest).sentences(
+            left, len(indices)
+        )
         for index in indices:
             pools[index] = pool
     return pools
 
 
-def _near(seen: Observation, views: Sequence[View], heard: Tensor, rows: Tensor) -> Tensor:
+def _near(observation: Observation, views: Sequence[View], heard: Tensor, rows: Tensor) -> Tensor:
     """`(B,)`: whether each text is as near as only right ones are."""
-    return outside(seen, views, rows, heard) < NEAR * heard.sum(1)
+    return outside(observation, views, rows, heard) < NEAR * heard.sum(1)
 
 
-def misfit(seen: Observation, views: Sequence[View], heard: Tensor, rows: Tensor) -> float:
+def misfit(observation: Observation, views: Sequence[View], heard: Tensor, rows: Tensor) -> float:
     """What texts `(B, T)` leave outside the views' spans, and unexplained of them; in dimensions.
 
     Example:
         >>> from hf_gradguard.attacks.layer_inputs import find_readers
         >>> from hf_gradguard.attacks.span.row_space import row_space
-        >>> mixed = next(r for r in find_readers(seen) if r.mixing == "full")
-        >>> views = [View(mixed, row_space(mixed.gradients(seen), None, rank=13))]
+        >>> mixed = next(r for r in find_readers(observation) if r.mixing == "full")
+        >>> views = [View(mixed, row_space(mixed.gradients(observation), None, rank=13))]
         >>> heard = batch["attention_mask"].bool()
         >>> wrong = batch["input_ids"].clone()
         >>> wrong[:, 1] = wrong[:, 1].flip(0)  # the first word of the other sentence
-        >>> right = misfit(seen, views, heard, batch["input_ids"])
-        >>> right < misfit(seen, views, heard, wrong)
+        >>> right = misfit(observation, views, heard, batch["input_ids"])
+        >>> right < misfit(observation, views, heard, wrong)
         True
     """
     explained = Explained(views)
     ids = rows.clamp(min=0)
     texts = [row[present].tolist() for row, present in zip(ids, heard, strict=True)]
-    for vectors in vectors_of(seen, views, texts):
+    for vectors in vectors_of(observation, views, texts):
         explained.take(vectors)
-    return float(outside(seen, views, rows, heard).sum()) + explained.left
+    return float(outside(observation, views, rows, heard).sum()) + explained.left
 
 
 def exchange(
-    seen: Observation, views: Sequence[View], heard: Tensor, wanted: Tensor, rows: Tensor
+    observation: Observation, views: Sequence[View], heard: Tensor, wanted: Tensor, rows: Tensor
 ) -> Tensor:
     """Swap tokens at a position between sentences while they get nearer the views' spans.
 
@@ -153,16 +161,16 @@ def exchange(
     Example:
         >>> from hf_gradguard.attacks.layer_inputs import find_readers
         >>> from hf_gradguard.attacks.span.row_space import row_space
-        >>> mixed = [readers for readers in find_readers(seen) if readers.mixing == "full"][:2]
-        >>> views = [View(r, row_space(r.gradients(seen), None, rank=13)) for r in mixed]
+        >>> mixed = [readers for readers in find_readers(observation) if readers.mixing == "full"][:2]
+        >>> views = [View(r, row_space(r.gradients(observation), None, rank=13)) for r in mixed]
         >>> ids, heard = batch["input_ids"], batch["attention_mask"].bool()
         >>> swapped = ids.clone()
         >>> swapped[:, 1] = ids[:, 1].flip(0)  # the first word of the other sentence
-        >>> torch.equal(exchange(seen, views, heard, heard, swapped), ids)
+        >>> torch.equal(exchange(observation, views, heard, heard, swapped), ids)
         True
     """
     rows = rows.clone()
-    current = outside(seen, views, rows, heard)
+    current = outside(observation, views, rows, heard)
     for _ in range(SWEEPS // 5):
         changed = False
         for place in range(rows.shape[1]):
@@ -175,7 +183,7 @@ def exchange(
             pairs = torch.tensor(found, device=rows.device)
             swapped = rows[pairs]  # (pairs, 2, T)
             swapped[:, :, place] = rows[pairs.flip(1), place]
-            new = outside(seen, views, swapped.flatten(0, 1), heard[pairs].flatten(0, 1))
+            new = outside(observation, views, swapped.flatten(0, 1), heard[pairs].flatten(0, 1))
             gains = (current[pairs] - new.view(-1, 2)).sum(1)
             best = int(gains.argmax())
             if gains[best] > 1e-9 * current.sum():
@@ -191,18 +199,18 @@ class _Descent:
 
     def __init__(
         self,
-        seen: Observation,
+        observation: Observation,
         views: Sequence[View],
         present: tuple[bool, ...],
         given: Text,
         found: dict[int, list[int]],
         surest: int,
     ) -> None:
-        self.seen, self.views, self.surest = seen, views, surest
-        self.mask = torch.tensor(present, device=seen.device)
-        self.given = torch.tensor(given, device=seen.device)
+        self.observation, self.views, self.surest = observation, views, surest
+        self.mask = torch.tensor(present, device=observation.device)
+        self.given = torch.tensor(given, device=observation.device)
         self.tokens = {
-            place: torch.tensor(found[place], device=seen.device)
+            place: torch.tensor(found[place], device=observation.device)
             for place in range(len(present))
             if present[place] and given[place] < 0 and found.get(place)
         }
@@ -291,7 +299,7 @@ class _Descent:
         return self._settle(rows, self._far(rows, self.views), self.views, self.tokens)
 
     def _far(self, rows: Tensor, views: Sequence[View]) -> Tensor:
-        return outside(self.seen, views, rows, self.mask.expand_as(rows))
+        return outside(self.observation, views, rows, self.mask.expand_as(rows))
 
     def _settle(
         self, rows: Tensor, best: Tensor, views: Sequence[View], choice: dict[int, Tensor]

@@ -315,7 +315,7 @@ class Search:
     """What is looked for, and in what.
 
     Args:
-        seen: What the server saw.
+        observation: What the server saw.
         readers: The layers whose inputs are candidates.
         space: The row space of their gradients.
         places: `(P,)` positions to look at.
@@ -325,16 +325,16 @@ class Search:
     Example:
         >>> from hf_gradguard.attacks.span.attack import Span
         >>> from hf_gradguard.attacks.layer_inputs import find_readers
-        >>> first = find_readers(seen)[0]
-        >>> space = Span().row_space(seen, first, rank=int(seen.tokens.sum()))
+        >>> first = find_readers(observation)[0]
+        >>> space = Span().row_space(observation, first, rank=int(observation.tokens.sum()))
         >>> at = torch.tensor([1])
-        >>> search = Search(seen, first, space, at, torch.tensor([2]), seen.known_ids())
+        >>> search = Search(observation, first, space, at, torch.tensor([2]), observation.known_ids())
         >>> found = search.nearest(shortlist=8, threshold=None)
         >>> set(gmap.batch["input_ids"][:, 1].tolist()) <= set(found[1])
         True
     """
 
-    seen: Observation
+    observation: Observation
     readers: Readers
     space: RowSpace
     places: Tensor
@@ -376,18 +376,23 @@ class Search:
         """Squared distances and ids `(P, K)` of the nearest tokens at every place, nearest
         first.
         """
-        seen, readers, space, places = self.seen, self.readers, self.space, self.places
-        weight: Tensor = TEXT.embedding(seen.model).weight  # type: ignore[assignment]
+        observation, readers, space, places = (
+            self.observation,
+            self.readers,
+            self.space,
+            self.places,
+        )
+        weight: Tensor = TEXT.embedding(observation.model).weight  # type: ignore[assignment]
         size = len(weight)
-        padding = getattr(getattr(seen.model, "config", None), "pad_token_id", None)
+        padding = getattr(getattr(observation.model, "config", None), "pad_token_id", None)
         length = int(places.max()) + 1
         most = max(shortlist, 2 * int(self.capacity.max()))
         chunk = max(1, CHUNK // (length * len(space.columns)))
         best, kept = torch.empty(len(places), 0), torch.empty(len(places), 0, dtype=torch.long)
-        best, kept = best.to(seen.device), kept.to(seen.device)
+        best, kept = best.to(observation.device), kept.to(observation.device)
         for start in range(0, size, chunk):
-            ids = torch.arange(start, min(start + chunk, size), device=seen.device)
-            x = layer_inputs(seen, readers, ids[:, None].expand(-1, length))[:, places]
+            ids = torch.arange(start, min(start + chunk, size), device=observation.device)
+            x = layer_inputs(observation, readers, ids[:, None].expand(-1, length))[:, places]
             x = x * space.columns.to(x.dtype)
             scores = distances(x, directions.to(x.dtype), trust.to(x.dtype)).T.float()
             if padding is not None:
@@ -397,21 +402,21 @@ class Search:
             best, order = best.topk(min(most, best.shape[1]), largest=False)
             kept = kept.gather(1, order)
         # Differences of squares near 1 lose half of float32's digits: once more, exactly.
-        x = vectors(seen, readers, kept, places) * space.columns
+        x = vectors(observation, readers, kept, places) * space.columns
         scores, order = distances(x, directions, trust).sort(dim=1, stable=True)
         return scores, kept.gather(1, order)
 
     def _chosen(self, scores: Tensor, ids: Tensor) -> dict[int, list[int]]:
         """Of ranked tokens those that together span the row space, then others as near as they."""
-        seen, readers = self.seen, self.readers
-        candidates = vectors(seen, readers, ids, self.places)
+        observation, readers = self.observation, self.readers
+        candidates = vectors(observation, readers, ids, self.places)
         frame = self.known >= 0
         certain = torch.stack([frame.nonzero()[:, 1], self.known[frame]], 1).unique(dim=0)
         given = candidates.new_zeros(0, candidates.shape[-1])
         if len(certain):
             at, tokens = certain[:, 0], certain[:, 1]
             at = at if readers.positional else torch.zeros_like(at)
-            given = vectors(seen, readers, tokens[:, None], at)[:, 0]
+            given = vectors(observation, readers, tokens[:, None], at)[:, 0]
         chosen = select(self.space, given, candidates, self.capacity)
         found = {}
         for i, place in enumerate(self.places.tolist()):
@@ -434,18 +439,20 @@ def _of_rank(readers: Readers) -> str:
     )
 
 
-def vectors(seen: Observation, readers: Readers, ids: Tensor, places: Tensor) -> Tensor:
+def vectors(observation: Observation, readers: Readers, ids: Tensor, places: Tensor) -> Tensor:
     """`(P, K, H)` in float64: what is read for each of the ids `(P, K)` at its place.
 
     Example:
         >>> from hf_gradguard.attacks.layer_inputs import find_readers
         >>> ids = torch.tensor([[7, 8, 9]])
-        >>> vectors(seen, find_readers(seen)[0], ids, torch.tensor([1])).shape[:2]
+        >>> vectors(observation, find_readers(observation)[0], ids, torch.tensor([1])).shape[:2]
         torch.Size([1, 3])
     """
     length = int(places.max()) + 1
     full = torch.zeros(ids.shape[1], length, dtype=torch.long, device=ids.device)
     out = []
     for place, tokens in zip(places.tolist(), ids, strict=True):
-        out.append(layer_inputs(seen, readers, tokens[:, None].expand_as(full))[:, place].double())
+        out.append(
+            layer_inputs(observation, readers, tokens[:, None].expand_as(full))[:, place].double()
+        )
     return torch.stack(out)

@@ -33,13 +33,13 @@ class View:
     Example:
         >>> from hf_gradguard.attacks.layer_inputs import find_readers
         >>> from hf_gradguard.attacks.span.row_space import row_space
-        >>> mixed = next(r for r in find_readers(seen) if r.mixing == "full")
-        >>> view = View(mixed, row_space(mixed.gradients(seen), None, rank=13))
+        >>> mixed = next(r for r in find_readers(observation) if r.mixing == "full")
+        >>> view = View(mixed, row_space(mixed.gradients(observation), None, rank=13))
         >>> ids, mask = batch["input_ids"], batch["attention_mask"].bool()
-        >>> far = outside(seen, [view], ids, mask)
+        >>> far = outside(observation, [view], ids, mask)
         >>> wrong = ids.clone()
         >>> wrong[:, 1] = ids[:, 1].flip(0)  # the first word of the other sentence
-        >>> bool(outside(seen, [view], wrong, mask)[0] > 2 * far[0])
+        >>> bool(outside(observation, [view], wrong, mask)[0] > 2 * far[0])
         True
     """
 
@@ -59,18 +59,18 @@ class View:
         return 0 < len(self.directions) < len(self.space.columns)
 
 
-def outside(seen: Observation, views: Sequence[View], ids: Tensor, masks: Tensor) -> Tensor:
+def outside(observation: Observation, views: Sequence[View], ids: Tensor, masks: Tensor) -> Tensor:
     """`(K,)`: of texts `(K, T)`, the sums of their inputs' squared relative distances from the
     spans. Positions out of `masks` do not count.
     """
     parts = []
     length = int(masks.any(0).nonzero().max()) + 1  # what pads all of them on the right is not read
     ids, masks = ids[:, :length], masks[:, :length]
-    ids = torch.where(ids >= 0, ids, ordinary_id(seen.model, seen.tokenizer))
+    ids = torch.where(ids >= 0, ids, ordinary_id(observation.model, observation.tokenizer))
     step = max(1, CHUNK // ids.shape[1])
     for start in range(0, len(ids), step):
         mask = masks[start : start + step]
-        read = all_inputs(seen, [v.readers for v in views], ids[start : start + step], mask)
+        read = all_inputs(observation, [v.readers for v in views], ids[start : start + step], mask)
         total = torch.zeros(len(mask), dtype=torch.float64, device=ids.device)
         for view, x in zip(views, read, strict=True):
             x = x.double() * view.space.columns
@@ -81,13 +81,15 @@ def outside(seen: Observation, views: Sequence[View], ids: Tensor, masks: Tensor
 
 
 def vectors_of(
-    seen: Observation, views: Sequence[View], ids: Sequence[Sequence[int]]
+    observation: Observation, views: Sequence[View], ids: Sequence[Sequence[int]]
 ) -> list[list[Tensor]]:
     """For every text and view the inputs that are read, `(T, H)` of unit length."""
     found: list[list[Tensor]] = []
     for text in ids:
         read = all_inputs(
-            seen, [v.readers for v in views], torch.tensor([list(text)], device=seen.device)
+            observation,
+            [v.readers for v in views],
+            torch.tensor([list(text)], device=observation.device),
         )
         found.append([])
         for view, x in zip(views, read, strict=True):
@@ -103,11 +105,11 @@ class Explained:
     Example:
         >>> from hf_gradguard.attacks.layer_inputs import find_readers
         >>> from hf_gradguard.attacks.span.row_space import row_space
-        >>> mixed = next(r for r in find_readers(seen) if r.mixing == "full")
-        >>> view = View(mixed, row_space(mixed.gradients(seen), None, rank=13))
+        >>> mixed = next(r for r in find_readers(observation) if r.mixing == "full")
+        >>> view = View(mixed, row_space(mixed.gradients(observation), None, rank=13))
         >>> texts = [row[row > 0].tolist() for row in batch["input_ids"]]
         >>> explained = Explained([view])
-        >>> for vectors in vectors_of(seen, [view], texts):
+        >>> for vectors in vectors_of(observation, [view], texts):
         ...     explained.take(vectors)
         >>> explained.left < 0.1 * Explained([view]).left
         True
@@ -143,7 +145,7 @@ NEAR = 1e-4  # a position's squared distance that only right texts have, if ther
 
 
 def choose(
-    seen: Observation,
+    observation: Observation,
     views: Sequence[View],
     candidates: Sequence[dict[Text, float]],
     sweeps: int = 3,
@@ -162,16 +164,16 @@ def choose(
     Example:
         >>> from hf_gradguard.attacks.layer_inputs import find_readers
         >>> from hf_gradguard.attacks.span.row_space import row_space
-        >>> mixed = next(r for r in find_readers(seen) if r.mixing == "full")
-        >>> view = View(mixed, row_space(mixed.gradients(seen), None, rank=13))
+        >>> mixed = next(r for r in find_readers(observation) if r.mixing == "full")
+        >>> view = View(mixed, row_space(mixed.gradients(observation), None, rank=13))
         >>> right = [tuple(row[row > 0].tolist()) for row in batch["input_ids"]]
-        >>> found = choose(seen, [view], [dict.fromkeys(right, 0.0)] * 2)
+        >>> found = choose(observation, [view], [dict.fromkeys(right, 0.0)] * 2)
         >>> sorted(found) == sorted(right)
         True
     """
     texts = list(dict.fromkeys(text for row in candidates for text in row))
     vectors: dict[Text, list[Tensor]] = dict(
-        zip(texts, vectors_of(seen, views, texts), strict=True)
+        zip(texts, vectors_of(observation, views, texts), strict=True)
     )
     chosen = _choose(views, candidates, vectors, sweeps)
     right = [
