@@ -20,7 +20,7 @@ from hf_gradguard import GradientMap, chain, make_defense
 from hf_gradguard.attacks import Observation, average, make_attack
 from hf_gradguard.attacks.candidates import regression
 from hf_gradguard.attacks.candidates.likelihood import Likelihood
-from hf_gradguard.attacks.candidates.regression import Filtered, MatchedFilter
+from hf_gradguard.attacks.candidates.regression import WhitenedMessage, MatchedFilter
 from hf_gradguard.attacks.local_training import LocalTraining
 from hf_gradguard.defenses.mechanism import Mechanism
 from hf_gradguard.gradient_map.local_training.optimizers import make_optimizer
@@ -163,7 +163,7 @@ def test_the_filter_against_dense_matrices() -> None:
     center = torch.randn(40, generator=draw, dtype=torch.float64)
     precise = 0.5 + torch.rand(40, generator=draw, dtype=torch.float64)
     for samples in (1, 3):
-        told = Filtered({"w": y + center}, {"w": center}, samples, 1.0)
+        told = WhitenedMessage({"w": y + center}, {"w": center}, samples, 1.0)
         one = MatchedFilter([told], {"w": precise}, 6, draw)
         one.add([3, 4, 5], {"w": h[3:]})
         one.add([0, 1, 2], {"w": h[:3]})
@@ -189,7 +189,7 @@ def test_members_are_found_beside_others_that_are_not_listed(
     every = 5 * torch.randn(34, 3000, generator=draw)
     every[:30] -= every[:30].mean(0)
     y = every[list(members)].mean(0) + variance**0.5 * torch.randn(3000, generator=draw)
-    told = Filtered({"w": y}, {"w": torch.zeros(3000)}, 6, variance)
+    told = WhitenedMessage({"w": y}, {"w": torch.zeros(3000)}, 6, variance)
     one = MatchedFilter([told], None, 30, draw)
     one.add(range(30), {"w": every[:30]})
     prior = torch.full((30,), 1 / 30, dtype=torch.float64)
@@ -232,7 +232,7 @@ def test_coordinates_that_weigh_nothing_take_no_room(monkeypatch: pytest.MonkeyP
     weights = {n: (1 + torch.rand(s, generator=draw)) for n, s in shapes.items()}
     for name in ("a", "b"):
         weights[name].view(-1)[torch.arange(10_000) % 50 != 3] = 0
-    told = Filtered({n: g[0] + g[1] for n, g in h.items()},
+    told = WhitenedMessage({n: g[0] + g[1] for n, g in h.items()},
                     {n: torch.zeros_like(g[0]) for n, g in h.items()}, 2, 1.0)  # fmt: skip
     one = MatchedFilter([told], weights, 4, draw)
     one.add(range(4), h)
@@ -256,7 +256,7 @@ def test_sketches_keep_products(monkeypatch: pytest.MonkeyPatch) -> None:
         for (n, s), p in zip(shapes.items(), h.split([10_000, 50_000], 1), strict=True)
     }
     first = {n: p[0] for n, p in parts.items()}
-    told = Filtered(first, {n: torch.zeros_like(p) for n, p in first.items()}, 2, 1.0)
+    told = WhitenedMessage(first, {n: torch.zeros_like(p) for n, p in first.items()}, 2, 1.0)
     one = MatchedFilter([told], None, 3, draw)
     one.add([0, 1, 2], parts)
     exact, rough = h.double() @ h.double().T, (one.sketches @ one.sketches.T).double()

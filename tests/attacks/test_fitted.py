@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from hf_gradguard import GradientMap, make_defense
 from hf_gradguard.attacks import Observation, make_attack
-from hf_gradguard.attacks.candidates.fitted import LEAST, Fits, brought, shares_of
+from hf_gradguard.attacks.candidates.fitted import LEAST_LEFT, Fits, accumulate, shares_of
 from hf_gradguard.defenses.mechanism import Fitted, Mechanism
 from hf_gradguard.defenses.message import Message
 from hf_gradguard.gradient_map.layers import Pass, layers_of
@@ -101,7 +101,7 @@ def test_the_score_is_that_of_the_formula() -> None:
         for at, one in enumerate(some):
             inner = float(own @ flat({name: one[name] for name in names}))
             left = 1 - (2 * inner - float(power[at])) / float(own.square().sum())
-            expected[at] -= factors / 2 * torch.tensor(max(left, LEAST)).log()
+            expected[at] -= factors / 2 * torch.tensor(max(left, LEAST_LEFT)).log()
     torch.testing.assert_close(told(stacked)[7], expected)
 
 
@@ -223,7 +223,7 @@ def test_shares_are_medians_over_candidates() -> None:
 def test_what_later_messages_bring_is_weighed_as_in_the_normal_equations() -> None:
     """Σ_t d r_t ⟨h, M_t⟩/‖M_t‖² and Σ_t φ d r_t² ⟨h, h⟩/‖M_t‖², r_t = (1 - φ)ᵗ, group by group."""
     messages, shares = some_messages(3), [0.5, 0.25, 1e-3]
-    y, weights = brought(messages, Span(), shares)  # type: ignore[arg-type]
+    y, weights = accumulate(messages, Span(), shares)  # type: ignore[arg-type]
     h = some_messages(4)[3]
     for names, factors, share in zip(Span.names[:2], (2, 3), shares[:2], strict=True):
         products = squares = 0.0
@@ -263,7 +263,7 @@ def test_later_messages_tell_more() -> None:
             messages.append({"a": basis @ (basis.T @ v)})
             v = v - messages[-1]["a"] + 0.3 * torch.randn(60, generator=drawn)
         for place, some in enumerate((messages[:1], messages)):
-            y, weights = brought(some, Drawn(), [0.25])  # type: ignore[arg-type]
+            y, weights = accumulate(some, Drawn(), [0.25])  # type: ignore[arg-type]
             scores = listed @ (weights["a"] ** 2 * y["a"])
             ranks[place] += (scores[3:, None] > scores[:3]).sum() / 200 / 3
     alone, waited = ranks.tolist()

@@ -13,7 +13,13 @@ from torch import Tensor, nn
 from hf_gradguard import GradientMap, make_defense
 from hf_gradguard.attacks import Observation, make_attack
 from hf_gradguard.attacks.candidates import fitted
-from hf_gradguard.attacks.candidates.fitted import INSIDE, LATER, InSpan, brought, spans_of
+from hf_gradguard.attacks.candidates.fitted import (
+    LEAST_WITHIN,
+    LATER_MESSAGES,
+    SpanCoordinates,
+    accumulate,
+    spans_of,
+)
 from hf_gradguard.attacks.uploads import gathered
 from hf_gradguard.defenses.mechanism import Fitted
 from hf_gradguard.defenses.message import Message
@@ -71,7 +77,7 @@ def test_later_coordinates_are_of_what_earlier_messages_left() -> None:
     both = [sample_span(model, seed, "sample") for seed in (1, 2, 3)]
     g = gradient_of(model, texts(1)[0])
     messages = [gradient_of(model, one) for one in texts(3, seed=5)]
-    inside = InSpan(messages, [span for _, span in both])
+    inside = SpanCoordinates(messages, [span for _, span in both])
     found = inside({name: y[None] for name, y in g.items()})["fitted"][0]
     assert found.shape == inside.message["fitted"].shape == inside.weights["fitted"].shape
     place = 0
@@ -93,7 +99,7 @@ def test_coordinates_weigh_by_the_power_of_their_group() -> None:
     wanted = gradient_of(model, texts(1)[0])
     message, other = SampleSpan(made).fit_by(wanted, "parameter").nearest, span.names[3][0]
     message[other] = wanted[other]
-    inside, place, heard = InSpan([message], [span]), 0, 0
+    inside, place, heard = SpanCoordinates([message], [span]), 0, 0
     whole = float(flat(message).square().sum())
     for names, factors in zip(span.names, span.factors.tolist(), strict=True):
         power = sum(float(message[name].square().sum()) for name in names)
@@ -132,14 +138,14 @@ def test_synthetic_texts_are_read_out_of_a_message(factors: Granularity) -> None
         (span,) = read(seen, batch)
         size = float(flat(dict(message)).square().sum())
         one = {name: y[None] for name, y in message.items()}
-        assert float(span(one).sum()) / size > INSIDE
+        assert float(span(one).sum()) / size > LEAST_WITHIN
         _, drawn = sample_span(model, 99, factors)  # what others of the mechanism have of it
         assert float(drawn(one).sum()) / size < 0.9
 
 
 def test_later_messages_are_read_as_well() -> None:
     model, _ = make_task("bert", **WIDE)
-    batches = texts(LATER + 3)
+    batches = texts(LATER_MESSAGES + 3)
     defense = make_defense("refiner", samples=4, min_batches=1)
     uploads = []
     for seed, batch in enumerate(batches):
@@ -150,7 +156,7 @@ def test_later_messages_are_read_as_well() -> None:
                 model, dict(message), (2, 8), both["labels"], mechanism=defense.mechanism(message)
             )
         )
-    assert len(read(gathered(uploads), batches[0])) == 1 + LATER
+    assert len(read(gathered(uploads), batches[0])) == 1 + LATER_MESSAGES
     assert len(read(gathered(uploads[:2]), batches[0])) == 2
 
 
@@ -214,7 +220,7 @@ def ranks_of(dropout: float, seed: int) -> list[int]:
 
 def test_who_reads_them_names_more(monkeypatch: pytest.MonkeyPatch) -> None:
     reading = [rank for seed in range(4) for rank in ranks_of(0.0, seed)]
-    monkeypatch.setattr(fitted, "INSIDE", 2.0)  # nothing is believed
+    monkeypatch.setattr(fitted, "LEAST_WITHIN", 2.0)  # nothing is believed
     guessing = [rank for seed in range(4) for rank in ranks_of(0.0, seed)]
     assert sum(reading) < 0.75 * sum(guessing), (reading, guessing)
 
@@ -257,8 +263,8 @@ def test_who_knows_the_span_tells_more_than_who_knows_its_share() -> None:
             messages.append({"a": spans[-1].basis @ (spans[-1].basis.T @ v)})
             v = v - messages[-1]["a"] + 0.3 * torch.randn(60, generator=drawn)
         for place, count in enumerate((1, 3)):
-            inside = InSpan(messages[:count], spans[:count])  # type: ignore[arg-type]
-            y, weights = brought(messages[:count], Known(v), [0.25])  # type: ignore[arg-type]
+            inside = SpanCoordinates(messages[:count], spans[:count])  # type: ignore[arg-type]
+            y, weights = accumulate(messages[:count], Known(v), [0.25])  # type: ignore[arg-type]
             ways = (
                 (
                     inside({"a": listed})["fitted"],

@@ -12,8 +12,12 @@ from helpers import make_task, torch_rng
 
 from hf_gradguard import GradientMap, make_defense
 from hf_gradguard.attacks import Observation, make_attack
-from hf_gradguard.attacks.candidates.likelihood import in_units
-from hf_gradguard.attacks.candidates.regression import _BESIDE, Filtered, MatchedFilter
+from hf_gradguard.attacks.candidates.likelihood import rescale
+from hf_gradguard.attacks.candidates.regression import (
+    _REGRESSION_RIDGE,
+    WhitenedMessage,
+    MatchedFilter,
+)
 from hf_gradguard.attacks.uploads import alike, gathered, own_entries
 from hf_gradguard.audit.client import average_of
 from hf_gradguard.defenses.mechanism import Mechanism
@@ -24,12 +28,12 @@ def test_a_regression_by_hand() -> None:
     """Against the t-statistics of a ridge regression that numpy solves."""
     rng = np.random.default_rng(0)
     h, y = rng.normal(size=(7, 30)), rng.normal(size=30)
-    told = Filtered({"w": torch.tensor(y).float()}, {"w": torch.zeros(30)}, 3, None)
+    told = WhitenedMessage({"w": torch.tensor(y).float()}, {"w": torch.zeros(30)}, 3, None)
     found = MatchedFilter([told], None, 7, torch_rng())
     found.add(range(7), {"w": torch.tensor(h).float()})
     got = found.regressed(0, torch.full((7,), 1 / 7).double())
     gram = h @ h.T
-    inverse = np.linalg.inv(gram + _BESIDE * gram.diagonal().mean() * np.eye(7))
+    inverse = np.linalg.inv(gram + _REGRESSION_RIDGE * gram.diagonal().mean() * np.eye(7))
     share = (inverse @ gram).diagonal()
     wanted = (inverse @ h @ y) / np.sqrt(inverse.diagonal() * share)
     ratio = got.numpy() / wanted
@@ -219,7 +223,7 @@ def test_fitted_messages_keep_later_ones_in_their_law() -> None:
     for later, upload in zip(whole.mechanism.later_messages, uploads[2:], strict=True):
         torch.testing.assert_close(later, upload.gradient, rtol=0, atol=0)
     assert not alike(whole, whole)
-    twice = in_units(whole, whole.mechanism, 2.0)[1]
+    twice = rescale(whole, whole.mechanism, 2.0)[1]
     assert twice is not None
     bias = "classifier.bias"
     assert torch.equal(twice.later_messages[0][bias], 2 * uploads[2].gradient[bias])

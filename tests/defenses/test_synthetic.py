@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import BartConfig, BartForConditionalGeneration
 
 from hf_gradguard import GradientMap, make_defense
-from hf_gradguard.attacks.candidates.fitted import made_up
+from hf_gradguard.attacks.candidates.fitted import make_synthetic
 from hf_gradguard.defenses.refiner.synthetic import SyntheticSamples
 from hf_gradguard.gradient_map.layers import Pass, layers_of
 from hf_gradguard.gradient_map.per_sample import span as sample_span
@@ -261,7 +261,7 @@ def test_of_texts_few_are_made_up_and_of_images_more(task: str, samples: int) ->
     assert mechanism is not None
     assert mechanism.fitted is not None
     draw = torch.Generator()
-    made = made_up(mechanism.fitted, gmap.batch, gmap.model, list(gmap.parameters), draw)
+    made = make_synthetic(mechanism.fitted, gmap.batch, gmap.model, list(gmap.parameters), draw)
     assert len(made.input) == samples
 
 

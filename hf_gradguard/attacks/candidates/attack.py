@@ -124,8 +124,8 @@ class Candidates(Attack):
             ValueError: If they differ in those, or this attack cannot work on them.
         """
         _check_together(observations)
-        drawn = torch_generator(generator, observations[0].device)
-        return self._rank([[observation] for observation in observations], drawn)
+        torch_rng = torch_generator(generator, observations[0].device)
+        return self._rank([[observation] for observation in observations], torch_rng)
 
     def history(
         self, observations: Sequence[Observation], generator: Stream | torch.Generator | None = None
@@ -143,8 +143,10 @@ class Candidates(Attack):
         """
         if not observations:
             raise ValueError("There is nothing to attack: give at least one observation.")
-        means = [several[0] if len(several) == 1 else average(several)
-                 for several in _at_same_weights(observations)]  # fmt: skip
+        means = [
+            uploads[0] if len(uploads) == 1 else average(uploads)
+            for uploads in _at_same_weights(observations)
+        ]
         return self._rank([means], torch_generator(generator, observations[0].device))[0]
 
     def _rank(
@@ -155,12 +157,16 @@ class Candidates(Attack):
         totals: list[Tensor] = []
         for uploads in zip(*targets, strict=True):
             entries = [self._entries(observation) for observation in uploads]
-            found = Scorer(self, uploads, entries, generator).scores()
-            totals = [a + b for a, b in zip(totals, found, strict=True)] if totals else found
+            scores_of_round = Scorer(self, uploads, entries, generator).scores()
+            totals = (
+                [a + b for a, b in zip(totals, scores_of_round, strict=True)]
+                if totals
+                else scores_of_round
+            )
         seconds = (time.perf_counter() - started) / len(targets)
         return [
-            _ranked(uploads[0], one, scores + one.likely, seconds)
-            for uploads, one, scores in zip(targets, entries, totals, strict=True)
+            _ranked(uploads[0], target_entries, scores + target_entries.likely, seconds)
+            for uploads, target_entries, scores in zip(targets, entries, totals, strict=True)
         ]
 
     def _entries(self, observation: Observation) -> Entries:
@@ -177,17 +183,15 @@ class Candidates(Attack):
 
 def _at_same_weights(observations: Sequence[Observation]) -> list[list[Observation]]:
     """Uploads that have a mean, with each other."""
-    found: list[list[Observation]] = []
+    groups: list[list[Observation]] = []
     for observation in observations:
-        same = (
-            one for one in found if one[0].model is observation.model and alike(one[0], observation)
-        )
-        beside = next(same, None)
-        if beside is None:
-            found.append([observation])
+        for group in groups:
+            if group[0].model is observation.model and alike(group[0], observation):
+                group.append(observation)
+                break
         else:
-            beside.append(observation)
-    return found
+            groups.append([observation])
+    return groups
 
 
 def _ranked(observation: Observation, entries: Entries, scores: Tensor, seconds: float) -> Ranked:
@@ -195,9 +199,9 @@ def _ranked(observation: Observation, entries: Entries, scores: Tensor, seconds:
     best = [entries.inputs[int(k)] for k in scores.argsort(descending=True, stable=True)]
     best = best[: observation.batch_size]
     best += [best[-1]] * (observation.batch_size - len(best))  # a short list
-    every = scores.new_full((entries.listed,), -torch.inf)
-    every[entries.places] = scores
-    posterior = torch.zeros_like(every)
+    listed_scores = scores.new_full((entries.listed,), -torch.inf)
+    listed_scores[entries.places] = scores
+    posterior = torch.zeros_like(listed_scores)
     posterior[entries.places] = _posterior(scores, observation.batch_size)
     labels = observation.labels
     return Ranked(
@@ -205,8 +209,8 @@ def _ranked(observation: Observation, entries: Entries, scores: Tensor, seconds:
         labels=None if labels is None or labels.dim() != 1 else labels,
         objective=-float(scores.max()),
         seconds=seconds,
-        scores=every,
-        ranking=every.argsort(descending=True, stable=True),
+        scores=listed_scores,
+        ranking=listed_scores.argsort(descending=True, stable=True),
         posterior=posterior,
     )
 
@@ -232,19 +236,21 @@ def _posterior(scores: Tensor, samples: int) -> Tensor:
 
 
 def _check_together(observations: Sequence[Observation]) -> None:
-    first = observations[0]
-    for other in observations[1:]:
+    reference = observations[0]
+    for observation in observations[1:]:
         if (
-            other.model is not first.model
-            or other.domain is not first.domain
-            or other.gradient.keys() != first.gradient.keys()
-            or other.local != first.local
+            observation.model is not reference.model
+            or observation.domain is not reference.domain
+            or observation.gradient.keys() != reference.gradient.keys()
+            or observation.local != reference.local
         ):
             raise ValueError(
                 "Observations that are attacked together must be of one model and kind of local "
                 "training, with gradients of the same parameters. Attack the others by themselves."
             )
-        if first.local is not None and (other.batch_size == 1) != (first.batch_size == 1):
+        if reference.local is not None and (observation.batch_size == 1) != (
+            reference.batch_size == 1
+        ):
             raise ValueError(
                 "Updates of one sample are followed step by step, those of several to first order: "
                 "do not attack them together, but by themselves."

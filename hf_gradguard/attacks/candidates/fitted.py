@@ -4,10 +4,10 @@
 
 Each group l of parameters has d_l factors of its own, and e, what earlier messages left out, is
 noise there whose variance is not known: the best one is taken out. Of the samples only ‖P g‖² is
-asked for. Where a message names its own samples (in_span.py) they are these. Others drawn alike
+asked for. Where a message names its own samples they are these. Others drawn alike
 span as much of g: where it does not, the server draws its own.
 
-Of several samples a message of such is regressed on the list (linear.py), with precisions of
+Of several samples a message of such is regressed on the list (regression.py), with precisions of
 groups, M_l/φ_l where samples span the share φ_l of gradients. What it leaves out waits: the
 client's next messages bring φ_l (1 - φ_l)ᵗ of it, and weigh as much.
 """
@@ -32,14 +32,14 @@ from ..layer_inputs import find_readers
 from ..span.attack import Span, first_readers
 from .inputs import ALL_CLASSES, evenly
 
-LEAST = 1e-3
+LEAST_LEFT = 1e-3
 """Of a message's power, the share down to which what a candidate leaves of it is told: samples are
 not the client's own.
 """
-SHARES_OF = 16  # candidates, of whose gradients it is asked how much samples span
+SHARE_CANDIDATES = 16  # candidates, of whose gradients it is asked how much samples span
 LEAST_SHARE = 1e-3
 """Less of gradients is not divided by."""
-ROUNDED = 1e-12
+ROUNDING_SHARE = 1e-12
 """Parameters with so little of a message's power have no gradient but rounding: a key's bias."""
 
 
@@ -73,27 +73,29 @@ class Fits:
     ) -> None:
         self.numbers = list(messages)
         self._messages = {number: message for number, (message, _) in messages.items()}
-        self._spans, own = dict(spans or {}), {}
+        self._spans, drawn_spans = dict(spans or {}), {}
         for number, (message, mechanism) in messages.items():
             if number not in self._spans:
-                if mechanism not in own:
-                    own[mechanism] = drawn(mechanism, batch, model, list(message), generator)
-                self._spans[number] = own[mechanism]
+                if mechanism not in drawn_spans:
+                    drawn_spans[mechanism] = draw_span(
+                        mechanism, batch, model, list(message), generator
+                    )
+                self._spans[number] = drawn_spans[mechanism]
 
     def __call__(
         self, gradient: Mapping[str, Tensor], numbers: Sequence[int] | None = None
     ) -> dict[int, Tensor]:
         """`(K,)` in float64 for each message, or some, of gradients `(K, *parameter.shape)`."""
-        found, powers = {}, {}
+        scores, powers = {}, {}
         for number in self.numbers if numbers is None else numbers:
             span = self._spans[number]
             if id(span) not in powers:
                 powers[id(span)] = span(gradient)
-            found[number] = _score(span, self._messages[number], gradient, powers[id(span)])
-        return found
+            scores[number] = _score(span, self._messages[number], gradient, powers[id(span)])
+        return scores
 
 
-def drawn(
+def draw_span(
     mechanism: Fitted,
     batch: Mapping[str, Any],
     model: nn.Module,
@@ -101,11 +103,11 @@ def drawn(
     generator: Generator,
 ) -> Powers:
     """Of the span of synthetic samples of the server's own. The generator is left as it is."""
-    made = made_up(mechanism, batch, model, names, generator.clone_state())
-    return SampleSpan(made).powers(mechanism.factors)
+    synthetic = make_synthetic(mechanism, batch, model, names, generator.clone_state())
+    return SampleSpan(synthetic).powers(mechanism.factors)
 
 
-def made_up(
+def make_synthetic(
     mechanism: Fitted,
     batch: Mapping[str, Any],
     model: nn.Module,
@@ -132,10 +134,10 @@ def made_up(
         )
 
 
-def spanned(
+def draw_span_with_shares(
     mechanism: Fitted,
     batches: Sequence[Mapping[str, Any]],
-    many: ManyGradients,
+    many_gradients: ManyGradients,
     generator: Generator,
 ) -> tuple[Powers, list[float]]:
     """The span of the server's own samples, and φ of its groups, by some candidates.
@@ -143,12 +145,14 @@ def spanned(
     Args:
         mechanism: Of the samples.
         batches: Of all candidates.
-        many: Their gradients.
+        many_gradients: Their gradients.
         generator: Of the samples. Left as it is.
     """
-    span = drawn(mechanism, batches[0], many.model, list(many.parameters), generator)
-    some = many(evenly(batches, SHARES_OF))
-    return span, shares_of(span, [gradient for _, gradient in some])
+    span = draw_span(
+        mechanism, batches[0], many_gradients.model, list(many_gradients.parameters), generator
+    )
+    sampled_gradients = many_gradients(evenly(batches, SHARE_CANDIDATES))
+    return span, shares_of(span, [gradient for _, gradient in sampled_gradients])
 
 
 def shares_of(span: Powers, gradients: Sequence[Mapping[str, Tensor]]) -> list[float]:
@@ -158,16 +162,16 @@ def shares_of(span: Powers, gradients: Sequence[Mapping[str, Tensor]]) -> list[f
         span: Of synthetic samples.
         gradients: Each of several candidates, `(K, *parameter.shape)`.
     """
-    found = []
+    shares = []
     for gradient in gradients:
         squares = {n: g.double().flatten(1).square().sum(1) for n, g in gradient.items()}
         sizes = [torch.stack([squares[n] for n in names]).sum(0) for names in span.names]
-        found.append(span(gradient) / torch.stack(sizes, 1).clamp(min=1e-300))
-    median = torch.cat(found).median(0).values
+        shares.append(span(gradient) / torch.stack(sizes, 1).clamp(min=1e-300))
+    median = torch.cat(shares).median(0).values
     return [float(share) for share in median.clamp(LEAST_SHARE, 1.0)]
 
 
-def brought(
+def accumulate(
     messages: Sequence[Mapping[str, Tensor]], span: Powers, shares: Sequence[float]
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """A gradient as a client's messages since then bring it, beside other batches', and what its
@@ -178,29 +182,31 @@ def brought(
         span: Of synthetic samples.
         shares: φ of each of its groups.
     """
-    sizes = [sizes_of(message) for message in messages]
-    found, weights = ({name: torch.zeros_like(y) for name, y in messages[0].items()} for _ in "yw")
+    sizes = [powers_of(message) for message in messages]
+    accumulated, weights = (
+        {name: torch.zeros_like(y) for name, y in messages[0].items()} for _ in "yw"
+    )
     for names, factors, share in zip(span.names, span.factors.tolist(), shares, strict=True):
         power = 0.0
         for place, (message, size) in enumerate(zip(messages, sizes, strict=True)):
-            own = sum(size[name] for name in names)
-            if own <= ROUNDED * sum(size.values()):
+            group_power = sum(size[name] for name in names)
+            if group_power <= ROUNDING_SHARE * sum(size.values()):
                 continue
-            precision, left = factors / own, (1 - share) ** place
-            power += precision * left**2
+            precision, residual_share = factors / group_power, (1 - share) ** place
+            power += precision * residual_share**2
             for name in names:
-                found[name] += precision * left * message[name]
+                accumulated[name] += precision * residual_share * message[name]
         for name in names:
             weights[name] += (share * power) ** 0.5
-            found[name] /= share * power or 1.0
-    return found, weights
+            accumulated[name] /= share * power or 1.0
+    return accumulated, weights
 
 
-def sizes_of(message: Mapping[str, Tensor]) -> dict[str, float]:
+def powers_of(message: Mapping[str, Tensor]) -> dict[str, float]:
     """Its power, parameter by parameter.
 
     Example:
-        >>> sizes_of({"weight": torch.tensor([3.0, 4.0])})
+        >>> powers_of({"weight": torch.tensor([3.0, 4.0])})
         {'weight': 25.0}
     """
     return {name: float(y.double().square().sum()) for name, y in message.items()}
@@ -210,14 +216,14 @@ def _score(
     span: Powers, message: Mapping[str, Tensor], gradient: Mapping[str, Tensor], powers: Tensor
 ) -> Tensor:
     score = torch.zeros_like(powers[:, 0])
-    sizes = sizes_of(message)
-    least = ROUNDED * sum(sizes.values())
+    sizes = powers_of(message)
+    least = ROUNDING_SHARE * sum(sizes.values())
     for names, factors, power in zip(span.names, span.factors.tolist(), powers.T, strict=True):
         total = sum(sizes[name] for name in names)
         if total > least:
             inner = sum(_products(gradient[name], message[name]) for name in names)
-            left = (1 - (2 * inner - power) / total).clamp(min=LEAST)
-            score -= factors / 2 * left.log()
+            unexplained = (1 - (2 * inner - power) / total).clamp(min=LEAST_LEFT)
+            score -= factors / 2 * unexplained.log()
     return score
 
 
@@ -226,14 +232,14 @@ def _products(gradient: Tensor, message: Tensor) -> Tensor:
     return gradient.flatten(1).double() @ message.flatten().double()
 
 
-INSIDE = 0.99
+LEAST_WITHIN = 0.99
 """Of a message's power, group by group: so much of it lies in no span but its own."""
-MOST = 0.9
+LEAST_FACTORS = 0.9
 """Of factors: so many must be of groups in which it does. Signs of samples' gradients matter only
 where these share a factor: in what no layer has, of which two classes' labels change no other.
 """
 SWEEPS = 2  # over samples, of each of which all labels are tried
-LATER = 3  # messages that are read beside a first one: most of it is in these
+LATER_MESSAGES = 3  # messages that are read beside a first one: most of it is in these
 
 
 def spans_of(
@@ -250,59 +256,61 @@ def spans_of(
         batch: Any of the clients' kind.
         generator: Of the search. Left as it is.
     """
-    found: list[Powers] = []
+    spans: list[Powers] = []
     if observation.domain.name != "text":
-        return found
-    drawn = generator.clone_state()
-    made = made_up(mechanism, batch, observation.model, list(observation.gradient), drawn)
-    later = (
+        return spans
+    span_rng = generator.clone_state()
+    synthetic = make_synthetic(
+        mechanism, batch, observation.model, list(observation.gradient), span_rng
+    )
+    later_messages = (
         ()
         if observation.mechanism is None or observation.batch_size == 1
-        else observation.mechanism.later_messages[:LATER]
+        else observation.mechanism.later_messages[:LATER_MESSAGES]
     )
-    for message in (observation.gradient, *later):
-        span = _span_of(message, observation, mechanism, made, drawn.clone_state())
+    for message in (observation.gradient, *later_messages):
+        span = _span_of(message, observation, mechanism, synthetic, span_rng.clone_state())
         if span is None:
             break
-        found.append(span)
-    return found
+        spans.append(span)
+    return spans
 
 
 def _span_of(
     message: Mapping[str, Tensor],
     observation: Observation,
     mechanism: Fitted,
-    made: GradientMap,
+    synthetic: GradientMap,
     generator: torch.Generator,
 ) -> Powers | None:
-    ids = _texts(message, observation, made, generator)
+    ids = _texts(message, observation, synthetic, generator)
     if ids is None:
         return None
-    samples = {**made.batch, text_keys(made.batch)[0]: ids}
+    samples = {**synthetic.batch, text_keys(synthetic.batch)[0]: ids}
     classes = _classes(samples, observation)
     rows = iter([*range(len(ids))] * SWEEPS if len(classes) else [])
-    span = SampleSpan(made.of_batch(samples)).powers(mechanism.factors)
-    while held(span, message) < MOST:
+    span = SampleSpan(synthetic.of_batch(samples)).powers(mechanism.factors)
+    while share_within(span, message) < LEAST_FACTORS:
         if (row := next(rows, None)) is None:
             return None
-        tried = [_labeled(samples, row, one) for one in classes]
-        spans = [SampleSpan(made.of_batch(one)).powers(mechanism.factors) for one in tried]
-        within = [float(one(_alone(message)).sum()) for one in spans]
-        best = within.index(max(within))
+        tried = [_labeled(samples, row, label) for label in classes]
+        spans = [SampleSpan(synthetic.of_batch(batch)).powers(mechanism.factors) for batch in tried]
+        powers_within = [float(within(_as_one(message)).sum()) for within in spans]
+        best = powers_within.index(max(powers_within))
         samples, span = tried[best], spans[best]
     return span
 
 
-def held(span: Powers, message: Mapping[str, Tensor]) -> float:
+def share_within(span: Powers, message: Mapping[str, Tensor]) -> float:
     """The share of a span's factors that are of groups in which a message lies.
 
     Example:
-        >>> round(held(SampleSpan(gmap).powers("token"), gmap.gradient()), 1)
+        >>> round(share_within(SampleSpan(gmap).powers("token"), gmap.gradient()), 1)
         1.0
     """
-    groups = _groups(span, message, sizes_of(message))
-    inside = sum(len(y) for y, power in groups if _lies(y, power))
-    return inside / sum(len(y) for y, _ in groups)
+    groups = _groups(span, message, powers_of(message))
+    factors_within = sum(len(y) for y, power in groups if _is_within(y, power))
+    return factors_within / sum(len(y) for y, _ in groups)
 
 
 def _groups(
@@ -311,39 +319,40 @@ def _groups(
     """A message's coordinates in each group of a span, and its power there."""
     powers = [sum(sizes[name] for name in names) for names in span.names]
     return [
-        (y, power) for (y,), power in zip(span.coordinates(_alone(message)), powers, strict=True)
+        (y, power) for (y,), power in zip(span.coordinates(_as_one(message)), powers, strict=True)
     ]
 
 
-def _lies(y: Tensor, power: float) -> bool:
+def _is_within(y: Tensor, power: float) -> bool:
     """Whether what has so much power lies in the span where these are its coordinates."""
-    return float(y.square().sum()) >= INSIDE * power
+    return float(y.square().sum()) >= LEAST_WITHIN * power
 
 
-def _alone(message: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _as_one(message: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: y[None] for name, y in message.items()}
 
 
 def _texts(
     message: Mapping[str, Tensor],
     observation: Observation,
-    made: GradientMap,
+    synthetic: GradientMap,
     generator: torch.Generator,
 ) -> Tensor | None:
     """Ids `(samples, T)` of the synthetic texts; `None` where the span attack finds no such."""
-    keys = text_keys(made.batch)
+    keys = text_keys(synthetic.batch)
     if len(keys) != 1 or not any(y.any() for y in message.values()):
         return None
-    ids = made.batch[keys[0]]
-    told = Observation(
+    ids = synthetic.batch[keys[0]]
+    observed = Observation(
         observation.model, message, tuple(ids.shape), attention_mask=torch.ones_like(ids),
         tokenizer=observation.tokenizer, special_tokens=observation.special_tokens,
     )  # fmt: skip
-    first = first_readers(find_readers(told))
-    if first is None or ids.numel() >= first.size[0]:
+    unmixed = first_readers(find_readers(observed))
+    if unmixed is None or ids.numel() >= unmixed.size[0]:
         return None  # they span everything
-    found = torch.tensor(Span()(told, generator=generator).token_ids).to(ids)
-    return found if found.shape == ids.shape and bool((found >= 0).all()) else None
+    recovered_ids = torch.tensor(Span()(observed, generator=generator).token_ids).to(ids)
+    is_complete = recovered_ids.shape == ids.shape and bool((recovered_ids >= 0).all())
+    return recovered_ids if is_complete else None
 
 
 def _classes(samples: Mapping[str, Any], observation: Observation) -> Tensor:
@@ -361,7 +370,7 @@ def _labeled(samples: Mapping[str, Any], row: int, label: Tensor) -> dict[str, A
     return {**samples, "labels": labels}
 
 
-class InSpan:
+class SpanCoordinates:
     """A client's messages in coordinates of the spans that each was fitted in, and what gradients
     of the first one's batch are there.
 
@@ -371,7 +380,7 @@ class InSpan:
 
     Example:
         >>> span = SampleSpan(gmap).powers("token")
-        >>> inside = InSpan([gmap.gradient()], [span])
+        >>> inside = SpanCoordinates([gmap.gradient()], [span])
         >>> one = inside({name: g[None] for name, g in gmap.gradient().items()})
         >>> torch.allclose(one["fitted"][0], inside.message["fitted"])
         True
@@ -384,23 +393,29 @@ class InSpan:
             for late in range(len(spans))
             for early in range(late)
         }
-        heard, weights = [], []
+        coordinates, weights = [], []
         for message, span in zip(messages, spans, strict=False):
-            sizes = sizes_of(message)
-            least = ROUNDED * sum(sizes.values())
+            sizes = powers_of(message)
+            least = ROUNDING_SHARE * sum(sizes.values())
             for y, power in _groups(span, message, sizes):
-                told = power > least and _lies(y, power)
-                heard.append(y)
-                weights.append(torch.full_like(y, (len(y) / power) ** 0.5 if told else 0.0))
-        self.message, self.weights = {"fitted": torch.cat(heard)}, {"fitted": torch.cat(weights)}
+                is_known = power > least and _is_within(y, power)
+                coordinates.append(y)
+                weights.append(torch.full_like(y, (len(y) / power) ** 0.5 if is_known else 0.0))
+        self.message, self.weights = (
+            {"fitted": torch.cat(coordinates)},
+            {"fitted": torch.cat(weights)},
+        )
 
     def __call__(self, gradients: Tensors) -> Tensors:
         """`(K, coordinates)` of gradients `(K, *parameter.shape)`, linear in these."""
-        left: list[list[Tensor]] = []
+        residuals: list[list[Tensor]] = []
         for late, span in enumerate(self._spans):
-            own = span.coordinates(gradients)
-            for early, before in enumerate(left):
+            coordinates = span.coordinates(gradients)
+            for early, earlier_residual in enumerate(residuals):
                 across = self._across[late, early]
-                own = [c - b @ x.T for c, b, x in zip(own, before, across, strict=True)]
-            left.append(own)
-        return {"fitted": torch.cat([c for own in left for c in own], 1)}
+                coordinates = [
+                    c - b @ x.T
+                    for c, b, x in zip(coordinates, earlier_residual, across, strict=True)
+                ]
+            residuals.append(coordinates)
+        return {"fitted": torch.cat([c for coordinates in residuals for c in coordinates], 1)}

@@ -18,10 +18,10 @@ from ...models import label_kind, task_of
 from ..base import Observation
 from ..labels import recover_labels
 from ..layer_inputs import is_causal_lm
-from .likelihood import items_of, mean_items
+from .likelihood import count_labels, mean_items
 
 T = TypeVar("T")
-MOST = 200_000
+MOST_COMBINATIONS = 200_000
 IGNORED = -100
 _LABELS = ("labels", "label", "label_ids")  # collators take each for the first
 _PER_TOKEN = ("token", "text")  # kinds of labels
@@ -63,25 +63,25 @@ def make_inputs(
     """
     if labels is not None and len(labels) != len(candidates):
         raise ValueError(f"There are {len(labels)} labels for {len(candidates)} candidates.")
-    found = Inputs([], [], [])
-    left = _pads_left(observation)
-    for place, one in enumerate(candidates):
-        entries = _entries(observation, one, place)
+    inputs = Inputs([], [], [])
+    pads_left = _pads_left(observation)
+    for place, candidate in enumerate(candidates):
+        entries = _entries(observation, candidate, place)
         if entries is None:
             continue
         if labels is not None:
             entries["labels"] = labels[place]
         batch = _as_batch(observation, entries, place)
         mask = batch.get("attention_mask")
-        found.places.append(place)
-        found.batches.append(_fitted(observation, batch, left))
-        found.counts.append(0 if mask is None else int(mask.sum()))
-    if not found.places:
+        inputs.places.append(place)
+        inputs.batches.append(_fit_length(observation, batch, pads_left))
+        inputs.counts.append(0 if mask is None else int(mask.sum()))
+    if not inputs.places:
         raise ValueError(
             f"The list of candidates holds none for {observation.domain.content}: give texts or token ids "
             "for a text, and tensors (C, H, W) of pixels for images."
         )
-    return found
+    return inputs
 
 
 def shown(domain: Domain, batch: Mapping[str, Any]) -> Tensor:
@@ -125,34 +125,34 @@ def at_places(
         word if isinstance(word, int) else observation.tokenizer.convert_tokens_to_ids(word)
         for word in words
     ]
-    if len(tokens) ** len(places) > MOST:
+    if len(tokens) ** len(places) > MOST_COMBINATIONS:
         raise ValueError(
-            f"{len(tokens)} words at {len(places)} places make more than {MOST:,} candidates. Name "
+            f"{len(tokens)} words at {len(places)} places make more than {MOST_COMBINATIONS:,} candidates. Name "
             "fewer words, or ask for one place after the other."
         )
-    made = []
+    filled_texts = []
     for filled in product(tokens, repeat=len(places)):
-        one = ids.clone()
-        one[0, list(places)] = torch.tensor(filled, device=ids.device)
-        made.append({TEXT.key: one})
-    return made
+        filled_ids = ids.clone()
+        filled_ids[0, list(places)] = torch.tensor(filled, device=ids.device)
+        filled_texts.append({TEXT.key: filled_ids})
+    return filled_texts
 
 
-def _entries(observation: Observation, one: Any, place: int) -> dict[str, Any] | None:
+def _entries(observation: Observation, candidate: Any, place: int) -> dict[str, Any] | None:
     """A candidate's entries by name; `None` if it is of another domain than the observation."""
-    if isinstance(one, str):
-        return {TEXT.key: _ids_of(observation, one)} if observation.domain is TEXT else None
-    if isinstance(one, Mapping):
-        domain = next((d for d in DOMAINS.values() if d.key in one), None)
-        entries = {key: value for key, value in one.items() if value is not None}
+    if isinstance(candidate, str):
+        return {TEXT.key: _ids_of(observation, candidate)} if observation.domain is TEXT else None
+    if isinstance(candidate, Mapping):
+        domain = next((d for d in DOMAINS.values() if d.key in candidate), None)
+        entries = {key: value for key, value in candidate.items() if value is not None}
     else:
-        value = _tensor(one)
+        value = _tensor(candidate)
         domain = None if value is None else (IMAGE if value.dim() > 2 else TEXT)
         entries = {} if domain is None else {domain.key: value}
     if domain is None:
         raise ValueError(
-            f"Candidate {place} is a {type(one).__name__}"
-            f"{f' of {sorted(one)}' if isinstance(one, Mapping) else ''}: give texts or token ids "
+            f"Candidate {place} is a {type(candidate).__name__}"
+            f"{f' of {sorted(candidate)}' if isinstance(candidate, Mapping) else ''}: give texts or token ids "
             "for a text, tensors (C, H, W) of pixels for images, or mappings with one of them."
         )
     return entries if domain is observation.domain else None
@@ -161,13 +161,13 @@ def _entries(observation: Observation, one: Any, place: int) -> dict[str, Any] |
 def _ids_of(observation: Observation, text: str) -> list[int]:
     if observation.tokenizer is None:
         raise ValueError("Texts need a tokenizer: give it to the Observation, or give ids.")
-    found: list[int] = observation.tokenizer(
+    token_ids: list[int] = observation.tokenizer(
         text,
         truncation=True,
         max_length=observation.input_shape[1],
         add_special_tokens=observation.special_tokens,
     )["input_ids"]
-    return found
+    return token_ids
 
 
 def _tensor(value: Any) -> Tensor | None:
@@ -184,7 +184,7 @@ def _tensor(value: Any) -> Tensor | None:
 
 def _as_batch(observation: Observation, entries: Mapping[str, Any], place: int) -> dict[str, Any]:
     """Each entry as a tensor of one row: rows of a data set have numbers and lists."""
-    found = {}
+    tensors = {}
     for key, value in entries.items():
         tensor = _tensor(value)
         if tensor is None:
@@ -192,12 +192,12 @@ def _as_batch(observation: Observation, entries: Mapping[str, Any], place: int) 
                 f"Candidate {place} has a {type(value).__name__} under {key!r}, which is no "
                 "tensor: leave it out."
             )
-        found[key] = tensor.to(observation.device)
-    given = next((name for name in _LABELS if name in found), None)
-    labels = None if given is None else _as_label(observation.model, found[given], place)
-    found = {key: value for key, value in found.items() if key not in _LABELS}
-    main = _MAINS[observation.domain.name](observation, found.pop(observation.domain.key), place)
-    rows = {key: _as_row(value) for key, value in found.items()}
+        tensors[key] = tensor.to(observation.device)
+    label_key = next((name for name in _LABELS if name in tensors), None)
+    labels = None if label_key is None else _as_label(observation.model, tensors[label_key], place)
+    tensors = {key: value for key, value in tensors.items() if key not in _LABELS}
+    main = _MAINS[observation.domain.name](observation, tensors.pop(observation.domain.key), place)
+    rows = {key: _as_row(value) for key, value in tensors.items()}
     if observation.domain is TEXT:
         rows = {"attention_mask": torch.ones_like(main), **rows}
     return {observation.domain.key: main, **rows, **({} if labels is None else {"labels": labels})}
@@ -234,9 +234,9 @@ def _as_ids(observation: Observation, ids: Tensor, place: int) -> Tensor:
     row = ids.reshape(1, -1).long()
     size = _vocabulary(observation)
     if len(wrong := row[(row < 0) | (row >= size)] if size is not None else row[row < 0]):
-        known = "at least 0" if size is None else f"from 0 to {size - 1}"
+        valid_range = "at least 0" if size is None else f"from 0 to {size - 1}"
         raise ValueError(
-            f"Candidate {place} has the token id {int(wrong[0])}, where the model's are {known}: "
+            f"Candidate {place} has the token id {int(wrong[0])}, where the model's are {valid_range}: "
             "give ids of the model's own tokenizer."
         )
     return row
@@ -279,24 +279,24 @@ def _pads_left(observation: Observation) -> bool:
     return bool((~observation.tokens[:, 0] & observation.tokens[:, -1]).any())
 
 
-def _fitted(observation: Observation, batch: dict[str, Any], left: bool) -> dict[str, Any]:
+def _fit_length(observation: Observation, batch: dict[str, Any], pads_left: bool) -> dict[str, Any]:
     """A text that is longer than the message, cut to it, but where labels belong to it; a shorter
     one, where clients have padding on the left, with as much before it. Many models count positions
     from there, and of a language model padding predicts the first token.
     """
-    more = (
+    missing = (
         0
         if observation.domain is not TEXT
         else observation.input_shape[1] - batch[TEXT.key].shape[1]
     )
-    whole = "labels" in batch and label_kind(observation.model) in _PER_TOKEN
-    if not more or (more < 0 and whole) or (more > 0 and not left):
+    has_token_labels = "labels" in batch and label_kind(observation.model) in _PER_TOKEN
+    if not missing or (missing < 0 and has_token_labels) or (missing > 0 and not pads_left):
         return batch
-    before = more > 0 or not bool(batch["attention_mask"][0, 0])
+    pads_before = missing > 0 or not bool(batch["attention_mask"][0, 0])
     tokenizer, config = observation.tokenizer, getattr(observation.model, "config", None)
     pads = [getattr(tokenizer, "pad_token_id", None), getattr(config, "pad_token_id", None), 0]
     fill = {TEXT.key: next(pad for pad in pads if pad is not None), "labels": IGNORED}
-    side = (more, 0) if before else (0, more)
+    side = (missing, 0) if pads_before else (0, missing)
     return {
         key: nn.functional.pad(value, side, value=fill.get(key, 0))
         if _is_of_tokens(observation.model, key, value, batch[TEXT.key])
@@ -370,36 +370,36 @@ def make_entries(
     Raises:
         ValueError: As `make_inputs` does, or if labels are needed that nobody gave.
     """
-    made = make_inputs(observation, candidates, labels)
-    own = [_own_labels(observation, batch) for batch in made.batches]
-    values, shares, prior = _classes(observation, own)
+    inputs = make_inputs(observation, candidates, labels)
+    own_labels = [_labels_of(observation, batch) for batch in inputs.batches]
+    values, shares, prior = _classes(observation, own_labels)
     batches, candidate, label, priors, best = [], list[int](), list[int](), list[float](), []
-    for number, (batch, fixed) in enumerate(zip(made.batches, own, strict=True)):
+    for number, (batch, fixed) in enumerate(zip(inputs.batches, own_labels, strict=True)):
         choices = range(len(values)) if fixed is None else [place_of(values, fixed)]
         for place in choices:
             value = fixed if fixed is not None else values[place]
             if labels_tokens(observation.model):
-                _check_tokens(value, observation.domain.main_input(batch), made.places[number])
+                _check_tokens(value, observation.domain.main_input(batch), inputs.places[number])
             batches.append({**batch, "labels": value})
             candidate.append(number)
             label.append(place)
         likely = [max(prior.get(place, 1.0), _RARE) for place in choices]
         priors += likely
         best.append(max(likely, default=0.0))
-    items = items_of(observation.model, batches)
+    items = count_labels(observation.model, batches)
     return Entries(
         batches=batches,
         candidate=torch.tensor(candidate, device=observation.device),
         label=label,
         prior=torch.tensor(priors, dtype=torch.float64, device=observation.device),
         counts=shares,
-        inputs=[shown(observation.domain, batch) for batch in made.batches],
-        places=torch.tensor(made.places, device=observation.device),
+        inputs=[shown(observation.domain, batch) for batch in inputs.batches],
+        places=torch.tensor(inputs.places, device=observation.device),
         listed=len(candidates),
         values=values,
         items=items,
         mean_items=mean_items(observation, batches, items),
-        likely=_by_length(observation, made.counts) + _by_label(observation, best),
+        likely=_by_length(observation, inputs.counts) + _by_label(observation, best),
     )
 
 
@@ -431,7 +431,7 @@ def _check_tokens(labels: Tensor, ids: Tensor, place: int) -> None:
         )
 
 
-def _own_labels(observation: Observation, batch: dict[str, Any]) -> Tensor | None:
+def _labels_of(observation: Observation, batch: dict[str, Any]) -> Tensor | None:
     """Labels that come with a candidate: its own entry, or of a language model its tokens."""
     if "labels" in batch:
         labels: Tensor = batch["labels"]
@@ -443,12 +443,14 @@ def _own_labels(observation: Observation, batch: dict[str, Any]) -> Tensor | Non
 
 
 def _classes(
-    observation: Observation, own: Sequence[Tensor | None]
+    observation: Observation, own_labels: Sequence[Tensor | None]
 ) -> tuple[list[Tensor], dict[int, float], dict[int, float]]:
     """The labels that there may be, each `(1, ...)`; the share of each in the batch; and what a
     candidate is likely to have.
     """
-    if any(one is not None and one.dim() > 1 for one in own):  # token by token: of each its own
+    if any(
+        label is not None and label.dim() > 1 for label in own_labels
+    ):  # token by token: of each its own
         return [], {0: 1.0}, {0: 1.0}
     labels, sure = observation.labels, True
     if labels is None:
@@ -459,19 +461,19 @@ def _classes(
         count = None  # no ids to try
     if not sure and count is not None and (count <= ALL_CLASSES or labels is None):
         values = list(torch.arange(count, device=observation.device)[:, None])
-    for one in own:
-        if one is not None and place_of(values, one) == len(values):
-            values.append(one)
+    for label in own_labels:
+        if label is not None and place_of(values, label) == len(values):
+            values.append(label)
     if not values:
         raise ValueError("The labels are not known, and cannot be read off. Give labels.")
     if labels is None:
         shares = {place: 1 / len(values) for place in range(len(values))}
         return values, shares, dict(shares)
-    found = Counter(place_of(values, row[None]) for row in labels)
-    shares = {place: found[place] / len(labels) for place in range(len(values))}
+    label_counts = Counter(place_of(values, row[None]) for row in labels)
+    shares = {place: label_counts[place] / len(labels) for place in range(len(values))}
     smooth = 0.0 if sure else 1.0  # labels that were read off may be wrong
     total = len(labels) + smooth * len(values)
-    prior = {place: (found[place] + smooth) / total for place in range(len(values))}
+    prior = {place: (label_counts[place] + smooth) / total for place in range(len(values))}
     return values, shares, prior
 
 

@@ -15,7 +15,7 @@ from ...gradient_map import Tensors
 from ...gradient_map.per_sample.plan import count_items
 from ..base import Observation
 from ..layer_inputs import is_causal_lm
-from .regression import Filtered
+from .regression import WhitenedMessage
 
 
 def mechanism_of(observation: Observation) -> Mechanism | None:
@@ -56,13 +56,13 @@ def clip_of_samples(mechanisms: Sequence[Mechanism | None]) -> float | None:
     return bounds.pop()
 
 
-def items_of(model: nn.Module, batches: Sequence[Mapping[str, Any]]) -> Tensor:
+def count_labels(model: nn.Module, batches: Sequence[Mapping[str, Any]]) -> Tensor:
     """`(P,)`: over how many labels the mean loss of each batch of one is. Of a causal language
     model a text's first token is no label.
 
     Example:
         >>> text = {"input_ids": torch.tensor([[5, 6, 7]]), "labels": torch.tensor([[-100, 1, 2]])}
-        >>> items_of(model, [text]), items_of(model, [{**text, "labels": torch.tensor([1])}])
+        >>> count_labels(model, [text]), count_labels(model, [{**text, "labels": torch.tensor([1])}])
         (tensor([2.]), tensor([1.]))
     """
     causal = is_causal_lm(model)
@@ -92,20 +92,20 @@ def mean_items(
     if observation.attention_mask is None or bool((items == items[0]).all()):
         return float(items.mean())
     lengths = observation.tokens.sum(1, keepdim=True).cpu()
-    own = torch.tensor([int(batch["attention_mask"].sum()) for batch in batches])
-    away = (own - lengths).abs()
+    candidate_lengths = torch.tensor([int(batch["attention_mask"].sum()) for batch in batches])
+    away = (candidate_lengths - lengths).abs()
     near = (away == away.amin(1, keepdim=True)).float()
-    return float(((near * items / own).sum(1) / near.sum(1) * lengths[:, 0]).mean())
+    return float(((near * items / candidate_lengths).sum(1) / near.sum(1) * lengths[:, 0]).mean())
 
 
-def in_units(
+def rescale(
     observation: Observation, mechanism: Mechanism | None, by: float
 ) -> tuple[Observation, Mechanism | None]:
     """A message and its mechanism, as if gradients were so many times as large.
 
     Example:
         >>> mechanism = Mechanism(clip_norm=1.0, noise="gaussian", variance=0.5)
-        >>> twice, told = in_units(observation, mechanism, 2.0)
+        >>> twice, told = rescale(observation, mechanism, 2.0)
         >>> bool((twice.gradient["classifier.bias"] == 2 * shared["classifier.bias"]).all())
         True
         >>> told.clip_norm, told.variance
@@ -118,9 +118,12 @@ def in_units(
             mechanism,
             clip_norm=mechanism.clip_norm and mechanism.clip_norm * by,
             clip_coordinate=mechanism.clip_coordinate and mechanism.clip_coordinate * by,
-            variance=None if mechanism.variance is None else _times(mechanism.variance, by**2),
+            variance=None
+            if mechanism.variance is None
+            else _scale_variance(mechanism.variance, by**2),
             later_messages=tuple(
-                {name: g * by for name, g in one.items()} for one in mechanism.later_messages
+                {name: g * by for name, g in message.items()}
+                for message in mechanism.later_messages
             ),
         )
     gradient = {name: g * by for name, g in observation.gradient.items()}
@@ -129,7 +132,7 @@ def in_units(
     ), mechanism
 
 
-def _times(variance: float | Mapping[str, Tensor], by: float) -> float | dict[str, Tensor]:
+def _scale_variance(variance: float | Mapping[str, Tensor], by: float) -> float | dict[str, Tensor]:
     if isinstance(variance, Mapping):
         return {name: tensor * by for name, tensor in variance.items()}
     return variance * by
@@ -141,7 +144,7 @@ def to_filter(
     center: Tensors,
     weights: Tensors | None,
     variance: float | None,
-) -> Filtered:
+) -> WhitenedMessage:
     """A message in units of what it is on average, where it was not clipped.
 
     Args:
@@ -159,16 +162,16 @@ def to_filter(
         >>> torch.allclose(told.message["classifier.bias"], twice["classifier.bias"])
         True
     """
-    heard = center
+    counted_center = center
     if weights is not None and variance is None:
-        heard = {name: c * (weights[name] != 0) for name, c in center.items()}
+        counted_center = {name: c * (weights[name] != 0) for name, c in center.items()}
     scaled_alike = (
         mechanism is not None and mechanism.clip_norm is None and not mechanism.has_residual
     )
-    scale = mechanism.scale if scaled_alike else _fitted(observation.gradient, heard)  # type: ignore[union-attr]
+    scale = mechanism.scale if scaled_alike else _fit_scale(observation.gradient, counted_center)  # type: ignore[union-attr]
     message = {name: g / scale for name, g in observation.gradient.items()}
     variance = None if variance is None else variance / scale**2
-    return Filtered(message, _clipped(center, mechanism), observation.batch_size, variance)
+    return WhitenedMessage(message, _clipped(center, mechanism), observation.batch_size, variance)
 
 
 def _clipped(center: Tensors, mechanism: Mechanism | None) -> Tensors:
@@ -179,7 +182,7 @@ def _clipped(center: Tensors, mechanism: Mechanism | None) -> Tensors:
     }
 
 
-def _fitted(message: Mapping[str, Tensor], center: Mapping[str, Tensor]) -> float:
+def _fit_scale(message: Mapping[str, Tensor], center: Mapping[str, Tensor]) -> float:
     """How large a message is in units of what it is on average: defenses may scale it down."""
     product = sum(float((g.double() * center[name]).sum()) for name, g in message.items())
     square = sum(float(center[name].double().square().sum()) for name in message)
@@ -190,7 +193,7 @@ _LEAST_SIZE = 0.1  # of gradients' coordinates, in units of their mean
 _ALONE = 0.1  # batches: as far as others' are in entries of a message's own batch alone
 
 
-def by_noise(
+def weigh_by_noise(
     observation: Observation,
     mechanism: Mechanism | None,
     center: Tensors,
@@ -207,7 +210,7 @@ def by_noise(
 
     Example:
         >>> mechanism = Mechanism(noise="gaussian", variance=0.5)
-        >>> by_noise(observation, mechanism, shared, dict.fromkeys(shared, 0.0))
+        >>> weigh_by_noise(observation, mechanism, shared, dict.fromkeys(shared, 0.0))
         (None, 0.5)
     """
     if mechanism is None or mechanism.rounding == "sign" or mechanism.has_residual:
@@ -224,14 +227,14 @@ def by_noise(
             step = float(y.max() - y.min()) / (mechanism.levels - 1)
             variance = variance + step**2 / (12 if mechanism.rounding == "nearest" else 6)
         precise = torch.as_tensor(variance, device=y.device).float().rsqrt()
-        heard = y != 0 if mechanism.selection != "all" else torch.ones_like(y, dtype=torch.bool)
+        is_known = y != 0 if mechanism.selection != "all" else torch.ones_like(y, dtype=torch.bool)
         if bound is not None:
-            heard = heard & (center[name].abs() < bound)
-        weights[name] = precise.expand_as(y) * heard
+            is_known = is_known & (center[name].abs() < bound)
+        weights[name] = precise.expand_as(y) * is_known
     return weights, 1.0
 
 
-def beside_others(
+def weigh_beside_others(
     observation: Observation, mechanism: Mechanism | None, sizes: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
     """What coordinates weigh beside what was left out, which is taken to be as large as gradients
@@ -246,7 +249,7 @@ def beside_others(
         >>> sizes = {name: torch.ones_like(y) for name, y in shared.items()}
         >>> of = ({name: torch.tensor(count) for name in shared} for count in (1, 11))
         >>> mechanisms = (Mechanism(has_residual=True, batches=batches) for batches in of)
-        >>> once, again = (beside_others(observation, mechanism, sizes) for mechanism in mechanisms)
+        >>> once, again = (weigh_beside_others(observation, mechanism, sizes) for mechanism in mechanisms)
         >>> bool((once["classifier.bias"] > 10 * again["classifier.bias"]).all())
         True
     """
@@ -281,13 +284,13 @@ class Likelihood:
 
     def __init__(self, mechanism: Mechanism, message: Tensors, floor: Mapping[str, float]) -> None:
         self.mechanism, self.message, self.floor = mechanism, message, floor
-        self._kept = (
+        self._is_kept = (
             {n: y != 0 for n, y in message.items()} if mechanism.selection != "all" else None
         )
         self._least = math.inf
         if mechanism.selection == "largest":
-            kept = [y[y != 0].abs().min() for y in message.values() if y.any()]
-            self._least = float(torch.stack(kept).min())
+            smallest_kept = [y[y != 0].abs().min() for y in message.values() if y.any()]
+            self._least = float(torch.stack(smallest_kept).min())
 
     def __call__(self, gradient: Mapping[str, Tensor]) -> Tensor:
         """`(K,)` in float64, of gradients `(K, *parameter.shape)`."""
@@ -299,7 +302,7 @@ class Likelihood:
         for name, y in self.message.items():
             shape = (count, *[1] * y.dim())
             limit = None if threshold is None else threshold.view(shape)
-            total += self._of(name, y, gradient[name], limit)
+            total += self._of_parameter(name, y, gradient[name], limit)
         return total
 
     def _as_sent(self, gradient: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
@@ -311,7 +314,7 @@ class Likelihood:
             gradient = {n: g * self.mechanism.scale for n, g in gradient.items()}
         return gradient
 
-    def _of(self, name: str, y: Tensor, g: Tensor, threshold: Tensor | None) -> Tensor:
+    def _of_parameter(self, name: str, y: Tensor, g: Tensor, threshold: Tensor | None) -> Tensor:
         mechanism, floor = self.mechanism, self.floor[name]
         if mechanism.noise is None and mechanism.rounding is not None:
             return self._rounded(y, g, floor)
@@ -320,29 +323,29 @@ class Likelihood:
         variance = mechanism.variance_of(name) + floor
         if mechanism.noise == "laplace":
             scale = torch.as_tensor(variance, device=y.device).div(2).sqrt()
-            found = (y - g).abs().div_(scale)
+            misfit = (y - g).abs().div_(scale)
         else:
-            found = (y - g).square_().div_(2 * variance)
-        if self._kept is not None:
-            kept = self._kept[name]
-            found = found.masked_fill_(~kept, 0)
+            misfit = (y - g).square_().div_(2 * variance)
+        if self._is_kept is not None:
+            is_kept = self._is_kept[name]
+            misfit = misfit.masked_fill_(~is_kept, 0)
             if threshold is not None:
                 size = g.abs()
-                excess = torch.where(kept, threshold - size, size - threshold)
-                found = found.add_(excess.clamp_(min=0).square_().div_(2 * floor))
-        return -_sum(found)
+                excess = torch.where(is_kept, threshold - size, size - threshold)
+                misfit = misfit.add_(excess.clamp_(min=0).square_().div_(2 * floor))
+        return -_sum(misfit)
 
     def _threshold(self, gradient: Mapping[str, Tensor]) -> Tensor:
         """`(K,)`, the least |g| that is kept: the message's own, or where noise hides that, a
         candidate's.
         """
-        assert self._kept is not None
+        assert self._is_kept is not None
         sizes = next(iter(gradient.values()))
         if self.mechanism.noise is None:
             return sizes.new_full((len(sizes),), self._least)
         flat = torch.cat([g.flatten(1).abs() for g in gradient.values()], 1)
-        kept = sum(int(mask.sum()) for mask in self._kept.values())
-        return flat.kthvalue(flat.shape[1] - kept + 1, dim=1).values
+        kept_count = sum(int(mask.sum()) for mask in self._is_kept.values())
+        return flat.kthvalue(flat.shape[1] - kept_count + 1, dim=1).values
 
     def _rounded(self, y: Tensor, g: Tensor, floor: float) -> Tensor:
         """That a candidate's entries are in the cells of the message's."""
@@ -356,10 +359,10 @@ class Likelihood:
         away = (y - g).abs()
         if self.mechanism.rounding == "nearest":
             return -_sum((away - step / 2).clamp_(min=0).square_()) / (2 * floor)
-        outside = _sum((away - step).clamp_(min=0).square_()) / (2 * floor)
+        outside_cell = _sum((away - step).clamp_(min=0).square_()) / (2 * floor)
         if not step:
-            return -outside
-        return _sum((1 - away / step).clamp_(min=1e-6).log_()) - outside
+            return -outside_cell
+        return _sum((1 - away / step).clamp_(min=1e-6).log_()) - outside_cell
 
 
 def clipped(gradient: Mapping[str, Tensor], norm: float) -> Tensors:
@@ -384,7 +387,8 @@ def _quantized(g: Tensor, mechanism: Mechanism) -> Tensor:
     assert mechanism.levels is not None
     low, high = flat.min(1).values, flat.max(1).values
     low, step = (
-        one.view(-1, *[1] * (g.dim() - 1)) for one in (low, (high - low) / (mechanism.levels - 1))
+        column.view(-1, *[1] * (g.dim() - 1))
+        for column in (low, (high - low) / (mechanism.levels - 1))
     )
     return low + ((g - low) / step.clamp(min=1e-38)).round() * step
 

@@ -27,15 +27,15 @@ from ...gradient_map import Tensors
 
 ENTRIES = 2**26  # of all sketches together: 256 MiB
 SHORTEST = 16_381
-_FREE = 32  # coordinates beside candidates, for what these do not explain to be known
-_ROUGH = 1e-4  # of a message's power: less is not explained where all of it is
-_REFERENCE = 2048  # candidates that say how gradients vary
+_FREE_COORDINATES = 32  # coordinates beside candidates, for what these do not explain to be known
+_UNEXPLAINED_SHARE = 1e-4  # of a message's power: less is not explained where all of it is
+_REFERENCE_CANDIDATES = 2048  # candidates that say how gradients vary
 _RIDGE = 1e-7
-_BESIDE = 1e-2  # the ridge of a regression on candidates, in units of their mean square
+_REGRESSION_RIDGE = 1e-2  # the ridge of a regression on candidates, in units of their mean square
 
 
 @dataclass(frozen=True)
-class Filtered:
+class WhitenedMessage:
     """What there is to know of a message beside its gradient.
 
     Args:
@@ -63,7 +63,7 @@ class MatchedFilter:
 
     Example:
         >>> y = {"w": torch.tensor([1.0, 0.0, 0.0])}
-        >>> told = Filtered(y, {"w": torch.zeros(3)}, samples=1, variance=0.5)
+        >>> told = WhitenedMessage(y, {"w": torch.zeros(3)}, samples=1, variance=0.5)
         >>> found = MatchedFilter([told], None, 2, torch.Generator())
         >>> found.add([0, 1], {"w": torch.tensor([[0.0, 1.0, 0.0], [1.0, 0.0, 0.0]])})
         >>> found.log_ratio(0, torch.ones(2).double() / 2).tolist()
@@ -72,21 +72,21 @@ class MatchedFilter:
 
     def __init__(
         self,
-        messages: Sequence[Filtered],
+        messages: Sequence[WhitenedMessage],
         weights: Tensors | None,
         count: int,
         generator: torch.Generator,
     ) -> None:
         self.messages, self.weights = list(messages), weights
-        first = messages[0].message
-        device = next(iter(first.values())).device
+        reference = messages[0].message
+        device = next(iter(reference.values())).device
         generator = generator.clone_state()
-        self._heard = {} if weights is None else _heard(weights)
-        sizes = {name: t.numel() for name, t in first.items()}
-        sizes |= {name: len(at) for name, at in self._heard.items()}
+        self._coordinates = {} if weights is None else _weighed_coordinates(weights)
+        sizes = {name: t.numel() for name, t in reference.items()}
+        sizes |= {name: len(index) for name, index in self._coordinates.items()}
         self.size = max(1, sum(sizes.values()))
         # Of one sample nobody else is in the message: no products of candidates are asked for.
-        self.alone = all(told.samples == 1 for told in messages)
+        self.alone = all(message.samples == 1 for message in messages)
         longest = max(ENTRIES // max(count, 1), SHORTEST) | 1  # odd: rows of matrices do not align
         self.length = 1 if self.alone else min(longest, self.size)
         # Nothing collides where a sketch has room for all.
@@ -105,24 +105,24 @@ class MatchedFilter:
             name: torch.stack(
                 [self._weighed(name, (m.message[name] - m.center[name])[None])[0] for m in messages]
             )
-            for name in first
+            for name in reference
         }
         self.y_sketches = torch.zeros(len(messages), self.length, device=device)
         for name, y in self._ys.items():
             self._sketch(self.y_sketches, slice(None), name, y)
         self.y_squares = [
-            sum(float(y[at].double().square().sum()) for y in self._ys.values())
-            for at in range(len(messages))
+            sum(float(y[index].double().square().sum()) for y in self._ys.values())
+            for index in range(len(messages))
         ]
 
     def add(self, rows: Sequence[int], changes: Mapping[str, Tensor]) -> None:
         """Candidates `rows`, by their gradients minus their label's mean, `(k, *shape)`."""
-        at = torch.tensor(list(rows), device=self.norms.device)
+        row_index = torch.tensor(list(rows), device=self.norms.device)
         for name, change in changes.items():
             h = self._weighed(name, change)
-            self.norms[at] += torch.linalg.vecdot(h, h).double()
-            self.products[at] += (h @ self._ys[name].T).double()
-            self._sketch(self.sketches, at, name, h)
+            self.norms[row_index] += torch.linalg.vecdot(h, h).double()
+            self.products[row_index] += (h @ self._ys[name].T).double()
+            self._sketch(self.sketches, row_index, name, h)
 
     def log_ratio(self, message: int, prior: Tensor) -> Tensor:
         """`(P,)`: of the message being so likely with each candidate in it, to without.
@@ -163,11 +163,15 @@ class MatchedFilter:
         if variance is None:
             variance, _ = self._residual(message, prior)
         energy = max(self.y_squares[message] - variance * self.size, 0.0)
-        apart = variance + energy / self.length * (self.length < self.size)
-        together = variance * max(1.0, self.size / self.length)
-        if together > apart:
-            return self.products[:, message], apart, True
-        return _products(self.sketches, self.y_sketches[message][None])[:, 0], together, False
+        exact_variance = variance + energy / self.length * (self.length < self.size)
+        sketch_variance = variance * max(1.0, self.size / self.length)
+        if sketch_variance > exact_variance:
+            return self.products[:, message], exact_variance, True
+        return (
+            _products(self.sketches, self.y_sketches[message][None])[:, 0],
+            sketch_variance,
+            False,
+        )
 
     def _population(self, prior: Tensor) -> _Population:
         if (shares := tuple(prior.tolist())) not in self._populations:
@@ -183,26 +187,30 @@ class MatchedFilter:
         """Whether noise of the variance that is known explains what candidates do not of a message
         of several samples. Otherwise some of these are none of them, and are no such noise.
         """
-        told = self.messages[message]
-        if told.samples == 1 or told.variance is None:
+        whitened = self.messages[message]
+        if whitened.samples == 1 or whitened.variance is None:
             return True
-        left, free = self._residual(message, prior)
+        residual_variance, free = self._residual(message, prior)
         if not free:
             return True
-        by_chance = told.variance * (1 + 5 * math.sqrt(2 / free))
-        return left <= max(by_chance, _ROUGH * self.y_squares[message] / self.size)
+        by_chance = whitened.variance * (1 + 5 * math.sqrt(2 / free))
+        return residual_variance <= max(
+            by_chance, _UNEXPLAINED_SHARE * self.y_squares[message] / self.size
+        )
 
     def _residual(self, message: int, prior: Tensor) -> tuple[float, int]:
         """The variance of what candidates do not explain of a message, and of how many coordinates:
         0 where candidates leave too few to tell, and all counts.
         """
         y, population = self.y_sketches[message][None], self._population(prior)
-        left, free = float(_products(y, y)), self.length - population.count
-        if free < _FREE:
+        unexplained, free = float(_products(y, y)), self.length - population.count
+        if free < _FREE_COORDINATES:
             free = 0
         else:
-            left -= population.explained(_products(self.sketches, y)[:, 0])
-        per_entry = max(left, 0.0) / (free or self.length) * min(1.0, self.length / self.size)
+            unexplained -= population.explained(_products(self.sketches, y)[:, 0])
+        per_entry = (
+            max(unexplained, 0.0) / (free or self.length) * min(1.0, self.length / self.size)
+        )
         # Never less than what evaluations differ in.
         return max(per_entry, 1e-8 * self.y_squares[message] / self.size + 1e-38), free
 
@@ -211,8 +219,8 @@ class MatchedFilter:
         if self.weights is None:
             return flat.float()
         weights = self.weights[name].flatten()
-        if name in self._heard:
-            flat, weights = flat[:, self._heard[name]], weights[self._heard[name]]
+        if name in self._coordinates:
+            flat, weights = flat[:, self._coordinates[name]], weights[self._coordinates[name]]
         return flat.float() * weights
 
     def _sketch(self, into: Tensor, rows: Tensor | slice, name: str, h: Tensor) -> None:
@@ -222,12 +230,12 @@ class MatchedFilter:
         start = self._starts[name] % self.length
         lead = min(self.length - start, signed.shape[1])
         into[rows, start : start + lead] += signed[:, :lead]
-        rest = signed[:, lead:]
-        whole = rest.shape[1] // self.length * self.length
-        if whole:
-            into[rows] += rest[:, :whole].reshape(len(h), -1, self.length).sum(1)
-        if whole < rest.shape[1]:
-            into[rows, : rest.shape[1] - whole] += rest[:, whole:]
+        remaining = signed[:, lead:]
+        full_length = remaining.shape[1] // self.length * self.length
+        if full_length:
+            into[rows] += remaining[:, :full_length].reshape(len(h), -1, self.length).sum(1)
+        if full_length < remaining.shape[1]:
+            into[rows, : remaining.shape[1] - full_length] += remaining[:, full_length:]
 
 
 class _Population:
@@ -235,12 +243,12 @@ class _Population:
 
     def __init__(self, sketches: Tensor, prior: Tensor) -> None:
         chosen = slice(None)
-        if len(sketches) > _REFERENCE:
-            step = len(sketches) // _REFERENCE
-            chosen = slice(0, step * _REFERENCE, step)
+        if len(sketches) > _REFERENCE_CANDIDATES:
+            step = len(sketches) // _REFERENCE_CANDIDATES
+            chosen = slice(0, step * _REFERENCE_CANDIDATES, step)
         self.chosen = chosen
-        own = prior[chosen] / prior[chosen].sum()
-        self.root, self.count = own.sqrt(), int((own > 0).sum())
+        shares = prior[chosen] / prior[chosen].sum()
+        self.root, self.count = shares.sqrt(), int((shares > 0).sum())
         cross = _products(sketches, sketches[chosen]) * self.root  # h·h_c √p_c
         self.norms = _products(sketches, None)
         # By eigenvalues: what is known to many digits more than the noise leaves would cancel in
@@ -273,27 +281,29 @@ class _Population:
         regression of y with these products with them.
         """
         size = float(self.norms[self.chosen][self.root > 0].mean())
-        share = self.count / (_BESIDE * size + 1e-30)
+        share = self.count / (_REGRESSION_RIDGE * size + 1e-30)
         matched, squares = self.whitened(products, None, share)
         leverage = torch.zeros_like(squares)
         leverage[self.chosen] = share * self.root.square() * squares[self.chosen]
         return matched / (squares * (1 - leverage)).clamp(min=1e-30).sqrt()
 
 
-def _heard(weights: Tensors) -> dict[str, Tensor]:
+def _weighed_coordinates(weights: Tensors) -> dict[str, Tensor]:
     """Coordinates that weigh anything, of parameters of which not all do."""
-    heard = {name: weight.flatten().nonzero()[:, 0] for name, weight in weights.items()}
-    return {name: at for name, at in heard.items() if len(at) < weights[name].numel()}
+    coordinates = {name: weight.flatten().nonzero()[:, 0] for name, weight in weights.items()}
+    return {
+        name: index for name, index in coordinates.items() if len(index) < weights[name].numel()
+    }
 
 
-def _products(one: Tensor, other: Tensor | None) -> Tensor:
+def _products(rows_a: Tensor, rows_b: Tensor | None) -> Tensor:
     """Inner products of rows in float64, `(n, m)`; `(n,)` of each with itself."""
     total: Tensor | float = 0.0
-    for at in range(0, one.shape[1], 2**14):
-        part = one[:, at : at + 2**14].double()
-        if other is None:
-            total = total + part.square().sum(1)
+    for start in range(0, rows_a.shape[1], 2**14):
+        chunk = rows_a[:, start : start + 2**14].double()
+        if rows_b is None:
+            total = total + chunk.square().sum(1)
         else:
-            total = total + part @ other[:, at : at + 2**14].double().T
+            total = total + chunk @ rows_b[:, start : start + 2**14].double().T
     assert isinstance(total, Tensor)
     return total

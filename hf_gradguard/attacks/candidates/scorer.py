@@ -1,10 +1,17 @@
-"""Candidates' gradients, each computed once, and read by everything that makes a score of them."""
+"""Scores of all candidates for several messages at one model.
+
+Each candidate's gradient is computed once. Everything that makes a score reads it there:
+
+- a likelihood, for one sample whose mechanism is known (likelihood.py);
+- a fit in a span, for one sample that was fitted in one (fitted.py);
+- a matched filter or a regression, for everything else (regression.py).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -15,49 +22,53 @@ from ...gradient_map.per_sample.span import Powers
 from ...gradient_map.vectorized import ManyGradients, has_draws
 from ..base import Observation
 from ..uploads import own_entries
-from .fitted import Fits, InSpan, brought, spanned, spans_of
+from .fitted import Fits, SpanCoordinates, accumulate, draw_span_with_shares, spans_of
 from .inputs import Entries, evenly, place_of
 from .likelihood import (
     Likelihood,
-    beside_others,
-    by_noise,
     clip_of_samples,
     clipped,
-    in_units,
     mechanism_of,
+    rescale,
     scaled,
     to_filter,
+    weigh_beside_others,
+    weigh_by_noise,
 )
-from .regression import Filtered, MatchedFilter
+from .regression import MatchedFilter, WhitenedMessage
+
+_MEAN_OF = 64  # candidates of a label, whose gradients are averaged
+_SPREAD_OF = 4  # candidates, whose gradients are compared between draws of dropout
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What a message may have of a pool.
+class PairPrior:
+    """Which pairs of a pool a message may have.
 
     Args:
         prior: `(P,)`, of pairs; 0 for those of other messages. Those of one candidate add up to 1.
-        counts: The share of each of the pool's labels in the message.
+        label_shares: The share of each of the pool's labels in the message.
     """
 
     prior: Tensor
-    counts: dict[int, float]
+    label_shares: dict[int, float]
 
     @property
     def share(self) -> Tensor:
         """`(P,)`, of the population of candidates: they add up to 1."""
         return self.prior / self.prior.sum()
 
-    def of(self, rows: list[int], gradient: Tensors) -> tuple[list[int], Tensors]:
+    def select(self, rows: list[int], gradient: Tensors) -> tuple[list[int], Tensors]:
         """Which of these pairs it may have, and their gradients, `(K, *parameter.shape)`."""
-        mine = (self.prior[rows] > 0).nonzero().flatten()
-        if len(mine) < len(rows):
-            gradient = {name: g[mine.to(g.device)] for name, g in gradient.items()}
-        return [rows[i] for i in mine.tolist()], gradient
+        possible = (self.prior[rows] > 0).nonzero().flatten()
+        if len(possible) < len(rows):
+            gradient = {name: g[possible.to(g.device)] for name, g in gradient.items()}
+        return [rows[i] for i in possible.tolist()], gradient
 
 
 class Pool:
-    """P pairs of a candidate and a label, as batches of one.
+    """P pairs of a candidate and a label, as batches of one, each with every label that any of the
+    messages may have.
 
     Texts that are cut to a message's length are other pairs where the length is another.
 
@@ -65,12 +76,12 @@ class Pool:
         entries: Of one list, one per message.
 
     Attributes:
-        batches: One a pair.
+        batches: One per pair.
         candidate: `(P,)`, which of the candidates a pair is of.
         label: Which of the labels of all messages it has.
         size: `(P,)`, what each weighs in a batch's mean loss, in units of their mean.
         units: By what each message is multiplied to be in these.
-        asked: One a message.
+        priors: One per message.
 
     Example:
         >>> from hf_gradguard.attacks.candidates.inputs import make_entries
@@ -82,49 +93,47 @@ class Pool:
     def __init__(self, entries: Sequence[Entries]) -> None:
         self.batches: list[dict[str, Any]] = []
         self.label: list[int] = []
-        rows: dict[tuple[Any, ...], int] = {}
+        row_of: dict[tuple[Any, ...], int] = {}
         values: list[Tensor] = []
         candidates: list[int] = []
         items: list[float] = []
-        found = []
-        for one in entries:
-            places = [_added(values, value) for value in one.values]
-            labels = [places[label] if places else label for label in one.label]
-            at = []
+        message_rows: list[list[int]] = []
+        label_shares: list[dict[int, float]] = []
+        for entry in entries:
+            places = [_add_label(values, value) for value in entry.values]
+            labels = [places[label] if places else label for label in entry.label]
+            rows = []
             for batch, candidate, label, count in zip(
-                one.batches, one.candidate.tolist(), labels, one.items.tolist(), strict=True
+                entry.batches, entry.candidate.tolist(), labels, entry.items.tolist(), strict=True
             ):
                 shape = tuple(t.shape for t in batch.values() if isinstance(t, Tensor))
-                row = rows.setdefault((candidate, label, shape), len(rows))
+                row = row_of.setdefault((candidate, label, shape), len(row_of))
                 if row == len(self.batches):
                     self.batches.append(batch)
                     self.label.append(label)
                     candidates.append(candidate)
                     items.append(count)
-                at.append(row)
-            counts = {places[k] if places else k: share for k, share in one.counts.items()}
-            found.append((torch.tensor(at), one.prior, counts))
+                rows.append(row)
+            message_rows.append(rows)
+            label_shares.append({places[k] if places else k: s for k, s in entry.counts.items()})
         device = entries[0].prior.device
         self.candidate = torch.tensor(candidates, device=device)
         size = torch.tensor(items, device=device)
         self.size = size / size.mean()
-        self.units = [one.mean_items / float(size.mean()) for one in entries]
-        self.asked = [Asked(self._spread(at, prior), counts) for at, prior, counts in found]
+        self.units = [entry.mean_items / float(size.mean()) for entry in entries]
+        self.priors = []
+        for entry, rows, shares in zip(entries, message_rows, label_shares, strict=True):
+            prior = entry.prior.new_zeros(len(self.batches))
+            prior.index_copy_(0, torch.tensor(rows, device=device), entry.prior)
+            self.priors.append(PairPrior(prior, shares))
 
-    def _spread(self, at: Tensor, prior: Tensor) -> Tensor:
-        return prior.new_zeros(len(self.batches)).index_copy_(0, at.to(prior.device), prior)
 
-
-def _added(values: list[Tensor], value: Tensor) -> int:
-    """Its place among these, to which it is added if it is new."""
+def _add_label(values: list[Tensor], value: Tensor) -> int:
+    """A label's place among these, to which it is added if it is new."""
     place = place_of(values, value)
     if place == len(values):
         values.append(value)
     return place
-
-
-_MEAN_OF = 64  # candidates of a label, whose gradients are averaged
-_SPREAD_OF = 4  # candidates, whose gradients are compared between draws of dropout
 
 
 class Settings(Protocol):
@@ -135,13 +144,16 @@ class Settings(Protocol):
     vectorized: bool
 
 
-class _Alike(NamedTuple):
-    """Messages whose coordinates weigh alike, and what gradients are in these coordinates."""
+@dataclass
+class _FilterGroup:
+    """Messages whose coordinates weigh alike, by their indices, and what gradients are in these
+    coordinates.
+    """
 
     weights: Tensors | None
-    numbers: list[int]
-    told: list[Filtered]
-    within: InSpan | None = None
+    indices: list[int]
+    messages: list[WhitenedMessage]
+    coordinates: SpanCoordinates | None = None
 
 
 class Scorer:
@@ -164,224 +176,257 @@ class Scorer:
     ) -> None:
         self.attack, self.pool = attack, Pool(entries)
         self.generator, self.names = generator, list(observations[0].gradient)
-        observation, batches = observations[0], self.pool.batches
-        drops = has_draws(observation.model, batches[0])
+        model, batches = observations[0].model, self.pool.batches
+        drops = has_draws(model, batches[0])
         draws = attack.draws if drops else 1
         seeds = torch.randint(2**31, (draws,), generator=generator, device=generator.device)
-        self.many = (
-            observation.local.many(observation.model, self.names, seeds.tolist())
-            if observation.local is not None
-            and observation.batch_size == 1  # of several, to first order
-            else ManyGradients(
-                observation.model, self.names, seeds.tolist(), vectorized=attack.vectorized
-            )
-        )
-        self.spread = self.many.spread(evenly(batches, _SPREAD_OF))
-        self.spread = {name: (1 + 1 / draws) * value for name, value in self.spread.items()}
-        mechanisms = [mechanism_of(one) for one in observations]
-        self.clip_sample = clip_of_samples(mechanisms)
-        sized = self.clip_sample is None and bool((self.pool.size != 1).any())
-        self.sums = [sized and one.batch_size > 1 for one in observations]
-        told = [
-            in_units(one, mechanism, unit if sums else 1.0)
-            for one, mechanism, unit, sums in zip(
-                observations, mechanisms, self.pool.units, self.sums, strict=True
-            )
-        ]
-        self.observations, self.mechanisms = (
-            [one for one, _ in told],
-            [mechanism for _, mechanism in told],
-        )
+        self.gradients_of = self._gradients(observations[0], seeds.tolist())
+        spread = self.gradients_of.spread(evenly(batches, _SPREAD_OF))
+        # The client's own draw varies as well as the mean over the attacker's.
+        self.spread = {name: (1 + 1 / draws) * value for name, value in spread.items()}
+        self._rescale(observations)
         self.direct = {
-            at: Likelihood(mechanism, dict(one.gradient), self._floor(one))
-            for at, (one, mechanism) in enumerate(told)
+            i: Likelihood(mechanism, dict(observation.gradient), self._floor(observation))
+            for i, (observation, mechanism) in enumerate(self._messages())
             if mechanism is not None
             and not (mechanism.fitted or mechanism.has_residual)
-            and one.batch_size == 1
+            and observation.batch_size == 1
         }
-        fitted = {at: fit for at in range(len(told)) if (fit := self._fit(at))}
+        fitted = {i: fit for i in range(len(observations)) if (fit := self._fit(i))}
         self.spans = {
-            at: spans
-            for at, fit in fitted.items()
-            if not drops and (spans := spans_of(self.observations[at], fit, batches[0], generator))
+            i: spans
+            for i, fit in fitted.items()
+            if not drops and (spans := spans_of(self.observations[i], fit, batches[0], generator))
         }
-        alone = {
-            at: (self.observations[at].gradient, fit)
-            for at, fit in fitted.items()
-            if self.observations[at].batch_size == 1
+        single_samples = {
+            i: (self.observations[i].gradient, fit)
+            for i, fit in fitted.items()
+            if self.observations[i].batch_size == 1
         }
-        known = {at: spans[0] for at, spans in self.spans.items()}
-        self.fits = Fits(alone, batches[0], observation.model, generator, known)
+        first_spans = {i: spans[0] for i, spans in self.spans.items()}
+        self.fits = Fits(single_samples, batches[0], model, generator, first_spans)
+
+    def _gradients(self, observation: Observation, seeds: list[int]) -> ManyGradients:
+        """Of candidates: an update of several samples is compared to first order."""
+        model = observation.model
+        if observation.local is not None and observation.batch_size == 1:
+            return observation.local.many(model, self.names, seeds)
+        return ManyGradients(model, self.names, seeds, vectorized=self.attack.vectorized)
+
+    def _rescale(self, observations: Sequence[Observation]) -> None:
+        """Messages in which samples weigh by their tokens, in units of the pool's sizes."""
+        mechanisms = [mechanism_of(observation) for observation in observations]
+        self.clip_sample = clip_of_samples(mechanisms)
+        sized = self.clip_sample is None and bool((self.pool.size != 1).any())
+        self.sums = [sized and observation.batch_size > 1 for observation in observations]
+        self.observations, self.mechanisms = [], []
+        for observation, mechanism, unit, is_sum in zip(
+            observations, mechanisms, self.pool.units, self.sums, strict=True
+        ):
+            rescaled = rescale(observation, mechanism, unit if is_sum else 1.0)
+            self.observations.append(rescaled[0])
+            self.mechanisms.append(rescaled[1])
+
+    def _messages(self) -> zip[Any]:
+        return zip(self.observations, self.mechanisms, strict=True)
 
     def scores(self) -> list[Tensor]:
         """`(K,)` for each observation."""
-        given = [*self.direct, *self.fits.numbers]
-        told = {at: torch.zeros_like(self.pool.size, dtype=torch.float64) for at in given}
-        every = range(len(self.observations))
-        rest = [at for at in every if at not in told]
-        means, sizes = self._means(rest, any(map(self._beside, rest)))
-        filters = self._filters(rest, self._centers(means), sizes)
-        for rows, gradient in self.many(self.pool.batches):
-            parts = {sums: self._of_sample(gradient, rows, sums) for sums in set(self.sums)}
-            for at, likelihood in self.direct.items():
-                some, own = self.pool.asked[at].of(rows, parts[False])
-                if some:
-                    told[at][some] = likelihood(own)
-            here = [at for at in self.fits.numbers if self.pool.asked[at].prior[rows].any()]
-            for at, scores in self.fits(parts[False], here).items() if here else ():
-                told[at][rows] = scores
-            changes = {sums: self._changes(parts[sums], rows, mean) for sums, mean in means.items()}
-            for one, numbers, within in filters:
-                change = changes[self.sums[numbers[0]]]
-                one.add(rows, within(change) if within else change)
-        read = {at: [self._by_candidate(scores, at, one=True)] for at, scores in told.items()}
-        for filter_, numbers, _ in filters:
-            for place, at in enumerate(numbers):
-                read.setdefault(at, []).extend(self._filtered(filter_, place, at))
+        totals = {
+            i: torch.zeros_like(self.pool.size, dtype=torch.float64)
+            for i in [*self.direct, *self.fits.numbers]
+        }
+        filtered = [i for i in range(len(self.observations)) if i not in totals]
+        means, sizes = self._means(filtered, any(map(self._has_others, filtered)))
+        filters = self._filters(filtered, self._centers(means), sizes)
+        for rows, gradient in self.gradients_of(self.pool.batches):
+            as_sent = {is_sum: self._of_sample(gradient, rows, is_sum) for is_sum in set(self.sums)}
+            for i, likelihood in self.direct.items():
+                possible, gradients = self.pool.priors[i].select(rows, as_sent[False])
+                if possible:
+                    totals[i][possible] = likelihood(gradients)
+            fits = [i for i in self.fits.numbers if self.pool.priors[i].prior[rows].any()]
+            for i, scores in self.fits(as_sent[False], fits).items() if fits else ():
+                totals[i][rows] = scores
+            changes = {
+                is_sum: self._changes(as_sent[is_sum], rows, mean) for is_sum, mean in means.items()
+            }
+            for matched_filter, group in filters:
+                change = changes[self.sums[group.indices[0]]]
+                matched_filter.add(rows, group.coordinates(change) if group.coordinates else change)
+        statistics = {i: [self._by_candidate(s, i, exclusive=True)] for i, s in totals.items()}
+        for matched_filter, group in filters:
+            for place, i in enumerate(group.indices):
+                statistics.setdefault(i, []).extend(self._filtered(matched_filter, place, i))
         return [
-            read[at][0] if self._known(at) else _standing_out(read[at], observation.batch_size)
-            for at, observation in enumerate(self.observations)
+            statistics[i][0]
+            if self._is_likelihood(i)
+            else _most_outstanding(statistics[i], observation.batch_size)
+            for i, observation in enumerate(self.observations)
         ]
 
-    def _fit(self, at: int) -> Fitted | None:
-        mechanism = self.mechanisms[at]
+    def _fit(self, i: int) -> Fitted | None:
+        mechanism = self.mechanisms[i]
         return None if mechanism is None else mechanism.fitted
 
-    def _beside(self, at: int) -> bool:
+    def _has_others(self, i: int) -> bool:
         """Whether a message of several samples, sent entry by entry, has what earlier ones left out
         beside them.
         """
-        mechanism, several = self.mechanisms[at], self.observations[at].batch_size > 1
-        return (
-            mechanism is not None
-            and mechanism.fitted is None
-            and mechanism.has_residual
-            and several
-        )
+        mechanism = self.mechanisms[i]
+        if mechanism is None or mechanism.fitted is not None:
+            return False
+        return mechanism.has_residual and self.observations[i].batch_size > 1
 
-    def _known(self, at: int) -> bool:
-        """Whether scores are likelihoods. Else, and where others' noise is a guess, it is also one
-        how sure they are.
+    def _is_likelihood(self, i: int) -> bool:
+        """Whether scores are likelihoods. Otherwise they are a guess at one, as where others' noise
+        is not known.
         """
-        mechanism = self.mechanisms[at]
+        mechanism = self.mechanisms[i]
         if mechanism is None or mechanism.fitted is not None or mechanism.has_residual:
             return False
-        return at in self.direct or mechanism.rounding != "sign"
+        return i in self.direct or mechanism.rounding != "sign"
 
     def _centers(self, means: dict[bool, Tensors]) -> list[Tensors]:
         """What messages of their labels are on average, by means of labels `(labels, *shape)`.
         Those of the same labels have one.
         """
-        found: dict[tuple[bool, tuple[float, ...]], Tensors] = {}
-        shares = [
-            (sums, tuple(asked.counts.get(i, 0.0) for i in range(self._classes)))
-            for sums, asked in zip(self.sums, self.pool.asked, strict=True)
+        centers: dict[tuple[bool, tuple[float, ...]], Tensors] = {}
+        keys = [
+            (is_sum, tuple(prior.label_shares.get(k, 0.0) for k in range(self._classes)))
+            for is_sum, prior in zip(self.sums, self.pool.priors, strict=True)
         ]
-        for sums, share in set(shares):
-            found[sums, share] = {
-                n: torch.tensordot(torch.tensor(share).to(m), m, 1) / sum(share)
-                for n, m in means.get(sums, {}).items()
+        for is_sum, shares in set(keys):
+            centers[is_sum, shares] = {
+                n: torch.tensordot(torch.tensor(shares).to(m), m, 1) / sum(shares)
+                for n, m in means.get(is_sum, {}).items()
             }
-        return [found[share] for share in shares]
+        return [centers[key] for key in keys]
 
-    def _filters(self, rest: list[int], centers: list[Tensors], sizes: Tensors) -> list[Any]:
+    def _filters(
+        self, filtered: list[int], centers: list[Tensors], sizes: Tensors
+    ) -> list[tuple[MatchedFilter, _FilterGroup]]:
         """A filter for observations whose coordinates and samples weigh alike, with what gradients
         are in its coordinates where these are others.
         """
-        groups: list[_Alike] = []
-        mechanisms = {fit for at in rest if at not in self.spans and (fit := self._fit(at))}
-        spans = {
-            fit: spanned(fit, self.pool.batches, self.many, self.generator) for fit in mechanisms
+        groups: list[_FilterGroup] = []
+        unread = {fit for i in filtered if i not in self.spans and (fit := self._fit(i))}
+        drawn_spans = {
+            fit: draw_span_with_shares(fit, self.pool.batches, self.gradients_of, self.generator)
+            for fit in unread
         }
-        for at in rest:
-            observation, mechanism, center = self.observations[at], self.mechanisms[at], centers[at]
-            if fit := self._fit(at):
-                drawn = None if at in self.spans else spans[fit]
-                groups.append(self._fitted(at, center, drawn))
+        for i in filtered:
+            if fit := self._fit(i):
+                groups.append(self._fitted(i, centers[i], drawn_spans.get(fit)))
                 continue
-            several, own = [], own_entries(observation) if self._beside(at) else None
-            if own is not None:
-                several.append(
-                    (own.mechanism, *by_noise(own, own.mechanism, center, self._floor(observation)))
-                )
-            else:
-                several.append(
-                    (mechanism, *by_noise(observation, mechanism, center, self._floor(observation)))
-                )
-            if self._beside(at) and (own is None or not self._enough(own)):
-                several.append((mechanism, beside_others(observation, mechanism, sizes), None))
-            for known, weights, variance in several:
-                told = to_filter(observation, known, center, weights, variance)
-                alike = [g for g in groups if self.sums[g.numbers[0]] == self.sums[at]]
-                plain = [g for g in alike if g.weights is None and weights is None]
-                if plain:
-                    plain[0].numbers.append(at)
-                    plain[0].told.append(told)
+            for message, weights in self._whitened(i, centers[i], sizes):
+                # Where all coordinates weigh 1, one filter serves all messages.
+                alike = [
+                    group
+                    for group in groups
+                    if self.sums[group.indices[0]] == self.sums[i]
+                    and group.weights is None
+                    and weights is None
+                ]
+                if alike:
+                    alike[0].indices.append(i)
+                    alike[0].messages.append(message)
                 else:
-                    groups.append(_Alike(weights, [at], [told]))
+                    groups.append(_FilterGroup(weights, [i], [message]))
         count = len(self.pool.batches)
         return [
-            (MatchedFilter(one.told, one.weights, count, self.generator), one.numbers, one.within)
-            for one in groups
+            (MatchedFilter(group.messages, group.weights, count, self.generator), group)
+            for group in groups
         ]
 
-    def _fitted(self, at: int, center: Tensors, drawn: tuple[Powers, list[float]] | None) -> _Alike:
-        """Of a message of several samples, fitted in a span that it names, or in one like that
-        which was drawn.
+    def _whitened(
+        self, i: int, center: Tensors, sizes: Tensors
+    ) -> list[tuple[WhitenedMessage, Tensors | None]]:
+        """A message by each way to weigh its coordinates. Beside what earlier messages left out,
+        entries of its own batch alone are one of them, if there are any.
         """
-        observation, mechanism = self.observations[at], self.mechanisms[at]
-        messages = [observation.gradient, *(mechanism.later_messages if mechanism else ())]
-        if drawn is None:
-            inside = InSpan(messages, self.spans[at])
-            mean = inside({name: c[None] for name, c in center.items()})
-            told = Filtered(
-                inside.message, {n: c[0] for n, c in mean.items()}, observation.batch_size, None
-            )
-            return _Alike(inside.weights, [at], [told], inside)
-        y, precise = brought(messages, *drawn)
-        return _Alike(precise, [at], [Filtered(y, center, observation.batch_size, None)])
+        observation, mechanism, floor = (
+            self.observations[i], self.mechanisms[i], self._floor(self.observations[i])
+        )  # fmt: skip
+        exact = own_entries(observation) if self._has_others(i) else None
+        ways: list[tuple[Any, Tensors | None, float | None]] = []
+        if exact is not None:
+            ways.append((exact.mechanism, *weigh_by_noise(exact, exact.mechanism, center, floor)))
+        else:
+            ways.append((mechanism, *weigh_by_noise(observation, mechanism, center, floor)))
+        if self._has_others(i) and (exact is None or not self._suffices(exact)):
+            ways.append((mechanism, weigh_beside_others(observation, mechanism, sizes), None))
+        return [
+            (to_filter(observation, known, center, weights, variance), weights)
+            for known, weights, variance in ways
+        ]
 
-    def _enough(self, own: Observation) -> bool:
+    def _fitted(
+        self, i: int, center: Tensors, drawn_span: tuple[Powers, list[float]] | None
+    ) -> _FilterGroup:
+        """A message of several samples, fitted in a span that it names, or in one like that which
+        was drawn.
+        """
+        observation, mechanism = self.observations[i], self.mechanisms[i]
+        messages = [observation.gradient, *(mechanism.later_messages if mechanism else ())]
+        if i in self.spans:
+            coordinates = SpanCoordinates(messages, self.spans[i])
+            mean = coordinates({name: c[None] for name, c in center.items()})
+            message = WhitenedMessage(
+                coordinates.message,
+                {n: c[0] for n, c in mean.items()},
+                observation.batch_size,
+                None,
+            )
+            return _FilterGroup(coordinates.weights, [i], [message], coordinates)
+        assert drawn_span is not None
+        y, weights = accumulate(messages, *drawn_span)
+        message = WhitenedMessage(y, center, observation.batch_size, None)
+        return _FilterGroup(weights, [i], [message])
+
+    def _suffices(self, exact: Observation) -> bool:
         """Whether entries that are a batch's own tell candidates apart without any others."""
-        return sum(int((y != 0).sum()) for y in own.gradient.values()) >= len(self.pool.batches)
+        return sum(int((y != 0).sum()) for y in exact.gradient.values()) >= len(self.pool.batches)
 
     @property
     def _classes(self) -> int:
         return max(self.pool.label) + 1
 
-    def _means(self, asked: list[int], squared: bool) -> tuple[dict[bool, Tensors], Tensors]:
+    def _means(
+        self, filtered: list[int], needs_squares: bool
+    ) -> tuple[dict[bool, Tensors], Tensors]:
         """Over some candidates of each label: their mean gradient, `(labels, *shape)`, alone and as
-        part of a sum, as far as messages ask for it; and if `squared` the root of the mean square
-        of all of them as parts, `(*shape)`.
+        part of a sum, as far as messages ask for it; and if `needs_squares` the root of the mean
+        square of all of them as parts, `(*shape)`.
         """
-        of: dict[int, list[int]] = {}
+        rows_of_label: dict[int, list[int]] = {}
         for row, label in enumerate(self.pool.label):
-            of.setdefault(label, []).append(row)
-        parameters = self.many.parameters
+            rows_of_label.setdefault(label, []).append(row)
+        parameters = self.gradients_of.parameters
         zeros = {n: p.new_zeros(self._classes, *p.shape).detach() for n, p in parameters.items()}
-        kinds = {self.sums[at] for at in asked}
-        means = {sums: {n: m.clone() for n, m in zeros.items()} for sums in kinds}
-        squares = {n: torch.zeros_like(m[0]) for n, m in zeros.items()} if squared else {}
+        kinds = {self.sums[i] for i in filtered}
+        means = {is_sum: {n: m.clone() for n, m in zeros.items()} for is_sum in kinds}
+        squares = {n: torch.zeros_like(m[0]) for n, m in zeros.items()} if needs_squares else {}
         count = 0
-        for label, rows in of.items() if kinds else ():
+        for label, rows in rows_of_label.items() if kinds else ():
             chosen = evenly(rows, _MEAN_OF)
-            for some, gradient in self.many([self.pool.batches[row] for row in chosen]):
-                for sums, mean in means.items():
-                    part = self._of_sample(gradient, [chosen[i] for i in some], sums)
-                    for name, g in part.items():
+            for indices, gradient in self.gradients_of([self.pool.batches[row] for row in chosen]):
+                for is_sum, mean in means.items():
+                    as_sent = self._of_sample(gradient, [chosen[k] for k in indices], is_sum)
+                    for name, g in as_sent.items():
                         mean[name][label] += g.sum(0) / len(chosen)
-                        if squared and sums == max(kinds):
+                        if needs_squares and is_sum == max(kinds):
                             squares[name] += g.square().sum(0)
             count += len(chosen)
         return means, {name: (square / count).sqrt() for name, square in squares.items()}
 
-    def _of_sample(self, gradient: Tensors, rows: list[int], sums: bool) -> Tensors:
+    def _of_sample(self, gradient: Tensors, rows: list[int], is_sum: bool) -> Tensors:
         """What each candidate is as a message, clipped if each sample is; or what it adds to a sum:
         its size times its gradient.
         """
         if self.clip_sample is not None:
             return clipped(gradient, self.clip_sample)
-        if not sums:
+        if not is_sum:
             return gradient
         return {name: scaled(g, self.pool.size[rows]) for name, g in gradient.items()}
 
@@ -394,55 +439,55 @@ class Scorer:
         }
 
     def _floor(self, observation: Observation) -> dict[str, float]:
-        """The variance by which evaluations of one gradient differ, a parameter."""
-        size = sum(g.numel() for g in observation.gradient.values())
-        power = sum(float(g.double().square().sum()) for g in observation.gradient.values()) / size
-        eps = max(torch.finfo(g.dtype).eps for g in observation.gradient.values())
+        """The variance by which evaluations of one gradient differ, per parameter."""
+        gradients = observation.gradient.values()
+        size = sum(g.numel() for g in gradients)
+        power = sum(float(g.double().square().sum()) for g in gradients) / size
+        eps = max(torch.finfo(g.dtype).eps for g in gradients)
         least = max(self.attack.rounding, 4 * eps) ** 2 * power + 1e-38
         return {name: least + self.spread[name] for name in self.names}
 
-    def _filtered(self, one: MatchedFilter, place: int, at: int) -> list[Tensor]:
+    def _filtered(self, matched_filter: MatchedFilter, place: int, i: int) -> list[Tensor]:
         """Statistics of a message, of which there are several where its mechanism is not known."""
-        share = self.pool.asked[at].share
-        unknown = one.messages[place].variance is None
-        beside = one.weights is not None and unknown  # what is left out, or in no span
-        if beside or not one.complete(place, share):
-            return [self._best(one.regressed(place, share), at)]
-        alone = self.observations[at].batch_size == 1
-        ratios = self._by_candidate(one.log_ratio(place, share), at, one=alone)
-        return (
-            [ratios]
-            if self._known(at) or not unknown
-            else [ratios, self._best(one.cosines(place), at)]
-        )
+        share = self.pool.priors[i].share
+        unknown = matched_filter.messages[place].variance is None
+        # Beside what earlier messages left out, or in no span, the rest may be of any size.
+        regress = matched_filter.weights is not None and unknown
+        if regress or not matched_filter.complete(place, share):
+            return [self._best(matched_filter.regressed(place, share), i)]
+        exclusive = self.observations[i].batch_size == 1
+        ratios = self._by_candidate(matched_filter.log_ratio(place, share), i, exclusive)
+        if self._is_likelihood(i) or not unknown:
+            return [ratios]
+        return [ratios, self._best(matched_filter.cosines(place), i)]
 
-    def _by_candidate(self, scores: Tensor, at: int, one: bool) -> Tensor:
+    def _by_candidate(self, scores: Tensor, i: int, exclusive: bool) -> Tensor:
         """`(P,)` of pairs to `(K,)`: the mean of what labels say, by how likely they are."""
-        weighed = scores + self.pool.asked[at].prior.log()
-        most = self._best(weighed, at)
-        shifted = (weighed - most[self.pool.candidate]).exp()
-        sums = torch.zeros_like(most).index_add_(0, self.pool.candidate, shifted)
-        return most + sums.log()
+        weighed = scores + self.pool.priors[i].prior.log()
+        best = self._best(weighed, i)
+        shifted = (weighed - best[self.pool.candidate]).exp()
+        sums = torch.zeros_like(best).index_add_(0, self.pool.candidate, shifted)
+        return best + sums.log()
 
-    def _best(self, scores: Tensor, at: int) -> Tensor:
+    def _best(self, scores: Tensor, i: int) -> Tensor:
         """`(P,)` of pairs to `(K,)`: the best of those that the message may have."""
-        own = scores.masked_fill(self.pool.asked[at].prior == 0, -torch.inf)
-        found = own.new_full((int(self.pool.candidate.max()) + 1,), -torch.inf)
-        return found.scatter_reduce_(0, self.pool.candidate, own, "amax")
+        possible = scores.masked_fill(self.pool.priors[i].prior == 0, -torch.inf)
+        best = possible.new_full((int(self.pool.candidate.max()) + 1,), -torch.inf)
+        return best.scatter_reduce_(0, self.pool.candidate, possible, "amax")
 
 
-def _standing_out(statistics: Sequence[Tensor], samples: int) -> Tensor:
+def _most_outstanding(statistics: Sequence[Tensor], samples: int) -> Tensor:
     """The statistic in which the best candidates stand out the most, as log-ratios.
 
-    In units of its own spread others are N(0, 1), and who is in the message is N(z, 1) with the z
-    that the best ones have.
+    In units of its own spread candidates of no message are N(0, 1). One in the message is N(z, 1)
+    with the z that the best ones have: log N(x; z, 1)/N(x; 0, 1) = z x - z²/2.
     """
-    found = []
+    log_ratios = []
     for statistic in statistics:
         middle = statistic.median()
         spread = (statistic - middle).abs().median() * 1.4826
         spread = spread if spread > 0 else statistic.std(correction=0)
         z = (statistic - middle) / spread.clamp(min=1e-300)
         top = z.topk(min(samples, len(z))).values.mean()
-        found.append((float(top), top * z - top**2 / 2))
-    return max(found, key=lambda one: one[0])[1]
+        log_ratios.append((float(top), top * z - top**2 / 2))
+    return max(log_ratios, key=lambda pair: pair[0])[1]
