@@ -119,7 +119,7 @@ class Observation:
             >>> observation = Observation.from_update(
             ...     model, before, after, input_shape=(2, 8), learning_rate=0.1
             ... )
-            >>> bool(torch.allclose(observation.gradient["classifier.bias"], shared["classifier.bias"]))
+            >>> bool(torch.allclose(seen.gradient["classifier.bias"], shared["classifier.bias"]))
             True
         """
         local = LocalTraining.of(learning_rate, steps, batch_size, optimizer, optimizer_kwargs)

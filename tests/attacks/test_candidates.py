@@ -20,7 +20,7 @@ from hf_gradguard import GradientMap, chain, make_defense
 from hf_gradguard.attacks import Observation, average, make_attack
 from hf_gradguard.attacks.candidates import regression
 from hf_gradguard.attacks.candidates.likelihood import Likelihood
-from hf_gradguard.attacks.candidates.regression import WhitenedMessage, MatchedFilter
+from hf_gradguard.attacks.candidates.regression import MatchedFilter, WhitenedMessage
 from hf_gradguard.attacks.local_training import LocalTraining
 from hf_gradguard.defenses.mechanism import Mechanism
 from hf_gradguard.gradient_map.local_training.optimizers import make_optimizer

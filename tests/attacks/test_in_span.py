@@ -14,8 +14,8 @@ from hf_gradguard import GradientMap, make_defense
 from hf_gradguard.attacks import Observation, make_attack
 from hf_gradguard.attacks.candidates import fitted
 from hf_gradguard.attacks.candidates.fitted import (
-    LEAST_WITHIN,
     LATER_MESSAGES,
+    LEAST_WITHIN,
     SpanCoordinates,
     accumulate,
     spans_of,

@@ -15,8 +15,8 @@ from hf_gradguard.attacks import Observation, make_attack
 from hf_gradguard.attacks.candidates.likelihood import rescale
 from hf_gradguard.attacks.candidates.regression import (
     _REGRESSION_RIDGE,
-    WhitenedMessage,
     MatchedFilter,
+    WhitenedMessage,
 )
 from hf_gradguard.attacks.uploads import alike, gathered, own_entries
 from hf_gradguard.audit.client import average_of

@@ -79,7 +79,7 @@ class Candidates(Attack):
 
     Example:
         >>> from hf_gradguard.attacks import make_attack
-        >>> found = make_attack("candidates", candidates=["a fine film", "a dull plot"])(observation)
+        >>> found = make_attack("candidates", candidates=["a fine film", "a dull plot"])(seen)
         >>> found.posterior.sum() > 1.99  # of two candidates two are in it
         tensor(True)
     """
