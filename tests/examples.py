@@ -43,8 +43,8 @@ def example_names(source: str | None = None) -> dict[str, Any]:
     - `batch`: the two sentences as a collator returns them.
     - `gmap`, `shared`, `delta`: the batch's gradient map, its gradient, and a small change of it.
     - `observation` (also `seen`): what a server sees of `shared`, with labels and tokenizer.
-    - `image_model`, `image_batch`, `image_gmap`, `image_observation` (`image_seen`): the same for two images of 3 x 32 x
-      32 pixels.
+    - `image_model`, `image_batch`, `image_gmap`, `image_observation` (`image_seen`): the same for
+      two images of 3 x 32 x 32 pixels.
     - `context`, `train_message`: of a node of Flower's, where that is installed.
     """
     named = TEXT | IMAGES if source is None else set(re.findall(r"\w+", source))

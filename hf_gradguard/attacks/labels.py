@@ -124,7 +124,7 @@ def recover_labels_below(observation: Observation) -> Tensor:
 
     Example:
         >>> from dataclasses import replace
-        >>> below = {n: g for n, g in observation.gradient.items() if not n.startswith("classifier")}
+        >>> below = {n: g for n, g in seen.gradient.items() if not n.startswith("classifier")}
         >>> recover_labels_below(replace(observation, gradient=below)).shape
         torch.Size([2])
     """
@@ -372,7 +372,8 @@ def _last_parameter(observation: Observation) -> tuple[str, int]:
     last = next((name for name in reversed(parameters) if len(parameters[name]) == classes), None)
     if last is None or classes is None:
         raise ValueError(
-            f"No parameter of {type(observation.model).__name__} has a row for each class, so labels "
+            f"No parameter of {type(observation.model).__name__} has a row for each class, so "
+            "labels "
             "cannot be read off its last layer. Pass labels to the Observation."
         )
     return last, classes

@@ -147,7 +147,7 @@ def layer_inputs(
         more: For the model.
 
     Example:
-        >>> layer_inputs(observation, find_readers(observation)[0], batch["input_ids"]).shape == gmap.input.shape
+        >>> layer_inputs(seen, find_readers(seen)[0], batch["input_ids"]).shape == gmap.input.shape
         True
     """
     return all_inputs(observation, [readers], ids, mask, **more)[0]
@@ -169,7 +169,7 @@ def all_inputs(
 
     Example:
         >>> groups = find_readers(observation)[:2]
-        >>> [x.shape == gmap.input.shape for x in all_inputs(observation, groups, batch["input_ids"])]
+        >>> [x.shape == gmap.input.shape for x in all_inputs(seen, groups, batch["input_ids"])]
         [True, True]
     """
     caught: dict[int, Tensor] = {}

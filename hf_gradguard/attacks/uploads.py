@@ -70,7 +70,7 @@ def alike(one: Observation, other: Observation) -> bool:
     variance of Gaussian noise, so that they have a mean.
 
     Example:
-        >>> alike(observation, replace(observation, noise_variance=0.5))  # of one nobody knows the noise
+        >>> alike(seen, replace(seen, noise_variance=0.5))  # of one nobody knows the noise
         False
     """
     if (
@@ -185,7 +185,7 @@ def gathered(uploads: Iterable[Observation], at: int = 0) -> Observation:
         >>> bias, mechanism = "classifier.bias", Mechanism(selection="largest", has_residual=True)
         >>> sent = [[1.0, 0.0], [2.0, 0.0], [0.0, 6.0]]
         >>> uploads = [
-        ...     replace(observation, gradient={bias: torch.tensor(y)}, mechanism=mechanism) for y in sent
+        ...     replace(seen, gradient={bias: torch.tensor(y)}, mechanism=mechanism) for y in sent
         ... ]
         >>> whole = gathered(uploads, at=1)  # the second entry waits for the third upload
         >>> whole.gradient[bias].tolist(), whole.mechanism.batches[bias].tolist()
@@ -245,7 +245,7 @@ def own_entries(observation: Observation) -> Observation | None:
         >>> from hf_gradguard.defenses.mechanism import Mechanism
         >>> bias, batches = "classifier.bias", {"classifier.bias": torch.tensor([1, 3])}
         >>> mechanism = Mechanism(selection="largest", has_residual=True, batches=batches)
-        >>> whole = replace(observation, gradient={bias: torch.tensor([2.0, 6.0])}, mechanism=mechanism)
+        >>> whole = replace(seen, gradient={bias: torch.tensor([2.0, 6.0])}, mechanism=mechanism)
         >>> own = own_entries(whole)
         >>> own.gradient[bias].tolist(), own.mechanism.has_residual
         ([2.0, 0.0], False)

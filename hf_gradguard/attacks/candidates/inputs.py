@@ -78,7 +78,8 @@ def make_inputs(
         inputs.counts.append(0 if mask is None else int(mask.sum()))
     if not inputs.places:
         raise ValueError(
-            f"The list of candidates holds none for {observation.domain.content}: give texts or token ids "
+            f"The list of candidates holds none for {observation.domain.content}: give texts "
+            "or token ids "
             "for a text, and tensors (C, H, W) of pixels for images."
         )
     return inputs
@@ -127,7 +128,8 @@ def at_places(
     ]
     if len(tokens) ** len(places) > MOST_COMBINATIONS:
         raise ValueError(
-            f"{len(tokens)} words at {len(places)} places make more than {MOST_COMBINATIONS:,} candidates. Name "
+            f"{len(tokens)} words at {len(places)} places make more than {MOST_COMBINATIONS:,} "
+            "candidates. Name "
             "fewer words, or ask for one place after the other."
         )
     filled_texts = []
@@ -152,7 +154,8 @@ def _entries(observation: Observation, candidate: Any, place: int) -> dict[str, 
     if domain is None:
         raise ValueError(
             f"Candidate {place} is a {type(candidate).__name__}"
-            f"{f' of {sorted(candidate)}' if isinstance(candidate, Mapping) else ''}: give texts or token ids "
+            f"{f' of {sorted(candidate)}' if isinstance(candidate, Mapping) else ''}: give "
+            "texts or token ids "
             "for a text, tensors (C, H, W) of pixels for images, or mappings with one of them."
         )
     return entries if domain is observation.domain else None
@@ -236,7 +239,8 @@ def _as_ids(observation: Observation, ids: Tensor, place: int) -> Tensor:
     if len(wrong := row[(row < 0) | (row >= size)] if size is not None else row[row < 0]):
         valid_range = "at least 0" if size is None else f"from 0 to {size - 1}"
         raise ValueError(
-            f"Candidate {place} has the token id {int(wrong[0])}, where the model's are {valid_range}: "
+            f"Candidate {place} has the token id {int(wrong[0])}, where the model's are "
+            f"{valid_range}: "
             "give ids of the model's own tokenizer."
         )
     return row

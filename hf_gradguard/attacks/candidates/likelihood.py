@@ -23,7 +23,7 @@ def mechanism_of(observation: Observation) -> Mechanism | None:
 
     Example:
         >>> from dataclasses import replace
-        >>> mechanism_of(replace(observation, noise_variance=0.5)).variance, mechanism_of(observation)
+        >>> mechanism_of(replace(seen, noise_variance=0.5)).variance, mechanism_of(seen)
         (0.5, None)
     """
     if (
@@ -62,7 +62,8 @@ def count_labels(model: nn.Module, batches: Sequence[Mapping[str, Any]]) -> Tens
 
     Example:
         >>> text = {"input_ids": torch.tensor([[5, 6, 7]]), "labels": torch.tensor([[-100, 1, 2]])}
-        >>> count_labels(model, [text]), count_labels(model, [{**text, "labels": torch.tensor([1])}])
+        >>> texts = [text, {**text, "labels": torch.tensor([1])}]
+        >>> count_labels(model, texts[:1]), count_labels(model, texts[1:])
         (tensor([2.]), tensor([1.]))
     """
     causal = is_causal_lm(model)
@@ -249,7 +250,7 @@ def weigh_beside_others(
         >>> sizes = {name: torch.ones_like(y) for name, y in shared.items()}
         >>> of = ({name: torch.tensor(count) for name in shared} for count in (1, 11))
         >>> mechanisms = (Mechanism(has_residual=True, batches=batches) for batches in of)
-        >>> once, again = (weigh_beside_others(observation, mechanism, sizes) for mechanism in mechanisms)
+        >>> once, again = (weigh_beside_others(seen, mechanism, sizes) for mechanism in mechanisms)
         >>> bool((once["classifier.bias"] > 10 * again["classifier.bias"]).all())
         True
     """

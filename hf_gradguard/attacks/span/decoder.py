@@ -108,7 +108,7 @@ def extend(
         >>> readers = find_readers(observation)[1]
         >>> view = View(readers, row_space(readers.gradients(observation), None, rank=8))
         >>> found = {place: [5, 6] for place in range(8)}
-        >>> extend(observation, view, observation.tokens, observation.known_ids(), found, beams=1).shape
+        >>> extend(seen, view, seen.tokens, seen.known_ids(), found, beams=1).shape
         torch.Size([2, 8])
     """
     lengths = heard.sum(1).tolist()

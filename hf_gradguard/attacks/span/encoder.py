@@ -50,7 +50,7 @@ def assemble(
     Example:
         >>> from hf_gradguard.attacks.layer_inputs import find_readers
         >>> from hf_gradguard.attacks.span.row_space import row_space
-        >>> mixed = [readers for readers in find_readers(observation) if readers.mixing == "full"][:2]
+        >>> mixed = [readers for readers in find_readers(seen) if readers.mixing == "full"][:2]
         >>> views = [View(r, row_space(r.gradients(observation), None, rank=13)) for r in mixed]
         >>> ids, heard = batch["input_ids"], batch["attention_mask"].bool()
         >>> known = ids.masked_fill((ids > 4) & heard, -1)
@@ -161,7 +161,7 @@ def exchange(
     Example:
         >>> from hf_gradguard.attacks.layer_inputs import find_readers
         >>> from hf_gradguard.attacks.span.row_space import row_space
-        >>> mixed = [readers for readers in find_readers(observation) if readers.mixing == "full"][:2]
+        >>> mixed = [readers for readers in find_readers(seen) if readers.mixing == "full"][:2]
         >>> views = [View(r, row_space(r.gradients(observation), None, rank=13)) for r in mixed]
         >>> ids, heard = batch["input_ids"], batch["attention_mask"].bool()
         >>> swapped = ids.clone()

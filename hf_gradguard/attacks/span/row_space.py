@@ -328,7 +328,7 @@ class Search:
         >>> first = find_readers(observation)[0]
         >>> space = Span().row_space(observation, first, rank=int(observation.tokens.sum()))
         >>> at = torch.tensor([1])
-        >>> search = Search(observation, first, space, at, torch.tensor([2]), observation.known_ids())
+        >>> search = Search(seen, first, space, at, torch.tensor([2]), seen.known_ids())
         >>> found = search.nearest(shortlist=8, threshold=None)
         >>> set(gmap.batch["input_ids"][:, 1].tolist()) <= set(found[1])
         True
