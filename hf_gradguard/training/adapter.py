@@ -1,4 +1,4 @@
-"""The Trainer that relies on another library's private names: it turns them into public ones."""
+"""The one Trainer that relies on private names of others: it turns them into public ones."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import copy
 import functools
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -35,18 +35,115 @@ from .learning_rate import loaded_rates_follow, scale_learning_rate
 from .message import SharedMessages
 
 
-class SeamTrainer(Trainer):
-    """`Trainer` whose private methods call public ones, which a subclass fills in.
+class TrainerAdapter(Trainer):
+    """`Trainer` whose private methods call public ones, which the mixin fills in. Its model is
+    never wrapped, and its optimizer takes only gradients that `ledger` has been told of.
+
+    Attributes:
+        ledger: Of the gradients that may be exchanged and trained on.
+        shared_messages: How many this rank has shared, and how, checkpoints included.
+        defense: Of the messages.
+        asks_for_input: Whether anything asks for the continuous input of a batch.
 
     Example:
-        >>> trainer = SeamTrainer(model)
+        >>> trainer = TrainerAdapter(model)
         >>> trainer.training_collator(list) is list  # as it is, unless a subclass says otherwise
         True
+        >>> trainer.accelerator.backward(model(**batch).loss)
+        Traceback (most recent call last):
+        RuntimeError: GradGuardTrainer differentiates and protects a batch by itself: ...
     """
+
+    asks_for_input: bool = True
+    defense: Defense
+    _batch_statistics: str = "local"
 
     current_flos: float
     data_collator: Any
     counts_items: bool = True  # whether ranks add up the labels of a step
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.ledger = Ledger()
+        self.shared_messages = SharedMessages(lambda: sharing(self))
+        super().__init__(*args, **kwargs)
+        self.add_callback(self.ledger)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """As in `Trainer`, which makes a new one for every trial of a search."""
+        super().create_accelerator_and_postprocess()
+        # "Evaluation mode" is Accelerate's word for preparing a model (device, autocast) without
+        # wrapping it in DDP.
+        self.accelerator.prepare_model = functools.partial(
+            self.accelerator.prepare_model, evaluation_mode=True
+        )
+        self.ledger.guard(self.accelerator)
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
+        """As in `Trainer`, with rates that follow the noise; see `learning_rate.py`."""
+        made = self.optimizer is None
+        optimizer = super().create_optimizer(*args, **kwargs)
+        scale_learning_rate(optimizer, self.defense, self.args, made)
+        return optimizer
+
+    def loading_rates(self) -> contextlib.AbstractContextManager[None]:
+        """A checkpoint has the rates of the noise that it was trained with."""
+        return loaded_rates_follow(self.optimizer, self.lr_scheduler, self.defense, self.args)
+
+    def save_state_of_rank(self, folder: str) -> None:
+        """What was shared so far."""
+        self.shared_messages.save(folder, self.accelerator.process_index)
+
+    def load_state_of_rank(self, folder: str) -> None:
+        """What was shared so far."""
+        self.shared_messages.load(folder, self.accelerator.process_index)
+
+    def train(
+        self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any
+    ) -> TrainOutput:
+        """As in `Trainer`, with the defense and all arguments as they are now.
+
+        Args:
+            resume_from_checkpoint: `True` takes the newest checkpoint that is complete, and warns
+                of newer ones that a killed run left behind; where there is none, training begins
+                anew.
+            *args: As for `Trainer`.
+            **kwargs: As for `Trainer`.
+
+        Raises:
+            ValueError: If a checkpoint is named that is not complete, or a batch is none that could
+                be protected.
+            RuntimeError: If anything but the exchange put a gradient where the optimizer finds it.
+        """
+        named = str(resume_from_checkpoint)  # of a command line "True" is a text
+        if named.lower() in ("true", "false") and not Path(named).exists():
+            resume_from_checkpoint = named.lower() == "true"
+        if resume_from_checkpoint is True:
+            folder = Path(str(self.args.output_dir))
+            resume_from_checkpoint = newest_complete(folder, self.accelerator)
+        elif resume_from_checkpoint:
+            check_checkpoint(Path(resume_from_checkpoint))
+        if resume_from_checkpoint:
+            check_weights(Path(resume_from_checkpoint), self.model)
+        return super().train(resume_from_checkpoint, *args, **kwargs)
+
+    def _ready(self, model: nn.Module) -> nn.Module:
+        """The bare model in training mode."""
+        model.train()
+        if self._batch_statistics == "frozen":
+            freeze_statistics(model)
+        if callable(getattr(self.optimizer, "train", None)):
+            self.optimizer.train()
+        bare: nn.Module = self.accelerator.unwrap_model(model)
+        return bare
+
+    def get_batch_samples(self, epoch_iterator: Any, *args: Any, **kwargs: Any) -> Any:
+        """As in `Trainer`, of batches that can be protected."""
+
+        def checked(batch: Any) -> Any:
+            check_batch(self.model, batch, self.asks_for_input)
+            return batch
+
+        return super().get_batch_samples(map(checked, epoch_iterator), *args, **kwargs)
 
     def training_collator(self, collate: Any) -> Any:
         """What makes training batches of rows, given what the Trainer has."""
@@ -64,18 +161,8 @@ class SeamTrainer(Trainer):
         loaded.
         """
 
-    def save_state_of_rank(self, folder: str) -> None:
-        """Write what this rank alone remembers to a checkpoint's folder."""
-
-    def load_state_of_rank(self, folder: str) -> None:
-        """Read it again."""
-
     def average_over_ranks(self, figure: Tensor) -> None:
         """Replace a figure of this rank by its mean over ranks, in place. Here: on one rank."""
-
-    def loading_rates(self) -> AbstractContextManager[None]:
-        """Around what reads the optimizer and its scheduler from a checkpoint."""
-        return nullcontext()
 
     def store_flos(self) -> None:
         """As in `Trainer`, of a mean in place of this rank's own count, which tells its tokens."""
@@ -212,111 +299,6 @@ class SeamTrainer(Trainer):
 
 
 _TRAINING = "Training"  # what the Trainer calls its batches
-
-
-class GuardedTrainer(SeamTrainer):
-    """`Trainer` whose model is never wrapped, and whose optimizer takes only gradients that
-    `ledger` has been told of.
-
-    Attributes:
-        ledger: Of the gradients that may be exchanged and trained on.
-        shared_messages: How many this rank has shared, and how, checkpoints included.
-        defense: Of the messages.
-        asks_for_input: Whether anything asks for the continuous input of a batch.
-
-    Example:
-        >>> trainer = GuardedTrainer(model)
-        >>> trainer.accelerator.backward(model(**batch).loss)
-        Traceback (most recent call last):
-        RuntimeError: GradGuardTrainer differentiates and protects a batch by itself: ...
-    """
-
-    asks_for_input: bool = True
-    defense: Defense
-    _batch_statistics: str = "local"
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self.ledger = Ledger()
-        self.shared_messages = SharedMessages(lambda: sharing(self))
-        super().__init__(*args, **kwargs)
-        self.add_callback(self.ledger)
-
-    def create_accelerator_and_postprocess(self) -> None:
-        """As in `Trainer`, which makes a new one for every trial of a search."""
-        super().create_accelerator_and_postprocess()
-        # "Evaluation mode" is Accelerate's word for preparing a model (device, autocast) without
-        # wrapping it in DDP.
-        self.accelerator.prepare_model = functools.partial(
-            self.accelerator.prepare_model, evaluation_mode=True
-        )
-        self.ledger.guard(self.accelerator)
-
-    def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
-        """As in `Trainer`, with rates that follow the noise; see `learning_rate.py`."""
-        made = self.optimizer is None
-        optimizer = super().create_optimizer(*args, **kwargs)
-        scale_learning_rate(optimizer, self.defense, self.args, made)
-        return optimizer
-
-    def loading_rates(self) -> contextlib.AbstractContextManager[None]:
-        """A checkpoint has the rates of the noise that it was trained with."""
-        return loaded_rates_follow(self.optimizer, self.lr_scheduler, self.defense, self.args)
-
-    def save_state_of_rank(self, folder: str) -> None:
-        """What was shared so far."""
-        self.shared_messages.save(folder, self.accelerator.process_index)
-
-    def load_state_of_rank(self, folder: str) -> None:
-        """What was shared so far."""
-        self.shared_messages.load(folder, self.accelerator.process_index)
-
-    def train(
-        self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any
-    ) -> TrainOutput:
-        """As in `Trainer`, with the defense and all arguments as they are now.
-
-        Args:
-            resume_from_checkpoint: `True` takes the newest checkpoint that is complete, and warns
-                of newer ones that a killed run left behind; where there is none, training begins
-                anew.
-            *args: As for `Trainer`.
-            **kwargs: As for `Trainer`.
-
-        Raises:
-            ValueError: If a checkpoint is named that is not complete, or a batch is none that could
-                be protected.
-            RuntimeError: If anything but the exchange put a gradient where the optimizer finds it.
-        """
-        named = str(resume_from_checkpoint)  # of a command line "True" is a text
-        if named.lower() in ("true", "false") and not Path(named).exists():
-            resume_from_checkpoint = named.lower() == "true"
-        if resume_from_checkpoint is True:
-            folder = Path(str(self.args.output_dir))
-            resume_from_checkpoint = newest_complete(folder, self.accelerator)
-        elif resume_from_checkpoint:
-            check_checkpoint(Path(resume_from_checkpoint))
-        if resume_from_checkpoint:
-            check_weights(Path(resume_from_checkpoint), self.model)
-        return super().train(resume_from_checkpoint, *args, **kwargs)
-
-    def _ready(self, model: nn.Module) -> nn.Module:
-        """The bare model in training mode."""
-        model.train()
-        if self._batch_statistics == "frozen":
-            freeze_statistics(model)
-        if callable(getattr(self.optimizer, "train", None)):
-            self.optimizer.train()
-        bare: nn.Module = self.accelerator.unwrap_model(model)
-        return bare
-
-    def get_batch_samples(self, epoch_iterator: Any, *args: Any, **kwargs: Any) -> Any:
-        """As in `Trainer`, of batches that can be protected."""
-
-        def checked(batch: Any) -> Any:
-            check_batch(self.model, batch, self.asks_for_input)
-            return batch
-
-        return super().get_batch_samples(map(checked, epoch_iterator), *args, **kwargs)
 
 
 @contextlib.contextmanager

@@ -26,7 +26,7 @@ from transformers.utils import logging
 from ...defenses import Chain, Defense
 from ...leakage import PrivacyAccount, dp_sgd_noise_multiplier
 from ...randomness import Stream
-from ..adapter import GuardedTrainer
+from ..adapter import TrainerAdapter
 from ..clients.batches import ClientBatch, Pick, divide, round_sampler
 from ..clients.partition import Rows
 from ..exchange.start import check_agreed
@@ -240,7 +240,7 @@ class PrivateRows(TrainerCallback):
         self.account.load_state_dict({"messages": rows})
 
 
-class PrivateRowsTrainer(GuardedTrainer):
+class PrivateRowsTrainer(TrainerAdapter):
     """A Trainer that draws rows as its defense needs them drawn, and keeps count of messages.
 
     Attributes:
