@@ -14,7 +14,7 @@ from transformers import Trainer
 
 from ..defenses import Defense
 from ..gradient_map.domain import IMAGE, TEXT, count_rows
-from ..training.clients.batches import CLIENT, ROW, SHARE, Pick
+from ..training.clients.batches import CLIENT, ROW, SHARE, SampledRow
 from ..training.mixin import GradGuardMixin
 from .cells import code_digest
 from .client import Modality, Shared, modality_of
@@ -60,7 +60,7 @@ def set_up_trainer(
             **requested,
         }
     )
-    model = trainer._ready(trainer.model)
+    model = trainer.ready_for_step(trainer.model)
     modality = modality_of(model, trainer.processing_class, settings)
     size = settings.batch_size * settings.accumulation
     if samples < 1 or samples % size:
@@ -120,7 +120,9 @@ def _draw(
 
     def batch(numbers: list[int]) -> dict[str, Tensor]:
         # Divided data is addressed by row, client and share.
-        keys: list[Any] = [Pick(n, 0, 1.0) for n in numbers] if trainer._parts else numbers
+        keys: list[Any] = (
+            [SampledRow(n, 0, 1.0) for n in numbers] if trainer._rows_of_clients else numbers
+        )
         collated = loader.collate_fn([dataset[key] for key in keys])
         return {
             name: value.to(trainer.args.device)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 from collections.abc import Iterator, Mapping
@@ -23,7 +22,6 @@ from .checkpoints.complete import (
     OURS,
     begin_checkpoint,
     check_checkpoint,
-    check_weights,
     list_checkpoint,
     newest_complete,
     without_private_files,
@@ -80,21 +78,17 @@ class TrainerAdapter(Trainer):
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
         """As in `Trainer`, with rates that follow the noise; see `learning_rate.py`."""
-        made = self.optimizer is None
+        is_new = self.optimizer is None
         optimizer = super().create_optimizer(*args, **kwargs)
-        scale_learning_rate(optimizer, self.defense, self.args, made)
+        scale_learning_rate(optimizer, self.defense, self.args, is_new)
         return optimizer
 
-    def loading_rates(self) -> contextlib.AbstractContextManager[None]:
-        """A checkpoint has the rates of the noise that it was trained with."""
-        return loaded_rates_follow(self.optimizer, self.lr_scheduler, self.defense, self.args)
-
     def save_state_of_rank(self, folder: str) -> None:
-        """What was shared so far."""
+        """Write what this rank alone remembers to a checkpoint: here what was shared so far."""
         self.shared_messages.save(folder, self.accelerator.process_index)
 
     def load_state_of_rank(self, folder: str) -> None:
-        """What was shared so far."""
+        """Read it again."""
         self.shared_messages.load(folder, self.accelerator.process_index)
 
     def train(
@@ -114,19 +108,17 @@ class TrainerAdapter(Trainer):
                 be protected.
             RuntimeError: If anything but the exchange put a gradient where the optimizer finds it.
         """
-        named = str(resume_from_checkpoint)  # of a command line "True" is a text
-        if named.lower() in ("true", "false") and not Path(named).exists():
-            resume_from_checkpoint = named.lower() == "true"
+        as_text = str(resume_from_checkpoint)  # of a command line "True" is a text
+        if as_text.lower() in ("true", "false") and not Path(as_text).exists():
+            resume_from_checkpoint = as_text.lower() == "true"
         if resume_from_checkpoint is True:
             folder = Path(str(self.args.output_dir))
             resume_from_checkpoint = newest_complete(folder, self.accelerator)
         elif resume_from_checkpoint:
             check_checkpoint(Path(resume_from_checkpoint))
-        if resume_from_checkpoint:
-            check_weights(Path(resume_from_checkpoint), self.model)
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
-    def _ready(self, model: nn.Module) -> nn.Module:
+    def ready_for_step(self, model: nn.Module) -> nn.Module:
         """The bare model in training mode."""
         model.train()
         if self._batch_statistics == "frozen":
@@ -193,19 +185,19 @@ class TrainerAdapter(Trainer):
         *args: Any,
         **kwargs: Any,
     ) -> DataLoader:
-        read = dataset
-        if description == _TRAINING and (read := self.training_data(dataset)) is not dataset:
+        rows = dataset
+        if description == _TRAINING and (rows := self.training_data(dataset)) is not dataset:
             if is_of_datasets(dataset, "Dataset"):  # as for a data set that is read as it is
                 dataset = self._remove_unused_columns(dataset, description=description)
-                read = self.training_data(dataset)
+                rows = self.training_data(dataset)
             draw = sampler_fn
             sampler_fn = None if draw is None else lambda _: draw(dataset)
         collate = self.data_collator
-        if description == _TRAINING and is_of_datasets(read, "Dataset", "IterableDataset"):
+        if description == _TRAINING and is_of_datasets(rows, "Dataset", "IterableDataset"):
             self.data_collator = self.training_collator(collate)  # which is taken as it is
         try:
             return super()._get_dataloader(
-                read, description, batch_size, sampler_fn, *args, **kwargs
+                rows, description, batch_size, sampler_fn, *args, **kwargs
             )
         finally:
             self.data_collator = collate
@@ -256,6 +248,20 @@ class TrainerAdapter(Trainer):
         finally:
             self.accelerator.gather = gather
 
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        """Refuse weights under other names than the model's, which Transformers writes for some
+        models (ViT; its issue 43701) and would leave as they start, with a warning.
+        """
+        if load_result.missing_keys and load_result.unexpected_keys:
+            raise RuntimeError(
+                f"The checkpoint holds other weights than {type(self.model).__name__} has. It "
+                f"lacks {sorted(load_result.missing_keys)[:3]} and has "
+                f"{sorted(load_result.unexpected_keys)[:3]}. It is of another model, or one that "
+                "Transformers saves under older names (ViT): start a new training from "
+                "from_pretrained(checkpoint)."
+            )
+        super()._issue_warnings_after_load(load_result)
+
     def _hp_search_setup(self, trial: Any) -> None:
         super()._hp_search_setup(trial)
         self.before_training()
@@ -278,8 +284,8 @@ class TrainerAdapter(Trainer):
 
     def _checkpoint_push_skip_names(self, checkpoint_folder: str) -> set[str]:
         """What sentence-transformers does not copy out of a checkpoint to push it."""
-        own = {path.name for path in Path(checkpoint_folder).glob(f"{OURS}*")}
-        return own | super()._checkpoint_push_skip_names(checkpoint_folder)
+        private = {path.name for path in Path(checkpoint_folder).glob(f"{OURS}*")}
+        return private | super()._checkpoint_push_skip_names(checkpoint_folder)
 
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)
@@ -292,7 +298,8 @@ class TrainerAdapter(Trainer):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return
-        with self.loading_rates():
+        # A checkpoint has the rates of the noise that it was trained with.
+        with loaded_rates_follow(self.optimizer, self.lr_scheduler, self.defense, self.args):
             super()._load_optimizer_and_scheduler(checkpoint)
         # Not beside the random state, which a resumed run may leave behind.
         self.load_state_of_rank(checkpoint)
@@ -301,12 +308,12 @@ class TrainerAdapter(Trainer):
 _TRAINING = "Training"  # what the Trainer calls its batches
 
 
-@contextlib.contextmanager
-def noting(batch: Mapping[str, Any]) -> Iterator[None]:
+@contextmanager
+def annotate_errors(batch: Mapping[str, Any]) -> Iterator[None]:
     """Errors in here, which often are a model's own, say what batch they are about.
 
     Example:
-        >>> with noting({"labels": torch.tensor([7, 9])}):
+        >>> with annotate_errors({"labels": torch.tensor([7, 9])}):
         ...     raise IndexError("Target 9 is out of bounds.")
         Traceback (most recent call last):
         IndexError: Target 9 is out of bounds.
@@ -315,8 +322,8 @@ def noting(batch: Mapping[str, Any]) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        held = [f"{name} {_described(value)}" for name, value in batch.items()]
-        error.add_note(f"The batch holds {', '.join(held)}.")
+        contents = [f"{name} {_described(value)}" for name, value in batch.items()]
+        error.add_note(f"The batch holds {', '.join(contents)}.")
         if "more than 1 value per channel" in str(error):
             error.add_note(_SINGLE)
         raise
@@ -340,33 +347,33 @@ _SINGLE = (
 
 
 @contextmanager
-def alone(trainer: Trainer, counts: bool) -> Iterator[None]:
-    """While a Trainer computes a loss, its figures are this rank's own: nothing is gathered.
+def without_exchange(trainer: Trainer, counts: bool) -> Iterator[None]:
+    """While a Trainer computes a loss, its metrics are this rank's own: nothing is gathered.
 
     Trainers gather rewards and log-probabilities of every example to log their means. And a loss is
     computed several times per batch, which must not count several times.
 
     Args:
         trainer: Of any class.
-        counts: Whether this pass is the one that its figures are of.
+        counts: Whether this pass is the one that its metrics are of.
     """
-    kept = {} if counts else _figures(trainer)
-    own: dict[str, Any] = vars(trainer.accelerator)
-    before = {name: own[name] for name in _EXCHANGES if name in own}
-    own.update(dict.fromkeys(_EXCHANGES, _unchanged))
+    saved = {} if counts else _metrics_of(trainer)
+    accelerator: dict[str, Any] = vars(trainer.accelerator)
+    replaced = {name: accelerator[name] for name in _EXCHANGES if name in accelerator}
+    accelerator.update(dict.fromkeys(_EXCHANGES, _unchanged))
     try:
         yield
     finally:
         for name in _EXCHANGES:
-            del own[name]
-        own.update(before)
-        for name, value in kept.items():
+            del accelerator[name]
+        accelerator.update(replaced)
+        for name, value in saved.items():
             setattr(trainer, name, value)
 
 
-def _figures(trainer: Trainer) -> dict[str, Any]:
-    own = vars(trainer)
-    return {name: copy.deepcopy(own[name]) for name in _FIGURES if name in own}
+def _metrics_of(trainer: Trainer) -> dict[str, Any]:
+    attributes = vars(trainer)
+    return {name: copy.deepcopy(attributes[name]) for name in _METRICS if name in attributes}
 
 
 def _unchanged(tensor: Any, *args: Any, **kwargs: Any) -> Any:
@@ -374,5 +381,5 @@ def _unchanged(tensor: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 _EXCHANGES = ("gather", "gather_for_metrics", "pad_across_processes", "reduce")
-_FIGURES = ("_metrics", "_total_train_tokens", "accum_loss_components")
+_METRICS = ("_metrics", "_total_train_tokens", "accum_loss_components")
 """What TRL and sentence-transformers add up while they compute a loss, to log it."""

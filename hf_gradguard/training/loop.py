@@ -24,7 +24,7 @@ from .exchange.secure_aggregation import SecureAggregation
 from .guards.batch_statistics import warn_of_statistics
 from .guards.checks import check_accelerator, check_loader, check_model
 from .guards.watch import AgreedTables, BufferGuard, RowGuard
-from .message import Draws, private_draws
+from .message import RandomStreams, private_draws
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -92,9 +92,9 @@ def protect(
     check_batch(module, batch, defense.facts.needs_input)
     with loop.buffers.watch(module):
         if ranks is not None:
-            loop.tables(ranks).settle(module, batch, loss_fn, secure, shards)
+            loop.tables(ranks).agree(module, batch, loss_fn, secure, shards)
         gmap, message = _message(module, batch, defense, loss_fn, shards)
-        loop.rows.see(gmap.gradient(), message)
+        loop.rows.compare(gmap.gradient(), message)
     _add(gmap, message, ranks, getattr(accelerator, "gradient_accumulation_steps", 1), secure)
     return gmap.loss
 
@@ -124,7 +124,7 @@ def _message(
     loss_fn: LossFunction,
     shards: Shards | None,
 ) -> tuple[GradientMap, Message]:
-    noise, _, dropout = Draws().at(0)
+    noise, _, dropout = RandomStreams().next_message(0)
     if shards is not None:
         noise = shards.new_message(noise)
     device = next(module.parameters()).device

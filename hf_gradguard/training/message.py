@@ -10,6 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,14 +23,13 @@ from ..defenses.base import NoDefense
 from ..gradient_map.types import LossFunction
 from ..gradient_map.views import ZeroGradient
 from ..randomness import Stream
-from .clients.batches import ClientBatch
 from .guards.watch import BufferGuard, Ledger, RowGuard
 from .meter import LeakageMeter
 
 logger = logging.get_logger(__name__)
 
 
-class Draws:
+class RandomStreams:
     """Streams for every message: of its noise, of the leakage meter's probes, since measuring a
     message must not change its noise, and of its dropout.
 
@@ -40,14 +40,14 @@ class Draws:
         private_dropout: Whether dropout has a stream; if not, it follows torch's generators.
 
     Example:
-        >>> noise, probes, dropout = Draws().at(step=0)
+        >>> noise, probes, dropout = RandomStreams().next_message(step=0)
     """
 
     def __init__(
         self, seed: int | None = None, rank: int = 0, private_dropout: bool = True
     ) -> None:
         self._seed, self._rank, self._private_dropout = seed, rank, private_dropout
-        self._last = (-1, 0)  # the optimizer step, and how many messages of it were drawn for
+        self._drawn = (-1, 0)  # the optimizer step, and how many messages of it were drawn for
         if seed is not None:
             logger.warning(
                 f"UNSAFE: noise_seed={seed} makes all noise reproducible by anybody who knows it. "
@@ -55,58 +55,79 @@ class Draws:
             )
 
     @classmethod
-    def asked(cls, args: TrainingArguments, rank: int) -> Draws:
+    def of_arguments(cls, args: TrainingArguments, rank: int) -> RandomStreams:
         """As training arguments say."""
         seed, private = getattr(args, "noise_seed", None), getattr(args, "private_dropout", True)
         return cls(seed, rank, private)
 
-    def at(self, step: int) -> tuple[Stream, Stream, Stream | None]:
+    def next_message(self, step: int) -> tuple[Stream, Stream, Stream | None]:
         """For the next message of an optimizer step. A seed gives the same ones at the same step,
         also to a run that is resumed.
         """
         if self._seed is None:
             return Stream(), Stream(), Stream() if self._private_dropout else None
-        last, count = self._last
-        self._last = (step, count + 1 if step == last else 0)
-        seeds = (self._seed, self._rank, *self._last)
+        last_step, count = self._drawn
+        self._drawn = (step, count + 1 if step == last_step else 0)
+        seeds = (self._seed, self._rank, *self._drawn)
         probes, dropout = (Stream.from_seeds(*seeds, use) for use in (1, 2))
         return Stream.from_seeds(*seeds), probes, dropout if self._private_dropout else None
+
+
+class ClientBatch(NamedTuple):
+    """What one client computes a message of.
+
+    Args:
+        defense: The client's own.
+        batch: Its rows.
+        weight: Of its mean loss in the loss of the step; 0 if nothing in the batch counts.
+        rows: Which rows of the data set they are, `(B,)`, if the batch says so.
+    """
+
+    defense: Defense
+    batch: dict[str, Any]
+    weight: float
+    rows: Tensor | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether none of its batch is to count: rows stand there for their shapes alone."""
+        return self.rows is not None and not len(self.rows)
 
 
 class MessageMaker:
     """Differentiates, protects, measures and accumulates, one client at a time.
 
     Args:
-        draws: Of the noise.
-        meter: Says which messages may be shared.
+        streams: Of the noise.
+        meter: Says which messages may be shared; `None` where none is measured.
         ledger: Of what was written to `.grad`.
         share_input_embeddings: As for `GradientMap`.
         withhold: As for `GradientMap`.
 
     Example:
         >>> from transformers import TrainingArguments
-        >>> defense, draws = make_defense("pruning", ratio=0.9), Draws()
+        >>> defense, streams = make_defense("pruning", ratio=0.9), RandomStreams()
         >>> meter = LeakageMeter(TrainingArguments("out"), defense, None)
-        >>> maker = MessageMaker(draws, meter, Ledger(), share_input_embeddings=False)
+        >>> maker = MessageMaker(streams, meter, Ledger(), share_input_embeddings=False)
         >>> client = ClientBatch(defense, batch, weight=1.0)
         >>> loss = maker.share(model, client, lambda model, batch: model(**batch).loss, step=0)
-        >>> 0 < maker.take()["defense/cosine"] < 1
+        >>> 0 < maker.pop_metrics()["defense/cosine"] < 1
         True
     """
 
     def __init__(
         self,
-        draws: Draws,
-        meter: LeakageMeter,
+        streams: RandomStreams,
+        meter: LeakageMeter | None,
         ledger: Ledger,
         share_input_embeddings: bool,
         withhold: Sequence[str] = (),
     ) -> None:
-        self._draws, self._meter, self._ledger = draws, meter, ledger
-        self._names: dict[int, str] = {}
+        self._streams, self._meter, self._ledger = streams, meter, ledger
+        self._parameters_of: dict[int, str] = {}  # by client; of its last message
         self._rows, self._buffers = RowGuard(), BufferGuard()
         self._share_input_embeddings, self._withhold = share_input_embeddings, withhold
-        self._figures: dict[str, list[float]] = defaultdict(list)
+        self._metrics: dict[str, list[float]] = defaultdict(list)
 
     def share(
         self, module: nn.Module, client: ClientBatch, loss_fn: LossFunction, step: int
@@ -119,11 +140,11 @@ class MessageMaker:
             RuntimeError, TypeError, ValueError: If the defense breaks its contract; see
                 `Defense.__call__`; or if something else wrote to `.grad`. Nothing was added then.
         """
-        self._forget_others(client.defense, module)
-        noise, probes, dropout = self._draws.at(step)
-        protects = not isinstance(client.defense, NoDefense)
-        device = next(module.parameters()).device
-        with private_draws(dropout if protects else None, device):
+        self._forget_other_parameters(client.defense, module)
+        noise, probes, dropout = self._streams.next_message(step)
+        if isinstance(client.defense, NoDefense):
+            dropout = None  # undefended training is the stock Trainer's, mask by mask
+        with private_draws(dropout, next(module.parameters()).device):
             return self._share(module, client, loss_fn, step, noise, probes)
 
     def _share(
@@ -135,9 +156,10 @@ class MessageMaker:
         noise: Stream,
         probes: Stream,
     ) -> Tensor:
-        measured = self._meter.measures(step)
+        defense = client.defense
+        measured = self._meter is not None and self._meter.measures(step)
         with self._buffers.watch(module):
-            gmap = client.defense.gradient_map(
+            gmap = defense.gradient_map(
                 module,
                 client.batch,
                 measured,
@@ -148,19 +170,19 @@ class MessageMaker:
             gradient = gmap.gradient()
         norm = _norm(gradient)  # waits for the device: what follows times the defense alone
         start = time.perf_counter()
-        before = client.defense.state_dict() if measured else {}
-        client.defense.at_step(step)
-        message = client.defense(gmap, noise)
+        state = defense.state_dict() if measured else {}
+        defense.at_step(step)
+        message = defense(gmap, noise)
         shared = dict(message.items())
-        self._rows.see(gradient, shared)
+        self._rows.compare(gradient, shared)
         if not client.is_empty:
             self._record(gradient, shared, norm, start)
         for name, value in message.metrics.items():
-            self._figures[f"defense/{name}"].append(value)
-        if measured and not self._meter.admits(gmap, message, step, probes, client.rows):
+            self._metrics[f"defense/{name}"].append(value)
+        if measured and not self._meter.admits(gmap, message, step, probes, client.rows):  # type: ignore[union-attr]
             # Nothing is added: to the other ranks it is a gradient of zeros. Nor does a later
             # message hold anything of it.
-            client.defense.load_state_dict(before)
+            defense.load_state_dict(state)
             return gmap.loss
         self._add(gmap.parameters, shared, client.weight)
         return torch.zeros_like(gmap.loss) if client.is_empty else gmap.loss
@@ -174,7 +196,7 @@ class MessageMaker:
         Raises:
             RuntimeError: If the defense asks for the batch.
         """
-        noise, _, _ = self._draws.at(step)
+        noise, _, _ = self._streams.next_message(step)
         defense.at_step(step)
         self._add(parameters, dict(defense(ZeroGradient(parameters), noise)), weight)
 
@@ -185,35 +207,35 @@ class MessageMaker:
         self._ledger.check(parameters.values(), "share a message")
         for name, parameter in parameters.items():
             # A copy: clipping and averaging write to it, and a defense may keep its message.
-            part = shared.pop(name).to(parameter.dtype).mul(weight)
-            parameter.grad = part if parameter.grad is None else parameter.grad.add_(part)
+            weighted = shared.pop(name).to(parameter.dtype).mul(weight)
+            parameter.grad = weighted if parameter.grad is None else parameter.grad.add_(weighted)
         self._ledger.write(parameters.values())
 
-    def names_of(self, clients: Sequence[Defense]) -> list[str]:
+    def parameters_of(self, clients: Sequence[Defense]) -> list[str]:
         """What stands for the parameters that each client's last message was of, `"-"` before its
         first.
         """
-        return [self._names.get(id(defense), "-") for defense in clients]
+        return [self._parameters_of.get(id(defense), "-") for defense in clients]
 
-    def expect(self, clients: Sequence[Defense], names: Sequence[str]) -> None:
-        """What `names_of` said when the clients' state was saved."""
-        known = zip(clients, names, strict=False)
-        self._names = {id(defense): name for defense, name in known if name != "-"}
+    def expect_parameters(self, clients: Sequence[Defense], names: Sequence[str]) -> None:
+        """What `parameters_of` said when the clients' state was saved."""
+        pairs = zip(clients, names, strict=False)
+        self._parameters_of = {id(defense): name for defense, name in pairs if name != "-"}
 
-    def take(self) -> dict[str, float]:
+    def pop_metrics(self) -> dict[str, float]:
         """What the defense did to messages since this was asked last: means over them."""
-        figures = {name: sum(values) / len(values) for name, values in self._figures.items()}
-        self._figures.clear()
-        return figures
+        means = {name: sum(values) / len(values) for name, values in self._metrics.items()}
+        self._metrics.clear()
+        return means
 
-    def _forget_others(self, defense: Defense, module: nn.Module) -> None:
+    def _forget_other_parameters(self, defense: Defense, module: nn.Module) -> None:
         """What a defense remembers is of the parameters that were trained. Where those are others
         now, because some were frozen or unfrozen, it starts anew.
         """
-        trained = (name for name, p in module.named_parameters() if p.requires_grad)
-        name, last = name_of(trained), self._names.get(id(defense))
-        self._names[id(defense)] = name
-        if last not in (None, name) and defense.state_dict():
+        name = name_of(name for name, p in module.named_parameters() if p.requires_grad)
+        last_name = self._parameters_of.get(id(defense), name)
+        self._parameters_of[id(defense)] = name
+        if last_name != name and defense.state_dict():
             defense.load_state_dict({})
             logger.warning(
                 "Other parameters are trained than at the last message: some were frozen or "
@@ -227,20 +249,20 @@ class MessageMaker:
         norm: float,
         start: float,
     ) -> None:
-        size = _norm(shared)
-        self._figures["defense/seconds"].append(time.perf_counter() - start)
+        shared_norm = _norm(shared)
+        self._metrics["defense/seconds"].append(time.perf_counter() - start)
         if not norm:
             return
         error = math.hypot(*(float((shared[name] - g).norm()) for name, g in gradient.items()))
-        self._figures["defense/relative_error"].append(error / norm)
-        if size:
+        self._metrics["defense/relative_error"].append(error / norm)
+        if shared_norm:
             inner = sum(
                 float(torch.dot(g.flatten(), shared[name].flatten()))
                 for name, g in gradient.items()
             )
             # Sums in float32 can end just outside.
-            cosine = max(-1.0, min(1.0, inner / (norm * size)))
-            self._figures["defense/cosine"].append(cosine)
+            cosine = max(-1.0, min(1.0, inner / (norm * shared_norm)))
+            self._metrics["defense/cosine"].append(cosine)
 
 
 def name_of(parameters: Iterable[str]) -> str:
@@ -294,7 +316,7 @@ def private_draws(stream: Stream | None, device: torch.device | str) -> Iterator
 def _state(stream: Stream) -> torch.Tensor:
     """The state of a CPU generator, of 19,968 bits. A seed would be cut to 32."""
     state = torch.Generator().manual_seed(0).get_state()
-    words = torch.cat([part.long() for part in stream.words(_STATE_WORDS)])
+    words = torch.cat([chunk.long() for chunk in stream.words(_STATE_WORDS)])
     # after the seed, two flags and the place: the words, as unsigned 64 bits each
     state.view(torch.int64)[3 : 3 + _STATE_WORDS] = words & 0xFFFFFFFF
     return state
@@ -343,10 +365,10 @@ class SharedMessages:
 
     def by(self, name: str) -> Counter[str]:
         """How many there are for each of a name's values. Before the first, none for today's."""
-        found = Counter[str]()
+        counts = Counter[str]()
         for how, count in (self._counts or {json.dumps(self._describe()): 0}).items():
-            found[json.loads(how).get(name, "")] += count
-        return found
+            counts[json.loads(how).get(name, "")] += count
+        return counts
 
     def save(self, folder: str, rank: int) -> None:
         """Write them to a checkpoint, to a file that only its owner can read."""

@@ -89,7 +89,7 @@ class LeakageMeter:
         >>> meter = LeakageMeter(GradGuardConfig("out", leakage_logging_steps=1), defense, None)
         >>> meter.admits(gmap, defense(gmap), step=0, generator=Stream())
         True
-        >>> sorted(meter.take())[0]
+        >>> sorted(meter.pop_metrics())[0]
         'leakage/dfil_max'
     """
 
@@ -104,7 +104,7 @@ class LeakageMeter:
         self._has_dfil = defense.facts.adds_gaussian_noise
         self._binding = accountant is not None or self._limit is not None
         self._stop_due = False
-        self._figures: dict[str, list[float]] = defaultdict(list)
+        self._metrics: dict[str, list[float]] = defaultdict(list)
         self._skipped = 0
         if self._every and not self._has_dfil:
             logger.warning_once(
@@ -166,9 +166,9 @@ class LeakageMeter:
         bound = None if found is None else mse_bound_from_dfil(float(found.samples.value.max()))
         if self.logs(step):
             if found is not None and bound is not None:
-                self._figures["leakage/dfil_mean"].append(found.mean)
-                self._figures["leakage/dfil_max"].append(float(found.samples.value.max()))
-                self._figures["leakage/mse_bound"].append(bound)
+                self._metrics["leakage/dfil_mean"].append(found.mean)
+                self._metrics["leakage/dfil_max"].append(float(found.samples.value.max()))
+                self._metrics["leakage/mse_bound"].append(bound)
             self._measure_influence(seen or gmap.twice(), message)
         if self._limit is not None and bound is not None and bound < self._limit:
             self._skipped += 1
@@ -183,19 +183,19 @@ class LeakageMeter:
             self.accountant.step(_numbers(gmap, rows), *found.samples)
         return True
 
-    def take(self) -> dict[str, float]:
+    def pop_metrics(self) -> dict[str, float]:
         """The figures since they were taken last: means over messages, but the worst of `dfil_max`
         and `mse_bound`.
         """
         worst = {"leakage/dfil_max": max, "leakage/mse_bound": min}
         figures = {
             name: float(worst[name](values)) if name in worst else sum(values) / len(values)
-            for name, values in self._figures.items()
+            for name, values in self._metrics.items()
         }
-        self._figures.clear()
+        self._metrics.clear()
         return figures
 
-    def take_skipped(self) -> dict[str, float]:
+    def pop_skipped(self) -> dict[str, float]:
         """With a limit, how many messages were not shared since it was asked last."""
         if self._limit is None:
             return {}
@@ -224,7 +224,7 @@ class LeakageMeter:
     def _measure_influence(self, gmap: GradientMap, message: Message) -> None:
         delta = {name: message[name] - g for name, g in gmap.gradient().items()}
         try:
-            self._figures["leakage/i2f_lower_bound"].append(one_product_bound(gmap, delta))
+            self._metrics["leakage/i2f_lower_bound"].append(one_product_bound(gmap, delta))
         except (ValueError, ArithmeticError) as error:
             logger.warning_once(
                 f"leakage/i2f_lower_bound is not logged where it cannot be computed. {error}"

@@ -14,27 +14,28 @@ from typing import Any
 import torch
 from accelerate.utils.memory import clear_device_cache
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset, Sampler
 from transformers import TrainingArguments
 
 from ..defenses import Defense
 from ..gradient_map.cache import forget
 from ..gradient_map.parameters import shared_parameters
 from ..gradient_map.replay import no_exchange
-from ..leakage import FisherAccountant
-from .adapter import alone, noting
+from ..leakage import FisherAccountant, PrivacyAccount
+from .adapter import TrainerAdapter, annotate_errors, without_exchange
 from .card import complete_card
 from .checkpoints.private_state import load_private_state, save_private_state
 from .clients.batches import (
     CLIENT,
     ROW,
-    ClientBatch,
     ClientCollator,
     ClientRows,
     NumberedCollator,
     NumberedRows,
     WholeCollator,
-    drawn,
+    clients_in,
+    divide,
+    round_sampler,
     split,
 )
 from .clients.empty import EmptyClients
@@ -55,15 +56,15 @@ from .guards.checks import (
 )
 from .guards.trackers import check_trackers
 from .guards.watch import AgreedTables
-from .message import Draws, MessageMaker
+from .message import ClientBatch, MessageMaker, RandomStreams
 from .meter import LeakageMeter
 from .privacy.labels import Randomizer
-from .privacy.private_rows import PrivateRowsTrainer
-from .requested_settings import Asked
+from .privacy.private_rows import PoissonSampler, PrivateRows, private_rows_of
+from .requested_settings import RequestedSettings
 from .weights import LossWeights, Normalization, Spread
 
 
-class GradGuardMixin(PrivateRowsTrainer):
+class GradGuardMixin(TrainerAdapter):
     """Replaces each rank's local gradient by a protected one before anything is exchanged: before
     `Trainer` or a subclass of it.
 
@@ -99,6 +100,8 @@ class GradGuardMixin(PrivateRowsTrainer):
     """
 
     train_dataset: Any
+    private_rows: PrivateRows | None = None
+    """Of `dp_sgd` with `per_sample`: draws its rows, and counts the messages that ε is of."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -114,9 +117,10 @@ class GradGuardMixin(PrivateRowsTrainer):
     ) -> None:
         if args is not None:
             check_arguments(args)
-        self._asked, self._accountant = Asked(args, defense), accountant
+        self._requested, self._accountant = RequestedSettings(args, defense), accountant
+        self._privacy_account: PrivacyAccount | None = None
         self._labels = Randomizer()
-        self._logs_next = False
+        self._counts_metrics = False
         super().__init__(args=args, **kwargs)
         self.before_training()
 
@@ -126,11 +130,11 @@ class GradGuardMixin(PrivateRowsTrainer):
         or changing `args.defense` and the other arguments of `GradGuardConfig`, counts from the
         next training on.
         """
-        return self._asked.defense
+        return self._requested.defense
 
     @defense.setter
     def defense(self, defense: str | Defense) -> None:
-        self._asked.ask(self.args, defense)
+        self._requested.request(self.args, defense)
 
     @property
     def shared_names(self) -> list[str]:
@@ -143,9 +147,9 @@ class GradGuardMixin(PrivateRowsTrainer):
         """
         if isinstance(self.args, GradGuardConfig):
             self.args.check()
-        self._asked.resolve(self.args)
-        self.shared_messages.begin_training()
+        self._requested.resolve(self.args)
         forget(self.model)  # its loss may be another now
+        self.shared_messages.begin_training()
         self._weights = LossWeights(self._loss)
         own_batches = draws_batches(type(self), GradGuardMixin)
         self.train_dataset = self._labels(self.train_dataset, self.args, self.model, own_batches)
@@ -157,7 +161,7 @@ class GradGuardMixin(PrivateRowsTrainer):
         defense = share_of_noise(self.defense, self.args, self.accelerator.num_processes)
         check_leakage(self.args, defense, self._accountant, own_batches, self.train_dataset)
         self._empty = EmptyClients(self._shared, is_summed(defense, self.args))
-        changed = self._asked.changed(self.args, objects)
+        changed = self._requested.changed(self.args, objects)
         if not changed:
             return
         defense.prepare(self.model, self.processing_class)
@@ -173,23 +177,38 @@ class GradGuardMixin(PrivateRowsTrainer):
         self._tables = AgreedTables(self.accelerator)
         self._shared(self.model)  # refuse none, name withheld
         self._host_clients(defense, own_batches)
-        self._meter = LeakageMeter(self.args, defense, self._accountant)
-        self.asks_for_input = defense.facts.needs_input or self._meter.measures_any
-        draws = Draws.asked(self.args, self.accelerator.process_index)
+        meter = LeakageMeter(self.args, defense, self._accountant)
+        self._meter = meter if meter.measures_any else None
+        self.asks_for_input = defense.facts.needs_input or meter.measures_any
+        streams = RandomStreams.of_arguments(self.args, self.accelerator.process_index)
         self._messages = MessageMaker(
-            draws, self._meter, self.ledger, self._share_input_embeddings, self._withhold
+            streams, self._meter, self.ledger, self._share_input_embeddings, self._withhold
         )
-        self._asked.bind(self.args, objects)
+        self._requested.bind(self.args, objects)
 
     def _shared(self, module: nn.Module) -> dict[str, nn.Parameter]:
         """What is shared of a model, as far as it is known: tables are found at the first batch."""
         return shared_parameters(module, self._share_input_embeddings, self._withhold)
 
     def _host_clients(self, defense: Defense, own_batches: bool) -> None:
-        """Each client that lives on this rank gets a defense of its own."""
+        """Each client that lives on this rank gets a defense of its own, and rows of its own where
+        the defense or `num_clients` asks for that.
+        """
         ranks = self.accelerator.num_processes
-        self._parts = self.divide_rows(own_batches)
-        hosted = len(self._parts) // ranks or getattr(self.args, "clients_per_process", 1)
+        self.remove_callback(PrivateRows)
+        self.private_rows = private_rows_of(
+            self, own_batches, lambda: self._clients, self._privacy_account
+        )
+        # Each sample's loss is its own mean then; counts of labels would tell of the rows.
+        self.counts_items = self.private_rows is None
+        if self.private_rows is None:
+            self._rows_of_clients = divide(self.train_dataset, self.args, ranks)
+        else:
+            self._privacy_account = self.private_rows.account  # kept under other settings, too
+            self._rows_of_clients = self.private_rows.rows_of_clients
+            self.add_callback(self.private_rows)
+        per_process = getattr(self.args, "clients_per_process", 1)
+        hosted = len(self._rows_of_clients) // ranks or per_process
         if hosted > 1:
             check_collator(self.data_collator)
         self._clients = [copy.deepcopy(defense) for _ in range(hosted)]
@@ -203,23 +222,25 @@ class GradGuardMixin(PrivateRowsTrainer):
         """One micro-batch: differentiate, protect and accumulate locally; average over ranks when a
         step is due.
         """
-        self._asked.check_unchanged(self.args)
-        module, inputs = self._ready(model), dict(self._prepare_inputs(inputs))
+        module, inputs = self.ready_for_step(model), dict(self._prepare_inputs(inputs))
         normalization = Normalization.of(self, num_items_in_batch)
         step = self.state.global_step
-        with noting(inputs):
+        losses = []
+        with annotate_errors(inputs):
             clients, spread = self._clients_of(module, inputs, normalization)
             mean_loss = functools.partial(normalization.mean_loss, self._loss, spread)
             if not self._share_input_embeddings:
-                self._tables.settle(module, clients[0].batch, mean_loss, self._secure)
-            losses = []
-            for client in filter(lambda client: client.weight, clients):
-                self._logs_next = True  # the message's own pass, before those of its defense
-                loss = self._messages.share(module, client, mean_loss, step)
-                losses.append(client.weight * loss)
-            accumulation = normalization.accumulation
-            self._empty.share(self._messages, module, clients, accumulation, step)
-            self.shared_messages.add(len(clients))
+                self._tables.agree(module, clients[0].batch, mean_loss, self._secure)
+            for client in clients:
+                if client.weight:
+                    # The message's own pass counts for metrics, its defense's passes do not.
+                    self._counts_metrics = True
+                    loss = self._messages.share(module, client, mean_loss, step)
+                    losses.append(client.weight * loss)
+            if self._empty.summed or len(losses) < len(clients):
+                accumulation = normalization.accumulation
+                self._empty.share(self._messages, module, clients, accumulation, step)
+        self.shared_messages.add(len(clients))
         steps = self.args.torch_empty_cache_steps
         if steps is not None and step % steps == 0:
             clear_device_cache()
@@ -230,9 +251,13 @@ class GradGuardMixin(PrivateRowsTrainer):
     def _loss(self, module: nn.Module, batch: dict[str, Any], items: float | None) -> Tensor:
         """The Trainer's own loss, which a subclass may have overridden."""
         count = None if items is None else torch.tensor(items, device=self.args.device)
-        counts = self._logs_next and torch.is_grad_enabled()
-        self._logs_next = self._logs_next and not counts
-        with self.compute_loss_context_manager(), alone(self, counts), no_exchange(self.model):
+        counts = self._counts_metrics and torch.is_grad_enabled()
+        self._counts_metrics = self._counts_metrics and not counts
+        with (
+            self.compute_loss_context_manager(),
+            without_exchange(self, counts),
+            no_exchange(self.model),
+        ):
             return self.compute_loss(module, dict(batch), num_items_in_batch=count)
 
     def _clients_of(
@@ -240,7 +265,7 @@ class GradGuardMixin(PrivateRowsTrainer):
     ) -> tuple[list[ClientBatch], Spread]:
         """What of a rank's batch is whose, how much it counts, and the spread of `Weights`."""
         if CLIENT not in inputs:
-            batches = split(inputs, len(self._clients))
+            batches = [inputs] if len(self._clients) == 1 else split(inputs, len(self._clients))
             rows = [batch.pop(ROW, None) for batch in batches]
             factors, spread = self._weights(module, batches, normalization)
             return list(map(ClientBatch, self._clients, batches, factors, rows)), spread
@@ -253,63 +278,100 @@ class GradGuardMixin(PrivateRowsTrainer):
                 0.0 if normalization.items(batch) == 0 else share * ranks / steps,
                 rows,
             )
-            for number, share, rows, batch in drawn(inputs)
+            for number, share, rows, batch in clients_in(inputs)
         ]
-        return self.counted(clients), Spread()
+        if self.private_rows is not None:
+            clients = self.private_rows.count(clients)
+        return clients, Spread()
 
     def _exchange(self, module: nn.Module) -> None:
         """Average over ranks what they have protected, and agree on going on."""
-        where = self._messages, module, self.state.global_step
-        self._empty.settle(*where, self.accelerator, self._secure)
+        if self._empty.summed:
+            step = self.state.global_step
+            self._empty.share_sum(self._messages, module, step, self.accelerator, self._secure)
         parameters = self._shared(module).values()
         self.ledger.check(parameters, "exchange gradients")
         average_gradients(parameters, self.accelerator, self._secure)
         self.ledger.exchange(parameters)
         # A rank that left alone would leave the others waiting for it.
-        if self._meter.stops and any_rank(self._meter.stop_due, self.accelerator, self._secure):
+        meter = self._meter
+        if meter and meter.stops and any_rank(meter.stop_due, self.accelerator, self._secure):
             self.control.should_training_stop = True
         if self._batch_statistics == "shared":
             average_statistics(module, self.accelerator, self._secure)
 
-    def average_over_ranks(self, figure: Tensor) -> None:
+    def average_over_ranks(self, number: Tensor) -> None:
         """Of losses and counts, which the stock Trainer gathers from every rank."""
-        average([figure], self.accelerator, self._secure)
+        average([number], self.accelerator, self._secure)
 
     def get_train_dataloader(self) -> DataLoader:
         """As in `Trainer`; with `num_clients`, of the clients that each step draws."""
-        if not self._parts:
+        if not self._rows_of_clients:
             return super().get_train_dataloader()
-        return self.loader_of(ClientRows(self.train_dataset), self.sampler_of(self._parts))
+        if self.private_rows is not None:
+            sampler: Sampler = self.private_rows.sampler()
+        else:
+            ranks = self.accelerator.num_processes
+            sampler = round_sampler(self._rows_of_clients, self.args, ranks)
+        return self.loader_of(ClientRows(self.train_dataset), sampler)
+
+    def loader_of(
+        self, dataset: Dataset, sampler: Sampler, batch_size: int | None = None
+    ) -> DataLoader:
+        """As before; what a `PoissonSampler` draws at a time is a batch."""
+        batch_size = 1 if isinstance(sampler, PoissonSampler) else batch_size
+        return super().loader_of(dataset, sampler, batch_size)
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        """As in `Trainer`, once before each optimizer step: settings may not change within a
+        training.
+        """
+        self._requested.check_unchanged(self.args)
+        return super().get_batch_samples(*args, **kwargs)
+
+    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
+        """As in `Trainer`; not of private rows, whose tokens it would tell."""
+        return 0 if self.private_rows is not None else int(super().floating_point_ops(inputs))
 
     def training_collator(self, collate: Any) -> Any:
         """With `num_clients` batches say whose the rows are, and with an accountant which ones."""
         collate = collate if len(self._clients) == 1 else WholeCollator(collate)
-        if self._parts:
+        if self._rows_of_clients:
             return ClientCollator(collate)
         return collate if self.accountant is None else NumberedCollator(collate)
 
     def training_data(self, dataset: Any) -> Any:
         """With an accountant, rows that know their number."""
-        numbered = self._parts or self.accountant is None
+        numbered = self._rows_of_clients or self.accountant is None
         return dataset if numbered else NumberedRows(dataset)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """As in `Trainer`, with the defense's figures beside the training loss, and the last ones
-        beside the summary.
+        """As in `Trainer`, with the defense's metrics, and ε so far, beside the training loss, and
+        the last ones beside the summary.
         """
         if "loss" in logs or "train_loss" in logs:
-            figures = self._messages.take() | self._meter.take() | self._meter.take_skipped()
+            metrics = self._messages.pop_metrics()
+            if self._meter is not None:
+                metrics |= self._meter.pop_metrics() | self._meter.pop_skipped()
             # beside the summary only if something came since the last log
-            if "loss" in logs or any(figures.values()):
-                logs.update(figures)
+            if "loss" in logs or any(metrics.values()):
+                logs.update(metrics)
+            if self.private_rows is not None:
+                # How many rows were drawn and clipped, and how long that took, are no secret that
+                # ε covers: of the defense's metrics ε alone is logged.
+                for name in [name for name in logs if name.startswith("defense/")]:
+                    del logs[name]
+                logs.update(self.private_rows.metrics())
         super().log(logs, *args, **kwargs)
 
     def before_saving(self) -> None:
-        """Log leakage figures, so that a checkpoint of the same step holds them; where the loss is
+        """Log leakage metrics, so that a checkpoint of the same step holds them; where the loss is
         logged they stand beside it.
         """
-        if not self.control.should_log and (figures := self._meter.take()):
-            self.log(figures)
+        if self._meter is None or self.control.should_log:
+            return
+        if metrics := self._meter.pop_metrics():
+            self.log(metrics)
 
     @property
     def accountant(self) -> FisherAccountant | None:
@@ -321,15 +383,19 @@ class GradGuardMixin(PrivateRowsTrainer):
         on as if it had not been.
         """
         super().save_state_of_rank(folder)
-        rank, names = self.accelerator.process_index, self._messages.names_of(self._clients)
+        rank, names = self.accelerator.process_index, self._messages.parameters_of(self._clients)
         save_private_state(folder, rank, self._clients, self.accountant, names, self._labels.key)
+        if self.private_rows is not None:
+            self.private_rows.save(folder)
 
     def load_state_of_rank(self, folder: str) -> None:
         """What `save_state_of_rank` wrote."""
         super().load_state_of_rank(folder)
         where = folder, self.accelerator.process_index, self._clients, self.accountant
         names = load_private_state(*where, self.args.device, self._labels.key)
-        self._messages.expect(self._clients, names)
+        self._messages.expect_parameters(self._clients, names)
+        if self.private_rows is not None:
+            self.private_rows.load(folder)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """As in `Trainer`, with a section on what was protected and what was not."""

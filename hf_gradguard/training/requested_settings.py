@@ -16,7 +16,7 @@ _ARGUMENTS = [name for name in GradGuardConfig.__annotations__ if name != "model
 _ARGUMENTS.append("per_device_train_batch_size")  # dp_sgd draws and divides by it
 
 
-class Asked:
+class RequestedSettings:
     """The defense that a Trainer was asked for, by its own keyword or in its arguments.
 
     Args:
@@ -31,18 +31,18 @@ class Asked:
 
     Example:
         >>> args = GradGuardConfig("out", defense="pruning", defense_kwargs={"ratio": 0.5})
-        >>> asked = Asked(args, None)
+        >>> requested = RequestedSettings(args, None)
         >>> args.defense_kwargs = {"ratio": 0.9}
-        >>> asked.resolve(args)
-        >>> asked.defense.ratio
+        >>> requested.resolve(args)
+        >>> requested.defense.ratio
         0.9
     """
 
     def __init__(self, args: TrainingArguments, keyword: str | Defense | None) -> None:
         self._bound: dict[str, Any] = {}
-        self.ask(args, keyword)
+        self.request(args, keyword)
 
-    def ask(self, args: TrainingArguments, keyword: str | Defense | None) -> None:
+    def request(self, args: TrainingArguments, keyword: str | Defense | None) -> None:
         """The Trainer's keyword is another now."""
         self.defense = resolve_defense(keyword, args)
         self._keyword, self._named = keyword, _named(args)
@@ -50,7 +50,7 @@ class Asked:
     def resolve(self, args: TrainingArguments) -> None:
         """Make the defense anew if its name or its settings in the arguments are others now."""
         if self._named != _named(args):
-            self.ask(args, self._keyword)
+            self.request(args, self._keyword)
 
     def changed(
         self, args: TrainingArguments, objects: Mapping[str, Any] | None = None

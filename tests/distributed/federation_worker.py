@@ -59,7 +59,7 @@ def main() -> None:
     trainer.train()
     owners = {id(defense): number for number, defense in enumerate(trainer._clients)}
     messages = [(owners[key], rows) for key, rows in Watched.messages]
-    parts = [part.tolist() for part in trainer._parts]
+    parts = [part.tolist() for part in trainer._rows_of_clients]
     finish(folder, {"messages": messages, "steps": Gradients.steps, "parts": parts})
 
 

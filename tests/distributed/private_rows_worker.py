@@ -47,7 +47,7 @@ def main() -> None:
                  if n in trainer.shared_names]  # fmt: skip
         found[name] = {
             "drawn": trainer.drawn,
-            "own": trainer.private_rows.parts[args.process_index].tolist(),
+            "own": trainer.private_rows.rows_of_clients[args.process_index].tolist(),
             "moved": torch.cat(moved).tolist(),
             "epsilon": trainer.private_rows.epsilon,
         }

@@ -14,7 +14,7 @@ from helpers import small_convolution
 from launcher import launch
 
 from hf_gradguard import GradientMap
-from hf_gradguard.training.clients.batches import ClientSampler, Pick
+from hf_gradguard.training.clients.batches import ClientSampler, SampledRow
 
 pytestmark = pytest.mark.distributed
 
@@ -25,7 +25,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def rounds(ranks: list[dict[str, Any]]) -> list[list[Pick]]:
+def rounds(ranks: list[dict[str, Any]]) -> list[list[SampledRow]]:
     """What is drawn: two rounds a step, 60 rows and 16 places a round, so three rounds an epoch."""
     sampler = ClientSampler([np.array(part) for part in ranks[0]["parts"]], 2, 4, ranks=2, seed=1)
     found = []
@@ -57,7 +57,7 @@ def test_clients_stay_on_their_rank_and_send_their_own_rows(ranks: list[dict[str
 
 
 def test_steps_are_the_weighted_means(
-    ranks: list[dict[str, Any]], rounds: list[list[Pick]]
+    ranks: list[dict[str, Any]], rounds: list[list[SampledRow]]
 ) -> None:
     model, data, parts = small_convolution(dtype=torch.float32)[0], samples(), ranks[0]["parts"]
     # Rounds to a step: an epoch has three, so two, then the one that is left; and two of the next

@@ -21,7 +21,13 @@ from transformers import TrainerCallback
 from hf_gradguard import GradGuardConfig, GradGuardTrainer, GradientMap, make_defense
 from hf_gradguard.defenses.noise import GaussianNoise
 from hf_gradguard.randomness import Stream
-from hf_gradguard.training.clients.batches import CLIENT, SHARE, ClientCollator, ClientSampler, Pick
+from hf_gradguard.training.clients.batches import (
+    CLIENT,
+    SHARE,
+    ClientCollator,
+    ClientSampler,
+    SampledRow,
+)
 from hf_gradguard.training.clients.partition import (
     class_labels,
     make_partition,
@@ -149,7 +155,7 @@ PARTS = [
 ]  # of 5, 2, 3 and 10 rows
 
 
-def rounds_of(sampler: ClientSampler) -> list[list[Pick]]:
+def rounds_of(sampler: ClientSampler) -> list[list[SampledRow]]:
     size = sampler.ranks * sampler.per_rank * sampler.batch_size
     picks = list(sampler)
     assert len(picks) == len(sampler)
@@ -193,7 +199,7 @@ def test_clients_are_drawn_anew_each_round_and_equally_often() -> None:
 
 
 def test_rounds_are_the_seeds_and_the_epochs() -> None:
-    def picks(seed: int, epoch: int) -> list[Pick]:
+    def picks(seed: int, epoch: int) -> list[SampledRow]:
         sampler = ClientSampler(PARTS, 1, 2, seed=seed)
         sampler.set_epoch(epoch)
         return list(sampler)
@@ -204,7 +210,13 @@ def test_rounds_are_the_seeds_and_the_epochs() -> None:
 
 def test_empty_places_are_left_out_of_the_batch() -> None:
     collator = ClientCollator(lambda rows: {"x": torch.tensor(rows)})
-    batch = collator([(5, Pick(0, 3, 0.25)), (None, Pick(None, 3, 0.25)), (7, Pick(9, 1, 0.75))])
+    batch = collator(
+        [
+            (5, SampledRow(0, 3, 0.25)),
+            (None, SampledRow(None, 3, 0.25)),
+            (7, SampledRow(9, 1, 0.75)),
+        ]
+    )
     assert batch["x"].tolist() == [5, 7]
     assert batch[CLIENT].tolist() == [3, 1]
     assert batch[SHARE].tolist() == [0.25, 0.75]
@@ -249,10 +261,10 @@ def gradients_of(trainer: GradGuardTrainer) -> list[dict[str, Tensor]]:
     return next(c.steps for c in trainer.callback_handler.callbacks if isinstance(c, Gradients))
 
 
-def weighted(trainer: GradGuardTrainer, picks: list[Pick], data: Any) -> dict[str, Tensor]:
+def weighted(trainer: GradGuardTrainer, picks: list[SampledRow], data: Any) -> dict[str, Tensor]:
     """Σ_k n_k/Σn · g_k with the plain gradient of each drawn client's own rows."""
     total: dict[str, Tensor] = {}
-    sizes = {k: len(trainer._parts[k]) for k in {pick.client for pick in picks}}
+    sizes = {k: len(trainer._rows_of_clients[k]) for k in {pick.client for pick in picks}}
     for client, size in sizes.items():
         rows = [data[pick.row] for pick in picks if pick.client == client and pick.row is not None]
         batch = {key: torch.stack([row[key] for row in rows]) for key in rows[0]}
@@ -269,10 +281,10 @@ def test_a_step_is_the_mean_of_the_drawn_clients_weighted_by_size(
     settings = {"partition": partition, "dirichlet_alpha": 2.0, "data_seed": 4}
     trainer = make_trainer(tmp_path, data, num_clients=5, clients_per_process=2, **settings)
     trainer.train()
-    sampler = ClientSampler(trainer._parts, 2, 3, seed=4)
+    sampler = ClientSampler(trainer._rows_of_clients, 2, 3, seed=4)
     rounds = rounds_of(sampler)
     assert len(rounds) == 3  # 20 rows, 6 places a round
-    sizes = {len(part) for part in trainer._parts}
+    sizes = {len(part) for part in trainer._rows_of_clients}
     assert (len(sizes) > 1) == (partition == "dirichlet")  # weights that differ
     for picks, found in zip(rounds, gradients_of(trainer), strict=True):
         torch.testing.assert_close(found, weighted(trainer, picks, data), rtol=1e-4, atol=1e-6)
@@ -292,7 +304,7 @@ def test_accumulated_rounds_are_averaged(tmp_path: Path) -> None:
     trainer.train()
     rounds = [
         weighted(trainer, picks, data)
-        for picks in rounds_of(ClientSampler(trainer._parts, 2, 3, seed=7))
+        for picks in rounds_of(ClientSampler(trainer._rows_of_clients, 2, 3, seed=7))
     ]
     expected = {
         name: (rounds[0][name] + rounds[1][name] + rounds[2][name]) / 3 for name in rounds[0]
@@ -323,7 +335,7 @@ def test_each_client_is_protected_by_itself_and_remembers_for_itself(tmp_path: P
     assert {key for key, _ in seen} == set(owners)
     for key, rows in seen:
         assert len(rows) == 3
-        assert set(rows) <= set(trainer._parts[owners[key]].tolist())
+        assert set(rows) <= set(trainer._rows_of_clients[owners[key]].tolist())
 
 
 def test_clients_of_refiner_share_its_network_and_nothing_else() -> None:
@@ -386,7 +398,7 @@ def test_language_models_and_a_client_without_labels(tmp_path: Path) -> None:
         model, args, defense="none", train_dataset=data, data_collator=pad, callbacks=[Gradients()]
     )
     trainer.train()
-    picks = list(ClientSampler(trainer._parts, 6, 1, seed=args.seed))[:6]
+    picks = list(ClientSampler(trainer._rows_of_clients, 6, 1, seed=args.seed))[:6]
     speaking = [pick.row for pick in picks if pick.row is not None and pick.row >= 6]
     assert 0 < len(speaking) < 6
     expected: dict[str, Tensor] = {}

@@ -186,7 +186,7 @@ def test_data_set_by_clients_follows(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path, Scaled(), num_clients=2)
     trainer.train_dataset = rows(40)
     trainer.train()
-    assert sum(len(part) for part in trainer._parts) == 40
+    assert sum(len(part) for part in trainer._rows_of_clients) == 40
 
 
 @pytest.mark.parametrize("change", ["args.defense_kwargs", "the defense", "args.noise_seed"])

@@ -18,7 +18,7 @@ from hf_gradguard import GradGuardConfig, GradGuardTrainer, make_defense
 from hf_gradguard.defenses import Defense, chain
 from hf_gradguard.defenses.dp import NoSample
 from hf_gradguard.leakage import FisherAccountant, dp_sgd_epsilon
-from hf_gradguard.training.clients.batches import ClientBatch
+from hf_gradguard.training.message import ClientBatch
 from hf_gradguard.training.privacy import private_rows
 from hf_gradguard.training.privacy.private_rows import DUMMY, PoissonSampler, PrivateRows
 
@@ -185,10 +185,10 @@ def test_an_empty_batch_shares_noise_and_counts(tmp_path: Path) -> None:
     t.train()
     assert rows.account.messages == {(1.0, 1 / ROWS): 6}
     batch = ClientBatch(t._clients[0], {}, 1.0, torch.tensor([DUMMY]))
-    (empty,) = rows.counted([batch])
+    (empty,) = rows.count([batch])
     assert isinstance(empty.defense, NoSample)
     assert empty.is_empty
-    (full,) = rows.counted([batch._replace(rows=torch.tensor([3, 5]))])
+    (full,) = rows.count([batch._replace(rows=torch.tensor([3, 5]))])
     assert full.defense is t._clients[0]
     assert not full.is_empty
 
@@ -375,8 +375,8 @@ def test_noise_for_a_sum_is_shared_among_clients(noise_for: str, each: float) ->
     rows.on_train_begin(args, state, None, model=torch.nn.Linear(1, 1))
     assert [client.noise_multiplier for client in clients] == [pytest.approx(each)] * 3
     assert [client.expected_batch_size for client in clients] == [2.0] * 3
-    assert sorted(np.concatenate(rows.parts)) == list(range(90))
-    rows.counted([])
+    assert sorted(np.concatenate(rows.rows_of_clients)) == list(range(90))
+    rows.count([])
     assert rows.epsilon == pytest.approx(dp_sgd_epsilon(3.0, 0.2, 1, 1e-3))
 
 
@@ -390,7 +390,7 @@ def test_ranks_of_different_data_count_the_highest_rate(monkeypatch: pytest.Monk
     monkeypatch.setattr(type(args), "world_size", 2)
     state = type("State", (), {"max_steps": 1, "global_step": 0})
     rows.on_train_begin(args, state, None, model=torch.nn.Linear(1, 1))
-    rows.counted([])
+    rows.count([])
     assert rows.epsilon == pytest.approx(dp_sgd_epsilon(1.0, 10 * 16 / 10_000, 1, 1e-5))
 
 

@@ -99,6 +99,7 @@ SEAMS = (
         "training/adapter.py reads the settings when training begins",
     ),
     Seam(_TRAINER, "_save_checkpoint", "training/adapter.py marks complete checkpoints"),
+    Seam(_TRAINER, "_issue_warnings_after_load", "training/adapter.py refuses renamed weights"),
     Seam(_TRAINER, "_push_from_checkpoint", "training/adapter.py pushes no private files"),
     Seam(
         "transformers.trainer",

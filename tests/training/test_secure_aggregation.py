@@ -216,7 +216,7 @@ def _constant_map(size: int) -> Any:
     gradient = {"x": torch.ones(size)}
     return SimpleNamespace(
         gradient=lambda: gradient, restrict=lambda tensors: tensors, transmitted=None,
-        versions=lambda: {}, parameters=gradient,
+        versions=lambda: {}, parameters=gradient, shards=None,
     )  # fmt: skip
 
 

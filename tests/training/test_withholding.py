@@ -117,20 +117,20 @@ def test_a_pattern_of_nothing_is_refused(tmp_path: Path) -> None:
 def test_the_guard_sees_rows_of_any_dimension_and_names_each_once() -> None:
     guard = RowGuard(messages=3)
     one = {"columns": torch.eye(3)[:, :1].T, "same": torch.ones(2, 2), "bias": torch.ones(2)}
-    assert guard.see(one) == []
+    assert guard.compare(one) == []
     other = {**one, "columns": torch.eye(3)[:, 1:2].T, "bias": torch.zeros(2)}
-    assert guard.see(other) == ["columns"]
-    assert guard.see(one) == []
-    assert guard.see({"same": torch.eye(2)[:1].expand(2, 2)}) == []  # it has stopped looking
+    assert guard.compare(other) == ["columns"]
+    assert guard.compare(one) == []
+    assert guard.compare({"same": torch.eye(2)[:1].expand(2, 2)}) == []  # it has stopped looking
 
 
 def test_the_guard_does_not_warn_of_rows_that_noise_filled() -> None:
     guard, filled = RowGuard(), {"experts": torch.ones(2, 1)}
-    assert guard.see({"experts": torch.tensor([[1.0], [0.0]])}, filled) == []
+    assert guard.compare({"experts": torch.tensor([[1.0], [0.0]])}, filled) == []
     other = {"experts": torch.tensor([[0.0], [1.0]])}
-    assert guard.see(other, filled) == []
-    assert guard.see({"experts": torch.tensor([[1.0], [0.0]])}, other) == []
-    assert guard.see(other, other) == ["experts"]
+    assert guard.compare(other, filled) == []
+    assert guard.compare({"experts": torch.tensor([[1.0], [0.0]])}, other) == []
+    assert guard.compare(other, other) == ["experts"]
 
 
 class Peer(SimpleNamespace):
@@ -148,9 +148,9 @@ def test_ranks_withhold_what_any_of_them_found() -> None:
     batch = make_task("bert", dtype=torch.float32)[1]
     names = [name for name, _ in model.named_parameters()]
     agreed = AgreedTables(Peer(names=names, found={"head.bias"}))  # type: ignore[arg-type]
-    assert agreed.settle(model, batch, model_loss)
+    assert agreed.agree(model, batch, model_loss)
     assert known_tables(model) == {"embedding.weight", "pairs.weight", "head.bias"}
-    assert not agreed.settle(model, batch, model_loss)
+    assert not agreed.agree(model, batch, model_loss)
     later = {**batch, "features": torch.tensor([0, 1])}
     with pytest.raises(ValueError, match=r"indexes head\.weight, which earlier"):
-        agreed.settle(model, later, model_loss)
+        agreed.agree(model, later, model_loss)

@@ -18,8 +18,6 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from safetensors import safe_open
-from torch import nn
 from transformers import trainer
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.utils import logging
@@ -107,29 +105,6 @@ def check_checkpoint(folder: Path) -> None:
         raise ValueError(
             f"{folder} is no complete checkpoint: {reason}. The run was killed while it saved it, "
             f"or files were removed or cut off since. {known} resume_from_checkpoint=True finds it."
-        )
-
-
-def check_weights(folder: Path, model: nn.Module) -> None:
-    """Refuse to resume from weights that Transformers saved under other names than the model has:
-    its Trainer would leave them out, with no more than a warning.
-
-    Raises:
-        ValueError: With the way out.
-
-    Example:
-        >>> check_weights(tmp_path, model)
-    """
-    file = folder / "model.safetensors"
-    if not file.is_file():
-        return
-    with safe_open(file, "pt") as weights:
-        saved = set(weights.keys())
-    if unknown := sorted(saved - model.state_dict().keys()):
-        raise ValueError(
-            f"{folder} holds weights that {type(model).__name__} has under other names, or not at "
-            f"all ({', '.join(unknown[:3])}), so the Trainer would not load them. Some models "
-            "(ViT) are saved under older names: load them by from_pretrained, and train anew."
         )
 
 

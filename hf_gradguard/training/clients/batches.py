@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 from transformers import TrainingArguments
 
-from ...defenses import Defense
 from ...gradient_map.domain import count_rows, domains_in
 from ..guards.checks import PADDING_FREE
 from .partition import Rows, fetched, make_partition
@@ -28,7 +27,7 @@ of the data set it is.
 """
 
 
-class Pick(NamedTuple):
+class SampledRow(NamedTuple):
     """One place of a batch: a row (`None` where the client has no more), its client, and that
     client's share.
     """
@@ -39,7 +38,7 @@ class Pick(NamedTuple):
 
 
 @dataclass
-class ClientSampler(Sampler[Pick]):
+class ClientSampler(Sampler[SampledRow]):
     """Rounds of clients, drawn anew each round: the same on every rank for one seed and epoch.
 
     Client k lives on rank k modulo `ranks`, so that what it remembers stays in one place. In a
@@ -60,7 +59,7 @@ class ClientSampler(Sampler[Pick]):
 
     Example:
         >>> halves = [np.arange(0, 4), np.arange(4, 8)]
-        >>> [len(halves[pick.client]) for pick in ClientSampler(halves, per_rank=1, batch_size=4)]
+        >>> [len(halves[place.client]) for place in ClientSampler(halves, per_rank=1, batch_size=4)]
         [4, 4, 4, 4, 4, 4, 4, 4]
     """
 
@@ -85,7 +84,7 @@ class ClientSampler(Sampler[Pick]):
         """
         self.epoch = epoch
 
-    def __iter__(self) -> Iterator[Pick]:
+    def __iter__(self) -> Iterator[SampledRow]:
         generator = np.random.default_rng([self.seed, self.epoch])
         hosted = [np.arange(rank, len(self.parts), self.ranks) for rank in range(self.ranks)]
         for _ in range(self.rounds):
@@ -98,15 +97,15 @@ class ClientSampler(Sampler[Pick]):
             for client in drawn:
                 own, share = self.parts[client], len(self.parts[client]) / whole
                 rows = generator.choice(own, min(self.batch_size, len(own)), replace=False)
-                yield from (Pick(int(row), client, share) for row in rows)
-                yield from [Pick(None, client, share)] * (self.batch_size - len(rows))
+                yield from (SampledRow(int(row), client, share) for row in rows)
+                yield from [SampledRow(None, client, share)] * (self.batch_size - len(rows))
 
 
 class ClientRows(Dataset):
-    """A data set read by `Pick`.
+    """A data set read by `SampledRow`.
 
     Example:
-        >>> ClientRows(["zero", "one"])[Pick(row=1, client=5, share=0.5)][0]
+        >>> ClientRows(["zero", "one"])[SampledRow(row=1, client=5, share=0.5)][0]
         'one'
     """
 
@@ -116,15 +115,15 @@ class ClientRows(Dataset):
     def __len__(self) -> int:
         return len(self.data)
 
-    def __getitem__(self, pick: Pick) -> tuple[Any, Pick]:
-        return (None if pick.row is None else self.data[pick.row]), pick
+    def __getitem__(self, place: SampledRow) -> tuple[Any, SampledRow]:
+        return (None if place.row is None else self.data[place.row]), place
 
-    def __getitems__(self, picks: list[Any]) -> list[tuple[Any, Pick]]:
+    def __getitems__(self, places: list[Any]) -> list[tuple[Any, SampledRow]]:
         """A batch at once. Where sizes vary, the sampler draws it whole: a list of one list."""
-        if isinstance(picks[0], list):
-            (picks,) = picks
-        rows = iter(fetched(self.data, [pick.row for pick in picks if pick.row is not None]))
-        return [(None if pick.row is None else next(rows), pick) for pick in picks]
+        if isinstance(places[0], list):
+            (places,) = places
+        rows = iter(fetched(self.data, [place.row for place in places if place.row is not None]))
+        return [(None if place.row is None else next(rows), place) for place in places]
 
 
 @dataclass
@@ -132,7 +131,7 @@ class ClientCollator:
     """Collates as `collate` does, leaves empty places out, and says whose the rows are.
 
     Example:
-        >>> places = [({"labels": 1}, Pick(3, 5, 0.5)), (None, Pick(None, 5, 0.5))]
+        >>> places = [({"labels": 1}, SampledRow(3, 5, 0.5)), (None, SampledRow(None, 5, 0.5))]
         >>> ClientCollator(lambda rows: {"labels": [row["labels"] for row in rows]})(places)
         {'labels': [1], 'gradguard_client': tensor([5]), ..., 'gradguard_row': tensor([3])}
     """
@@ -140,11 +139,11 @@ class ClientCollator:
     collate: Callable[[list[Any]], dict[str, Any]]
 
     def __call__(self, places: list[Any]) -> dict[str, Any]:
-        filled = [(row, pick) for row, pick in places if pick.row is not None]
+        filled = [(row, place) for row, place in places if place.row is not None]
         batch = dict(self.collate([row for row, _ in filled]))
-        batch[CLIENT] = torch.tensor([pick.client for _, pick in filled])
-        batch[SHARE] = torch.tensor([pick.share for _, pick in filled])
-        batch.setdefault(ROW, torch.tensor([pick.row for _, pick in filled]))
+        batch[CLIENT] = torch.tensor([place.client for _, place in filled])
+        batch[SHARE] = torch.tensor([place.share for _, place in filled])
+        batch.setdefault(ROW, torch.tensor([place.row for _, place in filled]))
         return batch
 
 
@@ -249,27 +248,6 @@ def round_sampler(parts: Sequence[Rows], args: TrainingArguments, ranks: int) ->
     return ClientSampler(parts, args.clients_per_process, own, ranks, _data_seed(args))
 
 
-class ClientBatch(NamedTuple):
-    """What one client computes a message of.
-
-    Args:
-        defense: The client's own.
-        batch: Its rows.
-        weight: Of its mean loss in the loss of the step; 0 if nothing in the batch counts.
-        rows: Which rows of the data set they are, `(B,)`, if the batch says so.
-    """
-
-    defense: Defense
-    batch: dict[str, Any]
-    weight: float
-    rows: Tensor | None = None
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether none of its batch is to count: rows stand there for their shapes alone."""
-        return self.rows is not None and not len(self.rows)
-
-
 def split(batch: dict[str, Any], parts: int) -> list[dict[str, Any]]:
     """Cut a batch by rows into `parts` clients, the first ones larger by one row where it does not
     divide.
@@ -288,7 +266,7 @@ def split(batch: dict[str, Any], parts: int) -> list[dict[str, Any]]:
     return [_take(batch, index, rows) for index in parts_of]
 
 
-def drawn(
+def clients_in(
     batch: dict[str, Any],
 ) -> Iterator[tuple[int, float, Tensor | None, dict[str, Any]]]:
     """The clients of a batch of `ClientCollator`: number, share of the round, which rows of the
@@ -297,7 +275,7 @@ def drawn(
     Example:
         >>> whose = {CLIENT: torch.tensor([5, 0]), SHARE: torch.tensor([0.25, 0.75])}
         >>> rows = {ROW: torch.tensor([3, 8])}
-        >>> [found[:3] for found in drawn({**batch, **whose, **rows})]
+        >>> [found[:3] for found in clients_in({**batch, **whose, **rows})]
         [(0, 0.75, tensor([8])), (5, 0.25, tensor([3]))]
     """
     rest = {key: value for key, value in batch.items() if key not in (CLIENT, SHARE)}

@@ -16,8 +16,7 @@ from ...defenses import Defense
 from ...defenses.noise import NoiseDefense
 from ..exchange.average import average
 from ..exchange.secure_aggregation import SecureAggregation
-from ..message import MessageMaker
-from .batches import ClientBatch
+from ..message import ClientBatch, MessageMaker
 
 
 class EmptyClients:
@@ -34,21 +33,21 @@ class EmptyClients:
     Example:
         >>> from hf_gradguard import GradGuardConfig
         >>> from hf_gradguard.training.guards.watch import Ledger
-        >>> from hf_gradguard.training.message import Draws, LeakageMeter
+        >>> from hf_gradguard.training.message import ClientBatch, RandomStreams, LeakageMeter
         >>> defense = make_defense("gaussian_noise", scale=0.5)
         >>> meter = LeakageMeter(GradGuardConfig("out"), defense, None)
-        >>> messages = MessageMaker(Draws(), meter, Ledger(), share_input_embeddings=False)
+        >>> messages = MessageMaker(RandomStreams(), meter, Ledger(), share_input_embeddings=False)
         >>> empty = EmptyClients(lambda module: dict(module.named_parameters()), summed=False)
         >>> nobody = ClientBatch(defense, {}, weight=0.0)
         >>> empty.share(messages, model, [nobody], accumulation=1, step=0)
-        >>> 0.4 < float(model.classifier.weight.grad.std()) < 0.6
+        >>> 0.4 < float(model.bert.pooler.dense.weight.grad.std()) < 0.6
         True
     """
 
     def __init__(
         self, shared: Callable[[nn.Module], Mapping[str, nn.Parameter]], summed: bool
     ) -> None:
-        self._shared, self._summed = shared, summed
+        self._shared, self.summed = shared, summed
         self._waiting: list[Defense] = []
         self._weight, self._count = 0.0, 0
 
@@ -57,7 +56,7 @@ class EmptyClients:
         accumulation: int, step: int,
     ) -> None:  # fmt: skip
         """Add the noise of those of a micro-batch's clients that are empty, or keep it for
-        `settle`.
+        `share_sum`.
 
         Args:
             messages: Makes them.
@@ -69,15 +68,16 @@ class EmptyClients:
         self._weight += sum(client.weight for client in clients)
         self._count += sum(bool(client.weight) for client in clients)
         empty = [client.defense for client in clients if not client.weight]
-        alone = [one for one in empty if isinstance(one, NoiseDefense) and one.stands_alone]
-        if self._summed:
-            self._waiting += alone
+        # Zeros would say that nothing counted, where others' messages have noise everywhere.
+        noisy = [d for d in empty if isinstance(d, NoiseDefense) and d.stands_alone]
+        if self.summed:
+            self._waiting += noisy
             return
-        for defense in alone:
+        for defense in noisy:
             weight = 1 / (len(clients) * accumulation)
             messages.share_noise(self._shared(module), defense, weight, step)
 
-    def settle(
+    def share_sum(
         self, messages: MessageMaker, module: nn.Module, step: int, accelerator: Accelerator,
         secure: SecureAggregation | None = None,
     ) -> None:  # fmt: skip
@@ -90,10 +90,8 @@ class EmptyClients:
             accelerator: Carries the weights and the number of messages that count.
             secure: Hides each rank's.
         """
-        if not self._summed:
-            return
-        own = [self._weight, self._count]
-        means = torch.tensor(own, dtype=torch.float64, device=accelerator.device)
+        weight_and_count = [self._weight, self._count]
+        means = torch.tensor(weight_and_count, dtype=torch.float64, device=accelerator.device)
         average([means], accelerator, secure)
         weight, count = means.tolist()
         for defense in self._waiting if count else []:

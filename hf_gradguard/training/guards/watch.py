@@ -180,9 +180,9 @@ class AgreedTables:
 
     Example:
         >>> agreed = AgreedTables(Accelerator(cpu=True))
-        >>> agreed.settle(model, batch, lambda model, batch: model(**batch).loss)
+        >>> agreed.agree(model, batch, lambda model, batch: model(**batch).loss)
         True
-        >>> agreed.settle(model, batch, lambda model, batch: model(**batch).loss)
+        >>> agreed.agree(model, batch, lambda model, batch: model(**batch).loss)
         False
     """
 
@@ -191,7 +191,7 @@ class AgreedTables:
         self._model: ReferenceType[nn.Module] | None = None
         self._tables = frozenset[str]()
 
-    def settle(
+    def agree(
         self,
         model: nn.Module,
         batch: Mapping[str, Any],
@@ -249,9 +249,9 @@ class RowGuard:
 
     Example:
         >>> guard = RowGuard()
-        >>> guard.see({"experts": torch.tensor([[1.0], [0.0]])})
+        >>> guard.compare({"experts": torch.tensor([[1.0], [0.0]])})
         []
-        >>> guard.see({"experts": torch.tensor([[0.0], [1.0]])})
+        >>> guard.compare({"experts": torch.tensor([[0.0], [1.0]])})
         ['experts']
     """
 
@@ -260,7 +260,7 @@ class RowGuard:
         self._rows: dict[str, list[Tensor]] = {}
         self._named = set[str]()
 
-    def see(
+    def compare(
         self, gradient: Mapping[str, Tensor], shared: Mapping[str, Tensor] | None = None
     ) -> list[str]:
         """Names that are new among those whose pattern of zeros differs, with a warning. What is

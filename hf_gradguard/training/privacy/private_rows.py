@@ -19,29 +19,29 @@ import numpy as np
 import torch
 from accelerate.utils import gather
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import Sampler
 from transformers import TrainerCallback, TrainingArguments
 from transformers.utils import logging
 
 from ...defenses import Chain, Defense
 from ...leakage import PrivacyAccount, dp_sgd_noise_multiplier
 from ...randomness import Stream
-from ..adapter import TrainerAdapter
-from ..clients.batches import ClientBatch, Pick, divide, round_sampler
+from ..clients.batches import SampledRow
 from ..clients.partition import Rows
 from ..exchange.start import check_agreed
 from ..guards.checks import is_iterable
+from ..message import ClientBatch
 
 DUMMY = -1
 """The row that stands in an empty batch, for its shapes: the last one."""
 
 
 @dataclass
-class PoissonSampler(Sampler[list[Pick]]):
+class PoissonSampler(Sampler[list[SampledRow]]):
     """Batches of every rank in turn, of which a rank draws its own; the others' are left empty.
 
     Args:
-        parts: The rows of each client. Client k lives on rank k modulo `ranks`.
+        rows_of_clients: The rows of each client. Client k lives on rank k modulo `ranks`.
         rates: The probability of each client's rows.
         rank: This rank.
         ranks: How many there are.
@@ -50,11 +50,11 @@ class PoissonSampler(Sampler[list[Pick]]):
 
     Example:
         >>> sampler = PoissonSampler([torch.arange(4).numpy()], [1.0], rank=0, ranks=1, rounds=1)
-        >>> [[pick.row for pick in batch] for batch in sampler]
+        >>> [[place.row for place in batch] for batch in sampler]
         [[0, 1, 2, 3]]
     """
 
-    parts: Sequence[Rows]
+    rows_of_clients: Sequence[Rows]
     rates: Sequence[float]
     rank: int
     ranks: int
@@ -69,22 +69,22 @@ class PoissonSampler(Sampler[list[Pick]]):
         """Called by the data loader, so that seeded epochs differ."""
         self.epoch = epoch
 
-    def __iter__(self) -> Iterator[list[Pick]]:
+    def __iter__(self) -> Iterator[list[SampledRow]]:
         stream = Stream()
         if self.seed is not None:
             stream = Stream.from_seeds(self.seed, self.rank, self.epoch, 3)
-        share = 1 / len(self.parts)
+        share = 1 / len(self.rows_of_clients)
         for _ in range(self.rounds):
             for rank in range(self.ranks):
                 if rank != self.rank:
                     yield []
                     continue
                 batch = []
-                for client in range(rank, len(self.parts), self.ranks):
-                    own = self.parts[client]
+                for client in range(rank, len(self.rows_of_clients), self.ranks):
+                    own = self.rows_of_clients[client]
                     drawn = stream.uniform((len(own),), dtype=torch.float64) < self.rates[client]
                     rows = own[drawn.numpy()].tolist() or [DUMMY]
-                    batch += [Pick(row, client, share) for row in rows]
+                    batch += [SampledRow(row, client, share) for row in rows]
                 yield batch
 
 
@@ -108,7 +108,7 @@ class PrivateRows(TrainerCallback):
         account: Of what was shared so far of this data.
 
     Attributes:
-        parts: The rows of each client on all ranks.
+        rows_of_clients: On all ranks.
         account: Of this rank's clients, each of which shares as many messages as the others.
 
     Raises:
@@ -124,9 +124,11 @@ class PrivateRows(TrainerCallback):
         count = ranks * hosted
         if rows < count:
             raise ValueError(f"{rows} rows of train_dataset are too few for {count} clients.")
-        self.parts: list[Rows] = [np.arange(client, rows, count) for client in range(count)]
+        self.rows_of_clients: list[Rows] = [
+            np.arange(client, rows, count) for client in range(count)
+        ]
         self.batch_size = args.per_device_train_batch_size / hosted
-        self._rates = [min(1.0, self.batch_size / len(part)) for part in self.parts]
+        self._rates = [min(1.0, self.batch_size / len(part)) for part in self.rows_of_clients]
         self.rate = max(self._rates)
         self._clients = clients
         self.noise_multiplier = defense.noise_multiplier
@@ -134,9 +136,11 @@ class PrivateRows(TrainerCallback):
 
     def sampler(self) -> PoissonSampler:
         """Draws the batches of an epoch: as many as would go through all rows once."""
-        rounds = math.ceil(min(map(len, self.parts)) / self.batch_size)
+        rounds = math.ceil(min(map(len, self.rows_of_clients)) / self.batch_size)
         seed = getattr(self._args, "noise_seed", None)
-        return PoissonSampler(self.parts, self._rates, self._rank, self._ranks, rounds, seed)
+        return PoissonSampler(
+            self.rows_of_clients, self._rates, self._rank, self._ranks, rounds, seed
+        )
 
     def on_train_begin(
         self, args: TrainingArguments, state: Any, *_: Any, model: nn.Module, **kwargs: Any
@@ -156,12 +160,12 @@ class PrivateRows(TrainerCallback):
         multiplier = self.noise_multiplier
         assert multiplier is not None
         if args.world_size > 1:
-            hosted = len(self.parts) // self._ranks
+            hosted = len(self.rows_of_clients) // self._ranks
             apart = {"the noise multiplier (rows, steps)": multiplier}
             check_agreed(apart | {"clients_per_process": hosted}, args.device)
         each = multiplier
         if getattr(args, "noise_for", "message") == "sum":  # a rank can take its own out of it
-            each /= math.sqrt(len(self.parts) - len(self.parts) // self._ranks)
+            each /= math.sqrt(len(self.rows_of_clients) - len(self.rows_of_clients) // self._ranks)
         for client in self._clients():
             client.calibrate(each, self.batch_size)  # type: ignore[attr-defined]
         if self._rank == 0:
@@ -180,12 +184,12 @@ class PrivateRows(TrainerCallback):
         return True
 
     def _announce(self, messages: int, multiplier: float) -> None:
-        least, most = min(map(len, self.parts)), max(map(len, self.parts))
+        least, most = min(map(len, self.rows_of_clients)), max(map(len, self.rows_of_clients))
         rows = f"{least}" if least == most else f"{least} to {most}"
         text = (
-            f"dp_sgd per sample: each of {len(self.parts)} clients draws each of its {rows} rows "
-            f"with probability {self.rate:.4g} for each of {messages} messages; noise multiplier "
-            f"{multiplier:.4g}"
+            f"dp_sgd per sample: each of {len(self.rows_of_clients)} clients draws each of its "
+            f"{rows} rows with probability {self.rate:.4g} for each of {messages} messages; noise "
+            f"multiplier {multiplier:.4g}"
         )
         if (delta := self.defense.delta) is not None:
             planned = PrivacyAccount(self.account.messages)
@@ -195,7 +199,7 @@ class PrivateRows(TrainerCallback):
                 text += f". δ is no less than one over {most} rows: it would let a row be shown"
         logger.warning(f"{text}. ε is of gradients alone, not of logged losses.")
 
-    def counted(self, batches: list[ClientBatch]) -> list[ClientBatch]:
+    def count(self, batches: list[ClientBatch]) -> list[ClientBatch]:
         """A step's clients, each of which now shares a message; of an empty batch noise alone."""
         from ...defenses.dp import DPSGD, NoSample
 
@@ -215,7 +219,7 @@ class PrivateRows(TrainerCallback):
         """ε of what was shared so far, if a δ is set."""
         return None if self.defense.delta is None else self.account.epsilon(self.defense.delta)
 
-    def figures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """For the log."""
         return {} if self.epsilon is None else {"defense/epsilon": self.epsilon}
 
@@ -240,104 +244,49 @@ class PrivateRows(TrainerCallback):
         self.account.load_state_dict({"messages": rows})
 
 
-class PrivateRowsTrainer(TrainerAdapter):
-    """A Trainer that draws rows as its defense needs them drawn, and keeps count of messages.
+def private_rows_of(
+    trainer: Any,
+    own_batches: bool,
+    clients: Callable[[], Sequence[Defense]],
+    account: PrivacyAccount | None,
+) -> PrivateRows | None:
+    """What draws and counts the rows of a Trainer whose defense is `dp_sgd` with `per_sample`;
+    `None` for all other defenses, and where no rows are drawn here.
 
-    Attributes:
-        private_rows: Of `dp_sgd` with `per_sample`; `None` for all other defenses.
+    Args:
+        trainer: With its `defense`, arguments and data.
+        own_batches: Whether its class draws batches in a way of its own.
+        clients: As for `PrivateRows`.
+        account: Likewise.
+
+    Raises:
+        NotImplementedError: Where batches could not be drawn as (ε, δ) takes them to be.
 
     Example:
-        >>> PrivateRowsTrainer(model).private_rows is None
+        >>> from hf_gradguard import GradGuardTrainer
+        >>> trainer = GradGuardTrainer(model, defense="pruning")
+        >>> private_rows_of(trainer, False, lambda: [], None) is None
         True
     """
-
-    private_rows: PrivateRows | None = None
-    _account: PrivacyAccount | None = None
-    _clients: list[Defense]
-    defense: Defense
-
-    def divide_rows(self, own_batches: bool) -> list[Rows]:
-        """The rows of each client of the defense that is asked for now; none where batches are
-        drawn from all rows alike.
-
-        Args:
-            own_batches: Whether the class draws batches in a way of its own.
-
-        Raises:
-            NotImplementedError: Where batches could not be drawn as (ε, δ) takes them to be.
-        """
-        ranks = self.accelerator.num_processes
-        self.remove_callback(PrivateRows)
-        self.private_rows, self.counts_items = None, True
-        parts = list(_parts_of(self.defense))
-        if not any(getattr(part, "per_sample", False) for part in parts):
-            return divide(self.train_dataset, self.args, ranks)
-        _refuse(self, len(parts) > 1, own_batches)
-        if own_batches or self.train_dataset is None:
-            return []
-        defense: Any = self.defense
-        self.private_rows = PrivateRows(
-            defense, self.args, len(self.train_dataset), self.args.process_index, ranks,
-            lambda: self._clients, self._account,
-        )  # fmt: skip
-        self._account = self.private_rows.account  # data is as spent under other settings
-        self.add_callback(self.private_rows)
-        self.counts_items = False  # each sample's loss is its own mean; counts would tell of rows
-        return self.private_rows.parts
-
-    def sampler_of(self, parts: Sequence[Rows]) -> Sampler:
-        """Draws batches of these clients' rows."""
-        if self.private_rows is not None:
-            return self.private_rows.sampler()
-        return round_sampler(parts, self.args, self.accelerator.num_processes)
-
-    def loader_of(
-        self, dataset: Dataset, sampler: Sampler, batch_size: int | None = None
-    ) -> DataLoader:
-        """As before; what a `PoissonSampler` draws at a time is a batch."""
-        batch_size = 1 if isinstance(sampler, PoissonSampler) else batch_size
-        return super().loader_of(dataset, sampler, batch_size)
-
-    def counted(self, batches: list[ClientBatch]) -> list[ClientBatch]:
-        """What clients are about to share messages of, counted where that is asked for."""
-        return batches if self.private_rows is None else self.private_rows.counted(batches)
-
-    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """As in `Trainer`, with ε so far beside the training loss. What the defense did to messages
-        is left out: how many rows were drawn and clipped, and how long it took, are no secret that
-        ε covers.
-        """
-        if self.private_rows is not None and ("loss" in logs or "train_loss" in logs):
-            for name in [name for name in logs if name.startswith("defense/")]:
-                del logs[name]
-            logs.update(self.private_rows.figures())
-        super().log(logs, *args, **kwargs)
-
-    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
-        """As in `Trainer`; not of private rows, whose tokens it would tell."""
-        return 0 if self.private_rows is not None else int(super().floating_point_ops(inputs))
-
-    def save_state_of_rank(self, folder: str) -> None:
-        """As before, and the count that ε is of."""
-        super().save_state_of_rank(folder)
-        if self.private_rows is not None:
-            self.private_rows.save(folder)
-
-    def load_state_of_rank(self, folder: str) -> None:
-        """As before, and the count that ε is of."""
-        super().load_state_of_rank(folder)
-        if self.private_rows is not None:
-            self.private_rows.load(folder)
+    links = list(_chained(trainer.defense))
+    if not any(getattr(link, "per_sample", False) for link in links):
+        return None
+    _refuse(trainer, len(links) > 1, own_batches)
+    if own_batches or trainer.train_dataset is None:
+        return None
+    args = trainer.args
+    rows, ranks = len(trainer.train_dataset), trainer.accelerator.num_processes
+    return PrivateRows(trainer.defense, args, rows, args.process_index, ranks, clients, account)
 
 
 def _file(folder: str, rank: int) -> Path:
     return Path(folder) / f"gradguard_epsilon_rank{rank}.json"
 
 
-def _parts_of(defense: Defense) -> Iterator[Defense]:
+def _chained(defense: Defense) -> Iterator[Defense]:
     if isinstance(defense, Chain):
-        yield from _parts_of(defense.first)
-        yield from _parts_of(defense.second)
+        yield from _chained(defense.first)
+        yield from _chained(defense.second)
     else:
         yield defense
 
