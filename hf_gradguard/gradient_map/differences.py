@@ -18,7 +18,7 @@ from .layers import Pass
 from .map import GradientMap, View
 from .sensitivity import TOLERANCE, keep, plan_of, split_layers, step_size
 from .types import Tensors
-from .vectorized import Held
+from .vectorized import RunWithin
 
 REACH = 0.3
 """How far Jδ goes at most, in square roots of the type's precision, of the parameters' norm."""
@@ -66,13 +66,13 @@ def _slope(gmap: GradientMap, x: Tensor, parameters: Tensors) -> Tensor:
 
     def slope() -> Tensor:
         # Where the parameters are still the others: under checkpointing layers run again here.
-        (found,) = torch.autograd.grad(gmap.evaluate(x), x)
-        return found
+        (input_slope,) = torch.autograd.grad(gmap.evaluate(x), x)
+        return input_slope
 
     with gmap.replay.run(), gmap.replay.full_precision():
         values = {f"model.{name}": p.to(x.device) for name, p in parameters.items()}
-        found: Tensor = torch.func.functional_call(Held(gmap.model), values, (slope,))
-    return found
+        input_slope: Tensor = torch.func.functional_call(RunWithin(gmap.model), values, (slope,))
+    return input_slope
 
 
 def by_differences(gmap: GradientMap) -> DifferencedMap | None:
@@ -114,7 +114,7 @@ class DifferencedMap(View):
         super().__init__(base)
         self.plan = plan
         self._worst = 0.0
-        self._last: tuple[Tensor, Tensors] | None = None
+        self._last_product: tuple[Tensor, Tensors] | None = None
 
     @property
     def product_error(self) -> float:  # type: ignore[override]
@@ -127,11 +127,11 @@ class DifferencedMap(View):
     def start(self) -> Pass:
         """The pass at the map's own input from which differences are taken."""
         layers = split_layers(self.base, self.plan)
-        found = Pass.of(self.base, self.input, layers) if layers else Pass({})
-        if found.slope is None:
-            own = {name: p.detach() for name, p in self.parameters.items()}
-            found.slope = _slope(self.base, self.input, own)
-        return found
+        start = Pass.of(self.base, self.input, layers) if layers else Pass({})
+        if start.slope is None:
+            weights = {name: p.detach() for name, p in self.parameters.items()}
+            start.slope = _slope(self.base, self.input, weights)
+        return start
 
     @cached_property
     def _from(self) -> Tensors:
@@ -148,16 +148,16 @@ class DifferencedMap(View):
         if not size:
             return torch.zeros_like(slope)
         root = torch.finfo(slope.dtype).eps ** 0.5
-        own = {name: self.parameters[name].detach() for name in delta}
-        step = REACH * root * (_size(own) or 1.0) / size
+        weights = {name: self.parameters[name].detach() for name in delta}
+        step = REACH * root * (_size(weights) or 1.0) / size
         # ‖Jδ‖ ≥ ⟨Jδ, v⟩/‖v‖ = ⟨δ, Jᵀv⟩/‖v‖: what is known of it, and what it is compared with.
-        known, v = self._known(delta)
-        if known:
-            step = min(step, BEND * root * float(slope.norm()) / abs(known)) or step
+        known_product, v = self._known_inner(delta)
+        if known_product:
+            step = min(step, BEND * root * float(slope.norm()) / abs(known_product)) or step
         product = self._shifted(delta, step) / step
         norm = float(product.norm())
         if v is not None and norm:
-            difference = float((product * v).sum()) - known
+            difference = float((product * v).sum()) - known_product
             self._worst = max(self._worst, abs(difference) / norm)
         return product
 
@@ -170,15 +170,15 @@ class DifferencedMap(View):
             return {name: torch.zeros_like(p) for name, p in self._from.items()}
         step = self.plan.shrink * step_size(x, None) / (2 * length)
         with self.replay.full_precision():
-            found = self.base.gradient_at(x + step * v)
-        for name, own in self._from.items():
-            found[name].sub_(own).div_(step)
-        self._last = v, found
-        return found
+            product = self.base.gradient_at(x + step * v)
+        for name, start_gradient in self._from.items():
+            product[name].sub_(start_gradient).div_(step)
+        self._last_product = v, product
+        return product
 
     def jvps(self, directions: Tensor) -> Sequence[Tensor]:
         products = [self.jvp(v) for v in directions]
-        return [torch.stack([one[name] for one in products]) for name in self.parameters]
+        return [torch.stack([product[name] for product in products]) for name in self.parameters]
 
     def shift_error(self) -> float:
         """How much Jδ over a step and over a quarter of it differ, relative to it."""
@@ -186,9 +186,9 @@ class DifferencedMap(View):
         delta = {
             name: normal(stream, p.shape, p.device, p.dtype) for name, p in self.parameters.items()
         }
-        own = {name: p.detach() for name, p in self.parameters.items()}
+        weights = {name: p.detach() for name, p in self.parameters.items()}
         root = torch.finfo(self.input.dtype).eps ** 0.5
-        step = REACH * root * (_size(own) or 1.0) / _size(delta)
+        step = REACH * root * (_size(weights) or 1.0) / _size(delta)
         long, short = self._shifted(delta, step), 4 * self._shifted(delta, step / 4)
         size = float(long.norm() + short.norm()) / 2
         error = float((long - short).norm()) / size if size else 0.0
@@ -197,18 +197,18 @@ class DifferencedMap(View):
     def _shifted(self, delta: Tensors, step: float) -> Tensor:
         """What a step along δ changes of the slope."""
         moved = {
-            name: torch.add(own := self.parameters[name].detach(), tensor.to(own), alpha=step)
+            name: torch.add(weight := self.parameters[name].detach(), tensor.to(weight), alpha=step)
             for name, tensor in delta.items()
         }
-        found = _slope(self.base, self.input, moved)
+        shifted_slope = _slope(self.base, self.input, moved)
         assert self.start.slope is not None
-        return found.sub_(self.start.slope)
+        return shifted_slope.sub_(self.start.slope)
 
-    def _known(self, delta: Tensors) -> tuple[float, Tensor | None]:
+    def _known_inner(self, delta: Tensors) -> tuple[float, Tensor | None]:
         """⟨Jδ, v⟩ for the v whose Jᵀv was asked last, divided by its norm, and v likewise."""
-        if self._last is None:
+        if self._last_product is None:
             return 0.0, None
-        v, product = self._last
+        v, product = self._last_product
         inner = [
             torch.dot(product[name].flatten(), tensor.to(product[name]).flatten())
             for name, tensor in delta.items()

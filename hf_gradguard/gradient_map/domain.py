@@ -86,7 +86,7 @@ class Text(Domain):
         """
         names: dict[str, list[str]] = {}
         for key in self.keys:
-            same = (first for first in names if torch.equal(batch[first], batch[key]))
+            same = (known_key for known_key in names if torch.equal(batch[known_key], batch[key]))
             names.setdefault(next(same, key), []).append(key)
         return names
 
@@ -104,10 +104,10 @@ class Text(Domain):
 
     def present(self, batch: Mapping[str, Any]) -> Tensor | None:
         masks = [mask_of(batch, key) for key in self.texts(batch)]
-        found = [mask.bool() for mask in masks if mask is not None]
-        if len(found) < len(masks):
+        is_token = [mask.bool() for mask in masks if mask is not None]
+        if len(is_token) < len(masks):
             return None
-        return found[0] if len(found) == 1 else torch.cat(found, 1)
+        return is_token[0] if len(is_token) == 1 else torch.cat(is_token, 1)
 
     def embedding(self, model: nn.Module) -> nn.Module:
         """The module that embeds `input_ids`, in an encoder-decoder that of the encoder.
@@ -161,8 +161,8 @@ DOMAINS: dict[str, Domain] = {domain.name: domain for domain in (TEXT, IMAGE)}
 def domains_in(batch: Mapping[str, Any]) -> list[Domain]:
     """What a batch holds of texts and images."""
     texts = text_keys(batch)
-    found: list[Domain] = [TEXT if texts == TEXT.keys else Text(texts)] if texts else []
-    return [*found, IMAGE] if IMAGE.key in batch else found
+    domains: list[Domain] = [TEXT if texts == TEXT.keys else Text(texts)] if texts else []
+    return [*domains, IMAGE] if IMAGE.key in batch else domains
 
 
 def count_rows(batch: Mapping[str, Any]) -> int:
@@ -172,9 +172,9 @@ def count_rows(batch: Mapping[str, Any]) -> int:
         >>> count_rows(batch)
         2
     """
-    found = domains_in(batch)
+    domains = domains_in(batch)
     tensors = (v for v in batch.values() if isinstance(v, Tensor) and v.dim())
-    return len(batch[found[0].key] if found else next(tensors))
+    return len(batch[domains[0].key] if domains else next(tensors))
 
 
 def domain_of_batch(batch: Mapping[str, Any]) -> Domain:
@@ -183,25 +183,25 @@ def domain_of_batch(batch: Mapping[str, Any]) -> Domain:
     Raises:
         ValueError: If it holds no token ids or pixels, both, or pixels that are whole numbers.
     """
-    found = domains_in(batch)
-    if len(found) > 1:
+    domains = domains_in(batch)
+    if len(domains) > 1:
         raise ValueError(
             "The batch holds both `input_ids` and `pixel_values`. Protecting one of them would "
             "leave the other open, so multimodal batches are not supported. Train the text and the "
             "vision part separately."
         )
-    if not found:
+    if not domains:
         raise ValueError(
             f"The batch holds {sorted(batch)}: neither `input_ids` nor `pixel_values`, so there is "
             "no continuous input to protect. Return one of them from the collator (precomputed "
             "`inputs_embeds` are not supported: pass the ids)."
         )
-    if found[0] is IMAGE and not torch.is_floating_point(batch[IMAGE.key]):
+    if domains[0] is IMAGE and not torch.is_floating_point(batch[IMAGE.key]):
         raise ValueError(
             f"`pixel_values` are {batch[IMAGE.key].dtype}: there is no gradient with respect to "
             "integers. Convert them to floating point in the collator, as HF image processors do."
         )
-    return found[0]
+    return domains[0]
 
 
 def domain_of_model(model: nn.Module) -> Domain:
@@ -245,14 +245,14 @@ def check_batch(model: nn.Module, batch: Any, needs_input: bool = True) -> None:
         )
     value = batch[domain.key]
     if not isinstance(value, Tensor) or value.dim() < domain.dims or not value.numel():
-        found = (
+        described = (
             f"have shape {tuple(value.shape)}"
             if isinstance(value, Tensor)
             else f"are a {type(value).__name__}"
         )
         raise ValueError(
-            f"`{domain.key}` of a batch {found}, where a tensor {domain.shape} of at least one row "
-            "is needed. Change the collator or the data."
+            f"`{domain.key}` of a batch {described}, where a tensor {domain.shape} of at least one "
+            "row is needed. Change the collator or the data."
         )
     domain.check(model, batch)
 
@@ -402,11 +402,11 @@ def is_framed(tokenizer: Any, ids: Tensor, mask: Tensor) -> bool:
         >>> is_framed(tokenizer, ids[:, 1:], torch.ones_like(ids[:, 1:]))
         False
     """
-    before, after = special_frame(tokenizer)
+    prefix, suffix = special_frame(tokenizer)
     texts = [row[present.bool()].tolist() for row, present in zip(ids, mask, strict=True)]
     return all(
-        len(text) >= len(before) + len(after)
-        and text[: len(before)] == before
-        and text[len(text) - len(after) :] == after
+        len(text) >= len(prefix) + len(suffix)
+        and text[: len(prefix)] == prefix
+        and text[len(text) - len(suffix) :] == suffix
         for text in texts
     )

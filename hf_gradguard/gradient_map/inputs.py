@@ -56,12 +56,12 @@ class ContinuousInput:
         slots = Slots(list(texts.values()), value, only=len(self.domain.keys) == 1)
         with self.embedding.register_forward_hook(slots, with_kwargs=True):
             loss = loss_fn(model, dict(batch))
-        if slots.strangers or slots.found != len(texts):
+        if slots.strangers or slots.embedded_count != len(texts):
             raise ValueError(
                 f"The input embedding {type(self.embedding).__name__} of {type(model).__name__} "
-                f"ran {slots.found + slots.strangers} times in one forward pass, on texts that "
-                f"differ, where the batch holds {len(texts)} ({', '.join(texts)}), so nothing says "
-                "what the continuous input is. Make `get_input_embeddings()` (for an "
+                f"ran {slots.embedded_count + slots.strangers} times in one forward pass, on texts "
+                f"that differ, where the batch holds {len(texts)} ({', '.join(texts)}), so "
+                "nothing says what the continuous input is. Make `get_input_embeddings()` (for an "
                 "encoder-decoder: of `get_encoder()`) return the module that embeds them. "
                 "gaussian_noise, pruning and quantization need no such input."
             )
@@ -106,18 +106,23 @@ class PixelSpace:
     """
 
     def __init__(
-        self, like: Tensor, mean: Sequence[float] | None = None, std: Sequence[float] | None = None
+        self,
+        pixels: Tensor,
+        mean: Sequence[float] | None = None,
+        std: Sequence[float] | None = None,
     ) -> None:
         self.mean, self.std = (
-            torch.tensor(list(values), device=like.device, dtype=like.dtype).view(1, -1, 1, 1)
+            torch.tensor(list(values), device=pixels.device, dtype=pixels.dtype).view(1, -1, 1, 1)
             for values in (mean or [0.0], std or [1.0])
         )
         self.low, self.high = (0 - self.mean) / self.std, (1 - self.mean) / self.std
 
-    def noise(self, shape: Sequence[int], like: Tensor, generator: torch.Generator) -> Tensor:
+    def noise(self, shape: Sequence[int], pixels: Tensor, generator: torch.Generator) -> Tensor:
         """Uniform over the pixel range."""
-        drawn = torch.rand(tuple(shape), generator=generator, device=like.device, dtype=like.dtype)
-        return self.low.to(like.dtype) + drawn * (self.high - self.low).to(like.dtype)
+        uniform = torch.rand(
+            tuple(shape), generator=generator, device=pixels.device, dtype=pixels.dtype
+        )
+        return self.low.to(pixels.dtype) + uniform * (self.high - self.low).to(pixels.dtype)
 
     def project_(self, x: Tensor) -> None:
         """Back into the pixel range, in place."""
@@ -143,9 +148,14 @@ class Slots:
     """
 
     def __init__(self, texts: Sequence[Tensor], value: Tensor | None, only: bool) -> None:
-        self._texts, self.x, self._given, self._only = list(texts), value, value is not None, only
+        self._texts, self.x, self._has_value, self._only = (
+            list(texts),
+            value,
+            value is not None,
+            only,
+        )
         self._ends = torch.tensor([text.shape[-1] for text in texts]).cumsum(0).tolist()
-        self._seen: dict[int, tuple[Tensor, Tensor]] = {}
+        self._embedded_texts: dict[int, tuple[Tensor, Tensor]] = {}
         self.strangers = 0
         # Vectorized evaluations differentiate by themselves, with the engine's own graphs off.
         self._enabled = torch.is_grad_enabled()
@@ -155,58 +165,62 @@ class Slots:
             return None
         ids = args[0] if args else next(iter(kwargs.values()))
         rows = len(ids) if self._only else len(self._texts[0])
-        parts = zip(ids.split(rows), output.split(rows), strict=True)
-        entered = [self._enter(own, made) for own, made in parts]
-        found = [x for x in entered if x is not None]
-        if len(found) < len(entered):
+        texts = zip(ids.split(rows), output.split(rows), strict=True)
+        entered = [self._enter(text_ids, embedded) for text_ids, embedded in texts]
+        inputs = [x for x in entered if x is not None]
+        if len(inputs) < len(entered):
             self.strangers += 1
             return None
-        x = found[0] if len(found) == 1 else torch.cat(found)
+        x = inputs[0] if len(inputs) == 1 else torch.cat(inputs)
         # The value is x. The graph keeps `output`, so the embedding matrix still gets its gradient
         # if it is shared.
         return output + (x - output.detach())
 
     @property
-    def found(self) -> int:
+    def embedded_count(self) -> int:
         """How many texts were embedded."""
-        return len(self._seen)
+        return len(self._embedded_texts)
 
-    def _enter(self, ids: Tensor, made: Tensor) -> Tensor | None:
+    def _enter(self, ids: Tensor, embedded: Tensor) -> Tensor | None:
         """What stands in the place of an embedded text; `None` if it is none of the batch's."""
         place = self._place(ids)
         if place is None:
             return None
-        length = made.shape[1] if self._only else self._texts[place].shape[1]
-        own = made[:, :length]  # what follows is padding
-        if place not in self._seen:
-            self._seen[place] = ids, own.detach()
-            if not self._given:
-                self._fill(place, own)
-        elif not self._given and not torch.equal(self._seen[place][1], own):
+        length = embedded.shape[1] if self._only else self._texts[place].shape[1]
+        text_embedding = embedded[:, :length]  # what follows is padding
+        if place not in self._embedded_texts:
+            self._embedded_texts[place] = ids, text_embedding.detach()
+            if not self._has_value:
+                self._fill(place, text_embedding)
+        elif not self._has_value and not torch.equal(
+            self._embedded_texts[place][1], text_embedding
+        ):
             raise ValueError(
                 "A text was embedded twice, and not in the same way: noise on embeddings "
                 "(neftune_noise_alpha) has no place in a loss that reads a text twice."
             )
-        x = self._part(place)
-        return x if length == made.shape[1] else torch.cat([x, made[:, length:].detach()], 1)
+        x = self._slot_of(place)
+        return (
+            x if length == embedded.shape[1] else torch.cat([x, embedded[:, length:].detach()], 1)
+        )
 
     def _place(self, ids: Tensor) -> int | None:
         if self._only:
-            return 0 if not self._seen or _same(ids, self._seen[0][0]) else None
+            return 0 if not self._embedded_texts or _same(ids, self._embedded_texts[0][0]) else None
         return next((k for k, text in enumerate(self._texts) if _pads(ids, text)), None)
 
-    def _fill(self, place: int, made: Tensor) -> None:
+    def _fill(self, place: int, embedded: Tensor) -> None:
         """Write what was embedded to the leaf."""
         if len(self._texts) == 1:
-            self.x = made.detach().clone().requires_grad_()
+            self.x = embedded.detach().clone().requires_grad_()
             return
         if self.x is None:
-            shape = (len(made), self._ends[-1], made.shape[-1])
-            self.x = made.new_zeros(shape).requires_grad_()
+            shape = (len(embedded), self._ends[-1], embedded.shape[-1])
+            self.x = embedded.new_zeros(shape).requires_grad_()
         with torch.no_grad():
-            self._part(place).copy_(made)
+            self._slot_of(place).copy_(embedded)
 
-    def _part(self, place: int) -> Tensor:
+    def _slot_of(self, place: int) -> Tensor:
         assert self.x is not None
         if len(self._texts) == 1:
             return self.x
@@ -222,5 +236,5 @@ def _pads(ids: Tensor, text: Tensor) -> bool:
     return _same(ids[:, :length], text) and not ids[:, length:].any()
 
 
-def _same(one: Tensor, other: Tensor) -> bool:
-    return one.shape == other.shape and torch.equal(one, other)
+def _same(ids: Tensor, known_ids: Tensor) -> bool:
+    return ids.shape == known_ids.shape and torch.equal(ids, known_ids)

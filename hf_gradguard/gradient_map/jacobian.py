@@ -130,9 +130,14 @@ class UnrolledJacobian(Jacobian):
                     materialize_grads=True,
                     allow_unused=True,
                 )
-            found = [dict(zip(rows, self._along(v), strict=True)) for v in directions]
+            products = [dict(zip(rows, self._along(v), strict=True)) for v in directions]
         return [
-            torch.stack([one.get(name, torch.zeros_like(p, requires_grad=False)) for one in found])
+            torch.stack(
+                [
+                    product.get(name, torch.zeros_like(p, requires_grad=False))
+                    for product in products
+                ]
+            )
             for name, p in self._parameters.items()
         ]
 

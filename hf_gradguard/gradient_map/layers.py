@@ -74,13 +74,13 @@ class Layer:
         # A group of channels for each sample keeps samples apart.
         size, samples = m.weight.shape, len(slopes)
         function = getattr(grad, f"conv{len(size) - 2}d_weight")
-        found: Tensor = function(
+        gradients: Tensor = function(
             features.flatten(0, 1)[None],
             (samples * size[0], *size[1:]),
             slopes.flatten(0, 1)[None],
             m.stride, m.padding, m.dilation, m.groups * samples,
         )  # fmt: skip
-        return found.view(samples, *size)
+        return gradients.view(samples, *size)
 
     def bias_gradients(self, slopes: Tensor) -> Tensor:
         """`(B, *bias.shape)` from rows."""
@@ -94,7 +94,7 @@ def layers_of(model: nn.Module, parameters: Mapping[str, Tensor]) -> dict[str, L
     names = {id(parameter): name for name, parameter in parameters.items()}
     modules = dict(model.named_modules())
     holders = Counter(id(p) for m in modules.values() for p in m.parameters(recurse=False))
-    found = {}
+    layers = {}
     for name, module in modules.items():
         if type(module) not in (*LINEAR, *_CONVOLUTIONS, nn.LayerNorm):
             continue
@@ -108,8 +108,8 @@ def layers_of(model: nn.Module, parameters: Mapping[str, Tensor]) -> dict[str, L
             for p in (module.weight, module.bias)
         )
         if weight or bias:
-            found[name] = Layer(module, weight, bias)
-    return found
+            layers[name] = Layer(module, weight, bias)
+    return layers
 
 
 @dataclass
@@ -132,15 +132,15 @@ class Pass:
             with gmap.replay.full_precision():
                 return cls(layers, rest=gmap.gradient_at(x.detach()))
         split = {name for layer in layers.values() for name in (layer.weight, layer.bias)}
-        others = {name: p for name, p in gmap.parameters.items() if name not in split}
-        found = cls(layers)
+        unsplit = {name: p for name, p in gmap.parameters.items() if name not in split}
+        evaluated = cls(layers)
         with gmap.replay.run(), gmap.replay.full_precision():
             x = x.detach().requires_grad_()
-            with found.listening():
+            with evaluated.listening():
                 loss = gmap.evaluate(x)
-            found.rest = differentiate(loss, {**others, "": x})
-        found.loss, found.slope = loss.detach(), found.rest.pop("")
-        return found
+            evaluated.rest = differentiate(loss, {**unsplit, "": x})
+        evaluated.loss, evaluated.slope = loss.detach(), evaluated.rest.pop("")
+        return evaluated
 
     def rows(
         self, name: str, samples: int, calls: Collection[int] | None = None
@@ -148,7 +148,7 @@ class Pass:
         """Slopes and features of each call of a layer that reached the loss, or of these calls, of
         samples; `None` if it does not know them apart.
         """
-        layer, found = self.layers[name], []
+        layer, rows = self.layers[name], []
         for number, features in enumerate(self.features.get(name, [])):
             slopes = self.slopes[name].get(number)
             if slopes is None or (calls is not None and number not in calls):
@@ -156,8 +156,8 @@ class Pass:
             pair = layer.rows(slopes, samples), layer.rows(features, samples)
             if pair[0] is None or pair[1] is None:
                 return None
-            found.append((pair[0], pair[1]))
-        return found
+            rows.append((pair[0], pair[1]))
+        return rows
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -198,19 +198,21 @@ class Change(NamedTuple):
     def between(cls, start: Pass, end: Pass, name: str, step: float, samples: int) -> Change | None:
         """Of a layer; `None` if it does not know samples apart."""
         # A start that was asked for all gradients also has slopes of calls that do not see x.
-        one = start.rows(name, samples, end.slopes.get(name, {}).keys())
-        other = end.rows(name, samples)
-        if one is None or other is None or len(one) != len(other):
+        start_rows = start.rows(name, samples, end.slopes.get(name, {}).keys())
+        end_rows = end.rows(name, samples)
+        if start_rows is None or end_rows is None or len(start_rows) != len(end_rows):
             return None
-        found = cls([], [], [], [])
-        for (slopes, features), (later_slopes, later_features) in zip(one, other, strict=True):
+        change = cls([], [], [], [])
+        for (slopes, features), (later_slopes, later_features) in zip(
+            start_rows, end_rows, strict=True
+        ):
             if slopes.shape != later_slopes.shape or features.shape != later_features.shape:
                 return None
-            found.slopes.append(torch.sub(later_slopes, slopes).div_(step))
-            found.mean_features.append(torch.lerp(features, later_features, 0.5))
-            found.mean_slopes.append(torch.lerp(slopes, later_slopes, 0.5))
-            found.features.append(torch.sub(later_features, features).div_(step))
-        return found
+            change.slopes.append(torch.sub(later_slopes, slopes).div_(step))
+            change.mean_features.append(torch.lerp(features, later_features, 0.5))
+            change.mean_slopes.append(torch.lerp(slopes, later_slopes, 0.5))
+            change.features.append(torch.sub(later_features, features).div_(step))
+        return change
 
     def bias(self, layer: Layer) -> Tensor:
         """J_bᵀv of the bias, `(B, *bias.shape)`."""
@@ -223,20 +225,22 @@ class Change(NamedTuple):
         if not self.slopes:
             return
         if isinstance(layer.module, LINEAR):  # one product, into memory that a cache holds
-            left = torch.cat([*self.slopes, *self.mean_slopes], 1)
-            right = torch.cat([*self.mean_features, *self.features], 1)
+            left_factor = torch.cat([*self.slopes, *self.mean_slopes], 1)
+            right_factor = torch.cat([*self.mean_features, *self.features], 1)
             if isinstance(layer.module, Conv1D):  # (in, out), where nn.Linear has (out, in)
-                left, right = right, left
-            found = left.new_empty(layer.module.weight.shape)
-            for slopes, features in zip(left, right, strict=True):
-                yield torch.mm(slopes.mT, features, out=found)
+                left_factor, right_factor = right_factor, left_factor
+            product = left_factor.new_empty(layer.module.weight.shape)
+            for slopes, features in zip(left_factor, right_factor, strict=True):
+                yield torch.mm(slopes.mT, features, out=product)
             return
-        several = max(1, _ENTRIES // layer.module.weight.numel())  # type: ignore[operator]
-        for first in range(0, len(self.slopes[0]), several):
-            some = slice(first, first + several)
+        samples_at_once = max(1, _ENTRIES // layer.module.weight.numel())  # type: ignore[operator]
+        for start in range(0, len(self.slopes[0]), samples_at_once):
+            chosen = slice(start, start + samples_at_once)
             total: Tensor | float = 0.0
-            for parts in zip(*self, strict=True):
-                slopes, mean_features, mean_slopes, features = (part[some] for part in parts)
+            for tensors in zip(*self, strict=True):
+                slopes, mean_features, mean_slopes, features = (
+                    tensor[chosen] for tensor in tensors
+                )
                 total = total + layer.weight_gradients(slopes, mean_features)
                 total = total + layer.weight_gradients(mean_slopes, features)
             assert isinstance(total, Tensor)

@@ -42,12 +42,12 @@ def scan(
     model: nn.Module, batch: Batch, loss_fn: LossFunction, shards: Shards | None = None
 ) -> frozenset[str]:
     """The tables of one batch's entries."""
-    other, varied = vary(model, batch)
+    varied_batch, varied = vary(model, batch)
     watch = _Watch(model, shards)
     with _undisturbed(model):
         watch.run(loss_fn, batch)
         try:
-            watch.run(loss_fn, other)
+            watch.run(loss_fn, varied_batch)
         except Exception as error:
             # Nothing tells positions that are counted off the input from tables that it indexes.
             varied = set()
@@ -63,7 +63,7 @@ def scan(
     )
 
 
-class _Seen:
+class _TableLookups:
     """What was seen of one table in one run: the indices of every lookup, and their origin."""
 
     def __init__(self) -> None:
@@ -75,7 +75,7 @@ class _Run:
     """One run: the tables that were looked up in, and what was looked up in activations."""
 
     def __init__(self) -> None:
-        self.tables: defaultdict[tuple[int, str], _Seen] = defaultdict(_Seen)
+        self.tables: defaultdict[tuple[int, str], _TableLookups] = defaultdict(_TableLookups)
         self.activations = set[tuple[int, str]]()
 
 
@@ -93,27 +93,27 @@ class _Watch(TorchDispatchMode):
     def __init__(self, model: nn.Module, shards: Shards | None = None) -> None:
         super().__init__()
         self._model = model
-        whole = dict(model.named_parameters()) if shards is None else shards.whole_parameters()
-        self._parameters = whole
+        parameters = dict(model.named_parameters()) if shards is None else shards.whole_parameters()
+        self._parameters = parameters
         self._weights = (1 << len(self._parameters)) - 1
         self._entries: dict[str, int] = {}
         self._floats = 0
         self._origins: dict[int, int] = {}
         self._alive: list[StorageWeakRef] = []
-        self._own = set[int]()
+        self._parameter_storages = set[int]()
         self._computed = set[int]()
         self._runs: list[_Run] = []
 
     def run(self, loss_fn: LossFunction, batch: Batch) -> None:
         """One run."""
-        self._origins, self._alive, self._own, self._computed = {}, [], set(), set()
+        self._origins, self._alive, self._parameter_storages, self._computed = {}, [], set(), set()
         self._runs.append(_Run())
         for place, parameter in enumerate(self._parameters.values()):
             self._mark(parameter, 1 << place)
-        self._own = set(self._origins)
+        self._parameter_storages = set(self._origins)
         for key, value in batch.items():
-            fresh = 1 << (len(self._parameters) + len(self._entries))
-            bit = self._entries.setdefault(key, fresh)
+            entry_bit = 1 << (len(self._parameters) + len(self._entries))
+            bit = self._entries.setdefault(key, entry_bit)
             for tensor in _tensors(value):
                 self._floats |= bit if tensor.is_floating_point() else 0
                 self._mark(tensor, bit)
@@ -132,16 +132,19 @@ class _Watch(TorchDispatchMode):
                 runs.
         """
         sure = sum(self._entries[key] for key in entries)
-        first, last = self._runs[0], self._runs[-1]
-        found = 0
-        for table in first.tables.keys() | last.tables.keys():
-            if table in first.activations | last.activations:
+        first_run, last_run = self._runs[0], self._runs[-1]
+        parameter_bits = 0
+        for table in first_run.tables.keys() | last_run.tables.keys():
+            if table in first_run.activations | last_run.activations:
                 continue
-            one, other = first.tables[table], last.tables[table]
-            if not _same(one.indices, other.indices) or one.origin & sure:
-                found |= table[0]
+            first_lookups, last_lookups = first_run.tables[table], last_run.tables[table]
+            if (
+                not _same(first_lookups.indices, last_lookups.indices)
+                or first_lookups.origin & sure
+            ):
+                parameter_bits |= table[0]
         names = enumerate(self._parameters)
-        return frozenset(name for place, name in names if found >> place & 1)
+        return frozenset(name for place, name in names if parameter_bits >> place & 1)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -182,10 +185,10 @@ class _Watch(TorchDispatchMode):
             return 0  # the model computed it
         if lookup.is_product and origin & self._floats:
             return 0
-        seen, index = run.tables[table], lookup.places()
-        place = len(seen.indices)
-        seen.indices.append(index)
-        seen.origin |= origin
+        table_lookups, index = run.tables[table], lookup.places()
+        place = len(table_lookups.indices)
+        table_lookups.indices.append(index)
+        table_lookups.origin |= origin
         if run is self._runs[0]:
             return 0
         # Ids that went through Python have no origin; what they look up is an activation.
@@ -200,7 +203,7 @@ class _Watch(TorchDispatchMode):
         key = _storage(tensor)
         if key is None or not origin:
             return
-        if key in self._own:
+        if key in self._parameter_storages:
             return  # a view of a parameter is made of nothing else
         if key not in self._origins:
             # Keeps the address from being used again, and nothing else.
@@ -219,9 +222,9 @@ def _tensors(value: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
-def _same(one: list[Tensor], other: list[Tensor]) -> bool:
-    return len(one) == len(other) and all(
-        a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(one, other, strict=True)
+def _same(tensors: list[Tensor], references: list[Tensor]) -> bool:
+    return len(tensors) == len(references) and all(
+        a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(tensors, references, strict=True)
     )
 
 
@@ -313,9 +316,11 @@ def lookups(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterat
     elif name in ("index", "_unsafe_index"):
         yield from (Lookup(args[0], index) for index in args[1] if index is not None)
     elif name in _PRODUCTS:
-        one, other = args[_PRODUCTS[name] : _PRODUCTS[name] + 2]
-        yield Lookup(other, one, -1)
-        yield Lookup(one, other, -1 if name == "linear" or other.dim() == 1 else -2)
+        left_factor, right_factor = args[_PRODUCTS[name] : _PRODUCTS[name] + 2]
+        yield Lookup(right_factor, left_factor, -1)
+        yield Lookup(
+            left_factor, right_factor, -1 if name == "linear" or right_factor.dim() == 1 else -2
+        )
     elif name == "convolution":
         yield Lookup(args[1], args[0], 1)
 
@@ -358,23 +363,23 @@ def vary(model: nn.Module, batch: Mapping[str, Any]) -> tuple[dict[str, Any], se
         False
     """
     special = special_ids(getattr(model, "config", None))
-    other, texts = dict(batch), text_keys(batch)
+    varied, texts = dict(batch), text_keys(batch)
     for key, value in batch.items():
         if not isinstance(value, Tensor) or key not in contents(batch) or not value.numel():
             continue
         if value.is_floating_point():
-            other[key] = 0.5 * value.flip(0).roll(1, -1) + 0.1
+            varied[key] = 0.5 * value.flip(0).roll(1, -1) + 0.1
         elif value.dtype != torch.bool:
             changed = _other_ids(model, value, special) if key in texts else value
             for change in (_next_row, _rolled, _halved):
                 if not torch.equal(changed, value):
                     break
                 changed = change(value, special)
-            other[key] = changed
-    return other, {
+            varied[key] = changed
+    return varied, {
         key
         for key, value in batch.items()
-        if isinstance(value, Tensor) and not torch.equal(other[key], value)
+        if isinstance(value, Tensor) and not torch.equal(varied[key], value)
     }
 
 
@@ -385,15 +390,15 @@ def special_ids(config: Any) -> set[int]:
         >>> 0 in special_ids(model.config)  # padding
         True
     """
-    found = set[int]()
+    ids = set[int]()
     values = dict(getattr(config, "__dict__", {}))
     for name, value in values.items():
         if name.endswith(("token_id", "token_ids", "token_index")):
-            several = value if isinstance(value, list | tuple) else [value]
-            found |= {one for one in several if isinstance(one, int)}
+            named_ids = value if isinstance(value, list | tuple) else [value]
+            ids |= {token_id for token_id in named_ids if isinstance(token_id, int)}
         elif hasattr(value, "to_dict") and hasattr(value, "model_type"):
-            found |= special_ids(value)
-    return found
+            ids |= special_ids(value)
+    return ids
 
 
 def _other_ids(model: nn.Module, ids: Tensor, special: set[int]) -> Tensor:
@@ -416,8 +421,8 @@ def _vocabulary(model: nn.Module) -> int:
     except (ValueError, AttributeError, NotImplementedError):
         rows = 0
     config: Any = getattr(model, "config", None)
-    said = getattr(config, "vocab_size", None)
-    sizes = [size for size in (rows, said) if isinstance(size, int) and size > 0]
+    declared_size = getattr(config, "vocab_size", None)
+    sizes = [size for size in (rows, declared_size) if isinstance(size, int) and size > 0]
     return min(sizes, default=0)
 
 
@@ -429,8 +434,8 @@ def _next_row(value: Tensor, special: set[int]) -> Tensor:
 def _rolled(value: Tensor, special: set[int]) -> Tensor:
     """Ordinary values in another order."""
     free = value >= 0
-    for one in special if value.dim() > 1 else ():
-        free &= value != one
+    for special_id in special if value.dim() > 1 else ():
+        free &= value != special_id
     changed = value.clone()
     changed[free] = value[free].roll(1)
     return changed

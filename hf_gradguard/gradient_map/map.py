@@ -287,16 +287,16 @@ class GradientMap:
         Returns:
             `(k, *x.shape)`; the graph is kept.
         """
-        several = len(directions) > 1
+        is_batched = len(directions) > 1
         with self.replay.draws(), self.replay.kernels():  # checkpointed layers run again
             (slopes,) = torch.autograd.grad(
                 values,
                 x,
-                grad_outputs=directions if several else directions[0],
+                grad_outputs=directions if is_batched else directions[0],
                 retain_graph=True,
-                is_grads_batched=several,
+                is_grads_batched=is_batched,
             )
-        return slopes if several else slopes[None]
+        return slopes if is_batched else slopes[None]
 
     def vjp(self, delta: Tensors) -> Tensor:
         """J δ = ∇_x ⟨g(x), δ⟩.
@@ -434,10 +434,11 @@ class GradientMap:
         self._require_second_order("jvp")
         return self._jacobian.jvps(directions)
 
-    def _require_second_order(self, what: str) -> None:
+    def _require_second_order(self, operation: str) -> None:
         if not self.replay.second_order:
             raise RuntimeError(
-                f"{what} differentiates twice; this GradientMap was made with second_order=False."
+                f"{operation} differentiates twice; this GradientMap was made with "
+                "second_order=False."
             )
 
 

@@ -56,8 +56,10 @@ def probe_sums(
         ValueError: If there are no probes.
         RuntimeError: If no method works for this model.
     """
-    for name, found in probe_squares(gmap, num_probes, generator, start=start, of=_layer_sums):
-        yield name, found if isinstance(found, tuple) else sums_of(found)
+    for name, squares in probe_squares(
+        gmap, num_probes, generator, start=start, layer_estimate=_layer_sums
+    ):
+        yield name, squares if isinstance(squares, tuple) else sums_of(squares)
 
 
 def heard(gmap: GradientMap, batch: Batch) -> tuple[GradientMap, Pass | None]:
@@ -73,11 +75,11 @@ def heard(gmap: GradientMap, batch: Batch) -> tuple[GradientMap, Pass | None]:
     start = Pass(split_layers(gmap, plan))
     with gmap.replay.full_precision():
         with start.listening():
-            other = gmap.of_batch(batch)
-        gradient = other.gradient()
+            other_map = gmap.of_batch(batch)
+        gradient = other_map.gradient()
     split = {name for layer in start.layers.values() for name in (layer.weight, layer.bias)}
     start.rest = {name: g for name, g in gradient.items() if name not in split}
-    return other, start
+    return other_map, start
 
 
 def own_pass(gmap: GradientMap) -> Pass | None:
@@ -105,14 +107,14 @@ def power_sums(
         samples: B.
         start: A pass at the batch; `None` if samples are not known apart.
     """
-    left = dict(gradient)
+    unsplit = dict(gradient)
     if start is not None:
         for name, layer in start.layers.items():
             if rows := start.rows(name, samples):
                 for parameter, sums in _sample_sums(layer, rows):
-                    del left[parameter]
+                    del unsplit[parameter]
                     yield parameter, sums
-    for parameter, g in left.items():
+    for parameter, g in unsplit.items():
         yield parameter, sums_of(g.to(torch.promote_types(g.dtype, torch.float32)).square())
 
 
@@ -123,14 +125,18 @@ def _sample_sums(layer: Layer, rows: Sequence[tuple[Tensor, Tensor]]) -> Iterato
         yield layer.bias, sums_of(shares.square().sum(0))
     if layer.weight is None:
         return
-    found = None
+    sums = None
     if isinstance(layer.module, LINEAR):
-        slopes, features = (torch.cat(parts, 1) for parts in zip(*rows, strict=True))
-        found = _sums_of_products(layer, slopes, features)
-    if found is None:
-        parts = (part[layer.weight] for part in OfLayer(layer, rows).written())
-        found = sums_of(torch.stack([part.square().sum(0) for part in parts]).sum(0))
-    yield layer.weight, found
+        slopes, features = (
+            torch.cat(sample_gradients, 1) for sample_gradients in zip(*rows, strict=True)
+        )
+        sums = _sums_of_products(layer, slopes, features)
+    if sums is None:
+        sample_gradients = (gradients[layer.weight] for gradients in OfLayer(layer, rows).written())
+        sums = sums_of(
+            torch.stack([gradients.square().sum(0) for gradients in sample_gradients]).sum(0)
+        )
+    yield layer.weight, sums
 
 
 def _layer_sums(layer: Layer, change: Change) -> Iterator[tuple[str, Tensor | Sums]]:
@@ -138,30 +144,33 @@ def _layer_sums(layer: Layer, change: Change) -> Iterator[tuple[str, Tensor | Su
     if layer.weight is None or not isinstance(layer.module, LINEAR) or not change.slopes:
         yield from layer_squares(layer, change)
         return
-    left = torch.cat([*change.slopes, *change.mean_slopes], 1)  # (B, n, out)
-    right = torch.cat([*change.mean_features, *change.features], 1)  # (B, n, in)
-    found = _sums_of_products(layer, left, right)
-    if found is None:
+    left_factor = torch.cat([*change.slopes, *change.mean_slopes], 1)  # (B, n, out)
+    right_factor = torch.cat([*change.mean_features, *change.features], 1)  # (B, n, in)
+    sums = _sums_of_products(layer, left_factor, right_factor)
+    if sums is None:
         yield from layer_squares(layer, change)
         return
-    yield layer.weight, found
+    yield layer.weight, sums
     if layer.bias is not None:
         yield layer.bias, change.bias(layer).square().sum(0)
 
 
-def _sums_of_products(layer: Layer, left: Tensor, right: Tensor) -> Sums | None:
+def _sums_of_products(layer: Layer, left_factor: Tensor, right_factor: Tensor) -> Sums | None:
     """Row and column sums of Σ_b (left_bᵀ right_b)², in the shape of a linear layer's weight, from
     `(B, T, out)` and `(B, T, in)`; `None` where writing them out is cheaper.
     """
-    length, outputs, inputs = left.shape[1], left.shape[2], right.shape[2]
+    length, outputs, inputs = left_factor.shape[1], left_factor.shape[2], right_factor.shape[2]
     if 2 * length * (outputs + inputs) > GRAM_AT_MOST * outputs * inputs:
         return None
-    by_output, by_input = _gram_sums(left, right), _gram_sums(right, left)
+    by_output, by_input = (
+        _gram_sums(left_factor, right_factor),
+        _gram_sums(right_factor, left_factor),
+    )
     plain = isinstance(layer.module, nn.Linear)  # Conv1D's rows are inputs
     return (by_output, by_input) if plain else (by_input, by_output)
 
 
-def _gram_sums(factor: Tensor, other: Tensor) -> Tensor:
+def _gram_sums(factor: Tensor, other_factor: Tensor) -> Tensor:
     """Σ_b Σ_j (factor_bᵀ other_b)_ij², `(i,)`."""
-    gram = other @ other.mT
+    gram = other_factor @ other_factor.mT
     return ((gram @ factor) * factor).sum((0, 1)).clamp_(min=0)  # not below zero by rounding

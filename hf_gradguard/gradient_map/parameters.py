@@ -108,9 +108,9 @@ def withheld_parameters(model: nn.Module) -> dict[str, list[str]]:
     for name in known_tables(model):
         tables.add(id(model.get_parameter(name)))
         owner = name.rpartition(".")[0]
-        parts = owner.split(".")
-        for length in range(1, len(parts) + 1):
-            wrapper = modules[".".join(parts[:length])]
+        path = owner.split(".")
+        for length in range(1, len(path) + 1):
+            wrapper = modules[".".join(path[:length])]
             if hasattr(wrapper, "base_layer"):  # as PEFT calls what an adapter is put around
                 tables |= {id(parameter) for parameter in wrapper.parameters()}
     aliases: dict[int, list[str]] = {}
@@ -129,14 +129,16 @@ def withheld_by_name(model: nn.Module, patterns: Sequence[str]) -> list[str]:
     if not patterns:
         return []
     names = [name for name, p in model.named_parameters() if p.requires_grad]
-    every = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    all_names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     for pattern in patterns:
-        if not fnmatch.filter(every, pattern):
+        if not fnmatch.filter(all_names, pattern):
             raise ValueError(
                 f"withhold={pattern!r} names no parameter of {type(model).__name__}. Its last are: "
-                f"{', '.join(every[-4:])}. `*` stands for anything."
+                f"{', '.join(all_names[-4:])}. `*` stands for anything."
             )
-    return [name for name in names if any(fnmatch.fnmatchcase(name, one) for one in patterns)]
+    return [
+        name for name in names if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+    ]
 
 
 def find_tables(
@@ -171,8 +173,8 @@ def find_tables(
     if shards is not None:  # all devices run the model, or none
         is_new = shards.any(is_new)
     if is_new:
-        found = scan(model, batch, loss_fn, shards)
-        remember_tables(model, found if shards is None else shards.union(found))
+        tables = scan(model, batch, loss_fn, shards)
+        remember_tables(model, tables if shards is None else shards.union(tables))
         cache.tables.watched_entries.add(entries)
     return cache.tables.names
 
@@ -234,9 +236,9 @@ def remember_tables(model: nn.Module, tables: frozenset[str]) -> None:
         >>> "classifier.bias" in known_tables(model)
         True
     """
-    known = cache_of(model).tables
-    known.parameter_names = tuple(name for name, _ in model.named_parameters())
-    known.names |= tables
+    known_tables_of_model = cache_of(model).tables
+    known_tables_of_model.parameter_names = tuple(name for name, _ in model.named_parameters())
+    known_tables_of_model.names |= tables
 
 
 def layer_numbers(names: Iterable[str]) -> dict[str, int]:
@@ -271,10 +273,10 @@ def layer_numbers(names: Iterable[str]) -> dict[str, int]:
 
 def _block(name: str) -> str:
     """The name through its first number, or nothing if it has none."""
-    parts = name.split(".")
-    for index, part in enumerate(parts):
-        if part.isdigit():
-            return ".".join(parts[: index + 1])
+    path = name.split(".")
+    for index, segment in enumerate(path):
+        if segment.isdigit():
+            return ".".join(path[: index + 1])
     return ""
 
 

@@ -41,13 +41,15 @@ def random_batch(
         True
     """
     if isinstance(domain, Text):
-        drawn = random_texts(domain, model, batch, generator, special)
+        random_entries = random_texts(domain, model, batch, generator, special)
     else:
-        drawn = {domain.key: random_images(batch[domain.key], generator)}
+        random_entries = {domain.key: random_images(batch[domain.key], generator)}
     for key, value in batch.items():
-        if key not in drawn:
-            drawn[key] = _random_entry(domain.key, model, batch, key, value, drawn, generator)
-    return drawn
+        if key not in random_entries:
+            random_entries[key] = _random_entry(
+                domain.key, model, batch, key, value, random_entries, generator
+            )
+    return random_entries
 
 
 def random_texts(
@@ -67,19 +69,19 @@ def random_texts(
         special: Ids of special tokens.
     """
     vocabulary = len(domain.embedding(model).weight)  # type: ignore[arg-type]
-    drawn: dict[str, Any] = {}
+    random_entries: dict[str, Any] = {}
     # Texts that are the same in the batch are the same here.
     for key, names in domain.distinct(batch).items():
         ids, mask = batch[key], mask_of(batch, key)
         ordinary = ordinary_ids(vocabulary, special).to(ids.device)
         random_ids = ordinary[generator.integers(len(ordinary), ids.shape, device=ids.device)]
-        first, last = special_ends(ids, special, None if mask is None else mask.bool())
-        if first is not None:
-            random_ids[:, 0] = first
-        if last is not None and ids.shape[1] > 1:
-            random_ids[:, -1] = last
-        drawn |= dict.fromkeys(names, random_ids.to(ids.dtype))
-    return drawn
+        first_token, last_token = special_ends(ids, special, None if mask is None else mask.bool())
+        if first_token is not None:
+            random_ids[:, 0] = first_token
+        if last_token is not None and ids.shape[1] > 1:
+            random_ids[:, -1] = last_token
+        random_entries |= dict.fromkeys(names, random_ids.to(ids.dtype))
+    return random_entries
 
 
 def random_images(pixels: Tensor, generator: Stream) -> Tensor:
@@ -102,7 +104,7 @@ def _random_entry(
     batch: Mapping[str, Any],
     key: str,
     value: Any,
-    drawn: Mapping[str, Any],
+    random_entries: Mapping[str, Any],
     generator: Stream,
 ) -> Any:
     """An entry that is no input. What says where things are becomes that of a batch without
@@ -121,7 +123,9 @@ def _random_entry(
         return torch.zeros_like(value)
     if key.endswith("position_ids"):
         return places.expand_as(value)
-    return random_labels(model, key, batch, batch[private_key], drawn[private_key], generator)
+    return random_labels(
+        model, key, batch, batch[private_key], random_entries[private_key], generator
+    )
 
 
 def random_labels(
@@ -129,7 +133,7 @@ def random_labels(
     key: str,
     batch: Mapping[str, Any],
     private: Tensor,
-    made: Tensor,
+    random_input: Tensor,
     generator: Stream,
 ) -> Tensor:
     """An entry of a batch, drawn at random.
@@ -139,7 +143,7 @@ def random_labels(
         key: Of the entry.
         batch: For its shape and type.
         private: The batch's inputs: what is to be written may be what is read.
-        made: Those that were drawn.
+        random_input: Those that were drawn.
         generator: Of the labels.
 
     Raises:
@@ -165,13 +169,13 @@ def random_labels(
     if value.dim() == 2 and _writes(model):
         counted = value != -100
         if value.shape == private.shape and bool((value == private)[counted].all()):
-            return made.clone()  # what is read is what is to be written
-        drawn = _words(model, value, generator)
+            return random_input.clone()  # what is read is what is to be written
+        random_words = _words(model, value, generator)
         if value.shape == private.shape:  # masked: which places is drawn as well
             chosen = generator.uniform(value.shape, device=value.device) < 0.15
             chosen[:, 0] = True
-            drawn = drawn.masked_fill(~chosen, -100)
-        return drawn
+            random_words = random_words.masked_fill(~chosen, -100)
+        return random_words
     if value.shape == private.shape and classes > 1:
         return generator.integers(classes, value.shape, device=value.device).to(value.dtype)
     raise ValueError(
@@ -182,12 +186,12 @@ def random_labels(
 
 def special_ids(model: nn.Module, processing_class: Any = None) -> list[int]:
     """Ids of special tokens: the tokenizer's, or without one those that the config names."""
-    found = getattr(processing_class, "all_special_ids", None)
-    if found is None:
+    ids = getattr(processing_class, "all_special_ids", None)
+    if ids is None:
         config = getattr(model, "config", None)
         names = ("bos", "eos", "cls", "sep", "pad", "mask")
-        found = [getattr(config, f"{name}_token_id", None) for name in names]
-    return sorted({index for index in found if isinstance(index, int)})
+        ids = [getattr(config, f"{name}_token_id", None) for name in names]
+    return sorted({index for index in ids if isinstance(index, int)})
 
 
 def ordinary_ids(count: int, special: Sequence[int]) -> Tensor:
@@ -212,9 +216,9 @@ NOT_SYNTHETIC = (
 _PLACES = ("start_positions", "end_positions")  # of an answer, in a text
 
 
-def _words(model: nn.Module, like: Tensor, generator: Stream) -> Tensor:
+def _words(model: nn.Module, labels: Tensor, generator: Stream) -> Tensor:
     words = len(model.get_output_embeddings().weight)  # type: ignore[operator]
-    return generator.integers(words, like.shape, device=like.device).to(like.dtype)
+    return generator.integers(words, labels.shape, device=labels.device).to(labels.dtype)
 
 
 def _writes(model: nn.Module) -> bool:
@@ -233,16 +237,16 @@ def special_ends(
     """
     rows = torch.arange(len(ids), device=ids.device)
     places = ends_of(torch.ones_like(ids) if present is None else present)
-    found = [ids[rows, place].unique().tolist() for place in places]
+    end_tokens = [ids[rows, place].unique().tolist() for place in places]
     begins, closes = (
-        index[0] if len(index) == 1 and index[0] in set(special) else None for index in found
+        index[0] if len(index) == 1 and index[0] in set(special) else None for index in end_tokens
     )
     return begins, closes
 
 
 LENGTH = 16
 """Tokens of a synthetic text come in so many, if the model takes as many."""
-MORE = 4 / 3
+TOKEN_MARGIN = 4 / 3
 """Times as many tokens as a layer's inputs have directions: then these are in no span."""
 READERS = 4  # of one input at most, whose gradients are read together: query, key and value
 USUAL = {"text": 4, "image": 16}
@@ -281,9 +285,9 @@ def synthetic_samples(
             value = value[:, :1].expand(-1, places.shape[1])  # their length is the batch's, too
         return value[rows] if len(value) == len(x) else value
 
-    like = {name: resized(name, value) for name, value in batch.items()}
-    made = random_batch(gmap.domain, gmap.model, like, generator, special)
-    return gmap.undefended.of_batch(made)
+    resized_batch = {name: resized(name, value) for name, value in batch.items()}
+    random_entries = random_batch(gmap.domain, gmap.model, resized_batch, generator, special)
+    return gmap.undefended.of_batch(random_entries)
 
 
 def text_length(gmap: GradientMap, samples: int) -> int:
@@ -302,9 +306,9 @@ def text_length(gmap: GradientMap, samples: int) -> int:
     """
     matrices = [min(p.shape) for p in gmap.parameters.values() if p.dim() == 2]
     told_apart = min(READERS * max(matrices, default=1), gmap.input.shape[-1])
-    wanted = LENGTH * math.ceil(MORE * told_apart / samples / LENGTH)
+    length = LENGTH * math.ceil(TOKEN_MARGIN * told_apart / samples / LENGTH)
     most = _most_tokens(gmap.model)
-    return min(wanted, max(min(LENGTH, most), most // 2))
+    return min(length, max(min(LENGTH, most), most // 2))
 
 
 def _most_tokens(model: nn.Module) -> int:
@@ -316,7 +320,12 @@ def _places(gmap: GradientMap, length: int) -> Tensor:
     texts end as the batch's do, whatever their lengths and padding.
     """
     x, present = gmap.input, gmap.domain.present(gmap.batch)
-    first, last = ends_of(torch.ones(x.shape[:2], device=x.device) if present is None else present)
-    at = torch.arange(length, device=x.device) % (last - first + 1)[:, None] + first[:, None]
-    at[:, -1] = last
-    return at
+    first_place, last_place = ends_of(
+        torch.ones(x.shape[:2], device=x.device) if present is None else present
+    )
+    places = (
+        torch.arange(length, device=x.device) % (last_place - first_place + 1)[:, None]
+        + first_place[:, None]
+    )
+    places[:, -1] = last_place
+    return places

@@ -104,7 +104,7 @@ class Replay:
     def full_precision(self) -> Iterator[None]:
         """No autocast inside the model: differences of two passes would drown in its rounding."""
         kinds = [kind for kind in ("cpu", "cuda") if self._on(kind)]
-        before = {kind: torch.is_autocast_enabled(kind) for kind in kinds}
+        was_enabled = {kind: torch.is_autocast_enabled(kind) for kind in kinds}
 
         def leave_autocast(_module: nn.Module, _args: object) -> None:
             for kind in kinds:  # a model that entered it restores what was before
@@ -115,7 +115,7 @@ class Replay:
             with hooked(m.register_forward_pre_hook(leave_autocast) for m in self.modules):
                 yield
         finally:
-            for kind, enabled in before.items():
+            for kind, enabled in was_enabled.items():
                 torch.set_autocast_enabled(kind, enabled)
 
     def _on(self, kind: str) -> bool:
@@ -244,14 +244,14 @@ def hooked(handles: Iterable[RemovableHandle]) -> Iterator[None]:
 
 def nodes_of(tensors: Iterable[Tensor]) -> Iterator[Any]:
     """Every step of autograd's that tensors were computed by."""
-    nodes, seen = [tensor.grad_fn for tensor in tensors], set()
+    nodes, visited = [tensor.grad_fn for tensor in tensors], set()
     while nodes:
         node = nodes.pop()
-        if node is None or node in seen:
+        if node is None or node in visited:
             continue
-        seen.add(node)
+        visited.add(node)
         yield node
-        nodes += [after for after, _ in node.next_functions]
+        nodes += [next_node for next_node, _ in node.next_functions]
 
 
 def check_whole(derivatives: Iterable[Tensor]) -> None:

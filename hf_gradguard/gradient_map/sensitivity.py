@@ -70,8 +70,8 @@ def keep(gmap: ClientMap, plan: DifferencePlan) -> DifferencePlan:
 
 def split_layers(gmap: ClientMap, plan: DifferencePlan) -> dict[str, Layer]:
     """The map's layers whose samples are known apart."""
-    found = layers_of(gmap.model, gmap.parameters)
-    return {name: layer for name, layer in found.items() if name in plan.split_layers}
+    layers = layers_of(gmap.model, gmap.parameters)
+    return {name: layer for name, layer in layers.items() if name in plan.split_layers}
 
 
 def _key(gmap: ClientMap) -> Hashable:
@@ -101,8 +101,8 @@ def _try_out(gmap: ClientMap) -> DifferencePlan:
         is_rough = gmap.shards.any(is_rough)
     if is_rough:
         return DifferencePlan(frozenset(), 1.0)
-    whole = not gmap.replay.recomputes() and gmap.shards is None
-    layers = layers_of(gmap.model, gmap.parameters) if whole else {}
+    is_splittable = not gmap.replay.recomputes() and gmap.shards is None
+    layers = layers_of(gmap.model, gmap.parameters) if is_splittable else {}
     direction = normal(Stream.from_seeds(0), x.shape, x.device, x.dtype)  # hides nothing
     start = Pass.of(gmap, x, layers)
     full_step = step_size(x, gmap.shards)
@@ -116,7 +116,7 @@ def _try_out(gmap: ClientMap) -> DifferencePlan:
         if error <= AGREE:
             break
         longer = shorter
-    return DifferencePlan(_apart(gmap, start, layers, direction), *min(tried))
+    return DifferencePlan(_find_split_layers(gmap, start, layers, direction), *min(tried))
 
 
 def _disagreement(start: Pass, longer: Pass, shorter: Pass, step: float, gmap: ClientMap) -> float:
@@ -130,38 +130,43 @@ def _disagreement(start: Pass, longer: Pass, shorter: Pass, step: float, gmap: C
         short = Change.between(start, shorter, name, step / 4, samples)
         if long is not None and short is not None:
             pairs = zip(long.slopes, short.slopes, strict=True)
-            errors += [_relative(one, other) for one, other in pairs]
-    for name, rest in start.rest.items():
-        pair = (longer.rest[name] - rest) / step, (shorter.rest[name] - rest) / (step / 4)
+            errors += [_relative(long_slopes, short_slopes) for long_slopes, short_slopes in pairs]
+    for name, start_gradient in start.rest.items():
+        pair = (
+            (longer.rest[name] - start_gradient) / step,
+            (shorter.rest[name] - start_gradient) / (step / 4),
+        )
         errors.append(_relative(*pair))
-    found = [error for error in errors if error is not None]
-    error = torch.tensor(found).median() if found else torch.tensor(0.0)
+    finite_errors = [error for error in errors if error is not None]
+    error = torch.tensor(finite_errors).median() if finite_errors else torch.tensor(0.0)
     if gmap.shards is not None:
         error = gmap.shards.each({"": error}, "max")[""]
     largest = float(error)
     return largest if math.isfinite(largest) else math.inf
 
 
-def _apart(
+def _find_split_layers(
     gmap: ClientMap, start: Pass, layers: dict[str, Layer], direction: Tensor
 ) -> frozenset[str]:
     """The layers that know their samples apart."""
     if not layers:
         return frozenset()
     x, samples = gmap.input, len(gmap.input)
-    one = torch.zeros_like(direction)
-    one[0] = direction[0]
+    first_sample = torch.zeros_like(direction)
+    first_sample[0] = direction[0]
     step = step_size(x, gmap.shards)
-    alone = Pass.of(gmap, x + step * one, layers) if samples > 1 else None
-    whole = Pass.of(gmap, x, {}).rest
-    known: dict[str, bool | None] = {
-        name: _adds_up(start, name, layer, samples, whole)
+    alone = Pass.of(gmap, x + step * first_sample, layers) if samples > 1 else None
+    gradient = Pass.of(gmap, x, {}).rest
+    is_apart: dict[str, bool | None] = {
+        name: _adds_up(start, name, layer, samples, gradient)
         and (alone is None or _first_alone(Change.between(start, alone, name, step, samples)))
         for name, layer in layers.items()
     }
     # What stands still (LoRA at its start) shows nothing: it is taken to be as the others are.
-    others = all(apart for apart in known.values() if apart is not None)
-    return frozenset(n for n, apart in known.items() if (others if apart is None else apart))
+    is_rest_apart = all(verdict for verdict in is_apart.values() if verdict is not None)
+    return frozenset(
+        n for n, verdict in is_apart.items() if (is_rest_apart if verdict is None else verdict)
+    )
 
 
 def _has_kinks(gmap: ClientMap) -> bool:
@@ -179,9 +184,9 @@ def _first_alone(change: Change | None) -> bool | None:
     """
     if change is None:
         return False
-    for parts in (change.slopes, change.features):
-        for part in parts:
-            sizes = part.flatten(1).square().sum(1)
+    for changes in (change.slopes, change.features):
+        for change_of_call in changes:
+            sizes = change_of_call.flatten(1).square().sum(1)
             if sizes[1:].sum() > 1e-6 * sizes[0]:
                 return False
     return True if any(slopes.any() for slopes in change.slopes) else None
@@ -201,21 +206,21 @@ def _adds_up(start: Pass, name: str, layer: Layer, samples: int, gradient: Tenso
             continue
         missing = gradient[parameter].clone()
         for slopes, features in rows:
-            for one in range(samples):
-                some = slopes[one : one + 1], features[one : one + 1]
+            for sample in range(samples):
+                sample_rows = slopes[sample : sample + 1], features[sample : sample + 1]
                 missing -= (
-                    layer.weight_gradients(*some)
+                    layer.weight_gradients(*sample_rows)
                     if kind == "weight"
-                    else layer.bias_gradients(some[0])
+                    else layer.bias_gradients(sample_rows[0])
                 )[0]
         if missing.norm() > max(1e-3 * float(gradient[parameter].norm()), 1e-5 * scale):
             return False
     return True
 
 
-def _relative(one: Tensor, other: Tensor) -> float | None:
-    size = float(one.norm() + other.norm()) / 2
-    return float((one - other).norm()) / size if size else None
+def _relative(tensor: Tensor, reference: Tensor) -> float | None:
+    size = float(tensor.norm() + reference.norm()) / 2
+    return float((tensor - reference).norm()) / size if size else None
 
 
 def step_size(x: Tensor, shards: Shards | None) -> float:
@@ -259,7 +264,7 @@ def probe_squares(
     split: bool = True,
     method: Method | None = None,
     start: Pass | None = None,
-    of: Callable[[Layer, Change], Iterator[tuple[str, Any]]] | None = None,
+    layer_estimate: Callable[[Layer, Change], Iterator[tuple[str, Any]]] | None = None,
 ) -> Iterator[tuple[str, Any]]:
     """An estimate of s_i² from each probe, one parameter at a time: all names, `num_probes` times.
 
@@ -270,7 +275,7 @@ def probe_squares(
         split: As for `GradientMap.squared_sensitivity`.
         method: Likewise.
         start: A pass at the map's own input, if there was one.
-        of: What is wanted of a layer whose samples are known apart. Default: `layer_squares`.
+        layer_estimate: Of a layer whose samples are known apart. Default: `layer_squares`.
 
     Raises:
         ValueError: If there are no probes, or the method is unknown.
@@ -287,7 +292,9 @@ def probe_squares(
     plan = plan_of(gmap)
     if plan.error <= TOLERANCE:
         plan = plan if split else plan._replace(split_layers=frozenset())
-        return _differences(gmap, plan, num_probes, generator, start, of or layer_squares)
+        return _differences(
+            gmap, plan, num_probes, generator, start, layer_estimate or layer_squares
+        )
     reason = (
         f"Differences of {type(gmap.model).__name__}'s gradients are off by {plan.error:.0%}: "
         "its activations have kinks, or its arithmetic is too coarse."
@@ -303,7 +310,7 @@ def _differences(
     num_probes: int,
     generator: Stream | torch.Generator,
     start: Pass | None,
-    of: Callable[[Layer, Change], Iterator[tuple[str, Any]]],
+    layer_estimate: Callable[[Layer, Change], Iterator[tuple[str, Any]]],
 ) -> Iterator[tuple[str, Any]]:
     x, step = gmap.input, plan.shrink * step_size(gmap.input, gmap.shards)
     layers = split_layers(gmap, plan)
@@ -311,8 +318,8 @@ def _differences(
         start = Pass.of(gmap, x, layers)
     for _ in range(num_probes):
         end = Pass.of(gmap, x + step * normal(generator, x.shape, x.device, x.dtype), layers)
-        for name, rest in end.rest.items():
-            yield name, ((rest - start.rest[name]) / step).square_()
+        for name, gradient in end.rest.items():
+            yield name, ((gradient - start.rest[name]) / step).square_()
         del end.rest
         for name, layer in layers.items():
             change = Change.between(start, end, name, step, len(x))
@@ -321,19 +328,19 @@ def _differences(
                     f"{name} was given other shapes than it was when its samples were told apart. "
                     "Take method='exact'."
                 )
-            yield from of(layer, change)
+            yield from layer_estimate(layer, change)
 
 
 def layer_squares(layer: Layer, change: Change) -> Iterator[tuple[str, Tensor]]:
     """Σ_b (J_bᵀv)_i² of a layer's parameters, by name, over samples b."""
     module: Any = layer.module
     if layer.bias is not None:
-        found = change.bias(layer) if change.slopes else torch.zeros_like(module.bias)[None]
-        yield layer.bias, found.square().sum(0)
+        bias_product = change.bias(layer) if change.slopes else torch.zeros_like(module.bias)[None]
+        yield layer.bias, bias_product.square().sum(0)
     if layer.weight is not None:
         squares = torch.zeros_like(module.weight, requires_grad=False)
-        for one in change.weight(layer):  # stays in a processor's cache
-            squares.addcmul_(one, one)
+        for product in change.weight(layer):  # stays in a processor's cache
+            squares.addcmul_(product, product)
         yield layer.weight, squares
 
 

@@ -37,7 +37,7 @@ class Candidates:
         self._gmap = gmap
         self._offsets, self._layers = _linear_calls(gmap) if factored else ({}, {})
         self._dense = {n: p for n, p in gmap.parameters.items() if n not in self._layers}
-        self._whole = False
+        self._is_checked = False
 
     def slopes(
         self, function: GradientFunction, xs: Tensor, extras: Tensors, entries: Tensors
@@ -47,9 +47,9 @@ class Candidates:
         fixed = {key: value for key, value in entries.items() if key not in free}
         if len(xs) == 1:
             return self._one(function, xs, extras, free, fixed)
-        if not self._whole:  # kernels without second derivatives, which vectorization hides
+        if not self._is_checked:  # kernels without second derivatives, which vectorization hides
             self._gmap.gradient_at(self._gmap.input, create_graph=True)
-            self._whole = True
+            self._is_checked = True
         return self._many(function, xs, extras, free, fixed)
 
     def _one(
@@ -58,39 +58,39 @@ class Candidates:
         """By the ordinary engine, which runs models that cannot be vectorized."""
         gmap, x = self._gmap, xs[0].detach().requires_grad_()
         leaves = {key: value[0].clone().requires_grad_() for key, value in free.items()}
-        own = {**leaves, **{key: value[0] for key, value in fixed.items()}}
+        candidate_entries = {**leaves, **{key: value[0] for key, value in fixed.items()}}
         zeros = {call: zero.clone().requires_grad_() for call, zero in self._offsets.items()}
         calls = LinearCalls(self._layers, zeros)
         with gmap.replay.run():
             with calls.watching():
-                loss = gmap.evaluate(x, own)
+                loss = gmap.evaluate(x, candidate_entries)
             derivatives = differentiate(loss, self._dense | calls.offsets, create_graph=True)
             gradient: dict[str, Tensor | Factors]
             gradient = {name: derivatives[name] for name in self._dense}
             gradient |= calls.factors(derivatives)
             value = function(gradient, {name: tensor[0] for name, tensor in extras.items()})
-        slope, *others = gmap.input_gradient(value, x, *leaves.values())
-        by_leaf = {key: other[None] for key, other in zip(free, others, strict=True)}
+        slope, *leaf_slopes = gmap.input_gradient(value, x, *leaves.values())
+        by_leaf = {key: leaf_slope[None] for key, leaf_slope in zip(free, leaf_slopes, strict=True)}
         return value.detach()[None], slope[None], by_leaf
 
     def _many(
         self, function: GradientFunction, xs: Tensor, extras: Tensors, free: Tensors, fixed: Tensors
     ) -> tuple[Tensor, Tensor, Tensors]:
-        gmap, held = self._gmap, Held(self._gmap.model)
+        gmap, runner = self._gmap, RunWithin(self._gmap.model)
         parameters = {f"model.{name}": p.detach() for name, p in self._dense.items()}
         shared = gmap.parameters
         constants = {f"model.{name}": shared[name].detach() for name in self._layers}
 
         def loss_and_inputs(
-            parameters: Tensors, offsets: Tensors, x: Tensor, own: Tensors
+            parameters: Tensors, offsets: Tensors, x: Tensor, candidate_entries: Tensors
         ) -> tuple[Tensor, dict[str, list[Tensor]]]:
             calls = LinearCalls(self._layers, offsets)
 
             def run() -> Tensor:
                 with calls.watching():
-                    return gmap.evaluate(x, own)
+                    return gmap.evaluate(x, candidate_entries)
 
-            value: Tensor = torch.func.functional_call(held, {**constants, **parameters}, (run,))
+            value: Tensor = torch.func.functional_call(runner, {**constants, **parameters}, (run,))
             return value, calls.inputs
 
         # Both derivatives are taken inside the vectorization: differentiating vmap(grad(loss)) from
@@ -106,13 +106,13 @@ class Candidates:
             return result, result
 
         slopes_of = torch.func.grad(value, argnums=(0, 1), has_aux=True)
-        each = torch.func.vmap(slopes_of, randomness="same")
+        vectorized = torch.func.vmap(slopes_of, randomness="same")
         with torch.no_grad(), gmap.replay.draws(), gmap.replay.kernels():
-            (slopes, others), values = each(xs.detach(), free, fixed, extras)
-        return values, slopes, others
+            (slopes, entry_slopes), values = vectorized(xs.detach(), free, fixed, extras)
+        return values, slopes, entry_slopes
 
 
-class Held(nn.Module):
+class RunWithin(nn.Module):
     """A module whose forward pass is a function that runs `model`: what `functional_call` needs to
     swap its parameters.
     """
@@ -189,17 +189,21 @@ class LinearCalls:
 
     def factors(self, derivatives: Mapping[str, Tensor]) -> dict[str, Factors]:
         """The weights' gradients, from the loss's derivatives by the offsets."""
-        found = {}
+        factors = {}
         for name, inputs in self.inputs.items():
-            left = torch.cat(
+            output_slopes = torch.cat(
                 [derivatives[f"{name}@{number}"].flatten(0, -2) for number in range(len(inputs))]
             )
-            right = torch.cat([a.flatten(0, -2) for a in inputs])
+            layer_inputs = torch.cat([a.flatten(0, -2) for a in inputs])
             turned = isinstance(
                 self.layers[name], Conv1D
             )  # (in, out), where nn.Linear has (out, in)
-            found[name] = Factors(right, left) if turned else Factors(left, right)
-        return found
+            factors[name] = (
+                Factors(layer_inputs, output_slopes)
+                if turned
+                else Factors(output_slopes, layer_inputs)
+            )
+        return factors
 
     def _hook(self, name: str) -> Any:
         def call(_module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
@@ -285,8 +289,8 @@ class ManyGradients:
         for number, batch in enumerate(batches):
             shapes.setdefault(repr(_shape(batch)), []).append(number)
         for numbers in shapes.values():
-            for first in range(0, len(numbers), self.at_once):
-                rows = numbers[first : first + self.at_once]
+            for start in range(0, len(numbers), self.at_once):
+                rows = numbers[start : start + self.at_once]
                 yield rows, self._mean([batches[number] for number in rows])
 
     def spread(self, batches: Sequence[Mapping[str, Any]]) -> dict[str, float]:
@@ -299,58 +303,64 @@ class ManyGradients:
         for batch in batches:
             draws = [self._one(batch, seed) for seed in self._seeds]
             for name in total:
-                drawn = torch.stack([draw[name] for draw in draws]).float()
-                total[name] += float(drawn.var(0).mean()) / len(batches)
+                gradients = torch.stack([draw[name] for draw in draws]).float()
+                total[name] += float(gradients.var(0).mean()) / len(batches)
         return total
 
     def _mean(self, batches: list[Mapping[str, Any]]) -> dict[str, Tensor]:
-        found = [self._several(batches, seed) for seed in self._seeds]
-        if len(found) == 1:
-            return found[0]
-        return {n: torch.stack([one[n] for one in found]).mean(0) for n in self.parameters}
+        gradients_by_seed = [self._gradients_of(batches, seed) for seed in self._seeds]
+        if len(gradients_by_seed) == 1:
+            return gradients_by_seed[0]
+        return {
+            n: torch.stack([gradient[n] for gradient in gradients_by_seed]).mean(0)
+            for n in self.parameters
+        }
 
-    def _several(self, batches: list[Mapping[str, Any]], seed: int) -> dict[str, Tensor]:
+    def _gradients_of(self, batches: list[Mapping[str, Any]], seed: int) -> dict[str, Tensor]:
         if len(batches) > 1:
-            own = _different(batches)
-            if own not in self._allowed:
-                self._allowed[own] = self._try(batches, own, seed)
-            if self._allowed[own]:
-                return self._together(batches, own, seed)
-        each = [self._one(batch, seed) for batch in batches]
-        return {name: torch.stack([one[name] for one in each]) for name in self.parameters}
+            varying = _different(batches)
+            if varying not in self._allowed:
+                self._allowed[varying] = self._try(batches, varying, seed)
+            if self._allowed[varying]:
+                return self._vectorized(batches, varying, seed)
+        gradients = [self._one(batch, seed) for batch in batches]
+        return {
+            name: torch.stack([gradient[name] for gradient in gradients])
+            for name in self.parameters
+        }
 
     def _one(self, batch: Mapping[str, Any], seed: int) -> Tensors:
         with self._replay(seed).run():
             return differentiate(model_loss(self.model, dict(batch)), self.parameters)
 
-    def _together(
-        self, batches: list[Mapping[str, Any]], own: tuple[str, ...], seed: int
+    def _vectorized(
+        self, batches: list[Mapping[str, Any]], varying: tuple[str, ...], seed: int
     ) -> dict[str, Tensor]:
-        fixed = {key: value for key, value in batches[0].items() if key not in own}
-        stacked = {key: torch.stack([batch[key] for batch in batches]) for key in own}
-        if not own:  # one batch, several times
-            one = self._one(batches[0], seed)
-            return {name: g.expand(len(batches), *g.shape) for name, g in one.items()}
-        held = Held(self.model)
+        fixed = {key: value for key, value in batches[0].items() if key not in varying}
+        stacked = {key: torch.stack([batch[key] for batch in batches]) for key in varying}
+        if not varying:  # one batch, several times
+            gradient = self._one(batches[0], seed)
+            return {name: g.expand(len(batches), *g.shape) for name, g in gradient.items()}
+        runner = RunWithin(self.model)
         parameters = {f"model.{name}": p.detach() for name, p in self.parameters.items()}
 
         def loss(parameters: Tensors, entries: Tensors) -> Tensor:
             def run() -> Tensor:
                 return model_loss(self.model, {**fixed, **entries})
 
-            value: Tensor = torch.func.functional_call(held, parameters, (run,))
+            value: Tensor = torch.func.functional_call(runner, parameters, (run,))
             return value
 
-        each = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0), randomness="same")
+        vectorized = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0), randomness="same")
         with torch.no_grad(), self._replay(seed).draws(), sdpa_kernel(SDPBackend.MATH):
-            found = each(parameters, stacked)
-        return {name.removeprefix("model."): gradient for name, gradient in found.items()}
+            gradients = vectorized(parameters, stacked)
+        return {name.removeprefix("model."): gradient for name, gradient in gradients.items()}
 
-    def _try(self, batches: list[Mapping[str, Any]], own: tuple[str, ...], seed: int) -> bool:
+    def _try(self, batches: list[Mapping[str, Any]], varying: tuple[str, ...], seed: int) -> bool:
         """Whether the model gives vectorized what it gives otherwise."""
         alone = [self._one(batch, seed) for batch in (batches[0], batches[-1])]
         try:
-            together = self._together(batches, own, seed)
+            vectorized = self._vectorized(batches, varying, seed)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # control flow that looks at values, statistics, checkpoints
@@ -358,9 +368,9 @@ class ManyGradients:
             return False
         change = size = 0.0
         for name in self.parameters:
-            for row, one in zip((0, -1), alone, strict=True):
-                change += float((together[name][row] - one[name]).double().square().sum())
-                size += float(one[name].double().square().sum())
+            for row, gradient in zip((0, -1), alone, strict=True):
+                change += float((vectorized[name][row] - gradient[name]).double().square().sum())
+                size += float(gradient[name].double().square().sum())
         eps = torch.finfo(next(iter(self.parameters.values())).dtype).eps
         return change <= (1e3 * eps) ** 2 * size
 
@@ -386,9 +396,9 @@ def has_draws(model: nn.Module, batch: Mapping[str, Any]) -> bool:
 
 def _different(batches: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
     """The entries that are not alike in all: only these are vectorized."""
-    first = batches[0]
-    keys = [key for key, value in first.items() if isinstance(value, Tensor)]
-    return tuple(k for k in keys if any(not torch.equal(b[k], first[k]) for b in batches[1:]))
+    reference = batches[0]
+    keys = [key for key, value in reference.items() if isinstance(value, Tensor)]
+    return tuple(k for k in keys if any(not torch.equal(b[k], reference[k]) for b in batches[1:]))
 
 
 def _shape(batch: Mapping[str, Any]) -> tuple[Any, ...]:

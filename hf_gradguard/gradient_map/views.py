@@ -73,9 +73,10 @@ class ClippedMap(View):
         gradient = self.base.gradient()
         inner = sum(float((gradient[name] * tensor).sum()) for name, tensor in delta.items())
         # δ may leave parameters out, the part along g may not.
-        part: Tensors = {name: self._coupling * inner * g for name, g in gradient.items()}
+        along_gradient: Tensors = {name: self._coupling * inner * g for name, g in gradient.items()}
         return self.base.vjp(
-            part | {name: part[name] + self._factor * tensor for name, tensor in delta.items()}
+            along_gradient
+            | {name: along_gradient[name] + self._factor * tensor for name, tensor in delta.items()}
         )
 
     def twice(self) -> GradientMap:
@@ -226,5 +227,5 @@ class _Unknown:
         _refuse(name, self._why)
 
 
-def _refuse(what: str, why: str) -> NoReturn:
-    raise RuntimeError(f"This defense asks for the client's data ({what}), and {why}.")
+def _refuse(attribute: str, why: str) -> NoReturn:
+    raise RuntimeError(f"This defense asks for the client's data ({attribute}), and {why}.")

@@ -78,24 +78,24 @@ class Pieces:
 
     def joined(self) -> dict[str, Any]:
         """One batch of all samples."""
-        whole: dict[str, Any] = {}
+        joined: dict[str, Any] = {}
         for key, value in self.batches[0].items():
-            parts = [batch[key] for batch in self.batches]
+            tensors = [batch[key] for batch in self.batches]
             fill = -100 if key in ("label", "labels") else 0
-            whole[key] = value if self._shapes[key] is None else join(parts, fill)
-        return whole
+            joined[key] = value if self._shapes[key] is None else join(tensors, fill)
+        return joined
 
-    def apart(self, whole: Mapping[str, Any]) -> list[dict[str, Any]]:
+    def apart(self, batch: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Batches in the shapes of the given ones, from one like `joined()` made. Entries of other
         shapes are cut by samples alone.
         """
         pieces: list[dict[str, Any]] = [{} for _ in self.rows]
-        for key, value in whole.items():
+        for key, value in batch.items():
             shapes = self._shapes.get(key)
-            joined = isinstance(value, Tensor) and value.dim() and len(value) == sum(self.rows)
-            parts = cut(value, self.rows, shapes) if joined else [value] * len(self.rows)
-            for piece, part in zip(pieces, parts, strict=True):
-                piece[key] = part
+            is_joined = isinstance(value, Tensor) and value.dim() and len(value) == sum(self.rows)
+            tensors = cut(value, self.rows, shapes) if is_joined else [value] * len(self.rows)
+            for piece, tensor in zip(pieces, tensors, strict=True):
+                piece[key] = tensor
         return pieces
 
     def _shapes_of(self, key: str) -> list[torch.Size] | None:
@@ -105,15 +105,19 @@ class Pieces:
             for value, rows in zip(values, self.rows, strict=True)
         ):
             return [value.shape for value in values]
-        first = values[0]
+        reference = values[0]
         for value in values[1:]:
-            same = torch.equal(value, first) if isinstance(first, Tensor) else value == first
+            same = (
+                torch.equal(value, reference)
+                if isinstance(reference, Tensor)
+                else value == reference
+            )
             if not same:
                 raise ValueError(f"{key!r} is not of samples, and differs from batch to batch.")
         return None
 
 
-def join(parts: Sequence[Tensor], fill: float = 0) -> Tensor:
+def join(tensors: Sequence[Tensor], fill: float = 0) -> Tensor:
     """Tensors under each other, each padded at the ends of its other dimensions.
 
     Example:
@@ -121,39 +125,41 @@ def join(parts: Sequence[Tensor], fill: float = 0) -> Tensor:
         tensor([[1., 1., 7.],
                 [1., 1., 1.]])
     """
-    sizes = [max(size) for size in zip(*(part.shape[1:] for part in parts), strict=True)]
-    whole = parts[0].new_full((sum(len(part) for part in parts), *sizes), fill)
-    for part, room in zip(parts, whole.split([len(part) for part in parts]), strict=True):
-        room[tuple(slice(size) for size in part.shape)] = part
-    return whole
+    sizes = [max(size) for size in zip(*(tensor.shape[1:] for tensor in tensors), strict=True)]
+    joined = tensors[0].new_full((sum(len(tensor) for tensor in tensors), *sizes), fill)
+    for tensor, room in zip(
+        tensors, joined.split([len(tensor) for tensor in tensors]), strict=True
+    ):
+        room[tuple(slice(size) for size in tensor.shape)] = tensor
+    return joined
 
 
-def cut(whole: Tensor, rows: Sequence[int], shapes: Sequence[torch.Size] | None) -> list[Tensor]:
+def cut(joined: Tensor, rows: Sequence[int], shapes: Sequence[torch.Size] | None) -> list[Tensor]:
     """The inverse of `join`, as views.
 
     Args:
-        whole: `(Σ rows, ...)`.
+        joined: `(Σ rows, ...)`.
         rows: Of each part.
         shapes: Of each part; `None`, or others than `whole` has room for, cut no padding off.
     """
-    parts = list(whole.split(list(rows)))
+    tensors = list(joined.split(list(rows)))
     if shapes is None:
-        return parts
+        return tensors
     sizes = tuple(max(size) for size in zip(*(shape[1:] for shape in shapes), strict=True))
-    if sizes != tuple(whole.shape[1:]):
-        return parts
+    if sizes != tuple(joined.shape[1:]):
+        return tensors
     return [
-        part[tuple(slice(size) for size in shape)]
-        for part, shape in zip(parts, shapes, strict=True)
+        tensor[tuple(slice(size) for size in shape)]
+        for tensor, shape in zip(tensors, shapes, strict=True)
     ]
 
 
-def pieces_of(whole: Batch, size: int | None) -> list[Batch]:
+def pieces_of(batch: Batch, size: int | None) -> list[Batch]:
     """A batch cut into batches of so many samples, the last one smaller where they do not come out
     even. Entries that are not of samples are in every one.
 
     Args:
-        whole: The batch.
+        batch: The batch.
         size: At least 1; `None` for all samples.
 
     Raises:
@@ -163,17 +169,17 @@ def pieces_of(whole: Batch, size: int | None) -> list[Batch]:
         >>> [len(piece["labels"]) for piece in pieces_of(batch, 1)]
         [1, 1]
     """
-    count = count_rows(whole)
+    count = count_rows(batch)
     if size is not None and size < 1:
         raise ValueError(f"A local batch has at least one sample, not {size}.")
     if size is None or size >= count:
-        return [whole]
+        return [batch]
     return [
         {
-            key: value[first : first + size]
+            key: value[start : start + size]
             if isinstance(value, Tensor) and value.dim() and len(value) == count
             else value
-            for key, value in whole.items()
+            for key, value in batch.items()
         }
-        for first in range(0, count, size)
+        for start in range(0, count, size)
     ]

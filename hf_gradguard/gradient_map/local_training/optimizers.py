@@ -65,15 +65,19 @@ class SGD:
             for name, g in gradient.items()
         }
         if self.momentum:
-            last = state.get("momentum")
-            kept = {
-                name: d if last is None else self.momentum * last[name] + (1 - self.dampening) * d
+            momentum = state.get("momentum")
+            averaged = {
+                name: d
+                if momentum is None
+                else self.momentum * momentum[name] + (1 - self.dampening) * d
                 for name, d in directions.items()
             }
-            state = {"momentum": kept}
+            state = {"momentum": averaged}
             if self.nesterov:
-                kept = {name: d + self.momentum * kept[name] for name, d in directions.items()}
-            directions = kept
+                averaged = {
+                    name: d + self.momentum * averaged[name] for name, d in directions.items()
+                }
+            directions = averaged
         return {name: -rate * d for name, d in directions.items()}, state
 
     def linear(self, rates: list[float]) -> tuple[float, float]:
@@ -114,14 +118,15 @@ class AdamW:
         self, weights: Tensors, gradient: Tensors, state: State, rate: float, step: int
     ) -> tuple[Tensors, State]:
         """What is added to the weights, and the state after it; arguments as for `SGD.change`."""
-        one, two = self.betas
+        mean_beta, square_beta = self.betas
         zero = {name: torch.zeros_like(g) for name, g in gradient.items()}
         means, squares = state.get("mean", zero), state.get("square", zero)
-        means = {name: torch.lerp(means[name], g, 1 - one) for name, g in gradient.items()}
+        means = {name: torch.lerp(means[name], g, 1 - mean_beta) for name, g in gradient.items()}
         squares = {
-            name: two * squares[name] + (1 - two) * g.square() for name, g in gradient.items()
+            name: square_beta * squares[name] + (1 - square_beta) * g.square()
+            for name, g in gradient.items()
         }
-        size, correction = rate / (1 - one**step), math.sqrt(1 - two**step)
+        size, correction = rate / (1 - mean_beta**step), math.sqrt(1 - square_beta**step)
         changes = {}
         for name, square in squares.items():
             # The root has no slope at 0, where a parameter had no gradient yet: it is held there.
@@ -133,9 +138,9 @@ class AdamW:
 
     def linear(self, rates: list[float]) -> tuple[float, float]:
         """a and C as for SGD, with Adam's normalized directions in the place of gradients."""
-        kept = [1 - rate * self.weight_decay for rate in rates]
-        later = [math.prod(kept[step + 1 :]) for step in range(len(rates))]
-        return math.prod(kept), sum(rate * k for rate, k in zip(rates, later, strict=True))
+        decays = [1 - rate * self.weight_decay for rate in rates]
+        decay_after = [math.prod(decays[step + 1 :]) for step in range(len(rates))]
+        return math.prod(decays), sum(rate * k for rate, k in zip(rates, decay_after, strict=True))
 
 
 Optimizer = SGD | AdamW
@@ -163,9 +168,9 @@ def make_optimizer(name: str | Optimizer, settings: Mapping[str, Any] | None = N
             f"Local training is known for {' and '.join(OPTIMIZERS)}, but not for {name!r}: its "
             "steps would have to be written as a function of the weights."
         )
-    known = [field.name for field in fields(OPTIMIZERS[name])]
-    if unknown := [key for key in settings or {} if key not in known]:
-        raise ValueError(f"{name} has no {unknown[0]!r}. It has: {', '.join(known)}.")
+    setting_names = [field.name for field in fields(OPTIMIZERS[name])]
+    if unknown := [key for key in settings or {} if key not in setting_names]:
+        raise ValueError(f"{name} has no {unknown[0]!r}. It has: {', '.join(setting_names)}.")
     return OPTIMIZERS[name](**(settings or {}))
 
 

@@ -21,7 +21,7 @@ from ..map import GradientMap, check_loss
 from ..parameters import check_sharding, shared_by_batch
 from ..replay import Replay, differentiate
 from ..types import Batch, LossFunction, Tensors
-from ..vectorized import Factors, Held
+from ..vectorized import Factors, RunWithin
 from .batches import Pieces, cut, join
 from .optimizers import Optimizer, State, make_optimizer
 
@@ -99,13 +99,13 @@ class UpdateMap(GradientMap):
         with self.replay.kernels():
             for batch in self._pieces.batches:
                 self._parameters = shared_by_batch(model, batch, self.loss_fn, **self._sharing)
-        self._held = Held(model)
-        self._parts: list[Tensor] = []
+        self._runner = RunWithin(model)
+        self._batch_inputs: list[Tensor] = []
         losses: list[Tensor] = []
         with torch.enable_grad(), self.replay.kernels():
             self._gradient = self._train(self._pieces.batches, None, losses=losses)
-        self._shapes = [part.shape for part in self._parts]
-        self._x = join(self._parts) if self._needs_input else self._parts[0]
+        self._shapes = [part.shape for part in self._batch_inputs]
+        self._x = join(self._batch_inputs) if self._needs_input else self._batch_inputs[0]
         self._loss = torch.stack(losses).mean()
         self._jacobian = UnrolledJacobian(
             lambda x: self.gradient_at(x, create_graph=True), self._x, self._parameters, self.replay
@@ -123,8 +123,11 @@ class UpdateMap(GradientMap):
     def evaluate(self, x: Tensor, entries: Mapping[str, Any] | None = None) -> Tensor:
         """The mean loss of the batches at another input, before any step."""
         batches = self._pieces.apart({**self._batch, **(entries or {})})
-        parts = cut(x, self._pieces.rows, self._shapes)
-        losses = [self._run(batch, part)[1] for batch, part in zip(batches, parts, strict=True)]
+        batch_inputs = cut(x, self._pieces.rows, self._shapes)
+        losses = [
+            self._run(batch, batch_input)[1]
+            for batch, batch_input in zip(batches, batch_inputs, strict=True)
+        ]
         return torch.stack(losses).mean()
 
     def gradient_at(self, x: Tensor, create_graph: bool = False, **entries: Tensor) -> Tensors:
@@ -140,8 +143,8 @@ class UpdateMap(GradientMap):
             self.replay.check_differentiable()
         batches = self._pieces.apart({**self._batch, **entries})
         with self.replay.run():
-            parts = cut(x, self._pieces.rows, self._shapes)
-            return self._train(batches, parts, create_graph)
+            batch_inputs = cut(x, self._pieces.rows, self._shapes)
+            return self._train(batches, batch_inputs, create_graph)
 
     def slopes_at(
         self,
@@ -153,20 +156,22 @@ class UpdateMap(GradientMap):
         **entries: Tensor,
     ) -> tuple[Tensor, Tensor, Tensors]:
         """As `GradientMap.slopes_at`, one candidate after the other and never in factors."""
-        values, slopes, others = [], [], []
+        values, slopes, entry_slopes = [], [], []
         names = [key for key, entry in entries.items() if entry.is_floating_point()]
         for number, candidate in enumerate(xs):
             x = candidate.detach().requires_grad_()
-            own = {key: entry[number].detach() for key, entry in entries.items()}
-            leaves = [own[name].requires_grad_() for name in names]
-            gradient = self.gradient_at(x, create_graph=True, **own)
+            candidate_entries = {key: entry[number].detach() for key, entry in entries.items()}
+            leaves = [candidate_entries[name].requires_grad_() for name in names]
+            gradient = self.gradient_at(x, create_graph=True, **candidate_entries)
             with torch.enable_grad():
                 value = function(gradient, {name: extra[number] for name, extra in extras.items()})
-            slope, *other = self.input_gradient(value, x, *leaves)
+            slope, *slopes_of_candidate = self.input_gradient(value, x, *leaves)
             values.append(value.detach())
             slopes.append(slope)
-            others.append(other)
-        by_leaf = [torch.stack(some) for some in zip(*others, strict=True)]
+            entry_slopes.append(slopes_of_candidate)
+        by_leaf = [
+            torch.stack(slopes_of_entry) for slopes_of_entry in zip(*entry_slopes, strict=True)
+        ]
         return torch.stack(values), torch.stack(slopes), dict(zip(names, by_leaf, strict=True))
 
     def of_batch(self, batch: Batch, second_order: bool = False) -> UpdateMap:
@@ -191,60 +196,69 @@ class UpdateMap(GradientMap):
     def _train(
         self,
         batches: Sequence[Batch],
-        parts: Sequence[Tensor] | None,
+        batch_inputs: Sequence[Tensor] | None,
         create_graph: bool = False,
         losses: list[Tensor] | None = None,
     ) -> Tensors:
         """The change of the weights, kept apart from them: beside them it would be rounded off."""
-        first = {name: p.detach() for name, p in self._parameters.items()}
-        change = {name: torch.zeros_like(p) for name, p in first.items()}
+        start_weights = {name: p.detach() for name, p in self._parameters.items()}
+        change = {name: torch.zeros_like(p) for name, p in start_weights.items()}
         state: State = {}
-        seen: dict[int, Tensor] = {}
+        batch_inputs_by_index: dict[int, Tensor] = {}
         for step, (index, rate) in enumerate(zip(self._order, self.rates, strict=True), 1):
-            weights = {name: first[name] + change[name] for name in first}
+            weights = {name: start_weights[name] + change[name] for name in start_weights}
             if not create_graph:
                 weights = {name: w.detach() for name, w in weights.items()}
             for weight in weights.values():
                 weight.requires_grad_()
-            part = None if parts is None else parts[index]
-            gradient, loss, x = self._step(weights, batches[index], part, index, create_graph)
-            seen.setdefault(index, x.detach())
+            batch_input = None if batch_inputs is None else batch_inputs[index]
+            gradient, loss, x = self._step(
+                weights, batches[index], batch_input, index, create_graph
+            )
+            batch_inputs_by_index.setdefault(index, x.detach())
             if losses is not None:
                 losses.append(loss.detach())
             with torch.set_grad_enabled(create_graph):
-                more, state = self.optimizer.change(weights, gradient, state, rate, step)
-                change = {name: change[name] + more[name] for name in change}
-        if not self._parts:
-            self._parts = [seen[index] for index in range(len(batches))]
-        return self.outcome(first, change)
+                step_change, state = self.optimizer.change(weights, gradient, state, rate, step)
+                change = {name: change[name] + step_change[name] for name in change}
+        if not self._batch_inputs:
+            self._batch_inputs = [batch_inputs_by_index[index] for index in range(len(batches))]
+        return self.outcome(start_weights, change)
 
-    def _moved(self, index: int, part: Tensor, batch: Batch) -> Tensor:
+    def _moved(self, index: int, batch_input: Tensor, batch: Batch) -> Tensor:
         """The input of a batch at the present weights: where its table is trained too, it moves
         along.
         """
         domain, embedding = self.domain, self.embedding
         if embedding is None or not self._sharing["share_input_embeddings"]:
-            return part
+            return batch_input
         assert isinstance(domain, Text)
-        own = [embed(embedding, ids) for ids in domain.texts(batch).values()]
-        return torch.cat(own, 1) + (part - self._parts[index])
+        embedded = [embed(embedding, ids) for ids in domain.texts(batch).values()]
+        return torch.cat(embedded, 1) + (batch_input - self._batch_inputs[index])
 
     def _step(
-        self, weights: Tensors, batch: Batch, part: Tensor | None, index: int, create_graph: bool
+        self,
+        weights: Tensors,
+        batch: Batch,
+        batch_input: Tensor | None,
+        index: int,
+        create_graph: bool,
     ) -> tuple[Tensors, Tensor, Tensor]:
         """The gradient at some weights, the loss and the input. Differentiated while the weights
         are the model's: layers under activation checkpointing run again.
         """
 
         def run() -> tuple[Tensors, Tensor, Tensor]:
-            value = None if part is None else self._moved(index, part, batch)
+            value = None if batch_input is None else self._moved(index, batch_input, batch)
             x, loss = self._run(batch, value)
             check_loss(loss)
             return differentiate(loss, weights, create_graph=create_graph), loss, x
 
-        held = {f"model.{name}": weight for name, weight in weights.items()}
-        found: tuple[Tensors, Tensor, Tensor] = torch.func.functional_call(self._held, held, (run,))
-        return found
+        named_weights = {f"model.{name}": weight for name, weight in weights.items()}
+        outcome: tuple[Tensors, Tensor, Tensor] = torch.func.functional_call(
+            self._runner, named_weights, (run,)
+        )
+        return outcome
 
 
 class MeanGradientMap(UpdateMap):
@@ -282,10 +296,10 @@ def mean_gradient(
         >>> mean_gradient(make_optimizer("sgd"), [0.1, 0.1], weights, change)["w"]
         tensor([2.5000, 2.5000])
     """
-    kept, total = optimizer.linear(list(rates))
-    if kept == 1:
+    decay, total = optimizer.linear(list(rates))
+    if decay == 1:
         return {name: -delta / total for name, delta in change.items()}
-    return {name: ((kept - 1) * weights[name] - delta) / total for name, delta in change.items()}
+    return {name: ((decay - 1) * weights[name] - delta) / total for name, delta in change.items()}
 
 
 class _Steps(Replay):

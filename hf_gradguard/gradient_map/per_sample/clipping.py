@@ -99,11 +99,11 @@ def _factors(norms: Tensor, clip: float) -> Tensor:
     )
 
 
-def _clipped(each: Tensors, clip: float) -> ClippedSum:
-    squares = [tensor.flatten(1).double().square().sum(1) for tensor in each.values()]
+def _clipped(sample_gradients: Tensors, clip: float) -> ClippedSum:
+    squares = [tensor.flatten(1).double().square().sum(1) for tensor in sample_gradients.values()]
     norms = torch.stack(squares).sum(0).sqrt()
     factors = _factors(norms, clip)
-    total = {n: torch.tensordot(factors.to(t.dtype), t, 1) for n, t in each.items()}
+    total = {n: torch.tensordot(factors.to(t.dtype), t, 1) for n, t in sample_gradients.items()}
     return ClippedSum(total, norms)
 
 
@@ -112,11 +112,11 @@ def _one_by_one(gmap: GradientMap, samples: int, clip: float) -> ClippedSum:
     norms = []
     with gmap.replay.run():
         for row in range(samples):
-            one = rows_of(gmap.batch, [row], samples)
-            each = plain_gradient(gmap, one)
-            found = _clipped({n: g[None] for n, g in each.items()}, clip)
-            norms.append(found.norms)
-            for name, tensor in found.total.items():
+            sample = rows_of(gmap.batch, [row], samples)
+            gradient = plain_gradient(gmap, sample)
+            clipped = _clipped({n: g[None] for n, g in gradient.items()}, clip)
+            norms.append(clipped.norms)
+            for name, tensor in clipped.total.items():
                 total[name] += tensor
     return ClippedSum(total, torch.cat(norms))
 
@@ -165,8 +165,8 @@ class SampleMap(GradientMap):
             with self.replay.run():
                 gradient = plain_gradient(self, self._batch)
         else:
-            ones = torch.ones(count_rows(self._batch), device=self._loss.device)
-            gradient = total_of(self.parameters, self._shares, ones)
+            unit_factors = torch.ones(count_rows(self._batch), device=self._loss.device)
+            gradient = total_of(self.parameters, self._shares, unit_factors)
         return {name: gradient[name].to(p.dtype) for name, p in self._parameters.items()}
 
     def _heard(self) -> Mapping[str, Share] | None:

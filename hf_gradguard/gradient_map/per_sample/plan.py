@@ -43,9 +43,9 @@ def plan_of(gmap: GradientMap, samples: int) -> tuple[SamplePlan, Tensor]:
     weights = [_weights(rule, gmap.batch) for rule in plan.rules]
     agree = _agree(weights)  # if not, the first batches had as many tokens in every row
     if not agree or (not plan.reason and _has_untried(plan, gmap.batch)):
-        again = _try_out(gmap, samples, plan.rules, plan.labels)
-        modules = again.modules | plan.modules if agree else again.modules
-        plan = again._replace(modules=modules, is_padding_tried=plan.is_padding_tried)
+        new_plan = _try_out(gmap, samples, plan.rules, plan.labels)
+        modules = new_plan.modules | plan.modules if agree else new_plan.modules
+        plan = new_plan._replace(modules=modules, is_padding_tried=plan.is_padding_tried)
         weights = [_weights(rule, gmap.batch) for rule in plan.rules]
     if not plan.is_padding_tried:
         plan = plan._replace(is_padding_tried=_try_padding(gmap, samples))
@@ -72,16 +72,20 @@ def _try_out(
     batch = rows_of(gmap.batch, chosen, samples)
     labels = _joined(labels, frozenset().union(*_labels(batch)))
     with _still(gmap, batch), gmap.replay.run(), gmap.replay.full_precision():
-        whole = plain_gradient(gmap, batch)
+        batch_gradient = plain_gradient(gmap, batch)
         single = [plain_gradient(gmap, rows_of(gmap.batch, [row], samples)) for row in chosen]
-        size = sum(float(_norm(each)) for each in single) / len(chosen)
+        size = sum(float(_norm(sample_gradient)) for sample_gradient in single) / len(chosen)
         tolerance = size * _tolerance(gmap) + 1e-30
         fitting = []
         for rule in rules:
             weights = _weights(rule, batch)
             off = {
-                n: g - sum(float(w) * each[n] for w, each in zip(weights, single, strict=True))
-                for n, g in whole.items()
+                n: g
+                - sum(
+                    float(w) * sample_gradient[n]
+                    for w, sample_gradient in zip(weights, single, strict=True)
+                )
+                for n, g in batch_gradient.items()
             }
             if float(_norm(off)) <= tolerance:
                 fitting.append(rule)
@@ -115,11 +119,11 @@ def _try_padding(gmap: GradientMap, samples: int) -> bool:
         return False
     alone = rows_of(gmap.batch, [row], samples)
     with _still(gmap, alone), gmap.replay.run(), gmap.replay.full_precision():
-        one = plain_gradient(gmap, alone)
-        other = plain_gradient(gmap, shorter(gmap.model, alone, real[row : row + 1]))
-    apart = _norm({name: one[name] - other[name] for name in one})
-    if float(apart) > float(_norm(other)) * _tolerance(gmap) + 1e-30:
-        raise NotImplementedError(f"{type(gmap.model).__name__} {READ}")
+        padded = plain_gradient(gmap, alone)
+        unpadded = plain_gradient(gmap, shorter(gmap.model, alone, real[row : row + 1]))
+    difference = _norm({name: padded[name] - unpadded[name] for name in padded})
+    if float(difference) > float(_norm(unpadded)) * _tolerance(gmap) + 1e-30:
+        raise NotImplementedError(f"{type(gmap.model).__name__} {READS_PADDING}")
     return True
 
 
@@ -130,13 +134,15 @@ def _to_try(batch: Mapping[str, Any], labels: tuple[frozenset[int], ...]) -> lis
     items, values = count_items(batch, True), _labels(batch)
     order = [k for k in items.argsort(descending=True, stable=True).tolist() if items[k] > 0]
     chosen = order[:1] or [0]
-    seen = values[chosen[0]] if values else frozenset()
+    tried_labels = values[chosen[0]] if values else frozenset()
     for row in order if values else []:
-        if len(chosen) < TRIED - 1 and not values[row] <= seen.union(*_joined(labels, seen)[-1:]):
+        if len(chosen) < TRIED - 1 and not values[row] <= tried_labels.union(
+            *_joined(labels, tried_labels)[-1:]
+        ):
             chosen.append(row)
-            seen |= values[row]
-    rest = [row for row in order if row not in chosen]
-    return sorted({*chosen, *rest[: TRIED - 1 - len(chosen)], *order[-1:]})
+            tried_labels |= values[row]
+    untried = [row for row in order if row not in chosen]
+    return sorted({*chosen, *untried[: TRIED - 1 - len(chosen)], *order[-1:]})
 
 
 def _labels(batch: Mapping[str, Any]) -> list[frozenset[int]]:
@@ -148,10 +154,12 @@ def _labels(batch: Mapping[str, Any]) -> list[frozenset[int]]:
     return [frozenset(row) - {-100} for row in rows]
 
 
-def _joined(labels: tuple[frozenset[int], ...], more: frozenset[int]) -> tuple[frozenset[int], ...]:
+def _joined(
+    labels: tuple[frozenset[int], ...], new_labels: frozenset[int]
+) -> tuple[frozenset[int], ...]:
     """Values that were tried beside each other, also by way of others."""
-    met = more.union(*(group for group in labels if group & more))
-    return (*(group for group in labels if not group & more), *([met] if more else []))
+    met = new_labels.union(*(group for group in labels if group & new_labels))
+    return (*(group for group in labels if not group & new_labels), *([met] if new_labels else []))
 
 
 def _has_untried(plan: SamplePlan, batch: Mapping[str, Any]) -> bool:
@@ -171,12 +179,12 @@ def _wrong(
 ) -> str:
     """Where samples' shares are not what they are by themselves; nothing if they are."""
     norms = norms_of(shares)
-    for row, (each, weight) in enumerate(zip(single, weights.tolist(), strict=True)):
+    for row, (sample_gradient, weight) in enumerate(zip(single, weights.tolist(), strict=True)):
         alone = torch.zeros_like(norms)
         alone[row] = 1
-        found = total_of(gmap.parameters, shares, alone)
-        off = {name: found[name] - weight * g for name, g in each.items()}
-        wrong = abs(float(norms[row]) - weight * float(_norm(each)))
+        share = total_of(gmap.parameters, shares, alone)
+        off = {name: share[name] - weight * g for name, g in sample_gradient.items()}
+        wrong = abs(float(norms[row]) - weight * float(_norm(sample_gradient)))
         if max(float(_norm(off)), wrong) > tolerance * float(weights.max()):
             worst = max(off, key=lambda name: float(off[name].norm()))
             return f"samples cannot be told apart in {worst}"
@@ -188,23 +196,30 @@ def _still(gmap: GradientMap, batch: Mapping[str, Any]) -> Iterator[None]:
     """Without dropout. Modules of a model's own code stay as they are, since what they do to a
     batch in training may be something else, unless they draw at random.
     """
-    with modes_kept(gmap.model) as parts:
-        for part in parts:
-            part.training = part.training and not _is_of_a_library(part)
-        own = [part for part in parts if part.training]
-        kept = [(b, b.clone()) for part in own for b in part.buffers(recurse=False)]
+    with modes_kept(gmap.model) as modules:
+        for module in modules:
+            module.training = module.training and not _is_of_a_library(module)
+        custom_modules = [module for module in modules if module.training]
+        buffers = [
+            (b, b.clone()) for module in custom_modules for b in module.buffers(recurse=False)
+        ]
         try:
-            if own:
+            if custom_modules:
                 with gmap.replay.run():
-                    one, other = plain_gradient(gmap, batch), plain_gradient(gmap, batch)
-                apart = _norm({name: one[name] - other[name] for name in one})
-                if not float(apart) <= _tolerance(gmap) * float(_norm(one)):
+                    first_gradient, second_gradient = (
+                        plain_gradient(gmap, batch),
+                        plain_gradient(gmap, batch),
+                    )
+                difference = _norm(
+                    {name: first_gradient[name] - second_gradient[name] for name in first_gradient}
+                )
+                if not float(difference) <= _tolerance(gmap) * float(_norm(first_gradient)):
                     gmap.model.eval()
             yield
         finally:
-            for buffer, before in kept:
-                if not torch.equal(buffer, before):
-                    buffer.copy_(before)
+            for buffer, saved in buffers:
+                if not torch.equal(buffer, saved):
+                    buffer.copy_(saved)
 
 
 def _is_of_a_library(module: nn.Module) -> bool:
@@ -219,14 +234,14 @@ def total_of(
     parameters: Mapping[str, Tensor], shares: Mapping[str, Share], factors: Tensor
 ) -> Tensors:
     """Σ_b factor_b · (what b adds): zeros for parameters that no sample adds to."""
-    found: Tensors = {}
+    totals: Tensors = {}
     for share in shares.values():
         for name, tensor in share.total(factors).items():
-            found[name] = tensor
+            totals[name] = tensor
     for name, parameter in parameters.items():
-        if name not in found:
-            found[name] = wide(torch.zeros_like(parameter, requires_grad=False))
-    return {name: found[name] for name in parameters}
+        if name not in totals:
+            totals[name] = wide(torch.zeros_like(parameter, requires_grad=False))
+    return {name: totals[name] for name in parameters}
 
 
 def plain_gradient(gmap: GradientMap, batch: Mapping[str, Any]) -> Tensors:
@@ -234,8 +249,8 @@ def plain_gradient(gmap: GradientMap, batch: Mapping[str, Any]) -> Tensors:
     if not bool(count_items(batch, False).any()):
         return {n: wide(torch.zeros_like(p)) for n, p in gmap.parameters.items()}
     loss = gmap.loss_fn(gmap.model, dict(batch))
-    found = differentiate(loss, gmap.parameters)
-    return {name: wide(tensor) for name, tensor in found.items()}
+    gradient = differentiate(loss, gmap.parameters)
+    return {name: wide(tensor) for name, tensor in gradient.items()}
 
 
 def count_items(batch: Mapping[str, Any], shifted: bool) -> Tensor:
@@ -268,12 +283,12 @@ _RULES = ("rows", "tokens", "shifted tokens")
 
 
 def _agree(weights: list[Tensor]) -> bool:
-    return all(torch.allclose(weights[0], other) for other in weights[1:])
+    return all(torch.allclose(weights[0], other_weights) for other_weights in weights[1:])
 
 
 def rows_of(batch: Mapping[str, Any], rows: list[int], samples: int) -> dict[str, Any]:
     """Some rows of a batch."""
-    found: dict[str, Any] = {}
+    chosen: dict[str, Any] = {}
     for key, value in batch.items():
         if isinstance(value, Tensor) and value.dim():
             if len(value) != samples:
@@ -282,12 +297,12 @@ def rows_of(batch: Mapping[str, Any], rows: list[int], samples: int) -> dict[str
                     "rows, so a sample cannot be taken out. Return one entry per row from the "
                     "collator."
                 )
-            found[key] = value[rows]
+            chosen[key] = value[rows]
         elif isinstance(value, list | tuple) and len(value) == samples:
-            found[key] = [value[row] for row in rows]
+            chosen[key] = [value[row] for row in rows]
         else:
-            found[key] = value
-    return found
+            chosen[key] = value
+    return chosen
 
 
 def _tolerance(gmap: GradientMap) -> float:
@@ -306,7 +321,7 @@ def wide(tensor: Tensor) -> Tensor:
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
-READ = (
+READS_PADDING = (
     "gives a text another gradient where others of its batch are longer: it reads the padding, or "
     "counts positions from it, as with padding on the left. So one long text changes what all "
     "others add, and no clipping bounds that. Pad on the right (tokenizer.padding_side = 'right'), "
@@ -345,8 +360,8 @@ def shorter(model: nn.Module, row: Mapping[str, Any], real: Tensor) -> dict[str,
     def along(name: str, value: Any) -> bool:
         if not isinstance(value, Tensor) or value.dim() < 2 or value.shape[1] != real.shape[1]:
             return False
-        several = name.endswith("labels") and value.is_floating_point()  # of as many classes
-        return not several and not is_of_targets(model, name)
+        is_multi_label = name.endswith("labels") and value.is_floating_point()  # of as many classes
+        return not is_multi_label and not is_of_targets(model, name)
 
     return {
         name: value[:, first : last + 1] if along(name, value) else value
@@ -358,7 +373,7 @@ def most_padded(real: Tensor, rows: Tensor) -> int | None:
     """Of some rows, `(B,)` bools, the one with the most padding at its ends; `None` if none has."""
     if real.all():
         return None
-    first, last = ends_of(real)
-    length = (last - first + 1).where(rows.to(real.device), real.shape[1])
+    first_place, last_place = ends_of(real)
+    length = (last_place - first_place + 1).where(rows.to(real.device), real.shape[1])
     row = int(length.argmin())
     return row if length[row] < real.shape[1] else None

@@ -50,25 +50,27 @@ class Written(Share):
     """
 
     def __init__(self, parts: Callable[[], Iterator[Tensors]]) -> None:
-        self._parts = parts
+        self._write_gradients = parts
 
     def squares(self) -> Tensor:
-        found = [
-            torch.stack([each.flatten(1).double().square().sum(1) for each in part.values()]).sum(0)
-            for part in self._parts()
+        squares = [
+            torch.stack(
+                [gradients.flatten(1).double().square().sum(1) for gradients in chunk.values()]
+            ).sum(0)
+            for chunk in self._write_gradients()
         ]
-        return torch.cat(found)
+        return torch.cat(squares)
 
     def total(self, factors: Tensor) -> Tensors:
         sums: Tensors = {}
-        first = 0
-        for part in self._parts():
-            count = len(next(iter(part.values())))
-            some = factors[first : first + count]
-            for name, each in part.items():
-                added = torch.tensordot(some.to(each.dtype), each, 1)
+        start = 0
+        for chunk in self._write_gradients():
+            count = len(next(iter(chunk.values())))
+            chunk_factors = factors[start : start + count]
+            for name, gradients in chunk.items():
+                added = torch.tensordot(chunk_factors.to(gradients.dtype), gradients, 1)
                 sums[name] = sums[name] + added if name in sums else added
-            first += count
+            start += count
         return sums
 
 
@@ -101,14 +103,14 @@ class OfLayer(Share):
         return squares + Written(self.written).squares()
 
     def total(self, factors: Tensor) -> Tensors:
-        found: Tensors = {}
+        totals: Tensors = {}
         for slopes, features in self.rows:
             scaled = slopes * factors.to(slopes.dtype).view(-1, *[1] * (slopes.dim() - 1))
             if self.layer.weight is not None:
-                _add(found, self.layer.weight, self._weight(scaled, features))
+                _add(totals, self.layer.weight, self._weight(scaled, features))
             if self.layer.bias is not None:
-                _add(found, self.layer.bias, self.layer.bias_gradients(scaled).sum(0))
-        return found
+                _add(totals, self.layer.bias, self.layer.bias_gradients(scaled).sum(0))
+        return totals
 
     def _weight(self, slopes: Tensor, features: Tensor) -> Tensor:
         """Of all samples together."""
@@ -118,10 +120,10 @@ class OfLayer(Share):
         if isinstance(m, (*LINEAR, nn.LayerNorm)):
             return self.layer.weight_gradients(slopes, features).sum(0)
         function = getattr(layer_gradients, f"conv{m.weight.dim() - 2}d_weight")
-        found: Tensor = function(
+        gradient: Tensor = function(
             features, m.weight.shape, slopes, m.stride, m.padding, m.dilation, m.groups
         )
-        return found
+        return gradient
 
     def _joined(self) -> tuple[Tensor, Tensor]:
         """Calls one after the other, as if the layer had had their tokens at once."""
@@ -134,9 +136,13 @@ class OfLayer(Share):
         """Samples' gradients of the weight, `(b, *shape)`, some samples at a time."""
         assert self.layer.weight is not None
         size = self.layer.module.weight.numel()  # type: ignore[operator]
-        for some in _slices(len(self.rows[0][0]), size):
-            parts = [self.layer.weight_gradients(s[some], f[some]) for s, f in self.rows]
-            yield {self.layer.weight: torch.stack(parts).sum(0) if len(parts) > 1 else parts[0]}
+        for chosen in _slices(len(self.rows[0][0]), size):
+            gradients = [self.layer.weight_gradients(s[chosen], f[chosen]) for s, f in self.rows]
+            yield {
+                self.layer.weight: torch.stack(gradients).sum(0)
+                if len(gradients) > 1
+                else gradients[0]
+            }
 
 
 @dataclass
@@ -156,12 +162,12 @@ class OfTable(Share):
     slopes: Tensor
 
     def squares(self) -> Tensor:
-        found = []
+        squares = []
         for ids, slopes in zip(self.ids, self.slopes, strict=True):
             used, places = ids.unique(return_inverse=True)
             rows = slopes.new_zeros(len(used), slopes.shape[-1]).index_add_(0, places, slopes)
-            found.append(rows.double().square().sum())
-        return torch.stack(found)
+            squares.append(rows.double().square().sum())
+        return torch.stack(squares)
 
     def total(self, factors: Tensor) -> Tensors:
         scaled = (self.slopes * factors.to(self.slopes.dtype)[:, None, None]).flatten(0, 1)
@@ -180,38 +186,38 @@ def of_module(
         names: Of its own parameters to what they are called in the model.
         calls: Arguments, tensors with a first dimension of samples, and slopes of the output.
     """
-    held = {n: p.detach().to(torch.promote_types(p.dtype, torch.float32))
+    fixed = {n: p.detach().to(torch.promote_types(p.dtype, torch.float32))
             for n, p in module.named_parameters(recurse=False)}  # fmt: skip
-    wanted = {own: held.pop(own) for own in names}
+    shared = {local_name: fixed.pop(local_name) for local_name in names}
 
-    def parts() -> Iterator[Tensors]:
-        size = sum(p.numel() for p in wanted.values())
-        for some in _slices(len(calls[0][1]), size):
-            found: Tensors = {}
+    def write_gradients() -> Iterator[Tensors]:
+        size = sum(p.numel() for p in shared.values())
+        for chosen in _slices(len(calls[0][1]), size):
+            gradients: Tensors = {}
             for args, slopes in calls:
-                each = _each_row(module, wanted, held, args, slopes, some)
-                for own, value in each.items():
-                    _add(found, names[own], value.to(slopes.dtype))
-            yield found
+                row_gradients = _each_row(module, shared, fixed, args, slopes, chosen)
+                for local_name, value in row_gradients.items():
+                    _add(gradients, names[local_name], value.to(slopes.dtype))
+            yield gradients
 
-    return Written(parts)
+    return Written(write_gradients)
 
 
 def _each_row(
-    module: nn.Module, wanted: Tensors, held: Tensors, args: Sequence[Any], slopes: Tensor,
-    some: slice,
+    module: nn.Module, shared: Tensors, fixed: Tensors, args: Sequence[Any], slopes: Tensor,
+    chosen: slice,
 ) -> Tensors:  # fmt: skip
-    tensors = [arg[some] for arg in args if isinstance(arg, Tensor)]
+    tensors = [arg[chosen] for arg in args if isinstance(arg, Tensor)]
 
     def inner(parameters: Tensors, slope: Tensor, *rows: Tensor) -> Tensor:
-        given = iter(rows)
-        call = tuple(next(given)[None] if isinstance(arg, Tensor) else arg for arg in args)
-        output = functional_call(module, {**held, **parameters}, call)
+        row_tensors = iter(rows)
+        call = tuple(next(row_tensors)[None] if isinstance(arg, Tensor) else arg for arg in args)
+        output = functional_call(module, {**fixed, **parameters}, call)
         return (output[0] * slope).sum()
 
     dims = (None, 0, *[0] * len(tensors))
-    found: Tensors = vmap(grad(inner), in_dims=dims)(wanted, slopes[some], *tensors)
-    return found
+    gradients: Tensors = vmap(grad(inner), in_dims=dims)(shared, slopes[chosen], *tensors)
+    return gradients
 
 
 def _ghost_squares(slopes: Tensor, features: Tensor) -> Tensor:
@@ -221,21 +227,23 @@ def _ghost_squares(slopes: Tensor, features: Tensor) -> Tensor:
     by is added.
     """
     samples, tokens = slopes.shape[:2]
-    found = []
-    for some in _slices(samples, tokens**2):
-        left, right = slopes[some], features[some]
-        found.append(((left @ left.mT) * (right @ right.mT)).double().sum((1, 2)))
+    squares = []
+    for chosen in _slices(samples, tokens**2):
+        left_rows, right_rows = slopes[chosen], features[chosen]
+        squares.append(
+            ((left_rows @ left_rows.mT) * (right_rows @ right_rows.mT)).double().sum((1, 2))
+        )
     sizes = (slopes.norm(dim=2) * features.norm(dim=2)).double().sum(1)
-    return torch.cat(found).clamp(min=0) + torch.finfo(slopes.dtype).eps * sizes.square()
+    return torch.cat(squares).clamp(min=0) + torch.finfo(slopes.dtype).eps * sizes.square()
 
 
 def _slices(samples: int, size: int) -> Iterator[slice]:
-    several = max(1, ENTRIES // max(size, 1))
-    return (slice(first, first + several) for first in range(0, samples, several))
+    samples_at_once = max(1, ENTRIES // max(size, 1))
+    return (slice(start, start + samples_at_once) for start in range(0, samples, samples_at_once))
 
 
-def _add(found: Tensors, name: str, value: Tensor) -> None:
-    found[name] = found[name] + value if name in found else value
+def _add(totals: Tensors, name: str, value: Tensor) -> None:
+    totals[name] = totals[name] + value if name in totals else value
 
 
 class NotApartError(RuntimeError):
@@ -282,12 +290,12 @@ class Listener:
         if tied := [name for key, name in names.items() if holders[key] > 1]:
             raise NotApartError(f"{tied[0]} is used by several modules")
         self._layers: dict[str, Layer] = layers_of(self.model, self.parameters)
-        self._own: dict[str, dict[str, str]] = {}
+        self._shared_names: dict[str, dict[str, str]] = {}
         for name, module in modules.items():
-            own = {n: names[id(p)] for n, p in module.named_parameters(recurse=False)
+            shared_names = {n: names[id(p)] for n, p in module.named_parameters(recurse=False)
                    if id(p) in names}  # fmt: skip
-            if own:
-                self._own[name] = own
+            if shared_names:
+                self._shared_names[name] = shared_names
         self._modules = modules
         self._lengths = {
             value.shape[1]
@@ -298,13 +306,13 @@ class Listener:
     @contextmanager
     def listening(self) -> Iterator[None]:
         """While the loss is evaluated inside."""
-        handles, kept = [], {}
-        for name, own in self._own.items():
+        handles, replaced = [], {}
+        for name, shared_names in self._shared_names.items():
             module = self._modules[name]
             if name not in self._layers and any(module.children()):
-                kept[name] = {n: module._parameters[n] for n in own}
+                replaced[name] = {n: module._parameters[n] for n in shared_names}
                 handles.append(module.register_forward_pre_hook(self._give_copies(name)))
-                handles.append(module.register_forward_hook(self._take_back(name, kept[name])))
+                handles.append(module.register_forward_hook(self._take_back(name, replaced[name])))
             else:
                 hook = self._listen(name, type(module) is nn.Embedding)
                 handles.append(module.register_forward_hook(hook, prepend=True, with_kwargs=True))
@@ -312,7 +320,7 @@ class Listener:
             with hooked(handles):
                 yield
         finally:
-            for name, parameters in kept.items():
+            for name, parameters in replaced.items():
                 self._modules[name]._parameters.update(parameters)
 
     def shares(self, loss: Tensor) -> dict[str, Share]:
@@ -325,22 +333,24 @@ class Listener:
         copies = [copy for copies in self._copies.values() for copy in copies]
         heard: list[Any] = [*edges, *copies]
         slopes = list(torch.autograd.grad(loss, heard, allow_unused=True))
-        found: dict[str, Share] = {}
+        shares: dict[str, Share] = {}
         for name, calls in self._calls.items():
-            given = [(call, slopes.pop(0)) for call in calls]
-            reached = [(call, slope) for call, slope in given if slope is not None]
+            calls_with_slopes = [(call, slopes.pop(0)) for call in calls]
+            reached = [(call, slope) for call, slope in calls_with_slopes if slope is not None]
             if reached:
-                found[name] = self._share(name, reached)
-        for name, several in self._copies.items():
-            parts = [slope for slope in (slopes.pop(0) for _ in several) if slope is not None]
-            if parts:
-                found[name] = self._of_copies(name, torch.stack(parts).sum(0))
-        return found
+                shares[name] = self._share(name, reached)
+        for name, copies_of_parameter in self._copies.items():
+            reached_slopes = [
+                slope for slope in (slopes.pop(0) for _ in copies_of_parameter) if slope is not None
+            ]
+            if reached_slopes:
+                shares[name] = self._of_copies(name, torch.stack(reached_slopes).sum(0))
+        return shares
 
     def _share(self, name: str, calls: list[tuple[_Call, Tensor]]) -> Share:
         for call, _ in calls:
-            now = [arg._version for arg in call.args if isinstance(arg, Tensor)]
-            if now != call.versions:
+            present_versions = [arg._version for arg in call.args if isinstance(arg, Tensor)]
+            if present_versions != call.versions:
                 raise NotApartError(f"what entered {name} was written to later")
         if name in self._layers:
             layer, rows = self._layers[name], []
@@ -351,7 +361,7 @@ class Listener:
                     raise NotApartError(f"samples are no rows of what enters {name}")
                 rows.append((pair[0], pair[1]))
             return OfLayer(layer, rows)
-        own, module = self._own[name], self._modules[name]
+        shared_names, module = self._shared_names[name], self._modules[name]
         if type(module) is nn.Embedding:
             return self._of_table(name, module, calls)
         for call, slope in calls:
@@ -359,7 +369,7 @@ class Listener:
             if any(not arg.dim() or len(arg) != self.samples for arg in tensors):
                 raise NotApartError(f"samples are no rows of what enters {name}")
         wide = [(tuple(map(_wide, call.args)), _wide(slope)) for call, slope in calls]
-        return of_module(module, own, wide)
+        return of_module(module, shared_names, wide)
 
     def _is_by_samples(self, entered: Tensor) -> bool:
         """Whether rows are samples, or all samples' tokens with what is padded. Of tokens that were
@@ -384,14 +394,14 @@ class Listener:
                 slopes = slopes.masked_fill((ids == module.padding_idx)[..., None], 0)
             every_ids.append(ids)
             every_slopes.append(slopes)
-        weight = self._own[name]["weight"]
+        weight = self._shared_names[name]["weight"]
         ids, slopes = torch.cat(every_ids, 1), torch.cat(every_slopes, 1)
         return OfTable(weight, module.weight.detach(), ids, slopes)
 
     def _of_copies(self, name: str, slopes: Tensor) -> Share:
         shape = self.parameters[name].shape
-        each = _wide(slopes).reshape(self.samples, *shape)
-        return Written(lambda: iter([{name: each}]))
+        gradients = _wide(slopes).reshape(self.samples, *shape)
+        return Written(lambda: iter([{name: gradients}]))
 
     def _listen(self, name: str, is_table: bool) -> Any:
         def called(
@@ -401,31 +411,31 @@ class Listener:
                 return None
             if not args or kwargs or not isinstance(output, Tensor):
                 raise NotApartError(f"{name} is called with names, or returns no tensor")
-            whole = output
+            expanded = output
             if is_table and len(output) == 1 < self.samples:  # positions: one row for all samples
-                whole = output.expand(self.samples, *output.shape[1:])
-            kept = tuple(arg.detach() if isinstance(arg, Tensor) else arg for arg in args)
-            versions = [arg._version for arg in kept if isinstance(arg, Tensor)]
-            call = _Call(kept, get_gradient_edge(whole), versions)
+                expanded = output.expand(self.samples, *output.shape[1:])
+            detached_args = tuple(arg.detach() if isinstance(arg, Tensor) else arg for arg in args)
+            versions = [arg._version for arg in detached_args if isinstance(arg, Tensor)]
+            call = _Call(detached_args, get_gradient_edge(expanded), versions)
             self._calls.setdefault(name, []).append(call)
-            return whole
+            return expanded
 
         return called
 
     def _give_copies(self, name: str) -> Any:
         def called(module: nn.Module, args: tuple[Any, ...]) -> None:
-            for own, full in self._own[name].items():
+            for local_name, full in self._shared_names[name].items():
                 parameter = self.parameters[full]
                 shape = self._shape_of_copies(full, parameter, args)
                 copy = parameter.detach().expand(shape).requires_grad_()
                 self._copies.setdefault(full, []).append(copy)
-                module._parameters[own] = copy  # type: ignore[assignment]
+                module._parameters[local_name] = copy  # type: ignore[assignment]
 
         return called
 
-    def _take_back(self, name: str, kept: dict[str, Any]) -> Any:
+    def _take_back(self, name: str, parameters: dict[str, Any]) -> Any:
         def called(module: nn.Module, _args: tuple[Any, ...], _output: Any) -> None:
-            module._parameters.update(kept)
+            module._parameters.update(parameters)
 
         return called
 

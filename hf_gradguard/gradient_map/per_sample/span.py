@@ -26,7 +26,7 @@ neighbors share one if there are many.
 RIDGE = 1e-6
 """Added to a Gram matrix of unit vectors: samples' gradients may be nearly alike."""
 
-TERMS, EACH = 256, 16
+TERMS, TERMS_PER_SAMPLE = 256, 16
 """Factors that are fitted for a weight, at most, in all and for each sample: to solve for more
 takes longer than a pass.
 """
@@ -64,28 +64,30 @@ class SampleSpan:
 
     def __init__(self, gmap: GradientMap, x: Tensor | None = None) -> None:
         count, layers = len(gmap.input), layers_of(gmap.model, gmap.parameters)
-        found = Pass.of(gmap, gmap.input if x is None else x, layers)
+        evaluated = Pass.of(gmap, gmap.input if x is None else x, layers)
         self._count = count
-        self._like = {name: p.detach() for name, p in gmap.parameters.items()}
+        self._parameters = {name: p.detach() for name, p in gmap.parameters.items()}
         self._factors: dict[str, _Outer] = {}
         self._written: dict[str, _Written] = {}
         for key, layer in layers.items():
-            rows = found.rows(key, count)
+            rows = evaluated.rows(key, count)
             if not rows:  # it did not run, or mixes samples: nothing of it is in the span
                 continue
             if layer.bias is not None:
                 biases = [layer.bias_gradients(slopes) for slopes, _ in rows]
                 self._written[layer.bias] = _Written(torch.stack(biases).sum(0).flatten(1))
             if layer.weight is not None and isinstance(layer.module, LINEAR):
-                slopes, features = (torch.cat(parts, 1) for parts in zip(*rows, strict=True))
+                slopes, features = (
+                    torch.cat(row_tensors, 1) for row_tensors in zip(*rows, strict=True)
+                )
                 turned = isinstance(layer.module, Conv1D)  # (in, out), where others have (out, in)
                 self._factors[layer.weight] = _Outer(slopes, features, turned)
             elif layer.weight is not None:
                 weights = [layer.weight_gradients(*row) for row in rows]
                 self._written[layer.weight] = _Written(torch.stack(weights).sum(0).flatten(1))
-        self.rest = found.rest
+        self.rest = evaluated.rest
 
-    def fit_by(self, wanted: Tensors, factors: Granularity) -> Fit:
+    def fit_by(self, target: Tensors, factors: Granularity) -> Fit:
         """The nearest point, with factors of samples, of parameters too, or of tokens; all but
         `"message"`.
 
@@ -94,65 +96,70 @@ class SampleSpan:
             1.0
         """
         if factors == "sample":
-            return self.fit(wanted)
-        return self.fit_each(wanted, tokens=factors == "token")
+            return self.fit(target)
+        return self.fit_each(target, tokens=factors == "token")
 
     def powers(self, factors: Granularity) -> Powers:
         """What lies in it of other gradients, of which there may be many."""
-        rest: _Parts = [(name, _Written(r.flatten()[None])) for name, r in self.rest.items()]
-        parts = list(self._parts())
+        unsplit: _Vectors = [(name, _Written(r.flatten()[None])) for name, r in self.rest.items()]
+        vectors = list(self._vectors())
         if factors == "message":  # the sum of all samples, and of what no layer has
-            ones = torch.ones(self._count)
-            whole = [(n, _Written(part.weighted(ones).flatten()[None])) for n, part in parts]
-            return Powers([whole + rest])
+            unit_weights = torch.ones(self._count)
+            summed = [
+                (n, _Written(vector.weighted(unit_weights).flatten()[None]))
+                for n, vector in vectors
+            ]
+            return Powers([summed + unsplit])
         if factors == "sample":
-            return Powers([parts, rest])
+            return Powers([vectors, unsplit])
         if factors == "token":
-            parts = [(n, p.of_tokens() if isinstance(p, _Outer) else p) for n, p in parts]
-        return Powers([*([one] for one in parts), rest])
+            vectors = [(n, p.of_tokens() if isinstance(p, _Outer) else p) for n, p in vectors]
+        return Powers([*([vector_group] for vector_group in vectors), unsplit])
 
-    def fit(self, wanted: Tensors) -> Fit:
+    def fit(self, target: Tensors) -> Fit:
         """The nearest point of the span, by least squares."""
-        some = next(iter(wanted.values()))
-        inner = some.new_zeros(self._count, dtype=torch.float64)
-        gram = some.new_zeros(self._count, self._count, dtype=torch.float64)
-        for name, part in self._parts():
-            inner += part.inner(wanted[name])
-            gram += part.gram()
+        reference = next(iter(target.values()))
+        inner = reference.new_zeros(self._count, dtype=torch.float64)
+        gram = reference.new_zeros(self._count, self._count, dtype=torch.float64)
+        for name, vectors in self._vectors():
+            inner += vectors.inner(target[name])
+            gram += vectors.gram()
         weights = _solve(gram, inner)
         return self._with_rest(
-            {n: part.weighted(weights) for n, part in self._parts()}, wanted, weights
+            {n: vectors.weighted(weights) for n, vectors in self._vectors()}, target, weights
         )
 
-    def fit_each(self, wanted: Tensors, tokens: bool = False) -> Fit:
+    def fit_each(self, target: Tensors, tokens: bool = False) -> Fit:
         """The nearest point where each parameter has factors of its own: that of the product of
         their spans.
 
         Args:
-            wanted: The gradient to come near to.
+            target: The gradient to come near to.
             tokens: Factors of a linear layer's weight are of tokens and not of samples, or of
                 groups of neighbors where there are more than 16 for each sample or 256 in all.
         """
         nearest = {}
-        for name, part in self._parts():
-            if tokens and isinstance(part, _Outer):
-                part = part.of_tokens()
-            weights = _solve(part.gram().double(), part.inner(wanted[name]).double())
-            nearest[name] = part.weighted(weights)
-        return self._with_rest(nearest, wanted, torch.ones(self._count))
+        for name, vectors in self._vectors():
+            if tokens and isinstance(vectors, _Outer):
+                vectors = vectors.of_tokens()
+            weights = _solve(vectors.gram().double(), vectors.inner(target[name]).double())
+            nearest[name] = vectors.weighted(weights)
+        return self._with_rest(nearest, target, torch.ones(self._count))
 
-    def _parts(self) -> Iterator[tuple[str, _Outer | _Written]]:
+    def _vectors(self) -> Iterator[tuple[str, _Outer | _Written]]:
         yield from self._factors.items()
         yield from self._written.items()
 
-    def _with_rest(self, nearest: Tensors, wanted: Tensors, weights: Tensor) -> Fit:
+    def _with_rest(self, nearest: Tensors, target: Tensors, weights: Tensor) -> Fit:
         """With the vector of what no layer has, and zeros where nothing ran."""
-        for name, like in self._like.items():
+        for name, parameter in self._parameters.items():
             found = nearest.get(name)
-            nearest[name] = torch.zeros_like(like) if found is None else found.view(like.shape)
-        rest = {name: wanted[name] for name in self.rest}
-        nearest |= scaled(self.rest, rest).nearest if rest else {}
-        return scaled(nearest, wanted, weights)
+            nearest[name] = (
+                torch.zeros_like(parameter) if found is None else found.view(parameter.shape)
+            )
+        unsplit_target = {name: target[name] for name in self.rest}
+        nearest |= scaled(self.rest, unsplit_target).nearest if unsplit_target else {}
+        return scaled(nearest, target, weights)
 
 
 class Powers:
@@ -171,7 +178,7 @@ class Powers:
         (torch.Size([1, 2]), [2, 1])
     """
 
-    def __init__(self, groups: Sequence[_Parts]) -> None:
+    def __init__(self, groups: Sequence[_Vectors]) -> None:
         grams = [(g, torch.stack([p.gram().double() for _, p in g]).sum(0)) for g in groups if g]
         self._groups = [(group, *_unit(gram)) for group, gram in grams if gram.any()]
         self.names = [[name for name, _ in group] for group, _, _ in self._groups]
@@ -186,29 +193,34 @@ class Powers:
         """U'g of gradients `(K, *parameter.shape)`, `(K, factors)` in float64 for each group: U is
         an orthonormal basis of what is spanned.
         """
-        found = []
+        coordinates = []
         for (group, _, scale), root in zip(self._groups, self._roots, strict=True):
             inner = torch.stack(
                 [
-                    torch.stack([part.inner(g).double() for g in gradients[name]])
-                    for name, part in group
+                    torch.stack([vectors.inner(g).double() for g in gradients[name]])
+                    for name, vectors in group
                 ]
             )
-            found.append(inner.sum(0) * scale @ root)
-        return found
+            coordinates.append(inner.sum(0) * scale @ root)
+        return coordinates
 
-    def across(self, other: Powers) -> list[Tensor]:
+    def across(self, other_powers: Powers) -> list[Tensor]:
         """U'V for each group, `(factors, factors of the other)`: V is a basis of what another span
         of the same groups has.
         """
-        found = []
-        for (group, _, scale), root, (beside, _, size), turned in zip(
-            self._groups, self._roots, other._groups, other._roots, strict=True
+        products_by_group = []
+        for (group, _, scale), root, (other_group, _, size), turned in zip(
+            self._groups, self._roots, other_powers._groups, other_powers._roots, strict=True
         ):
-            pairs = zip(group, beside, strict=True)
-            products = torch.stack([one.across(two).double() for (_, one), (_, two) in pairs])
-            found.append(root.T @ (scale[:, None] * products.sum(0) * size) @ turned)
-        return found
+            pairs = zip(group, other_group, strict=True)
+            products = torch.stack(
+                [
+                    vectors.across(other_vectors).double()
+                    for (_, vectors), (_, other_vectors) in pairs
+                ]
+            )
+            products_by_group.append(root.T @ (scale[:, None] * products.sum(0) * size) @ turned)
+        return products_by_group
 
 
 class _Outer(NamedTuple):
@@ -221,17 +233,17 @@ class _Outer(NamedTuple):
     def of_tokens(self) -> _Outer:
         """With tokens in the place of samples, or groups of neighbors where there are many."""
         count, length, _ = self.slopes.shape
-        size = -(-count * length // min(TERMS, EACH * count))
-        more = -length % size
+        size = -(-count * length // min(TERMS, TERMS_PER_SAMPLE * count))
+        padding = -length % size
         slopes, features = (
-            nn.functional.pad(part, (0, 0, 0, more)).reshape(-1, size, part.shape[-1])
-            for part in (self.slopes, self.features)
+            nn.functional.pad(factor, (0, 0, 0, padding)).reshape(-1, size, factor.shape[-1])
+            for factor in (self.slopes, self.features)
         )
         return _Outer(slopes, features, self.turned)
 
-    def inner(self, wanted: Tensor) -> Tensor:
+    def inner(self, target: Tensor) -> Tensor:
         """With each sample's gradient, `(B,)`."""
-        matrix = (wanted.T if self.turned else wanted).to(self.features)
+        matrix = (target.T if self.turned else target).to(self.features)
         return ((self.slopes @ matrix) * self.features).sum((1, 2))
 
     def gram(self) -> Tensor:
@@ -243,18 +255,20 @@ class _Outer(NamedTuple):
             return written @ written.T
         return self.across(self)
 
-    def across(self, other: Any) -> Tensor:
+    def across(self, other_vectors: Any) -> Tensor:
         """With those of others, `(B, B')`."""
-        sizes = [part.slopes.shape[:2] for part in (self, other)]
-        mine, theirs = ((p.slopes.flatten(0, 1), p.features.flatten(0, 1)) for p in (self, other))
+        sizes = [factors.slopes.shape[:2] for factors in (self, other_vectors)]
+        mine, theirs = (
+            (p.slopes.flatten(0, 1), p.features.flatten(0, 1)) for p in (self, other_vectors)
+        )
         products = (mine[0] @ theirs[0].T) * (mine[1] @ theirs[1].T)
         return products.view(*sizes[0], *sizes[1]).sum((1, 3))
 
     def weighted(self, weights: Tensor) -> Tensor:
         """Σ_b c_b times samples' gradients."""
         slopes = self.slopes * weights.to(self.slopes)[:, None, None]
-        found = slopes.flatten(0, 1).T @ self.features.flatten(0, 1)
-        return found.T.contiguous() if self.turned else found
+        combination = slopes.flatten(0, 1).T @ self.features.flatten(0, 1)
+        return combination.T.contiguous() if self.turned else combination
 
 
 class _Written(NamedTuple):
@@ -262,20 +276,20 @@ class _Written(NamedTuple):
 
     rows: Tensor
 
-    def inner(self, wanted: Tensor) -> Tensor:
-        return self.rows @ wanted.flatten().to(self.rows)
+    def inner(self, target: Tensor) -> Tensor:
+        return self.rows @ target.flatten().to(self.rows)
 
     def gram(self) -> Tensor:
         return self.rows @ self.rows.T
 
-    def across(self, other: Any) -> Tensor:
-        return self.rows @ other.rows.T
+    def across(self, other_vectors: Any) -> Tensor:
+        return self.rows @ other_vectors.rows.T
 
     def weighted(self, weights: Tensor) -> Tensor:
         return weights.to(self.rows) @ self.rows
 
 
-_Parts = list[tuple[str, "_Outer | _Written"]]
+_Vectors = list[tuple[str, "_Outer | _Written"]]
 
 
 def _solve(gram: Tensor, inner: Tensor) -> Tensor:
@@ -298,13 +312,13 @@ def _root(unit: Tensor) -> Tensor:
     return vectors * values.clamp(min=RIDGE).rsqrt()
 
 
-def scaled(found: Tensors, wanted: Tensors, factors: Tensor | None = None) -> Fit:
+def scaled(direction: Tensors, target: Tensors, factors: Tensor | None = None) -> Fit:
     """`found` times the factor a with which it is nearest: what is left out is then orthogonal to
     it, and has the share 1 - cos² of the power.
 
     Args:
-        found: One tensor a shared parameter.
-        wanted: What it is to be near to.
+        direction: One tensor a shared parameter.
+        target: What it is to be near to.
         factors: Those that made it, to be multiplied with a as well.
 
     Example:
@@ -314,11 +328,11 @@ def scaled(found: Tensors, wanted: Tensors, factors: Tensor | None = None) -> Fi
     """
     factors = torch.ones(1) if factors is None else factors
     along, power, size = (
-        sum(float((one[n].double() * other[n].double()).sum()) for n in wanted)
-        for one, other in ((found, wanted), (found, found), (wanted, wanted))
+        sum(float((left[n].double() * right[n].double()).sum()) for n in target)
+        for left, right in ((direction, target), (direction, direction), (target, target))
     )
     if not power or not size:
-        return Fit({n: torch.zeros_like(t) for n, t in wanted.items()}, 0.0, 0 * factors)
+        return Fit({n: torch.zeros_like(t) for n, t in target.items()}, 0.0, 0 * factors)
     factor = along / power
-    nearest = {name: found[name] * factor for name in wanted}
+    nearest = {name: direction[name] * factor for name in target}
     return Fit(nearest, abs(along) / (power * size) ** 0.5, factors * factor)
