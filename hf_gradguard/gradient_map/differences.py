@@ -127,7 +127,7 @@ class DifferencedMap(View):
     def start(self) -> Pass:
         """The pass at the map's own input from which differences are taken."""
         layers = split_layers(self.base, self.plan)
-        start = Pass.of(self.base, self.input, layers) if layers else Pass({})
+        start = Pass.evaluate(self.base, self.input, layers) if layers else Pass({})
         if start.slope is None:
             weights = {name: p.detach() for name, p in self.parameters.items()}
             start.slope = _slope(self.base, self.input, weights)
@@ -139,7 +139,7 @@ class DifferencedMap(View):
         loss = self.start.loss
         if loss is not None and torch.equal(loss, self.base.loss):
             return self.base.gradient()
-        return Pass.of(self.base, self.input, {}).rest
+        return Pass.evaluate(self.base, self.input, {}).unsplit
 
     def vjp(self, delta: Tensors) -> Tensor:
         check_names(delta, self.parameters)

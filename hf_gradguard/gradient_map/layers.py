@@ -121,16 +121,16 @@ class Pass:
     layers: Mapping[str, Layer]
     features: dict[str, list[Tensor]] = field(default_factory=dict)
     slopes: dict[str, dict[int, Tensor]] = field(default_factory=dict)
-    rest: Tensors = field(default_factory=dict)
+    unsplit: Tensors = field(default_factory=dict)
     loss: Tensor | None = None
     slope: Tensor | None = None
 
     @classmethod
-    def of(cls, gmap: ClientMap, x: Tensor, layers: Mapping[str, Layer]) -> Pass:
+    def evaluate(cls, gmap: ClientMap, x: Tensor, layers: Mapping[str, Layer]) -> Pass:
         """At an input x, with the map's own random draws."""
         if not layers:
             with gmap.replay.full_precision():
-                return cls(layers, rest=gmap.gradient_at(x.detach()))
+                return cls(layers, unsplit=gmap.gradient_at(x.detach()))
         split = {name for layer in layers.values() for name in (layer.weight, layer.bias)}
         unsplit = {name: p for name, p in gmap.parameters.items() if name not in split}
         evaluated = cls(layers)
@@ -138,8 +138,8 @@ class Pass:
             x = x.detach().requires_grad_()
             with evaluated.listening():
                 loss = gmap.evaluate(x)
-            evaluated.rest = differentiate(loss, {**unsplit, "": x})
-        evaluated.loss, evaluated.slope = loss.detach(), evaluated.rest.pop("")
+            evaluated.unsplit = differentiate(loss, {**unsplit, "": x})
+        evaluated.loss, evaluated.slope = loss.detach(), evaluated.unsplit.pop("")
         return evaluated
 
     def rows(

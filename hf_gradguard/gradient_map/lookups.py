@@ -180,8 +180,8 @@ class _Watch(TorchDispatchMode):
         if source > self._weights:
             run.activations.add(table)
             return 0
-        origin = 0 if isinstance(lookup.at, int) else self._origin(lookup.at)
-        if origin & self._weights or lookup.at in self._computed:
+        origin = 0 if isinstance(lookup.indices, int) else self._origin(lookup.indices)
+        if origin & self._weights or lookup.indices in self._computed:
             return 0  # the model computed it
         if lookup.is_product and origin & self._floats:
             return 0
@@ -270,12 +270,12 @@ class Lookup(NamedTuple):
 
     Args:
         table: What is looked up in.
-        at: Where: whole numbers, a mask, or the other factor of a product.
-        dim: Of a factor, the dimension that is summed over; `None` if `at` is none.
+        indices: Where: whole numbers, a mask, or the other factor of a product.
+        dim: Of a factor, the dimension that is summed over; `None` if `indices` is none.
     """
 
     table: Tensor
-    at: Tensor | int
+    indices: Tensor | int
     dim: int | None = None
 
     @property
@@ -285,11 +285,11 @@ class Lookup(NamedTuple):
 
     def places(self) -> Tensor:
         """Which places of the table are asked for: the index, or where the factor is not zero."""
-        if isinstance(self.at, int):
-            return torch.tensor(self.at)
+        if isinstance(self.indices, int):
+            return torch.tensor(self.indices)
         if self.dim is None:
-            return self.at.detach().clone()
-        used = self.at.detach() != 0
+            return self.indices.detach().clone()
+        used = self.indices.detach() != 0
         return used.movedim(self.dim, 0).flatten(1).any(1) if used.dim() > 1 else used
 
 

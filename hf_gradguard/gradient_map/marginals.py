@@ -78,7 +78,7 @@ def heard(gmap: GradientMap, batch: Batch) -> tuple[GradientMap, Pass | None]:
             other_map = gmap.of_batch(batch)
         gradient = other_map.gradient()
     split = {name for layer in start.layers.values() for name in (layer.weight, layer.bias)}
-    start.rest = {name: g for name, g in gradient.items() if name not in split}
+    start.unsplit = {name: g for name, g in gradient.items() if name not in split}
     return other_map, start
 
 
@@ -89,7 +89,7 @@ def own_pass(gmap: GradientMap) -> Pass | None:
     plan = known_plan(gmap) or plan_of(gmap)
     if plan.error > TOLERANCE or not plan.split_layers:
         return None
-    return Pass.of(gmap, gmap.input, split_layers(gmap, plan))
+    return Pass.evaluate(gmap, gmap.input, split_layers(gmap, plan))
 
 
 def power_sums(

@@ -104,13 +104,13 @@ def _try_out(gmap: ClientMap) -> DifferencePlan:
     is_splittable = not gmap.replay.recomputes() and gmap.shards is None
     layers = layers_of(gmap.model, gmap.parameters) if is_splittable else {}
     direction = normal(Stream.from_seeds(0), x.shape, x.device, x.dtype)  # hides nothing
-    start = Pass.of(gmap, x, layers)
+    start = Pass.evaluate(gmap, x, layers)
     full_step = step_size(x, gmap.shards)
-    longer = Pass.of(gmap, x + full_step * direction, layers)
+    longer = Pass.evaluate(gmap, x + full_step * direction, layers)
     tried: list[tuple[float, float]] = []
     for shrink in SHRINKS:
         step = shrink * full_step
-        shorter = Pass.of(gmap, x + step / 4 * direction, layers)
+        shorter = Pass.evaluate(gmap, x + step / 4 * direction, layers)
         error = _disagreement(start, longer, shorter, step, gmap)
         tried.append((error, shrink))
         if error <= AGREE:
@@ -131,10 +131,10 @@ def _disagreement(start: Pass, longer: Pass, shorter: Pass, step: float, gmap: C
         if long is not None and short is not None:
             pairs = zip(long.slopes, short.slopes, strict=True)
             errors += [_relative(long_slopes, short_slopes) for long_slopes, short_slopes in pairs]
-    for name, start_gradient in start.rest.items():
+    for name, start_gradient in start.unsplit.items():
         pair = (
-            (longer.rest[name] - start_gradient) / step,
-            (shorter.rest[name] - start_gradient) / (step / 4),
+            (longer.unsplit[name] - start_gradient) / step,
+            (shorter.unsplit[name] - start_gradient) / (step / 4),
         )
         errors.append(_relative(*pair))
     finite_errors = [error for error in errors if error is not None]
@@ -155,8 +155,8 @@ def _find_split_layers(
     first_sample = torch.zeros_like(direction)
     first_sample[0] = direction[0]
     step = step_size(x, gmap.shards)
-    alone = Pass.of(gmap, x + step * first_sample, layers) if samples > 1 else None
-    gradient = Pass.of(gmap, x, {}).rest
+    alone = Pass.evaluate(gmap, x + step * first_sample, layers) if samples > 1 else None
+    gradient = Pass.evaluate(gmap, x, {}).unsplit
     is_apart: dict[str, bool | None] = {
         name: _adds_up(start, name, layer, samples, gradient)
         and (alone is None or _first_alone(Change.between(start, alone, name, step, samples)))
@@ -315,12 +315,12 @@ def _differences(
     x, step = gmap.input, plan.shrink * step_size(gmap.input, gmap.shards)
     layers = split_layers(gmap, plan)
     if start is None or start.layers.keys() != layers.keys():
-        start = Pass.of(gmap, x, layers)
+        start = Pass.evaluate(gmap, x, layers)
     for _ in range(num_probes):
-        end = Pass.of(gmap, x + step * normal(generator, x.shape, x.device, x.dtype), layers)
-        for name, gradient in end.rest.items():
-            yield name, ((gradient - start.rest[name]) / step).square_()
-        del end.rest
+        end = Pass.evaluate(gmap, x + step * normal(generator, x.shape, x.device, x.dtype), layers)
+        for name, gradient in end.unsplit.items():
+            yield name, ((gradient - start.unsplit[name]) / step).square_()
+        del end.unsplit
         for name, layer in layers.items():
             change = Change.between(start, end, name, step, len(x))
             if change is None:

@@ -46,13 +46,13 @@ class Candidates:
         free = {key: value.detach() for key, value in entries.items() if value.is_floating_point()}
         fixed = {key: value for key, value in entries.items() if key not in free}
         if len(xs) == 1:
-            return self._one(function, xs, extras, free, fixed)
+            return self._evaluate_one(function, xs, extras, free, fixed)
         if not self._is_checked:  # kernels without second derivatives, which vectorization hides
             self._gmap.gradient_at(self._gmap.input, create_graph=True)
             self._is_checked = True
-        return self._many(function, xs, extras, free, fixed)
+        return self._evaluate_many(function, xs, extras, free, fixed)
 
-    def _one(
+    def _evaluate_one(
         self, function: GradientFunction, xs: Tensor, extras: Tensors, free: Tensors, fixed: Tensors
     ) -> tuple[Tensor, Tensor, Tensors]:
         """By the ordinary engine, which runs models that cannot be vectorized."""
@@ -73,7 +73,7 @@ class Candidates:
         by_leaf = {key: leaf_slope[None] for key, leaf_slope in zip(free, leaf_slopes, strict=True)}
         return value.detach()[None], slope[None], by_leaf
 
-    def _many(
+    def _evaluate_many(
         self, function: GradientFunction, xs: Tensor, extras: Tensors, free: Tensors, fixed: Tensors
     ) -> tuple[Tensor, Tensor, Tensors]:
         gmap, runner = self._gmap, RunWithin(self._gmap.model)
@@ -301,7 +301,7 @@ class ManyGradients:
         if len(self._seeds) < 2:
             return total
         for batch in batches:
-            draws = [self._one(batch, seed) for seed in self._seeds]
+            draws = [self._evaluate_one(batch, seed) for seed in self._seeds]
             for name in total:
                 gradients = torch.stack([draw[name] for draw in draws]).float()
                 total[name] += float(gradients.var(0).mean()) / len(batches)
@@ -323,13 +323,13 @@ class ManyGradients:
                 self._allowed[varying] = self._try(batches, varying, seed)
             if self._allowed[varying]:
                 return self._vectorized(batches, varying, seed)
-        gradients = [self._one(batch, seed) for batch in batches]
+        gradients = [self._evaluate_one(batch, seed) for batch in batches]
         return {
             name: torch.stack([gradient[name] for gradient in gradients])
             for name in self.parameters
         }
 
-    def _one(self, batch: Mapping[str, Any], seed: int) -> Tensors:
+    def _evaluate_one(self, batch: Mapping[str, Any], seed: int) -> Tensors:
         with self._replay(seed).run():
             return differentiate(model_loss(self.model, dict(batch)), self.parameters)
 
@@ -339,7 +339,7 @@ class ManyGradients:
         fixed = {key: value for key, value in batches[0].items() if key not in varying}
         stacked = {key: torch.stack([batch[key] for batch in batches]) for key in varying}
         if not varying:  # one batch, several times
-            gradient = self._one(batches[0], seed)
+            gradient = self._evaluate_one(batches[0], seed)
             return {name: g.expand(len(batches), *g.shape) for name, g in gradient.items()}
         runner = RunWithin(self.model)
         parameters = {f"model.{name}": p.detach() for name, p in self.parameters.items()}
@@ -358,7 +358,7 @@ class ManyGradients:
 
     def _try(self, batches: list[Mapping[str, Any]], varying: tuple[str, ...], seed: int) -> bool:
         """Whether the model gives vectorized what it gives otherwise."""
-        alone = [self._one(batch, seed) for batch in (batches[0], batches[-1])]
+        alone = [self._evaluate_one(batch, seed) for batch in (batches[0], batches[-1])]
         try:
             vectorized = self._vectorized(batches, varying, seed)
         except torch.OutOfMemoryError:

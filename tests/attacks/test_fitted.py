@@ -43,7 +43,7 @@ def gradient_of(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]
 def columns_of(made: GradientMap, factors: Granularity) -> list[dict[str, Tensor]]:
     """Groups of parameters, and what spans each, written out: dense, in float64."""
     count, layers = len(made.input), layers_of(made.model, made.parameters)
-    told = Pass.of(made, made.input, layers)
+    told = Pass.evaluate(made, made.input, layers)
     parts: list[tuple[str, Tensor]] = []
     for key, layer in layers.items():
         for slopes, features in told.rows(key, count) or []:
@@ -54,7 +54,7 @@ def columns_of(made: GradientMap, factors: Granularity) -> list[dict[str, Tensor
             if factors == "token" and isinstance(layer.module, nn.Linear):
                 slopes, features = (t.reshape(-1, 1, t.shape[-1]) for t in (slopes, features))
             parts.append((layer.weight, layer.weight_gradients(slopes, features).flatten(1).T))
-    rest = [(name, r.flatten()[:, None]) for name, r in told.rest.items()]
+    rest = [(name, r.flatten()[:, None]) for name, r in told.unsplit.items()]
     if factors == "message":
         whole = [(name, part.sum(1, keepdim=True)) for name, part in parts]
         groups = [whole + rest]

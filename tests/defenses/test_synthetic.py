@@ -176,7 +176,7 @@ def test_factors_of_tokens_are_least_squares(most: int, monkeypatch: pytest.Monk
     wanted = gmap.gradient()
     nearest = SyntheticSamples(made, wanted, "token").fit(made.input).nearest
     layers = layers_of(made.model, made.parameters)
-    told = Pass.of(made, made.input, layers)
+    told = Pass.evaluate(made, made.input, layers)
     checked, directions = 0, []
     for name, layer in layers.items():
         if layer.weight is None or not isinstance(layer.module, torch.nn.Linear):

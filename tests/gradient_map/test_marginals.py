@@ -147,14 +147,14 @@ def test_what_is_heard_is_a_pass_of_its_own(name: str) -> None:
     torch.testing.assert_close(flat(made.gradient()), flat(expected.gradient()))
     assert start is not None
     assert layers
-    again = Pass.of(expected, expected.input, layers)
+    again = Pass.evaluate(expected, expected.input, layers)
     for layer in layers:
         calls = again.slopes[layer].keys()
         pairs = start.rows(layer, len(made.input), calls), again.rows(layer, len(made.input))
         for one, two in zip(*pairs, strict=True):
             torch.testing.assert_close(one, two)
-    assert start.rest.keys() == again.rest.keys()
-    torch.testing.assert_close(start.rest, again.rest)
+    assert start.unsplit.keys() == again.unsplit.keys()
+    torch.testing.assert_close(start.unsplit, again.unsplit)
     sums = dict(probe_sums(made, 1, rng(), start))
     for name_, parts in probe_sums(expected, 1, rng()):
         for part, own in zip(sums[name_], parts, strict=True):

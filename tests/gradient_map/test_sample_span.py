@@ -40,7 +40,7 @@ def test_the_nearest_point_is_that_of_dense_least_squares(task: str) -> None:
     wanted = random_like(gmap)
     span = SampleSpan(gmap)
     fit = span.fit(wanted)
-    vectors = basis(gmap, batch, set(span.rest))
+    vectors = basis(gmap, batch, set(span.unsplit))
     weights = torch.linalg.lstsq(vectors, flat(wanted)[:, None], driver="gelsd").solution
     nearest = (vectors @ weights)[:, 0]
     assert float((flat(fit.nearest) - nearest).norm() / nearest.norm()) < 1e-4  # the ridge
@@ -62,7 +62,7 @@ def test_each_parameter_by_itself() -> None:
     ]
     fit = span.fit_each(wanted)
     for name, v in wanted.items():
-        if name in span.rest or name.endswith("key.bias"):  # which is rounding
+        if name in span.unsplit or name.endswith("key.bias"):  # which is rounding
             continue
         vectors = torch.stack([row[name].flatten() for row in rows], 1)
         weights = torch.linalg.lstsq(vectors, v.flatten()[:, None], driver="gelsd").solution

@@ -266,7 +266,7 @@ def test_pieces_come_apart_as_they_were() -> None:
     whole = pieces.joined()
     assert whole["input_ids"].shape == (6, 5)
     assert whole["attention_mask"].tolist()[2] == [1, 1, 1, 1, 0]
-    for one, other in zip(made, pieces.apart(whole), strict=True):
+    for one, other in zip(made, pieces.split(whole), strict=True):
         for key, value in one.items():
             assert torch.equal(value, other[key])
 

@@ -52,7 +52,7 @@ class Pieces:
     Example:
         >>> pieces = Pieces([batch, {name: entry[:1] for name, entry in batch.items()}])
         >>> whole = pieces.joined()
-        >>> len(whole["labels"]), [len(piece["labels"]) for piece in pieces.apart(whole)]
+        >>> len(whole["labels"]), [len(piece["labels"]) for piece in pieces.split(whole)]
         (3, [2, 1])
     """
 
@@ -85,7 +85,7 @@ class Pieces:
             joined[key] = value if self._shapes[key] is None else join(tensors, fill)
         return joined
 
-    def apart(self, batch: Mapping[str, Any]) -> list[dict[str, Any]]:
+    def split(self, batch: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Batches in the shapes of the given ones, from one like `joined()` made. Entries of other
         shapes are cut by samples alone.
         """

@@ -104,7 +104,7 @@ class UpdateMap(GradientMap):
         losses: list[Tensor] = []
         with torch.enable_grad(), self.replay.kernels():
             self._gradient = self._train(self._pieces.batches, None, losses=losses)
-        self._shapes = [part.shape for part in self._batch_inputs]
+        self._shapes = [batch_input.shape for batch_input in self._batch_inputs]
         self._x = join(self._batch_inputs) if self._needs_input else self._batch_inputs[0]
         self._loss = torch.stack(losses).mean()
         self._jacobian = UnrolledJacobian(
@@ -122,7 +122,7 @@ class UpdateMap(GradientMap):
 
     def evaluate(self, x: Tensor, entries: Mapping[str, Any] | None = None) -> Tensor:
         """The mean loss of the batches at another input, before any step."""
-        batches = self._pieces.apart({**self._batch, **(entries or {})})
+        batches = self._pieces.split({**self._batch, **(entries or {})})
         batch_inputs = cut(x, self._pieces.rows, self._shapes)
         losses = [
             self._run(batch, batch_input)[1]
@@ -141,7 +141,7 @@ class UpdateMap(GradientMap):
         if create_graph:
             self._require_second_order("gradient_at(create_graph=True)")
             self.replay.check_differentiable()
-        batches = self._pieces.apart({**self._batch, **entries})
+        batches = self._pieces.split({**self._batch, **entries})
         with self.replay.run():
             batch_inputs = cut(x, self._pieces.rows, self._shapes)
             return self._train(batches, batch_inputs, create_graph)
@@ -176,7 +176,7 @@ class UpdateMap(GradientMap):
 
     def of_batch(self, batch: Batch, second_order: bool = False) -> UpdateMap:
         """The same training, with the same random draws, on another batch like `batch`."""
-        pieces = self._pieces.apart(batch)
+        pieces = self._pieces.split(batch)
         with self.replay.draws():
             return type(self)(
                 self.model,

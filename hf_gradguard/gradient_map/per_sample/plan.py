@@ -355,7 +355,7 @@ def shorter(model: nn.Module, row: Mapping[str, Any], real: Tensor) -> dict[str,
         row: The batch.
         real: As `real_tokens` says, `(1, T)`.
     """
-    first, last = map(int, ends_of(real))
+    start, end = map(int, ends_of(real))
 
     def along(name: str, value: Any) -> bool:
         if not isinstance(value, Tensor) or value.dim() < 2 or value.shape[1] != real.shape[1]:
@@ -364,7 +364,7 @@ def shorter(model: nn.Module, row: Mapping[str, Any], real: Tensor) -> dict[str,
         return not is_multi_label and not is_of_targets(model, name)
 
     return {
-        name: value[:, first : last + 1] if along(name, value) else value
+        name: value[:, start : end + 1] if along(name, value) else value
         for name, value in row.items()
     }
 

@@ -46,11 +46,11 @@ class Written(Share):
     """Gradients of every sample, written out some at a time.
 
     Args:
-        parts: Gives them from the first sample to the last: by parameter `(b, *shape)`.
+        write_gradients: Gives them from the first sample to the last: by parameter `(b, *shape)`.
     """
 
-    def __init__(self, parts: Callable[[], Iterator[Tensors]]) -> None:
-        self._write_gradients = parts
+    def __init__(self, write_gradients: Callable[[], Iterator[Tensors]]) -> None:
+        self._write_gradients = write_gradients
 
     def squares(self) -> Tensor:
         squares = [

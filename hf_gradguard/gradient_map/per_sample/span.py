@@ -64,7 +64,7 @@ class SampleSpan:
 
     def __init__(self, gmap: GradientMap, x: Tensor | None = None) -> None:
         count, layers = len(gmap.input), layers_of(gmap.model, gmap.parameters)
-        evaluated = Pass.of(gmap, gmap.input if x is None else x, layers)
+        evaluated = Pass.evaluate(gmap, gmap.input if x is None else x, layers)
         self._count = count
         self._parameters = {name: p.detach() for name, p in gmap.parameters.items()}
         self._factors: dict[str, _Outer] = {}
@@ -85,7 +85,7 @@ class SampleSpan:
             elif layer.weight is not None:
                 weights = [layer.weight_gradients(*row) for row in rows]
                 self._written[layer.weight] = _Written(torch.stack(weights).sum(0).flatten(1))
-        self.rest = evaluated.rest
+        self.unsplit = evaluated.unsplit
 
     def fit_by(self, target: Tensors, factors: Granularity) -> Fit:
         """The nearest point, with factors of samples, of parameters too, or of tokens; all but
@@ -101,7 +101,9 @@ class SampleSpan:
 
     def powers(self, factors: Granularity) -> Powers:
         """What lies in it of other gradients, of which there may be many."""
-        unsplit: _Vectors = [(name, _Written(r.flatten()[None])) for name, r in self.rest.items()]
+        unsplit: _Vectors = [
+            (name, _Written(r.flatten()[None])) for name, r in self.unsplit.items()
+        ]
         vectors = list(self._vectors())
         if factors == "message":  # the sum of all samples, and of what no layer has
             unit_weights = torch.ones(self._count)
@@ -153,12 +155,12 @@ class SampleSpan:
     def _with_rest(self, nearest: Tensors, target: Tensors, weights: Tensor) -> Fit:
         """With the vector of what no layer has, and zeros where nothing ran."""
         for name, parameter in self._parameters.items():
-            found = nearest.get(name)
+            vector = nearest.get(name)
             nearest[name] = (
-                torch.zeros_like(parameter) if found is None else found.view(parameter.shape)
+                torch.zeros_like(parameter) if vector is None else vector.view(parameter.shape)
             )
-        unsplit_target = {name: target[name] for name in self.rest}
-        nearest |= scaled(self.rest, unsplit_target).nearest if unsplit_target else {}
+        unsplit_target = {name: target[name] for name in self.unsplit}
+        nearest |= scaled(self.unsplit, unsplit_target).nearest if unsplit_target else {}
         return scaled(nearest, target, weights)
 
 
@@ -313,8 +315,8 @@ def _root(unit: Tensor) -> Tensor:
 
 
 def scaled(direction: Tensors, target: Tensors, factors: Tensor | None = None) -> Fit:
-    """`found` times the factor a with which it is nearest: what is left out is then orthogonal to
-    it, and has the share 1 - cos² of the power.
+    """`direction` times the factor a with which it is nearest: what is left out is then orthogonal
+    to it, and has the share 1 - cos² of the power.
 
     Args:
         direction: One tensor a shared parameter.
@@ -322,8 +324,8 @@ def scaled(direction: Tensors, target: Tensors, factors: Tensor | None = None) -
         factors: Those that made it, to be multiplied with a as well.
 
     Example:
-        >>> found, wanted = {"w": torch.tensor([1.0, 0.0])}, {"w": torch.tensor([3.0, 4.0])}
-        >>> scaled(found, wanted)
+        >>> direction, target = {"w": torch.tensor([1.0, 0.0])}, {"w": torch.tensor([3.0, 4.0])}
+        >>> scaled(direction, target)
         Fit(nearest={'w': tensor([3., 0.])}, cosine=0.6, factors=tensor([3.]))
     """
     factors = torch.ones(1) if factors is None else factors
