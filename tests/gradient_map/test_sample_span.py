@@ -93,9 +93,9 @@ def test_activation_checkpointing_changes_nothing() -> None:
     assert found[0].cosine > 0.01
 
 
-@pytest.mark.parametrize("zero", ["found", "wanted"])
+@pytest.mark.parametrize("zero", ["direction", "target"])
 def test_nothing_is_nearest_to_nothing(zero: str) -> None:
-    pair = {"found": {"w": torch.ones(2)}, "wanted": {"w": torch.ones(2)}}
+    pair = {"direction": {"w": torch.ones(2)}, "target": {"w": torch.ones(2)}}
     pair[zero] = {"w": torch.zeros(2)}
     fit = scaled(**pair)
     assert fit.cosine == 0
