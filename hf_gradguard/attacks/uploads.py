@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from ..defenses.mechanism import Mechanism
 from ..gradient_map import Tensors
 from .base import Observation
 
@@ -197,15 +198,9 @@ def gathered(uploads: Iterable[Observation], at: int = 0) -> Observation:
     batches: Tensors = {}  # in each entry of the upload, or of the one that brings it
     waiting: Tensors = {}  # for one that does
     for number, observation in enumerate(uploads):
-        if observation.mechanism is None or (
-            number and observation.gradient.keys() != batches.keys()
-        ):
-            raise ValueError(
-                "gathered needs uploads of one client, with gradients of the same parameters and "
-                "the mechanism of each: Observation(mechanism=defense.mechanism(message))."
-            )
+        mechanism = _check_upload(observation, batches if number else observation.gradient)
         if not number:
-            before = observation.mechanism.batches or {}
+            before = mechanism.batches or {}
             batches = {
                 n: before.get(n, torch.ones_like(y)).int() for n, y in observation.gradient.items()
             }
@@ -213,7 +208,7 @@ def gathered(uploads: Iterable[Observation], at: int = 0) -> Observation:
             target = observation
             gradient = {name: torch.zeros_like(y) for name, y in observation.gradient.items()}
             waiting = {name: torch.ones_like(y, dtype=torch.bool) for name, y in gradient.items()}
-        if observation.mechanism.fitted is not None:
+        if mechanism.fitted is not None:
             later += [dict(observation.gradient)] if number > at else []
             continue
         for name, y in observation.gradient.items():
@@ -225,13 +220,20 @@ def gathered(uploads: Iterable[Observation], at: int = 0) -> Observation:
             batches[name] = batches[name] + waiting[name]
     if target is None or target.mechanism is None:
         raise ValueError(f"There is no upload at {at}.")
-    if target.mechanism.fitted is not None:
-        return replace(
-            target,
-            mechanism=replace(target.mechanism, later_messages=tuple(later), has_residual=True),
+    mechanism = replace(target.mechanism, has_residual=True)
+    if mechanism.fitted is not None:
+        return replace(target, mechanism=replace(mechanism, later_messages=tuple(later)))
+    return replace(target, gradient=gradient, mechanism=replace(mechanism, batches=batches))
+
+
+def _check_upload(observation: Observation, names: Iterable[str]) -> Mechanism:
+    """The mechanism of an upload that names these parameters."""
+    if observation.mechanism is None or observation.gradient.keys() != set(names):
+        raise ValueError(
+            "gathered needs uploads of one client, with gradients of the same parameters and "
+            "the mechanism of each: Observation(mechanism=defense.mechanism(message))."
         )
-    mechanism = replace(target.mechanism, batches=batches, has_residual=True)
-    return replace(target, gradient=gradient, mechanism=mechanism)
+    return observation.mechanism
 
 
 def own_entries(observation: Observation) -> Observation | None:
