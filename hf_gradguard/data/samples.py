@@ -54,8 +54,7 @@ def load_samples(
         classes: The model's `label2id`, for labels that are names.
         column: Of texts or images. Default: the first usual name that there is.
         label_column: Of labels. Default: the same.
-        split: Of a Hub data set or a folder.
-        config: Of a Hub data set with several.
+        split, config: Of a Hub data set or a folder; a Hub data set with several.
 
     Raises:
         ValueError: If there are fewer, or no such column, or a label is no class of the model.

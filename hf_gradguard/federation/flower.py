@@ -51,7 +51,7 @@ class ClientGuard(Guard):
     """
 
     def __init__(self, context: Context) -> None:
-        super().__init__(GuardSettings.from_config(context.run_config))
+        super().__init__(GuardSettings.parse(context.run_config))
         self._context = context
         self._load()
 

@@ -65,7 +65,7 @@ class GuardSettings:
 
     Example:
         >>> config = {"gradguard.defense": "pruning", "gradguard.pruning.ratio": 0.8, "rounds": 3}
-        >>> GuardSettings.from_config(config).settings
+        >>> GuardSettings.parse(config).settings
         {'ratio': 0.8}
     """
 
@@ -89,7 +89,7 @@ class GuardSettings:
         make_defense(self.defense, **self.settings)  # a wrong name or value stops here
 
     @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> GuardSettings:
+    def parse(cls, config: Mapping[str, Any]) -> GuardSettings:
         """Of a run's flat configuration; hyphens in names count as underscores.
 
         A defense's own settings stand under its name (`gradguard.pruning.ratio`), so that a run may

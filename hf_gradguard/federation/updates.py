@@ -43,8 +43,7 @@ def protect_update(
         optimizer: As for `UpdateMap`.
         optimizer_kwargs: Likewise.
         loss_fn: As for `GradientMap`, and so on.
-        share_input_embeddings: Likewise.
-        withhold: Likewise.
+        share_input_embeddings, withhold: Likewise.
         generator: As for `Defense.__call__`.
 
     Returns:

@@ -49,14 +49,12 @@ def recommend(
 ) -> Choice:
     """Train a model for a few steps under each defense, attack each, and say which to train with.
 
-    Each defense trains at its own best learning rate, and is attacked at the start and at the end
-    of its own training.
-
+    Each defense trains at its own best learning rate, and is attacked at both ends of its training.
     In `output`: `recommend.json`, `recommend.md`, `recommend.html`, the audits, and, if one is
     recommended that flags can name, `recommended.yaml`, for `--config` of `recipes/sst2.py` or
     `image_classification.py`. Trainings and attacks are stored: an interrupted run goes on.
 
-    It measures short trainings: audit the long one as well. Membership inference decides only where
+    It measures short trainings: audit the long one too. Membership inference decides only where
     nothing can be reconstructed.
 
     Args:
@@ -73,15 +71,14 @@ def recommend(
         ValueError: If samples are too few, no attack works on `none`, or as `audit` says.
 
     Example:
+        >>> few = {"steps": 1, "batch_size": 4, "attacked": 2, "output": "out"}
         >>> texts = [("a fine film", 1), ("the plot is long", 0)] * 20
-        >>> few = {"steps": 1, "batch_size": 4, "attacked": 2}
-        >>> choice = recommend(model, tokenizer, texts, "pruning", "span", output="out", **few)
+        >>> choice = recommend(model, tokenizer, texts, "pruning", "span", **few)
         >>> [outcome.defense for outcome in choice.outcomes]
         ['none', 'pruning']
     """
     trial_settings, folder = TrialSettings(**settings), Path(output)
     to_compare = _to_compare(model, defenses)
-    # Before models prepare them: what is loaded is no flag.
     flags = {label: flags_of(defense) for label, defense in to_compare.items()}
     split = Split.draw(samples, trial_settings.attacked, trial_settings.batch_size)
     server = _Server(model, processing_class, split, trial_settings, attacks, folder / "audits")
@@ -94,14 +91,13 @@ def recommend(
     for number, (label, defense) in enumerate(logging.tqdm(to_compare.items(), desc="defenses")):
         rate, cell = trials.best(label, defense)
         plain = plain or cell["judging"]
-        trained = trials.trained(label, defense, rate)
-        end = server.attack(trained, {label: defense}, f"end{number}")
+        trained_model = trials.trained(label, defense, rate)
+        end = server.attack(trained_model, {label: defense}, f"end{number}")
         outcomes += _outcome(label, rate, cell["judging"], plain, {"start": start, "end": end})
-    chance, score = start.guess, start.main_score
-    choice = choose(outcomes, trial_settings.budget, chance, score)
+    choice = choose(outcomes, trial_settings.budget, start.guess, start.main_score)
     if server.modality.labels in ("text", "token"):
         choice = dataclasses.replace(choice, words=choice.words + _TOKEN_ACCURACY)
-    return _write(choice, flags, chance, trial_settings, folder, score)
+    return _write(choice, flags, start.guess, trial_settings, folder, start.main_score)
 
 
 def _to_compare(model: nn.Module, defenses: Spec | Sequence[Spec] | None) -> dict[str, Defense]:
