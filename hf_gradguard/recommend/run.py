@@ -50,9 +50,8 @@ def recommend(
     """Train a model for a few steps under each defense, attack each, and say which to train with.
 
     Each defense trains at its own best learning rate, and is attacked at both ends of its training.
-    In `output`: `recommend.json`, `recommend.md`, `recommend.html`, the audits, and, if one is
-    recommended that flags can name, `recommended.yaml`, for `--config` of `recipes/sst2.py` or
-    `image_classification.py`. Trainings and attacks are stored: an interrupted run goes on.
+    In `output`: `recommend.json`, `.md` and `.html`, the audits, and, if flags can name what is
+    recommended, `recommended.yaml` for the recipes' `--config`. An interrupted run goes on.
 
     It measures short trainings: audit the long one too. Membership inference decides only where
     nothing can be reconstructed.
