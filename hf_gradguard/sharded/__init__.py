@@ -8,7 +8,5 @@ gradient (norms, ranges, ranks, whether all is finite) is taken over the client'
 `protect` imports this room when it meets a sharded model; nothing else does.
 """
 
-from .clients import ClientRanks
-from .shards import Shards
-
-__all__ = ["ClientRanks", "Shards"]
+from .clients import ClientRanks as ClientRanks
+from .shards import Shards as Shards

@@ -1,0 +1,117 @@
+"""How far a reader walks: the files that one training step runs through, names that say what they
+hold, and imports without a circle.
+
+The bounds are what was reached. They may fall, and do not rise.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from helpers import make_task
+
+import hf_gradguard
+from hf_gradguard import GradGuardConfig, GradGuardTrainer
+from hf_gradguard.defenses import Defense
+
+PACKAGE = Path(hf_gradguard.__file__).parent
+FILES_OF_A_STEP = {"none": 13, "gaussian_noise": 14, "optimal_noise": 17, "refiner": 21}
+EMPTY_NAMES = 0.03  # as a share of all names that are bound
+EMPTY = {
+    *("found", "seen", "told", "asked", "said", "known", "given", "made", "kept", "held", "left"),
+    *("one", "own", "other", "others", "some", "several", "few", "many", "each", "every", "rest"),
+    *("part", "parts", "whole", "like", "alike", "apart", "beside", "together", "drawn", "thing"),
+    *("at", "of", "before", "after", "first", "last", "here", "there", "what", "who", "whose"),
+}
+
+
+class Files:
+    """The package's files whose functions run inside."""
+
+    def __init__(self) -> None:
+        self.names = set[str]()
+
+    def _call(self, frame: FrameType, event: str, argument: Any) -> None:
+        file = Path(frame.f_code.co_filename)
+        if event == "call" and file.is_relative_to(PACKAGE):
+            self.names.add(str(file.relative_to(PACKAGE)))
+
+    def __enter__(self) -> Files:
+        sys.setprofile(self._call)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.setprofile(None)
+
+
+@pytest.mark.parametrize("defense", FILES_OF_A_STEP)
+def test_a_step_is_a_short_walk(defense: str, tmp_path: Path) -> None:
+    """The second one: what is looked at once a training is no part of a step."""
+    model, batch = make_task("bert", dtype=torch.float32)
+    rows = [{name: entry[0] for name, entry in batch.items()}] * 12
+    args = GradGuardConfig(
+        str(tmp_path), defense=defense, max_steps=3, per_device_train_batch_size=2,
+        use_cpu=True, save_strategy="no", report_to="none", disable_tqdm=True, logging_steps=100,
+    )  # fmt: skip
+    files = Files()
+
+    class Watched(GradGuardTrainer):
+        def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+            if self.state.global_step != 1:
+                return super().training_step(*args, **kwargs)
+            with files:
+                return super().training_step(*args, **kwargs)
+
+    Watched(model, args, train_dataset=rows).train()
+    assert len(files.names) <= FILES_OF_A_STEP[defense], sorted(files.names)
+
+
+def test_classes_under_the_trainer() -> None:
+    order = [
+        kind for kind in GradGuardTrainer.__mro__ if kind.__module__.startswith("hf_gradguard")
+    ]
+    assert [kind.__name__ for kind in order] == [
+        "GradGuardTrainer", "GradGuardMixin", "TrainerAdapter",
+    ]  # fmt: skip
+
+
+def test_a_defense_has_few_members() -> None:
+    annotated = set(Defense.__annotations__)
+    members = {name for name in vars(Defense) if not name.startswith("_")} | annotated
+    assert len(members) <= 12, sorted(members)
+
+
+def _bound_names(source: ast.Module) -> list[str]:
+    names = []
+    for node in ast.walk(source):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.append(node.id)
+        elif isinstance(node, ast.arg) and node.arg not in ("self", "cls"):
+            names.append(node.arg)
+        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names.append(node.name)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            names.append(node.attr)
+    return names
+
+
+def test_names_say_what_they_hold() -> None:
+    names = [name for path in PACKAGE.rglob("*.py") for name in _bound_names(_tree(path))]
+    empty = [name for name in names if name.strip("_").lower() in EMPTY]
+    assert len(empty) <= EMPTY_NAMES * len(names), len(empty) / len(names)
+
+
+def _tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def test_nothing_stands_in_front_of_imports() -> None:
+    hooks = [type(finder).__module__ for finder in sys.meta_path]
+    assert not [module for module in hooks if module.startswith("hf_gradguard")]
+    assert not [p for p in PACKAGE.rglob("*.py") if "import dis\n" in p.read_text(encoding="utf-8")]
