@@ -73,19 +73,19 @@ def privacy_section(trainer: GradGuardTrainer) -> str:
         ...
     """
     messages = trainer.shared_messages
-    of = f": {{}} of {messages.total} messages of rank 0" if messages.total else ""
+    of_total = f": {{}} of {messages.total} messages of rank 0" if messages.total else ""
     points = [
-        f"Defense: `{name}`, with hf-gradguard{of.format(count)}"
+        f"Defense: `{name}`, with hf-gradguard{of_total.format(count)}"
         for name, count in messages.by("defense").items()
     ]
     for about in _ABOUT:
-        points += _told(messages, about)
-    points += [_epsilon(trainer), *_told(messages, "noise")]
+        points += _statements(messages, about)
+    points += [_epsilon(trainer), *_statements(messages, "noise")]
     private = "" not in messages.by("epsilon") and messages.complete
     return _SECTION.format(
         summary=_summary(messages),
         points="\n".join(f"- {point}" for point in points if point),
-        settings="\n\n".join(text.strip() for text in _told(messages, "settings")),
+        settings="\n\n".join(text.strip() for text in _statements(messages, "settings")),
         memorized=_MEMORIZED_PRIVATELY if private else _MEMORIZED,
         repetition="" if private else _REPETITION,  # ε counts it
     )
@@ -101,9 +101,9 @@ def sharing(trainer: Any) -> dict[str, str]:
     """
     defense, args = trainer.defense, trainer.args
     settings = {"defense": defense.name} | defense.settings()
-    whose = "each client's messages"
+    subject = "each client's messages"
     if getattr(args, "noise_for", "message") == "sum":
-        whose = "the sums of all clients' messages, if every rank adds its noise"
+        subject = "the sums of all clients' messages, if every rank adds its noise"
     return {
         "defense": defense.name,
         "settings": f"\n\n```json\n{json.dumps(settings, indent=2, default=str)}\n```",
@@ -115,17 +115,17 @@ def sharing(trainer: Any) -> dict[str, str]:
         "statistics": _statistics(trainer),
         "aggregation": _aggregation(trainer),
         "noise": _NEW_KEYS if getattr(args, "noise_seed", None) is None else _FIXED_SEED,
-        "epsilon": "" if trainer.private_rows is None else whose,  # whose messages it is of
+        "epsilon": "" if trainer.private_rows is None else subject,  # whose messages it is of
     }
 
 
-def _told(messages: SharedMessages, about: str) -> list[str]:
+def _statements(messages: SharedMessages, about: str) -> list[str]:
     """What is to be said about something: of which messages, if not of all."""
-    found = messages.by(about)
-    if len(found) == 1:
-        return list(found)
-    said = [(text, count) for text, count in found.items() if text]
-    return [f"In {count} of {messages.total} messages: {text}" for text, count in said]
+    counts = messages.by(about)
+    if len(counts) == 1:
+        return list(counts)
+    texts = [(text, count) for text, count in counts.items() if text]
+    return [f"In {count} of {messages.total} messages: {text}" for text, count in texts]
 
 
 def _summary(messages: SharedMessages) -> str:
@@ -162,16 +162,18 @@ def _clients(trainer: GradGuardTrainer) -> str:
 def _embeddings(trainer: GradGuardTrainer) -> str:
     shared = getattr(trainer.args, "share_input_embeddings", False)
     tables = [] if shared else list(withheld_parameters(trainer.model))
-    told = withheld_by_name(trainer.model, getattr(trainer.args, "withhold", None) or [])
-    told = [name for name in told if name not in tables]
-    said = []
+    by_name = withheld_by_name(trainer.model, getattr(trainer.args, "withhold", None) or [])
+    by_name = [name for name in by_name if name not in tables]
+    sentences = []
     if tables:
         names = ", ".join(f"`{name}`" for name in tables)
-        said.append(f"Input embeddings ({names}) were withheld: neither shared nor trained.")
-    if told:
-        names = ", ".join(f"`{name}`" for name in told)
-        said.append(f"So were, as told, {names}." if tables else f"{names} were withheld, as told.")
-    return " ".join(said) or "No parameter was withheld."
+        sentences.append(f"Input embeddings ({names}) were withheld: neither shared nor trained.")
+    if by_name:
+        names = ", ".join(f"`{name}`" for name in by_name)
+        sentences.append(
+            f"So were, as told, {names}." if tables else f"{names} were withheld, as told."
+        )
+    return " ".join(sentences) or "No parameter was withheld."
 
 
 def _labels(trainer: GradGuardTrainer) -> str:
@@ -195,10 +197,10 @@ def _aggregation(trainer: GradGuardTrainer) -> str:
     args = trainer.args
     if not getattr(args, "secure_aggregation", False):
         return ""
-    who = "signed" if args.secure_aggregation_keys else "taken as they came"
+    trust = "signed" if args.secure_aggregation_keys else "taken as they came"
     summed = "; the noise's scale below is of their sum, not of each"
     return (
-        f"Messages were aggregated securely (the ranks' keys were {who}): ranks saw means alone"
+        f"Messages were aggregated securely (the ranks' keys were {trust}): ranks saw means alone"
         f"{summed if args.noise_for == 'sum' else ''}."
     )
 
@@ -208,8 +210,8 @@ _ALONE = "One process trained, so nothing left it: these clients were simulated.
 
 
 def _epsilon(trainer: GradGuardTrainer) -> str:
-    rows, whose = trainer.private_rows, trainer.shared_messages.by("epsilon")
-    others = whose.pop("", 0)
+    rows, subjects = trainer.private_rows, trainer.shared_messages.by("epsilon")
+    uncovered = subjects.pop("", 0)
     if rows is None or not rows.account.messages:
         return ""
     noise, rates = (
@@ -222,13 +224,15 @@ def _epsilon(trainer: GradGuardTrainer) -> str:
     )
     if rows.epsilon is None:
         return f"{sampled}. No δ was set, so no ε was computed."
-    left_out = f" It leaves out {others} messages of other defenses, which trained this model, too."
-    whole = not others and trainer.shared_messages.complete
+    left_out = (
+        f" It leaves out {uncovered} messages of other defenses, which trained this model, too."
+    )
+    covers_all = not uncovered and trainer.shared_messages.complete
     return (
         f"{sampled}. **ε = {rows.epsilon:.4g} at δ = {rows.defense.delta:g}** for "
-        f"{' and '.join(whose)}{_OF_MODEL if whole else ''}: data sets that differ in one row, "
-        "added or removed (privacy loss distributions, by dp-accounting)."
-        f"{left_out if others else ''}"
+        f"{' and '.join(subjects)}{_OF_MODEL if covers_all else ''}: data sets that differ in "
+        "one row, added or removed (privacy loss distributions, by dp-accounting)."
+        f"{left_out if uncovered else ''}"
     )
 
 

@@ -234,8 +234,10 @@ class GradGuardConfig(TrainingArguments):
                 f"defaults would be lost. Write class {cls.__name__}({base.__name__}, "
                 "GradGuardConfig)."
             )
-        every = [name for base in order for name in vars(base).get("_VALID_DICT_FIELDS", ())]
-        cls._VALID_DICT_FIELDS = list(dict.fromkeys(every))
+        fields_of_bases = [
+            name for base in order for name in vars(base).get("_VALID_DICT_FIELDS", ())
+        ]
+        cls._VALID_DICT_FIELDS = list(dict.fromkeys(fields_of_bases))
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -38,7 +38,7 @@ def rate_factor(defense: Defense) -> float | None:
 
 
 def scale_learning_rate(
-    optimizer: torch.optim.Optimizer, defense: Defense, args: TrainingArguments, made: bool = True
+    optimizer: torch.optim.Optimizer, defense: Defense, args: TrainingArguments, is_new: bool = True
 ) -> list[float]:
     """Raise the rates of an optimizer of Adam's kind that the Trainer made; say so once.
 
@@ -77,11 +77,11 @@ def scale_learning_rate(
         )
     changes = []
     for group in optimizer.param_groups:
-        before = group.get(_FACTOR, 1.0 if made else None)
-        after = factor or 1.0
-        changes.append(1.0 if before is None else after / before)
-        if before is not None:
-            group[_FACTOR] = after
+        old_factor = group.get(_FACTOR, 1.0 if is_new else None)
+        new_factor = factor or 1.0
+        changes.append(1.0 if old_factor is None else new_factor / old_factor)
+        if old_factor is not None:
+            group[_FACTOR] = new_factor
         for name in {"lr", "initial_lr"} & group.keys():
             group[name] *= changes[-1]
     return changes
@@ -112,9 +112,9 @@ def loaded_rates_follow(
         >>> [round(rate / 1e-4, 3) for rate in scheduler.base_lrs]
         [3.162]
     """
-    made = all(_FACTOR in group for group in optimizer.param_groups)
+    is_new = all(_FACTOR in group for group in optimizer.param_groups)
     yield
-    changes = scale_learning_rate(optimizer, defense, args, made)
+    changes = scale_learning_rate(optimizer, defense, args, is_new)
     _scale_schedule(scheduler, changes)
 
 
@@ -123,8 +123,8 @@ def _scale_schedule(scheduler: Any, changes: list[float]) -> None:
     for name in {"base_lrs", "_last_lr"} & vars(scheduler).keys():
         rates = getattr(scheduler, name)
         setattr(scheduler, name, [rate * by for rate, by in zip(rates, changes, strict=True)])
-    for part in getattr(scheduler, "_schedulers", ()):
-        _scale_schedule(part, changes)
+    for inner in getattr(scheduler, "_schedulers", ()):
+        _scale_schedule(inner, changes)
 
 
 _FACTOR = "gradguard_noise_factor"

@@ -107,14 +107,14 @@ def _add(
     shared = [message[n].to(p.dtype, copy=True) for n, p in gmap.parameters.items()]
     if ranks is not None:
         average(shared, ranks, secure, bits=32)
-    for parameter, part in zip(gmap.parameters.values(), shared, strict=True):
-        part /= steps
+    for parameter, gradient in zip(gmap.parameters.values(), shared, strict=True):
+        gradient /= steps
         if gmap.shards is not None:
-            gmap.shards.add_to_grad(parameter, part)
+            gmap.shards.add_to_grad(parameter, gradient)
         elif parameter.grad is None:
-            parameter.grad = part
+            parameter.grad = gradient
         else:
-            parameter.grad.add_(part)
+            parameter.grad.add_(gradient)
 
 
 def _message(
@@ -153,7 +153,7 @@ class _Loop:
     def __init__(self) -> None:
         self.rows, self.buffers = RowGuard(), BufferGuard()
         self._named: dict[str, Defense] = {}
-        self._last: Defense | None = None
+        self._prepared: Defense | None = None
         self._ranks: tuple[Any, Any] = None, None
         self._tables: AgreedTables | None = None
 
@@ -161,16 +161,16 @@ class _Loop:
         self, accelerator: Any, clients: Any, module: nn.Module, shards: Shards | None
     ) -> Any:
         """What carries messages."""
-        given = accelerator if clients is None else clients
-        if given is not self._ranks[0]:
+        carrier_of = accelerator if clients is None else clients
+        if carrier_of is not self._ranks[0]:
             carrier = accelerator
             if clients is not None:
                 from ..sharded import ClientRanks
 
                 carrier = ClientRanks(clients, shards, next(module.parameters()).device)
-            elif hasattr(given, "all_reduce") and not isinstance(given, Accelerator):
-                carrier = _FabricRanks(given)
-            self._ranks, self._tables = (given, carrier), None
+            elif hasattr(carrier_of, "all_reduce") and not isinstance(carrier_of, Accelerator):
+                carrier = _FabricRanks(carrier_of)
+            self._ranks, self._tables = (carrier_of, carrier), None
             warn_of_statistics(module, "local")
         return self._ranks[1]
 
@@ -190,9 +190,9 @@ class _Loop:
                 f"{type(defense).__name__} ({defense.name}) does not protect a sharded model: "
                 f"{reason}"
             )
-        if defense is not self._last:
+        if defense is not self._prepared:
             defense.prepare(module)
-            self._last = defense
+            self._prepared = defense
         return defense
 
 

@@ -47,7 +47,10 @@ class RandomStreams:
         self, seed: int | None = None, rank: int = 0, private_dropout: bool = True
     ) -> None:
         self._seed, self._rank, self._private_dropout = seed, rank, private_dropout
-        self._drawn = (-1, 0)  # the optimizer step, and how many messages of it were drawn for
+        self._messages_of_step = (
+            -1,
+            0,
+        )  # the optimizer step, and how many messages of it were drawn for
         if seed is not None:
             logger.warning(
                 f"UNSAFE: noise_seed={seed} makes all noise reproducible by anybody who knows it. "
@@ -66,9 +69,9 @@ class RandomStreams:
         """
         if self._seed is None:
             return Stream(), Stream(), Stream() if self._private_dropout else None
-        last_step, count = self._drawn
-        self._drawn = (step, count + 1 if step == last_step else 0)
-        seeds = (self._seed, self._rank, *self._drawn)
+        last_step, count = self._messages_of_step
+        self._messages_of_step = (step, count + 1 if step == last_step else 0)
+        seeds = (self._seed, self._rank, *self._messages_of_step)
         probes, dropout = (Stream.from_seeds(*seeds, use) for use in (1, 2))
         return Stream.from_seeds(*seeds), probes, dropout if self._private_dropout else None
 

@@ -60,13 +60,13 @@ def message_dfil(
         >>> message_dfil(gmap, noise, num_probes=5).samples.value.shape
         torch.Size([2])
     """
-    unknowns, seen = Unknowns(gmap), gmap
+    unknowns, probed = Unknowns(gmap), gmap
     if any((variance == 0).any() for variance in noise.variance.values()):
-        seen = gmap.twice()
+        probed = gmap.twice()
     elif not isinstance(gmap, DifferencedMap):
-        seen = by_differences(gmap) or gmap.twice()
-    probes = PROBES if isinstance(seen, DifferencedMap) else EXACT_PROBES
-    samples = dfil(seen, noise.variance, num_probes or probes, generator)
+        probed = by_differences(gmap) or gmap.twice()
+    probes = PROBES if isinstance(probed, DifferencedMap) else EXACT_PROBES
+    samples = dfil(probed, noise.variance, num_probes or probes, generator)
     mean = float((samples.value * unknowns.per_sample).sum()) / unknowns.size
     if noise.shape_trace:  # all of it could be one sample's
         added = noise.shape_trace / unknowns.per_sample
@@ -97,7 +97,7 @@ class LeakageMeter:
         self, args: TrainingArguments, defense: Defense, accountant: FisherAccountant | None
     ) -> None:
         self.accountant = accountant
-        self._every: int = getattr(args, "leakage_logging_steps", 0)
+        self._logging_steps: int = getattr(args, "leakage_logging_steps", 0)
         self._limit: float | None = getattr(args, "leakage_limit", None)
         self._num_probes: int | None = getattr(args, "leakage_num_probes", None)
         self._stops = self._limit is not None and getattr(args, "leakage_action", "skip") == "stop"
@@ -106,7 +106,7 @@ class LeakageMeter:
         self._stop_due = False
         self._metrics: dict[str, list[float]] = defaultdict(list)
         self._skipped = 0
-        if self._every and not self._has_dfil:
+        if self._logging_steps and not self._has_dfil:
             logger.warning_once(
                 f"{defense.name} adds no Gaussian noise of known covariance to the true gradient, "
                 "so what it shares has no dFIL and no bound on the MSE: of the leakage figures "
@@ -129,11 +129,11 @@ class LeakageMeter:
     @property
     def measures_any(self) -> bool:
         """Whether any messages are measured."""
-        return bool(self._every) or self._binding
+        return bool(self._logging_steps) or self._binding
 
     def logs(self, step: int) -> bool:
         """Whether the figures of the step that comes after `step` finished ones are logged."""
-        return bool(self._every) and (step + 1) % self._every == 0
+        return bool(self._logging_steps) and (step + 1) % self._logging_steps == 0
 
     def measures(self, step: int) -> bool:
         """Whether messages of that step are measured at all."""
@@ -161,15 +161,15 @@ class LeakageMeter:
                 accountant cannot tell whose it is. Nothing is shared then.
             ArithmeticError: Likewise.
         """
-        seen = by_differences(gmap) if self.logs(step) else None
-        found = self._dfil(seen or gmap, message.noise, generator)
-        bound = None if found is None else mse_bound_from_dfil(float(found.samples.value.max()))
+        probed = by_differences(gmap) if self.logs(step) else None
+        leakage = self._dfil(probed or gmap, message.noise, generator)
+        bound = None if leakage is None else mse_bound_from_dfil(float(leakage.samples.value.max()))
         if self.logs(step):
-            if found is not None and bound is not None:
-                self._metrics["leakage/dfil_mean"].append(found.mean)
-                self._metrics["leakage/dfil_max"].append(float(found.samples.value.max()))
+            if leakage is not None and bound is not None:
+                self._metrics["leakage/dfil_mean"].append(leakage.mean)
+                self._metrics["leakage/dfil_max"].append(float(leakage.samples.value.max()))
                 self._metrics["leakage/mse_bound"].append(bound)
-            self._measure_influence(seen or gmap.twice(), message)
+            self._measure_influence(probed or gmap.twice(), message)
         if self._limit is not None and bound is not None and bound < self._limit:
             self._skipped += 1
             self._stop_due = self._stops
@@ -179,8 +179,8 @@ class LeakageMeter:
                 "many there are."
             )
             return False
-        if self.accountant is not None and found is not None:
-            self.accountant.step(_numbers(gmap, rows), *found.samples)
+        if self.accountant is not None and leakage is not None:
+            self.accountant.step(_numbers(gmap, rows), *leakage.samples)
         return True
 
     def pop_metrics(self) -> dict[str, float]:

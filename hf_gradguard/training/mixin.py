@@ -391,8 +391,8 @@ class GradGuardMixin(TrainerAdapter):
     def load_state_of_rank(self, folder: str) -> None:
         """What `save_state_of_rank` wrote."""
         super().load_state_of_rank(folder)
-        where = folder, self.accelerator.process_index, self._clients, self.accountant
-        names = load_private_state(*where, self.args.device, self._labels.key)
+        saved = folder, self.accelerator.process_index, self._clients, self.accountant
+        names = load_private_state(*saved, self.args.device, self._labels.key)
         self._messages.expect_parameters(self._clients, names)
         if self.private_rows is not None:
             self.private_rows.load(folder)

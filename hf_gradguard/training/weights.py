@@ -69,8 +69,8 @@ class Normalization:
     def of(cls, trainer: Trainer, num_items: Tensor | int | None) -> Normalization:
         """What a Trainer says at this step: its subclasses set some of it after construction."""
         accepts = trainer.model_accepts_loss_kwargs and num_items is not None
-        own = trainer.compute_loss_func is not None
-        over_ranks = accepts or (own and num_items is not None)
+        has_own_loss = trainer.compute_loss_func is not None
+        over_ranks = accepts or (has_own_loss and num_items is not None)
         scaled = getattr(trainer, "loss_is_scaled_for_ga", None)
         return cls(
             num_items,
@@ -78,7 +78,7 @@ class Normalization:
             if over_ranks and trainer.args.average_tokens_across_devices
             else 1.0,
             trainer.current_gradient_accumulation_steps,
-            (accepts or own) if scaled is None else scaled,
+            (accepts or has_own_loss) if scaled is None else scaled,
             getattr(trainer, "_loss_shifts_labels", False),
         )
 
@@ -150,34 +150,34 @@ class LossWeights:
             count_rows(batch) if count is None else count
             for batch, count in zip(batches, counts, strict=True)
         ]
-        whole, spread = float(sum(sizes)), Spread()
-        if normalization.num_items is not None and whole:
+        total, spread = float(sum(sizes)), Spread()
+        if normalization.num_items is not None and total:
             fullest = batches[max(range(len(sizes)), key=sizes.__getitem__)]
             items = float(normalization.num_items)
             if self._takes_a_mean(module, fullest):
-                spread = Spread(items / whole)
+                spread = Spread(items / total)
             else:
-                spread, whole = Spread(items / whole, items / whole), items
+                spread, total = Spread(items / total, items / total), items
         factor = normalization.rank_factor
         if not normalization.accumulated:
             factor /= normalization.accumulation
-        return Weights([size * factor / whole if size else 0.0 for size in sizes], spread)
+        return Weights([size * factor / total if size else 0.0 for size in sizes], spread)
 
     def _takes_a_mean(self, module: nn.Module, batch: dict[str, Any]) -> bool:
         """Whether of A/n + B there is B alone. A batch that cannot tell is asked again."""
         if self._is_mean is None:
-            one, two, many = self._losses(module, batch)
-            largest = max(abs(one), abs(two), abs(many))
+            of_one, of_two, of_many = self._losses(module, batch)
+            largest = max(abs(of_one), abs(of_two), abs(of_many))
             if not 0 < largest < math.inf:
                 return False  # a loss that is not finite is refused later
-            if abs(two - (one + many) / 2) > 1e-2 * largest:
+            if abs(of_two - (of_one + of_many) / 2) > 1e-2 * largest:
                 raise NotImplementedError(
-                    f"The loss changes by a factor of {two / one:g} when num_items_in_batch "
+                    f"The loss changes by a factor of {of_two / of_one:g} when num_items_in_batch "
                     "doubles. It has to be a sum divided by it, a mean that ignores it, or one of "
                     "each added up: change compute_loss_func or compute_loss."
                 )
             # so small an A makes no difference that arithmetic could tell
-            self._is_mean = abs(one - many) <= 1e-6 * largest
+            self._is_mean = abs(of_one - of_many) <= 1e-6 * largest
         return self._is_mean
 
     def _losses(self, module: nn.Module, batch: dict[str, Any]) -> tuple[float, float, float]:
@@ -185,8 +185,10 @@ class LossWeights:
         with modes_kept(module), torch.no_grad():
             # no dropout and no batch statistics: the generator and the buffers stay as they are
             module.eval()
-            one, two, many = (float(self._loss(module, batch, n)) for n in (1, 2, _MANY))
-        return one, two, many
+            of_one, of_two, of_many = (
+                float(self._loss(module, batch, n)) for n in (1, 2, _MANY_ITEMS)
+            )
+        return of_one, of_two, of_many
 
 
-_MANY = 2**30
+_MANY_ITEMS = 2**30

@@ -96,15 +96,16 @@ def check_checkpoint(folder: Path) -> None:
         ValueError: ... is no complete checkpoint: there is no such folder. ...
     """
     if reason := missing_from(folder):
-        others = complete_steps(folder.parent)
-        known = (
-            f"The newest complete one beside it is {_PREFIX}{max(others)}."
-            if others
+        other_steps = complete_steps(folder.parent)
+        listed = (
+            f"The newest complete one beside it is {_PREFIX}{max(other_steps)}."
+            if other_steps
             else "There is no complete one beside it."
         )
         raise ValueError(
             f"{folder} is no complete checkpoint: {reason}. The run was killed while it saved it, "
-            f"or files were removed or cut off since. {known} resume_from_checkpoint=True finds it."
+            f"or files were removed or cut off since. {listed} "
+            "resume_from_checkpoint=True finds it."
         )
 
 
@@ -127,13 +128,13 @@ def newest_complete(folder: Path, accelerator: Accelerator) -> str | None:
     Example:
         >>> newest_complete(tmp_path, Accelerator(cpu=True))
     """
-    own = complete_steps(folder)
-    step = max(own, default=-1)
+    steps = complete_steps(folder)
+    step = max(steps, default=-1)
     while True:
         steps = accelerator.gather(torch.tensor([step], device=accelerator.device))
         if steps.min() == steps.max():
             break
-        step = max((s for s in own if s <= int(steps.min())), default=-1)
+        step = max((s for s in steps if s <= int(steps.min())), default=-1)
     for newer, path in _checkpoints(folder):
         if newer > step:
             logger.warning(f"Skipped {path}: {missing_from(path) or 'another rank lacks it'}.")
@@ -156,12 +157,12 @@ def without_private_files() -> Iterator[None]:
         ...     type(trainer.hf_api()).__name__  # which `Trainer.push_to_hub` calls
         '_Uploads'
     """
-    made = trainer.hf_api
-    trainer.hf_api = lambda: _Uploads(made())
+    api = trainer.hf_api
+    trainer.hf_api = lambda: _Uploads(api())
     try:
         yield
     finally:
-        trainer.hf_api = made
+        trainer.hf_api = api
 
 
 class _Uploads:
@@ -174,14 +175,14 @@ class _Uploads:
         return getattr(self._api, name)
 
     def upload_folder(self, *, ignore_patterns: list[str] | None = None, **kwargs: Any) -> Any:
-        patterns = [*(ignore_patterns or ()), *_KEPT]
+        patterns = [*(ignore_patterns or ()), *_PRIVATE_PATTERNS]
         return self._api.upload_folder(ignore_patterns=patterns, **kwargs)
 
 
 def _checkpoints(folder: Path) -> Iterator[tuple[int, Path]]:
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
-        if (found := re.fullmatch(rf"{_PREFIX}(\d+)", path.name)) and path.is_dir():
-            yield int(found[1]), path
+        if (match := re.fullmatch(rf"{_PREFIX}(\d+)", path.name)) and path.is_dir():
+            yield int(match[1]), path
 
 
 def _files(folder: Path) -> Iterator[Path]:
@@ -193,4 +194,4 @@ def _files(folder: Path) -> Iterator[Path]:
 
 
 _PREFIX, _SUFFIXES = "checkpoint-", (".safetensors", ".bin", ".pt", ".pth")
-_KEPT = (f"*/{_PREFIX}*", f"{OURS}*", f"*/{OURS}*")  # `*` goes over slashes, too
+_PRIVATE_PATTERNS = (f"*/{_PREFIX}*", f"{OURS}*", f"*/{OURS}*")  # `*` goes over slashes, too

@@ -126,11 +126,11 @@ def load_private_state(
         if label_key is not None:
             raise ValueError(_NO_LABEL_KEY.format(folder))
         return _begin_anew(clients, f"{folder} holds no defense state of this rank")
-    saved, about = _read(_file(folder, rank))
+    saved, about = _read_tensors(_file(folder, rank))
     names, states = about.get(_NAMES, "").split(), _of_clients(saved)
-    held = int(about.get(_CLIENTS) or len(names) or 1 + max(states, default=-1))
-    if states and held != len(clients):
-        raise ValueError(_OTHER_CLIENTS.format(folder, held, len(clients)))
+    num_clients = int(about.get(_CLIENTS) or len(names) or 1 + max(states, default=-1))
+    if states and num_clients != len(clients):
+        raise ValueError(_OTHER_CLIENTS.format(folder, num_clients, len(clients)))
     ranks = int(about.get(_RANKS, _ranks()))
     if ranks != _ranks() and accountant is not None:
         raise ValueError(_OTHER_RANKS.format(folder, ranks, _ranks()))
@@ -139,8 +139,8 @@ def load_private_state(
     if states and ranks != _ranks():
         return _begin_anew(clients, f"{folder} was saved by {ranks} rank(s), not {_ranks()}")
     for index, defense in enumerate(clients):
-        own = states.get(index, {})
-        defense.load_state_dict({key: tensor.to(device) for key, tensor in own.items()})
+        client_state = states.get(index, {})
+        defense.load_state_dict({key: tensor.to(device) for key, tensor in client_state.items()})
     return names
 
 
@@ -197,7 +197,7 @@ def _ranks() -> int:
     return 1
 
 
-def _read(path: str) -> tuple[dict[str, Tensor], dict[str, str]]:
+def _read_tensors(path: str) -> tuple[dict[str, Tensor], dict[str, str]]:
     """The tensors of a private file as they were written, and what it says of them."""
     try:
         with safe_open(path, "pt") as file:
@@ -211,12 +211,12 @@ def _read(path: str) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def _checksum(state: Mapping[str, Tensor]) -> str:
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for name in sorted(state):
         tensor = state[name].detach().cpu().contiguous()
-        found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)};".encode())
-        found.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)};".encode())
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
 
 
 _DAMAGED = (

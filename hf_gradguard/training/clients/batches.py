@@ -63,7 +63,7 @@ class ClientSampler(Sampler[SampledRow]):
         [4, 4, 4, 4, 4, 4, 4, 4]
     """
 
-    parts: Sequence[Rows]
+    rows_of_clients: Sequence[Rows]
     per_rank: int
     batch_size: int
     ranks: int = 1
@@ -73,7 +73,9 @@ class ClientSampler(Sampler[SampledRow]):
     @property
     def rounds(self) -> int:
         """Rounds an epoch, at least one."""
-        return max(1, sum(map(len, self.parts)) // (self.ranks * self.per_rank * self.batch_size))
+        return max(
+            1, sum(map(len, self.rows_of_clients)) // (self.ranks * self.per_rank * self.batch_size)
+        )
 
     def __len__(self) -> int:
         return self.rounds * self.ranks * self.per_rank * self.batch_size
@@ -86,17 +88,24 @@ class ClientSampler(Sampler[SampledRow]):
 
     def __iter__(self) -> Iterator[SampledRow]:
         generator = np.random.default_rng([self.seed, self.epoch])
-        hosted = [np.arange(rank, len(self.parts), self.ranks) for rank in range(self.ranks)]
+        hosted = [
+            np.arange(rank, len(self.rows_of_clients), self.ranks) for rank in range(self.ranks)
+        ]
         for _ in range(self.rounds):
-            drawn = [
+            sampled = [
                 int(k)
-                for own in hosted
-                for k in generator.choice(own, self.per_rank, replace=False)
+                for candidates in hosted
+                for k in generator.choice(candidates, self.per_rank, replace=False)
             ]
-            whole = sum(len(self.parts[k]) for k in drawn)
-            for client in drawn:
-                own, share = self.parts[client], len(self.parts[client]) / whole
-                rows = generator.choice(own, min(self.batch_size, len(own)), replace=False)
+            total = sum(len(self.rows_of_clients[k]) for k in sampled)
+            for client in sampled:
+                candidates, share = (
+                    self.rows_of_clients[client],
+                    len(self.rows_of_clients[client]) / total,
+                )
+                rows = generator.choice(
+                    candidates, min(self.batch_size, len(candidates)), replace=False
+                )
                 yield from (SampledRow(int(row), client, share) for row in rows)
                 yield from [SampledRow(None, client, share)] * (self.batch_size - len(rows))
 
@@ -163,8 +172,8 @@ class WholeCollator:
 
     def __call__(self, examples: list[Any]) -> dict[str, Any]:
         batch = self.collate(examples)
-        found = domains_in(batch) if isinstance(batch, dict) else []
-        rows = batch[found[0].key] if found else None
+        domains = domains_in(batch) if isinstance(batch, dict) else []
+        rows = batch[domains[0].key] if domains else None
         if isinstance(rows, Tensor) and rows.dim() and len(rows) > len(examples):
             raise NotImplementedError(
                 f"A batch has {len(rows)} rows of {len(examples)} examples, such as preference "
@@ -235,7 +244,9 @@ def divide(data: Any, args: TrainingArguments, ranks: int) -> list[Rows]:
     return make_partition(data, count, args.partition, args.dirichlet_alpha, _data_seed(args))
 
 
-def round_sampler(parts: Sequence[Rows], args: TrainingArguments, ranks: int) -> ClientSampler:
+def round_sampler(
+    rows_of_clients: Sequence[Rows], args: TrainingArguments, ranks: int
+) -> ClientSampler:
     """Draws rounds of the clients that `divide` made.
 
     Example:
@@ -244,11 +255,13 @@ def round_sampler(parts: Sequence[Rows], args: TrainingArguments, ranks: int) ->
         >>> len(round_sampler([np.arange(4), np.arange(4, 8)], args, ranks=1))
         8
     """
-    own = args.per_device_train_batch_size // args.clients_per_process
-    return ClientSampler(parts, args.clients_per_process, own, ranks, _data_seed(args))
+    per_client = args.per_device_train_batch_size // args.clients_per_process
+    return ClientSampler(
+        rows_of_clients, args.clients_per_process, per_client, ranks, _data_seed(args)
+    )
 
 
-def split(batch: dict[str, Any], parts: int) -> list[dict[str, Any]]:
+def split(batch: dict[str, Any], num_clients: int) -> list[dict[str, Any]]:
     """Cut a batch by rows into `parts` clients, the first ones larger by one row where it does not
     divide.
 
@@ -256,13 +269,13 @@ def split(batch: dict[str, Any], parts: int) -> list[dict[str, Any]]:
         >>> [len(part["labels"]) for part in split(batch, 2)]
         [1, 1]
     """
-    if parts == 1:
+    if num_clients == 1:
         return [dict(batch)]
     rows = count_rows(batch)
     if rows == 1 and _is_padding_free(batch):
         raise NotImplementedError(f"GradGuardTrainer does not support {PADDING_FREE}")
     device = next(value.device for value in batch.values() if isinstance(value, Tensor))
-    parts_of = torch.arange(rows, device=device).tensor_split(parts)
+    parts_of = torch.arange(rows, device=device).tensor_split(num_clients)
     return [_take(batch, index, rows) for index in parts_of]
 
 
@@ -278,31 +291,31 @@ def clients_in(
         >>> [found[:3] for found in clients_in({**batch, **whose, **rows})]
         [(0, 0.75, tensor([8])), (5, 0.25, tensor([3]))]
     """
-    rest = {key: value for key, value in batch.items() if key not in (CLIENT, SHARE)}
+    columns = {key: value for key, value in batch.items() if key not in (CLIENT, SHARE)}
     numbers, shares = batch[CLIENT], batch[SHARE]
-    if count_rows(rest) != len(numbers):
+    if count_rows(columns) != len(numbers):
         raise NotImplementedError(f"GradGuardTrainer does not support {PADDING_FREE}")
     for number in numbers.unique():
         index = (numbers == number).nonzero().flatten()
-        own = _take(rest, index, len(numbers))
-        yield int(number), float(shares[index[0]]), own.pop(ROW, None), own
+        client_batch = _take(columns, index, len(numbers))
+        yield int(number), float(shares[index[0]]), client_batch.pop(ROW, None), client_batch
 
 
 def _take(batch: dict[str, Any], index: Tensor, rows: int) -> dict[str, Any]:
     """Some rows of a batch; what holds for all of them stays whole."""
     taken = {}
     for key, value in batch.items():
-        whole = len(value) if isinstance(value, list | tuple) or _dim(value) else 1
-        if whole == rows:
+        length = len(value) if isinstance(value, list | tuple) or _dim(value) else 1
+        if length == rows:
             chosen = (
                 value[index] if isinstance(value, Tensor) else [value[k] for k in index.tolist()]
             )
             taken[key] = chosen
-        elif whole == 1 or not isinstance(value, Tensor | list | tuple):
+        elif length == 1 or not isinstance(value, Tensor | list | tuple):
             taken[key] = value
         else:
             raise NotImplementedError(
-                f"{key!r} of a batch has {whole} entries where the batch has {rows} rows, so it "
+                f"{key!r} of a batch has {length} entries where the batch has {rows} rows, so it "
                 "cannot be cut into clients. Return one entry per row from the collator, or give "
                 "each rank one client: clients_per_process=1, num_clients left out."
             )

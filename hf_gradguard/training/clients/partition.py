@@ -42,7 +42,10 @@ def partition_iid(rows: int, num_clients: int, generator: np.random.Generator) -
         >>> [len(part) for part in partition_iid(10, 3, np.random.default_rng(0))]
         [4, 3, 3]
     """
-    return [np.sort(part) for part in np.array_split(generator.permutation(rows), num_clients)]
+    return [
+        np.sort(client_rows)
+        for client_rows in np.array_split(generator.permutation(rows), num_clients)
+    ]
 
 
 def partition_dirichlet(
@@ -66,15 +69,15 @@ def partition_dirichlet(
         100
     """
     labels = np.asarray(labels)
-    parts: list[list[Rows]] = [[] for _ in range(num_clients)]
+    rows_of_clients: list[list[Rows]] = [[] for _ in range(num_clients)]
     for label in np.unique(labels):
         rows = generator.permutation(np.flatnonzero(labels == label))
         ends = np.cumsum(generator.dirichlet([alpha] * num_clients))
-        for part, own in zip(
-            parts, np.split(rows, np.rint(ends[:-1] * len(rows)).astype(int)), strict=True
+        for client_rows, share in zip(
+            rows_of_clients, np.split(rows, np.rint(ends[:-1] * len(rows)).astype(int)), strict=True
         ):
-            part.append(own)
-    return [np.sort(np.concatenate(part)) for part in parts]
+            client_rows.append(share)
+    return [np.sort(np.concatenate(client_rows)) for client_rows in rows_of_clients]
 
 
 def make_partition(
@@ -97,17 +100,17 @@ def make_partition(
         )
     generator = np.random.default_rng(seed)
     if partition == "iid":
-        parts = partition_iid(len(data), num_clients, generator)
+        rows_of_clients = partition_iid(len(data), num_clients, generator)
     else:
-        parts = partition_dirichlet(class_labels(data), num_clients, alpha, generator)
-    empty = [client for client, part in enumerate(parts) if not len(part)]
+        rows_of_clients = partition_dirichlet(class_labels(data), num_clients, alpha, generator)
+    empty = [client for client, client_rows in enumerate(rows_of_clients) if not len(client_rows)]
     if empty:
         raise ValueError(
             f"Of {num_clients} clients {len(empty)} would have no rows of {len(data)} (the first "
             f"is client {empty[0]}). Take fewer clients, a larger dirichlet_alpha, or another "
             "data_seed."
         )
-    return parts
+    return rows_of_clients
 
 
 def class_labels(data: Any) -> Rows:
@@ -125,12 +128,12 @@ def class_labels(data: Any) -> Rows:
             data.column_names,
             data.with_format(None),
         )  # without what makes pixels of each row
-        found = next(
+        column = next(
             (np.asarray(column[name]) for name in ("labels", "label") if name in names), None
         )
     else:
         names = sorted(data[0]) if len(data) else []
-        found = next(
+        column = next(
             (
                 np.asarray([row[name] for row in data])
                 for name in ("labels", "label")
@@ -138,13 +141,13 @@ def class_labels(data: Any) -> Rows:
             ),
             None,
         )
-    if found is None or found.ndim != 1 or not np.issubdtype(found.dtype, np.integer):
+    if column is None or column.ndim != 1 or not np.issubdtype(column.dtype, np.integer):
         raise ValueError(
             f"partition='dirichlet' divides by class, but the rows of {names} have no class ids "
             "(whole numbers) called `labels` or `label`. Rename the column, or take "
             "partition='iid'."
         )
-    return found
+    return column
 
 
 def fetched(data: Any, rows: list[int]) -> Sequence[Any]:

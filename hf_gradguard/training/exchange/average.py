@@ -45,10 +45,10 @@ def average(
             words = point.encode(flat)
             masks.hide(words)
             mean = point.mean(_reduced(words, accelerator, "sum"))
-        for tensor, part in zip(
+        for tensor, mean_part in zip(
             bucket, mean.split([tensor.numel() for tensor in bucket]), strict=True
         ):
-            tensor.copy_(part.view_as(tensor))
+            tensor.copy_(mean_part.view_as(tensor))
 
 
 def _agreed(
@@ -67,15 +67,17 @@ def _agreed(
     refuses = not largest <= point.bound  # NaN is not
     votes = torch.tensor([refuses, 0, 0, 0], dtype=point.word, device=accelerator.device)
     masks.hide(votes)
-    count, *rest = _reduced(votes, accelerator, "sum").tolist()
-    if any(rest) or not 0 <= count <= point.ranks:
+    count, *padding = _reduced(votes, accelerator, "sum").tolist()
+    if any(padding) or not 0 <= count <= point.ranks:
         raise RuntimeError(
             "The masks of secure_aggregation are not gone from the sum, so nothing was exchanged. "
             "Ranks differ in what they exchange (the model, its types, secure_aggregation_range), "
             "keys or messages were changed on their way, or this backend's sums do not wrap."
         )
     if count:
-        own = f"This rank's largest is {largest:g}." if refuses else "This rank's are within it."
+        this_rank = (
+            f"This rank's largest is {largest:g}." if refuses else "This rank's are within it."
+        )
         advice = {
             32: "Set a higher secure_aggregation_range, the same on all ranks, or make gradients "
             "or noise smaller.",
@@ -83,7 +85,7 @@ def _agreed(
         }
         raise OverflowError(
             f"{count} of {point.ranks} ranks have an entry that is not finite, or beyond "
-            f"±{point.bound:g}, so nothing was exchanged. {own} {advice[bits]}"
+            f"±{point.bound:g}, so nothing was exchanged. {this_rank} {advice[bits]}"
         )
     return point, masks
 
@@ -151,6 +153,6 @@ def any_rank(due: bool, accelerator: Accelerator, secure: SecureAggregation | No
         >>> any_rank(True, Accelerator(cpu=True))
         True
     """
-    found = torch.tensor(float(due), device=accelerator.device)
-    average([found], accelerator, secure)
-    return bool(found)
+    flag = torch.tensor(float(due), device=accelerator.device)
+    average([flag], accelerator, secure)
+    return bool(flag)

@@ -60,18 +60,19 @@ def load_identity(folder: str, rank: int, ranks: int) -> Identity:
         ...
         FileNotFoundError: ... has no rank0.pem. Make a pair with `openssl genpkey ...
     """
-    own = _private_key(folder, rank)
+    private = _private_key(folder, rank)
     if (mode := os.stat(Path(folder) / f"rank{rank}.pem").st_mode) & 0o077:
         raise ValueError(
             f"rank{rank}.pem in {folder} can be read by others (mode {mode & 0o777:o}), who could "
             f"pose as this rank. Make a new pair if they may have, and `chmod 600 rank{rank}.pem`."
         )
     known = [_public_key(folder, peer) for peer in range(ranks)]
-    if own.public_key().public_bytes_raw() != known[rank].public_bytes_raw():
+    if private.public_key().public_bytes_raw() != known[rank].public_bytes_raw():
         raise ValueError(
-            f"rank{rank}.pub in {folder} is not the public key of rank{rank}.pem. " + _made(rank)
+            f"rank{rank}.pub in {folder} is not the public key of rank{rank}.pem. "
+            + _how_to_make(rank)
         )
-    return Identity(own, known)
+    return Identity(private, known)
 
 
 def agree(accelerator: Accelerator, identity: Identity | None) -> dict[int, bytes]:
@@ -89,9 +90,12 @@ def agree(accelerator: Accelerator, identity: Identity | None) -> dict[int, byte
     Raises:
         ValueError: If a rank's signature is missing or wrong, or its key is no fresh one.
     """
-    rank, own = accelerator.process_index, X25519PrivateKey.generate()
-    publics = _gathered(own.public_key().public_bytes_raw(), accelerator)
-    if len(set(publics)) < len(publics) or publics[rank] != own.public_key().public_bytes_raw():
+    rank, ephemeral = accelerator.process_index, X25519PrivateKey.generate()
+    publics = _gathered(ephemeral.public_key().public_bytes_raw(), accelerator)
+    if (
+        len(set(publics)) < len(publics)
+        or publics[rank] != ephemeral.public_key().public_bytes_raw()
+    ):
         raise ValueError("Keys were changed on their way between ranks: nothing was exchanged.")
     transcript = transcript_of(publics)
     signature = identity.own.sign(signed(rank, transcript)) if identity else bytes(SIGNATURE_BYTES)
@@ -106,7 +110,7 @@ def agree(accelerator: Accelerator, identity: Identity | None) -> dict[int, byte
     else:
         check_signatures(signatures, identity.known, transcript)
     return {
-        peer: pair_key(own, public, (rank, peer), transcript)
+        peer: pair_key(ephemeral, public, (rank, peer), transcript)
         for peer, public in enumerate(publics)
         if peer != rank
     }
@@ -151,7 +155,7 @@ def check_signatures(
 
 
 def pair_key(
-    own: X25519PrivateKey, public: bytes, pair: tuple[int, int], transcript: bytes
+    private: X25519PrivateKey, public: bytes, pair: tuple[int, int], transcript: bytes
 ) -> bytes:
     """The key of two ranks: HKDF-SHA256 of their X25519 secret, salted with the transcript.
 
@@ -171,44 +175,48 @@ def pair_key(
         True
     """
     info = _LABEL + f", ranks {min(pair)} and {max(pair)}".encode()
-    secret = own.exchange(X25519PublicKey.from_public_bytes(public))
+    secret = private.exchange(X25519PublicKey.from_public_bytes(public))
     return HKDF(SHA256(), KEY_BYTES, salt=transcript, info=info).derive(secret)
 
 
-def _gathered(own: bytes, accelerator: Accelerator) -> list[bytes]:
+def _gathered(payload: bytes, accelerator: Accelerator) -> list[bytes]:
     """Every rank's bytes, in their order."""
-    everyone = gather(torch.tensor(list(own), dtype=torch.uint8).to(accelerator.device))
-    return [bytes(part.tolist()) for part in everyone.cpu().view(-1, len(own))]
+    everyone = gather(torch.tensor(list(payload), dtype=torch.uint8).to(accelerator.device))
+    return [bytes(row.tolist()) for row in everyone.cpu().view(-1, len(payload))]
 
 
 def _private_key(folder: str, rank: int) -> Ed25519PrivateKey:
-    path, content = _read(folder, f"rank{rank}.pem", rank)
+    path, content = _read_key(folder, f"rank{rank}.pem", rank)
     try:
         key = load_pem_private_key(content, password=None)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"{path} is no key without a password: {error}. {_made(rank)}") from error
+        raise ValueError(
+            f"{path} is no key without a password: {error}. {_how_to_make(rank)}"
+        ) from error
     if not isinstance(key, Ed25519PrivateKey):
-        raise ValueError(f"{path} is of another kind than Ed25519. {_made(rank)}")
+        raise ValueError(f"{path} is of another kind than Ed25519. {_how_to_make(rank)}")
     return key
 
 
 def _public_key(folder: str, rank: int) -> Ed25519PublicKey:
-    path, content = _read(folder, f"rank{rank}.pub", rank)
+    path, content = _read_key(folder, f"rank{rank}.pub", rank)
     try:
         key = load_pem_public_key(content)
     except ValueError as error:
-        raise ValueError(f"{path} is no public key: {error}. {_made(rank)}") from error
+        raise ValueError(f"{path} is no public key: {error}. {_how_to_make(rank)}") from error
     if not isinstance(key, Ed25519PublicKey):
-        raise ValueError(f"{path} is of another kind than Ed25519. {_made(rank)}")
+        raise ValueError(f"{path} is of another kind than Ed25519. {_how_to_make(rank)}")
     return key
 
 
-def _read(folder: str, name: str, rank: int) -> tuple[Path, bytes]:
+def _read_key(folder: str, name: str, rank: int) -> tuple[Path, bytes]:
     path = Path(folder) / name
     if not path.is_file():
-        raise FileNotFoundError(f"secure_aggregation_keys={folder} has no {name}. {_made(rank)}")
+        raise FileNotFoundError(
+            f"secure_aggregation_keys={folder} has no {name}. {_how_to_make(rank)}"
+        )
     return path, path.read_bytes()
 
 
-def _made(rank: int) -> str:
+def _how_to_make(rank: int) -> str:
     return _MAKE.format(rank)

@@ -33,7 +33,7 @@ up to four ranks.
 _CHUNK = 2**16  # entries at once on the CPU: they stay in a processor's cache
 
 
-def _parts(tensor: Tensor) -> Sequence[Tensor]:
+def _chunks(tensor: Tensor) -> Sequence[Tensor]:
     flat = tensor.reshape(-1)
     return flat.split(_CHUNK if tensor.device.type == "cpu" else max(len(flat), 1))
 
@@ -74,14 +74,14 @@ class FixedPoint(NamedTuple):
         """To the nearest whole number of units."""
         words = torch.empty(values.shape, dtype=self.word, device=values.device)
         wide = torch.promote_types(values.dtype, self._wide)
-        for word, value in zip(_parts(words), _parts(values), strict=True):
+        for word, value in zip(_chunks(words), _chunks(values), strict=True):
             word.copy_((value.to(wide) / self.unit).round_())
         return words
 
     def mean(self, words: Tensor) -> Tensor:
         """Of a sum over ranks."""
         values = torch.empty(words.shape, dtype=self._wide, device=words.device)
-        for value, word in zip(_parts(values), _parts(words), strict=True):
+        for value, word in zip(_chunks(values), _chunks(words), strict=True):
             value.copy_(word).mul_(self.unit).div_(self.ranks)
         return values
 
@@ -114,13 +114,13 @@ class Masks(NamedTuple):
 
     def hide(self, words: Tensor) -> None:
         """Add and subtract the next masks, in place."""
-        each = words.element_size() // 4
+        words_per_entry = words.element_size() // 4
         for stream, adds in self.streams:
             done = 0
-            for part in stream.words(each * len(words), device=words.device):
-                mask = part.view(words.dtype)
-                own = words[done : done + len(mask)]
-                own.add_(mask) if adds else own.sub_(mask)
+            for chunk in stream.words(words_per_entry * len(words), device=words.device):
+                mask = chunk.view(words.dtype)
+                masked = words[done : done + len(mask)]
+                masked.add_(mask) if adds else masked.sub_(mask)
                 done += len(mask)
 
 

@@ -25,7 +25,7 @@ _MOST = 10  # findings that are listed
 logger = logging.get_logger(__name__)
 
 
-def check_agreed(found: Mapping[str, Any], device: torch.device | str) -> None:
+def check_agreed(settings: Mapping[str, Any], device: torch.device | str) -> None:
     """Refuse to train where ranks differ, on all of them: their exchanges would not fit together,
     wait for each other, or mix up what is whose. All ranks must call it.
 
@@ -40,10 +40,14 @@ def check_agreed(found: Mapping[str, Any], device: torch.device | str) -> None:
     Example:
         >>> check_agreed({"max_steps": 3}, "cpu")
     """
-    own = torch.frombuffer(bytearray(b"".join(map(_hashed, found.values()))), dtype=torch.int64)
-    everyone = gather(own.to(device)).view(-1, len(own))
+    hashes = torch.frombuffer(
+        bytearray(b"".join(map(_hashed, settings.values()))), dtype=torch.int64
+    )
+    everyone = gather(hashes.to(device)).view(-1, len(hashes))
     if differ := [
-        name for name, same in zip(found, (everyone == everyone[0]).all(0), strict=True) if not same
+        name
+        for name, same in zip(settings, (everyone == everyone[0]).all(0), strict=True)
+        if not same
     ]:
         raise ValueError(f"Ranks differ in {differences(differ)}")
 
@@ -70,10 +74,10 @@ def say_received(model: nn.Module) -> None:
     Example:
         >>> say_received(model)
     """
-    if found := check_received(model):
-        listed = "".join(f"\n- {one}" for one in found[:_MOST])
-        more = f"\n- and {len(found) - _MOST} more" if len(found) > _MOST else ""
-        logger.warning(f"In the model that this rank received:{listed}{more}\n{ADVICE}")
+    if findings := check_received(model):
+        listed = "".join(f"\n- {finding}" for finding in findings[:_MOST])
+        unlisted = f"\n- and {len(findings) - _MOST} more" if len(findings) > _MOST else ""
+        logger.warning(f"In the model that this rank received:{listed}{unlisted}\n{ADVICE}")
 
 
 _TRAINED: WeakSet[nn.Module] = WeakSet()
@@ -99,20 +103,20 @@ class StartAlike(TrainerCallback):
         if args.world_size > 1:
             trained = kwargs.get("optimizer"), kwargs.get("train_dataloader")
             check_loader(trained[1])  # also of a class of the user's own
-            found = agreed_upon(args, model, state, *trained, self._evaluated())
-            check_agreed(found, args.device)
+            settings = agreed_upon(args, model, state, *trained, self._evaluated())
+            check_agreed(settings, args.device)
             # later on buffers hold statistics of rank 0's data, also in another Trainer
             buffers = [] if model in _TRAINED else list(model.buffers())
             tensors = [tensor.detach() for tensor in (*model.parameters(), *buffers)]
             compared = [] if self._started else tensors
-            before = list(map(_digest, compared))
+            digests = list(map(_digest, compared))
             with torch.no_grad():
                 broadcast(tensors)
-            pairs = zip(before, map(_digest, compared), strict=True)
+            pairs = zip(digests, map(_digest, compared), strict=True)
             if args.process_index and not self._started and getattr(args, "check_received", True):
                 say_received(model)
-            if other := sum(one != after for one, after in pairs):
-                logger.warning(_PLANTED.format(other, len(tensors)))
+            if num_different := sum(own != received for own, received in pairs):
+                logger.warning(_PLANTED.format(num_different, len(tensors)))
         self._started = True
         _TRAINED.add(model)
 
@@ -163,27 +167,29 @@ def agreed_upon(
         >>> agreed_upon(TrainingArguments("out", max_steps=3), model)["max_steps"]
         3
     """
-    found = {name: getattr(args, name, None) for name in (*_SETTINGS, *_OF_OPTIMIZER)}
+    settings = {name: getattr(args, name, None) for name in (*_SETTINGS, *_OF_OPTIMIZER)}
     limited = getattr(args, "leakage_limit", None) is not None
-    found["leakage_action"] = getattr(args, "leakage_action", None) if limited else None
-    found |= _intervals(args)
-    together = found["num_clients"] is not None
+    settings["leakage_action"] = getattr(args, "leakage_action", None) if limited else None
+    settings |= _intervals(args)
+    draws_together = settings["num_clients"] is not None
     for name in _OF_CLIENTS:
-        of_sum = found["noise_for"] == "sum" and name == "clients_per_process"
-        found[name] = getattr(args, name, None) if together or of_sum else None
+        of_sum = settings["noise_for"] == "sum" and name == "clients_per_process"
+        settings[name] = getattr(args, name, None) if draws_together or of_sum else None
     seeds = getattr(args, "data_seed", None), getattr(args, "seed", None)
-    found["data_seed"] = next(seed for seed in (*seeds, 0) if seed is not None) if together else 0
-    counted = state is not None and (found["max_steps"] or 0) <= 0
-    found[STEPS] = state.max_steps if counted and state is not None else None
-    found[BATCHES] = _length(batches) if _follows_epochs(found, batches) else None
-    found[ROWS] = _lengths(evaluated) if _evaluates(found) else None
+    settings["data_seed"] = (
+        next(seed for seed in (*seeds, 0) if seed is not None) if draws_together else 0
+    )
+    counted = state is not None and (settings["max_steps"] or 0) <= 0
+    settings[STEPS] = state.max_steps if counted and state is not None else None
+    settings[BATCHES] = _length(batches) if _follows_epochs(settings, batches) else None
+    settings[ROWS] = _lengths(evaluated) if _evaluates(settings) else None
     parameters = [
         (name, tuple(p.shape), str(p.dtype), p.requires_grad)
         for name, p in model.named_parameters()
     ]
-    found[PARAMETERS] = parameters
-    found[OPTIMIZER] = None if optimizer is None else _described(optimizer)
-    return found
+    settings[PARAMETERS] = parameters
+    settings[OPTIMIZER] = None if optimizer is None else _described(optimizer)
+    return settings
 
 
 def differences(names: Iterable[str]) -> str:
@@ -200,40 +206,40 @@ def differences(names: Iterable[str]) -> str:
 
 
 def _ways_out(names: set[str]) -> str:
-    found = ["Start every rank with the same settings and the same model, frozen alike."]
+    advice = ["Start every rank with the same settings and the same model, frozen alike."]
     if names & {STEPS, BATCHES}:
-        found.append(
+        advice.append(
             "Where ranks have data sets of their own, of different lengths, give all the same "
             "max_steps, and log, save and evaluate by steps, not by epochs; leave "
             "use_seedable_sampler as it is. Or give all as many rows and the same batch size."
         )
     if ROWS in names:
-        found.append("Evaluate on data of the same length on every rank.")
+        advice.append("Evaluate on data of the same length on every rank.")
     if OPTIMIZER in names:
-        found.append("Rates follow noise: scale_learning_rate=False leaves them alone.")
-    return " ".join(found)
+        advice.append("Rates follow noise: scale_learning_rate=False leaves them alone.")
+    return " ".join(advice)
 
 
 def _intervals(args: TrainingArguments) -> dict[str, Any]:
-    found = {}
-    for what in ("logging", "save", "eval"):
-        by_steps = getattr(args, f"{what}_strategy", None) == "steps"
-        found[f"{what}_steps"] = getattr(args, f"{what}_steps", None) if by_steps else None
+    intervals = {}
+    for event in ("logging", "save", "eval"):
+        by_steps = getattr(args, f"{event}_strategy", None) == "steps"
+        intervals[f"{event}_steps"] = getattr(args, f"{event}_steps", None) if by_steps else None
     delayed = getattr(args, "eval_strategy", "no") != "no"
-    return found | {"eval_delay": getattr(args, "eval_delay", None) if delayed else None}
+    return intervals | {"eval_delay": getattr(args, "eval_delay", None) if delayed else None}
 
 
-def _evaluates(found: dict[str, Any]) -> bool:
-    return bool(found["eval_on_start"]) or (found["eval_strategy"] or "no") != "no"
+def _evaluates(settings: dict[str, Any]) -> bool:
+    return bool(settings["eval_on_start"]) or (settings["eval_strategy"] or "no") != "no"
 
 
-def _follows_epochs(found: dict[str, Any], batches: Any) -> bool:
+def _follows_epochs(settings: dict[str, Any], batches: Any) -> bool:
     """Whether ranks exchange something at the end of an epoch, at its start (a sampler's random
     state), or for each batch.
     """
-    strategies = [found[f"{what}_strategy"] for what in ("logging", "save", "eval")]
-    counts = (found["include_num_input_tokens_seen"] or "no") != "no"
-    accumulates = (found["gradient_accumulation_steps"] or 1) > 1
+    strategies = [settings[f"{event}_strategy"] for event in ("logging", "save", "eval")]
+    counts = (settings["include_num_input_tokens_seen"] or "no") != "no"
+    accumulates = (settings["gradient_accumulation_steps"] or 1) > 1
     at_start = bool(getattr(batches, "rng_types", None))
     return "epoch" in strategies or at_start or (counts and accumulates)
 
@@ -247,7 +253,7 @@ def _length(data: Any) -> int | None:
 
 def _lengths(data: Any) -> Any:
     if isinstance(data, dict):
-        return [(name, _length(one)) for name, one in data.items()]
+        return [(name, _length(loader)) for name, loader in data.items()]
     return _length(data)
 
 

@@ -393,8 +393,8 @@ def check_order(trainer_class: type, mixin: type) -> None:
                 f"class {trainer_class.__name__}(GradGuardMixin, {base.__name__})."
             )
     for base in order[place + 1 : order.index(Trainer)]:
-        known = (base.__module__.split(".")[0], base.__name__) in _STEPS
-        if "training_step" in vars(base) and not known:
+        keeps_step = (base.__module__.split(".")[0], base.__name__) in _STEPS
+        if "training_step" in vars(base) and not keeps_step:
             raise NotImplementedError(
                 f"GradGuardMixin does not support {base.__name__}: its own training_step would "
                 "not run. Change the loss in compute_loss, or call hf_gradguard.protect in a loop "
@@ -438,11 +438,11 @@ def check_loss(loss: Any) -> None:
         >>> check_loss(nn.MSELoss())
     """
     losses = loss.values() if isinstance(loss, dict) else [loss]
-    for one in losses:
-        modules = one.modules() if isinstance(one, nn.Module) else []
+    for module_loss in losses:
+        modules = module_loss.modules() if isinstance(module_loss, nn.Module) else []
         if any(getattr(module, "gather_across_devices", False) for module in modules):
             raise NotImplementedError(
-                f"GradGuardTrainer does not support {type(one).__name__} with "
+                f"GradGuardTrainer does not support {type(module_loss).__name__} with "
                 "gather_across_devices=True: every rank would be sent all ranks' embeddings, "
                 "unprotected. Leave it at False."
             )

@@ -23,7 +23,7 @@ class Upload(NamedTuple):
 
     callback: str
     setting: Callable[[Any], str]  # of the callback; empty where it does not upload
-    what: str
+    entries: str
     instead: str
 
 
@@ -46,7 +46,7 @@ def check_trackers(callbacks: Iterable[TrainerCallback]) -> None:
             if upload.callback in kinds and (setting := upload.setting(callback)):
                 raise NotImplementedError(
                     f"GradGuardTrainer does not support {setting}: {upload.callback} would upload "
-                    f"{upload.what}. {upload.instead}."
+                    f"{upload.entries}. {upload.instead}."
                 )
 
 

@@ -59,7 +59,7 @@ class Ledger(TrainerCallback):
         self._exchanged = False
         self._watched: Any = None
 
-    def check(self, parameters: Iterable[nn.Parameter], what: str) -> None:
+    def check(self, parameters: Iterable[nn.Parameter], action: str) -> None:
         """Refuse to go on unless every `.grad` is none, or as it was written.
 
         Raises:
@@ -72,7 +72,7 @@ class Ledger(TrainerCallback):
             elif not self._is_ours(parameter, gradient):
                 name = self._names.get(parameter, f"a parameter of shape {tuple(parameter.shape)}")
                 raise RuntimeError(
-                    f"GradGuardTrainer will not {what}: the .grad of {name} is not its own work, "
+                    f"GradGuardTrainer will not {action}: the .grad of {name} is not its own work, "
                     "or was changed since. Something called backward(), or wrote to .grad, so it "
                     f"may hold a gradient that is not protected. {INSTEAD}"
                 )
@@ -108,8 +108,8 @@ class Ledger(TrainerCallback):
         self._exchanged = False
         self._names = {parameter: name for name, parameter in model.named_parameters()}
         wrapped = getattr(optimizer, "optimizer", optimizer)  # Accelerate wraps it
-        held = [p for group in getattr(wrapped, "param_groups", []) for p in group["params"]]
-        if strangers := [p for p in held if p not in self._names]:
+        optimized = [p for group in getattr(wrapped, "param_groups", []) for p in group["params"]]
+        if strangers := [p for p in optimized if p not in self._names]:
             raise NotImplementedError(
                 f"GradGuardTrainer does not support {len(strangers)} of the optimizer's parameters "
                 f"(shapes {', '.join(str(tuple(p.shape)) for p in strangers[:3])}), which are none "
@@ -130,17 +130,17 @@ class Ledger(TrainerCallback):
                 self._written[parameter] = (parameter.grad, parameter.grad._version)
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        held = {p for group in optimizer.param_groups for p in group["params"]}
-        self.check(held, "step")
+        optimized = {p for group in optimizer.param_groups for p in group["params"]}
+        self.check(optimized, "step")
         if not self._exchanged:
             raise RuntimeError(
                 "GradGuardTrainer will not step: nothing was exchanged since the last step. "
                 f"{INSTEAD}"
             )
-        if left := [self._names.get(p, "?") for p in self._written if p not in held]:
+        if untrained := [self._names.get(p, "?") for p in self._written if p not in optimized]:
             logger.warning_once(
-                f"Shared, but not trained: {', '.join(left[:5])} ({len(left)} in all). The "
-                "optimizer does not hold them: it was made of others, or before they were "
+                f"Shared, but not trained: {', '.join(untrained[:5])} ({len(untrained)} in all). "
+                "The optimizer does not hold them: it was made of others, or before they were "
                 "unfrozen. Freeze them (requires_grad=False); what is to be unfrozen later must "
                 "be trainable when the optimizer is made: freeze it in on_train_begin."
             )
@@ -152,9 +152,9 @@ class Ledger(TrainerCallback):
         def guarded(parameters: Any, *args: Any, **kwargs: Any) -> Any:
             parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
             self.check(parameters, "clip")
-            found = clip(parameters, *args, **kwargs)
+            tables = clip(parameters, *args, **kwargs)
             self._note(parameters)
-            return found
+            return tables
 
         return guarded
 
@@ -214,13 +214,13 @@ class AgreedTables:
         Raises:
             ValueError: If a later batch has entries that index tables that were shared so far.
         """
-        found = find_tables(model, batch, loss_fn, shards)
+        tables = find_tables(model, batch, loss_fn, shards)
         if self._model is None or self._model() is not model:
-            self._tables = self._joined(model, found, secure)
+            self._tables = self._joined(model, tables, secure)
             remember_tables(model, self._tables)
             self._model = ref(model)
             return True
-        if late := sorted(found - self._tables):
+        if late := sorted(tables - self._tables):
             raise ValueError(
                 f"A batch with entries {sorted(batch)} indexes {', '.join(late)}, which earlier "
                 "batches without them shared, and other ranks may still share. Collate every batch "
@@ -229,11 +229,11 @@ class AgreedTables:
         return False
 
     def _joined(
-        self, model: nn.Module, found: frozenset[str], secure: SecureAggregation | None
+        self, model: nn.Module, tables: frozenset[str], secure: SecureAggregation | None
     ) -> frozenset[str]:
         names = [name for name, _ in model.named_parameters()]
         device = self._accelerator.device
-        flags = torch.tensor([float(name in found) for name in names], device=device)
+        flags = torch.tensor([float(name in tables) for name in names], device=device)
         average([flags], self._accelerator, secure)
         return frozenset(name for name, flag in zip(names, flags.tolist(), strict=True) if flag)
 
@@ -256,7 +256,7 @@ class RowGuard:
     """
 
     def __init__(self, messages: int = 8) -> None:
-        self._left = messages
+        self._remaining = messages
         self._rows: dict[str, list[Tensor]] = {}
         self._named = set[str]()
 
@@ -266,30 +266,30 @@ class RowGuard:
         """Names that are new among those whose pattern of zeros differs, with a warning. What is
         shared without any zero, as behind noise everywhere, shows no pattern.
         """
-        if not self._left:
+        if not self._remaining:
             return []
-        self._left -= 1
-        fresh = []
+        self._remaining -= 1
+        new_names = []
         for name, tensor in gradient.items():
             if tensor.dim() < 2 or name in self._named or not bool(tensor.any()):
                 continue
             if shared is not None and bool(shared[name].all()):
                 continue
             rows = [(tensor != 0).movedim(dim, 0).flatten(1).any(1) for dim in range(tensor.dim())]
-            before = self._rows.setdefault(name, rows)
-            if not all(map(torch.equal, before, rows)):
-                fresh.append(name)
-        self._named.update(fresh)
-        if fresh:
-            more = f" and {len(fresh) - 5} more" if len(fresh) > 5 else ""
+            earlier_rows = self._rows.setdefault(name, rows)
+            if not all(map(torch.equal, earlier_rows, rows)):
+                new_names.append(name)
+        self._named.update(new_names)
+        if new_names:
+            unlisted = f" and {len(new_names) - 5} more" if len(new_names) > 5 else ""
             logger.warning(
-                f"Zero rows of {', '.join(fresh[:5])}{more} differ from message to message, so "
-                "they tell something about a batch whatever is in the other rows: which experts "
+                f"Zero rows of {', '.join(new_names[:5])}{unlisted} differ from message to message, "
+                "so they tell something about a batch whatever is in the other rows: which experts "
                 "its tokens were routed to, which units were active, how long a text is. A "
                 "defense that adds noise everywhere (gaussian_noise) fills them; withhold=[...] "
                 "with patterns of these names leaves them out."
             )
-        return fresh
+        return new_names
 
 
 class BufferGuard:
@@ -310,13 +310,13 @@ class BufferGuard:
         if self._watched is not None and self._watched() is model:
             yield
             return
-        before = {name: buffer.clone() for name, buffer in _others(model)}
+        copies = {name: buffer.clone() for name, buffer in _saved_buffers(model)}
         yield
         self._watched = ref(model)
-        after = dict(_others(model))
+        present = dict(_saved_buffers(model))
         if written := sorted(
-            name for name, buffer in before.items()
-            if name not in after or not torch.equal(buffer, after[name])
+            name for name, buffer in copies.items()
+            if name not in present or not torch.equal(buffer, present[name])
         ):  # fmt: skip
             logger.warning(
                 f"{type(model).__name__} writes to buffers as it runs: {', '.join(written)}. They "
@@ -326,7 +326,7 @@ class BufferGuard:
             )
 
 
-def _others(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def _saved_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Buffers that are saved, but for batch statistics."""
     layers = tuple(f"{name}." for name in tracking_layers(model))
     saved = model.state_dict(keep_vars=True)

@@ -176,9 +176,9 @@ def protect_labels(
             "own: labels are randomized in train_dataset, which it need not read. Give the data as "
             "train_dataset."
         )
-    if others := set(getattr(args, "label_names", None) or []) - {*_NAMES}:
+    if unknown := set(getattr(args, "label_names", None) or []) - {*_NAMES}:
         raise NotImplementedError(
-            f"GradGuardTrainer does not support protect_labels with label_names={sorted(others)}: "
+            f"GradGuardTrainer does not support protect_labels with label_names={sorted(unknown)}: "
             "the loss would take those as they are. Call labels `labels`, without label_names."
         )
     if getattr(args, "num_clients", None) and args.partition == "dirichlet":
@@ -220,20 +220,20 @@ class Randomizer:
 
     def __init__(self) -> None:
         self.key: LabelKey | None = None
-        self._made: list[RandomizedLabels] = []
+        self._randomized: list[RandomizedLabels] = []
 
     def __call__(self, data: Any, args: Any, model: nn.Module, own_batches: bool) -> Any:
         """Training data, with randomized labels where `args.protect_labels` says so."""
-        if getattr(args, "protect_labels", None) is None and not self._made:
+        if getattr(args, "protect_labels", None) is None and not self._randomized:
             return data
         seed = getattr(args, "noise_seed", None)
-        seeds = None if seed is None else (seed, args.process_index, len(self._made))
-        made = next((one for one in self._made if one.data is data), data)
-        found = protect_labels(made, args, model, LabelKey(seeds), own_batches)
-        self.key = None if found is None else found.key
-        if found is not None and all(found is not one for one in self._made):
-            self._made.append(found)
-        return found
+        seeds = None if seed is None else (seed, args.process_index, len(self._randomized))
+        dataset = next((known for known in self._randomized if known.data is data), data)
+        protected = protect_labels(dataset, args, model, LabelKey(seeds), own_batches)
+        self.key = None if protected is None else protected.key
+        if protected is not None and all(protected is not known for known in self._randomized):
+            self._randomized.append(protected)
+        return protected
 
 
 def number_of_classes(model: nn.Module) -> int:

@@ -81,9 +81,12 @@ class PoissonSampler(Sampler[list[SampledRow]]):
                     continue
                 batch = []
                 for client in range(rank, len(self.rows_of_clients), self.ranks):
-                    own = self.rows_of_clients[client]
-                    drawn = stream.uniform((len(own),), dtype=torch.float64) < self.rates[client]
-                    rows = own[drawn.numpy()].tolist() or [DUMMY]
+                    client_rows = self.rows_of_clients[client]
+                    is_drawn = (
+                        stream.uniform((len(client_rows),), dtype=torch.float64)
+                        < self.rates[client]
+                    )
+                    rows = client_rows[is_drawn.numpy()].tolist() or [DUMMY]
                     batch += [SampledRow(row, client, share) for row in rows]
                 yield batch
 
@@ -128,7 +131,9 @@ class PrivateRows(TrainerCallback):
             np.arange(client, rows, count) for client in range(count)
         ]
         self.batch_size = args.per_device_train_batch_size / hosted
-        self._rates = [min(1.0, self.batch_size / len(part)) for part in self.rows_of_clients]
+        self._rates = [
+            min(1.0, self.batch_size / len(client_rows)) for client_rows in self.rows_of_clients
+        ]
         self.rate = max(self._rates)
         self._clients = clients
         self.noise_multiplier = defense.noise_multiplier
@@ -161,13 +166,15 @@ class PrivateRows(TrainerCallback):
         assert multiplier is not None
         if args.world_size > 1:
             hosted = len(self.rows_of_clients) // self._ranks
-            apart = {"the noise multiplier (rows, steps)": multiplier}
-            check_agreed(apart | {"clients_per_process": hosted}, args.device)
-        each = multiplier
+            agreed = {"the noise multiplier (rows, steps)": multiplier}
+            check_agreed(agreed | {"clients_per_process": hosted}, args.device)
+        own_multiplier = multiplier
         if getattr(args, "noise_for", "message") == "sum":  # a rank can take its own out of it
-            each /= math.sqrt(len(self.rows_of_clients) - len(self.rows_of_clients) // self._ranks)
+            own_multiplier /= math.sqrt(
+                len(self.rows_of_clients) - len(self.rows_of_clients) // self._ranks
+            )
         for client in self._clients():
-            client.calibrate(each, self.batch_size)  # type: ignore[attr-defined]
+            client.calibrate(own_multiplier, self.batch_size)  # type: ignore[attr-defined]
         if self._rank == 0:
             self._announce(messages, multiplier)
 
@@ -205,14 +212,14 @@ class PrivateRows(TrainerCallback):
 
         assert self.noise_multiplier is not None
         self.account.add(self.noise_multiplier, self.rate)
-        found = []
+        counted = []
         for batch in batches:
             empty = batch.rows is not None and bool((batch.rows == DUMMY).any())
             if empty and isinstance(batch.defense, DPSGD) and batch.rows is not None:
                 noise = NoSample.of(batch.defense)
                 batch = batch._replace(defense=noise, rows=batch.rows[:0])
-            found.append(batch)
-        return found
+            counted.append(batch)
+        return counted
 
     @property
     def epsilon(self) -> float | None:
