@@ -284,10 +284,10 @@ class RowGuard:
             unlisted = f" and {len(new_names) - 5} more" if len(new_names) > 5 else ""
             logger.warning(
                 f"Zero rows of {', '.join(new_names[:5])}{unlisted} differ from message to "
-                "message, so they tell something about a batch whatever is in the other rows: which experts "
-                "its tokens were routed to, which units were active, how long a text is. A "
-                "defense that adds noise everywhere (gaussian_noise) fills them; withhold=[...] "
-                "with patterns of these names leaves them out."
+                "message, so they tell something about a batch whatever is in the other rows: "
+                "which experts its tokens were routed to, which units were active, how long a "
+                "text is. A defense that adds noise everywhere (gaussian_noise) fills them; "
+                "withhold=[...] with patterns of these names leaves them out."
             )
         return new_names
 
