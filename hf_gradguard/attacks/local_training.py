@@ -118,7 +118,7 @@ class _ManyTrainings(ManyGradients):
         super().__init__(model, names, seeds, vectorized=False)
         self._local, self._shares = local, False
 
-    def _one(self, batch: Mapping[str, Any], seed: int) -> Tensors:
+    def _evaluate_one(self, batch: Mapping[str, Any], seed: int) -> Tensors:
         with self._replay(seed).draws():
             gmap = MeanGradientMap(
                 self.model,
@@ -132,7 +132,7 @@ class _ManyTrainings(ManyGradients):
         found = gmap.gradient()
         if not self._shares and not self.parameters.keys() <= found.keys():
             self._shares = True  # the client sent its embeddings, so it trained them
-            return self._one(batch, seed)
+            return self._evaluate_one(batch, seed)
         return {name: found[name] for name in self.parameters}
 
 

@@ -412,7 +412,7 @@ def refusals(place: Place) -> dict[str, str]:
 
 def page(place: Place) -> dict[str, Any]:
     """The block of the documents, on this mesh."""
-    text = (ROOT / "docs" / "frameworks.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "sharded.md").read_text(encoding="utf-8")
     blocks = re.findall(r"^```python\n(.*?)^```$", text, re.M | re.S)
     (code,) = [block for block in blocks if "fully_shard(" in block]
     lines = [line for line in code.splitlines() if not line.startswith("mesh = ")]
