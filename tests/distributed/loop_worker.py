@@ -29,7 +29,8 @@ except ImportError:
 
 ROOT = Path(__file__).resolve().parents[2]
 ROWS = 12
-LOOP = """
+# A loop without a Trainer, in which `protect` stands where `backward` was.
+LOOP = """\
 import torch
 from accelerate import Accelerator
 from transformers import DataCollatorWithPadding
@@ -45,11 +46,6 @@ for batch in loader:
     optimizer.step()
     optimizer.zero_grad()
 """
-
-
-def lines() -> str:
-    """A loop without a Trainer."""
-    return LOOP
 
 
 def run(code: str) -> dict[str, torch.Tensor]:
@@ -71,7 +67,7 @@ def difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> 
 def main() -> None:
     folder, _ = begin()
     group = recording.initialize()
-    code = lines().replace("Accelerator()", "Accelerator(cpu=True)").replace("8e-4", "1e-2")
+    code = LOOP.replace("Accelerator()", "Accelerator(cpu=True)").replace("8e-4", "1e-2")
     code = code.replace("batch_size=8", "batch_size=2")
     assert code.count("\n") == 14
     protected = "protect(model, batch, noise, accelerator)"

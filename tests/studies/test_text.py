@@ -143,7 +143,6 @@ def test_refiner_in_training(encoder, network, sst2, quick, tmp_path):
     assert study.figures == {"before": kept, "after": lost}
 
 
-@pytest.mark.xfail(reason="the table of seconds is not asked for again by the new runner")
 @pytest.mark.distributed
 def test_defenses_on_sst2(encoder, sst2, quick, tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
