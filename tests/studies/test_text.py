@@ -167,7 +167,7 @@ def test_defenses_on_sst2(encoder, sst2, quick, tmp_path, monkeypatch):
 
     # What is there is not run again.
     monkeypatch.setattr(sys, "executable", "/nowhere")
-    study.again(seconds=True, output=tmp_path / "sst2")
+    study = quick("sst2_seconds", *data, output=tmp_path / "sst2")
     steps = [one["seconds_per_step"] for one in found.values()]
     assert [row[2:] for row in study.rows()] == [
         [f"{step:.2f}", f"{step / steps[0]:.2f}"] for step in steps
