@@ -21,6 +21,9 @@ from ...defenses import Defense
 from ...defenses.dp import DPSGD
 from ..clients.partition import is_of_datasets
 
+if TYPE_CHECKING:
+    from ...leakage import FisherAccountant
+
 DISPATCHED = (
     "dispatched batches: rank 0 would read everybody's data and send it, unprotected, to the other "
     "ranks, as Accelerate does by default with iterable data sets. Set "
@@ -46,9 +49,6 @@ def is_iterable(dataset: Any) -> bool:
     """Whether a data set has no rows that could be drawn."""
     return isinstance(dataset, IterableDataset) or is_of_datasets(dataset, "IterableDataset")
 
-
-if TYPE_CHECKING:
-    from ...leakage import FisherAccountant
 
 _REPLICATED = {
     DistributedType.NO,

@@ -166,9 +166,6 @@ def _refuse_backward(*args: Any, **kwargs: Any) -> None:
     )
 
 
-logger = logging.get_logger(__name__)
-
-
 class AgreedTables:
     """The input-indexed tables of a model, found on every rank's first batch and joined over ranks.
 

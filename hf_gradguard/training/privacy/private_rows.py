@@ -32,6 +32,9 @@ from ..exchange.start import check_agreed
 from ..guards.checks import is_iterable
 from ..message import ClientBatch
 
+if TYPE_CHECKING:
+    from ...defenses.dp import DPSGD
+
 DUMMY = -1
 """The row that stands in an empty batch, for its shapes: the last one."""
 
@@ -90,9 +93,6 @@ class PoissonSampler(Sampler[list[SampledRow]]):
                     batch += [SampledRow(row, client, share) for row in rows]
                 yield batch
 
-
-if TYPE_CHECKING:
-    from ...defenses.dp import DPSGD
 
 logger = logging.get_logger(__name__)
 
