@@ -130,7 +130,7 @@ def _add_evalnet(commands: Any) -> None:
 def _train_evalnet(args: argparse.Namespace) -> None:
     from .data.files import load_images, load_texts
     from .networks import save_network, train_image_network, train_text_network
-    from .networks.publish import network_card
+    from .networks.loading import network_card
 
     text, images = ("steps", "max_length", "base_model"), ("epochs", "num_channels", "image_size")
     for name in images if args.model else text:
@@ -182,6 +182,6 @@ def _check_output(output: str) -> None:
 
 
 def _push_evalnet(args: argparse.Namespace) -> None:
-    from .networks.publish import push_network
+    from .networks.loading import push_network
 
     print(push_network(args.folder, args.repo, private=args.private))

@@ -11,7 +11,7 @@ same for one folder.
 import argparse
 from pathlib import Path
 
-from hf_gradguard.networks.publish import push_network
+from hf_gradguard.networks.loading import push_network
 
 
 def main() -> None:

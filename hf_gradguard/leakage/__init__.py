@@ -24,10 +24,12 @@ from .differential_privacy import (
     membership_power,
 )
 from .estimators import Estimator, make_estimator
-from .figures import Eigenvalue, Estimate, Influence
 from .fisher import DFIL, dfil, fisher_norm, fisher_trace
 from .influence import (
     Directions,
+    Eigenvalue,
+    Estimate,
+    Influence,
     expected_squared_influence,
     inversion_influence,
     inversion_influence_lower_bound,

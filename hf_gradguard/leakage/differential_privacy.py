@@ -136,11 +136,11 @@ def _multiplier(
         account = PrivacyAccount({**spent, key: spent.get(key, 0) + messages})
         return account.epsilon(delta, interval)
 
-    before = PrivacyAccount(spent).epsilon(delta)
-    if before >= SPENT * target_epsilon:
+    spent_epsilon = PrivacyAccount(spent).epsilon(delta)
+    if spent_epsilon >= SPENT * target_epsilon:
         raise ValueError(
             f"target_epsilon={target_epsilon:g} is spent: what was shared of this data so far has "
-            f"ε = {before:.4g} at δ = {delta:g}. Stop here, or set a larger one."
+            f"ε = {spent_epsilon:.4g} at δ = {delta:g}. Stop here, or set a larger one."
         )
     roughly = _least(lambda sigma: epsilon(sigma, 10 * INTERVAL) <= target_epsilon, 1.0, 0.5, 0.02)
     return _least(lambda sigma: epsilon(sigma) <= target_epsilon, roughly, 0.02, TOLERANCE)
@@ -182,7 +182,7 @@ class PrivacyAccount:
 
     def __init__(self, messages: Mapping[tuple[float, float], int] | None = None) -> None:
         self.messages: dict[tuple[float, float], int] = {}
-        self._last: tuple[Any, float] | None = None
+        self._cached: tuple[Any, float] | None = None
         for (multiplier, rate), count in (messages or {}).items():
             self.add(multiplier, rate, count)
 
@@ -215,10 +215,10 @@ class PrivacyAccount:
         shared = {key: count for key, count in self.messages.items() if count}
         if not shared:
             return 0.0
-        asked = (delta, interval, tuple(sorted(shared.items())))
-        if self._last is None or self._last[0] != asked:
-            self._last = (asked, _epsilon(shared, delta, interval))
-        return self._last[1]
+        question = (delta, interval, tuple(sorted(shared.items())))
+        if self._cached is None or self._cached[0] != question:
+            self._cached = (question, _epsilon(shared, delta, interval))
+        return self._cached[1]
 
     def state_dict(self) -> dict[str, Tensor]:
         """All of it, as tensors."""
@@ -242,14 +242,14 @@ def _epsilon(messages: Mapping[tuple[float, float], int], delta: float, interval
             "(ε, δ) is computed by the package dp-accounting. Install it with: pip install "
             "'hf-gradguard[accounting]'. Without target_epsilon and delta nothing is computed."
         ) from error
-    together = identity(value_discretization_interval=interval)
+    all_losses = identity(value_discretization_interval=interval)
     for (multiplier, rate), count in messages.items():
         if rate < 1:
             losses = _losses(multiplier, rate, interval).self_compose(count)
         else:
             losses = _losses(multiplier / math.sqrt(count), rate, interval)
-        together = together.compose(losses)
-    return float(together.get_epsilon_for_delta(delta))
+        all_losses = all_losses.compose(losses)
+    return float(all_losses.get_epsilon_for_delta(delta))
 
 
 @functools.lru_cache(maxsize=16)

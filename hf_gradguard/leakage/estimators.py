@@ -17,9 +17,8 @@ from ..gradient_map import GradientMap
 from ..randomness import Stream
 from ..registry import ESTIMATORS
 from .bounds import mse_bound_from_dfil
-from .figures import Eigenvalue
 from .fisher import dfil
-from .influence import inversion_influence_lower_bound, largest_eigenvalue
+from .influence import Eigenvalue, inversion_influence_lower_bound, largest_eigenvalue
 
 if TYPE_CHECKING:
     from ..defenses import Message

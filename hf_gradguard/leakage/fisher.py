@@ -26,10 +26,8 @@ from torch import Tensor
 
 from ..gradient_map import GradientMap, Tensors
 from ..randomness import Stream, signs
-from .figures import Eigenvalue, Estimate, mean_square_norm
-from .influence import check_probes, gaussian
-from .krylov import largest_eigenpair, not_finite
-from .unknowns import NoiseVariance, Unknowns, variances
+from .gram import NoiseVariance, Unknowns, largest_eigenpair, not_finite, variances
+from .influence import Eigenvalue, Estimate, check_probes, gaussian, mean_square_norm
 
 
 class DFIL(NamedTuple):
@@ -160,7 +158,7 @@ def fisher_norm(
     pair = largest_eigenpair(
         lambda v: unknowns.gram(v, precision), unknowns.random_vector(), tolerance, max_iterations
     )
-    return Eigenvalue.of(pair, unknowns)
+    return Eigenvalue.from_pair(pair, unknowns)
 
 
 def _exact_traces(unknowns: Unknowns, variance: Tensors) -> Tensor:
@@ -172,10 +170,10 @@ def _exact_traces(unknowns: Unknowns, variance: Tensors) -> Tensor:
         ).sum()
         for unit in unknowns.units()
     ]
-    if not (every := torch.stack(squares)).isfinite().all():
+    if not (traces := torch.stack(squares)).isfinite().all():
         raise not_finite()
-    parts = every.split(unknowns.per_sample.tolist())
-    return torch.stack([part.sum(dtype=torch.float64) for part in parts])
+    by_sample = traces.split(unknowns.per_sample.tolist())
+    return torch.stack([sample_traces.sum(dtype=torch.float64) for sample_traces in by_sample])
 
 
 def _gram(
@@ -189,17 +187,19 @@ def _gram(
     size.
     """
     check_probes(num_probes)
-    generator, own = generator or Stream(), gmap.parameters
+    generator, parameters = generator or Stream(), gmap.parameters
     deviation = {name: _precision(v).sqrt() for name, v in variance.items()}
     draws = []
     for _ in range(num_probes):
-        drawn = {n: signs(generator, p.shape, p.device, p.dtype) for n, p in own.items()}
-        draws.append(unknowns.vjp({n: z.mul_(deviation[n]) for n, z in drawn.items()}))
-    found = torch.stack(draws)
-    if not torch.isfinite(found).all():
+        probe = {n: signs(generator, p.shape, p.device, p.dtype) for n, p in parameters.items()}
+        draws.append(unknowns.vjp({n: z.mul_(deviation[n]) for n, z in probe.items()}))
+    products = torch.stack(draws)
+    if not torch.isfinite(products).all():
         raise not_finite()
-    parts = found.split(unknowns.per_sample.tolist(), dim=1)
-    return torch.stack([(part @ part.T).double() for part in parts])
+    by_sample = products.split(unknowns.per_sample.tolist(), dim=1)
+    return torch.stack(
+        [(sample_products @ sample_products.T).double() for sample_products in by_sample]
+    )
 
 
 def _unprotected(gmap: GradientMap, unknowns: Unknowns, variance: Tensors) -> Tensor:

@@ -1,7 +1,7 @@
 """What in a received model makes gradients give away their data, seen before training.
 
-Who sends weights can make them so that a layer's gradient holds samples one by one: rows that all
-measure the same with biases in a ladder (Fowl et al., "Robbing the Fed", 2021, and "Decepticons",
+Whoever sends weights can make them so that a layer's gradient holds samples one by one: rows that
+all measure the same with biases in a ladder (Fowl et al., "Robbing the Fed", 2021, "Decepticons",
 2022), rows that hardly any sample activates (Boenisch et al., "When the Curious Abandon Honesty",
 2021), heads that let one class through (Wen et al., "Fishing for User Data in Large-Batch Federated
 Learning", 2022). What they have in common does not occur by itself: rows alike, rows of zeros,
@@ -12,6 +12,7 @@ A model that passes may still be made to leak: this names constructions that are
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -20,14 +21,12 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from .attention import sharp_attention
-
 LEAST_INPUTS = 16  # below, rows are alike by chance
-ALIKE = 0.999  # cosine of rows that measure the same
+LEAST_COSINE = 0.999  # cosine of rows that measure the same
 FEWEST = 3  # rows alike, rows of zeros
 LARGEST = 20_000  # rows of which every pair is compared; of more, equal ones only
 FAR = 20.0  # a bias, beside the length of its row
-MANY = 32  # rows whose sums are compared
+FEWEST_SUMS = 32  # rows whose sums are compared
 EVEN = 0.3  # deviation of these, where 1 is that of rows that were drawn
 TALL = 30.0  # a row, beside the median one
 _PROJECTED = 48
@@ -88,31 +87,33 @@ def check_received(
         >>> [finding.check for finding in check_received(model)]
         ['rows_of_zeros']
     """
-    found = [
-        Finding(name, where, says)
-        for where, weight, bias in _layers(model)
+    findings = [
+        Finding(name, layer_name, says)
+        for layer_name, weight, bias in _layers(model)
         for name, check in _CHECKS.items()
         for says in check(weight, bias)
     ]
-    found += [
-        Finding("equal_embeddings", where, says)
-        for where, table in _tables(model)
+    findings += [
+        Finding("equal_embeddings", layer_name, says)
+        for layer_name, table in _tables(model)
         for says in _equal_rows(table)
     ]
-    found += [Finding("single_tokens", where, says) for where, says in sharp_attention(model)]
-    return [*found, *_on_pixels(model), *_against(model, reference)]
+    findings += [
+        Finding("single_tokens", layer_name, says) for layer_name, says in sharp_attention(model)
+    ]
+    return [*findings, *_on_pixels(model), *_against(model, reference)]
 
 
 def _layers(model: nn.Module) -> Iterator[tuple[str, Tensor, Tensor | None]]:
     """Layers that are trained: weights as `(out, in)`, with their biases."""
     # an output head that is a table's is looked at as a table: padding has a row of zeros
-    seen = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    looked_at = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     for name, module in model.named_modules():
         weight = getattr(module, "weight", None)
-        known = isinstance(module, nn.Linear | Conv1D | _CONVOLUTION)
-        if not known or not isinstance(weight, Tensor) or id(weight) in seen:
+        is_layer = isinstance(module, nn.Linear | Conv1D | _CONVOLUTION)
+        if not is_layer or not isinstance(weight, Tensor) or id(weight) in looked_at:
             continue
-        seen.add(id(weight))
+        looked_at.add(id(weight))
         bias = getattr(module, "bias", None)
         if not weight.requires_grad and (bias is None or not bias.requires_grad):
             continue
@@ -133,12 +134,14 @@ def _rows_alike(weight: Tensor, bias: Tensor | None) -> Iterator[str]:
     rows = weight[weight.norm(dim=1) > 0]
     if rows.shape[1] < LEAST_INPUTS or len(rows) < FEWEST:
         return
-    alike = int((_partners(rows) >= FEWEST - 1).sum())
-    if alike >= FEWEST:
-        own = "" if bias is None or len(bias.unique()) < FEWEST else ", with biases that differ"
+    parallel = int((_partners(rows) >= FEWEST - 1).sum())
+    if parallel >= FEWEST:
+        with_biases = (
+            "" if bias is None or len(bias.unique()) < FEWEST else ", with biases that differ"
+        )
         yield (
-            f"{alike} of {len(weight)} rows measure the same{own}. Differences of their gradients "
-            "are single samples."
+            f"{parallel} of {len(weight)} rows measure the same{with_biases}. Differences of their "
+            "gradients are single samples."
         )
 
 
@@ -153,13 +156,13 @@ def _partners(rows: Tensor) -> Tensor:
         short = nn.functional.normalize(unit @ draw.to(unit), dim=1)
     count = torch.zeros(len(rows), dtype=torch.long, device=rows.device)
     for start in range(0, len(rows), 1024):
-        near = (short[start : start + 1024] @ short.T).abs() > 2 * ALIKE - 1
-        one, other = near.nonzero(as_tuple=True)
-        if len(one) > 64 * len(rows):  # too many to look at twice, and no doubt any more
+        near = (short[start : start + 1024] @ short.T).abs() > 2 * LEAST_COSINE - 1
+        left, right = near.nonzero(as_tuple=True)
+        if len(left) > 64 * len(rows):  # too many to look at twice, and no doubt any more
             count[start : start + 1024] = near.sum(1) - 1
             continue
-        exact = (unit[start + one] * unit[other]).sum(1).abs() > ALIKE
-        count.index_add_(0, start + one[exact], torch.ones_like(one[exact]))
+        exact = (unit[start + left] * unit[right]).sum(1).abs() > LEAST_COSINE
+        count.index_add_(0, start + left[exact], torch.ones_like(left[exact]))
         count[start : start + 1024] -= 1  # itself
     return count
 
@@ -223,7 +226,7 @@ def _mirrored_rows(weight: Tensor, bias: Tensor | None) -> Iterator[str]:
     """
     lengths = weight.norm(dim=1)
     sums = weight.sum(1)[lengths > 0] / lengths[lengths > 0]
-    if weight.shape[1] < LEAST_INPUTS or len(sums) < MANY:
+    if weight.shape[1] < LEAST_INPUTS or len(sums) < FEWEST_SUMS:
         return
     if float(sums.std()) < EVEN and float(sums.abs().mean()) < weight.shape[1] ** 0.5 / 4:
         yield (
@@ -254,15 +257,19 @@ def _on_pixels(model: nn.Module) -> list[Finding]:
     """A first layer that reads all pixels at once."""
     config: Any = getattr(model, "config", None)
     size, channels = getattr(config, "image_size", None), getattr(config, "num_channels", None)
-    first = next(
+    first_layer = next(
         (m for m in model.named_modules() if isinstance(m[1], nn.Linear | _CONVOLUTION)),
         None,
     )
-    if first is None or not isinstance(first[1], nn.Linear) or not isinstance(size, int | list):
+    if (
+        first_layer is None
+        or not isinstance(first_layer[1], nn.Linear)
+        or not isinstance(size, int | list)
+    ):
         return []
     sides = [size, size] if isinstance(size, int) else size
     pixels = sides[0] * sides[-1] * (channels or 1)
-    name, layer = first
+    name, layer = first_layer
     if layer.in_features != pixels or not layer.weight.requires_grad:
         return []
     says = "The first layer reads all pixels: rows of its gradient, over the bias's, are images."
@@ -270,33 +277,40 @@ def _on_pixels(model: nn.Module) -> list[Finding]:
 
 
 def _against(model: nn.Module, reference: nn.Module | Mapping[str, Tensor] | None) -> list[Finding]:
-    own = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
     if reference is None:
         shapes = _described(model)
-        return [] if shapes is None else _structure(own, shapes, "the configuration describes")
+        return [] if shapes is None else _structure(trained, shapes, "the configuration describes")
     state = reference.state_dict() if isinstance(reference, nn.Module) else reference
-    found = _structure(own, {n: tuple(t.shape) for n, t in state.items()}, "the reference has")
-    for name, parameter in own.items():
+    findings = _structure(
+        trained, {n: tuple(t.shape) for n, t in state.items()}, "the reference has"
+    )
+    for name, parameter in trained.items():
         if name not in state or state[name].shape != parameter.shape:
             continue
-        before, now = float(state[name].float().norm()), float(parameter.detach().float().norm())
-        if before and now > TALL * before:
-            says = f"It is {now / before:.0f} times as large as in the reference."
-            found.append(Finding("larger_than_reference", name, says))
-    return found
+        reference_norm, received_norm = (
+            float(state[name].float().norm()),
+            float(parameter.detach().float().norm()),
+        )
+        if reference_norm and received_norm > TALL * reference_norm:
+            says = f"It is {received_norm / reference_norm:.0f} times as large as in the reference."
+            findings.append(Finding("larger_than_reference", name, says))
+    return findings
 
 
 def _structure(
-    own: Mapping[str, Tensor], known: Mapping[str, tuple[int, ...]], whose: str
+    trained: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], source: str
 ) -> list[Finding]:
-    found = []
-    for name, parameter in own.items():
-        if name not in known:
-            found.append(Finding("added", name, f"No parameter of that name is in what {whose}."))
-        elif known[name] != tuple(parameter.shape):
-            says = f"Its shape is {tuple(parameter.shape)}, where {whose} {known[name]}."
-            found.append(Finding("reshaped", name, says))
-    return found
+    findings = []
+    for name, parameter in trained.items():
+        if name not in shapes:
+            findings.append(
+                Finding("added", name, f"No parameter of that name is in what {source}.")
+            )
+        elif shapes[name] != tuple(parameter.shape):
+            says = f"Its shape is {tuple(parameter.shape)}, where {source} {shapes[name]}."
+            findings.append(Finding("reshaped", name, says))
+    return findings
 
 
 def _described(model: nn.Module) -> dict[str, tuple[int, ...]] | None:
@@ -304,14 +318,131 @@ def _described(model: nn.Module) -> dict[str, tuple[int, ...]] | None:
     weights; `None` where its class cannot say.
 
     A model of a class that somebody wrote is that class's: only what was put into an instance is
-    seen. Adapters are for who asked for them.
+    seen. Adapters are there because somebody asked for them.
     """
     config = getattr(model, "config", None)
     if config is None or hasattr(model, "get_base_model"):
         return None
     try:
         with torch.device("meta"):
-            fresh = type(model)(config)
+            rebuilt = type(model)(config)
     except Exception:  # classes are free to need more than that
         return None
-    return {name: tuple(tensor.shape) for name, tensor in fresh.state_dict().items()}
+    return {name: tuple(tensor.shape) for name, tensor in rebuilt.state_dict().items()}
+
+
+SHARP = 100.0
+"""Logits of one query that are so far apart leave no second token. A third of that would do; the
+margin is for pretrained weights behind normalizations whose gains are small, which are not looked
+at.
+"""
+QUERIES = ("query", "q_proj", "q_lin", "q", "wq", "query_proj", "q_attn")
+KEYS = ("key", "k_proj", "k_lin", "k", "wk", "key_proj", "k_attn")
+NORMS = ("q_norm", "k_norm", "q_layernorm", "k_layernorm", "query_layernorm", "key_layernorm")
+FUSED = ("c_attn", "query_key_value", "qkv", "qkv_proj", "wqkv")
+
+
+def sharp_attention(model: nn.Module) -> Iterator[tuple[str, str]]:
+    """Attention whose logits lie too far apart for more than one token to count.
+
+    By the weights alone: how far apart the logits of one query are for keys of inputs whose entries
+    have variance 1, as layer normalization makes them, in the median head. Frozen layers count too:
+    they decide on what trained ones behind them read. Where queries and keys are normalized (Qwen3,
+    Gemma 3, OLMo 2), their weights' size says nothing, and attention is not looked at.
+
+    Yields:
+        The attention's name, and what it does.
+
+    Example:
+        >>> list(sharp_attention(model))
+        []
+        >>> with torch.no_grad():
+        ...     for parameter in (block := model.bert.encoder.layer[0].attention.self).parameters():
+        ...         _ = parameter.mul_(1e3)
+        >>> [name for name, _ in sharp_attention(model)]
+        ['bert.encoder.layer.0.attention.self']
+    """
+    if not any(p.requires_grad for p in model.parameters()):
+        return
+    for name, module in model.named_modules():
+        query_and_key = _query_and_key(module)
+        if query_and_key is None:
+            continue
+        spread = float(
+            _spreads(*query_and_key, _head_width(module, model, query_and_key[0][0])).median()
+        )
+        if spread > SHARP:
+            yield (
+                name,
+                f"Its logits are {spread:.0f} apart for one query: attention picks single tokens, "
+                "and what is behind it reads them one by one.",
+            )
+
+
+_Layer = tuple[Tensor, Tensor | None]
+
+
+def _query_and_key(module: nn.Module) -> tuple[_Layer, _Layer] | None:
+    """Queries' and keys' weights `(out, in)` with biases; of a fused layer all of it is either."""
+    if any(name in NORMS for name, _ in module.named_children()):
+        return None
+    layers = {
+        name.lower(): child
+        for name, child in module.named_children()
+        if isinstance(weight := getattr(child, "weight", None), Tensor) and weight.dim() == 2
+    }
+    query, key = _first_layer(layers, QUERIES), _first_layer(layers, KEYS)
+    if query is None or key is None:
+        query = key = _first_layer(layers, FUSED)
+    if query is None or key is None:
+        return None
+    matrices = _matrix(query), _matrix(key)
+    return matrices if matrices[0][0].shape[1] == matrices[1][0].shape[1] else None
+
+
+def _first_layer(layers: Mapping[str, nn.Module], names: tuple[str, ...]) -> nn.Module | None:
+    return next((layers[name] for name in names if name in layers), None)
+
+
+def _matrix(layer: Any) -> _Layer:
+    weight, bias = layer.weight.detach(), getattr(layer, "bias", None)
+    bias_values = bias.detach().float() if isinstance(bias, Tensor) else None
+    return (weight.T if isinstance(layer, Conv1D) else weight).float(), bias_values
+
+
+def _head_width(module: nn.Module, model: nn.Module, weight: Tensor) -> int:
+    """Entries of a head's queries; all of them where nothing says it."""
+    config: Any = getattr(model, "config", None)
+    for owner, names in (
+        (module, ("head_dim", "attention_head_size", "head_size", "key_value_proj_dim")),
+        (config, ("head_dim", "d_kv")),
+    ):
+        for name in names:
+            width = getattr(owner, name, None)
+            if isinstance(width, int) and width > 0 and len(weight) % width == 0:
+                return width
+    heads = getattr(config, "num_attention_heads", None)
+    if not isinstance(heads, int) or heads < 1 or weight.shape[1] % heads:
+        return len(weight)
+    width = weight.shape[1] // heads
+    return width if len(weight) % width == 0 else len(weight)
+
+
+def _spreads(query: _Layer, key: _Layer, width: int) -> Tensor:
+    """`(heads,)`: ‖[W_q b_q]ᵀ W_k‖_F/√d of every head of queries with its own keys. Of shared keys
+    each is several heads'; of a fused layer every head is taken with itself.
+    """
+    queries = _heads(query[0], width)
+    keys = _heads(key[0], width)
+    keys = keys.repeat_interleave(max(1, len(queries) // len(keys)), 0)[: len(queries)]
+    queries = queries[: len(keys)]
+    if query[1] is not None:
+        bias = query[1].view(-1, width, 1)[: len(queries)]
+        queries = torch.cat([queries, bias], 2)
+    # ‖QᵀK‖² = ⟨QQᵀ, KKᵀ⟩: matrices of a head's width
+    inner = (queries @ queries.mT * (keys @ keys.mT)).sum((1, 2))
+    return inner.clamp(min=0).sqrt() / math.sqrt(width)
+
+
+def _heads(weight: Tensor, width: int) -> Tensor:
+    return weight.reshape(-1, width, weight.shape[1])

@@ -2,10 +2,9 @@
 defense.
 """
 
-from .cache import cache_folder, cached_text_network
 from .configuration import ImageEvaluationNetworkConfig, TextEvaluationNetworkConfig
 from .evaluation import NetworkFigures, evaluate_image_network, evaluate_text_network
-from .fitting import network_for
+from .fitting import cache_folder, cached_text_network, network_for
 from .image import ImageEvaluationNetwork, adapt_images, judge_images
 from .loading import (
     load_network,

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import itertools
 import os
+from dataclasses import dataclass
 from typing import Any
 
 from huggingface_hub.dataclasses import strict
-from transformers import PreTrainedConfig
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import initialization as init
+from transformers.utils import ModelOutput
 
 MAX_LAYERS, MAX_SIDE, MAX_SPECIAL, MAX_PARAMETERS = 100, 8192, 10_000, 100_000_000
 """A configuration may come from anywhere. Beyond these no network is built: the published ones have
@@ -150,10 +154,44 @@ class TextEvaluationNetworkConfig(PreTrainedConfig):
         return self.num_parameters + (2 + len(self.special_token_ids)) * self.embedding_size
 
 
-def _check_most(what: str, number: int, most: int) -> None:
+def _check_most(entries: str, number: int, most: int) -> None:
     if number > most:
         raise ValueError(
-            f"An evaluation network of {number:,} {what} is refused before it is built: {most:,} "
-            "are the most. Nothing that judges noise needs more, and a configuration can come from "
-            "anywhere."
+            f"An evaluation network of {number:,} {entries} is refused before it is built: "
+            f"{most:,} are the most. Nothing that judges noise needs more, and a configuration can "
+            "come from anywhere."
         )
+
+
+@dataclass
+class EvaluationNetworkOutput(ModelOutput):
+    """What `forward` returns.
+
+    Args:
+        loss: Binary cross-entropy with the true ratios, if they were given.
+        noise_ratio: `(B,)` in [0, 1]: 0 natural, 1 nothing but noise.
+    """
+
+    loss: Tensor | None = None
+    noise_ratio: Tensor | None = None
+
+
+class EvaluationNetworkBase(PreTrainedModel):
+    """What both kinds share: initial weights by PyTorch's own rules, and where they are from.
+
+    Attributes:
+        revision: The Hub's commit, if it was loaded from there.
+        sha256: Of the file that the weights were loaded from.
+    """
+
+    revision: str | None = None
+    sha256: str | None = None
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear | nn.Conv1d | nn.Conv2d):
+            init.kaiming_normal_(module.weight, nonlinearity="relu")
+            if module.bias is not None:
+                init.zeros_(module.bias)
+        elif isinstance(module, nn.LayerNorm) and module.elementwise_affine:
+            init.ones_(module.weight)
+            init.zeros_(module.bias)

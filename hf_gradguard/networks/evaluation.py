@@ -76,9 +76,9 @@ def evaluate_image_network(
     generator = torch.Generator().manual_seed(seed)
 
     def batches(ratio: float) -> Iterator[tuple[Tensor, Tensor]]:
-        for part in pixels.split(batch_size):
-            target = torch.full((len(part),), ratio)
-            noisy = adapt_images(blend_images(part.float() / 255, target, generator), network)
+        for chunk in pixels.split(batch_size):
+            target = torch.full((len(chunk),), ratio)
+            noisy = adapt_images(blend_images(chunk.float() / 255, target, generator), network)
             yield network.noise_ratio(noisy.to(network.device)).cpu(), target
 
     return _figures(batches, len(pixels))
@@ -121,26 +121,29 @@ def evaluate_text_network(
     candidates = ordinary_token_ids(tokenizer, weight)
     generator = torch.Generator().manual_seed(seed)
     encoded = _encode(tokenizer, texts, batch_size, max_length)
-    kept = [
+    replaceable = [
         torch.isin(batch["input_ids"], candidates) & batch["attention_mask"].bool()
         for batch in encoded
     ]
 
     def batches(ratio: float) -> Iterator[tuple[Tensor, Tensor]]:
-        for batch, mask in zip(encoded, kept, strict=True):
-            ids, asked = batch["input_ids"], torch.full((len(mask),), 1.0 if blend else ratio)
-            noisy = replace_tokens(ids, mask, asked, candidates, generator)
+        for batch, mask in zip(encoded, replaceable, strict=True):
+            ids, ratios_asked = (
+                batch["input_ids"],
+                torch.full((len(mask),), 1.0 if blend else ratio),
+            )
+            noisy = replace_tokens(ids, mask, ratios_asked, candidates, generator)
             x = embedding(noisy.to(weight.device))
             if blend:
                 x = torch.lerp(embedding(ids.to(weight.device)), x, ratio)
                 target = torch.full((len(mask),), ratio)
             else:
                 target = (noisy != ids).sum(1) / mask.sum(1).clamp(min=1)
-            some = mask.any(1)
+            has_tokens = mask.any(1)
             predicted = network.noise_ratio(x, batch["attention_mask"].to(weight.device)).cpu()
-            yield predicted[some], target[some]
+            yield predicted[has_tokens], target[has_tokens]
 
-    return _figures(batches, int(sum(int(mask.any(1).sum()) for mask in kept)))
+    return _figures(batches, int(sum(int(mask.any(1).sum()) for mask in replaceable)))
 
 
 def _encode(
@@ -164,12 +167,12 @@ def _encode(
 def _figures(batches: Any, samples: int) -> NetworkFigures:
     predictions, targets, nominal = [], [], []
     for ratio in RATIOS:
-        parts = list(batches(ratio))
-        predictions.append(torch.cat([part[0] for part in parts]).double())
-        targets.append(torch.cat([part[1] for part in parts]).double())
+        chunks = list(batches(ratio))
+        predictions.append(torch.cat([chunk[0] for chunk in chunks]).double())
+        targets.append(torch.cat([chunk[1] for chunk in chunks]).double())
         nominal.append(torch.full_like(targets[-1], ratio))
     means = torch.stack([p.mean() for p in predictions])
-    wanted = torch.stack([t.mean() for t in targets])
+    target_means = torch.stack([t.mean() for t in targets])
     predicted, target = torch.cat(predictions), torch.cat(targets)
     return NetworkFigures(
         samples=samples,
@@ -180,7 +183,7 @@ def _figures(batches: Any, samples: int) -> NetworkFigures:
         spearman=round(spearman(predicted, target), 4),
         spearman_nominal=round(spearman(predicted, torch.cat(nominal)), 4),
         mean_absolute_error=round(float((predicted - target).abs().mean()), 4),
-        worst_mean_error=round(float((means - wanted).abs().max()), 4),
+        worst_mean_error=round(float((means - target_means).abs().max()), 4),
     )
 
 
@@ -192,5 +195,5 @@ def spearman(a: Tensor, b: Tensor) -> float:
 
 def _ranks(values: Tensor) -> Tensor:
     _, inverse, counts = values.unique(return_inverse=True, return_counts=True)
-    last = counts.cumsum(0).double()
-    return (last - (counts - 1) / 2)[inverse]
+    last_rank = counts.cumsum(0).double()
+    return (last_rank - (counts - 1) / 2)[inverse]

@@ -11,8 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel
 
-from .base import EvaluationNetworkBase, EvaluationNetworkOutput
-from .configuration import ImageEvaluationNetworkConfig
+from .configuration import (
+    EvaluationNetworkBase,
+    EvaluationNetworkOutput,
+    ImageEvaluationNetworkConfig,
+)
 
 
 class ImageEvaluationNetwork(EvaluationNetworkBase):
@@ -37,8 +40,8 @@ class ImageEvaluationNetwork(EvaluationNetworkBase):
         super().__init__(config)
         channels = [config.num_channels, *config.filters]
         self.convolutions = nn.ModuleList(
-            nn.Conv2d(before, after, kernel_size=3, stride=2, padding=1)
-            for before, after in itertools.pairwise(channels)
+            nn.Conv2d(inputs, outputs, kernel_size=3, stride=2, padding=1)
+            for inputs, outputs in itertools.pairwise(channels)
         )
         height, width = config.size
         for _ in config.filters:

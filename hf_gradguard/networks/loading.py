@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
+from huggingface_hub import HfApi, ModelCard, ModelCardData, snapshot_download
 from huggingface_hub.errors import (
     HfHubHTTPError,
     HFValidationError,
@@ -76,15 +76,15 @@ def load_network(
     folder, commit = _find(name_or_path, revision)
     config = _read_config(folder, name_or_path)
     _check_weights(folder, name_or_path, config)
-    found = check_digest(name_or_path, _digest(folder / WEIGHTS), sha256)
+    digest = check_digest(name_or_path, _digest(folder / WEIGHTS), sha256)
     network = _build(config, _read_weights(folder / WEIGHTS), name_or_path)
     # As it was asked for: cards and logs say it, and a cache's path is nobody's business.
     network.name_or_path = str(name_or_path)
-    network.revision, network.sha256 = commit, found
+    network.revision, network.sha256 = commit, digest
     return network.eval().requires_grad_(False)
 
 
-def check_digest(name: str | Path, found: str | None, sha256: str | None) -> str | None:
+def check_digest(name: str | Path, digest: str | None, sha256: str | None) -> str | None:
     """`found`, unless another one was asked for.
 
     Raises:
@@ -94,13 +94,13 @@ def check_digest(name: str | Path, found: str | None, sha256: str | None) -> str
         >>> check_digest("me/network", "ab" * 32, "ab" * 32)[:4]
         'abab'
     """
-    if sha256 is not None and sha256.lower() != found:
+    if sha256 is not None and sha256.lower() != digest:
         raise ValueError(
             f"{name} is not the evaluation network that was asked for: the sha256 of {WEIGHTS} is "
-            f"{found or 'unknown'}, not {sha256}. Somebody changed it, or the pin is of another "
+            f"{digest or 'unknown'}, not {sha256}. Somebody changed it, or the pin is of another "
             "one. Compare with who published it before you change the pin."
         )
-    return found
+    return digest
 
 
 def save_network(network: EvaluationNetwork, folder: str | Path) -> None:
@@ -127,14 +127,14 @@ def packaged_networks() -> dict[str, EvaluationNetworkConfig]:
         >>> sorted(packaged_networks())
         ['image-evaluation-network-32', 'text-evaluation-network-minilm-l6']
     """
-    found: dict[str, EvaluationNetworkConfig] = {}
+    networks: dict[str, EvaluationNetworkConfig] = {}
     for cards in _CARDS:
         if not cards.is_dir():
             continue
         for folder in sorted(cards.iterdir()):
-            if (folder / "config.json").is_file() and folder.name not in found:
-                found[folder.name] = _read_config(folder, folder.name)
-    return found
+            if (folder / "config.json").is_file() and folder.name not in networks:
+                networks[folder.name] = _read_config(folder, folder.name)
+    return networks
 
 
 def packaged_image_network(num_channels: int, image_size: tuple[int, int]) -> str | None:
@@ -221,18 +221,18 @@ def _read_config(folder: Path, name: str | Path) -> EvaluationNetworkConfig:
     if path.stat().st_size > _MOST_CONFIG:
         raise ValueError(f"{name} is no evaluation network: its {CONFIG} is over 1 MiB.")
     try:
-        given: dict[str, Any] = dict(json.loads(path.read_text(encoding="utf-8")))
+        entries: dict[str, Any] = dict(json.loads(path.read_text(encoding="utf-8")))
     except (ValueError, TypeError, RecursionError) as error:
         raise ValueError(f"{name} is no evaluation network: {CONFIG}: {error}") from error
-    kind = _CONFIGS.get(str(given.get("model_type")))
+    kind = _CONFIGS.get(str(entries.get("model_type")))
     if kind is None:
         raise ValueError(
-            f"{name} is a {given.get('model_type')!r} model, no evaluation network. Train one with "
-            "`gradguard evalnet train`."
+            f"{name} is a {entries.get('model_type')!r} model, no evaluation network. "
+            "Train one with `gradguard evalnet train`."
         )
-    own = {field.name for field in fields(kind)} - _GENERAL
+    settings = {field.name for field in fields(kind)} - _GENERAL
     try:
-        return kind(**{key: value for key, value in given.items() if key in own})
+        return kind(**{key: value for key, value in entries.items() if key in settings})
     except (ValueError, TypeError, StrictDataclassError) as error:
         raise ValueError(f"{name} is no evaluation network: {error}") from error
 
@@ -292,11 +292,109 @@ def _build(
     try:
         network.load_state_dict(weights, assign=True)
     except RuntimeError as error:
-        what = " ".join(str(error).split())
-        raise ValueError(f"The weights of {name} do not fit its {CONFIG}: {what}") from error
+        problem = " ".join(str(error).split())
+        raise ValueError(f"The weights of {name} do not fit its {CONFIG}: {problem}") from error
     for key, tensor in weights.items():
         if not bool(tensor.isfinite().all()):
             raise ValueError(
                 f"{key} of {name} holds NaN or infinity. Get the file again, or train the network."
             )
     return network
+
+
+_FILES = [CONFIG, WEIGHTS, "README.md"]
+
+
+def push_network(
+    folder: str | Path, repo_id: str, *, private: bool = False, message: str | None = None
+) -> str:
+    """Create the Hub repository if need be, and push a network's folder to it in one commit.
+
+    The folder is loaded first: what `load_network` refuses is not pushed. Only config.json,
+    README.md and model.safetensors go.
+
+    Args:
+        folder: The folder of the network.
+        repo_id: "name" or "organization/name".
+        private: Whether a repository created now is private.
+        message: Of the commit.
+
+    Returns:
+        The address of the commit.
+
+    Raises:
+        ValueError, OSError: As `load_network`, and if `folder` is no folder. Hub errors pass
+            through.
+
+    Example:
+        >>> push_network("no-such-folder", "my-organization/network")
+        Traceback (most recent call last):
+        OSError: no-such-folder is no folder.
+    """
+    path = Path(folder)
+    if not path.is_dir():
+        raise OSError(f"{folder} is no folder.")
+    load_network(path.resolve())
+    api = HfApi()
+    repo = api.create_repo(repo_id, private=private, exist_ok=True)
+    message = message or f"Upload evaluation network {path.resolve().name}"
+    commit = api.upload_folder(
+        repo_id=repo.repo_id, folder_path=path, allow_patterns=_FILES, commit_message=message
+    )
+    return str(commit.commit_url)
+
+
+def network_card(network: EvaluationNetwork, dataset: str) -> ModelCard:
+    """A short model card: what the network predicts, what it was trained on, how to load it.
+    Figures are left to you.
+
+    Args:
+        network: The network.
+        dataset: What it was trained on, as people know it.
+
+    Example:
+        >>> card = network_card(load_network("image-evaluation-network-32"), dataset="CIFAR-10")
+        >>> "- Trained on: CIFAR-10" in card.text
+        True
+    """
+    config = network.config
+    if isinstance(config, TextEvaluationNetworkConfig):
+        judged = (
+            f"token embeddings of {config.base_model or 'one model'}, `(B, T, "
+            f"{config.embedding_size})`, and of no other embedding matrix (fingerprint "
+            f"`{config.embedding_fingerprint[:12]}`)"
+        )
+        noise = "random tokens"
+    else:
+        shape = ", ".join(map(str, (config.num_channels, *config.size)))
+        judged = f"images `(B, {shape})` with pixels in [0, 1]"
+        noise = "uniform noise"
+    base = (
+        config.base_model
+        if isinstance(config, TextEvaluationNetworkConfig) and config.base_model
+        else None
+    )
+    data = ModelCardData(
+        library_name="hf-gradguard", tags=["gradguard", "evaluation-network"], base_model=base
+    )
+    return ModelCard(
+        f"""---
+{data.to_yaml()}
+---
+
+# Evaluation network
+
+Predicts which fraction of an input is {noise}, from 0 (natural) to 1. It is the privacy metric of
+the Refiner defense of hf-gradguard. It judges {judged}.
+
+- Parameters: {sum(p.numel() for p in network.parameters()):,}
+- Trained on: {dataset}
+
+```python
+from hf_gradguard.networks import load_network
+
+network = load_network("this repository's name")
+network.noise_ratio(x)  # (B,)
+```
+"""
+    )

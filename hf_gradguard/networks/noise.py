@@ -55,8 +55,8 @@ def replace_tokens(
     mask = mask.bool()
     count = (ratio * mask.sum(1)).round()
     rank = torch.rand(ids.shape, generator=generator).masked_fill(~mask, 2).argsort(1).argsort(1)
-    drawn = candidates[torch.randint(len(candidates), ids.shape, generator=generator)]
-    return torch.where(mask & (rank < count[:, None]), drawn, ids)
+    replacements = candidates[torch.randint(len(candidates), ids.shape, generator=generator)]
+    return torch.where(mask & (rank < count[:, None]), replacements, ids)
 
 
 def as_pixels(images: Any) -> Tensor:

@@ -11,8 +11,11 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel
 
 from ..gradient_map.domain import embed
-from .base import EvaluationNetworkBase, EvaluationNetworkOutput
-from .configuration import TextEvaluationNetworkConfig
+from .configuration import (
+    EvaluationNetworkBase,
+    EvaluationNetworkOutput,
+    TextEvaluationNetworkConfig,
+)
 from .noise import embedding_weight
 
 _RATIO_WEIGHT = 10.0

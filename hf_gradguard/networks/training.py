@@ -202,10 +202,10 @@ class _NoisyPassages:
         mixed = int(self.blended * rows)
         if mixed:
             share = ratio[:mixed, None].expand(mixed, length)
-            drawn = torch.randint(len(self.candidates), (mixed, length), generator=generator)
-            pair = torch.stack([ids[:mixed], self.candidates[drawn]])
-            first, other = self.embedding(pair.to(device)).float()
-            x[:mixed] = torch.lerp(first, other, share[..., None].to(device))
+            choice = torch.randint(len(self.candidates), (mixed, length), generator=generator)
+            pair = torch.stack([ids[:mixed], self.candidates[choice]])
+            original, replacement = self.embedding(pair.to(device)).float()
+            x[:mixed] = torch.lerp(original, replacement, share[..., None].to(device))
             labels[:mixed] = share
         return x, mask.to(device), labels.to(device)
 
@@ -214,9 +214,11 @@ class _Passages:
     """Random passages out of tokenized texts, none across the border of two texts."""
 
     def __init__(self, tokenizer: Any, texts: Iterable[str], special: Sequence[int]) -> None:
-        kept, skip = [text for text in texts if text and text.strip()], set(special)
+        nonempty, skip = [text for text in texts if text and text.strip()], set(special)
         encoded = (
-            tokenizer(kept, add_special_tokens=False, verbose=False)["input_ids"] if kept else []
+            tokenizer(nonempty, add_special_tokens=False, verbose=False)["input_ids"]
+            if nonempty
+            else []
         )
         encoded = [[i for i in ids if i not in skip] for ids in encoded]
         lengths = torch.tensor([len(ids) for ids in encoded if ids], dtype=torch.long)
@@ -233,10 +235,12 @@ class _Passages:
         """`(rows, length)` ids and mask. Passages of shorter texts are padded with whatever
         follows, masked.
         """
-        at = torch.randint(len(self.ids), (rows,), generator=generator)
-        first = torch.maximum(torch.minimum(at, self.end[at] - length), self.start[at])
-        position = first[:, None] + torch.arange(length)
-        return self.ids[position.clamp(max=len(self.ids) - 1)], position < self.end[at][:, None]
+        anchor = torch.randint(len(self.ids), (rows,), generator=generator)
+        passage_start = torch.maximum(
+            torch.minimum(anchor, self.end[anchor] - length), self.start[anchor]
+        )
+        position = passage_start[:, None] + torch.arange(length)
+        return self.ids[position.clamp(max=len(self.ids) - 1)], position < self.end[anchor][:, None]
 
 
 def _augmented_mix(images: Tensor, ratio: Tensor, generator: torch.Generator) -> Tensor:
@@ -268,11 +272,11 @@ def _augmented_mix(images: Tensor, ratio: Tensor, generator: torch.Generator) ->
     # Smaller images in a black frame, as `adapt_images` makes them, and a few stretched ones.
     height, width = shape[2:]
     rows, columns = torch.arange(height)[:, None], torch.arange(width)
-    inside = torch.minimum(
+    edge_distance = torch.minimum(
         torch.minimum(rows, height - 1 - rows), torch.minimum(columns, width - 1 - columns)
     )
     frame = (draw(n) * (height // 8 + 1)).floor()[:, None, None, None]
-    mixed = torch.where((inside < frame) & chosen(0.25), 0.0, mixed)
+    mixed = torch.where((edge_distance < frame) & chosen(0.25), 0.0, mixed)
     stretched = F.interpolate(
         mixed[..., : height - height // 8, : width - width // 8],
         size=(height, width),
@@ -303,7 +307,7 @@ def _optimize(
         optimizer.step()
         schedule.step()
         if step % 20 == 0:
-            now = float(value.detach())
-            smooth = now if smooth is None else 0.9 * smooth + 0.1 * now
+            current = float(value.detach())
+            smooth = current if smooth is None else 0.9 * smooth + 0.1 * current
             bar.set_postfix(loss=f"{smooth:.4f}")
     network.eval()

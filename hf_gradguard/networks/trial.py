@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ..gradient_map.domain import embed
 from ..gradient_map.random_batch import ordinary_ids
 from ..randomness import Stream
-from .base import EvaluationNetworkBase
+from .configuration import EvaluationNetworkBase
 from .image import ImageEvaluationNetwork
 from .noise import embedding_weight
 from .text import TextEvaluationNetwork
@@ -54,21 +54,21 @@ def try_on_noise(
     if isinstance(network, TextEvaluationNetwork):
         assert embedding is not None
         weight = embedding_weight(embedding)
-        drawn = ordinary_ids(len(weight), special).to(weight.device)
-        picked = stream.integers(len(drawn), (_SAMPLES, _TOKENS), device=weight.device)
-        x = embed(embedding, drawn[picked]).float()
+        candidates = ordinary_ids(len(weight), special).to(weight.device)
+        picked = stream.integers(len(candidates), (_SAMPLES, _TOKENS), device=weight.device)
+        x = embed(embedding, candidates[picked]).float()
     else:
         assert isinstance(network, ImageEvaluationNetwork)
         shape = (_SAMPLES, network.config.num_channels, *network.config.size)
         x = stream.uniform(shape, device=network.device)
-    found = float(network.to(x.device).noise_ratio(x).mean())
-    if not found >= LEAST_NOISE:
+    ratio = float(network.to(x.device).noise_ratio(x).mean())
+    if not ratio >= LEAST_NOISE:
         raise ValueError(
-            f"The evaluation network {name_of(network)} gives pure noise a ratio of {found:.2f}, "
+            f"The evaluation network {name_of(network)} gives pure noise a ratio of {ratio:.2f}, "
             f"where 1 is right and {LEAST_NOISE} the least. Raising that would hide nothing. It is "
             f"of another model, badly trained, or was tampered with: {_WAY_OUT}"
         )
-    return found
+    return ratio
 
 
 def check_order(network: nn.Module, ratios: Sequence[float], least_gap: float = LEAST_GAP) -> None:
@@ -113,12 +113,12 @@ def check_special(network: nn.Module, special: Sequence[int]) -> None:
         ValueError: The evaluation network text-evaluation-network-minilm-l6 takes 1 token(s) ...
     """
     listed = getattr(getattr(network, "config", None), "special_token_ids", ())
-    if others := sorted(set(listed) - set(special)):
+    if unknown_ids := sorted(set(listed) - set(special)):
         raise ValueError(
-            f"The evaluation network {name_of(network)} takes {len(others)} token(s) for special "
-            f"that the tokenizer does not, the first of them {others[:5]}: it would not read them, "
-            "and they would not be hidden. It was trained with another tokenizer (if its folder is "
-            f"in the cache, delete that), or was tampered with: {_WAY_OUT}"
+            f"The evaluation network {name_of(network)} takes {len(unknown_ids)} token(s) for "
+            f"special that the tokenizer does not, the first of them {unknown_ids[:5]}: it would "
+            "not read them, and they would not be protected. It was trained with another tokenizer "
+            f"(if its folder is in the cache, delete that), or was tampered with: {_WAY_OUT}"
         )
 
 

@@ -22,7 +22,7 @@ from ..leakage import (
     mse_bound_from_dfil,
     one_product_bound,
 )
-from ..leakage.unknowns import Unknowns
+from ..leakage.gram import Unknowns
 from ..randomness import Stream
 from .clients.batches import ROW
 

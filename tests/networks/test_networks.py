@@ -620,7 +620,7 @@ def test_interrupted_training_leaves_nothing_behind(
         Path(folder, "config.json").write_text("{")
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("hf_gradguard.networks.cache.save_network", fail)
+    monkeypatch.setattr("hf_gradguard.networks.fitting.save_network", fail)
     with pytest.raises(KeyboardInterrupt):
         cached_text_network(
             make_embedding(), make_tokenizer(), make_texts(5), cache=tmp_path, **TRAINING

@@ -24,7 +24,7 @@ from hf_gradguard.networks import (
     load_network,
     save_network,
 )
-from hf_gradguard.networks.publish import network_card
+from hf_gradguard.networks.loading import network_card
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = ["README.md", "config.json", "model.safetensors"]
