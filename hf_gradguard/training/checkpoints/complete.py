@@ -128,13 +128,13 @@ def newest_complete(folder: Path, accelerator: Accelerator) -> str | None:
     Example:
         >>> newest_complete(tmp_path, Accelerator(cpu=True))
     """
-    steps = complete_steps(folder)
-    step = max(steps, default=-1)
+    complete_here = complete_steps(folder)
+    step = max(complete_here, default=-1)
     while True:
-        steps = accelerator.gather(torch.tensor([step], device=accelerator.device))
-        if steps.min() == steps.max():
+        newest = accelerator.gather(torch.tensor([step], device=accelerator.device))
+        if newest.min() == newest.max():
             break
-        step = max((s for s in steps if s <= int(steps.min())), default=-1)
+        step = max((s for s in complete_here if s <= int(newest.min())), default=-1)
     for newer, path in _checkpoints(folder):
         if newer > step:
             logger.warning(f"Skipped {path}: {missing_from(path) or 'another rank lacks it'}.")

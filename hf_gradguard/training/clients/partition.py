@@ -124,16 +124,14 @@ def class_labels(data: Any) -> Rows:
         array([2, 0])
     """
     if is_of_datasets(data, "Dataset"):
-        names, column = (
-            data.column_names,
-            data.with_format(None),
-        )  # without what makes pixels of each row
-        column = next(
-            (np.asarray(column[name]) for name in ("labels", "label") if name in names), None
+        names = data.column_names
+        columns = data.with_format(None)  # without what makes pixels of each row
+        labels = next(
+            (np.asarray(columns[name]) for name in ("labels", "label") if name in names), None
         )
     else:
         names = sorted(data[0]) if len(data) else []
-        column = next(
+        labels = next(
             (
                 np.asarray([row[name] for row in data])
                 for name in ("labels", "label")
@@ -141,13 +139,13 @@ def class_labels(data: Any) -> Rows:
             ),
             None,
         )
-    if column is None or column.ndim != 1 or not np.issubdtype(column.dtype, np.integer):
+    if labels is None or labels.ndim != 1 or not np.issubdtype(labels.dtype, np.integer):
         raise ValueError(
             f"partition='dirichlet' divides by class, but the rows of {names} have no class ids "
             "(whole numbers) called `labels` or `label`. Rename the column, or take "
             "partition='iid'."
         )
-    return column
+    return labels
 
 
 def fetched(data: Any, rows: list[int]) -> Sequence[Any]:
