@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .guard import STATISTICS, TABLES, Guard, GuardSettings, Withheld, listed
+from .guard import STATISTICS, TABLES, UNCHANGED, Guard, GuardSettings, Withheld, listed
 
 try:
     from nvflare.apis.dxo import DXO, DataKind, MetaKey, from_shareable
@@ -64,7 +64,7 @@ class GradGuardFilter(DXOFilter):
         share_input_embeddings: Likewise.
         allow: Names of headers and metadata that may pass unread, with commas between them.
         state_folder: Where the state is kept in the place of the job's folder.
-        tables: As in `GuardSettings`.
+        tables, frozen: As in `GuardSettings`.
 
     Raises:
         ValueError: For a setting that there is not, or one out of range.
@@ -87,6 +87,7 @@ class GradGuardFilter(DXOFilter):
         allow: str = "",
         state_folder: str = "",
         tables: str = TABLES,
+        frozen: str = UNCHANGED,
     ) -> None:
         super().__init__(supported_data_kinds=None, data_kinds_to_filter=None)
         # Under the names of the arguments: FLARE's job API writes them into a job's files.
@@ -98,11 +99,12 @@ class GradGuardFilter(DXOFilter):
         self.allow = allow
         self.state_folder = state_folder
         self.tables = tables
+        self.frozen = frozen
         self._guard = Guard(
             GuardSettings(
                 defense=defense, settings=self.settings, withhold=withhold, withheld=withheld,
                 tables=tables, sends="difference", share_input_embeddings=share_input_embeddings,
-                allow=allow, state_folder=state_folder,
+                allow=allow, state_folder=state_folder, frozen=frozen,
             )
         )  # fmt: skip
         self._taken_up = False

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers.utils import logging
 
-from .guard import PREFIX, Guard, GuardSettings, listed
+from .guard import PREFIX, Guard, GuardSettings, listed, tied_names
 
 try:
     from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord
@@ -70,6 +70,9 @@ class ClientGuard(Guard):
         for name, tensor in update.items():
             if name not in received_tensors or tensor.shape != received_tensors[name].shape:
                 raise ValueError(f"{name!r} was not received in shape {tuple(tensor.shape)}.")
+        # `protect_update` names a tensor once, and a record has all its names.
+        aliases = tied_names(received_tensors, received_tensors).items()
+        update = {a: update[name] for a, name in aliases if name in update} | dict(update)
         answer = record_of(self.sent(received_tensors, update))
         self._context.state[SHARED] = ConfigRecord({"sha256": digest(answer)})
         self.save()

@@ -36,6 +36,7 @@ TABLES = (
     "*relative_attention_bias*"
 )
 """What matrices are called whose rows the data looks up."""
+UNCHANGED = "unchanged"
 Withheld = Literal["zeros", "left out"]
 Sends = Literal["weights", "difference"]
 _GRID = 64  # entries that may lie on a grid by chance
@@ -58,6 +59,10 @@ class GuardSettings:
             which of their rows changed names the words. Default: what they are usually called
             (`TABLES`); and then every other matrix is refused of which some rows did not change at
             all. A list of one's own model's tables is taken at its word.
+        frozen: Patterns of the names of weights that no client trains, with commas between them:
+            they get no noise. Default: `"unchanged"`, what came back as it was received to the last
+            bit. A layer that no sample of a round used (a single expert, an adapter of another
+            language) comes back so too, and shows it: list what is frozen (nothing: `"-"`).
         share_input_embeddings: Send tables although their rows say which words were there.
         allow: Names of other records that may pass unread, with commas between them.
         state_folder: Where the defense's state is kept as well, for frameworks that lose it with
@@ -74,6 +79,7 @@ class GuardSettings:
     withhold: str = STATISTICS
     withheld: Withheld = "zeros"
     tables: str = TABLES
+    frozen: str = UNCHANGED
     sends: Sends = "weights"
     share_input_embeddings: bool = False
     allow: str = ""
@@ -208,7 +214,19 @@ class Guard:
         if not self.settings.on:
             return dict(trained)
         change = self.change(received, trained)
-        return self.sent(received, self.defense(PrecomputedGradient(change), generator))
+        aliases = tied_names(received, change)
+        trainable = [name for name in change if name not in self._frozen(change)]
+        distinct = {name: change[name] for name in trainable if name not in aliases}
+        message: Tensors = dict(self.defense(PrecomputedGradient(distinct), generator))
+        # One tensor of the model gets one noise, whatever the number of its names.
+        message |= {name: message[aliases[name]] for name in trainable if name in aliases}
+        return self.sent(received, message)
+
+    def _frozen(self, change: Mapping[str, Tensor]) -> set[str]:
+        if self.settings.frozen != UNCHANGED:
+            return {name for name in change if _matches(name, self.settings.frozen)}
+        unchanged = {name for name, tensor in change.items() if not tensor.any()}
+        return unchanged if len(unchanged) < len(change) else set()
 
     def change(self, received: Mapping[str, Tensor], trained: Mapping[str, Tensor]) -> Tensors:
         """The difference that is to be protected: of all floating-point tensors that are not
@@ -252,6 +270,37 @@ class Guard:
             elif self.settings.withheld == "zeros":
                 answer[name] = start if sends_weights else torch.zeros_like(start)
         return answer
+
+
+def tied_names(received: Mapping[str, Tensor], change: Mapping[str, Tensor]) -> dict[str, str]:
+    """Further names of a tensor that a model has under several, each with its first name.
+
+    Frameworks exchange copies, so values decide: equal before training, and changed alike.
+
+    Args:
+        received: The weights that the client got.
+        change: Their change, of all names or of some.
+
+    Example:
+        >>> change = {"embed": torch.rand(3), "norm": torch.zeros(3)}
+        >>> change["head"] = change["embed"].clone()
+        >>> tied_names(dict.fromkeys(change, torch.ones(3)), change)
+        {'head': 'embed'}
+    """
+    first_names: dict[Any, list[str]] = {}
+    aliases: dict[str, str] = {}
+    for name, tensor in change.items():
+        if (tensor == tensor.flatten()[:1]).all():
+            continue  # weights that start or stay alike, such as biases at zero, are not one
+        # Few entries tell most apart, so that hardly any pair is compared whole.
+        sketch = (tuple(tensor.shape), *tensor.flatten()[:8].tolist())
+        for first in first_names.setdefault(sketch, []):
+            if torch.equal(received[name], received[first]) and torch.equal(tensor, change[first]):
+                aliases[name] = first
+                break
+        else:
+            first_names[sketch].append(name)
+    return aliases
 
 
 def check_tables(received: Mapping[str, Tensor], change: Mapping[str, Tensor], tables: str) -> None:

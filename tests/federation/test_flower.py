@@ -286,6 +286,15 @@ def test_the_app_protects_where_the_data_is() -> None:
     assert STATE in here.state  # what it learned of public batches
 
 
+def test_what_the_app_protects_has_all_names_of_a_tensor() -> None:
+    table = torch.randn(4, 3)
+    received, update = {"embed": table, "head": table, "other": table + 1}, torch.ones(4, 3)
+    found = tensors_of(ClientGuard(context()).arrays(record_of(received), {"embed": update}))
+    assert torch.equal(found["head"], found["embed"])
+    assert torch.equal(found["embed"], table + 1)
+    assert torch.equal(found["other"], received["other"])
+
+
 def test_a_defense_that_needs_the_data_is_not_left_out() -> None:
     """If the app forgot to protect, the mod cannot, and nothing is sent."""
     here = context(defense="optimal_noise", withhold="*position_embeddings*")

@@ -178,6 +178,48 @@ def test_training_in_half_precision_is_refused(
         Guard(GuardSettings(sends=sends)).protect(before, after)
 
 
+class Tied(nn.Module):
+    """One bias under two names, as BERT's masked-word head has it, and a frozen layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nn.Linear(128, 16).requires_grad_(False)
+        self.decoder = nn.Linear(16, 2)
+        self.bias = self.decoder.bias = nn.Parameter(torch.zeros(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.decoder(self.frozen(x))
+
+
+@pytest.mark.parametrize("sends", ["weights", "difference"])
+@pytest.mark.parametrize("withheld", ["zeros", "left out"])
+def test_a_tensor_of_two_names_has_one_noise_and_a_frozen_one_none(
+    withheld: Any, sends: Any
+) -> None:
+    torch.manual_seed(0)
+    before, after = trained(Tied(), torch.randn(8, 128), "SGD")
+    update = {n: after[n] - before[n] for n in after} if sends == "difference" else after
+    settings = GuardSettings(settings={"scale": 0.01}, withheld=withheld, sends=sends)
+    sent = Guard(settings).protect(before, update)
+    assert torch.equal(sent["bias"], sent["decoder.bias"])
+    assert not torch.equal(sent["bias"], update["bias"])
+    if withheld == "left out":
+        assert "frozen.weight" not in sent
+    else:
+        assert torch.equal(sent["frozen.weight"], update["frozen.weight"])
+    filled = Guard(GuardSettings(sends=sends, frozen="-")).protect(before, update)
+    assert not torch.equal(filled["frozen.weight"], update["frozen.weight"])
+
+
+def test_weights_that_start_alike_are_not_one() -> None:
+    before = {name: torch.zeros(9) for name in "ab"}
+    sent = Guard(GuardSettings()).protect(before, {n: torch.randn(9) for n in before})
+    assert not torch.equal(sent["a"], sent["b"])
+    unchanged = {"a": torch.zeros(9), "b": torch.zeros(9), "c": torch.randn(9)}
+    sent = Guard(GuardSettings(frozen="-")).protect(before | {"c": torch.zeros(9)}, unchanged)
+    assert not torch.equal(sent["a"], sent["b"])
+
+
 def test_few_entries_on_a_grid_are_chance() -> None:
     before = {"w": torch.randn(3000), "x": torch.ones(3)}
     after = {"w": before["w"] + 0.01 * torch.randn(3000), "x": 2 * torch.ones(3)}
