@@ -1,6 +1,7 @@
 # make install   the environment, in .venv
 # make demo      train on two ranks with and without protection, compare, and attack what was shared (a few minutes, no downloads)
 # make test      the test suite
+# make docs-test the tests of documents: pages' code, figures, tables and links
 # make docs      the documentation as a site in site/, strictly: a broken link fails
 # make lint      what CI checks before the tests
 # make test-versions   the tests of Trainers, updates and the gradient map with the oldest and the newest supported versions
@@ -17,8 +18,10 @@ optimal_noise_SETTINGS := {"relative_scale": 5}
 optimal_pruning_SETTINGS := {}
 OFFLINE := HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=1
 
+PYTEST := $(OFFLINE) $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal
+
 .NOTPARALLEL:
-.PHONY: install demo test docs lint slow test-versions results tables clean
+.PHONY: install demo test docs-test docs lint slow test-versions results tables clean
 
 install: .venv/installed
 
@@ -39,7 +42,10 @@ demo-%: install
 		--defense $* --defense_kwargs '$($*_SETTINGS)' --output_dir runs/demo/$*
 
 test: install lint
-	$(OFFLINE) $(BIN)/python -m pytest -m "not slow" --numprocesses auto --maxprocesses 4 --dist worksteal
+	$(PYTEST) -m "not slow and not docs"
+
+docs-test: install
+	$(PYTEST) -m "docs and not slow" tests/docs
 
 slow: install
 	$(OFFLINE) $(BIN)/python -m pytest -m slow

@@ -10,7 +10,7 @@ import pytest
 
 from recipes import coverage
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 PAPERS = {paper["title"]: paper for paper in coverage.papers()}
 
 

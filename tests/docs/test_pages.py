@@ -28,7 +28,7 @@ import pytest
 
 import hf_gradguard
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 GLOBS = ("README.md", "docs/*.md", "docs/findings/*.md", "model_cards/*/README.md")
 PAGES = sorted(page for pages in GLOBS for page in ROOT.glob(pages))
 ROOMS = ["hf_gradguard"] + [
