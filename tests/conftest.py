@@ -13,6 +13,15 @@ import torch
 
 from hf_gradguard.attacks.matching.descent import OPTIMIZERS
 
+DOCUMENTS = Path(__file__).parent / "docs"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests of documents are `make docs-test`'s."""
+    for test in items:
+        if test.path.is_relative_to(DOCUMENTS):
+            test.add_marker(pytest.mark.docs)
+
 
 @pytest.fixture(scope="session")
 def data_dir() -> Path:
