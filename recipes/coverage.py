@@ -38,13 +38,13 @@ def papers() -> list[dict]:
     `silent`, and `items`: `where` it stands, what it `claim`s, its `state` (where none is given,
     not attempted), what was `found`, and a `link` to the figures, or the `tests` that show it.
     """
-    found = yaml.safe_load(DATA.read_text(encoding="utf-8"))
-    for paper in found:
+    all_papers_read = yaml.safe_load(DATA.read_text(encoding="utf-8"))
+    for paper in all_papers_read:
         for item in paper["items"]:
             item.setdefault("state", NOT_ATTEMPTED)
             tests = item.get("tests", [])
             item["tests"] = [tests] if isinstance(tests, str) else tests
-    return found
+    return all_papers_read
 
 
 def page() -> str:
@@ -75,13 +75,13 @@ def page() -> str:
 
 def rows(paper: dict) -> Iterator[str]:
     for item in paper["items"]:
-        here = re.sub(r"{seeds\((\d+), (\d+), (\d+)\)}", _seeds, item.get("found", ""))
+        finding = re.sub(r"{seeds\((\d+), (\d+), (\d+)\)}", _seeds, item.get("found", ""))
         shown = [f"[{item['link']}](findings/{item['link']})"] if "link" in item else []
         files = dict.fromkeys(test.split("::")[0] for test in item["tests"])
         shown += [f"[{Path(file).name}](../{file})" for file in files]
         if shown:
-            here += f": {', '.join(shown)}"
-        cells = (item["where"], item["claim"], item["state"], here)
+            finding += f": {', '.join(shown)}"
+        cells = (item["where"], item["claim"], item["state"], finding)
         yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 

@@ -12,68 +12,48 @@ it.
 import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from accelerate import PartialState
-from datasets import DatasetDict, load_dataset
+from datasets import DatasetDict
 from datasets.exceptions import DatasetsError
 from torch import Tensor, nn
 from transformers import AutoModel, AutoTokenizer, set_seed
 from transformers.utils import logging
 
-from hf_gradguard import GradGuardConfig, GradGuardTrainer
+from hf_gradguard import GradGuardTrainer
 from hf_gradguard.data.files import load_texts
 from hf_gradguard.leakage import membership_power
 from hf_gradguard.models import explain_missing_model
 
 # Started as a file, it finds no other recipe by itself.
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-from recipes.command_line import parse_arguments, with_classes, write_metrics
+from recipes import command_line
+from recipes.command_line import flag
 
 SHRINKAGE = 0.5
 DP_SGD = {"per_sample": True, "clip": 1.0, "noise_multiplier": 2.0, "delta": 1e-5}
 
 
 @dataclass
-class RecipeArguments:
-    data_dir: str | None = field(
-        default=None,
-        metadata={"help": "Folder with train.tsv and dev.tsv. Default: GLUE, from the Hub."},
+class RecipeArguments(command_line.Sst2Arguments):
+    public_text: str | None = flag(
+        None, "File of public text, to whiten embeddings. Default: no whitening."
     )
-    public_text: str | None = field(
-        default=None,
-        metadata={"help": "File of public text, to whiten embeddings. Default: no whitening."},
-    )
-    layers: int = field(
-        default=4, metadata={"help": "How many of the last layers make an embedding."}
-    )
-    max_length: int = field(
-        default=64, metadata={"help": "Tokens a sentence; longer ones are cut."}
-    )
+    layers: int = flag(4, "How many of the last layers make an embedding.")
 
 
 @dataclass
-class Arguments(GradGuardConfig):
-    output_dir: str = field(
-        default="runs/head", metadata={"help": "Where the head, its card and metrics.json go."}
-    )
-    model_name_or_path: str | None = field(
-        default="sentence-transformers/all-MiniLM-L6-v2", metadata={"help": "Any encoder."}
-    )
-    defense: str = field(default="dp_sgd", metadata={"help": "The defense."})
-    defense_kwargs: dict | str | None = field(
-        default=None, metadata={"help": f"Its settings. Default of dp_sgd: {DP_SGD}."}
-    )
-    per_device_train_batch_size: int = field(
-        default=1024, metadata={"help": "Sentences a rank and message, on average."}
-    )
-    num_train_epochs: float = field(default=24.0, metadata={"help": "Passes over the data."})
-    learning_rate: float = field(default=2e-3, metadata={"help": "Peak learning rate."})
-    save_strategy: str = field(
-        default="no", metadata={"help": "Checkpoints on the way: no, steps or epoch."}
-    )
+class Arguments(command_line.TrainingArguments):
+    output_dir: str = flag("runs/head", "Where the head, its card and metrics.json go.")
+    model_name_or_path: str | None = flag("sentence-transformers/all-MiniLM-L6-v2", "Any encoder.")
+    defense: str = flag("dp_sgd", "The defense.")
+    defense_kwargs: dict | str | None = flag(None, "Its settings.")  # noqa: RUF009
+    per_device_train_batch_size: int = flag(1024, "Samples a rank and message, on average.")
+    num_train_epochs: float = flag(24.0, "Passes over the data.")
+    learning_rate: float = flag(2e-3, "Peak learning rate.")
 
     def __post_init__(self) -> None:
         if self.defense == "dp_sgd" and self.defense_kwargs is None:
@@ -104,9 +84,14 @@ class Encoder:
             return_tensors="pt",
         ).to(self.model.device)  # fmt: skip
         states = self.model(**inputs, output_hidden_states=True).hidden_states
-        attended = inputs["attention_mask"][..., None]
-        concatenated = torch.cat(states[-self._layers :], -1)
-        return ((concatenated * attended).sum(1) / attended.sum(1)).cpu()
+        return mean_of_layers(states, self._layers, inputs["attention_mask"]).cpu()
+
+
+def mean_of_layers(states: Sequence[Tensor], layers: int, attention_mask: Tensor) -> Tensor:
+    """`(N, layers · width)`, of states `(N, T, width)`: means over attended positions."""
+    concatenated = torch.cat(states[-layers:], -1)
+    attended = attention_mask[..., None].to(concatenated)
+    return (concatenated * attended).sum(1) / attended.sum(1)
 
 
 class Head(nn.Module):
@@ -139,21 +124,12 @@ def whitening_of(rows: Tensor, shrinkage: float) -> nn.Linear:
 
 
 def main() -> None:
-    recipe, args = parse_arguments(RecipeArguments, Arguments)
+    recipe, args = command_line.parse_arguments(RecipeArguments, Arguments)
     state = PartialState(cpu=args.use_cpu)
     encoder = Encoder(args.model_name_or_path, recipe.layers, recipe.max_length, state.device)
 
-    # Data: the Hub's GLUE, or a folder. Each sentence is embedded once, and not before all is well.
-    with state.main_process_first():
-        if recipe.data_dir is None:
-            data = load_dataset("nyu-mll/glue", "sst2")
-        else:
-            files = {
-                s: f"{recipe.data_dir}/{n}.tsv"
-                for s, n in (("train", "train"), ("validation", "dev"))
-            }
-            data = load_dataset("csv", data_files=files, delimiter="\t", quoting=3)
-    data = with_classes(data, "label")
+    # Each sentence is embedded once, and not before all is well.
+    data = command_line.with_classes(command_line.load_sst2(recipe.data_dir, state), "label")
     public = None
     if recipe.public_text is not None:
         public = public_texts(recipe.public_text, data["train"]["sentence"])
@@ -167,8 +143,8 @@ def embedded(
     data: DatasetDict, column: str, encoder: Callable[[Any], Tensor], state: PartialState
 ) -> DatasetDict:
     """Rows with `embeddings` of a column in its place. One rank computes them for all."""
-    rows_of_two = data["train"][:2][column]
-    embeddings, repeated = encoder(rows_of_two), encoder(rows_of_two)
+    two_samples = data["train"][:2][column]
+    embeddings, repeated = encoder(two_samples), encoder(two_samples)
     if (repeated - embeddings).norm() > 1e-2 * embeddings.norm():
         sys.exit(
             "The encoder gives the same rows other embeddings each time, as one that masks at "
@@ -210,20 +186,12 @@ def train(
         args=args,
         train_dataset=data["train"],
         eval_dataset=data["validation"],
-        compute_metrics=lambda p: {
-            "accuracy": float((p.predictions.argmax(-1) == p.label_ids).mean())
-        },
+        compute_metrics=command_line.accuracy_of,
     )
-    trained = trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
-    metrics = {**trained.metrics, **trainer.evaluate()}
-
-    trainer.save_model()
-    trainer.create_model_card(finetuned_from=args.model_name_or_path, **card)
-    if trainer.is_world_process_zero():
-        proved, claim = private(trainer)
-        report, path = write_metrics(trainer, metrics, counted, classes=classes, **proved)
-        print(f"{report['defense']}: accuracy {report['accuracy']:.3f}{claim} -> {path}")
-    trainer.accelerator.end_training()
+    card["finetuned_from"] = args.model_name_or_path
+    metrics = command_line.train_and_save(trainer, card)
+    proved, claim = private(trainer)
+    command_line.report_run(trainer, metrics, counted, claim, classes=classes, **proved)
 
 
 def public_texts(path: str, secret: Iterable[str]) -> list[str]:
@@ -255,9 +223,8 @@ def check_public(public: Sequence[str], secret: Iterable[str], description: str)
             f"{description}: it is not public, and its mean is saved with the head. Take another."
         )
     if same:  # leaving them out would tell which ones they are
-        logging.get_logger("recipes").warning(
-            f"{description}. Check that it is public all the same."
-        )
+        logger = logging.get_logger("recipes")
+        logger.warning(f"{description}. Check that it is public all the same.")
 
 
 def _bare(text: str) -> str:

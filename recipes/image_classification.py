@@ -17,7 +17,7 @@ holds flags; flags override it.
 import json
 import os
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from accelerate import PartialState
@@ -32,84 +32,57 @@ from transformers import (
     set_seed,
 )
 
-from hf_gradguard import GradGuardConfig, GradGuardTrainer
+from hf_gradguard import GradGuardTrainer
 from hf_gradguard.models import explain_missing_model
 
 # Started as a file, it finds no other recipe by itself.
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-from recipes.command_line import parse_arguments, with_classes, write_metrics
+from recipes import command_line
+from recipes.command_line import flag
 from recipes.small_networks import MODELS
 
 
 @dataclass
 class DataArguments:
-    dataset: str = field(
-        default="uoft-cs/cifar10",
-        metadata={"help": "Hub name (ylecun/mnist, ...), or a folder of folders, one per class."},
+    dataset: str = flag(
+        "uoft-cs/cifar10", "Hub name (ylecun/mnist, ...), or a folder of folders, one per class."
     )
-    dataset_config: str | None = field(default=None, metadata={"help": "For SVHN: cropped_digits."})
-    image_column: str | None = field(
-        default=None, metadata={"help": "Default: the only one that holds images."}
-    )
-    label_column: str | None = field(
-        default=None, metadata={"help": "Default: the only one that holds classes."}
-    )
+    dataset_config: str | None = flag(None, "For SVHN: cropped_digits.")
+    image_column: str | None = flag(None, "Default: the only one that holds images.")
+    label_column: str | None = flag(None, "Default: the only one that holds classes.")
 
 
 @dataclass
 class RecipeArguments(DataArguments):
-    from_scratch: str | None = field(
-        default=None,
-        metadata={"help": f"Train from nothing: vit, resnet, convnext, {', '.join(MODELS)}, ..."},
+    from_scratch: str | None = flag(
+        None, f"Train from nothing: vit, resnet, convnext, {', '.join(MODELS)}, ..."
     )
-    model_config: str = field(
-        default="{}", metadata={"help": "For --from_scratch: its config, as JSON."}
-    )
-    num_ranks: int | None = field(
-        default=None, metadata={"help": "Stop unless exactly this many ranks were started."}
-    )
+    model_config: str = flag("{}", "For --from_scratch: its config, as JSON.")
+    num_ranks: int | None = flag(None, "Stop unless exactly this many ranks were started.")
 
 
 @dataclass
-class Arguments(GradGuardConfig):
-    output_dir: str = field(
-        default="runs/images", metadata={"help": "Where the model, its card and metrics.json go."}
-    )
-    model_name_or_path: str | None = field(
-        default="google/vit-base-patch16-224", metadata={"help": "Any classifier."}
-    )
-    per_device_train_batch_size: int = field(
-        default=16, metadata={"help": "Images a rank and step."}
-    )
-    num_train_epochs: float = field(default=1.0, metadata={"help": "Passes over the data."})
-    save_strategy: str = field(
-        default="no", metadata={"help": "Checkpoints on the way: no, steps or epoch."}
-    )
+class Arguments(command_line.TrainingArguments):
+    output_dir: str = flag("runs/images", "Where the model, its card and metrics.json go.")
+    model_name_or_path: str | None = flag("google/vit-base-patch16-224", "Any classifier.")
+    per_device_train_batch_size: int = flag(16, "Images a rank and step.")
 
 
 def main() -> None:
-    recipe, args = parse_arguments(RecipeArguments, Arguments)
+    recipe, args = command_line.parse_arguments(RecipeArguments, Arguments)
     args.remove_unused_columns = False  # the model's are made of the others when a row is read
     state = PartialState(cpu=args.use_cpu)
-    state.print(f"ranks: {state.num_processes}")
-    if recipe.num_ranks is not None and state.num_processes != recipe.num_ranks:
-        sys.exit(
-            f"{recipe.num_ranks} ranks were asked for, but {state.num_processes} started. See this "
-            "file's head."
-        )
-
+    command_line.check_ranks(state, recipe.num_ranks)
     train, held_out, image_column = load_splits(recipe, args.seed, state)
     classes = train.features["labels"].names
 
     # Model: a pretrained one with a new head, or one from its configuration, for images in [-1, 1].
     set_seed(args.seed)
-    labels = {
-        "id2label": dict(enumerate(classes)),
-        "label2id": {name: i for i, name in enumerate(classes)},
-    }
+    numbers = {name: number for number, name in enumerate(classes)}
+    labels = {"id2label": dict(enumerate(classes)), "label2id": numbers}
     if recipe.from_scratch:
-        first = train[0][image_column]
-        sizes = {"num_channels": 1 if first.mode == "L" else 3, "image_size": max(first.size)}
+        image = train[0][image_column]
+        sizes = {"num_channels": 1 if image.mode == "L" else 3, "image_size": max(image.size)}
         sizes |= json.loads(recipe.model_config)
         config = AutoConfig.for_model(recipe.from_scratch, **sizes, **labels)
         model = AutoModelForImageClassification.from_config(config, trust_remote_code=False)
@@ -137,24 +110,13 @@ def main() -> None:
         train_dataset=train.with_transform(to_pixels),
         eval_dataset=held_out.with_transform(to_pixels),
         processing_class=processor,
-        compute_metrics=lambda p: {
-            "accuracy": float((p.predictions.argmax(-1) == p.label_ids).mean())
-        },
+        compute_metrics=command_line.accuracy_of,
     )
-    trained = trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
-    metrics = {**trained.metrics, **trainer.evaluate()}
-
-    trainer.save_model()
-    trainer.create_model_card(
-        tasks="image-classification", dataset=os.path.basename(recipe.dataset.rstrip("/"))
+    dataset = os.path.basename(recipe.dataset.rstrip("/"))
+    metrics = command_line.train_and_save(
+        trainer, {"tasks": "image-classification", "dataset": dataset}
     )
-    if trainer.is_world_process_zero():
-        report, path = write_metrics(trainer, metrics, "eval_images")
-        print(
-            f"{report['defense']}: accuracy {report['accuracy']:.3f}, "
-            f"{report['seconds_per_step']:.2f} s/step -> {path}"
-        )
-    trainer.accelerator.end_training()
+    command_line.report_run(trainer, metrics, "eval_images")
 
 
 def load_splits(
@@ -178,7 +140,7 @@ def load_splits(
     )
     judged = "validation" if "validation" in splits else "test"
     used = {name: splits[name] for name in ("train", judged) if name in splits}
-    splits = with_classes(DatasetDict(used), "labels")
+    splits = command_line.with_classes(DatasetDict(used), "labels")
     if judged not in splits:
         with state.main_process_first():
             splits = splits["train"].train_test_split(0.1, seed=seed)

@@ -17,7 +17,7 @@ import hashlib
 import os
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import PIL.Image
@@ -34,33 +34,21 @@ from hf_gradguard.models import explain_missing_model
 # Started as a file, it finds no other recipe by itself.
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from recipes import head
-from recipes.command_line import parse_arguments
+from recipes.command_line import flag, parse_arguments
 from recipes.image_classification import DataArguments, load_splits, mode_of
 
 
 @dataclass
 class RecipeArguments(DataArguments):
-    public_images: str | None = field(
-        default=None,
-        metadata={
-            "help": "Folder, parquet or npz file of public images, to whiten embeddings. Default: "
-            "no whitening."
-        },
+    public_images: str | None = flag(
+        None, "Folder, parquet or npz file of public images, to whiten embeddings. Default: none."
     )
 
 
 @dataclass
 class Arguments(head.Arguments):
-    output_dir: str = field(
-        default="runs/image_head",
-        metadata={"help": "Where the head, its card and metrics.json go."},
-    )
-    model_name_or_path: str | None = field(
-        default="facebook/dinov2-small", metadata={"help": "Any encoder of images."}
-    )
-    per_device_train_batch_size: int = field(
-        default=1024, metadata={"help": "Images a rank and message, on average."}
-    )
+    output_dir: str = flag("runs/image_head", "Where the head, its card and metrics.json go.")
+    model_name_or_path: str | None = flag("facebook/dinov2-small", "Any encoder of images.")
 
 
 class Encoder:
@@ -75,9 +63,9 @@ class Encoder:
         self.model = getattr(model, "vision_model", model).eval().to(device)  # CLIP reads texts too
         lacking = sorted(loading_info["missing_keys"])
         self._pools = not any("pooler" in key for key in lacking)  # a classifier's may not
-        if others := [key for key in lacking if "pooler" not in key]:
+        if unpooled := [key for key in lacking if "pooler" not in key]:
             sys.exit(
-                f"{name} was saved without {', '.join(others[:3])}, which would be random, and "
+                f"{name} was saved without {', '.join(unpooled[:3])}, which would be random, and "
                 "other ones in the next run. Take another encoder."
             )
 
@@ -118,7 +106,7 @@ def public_images(path: str, secret: Iterable[PIL.Image.Image]) -> Sequence[PIL.
     if not os.path.exists(path):
         sys.exit(f"--public_images {path} is no folder and no file.")
     try:
-        images = _read(path)
+        images = images_at(path)
     except (DatasetsError, FileNotFoundError, TypeError, ValueError):
         images = []  # said below, with what could be read
     bare = list(map(_bare, images))
@@ -134,7 +122,7 @@ def public_images(path: str, secret: Iterable[PIL.Image.Image]) -> Sequence[PIL.
     return images
 
 
-def _read(path: str) -> Sequence[PIL.Image.Image]:
+def images_at(path: str) -> Sequence[PIL.Image.Image]:
     if path.endswith(".npz"):
         arrays = load_images(path)
         if arrays.dtype != np.uint8 or arrays.ndim < 3 or arrays.shape[3:] not in ((), (1,), (3,)):

@@ -26,19 +26,21 @@ class SmallImageClassifierConfig(PreTrainedConfig):
     Args:
         num_channels: Of the images.
         image_size: Pixels along each side.
-        **kwargs: Classes among them: `num_labels` (10), or `id2label`.
+        **kwargs: A network's own settings (see its class), and classes: `num_labels` (10), or
+            `id2label`.
     """
 
     def __init__(self, num_channels: int = 3, image_size: int = 32, **kwargs: Any) -> None:
-        self.num_channels = num_channels
-        self.image_size = image_size
+        self.num_channels, self.image_size = num_channels, image_size
         if "id2label" not in kwargs:
             kwargs.setdefault("num_labels", 10)
         super().__init__(**kwargs)
 
 
 class SmallImageClassifier(PreTrainedModel):
-    """Base of the papers' networks. A subclass has `logits`."""
+    """Base of the papers' networks. A subclass has `logits`. Weights start as PyTorch has them:
+    deviations of 0.02, which Transformers has, are far too small for networks of this depth.
+    """
 
     main_input_name = "pixel_values"
     accepts_loss_kwargs = False  # a mean of each micro-batch: the Trainer divides by their number
@@ -60,38 +62,22 @@ class SmallImageClassifier(PreTrainedModel):
         loss = None if labels is None else F.cross_entropy(logits, labels)
         return ImageClassifierOutputWithNoAttention(loss=loss, logits=logits)
 
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Conv2d | nn.Linear | nn.BatchNorm2d):
+            module.reset_parameters()
+
 
 class LeakageLeNetConfig(SmallImageClassifierConfig):
-    """Configuration of `LeakageLeNetForImageClassification`.
-
-    Args:
-        num_channels: Of the images.
-        image_size: Pixels along each side.
-        hidden_channels: Of every convolution.
-        strides: One a convolution.
-        initializer_range: Weights and biases start uniform between minus this and this; `None`
-            takes PyTorch's own start. The papers attack at 0.5.
-
-    Example:
-        >>> LeakageLeNetConfig(num_channels=1, image_size=28, num_labels=62).strides
-        [2, 2, 1, 1]
+    """`hidden_channels` of every convolution, `strides`, one a convolution. Weights and biases
+    start uniform in ±`initializer_range`; `None` takes PyTorch's own start. The papers attack at
+    0.5.
     """
 
     model_type = "gradguard_leakage_lenet"
 
-    def __init__(
-        self,
-        num_channels: int = 3,
-        image_size: int = 32,
-        hidden_channels: int = 12,
-        strides: list[int] | None = None,
-        initializer_range: float | None = 0.5,
-        **kwargs: Any,
-    ) -> None:
-        self.hidden_channels = hidden_channels
-        self.strides = strides or [2, 2, 1, 1]
-        self.initializer_range = initializer_range
-        super().__init__(num_channels, image_size, **kwargs)
+    def __init__(self, **kwargs: Any) -> None:
+        settings = {"hidden_channels": 12, "strides": [2, 2, 1, 1], "initializer_range": 0.5}
+        super().__init__(**settings | kwargs)
 
 
 class LeakageLeNetForImageClassification(SmallImageClassifier):
@@ -114,61 +100,39 @@ class LeakageLeNetForImageClassification(SmallImageClassifier):
 
     def __init__(self, config: LeakageLeNetConfig) -> None:
         super().__init__(config)
-        channels, side, convolutions = config.num_channels, config.image_size, []
+        channels, side, self.convolutions = config.num_channels, config.image_size, nn.ModuleList()
         for stride in config.strides:
-            convolutions.append(
+            self.convolutions.append(
                 nn.Conv2d(channels, config.hidden_channels, 5, stride=stride, padding=2)
             )
             channels, side = config.hidden_channels, (side - 1) // stride + 1
-        self.convolutions = nn.ModuleList(convolutions)
         self.classifier = nn.Linear(channels * side * side, config.num_labels)
         self.post_init()
 
     def _init_weights(self, module: nn.Module) -> None:
-        if not isinstance(module, nn.Conv2d | nn.Linear):
-            return
         bound = self.config.initializer_range
         if bound is None:
-            module.reset_parameters()
-            return
-        for parameter in module.parameters():
-            nn.init.uniform_(parameter, -bound, bound)
+            super()._init_weights(module)
+        elif isinstance(module, nn.Conv2d | nn.Linear):
+            for parameter in module.parameters():
+                nn.init.uniform_(parameter, -bound, bound)
 
     def logits(self, pixel_values: Tensor) -> Tensor:
-        hidden = pixel_values
         for convolution in self.convolutions:
-            hidden = torch.sigmoid(convolution(hidden))
-        logits: Tensor = self.classifier(hidden.flatten(1))
-        return logits
+            pixel_values = torch.sigmoid(convolution(pixel_values))
+        return self.classifier(pixel_values.flatten(1))
 
 
 class LeakyConvNetConfig(SmallImageClassifierConfig):
-    """Configuration of `LeakyConvNetForImageClassification`. Defaults: MNIST, as in the paper.
-
-    Args:
-        num_channels: Of the images.
-        image_size: Pixels along each side.
-        channels: Of every convolution.
-        hidden_size: Of the dense layer before the last one.
-
-    Example:
-        >>> LeakyConvNetConfig(num_labels=47).channels
-        [32, 64]
+    """`channels` of every convolution, `hidden_size` of the dense layer before the last one.
+    Defaults: MNIST, as in the paper.
     """
 
     model_type = "gradguard_leaky_convnet"
 
-    def __init__(
-        self,
-        num_channels: int = 1,
-        image_size: int = 28,
-        channels: list[int] | None = None,
-        hidden_size: int = 32,
-        **kwargs: Any,
-    ) -> None:
-        self.channels = channels or [32, 64]
-        self.hidden_size = hidden_size
-        super().__init__(num_channels, image_size, **kwargs)
+    def __init__(self, **kwargs: Any) -> None:
+        settings = {"num_channels": 1, "image_size": 28, "channels": [32, 64], "hidden_size": 32}
+        super().__init__(**settings | kwargs)
 
 
 class LeakyConvNetForImageClassification(SmallImageClassifier):
@@ -200,44 +164,21 @@ class LeakyConvNetForImageClassification(SmallImageClassifier):
         )
         self.post_init()
 
-    def _init_weights(self, module: nn.Module) -> None:
-        _start_as_pytorch(module)
-
     def logits(self, pixel_values: Tensor) -> Tensor:
-        logits: Tensor = self.fc_layers(self.conv_layers(pixel_values))
-        return logits
+        return self.fc_layers(self.conv_layers(pixel_values))
 
 
 class DeepConvNetConfig(SmallImageClassifierConfig):
-    """Configuration of `DeepConvNetForImageClassification`. Defaults: CIFAR-10.
-
-    Args:
-        num_channels: Of the images.
-        image_size: Pixels along each side.
-        width: Channels of the first convolution; the others have 2 and 4 times as many.
-        batch_norm: Normalize after each convolution. What that shares is in `docs/threat_model.md`.
-        negative_slope: Of the leaky ReLU; 0 is the plain one.
-
-    Example:
-        >>> DeepConvNetConfig(width=16, batch_norm=False).num_channels
-        3
+    """`width` is the first convolution's; the others have 2 and 4 times as many channels.
+    `batch_norm` after each (what that shares is in `docs/threat_model.md`); `negative_slope` of the
+    leaky ReLU, 0 for the plain one. Defaults: CIFAR-10.
     """
 
     model_type = "gradguard_deep_convnet"
 
-    def __init__(
-        self,
-        num_channels: int = 3,
-        image_size: int = 32,
-        width: int = 64,
-        batch_norm: bool = True,
-        negative_slope: float = 0.01,
-        **kwargs: Any,
-    ) -> None:
-        self.width = width
-        self.batch_norm = batch_norm
-        self.negative_slope = negative_slope
-        super().__init__(num_channels, image_size, **kwargs)
+    def __init__(self, **kwargs: Any) -> None:
+        settings = {"width": 64, "batch_norm": True, "negative_slope": 0.01}
+        super().__init__(**settings | kwargs)
 
 
 class DeepConvNetForImageClassification(SmallImageClassifier):
@@ -272,60 +213,41 @@ class DeepConvNetForImageClassification(SmallImageClassifier):
         self.classifier = nn.Linear(inputs * side * side, config.num_labels)
         self.post_init()
 
-    def _init_weights(self, module: nn.Module) -> None:
-        _start_as_pytorch(module)
-
     def logits(self, pixel_values: Tensor) -> Tensor:
-        logits: Tensor = self.classifier(self.features(pixel_values))
-        return logits
+        return self.classifier(self.features(pixel_values))
 
 
 class TanhConvNetConfig(SmallImageClassifierConfig):
-    """Configuration of `TanhConvNetForImageClassification`. Defaults: MNIST; `cifar10()` has the
-    other one.
-
-    Args:
-        num_channels: Of the images.
-        image_size: Pixels along each side.
-        convolutions: One list `[channels, kernel, stride, padding]` a convolution.
-        pooling: `[after, stride]` of every 2 × 2 average pooling: after how many convolutions it
-            comes, and its stride.
-        hidden_size: Of the dense layer before the last one.
-
-    Example:
-        >>> TanhConvNetConfig.cifar10(num_labels=100).hidden_size
-        128
+    """`convolutions` are lists `[channels, kernel, stride, padding]`; `pooling` are `[after,
+    stride]` of every 2 × 2 average pooling, after how many convolutions it comes and its stride;
+    `hidden_size` of the dense layer before the last one. Defaults: MNIST; `cifar10()` has the other
+    one.
     """
 
     model_type = "gradguard_tanh_convnet"
 
-    def __init__(
-        self,
-        num_channels: int = 1,
-        image_size: int = 28,
-        convolutions: list[list[int]] | None = None,
-        pooling: list[list[int]] | None = None,
-        hidden_size: int = 32,
-        **kwargs: Any,
-    ) -> None:
-        self.convolutions = convolutions or [[16, 8, 2, 2], [32, 4, 2, 0]]
-        self.pooling = pooling or [[1, 1], [2, 1]]
-        self.hidden_size = hidden_size
-        super().__init__(num_channels, image_size, **kwargs)
+    def __init__(self, **kwargs: Any) -> None:
+        settings = {
+            "num_channels": 1,
+            "image_size": 28,
+            "convolutions": [[16, 8, 2, 2], [32, 4, 2, 0]],
+            "pooling": [[1, 1], [2, 1]],
+            "hidden_size": 32,
+        }
+        super().__init__(**settings | kwargs)
+
+    CIFAR10 = {
+        "num_channels": 3, "image_size": 32,
+        "convolutions": [[channels, 3, 1, 1] for channels in (32, 32, 64, 64, 128, 128)],
+        "pooling": [[2, 2], [4, 2], [6, 2]], "hidden_size": 128,
+    }  # fmt: skip
 
     @classmethod
     def cifar10(cls, **kwargs: Any) -> TanhConvNetConfig:
         """The paper's network for CIFAR-10: 3 × 3 convolutions, twice 32, 64 and 128 channels, and
         128 hidden units.
         """
-        settings = {
-            "num_channels": 3,
-            "image_size": 32,
-            "convolutions": [[channels, 3, 1, 1] for channels in (32, 32, 64, 64, 128, 128)],
-            "pooling": [[2, 2], [4, 2], [6, 2]],
-            "hidden_size": 128,
-        }
-        return cls(**{**settings, **kwargs})
+        return cls(**cls.CIFAR10 | kwargs)
 
 
 class TanhConvNetForImageClassification(SmallImageClassifier):
@@ -348,12 +270,10 @@ class TanhConvNetForImageClassification(SmallImageClassifier):
     def __init__(self, config: TanhConvNetConfig) -> None:
         super().__init__(config)
         inputs, side, layers = config.num_channels, config.image_size, list[nn.Module]()
-        pooling = {pool[0]: pool[1] for pool in config.pooling}
+        pooling = dict(config.pooling)
         for number, (outputs, kernel, stride, padding) in enumerate(config.convolutions, 1):
-            layers += [
-                nn.Conv2d(inputs, outputs, kernel, stride=stride, padding=padding),
-                nn.Tanh(),
-            ]
+            layers.append(nn.Conv2d(inputs, outputs, kernel, stride=stride, padding=padding))
+            layers.append(nn.Tanh())
             inputs, side = outputs, (side + 2 * padding - kernel) // stride + 1
             if number in pooling:
                 layers.append(nn.AvgPool2d(2, stride=pooling[number]))
@@ -363,19 +283,8 @@ class TanhConvNetForImageClassification(SmallImageClassifier):
         self.classifier = nn.Linear(config.hidden_size, config.num_labels)
         self.post_init()
 
-    def _init_weights(self, module: nn.Module) -> None:
-        _start_as_pytorch(module)
-
     def logits(self, pixel_values: Tensor) -> Tensor:
-        logits: Tensor = self.classifier(self.hidden(self.features(pixel_values)).tanh())
-        return logits
-
-
-def _start_as_pytorch(module: nn.Module) -> None:
-    # PreTrainedModel's own start is normal with deviation 0.02, which is far too small for networks
-    # of this depth.
-    if isinstance(module, nn.Conv2d | nn.Linear | nn.BatchNorm2d):
-        module.reset_parameters()
+        return self.classifier(self.hidden(self.features(pixel_values)).tanh())
 
 
 MODELS = {

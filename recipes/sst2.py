@@ -12,10 +12,10 @@ holds flags; flags override it.
 
 import os
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from accelerate import PartialState
-from datasets import DatasetDict, load_dataset
+from datasets import DatasetDict
 from tokenizers import BertWordPieceTokenizer
 from transformers import (
     AutoModelForSequenceClassification,
@@ -26,75 +26,46 @@ from transformers import (
     set_seed,
 )
 
-from hf_gradguard import GradGuardConfig, GradGuardTrainer
+from hf_gradguard import GradGuardTrainer
 from hf_gradguard.models import explain_missing_model
 
 # Started as a file, it finds no other recipe by itself.
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-from recipes.command_line import parse_arguments, write_metrics
+from recipes import command_line
+from recipes.command_line import flag
+
+SMALL_BERT = {
+    "hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 256,
+    # Withheld embeddings stay as random as they start: a wider start tells tokens apart better.
+    "initializer_range": 0.05,
+}  # fmt: skip
 
 
 @dataclass
-class RecipeArguments:
-    data_dir: str | None = field(
-        default=None,
-        metadata={"help": "Folder with train.tsv and dev.tsv. Default: GLUE, from the Hub."},
-    )
-    max_length: int = field(
-        default=64, metadata={"help": "Tokens a sentence; longer ones are cut."}
-    )
-    from_scratch: bool = field(
-        default=False, metadata={"help": "Train a small BERT and its tokenizer from nothing."}
-    )
-    num_ranks: int | None = field(
-        default=None, metadata={"help": "Stop unless exactly this many ranks were started."}
-    )
+class RecipeArguments(command_line.Sst2Arguments):
+    from_scratch: bool = flag(False, "Train a small BERT and its tokenizer from nothing.")
+    num_ranks: int | None = flag(None, "Stop unless exactly this many ranks were started.")
 
 
 @dataclass
-class Arguments(GradGuardConfig):
-    output_dir: str = field(
-        default="runs/sst2", metadata={"help": "Where the model, its card and metrics.json go."}
-    )
-    model_name_or_path: str | None = field(
-        default="google-bert/bert-base-uncased", metadata={"help": "Any encoder."}
-    )
-    per_device_train_batch_size: int = field(
-        default=16, metadata={"help": "Sentences a rank and message."}
-    )
-    num_train_epochs: float = field(default=1.0, metadata={"help": "Passes over the data."})
-    learning_rate: float = field(default=2e-5, metadata={"help": "Peak learning rate."})
-    save_strategy: str = field(
-        default="no", metadata={"help": "Checkpoints on the way: no, steps or epoch."}
-    )
+class Arguments(command_line.TrainingArguments):
+    output_dir: str = flag("runs/sst2", "Where the model, its card and metrics.json go.")
+    model_name_or_path: str | None = flag("google-bert/bert-base-uncased", "Any encoder.")
+    per_device_train_batch_size: int = flag(16, "Sentences a rank and message.")
+    learning_rate: float = flag(2e-5, "Peak learning rate.")
 
 
 def main() -> None:
-    recipe, args = parse_arguments(RecipeArguments, Arguments)
+    recipe, args = command_line.parse_arguments(RecipeArguments, Arguments)
     state = PartialState(cpu=args.use_cpu)
-    state.print(f"ranks: {state.num_processes}")
-    if recipe.num_ranks is not None and state.num_processes != recipe.num_ranks:
-        sys.exit(
-            f"{recipe.num_ranks} ranks were asked for, but {state.num_processes} started. See the "
-            "head of this file."
-        )
+    command_line.check_ranks(state, recipe.num_ranks)
     if recipe.from_scratch and (args.defense_kwargs or {}).get("per_sample"):
         sys.exit(
             "--from_scratch learns its vocabulary from the training sentences and saves it: words "
             "of single ones too, which no ε of dp_sgd with per_sample covers. Leave it out, and "
             "name a model whose tokenizer comes from other text as --model_name_or_path."
         )
-
-    # Data: the Hub's GLUE, or a folder.
-    with state.main_process_first():
-        if recipe.data_dir is None:
-            data = load_dataset("nyu-mll/glue", "sst2")
-        else:
-            files = {
-                s: f"{recipe.data_dir}/{n}.tsv"
-                for s, n in (("train", "train"), ("validation", "dev"))
-            }
-            data = load_dataset("csv", data_files=files, delimiter="\t", quoting=3)
+    data = command_line.load_sst2(recipe.data_dir, state)
 
     # Model: any encoder, or a small one of our own. Its tokenizer is trained by rank 0 and read by
     # the others.
@@ -105,15 +76,8 @@ def main() -> None:
             if state.is_main_process:
                 train_tokenizer(data, folder)
             tokenizer = BertTokenizerFast.from_pretrained(folder, trust_remote_code=False)
-        sizes = {
-            "hidden_size": 128,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "intermediate_size": 256,
-        }
-        sizes |= {"vocab_size": len(tokenizer), "max_position_embeddings": recipe.max_length}
-        # Withheld embeddings stay as random as they start: a wider start tells tokens apart better.
-        model = BertForSequenceClassification(BertConfig(**sizes, initializer_range=0.05))
+        sizes = {"vocab_size": len(tokenizer), "max_position_embeddings": recipe.max_length}
+        model = BertForSequenceClassification(BertConfig(**SMALL_BERT, **sizes))
     else:
         name = args.model_name_or_path
         with explain_missing_model(name):
@@ -135,24 +99,11 @@ def main() -> None:
         train_dataset=data["train"],
         eval_dataset=data["validation"],
         processing_class=tokenizer,
-        compute_metrics=lambda p: {
-            "accuracy": float((p.predictions.argmax(-1) == p.label_ids).mean())
-        },
+        compute_metrics=command_line.accuracy_of,
     )
-    trained = trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
-    metrics = {**trained.metrics, **trainer.evaluate()}
-
-    trainer.save_model()
-    trainer.create_model_card(
-        tasks="text-classification", dataset=os.path.basename(recipe.data_dir or "SST-2")
-    )
-    if trainer.is_world_process_zero():
-        report, path = write_metrics(trainer, metrics, "eval_sentences")
-        print(
-            f"{report['defense']}: accuracy {report['accuracy']:.3f}, "
-            f"{report['seconds_per_step']:.2f} s a step -> {path}"
-        )
-    trainer.accelerator.end_training()
+    dataset = os.path.basename(recipe.data_dir or "SST-2")
+    card = {"tasks": "text-classification", "dataset": dataset}
+    command_line.report_run(trainer, command_line.train_and_save(trainer, card), "eval_sentences")
 
 
 def train_tokenizer(data: DatasetDict, folder: str) -> None:

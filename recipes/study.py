@@ -53,8 +53,10 @@ class Study:
     def parse(cls, argv: Sequence[str] | None = None) -> Self:
         """The study with the command line's arguments."""
         parser = command_line(cls.__doc__)
-        for flag, more in cls.ARGUMENTS.items():
-            parser.add_argument(flag, **({"help": more} if isinstance(more, str) else more))
+        for flag, options in cls.ARGUMENTS.items():
+            parser.add_argument(
+                flag, **({"help": options} if isinstance(options, str) else options)
+            )
         return cls(parser.parse_args(argv))
 
     def marked_cells(self) -> dict[Place, dict]:
@@ -83,7 +85,7 @@ class Study:
 
     def _check_arguments(self, count: int) -> None:
         values = {flag: getattr(self.args, flag.lstrip("-")) for flag in self.ARGUMENTS}
-        needed = [flag for flag, more in self.ARGUMENTS.items() if isinstance(more, str)]
+        needed = [flag for flag, options in self.ARGUMENTS.items() if isinstance(options, str)]
         if absent := [flag for flag in needed if values[flag] is None]:
             sys.exit(f"{count} cells are to be computed: give {', '.join(absent)}.")
         for flag in ("--model", "--tokenizer"):

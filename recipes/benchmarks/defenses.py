@@ -18,16 +18,16 @@ from hf_gradguard.randomness import Stream
 from .measuring import RATIO, alternate, cells, classifier, random_batch
 
 THREADS, BATCH, LENGTH, PROBES, ROUNDS = 2, 16, 16, 10, 7
-OWN, EVERY_TENTH = {"shape": "own"}, {"refresh_every": 10}
+OWN_SHAPE, EVERY_TENTH = {"shape": "own"}, {"refresh_every": 10}
 DEFENSES: list[tuple[str, dict]] = [
     ("none", {}),
     ("gaussian_noise", {}),
     ("laplace_noise", {}),
-    ("optimal_noise", OWN),
+    ("optimal_noise", OWN_SHAPE),
     ("optimal_noise", EVERY_TENTH),
     ("pruning", {}),
     ("pruning", {"utility": 0.9}),
-    ("optimal_pruning", OWN),
+    ("optimal_pruning", OWN_SHAPE),
     ("optimal_pruning", EVERY_TENTH),
     ("quantization", {}),
 ]
@@ -114,12 +114,12 @@ def functional_jvp(model: torch.nn.Module, batch: dict) -> None:
         p for n, p in model.named_parameters() if p is not model.get_input_embeddings().weight
     ]
     embeddings = model.get_input_embeddings()(batch["input_ids"]).detach()
-    rest = {key: value for key, value in batch.items() if key != "input_ids"}
+    inputs = {key: value for key, value in batch.items() if key != "input_ids"}
 
     def gradient(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
             return torch.autograd.grad(
-                model(inputs_embeds=x, **rest).loss, parameters, create_graph=True
+                model(inputs_embeds=x, **inputs).loss, parameters, create_graph=True
             )
 
     torch.autograd.functional.jvp(gradient, embeddings, torch.randn_like(embeddings))
@@ -127,7 +127,7 @@ def functional_jvp(model: torch.nn.Module, batch: dict) -> None:
 
 def table(report: dict) -> tuple[list[str], list[list[str]]]:
     rows = []
-    for part in ("in plain gradients", "in plain steps, AdamW included"):
-        rows.append([f"**{part}**", "", ""])
-        rows += [[label, *cells(ratio)] for label, ratio in report[part].items()]
+    for section in ("in plain gradients", "in plain steps, AdamW included"):
+        rows.append([f"**{section}**", "", ""])
+        rows += [[label, *cells(ratio)] for label, ratio in report[section].items()]
     return ["", *RATIO], rows

@@ -88,12 +88,12 @@ def _alone(entries: int, rounds: int) -> dict:
     secure = SecureAggregation(SimpleNamespace(process_index=0, num_processes=3))
     secure._keys = {1: bytes(32)}
     words, point = torch.zeros(entries, dtype=torch.int32), FixedPoint(16.0, 3, 32)
-    parts = (1e-3 * torch.randn(entries)).split(2**23)
+    chunks = (1e-3 * torch.randn(entries)).split(2**23)
 
     def fixed_point() -> None:
-        point.largest(parts)
-        for part in parts:
-            point.mean(point.encode(part))
+        point.largest(chunks)
+        for chunk in chunks:
+            point.mean(point.encode(chunk))
 
     cases = {"masks": lambda: secure.masks("").hide(words), "fixed point": fixed_point}
     seconds = {}

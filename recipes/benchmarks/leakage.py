@@ -47,19 +47,23 @@ def measure(args) -> dict:
     attack = make_attack("tag", steps=timed)
     eigenvalues: dict[str, dict[str, float]] = {}
 
-    def record(side: str, before: int, value: float, products: int) -> None:
+    def record(side: str, start_mib: int, value: float, products: int) -> None:
         eigenvalues.setdefault(
             side,
-            {"value": value, "products": products, "peak_memory_growth_mib": high_water() - before},
+            {
+                "value": value,
+                "products": products,
+                "peak_memory_growth_mib": high_water() - start_mib,
+            },
         )
 
     # Both sides build their own graphs.
     def input_space() -> None:
-        before, top = (
+        start_mib, top = (
             high_water(),
             largest_eigenvalue(GradientMap(model, sentence), tolerance=TOLERANCE),
         )
-        record("input space", before, float(top), top.iterations)
+        record("input space", start_mib, float(top), top.iterations)
 
     def parameter_space() -> None:
         record("parameter space", high_water(), *eigsh_eigenvalue(GradientMap(model, sentence)))
@@ -121,10 +125,10 @@ def eigsh_eigenvalue(gmap: GradientMap) -> tuple[float, int]:
     def product(u: np.ndarray) -> np.ndarray:
         nonlocal count
         count += 1
-        parts = torch.from_numpy(u.reshape(-1)).to(gmap.input).split(sizes)
+        tensors = torch.from_numpy(u.reshape(-1)).to(gmap.input).split(sizes)
         delta = {
-            name: part.view(shape)
-            for (name, shape), part in zip(shapes.items(), parts, strict=True)
+            name: tensor.view(shape)
+            for (name, shape), tensor in zip(shapes.items(), tensors, strict=True)
         }
         result = gmap.jvp(gmap.vjp(delta))
         return torch.cat([tensor.flatten() for tensor in result.values()]).cpu().numpy()

@@ -81,8 +81,8 @@ def alternate(
     case(), unit()
     ratios = []
     for _ in range(rounds):
-        before, taken, after = clock(unit, 3), clock(case), clock(unit, 3)
-        ratios.append(factor * taken / ((before + after) / 2))
+        unit_before, taken, unit_after = clock(unit, 3), clock(case), clock(unit, 3)
+        ratios.append(factor * taken / ((unit_before + unit_after) / 2))
     return spread(ratios)
 
 

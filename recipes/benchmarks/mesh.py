@@ -71,8 +71,8 @@ def _memory(model, mesh, defenses: tuple[str, ...]) -> dict:
 
 
 def _size(tensors) -> int:
-    parts = [t.to_local() if hasattr(t, "to_local") else t for t in tensors]
-    return sum(part.numel() * part.element_size() for part in parts)
+    local_tensors = [t.to_local() if hasattr(t, "to_local") else t for t in tensors]
+    return sum(tensor.numel() * tensor.element_size() for tensor in local_tensors)
 
 
 def table(report: dict) -> tuple[list[str], list]:

@@ -84,8 +84,8 @@ def resnet(_name: str, quick: bool) -> tuple[nn.Module, dict]:
 
 
 def llama(_name: str, quick: bool) -> tuple[nn.Module, dict]:
-    more = {"hidden_size": 18, "intermediate_size": 24, "num_hidden_layers": 1, "vocab_size": 99}
-    config = LlamaConfig(**(LLAMA | more if quick else LLAMA))
+    tiny = {"hidden_size": 18, "intermediate_size": 24, "num_hidden_layers": 1, "vocab_size": 99}
+    config = LlamaConfig(**(LLAMA | tiny if quick else LLAMA))
     lora = LoraConfig(task_type="SEQ_CLS", r=16, target_modules=["q_proj", "v_proj"])
     model = get_peft_model(LlamaForSequenceClassification(config), lora)
     return model, texts(config.vocab_size, 2, 8 if quick else 128)
@@ -142,15 +142,18 @@ def measure_model(model: nn.Module, batch: dict, rounds: int) -> dict:
             optimizer.step()
             optimizer.zero_grad()
 
-    defenses = {row: make_defense(name, **more) for row, (name, more) in DEFENSES.items()}
+    defenses = {row: make_defense(name, **settings) for row, (name, settings) in DEFENSES.items()}
     run()
     for defense in defenses.values():
         run(defense)  # trials, and the first averages
     seconds: dict[str, list[float]] = {row: [] for row in defenses}
     for _ in range(rounds):  # all take turns, between two stock steps
-        before = clock(run)
-        taken_by_row = {row: clock(lambda one=one: run(one)) for row, one in defenses.items()}
-        unit = (before + clock(run)) / 2
+        seconds_before = clock(run)
+        taken_by_row = {
+            row: clock(lambda defense_of_row=defense_of_row: run(defense_of_row))
+            for row, defense_of_row in defenses.items()
+        }
+        unit = (seconds_before + clock(run)) / 2
         for row, taken in taken_by_row.items():
             seconds[row].append(taken / unit)
     for name in ("optimal_noise", "optimal_pruning"):
@@ -162,7 +165,7 @@ def measure_model(model: nn.Module, batch: dict, rounds: int) -> dict:
     stock = peak(lambda: run(update=False))
     for row, defense in defenses.items():
         optimizer.zero_grad()
-        beyond[row] = peak(lambda one=defense: run(one, update=False)) - stock
+        beyond[row] = peak(lambda defense_of_row=defense: run(defense_of_row, update=False)) - stock
     for row in seconds.keys() - beyond.keys():
         beyond[row] = beyond[row.replace("as set", "measuring")]
     gradient = sum(p.numel() * p.element_size() for p in shared.values())

@@ -77,8 +77,8 @@ class Clock(TrainerCallback):
 
     def rate(self, warmup: int) -> float:
         """Of the steps after the first ones."""
-        last = len(self.ends)
-        return sum(self.tokens[warmup:last]) / (self.ends[-1] - self.ends[warmup - 1])
+        count = len(self.ends)
+        return sum(self.tokens[warmup:count]) / (self.ends[-1] - self.ends[warmup - 1])
 
 
 def measure(args: argparse.Namespace) -> dict:

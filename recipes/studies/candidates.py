@@ -169,11 +169,7 @@ def metrics_of(scores: list, members: list) -> dict:
 class FortyEight(CandidateStudy):
     """Which of 48 sentences are in a message of 1, 4 or 16 of SST-2?
 
-    MiniLM cut to two layers, with a random head, and after 200 steps of plain training (AdamW, rate
-    2e-4, batches of 16). Candidates are sentences of the training set of 8 to 20 words that the
-    model was not trained on, with their labels; members are drawn from them. Attackers know the
-    labels. Those that know the defense rank by likelihood, the others by cosine or distance. Each
-    row has three strengths, and the same draws in each.
+    Conditions and figures: docs/findings/candidates.md.
     """
 
     QUICK_DEFENSES = ("none", "gaussian_noise", "optimal_noise", "pruning", "quantization")
@@ -236,13 +232,7 @@ class Thousand(CandidateStudy):
     """Which of 1,000 sentences are in a message, and what reconstruction attacks find in it without
     a list.
 
-    The models of `candidates`, and other sentences, of the training set too. Three messages of one
-    sentence, one of 4 and one of 16; candidates' labels are known. Everybody knows the defense,
-    where there is something to know: a candidate-set attacker ranks by likelihood, span fills in
-    what was pruned, TAG weighs coordinates by the noise's covariance or matches only what was left,
-    LAMP likewise. Reconstruction attacks see the messages of one sentence, with its label and
-    length. `--all` asks for every defense, which takes twice as long, and for reconstruction
-    attacks at the initial model.
+    Conditions and figures: docs/findings/candidates.md.
     """
 
     ARGUMENTS = CandidateStudy.ARGUMENTS | {
@@ -250,7 +240,7 @@ class Thousand(CandidateStudy):
     }
     # Refiner's default, which sends a first message
     DEFENSES = DEFENSES | {"refiner": [{"min_batches": 1}, {"alpha": 0.3}, {"alpha": 0.9}]}
-    FIRST = ("none", "gaussian_noise", "optimal_noise", "pruning", "optimal_pruning",
+    DEFAULT_DEFENSES = ("none", "gaussian_noise", "optimal_noise", "pruning", "optimal_pruning",
              "quantization")  # fmt: skip
     MESSAGES = {16: 1, 1: 3, 4: 1}
     RECONSTRUCTIONS: dict[str, dict] = {
@@ -263,12 +253,16 @@ class Thousand(CandidateStudy):
         """From the most telling down; without `--all` the first ones, and those that are there."""
         return self.keep_first(
             self.listed() | self.reconstructed(),
-            lambda cell: cell["defense"] in self.FIRST and "attack" not in cell,
+            lambda cell: cell["defense"] in self.DEFAULT_DEFENSES and "attack" not in cell,
         )
 
     @property
     def plan(self) -> dict:
         return QUICK if self.quick else PLAN | {"candidates": POOL}
+
+    @property
+    def further_defenses(self) -> list[str]:
+        return [name for name in self.DEFENSES if name not in self.DEFAULT_DEFENSES]
 
     def listed(self) -> dict:
         """One cell for all strengths, which share the candidates' gradients."""
@@ -277,7 +271,7 @@ class Thousand(CandidateStudy):
                 "defense": defense, "strengths": self.DEFENSES[defense], "state": state,
                 "size": size, "messages": messages, "informed": True, **self.plan,
             }
-            for names in (self.FIRST, [name for name in self.DEFENSES if name not in self.FIRST])
+            for names in (self.DEFAULT_DEFENSES, self.further_defenses)
             for size, messages in ({1: 1} if self.quick else self.MESSAGES).items()
             for state in reversed(STATES)
             for defense in names
@@ -292,7 +286,7 @@ class Thousand(CandidateStudy):
             }
             for state in reversed(STATES)
             for attack, settings in self.RECONSTRUCTIONS.items()
-            for defense in (self.FIRST[:2] if self.quick else self.DEFENSES)
+            for defense in (self.DEFAULT_DEFENSES[:2] if self.quick else self.DEFENSES)
             for strength in self.DEFENSES[defense]
         }  # fmt: skip
 

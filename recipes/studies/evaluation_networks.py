@@ -32,11 +32,7 @@ ROWS: dict[str, dict[str, dict]] = {
 class EvaluationNetworks(Study):
     """How well the packaged evaluation networks do on data sets they never saw.
 
-    DATA: a folder with the files of `ROWS`. MODEL: sentence-transformers/all-MiniLM-L6-v2, or a
-    folder with it. The first 2,000 images or texts of each. Beside the other files,
-    OUTPUT_NETWORK.md is all of one network's metrics, which `--cards` puts between the `figures`
-    marks of its card. Blended texts have every token's embedding mixed with a random token's, where
-    the others have tokens replaced.
+    Conditions and figures: docs/findings/refiner.md.
     """
 
     ARGUMENTS = {
@@ -46,9 +42,9 @@ class EvaluationNetworks(Study):
     }
 
     def cells(self) -> dict:
-        more = {"samples": 6 if self.quick else 2000, "seed": 0}
+        sizes = {"samples": 6 if self.quick else 2000, "seed": 0}
         return {
-            (network, row): {"network": network, **cell, **more}
+            (network, row): {"network": network, **cell, **sizes}
             for network, rows in ROWS.items()
             for row, cell in rows.items()
         }

@@ -108,15 +108,17 @@ def cells_of(plan: dict) -> dict:
         for attack, settings in plan["attacks"].items():
             for defense, strengths in plan["defenses"].items():
                 for strength in strengths:
-                    more: Any = ({}, {})
+                    knows: Any = ({}, {})
                     if is_adaptive:
-                        more = knowledge(plan, defense, strength, attack)
-                    if more is None:
+                        knows = knowledge(plan, defense, strength, attack)
+                    if knows is None:
                         continue
+                    uploads, attackers_settings = knows
                     row = " ".join([defense, *(f"{k}={v}" for k, v in strength.items())])
                     cells[row, column(attack, is_adaptive)] = {
                         "defense": defense, "strength": strength, "attack": attack,
-                        "settings": settings | more[1], "seen": more[0], **plan["samples"],
+                        "settings": settings | attackers_settings, "seen": uploads,
+                        **plan["samples"],
                         **(plan["refiner"] if defense == "refiner" else {}),
                     }  # fmt: skip
     return cells
@@ -137,8 +139,14 @@ def knowledge(plan: dict, defense: str, strength: dict, attack: str) -> tuple[di
         return {"uploads": plan.get("uploads", UPLOADS), "covariance": weighs}, clip | settings
     if "pruning" in defense:
         return {}, ({"complete": True} if spans else {"match_nonzero": True} | settings)
-    known = {"soteria": {"leave_out": ["classifier"]}, "refiner": plan["again"]}.get(defense, {})
-    return ({}, known | settings) if known | settings and not spans else None
+    settings_of_knowing = {"soteria": {"leave_out": ["classifier"]}, "refiner": plan["again"]}.get(
+        defense, {}
+    )
+    return (
+        ({}, settings_of_knowing | settings)
+        if settings_of_knowing | settings and not spans
+        else None
+    )
 
 
 def observe(
@@ -181,7 +189,9 @@ class EveryDefense(Study):
         """
         name, digits = self.SCORE
         chance = metrics.pop("chance")[self.chance()[0]][name]
-        columns = [column(attack, known) for attack in self.plan["attacks"] for known in (0, 1)]
+        columns = [
+            column(attack, is_adaptive) for attack in self.plan["attacks"] for is_adaptive in (0, 1)
+        ]
         scores = {
             row: [cells.get(attack, {}).get(name) for attack in columns]
             for row, cells in metrics.items()
@@ -215,14 +225,7 @@ class EveryDefense(Study):
 class Texts(EveryDefense):
     """Every defense against every attack on text.
 
-    20 sentences of 14 tokens of SST-2's dev set, one per message, on a random BERT of 2 layers and
-    width 128 (larger models take hours per row); labels and lengths known, token embeddings
-    withheld. Attack budgets are such that undefended gradients give everything away, and the same
-    for every defense. The adaptive attacker takes the mean of eight uploads of the batch where
-    there is fresh noise, and weighs coordinates by its covariance where that is not the same
-    everywhere; matches only what a pruning left (span: completes it); leaves out Soteria's layer;
-    starts from random words, four times over, against Refiner. Token F1 with 95 % bootstrap
-    intervals.
+    Conditions and figures: docs/findings/attacks_text.md.
     """
 
     ARGUMENTS = {"--tokenizer": "folder or name", "--data_dir": "folder with train.tsv and dev.tsv"}
@@ -285,15 +288,7 @@ class Texts(EveryDefense):
 class Images(EveryDefense):
     """Every defense against attacks on images.
 
-    The first 16 images of the file, one per message, on the leakage papers' LeNet as it is
-    initialized; labels recovered from the gradient. Budgets are such that undefended gradients give
-    the image away, and the same for every defense. The adaptive attacker takes the mean of eight
-    uploads of the batch where there is fresh noise, and weighs coordinates by its covariance where
-    that is not the same everywhere; matches only what a pruning left; leaves out Soteria's layer;
-    starts four times over against Refiner. Behind whatever defense, Inverting Gradients then takes
-    the total variation that shows most of images of the attacker's own, the next 4 of the file.
-    Both attacks stop when so many steps of L-BFGS (20 evaluations each) brought no better match:
-    under noise, going on fits it. PSNR with 95 % bootstrap intervals.
+    Conditions and figures: docs/findings/attacks_images.md.
     """
 
     ARGUMENTS = {
@@ -347,19 +342,16 @@ Interval = list[float]  # mean, and the ends of its interval
 class Knowing(Study):
     """Does it matter that an attacker knows the defense?
 
-    Of each defense and attack the strength at which knowing the defense changes most of what is
-    recovered: in token F1 and PSNR, of `text_defenses` and `image_defenses`, and in the share of
-    messages of one sentence that a candidate-set attacker names. It matters, or does harm, where
-    both 95 % intervals lie apart; elsewhere it cannot be told.
+    Conditions and figures: docs/findings/knowing.md.
     """
 
     # The study that each part is of, the score and its format
-    PARTS = {
+    SOURCES = {
         "text_defenses": ("every_defense:Texts", "token_f1", ".2f"),
         "image_defenses": ("every_defense:Images", "psnr", ".1f"),
         "candidates": ("candidates:FortyEight", "top1", ".2f"),
     }
-    ARGUMENTS = {f"--{name}": {"type": Path, "default": PUBLISHED / name} for name in PARTS}
+    ARGUMENTS = {f"--{name}": {"type": Path, "default": PUBLISHED / name} for name in SOURCES}
 
     def report(self, metrics: dict) -> None:
         best: dict = {}
@@ -379,31 +371,38 @@ class Knowing(Study):
         """Defense, attack and strength; what an attacker recovers without knowing the defense, and
         knowing it.
         """
-        for part in ("text_defenses", "image_defenses"):
-            _, score, form = self.PARTS[part]
-            for row, cell in self.published(part).items():
+        for source in ("text_defenses", "image_defenses"):
+            _, score, form = self.SOURCES[source]
+            for row, cell in self.published(source).items():
                 defense, _, strength = row.partition(" ")
                 for attack in cell:
-                    known = cell.get(column(attack, True))
-                    if known and defense not in ("none", "chance"):
+                    adaptive_cell = cell.get(column(attack, True))
+                    if adaptive_cell and defense not in ("none", "chance"):
                         kind = f"{attack}, {'images' if score == 'psnr' else 'text'}"
-                        yield defense, kind, strength, cell[attack][score], known[score], form
-        _, score, form = self.PARTS["candidates"]
+                        yield (
+                            defense,
+                            kind,
+                            strength,
+                            cell[attack][score],
+                            adaptive_cell[score],
+                            form,
+                        )
+        _, score, form = self.SOURCES["candidates"]
         for defense, states in self.published("candidates").items():
             for state, sizes in states.items():
                 cells = sizes.get("1", {})
                 for key in cells:
-                    strength, _, who = key.partition("|")
+                    strength, _, knows = key.partition("|")
                     without = cells.get(f"{strength}|does not")
-                    if who == "knows" and without and defense != "none":
+                    if knows == "knows" and without and defense != "none":
                         kind = f"candidates, text, {state} model"
                         yield defense, kind, strength, without[score], cells[key][score], form
 
-    def published(self, part: str) -> dict:
+    def published(self, source: str) -> dict:
         """The metrics of a part, as far as they are there."""
-        output = getattr(self.args, part)
+        output = getattr(self.args, source)
         args = argparse.Namespace(quick=False, all=True, output=output)
-        module, _, name = self.PARTS[part][0].partition(":")
+        module, _, name = self.SOURCES[source][0].partition(":")
         study = getattr(importlib.import_module(f"recipes.studies.{module}"), name)
         return nested(study(args).cells(), Results(output))
 

@@ -106,7 +106,7 @@ class Logistic(Study):
         ends = torch.cat([order[:8], order[-8:]])
         released = w + std * torch.randn(len(w), generator=generator, dtype=w.dtype)
         guesses = glm_attack(released, x, y, ends, cell["regularization"])
-        rows = [[(row.view(1, 28, 28), "") for row in part] for part in (x[ends], guesses)]
+        rows = [[(row.view(1, 28, 28), "") for row in images] for images in (x[ends], guesses)]
         draw_images(self.args.pictures, rows, (11, 1.6), dpi=110)
 
 
@@ -155,8 +155,8 @@ def glm_attack(w: Tensor, x: Tensor, y: Tensor, targets: Tensor, regularization:
     """Each target from the released w, all other records and its label: (targets, m)."""
     residual = torch.sigmoid(x @ w) - y
     # what the records but the target contribute
-    others = x.T @ residual - (residual[:, None] * x)[targets]
-    v = -len(x) * regularization * w - others  # = c x of the target
+    remainder = x.T @ residual - (residual[:, None] * x)[targets]
+    v = -len(x) * regularization * w - remainder  # = c x of the target
     # c = σ(a) - y with c a = w·v. In a' = ±a it reads a'σ(a') = w·v: one root above the minimum,
     # one below if negative. Of two, take the one whose image is about as bright as the other
     # records of that label.
@@ -169,8 +169,8 @@ def glm_attack(w: Tensor, x: Tensor, y: Tensor, targets: Tensor, regularization:
         a, b = torch.full_like(value, low), torch.full_like(value, high)
         for _ in range(80):
             middle = (a + b) / 2
-            left = (middle * torch.sigmoid(middle) < value) == rising
-            a, b = torch.where(left, middle, a), torch.where(left, b, middle)
+            is_left = (middle * torch.sigmoid(middle) < value) == rising
+            a, b = torch.where(is_left, middle, a), torch.where(is_left, b, middle)
         guess = v / (sign * torch.sigmoid(a))[:, None]
         distance = (guess.norm(dim=1).log() - usual).abs()
         better = distance < least
@@ -208,20 +208,22 @@ def rows_of(metrics: dict) -> list[list[str]]:
 
 
 def plot(metrics: dict, output) -> None:
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 5.5), layout="constrained")
-    left.stairs(metrics["histogram"]["counts"], metrics["histogram"]["edges"], fill=True)
+    figure, (left_axis, right_axis) = plt.subplots(1, 2, figsize=(11, 5.5), layout="constrained")
+    left_axis.stairs(metrics["histogram"]["counts"], metrics["histogram"]["edges"], fill=True)
     bound = metrics["rdp_bounds"][0]
-    left.axvline(bound, color="tab:red", label=f"RDP bound {bound:.4f} (norm 1)")
-    left.axvline(1, color="black", linestyle="--", label="perfect privacy")
-    left.set(xscale="log", ylabel="training samples", title=f"σ = {LOGISTIC['std']:g} (Figure 2)")
-    left.margins(y=0.2)  # room for the legend
+    left_axis.axvline(bound, color="tab:red", label=f"RDP bound {bound:.4f} (norm 1)")
+    left_axis.axvline(1, color="black", linestyle="--", label="perfect privacy")
+    left_axis.set(
+        xscale="log", ylabel="training samples", title=f"σ = {LOGISTIC['std']:g} (Figure 2)"
+    )
+    left_axis.margins(y=0.2)  # room for the legend
     bounds, mse = map(np.array, metrics["attacked"].values())
-    right.scatter(bounds, mse, s=8, c=np.where(mse < bounds, "tab:red", "tab:blue"))
-    right.plot([bounds.min(), 1], [bounds.min(), 1], color="black", label="MSE = bound")
-    right.axvline(1, color="black", linestyle="--")
-    right.set(xscale="log", yscale="log", ylabel="MSE of the GLM attack")
-    right.set_title(f"σ = {LOGISTIC['attacked_std']:g} (Figure 3); red: below the bound")
-    for axis, place in ((left, "upper right"), (right, "upper left")):
+    right_axis.scatter(bounds, mse, s=8, c=np.where(mse < bounds, "tab:red", "tab:blue"))
+    right_axis.plot([bounds.min(), 1], [bounds.min(), 1], color="black", label="MSE = bound")
+    right_axis.axvline(1, color="black", linestyle="--")
+    right_axis.set(xscale="log", yscale="log", ylabel="MSE of the GLM attack")
+    right_axis.set_title(f"σ = {LOGISTIC['attacked_std']:g} (Figure 3); red: below the bound")
+    for axis, place in ((left_axis, "upper right"), (right_axis, "upper left")):
         axis.set_xlabel("lower bound on MSE from dFIL")
         axis.legend(loc=place)
     save(figure, output, dpi=110)

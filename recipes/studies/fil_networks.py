@@ -45,19 +45,7 @@ class Networks(Study):
     """What networks trained by private SGD leak of each image, by two accounts: Guo et al. (2022),
     Section 7.3, Figures 5 and 6.
 
-    The paper's network for MNIST, on CIFAR-10 too, and the first 2,000 training images of each, all
-    of them tracked (the paper: all 60,000 and 50,000, a larger network for CIFAR-10, ten runs, at
-    least 1,000 steps of 600 and 12,500 of 200). `dp_sgd` clips each sample's gradient and adds
-    noise σC to the sum of batches by Poisson sampling, 100 expected. A run's account is read off
-    after 100, 200 and 400 steps.
-
-    RDP: ε₂ as published, for a sample more or less, and for a sample replaced, which Theorem 1 is
-    about. Labels are public, pixels in [0, 1]. dFIL: Algorithm 1 with κ of Eq. 3
-    (`FisherAccountant`, at δ = 1e-5 for all steps together). The expectation over batches in Eq. 4
-    is taken exactly: a step adds q FIM for *every* image, in its batch or not. Of each stretch of
-    25 or 50 steps one at random is measured, and stands for all. The Jacobian is that of `dp_sgd`'s
-    clipping (private_sgd_runs.py, also for κ without a δ), its trace exact along the gradient and
-    across it from one random direction a step.
+    Conditions and figures: docs/findings/fil.md.
     """
 
     ARGUMENTS = SINGLE_IMAGES | {
@@ -87,7 +75,7 @@ class Networks(Study):
         for steps in cell["steps"]:
             factor = FisherAccountant(rate, sigma, cell["delta"] / steps).factor
             sharper = poisson_factor(sigma, rate) / factor
-            each = [run["dfil"][steps] for run in runs]
+            dfils_by_run = [run["dfil"][steps] for run in runs]
             mean, smooth = (
                 np.mean([run[key][steps] for run in runs], 0) for key in ("dfil", "smooth")
             )
@@ -96,15 +84,15 @@ class Networks(Study):
                 "epsilon": digits(rdp(sigma, rate, steps)),
                 "replacing": digits(rdp_replacing(sigma, rate, steps)),
                 "factor": digits(factor), "without delta": digits(sharper * factor),
-                "largest": [digits(dfil.max()) for dfil in each],
-                "median": [digits(np.median(dfil)) for dfil in each],
+                "largest": [digits(dfil.max()) for dfil in dfils_by_run],
+                "median": [digits(np.median(dfil)) for dfil in dfils_by_run],
                 "mean over runs": {
                     "largest": digits(mean.max()), "median": digits(np.median(mean)),
                     "safe": digits((mean < 1).mean()),
                     "safe without delta": digits((sharper * mean < 1).mean()),
                 },
                 "smoothly over hard": [
-                    digits(part(smooth) / part(mean)) for part in (np.max, np.median)
+                    digits(statistic(smooth) / statistic(mean)) for statistic in (np.max, np.median)
                 ],
             }  # fmt: skip
         return {"accounts": accounted, "images": of_images(cell, runs, x, y)}
@@ -140,16 +128,16 @@ def loaded(path: str, count: int) -> tuple[Tensor, ...]:
     batches = single_images(path, count if split else None)
     tests = single_images(path, None, split="test") if split else batches[count:]
     return tuple(
-        torch.cat([batch[name] for batch in part])
-        for part in (batches[:count], tests)
+        torch.cat([batch[name] for batch in batch_list])
+        for batch_list in (batches[:count], tests)
         for name in ("pixel_values", "labels")
     )
 
 
 def of_images(cell: dict, runs: list[dict], x: Tensor, y: Tensor) -> dict:
     """Which images have the highest dFIL after the last step."""
-    last = [run["dfil"][cell["steps"][-1]] for run in runs]
-    mean, pixels, labels = np.mean(last, 0), x.flatten(1).double(), y.numpy()
+    last_dfils = [run["dfil"][cell["steps"][-1]] for run in runs]
+    mean, pixels, labels = np.mean(last_dfils, 0), x.flatten(1).double(), y.numpy()
     measures = {"contrast": pixels.std(1).numpy(), "brightness": pixels.mean(1).numpy()}
     order, top = mean.argsort(), max(1, len(x) // 20)
     return {
@@ -157,20 +145,20 @@ def of_images(cell: dict, runs: list[dict], x: Tensor, y: Tensor) -> dict:
         "spearman": {
             name: [
                 spearman(dfil, {**run, **measures}[name])
-                for dfil, run in zip(last, runs, strict=True)
+                for dfil, run in zip(last_dfils, runs, strict=True)
             ]
             for name in RANKED
         },
-        "between classes": [between(np.log(dfil), labels) for dfil in last],
+        "between classes": [between(np.log(dfil), labels) for dfil in last_dfils],
         "medians of classes": [
             digits(np.median(mean[labels == label])) for label in np.unique(labels)
         ],
         "between runs": [
-            spearman(last[a], last[b]) for a in range(len(last)) for b in range(a)
+            spearman(last_dfils[a], last_dfils[b]) for a in range(len(last_dfils)) for b in range(a)
         ],
         "wrong": [
             [digits(run["wrong"][rows].mean()) for rows in (dfil.argsort()[-top:], slice(None))]
-            for dfil, run in zip(last, runs, strict=True)
+            for dfil, run in zip(last_dfils, runs, strict=True)
         ],
         "highest": [[int(row), digits(mean[row])] for row in order[::-1][:SHOWN]],
         "lowest": [[int(row), digits(mean[row])] for row in order[:SHOWN]],
@@ -256,8 +244,8 @@ def verdict(metrics: dict, cells: dict) -> list[list[str]]:
     rows = []
     for data in metrics:
         wins, best = [], dict.fromkeys([*COLORS, "sharper"], 0.0)
-        for (where, name), cell in cells.items():
-            if where != data:
+        for (cell_data, name), cell in cells.items():
+            if cell_data != data:
                 continue
             for steps, account in metrics[data][name]["accounts"].items():
                 bound, runs = bounds(account), [1 / value for value in account["largest"]]

@@ -33,7 +33,7 @@ Observations = Sequence[Observation | None]  # `None` of a message of zeros
 
 
 def attack_texts(
-    cell: dict, stage: Stage, tokenizer, texts: list[dict], later: Iterable[dict] = ()
+    cell: dict, stage: Stage, tokenizer, texts: list[dict], later_batches: Iterable[dict] = ()
 ) -> dict:
     """Metrics of each sentence: token F1, with itself and with others; of candidates, whether it is
     a true positive at 1 % FPR, and its rank, or the same of the word in its middle. With
@@ -49,7 +49,7 @@ def attack_texts(
     batches = batches_of(cell, tokenizer, texts)
     see = functools.partial(observe, stage, tokenizer=tokenizer)
     if cell["attack"] == ACCUMULATED[0]:
-        return rank_texts(cell, texts, accumulate(cell, stage, batches, later, see))
+        return rank_texts(cell, texts, accumulate(cell, stage, batches, later_batches, see))
     recovered = []
     for number, (batch, message) in enumerate(
         zip(batches, messages_of(cell, stage, batches), strict=True)
@@ -57,10 +57,10 @@ def attack_texts(
         if says_nothing(message):
             recovered.append([[] for _ in range(cell["size"])])
             continue
-        known = {}
+        knowledge = {}
         if message.exact:
-            known = {"span": {"complete": True}, "tag": {"match_nonzero": True}}
-        settings = known.get(cell["attack"], {}) if message.transmitted is not None else {}
+            knowledge = {"span": {"complete": True}, "tag": {"match_nonzero": True}}
+        settings = knowledge.get(cell["attack"], {}) if message.transmitted is not None else {}
         attack = make_attack(cell["attack"], **cell["settings"] | settings)
         observation = replace(
             see(batch, message), mechanism=None, attention_mask=batch["attention_mask"],
@@ -103,8 +103,8 @@ def f1_of(recovered: list, truth: list, tokenizer) -> dict[str, list[float]]:
 def batches_of(cell: dict, tokenizer, texts: list[dict]) -> list[dict]:
     """A cell's messages, of texts one after the other."""
     size = cell["size"]
-    parts = [texts[size * number : size * (number + 1)] for number in range(cell["messages"])]
-    return [on_device(batch_of(tokenizer, part)) for part in parts]
+    groups = [texts[size * number : size * (number + 1)] for number in range(cell["messages"])]
+    return [on_device(batch_of(tokenizer, group)) for group in groups]
 
 
 def observe_texts(cell: dict, stage: Stage, tokenizer, texts: list[dict]) -> Observations:
@@ -172,19 +172,21 @@ def observe_image(stage: Stage, batch: dict, message: Message) -> Observation:
 
 
 def accumulate(
-    cell: dict, stage: Stage, batches: Sequence[dict], later: Iterable[dict],
+    cell: dict, stage: Stage, batches: Sequence[dict], later_batches: Iterable[dict],
     see: Callable[..., Observation],
 ) -> list[Observation]:  # fmt: skip
     """What an attacker has of each batch that waits for later messages."""
-    sequel = list(itertools.islice(later, cell["settings"]["later"]))
+    sequel = list(itertools.islice(later_batches, cell["settings"]["later"]))
 
     def uploads(number: int, batch: dict) -> Iterator[Observation]:
         with _restored(stage.defense):
-            first = see(batch, message_of(stage, batch, cell["seed"], number))
-            known = first.mechanism and replace(
-                first.mechanism, batches=stage.batches, has_residual=True
+            own_message = see(batch, message_of(stage, batch, cell["seed"], number))
+            mechanism = own_message.mechanism and replace(
+                own_message.mechanism, batches=stage.batches, has_residual=True
             )
-            yield first if stage.batches is None else replace(first, mechanism=known)
+            yield (
+                own_message if stage.batches is None else replace(own_message, mechanism=mechanism)
+            )
             for place, following in enumerate(sequel):
                 yield see(following, message_of(stage, following, cell["seed"], number, place))
 
@@ -204,13 +206,13 @@ def sentences_and_labels(texts: list[dict]) -> tuple[list[str], list[int]]:
 def rank_words(cell: dict, stage: Stage, tokenizer, texts: list[dict]) -> dict:
     """The word in the middle of each sentence among others' words, where all the rest is known."""
     sentences = [tokenizer(text["sentence"])["input_ids"] for text in texts]
-    every = {i for ids in sentences for i in ids} - set(tokenizer.all_special_ids)
-    count, results = min(cell["settings"]["words"], len(every)), list[Any]()
+    vocabulary = {i for ids in sentences for i in ids} - set(tokenizer.all_special_ids)
+    count, results = min(cell["settings"]["words"], len(vocabulary)), list[Any]()
     for number, observation in enumerate(observe_texts(cell, stage, tokenizer, texts)):
         ids = sentences[number]
         place = len(ids) // 2
-        others = np.random.default_rng(number).permutation(sorted(every - {ids[place]}))
-        words = [ids[place], *others[: count - 1].tolist()]
+        other_words = np.random.default_rng(number).permutation(sorted(vocabulary - {ids[place]}))
+        words = [ids[place], *other_words[: count - 1].tolist()]
         attack = make_attack("candidates", candidates=ids, places=[place], words=words)
         results += attack_each(attack, [observation], torch.Generator(DEVICE).manual_seed(0))
     return ranking_of(results, [[0]] * len(results), count)
@@ -230,8 +232,8 @@ def rank_members(
 
 def ranking_of(results: list[Any], members: Sequence[Sequence[int]], count: int) -> dict:
     """Of so many candidates for each message."""
-    alike = np.zeros(count)
-    scores = [alike if result is None else result.scores.cpu().numpy() for result in results]
+    equal_scores = np.zeros(count)
+    scores = [equal_scores if result is None else result.scores.cpu().numpy() for result in results]
     metrics = score_candidates(scores, members, bootstrap=0).per_sample
     return {name: [float(x) for x in metrics[name]] for name in ("tpr_1%", "rank")}
 
@@ -250,8 +252,8 @@ def attack_images(cell: dict, task: ImageTask, path: str) -> dict:
     if cell["attack"] in (CANDIDATES[0], UNLABELED[0], ACCUMULATED[0]):
         return rank_images(cell, stage, task, path)
     settings = dict(cell["settings"])
-    own = settings.pop("own")
-    rows = images_of(path, count + own)
+    own_count = settings.pop("own")
+    rows = images_of(path, count + own_count)
     images = [row["pixel_values"] for row in rows]
     gray = torch.full_like(images[0], 0.5)
     settings = INVERTING_SETTINGS | {"patience": 5, "start": gray} | settings
@@ -273,8 +275,8 @@ def attack_images(cell: dict, task: ImageTask, path: str) -> dict:
 
 def rank_images(cell: dict, stage: Stage, task: ImageTask, path: str) -> dict:
     rows, size = images_of(path, cell["settings"]["listed"]), cell["size"]
-    parts = [rows[start : start + size] for start in range(0, cell["messages"] * size, size)]
-    batches = [{key: torch.cat([row[key] for row in part]) for key in rows[0]} for part in parts]
+    groups = [rows[start : start + size] for start in range(0, cell["messages"] * size, size)]
+    batches = [{key: torch.cat([row[key] for row in group]) for key in rows[0]} for group in groups]
     if cell["attack"] == ACCUMULATED[0]:
         see = functools.partial(observe_image, stage)
         observations: Observations = accumulate(cell, stage, batches, task.later_batches(), see)
@@ -293,8 +295,8 @@ def attackers_defense(cell: dict, stage: Stage, task: ImageTask) -> Defense:
     defense = make_defense(cell["defense"], **cell["strength"])
     defense.prepare(stage.model, None)
     if getattr(defense, "error_feedback", False):
-        before = defense.facts.warmup_messages if cell["stage"] == "start" else None
-        for number, batch in enumerate(itertools.islice(task.later_batches(), before)):
+        warmup = defense.facts.warmup_messages if cell["stage"] == "start" else None
+        for number, batch in enumerate(itertools.islice(task.later_batches(), warmup)):
             defense(GradientMap(stage.model, batch), Stream.from_seeds(cell["seed"], number))
     return defense
 

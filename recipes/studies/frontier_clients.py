@@ -220,10 +220,10 @@ class TextTask(Client):
         """Batches to come, of rows that nobody trained on."""
         rows = self.held_out()
         for start in range(0, len(rows) - BATCH + 1, BATCH):
-            part = [rows[i] for i in range(start, start + BATCH)]
-            texts = [{"input_ids": row["input_ids"]} for row in part]
+            batch_rows = [rows[i] for i in range(start, start + BATCH)]
+            texts = [{"input_ids": row["input_ids"]} for row in batch_rows]
             batch = dict(self.tokenizer.pad(texts, return_tensors="pt"))
-            yield on_device(batch | {"labels": torch.tensor([row["label"] for row in part])})
+            yield on_device(batch | {"labels": torch.tensor([row["label"] for row in batch_rows])})
 
 
 class Network(SmallImageClassifier):
@@ -238,12 +238,12 @@ class Network(SmallImageClassifier):
         super().__init__(config)
         layers = list[nn.Module]()
         widths = self.WIDTHS
-        for number, (before, after) in enumerate(
+        for number, (inputs, outputs) in enumerate(
             zip((config.num_channels, *widths), widths, strict=False)
         ):
             kernel, stride = (3, 1) if number else (5, 2)
-            layers.append(nn.Conv2d(before, after, kernel, stride, padding=kernel // 2))
-            layers += [nn.GroupNorm(8, after), nn.GELU()]
+            layers.append(nn.Conv2d(inputs, outputs, kernel, stride, padding=kernel // 2))
+            layers += [nn.GroupNorm(8, outputs), nn.GELU()]
             layers += [nn.AvgPool2d(2)] if number else []
         side = config.image_size // 2 ** len(widths)
         self.layers = nn.Sequential(
@@ -295,7 +295,7 @@ class ImageTask(Client):
         return Network(SmallImageClassifierConfig())
 
     def rows_to_learn(self) -> ImageRows:
-        return ImageRows(*(part[self.HELD_OUT :] for part in self.train_rows), flip=self.flips)
+        return ImageRows(*(tensor[self.HELD_OUT :] for tensor in self.train_rows), flip=self.flips)
 
     def held_out(self) -> tuple[Tensor, Tensor]:
         pixels, labels = self.train_rows
@@ -303,8 +303,8 @@ class ImageTask(Client):
 
     def later_batches(self) -> Iterator[dict[str, Tensor]]:
         """Batches to come, of rows that nobody trained on."""
-        parts = (part.split(IMAGE_SIZES["batch"]) for part in self.held_out())
-        for x, y in zip(*parts, strict=True):
+        batches = (tensor.split(IMAGE_SIZES["batch"]) for tensor in self.held_out())
+        for x, y in zip(*batches, strict=True):
             yield on_device({"pixel_values": x.float() / 255, "labels": y})
 
     def right(self, model: nn.Module, rows: tuple[Tensor, Tensor]) -> np.ndarray:
@@ -313,8 +313,8 @@ class ImageTask(Client):
 
 
 def row_of(defense: str, strength: dict) -> str:
-    parts = [f"{k}={v:g}" if isinstance(v, float) else f"{k}={v}" for k, v in strength.items()]
-    return " ".join([defense, *parts])
+    settings = [f"{k}={v:g}" if isinstance(v, float) else f"{k}={v}" for k, v in strength.items()]
+    return " ".join([defense, *settings])
 
 
 def rates_to_try(
@@ -335,8 +335,8 @@ def rates_so_far(
 ) -> list[float]:
     """Those to start with, and those that their results ask for next."""
     rates = list(start)
-    while more := next_rate(results, common, rates, grid):
-        rates = sorted([*rates, more])
+    while next_one := next_rate(results, common, rates, grid):
+        rates = sorted([*rates, next_one])
     return rates
 
 
@@ -351,9 +351,9 @@ def next_rate(
     best, place = scores.index(max(scores)), grid.index(rates[0])
     if best == 0 and place > 0:
         return grid[place - 1]
-    last = grid.index(rates[-1])
-    if best == len(rates) - 1 and last + 1 < len(grid):
-        return grid[last + 1]
+    last_place = grid.index(rates[-1])
+    if best == len(rates) - 1 and last_place + 1 < len(grid):
+        return grid[last_place + 1]
     return None
 
 

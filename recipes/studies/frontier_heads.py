@@ -127,11 +127,11 @@ class MeanPooled(nn.Module):
             input_ids=input_ids, attention_mask=attention_mask, inputs_embeds=inputs_embeds,
             output_hidden_states=True,
         ).hidden_states  # fmt: skip
-        last = torch.cat(states[-self.layers :], -1)
+        concatenated = torch.cat(states[-self.layers :], -1)
         if attention_mask is None:
-            return self.whitening(last.mean(1))
-        attended = attention_mask[..., None].to(last)
-        return self.whitening((last * attended).sum(1) / attended.sum(1))
+            return self.whitening(concatenated.mean(1))
+        attended = attention_mask[..., None].to(concatenated)
+        return self.whitening((concatenated * attended).sum(1) / attended.sum(1))
 
     def forward(
         self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None,
@@ -200,23 +200,7 @@ class Texts(Study):
     """Accuracy on SST-2 where nothing but a linear head is shared, each sample clipped, and what
     attackers recover at the start, in the middle and at the end of training.
 
-    The head takes the mean of the last states of an encoder that stays as it is, 770 shared
-    numbers, or the means of its last four layers' states, 3,074 numbers; `frontier_text` shares 11
-    million. (Four layers one after the other: Devlin et al., 2019, Table 7, on features of a BERT
-    that stays as it is.) `dp_sgd` clips each phrase's gradient to norm 1 and adds noise of 1.5 or 2
-    times that to their sum. By the lemma of Neyman and Pearson no attacker, whatever it knows, then
-    tells more than Φ(Φ⁻¹(0.01) + 1/1.5) = 4.8 % of a message's members at 1 % FPR, or 3.4 %.
-    Whitened are embeddings by the mean and the covariance of 5,000 sentences of WikiText-2's
-    training part, which are nobody's secret, half shrunk to a multiple of one: then noise that is
-    the same in every direction is no larger beside what varies little.
-
-    Rows differ in layers, in whitening, in how long training is, and in the phrases of a message.
-    Rates are searched for as in `frontier_rates`, on held-out phrases by a seed that is not used
-    again. Accuracy is of the 2,693 sentences of SST-2's dev and SST's test set, compared with the
-    undefended head of the same embeddings, length and seed, sentence by sentence; ε is of all
-    messages of a training, for one phrase more or less. Attacked are sentences of the dev set,
-    labels known; candidates are 300, ranked by likelihood. Noise alone is what the same attacker
-    makes of nothing, at the undefended models. FOLDER keeps embeddings and what was trained.
+    Conditions and figures: docs/findings/heads.md.
     """
 
     ARGUMENTS = clients.TEXT_FLAGS | plan.FOLDER | {
@@ -345,8 +329,8 @@ class ImageHeadTask(EmbeddingsTask):
     @functools.cached_property
     def _public_images(self) -> Tensor:
         pixels, _ = array_images(self._public, "train")
-        drawn = torch.randperm(len(pixels), generator=torch.Generator().manual_seed(0))
-        return pixels[drawn[: self.PUBLIC]].float() / 255
+        chosen = torch.randperm(len(pixels), generator=torch.Generator().manual_seed(0))
+        return pixels[chosen[: self.PUBLIC]].float() / 255
 
     @functools.cached_property
     def features(self) -> PatchFeatures:
@@ -371,7 +355,9 @@ class ImageHeadTask(EmbeddingsTask):
         else:
             pixels, labels = getattr(self._images, f"{name}_rows")
         features, scale = self.features.to(DEVICE), 1 if pixels.is_floating_point() else 255
-        embeddings = [features(part.to(DEVICE) / scale).cpu() for part in pixels.split(100)]
+        embeddings = [
+            features(pixel_chunk.to(DEVICE) / scale).cpu() for pixel_chunk in pixels.split(100)
+        ]
         return {"embeddings": torch.cat(embeddings), "labels": labels}
 
 
@@ -379,22 +365,7 @@ class Images(Texts):
     """Accuracy on CIFAR-10 where nothing but a linear head is shared, each sample clipped, and what
     attackers recover at the start, in the middle and at the end of training.
 
-    The head takes features that nobody learns: how patches of an image respond to 200 patches of
-    public images, of either sign, in its four quarters (Coates and Ng, 2011): 1,600 numbers, so
-    that 16,010 are shared. Patches are of 3,000 images of Tiny ImageNet, by which features are
-    whitened as in `frontier_heads`. (Such features before private training: Tramèr and Boneh, 2021,
-    whose are wavelets.) `dp_sgd` clips each image's gradient to norm 1 and adds noise of twice that
-    to their sum: by the lemma of Neyman and Pearson no attacker then tells more than 3.4 % of a
-    message's members at 1 % FPR.
-
-    Rows differ in how long training is, and in the images of a message. Rates are searched for as
-    in `frontier_heads`. Accuracy is of 10,000 images, compared with the undefended head of the same
-    length and seed, image by image; ε is of all messages, for one image more or less. Attacked are
-    lossless images, as in `frontier_images`: by Inverting Gradients, through the features (from
-    noise: a gray image is above no threshold, so nothing moves it), and by 300 candidates, ranked
-    by likelihood, with a message's labels and without. Noise alone is what labels come to: an
-    attacker that knows that a message is of one cat looks at cats. FOLDER keeps features and what
-    was trained.
+    Conditions and figures: docs/findings/image_heads.md.
     """
 
     ARGUMENTS = clients.IMAGE_FLAGS | plan.FOLDER | {

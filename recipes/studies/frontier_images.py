@@ -27,9 +27,9 @@ def gray_cell() -> tuple[str, dict]:
     return tables.place_of(plan.INVERTING, "end"), {"attack": GRAY, "messages": messages}
 
 
-def quick_cells(rows: list, **more: Any) -> dict:
+def quick_cells(rows: list, **sizes_added: Any) -> dict:
     passes = [(1, {attack: ["end"] for attack in plan.QUICK_IMAGE_ATTACKS})]
-    sizes = plan.QUICK | more
+    sizes = plan.QUICK | sizes_added
     return tables.fitting(
         tables.cells_of(rows, passes, plan.QUICK_IMAGE_ATTACKS, sizes, None, plan.IMAGE_RATE)
     )
@@ -50,15 +50,7 @@ class Images(Study):
     """Accuracy on CIFAR-10 of each defense at its own best learning rate, and what attackers
     recover at the start, in the middle and at the end of its own training.
 
-    One client trains a small network from nothing: 600 messages of 64 images, flipped at random.
-    The rate is chosen first, as in `frontier_rates`, on 2,000 held-out training images by a seed
-    that is not used again. Accuracy is of 10,000 images, compared with the undefended run of the
-    same seed, image by image. Attacked are messages of lossless images, labels known. (They are
-    among the training images, which a training sees once at most, recompressed.) Attackers know the
-    defense: Inverting Gradients weighs coordinates by the noise's covariance, matches what a
-    pruning left, and smooths by the weight that shows most of two images of its own. It starts from
-    a gray image. Candidates are 300 images, ranked by likelihood: what is shown is the TPR of a
-    message's 16 at 1 % FPR. FOLDER keeps what was trained.
+    Conditions and figures: docs/findings/images.md.
     """
 
     ARGUMENTS = clients.IMAGE_FLAGS | {"--all": plan.ALL} | plan.FOLDER
@@ -86,9 +78,9 @@ class Images(Study):
         rows = plan.IMAGE_ROWS if self.args.all else plan.IMAGE_FIRST
         sizes = (plan.IMAGE_ATTACKS, plan.IMAGE_SIZES, best)
         cells |= tables.cells_of(rows, passes, *sizes)
-        whole = tables.cells_of(plan.IMAGE_ROWS, plan.IMAGE_PASSES, *sizes)
+        all_cells = tables.cells_of(plan.IMAGE_ROWS, plan.IMAGE_PASSES, *sizes)
         return tables.fitting(
-            cells | {place: cell for place, cell in whole.items() if cell in results}
+            cells | {place: cell for place, cell in all_cells.items() if cell in results}
         )
 
     def load(self) -> None:
@@ -100,8 +92,8 @@ class Images(Study):
         return self.task.trained(cell)
 
     def report(self, metrics: dict) -> None:
-        more = {"rates (held out)": tables.pop_rates(metrics)}
-        tables.write_frontier(metrics, plan.IMAGE_ATTACKS, self.output, more)
+        columns = {"rates (held out)": tables.pop_rates(metrics)}
+        tables.write_frontier(metrics, plan.IMAGE_ATTACKS, self.output, columns)
         tables.write_lists(metrics, plan.IMAGE_ATTACKS, self.output)
         tables.picture(metrics, self.output, self.LOOK)
 
@@ -116,14 +108,14 @@ class ResNet(SmallImageClassifier):
 
     def __init__(self, config: SmallImageClassifierConfig) -> None:
         super().__init__(config)
-        first, *_, last = self.WIDTHS
+        first_width, *_, last_width = self.WIDTHS
         # Made before the blocks: seeds give every layer its weights in this order.
-        entry = nn.Conv2d(config.num_channels, first, 3, stride=2, padding=1)
-        blocks = [Block(first, first, 1)]
-        blocks += [Block(before, after, 2) for before, after in itertools.pairwise(self.WIDTHS)]
+        entry = nn.Conv2d(config.num_channels, first_width, 3, stride=2, padding=1)
+        blocks = [Block(first_width, first_width, 1)]
+        blocks += [Block(inputs, outputs, 2) for inputs, outputs in itertools.pairwise(self.WIDTHS)]
         self.layers = nn.Sequential(
-            entry, nn.GroupNorm(8, first), nn.GELU(), *blocks, nn.AdaptiveAvgPool2d(1),
-            nn.Flatten(), nn.Linear(last, config.num_labels),
+            entry, nn.GroupNorm(8, first_width), nn.GELU(), *blocks, nn.AdaptiveAvgPool2d(1),
+            nn.Flatten(), nn.Linear(last_width, config.num_labels),
         )  # fmt: skip
 
     def logits(self, pixel_values: Tensor) -> Tensor:
@@ -134,15 +126,15 @@ class ResNet(SmallImageClassifier):
 class Block(nn.Module):
     """Two convolutions beside a short cut (He et al., 2016)."""
 
-    def __init__(self, before: int, after: int, stride: int) -> None:
+    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()
         self.long = nn.Sequential(
-            nn.Conv2d(before, after, 3, stride, padding=1, bias=False), nn.GroupNorm(8, after),
+            nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False), nn.GroupNorm(8, outputs),
             nn.GELU(),
-            nn.Conv2d(after, after, 3, padding=1, bias=False), nn.GroupNorm(8, after),
+            nn.Conv2d(outputs, outputs, 3, padding=1, bias=False), nn.GroupNorm(8, outputs),
         )  # fmt: skip
-        same = before == after and stride == 1
-        self.short = nn.Identity() if same else nn.Conv2d(before, after, 1, stride)
+        same = inputs == outputs and stride == 1
+        self.short = nn.Identity() if same else nn.Conv2d(inputs, outputs, 1, stride)
 
     def forward(self, x: Tensor) -> Tensor:
         return gelu(self.long(x) + self.short(x))
@@ -187,11 +179,7 @@ class ElsewhereTask(clients.ImageTask):
 class Elsewhere(Study):
     """The frontier on images once more, by other networks and on other images.
 
-    After Figures 10 and 11 of the Refiner paper (2025): a ResNet10 and a ViT on CIFAR-10, and the
-    frontier's own network on MNIST's digits and Tiny ImageNet's 200 classes, where the paper has
-    SVHN and CIFAR-100. Everything else is as in `frontier_images`: 600 messages of 64, three seeds,
-    each defense at its own rate, attackers that know it. Refiner is our default. FOLDER keeps what
-    was trained.
+    Conditions and figures: docs/findings/elsewhere.md.
     """
 
     ARGUMENTS = clients.IMAGE_FLAGS | plan.FOLDER | {
@@ -221,12 +209,14 @@ class Elsewhere(Study):
                 cells |= {(name, row, tables.RATES, rate): cell for rate, cell in search.items()}
                 if (rate := clients.chosen_rate(results, search)) is not None:
                     best[row] = rate
-            whole, first = (
+            all_cells, first_cells = (
                 tables.cells_of(plan.ELSEWHERE_ROWS, passes, plan.IMAGE_ATTACKS, sizes, best)
                 for passes in (plan.ELSEWHERE_PASSES, plan.ELSEWHERE_PASSES[:1])
             )
-            here = self.keep_first(whole, lambda cell, first=first: cell in first.values())
-            cells |= {(name, *place): cell for place, cell in here.items()}
+            place_cells = self.keep_first(
+                all_cells, lambda cell, first_cells=first_cells: cell in first_cells.values()
+            )
+            cells |= {(name, *place): cell for place, cell in place_cells.items()}
         return cells
 
     def load(self) -> None:
@@ -247,9 +237,9 @@ class Elsewhere(Study):
     def report(self, metrics: dict) -> None:
         figure, panels = plt.subplots(2, 2, figsize=(13, 10), layout="constrained")
         for axes, (name, rows) in zip(panels.flat, metrics.items(), strict=True):
-            more = {"rates (held out)": tables.pop_rates(rows)}
+            columns = {"rates (held out)": tables.pop_rates(rows)}
             ending = "_" + name.lower().replace(" ", "_")
-            tables.write_frontier(rows, plan.IMAGE_ATTACKS, named(self.output, ending), more)
+            tables.write_frontier(rows, plan.IMAGE_ATTACKS, named(self.output, ending), columns)
             runs = [
                 places[tables.ACCURACY] for places in rows.values() if tables.ACCURACY in places
             ]

@@ -42,9 +42,13 @@ PUBLISHED_REFINER: Row = ("refiner", {"objective": "weighted"})  # over half an 
 FEEDBACK: dict = {"error_feedback": True}
 
 # The first rows are what `--all` goes on from
-FIRST: list[Row] = [NONE, *noises(5.0, 20.0, names=GAUSSIAN), *noises(5.0, 20.0, names=OPTIMAL)]
+FIRST_ROWS: list[Row] = [
+    NONE,
+    *noises(5.0, 20.0, names=GAUSSIAN),
+    *noises(5.0, 20.0, names=OPTIMAL),
+]
 ROWS: list[Row] = [
-    *FIRST,
+    *FIRST_ROWS,
     *noises(10.0),
     *prunings("pruning", 0.99), *prunings("optimal_pruning", 0.99),
     *quantizations(1), *refiners(4),
@@ -67,8 +71,8 @@ ROWS: list[Row] = [
 ]  # fmt: skip
 # Trained with more seeds than the others: what is recommended, and what comes near the bound
 MORE_SEEDS = 5
-MORE: list[Row] = [
-    *FIRST, *refiners(4, 16), *refiners(4, min_batches=8),
+MORE_SEEDED_ROWS: list[Row] = [
+    *FIRST_ROWS, *refiners(4, 16), *refiners(4, min_batches=8),
     *prunings("optimal_pruning", 0.97, **FEEDBACK),
     *prunings("optimal_pruning", 0.99, **FEEDBACK, min_batches=8),
 ]  # fmt: skip

@@ -59,8 +59,13 @@ def cells_of(
             }  # fmt: skip
             cells |= {(row, ACCURACY, str(seed)): cell for row, cell in trained.items()}
             for attack, stage in [(a, stage) for a, stages in staged.items() for stage in stages]:
-                place, asked = place_of(attack, stage), attack_cell(attack, *attacks[attack], stage)
-                cells |= {(row, place, str(seed)): c | asked for row, c in trained.items()}
+                place, attack_settings = (
+                    place_of(attack, stage),
+                    attack_cell(attack, *attacks[attack], stage),
+                )
+                cells |= {
+                    (row, place, str(seed)): c | attack_settings for row, c in trained.items()
+                }
     return cells
 
 
@@ -101,7 +106,7 @@ def accuracy_text(runs: dict) -> str:
 def lost(runs: dict, plain: dict) -> str:
     """The undefended runs' accuracy less this one's, with its interval."""
     seeds = len(runs.keys() & plain.keys())
-    return accuracy_lost(runs, plain).said() + ONE_SEED * (seeds == 1) if seeds else ""
+    return accuracy_lost(runs, plain).text() + ONE_SEED * (seeds == 1) if seeds else ""
 
 
 def accuracy_lost(runs: dict, plain: dict) -> Interval:
@@ -117,10 +122,10 @@ def _right(run: dict) -> np.ndarray:
 
 def epsilons_of(metrics: dict) -> dict[str, str]:
     """ε of a training, by row, for one sample more or less."""
-    first = {
+    first_runs = {
         row: next(iter(cells.get(ACCURACY, {}).values()), {}) for row, cells in metrics.items()
     }
-    return {row: f"{run['epsilon']:.2g}" for row, run in first.items() if "epsilon" in run}
+    return {row: f"{run['epsilon']:.2g}" for row, run in first_runs.items() if "epsilon" in run}
 
 
 def score_text(runs: dict) -> str:
@@ -129,10 +134,10 @@ def score_text(runs: dict) -> str:
     """
     for name in SCORES:
         if values := scores_by_seed(runs, name):
-            others = scores_by_seed(runs, F1_OTHERS)
-            if not others or list(map(len, others)) != list(map(len, values)):
+            other_scores = scores_by_seed(runs, F1_OTHERS)
+            if not other_scores or list(map(len, other_scores)) != list(map(len, values)):
                 return values_text(values, name)
-            by_chance = np.mean(np.concatenate(others))
+            by_chance = np.mean(np.concatenate(other_scores))
             return f"{values_text(values, name)} ({by_chance:.{SCORES[name][0]}f})"
     return ""
 
@@ -140,11 +145,11 @@ def score_text(runs: dict) -> str:
 def values_text(values: Sequence[Sequence[float]], name: str) -> str:
     """The same of one score's values, by seed."""
     digits, kind = SCORES[name]
-    every = {value for group in values for value in group}
+    values_seen = {value for group in values for value in group}
     count = sum(map(len, values))
-    if kind == "part" and count > 1 and len(every) == 1:  # values alike tell no interval
-        return f"{every.pop():.{digits}f} (all {count})"
-    return over_seeds(values, kind).said(digits)
+    if kind == "part" and count > 1 and len(values_seen) == 1:  # values alike tell no interval
+        return f"{values_seen.pop():.{digits}f} (all {count})"
+    return over_seeds(values, kind).text(digits)
 
 
 def scores_by_seed(runs: dict, name: str) -> list[list[float]]:
@@ -155,10 +160,12 @@ def scores_by_seed(runs: dict, name: str) -> list[list[float]]:
     if name != TPR or not all(run.get("rank") for run in runs.values()):
         return scores
     by_rank = [[float(rank <= AHEAD) for rank in run["rank"]] for run in runs.values()]
-    return max(scores, by_rank, key=lambda told: sum(map(sum, told)))
+    return max(scores, by_rank, key=lambda scores_of_way: sum(map(sum, scores_of_way)))
 
 
-def write_frontier(metrics: dict, attacks: Mapping, output, more: dict[str, dict]) -> None:
+def write_frontier(
+    metrics: dict, attacks: Mapping, output, columns_before: dict[str, dict]
+) -> None:
     """One row a defense.
 
     Args:
@@ -174,12 +181,14 @@ def write_frontier(metrics: dict, attacks: Mapping, output, more: dict[str, dict
     proof = [PROOF] if epsilons else []
     for row, cells in metrics.items():
         runs = cells.get(ACCURACY, {})
-        shown = [f"`{row}`", *(column.get(row, "") for column in more.values())]
+        shown = [f"`{row}`", *(column.get(row, "") for column in columns_before.values())]
         shown += [accuracy_text(runs), lost(runs, plain)]
         shown += [epsilons.get(row, "") for _ in proof]
         rows.append(shown + [score_text(cells.get(column, {})) for column in columns])
     write_table(
-        output, ["", *more, "accuracy", "less than none", *proof, *map(title_of, columns)], rows
+        output,
+        ["", *columns_before, "accuracy", "less than none", *proof, *map(title_of, columns)],
+        rows,
     )
 
 
@@ -204,10 +213,10 @@ def _places(attacks: Mapping) -> list[str]:
 
 
 def _counts(runs: dict) -> str:
-    told = [float(value) for values in scores_by_seed(runs, TPR) for value in values]
+    hits = [float(value) for values in scores_by_seed(runs, TPR) for value in values]
     ranks = [rank for run in runs.values() for rank in run.get("rank", ())]
     among = sum(rank <= TENTH for rank in ranks)
-    return f"{sum(told):.0f} ({among}) of {len(told)}" if told else ""
+    return f"{sum(hits):.0f} ({among}) of {len(hits)}" if hits else ""
 
 
 def pop_rates(metrics: dict) -> dict[str, str]:
@@ -243,33 +252,36 @@ def draw(axes, metrics: dict, look: Look) -> None:
         ]
         if not any(scores):
             continue
-        worst = max((over_seeds(s, kind) for s in scores if s), key=lambda found: found.mean)
+        worst = max(
+            (over_seeds(s, kind) for s in scores if s),
+            key=lambda interval_of_cell: interval_of_cell.mean,
+        )
         if row == GRAY:
             guess = worst.mean
             axes.axvline(guess, color="gray", linestyle=":", label=GRAY)
         elif ACCURACY in cells and "noise_multiplier" not in row:
             defense, _, strength = row.partition(" ")
-            less = accuracy_lost(cells[ACCURACY], plain)
-            points.setdefault(defense, []).append((strength, worst, less))
+            points_lost = accuracy_lost(cells[ACCURACY], plain)
+            points.setdefault(defense, []).append((strength, worst, points_lost))
     names: list[tuple[str, tuple[float, float], str]] = []
     for number, (defense, rows) in enumerate(points.items()):
         x = [max(worst.mean, guess) for _, worst, _ in rows]
-        means = [-100 * less.mean for _, _, less in rows]
+        means = [-100 * points_lost.mean for _, _, points_lost in rows]
         y = [max(mean, look.lowest) for mean in means]
         bars = [
-            [100 * side * (mean > look.lowest) for side in reversed(less.bar)]
-            for mean, (_, _, less) in zip(means, rows, strict=True)
+            [100 * side * (mean > look.lowest) for side in reversed(points_lost.bar)]
+            for mean, (_, _, points_lost) in zip(means, rows, strict=True)
         ]
         wide = np.transpose([worst.bar for _, worst, _ in rows])
         color, marker = f"C{number}", "os^Dv<>pP*X"[number]
         style: dict[str, Any] = {"color": color, "marker": marker, "linestyle": ""}
         style |= {"capsize": 3, "elinewidth": 1, "label": defense}
         _, caps, lines = axes.errorbar(x, y, np.transpose(bars), wide, **style)
-        for part in (*caps, *lines):  # points and their names stand before them
-            part.set_alpha(0.35)
-        for left, up, mean, (strength, _, _) in zip(x, y, means, rows, strict=True):
+        for artist in (*caps, *lines):  # points and their names stand before them
+            artist.set_alpha(0.35)
+        for x_of_point, up, mean, (strength, _, _) in zip(x, y, means, rows, strict=True):
             name = _brief(strength) + (f" ({mean:.0f})" if mean < look.lowest else "")
-            names.append((name, (left, up), color))
+            names.append((name, (x_of_point, up), color))
     axes.set_ylim(1.1 * look.lowest, None)
     _name_points(axes, names)
     axes.set_xlabel(look.label)
@@ -282,27 +294,29 @@ def _name_points(axes, names: list[tuple[str, tuple[float, float], str]]) -> Non
     """Names points, each in the picture and where the fewest other names and points are."""
     axes.figure.canvas.draw()
     scale = axes.figure.dpi / 72  # of a point
-    places = [axes.transData.transform(at) for _, at, _ in names]
+    places = [axes.transData.transform(position) for _, position, _ in names]
     taken = [(x - 5 * scale, x + 5 * scale, y - 4 * scale) for x, y in places]  # left, right, low
 
     def meets(box: tuple[float, float, float]) -> int:
-        outside = box[0] < axes.bbox.x0 or box[1] > axes.bbox.x1
-        return 100 * outside + sum(
-            box[0] < other[1] and other[0] < box[1] and abs(box[2] - other[2]) < 11 * scale
-            for other in taken
+        is_outside = box[0] < axes.bbox.x0 or box[1] > axes.bbox.x1
+        return 100 * is_outside + sum(
+            box[0] < box_taken[1]
+            and box_taken[0] < box[1]
+            and abs(box[2] - box_taken[2]) < 11 * scale
+            for box_taken in taken
         )
 
     ups = (6, -13, 20, -27, 34, -41, 48, 62, 76)
-    for (name, at, color), (x, y) in zip(names, places, strict=True):
+    for (name, position, color), (x, y) in zip(names, places, strict=True):
         width, boxes = 5.5 * len(name) * scale, {}
         for up, right in itertools.product(ups, (True, False)):
-            left = x + 7 * scale if right else x - 7 * scale - width
-            boxes[up, right] = (left, left + width, y + up * scale)
+            left_end = x + 7 * scale if right else x - 7 * scale - width
+            boxes[up, right] = (left_end, left_end + width, y + up * scale)
         up, right = min(boxes, key=lambda place, boxes=boxes: meets(boxes[place]))
         taken.append(boxes[up, right])
         style = {"xytext": (7 if right else -7, up), "textcoords": "offset points"}
         style["path_effects"] = [withStroke(linewidth=2.5, foreground="white")]
-        axes.annotate(name, at, color=color, ha="left" if right else "right", **style)
+        axes.annotate(name, position, color=color, ha="left" if right else "right", **style)
 
 
 def _brief(strength: str) -> str:

@@ -35,10 +35,7 @@ class Rates(Study):
     """The learning rate of each defense at each strength, chosen on a held-out part of SST-2's
     training set.
 
-    A client of 16 phrases per message, 200 steps of AdamW with the Trainer's defaults, a seed that
-    the frontier itself does not use. Rates come from one grid in steps of two. Three are tried:
-    around 2e-4, and for noise of r times the gradient around √(1 + r²) times that, because AdamW
-    divides its steps by as much. Where the best is at an end, more are, until it is not.
+    Conditions and figures: docs/findings/noise.md.
     """
 
     ARGUMENTS = clients.TEXT_FLAGS | {"--all": plan.ALL}
@@ -56,7 +53,7 @@ class Rates(Study):
                 rates = clients.rates_so_far(results, common, rates)
             search = clients.cells_by_rate(common, rates)
             ended = all(cell in results for cell in search.values())
-            if self.quick or self.args.all or ended or (defense, strength) in plan.FIRST:
+            if self.quick or self.args.all or ended or (defense, strength) in plan.FIRST_ROWS:
                 cells |= {
                     (clients.row_of(defense, strength), rate): c for rate, c in search.items()
                 }
@@ -109,15 +106,7 @@ class Texts(TextStudy):
     """Accuracy on SST-2 of each defense at its own best learning rate, and what attackers recover
     at the start, in the middle and at the end of its own training.
 
-    One client of 16 phrases per message, 200 steps, seeds that chose no rate. Accuracy is of the
-    2,693 sentences of SST-2's dev and SST's test set, compared with the undefended run of the same
-    seed, sentence by sentence. Attacked are messages of sentences of the dev set, without dropout,
-    labels and lengths known. Attackers know the defense: TAG weighs coordinates by the noise's
-    covariance, or matches what a pruning left; span fills in what it pruned. Candidates are 300
-    sentences, ranked by likelihood: what is shown is the TPR of a message's 16 at 1 % FPR. Behind
-    error feedback "gathered" knows of how many batches each entry is the sum, and waits for 30
-    messages more, made at the same weights. Noise alone is what TAG makes of nothing, at the
-    undefended models. FOLDER keeps what was trained, 45 MB per stage.
+    Conditions and figures: docs/findings/noise.md.
     """
 
     ARGUMENTS = TextStudy.ARGUMENTS | TextStudy.RATES | {"--all": plan.ALL}
@@ -150,27 +139,29 @@ class Texts(TextStudy):
                 # What it makes of noise alone at that model
                 cells[attacks.CHANCE, *place[1:]] = cell | {attacks.NOISE_ALONE: True}
         cells |= tables.cells_of(
-            plan.MORE, [(plan.MORE_SEEDS, {})], plan.ATTACKS, plan.SIZES, rates
+            plan.MORE_SEEDED_ROWS, [(plan.MORE_SEEDS, {})], plan.ATTACKS, plan.SIZES, rates
         )
-        first = tables.cells_of(
-            plan.FIRST, plan.PASSES[:1], plan.ATTACKS, plan.SIZES, rates
+        first_cells = tables.cells_of(
+            plan.FIRST_ROWS, plan.PASSES[:1], plan.ATTACKS, plan.SIZES, rates
         ).values()
-        return self.keep_first(cells, lambda cell: cell in first)
+        return self.keep_first(cells, lambda cell: cell in first_cells)
 
     def measure(self, cell: dict) -> dict:
         if "attack" not in cell:
             return self.task.learned(cell)
-        later = self.task.later_batches()
-        return attacks.attack_texts(cell, self.stage(cell), self.task.tokenizer, self.texts, later)
+        later_batches = self.task.later_batches()
+        return attacks.attack_texts(
+            cell, self.stage(cell), self.task.tokenizer, self.texts, later_batches
+        )
 
     def report(self, metrics: dict) -> None:
         tables.write_frontier(metrics, plan.ATTACKS, self.output, {})
         tables.write_lists(metrics, plan.ATTACKS, self.output)
         tables.picture(metrics, self.output, self.LOOK)
-        several = f", {(plan.QUICK_CANDIDATES if self.quick else plan.CANDIDATES)[1]}, "
+        messages_of_several = f", {(plan.QUICK_CANDIDATES if self.quick else plan.CANDIDATES)[1]}, "
         lists = {
             row: {place: runs for place, runs in cells.items()
-                  if place == tables.ACCURACY or several in place}
+                  if place == tables.ACCURACY or messages_of_several in place}
             for row, cells in metrics.items()
         }  # fmt: skip
         tables.picture(lists, self.output.with_name(self.output.name + "_lists"), self.LISTS)
@@ -188,11 +179,7 @@ def candidates_at_the_end(quick: bool) -> dict:
 class Lists(TextStudy):
     """How much noise hides which candidates are in a message?
 
-    The encoder after 200 steps under uniform noise of twenty times the gradient, as `frontier_text`
-    trained it (FOLDER keeps it, or it is trained anew), and messages of 16 sentences of the dev set
-    under noise of other strengths. Candidates are 300 sentences, ranked by likelihood, labels
-    known. `spread` is √(d/B)/r: by how many standard deviations of the noise one of B members moves
-    a message of d parameters, if gradients of all are equally large and at right angles.
+    Conditions and figures: docs/findings/membership.md.
     """
 
     STRENGTHS = (20.0, 100.0, 300.0, 1000.0, 3000.0)
@@ -227,10 +214,7 @@ class Lists(TextStudy):
 class Partly(TextStudy):
     """Where a list has only some of a message's sentences: are those told?
 
-    The encoder at the end of its training, as `frontier_text` trained it (FOLDER keeps it, or it is
-    trained anew), and three messages of 16 sentences of the dev set. The list has 300 sentences,
-    labels known: of each message all 16, eight, or two, none of the others, and sentences that are
-    in no message. Shown is the TPR of the listed members at 1 % FPR, and the median rank.
+    Conditions and figures: docs/findings/membership.md.
     """
 
     ARGUMENTS = TextStudy.ARGUMENTS | TextStudy.RATES
@@ -274,11 +258,7 @@ class Partly(TextStudy):
 class Corpora(TextStudy):
     """Do settings that were found on SST-2 hide sentences of another kind?
 
-    The encoder at the start, in the middle and at the end of its training on SST-2, as
-    `frontier_text` trained it (FOLDER keeps it, or it is trained anew), and messages of sentences
-    that are none of SST-2's: those of 8 to 20 words of WikiText-2's test part without unknown
-    words, labels 0 and 1 in turn. Attacks as in `frontier_text`: span on single ones, and 300
-    candidates of the same text at the end.
+    Conditions and figures: docs/findings/membership.md.
     """
 
     ARGUMENTS = TextStudy.ARGUMENTS | TextStudy.RATES | {
@@ -339,14 +319,7 @@ def usual_sentences(path: str | Path) -> list[str]:
 class Batches(TextStudy):
     """How many batches must an entry hold before a pruning with error feedback sends it?
 
-    A client's first message that says something is the sum of so many batches in all that it sends,
-    at one and the same model: the encoder before training, here. Batches are of 16 sentences of
-    SST-2's dev set. Two attackers know that. One has a list of up to 300 sentences, the last
-    batch's among them and no other batch's; the other one's list has those of all batches. Shown is
-    the TPR at 1 % FPR: of the last batch's 16, in three messages; of all batches' sentences, in
-    one. Beside it the median rank of the former: 1 + how many that are not in the message come
-    before. Both know all labels. The first tries two ways: beside what was left out, of unknown
-    size, and as the message of one large batch; the better one counts.
+    Conditions and figures: docs/findings/error_feedback.md.
     """
 
     ARGUMENTS = clients.TEXT_FLAGS
@@ -369,41 +342,47 @@ class Batches(TextStudy):
     def measure(self, cell: dict) -> dict:
         size, count, messages = cell["size"], cell["min_batches"], cell["messages"]
         starts = range(0, size * (count + messages - 1), size)
-        parts = [self.texts[start : start + size] for start in starts]
-        others = self.texts[size * len(parts) :]
+        batches = [self.texts[start : start + size] for start in starts]
+        other_texts = self.texts[size * len(batches) :]
         observations = [
-            self.first_message(cell, parts[number : number + count]) for number in range(messages)
+            self.first_message(cell, batches[number : number + count]) for number in range(messages)
         ]
-        lasts = [text for part in parts[count - 1 :] for text in part]
-        candidates = (lasts + others)[: cell["listed"]]
-        ways = [
-            self.ranking(cell, candidates, [pair[way] for pair in observations], size)
-            for way in range(2)
+        lasts = [text for batch_texts in batches[count - 1 :] for text in batch_texts]
+        candidates = (lasts + other_texts)[: cell["listed"]]
+        rankings = [
+            self.ranking(cell, candidates, [pair[ranking] for pair in observations], size)
+            for ranking in range(2)
         ]
-        whole = [text for part in parts[:count] for text in part]
-        candidates = (whole + others)[: max(cell["listed"], len(whole) + 1)]
-        every = self.ranking(cell, candidates, [observations[0][1]], len(whole))
-        return max(ways, key=lambda way: sum(way["tpr_1%"])) | {"all": every["tpr_1%"]}
+        all_batches_texts = [text for batch_texts in batches[:count] for text in batch_texts]
+        candidates = (all_batches_texts + other_texts)[
+            : max(cell["listed"], len(all_batches_texts) + 1)
+        ]
+        ranking_of_all = self.ranking(
+            cell, candidates, [observations[0][1]], len(all_batches_texts)
+        )
+        return max(rankings, key=lambda ranking: sum(ranking["tpr_1%"])) | {
+            "all": ranking_of_all["tpr_1%"]
+        }
 
-    def first_message(self, cell: dict, parts: Sequence[list[dict]]) -> list[Observation]:
+    def first_message(self, cell: dict, batches: Sequence[list[dict]]) -> list[Observation]:
         """A client's first message that is not empty, as the two ways have it."""
         model, tokenizer = self.model, self.task.tokenizer
         defense = make_defense(cell["defense"], **cell["strength"], min_batches=cell["min_batches"])
         defense.prepare(model, tokenizer)
         longest = 0
-        for number, part in enumerate(parts):
-            batch = batch_of(tokenizer, part)
+        for number, batch_texts in enumerate(batches):
+            batch = batch_of(tokenizer, batch_texts)
             message = defense(GradientMap(model, batch), Stream.from_seeds(cell["seed"], number))
             longest = max(longest, batch["input_ids"].shape[1])
-        beside = Observation(
+        as_sum = Observation(
             model, dict(message), tuple(batch["input_ids"].shape), labels=batch["labels"],
             tokenizer=tokenizer, mechanism=defense.mechanism(message),
         )  # fmt: skip
-        mean = {name: y / len(parts) for name, y in message.items()}
+        mean = {name: y / len(batches) for name, y in message.items()}
         selection = "largest" if cell["defense"] == "pruning" else "chosen"
-        labels = torch.tensor([text["label"] for part in parts for text in part])
+        labels = torch.tensor([text["label"] for batch_texts in batches for text in batch_texts])
         large = {"gradient": mean, "input_shape": (len(labels), longest), "labels": labels}
-        return [beside, replace(beside, **large, mechanism=Mechanism(selection=selection))]
+        return [as_sum, replace(as_sum, **large, mechanism=Mechanism(selection=selection))]
 
     def ranking(self, cell: dict, candidates: list, observations: list, size: int) -> dict:
         cell = cell | {"attack": "candidates", "size": size}

@@ -44,12 +44,7 @@ def invert_dlg(
 class PredictsAttacks(Study):
     """Whether the influence's lower bound says how well an attack will do: Figures 2, 4 and 16.
 
-    One sample a gradient, Gaussian noise at five strengths and pruning at four ratios, label known.
-    Images: the leakage papers' LeNet before training, Inverting Gradients by L-BFGS (as published
-    it reaches 13 dB undefended, so 32), pixels clipped to their range. Sentences of 8 to 20 words:
-    a random BERT of 2 layers, token embeddings withheld, TAG with 300 steps, which find all of an
-    undefended sentence. Influences are norms, rmse is a coordinate's; I itself takes the damping
-    1e-3 λ_max.
+    Conditions and figures: docs/findings/i2f.md.
     """
 
     ARGUMENTS = SINGLE_IMAGES | {"--sst2": "folder with dev.tsv", "--tokenizer": "folder or name"}
@@ -118,8 +113,8 @@ class PredictsAttacks(Study):
                 "defense": name, "strength": strength, "size": flat(delta).norm(), "bound": bound,
                 "influence": influence, "coordinates": bound.num_coordinates,
             })  # fmt: skip
-            known = {"labels": batch["labels"], "tokenizer": tokenizer}
-            observations.append(Observation(model, shared, shape, **known))
+            knowledge = {"labels": batch["labels"], "tokenizer": tokenizer}
+            observations.append(Observation(model, shared, shape, **knowledge))
         if tokenizer:
             attack = make_attack("tag", steps=cell["steps"])
         else:
@@ -168,26 +163,32 @@ def rank_texts(frame: pandas.DataFrame, score: str, samples: int) -> list[str]:
     other metrics.
     """
     draws = np.random.default_rng(0).integers(samples, size=(1000, samples))
-    drawn = np.arange(len(frame)).reshape(samples, -1)[draws].reshape(1000, -1)
-    pairs = (rankdata(frame[name].to_numpy()[drawn], axis=1) for name in ("bound", score))
+    resampled = np.arange(len(frame)).reshape(samples, -1)[draws].reshape(1000, -1)
+    pairs = (rankdata(frame[name].to_numpy()[resampled], axis=1) for name in ("bound", score))
     correlations = [np.corrcoef(pair)[0, 1] for pair in zip(*pairs, strict=True)]
     low, high = np.quantile(correlations, (0.025, 0.975))
-    noise, pruning = (rank(part, score) for _, part in frame.groupby("defense"))
-    groups = [part for _, part in frame.groupby(["defense", "strength"])]
-    settings = [rank(part, score) for part in groups if part[score].nunique() > 1]
-    alike = float(np.mean(settings)) if settings else float("nan")
-    others = [noise, pruning, alike, rank(frame, score, "influence"), rank(frame, score, "size")]
-    first = f"**{rank(frame, score):.2f}** [{low:.2f}, {high:.2f}]"
-    return [first, *(f"{other:z.2f}" for other in others)]
+    noise, pruning = (rank(noise_part, score) for _, noise_part in frame.groupby("defense"))
+    groups = [noise_part for _, noise_part in frame.groupby(["defense", "strength"])]
+    settings = [rank(noise_part, score) for noise_part in groups if noise_part[score].nunique() > 1]
+    mean_at_setting = float(np.mean(settings)) if settings else float("nan")
+    correlations_shown = [
+        noise,
+        pruning,
+        mean_at_setting,
+        rank(frame, score, "influence"),
+        rank(frame, score, "size"),
+    ]
+    main_correlation = f"**{rank(frame, score):.2f}** [{low:.2f}, {high:.2f}]"
+    return [main_correlation, *(f"{number:z.2f}" for number in correlations_shown)]
 
 
 def plot_points(axis, frame: pandas.DataFrame, score: str) -> None:
-    for (defense, strength), part in frame.groupby(["defense", "strength"]):
+    for (defense, strength), points in frame.groupby(["defense", "strength"]):
         marker, colors = ("o", "Blues") if defense == "gaussian_noise" else ("^", "Oranges")
         strengths = sorted(set(frame["strength"][frame["defense"] == defense]))
         color = plt.get_cmap(colors)(0.3 + 0.15 * strengths.index(strength))
         style = {"s": 14, "marker": marker, "color": color, "label": f"{defense} {strength:g}"}
-        axis.scatter(part["bound"], part[score], **style)
+        axis.scatter(points["bound"], points[score], **style)
     if score == "rmse":
         axis.set_yscale("log")
         root = frame["coordinates"].iloc[0] ** 0.5
@@ -200,12 +201,7 @@ class Directions(Study):
     """A perturbation of one size along four eigenvectors of J Jᵀ, and what DLG makes of it: Figure
     6.
 
-    For a unit eigenvector u with eigenvalue λ, δ = size · Jᵀu/√λ has the norm `size` and moves the
-    input by I(δ) = size/√λ along u: an MSE of size²/(λm). Eigenvalues are taken at equal ratios
-    from the largest to the smallest. The leakage papers' LeNet before training, one image a
-    gradient, label known, DLG by L-BFGS from one random start. The MSE is that of the attack's own
-    input; clipped to the pixel range, which first order knows nothing of, it is smaller. Below what
-    is left undefended nothing can be seen.
+    Conditions and figures: docs/findings/i2f.md.
     """
 
     ARGUMENTS = SINGLE_IMAGES
@@ -242,8 +238,8 @@ class Directions(Study):
 
         def invert(shared: dict[str, Tensor]) -> Tensor:
             # As if pixels came from -50 to 50: this attacker does not know their range.
-            known = {"labels": batch["labels"], "image_mean": [0.5], "image_std": [0.01]}
-            observation = Observation(model, shared, tuple(image.shape), **known)
+            knowledge = {"labels": batch["labels"], "image_mean": [0.5], "image_std": [0.01]}
+            observation = Observation(model, shared, tuple(image.shape), **knowledge)
             return dlg(observation, torch.Generator().manual_seed(0)).input
 
         spectrum = smallest_directions(gmap, image.numel())
@@ -299,16 +295,12 @@ def plot_directions(axis, data: str, columns: dict[str, np.ndarray]) -> None:
 class Initializations(Study):
     """Four initializations under the same noise: Figures 5 and 8.
 
-    The leakage papers' LeNet before training, with weights and biases uniform in ±0.5 or normal of
-    variance 0.5, or weights after Kaiming or Xavier (uniform, PyTorch's defaults) and no biases;
-    new weights for every image, one image a gradient, label known, Gaussian noise of one variance
-    for all, DLG by L-BFGS, pixels clipped to their range. Beside the MSE: the eigenvalues of J Jᵀ,
-    drawn for the first image, and the norm of the gradient, which one noise drowns or does not.
+    Conditions and figures: docs/findings/i2f.md.
     """
 
     ARGUMENTS = SINGLE_IMAGES
     NAMES = ("uniform ±0.5", "normal, variance 0.5", "Kaiming", "Xavier")
-    VARIANCE, KEPT = 1e-4, 100  # of the noise; eigenvalues that are drawn
+    VARIANCE, EIGENVALUES_DRAWN = 1e-4, 100  # of the noise; eigenvalues that are drawn
 
     def cells(self) -> dict:
         samples, side, steps = (2, 6, 1) if self.quick else (6, 32, 60)
@@ -318,7 +310,12 @@ class Initializations(Study):
             for name in self.NAMES:
                 common = {"data": data, "initialization": name}
                 cells["attacked", data, name] = {"measure": "attacked", **common, **settings}
-                spectrum = {"measure": "spectrum", **common, "side": side, "values": self.KEPT}
+                spectrum = {
+                    "measure": "spectrum",
+                    **common,
+                    "side": side,
+                    "values": self.EIGENVALUES_DRAWN,
+                }
                 cells["spectrum", data, name] = spectrum
         return cells
 
@@ -346,7 +343,7 @@ class Initializations(Study):
         """Eigenvalues of J Jᵀ by their rank."""
         m, gmap = batch["pixel_values"].numel(), GradientMap(started(name, 0, batch), batch)
         values = smallest_directions(gmap, m).eigenvalues.flip(0).clamp_min(1e-12)
-        ranks = np.unique(np.linspace(0, m - 1, self.KEPT).round().astype(int))
+        ranks = np.unique(np.linspace(0, m - 1, self.EIGENVALUES_DRAWN).round().astype(int))
         return {int(index) + 1: rounded(values[index], 3) for index in ranks}
 
     def report(self, metrics: dict) -> None:
@@ -363,16 +360,20 @@ class Initializations(Study):
                 rows.append([f"{data}, {key}", *shown, ""])
         write_table(self.output, ["", *self.NAMES, "uniform below Xavier"], rows)
         figure, axes = plt.subplots(2, 2, figsize=(10, 7), layout="constrained")
-        for (data, cells), (left, right) in zip(metrics["attacked"].items(), axes, strict=True):
+        for (data, cells), (spectrum_axis, error_axis) in zip(
+            metrics["attacked"].items(), axes, strict=True
+        ):
             for name, values in metrics["spectrum"][data].items():
-                left.plot([int(index) for index in values], list(values.values()), label=name)
-            left.set(yscale="log", xlabel="rank", ylabel="eigenvalue of J Jᵀ")
-            left.set_title(f"{data}: the first image")
-            left.legend()
+                spectrum_axis.plot(
+                    [int(index) for index in values], list(values.values()), label=name
+                )
+            spectrum_axis.set(yscale="log", xlabel="rank", ylabel="eigenvalue of J Jᵀ")
+            spectrum_axis.set_title(f"{data}: the first image")
+            spectrum_axis.legend()
             labels = [name.split()[0].strip(",") for name in cells]
-            right.boxplot([cell["mse"] for cell in cells.values()], tick_labels=labels)
-            right.set(yscale="log", ylabel="MSE of DLG")
-            right.set_title(f"{data}: noise of variance {self.VARIANCE:g}")
+            error_axis.boxplot([cell["mse"] for cell in cells.values()], tick_labels=labels)
+            error_axis.set(yscale="log", ylabel="MSE of DLG")
+            error_axis.set_title(f"{data}: noise of variance {self.VARIANCE:g}")
         save(figure, self.output, dpi=80)
 
 
@@ -396,10 +397,7 @@ def started(name: str, sample: int, batch: dict[str, Tensor]) -> nn.Module:
 class Unfairness(Study):
     """The same noise protects some samples and classes and not others: Figure 7.
 
-    The leakage papers' LeNet, trained on MNIST, and single test images' gradients with Gaussian
-    noise of variance 1e-3. Label known, DLG by L-BFGS, pixels clipped to their range. Beside the
-    realized MSE: E I² = σ² Σ 1/λ (Eq. 6; eigenvalues below 1e-6 λ_max, where float32 ends, count as
-    that), and λ_max.
+    Conditions and figures: docs/findings/i2f.md.
     """
 
     ARGUMENTS = {
@@ -459,14 +457,16 @@ class Unfairness(Study):
             classes.setdefault(point["label"], []).append(point["mse"])
         mse = np.concatenate(list(classes.values()))
         self.write(metrics, classes, mse)
-        figure, (left, right) = plt.subplots(1, 2, figsize=(8, 3.5), layout="constrained")
+        figure, (histogram_axis, class_axis) = plt.subplots(
+            1, 2, figsize=(8, 3.5), layout="constrained"
+        )
         figure.suptitle(f"noise of variance {self.VARIANCE:g}")
-        left.hist(mse, bins=20)
-        left.axvline(mse.mean(), color="purple")
-        left.set(xlabel="MSE", ylabel="samples")
-        right.boxplot(list(classes.values()), tick_labels=list(classes))
-        right.axhline(mse.mean(), color="purple")
-        right.set(xlabel="class", ylabel="MSE")
+        histogram_axis.hist(mse, bins=20)
+        histogram_axis.axvline(mse.mean(), color="purple")
+        histogram_axis.set(xlabel="MSE", ylabel="samples")
+        class_axis.boxplot(list(classes.values()), tick_labels=list(classes))
+        class_axis.axhline(mse.mean(), color="purple")
+        class_axis.set(xlabel="class", ylabel="MSE")
         save(figure, self.output, dpi=80)
         if self.args.pictures:
             self.draw(np.array([point["mse"] for point in metrics["attacked"].values()]))

@@ -46,25 +46,25 @@ def stages(
         steps: After which it is kept, in rising order.
     """
     set_seed(0)
-    model, last, kept = lenet_for({"pixel_values": x}).train(), steps[-1], {}
+    model, last_step, models = lenet_for({"pixel_values": x}).train(), steps[-1], {}
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
-    decay = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / max(last, 1))
-    for step in logging.tqdm(range(last + 1), desc="training"):
+    decay = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / max(last_step, 1))
+    for step in logging.tqdm(range(last_step + 1), desc="training"):
         if step in steps:
-            kept[step] = copy.deepcopy(model).eval()
-        if step < last:
+            models[step] = copy.deepcopy(model).eval()
+        if step < last_step:
             batch = torch.randint(len(x), (BATCH,))
             optimizer.zero_grad()
             model(pixel_values=x[batch].float() / 255, labels=labels[batch]).loss.backward()
             optimizer.step()
             decay.step()
-    return kept
+    return models
 
 
 @torch.no_grad()
 def logits_of(model: nn.Module, pixels: Tensor) -> Tensor:
     """`(N, classes)`, of images in [0, 1]."""
-    return torch.cat([model(pixel_values=part).logits for part in pixels.split(1000)])
+    return torch.cat([model(pixel_values=chunk).logits for chunk in pixels.split(1000)])
 
 
 def accuracy(model: nn.Module, pixels: Tensor, labels: Tensor) -> float:
@@ -82,13 +82,7 @@ def trained_lenet(path: str, side: int, steps: int) -> LeakageLeNetForImageClass
 class Epochs(Study):
     """Whether gradients leak less as training goes on: Zhang et al. (2023), Figure 18.
 
-    The leakage papers' LeNet, trained on MNIST and on CIFAR-10, and kept after some epochs. At
-    each, single images' gradients with Gaussian noise: of variance 1e-3, as in the paper, and of a
-    fixed multiple of the gradient. Labels known; DLG by L-BFGS, and Inverting Gradients by L-BFGS,
-    which smooths as shows most of two images of its own. Beside their RMSE, pixels clipped to their
-    range: I_lb/√m of the same noise, the gradient's norm, and the noise's as a multiple of it.
-    Images: of MNIST's test set; of CIFAR-10 lossless ones, which are among those trained on,
-    recompressed.
+    Conditions and figures: docs/findings/i2f.md.
     """
 
     ARGUMENTS = SINGLE_IMAGES | {"--train": "CIFAR-10 as a parquet with img and label, to train on"}
@@ -178,10 +172,12 @@ class Epochs(Study):
                     means = [interval(cell[name], 2) for name in self.ATTACKS]
                     shown = [f"{cell['accuracy']:.3f}", *norms, bound, *means]
                     rows.append([data, noise, epoch, *shown])
-                first, *_, last = epochs.values()
-                ratio = np.median(np.divide(last["bound"], first["bound"]))
-                less = [np.subtract(last[name], first[name]).tolist() for name in self.ATTACKS]
-                shown = [f"times {ratio:.2g}", *(interval(values, 2) for values in less)]
+                first_cell, *_, last_cell = epochs.values()
+                ratio = np.median(np.divide(last_cell["bound"], first_cell["bound"]))
+                differences = [
+                    np.subtract(last_cell[name], first_cell[name]).tolist() for name in self.ATTACKS
+                ]
+                shown = [f"times {ratio:.2g}", *(interval(values, 2) for values in differences)]
                 rows.append([data, noise, "last less first", "", "", "", *shown])
         header = ["", "noise", "epochs", "accuracy (train)", "gradient's norm", "noise, times that"]
         write_table(self.output, [*header, *self.SCORES.values()], rows)

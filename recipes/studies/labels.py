@@ -21,14 +21,7 @@ WITHHELD = "head withheld"
 class Labels(Study):
     """Labels found in messages of one image, with and without protection, and test accuracy.
 
-    MNIST with 2 classes (digits below 5, and others) and with 20 (every second image inverted, a
-    class for each digit of either kind). A convolutional network learns 15,000 images by
-    `GradGuardTrainer`, once each, in batches of 128, with Adam at 1e-3; gradients are otherwise
-    undefended. Then the first 200 of these images are messages of one each, at the weights before
-    training and after: labels are recovered from the last layer (`recover_labels`), or with it
-    withheld from the one below (`recover_labels_below`). Chance is one over the number of classes;
-    the bound is what no attack on one message can exceed on average, if all classes are equally
-    likely. A seed is a start, an order and the draws of labels.
+    Conditions and figures: docs/findings/labels.md.
     """
 
     ARGUMENTS = {"--data": "npz with x_train, y_train, x_test, y_test in uint8"}
@@ -93,14 +86,14 @@ class Labels(Study):
         rows = []
         for classes, defenses in metrics.items():
             for row, runs in defenses.items():
-                before, after, accuracy = (
+                found_before, found_after, accuracy = (
                     interval([run[name] for run in runs.values()])
                     for name in ("before", "after", "accuracy")
                 )
                 epsilon = self.EPSILONS.get(row)
                 bound = 1.0 if epsilon is None else keep_probability(epsilon, int(classes))
                 chance = [f"{bound:.3f}", f"{1 / int(classes):.3f}"]
-                rows.append([classes, row, before, after, *chance, accuracy])
+                rows.append([classes, row, found_before, found_after, *chance, accuracy])
         header = ["classes", "", "labels found before training", "after training", "bound"]
         write_table(self.output, [*header, "chance", "test accuracy"], rows)
 

@@ -49,13 +49,13 @@ class Perceptron(PreTrainedModel):
     def __init__(self, config: PerceptronConfig) -> None:
         super().__init__(config)
         self.flat = nn.Flatten()
-        self.first = nn.Linear(CHANNELS * SIZE * SIZE, config.units)
+        self.input_layer = nn.Linear(CHANNELS * SIZE * SIZE, config.units)
         self.second = nn.Linear(config.units, 64)
         self.head = nn.Linear(64, config.num_labels)
         self.post_init()
 
     def forward(self, pixel_values: Tensor, labels: Tensor | None = None) -> ImageClassifierOutput:
-        hidden = self.first(self.flat(pixel_values)).relu()
+        hidden = self.input_layer(self.flat(pixel_values)).relu()
         logits = self.head(self.second(hidden).relu())
         loss = None if labels is None else nn.functional.cross_entropy(logits, labels)
         return ImageClassifierOutput(loss=loss, logits=logits)
@@ -66,11 +66,11 @@ class Imprinted(nn.Module):
 
     def __init__(self, units: int) -> None:
         super().__init__()
-        self.read = nn.Linear(CHANNELS * SIZE * SIZE, units)
+        self.bins = nn.Linear(CHANNELS * SIZE * SIZE, units)
         self.back = nn.Linear(units, CHANNELS * SIZE * SIZE)
 
     def forward(self, pixels: Tensor) -> Tensor:
-        return pixels + self.back(self.read(pixels.flatten(1)).relu()).view_as(pixels)
+        return pixels + self.back(self.bins(pixels.flatten(1)).relu()).view_as(pixels)
 
 
 class Fronted(nn.Conv2d):
@@ -117,12 +117,12 @@ def imprint(public: Tensor, plan: dict) -> Planted:
     ).eval()
     block = Imprinted(plan["units"])
     direction = torch.full((1, public[0].numel()), 1 / public[0].numel())
-    ladder(block.read, direction, public.flatten(1).mean(1))
+    ladder(block.bins, direction, public.flatten(1).mean(1))
     with torch.no_grad():
         block.back.weight.copy_(torch.randn(len(block.back.weight), 1).expand_as(block.back.weight))
     patches = model.vit.embeddings.patch_embeddings.projection
     patches.__class__, patches.front = Fronted, block
-    return Planted(model, "vit.embeddings.patch_embeddings.projection.front.read", "image")
+    return Planted(model, "vit.embeddings.patch_embeddings.projection.front.bins", "image")
 
 
 def decepticons(public: Tensor, plan: dict) -> Planted:
@@ -152,7 +152,7 @@ def fishing(public: Tensor, plan: dict) -> Planted:
     with torch.no_grad():
         model.head.weight[1:] = 0
         model.head.bias[1:] = 1000.0
-    return Planted(model, "first", "image")
+    return Planted(model, "input_layer", "image")
 
 
 def traps(public: Tensor, plan: dict) -> Planted:
@@ -160,29 +160,31 @@ def traps(public: Tensor, plan: dict) -> Planted:
     dark cancel but in a few samples.
     """
     model = perceptron(plan["units"])
-    outputs, inputs = model.first.weight.shape
+    outputs, inputs = model.input_layer.weight.shape
     half = inputs // 2
     with torch.no_grad():
         for row in range(outputs):
             order, size = torch.randperm(inputs), torch.randn(half).abs() / inputs**0.5
-            model.first.weight[row, order[:half]] = -size
-            model.first.weight[row, order[half:]] = 0.97 * size[torch.randperm(half)]
-        model.first.bias.zero_()
-    return Planted(model, "first", "image")
+            model.input_layer.weight[row, order[:half]] = -size
+            model.input_layer.weight[row, order[half:]] = 0.97 * size[torch.randperm(half)]
+        model.input_layer.bias.zero_()
+    return Planted(model, "input_layer", "image")
 
 
 def pairs(public: Tensor, plan: dict) -> Planted:
     """Every direction several times, with biases close by: differences hold what is between."""
     model, repeats = perceptron(plan["units"]), 16
     with torch.no_grad():
-        drawn = torch.randn(plan["units"] // repeats, model.first.in_features)
-        drawn = (drawn - drawn.mean(1, keepdim=True)) / model.first.in_features**0.5
-        for group, direction in enumerate(drawn):
-            part = slice(group * repeats, (group + 1) * repeats)
+        directions = torch.randn(plan["units"] // repeats, model.input_layer.in_features)
+        directions = (
+            directions - directions.mean(1, keepdim=True)
+        ) / model.input_layer.in_features**0.5
+        for group, direction in enumerate(directions):
+            rows_of_group = slice(group * repeats, (group + 1) * repeats)
             steps = torch.linspace(0.02, 0.98, repeats)
-            model.first.weight[part] = direction
-            model.first.bias[part] = -(public.flatten(1) @ direction).quantile(steps)
-    return Planted(model, "first", "image")
+            model.input_layer.weight[rows_of_group] = direction
+            model.input_layer.bias[rows_of_group] = -(public.flatten(1) @ direction).quantile(steps)
+    return Planted(model, "input_layer", "image")
 
 
 def frozen(public: Tensor, plan: dict) -> Planted:
@@ -211,7 +213,7 @@ def single_tokens(public: Tensor, plan: dict) -> Planted:
 
 
 def honest(public: Tensor, plan: dict) -> Planted:
-    return Planted(perceptron(plan["units"]), "first", "image")
+    return Planted(perceptron(plan["units"]), "input_layer", "image")
 
 
 BUILT = {
@@ -230,12 +232,12 @@ def disturb(planted: Planted, share: float) -> None:
 
 def input_of(model: nn.Module, layer: nn.Module, ids: Tensor) -> Tensor:
     """`(n, in)`: what a layer reads of texts."""
-    found: list[Tensor] = []
-    handle = layer.register_forward_pre_hook(lambda _, args: found.append(args[0].detach()))
+    inputs_seen: list[Tensor] = []
+    handle = layer.register_forward_pre_hook(lambda _, args: inputs_seen.append(args[0].detach()))
     with torch.no_grad():
         model(input_ids=ids)
     handle.remove()
-    return found[0].flatten(0, -2)
+    return inputs_seen[0].flatten(0, -2)
 
 
 def leaks(planted: Planted, images: Tensor, plan: dict) -> float:
@@ -265,17 +267,17 @@ def tokens_read(planted: Planted, plan: dict) -> float:
         gradient[f"{planted.layer}.weight"], gradient[f"{planted.layer}.bias"], layer.bias
     )
     # every token at every place, as the layer reads it where attention adds nothing
-    known = torch.arange(5, 200)[:, None].expand(-1, length)
-    vectors = input_of(model, layer, known)
+    tokens_at_places = torch.arange(5, 200)[:, None].expand(-1, length)
+    vectors = input_of(model, layer, tokens_at_places)
     distance = torch.cdist(rows, vectors) / vectors.norm(dim=1).mean()
     near = distance.min(1)
-    read = {
+    recovered = {
         (int(place) % length, int(place) // length + 5)
         for place, far in zip(near.indices, near.values, strict=True)
         if far < 0.05
     }
     true = {(place, int(token)) for row in ids for place, token in enumerate(row)}
-    return len(read & true) / len(true)
+    return len(recovered & true) / len(true)
 
 
 def tokens_spanned(planted: Planted) -> float:
@@ -288,7 +290,7 @@ def tokens_spanned(planted: Planted) -> float:
     labels = torch.zeros(1, dtype=torch.long)
     gradient = GradientMap(model, {**batch, "labels": labels}, second_order=False).gradient()
     try:
-        found = make_attack("span")(Observation(model, gradient, (1, LENGTH))).token_ids
+        token_ids = make_attack("span")(Observation(model, gradient, (1, LENGTH))).token_ids
     except ValueError:  # nothing that reads single tokens
         return 0.0
-    return sum(a == b for a, b in zip(found[0], ids[0].tolist(), strict=True)) / LENGTH
+    return sum(a == b for a, b in zip(token_ids[0], ids[0].tolist(), strict=True)) / LENGTH

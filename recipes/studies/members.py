@@ -68,7 +68,7 @@ QUICK_ROWS = {
 
 ATTACKERS = ("loss", "beside undefended networks", "beside networks behind the same defense")
 BEST = ATTACKERS[-1]
-TRAINED, TOLD = "trained", "told"
+TRAINED, INFERRED = "trained", "told"
 SCORES = {"area": "area", "tpr_1%": "TPR at 1 % FPR"}
 CURVES = {"no defense, stopped": ("none", *STOPPED), "gaussian_noise": ("none", *NOISE)}
 
@@ -86,8 +86,8 @@ def log_odds(model: nn.Module, pixels: Tensor, labels: Tensor) -> np.ndarray:
     for view in (pixels, pixels.flip(-1)):
         logits = torch.cat([model(x.float() / 255).logits for x in view.split(500)]).double()
         true = logits.gather(1, labels[:, None])
-        others = logits.scatter(1, labels[:, None], -torch.inf)
-        views.append(true[:, 0] - others.logsumexp(1))
+        other_logits = logits.scatter(1, labels[:, None], -torch.inf)
+        views.append(true[:, 0] - other_logits.logsumexp(1))
     return torch.stack(views).numpy()
 
 
@@ -100,7 +100,7 @@ def by_loss(odds: np.ndarray) -> np.ndarray:
     return -np.logaddexp(0, -odds).mean(0)
 
 
-def by_difficulty(odds: np.ndarray, others: np.ndarray, owned: np.ndarray) -> np.ndarray:
+def by_difficulty(odds: np.ndarray, other_networks: np.ndarray, owned: np.ndarray) -> np.ndarray:
     """`(N,)`: how much higher the log odds are than is usual of the image, among networks that did
     not see it. Those that did have more; by how much on average, images tell that some saw and some
     did not.
@@ -110,7 +110,7 @@ def by_difficulty(odds: np.ndarray, others: np.ndarray, owned: np.ndarray) -> np
         others: `(R, 2, N)`, of two networks or more that the attacker trained.
         owned: `(R, N)`: on which images it trained each.
     """
-    means, centered = others.mean(1), owned - owned.mean(0)
+    means, centered = other_networks.mean(1), owned - owned.mean(0)
     means = means - means.mean(1, keepdims=True)
     gain = (centered * means).sum() / (centered**2).sum()
     return odds.mean(0) - (means - gain * owned).mean(0)
@@ -141,40 +141,26 @@ class Owner(ImageTask):
         super().__init__("", "", str(Path(folder) / f"members-{pool}"))
         self.train_rows, self.test_rows = data.train_rows, data.test_rows
         start = len(self.held_out()[1])
-        self.pool = tuple(part[start : start + pool] for part in data.train_rows)
+        self.pool = tuple(tensor[start : start + pool] for tensor in data.train_rows)
         draws = torch.Generator().manual_seed(seed)
         self.owned: Tensor = torch.randperm(pool, generator=draws) < pool // 2
 
     def rows_to_learn(self) -> ImageRows:
         """Its half of the pool."""
-        return ImageRows(*(part[self.owned] for part in self.pool))
+        return ImageRows(*(tensor[self.owned] for tensor in self.pool))
 
     def learned(self, cell: dict) -> dict:
         """Accuracies on images that nobody trained on and on its own, and what a proof says."""
         metrics, rows = super().learned(cell), self.rows_to_learn()
         right = self.right(self.stage(cell, "end").model, (rows.pixels, rows.labels))
-        more = {key: metrics[key] for key in ("accuracy", "epsilon") if key in metrics}
-        return {"trained_on": float(right.mean()), **more}
+        metrics_added = {key: metrics[key] for key in ("accuracy", "epsilon") if key in metrics}
+        return {"trained_on": float(right.mean()), **metrics_added}
 
 
 class Members(Study):
     """Which images a network was trained on, told from its last weights, behind each defense.
 
-    One client owns 1,000 of a pool of 2,000 images of CIFAR-10, and trains the frontier's network
-    on them from nothing: 600 messages of 64, flipped at random, so 38 times each. A seed draws the
-    network and which half is owned. The attacker has the last weights and all 2,000 images with
-    their labels, and says which were owned. It looks at an image and its mirror image, in three
-    ways: at the loss; at the log odds, less what other networks make of the same image, trained
-    without a defense; and the same with networks behind the very defense. The other networks are
-    those of the other seeds: the attacker knows what they were trained on. Accuracy is of the
-    10,000 test images. Each defense has the frontier's learning rate, its own best on held-out
-    images that are not in the pool, for as many messages; there no image came twice.
-
-    Less learning is less memory, whatever protects. So each row stands beside undefended training
-    that stopped earlier, and beside noise, at its own accuracy: between the two nearest of such
-    trainings, seed by seed. Intervals are over seeds (Student's t). Seeds share a pool, and each
-    one's networks are the others' measure, so they are not quite independent. Sizes were chosen by
-    hand. FOLDER keeps what was trained.
+    Conditions and figures: docs/findings/membership_weights.md.
     """
 
     ARGUMENTS = {flag: IMAGE_FLAGS[flag] for flag in ("--train", "--test")} | FOLDER
@@ -194,7 +180,7 @@ class Members(Study):
             for row, settings in rows.items()
         }
         attacked = {
-            (row, TOLD, seed): cell
+            (row, INFERRED, seed): cell
             | {"undefended": rows["none"], "others": [s for s in seeds if s != cell["seed"]]}
             for (row, _, seed), cell in trained.items()
         }
@@ -221,8 +207,8 @@ class Members(Study):
         owned = np.stack([self.owner(cell["pool"], seed).owned.numpy() for seed in seeds])
         scores = [by_loss(odds)]
         for networks in (cell | cell["undefended"], cell):
-            others = np.stack([self.odds_of(networks, seed) for seed in seeds])
-            scores.append(by_difficulty(odds, others, owned))
+            other_odds = np.stack([self.odds_of(networks, seed) for seed in seeds])
+            scores.append(by_difficulty(odds, other_odds, owned))
         metrics = [membership_scores(score, owner.owned.numpy()) for score in scores]
         return dict(zip(ATTACKERS, metrics, strict=True))
 
@@ -239,11 +225,16 @@ def write_members(metrics: dict, output: Path) -> None:
     plain, rows = accuracies_of(metrics["none"]), []
     for row, cells in metrics.items():
         accuracies, runs = accuracies_of(cells), list(cells[TRAINED].values())
-        lost = [before - now for before, now in zip(plain, accuracies, strict=True)]
+        lost = [
+            plain_accuracy - own_accuracy
+            for plain_accuracy, own_accuracy in zip(plain, accuracies, strict=True)
+        ]
         shown = [interval(accuracies), "" if row == "none" else interval(lost)]
         shown += [interval([run["trained_on"] for run in runs])]
         shown += [f"{runs[0]['epsilon']:.2g}" if "epsilon" in runs[0] else ""]
-        shown += [interval(scores_of(cells, who, name)) for who in ATTACKERS for name in SCORES]
+        shown += [
+            interval(scores_of(cells, attacker, name)) for attacker in ATTACKERS for name in SCORES
+        ]
         rows.append([f"`{row}`", *shown])
     write_table(output, header, rows)
 
@@ -264,18 +255,18 @@ def _beyond(metrics: dict, row: str, curve: Iterable[str], name: str) -> str:
     """Nothing for a row that is on the curve itself, or learns less, or more, than all that is."""
     if row in curve:
         return ""
-    points = [metrics[other] for other in curve if other in metrics]
-    every = np.array([accuracies_of(point) for point in points])
-    told = np.array([scores_of(point, BEST, name) for point in points])
+    points = [metrics[curve_row] for curve_row in curve if curve_row in metrics]
+    curve_accuracies = np.array([accuracies_of(point) for point in points])
+    curve_scores = np.array([scores_of(point, BEST, name) for point in points])
     accuracies, scores = accuracies_of(metrics[row]), scores_of(metrics[row], BEST, name)
-    middles = every.mean(1)
+    middles = curve_accuracies.mean(1)
     if not middles.min() <= np.mean(accuracies) <= middles.max():
         return ""
-    seeds = zip(accuracies, scores, every.T, told.T, strict=True)
-    return interval([score - at(x, y, accuracy) for accuracy, score, x, y in seeds])
+    seeds = zip(accuracies, scores, curve_accuracies.T, curve_scores.T, strict=True)
+    return interval([score - interpolated(x, y, accuracy) for accuracy, score, x, y in seeds])
 
 
-def at(x: np.ndarray, y: np.ndarray, place: float) -> float:
+def interpolated(x: np.ndarray, y: np.ndarray, place: float) -> float:
     """What a curve through points, in any order, has at a place: on a line between the two nearest,
     beyond its ends what the end has.
 
@@ -292,7 +283,7 @@ def accuracies_of(cells: dict) -> list[float]:
 
 
 def scores_of(cells: dict, attacker: str, name: str) -> list[float]:
-    return [run[attacker][name] for run in cells[TOLD].values()]
+    return [run[attacker][name] for run in cells[INFERRED].values()]
 
 
 def picture(metrics: dict, output: Path) -> None:

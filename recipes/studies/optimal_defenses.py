@@ -133,8 +133,8 @@ class AttackedMnist(Study):
         noise, probes = (Stream.from_seeds(seed + 1000 * k) for k in (1, 2))
         rows = torch.randperm(len(self.images), generator=draw)[: CLIENTS * cell["client_batch"]]
         clients = [
-            {"pixel_values": self.images[part], "labels": self.labels[part]}
-            for part in rows.chunk(CLIENTS)
+            {"pixel_values": self.images[client_rows], "labels": self.labels[client_rows]}
+            for client_rows in rows.chunk(CLIENTS)
         ]
         batch = {key: tensor[: cell["attacked"]] for key, tensor in clients[0].items()}
         gmap = GradientMap(model, batch)
@@ -225,10 +225,10 @@ def plot_attacked(metrics: dict, output) -> None:
         for name, color in colors.items():
             rows = {row: runs for row, runs in metrics.items() if row.split()[0] == name}
             means = [columns_of(r, ("mse", "mse known", "loss")).mean(0) for r in rows.values()]
-            x, known, y = np.array(means).T
+            x, mse_known, y = np.array(means).T
             axis.plot(x, y, "o-", color=color, label=name)
             if name.startswith(("optimal", "pruning")):
-                axis.plot(known, y, "x--", color=color, label=f"{name}, known")
+                axis.plot(mse_known, y, "x--", color=color, label=f"{name}, known")
             for row, *place in zip(rows, x, y, strict=True):
                 style = {"textcoords": "offset points", "xytext": (5, 5), "color": color}
                 axis.annotate(row.split()[-1], place, **style)
@@ -241,7 +241,7 @@ def plot_attacked(metrics: dict, output) -> None:
 
 EPOCH = 64  # steps
 EQUAL = {"scale": 0.1, "clip": 1.0}
-PARTS = {
+TRAININGS = {
     "noise": {
         "rows": {"none": {}, "dp_sgd": {**EQUAL, "clip_by": "coordinate"}, "optimal_dp_sgd": EQUAL},
         "learning_rate": 1e-3,
@@ -270,14 +270,7 @@ TRAINED_ON, BATCH, WINDOW, SPLITS = 4096, 16, 8, ("train", "test")
 class Training(Study):
     """What a network learns of MNIST with them, and where the noise goes.
 
-    After Section 4.1, Appendices C.1 and D. As there: the network of 119,530 parameters; four
-    clients with 1,024 images each, whose gradients of 16 images are defended one by one and
-    averaged; Adam at 1e-3 for noise and 5e-4 for pruning; ten probes; every coordinate clipped to
-    ±1 before noise. `scale` is the root mean square of the noise's standard deviation over all
-    parameters, so rows of equal scale add equal noise power. The paper does not say for how long it
-    trains. Here 8 epochs with noise, after which the plain row's first seed came near the paper's
-    0.886 (the other rows had not been run), and 3 with pruning. A seed is a start, a choice of
-    images, their order and the draws of noise.
+    Conditions and figures: docs/findings/optimal.md.
     """
 
     ARGUMENTS = {"--data": "npz with x_train, y_train, x_test, y_test in uint8"}
@@ -285,13 +278,13 @@ class Training(Study):
     def cells(self) -> dict:
         seeds, fast = (2, {"steps": 1}) if self.quick else (TRAINED_SEEDS, {})
         return {
-            (part, row, str(seed)): {
+            (training, row, str(seed)): {
                 "defense": row.split()[0], "strength": strength,
                 "learning_rate": settings["learning_rate"], "steps": settings["steps"],
                 "seed": seed,
             }
             | fast
-            for part, settings in PARTS.items()
+            for training, settings in TRAININGS.items()
             for seed in range(seeds)
             for row, strength in settings["rows"].items()
         }  # fmt: skip
@@ -314,8 +307,10 @@ class Training(Study):
             if not remaining:  # an epoch is over
                 orders = [s[torch.randperm(len(s), generator=draw)].split(BATCH) for s in shares]
                 remaining = list(zip(*orders, strict=True))[::-1]
-            drawn = remaining.pop()
-            batches = [{"pixel_values": images[rows], "labels": labels[rows]} for rows in drawn]
+            rows_by_client = remaining.pop()
+            batches = [
+                {"pixel_values": images[rows], "labels": labels[rows]} for rows in rows_by_client
+            ]
             maps, messages = step(model, batches, defense, noise)
             optimizer.step()
             losses.append(float(np.mean([float(gmap.loss) for gmap in maps])))
@@ -331,12 +326,12 @@ class Training(Study):
 
     def report(self, metrics: dict) -> None:
         rows: list[list[object]] = []
-        for part in PARTS:
+        for training in TRAININGS:
             scores = {
-                r: columns_of(runs, ("accuracy", "loss")) for r, runs in metrics[part].items()
+                r: columns_of(runs, ("accuracy", "loss")) for r, runs in metrics[training].items()
             }
             for row, values in scores.items():
-                title = f"{part}: {row}"
+                title = f"{training}: {row}"
                 rows.append([title, *map(interval, values.T), PAPER.get(title, "")])
                 rows += [
                     [f"{row} less {plain}, same seeds",
@@ -361,10 +356,12 @@ def plot_trained(metrics: dict, output) -> None:
         style = "--" if "bias" in label else "-"
         axis.plot(WINDOW * np.arange(1, len(mean) + 1), mean, style, marker=".", label=label)
 
-    for axis, part in zip(axes, PARTS, strict=False):
-        for row, runs in metrics[part].items():
+    for axis, training in zip(axes, TRAININGS, strict=False):
+        for row, runs in metrics[training].items():
             draw(axis, [run["losses"] for run in runs.values()], row)
-        axis.set(title=f"{part}, mean over seeds", ylabel=f"training loss, mean of {WINDOW} steps")
+        axis.set(
+            title=f"{training}, mean over seeds", ylabel=f"training loss, mean of {WINDOW} steps"
+        )
     runs = metrics["noise"]["optimal_dp_sgd"].values()
     for name in next(iter(runs))["stds"]:
         draw(axes[2], [run["stds"][name] for run in runs], name)

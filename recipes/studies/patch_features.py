@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-SIDE, EACH = 6, 20  # pixels of a patch; patches that are drawn of an image
+SIDE, PATCHES_PER_IMAGE = 6, 20  # pixels of a patch; patches that are drawn of an image
 FLAT = 0.015  # added to a patch's variance: flat ones stay small
 SHRINKAGE, THRESHOLD = 0.1, 0.5
 
@@ -31,21 +31,23 @@ class PatchFeatures(nn.Module):
     def __init__(self, images: Tensor, filters: int, generator: torch.Generator) -> None:
         super().__init__()
         patches = F.unfold(images, SIDE).transpose(1, 2)  # (N, places, pixels of a patch)
-        places = torch.rand(patches.shape[:2], generator=generator).topk(EACH).indices
-        drawn = torch.cat([rows[place] for rows, place in zip(patches, places, strict=True)])
-        drawn = drawn - drawn.mean(1, keepdim=True)
-        drawn = drawn / (drawn.var(1, keepdim=True) + FLAT).sqrt()
-        values, vectors = torch.linalg.eigh(torch.cov(drawn.T))
+        places = torch.rand(patches.shape[:2], generator=generator).topk(PATCHES_PER_IMAGE).indices
+        sampled_patches = torch.cat(
+            [rows[place] for rows, place in zip(patches, places, strict=True)]
+        )
+        sampled_patches = sampled_patches - sampled_patches.mean(1, keepdim=True)
+        sampled_patches = sampled_patches / (sampled_patches.var(1, keepdim=True) + FLAT).sqrt()
+        values, vectors = torch.linalg.eigh(torch.cov(sampled_patches.T))
         whitening = (vectors / (values + SHRINKAGE).sqrt()) @ vectors.T
-        center = drawn.mean(0)
-        chosen = torch.randperm(len(drawn), generator=generator)[:filters]
-        directions = F.normalize((drawn[chosen] - center) @ whitening)
+        center = sampled_patches.mean(0)
+        chosen = torch.randperm(len(sampled_patches), generator=generator)[:filters]
+        directions = F.normalize((sampled_patches[chosen] - center) @ whitening)
         kernels = directions @ whitening  # of normalized patches before whitening
         self.register_buffer("offset", kernels @ center)
         self.register_buffer("kernels", kernels.view(filters, -1, SIDE, SIDE))
         self.register_buffer("mean", torch.zeros(8 * filters))
         self.register_buffer("deviation", torch.ones(8 * filters))
-        features = torch.cat([self(part) for part in images.split(100)])
+        features = torch.cat([self(image_chunk) for image_chunk in images.split(100)])
         self.mean.copy_(features.mean(0))
         self.deviation.copy_(features.std(0).clamp(min=1e-6))
 

@@ -27,7 +27,7 @@ from .lib.tables import plt, save, write_table
 from .lib.text import NETWORK, batch_of, load_classifier, load_tokenizer, of_usual_length, sst2
 
 # What noise is a share of, and how large
-OWN, WHOLE = "each matrix's own RMS", "the whole gradient's RMS"
+MATRIX_RMS, GRADIENT_RMS = "each matrix's own RMS", "the whole gradient's RMS"
 NOISE = [0.0, 0.015, 0.05, 0.15, 0.5, 1.5]
 STRENGTHS = {
     "gaussian_noise": ("relative_scale", [0.01, 0.1, 1.0]),
@@ -41,33 +41,37 @@ DEFENSES = {
     for name, (key, values) in STRENGTHS.items()
     for v in values
 }
-ONE = {
+SINGLE = {
     "model": "MiniLM", "size": 1, "batches": 10, "noise": None, "defense": ["none", {}],
     "attack": {},
 }  # fmt: skip
 SPAN = {
-    "MiniLM, batch 1": ONE | {"batches": 20},
-    "MiniLM, batch 2": ONE | {"size": 2, "batches": 5},
-    "MiniLM, batch 4": ONE | {"size": 4, "batches": 5},
-    "MiniLM, batch 8": ONE | {"size": 8, "batches": 5},
-    "GPT-2 of 2 layers, batch 4": ONE | {"model": "GPT-2", "size": 4, "batches": 5},
-    **{f"{v:.1%} of {unit}": ONE | {"noise": [v, unit]} for v in NOISE for unit in (OWN, WHOLE)},
+    "MiniLM, batch 1": SINGLE | {"batches": 20},
+    "MiniLM, batch 2": SINGLE | {"size": 2, "batches": 5},
+    "MiniLM, batch 4": SINGLE | {"size": 4, "batches": 5},
+    "MiniLM, batch 8": SINGLE | {"size": 8, "batches": 5},
+    "GPT-2 of 2 layers, batch 4": SINGLE | {"model": "GPT-2", "size": 4, "batches": 5},
     **{
-        f"{v:.1%} of {OWN}, threshold 0.01": ONE
-        | {"noise": [v, OWN], "attack": {"threshold": 0.01}}
+        f"{v:.1%} of {unit}": SINGLE | {"noise": [v, unit]}
+        for v in NOISE
+        for unit in (MATRIX_RMS, GRADIENT_RMS)
+    },
+    **{
+        f"{v:.1%} of {MATRIX_RMS}, threshold 0.01": SINGLE
+        | {"noise": [v, MATRIX_RMS], "attack": {"threshold": 0.01}}
         for v in NOISE
     },
-    **{label: ONE | row for label, row in DEFENSES.items()},
+    **{label: SINGLE | row for label, row in DEFENSES.items()},
     **{
-        f"{label}, completed": ONE | row | {"attack": {"complete": True}}
+        f"{label}, completed": SINGLE | row | {"attack": {"complete": True}}
         for label, row in DEFENSES.items()
         if "pruning" in label
     },
 }
 QUICK_SPAN = (
     "MiniLM, batch 1", "MiniLM, batch 2", "GPT-2 of 2 layers, batch 4",
-    *(f"{v} of {unit}" for v in ("0.0%", "150.0%") for unit in (OWN, WHOLE)),
-    f"1.5% of {OWN}, threshold 0.01", "gaussian_noise relative_scale=0.1",
+    *(f"{v} of {unit}" for v in ("0.0%", "150.0%") for unit in (MATRIX_RMS, GRADIENT_RMS)),
+    f"1.5% of {MATRIX_RMS}, threshold 0.01", "gaussian_noise relative_scale=0.1",
     "optimal_noise relative_scale=0.1", "pruning ratio=0.99", "pruning ratio=0.9",
     "pruning ratio=0.9, completed", "optimal_pruning ratio=0.5, completed", "refiner iterations=1",
 )  # fmt: skip
@@ -77,10 +81,7 @@ class SpanAttack(Study):
     """What the span attack recovers from MiniLM's and GPT-2's gradients: undefended, under noise,
     and behind defenses.
 
-    Sentences of 8 to 20 words of SST-2's dev set, the model as it is before fine-tuning (new head,
-    no dropout), token embeddings withheld, lengths known. A token counts as found if it is among
-    those recovered at its position, special tokens included; "together" also asks for the right
-    sentence, matched by assignment. Writes OUTPUT.md, OUTPUT_noise.md and OUTPUT_defenses.md.
+    Conditions and figures: docs/findings/span.md.
     """
 
     ARGUMENTS = {
@@ -153,9 +154,9 @@ def span_token_ids(observation: Observation, settings: dict) -> list[list[int]]:
 
 
 def noisy(gradient: dict, level: float, unit: str, generator: Stream) -> dict[str, torch.Tensor]:
-    whole = torch.cat([g.flatten() for g in gradient.values()]).square().mean().sqrt()
+    gradient_rms = torch.cat([g.flatten() for g in gradient.values()]).square().mean().sqrt()
     scale = {
-        name: level * (g.square().mean().sqrt() if unit == OWN else whole)
+        name: level * (g.square().mean().sqrt() if unit == MATRIX_RMS else gradient_rms)
         for name, g in gradient.items()
     }
     return {name: g + scale[name] * generator.normal(g.shape) for name, g in gradient.items()}
@@ -214,7 +215,7 @@ def write_span_tables(output: Path, metrics: dict) -> None:
     header = ["undefended", "distinct tokens found", "tokens in their sentence",
               "sentences exact", "seconds, slowest batch"]  # fmt: skip
     write_table(output, header, rows)
-    columns = [f"of {OWN}", f"of {OWN}, threshold 0.01", f"of {WHOLE}"]
+    columns = [f"of {MATRIX_RMS}", f"of {MATRIX_RMS}, threshold 0.01", f"of {GRADIENT_RMS}"]
     rows = [
         (f"{100 * level:g} %", *(share(f"{level:.1%} {column}") for column in columns))
         for level in NOISE
@@ -349,9 +350,7 @@ PAIRS = {
 class PrivacyAndUtility(Study):
     """One picture: what each defense leaves to the span attack, and what it costs in accuracy.
 
-    Puts metrics of `span_attack` (single sentences, before fine-tuning) beside those of `sst2` (300
-    steps on messages of 16 sentences) where both have the same defense at the same strength. Of
-    messages of 16 less is recovered than of single sentences. Other attacks recover other things.
+    Conditions and figures: docs/findings/span.md.
     """
 
     ARGUMENTS = {
@@ -367,8 +366,8 @@ class PrivacyAndUtility(Study):
         pairs = [pair for pair in PAIRS.items() if pair[0] in tokens and pair[1] in runs]
         for number, (row, trained) in enumerate(pairs):
             # An attacker who knows of a pruning fills it in; take the better of both.
-            known = [tokens[name] for name in (row, f"{row}, completed") if name in tokens]
-            best = max(known, key=lambda cell: cell["share"])
+            cells_of_row = [tokens[name] for name in (row, f"{row}, completed") if name in tokens]
+            best = max(cells_of_row, key=lambda cell: cell["share"])
             share, (low, high) = best["share"], best["interval"]
             accuracy, half = runs[trained]["accuracy"], half_interval(runs[trained])
             name = "none" if trained == "none" else row

@@ -25,12 +25,7 @@ OURS, OPACUS, PLAIN = "dp_sgd", "Opacus", "no privacy"
 class Accuracy(Study):
     """Accuracy on SST-2 with (ε, δ)-differential privacy for every phrase, beside Opacus.
 
-    LoRA of rank 8 on queries and values, and the head: DP-SGD's noise grows with the parameters
-    that it covers. Batches by Poisson sampling, 64 phrases of 66,849 expected, phrases cut to 16
-    tokens, 100 steps of AdamW, clip 1, δ = 1e-5, the same schedule for both. The rate is the best
-    of three by a seed of its own at ε = 8, on 500 held-out phrases, by `dp_sgd`; both take it
-    (without privacy 2e-3). Accuracy is of the 2,693 sentences of SST-2's dev and test set. Opacus
-    is no dependency: `pip install --no-deps opacus opt-einsum` into an environment of your own.
+    Conditions and figures: docs/findings/dp.md.
     """
 
     ARGUMENTS = TEXT_FLAGS
@@ -40,8 +35,13 @@ class Accuracy(Study):
         sizes = {"steps": 2, "batch": 4} if self.quick else {"steps": 100, "batch": 64}
         common = {**sizes, "length": LENGTH, "clip": CLIP, "delta": DELTA}
 
-        def cell(who: str, epsilon: float | None, rate: float, seed: int) -> dict:
-            return common | {"who": who, "epsilon": epsilon, "learning_rate": rate, "seed": seed}
+        def cell(trainer: str, epsilon: float | None, rate: float, seed: int) -> dict:
+            return common | {
+                "who": trainer,
+                "epsilon": epsilon,
+                "learning_rate": rate,
+                "seed": seed,
+            }
 
         rates = {
             ("rates", f"{rate:g}"): cell(OURS, EPSILONS[0], rate, RATES_SEED)
@@ -52,13 +52,16 @@ class Accuracy(Study):
             if any(tried not in results for tried in rates.values()):
                 return rates
             rate = best_rates(nested(rates, results))["rates"]
-        asked = [(who, epsilon) for epsilon in EPSILONS for who in (OURS, OPACUS)]
+        private_rows = [(trainer, epsilon) for epsilon in EPSILONS for trainer in (OURS, OPACUS)]
         return rates | {
-            (f"{who}, ε = {epsilon:g}" if epsilon else who, str(seed)): cell(
-                who, epsilon, rate if epsilon else PLAIN_RATE, seed
+            (f"{trainer}, ε = {epsilon:g}" if epsilon else trainer, str(seed)): cell(
+                trainer, epsilon, rate if epsilon else PLAIN_RATE, seed
             )
             for seed in range(1 if self.quick else 3)
-            for who, epsilon in [(PLAIN, None), *(asked[:1] if self.quick else asked)]
+            for trainer, epsilon in [
+                (PLAIN, None),
+                *(private_rows[:1] if self.quick else private_rows),
+            ]
         }
 
     def load(self) -> None:

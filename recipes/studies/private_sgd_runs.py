@@ -38,7 +38,7 @@ from recipes.small_networks import TanhConvNetConfig, TanhConvNetForImageClassif
 
 from .influence_epochs import accuracy, logits_of
 
-TOGETHER = 250  # samples at once
+CHUNK = 250  # samples at once
 Direction = dict[str, Tensor]
 
 
@@ -66,8 +66,8 @@ class SampleInformation(NamedTuple):
         below = torch.special.ndtr(u)
         factor = 1 / (u * below + 1)
         slope = below + u * torch.exp(-u * u / 2) / math.sqrt(2 * math.pi)  # GELU'(u)
-        rest = factor - factor**2 * slope * self.norms / clip  # φ + cn²
-        return factor**2 * self.across + rest**2 * self.along
+        along_factor = factor - factor**2 * slope * self.norms / clip  # φ + cn²
+        return factor**2 * self.across + along_factor**2 * self.along
 
 
 def information_of(
@@ -75,11 +75,13 @@ def information_of(
 ) -> SampleInformation:
     """Of every image by itself, some together."""
     single = GradientMap(model, {"pixel_values": images[:1], "labels": labels[:1]})
-    parts = [
+    informations = [
         _information(single, x, y, directions)
-        for x, y in zip(images.split(TOGETHER), labels.split(TOGETHER), strict=True)
+        for x, y in zip(images.split(CHUNK), labels.split(CHUNK), strict=True)
     ]
-    return SampleInformation(*(torch.cat(part, -1) for part in zip(*parts, strict=True)))
+    return SampleInformation(
+        *(torch.cat(chunks_of_field, -1) for chunks_of_field in zip(*informations, strict=True))
+    )
 
 
 def _information(
@@ -96,9 +98,9 @@ def _information(
     squares = (2 * halves).clamp_min(1e-30)
     across = []
     for w in directions:
-        inner, rest = along(w)  # ⟨g, w⟩ and Jw
-        rest = rest - (inner / squares)[:, None] * product
-        across.append(rest.square().sum(1))
+        inner, remainder = along(w)  # ⟨g, w⟩ and Jw
+        remainder = remainder - (inner / squares)[:, None] * product
+        across.append(remainder.square().sum(1))
     return SampleInformation(squares.sqrt(), product.square().sum(1) / squares, torch.stack(across))
 
 

@@ -31,17 +31,7 @@ PRETRAINED, TRAINED = "pretrained", "tiny, trained"
 class Malicious(Study):
     """Misses: six constructions that make gradients leak, each shown to leak.
 
-    Each construction is put into a model: Robbing the Fed's imprint module in front of a ViT, bins
-    in a BERT's feed-forward layer behind an attention that adds nothing (after Decepticons), a head
-    that lets one class through (after Fishing), trap weights (Curious Abandon Honesty), and a layer
-    with every direction 16 times. The sixth makes a BERT's first attention pick single tokens, and
-    its client trains all behind the first block; its check was written when the construction was
-    known, as those of the others were. Images are of CIFAR-10, at 16 × 16 pixels; the server sets
-    its bins by 1,000 other images. A message is of 8 images, 4 texts of 12 tokens, or, of the
-    sixth, one. Read: the share of images above 30 dB by `analytic`, or of tokens at their places
-    (of the sixth, by `span`). The last two constructions are none: a perceptron as it is
-    initialized, and the sixth's BERT. Noise of 0.3 and 3 % of the planted weights hides that rows
-    are alike. Ten seeds.
+    Conditions and figures: docs/findings/received.md.
     """
 
     ARGUMENTS = {"--cifar10": "npz with x_train in uint8"}
@@ -81,20 +71,16 @@ class Malicious(Study):
                 # a perceptron warns of a layer on all pixels, whoever made it
                 alarms = sum(bool(names - {"reads_all_pixels"}) for names in checks)
                 recovered = interval([run["read"] for run in runs.values()], 2)
-                every = ", ".join(sorted(set.union(*checks))) or "–"
+                all_checks = ", ".join(sorted(set.union(*checks))) or "–"
                 share = f"{alarms} of {len(checks)}"
-                rows.append([name, f"{100 * float(noise):g} %", recovered, share, every])
+                rows.append([name, f"{100 * float(noise):g} %", recovered, share, all_checks])
         write_table(self.output, ["construction", "noise on it", "recovered", "found", "by"], rows)
 
 
 class Alarms(Study):
     """False alarms: ordinary models of 43 families of Transformers, none of which was made to leak.
 
-    Every family is built by its own class from a configuration, with two layers, of width 48
-    ("tiny") and 384 ("wide"), and with its own initialization; a third column adds 20 steps of
-    training by Adam at 1e-3 on random inputs and labels to the tiny ones, so that no weight is left
-    as it was made. A pretrained model (`--model`) is looked at as it is. A model that has any
-    finding counts.
+    Conditions and figures: docs/findings/received.md.
     """
 
     ARGUMENTS = {"--model": "a pretrained encoder"}

@@ -78,7 +78,9 @@ FRONTIER: dict[str, list[dict]] = {
     "quantization": [{"bits": b} for b in (8, 4, 2)],
     "soteria": [{"ratio": 0.5}],
 }
-KNOWN: dict[str, dict] = {  # what an attacker that knows the defense sets, beside the smoothing
+KNOWLEDGE_SETTINGS: dict[
+    str, dict
+] = {  # what an attacker that knows the defense sets, beside the smoothing
     "pruning": {"match_nonzero": True},
     "soteria": {"leave_out": ["classifier"]},
 }
@@ -106,10 +108,10 @@ class Federation(Study):
         """
         settings = {"steps": 1 if self.quick else 60} | INVERTING | (knowledge or {})
         settings |= QUICK_SMOOTHING if self.quick and knowledge else {}
-        own = {"own": 1 if self.quick else 4} if knowledge else {}
+        own_images = {"own": 1 if self.quick else 4} if knowledge else {}
         samples = {"samples": 2 if self.quick else 16}
         cell = {"measure": "attack", "defense": defense, "strength": strength}
-        return cell | {"settings": settings} | samples | own
+        return cell | {"settings": settings} | samples | own_images
 
     def load(self) -> None:
         self.train, self.test = parquet_images(self.args.train), parquet_images(self.args.test)
@@ -132,26 +134,32 @@ class Federation(Study):
         (images, labels), seed, rounds = self.train, cell["seed"], cell["rounds"]
         draw, noise = torch.Generator().manual_seed(seed), Stream.from_seeds(seed + 1000)
         if cell["partition"] == "iid":
-            parts = torch.randperm(len(images), generator=draw).chunk(CLIENTS)
+            client_rows = torch.randperm(len(images), generator=draw).chunk(CLIENTS)
         else:
             shares = partition_dirichlet(labels.numpy(), CLIENTS, 1.0, np.random.default_rng(seed))
-            parts = [torch.from_numpy(share) for share in shares]
+            client_rows = [torch.from_numpy(share) for share in shares]
         model = lenet(seed)
-        defenses = [copy.deepcopy(defense) for _ in parts]  # each remembers its own batches
+        defenses = [copy.deepcopy(defense) for _ in client_rows]  # each remembers its own batches
         optimizer = torch.optim.Adam(model.parameters(), lr=LEARNING_RATE)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / rounds)
         title = f"{defense.name}, {cell['partition']}, seed {seed}"
         for _ in logging.tqdm(range(rounds), desc=title):
             optimizer.zero_grad()
             for client in torch.randperm(CLIENTS, generator=draw)[:CLIENTS_PER_ROUND]:
-                rows = parts[client][torch.randint(len(parts[client]), (BATCH,), generator=draw)]
+                rows = client_rows[client][
+                    torch.randint(len(client_rows[client]), (BATCH,), generator=draw)
+                ]
                 batch = {"pixel_values": images[rows].float() / 255, "labels": labels[rows]}
                 second_order = defense.facts.needs_second_order
                 gmap = GradientMap(model, batch, second_order=second_order)
                 shared = defenses[client](gmap, generator=noise)
                 for name, parameter in model.named_parameters():
-                    part = shared[name] / CLIENTS_PER_ROUND
-                    parameter.grad = part if parameter.grad is None else parameter.grad + part
+                    gradient_share = shared[name] / CLIENTS_PER_ROUND
+                    parameter.grad = (
+                        gradient_share
+                        if parameter.grad is None
+                        else parameter.grad + gradient_share
+                    )
             optimizer.step()
             schedule.step()
         return test_accuracy(model, self.test)
@@ -208,9 +216,7 @@ class Ablations(Federation):
     """Refiner's ablations on CIFAR-10 with the leakage papers' LeNet: what each setting costs and
     what it hides.
 
-    After Tables 5 to 8 and 10 and Appendix J of the Refiner paper (2025), in the federation above:
-    PMM with 95 % t-intervals over seeds (rows of ε, and 20 iterations: one seed), PSNR with those
-    over images.
+    Conditions and figures: docs/findings/refiner.md.
     """
 
     def cells(self) -> dict:
@@ -239,12 +245,7 @@ class Frontier(Federation):
     """Refiner against the other defenses on CIFAR-10: what each strength costs in accuracy, and
     what it hides.
 
-    After the PMM-PSNR curves of the Refiner paper (2025), Figures 6 and 12, in the federation
-    above: clients with equal shares of the images, and with labels drawn from a Dirichlet
-    distribution of parameter 1. PSNR is at the initial weights and does not depend on the
-    partition; "known" is that of an attacker that knows the defense: it weighs total variation as
-    is best on images of its own behind the defense, matches only what a pruning left, or leaves out
-    Soteria's layer. For time, Soteria has one ratio and one seed, with equal shares only.
+    Conditions and figures: docs/findings/refiner_images.md.
     """
 
     def cells(self) -> dict:
@@ -254,8 +255,8 @@ class Frontier(Federation):
                 shown = [f"{k}={v}" for k, v in strength.items() if k != "refresh_every"]
                 row, defended = " ".join([name, *shown]), (name, strength)
                 cells[row, "attack"] = self.attack_cell(*defended)
-                known = SMOOTHING | KNOWN.get(name, {})
-                cells[row, "known"] = self.attack_cell(*defended, known)
+                knowledge_settings = SMOOTHING | KNOWLEDGE_SETTINGS.get(name, {})
+                cells[row, "known"] = self.attack_cell(*defended, knowledge_settings)
                 for partition in PARTITIONS:
                     seeds = QUICK_SEEDS if self.quick else SEEDS
                     for seed in range(FEWER_SEEDS.get((name, partition), seeds)):
@@ -266,7 +267,7 @@ class Frontier(Federation):
     def report(self, metrics: dict) -> None:
         rows, plain = [], metrics["none"]
         for row, cells in metrics.items():
-            shown = [interval(cells[who]["psnr"], 1) for who in ("attack", "known")]
+            shown = [interval(cells[attacker]["psnr"], 1) for attacker in ("attack", "known")]
             shown += [f"{cells['attack']['cosine']:.3f}"]
             for partition in PARTITIONS:
                 if runs := cells.get(partition, {}):
@@ -275,7 +276,9 @@ class Frontier(Federation):
                     shown += ["", ""]
             rows.append([row, *shown])
         columns = [
-            f"{what}, {partition}" for partition in PARTITIONS for what in ("PMM", "accuracy")
+            f"{quantity}, {partition}"
+            for partition in PARTITIONS
+            for quantity in ("PMM", "accuracy")
         ]
         write_table(self.output, ["", "PSNR", "PSNR, known", "cosine", *columns], rows)
         plot_frontier(metrics, self.output)
@@ -293,12 +296,12 @@ def plot_frontier(metrics: dict, output) -> None:
                 continue
             relative = pmm(cells[partition], metrics["none"][partition])
             error = np.std(relative, ddof=1) / len(relative) ** 0.5 if len(relative) > 1 else 0.0
-            for who in ("attack", "known"):
-                point = (np.mean(cells[who]["psnr"]), np.mean(relative), error)
-                curves.setdefault((row.split()[0], who), []).append(point)
+            for attacker in ("attack", "known"):
+                point = (np.mean(cells[attacker]["psnr"]), np.mean(relative), error)
+                curves.setdefault((row.split()[0], attacker), []).append(point)
         for color, name in enumerate(names):
-            for who, title, style in (("attack", name, "o-"), ("known", None, "x--")):
-                if points := curves.get((name, who)):
+            for attacker, title, style in (("attack", name, "o-"), ("known", None, "x--")):
+                if points := curves.get((name, attacker)):
                     x, y, errors = zip(*sorted(points), strict=True)
                     look = {"fmt": style, "color": f"C{color}", "capsize": 2, "label": title}
                     axes.errorbar(x, y, errors, **look)
@@ -362,20 +365,18 @@ class ChangedGradients(Study):
         return test_accuracy(model, self.test)
 
 
-def less(accuracies: dict[str, float], others: dict[str, float]) -> str:
+def points_less(accuracies: dict[str, float], other_accuracies: dict[str, float]) -> str:
     """Points of accuracy on the same seeds, with their interval."""
-    return interval([100 * (value - others[seed]) for seed, value in accuracies.items()], 1)
+    return interval(
+        [100 * (value - other_accuracies[seed]) for seed, value in accuracies.items()], 1
+    )
 
 
 class Pruning(ChangedGradients):
     """Which entries of a gradient can be left out: those of small |θ|, of small |g|, or of small |g
     θ|?
 
-    Refiner paper (2025), Table 1. The leakage papers' LeNet on CIFAR-10, one client, 128 images a
-    step. Of each gradient the given share of entries is zeroed, over all layers together. The paper
-    trains for 20 epochs at a learning rate of 0.01 and names no optimizer; here 5 epochs of Adam
-    from 0.005 down to 0, as in the federation. Test accuracy in %, with its 95 % t-interval over
-    seeds.
+    Conditions and figures: docs/findings/refiner.md.
     """
 
     def cells(self) -> dict:
@@ -399,14 +400,16 @@ class Pruning(ChangedGradients):
         for name, ratios in metrics.items():
             for ratio, runs in ratios.items():
                 paper = PAPER_PRUNING.get(name, {}).get(float(ratio), "")
-                shown = [percent(runs), less(runs, plain), paper]
+                shown = [percent(runs), points_less(runs, plain), paper]
                 rows.append([name, f"{float(ratio):.0%}", *shown])
-        for other in ("gradient", "weight"):
+        for other_score in ("gradient", "weight"):
             for ratio, runs in metrics["product"].items():
-                product, paper = (PAPER_PRUNING[n].get(float(ratio)) for n in ("product", other))
+                product, paper = (
+                    PAPER_PRUNING[n].get(float(ratio)) for n in ("product", other_score)
+                )
                 difference = f"{product - paper:.2f}" if product and paper else ""
-                shown = ["", less(runs, metrics[other][ratio]), difference]
-                rows.append([f"product less {other}", f"{float(ratio):.0%}", *shown])
+                shown = ["", points_less(runs, metrics[other_score][ratio]), difference]
+                rows.append([f"product less {other_score}", f"{float(ratio):.0%}", *shown])
         header = ["left out by small", "share left out", "accuracy", "less none, same seeds"]
         write_table(self.output, [*header, "paper: accuracy"], rows)
 
@@ -444,11 +447,7 @@ PAPER_LAYERS: dict[str, dict[int | str, float]] = {  # it has three layers, and 
 class Layers(ChangedGradients):
     """Does noise on the gradient of an early layer cost more than on that of a late one?
 
-    Refiner paper (2025), Table 2, which its layer-wise weight rests on. Gaussian noise on the
-    gradient of one layer, weights and bias; network, data and training as in `refiner_pruning`. The
-    paper's noise has the same variance whatever layer it is on. Beside it stands noise of three
-    times the root mean square of that layer's gradient at each step: gradients of this network grow
-    from layer to layer, at first by five. Test accuracy in %, with its 95 % t-interval over seeds.
+    Conditions and figures: docs/findings/refiner.md.
     """
 
     def cells(self) -> dict:
@@ -472,12 +471,14 @@ class Layers(ChangedGradients):
         plain = metrics["none"][""]
         rows = [["none", "", percent(plain), "", "", ""]]
         for noise, by_layer in list(metrics.items())[1:]:
-            last = list(by_layer.values())[-1]
+            last_runs = list(by_layer.values())[-1]
             for number, (layer, runs) in enumerate(by_layer.items()):
                 papers = PAPER_LAYERS.get(noise, {})
-                paper = papers.get("linear" if runs is last else number, "")
-                beside = "" if runs is last else less(runs, last)
-                rows.append([noise, layer, percent(runs), less(runs, plain), beside, paper])
+                paper = papers.get("linear" if runs is last_runs else number, "")
+                less_than_last = "" if runs is last_runs else points_less(runs, last_runs)
+                rows.append(
+                    [noise, layer, percent(runs), points_less(runs, plain), less_than_last, paper]
+                )
         header = ["noise", "on", "accuracy", "less none", "less the classifier's"]
         write_table(self.output, [*header, "paper: accuracy"], rows)
 

@@ -23,7 +23,7 @@ from .lib.tables import interval, write_table
 from .lib.text import of_usual_length, sst2
 
 
-class Part(NamedTuple):
+class PartRow(NamedTuple):
     """A row: a defense, rates of which the best is taken, and how many messages."""
 
     defense: str
@@ -32,53 +32,45 @@ class Part(NamedTuple):
     steps: int = 200
 
 
-PARTS = {  # the most telling first
-    "none": Part("none", {}, (2e-4,)),
-    "4 samples": Part("refiner", {"samples": 4}),
-    "16 samples": Part("refiner", {"samples": 16}),
-    "16, without feedback": Part("refiner", {"samples": 16, "error_feedback": False}),
-    "16, a factor a sample": Part("refiner", {"samples": 16, "factors": "sample"}),
-    "16, one factor": Part("refiner", {"samples": 16, "factors": "message"}),
-    "16, a factor a sample, 2 steps": Part("refiner", {"samples": 16, "iterations": 2}),
-    "none, 300 messages": Part("none", {}, (2e-4,), 300),
-    "4 samples, 300 messages": Part("refiner", {"samples": 4}, (1e-4,), 300),
-    "16 samples, 300 messages": Part("refiner", {"samples": 16}, (2e-4,), 300),
+PART_ROWS = {  # the most telling first
+    "none": PartRow("none", {}, (2e-4,)),
+    "4 samples": PartRow("refiner", {"samples": 4}),
+    "16 samples": PartRow("refiner", {"samples": 16}),
+    "16, without feedback": PartRow("refiner", {"samples": 16, "error_feedback": False}),
+    "16, a factor a sample": PartRow("refiner", {"samples": 16, "factors": "sample"}),
+    "16, one factor": PartRow("refiner", {"samples": 16, "factors": "message"}),
+    "16, a factor a sample, 2 steps": PartRow("refiner", {"samples": 16, "iterations": 2}),
+    "none, 300 messages": PartRow("none", {}, (2e-4,), 300),
+    "4 samples, 300 messages": PartRow("refiner", {"samples": 4}, (1e-4,), 300),
+    "16 samples, 300 messages": PartRow("refiner", {"samples": 16}, (2e-4,), 300),
 }
 
 
-class Parts(Study):
+class RefinerParts(Study):
     """Refiner of 4 and 16 texts, and what each part of it gives: one is left out, or done
     otherwise.
 
-    One client of 16 phrases of SST-2 a message, 200 steps of AdamW, MiniLM, one seed (`--all`:
-    three, and more rows). Each row has its own learning rate, of two: that of better accuracy on
-    500 held-out phrases, by a seed that is not used again. Accuracy is of 2,693 sentences, compared
-    with the undefended run of the same seed sentence by sentence. Sums: the cosine of what was
-    shared in a training with the gradients there, each added up, one seed. At the end of its own
-    training each is attacked as on the frontier: span has 8 messages of one sentence, and a
-    candidate-set attacker three of 16. An attacker that knows all words of a sentence but the one
-    in its middle has 300 for that place (first rows). FOLDER keeps what was trained, 45 MB per
-    stage.
+    Conditions and figures: docs/findings/synthetic.md.
     """
 
     ARGUMENTS = clients.TEXT_FLAGS | plan.FOLDER | {
         "--all": {"action": "store_true", "help": "all rows, three seeds"}
     }  # fmt: skip
-    QUICK_ROWS, FIRST, OF_WORDS = ("none", "4 samples", "16, without feedback"), 6, 2
+    QUICK_ROWS, DEFAULT_COUNT, OF_WORDS = ("none", "4 samples", "16, without feedback"), 6, 2
 
     def cells(self) -> dict:
         """Rates first. Then every row's first seed, what is recovered of it, and further seeds.
         Without `--all` one seed of the first rows, and what is there.
         """
         results, cells, best = Results(self.output), {}, {}
-        for row in self.QUICK_ROWS if self.quick else PARTS:
-            defense, strength, rates, steps = PARTS[row]
+        for row in self.QUICK_ROWS if self.quick else PART_ROWS:
+            defense, strength, rates, steps = PART_ROWS[row]
             cell = {"defense": defense, "strength": strength, "batch": plan.BATCH, "steps": steps}
             cell |= plan.QUICK if self.quick else {}
             is_single = self.quick or len(rates) == 1
             common = cell | {"seed": plan.RATES_SEED}
             search = clients.cells_by_rate(common, () if is_single else rates)
-            cells |= {(row, tables.RATES, rate): found for rate, found in search.items()}
+            cells |= {(row, tables.RATES, rate): rate_cell for rate, rate_cell in search.items()}
             rate = rates[0] if is_single else clients.chosen_rate(results, search)
             if rate is not None:
                 best[row] = cell | {"learning_rate": rate}
@@ -86,24 +78,30 @@ class Parts(Study):
         if self.quick:
             attacks = plan.QUICK_ATTACKS | {plan.WORD: (1, {"words": 4})}
             candidates = plan.QUICK_CANDIDATES
-        rows_of = {plan.SPAN: list(PARTS), candidates: list(PARTS)}
-        rows_of[plan.WORD] = list(PARTS)[: self.OF_WORDS]
+        rows_of = {plan.SPAN: list(PART_ROWS), candidates: list(PART_ROWS)}
+        rows_of[plan.WORD] = list(PART_ROWS)[: self.OF_WORDS]
         for seed in range(1 if self.quick else 3):
             trained = {row: cell | {"seed": seed} for row, cell in best.items()}
             cells |= {(row, tables.ACCURACY, str(seed)): cell for row, cell in trained.items()}
             for attack, rows in rows_of.items() if seed == 0 else ():
-                (name, size), asked = attack, tables.attack_cell(attack, *attacks[attack], "end")
+                (name, size), attack_settings = (
+                    attack,
+                    tables.attack_cell(attack, *attacks[attack], "end"),
+                )
                 attacked = [row for row in trained if row in rows]
-                cells |= {(row, f"{name}, {size}", "0"): trained[row] | asked for row in attacked}
+                cells |= {
+                    (row, f"{name}, {size}", "0"): trained[row] | attack_settings
+                    for row in attacked
+                }
         if self.quick:
             return cells
-        most_telling = list(PARTS)[: self.FIRST]
-        first = [
+        most_telling = list(PART_ROWS)[: self.DEFAULT_COUNT]
+        first_cells = [
             cell
             for (row, *_), cell in cells.items()
             if row in most_telling and cell["seed"] in (0, plan.RATES_SEED)
         ]
-        return self.keep_first(cells, lambda cell: cell in first)
+        return self.keep_first(cells, lambda cell: cell in first_cells)
 
     def load(self) -> None:
         self.task = SummedTask(self.args.model, self.args.data_dir, self.args.models)
@@ -128,8 +126,8 @@ class Parts(Study):
             # The undefended row of as many messages
             plain = next(
                 name
-                for name, part in PARTS.items()
-                if (part.defense, part.steps) == ("none", PARTS[row].steps)
+                for name, part_row in PART_ROWS.items()
+                if (part_row.defense, part_row.steps) == ("none", PART_ROWS[row].steps)
             )
             shown = [row, f"{clients.best_rates({row: rates})[row]:g}" if rates else ""]
             shown += [
@@ -197,23 +195,14 @@ WARM_TRIED = {  # rates, and how they do on what was held out
     "noise of five times": (2e-3, 4e-3, 8e-3),
     "none": (1e-3, 2e-3, 4e-3),
 }
-COSINE, TOLD, TRIED = "cosine", "TPR at 1 % FPR, end", "held out at"
+COSINE, MEMBERS, TRIED = "cosine", "TPR at 1 % FPR, end", "held out at"
 
 
 class Warm(Study):
     """What a warm start brings to Refiner as published: half the iterations where an image was
     refined before, from what they led to then.
 
-    After Figures 15 and 18 of the Refiner paper (2025), and for its Figure 6 on a network that
-    learns. One client trains the network of the frontier on images on 2,000 lossless images of
-    CIFAR-10: 600 messages of 16, so that each is seen about five times, at the learning rate that
-    is best for Refiner's default there; and behind uniform noise, at the rate that is best for it
-    there. Rates beside them were tried with a seed of their own, on images that nothing was trained
-    on. Accuracy is of 10,000 images, compared with the undefended run of the same seed, image by
-    image. Attacked are eight images that were trained on, one per message, by the frontier's
-    attacker; told are members of three messages of 16 among its 300 candidates, at 1 % FPR. The
-    cosine is of what is shared of 64 messages of one with their gradients. FOLDER keeps what was
-    trained.
+    Conditions and figures: docs/findings/refiner_images.md.
     """
 
     ARGUMENTS = plan.FOLDER | {
@@ -240,14 +229,16 @@ class Warm(Study):
                 cells[row, f"{TRIED} {rate:g}", ""] = rows[row] | tried
         size, count = (4, 2) if self.quick else (16, 64)
         for row, cell in rows.items():
-            first = cell | {"seed": 0}
+            first_seed = cell | {"seed": 0}
             for stage in ("start", "end"):
-                asked = tables.attack_cell(plan.INVERTING, *attacks[plan.INVERTING], stage)
-                cells[row, f"PSNR, {stage}", "0"] = first | asked
+                attack_settings = tables.attack_cell(
+                    plan.INVERTING, *attacks[plan.INVERTING], stage
+                )
+                cells[row, f"PSNR, {stage}", "0"] = first_seed | attack_settings
             candidates = ("candidates", size)
-            asked = tables.attack_cell(candidates, *attacks[candidates], "end")
-            cells[row, TOLD, "0"] = first | asked
-            cells[row, COSINE, "0"] = first | {"stage": "end", COSINE: count}
+            attack_settings = tables.attack_cell(candidates, *attacks[candidates], "end")
+            cells[row, MEMBERS, "0"] = first_seed | attack_settings
+            cells[row, COSINE, "0"] = first_seed | {"stage": "end", COSINE: count}
         return cells
 
     def load(self) -> None:
@@ -276,11 +267,11 @@ class Warm(Study):
             runs = cells[tables.ACCURACY]
             shown = [row, ", ".join(tried), tables.accuracy_text(runs), tables.lost(runs, plain)]
             shown += [
-                tables.score_text(cells[place]) for place in ("PSNR, start", "PSNR, end", TOLD)
+                tables.score_text(cells[place]) for place in ("PSNR, start", "PSNR, end", MEMBERS)
             ]
             rows.append([*shown, interval(cells[COSINE]["0"][COSINE], 2)])
         header = ["", "rates (held out)", "accuracy", "less than none"]
-        header += ["PSNR, start", "PSNR, end", TOLD, "cosine"]
+        header += ["PSNR, start", "PSNR, end", MEMBERS, "cosine"]
         write_table(self.output, header, rows)
 
 
@@ -294,7 +285,7 @@ class FewImages(clients.ImageTask):
         return array_images(self._train)
 
     def rows_to_learn(self) -> clients.ImageRows:
-        return clients.ImageRows(*(part[: self.COUNT] for part in self.train_rows), flip=False)
+        return clients.ImageRows(*(tensor[: self.COUNT] for tensor in self.train_rows), flip=False)
 
     def held_out(self) -> tuple[Tensor, Tensor]:
         pixels, labels = self.train_rows

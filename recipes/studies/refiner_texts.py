@@ -91,19 +91,16 @@ class Sentences(RefinerStudy):
     """Does Refiner do what its equation says, sentence by sentence? What do α and the learning rate
     trade, and what does ε do?
 
-    Refines each of the first sentences of SST-2's dev set by itself, with the model as it is before
-    fine-tuning (a new head, no dropout): how often the utility metric UM fell and the noise ratio D
-    rose, the cosine of the shared with the true gradient, and the share of words whose nearest
-    token embedding is still their own. Writes OUTPUT.md and OUTPUT_projection.md.
+    Conditions and figures: docs/findings/refiner_learning.md.
     """
 
     def cells(self) -> dict:
         counts, fast = (
             ({"defaults": 3}, {"iterations": 5}) if self.quick else ({"defaults": 200}, {})
         )
-        others = 2 if self.quick else 20
+        row_count = 2 if self.quick else 20
         return {
-            (row,): {"strength": strength | fast, "sentences": counts.get(row, others)}
+            (row,): {"strength": strength | fast, "sentences": counts.get(row, row_count)}
             for row, strength in ({"defaults": {}} | CURVE | PROJECTION).items()
         }
 
@@ -148,7 +145,7 @@ class Sentences(RefinerStudy):
             return f"{unit * value['mean']:.{digits}f} ± {unit * value['±']:.{digits}f}"
 
         count = metrics["defaults"]["sentences"]
-        last = {"alpha": 0.6, "learning_rate": f"0.01 (defaults, {count} sentences)"}
+        default_labels = {"alpha": 0.6, "learning_rate": f"0.01 (defaults, {count} sentences)"}
         rows: list = [
             (
                 *settings.values(), shown(row, "cosine", 3),
@@ -156,7 +153,7 @@ class Sentences(RefinerStudy):
                 f"{metrics[row]['metric_end']['mean']:.4f}",
                 f"{100 * metrics[row]['fell']['mean']:.0f} %",
             )
-            for row, settings in (CURVE | {"defaults": last}).items()
+            for row, settings in (CURVE | {"defaults": default_labels}).items()
         ]  # fmt: skip
         header = ["α", "learning rate", "cosine", "words still nearest", "UM at the end", "UM fell"]
         write_table(self.output, header, rows)
@@ -169,10 +166,7 @@ class InTraining(RefinerStudy):
     """Does Refiner's gradient still point the right way once a model has begun to learn, and what
     does refining add?
 
-    Before and after fine-tuning undefended on SST-2 (80 batches of 32, AdamW, 5e-5), compares over
-    batches of 16 the true gradient with that of data blended with noise, and refined from there.
-    "Together" is the cosine between the averages over the batches: what an optimizer that averages
-    over steps gets to see.
+    Conditions and figures: docs/findings/refiner_learning.md.
     """
 
     def cells(self) -> dict:
@@ -229,9 +223,11 @@ class InTraining(RefinerStudy):
     def report(self, metrics: dict) -> None:
         rows = []
         for row in IN_TRAINING:
-            before, after = metrics["before"][row], metrics["after"][row]
-            cosines = [cell[key] for cell in (before, after) for key in ("each", "together")]
-            noise = f"{after['noise ratio']:.2f}"
+            cells_before, cells_after = metrics["before"][row], metrics["after"][row]
+            cosines = [
+                cell[key] for cell in (cells_before, cells_after) for key in ("each", "together")
+            ]
+            noise = f"{cells_after['noise ratio']:.2f}"
             rows.append([row, *(f"{cosine:.3f}" for cosine in cosines), noise])
         header = ["", "before: each", "together", "after: each", "together", "D after"]
         write_table(self.output, header, rows)
@@ -263,13 +259,7 @@ class Texts(RefinerStudy):
     """What TAG and Inverting Gradients recover of sentences behind pruning, Gaussian noise and
     Refiner: Refiner paper (2025), Table 13.
 
-    The first 10 sentences of SST-2's dev set that have 14 tokens, one per message, the model as it
-    is before fine-tuning (new head, no dropout), labels and lengths known, token embeddings
-    withheld. Both attacks get 500 evaluations: TAG 500 updates, Inverting Gradients 25 steps of
-    L-BFGS with up to 20, its best of seven settings on three other, undefended sentences: Adam,
-    signed or not, stays far behind. Token F1 with 95 % bootstrap intervals. Rows called "paper"
-    have the paper's strengths (its BERT is fine-tuned, its samples 1,000); the others are those
-    whose accuracies `sst2` has, shown beside them.
+    Conditions and figures: docs/findings/refiner_text.md.
     """
 
     ARGUMENTS = RefinerStudy.ARGUMENTS | {
@@ -299,8 +289,10 @@ class Texts(RefinerStudy):
         defense.prepare(self.model, self.tokenizer)
         for number, batch in enumerate(batches):
             shared = defense(GradientMap(self.model, batch), Stream.from_seeds(number))
-            known = {"labels": batch["labels"], "tokenizer": self.tokenizer}
-            observations.append(Observation(self.model, shared, input_shape=(1, LENGTH), **known))
+            knowledge = {"labels": batch["labels"], "tokenizer": self.tokenizer}
+            observations.append(
+                Observation(self.model, shared, input_shape=(1, LENGTH), **knowledge)
+            )
         attack = attack_of(cell["attack"], **cell["settings"])
         results = attack.together(observations, torch.Generator().manual_seed(cell["seed"]))
         texts = [batch["input_ids"].tolist() for batch in batches]
@@ -328,14 +320,7 @@ class FineTuned(Study):
     """What pruning, Gaussian noise and Refiner hide of a model that is fine-tuned already, and what
     they cost it: Refiner paper (2025), Table 13, at its operating point.
 
-    The encoder is fine-tuned on one half of SST-2, 1,000 messages of 32 phrases without a defense.
-    From there one client goes on with phrases of the other half, 100 messages of 16 at the
-    Trainer's 5e-5, under each of the paper's settings (`--all`: three seeds, and all attacks).
-    Accuracy is of 2,693 sentences, compared with the undefended run of the same seed, sentence by
-    sentence. Attacked is the fine-tuned model as in `refiner_text`: the first 10 sentences of the
-    dev set that have 14 tokens, one per message, labels, lengths and the defense known, 500
-    evaluations; and by span. Token F1 (in brackets that with the other sentences), and by how much
-    more is recovered than behind Refiner, sentence by sentence. FOLDER keeps what was trained.
+    Conditions and figures: docs/findings/refiner_text.md.
     """
 
     ARGUMENTS = TEXT_FLAGS | FOLDER | {
@@ -350,7 +335,7 @@ class FineTuned(Study):
     }  # fmt: skip
 
     @property
-    def first(self) -> dict:
+    def first_training(self) -> dict:
         """The training that others go on from."""
         return FINE_TUNED | (QUICK if self.quick else {})
 
@@ -358,25 +343,27 @@ class FineTuned(Study):
         """The fine-tuned model first, then what is recovered of it, then trainings that go on from
         it.
         """
-        first, quick = self.first, QUICK if self.quick else {}
+        first_training, quick = self.first_training, QUICK if self.quick else {}
         sizes = {"learning_rate": 5e-5, "steps": 100, "batch": BATCH} | quick
         samples, fast = (QUICK_SAMPLES, {"steps": 1}) if self.quick else (SAMPLES, {})
         cells: dict = {
-            (self.START, ACCURACY, "0"): first,
-            (self.START, self.SIZE, "0"): first | {self.SIZE: samples},
+            (self.START, ACCURACY, "0"): first_training,
+            (self.START, self.SIZE, "0"): first_training | {self.SIZE: samples},
         }
         rows = {
-            row: {"defense": name, "strength": as_published(name, how), "start": first}
+            row: {"defense": name, "strength": as_published(name, how), "start": first_training}
             for row, (name, how) in TEXT.items()
             if row in self.ROWS
         }
         for attack, settings in self.ATTACKS.items():
             settings = settings | (fast if settings else {})
-            asked = {"seed": 0} | attack_cell((attack, 1), samples, settings, "start")
-            cells |= {(row, attack, "0"): cell | asked for row, cell in rows.items()}
+            attack_settings = {"seed": 0} | attack_cell((attack, 1), samples, settings, "start")
+            cells |= {(row, attack, "0"): cell | attack_settings for row, cell in rows.items()}
         for seed in range(1 if self.quick else 3):
-            more = {"seed": seed} | sizes
-            cells |= {(row, ACCURACY, str(seed)): cell | more for row, cell in rows.items()}
+            training_settings = {"seed": seed} | sizes
+            cells |= {
+                (row, ACCURACY, str(seed)): cell | training_settings for row, cell in rows.items()
+            }
         if self.quick:
             return cells
         span = self.SPAN
@@ -387,7 +374,7 @@ class FineTuned(Study):
     def load(self) -> None:
         args = self.args
         self.half = FirstHalf(args.model, args.data_dir, Path(args.models, "fine_tuned"))
-        self.task = SecondHalf(self.half, self.first, args.evaluation_network)
+        self.task = SecondHalf(self.half, self.first_training, args.evaluation_network)
         ids = self.task.tokenizer
         data = sst2(args.data_dir)
         self.texts = [row for row in data if len(ids(row["sentence"])["input_ids"]) == LENGTH]
@@ -416,8 +403,8 @@ class FineTuned(Study):
                 shown.append(score_text(cells.get(attack, {})))
                 pair = [metrics.get(r, {}).get(attack, {}).get("0") for r in (row, self.REFINER)]
                 if all(pair) and row != self.REFINER:
-                    more = np.subtract(*(cell[F1] for cell in pair)).tolist()
-                    shown.append(student(more).said(2))
+                    differences = np.subtract(*(cell[F1] for cell in pair)).tolist()
+                    shown.append(student(differences).text(2))
                 else:
                     shown.append("")
             rows.append([*shown, PAPER_TEXT.get(row, "")])
@@ -438,12 +425,12 @@ class FirstHalf(TextTask):
 class SecondHalf(TextTask):
     """Starts from what learned one half, and learns the other."""
 
-    def __init__(self, half: FirstHalf, first: dict, network: str) -> None:
+    def __init__(self, half: FirstHalf, first_training: dict, network: str) -> None:
         super().__init__(half.name, half.data_dir, half.folder)
-        self._half, self._first, self._network = half, first, network
+        self._half, self._first_training, self._network = half, first_training, network
 
     def start(self, seed: int) -> torch.nn.Module:
-        model = self._half.stage(self._first, "end").model
+        model = self._half.stage(self._first_training, "end").model
         torch.manual_seed(seed)
         return model
 

@@ -5,7 +5,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from scipy.stats import binomtest
 from torch import Tensor
 from transformers import ResNetConfig, ResNetForImageClassification, ViTConfig, set_seed
 from transformers import ViTForImageClassification as ViT
@@ -15,25 +14,22 @@ from hf_gradguard import GradientMap, make_defense
 from hf_gradguard.randomness import Stream
 
 from ..study import Study
+from .lib import text as texts
 from .lib.images import array_images, flat
-from .lib.tables import interval, write_table
-from .lib.text import (
-    batch_of,
-    batches_of_one,
-    load_classifier,
-    load_tokenizer,
-    of_usual_length,
-    sst2,
-)
+from .lib.intervals import share
+from .lib.tables import settings_text, write_table
 
-EVERY = 10  # steps between messages that averages take in
-EACH = {"refresh_every": 1}
+LEARNING_STEPS = 10  # between messages that averages take in
+REFRESHED = {"refresh_every": 1}
 SHAPES = {
     "uniform": ["gaussian_noise", {}],
-    "public": ["optimal_noise", {"shape": "public", **EACH}],
-    "public, by tensor": ["optimal_noise", {"shape": "public", "granularity": "layer", **EACH}],
-    "past": ["optimal_noise", {"shape": "past", **EACH}],
-    "past, by tensor": ["optimal_noise", {"shape": "past", "granularity": "layer", **EACH}],
+    "public": ["optimal_noise", {"shape": "public", **REFRESHED}],
+    "public, by tensor": [
+        "optimal_noise",
+        {"shape": "public", "granularity": "layer", **REFRESHED},
+    ],
+    "past": ["optimal_noise", {"shape": "past", **REFRESHED}],
+    "past, by tensor": ["optimal_noise", {"shape": "past", "granularity": "layer", **REFRESHED}],
     "own, 1 probe": ["optimal_noise", {"shape": "own", "num_probes": 1}],
     "own, 10 probes": ["optimal_noise", {"shape": "own", "num_probes": 10}],
 }
@@ -43,8 +39,7 @@ TASKS = {
     "vit": {"learning_rate": 1e-3, "steps": (0, 100), "sizes": (16,)},
     "resnet": {"learning_rate": 1e-3, "steps": (0, 100), "sizes": (16,)},
 }
-BATCHES = 3
-BATCH = 16  # that training takes
+BATCHES, BATCH = 3, 16  # batches that are evaluated; samples that training takes
 
 
 class ShapeStudy(Study):
@@ -62,20 +57,21 @@ class ShapeStudy(Study):
         set_seed(cell["seed"])
         order = np.random.default_rng(cell["seed"])
         if cell["task"] == "minilm":
-            tokenizer = load_tokenizer(self.args.model)
-            model, rows = load_classifier(self.args.model), sst2(self.args.data_dir, "train")
+            tokenizer = texts.load_tokenizer(self.args.model)
+            model = texts.load_classifier(self.args.model)
+            rows = texts.sst2(self.args.data_dir, "train")
 
             def draw(count: int) -> dict:
-                drawn = rows.select(order.integers(len(rows), size=count))
-                return batch_of(tokenizer, drawn, truncation=True, max_length=64)
+                batch = rows.select(order.integers(len(rows), size=count))
+                return texts.batch_of(tokenizer, batch, truncation=True, max_length=64)
 
             return model, draw
         pixels, labels = array_images(self.args.cifar10)
         images = pixels.float() / 127.5 - 1
 
         def draw_images(count: int) -> dict:
-            drawn = order.integers(len(images), size=count)
-            return {"pixel_values": images[drawn], "labels": labels[drawn]}
+            indices = order.integers(len(images), size=count)
+            return {"pixel_values": images[indices], "labels": labels[indices]}
 
         if cell["task"] == "vit":
             sizes = {"hidden_size": 192, "intermediate_size": 768, "num_attention_heads": 3}
@@ -99,6 +95,13 @@ def freeze_statistics(model) -> None:
             module.eval()
 
 
+def over_optimum(s: Tensor, g: Tensor, variance: Tensor) -> tuple[float, float]:
+    """Tr J_F, and Tr J_F·|U₂| over its least value, of s² and g² of a batch."""
+    information = float(torch.where(s > 0, s / variance, 0.0).sum())
+    least = float((s * g).sqrt().sum()) ** 2
+    return information, information * float((g * variance).sum()) / least
+
+
 def median_text(ratios: list[float]) -> str:
     median, low, high = map(ratio_text, (np.median(ratios), min(ratios), max(ratios)))
     return f"{median} [{low}, {high}]"
@@ -111,35 +114,30 @@ def ratio_text(value: float) -> str:
 class Quality(ShapeStudy):
     """What does noise cost whose shape does not depend on the batch?
 
-    A client fine-tunes (AdamW, 16 samples per step); defenses measure at every tenth step and keep
-    averages. At some steps other batches are looked at, of 16 samples and of one. Tr J_F·|U₂| does
-    not depend on the noise's strength; its least value, (Σ s|g|)², needs s and |g| of the very
-    batch. s² is from split probes (12, or 48 for one sample; exact ones for the ResNet, whose ReLU
-    has kinks). dFIL is compared with that of uniform noise of equal power. The last row has the
-    averages of the evaluated batches themselves, entry by entry.
+    Tr J_F·|U₂| does not depend on the noise's strength; its least value, (Σ s|g|)², needs s and |g|
+    of the very batch. The last row has the averages of the evaluated batches themselves, entry by
+    entry. Conditions and figures: docs/findings/shape_cost.md.
     """
 
     ARGUMENTS = ShapeStudy.ARGUMENTS | {"--cifar10": "npz with x, y in uint8"}
     PROBES = {16: 12, 1: 48}
 
     def cells(self) -> dict:
-        size = {"batches": 1, "probes": 1, "size": 2, "batch": 2} if self.quick else {}
+        quick = {"batches": 1, "probes": 1, "size": 2, "batch": 2} if self.quick else {}
         return {
             (task, str(step), str(batch), "0"): {
                 "task": task, "learning_rate": settings["learning_rate"],
                 "step": min(step, 1) if self.quick else step, "size": batch, "seed": 0,
                 "batches": BATCHES, "probes": self.PROBES[batch], "shapes": SHAPES,
             }
-            | size
+            | quick
             for task, settings in TASKS.items()
             for step in (settings["steps"][:1] if self.quick else settings["steps"])
             for batch in settings["sizes"]
         }  # fmt: skip
 
     def measure(self, cell: dict) -> dict:
-        """For every shape, Tr J_F·|U₂| over its least value and dFIL over uniform noise's, of every
-        batch.
-        """
+        """By shape, Tr J_F·|U₂| over its least value and dFIL over uniform noise's, per batch."""
         model, draw = self.task(cell)
         defenses = {
             row: make_defense(name, relative_scale=1.0, **settings)
@@ -149,15 +147,13 @@ class Quality(ShapeStudy):
         model.train()
         for step in range(cell["step"]):
             batch = draw(cell.get("batch", size))
-            if step % EVERY == 0:
+            if step % LEARNING_STEPS == 0:
                 feed_averages(defenses, model, batch)
             learn(model, optimizer, batch)
         feed_averages(defenses, model, draw(cell.get("batch", size)))
         freeze_statistics(model)
-        maps = [
-            GradientMap(model, draw(cell["size"]), second_order=False)
-            for _ in range(cell["batches"])
-        ]
+        batches = [draw(cell["size"]) for _ in range(cell["batches"])]
+        maps = [GradientMap(model, batch, second_order=False) for batch in batches]
         squares = [
             flat(gmap.squared_sensitivity(cell["probes"], Stream.from_seeds(1))).double()
             for gmap in maps
@@ -173,10 +169,8 @@ class Quality(ShapeStudy):
                 if state:
                     defense.load_state_dict(state)
             for row, variance in variances.items():
-                information = float(torch.where(s > 0, s / variance, 0.0).sum())
-                disturbance = float((g * variance).sum())
-                least = float((s * g).sqrt().sum()) ** 2
-                scores[row]["ratios"].append(information * disturbance / least)
+                information, ratio = over_optimum(s, g, variance)
+                scores[row]["ratios"].append(ratio)
                 dfil = information * float(variance.mean()) / float(s.sum())
                 scores[row]["dfils"].append(dfil)
         return scores
@@ -206,9 +200,9 @@ def feed_averages(defenses: dict, model, batch: dict) -> None:
 
 
 AVERAGES = {  # shape, and messages between those that are learned from
-    f"{shape}, every {every}th message": [shape, every]
+    f"{shape}, every {period}th message": [shape, period]
     for shape in ("public", "past")
-    for every in (10, 20)
+    for period in (10, 20)
 }
 ESTIMATES = {  # probes, and whether they are squared sample by sample
     "own, split, 1 probe": [1, True],
@@ -221,25 +215,20 @@ ESTIMATES = {  # probes, and whether they are squared sample by sample
 class Estimates(ShapeStudy):
     """How near do estimates of s² come to the optimum, and how old may averages grow?
 
-    An encoder is fine-tuned as in `shapes_quality`. At some steps batches that nothing was learned
-    of are looked at, of 16 phrases and of one: Tr J_F·|U₂| of noise shaped by estimates of their
-    own s², of k probes, squared sample by sample or whole; and by averages that were fed at every
-    n-th message, the last of them n steps ago. It is given over its least value, (Σ s|g|)², with s²
-    from 24 split probes that no estimate saw (96 for one phrase), which are themselves off by half
-    a percent to 2 %.
+    Conditions and figures: docs/findings/shape_cost.md.
     """
 
     PROBES = {16: 24, 1: 96}
 
     def cells(self) -> dict:
-        small = {"batches": 1, "probes": 2, "size": 2, "batch": 2, "step": 1} if self.quick else {}
+        quick = {"batches": 1, "probes": 2, "size": 2, "batch": 2, "step": 1} if self.quick else {}
         return {
             (str(step), str(size), "0"): {
                 "task": "minilm", "learning_rate": TASKS["minilm"]["learning_rate"], "step": step,
                 "size": size, "seed": 0, "batches": BATCHES, "probes": self.PROBES[size],
                 "batch": BATCH, "averages": AVERAGES, "estimates": ESTIMATES,
             }
-            | small
+            | quick
             for step in ((0,) if self.quick else (0, 20, 40, 100))
             for size in self.PROBES
         }  # fmt: skip
@@ -249,7 +238,7 @@ class Estimates(ShapeStudy):
         model, draw = self.task(cell)
         defenses = {
             row: make_defense("optimal_noise", relative_scale=1.0, shape=shape, refresh_every=1)
-            for row, (shape, _every) in cell["averages"].items()
+            for row, (shape, _) in cell["averages"].items()
         }
 
         def feed(batch: dict, step: int) -> None:
@@ -271,10 +260,8 @@ class Estimates(ShapeStudy):
         scores: dict = {row: [] for row in ("uniform", *defenses, *cell["estimates"])}
         for number in range(cell["batches"]):
             gmap = GradientMap(model, draw(cell["size"]), second_order=False)
-            s = flat(
-                gmap.squared_sensitivity(cell["probes"], Stream.from_seeds(1, number))
-            ).double()
-            g = flat(gmap.gradient()).double().square()
+            squares = gmap.squared_sensitivity(cell["probes"], Stream.from_seeds(1, number))
+            s, g = flat(squares).double(), flat(gmap.gradient()).double().square()
             variances = {"uniform": torch.ones_like(s)}
             for row, defense in defenses.items():
                 state = defense.state_dict()
@@ -287,11 +274,8 @@ class Estimates(ShapeStudy):
                 stream = Stream.from_seeds(2, number)
                 estimate = flat(gmap.squared_sensitivity(probes, stream, split=split)).double()
                 variances[row] = estimate.sqrt().clamp(min=1e-30) / g.sqrt().clamp(min=1e-12)
-            least = float((s * g).sqrt().sum()) ** 2
             for row, variance in variances.items():
-                information = float(torch.where(s > 0, s / variance, 0.0).sum())
-                ratio = information * float((g * variance).sum()) / least
-                scores[row].append(round(ratio, 4))
+                scores[row].append(round(over_optimum(s, g, variance)[1], 4))
         return scores
 
     def report(self, metrics: dict) -> None:
@@ -302,140 +286,6 @@ class Estimates(ShapeStudy):
                     ratios = [ratio for cell in seeds.values() for ratio in cell[row]]
                     rows.append([step, size, row, median_text(ratios)])
         write_table(self.output, ["step", "phrases", "noise", "over the optimum"], rows)
-
-
-class Adam(ShapeStudy):
-    """Which noise gives away least at the progress that Adam makes under it?
-
-    Adam's steps are ḡ/√(p + Σ) in expectation, with p = E g² over batches, so what a step gains is
-    Σ_i ḡ_i²/√(p_i + Σ_ii). Each shape is scaled until that is a given share of what it is without
-    noise; then Tr J_F is compared with uniform noise's. Shapes follow s² and p of other batches, of
-    which a matrix keeps rows and columns. The encoder at its start and after 100 steps of AdamW
-    (2e-4, 16 phrases per batch), 12 batches to learn shapes from, 12 to evaluate them on; s² of one
-    probe per batch, split by samples; every 20th coordinate.
-    """
-
-    SHARES = (0.5, 0.2, 0.05)  # of the progress without noise
-
-    def cells(self) -> dict:
-        sizes = {"batches": 2, "size": 4} if self.quick else {"batches": 12, "size": 16}
-        return {
-            (str(step), str(seed)): {
-                "task": "minilm", "step": step, "seed": seed, "learning_rate": 2e-4,
-                "shares": self.SHARES, **sizes,
-            }
-            for step in ((0,) if self.quick else (0, 100))
-            for seed in range(1 if self.quick else 3)
-        }  # fmt: skip
-
-    def measure(self, cell: dict) -> dict:
-        """By share and shape: Tr J_F over uniform noise's, and the root of the noise's power over
-        the gradient's.
-        """
-        model, draw = self.task(cell)
-        model.get_input_embeddings().requires_grad_(False)  # as withheld
-        parameters = [p for p in model.parameters() if p.requires_grad]
-        optimizer = torch.optim.AdamW(parameters, lr=cell["learning_rate"])
-        for _ in logging.tqdm(range(cell["step"]), desc=f"to step {cell['step']}"):
-            learn(model, optimizer, draw(cell["size"]))
-        model.eval()
-        learned, evaluated = (moments(model, draw, cell, part) for part in range(2))
-        scores: dict = {}
-        for share in cell["shares"]:
-            rows = scores[str(share)] = {}
-            for name, shape in adam_shapes(learned["s"], learned["p"]).items():
-                variance = scaled(shape, evaluated, share)
-                information = float((evaluated["s"] / variance).sum())
-                power = float(variance.sum() / evaluated["p"].sum()) ** 0.5
-                rows[name] = {"information": information, "noise": round(power, 2)}
-            plain = rows["uniform"]["information"]
-            for row in rows.values():
-                row["information"] = round(row["information"] / plain, 4)
-        return scores
-
-    def report(self, metrics: dict) -> None:
-        rows = []
-        for step, seeds in metrics.items():
-            for share in map(str, self.SHARES):
-                for name in next(iter(seeds.values()))[share]:
-                    runs = [run[share][name] for run in seeds.values()]
-                    information = interval([run["information"] for run in runs], 2)
-                    noise = interval([run["noise"] for run in runs], 1)
-                    rows.append([step, share, name.replace("|", "\\|"), information, noise])
-        header = ["step", "progress", "noise", "Tr J_F over uniform's", "noise over gradient"]
-        write_table(self.output, header, rows)
-
-
-def moments(model, draw, cell: dict, part: int) -> dict[str, Tensor]:
-    """s², E g² and the unbiased (E g)² over batches. Learned ones as averages keep them."""
-    count, sums = cell["batches"], []
-    keep: Callable[[Tensor], Tensor] = factored if part == 0 else lambda tensor: tensor
-    for number in logging.tqdm(range(count), desc="batches"):
-        gmap = GradientMap(model, draw(cell["size"]), second_order=False)
-        squares = gmap.squared_sensitivity(1, Stream.from_seeds(cell["seed"], part, number))
-        g = gmap.gradient()
-        parts = [
-            thinned({name: keep(tensor) for name, tensor in squares.items()}),
-            thinned({name: keep(tensor.square()) for name, tensor in g.items()}),
-            thinned(g),
-        ]
-        sums = parts if number == 0 else [a + b for a, b in zip(sums, parts, strict=True)]
-    s, p, total = sums
-    mean = (total.square() - p) / (count * (count - 1))
-    return {"s": s / count, "p": p / count, "mean": mean}
-
-
-def factored(tensor: Tensor) -> Tensor:
-    """Rows and columns of a matrix."""
-    if tensor.dim() < 2:
-        return tensor
-    matrix = tensor.flatten(1)
-    return torch.outer(matrix.sum(1) / matrix.sum().clamp(min=1e-30), matrix.sum(0)).view_as(tensor)
-
-
-def thinned(tensors: dict) -> Tensor:
-    """Every 20th coordinate of all."""
-    return flat({name: tensors[name] for name in sorted(tensors)})[::20].double()
-
-
-def adam_shapes(s: Tensor, p: Tensor, prior: float = 1e-3) -> dict[str, Callable[[float], Tensor]]:
-    """Variances, growing with a number. So much of the mean is added to all.
-
-    Adam's optimum: least Σ s²/Σ at given Σ p/√(p + Σ), in which ḡ² stands as a share of p that is
-    the same everywhere. With y = √(p/Σ) it solves y (1 + y²)^(3/2) = p^(3/2)/(c s²).
-    """
-    s, p = s + prior * s.mean(), p + prior * p.mean()
-
-    def adam(factor: float) -> Tensor:
-        target = 1.5 * p.log() - s.log() - factor
-        y = target.clamp(max=0) + target.clamp(min=0) / 4
-        for _ in range(10):  # Newton's method, of a function between slopes 1 and 4
-            square = (2 * y).exp()
-            y = y - (y + 1.5 * torch.log1p(square) - target) / (1 + 3 * square / (1 + square))
-        return p * (-2 * y).exp()
-
-    def family(shape: Tensor) -> Callable[[float], Tensor]:
-        return lambda factor: shape * np.exp(factor)
-
-    return {
-        "uniform": family(torch.ones_like(s)),
-        "SGD's optimum, s/|g|": family((s / p).sqrt()),
-        "weak noise under Adam, s √|g|": family(s.sqrt() * p**0.25),
-        "s |g|": family((s * p).sqrt()),
-        "Adam's optimum": adam,
-    }
-
-
-def scaled(shape: Callable[[float], Tensor], evaluated: dict[str, Tensor], share: float) -> Tensor:
-    """The variance at which Adam makes the given share of its progress; by bisection."""
-    mean, p = evaluated["mean"], evaluated["p"]
-    whole = float((mean / p.clamp(min=1e-30).sqrt()).sum())
-    low, high = -80.0, 80.0
-    for _ in range(50):
-        middle = (low + high) / 2
-        progress = float((mean / (p + shape(middle)).sqrt()).sum()) / whole
-        low, high = (middle, high) if progress > share else (low, middle)
-    return shape(low)
 
 
 MESSAGES = {
@@ -455,42 +305,39 @@ CANDIDATES, TRIALS, HISTORY, SENTENCES = 28, 20, 4, 4000
 class Naming(ShapeStudy):
     """Does the shape of noise, or what pruning kept, name the text?
 
-    An encoder cut to two layers, and one sentence a message. An attacker has 28 sentences of equal
-    length and label, one of which was the client's: of the message that is looked at, or of the one
-    before it. It knows the defense, the model and all batches before the last two, and so can tell
-    how each candidate would shape the noise. It looks at shapes alone: the candidate is named whose
-    shape has the largest correlation with log y² over all coordinates (pruning: with what was
-    kept). A blind guess names 1 of 28.
+    An attacker has 28 sentences of equal length and label, one of which was the client's. It looks
+    at shapes alone: the candidate is named whose shape has the largest correlation with log y² over
+    all coordinates (pruning: with what was kept). Conditions and figures: docs/findings/shapes.md.
     """
 
     def cells(self) -> dict:
-        size = {"candidates": 3, "trials": 1, "history": 1} if self.quick else {}
+        quick = {"candidates": 3, "trials": 1, "history": 1} if self.quick else {}
         return {
             (row, target): {
                 "defense": defense,
                 "strengths": STRENGTHS["pruning" if "pruning" in row else "noise"],
                 "target": target, "candidates": CANDIDATES, "trials": TRIALS, "history": HISTORY,
             }
-            | size
+            | quick
             for row, defense in MESSAGES.items()
             for target in (TARGETS if "past" in row else TARGETS[:1])
         }  # fmt: skip
 
     def load(self) -> None:
         super().load()
-        tokenizer = load_tokenizer(self.args.model)
+        tokenizer = texts.load_tokenizer(self.args.model)
         torch.manual_seed(0)
-        self.model = load_classifier(self.args.model, num_hidden_layers=2)
-        rows = of_usual_length(sst2(self.args.data_dir, "train").take(SENTENCES))
-        texts = batches_of_one(tokenizer, rows)
-        lengths = [text["input_ids"].shape[1] for text in texts]
+        self.model = texts.load_classifier(self.args.model, num_hidden_layers=2)
+        rows = texts.of_usual_length(texts.sst2(self.args.data_dir, "train").take(SENTENCES))
+        batches = texts.batches_of_one(tokenizer, rows)
+        lengths = [batch["input_ids"].shape[1] for batch in batches]
         common = max(set(lengths), key=lengths.count)
-        pairs = zip(texts, lengths, strict=True)
+        pairs = zip(batches, lengths, strict=True)
         self.texts = [text for text, n in pairs if n == common and text["labels"] == 1]
 
     def measure(self, cell: dict) -> dict[str, list[bool]]:
         """Whether each trial named the right one, by strength."""
-        is_named: dict[str, list[bool]] = {strength_text(s): [] for s in cell["strengths"]}
+        is_named: dict[str, list[bool]] = {settings_text(s): [] for s in cell["strengths"]}
         for trial in logging.tqdm(range(cell["trials"]), desc=" ".join(map(str, cell["defense"]))):
             order = np.random.default_rng(trial).permutation(len(self.texts))
             count = cell["candidates"]
@@ -498,13 +345,13 @@ class Naming(ShapeStudy):
                 GradientMap(self.model, self.texts[i]) for i in order[: count + cell["history"] + 1]
             ]
             member = trial % count  # equal scores must not favor the client's
-            candidates, later, earlier = maps[:count], maps[count], maps[count + 1 :]
-            for strength, right in self.trial(cell, candidates, member, earlier, later):
+            candidates, next_map, earlier = maps[:count], maps[count], maps[count + 1 :]
+            for strength, right in self.trial(cell, candidates, member, earlier, next_map):
                 is_named[strength].append(right)
         return is_named
 
     def trial(
-        self, cell: dict, maps: list, member: int, earlier: list, later
+        self, cell: dict, maps: list, member: int, earlier: list, next_map: GradientMap
     ) -> Iterator[tuple[str, bool]]:
         """Whether the candidate that is the client's is named, by strength."""
         (name, settings), strengths = cell["defense"], cell["strengths"]
@@ -517,23 +364,23 @@ class Naming(ShapeStudy):
             defense = make_defense(name, **settings, **strength)
             defense.load_state_dict(dict(state))
             sent = defense(gmap)
-            return sent if cell["target"] == TARGETS[0] else defense(later)
+            return sent if cell["target"] == TARGETS[0] else defense(next_map)
 
         # Strengths scale a shape, and do not change it.
         shapes = [expected_shape(message(gmap, strengths[0]), gmap, name) for gmap in maps]
         for strength in strengths:
             shape = visible_shape(message(maps[member], strength), "pruning" in name)
             scores = [correlation(shape, candidate) for candidate in shapes]
-            yield strength_text(strength), int(np.argmax(scores)) == member
+            yield settings_text(strength), int(np.argmax(scores)) == member
 
     def report(self, metrics: dict) -> None:
         rows = []
         for row, targets in metrics.items():
             for target, strengths in targets.items():
                 for strength, right in strengths.items():
-                    low, high = binomtest(sum(right), len(right)).proportion_ci()
-                    share = f"{sum(right)} of {len(right)} [{low:.2f}, {high:.2f}]"
-                    rows.append([row, strength, target, share])
+                    _, low, high = share(sum(right), len(right))
+                    named = f"{sum(right)} of {len(right)} [{low:.2f}, {high:.2f}]"
+                    rows.append([row, strength, target, named])
         write_table(self.output, ["defense, shape", "strength", "the sentence of", "named"], rows)
 
 
@@ -554,7 +401,3 @@ def expected_shape(message, gmap, defense: str) -> Tensor:
 
 def correlation(a: Tensor, b: Tensor) -> float:
     return float(torch.corrcoef(torch.stack([a, b]))[0, 1].nan_to_num(nan=-1.0))
-
-
-def strength_text(strength: dict) -> str:
-    return ", ".join(f"{key}={value}" for key, value in strength.items())

@@ -92,12 +92,7 @@ def write_scores(metrics: dict, scores: tuple[str, ...], output) -> None:
 class Batches(Study):
     """Images in batches, on networks of other kinds.
 
-    The first images of the file, as many as the batch has, and of single ones the first four.
-    Random networks at 32 pixels: the leakage papers' LeNet, a residual network with its batch
-    normalization in evaluation and in training mode, and a vision transformer of 16 patches. Labels
-    are known. Inverting Gradients by its plain name, and of single images also with the published
-    settings but for 1,200 steps: as many evaluations as L-BFGS has at most. PSNR and SSIM with 95 %
-    bootstrap intervals over images.
+    Conditions and figures: docs/findings/undefended_images.md.
     """
 
     ARGUMENTS = CIFAR10
@@ -180,12 +175,7 @@ def network_of(name: str, batch: dict) -> torch.nn.Module:
 class DeepPrior(Study):
     """Images drawn by an untrained network, against images that are smooth.
 
-    The first four images of the file, one per message, on the leakage papers' LeNet at its initial
-    weights, labels known: undefended and behind Gaussian noise of a tenth of the gradient's norm
-    and of all of it. A deep image prior of 100 and of 500 steps, and Inverting Gradients with
-    several weights of total variation, one start each. PSNR with 95 % t-intervals over images, and
-    of each number of steps the difference from the weight with the highest mean, image by image. An
-    attacker has to find that weight and that number of steps.
+    Conditions and figures: docs/findings/undefended_images.md.
     """
 
     ARGUMENTS = CIFAR10
@@ -240,9 +230,11 @@ class DeepPrior(Study):
             smooth = [row for row in psnr if row.startswith(self.SMOOTH)]
             best = max(smooth, key=lambda row: psnr[row].mean())
             for row, cell in attacks.items():
-                less = interval(psnr[row] - psnr[best], 1) if row.startswith(self.DEEP) else ""
+                difference = (
+                    interval(psnr[row] - psnr[best], 1) if row.startswith(self.DEEP) else ""
+                )
                 cost = [f"{cell['evaluations']:.0f}", f"{cell['seconds']:.0f}"]
-                rows.append([noise, row, interval(psnr[row], 1), less, *cost])
+                rows.append([noise, row, interval(psnr[row], 1), difference, *cost])
         header = ["noise", "", "PSNR, dB", f"less that of the best {self.SMOOTH}"]
         write_table(self.output, [*header, "evaluations", "seconds an image"], rows)
 

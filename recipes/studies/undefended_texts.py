@@ -141,9 +141,7 @@ def build(family: str, task: str, tokenizer, **settings: Any) -> nn.Module:
 class Sentences(Study):
     """Sentences on an encoder.
 
-    The first 20 sentences of SST-2's dev set with 8 to 20 words, one a gradient, a new
-    classification head, token embeddings withheld, label and length known. Means with 95 %
-    bootstrap intervals.
+    Conditions and figures: docs/findings/undefended_text.md.
     """
 
     ARGUMENTS = {"--model": "an encoder", "--data_dir": "folder with dev.tsv"}
@@ -191,10 +189,12 @@ def by_length(attack, observations: list[Observation], seed: int) -> list[list[l
     """Token ids of each. Sentences of one length are attacked together."""
     lengths, token_ids = [observation.input_shape[1] for observation in observations], {}
     for length in logging.tqdm(sorted(set(lengths)), desc=attack.name):
-        alike = [number for number, other in enumerate(lengths) if other == length]
+        same_length = [
+            number for number, other_length in enumerate(lengths) if other_length == length
+        ]
         generator = torch.Generator().manual_seed(seed)
-        results = attack.together([observations[number] for number in alike], generator)
-        token_ids |= {n: result.token_ids for n, result in zip(alike, results, strict=True)}
+        results = attack.together([observations[number] for number in same_length], generator)
+        token_ids |= {n: result.token_ids for n, result in zip(same_length, results, strict=True)}
     return [token_ids[number] for number in range(len(observations))]
 
 
@@ -211,9 +211,7 @@ class SpanStudy(Study):
 class Families(SpanStudy):
     """The span attack on one text or several, over the architectures that people fine-tune.
 
-    Random models of width 384 and two blocks, the tokenizer of --tokenizer, plain English sentences
-    that no other table uses, lengths known. A text counts as exact if every token that the loss
-    depends on is right. Seconds are one thread's, on the processor.
+    Conditions and figures: docs/findings/undefended_text.md.
     """
 
     ARGUMENTS = SpanStudy.ARGUMENTS | {"--all": ALL}
@@ -240,8 +238,10 @@ class Families(SpanStudy):
             for task in self.TASKS.get(family, (CLASSIFIER,))
             for special in ((True, False) if family in DECODERS else (True,))
         }  # fmt: skip
-        first = {1: common, 4: self.FOUR, 8: ()}
-        return self.keep_first(cells, lambda cell: cell["family"] in first[cell["texts"]])
+        default_families = {1: common, 4: self.FOUR, 8: ()}
+        return self.keep_first(
+            cells, lambda cell: cell["family"] in default_families[cell["texts"]]
+        )
 
     def measure(self, cell: dict) -> dict:
         set_seed(0)
@@ -336,10 +336,7 @@ def tokens_text(cell: dict) -> str:
 class Lengths(SpanStudy):
     """The span attack on one long text, on wider models, and on weights of half precision.
 
-    Random models of two blocks, the sentences of `undefended_families` one after the other as one
-    text, length known. Tokens that are right, of those that the loss depends on; what is recovered
-    is exact or far from it, so one text a cell. Seconds are one thread's, on the processor. `--all`
-    also asks for 256 tokens.
+    Conditions and figures: docs/findings/undefended_text.md.
     """
 
     ARGUMENTS = SpanStudy.ARGUMENTS | {"--all": ALL}
@@ -388,11 +385,7 @@ class Lengths(SpanStudy):
 class Lora(SpanStudy):
     """The span attack on messages of LoRA adapters, in the first step and after ten.
 
-    Random models of width 384 and two blocks with adapters for queries and values, frozen
-    otherwise; one text of 24 tokens with its special ones, length known. Before the message the
-    client trains on two other texts, by AdamW at 1e-3. In the first step B is zero, so that A has
-    no gradient. Tokens that are right, of those that the loss depends on. One seed: what is
-    recovered is exact or far from it. Seconds are one thread's, on the processor.
+    Conditions and figures: docs/findings/undefended_text.md.
     """
 
     ADAPTED = {  # fused layers as they are

@@ -49,43 +49,39 @@ def train(model: nn.Module, batch: Mapping[str, Tensor], cell: dict, seed: int) 
     """As people do, by an optimizer of torch, for some epochs; the model is left as it was. Token
     embeddings are not trained.
     """
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    weights_before = {name: p.detach().clone() for name, p in model.named_parameters()}
     parameters = [p for name, p in model.named_parameters() if "word_embeddings" not in name]
     optimizer = OPTIMIZERS[cell["optimizer"]](parameters, lr=cell["rate"])
     order, draws, steps = list(range(len(batch["labels"]))), random.Random(seed), 0
     for _ in range(cell["epochs"]):
         if cell["shuffle"]:
             draws.shuffle(order)
-        for first in range(0, len(order), cell["size"]):
-            rows = order[first : first + cell["size"]]
+        for start in range(0, len(order), cell["size"]):
+            rows = order[start : start + cell["size"]]
             optimizer.zero_grad()
             model(**{key: value[rows] for key, value in batch.items()}).loss.backward()
             optimizer.step()
             steps += 1
-    after = {name: p.detach().clone() for name, p in model.named_parameters()}
-    model.load_state_dict(before, strict=False)
+    weights_after = {name: p.detach().clone() for name, p in model.named_parameters()}
+    model.load_state_dict(weights_before, strict=False)
     model.zero_grad()
-    return before, after, steps
+    return weights_before, weights_after, steps
 
 
 def observed(
     model: nn.Module, weights: Weights, cell: dict, batch_size: int | None, **grants: Any
 ) -> Observation:
-    before, after, steps = weights
+    weights_before, weights_after, steps = weights
     return Observation.from_update(
-        model, before, after, learning_rate=cell["rate"], steps=steps, batch_size=batch_size,
-        optimizer=cell["optimizer"], **grants,
+        model, weights_before, weights_after, learning_rate=cell["rate"], steps=steps,
+        batch_size=batch_size, optimizer=cell["optimizer"], **grants,
     )  # fmt: skip
 
 
 class Words(Study):
     """What the span attack recovers from the change of MiniLM's weights after several local steps.
 
-    A client has four sentences of 8 to 20 words of SST-2's dev set. It trains MiniLM with a new
-    head (no dropout, token embeddings withheld) by torch's SGD at 0.01 or ten times that, one
-    sentence a step. The server has the weights in float32 before and after. A token counts as found
-    if it is among those recovered at its position, special tokens included; "together" also asks
-    for the right sentence. Five clients; 95 % bootstrap intervals over them.
+    Conditions and figures: docs/findings/updates.md.
     """
 
     ARGUMENTS = {"--model": "an encoder", "--data_dir": "folder with dev.tsv"}
@@ -135,12 +131,7 @@ class Images(Study):
     """What gradient matching recovers from the change of a network's weights after several local
     steps, with and without going through them.
 
-    A client has two images of CIFAR-10 and trains the leakage papers' LeNet (weights before
-    training) by an optimizer of torch for two epochs, one image a step. Inverting Gradients with
-    L-BFGS (40 steps) matches the change of weights in float64, labels known: through all the steps
-    in the client's order; as if every step were on both images; and as if it were one gradient.
-    Where the order is shuffled the attacker assumes the order of the first epoch. PSNR in dB with
-    95 % bootstrap intervals over three clients; images go to the nearer ones found.
+    Conditions and figures: docs/findings/updates.md.
     """
 
     ARGUMENTS = {"--cifar10": "npz with x (N, 32, 32, 3) and y"}
@@ -241,13 +232,7 @@ class Rounds(Study):
     """Twenty rounds of a federation of four clients in Flower: accuracy and time behind each
     defense.
 
-    The app of examples/flower in one process: Flower's server, strategy (FedAvg), mod and messages.
-    Every round each client trains for four steps of AdamW: a convolutional network from its start
-    on CIFAR-10 (3,500 images, 32 a step, rate 2e-3), or MiniLM with a new head on SST-2 (4
-    sentences a step, rate 2e-4, token embeddings withheld). Accuracy of 500 held-out rows after the
-    last round, with 95 % intervals over five seeds (Student's t) for CIFAR-10; SST-2 has one seed,
-    where 500 rows alone give ± 0.03. Processor seconds that a client's round takes with its
-    defense, the mean over all rounds, clients and seeds.
+    Conditions and figures: docs/findings/updates.md.
     """
 
     ARGUMENTS = {
@@ -289,8 +274,8 @@ class Rounds(Study):
         rows = []
         for task, defenses in metrics.items():
             for row, runs in defenses.items():
-                last = interval([run["accuracy"][-1] for run in runs.values()])
+                last_accuracy = interval([run["accuracy"][-1] for run in runs.values()])
                 seconds = statistics.mean(run["seconds"] for run in runs.values())
-                rows.append([task, row, last, f"{seconds:.2f}"])
+                rows.append([task, row, last_accuracy, f"{seconds:.2f}"])
         header = ["", "defense", "accuracy after the last round"]
         write_table(self.output, [*header, "processor seconds a client's round"], rows)

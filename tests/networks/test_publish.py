@@ -29,19 +29,15 @@ from hf_gradguard.networks.loading import network_card
 ROOT = Path(__file__).resolve().parents[2]
 FILES = ["README.md", "config.json", "model.safetensors"]
 
-# Runs [["recipe" | "cli" | "load" | "token", *arguments], ...] and prints what each printed,
+# Runs [["cli" | "load" | "token", *arguments], ...] and prints what each printed,
 # returned or raised.
 STEPS = """
-import contextlib, io, json, os, runpy, sys, torch
+import contextlib, io, json, os, sys, torch
 from hf_gradguard.cli import main
 from hf_gradguard.networks import load_network
 
 def load(name):
     return float(load_network(name).noise_ratio(torch.full((1, 1, 8, 8), 0.3)))
-
-def recipe(*arguments):
-    sys.argv = ["publish.py", *arguments]
-    runpy.run_path("recipes/publish_networks.py", run_name="__main__")
 
 def token(value):
     os.environ["HF_TOKEN"] = value
@@ -49,7 +45,7 @@ def token(value):
 def cli(*arguments):
     return main(list(arguments))
 
-actions = {"load": load, "recipe": recipe, "token": token, "cli": cli}
+actions = {"load": load, "token": token, "cli": cli}
 results = []
 for action, *arguments in json.loads(sys.argv[1]):
     text = io.StringIO()
@@ -106,10 +102,10 @@ def test_push_and_load_back(hub: FakeHub, tmp_path: Path) -> None:
     hub.add("lab/pickled", {"config.json": content["config.json"], "pytorch_model.bin": b"\x80"})
 
     push = ["cli", "evalnet", "push", str(folder), "digits", "--private"]
-    recipe, loaded, mixed, pickled, missing, first, again, refused, _, denied = run(
+    pushed, loaded, mixed, pickled, missing, first, again, refused, _, denied = run(
         hub,
         home,
-        ["recipe", "lab", str(folder)],
+        ["cli", "evalnet", "push", str(folder), "lab/digits-network"],
         ["load", "lab/digits-network"],
         ["load", "lab/mixed"],
         ["load", "lab/pickled"],
@@ -120,7 +116,7 @@ def test_push_and_load_back(hub: FakeHub, tmp_path: Path) -> None:
         ["token", "hf_wrong"],
         ["cli", "evalnet", "push", str(folder), "lab/denied"],
     )
-    assert f"{hub.endpoint}/lab/digits-network/commit/" in recipe[1]
+    assert f"{hub.endpoint}/lab/digits-network/commit/" in pushed[1]
     assert hub.commits[0] == FILES
     assert hub.repositories["lab/digits-network"] == content
     assert any(

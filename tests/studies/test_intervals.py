@@ -28,7 +28,7 @@ def test_the_wider_of_samples_and_trainings() -> None:
     assert found.low == 0
     assert over_seeds([[0.3, 0.5]], "part") == student([0.3, 0.5], (0, 1))
     assert over_seeds([[20.0], [22.0]], "decibels").low == pytest.approx(21 - 12.706205)
-    assert student([0.7]).said(2) == "0.70"
+    assert student([0.7]).text(2) == "0.70"
 
 
 @pytest.mark.parametrize("between", [0.0, 0.01, 0.03])
@@ -61,8 +61,8 @@ def test_one_seed_is_said() -> None:
 def test_members_are_told_by_the_threshold_that_tells_more():
     """Of a message whose scores are all low, one threshold for all tells nobody."""
     low = {"tpr_1%": [0.0, 0.0, 0.0], "rank": [1.0, 3.0, 3.5]}
-    assert score_text({"0": low}) == share(2, 3).said(2)
+    assert score_text({"0": low}) == share(2, 3).text(2)
     high = {"tpr_1%": [1.0, 1.0, 1.0], "rank": [1.0, 2.0, 9.0]}
-    assert score_text({"0": high}) == share(3, 3).said(2)
+    assert score_text({"0": high}) == share(3, 3).text(2)
     both = score_text({"0": low, "1": high})  # the same threshold for all seeds: 4 of 6 told, not 5
-    assert both == over_seeds([[1.0, 1.0, 0.0], [1.0, 1.0, 0.0]], "shares").said(2)
+    assert both == over_seeds([[1.0, 1.0, 0.0], [1.0, 1.0, 0.0]], "shares").text(2)

@@ -16,8 +16,8 @@ from recipes.studies.frontier_clients import ImageTask
 from recipes.studies.members import (
     ATTACKERS,
     BEST,
+    INFERRED,
     QUICK_ROWS,
-    TOLD,
     TRAINED,
     Owner,
     by_difficulty,
@@ -120,13 +120,13 @@ def test_quick(data, quick, tmp_path):
     study = quick("members", *arguments, output=tmp_path / "members")
     assert list(study.figures) == list(QUICK_ROWS)
     for found in study.figures.values():
-        for one in found[TOLD].values():
+        for one in found[INFERRED].values():
             assert list(one) == list(ATTACKERS)
             assert all(0 <= figures["area"] <= 1 for figures in one.values())
         assert all(0 <= one["trained_on"] <= 1 for one in found[TRAINED].values())
-    undefended = study.figures["none"][TOLD]["0"]  # for it both are the same networks
+    undefended = study.figures["none"][INFERRED]["0"]  # for it both are the same networks
     assert undefended[ATTACKERS[1]] == undefended[ATTACKERS[2]]
-    assert undefended == again(study.cells["none", TOLD, "0"], data, tmp_path)
+    assert undefended == again(study.cells["none", INFERRED, "0"], data, tmp_path)
     assert [row[0] for row in study.rows()] == [f"`{row}`" for row in QUICK_ROWS]
     assert [row[0] for row in study.rows("_beside")] == ["`gaussian_noise relative_scale=20`"]
     assert (tmp_path / "members.png").exists()
@@ -151,7 +151,7 @@ def figures_of(accuracies: list[float], areas: list[float]) -> dict:
     """A row's, of as many seeds; the best attacker tells a tenth of its area."""
     told_of = [{BEST: {"area": area, "tpr_1%": area / 10}} for area in areas]
     learned = [{"accuracy": accuracy} for accuracy in accuracies]
-    return {TRAINED: dict(enumerate(learned)), TOLD: dict(enumerate(told_of))}
+    return {TRAINED: dict(enumerate(learned)), INFERRED: dict(enumerate(told_of))}
 
 
 def test_rows_stand_beside_what_learned_as_much_seed_by_seed(tmp_path):

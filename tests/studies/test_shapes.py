@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from recipes.studies.shapes import adam_shapes, scaled
+from recipes.studies.shapes_adam import adam_shapes, scaled
 
 
 def test_quality(encoder, sst2, cifar10, quick, tmp_path):

@@ -98,7 +98,7 @@ def test_frontier(encoder, sentences, quick, tmp_path, monkeypatch):
     assert plain["span, 1, start"]["0"]["token_f1"] == [1.0]  # a lone sentence, undefended
     told = plain["candidates, 4, start"]["0"]
     assert len(told["rank"]) == 4  # one of each of the message's sentences
-    assert score_text({"0": told}) == share(round(sum(told["tpr_1%"])), 4).said(2)
+    assert score_text({"0": told}) == share(round(sum(told["tpr_1%"])), 4).text(2)
     assert lost(plain["accuracy"], plain["accuracy"]) == "0.000 [0.000, 0.000] (1 seed)"
     assert (tmp_path / "frontier_text.png").exists()
 

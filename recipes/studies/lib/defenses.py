@@ -15,8 +15,8 @@ def as_published(name: str, settings: dict) -> dict:
         return {"objective": "weighted", **settings}
     if not name.startswith("optimal_"):
         return settings
-    own = {key: value for key, value in settings.items() if key != "refresh_every"}
-    return {"shape": "own", **own}
+    settings_of_batch = {key: value for key, value in settings.items() if key != "refresh_every"}
+    return {"shape": "own", **settings_of_batch}
 
 
 def published(name: str, **settings) -> Defense:

@@ -71,7 +71,7 @@ def lenet_for(batch: dict[str, Tensor]) -> LeakageLeNetForImageClassification:
     ).eval()
 
 
-def smoothed(settings: dict, own: list[Observation], images: list[Tensor]) -> dict:
+def smoothed(settings: dict, own_observations: list[Observation], images: list[Tensor]) -> dict:
     """Inverting Gradients with the one of several `total_variation` that shows most of images of
     the attacker's own.
 
@@ -89,9 +89,11 @@ def smoothed(settings: dict, own: list[Observation], images: list[Tensor]) -> di
         attack = attack_of(
             "inverting_gradients", **settings | {"total_variation": total_variation, "restarts": 1}
         )
-        found = attack.together(own, generator_for(own[0], 0))
+        reconstructions = attack.together(own_observations, generator_for(own_observations[0], 0))
         return statistics.mean(
-            score_images([one.input.nan_to_num(0.5) for one in found], images).per_sample["psnr"]
+            score_images(
+                [reconstruction.input.nan_to_num(0.5) for reconstruction in reconstructions], images
+            ).per_sample["psnr"]
         )
 
     return settings | {"total_variation": max(tried, key=shown)}
@@ -101,8 +103,8 @@ def smoothed(settings: dict, own: list[Observation], images: list[Tensor]) -> di
 def predicted_classes(model: torch.nn.Module, pixels: Tensor) -> Tensor:
     """`(N,)`, of images in [0, 1] or in bytes."""
     scale, device = 1 if pixels.is_floating_point() else 255, next(model.parameters()).device
-    parts = (part.to(device) / scale for part in pixels.split(500))
-    return torch.cat([model(pixel_values=part).logits.argmax(1) for part in parts])
+    chunks = (chunk.to(device) / scale for chunk in pixels.split(500))
+    return torch.cat([model(pixel_values=chunk).logits.argmax(1) for chunk in chunks])
 
 
 def flat(tensors: dict[str, Tensor]) -> Tensor:

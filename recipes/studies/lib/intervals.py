@@ -14,7 +14,7 @@ class Interval(NamedTuple):
     low: float | None = None
     high: float | None = None
 
-    def said(self, digits: int = 3) -> str:
+    def text(self, digits: int = 3) -> str:
         """As tables show it."""
         if self.low is None:
             return f"{self.mean:.{digits}f}"
@@ -47,10 +47,10 @@ def student(values: Sequence[float], limits: tuple[float, float] = ANYWHERE) -> 
     return Interval(mean) if len(values) < 2 else around(mean, half_width(values), limits)
 
 
-def share(found: int, of: int) -> Interval:
+def share(hits: int, trials: int) -> Interval:
     """Of so many: Clopper and Pearson's, which has a width also where none or all were found."""
-    exact = binomtest(found, of).proportion_ci()
-    return Interval(found / of, float(exact.low), float(exact.high))
+    exact = binomtest(hits, trials).proportion_ci()
+    return Interval(hits / trials, float(exact.low), float(exact.high))
 
 
 def over_seeds(groups: Sequence[Sequence[float]], kind: str) -> Interval:
@@ -62,14 +62,14 @@ def over_seeds(groups: Sequence[Sequence[float]], kind: str) -> Interval:
         groups: Samples by training.
         kind: `"shares"` of zeros and ones; `"part"`, between 0 and 1; else anything.
     """
-    every = [value for group in groups for value in group]
+    values = [value for group in groups for value in group]
     limits, shares = WITHIN_ONE if kind in ("shares", "part") else ANYWHERE, kind == "shares"
-    found = share(round(sum(every)), len(every)) if shares else student(every, limits)
+    interval = share(round(sum(values)), len(values)) if shares else student(values, limits)
     if len(groups) < 2:
-        return found
+        return interval
     half = half_width([float(np.mean(group)) for group in groups])
-    _, *ends = around(found.mean, half, limits)
-    return Interval(found.mean, min(found.low, ends[0]), max(found.high, ends[1]))
+    _, *ends = around(interval.mean, half, limits)
+    return Interval(interval.mean, min(interval.low, ends[0]), max(interval.high, ends[1]))
 
 
 def paired(differences: np.ndarray) -> Interval:

@@ -4,7 +4,7 @@ by these alone. A new row adds cells and leaves the others as they are.
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +28,14 @@ class Results(Mapping):
 
     def __init__(self, output: Path) -> None:
         self.path = named(output, ".json")
-        found = json.loads(self.path.read_text(encoding="utf-8")) if self.path.exists() else []
-        self._cells = {_key(one["settings"]): one for one in found}
+        stored = json.loads(self.path.read_text(encoding="utf-8")) if self.path.exists() else []
+        self._cells = {_key(cell["settings"]): cell for cell in stored}
 
     def __getitem__(self, settings: dict) -> Any:
         return self._cells[_key(settings)]["figures"]
 
     def __iter__(self) -> Iterator[dict]:
-        return (one["settings"] for one in self._cells.values())
+        return (cell["settings"] for cell in self._cells.values())
 
     def __len__(self) -> int:
         return len(self._cells)
@@ -45,8 +45,8 @@ class Results(Mapping):
         cell = {"settings": settings, "figures": figures} | card()
         self._cells[_key(settings)] = json.loads(json.dumps(cell))
         cells = [
-            ",\n ".join(f"{_line(name)}: {_line(part)}" for name, part in one.items())
-            for one in self._cells.values()
+            ",\n ".join(f"{_line(name)}: {_line(entry)}" for name, entry in cell.items())
+            for cell in self._cells.values()
         ]
         self.path.parent.mkdir(parents=True, exist_ok=True)
         aside = named(self.path, ".new")
@@ -64,19 +64,11 @@ def _line(value: Any) -> str:
 
 def nested(cells: dict[Place, dict], results: Results) -> dict:
     """The figures of all cells that are there, as `{"row": {"column": figures}}`."""
-    whole: dict = {}
+    tree: dict = {}
     for place, settings in cells.items():
         if settings in results:
-            part = whole
+            branch = tree
             for name in place[:-1]:
-                part = part.setdefault(name, {})
-            part[place[-1]] = results[settings]
-    return whole
-
-
-def chosen(whole: dict[Place, dict], first: Callable[[dict], bool], args) -> dict[Place, dict]:
-    """With `--all` all cells, and else those that come first and those that are there."""
-    results = Results(args.output)
-    return {
-        place: cell for place, cell in whole.items() if args.all or first(cell) or cell in results
-    }
+                branch = branch.setdefault(name, {})
+            branch[place[-1]] = results[settings]
+    return tree

@@ -12,7 +12,16 @@ from .results import named
 matplotlib.use("agg")
 from matplotlib import pyplot as plt
 
-__all__ = ["bracketed", "draw_images", "interval", "plt", "save", "summary", "write_table"]
+__all__ = [
+    "bracketed",
+    "draw_images",
+    "interval",
+    "plt",
+    "save",
+    "settings_text",
+    "summary",
+    "write_table",
+]
 
 
 def write_table(output: Path, header: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
@@ -44,6 +53,10 @@ def bracketed(values: Sequence[float], form: str) -> str:
     """What `summary` gives, as mean [low, high], each in the given format."""
     mean, low, high = (format(value, form) for value in values)
     return f"{mean} [{low}, {high}]"
+
+
+def settings_text(settings: dict) -> str:
+    return ", ".join(f"{key}={value}" for key, value in settings.items())
 
 
 def interval(values: Sequence[float], digits: int = 3) -> str:
