@@ -4,7 +4,8 @@ docs/coverage.md from coverage.yaml.
     python recipes/coverage.py
 
 A verdict rests on figures that docs/findings has, with their intervals, or on tests. One whose
-interval is wider than the effect is "cannot tell".
+interval is wider than the effect is "cannot tell". A verdict on an experiment stands beside its
+conditions, the paper's and ours; "reproduced" is refused where they differ.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import scipy.stats
 import yaml
@@ -21,30 +23,73 @@ import yaml
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "coverage.md"
 DATA = Path(__file__).with_suffix(".yaml")
 
-NOT_ATTEMPTED = "not attempted"
+NOT_ATTEMPTED, REPRODUCED = "not attempted", "reproduced"
 STATES = {
-    "reproduced": "the effect is there, outside our interval, in about the paper's size; of a "
-    "theorem: no case that we computed breaks it, which is no proof",
+    REPRODUCED: "the effect is there, outside our interval, in about the paper's size, by the "
+    "paper's model, data, attack and settings",
+    "holds where tried": "of a theorem or an equation: no case that we computed breaks it, which "
+    "is no proof",
     "direction": "the effect is there, in another size or under other conditions",
-    "refuted": "our interval excludes the paper's effect, at its operating point or one we name; "
-    "of a theorem: a case that meets its assumptions breaks it",
-    "cannot tell": "our interval is wider than the effect; with what would decide it",
+    "refuted": "our interval excludes the paper's effect, under our conditions; of a theorem: a "
+    "case that meets its assumptions breaks it",
+    "cannot tell": "our interval is wider than the effect, or what we ran is not what was claimed; "
+    "with what would decide it",
     NOT_ATTEMPTED: "no study or test of ours asks it",
 }
+CONDITIONS = ("model", "data", "n", "seeds", "attack", "settings")
+EQUAL_CONDITIONS = ("model", "data", "attack", "settings")  # where something is reproduced
 
 
-def papers() -> list[dict]:
+def papers(source: Path = DATA) -> list[dict]:
     """Each with `title`, how many `figures` and `tables`, which `theorems`, which of all these are
     `silent`, and `items`: `where` it stands, what it `claim`s, its `state` (where none is given,
-    not attempted), what was `found`, and a `link` to the figures, or the `tests` that show it.
+    not attempted), what was `found`, a `link` to the figures with the conditions of `paper` and
+    `ours`, or the `tests` that show it.
+
+    Raises:
+        ValueError: For an experiment whose conditions are not all said, or that is called
+            reproduced under other ones.
     """
-    all_papers_read = yaml.safe_load(DATA.read_text(encoding="utf-8"))
-    for paper in all_papers_read:
+    read = yaml.safe_load(source.read_text(encoding="utf-8"))
+    for paper in read["papers"]:
         for item in paper["items"]:
             item.setdefault("state", NOT_ATTEMPTED)
             tests = item.get("tests", [])
             item["tests"] = [tests] if isinstance(tests, str) else tests
-    return all_papers_read
+            for side in ("paper", "ours"):
+                item[side] = _conditions(item.get(side), read["conditions"])
+            check_conditions(item)
+    return read["papers"]
+
+
+def _conditions(given: Any, named: Mapping[str, dict]) -> dict[str, str]:
+    """The six of one side: by name, by name and what differs from it, or all of them."""
+    if isinstance(given, str):
+        return named[given]
+    conditions = dict(given or {})
+    return named.get(conditions.pop("as", None), {}) | {k: str(v) for k, v in conditions.items()}
+
+
+def differences(item: Mapping[str, Any]) -> list[str]:
+    """The conditions of a claim that are not the paper's, of those that have to be."""
+    paper, ours = item["paper"], item["ours"]
+    return [name for name in EQUAL_CONDITIONS if paper.get(name) != ours.get(name)]
+
+
+def check_conditions(item: Mapping[str, Any]) -> None:
+    """Refuses an experiment whose conditions are not all said, and one called reproduced under
+    other conditions than the paper's.
+    """
+    name = f"{item['where']}, {item['claim']!r}"
+    for side in ("paper", "ours"):
+        if "link" in item and set(item[side]) != set(CONDITIONS):
+            raise ValueError(f"{name}: {side} must have {', '.join(CONDITIONS)}.")
+    if item["state"] != REPRODUCED:
+        return
+    if "link" not in item:
+        raise ValueError(f"{name} rests on tests alone: it holds where tried, at most.")
+    if changed := differences(item):
+        raise ValueError(f"{name}: {', '.join(changed)} differ, so it is direction at most.")
 
 
 def page() -> str:
@@ -58,31 +103,57 @@ def page() -> str:
         f"Five papers, {sum(states.values())} claims: {counts}.",
         "Both versions of Chen et al. stand in one table.",
         "",
-        "`python recipes/coverage.py` makes this page. Linked pages have the figures, with their",
-        "seeds, intervals and commands. Linked tests compute what they show.",
+        "`python recipes/coverage.py` makes this page, and refuses *reproduced* under other",
+        "conditions than the paper's. Linked pages have the figures, with their seeds, intervals",
+        "and commands. Linked tests compute what they show.",
         "",
         "| state | means |",
         "|---|---|",
         *(f"| {state} | {meaning} |" for state, meaning in STATES.items()),
-    ]
+    ]  # fmt: skip
     for paper in all_papers:
-        lines += ["", f"## {paper['title']}", ""]
-        lines += ["| | claim | state | here |", "|---|---|---|---|"]
+        lines += ["", f"## {paper['title']}", "", "| | claim | state | here |", "|---|---|---|---|"]
         lines += rows(paper)
         lines += ["", f"Without a claim: {paper['silent']}."]
+    lines += ["", "## Conditions, side by side", ""]
+    lines += ["Of every experiment: the paper's, then ours. Bold is what differs.", ""]
+    lines += [f"| | {' | '.join(CONDITIONS)} |", "|---" * (len(CONDITIONS) + 1) + "|"]
+    for paper in all_papers:
+        lines += condition_rows(paper)
     return "\n".join(lines) + "\n"
 
 
 def rows(paper: dict) -> Iterator[str]:
     for item in paper["items"]:
         finding = re.sub(r"{seeds\((\d+), (\d+), (\d+)\)}", _seeds, item.get("found", ""))
+        if "chosen" in item:
+            finding += f". The paper does not say, and we chose: {item['chosen']}"
         shown = [f"[{item['link']}](findings/{item['link']})"] if "link" in item else []
         files = dict.fromkeys(test.split("::")[0] for test in item["tests"])
         shown += [f"[{Path(file).name}](../{file})" for file in files]
         if shown:
             finding += f": {', '.join(shown)}"
-        cells = (item["where"], item["claim"], item["state"], finding)
-        yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+        yield _row(item["where"], item["claim"], item["state"], finding)
+
+
+def condition_rows(paper: dict) -> Iterator[str]:
+    """Two rows for claims under the same conditions: what the paper did, and what we did."""
+    claims: dict[tuple, list[dict]] = {}
+    for item in paper["items"]:
+        if "link" in item:
+            key = (*item["paper"].values(), *item["ours"].values())
+            claims.setdefault(key, []).append(item)
+    author = re.split(r"[ ,]", paper["title"])[0]
+    for items in claims.values():
+        published, ours = items[0]["paper"], items[0]["ours"]
+        places = ", ".join(dict.fromkeys(item["where"] for item in items))
+        changed = [ours[c] if ours[c] == published[c] else f"**{ours[c]}**" for c in CONDITIONS]
+        yield _row(f"{author}, {places}", *(published[c] for c in CONDITIONS))
+        yield _row("here", *changed)
+
+
+def _row(*cells: str) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
 def seeds(half: float, count: int, effect: float) -> int:

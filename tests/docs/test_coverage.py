@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import copy
 import re
 from pathlib import Path
 
@@ -53,6 +54,45 @@ def test_every_verdict_says_on_what_it_rests(title):
         judged = item["state"] != coverage.NOT_ATTEMPTED
         assert judged == ("found" in item) == ("link" in item or bool(item["tests"])), item
         assert "{" not in re.sub(r"{seeds\(\d+, \d+, \d+\)}", "", item.get("found", "")), item
+
+
+EXPERIMENTS = [
+    item for paper in PAPERS.values() for item in paper["items"] if "link" in item
+]  # fmt: skip
+
+
+def test_reproduced_is_refused_under_other_conditions():
+    same = [item for item in EXPERIMENTS if not coverage.differences(item)]
+    assert any(item["state"] == coverage.REPRODUCED for item in same)
+    for item in EXPERIMENTS:
+        if coverage.differences(item):
+            with pytest.raises(ValueError, match="differ, so it is direction"):
+                coverage.check_conditions(item | {"state": coverage.REPRODUCED})
+    for name in coverage.CONDITIONS:
+        item = copy.deepcopy(same[0]) | {"state": coverage.REPRODUCED}
+        item["ours"][name] = "another"
+        if name in coverage.EQUAL_CONDITIONS:
+            with pytest.raises(ValueError, match=f"{name} differ"):
+                coverage.check_conditions(item)
+        else:  # how much was looked at may differ
+            coverage.check_conditions(item)
+
+
+def test_an_experiment_says_all_its_conditions():
+    for side in ("paper", "ours"):
+        item = copy.deepcopy(EXPERIMENTS[0])
+        del item[side]["seeds"]
+        with pytest.raises(ValueError, match=f"{side} must have model, data, n, seeds"):
+            coverage.check_conditions(item)
+
+
+def test_a_theorem_is_not_reproduced_by_cases():
+    (item, *_) = [
+        item for paper in PAPERS.values() for item in paper["items"]
+        if item["tests"] and "link" not in item
+    ]  # fmt: skip
+    with pytest.raises(ValueError, match="tests alone"):
+        coverage.check_conditions(item | {"state": coverage.REPRODUCED})
 
 
 TESTS = {test for paper in PAPERS.values() for item in paper["items"] for test in item["tests"]}

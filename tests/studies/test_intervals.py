@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from recipes.studies.frontier_tables import lost, score_text, values_text
-from recipes.studies.lib.intervals import over_seeds, paired, share, student
+from recipes.studies.lib.intervals import DISPERSION, over_seeds, paired, share, student
 
 
 def test_of_shares_none_is_not_nothing() -> None:
@@ -18,17 +18,25 @@ def test_of_shares_none_is_not_nothing() -> None:
     assert values_text([[0.0] * 8], "token_f1") == "0.00 (all 8)"
 
 
-def test_the_wider_of_samples_and_trainings() -> None:
-    alike = [[0.0, 1.0] * 8] * 3  # by chance: samples are wider
-    assert over_seeds(alike, "shares") == share(24, 48)
+def test_samples_and_trainings_add_up() -> None:
+    alike = [[0.0, 1.0] * 8] * 3  # trainings differ in nothing
+    assert over_seeds(alike, "shares") == pytest.approx(share(24, 48))
     apart = [[1.0] * 9 + [0.0] * 39, [1.0] * 23 + [0.0] * 25, [1.0] * 26 + [0.0] * 22]
-    found = over_seeds(apart, "shares")
-    seeds = student([9 / 48, 23 / 48, 26 / 48], (0, 1))
-    assert found[1:] == pytest.approx(seeds[1:])
-    assert found.low == 0
+    trainings, samples = student([9 / 48, 23 / 48, 26 / 48]), share(58, 144)
+    both = over_seeds(apart, "shares")
+    assert both.high == pytest.approx(
+        both.mean + np.hypot(trainings.bar[1], samples.bar[1]), rel=1e-9
+    )
+    assert both.low == 0
     assert over_seeds([[0.3, 0.5]], "part") == student([0.3, 0.5], (0, 1))
-    assert over_seeds([[20.0], [22.0]], "decibels").low == pytest.approx(21 - 12.706205)
+    apart = over_seeds([[20.0], [22.0]], "decibels")
+    assert apart.bar == pytest.approx((12.706205 * 2**0.5, 12.706205 * 2**0.5))
     assert student([0.7]).text(2) == "0.70"
+
+
+def test_members_of_one_training_have_its_luck_in_common() -> None:
+    one, independent = over_seeds([[1.0] * 17 + [0.0] * 31], "shares"), share(17, 48)
+    assert one.bar == pytest.approx([DISPERSION * bar for bar in independent.bar])
 
 
 @pytest.mark.parametrize("between", [0.0, 0.01, 0.03])

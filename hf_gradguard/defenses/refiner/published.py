@@ -6,9 +6,9 @@
 UM, the utility metric, is small where the gradient stays what it was; l = 1 is the layer nearest
 the input. D in [0, 1] is an evaluation network's prediction of how much of its input is noise.
 
-Reference: "Refiner" (2025), Eq. 2 to 5 and Appendices F and J. As printed, UM holds |g θ|² and is
-many orders of magnitude below β D, so β = 1 would ignore it; by default it is divided by Σ_l ‖w_l ⊙
-g_l(x)‖², which makes it a relative error.
+Reference: "Refiner" (2025), Eq. 2 to 5 and Appendices F and J. As printed, UM holds |g θ|². For
+some models that is many orders of magnitude below β D, and β = 1 would ignore it; by default it is
+divided by Σ_l ‖w_l ⊙ g_l(x)‖², which makes it a relative error.
 """
 
 from __future__ import annotations
