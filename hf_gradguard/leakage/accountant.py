@@ -17,7 +17,7 @@ import hashlib
 import json
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -147,6 +147,20 @@ class FisherAccountant:
             TypeError: If a key is neither an integer nor a string.
             ValueError: If lengths differ, or a value is negative or NaN. Nothing is added then.
         """
+        self.add_release(self.release(keys, dfil, standard_error))
+
+    def release(
+        self, keys: Sequence[Key], dfil: Tensor, standard_error: Tensor | None = None
+    ) -> dict[str, Any]:
+        """What `step` would add, as JSON can hold it: to be written down before it is shared.
+
+        Example:
+            >>> accountant = FisherAccountant()
+            >>> release = accountant.release([7], torch.tensor([0.5]))
+            >>> accountant.add_release(release)
+            >>> accountant.dfil(7)
+            0.5
+        """
         keys = keys.tolist() if hasattr(keys, "tolist") else [_plain(key) for key in keys]
         values = dfil.tolist()
         errors = [0.0] * len(values) if standard_error is None else standard_error.tolist()
@@ -159,17 +173,30 @@ class FisherAccountant:
             raise ValueError(
                 "dFIL and its standard error must be at least 0, but one is smaller or NaN."
             )
-        copies = Counter(keys)
+        return {
+            "keys": keys,
+            "dfil": values,
+            "errors": errors,
+            "factor": self.factor,
+            "failure_probability": self._delta,
+        }
+
+    def add_release(self, release: Mapping[str, Any]) -> None:
+        """Add what `release` said of one, with the κ that it had."""
+        copies = Counter(release["keys"])
         sums = {key: [0.0, 0.0] for key in copies}  # rows of one example have the same probes
-        for key, value, error in zip(keys, values, errors, strict=True):
+        for key, value, error in zip(
+            release["keys"], release["dfil"], release["errors"], strict=True
+        ):
             sums[key][0] += value
             sums[key][1] += error
         for key, (value, error) in sums.items():
-            row, weight = self._row(key), self.factor * copies[key]
+            row, weight = self._row(key), release["factor"] * copies[key]
             self._totals[row] += weight * value
             self._variances[row] += (weight * error) ** 2
         self.steps += 1
-        self.failure_probability = min(self.failure_probability + self._delta, 1.0)
+        failure = self.failure_probability + release["failure_probability"]
+        self.failure_probability = min(failure, 1.0)
 
     def dfil(self, key: Key) -> float:
         """η̄² of an example over all steps so far; 0 for one that has not taken part."""
@@ -224,6 +251,19 @@ class FisherAccountant:
         self.steps = max(self.steps, int(state["steps"]))
         failure = float(state["failure_probability"])
         self.failure_probability = max(self.failure_probability, failure)
+
+    def load_releases(
+        self, releases: Iterable[Mapping[str, Any]], state: Tensors | None = None
+    ) -> None:
+        """Take in `releases` on top of what `state_dict` returned before them. As for
+        `load_state_dict`, what this object has counted beyond that stays.
+        """
+        resumed = FisherAccountant()
+        if state is not None:
+            resumed.load_state_dict(state)
+        for release in releases:
+            resumed.add_release(release)
+        self.load_state_dict(resumed.state_dict())
 
     def _row(self, key: Key) -> int:
         row = self._rows.setdefault(key, len(self._rows))

@@ -58,6 +58,7 @@ class TrainerAdapter(Trainer):
 
     current_flos: float
     data_collator: Any
+    _begins_anew = False  # though it was to be resumed: there is no checkpoint
     counts_items: bool = True  # whether ranks add up the labels of a step
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -84,12 +85,13 @@ class TrainerAdapter(Trainer):
         return optimizer
 
     def save_state_of_rank(self, folder: str) -> None:
-        """Write what this rank alone remembers to a checkpoint: here what was shared so far."""
-        self.shared_messages.save(folder, self.accelerator.process_index)
+        """Write what this rank alone remembers to a checkpoint."""
 
     def load_state_of_rank(self, folder: str) -> None:
         """Read it again."""
-        self.shared_messages.load(folder, self.accelerator.process_index)
+
+    def resume_account(self) -> None:
+        """Where a killed run left no checkpoint: count what it shared."""
 
     def train(
         self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any
@@ -108,13 +110,15 @@ class TrainerAdapter(Trainer):
                 be protected.
             RuntimeError: If anything but the exchange put a gradient where the optimizer finds it.
         """
+        self._begins_anew = False
         as_text = str(resume_from_checkpoint)  # of a command line "True" is a text
         if as_text.lower() in ("true", "false") and not Path(as_text).exists():
             resume_from_checkpoint = as_text.lower() == "true"
         if resume_from_checkpoint is True:
             folder = Path(str(self.args.output_dir))
             resume_from_checkpoint = newest_complete(folder, self.accelerator)
-        elif resume_from_checkpoint:
+            self._begins_anew = resume_from_checkpoint is None
+        if resume_from_checkpoint:
             check_checkpoint(Path(resume_from_checkpoint))
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
@@ -297,6 +301,8 @@ class TrainerAdapter(Trainer):
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
+            if self._begins_anew:
+                self.resume_account()
             return
         # A checkpoint has the rates of the noise that it was trained with.
         with loaded_rates_follow(self.optimizer, self.lr_scheduler, self.defense, self.args):

@@ -9,7 +9,6 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +16,6 @@ from torch import Tensor, nn
 from transformers import TrainingArguments
 from transformers.utils import logging
 
-from ..data.private import write_private
 from ..defenses import Defense
 from ..defenses.base import NoDefense
 from ..gradient_map.types import LossFunction
@@ -373,30 +371,16 @@ class SharedMessages:
             counts[json.loads(how).get(name, "")] += count
         return counts
 
-    def save(self, folder: str, rank: int) -> None:
-        """Write them to a checkpoint, to a file that only its owner can read."""
-        state = {"complete": self.complete, "messages": self._counts}
-        write_private(_file(folder, rank), json.dumps(state, indent=1).encode())
+    def state_dict(self) -> dict[str, Any]:
+        """All of it, for a checkpoint: as JSON can hold it."""
+        return {"complete": self.complete, "messages": dict(self._counts)}
 
-    def load(self, folder: str, rank: int) -> None:
-        """Take in what a checkpoint has. What was counted beyond that stays: it was shared, too.
-
-        Raises:
-            ValueError: If the file is damaged.
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        """Take in what a checkpoint has, if it has any. What was counted beyond that stays: it was
+        shared, too.
         """
-        file = _file(folder, rank)
-        if not file.is_file():
+        if state is None:
             self.complete = False
             return
-        try:
-            state = json.loads(file.read_text())
-        except ValueError as error:
-            raise ValueError(
-                f"{file} is cut off or was changed ({error}). Resume from an earlier checkpoint."
-            ) from error
         self.complete = self.complete and state["complete"]
         self._counts = Counter[str](state["messages"]) | self._counts
-
-
-def _file(folder: str, rank: int) -> Path:
-    return Path(folder) / f"gradguard_messages_rank{rank}.json"

@@ -25,6 +25,7 @@ from ..leakage import (
 from ..leakage.gram import Unknowns
 from ..randomness import Stream
 from .clients.batches import ROW
+from .privacy.account import AccountFile
 
 logger = logging.get_logger(__name__)
 
@@ -82,6 +83,7 @@ class LeakageMeter:
         args: Training arguments; `leakage_*` of `GradGuardConfig` if they have them.
         defense: The defense of the messages.
         accountant: Gets every example's dFIL at every message that is shared.
+        account: Where that is written down before.
 
     Example:
         >>> from hf_gradguard import GradGuardConfig
@@ -94,9 +96,13 @@ class LeakageMeter:
     """
 
     def __init__(
-        self, args: TrainingArguments, defense: Defense, accountant: FisherAccountant | None
+        self,
+        args: TrainingArguments,
+        defense: Defense,
+        accountant: FisherAccountant | None,
+        account: AccountFile | None = None,
     ) -> None:
-        self.accountant = accountant
+        self.accountant, self._account = accountant, account
         self._logging_steps: int = getattr(args, "leakage_logging_steps", 0)
         self._limit: float | None = getattr(args, "leakage_limit", None)
         self._num_probes: int | None = getattr(args, "leakage_num_probes", None)
@@ -180,7 +186,11 @@ class LeakageMeter:
             )
             return False
         if self.accountant is not None and leakage is not None:
-            self.accountant.step(_numbers(gmap, rows), *leakage.samples)
+            numbers = _numbers(gmap, rows)
+            if self._account is not None:
+                release = self.accountant.release(numbers, *leakage.samples)
+                self._account.write({"release": release})
+            self.accountant.step(numbers, *leakage.samples)
         return True
 
     def pop_metrics(self) -> dict[str, float]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,7 +25,13 @@ from ..gradient_map.replay import no_exchange
 from ..leakage import FisherAccountant, PrivacyAccount
 from .adapter import TrainerAdapter, annotate_errors, without_exchange
 from .card import complete_card
-from .checkpoints.private_state import load_private_state, save_private_state
+from .checkpoints.private_state import (
+    RunRecord,
+    check_record,
+    load_private_state,
+    save_private_state,
+    saved_record,
+)
 from .clients.batches import (
     CLIENT,
     ROW,
@@ -58,7 +65,10 @@ from .guards.trackers import check_trackers
 from .guards.watch import AgreedTables
 from .message import ClientBatch, MessageMaker, RandomStreams
 from .meter import LeakageMeter
-from .privacy.labels import Randomizer
+from .privacy.account import AccountFile
+from .privacy.coupling import CouplingCheck
+from .privacy.fingerprint import data_fingerprint
+from .privacy.labels import RandomizedLabels, Randomizer
 from .privacy.private_rows import PoissonSampler, PrivateRows, private_rows_of
 from .requested_settings import RequestedSettings
 from .weights import LossWeights, Normalization, Spread
@@ -119,6 +129,7 @@ class GradGuardMixin(TrainerAdapter):
             check_arguments(args)
         self._requested, self._accountant = RequestedSettings(args, defense), accountant
         self._privacy_account: PrivacyAccount | None = None
+        self._account_file: AccountFile | None = None
         self._labels = Randomizer()
         self._counts_metrics = False
         super().__init__(args=args, **kwargs)
@@ -152,6 +163,9 @@ class GradGuardMixin(TrainerAdapter):
         self.shared_messages.begin_training()
         self._weights = LossWeights(self._loss)
         own_batches = draws_batches(type(self), GradGuardMixin)
+        folder, rank = str(self.args.output_dir), self.args.process_index
+        self._account_file = self._account_file or AccountFile(folder, rank)
+        self._account_file.write_to(folder)
         self.train_dataset = self._labels(self.train_dataset, self.args, self.model, own_batches)
         objects = {n: getattr(self, n) for n in ("model", "train_dataset", "processing_class")}
         check_training(self.args, self.model, self.accelerator, self.train_dataset)
@@ -177,7 +191,7 @@ class GradGuardMixin(TrainerAdapter):
         self._tables = AgreedTables(self.accelerator)
         self._shared(self.model)  # refuse none, name withheld
         self._host_clients(defense, own_batches)
-        meter = LeakageMeter(self.args, defense, self._accountant)
+        meter = LeakageMeter(self.args, defense, self._accountant, self._account_file)
         self._meter = meter if meter.measures_any else None
         self.asks_for_input = defense.facts.needs_input or meter.measures_any
         streams = RandomStreams.of_arguments(self.args, self.accelerator.process_index)
@@ -197,7 +211,7 @@ class GradGuardMixin(TrainerAdapter):
         ranks = self.accelerator.num_processes
         self.remove_callback(PrivateRows)
         self.private_rows = private_rows_of(
-            self, own_batches, lambda: self._clients, self._privacy_account
+            self, own_batches, lambda: self._clients, self._privacy_account, self._account_file
         )
         # Each sample's loss is its own mean then; counts of labels would tell of the rows.
         self.counts_items = self.private_rows is None
@@ -337,7 +351,9 @@ class GradGuardMixin(TrainerAdapter):
         """With `num_clients` batches say whose the rows are, and with an accountant which ones."""
         collate = collate if len(self._clients) == 1 else WholeCollator(collate)
         if self._rows_of_clients:
-            return ClientCollator(collate)
+            is_private = self.private_rows is not None
+            check = CouplingCheck(self.train_dataset, collate) if is_private else None
+            return ClientCollator(collate, check)
         return collate if self.accountant is None else NumberedCollator(collate)
 
     def training_data(self, dataset: Any) -> Any:
@@ -382,20 +398,77 @@ class GradGuardMixin(TrainerAdapter):
         """What a defense remembers belongs in a checkpoint: a run that is killed and resumed goes
         on as if it had not been.
         """
-        super().save_state_of_rank(folder)
         rank, names = self.accelerator.process_index, self._messages.parameters_of(self._clients)
-        save_private_state(folder, rank, self._clients, self.accountant, names, self._labels.key)
-        if self.private_rows is not None:
-            self.private_rows.save(folder)
+        record = self._run_record(self.account_file.run)
+        state = self._clients, self.accountant, names, self._labels.key, record
+        save_private_state(folder, rank, *state)
 
     def load_state_of_rank(self, folder: str) -> None:
-        """What `save_state_of_rank` wrote."""
-        super().load_state_of_rank(folder)
-        saved = folder, self.accelerator.process_index, self._clients, self.accountant
-        names = load_private_state(*saved, self.args.device, self._labels.key)
+        """What `save_state_of_rank` wrote, and what left this rank after it.
+
+        Raises:
+            ValueError: If the checkpoint is none that this Trainer may go on with.
+        """
+        rank, account = self.accelerator.process_index, self.account_file
+        saved = saved_record(folder, rank)
+        record = self._run_record(account.run if saved is None else saved.run)
+        check_record(folder, saved, record)
+        records = []
+        if saved is not None:
+            if self._has_account:
+                account.go_on_with(saved.run)
+                folders = Path(folder).parent, self.args.output_dir
+                records = account.records(folders, saved.counted)
+            if self.private_rows is not None:
+                self.private_rows.resume(saved.privacy or (), records)
+        releases = [entry["release"] for entry in records if "release" in entry]
+        names = load_private_state(
+            folder, rank, self._clients, self.accountant, self.args.device, self._labels.key,
+            record, releases,
+        )  # fmt: skip
         self._messages.expect_parameters(self._clients, names)
+        self.shared_messages.load_state_dict(None if saved is None else saved.shared)
+
+    def resume_account(self) -> None:
+        """As in `TrainerAdapter`, of the run that wrote to the output folder last."""
+        account = self.account_file
+        run = account.last_run()
+        if run is None or not self._has_account:
+            return
+        account.go_on_with(run)
+        records = account.records([self.args.output_dir], {})
         if self.private_rows is not None:
-            self.private_rows.load(folder)
+            self.private_rows.resume((), records)
+        if self.accountant is not None:
+            self.accountant.load_releases(e["release"] for e in records if "release" in e)
+
+    @property
+    def account_file(self) -> AccountFile:
+        """Where what leaves this rank is written down before."""
+        assert self._account_file is not None
+        return self._account_file
+
+    @property
+    def _has_account(self) -> bool:
+        return self.private_rows is not None or self.accountant is not None
+
+    def _run_record(self, run: str) -> RunRecord:
+        """What is asked for now, as a private file of that run would say it."""
+        data, args, rows = self.train_dataset, self.args, self.private_rows
+        if isinstance(data, RandomizedLabels):
+            data = data.data
+        numbered = self._has_account or self._rows_of_clients or self._labels.key is not None
+        of_clients = ("num_clients", "partition", "dirichlet_alpha", "clients_per_process")
+        settings = {name: getattr(args, name, None) for name in of_clients}
+        return RunRecord(
+            run,
+            self.account_file.counted,
+            None if rows is None else [[*key, n] for key, n in rows.account.messages.items()],
+            None if self._labels.key is None else self.train_dataset.epsilon,
+            data_fingerprint(data, run) if numbered else None,
+            {"defense": self.defense.name, **settings},
+            self.shared_messages.state_dict(),
+        )
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """As in `Trainer`, with a section on what was protected and what was not."""

@@ -1,14 +1,16 @@
 """Which checkpoints are complete: a run that is killed while it saves leaves one that is not.
 
 Once every rank has written its files, the first writes a list of what resuming will read, with
-sizes. The Trainer's own state comes last, before it deletes older checkpoints. A checkpoint of the
-stock Trainer has no such list: it is taken as complete if that last file is readable.
+sizes and checksums. The Trainer's own state comes last, before it deletes older checkpoints. A
+checkpoint of the stock Trainer has no such list: it is taken as complete if that last file is
+readable.
 
 None of them is uploaded: they hold private state.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Iterator
@@ -27,7 +29,7 @@ from ...data.private import write_private
 logger = logging.get_logger(__name__)
 
 LIST, OURS = "gradguard_complete.json", "gradguard_"
-_OF_RANKS = "gradguard_private_rank"  # has a checksum, and says by itself what it means to lack one
+_OF_RANKS = "gradguard_private_rank"  # says by itself what it means to lack one
 
 
 def begin_checkpoint(folder: Path) -> None:
@@ -41,7 +43,7 @@ def begin_checkpoint(folder: Path) -> None:
 
 
 def list_checkpoint(folder: Path) -> None:
-    """When all ranks have written theirs: what resuming will read, and sizes.
+    """When all ranks have written theirs: what resuming will read, with sizes and checksums.
 
     Example:
         >>> folder = tmp_path / "checkpoint-1"
@@ -50,12 +52,20 @@ def list_checkpoint(folder: Path) -> None:
         >>> missing_from(folder)  # the Trainer writes that one last
         'trainer_state.json is missing'
     """
-    sizes = {str(path.relative_to(folder)): path.stat().st_size for path in _files(folder)}
-    write_private(folder / LIST, json.dumps(sizes, indent=1).encode())
+    files = {
+        str(path.relative_to(folder)): [path.stat().st_size, _checksum(path)]
+        for path in _files(folder)
+    }
+    write_private(folder / LIST, json.dumps(files, indent=1).encode())
 
 
-def missing_from(folder: Path) -> str:
+def missing_from(folder: Path, checks_content: bool = False) -> str:
     """What keeps a checkpoint from being complete; nothing if it is.
+
+    Args:
+        folder: Of the checkpoint.
+        checks_content: Whether files are compared with their checksums, too, which takes about a
+            second for each gigabyte. No kill explains a difference: the list comes after them.
 
     Example:
         >>> missing_from(tmp_path / "checkpoint-1")
@@ -64,28 +74,33 @@ def missing_from(folder: Path) -> str:
     if not folder.is_dir():
         return "there is no such folder"
     try:
-        sizes = json.loads((folder / LIST).read_text()) if (folder / LIST).is_file() else {}
+        listed = json.loads((folder / LIST).read_text()) if (folder / LIST).is_file() else {}
     except ValueError:
         return f"{LIST} is cut off"
-    for name, size in sizes.items():
-        path = folder / name
+    for name, entry in listed.items():
+        size, checksum = entry if isinstance(entry, list) else (entry, None)  # as older versions
+        path, is_private = folder / name, name.startswith(_OF_RANKS)
         if not path.is_file():
+            if is_private:
+                continue
             return f"{name} is missing"
-        if path.stat().st_size != size:
+        if path.stat().st_size != size and not is_private:
             return f"{name} has {path.stat().st_size} bytes, but was saved with {size}"
+        if checks_content and checksum is not None and _checksum(path) != checksum:
+            return f"{name} is cut off or was changed since it was saved"
     if not (folder / TRAINER_STATE_NAME).is_file():
         return f"{TRAINER_STATE_NAME} is missing"
     try:
         json.loads((folder / TRAINER_STATE_NAME).read_text())
     except ValueError:
         return f"{TRAINER_STATE_NAME} is cut off"
-    if not any(path.suffix in (".safetensors", ".bin") for path in _files(folder)):
+    if not any(path.suffix in (".safetensors", ".bin") for path in _weights(folder)):
         return "it holds no weights"
     return ""
 
 
 def check_checkpoint(folder: Path) -> None:
-    """Refuse to resume from a checkpoint that is not complete.
+    """Refuse to resume from a checkpoint that is not complete, or not what was saved.
 
     Raises:
         ValueError: With what it lacks, and the newest beside it that is complete.
@@ -95,7 +110,7 @@ def check_checkpoint(folder: Path) -> None:
         Traceback (most recent call last):
         ValueError: ... is no complete checkpoint: there is no such folder. ...
     """
-    if reason := missing_from(folder):
+    if reason := missing_from(folder, checks_content=True):
         other_steps = complete_steps(folder.parent)
         listed = (
             f"The newest complete one beside it is {_PREFIX}{max(other_steps)}."
@@ -104,7 +119,7 @@ def check_checkpoint(folder: Path) -> None:
         )
         raise ValueError(
             f"{folder} is no complete checkpoint: {reason}. The run was killed while it saved it, "
-            f"or files were removed or cut off since. {listed} "
+            f"or files were removed, cut off or changed since. {listed} "
             "resume_from_checkpoint=True finds it."
         )
 
@@ -186,11 +201,23 @@ def _checkpoints(folder: Path) -> Iterator[tuple[int, Path]]:
 
 
 def _files(folder: Path) -> Iterator[Path]:
-    """What resuming reads, but for what has a check of its own."""
+    """What resuming reads."""
     for path in folder.rglob("*"):
-        ours = path.suffix in _SUFFIXES and not path.name.startswith((_OF_RANKS, "training_args"))
-        if ours and path.is_file():
+        if (
+            path.suffix in _SUFFIXES
+            and not path.name.startswith("training_args")
+            and path.is_file()
+        ):
             yield path
+
+
+def _weights(folder: Path) -> Iterator[Path]:
+    return (path for path in _files(folder) if not path.name.startswith(_OF_RANKS))
+
+
+def _checksum(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 _PREFIX, _SUFFIXES = "checkpoint-", (".safetensors", ".bin", ".pt", ".pth")

@@ -1,13 +1,16 @@
-"""A rank's private file in a checkpoint: what its defenses remember, and what its examples have
-given away.
+"""A rank's private file in a checkpoint, under one checksum: what its defenses remember, what its
+examples have given away, whose run it is, and the settings that a resumed run must keep.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -24,6 +27,7 @@ logger = logging.get_logger(__name__)
 
 _ACCOUNT, _CHECKSUM, _NAMES = "accountant/", "gradguard_sha256", "gradguard_parameters"
 _LABEL_KEY, _CLIENTS, _RANKS = "label_key", "gradguard_clients", "gradguard_ranks"
+_RUN = "gradguard_run"
 _NO_LABEL_KEY = (
     "{} holds no key of this rank's randomized labels, so going on would release each label a "
     "second time. Resume with as many ranks as were saved, from a run with protect_labels."
@@ -44,10 +48,56 @@ _OTHER_CLIENTS = (
     "clients_per_process as were saved; or remove its gradguard_private_* files, and defenses "
     "begin anew."
 )
+_NO_EPSILON = (
+    "{} holds no count of the messages that this rank shared, so ε would leave them out. Resume "
+    "with as many ranks as were saved, from a run of dp_sgd with per_sample=True."
+)
+_TRUE_LABELS = (
+    "{} was trained with label_epsilon={:g}, and now protect_labels is not set: true labels would "
+    "be shared of rows whose labels were protected. Set both as they were, or begin a new run."
+)
+_OTHER_EPSILON = (
+    "{} was trained with label_epsilon={:g}, and {:g} would release each label a second time. Set "
+    "it as it was, or begin a new run."
+)
+_OTHER_ROWS = (
+    "{} was trained on other rows, or on these in another order. Here rows are known by their "
+    "number (by an account, randomized labels or clients), so one row's would be another's. Pass "
+    "train_dataset as it was, or begin a new run."
+)
 _OTHER_RANKS = (
     "{} was saved by {} rank(s), and now there are {}, so what examples of other ranks have given "
     "away would not be counted. Resume with as many ranks, or without an accountant."
 )
+
+
+@dataclass
+class RunRecord:
+    """What a private file says of a run beside tensors.
+
+    Args:
+        run: Its name, as in the account of what left.
+        counted: How many records of that account the file counts, by attempt at the run.
+        privacy: (noise multiplier, sampling rate, messages) of `dp_sgd` with `per_sample`; `None`
+            without it.
+        label_epsilon: Of randomized labels; `None` where labels are true.
+        data: The fingerprint of rows that are known by number, salted with `run`; `None` where
+            none are.
+        settings: By name, those under which defenses remember something.
+        shared: How many messages were shared, by what the card says of them.
+
+    Example:
+        >>> RunRecord("run").label_epsilon is None
+        True
+    """
+
+    run: str
+    counted: dict[str, int] = field(default_factory=dict)
+    privacy: list[list[float]] | None = None
+    label_epsilon: float | None = None
+    data: str | None = None
+    settings: dict[str, Any] = field(default_factory=dict)
+    shared: dict[str, Any] | None = None
 
 
 def save_private_state(
@@ -57,10 +107,11 @@ def save_private_state(
     accountant: FisherAccountant | None,
     names: Sequence[str] = (),
     label_key: LabelKey | None = None,
+    record: RunRecord | None = None,
 ) -> None:
     """Write the state of each client's defense, of the accountant, and the key of randomized
     labels, to a file that only its owner can read: it depends on the client's data. It says of how
-    many clients and ranks it is.
+    many clients and ranks it is, and of which run.
 
     Args:
         folder: Of the checkpoint.
@@ -69,6 +120,7 @@ def save_private_state(
         accountant: The rank's, if it has one.
         names: What stands for the parameters that each client's last message was of.
         label_key: Of randomized labels, if there are any.
+        record: Of the run.
 
     Example:
         >>> save_private_state(".", 0, [make_defense("optimal_noise")], accountant=None)
@@ -84,13 +136,59 @@ def save_private_state(
         state |= {f"{_ACCOUNT}{key}": tensor for key, tensor in accountant.state_dict().items()}
     if label_key is not None:
         state[_LABEL_KEY] = label_key.tensor()
-    about = {
-        _CHECKSUM: _checksum(state),
-        _NAMES: " ".join(names),
-        _CLIENTS: str(len(clients)),
-        _RANKS: str(_ranks()),
-    }
+    about = {_NAMES: " ".join(names), _CLIENTS: str(len(clients)), _RANKS: str(_ranks())}
+    if record is not None:
+        about[_RUN] = json.dumps(asdict(record), sort_keys=True)
+    about[_CHECKSUM] = _checksum(state, about)
     write_private(_file(folder, rank), save(state, about))
+
+
+def saved_record(folder: str, rank: int) -> RunRecord | None:
+    """What a checkpoint says of its run; `None` if it holds no private file of this rank, or one of
+    an older version.
+
+    Raises:
+        ValueError: If the file is damaged.
+
+    Example:
+        >>> save_private_state(".", 0, [], None, record=RunRecord("a name"))
+        >>> saved_record(".", 0).run
+        'a name'
+    """
+    if not os.path.isfile(_file(folder, rank)):
+        return None
+    _, about = _read_tensors(_file(folder, rank))
+    return RunRecord(**json.loads(about[_RUN])) if _RUN in about else None
+
+
+def check_record(folder: str, saved: RunRecord | None, current: RunRecord) -> None:
+    """Refuse a checkpoint that this run must not go on with: what the same process would refuse.
+
+    Args:
+        folder: Of the checkpoint.
+        saved: What its private file says.
+        current: What this run is asked for, its data's fingerprint salted as the saved one.
+
+    Raises:
+        ValueError: With the reason and the way out.
+
+    Example:
+        >>> check_record("out", RunRecord("a", label_epsilon=1.0), RunRecord("a"))
+        Traceback (most recent call last):
+        ValueError: out was trained with label_epsilon=1, and now protect_labels is not set: ...
+    """
+    if current.privacy is not None and (saved is None or saved.privacy is None):
+        raise ValueError(_NO_EPSILON.format(folder))
+    if saved is None:
+        return
+    if saved.label_epsilon is not None and current.label_epsilon is None:
+        raise ValueError(_TRUE_LABELS.format(folder, saved.label_epsilon))
+    if saved.label_epsilon is None and current.label_epsilon is not None:
+        raise ValueError(_NO_LABEL_KEY.format(folder))
+    if saved.label_epsilon != current.label_epsilon:
+        raise ValueError(_OTHER_EPSILON.format(folder, saved.label_epsilon, current.label_epsilon))
+    if None not in (saved.data, current.data) and saved.data != current.data:
+        raise ValueError(_OTHER_ROWS.format(folder))
 
 
 def load_private_state(
@@ -100,12 +198,15 @@ def load_private_state(
     accountant: FisherAccountant | None,
     device: torch.device,
     label_key: LabelKey | None = None,
+    record: RunRecord | None = None,
+    releases: Sequence[Mapping[str, Any]] = (),
 ) -> list[str]:
     """Restore them. Returns what stands for the parameters that each client's last message was of,
     nothing if the file does not say.
 
-    Without a file of this rank, or with one that another number of ranks saved, defenses forget
-    what they remember, with a warning.
+    Without a file of this rank, or with one that another number of ranks saved or that was saved
+    under other settings than `record` has, defenses forget what they remember, with a warning. The
+    accountant also counts `releases`, which the file was written too early for.
 
     Raises:
         ValueError: If the file is of another number of clients, or damaged; or if there is an
@@ -135,13 +236,23 @@ def load_private_state(
     if ranks != _ranks() and accountant is not None:
         raise ValueError(_OTHER_RANKS.format(folder, ranks, _ranks()))
     _load_label_key(saved, folder, label_key)
-    _load_account(saved, folder, accountant)
+    _load_account(saved, folder, accountant, releases)
     if states and ranks != _ranks():
         return _begin_anew(clients, f"{folder} was saved by {ranks} rank(s), not {_ranks()}")
+    if states and (changed := _changed_settings(about, record)):
+        return _begin_anew(clients, f"{folder} was saved with other {', '.join(changed)}")
     for index, defense in enumerate(clients):
         client_state = states.get(index, {})
         defense.load_state_dict({key: tensor.to(device) for key, tensor in client_state.items()})
     return names
+
+
+def _changed_settings(about: Mapping[str, str], record: RunRecord | None) -> list[str]:
+    if record is None or _RUN not in about:
+        return []
+    saved = json.loads(about[_RUN])["settings"]
+    current = json.loads(json.dumps(record.settings))
+    return [name for name, value in current.items() if saved.get(name, value) != value]
 
 
 def _begin_anew(clients: Sequence[Defense], reason: str) -> list[str]:
@@ -163,7 +274,10 @@ def _of_clients(saved: Mapping[str, Tensor]) -> dict[int, dict[str, Tensor]]:
 
 
 def _load_account(
-    saved: Mapping[str, Tensor], folder: str, accountant: FisherAccountant | None
+    saved: Mapping[str, Tensor],
+    folder: str,
+    accountant: FisherAccountant | None,
+    releases: Sequence[Mapping[str, Any]],
 ) -> None:
     account = {
         key.removeprefix(_ACCOUNT): tensor
@@ -173,9 +287,10 @@ def _load_account(
     if accountant is not None:
         if not account:
             raise ValueError(_NO_ACCOUNT.format(folder))
-        accountant.load_state_dict(account)
-        if any(isinstance(key, str) for key in accountant):
+        keys = json.loads(bytes(account["keys"].tolist()))
+        if any(isinstance(key, str) for key in keys):
             raise ValueError(_BY_CONTENT.format(folder))
+        accountant.load_releases(releases, account)
     elif account:
         logger.warning(
             f"{folder} holds an accountant's state, which this run leaves behind: it has no "
@@ -205,17 +320,22 @@ def _read_tensors(path: str) -> tuple[dict[str, Tensor], dict[str, str]]:
             state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except SafetensorError as error:
         raise ValueError(_DAMAGED.format(path, error)) from error
-    if about.get(_CHECKSUM) != _checksum(state):
+    if about.get(_CHECKSUM) != _checksum(state, about):
         raise ValueError(_DAMAGED.format(path, "its checksum is another"))
     return state, about
 
 
-def _checksum(state: Mapping[str, Tensor]) -> str:
+def _checksum(state: Mapping[str, Tensor], about: Mapping[str, str]) -> str:
+    """Of the tensors, and of what is said of them; of the tensors alone where an older version
+    wrote them.
+    """
     digest = hashlib.sha256()
     for name in sorted(state):
         tensor = state[name].detach().cpu().contiguous()
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)};".encode())
         digest.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
+    for name in sorted(about.keys() - {_CHECKSUM}) if _RUN in about else ():
+        digest.update(f"{name}={about[name]};".encode())
     return digest.hexdigest()
 
 

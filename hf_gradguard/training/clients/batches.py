@@ -137,7 +137,8 @@ class ClientRows(Dataset):
 
 @dataclass
 class ClientCollator:
-    """Collates as `collate` does, leaves empty places out, and says whose the rows are.
+    """Collates as `collate` does, leaves empty places out, and says whose the rows are. `check`
+    looks at the rows before.
 
     Example:
         >>> places = [({"labels": 1}, SampledRow(3, 5, 0.5)), (None, SampledRow(None, 5, 0.5))]
@@ -146,9 +147,12 @@ class ClientCollator:
     """
 
     collate: Callable[[list[Any]], dict[str, Any]]
+    check: Callable[[list[int]], None] | None = None
 
     def __call__(self, places: list[Any]) -> dict[str, Any]:
         filled = [(row, place) for row, place in places if place.row is not None]
+        if self.check is not None:
+            self.check([place.row for _, place in filled if place.row >= 0])
         batch = dict(self.collate([row for row, _ in filled]))
         batch[CLIENT] = torch.tensor([place.client for _, place in filled])
         batch[SHARE] = torch.tensor([place.share for _, place in filled])

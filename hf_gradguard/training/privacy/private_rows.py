@@ -8,11 +8,9 @@ bound each. Which rows were drawn nobody else knows.
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -31,6 +29,7 @@ from ..clients.partition import Rows
 from ..exchange.start import check_agreed
 from ..guards.checks import is_iterable
 from ..message import ClientBatch
+from .account import AccountFile
 
 if TYPE_CHECKING:
     from ...defenses.dp import DPSGD
@@ -109,6 +108,7 @@ class PrivateRows(TrainerCallback):
         clients: Gives the defenses of this rank's clients, which are calibrated when a training
             begins.
         account: Of what was shared so far of this data.
+        account_file: Where each message is written down before it is shared.
 
     Attributes:
         rows_of_clients: On all ranks.
@@ -121,6 +121,7 @@ class PrivateRows(TrainerCallback):
     def __init__(
         self, defense: DPSGD, args: TrainingArguments, rows: int, rank: int, ranks: int,
         clients: Callable[[], Sequence[Defense]], account: PrivacyAccount | None = None,
+        account_file: AccountFile | None = None,
     ) -> None:  # fmt: skip
         self.defense, self._args, self._rank, self._ranks = defense, args, rank, ranks
         hosted = getattr(args, "clients_per_process", 1)
@@ -137,7 +138,7 @@ class PrivateRows(TrainerCallback):
         self.rate = max(self._rates)
         self._clients = clients
         self.noise_multiplier = defense.noise_multiplier
-        self.account = account or PrivacyAccount()
+        self.account, self._account_file = account or PrivacyAccount(), account_file
 
     def sampler(self) -> PoissonSampler:
         """Draws the batches of an epoch: as many as would go through all rows once."""
@@ -155,6 +156,7 @@ class PrivateRows(TrainerCallback):
         if args.world_size > 1:  # a rank with fewer rows than others draws each more often
             rates = torch.tensor([self.rate], dtype=torch.float64, device=args.device)
             self.rate = float(gather(rates).max())
+            self._count_as_others(args.device)
         if self.defense.target_epsilon is not None:
             assert self.defense.delta is not None  # it was checked with it
             target = self.defense.target_epsilon, self.defense.delta
@@ -177,6 +179,17 @@ class PrivateRows(TrainerCallback):
             client.calibrate(own_multiplier, self.batch_size)  # type: ignore[attr-defined]
         if self._rank == 0:
             self._announce(messages, multiplier)
+
+    def _count_as_others(self, device: torch.device) -> None:
+        """Ranks share as many messages, but a kill may leave one of them with a record more. The
+        account is of settings alone, so ranks may see each other's.
+        """
+        rows = self.account.state_dict()["messages"]
+        length = int(gather(torch.tensor([len(rows)], device=device)).max())
+        padded = torch.zeros(length, 3, dtype=torch.float64)
+        padded[: len(rows)] = rows
+        everyone = gather(padded.to(device)).cpu() if length else padded
+        self.account.load_state_dict({"messages": everyone[everyone[:, 0] > 0]})
 
     def _keeps(self, messages: int, target: float, delta: float) -> bool:
         """Whether a training that goes on keeps its target with the noise that it had."""
@@ -211,6 +224,9 @@ class PrivateRows(TrainerCallback):
         from ...defenses.dp import DPSGD, NoSample
 
         assert self.noise_multiplier is not None
+        if self._account_file is not None:
+            figures = {"noise_multiplier": self.noise_multiplier, "sampling_rate": self.rate}
+            self._account_file.write({**figures, "messages": 1})
         self.account.add(self.noise_multiplier, self.rate)
         counted = []
         for batch in batches:
@@ -230,25 +246,23 @@ class PrivateRows(TrainerCallback):
         """For the log."""
         return {} if self.epsilon is None else {"defense/epsilon": self.epsilon}
 
-    def save(self, folder: str) -> None:
-        """Write the account to a checkpoint: it says nothing of the data."""
-        rows = [[*key, count] for key, count in self.account.messages.items()]
-        _file(folder, self._rank).write_text(json.dumps(rows))
+    def resume(
+        self, saved: Sequence[Sequence[float]], records: Iterable[Mapping[str, Any]]
+    ) -> None:
+        """Count what a checkpoint has, and what left after it. What this process has counted beyond
+        that stays.
 
-    def load(self, folder: str) -> None:
-        """Read it again.
-
-        Raises:
-            ValueError: If there is none of this rank.
+        Args:
+            saved: (noise multiplier, sampling rate, messages) of the checkpoint.
+            records: Of the account of what left.
         """
-        if not (file := _file(folder, self._rank)).is_file():
-            raise ValueError(
-                f"{folder} holds no count of the messages that this rank shared, so ε would leave "
-                "them out. Resume with as many ranks as were saved, from a run of dp_sgd with "
-                "per_sample=True."
-            )
-        rows = torch.tensor(json.loads(file.read_text()), dtype=torch.float64).reshape(-1, 3)
-        self.account.load_state_dict({"messages": rows})
+        resumed = PrivacyAccount()
+        for multiplier, rate, messages in saved:
+            resumed.add(multiplier, rate, int(messages))
+        for record in records:
+            if "noise_multiplier" in record:
+                resumed.add(*(record[name] for name in _FIGURES))
+        self.account.load_state_dict(resumed.state_dict())
 
 
 def private_rows_of(
@@ -256,6 +270,7 @@ def private_rows_of(
     own_batches: bool,
     clients: Callable[[], Sequence[Defense]],
     account: PrivacyAccount | None,
+    account_file: AccountFile | None = None,
 ) -> PrivateRows | None:
     """What draws and counts the rows of a Trainer whose defense is `dp_sgd` with `per_sample`;
     `None` for all other defenses, and where no rows are drawn here.
@@ -265,6 +280,7 @@ def private_rows_of(
         own_batches: Whether its class draws batches in a way of its own.
         clients: As for `PrivateRows`.
         account: Likewise.
+        account_file: Likewise.
 
     Raises:
         NotImplementedError: Where batches could not be drawn as (ε, δ) takes them to be.
@@ -283,11 +299,12 @@ def private_rows_of(
         return None
     args = trainer.args
     rows, ranks = len(trainer.train_dataset), trainer.accelerator.num_processes
-    return PrivateRows(trainer.defense, args, rows, args.process_index, ranks, clients, account)
+    return PrivateRows(
+        trainer.defense, args, rows, args.process_index, ranks, clients, account, account_file
+    )
 
 
-def _file(folder: str, rank: int) -> Path:
-    return Path(folder) / f"gradguard_epsilon_rank{rank}.json"
+_FIGURES = ("noise_multiplier", "sampling_rate", "messages")
 
 
 def _chained(defense: Defense) -> Iterator[Defense]:

@@ -1,0 +1,271 @@
+"""What couples rows before the model: (ε, δ) is of a sum in which each row has one bounded term.
+
+A collator that mixes rows, or subtracts the batch's mean, lets one row change what all others add,
+and no clipping of samples bounds that. So what a row becomes beside others is compared with what it
+becomes without them, at the start of a training and now and then at any time of it.
+
+A collator may draw (masks of a language model). Then one row alone has other draws than in a batch.
+So the others are exchanged instead: copies of one row take their place, under the same draws. Where
+the generators end in the same state, draws were the same, and a difference is the others' doing.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import random
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
+from transformers.utils import logging
+
+from ..clients.partition import fetched
+from .draws import DrawState, draws_restored, seed_all
+
+logger = logging.get_logger(__name__)
+
+FIRST, EVERY = 4, 100
+"""Batches that are looked at: so many at first, then one in so many."""
+_STATES = 4  # of the generators, under each of which a collator that draws is looked at
+_REPEATS = 3  # before anything is refused
+
+
+class CouplingCheck:
+    """Looks whether rows are coupled by how they are read and collated.
+
+    Nothing changes for the training: all generators are put back, and a copy of the collator is
+    tried, so that what it counts or draws by itself stays.
+
+    Args:
+        data: The training data.
+        collate: What makes a batch of rows.
+
+    Example:
+        >>> rows = [{"x": torch.tensor([1.0])}, {"x": torch.tensor([5.0])}]
+        >>> def centered(rows):
+        ...     x = torch.stack([row["x"] for row in rows])
+        ...     return {"x": x - x.mean(0)}
+        >>> CouplingCheck(rows, centered)([0, 1])
+        Traceback (most recent call last):
+        NotImplementedError: GradGuardTrainer does not support dp_sgd with per_sample=True where ...
+    """
+
+    def __init__(self, data: Any, collate: Callable[[list[Any]], Mapping[str, Any]]) -> None:
+        self._data, self._collate = data, collate
+        self._batches = 0
+
+    def __call__(self, numbers: list[int]) -> None:
+        """Look at a batch of these rows, if it is due.
+
+        Raises:
+            NotImplementedError: If another row changes what one of them becomes.
+        """
+        distinct = list(dict.fromkeys(numbers))
+        if len(distinct) < 2:
+            return
+        is_due = self._batches < FIRST or self._batches % EVERY == 0
+        self._batches += 1
+        if is_due:
+            with draws_restored():
+                self._look(distinct)
+
+    def _look(self, numbers: list[int]) -> None:
+        longest = int(np.argmax([_size(row) for row in fetched(self._data, numbers)]))
+        start = self._batches % len(numbers)
+        places = sorted({start, (start + 1) % len(numbers), longest})
+        for attempt in range(_STATES):
+            if attempt:
+                seed_all(self._batches + attempt)
+            state = DrawState.now()
+            batch, end, draws = self._made(numbers, state)
+            for place in places:
+                others, others_end, _ = self._made(
+                    _without_others(numbers, place, longest, draws), state
+                )
+                if draws and end != others_end:
+                    continue  # other draws: nothing can be said
+                name = _different(batch, others, place, len(numbers), draws)
+                if name and self._is_replayed(numbers, state, batch):
+                    raise NotImplementedError(_COUPLED.format(name))
+            if not draws:
+                break
+
+    def _is_replayed(self, numbers: list[int], state: DrawState, batch: Mapping[str, Any]) -> bool:
+        """Whether the same rows under the same draws are the same batch again."""
+        for _ in range(_REPEATS):
+            again, _, _ = self._made(numbers, state)
+            if any(
+                _different(batch, again, place, len(numbers), True) for place in range(len(numbers))
+            ):
+                logger.warning_once(_NOT_REPLAYED)
+                return False
+        return True
+
+    def _made(self, numbers: list[int], state: DrawState) -> tuple[Mapping[str, Any], Any, bool]:
+        """A batch, where the generators ended, and whether anything was drawn."""
+        state.restore()
+        collate = copy.deepcopy(self._collate, _kept_whole(self._collate))
+        own_before = [_state_of(generator) for generator in _generators(collate)]
+        try:
+            batch = collate(list(fetched(self._data, numbers)))
+        except Exception as error:
+            error.add_note(_ALONE)
+            raise
+        own = [_state_of(generator) for generator in _generators(collate)]
+        end = DrawState.now().plain()
+        return batch, (end, own), end != state.plain() or own != own_before
+
+
+def _without_others(numbers: list[int], place: int, longest: int, draws: bool) -> list[int]:
+    """The row alone; or copies of it in the others' places, but for the longest, which decides how
+    many numbers are drawn.
+    """
+    if not draws:
+        return [numbers[place]]
+    return [
+        number if index in (place, longest) else numbers[place]
+        for index, number in enumerate(numbers)
+    ]
+
+
+def _different(
+    batch: Mapping[str, Any], others: Mapping[str, Any], place: int, rows: int, in_place: bool
+) -> str:
+    """The first entry whose row is another, padding aside.
+
+    Args:
+        batch: Of some rows.
+        others: Of the same row beside others, or alone.
+        place: Of the row in the batch.
+        rows: How many the batch has.
+        in_place: Whether the row has the same place beside the others.
+    """
+    for name, value in batch.items():
+        if name not in others:
+            return str(name)
+        other = others[name]
+        if isinstance(value, Mapping) and isinstance(other, Mapping):
+            if inner_name := _different(value, other, place, rows, in_place):
+                return f"{name}.{inner_name}"
+            continue
+        if _length(value) == rows and _length(other) == (rows if in_place else 1):
+            value, other = value[place], other[place if in_place else 0]
+        if not _alike(value, other):
+            return str(name)
+    return ""
+
+
+def _length(value: Any) -> int:
+    if isinstance(value, Tensor | np.ndarray):
+        return len(value) if value.ndim else -1
+    return len(value) if isinstance(value, list | tuple) else -1
+
+
+def _alike(row: Any, other: Any) -> bool:
+    """Whether two are equal where both have entries, and constant where one alone has: padding."""
+    if not isinstance(row, Tensor | np.ndarray | list | tuple) or not isinstance(other, type(row)):
+        return type(row) is type(other) and bool(row == other)
+    try:
+        row, other = torch.as_tensor(row), torch.as_tensor(other)
+    except (TypeError, ValueError, RuntimeError):  # texts, or lists of several lengths
+        return bool(row == other)
+    if row.dim() != other.dim():
+        return False
+    short = [min(pair) for pair in zip(row.shape, other.shape, strict=True)]
+    return any(
+        _equal(_cut(row, short, at_end), _cut(other, short, at_end))
+        and _is_padding(row, short, at_end)
+        and _is_padding(other, short, at_end)
+        for at_end in (False, True)
+    )
+
+
+def _equal(row: Tensor, other: Tensor) -> bool:
+    if row.is_floating_point():
+        return torch.allclose(row, other, rtol=1e-5, atol=1e-7, equal_nan=True)
+    return torch.equal(row, other)
+
+
+def _cut(tensor: Tensor, shape: list[int], at_end: bool) -> Tensor:
+    return tensor[_inside(tensor, shape, at_end)]
+
+
+def _inside(tensor: Tensor, shape: list[int], at_end: bool) -> tuple[slice, ...]:
+    return tuple(
+        slice(length - size, length) if at_end else slice(size)
+        for length, size in zip(tensor.shape, shape, strict=True)
+    )
+
+
+def _is_padding(tensor: Tensor, shape: list[int], at_end: bool) -> bool:
+    """Whether what lies outside of a corner of that shape has one value."""
+    outside = torch.ones(tensor.shape, dtype=torch.bool)
+    outside[_inside(tensor, shape, at_end)] = False
+    values = tensor[outside]
+    return not values.numel() or bool((values == values[0]).all())
+
+
+def _size(row: Any) -> int:
+    """About how long a collator makes a batch for a row: its largest entry."""
+    values = row.values() if isinstance(row, Mapping) else [row]
+    return max((_numel(value) for value in values), default=0)
+
+
+def _numel(value: Any) -> int:
+    if isinstance(value, Tensor):
+        return value.numel()
+    return len(value) if hasattr(value, "__len__") else 1
+
+
+def _parts(collate: Any) -> Iterator[Any]:
+    """A collator and what it holds, two levels deep: wrappers hold collators."""
+    level = [collate]
+    for _ in range(3):
+        yield from level
+        level = [
+            part
+            for holder in level
+            if not isinstance(holder, nn.Module | PreTrainedTokenizerBase)
+            for part in getattr(holder, "__dict__", {}).values()
+        ]
+
+
+def _kept_whole(collate: Any) -> dict[int, Any]:
+    """What a copy of a collator shares with it: models and tokenizers are large."""
+    large = (nn.Module, PreTrainedTokenizerBase)
+    return {id(part): part for part in _parts(collate) if isinstance(part, large)}
+
+
+def _generators(collate: Any) -> list[Any]:
+    kinds = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+    return [part for part in _parts(collate) if isinstance(part, kinds)]
+
+
+def _state_of(generator: Any) -> Any:
+    """What is equal where a generator's state is."""
+    if isinstance(generator, torch.Generator):
+        return generator.get_state().numpy().tobytes()
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    return pickle.dumps(generator)
+
+
+_COUPLED = (
+    "GradGuardTrainer does not support dp_sgd with per_sample=True where rows are coupled before "
+    "the model: {!r} of a row is another beside other rows than without them. So one row changes "
+    "what all others add, and no clipping bounds that. Take a collator that treats each row by "
+    "itself (no mixup, no statistics of the batch), or a defense without per_sample."
+)
+_ALONE = (
+    "dp_sgd with per_sample=True collates some rows of a batch by themselves, to see that no other "
+    "row changes what they become. The collator has to take any number of rows."
+)
+_NOT_REPLAYED = (
+    "The collator draws from a source of its own, so what it makes of rows differs from call to "
+    "call, and whether it couples them cannot be looked at. ε holds only if it treats each row by "
+    "itself."
+)

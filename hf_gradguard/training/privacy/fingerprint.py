@@ -1,0 +1,99 @@
+"""Whether a data set's rows are those that a run knows by number: an account adds up by row, a
+label is randomized by row, and a client has rows.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..clients.partition import fetched, is_of_datasets
+from .draws import draws_restored, seed_all
+
+MOST = 2048
+"""Rows that are read. Of a larger data set they are spread evenly, from the first to the last."""
+_TRIED = 8  # rows that are read twice: a field that differs is drawn anew at every visit
+
+
+def data_fingerprint(data: Any, salt: str) -> str | None:
+    """A checksum of a data set's rows in their order; `None` where rows have no number.
+
+    Fields that a data set draws at random are left out, if the three global generators do not
+    decide them. All generators stay as they are.
+
+    Args:
+        data: The training data.
+        salt: Of a run, so that nobody can compare it with guesses of the data beforehand.
+
+    Example:
+        >>> rows = [{"text": "a", "label": 0}, {"text": "b", "label": 1}]
+        >>> data_fingerprint(rows, "run") == data_fingerprint(rows[::-1], "run")
+        False
+    """
+    if not hasattr(data, "__getitem__") or not hasattr(data, "__len__") or not len(data):
+        return None
+    if is_of_datasets(data, "Dataset"):
+        data = data.with_format(None)  # without what makes pixels of each row
+    count = len(data)
+    numbers = np.unique(np.linspace(0, count - 1, min(count, MOST)).round().astype(int)).tolist()
+    digest = hashlib.sha256(f"{salt} {count}".encode())
+    with draws_restored():
+        drawn = set[str]()
+        for number in numbers[:_TRIED]:
+            first_read, second_read = _fields(_row(data, number)), _fields(_row(data, number))
+            names = first_read.keys() | second_read.keys()
+            drawn |= {n for n in names if first_read.get(n) != second_read.get(n)}
+        for number in numbers:
+            for name, content in sorted(_fields(_row(data, number)).items()):
+                if name not in drawn:
+                    digest.update(name.encode() + content)
+    return digest.hexdigest()
+
+
+def _row(data: Any, number: int) -> Any:
+    seed_all(number)
+    (row,) = fetched(data, [number])
+    return row
+
+
+def _fields(row: Any) -> dict[str, bytes]:
+    """A checksum of each of a row's entries."""
+    if not isinstance(row, Mapping):
+        return {"": _checksum(row)}
+    return {str(name): _checksum(value) for name, value in row.items()}
+
+
+def _checksum(value: Any) -> bytes:
+    digest = hashlib.sha256()
+    _feed(digest, value)
+    return digest.digest()
+
+
+def _feed(digest: Any, value: Any) -> None:
+    """Content of the kinds that rows hold. Of others their class: it has no known form."""
+    if isinstance(value, torch.Tensor):
+        value = value.detach().cpu()
+        value = value.float().numpy() if value.dtype == torch.bfloat16 else value.numpy()
+    if isinstance(value, np.ndarray) and value.dtype != object:
+        digest.update(
+            f"{value.dtype}{value.shape}".encode() + np.ascontiguousarray(value).tobytes()
+        )
+    elif isinstance(value, Mapping):
+        for name in sorted(value, key=str):
+            digest.update(str(name).encode())
+            _feed(digest, value[name])
+    elif isinstance(value, list | tuple | np.ndarray):
+        plain = all(type(entry) in (int, float, str, bool) for entry in value)
+        digest.update(f"[{len(value)}]{value if plain else ''}".encode())
+        for entry in () if plain else value:
+            _feed(digest, entry)
+    elif isinstance(value, str | int | float | bool | bytes | np.generic | None):
+        digest.update(repr(value).encode())
+    elif hasattr(value, "tobytes") and hasattr(value, "mode"):  # a picture
+        digest.update(f"{value.mode}{value.size}".encode() + value.tobytes())
+    else:
+        digest.update(type(value).__qualname__.encode())

@@ -1,0 +1,154 @@
+"""What left a rank counts, whatever becomes of the run: it is on the disk before it leaves."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from account_worker import trainer
+
+from hf_gradguard.leakage import FisherAccountant, PrivacyAccount
+from hf_gradguard.training.privacy.account import AccountFile
+
+HERE = Path(__file__).parent
+FILE = "gradguard_account_rank0.jsonl"
+
+
+def killed(folder: Path, kind: str, after: int) -> int:
+    """How many messages of a run left before it was killed (SIGKILL)."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*sys.path, str(HERE.parent)])}
+    process = subprocess.Popen(
+        [sys.executable, str(HERE / "account_worker.py"), str(folder), kind],
+        env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+    )  # fmt: skip
+    assert process.stdout is not None
+    count = 0
+    for line in process.stdout:  # also what left until the kill arrived
+        count += line.startswith("left")
+        if count == after:
+            process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+    return count
+
+
+@pytest.mark.parametrize("after", [2, 6])  # before the first checkpoint, and beyond it
+def test_epsilon_counts_what_left_before_a_kill(tmp_path: Path, after: int) -> None:
+    count = killed(tmp_path, "epsilon", after)
+    step = max((int(p.name.split("-")[1]) for p in tmp_path.glob("checkpoint-*")), default=0)
+    resumed = trainer(tmp_path, "epsilon", max_steps=step + 5)
+    resumed.train(resume_from_checkpoint=True)
+    first_step = step if resumed.state.global_step == step + 5 else 0
+    assert first_step == step
+    (messages,) = resumed.private_rows.account.messages.values()
+    assert 0 <= messages - (count + 5) <= 1  # one may be written down and not have left
+    everything = PrivacyAccount({(1.0, 0.25): count + 5})
+    assert resumed.private_rows.epsilon >= everything.epsilon(1e-3)
+
+
+def test_the_fisher_account_counts_what_left_before_a_kill(tmp_path: Path) -> None:
+    count = killed(tmp_path, "fisher", 6)
+    resumed = trainer(tmp_path, "fisher", max_steps=1)  # no step more
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    assert 0 <= resumed.accountant.steps - count <= 1
+    records = [json.loads(line.split("\t")[0]) for line in open(tmp_path / FILE)]
+    alone = FisherAccountant()
+    for record in records:
+        alone.add_release(record["release"])
+    assert {key: alone.dfil(key) for key in alone} == {
+        key: resumed.accountant.dfil(key) for key in resumed.accountant
+    }
+    assert (tmp_path / FILE).stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("kind", ["epsilon", "fisher"])
+def test_a_run_that_is_resumed_in_its_process_counts_nothing_twice(
+    tmp_path: Path, kind: str
+) -> None:
+    t = trainer(tmp_path, kind, max_steps=6)
+    t.train()
+    t.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    account = t.private_rows.account if t.private_rows else t.accountant
+    messages = account.steps if kind == "fisher" else sum(account.messages.values())
+    assert messages == 8
+
+
+def test_a_run_that_goes_on_elsewhere_counts_both_folders(tmp_path: Path) -> None:
+    trainer(tmp_path / "one", "epsilon", max_steps=6).train()
+    checkpoint = str(tmp_path / "one" / "checkpoint-4")
+    other = trainer(tmp_path / "other", "epsilon", max_steps=8)
+    other.train(resume_from_checkpoint=checkpoint)
+    assert sum(other.private_rows.account.messages.values()) == 6 + 4
+    again = trainer(tmp_path / "other", "epsilon", max_steps=9)
+    again.train(resume_from_checkpoint=str(tmp_path / "other" / "checkpoint-8"))
+    assert sum(again.private_rows.account.messages.values()) == 6 + 4 + 1
+
+
+def test_a_new_run_in_the_folder_counts_its_own(tmp_path: Path) -> None:
+    for _ in range(2):
+        t = trainer(tmp_path, "epsilon", max_steps=5)
+        t.train()
+        assert sum(t.private_rows.account.messages.values()) == 5
+
+
+def emptied(file: Path) -> None:
+    file.write_text("")
+
+
+def swapped(file: Path) -> None:
+    other = AccountFile(file.parent / "other", 0)
+    for _ in range(9):
+        other.write({"noise_multiplier": 9.0, "sampling_rate": 0.1, "messages": 1})
+    os.replace(file.parent / "other" / FILE, file)
+
+
+def cut(file: Path) -> None:
+    file.write_text("".join(file.open().readlines()[:2]))
+
+
+def edited(file: Path) -> None:
+    file.write_text(file.read_text().replace('"noise_multiplier": 1.0', '"noise_multiplier": 9.0'))
+
+
+@pytest.mark.parametrize("damage", [Path.unlink, emptied, swapped, cut, edited])
+def test_an_account_that_was_changed_is_refused(tmp_path: Path, damage: Any) -> None:
+    trainer(tmp_path, "epsilon", max_steps=4).train()
+    damage(tmp_path / FILE)
+    resumed = trainer(tmp_path, "epsilon", max_steps=8)
+    with pytest.raises(ValueError, match=rf"{FILE}.*Copy .*begin a new run"):
+        resumed.train(resume_from_checkpoint=True)
+
+
+def test_a_line_that_a_kill_cut_off_never_left(tmp_path: Path) -> None:
+    account = AccountFile(tmp_path, 0)
+    account.write({"messages": 1})
+    with open(tmp_path / FILE, "a") as file:
+        file.write('{"run": "')
+    account.write({"messages": 2})
+    again = AccountFile(tmp_path, 0)
+    again.go_on_with(account.run)
+    assert [record["messages"] for record in again.records([tmp_path], {})] == [1, 2]
+
+
+def test_two_trainers_may_write_to_one_folder(tmp_path: Path) -> None:
+    one, two = AccountFile(tmp_path, 0), AccountFile(tmp_path, 0)
+    for account in (one, two, one):
+        account.write({"messages": 1})
+    assert len(one.records([tmp_path], one.counted)) == 0
+    assert one.counted != two.counted
+    with pytest.raises(ValueError, match="a run of its own"):
+        one.go_on_with(two.run)
+
+
+def test_nothing_is_written_without_an_account(tmp_path: Path) -> None:
+    t = trainer(tmp_path, "fisher", max_steps=1)
+    plain = type(t)(model=t.model, args=t.args, defense="none", train_dataset=t.train_dataset)
+    plain.train()
+    assert not (tmp_path / FILE).exists()
+    assert torch.is_tensor(t.model.classifier.weight)
