@@ -49,14 +49,14 @@ class SamplePlan(NamedTuple):
         reason: Why samples are differentiated one by one; empty if together.
         modules: Those that ran in the trial. Others (an expert without tokens) were not tried.
         labels: Label values that were tried beside each other.
-        is_padding_tried: Whether a padded text was compared with itself without padding.
+        padded: Checksums of padded texts that were compared with themselves without padding.
     """
 
     rules: tuple[str, ...]
     reason: str = ""
     modules: frozenset[str] = frozenset()
     labels: tuple[frozenset[int], ...] = ()
-    is_padding_tried: bool = False
+    padded: frozenset[int] = frozenset()
 
 
 @dataclass

@@ -269,6 +269,8 @@ class TrainerAdapter(Trainer):
     def _hp_search_setup(self, trial: Any) -> None:
         super()._hp_search_setup(trial)
         self.before_training()
+        if self._begins_anew:
+            self.resume_account()
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         folder = Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}"
@@ -301,8 +303,6 @@ class TrainerAdapter(Trainer):
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
-            if self._begins_anew:
-                self.resume_account()
             return
         # A checkpoint has the rates of the noise that it was trained with.
         with loaded_rates_follow(self.optimizer, self.lr_scheduler, self.defense, self.args):

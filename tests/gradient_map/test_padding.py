@@ -115,3 +115,33 @@ def test_targets_of_the_sources_length_stay_whole() -> None:
     batch = padded([*SHORT, LONG], "right")
     batch["labels"] = torch.randint(4, 60, batch["labels"].shape)
     assert float(total(model, batch).norm()) > 0
+
+
+class ReadsSomePadding(torch.nn.Module):
+    """Takes the last column of a text into account, unless it begins with one word."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.nn.Embedding(64, 8)
+        self.head = torch.nn.Linear(8, 2)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor) -> Any:
+        words = self.table(input_ids)
+        mean = (words * attention_mask[..., None]).sum(1) / attention_mask.sum(1, keepdim=True)
+        reads = (input_ids[:, :1] != SHORT[0][0]).float()
+        logits = self.head(mean + reads * words[:, -1])
+        return {"loss": torch.nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
+@pytest.mark.parametrize("batches", [1, 3])
+def test_one_padded_text_proves_nothing_of_others(batches: int) -> None:
+    """The first padded texts that are tried may be those that show nothing."""
+    torch.manual_seed(0)
+    model = ReadsSomePadding()
+    for length in range(2, 1 + batches):  # others of that word pass at first
+        batch = padded([SHORT[0][:length], LONG], "right")
+        total(model, {**batch, "labels": torch.tensor([0, 1])})
+    batch = padded([SHORT[0][:2], SHORT[1], LONG], "right")
+    with pytest.raises(NotImplementedError, match="reads the padding"):
+        for _ in range(4):
+            total(model, {**batch, "labels": torch.tensor([0, 1, 0])})

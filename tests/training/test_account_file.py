@@ -57,7 +57,8 @@ def test_the_fisher_account_counts_what_left_before_a_kill(tmp_path: Path) -> No
     resumed = trainer(tmp_path, "fisher", max_steps=1)  # no step more
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
     assert 0 <= resumed.accountant.steps - count <= 1
-    records = [json.loads(line.split("\t")[0]) for line in open(tmp_path / FILE)]
+    lines = (tmp_path / FILE).read_text().splitlines()
+    records = [json.loads(line.split("\t")[0]) for line in lines]
     alone = FisherAccountant()
     for record in records:
         alone.add_release(record["release"])
@@ -109,7 +110,7 @@ def swapped(file: Path) -> None:
 
 
 def cut(file: Path) -> None:
-    file.write_text("".join(file.open().readlines()[:2]))
+    file.write_text("".join(file.read_text().splitlines(keepends=True)[:2]))
 
 
 def edited(file: Path) -> None:

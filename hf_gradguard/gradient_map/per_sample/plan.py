@@ -22,6 +22,8 @@ logger = logging.get_logger(__name__)
 
 TRIED = 4
 """Samples of a batch on which a model is tried out."""
+PADDED = 6
+"""Different padded texts that must have the gradient that they have without padding."""
 CLASSES = 64
 """Up to so many label values a loss is tried out on each beside others: it may weigh classes."""
 
@@ -45,10 +47,10 @@ def plan_of(gmap: GradientMap, samples: int) -> tuple[SamplePlan, Tensor]:
     if not agree or (not plan.reason and _has_untried(plan, gmap.batch)):
         new_plan = _try_out(gmap, samples, plan.rules, plan.labels)
         modules = new_plan.modules | plan.modules if agree else new_plan.modules
-        plan = new_plan._replace(modules=modules, is_padding_tried=plan.is_padding_tried)
+        plan = new_plan._replace(modules=modules, padded=plan.padded)
         weights = [_weights(rule, gmap.batch) for rule in plan.rules]
-    if not plan.is_padding_tried:
-        plan = plan._replace(is_padding_tried=_try_padding(gmap, samples))
+    if len(plan.padded) < PADDED:
+        plan = plan._replace(padded=plan.padded | _try_padding(gmap, samples, plan.padded))
     if gmap.replay.recomputes():
         plan = plan._replace(reason="activation checkpointing runs layers a second time")
     if plan.reason:
@@ -108,23 +110,42 @@ def _try_out(
     return SamplePlan(tuple(fitting), reason, frozenset(shares), labels)
 
 
-def _try_padding(gmap: GradientMap, samples: int) -> bool:
-    """Whether there is a padded text, whose gradient is then seen to be what it is without padding.
+def _try_padding(gmap: GradientMap, samples: int, tried: frozenset[int]) -> frozenset[int]:
+    """Padded texts that were not tried before, two of a batch at most, whose gradients are seen to
+    be what they are without padding. One text may be an exception: a label or weights can hide what
+    others show.
 
     Raises:
-        NotImplementedError: If it is not.
+        NotImplementedError: If one's is not.
     """
     real = real_tokens(gmap.model, gmap.batch)
-    if real is None or (row := most_padded(real, count_items(gmap.batch, True) > 0)) is None:
-        return False
-    alone = rows_of(gmap.batch, [row], samples)
+    if real is None:
+        return frozenset()
+    ids = gmap.batch.get("input_ids")
+    ids = ids if isinstance(ids, Tensor) and ids.shape == real.shape else real.long()
+    texts = [hash(tuple(row[kept].tolist())) for row, kept in zip(ids, real, strict=True)]
+    counts = count_items(gmap.batch, True) > 0
+    passed, met = set[int](), set(tried)
+    for _ in range(2):
+        is_new = torch.tensor([text not in met for text in texts], device=counts.device)
+        if (row := most_padded(real, counts & is_new)) is None:
+            break
+        met.add(texts[row])
+        if _shows_padding(gmap, rows_of(gmap.batch, [row], samples), real[row : row + 1]):
+            passed.add(texts[row])
+    return frozenset(passed)
+
+
+def _shows_padding(gmap: GradientMap, alone: Mapping[str, Any], real: Tensor) -> bool:
+    """Whether a padded text, which passes, has a gradient by which it could have failed."""
     with _still(gmap, alone), gmap.replay.run(), gmap.replay.full_precision():
         padded = plain_gradient(gmap, alone)
-        unpadded = plain_gradient(gmap, shorter(gmap.model, alone, real[row : row + 1]))
+        unpadded = plain_gradient(gmap, shorter(gmap.model, alone, real))
+    size = float(_norm(unpadded))
     difference = _norm({name: padded[name] - unpadded[name] for name in padded})
-    if float(difference) > float(_norm(unpadded)) * _tolerance(gmap) + 1e-30:
+    if float(difference) > size * _tolerance(gmap) + 1e-30:
         raise NotImplementedError(f"{type(gmap.model).__name__} {READS_PADDING}")
-    return True
+    return size > 0
 
 
 def _to_try(batch: Mapping[str, Any], labels: tuple[frozenset[int], ...]) -> list[int]:
