@@ -78,9 +78,9 @@ def privacy_section(trainer: GradGuardTrainer) -> str:
         f"Defense: `{name}`, with hf-gradguard{of_total.format(count)}"
         for name, count in messages.by("defense").items()
     ]
-    for about in _ABOUT:
+    points.append(_epsilon(trainer))
+    for about in (*_ABOUT, "noise"):
         points += _statements(messages, about)
-    points += [_epsilon(trainer), *_statements(messages, "noise")]
     private = "" not in messages.by("epsilon") and messages.complete
     return _SECTION.format(
         summary=_summary(messages),
@@ -116,6 +116,7 @@ def sharing(trainer: Any) -> dict[str, str]:
         "aggregation": _aggregation(trainer),
         "noise": _NEW_KEYS if getattr(args, "noise_seed", None) is None else _FIXED_SEED,
         "epsilon": "" if trainer.private_rows is None else subject,  # whose messages it is of
+        "unit": _CLIENT_LEVEL if defense.name == "dp_sgd" and not defense.per_sample else "",
     }
 
 
@@ -220,23 +221,27 @@ def _epsilon(trainer: GradGuardTrainer) -> str:
     )
     sampled = (
         f"Each row's gradient was clipped, and rows were drawn by Poisson sampling (rate {rates}): "
-        f"{sum(rows.account.messages.values())} messages of each client, noise multiplier {noise}"
+        f"{sum(rows.account.messages.values())} messages of each client, noise multiplier {noise}."
     )
     if rows.epsilon is None:
-        return f"{sampled}. No δ was set, so no ε was computed."
+        return f"{sampled} No δ was set, so no ε was computed."
     left_out = (
         f" It leaves out {uncovered} messages of other defenses, which trained this model, too."
     )
     covers_all = not uncovered and trainer.shared_messages.complete
     return (
-        f"{sampled}. **ε = {rows.epsilon:.4g} at δ = {rows.defense.delta:g}** for "
-        f"{' and '.join(subjects)}{_OF_MODEL if covers_all else ''}: data sets that differ in "
-        "one row, added or removed (privacy loss distributions, by dp-accounting)."
-        f"{left_out if uncovered else ''}"
+        "**For one row of the training data, added or removed: "
+        f"ε = {rows.epsilon:.4g} at δ = {rows.defense.delta:g}**, of {' and '.join(subjects)}"
+        f"{_OF_MODEL if covers_all else ''} (privacy loss distributions, by dp-accounting). "
+        f"{sampled}{left_out if uncovered else ''}"
     )
 
 
-_ABOUT = ("clients", "alone", "withheld", "labels", "statistics", "aggregation")
+_ABOUT = ("unit", "clients", "alone", "withheld", "labels", "statistics", "aggregation")
+_CLIENT_LEVEL = (
+    "`dp_sgd` without `per_sample` is client-level noise: a client's batch gradient was clipped as "
+    "a whole, so no (ε, δ) of a row follows."
+)
 _OF_MODEL = ", and for this model where nothing else chose it"
 _NEW_KEYS = (
     "The noise was drawn by ChaCha20, with a new key from the operating system for every message."

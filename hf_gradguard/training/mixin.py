@@ -69,7 +69,7 @@ from .privacy.account import AccountFile
 from .privacy.coupling import CouplingCheck
 from .privacy.fingerprint import data_fingerprint
 from .privacy.labels import RandomizedLabels, Randomizer
-from .privacy.private_rows import PoissonSampler, PrivateRows, private_rows_of
+from .privacy.private_rows import PoissonSampler, PrivateRows, private_rows_of, say_unit
 from .requested_settings import RequestedSettings
 from .weights import LossWeights, Normalization, Spread
 
@@ -181,10 +181,11 @@ class GradGuardMixin(TrainerAdapter):
         defense.prepare(self.model, self.processing_class)
         if "model" in changed:
             self.remove_callback(StartAlike)
-            self.add_callback(StartAlike(lambda: self.eval_dataset))
+            self.add_callback(StartAlike(lambda: self.eval_dataset, lambda: self.defense))
         self._share_input_embeddings: bool = getattr(self.args, "share_input_embeddings", False)
         self._batch_statistics: str = getattr(self.args, "batch_statistics", "local")
         if self.is_world_process_zero():
+            say_unit(self.defense)
             warn_about_ranks(self.accelerator.num_processes)
             warn_of_statistics(self.model, self._batch_statistics)
         self._withhold = getattr(self.args, "withhold", None) or []

@@ -9,9 +9,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hf_gradguard import GradGuardConfig
+from hf_gradguard import GradGuardConfig, make_defense
 from hf_gradguard.training.exchange import start as starting
-from hf_gradguard.training.exchange.start import BATCHES, OPTIMIZER, ROWS, STEPS, agreed_upon
+from hf_gradguard.training.exchange.start import (
+    BATCHES,
+    OPTIMIZER,
+    ROWS,
+    STEPS,
+    SUMMED,
+    agreed_upon,
+)
 
 
 def start(monkeypatch: pytest.MonkeyPatch, received: float | None) -> nn.Module:
@@ -122,3 +129,50 @@ def test_optimizers_count_by_their_settings_and_not_by_their_weights() -> None:
     again = torch.optim.SGD(nn.Linear(3, 2).parameters(), lr=0.1)
     assert repr(agreed_upon(args, nn.Linear(3, 2), None, again)[OPTIMIZER]) == found[0]
     assert len(set(found)) == 3
+
+
+# Noise of a sum
+
+
+@pytest.mark.parametrize(
+    ("defense", "other"),
+    [
+        (("gaussian_noise", {"scale": 0.1}), ("gaussian_noise", {"scale": 0.2})),
+        (("gaussian_noise", {"scale": 0.1}), ("optimal_noise", {"scale": 0.1})),
+        (("dp_sgd", {"scale": 0.1, "clip": 1.0}), ("dp_sgd", {"scale": 0.1, "clip": 2.0})),
+        (
+            ("dp_sgd", {"per_sample": True, "noise_multiplier": 1.0, "clip": 1.0}),
+            ("dp_sgd", {"per_sample": True, "noise_multiplier": 1.0, "clip": 9.0}),
+        ),
+    ],
+)
+def test_ranks_compare_what_they_add_up(defense: Any, other: Any) -> None:
+    """A rank that adds less noise than the sum is to have takes it from all others. Messages that
+    stand alone may differ.
+    """
+    model = nn.Linear(3, 2)
+    for noise_for in ("sum", "message"):
+        args = GradGuardConfig("out", use_cpu=True, secure_aggregation=True, noise_for=noise_for)
+        one, two = (
+            agreed_upon(args, model, defense=make_defense(name, **settings))
+            for name, settings in (defense, other)
+        )
+        differing = {name for name in one if one[name] != two[name]}
+        assert differing == ({SUMMED} if noise_for == "sum" else set())
+
+
+def test_ranks_that_add_up_other_noise_do_not_train(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What another rank sends differs in that entry alone."""
+    args = GradGuardConfig("out", use_cpu=True, secure_aggregation=True, noise_for="sum")
+    monkeypatch.setattr(type(args), "world_size", 3)
+    model = nn.Linear(3, 2)
+    others = agreed_upon(args, model, defense=make_defense("gaussian_noise", scale=0.2))
+    sent = torch.frombuffer(
+        bytearray(b"".join(map(starting._hashed, others.values()))), dtype=torch.int64
+    )
+    monkeypatch.setattr(starting, "gather", lambda own: torch.cat([own, sent, own]))
+    monkeypatch.setattr(starting, "broadcast", lambda tensors: tensors)
+    own = make_defense("gaussian_noise", scale=0.1)
+    callback = starting.StartAlike(lambda: None, lambda: own)
+    with pytest.raises(ValueError, match=r"Ranks differ in the defense.*noise_for='sum'"):
+        callback.on_train_begin(args, model=model)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import TrainerCallback, TrainerState, TrainingArguments
 from transformers.utils import logging
 
+from ...defenses import Defense
 from ...leakage.received import ADVICE, check_received
 from ..guards.checks import check_loader
 
@@ -92,10 +93,15 @@ class StartAlike(TrainerCallback):
 
     Args:
         evaluated: Gives what the model is evaluated on.
+        defense: Gives what messages are protected by.
     """
 
-    def __init__(self, evaluated: Callable[[], Any] = lambda: None) -> None:
-        self._started, self._evaluated = False, evaluated
+    def __init__(
+        self,
+        evaluated: Callable[[], Any] = lambda: None,
+        defense: Callable[[], Defense | None] = lambda: None,
+    ) -> None:
+        self._started, self._evaluated, self._defense = False, evaluated, defense
 
     def on_train_begin(
         self, args: TrainingArguments, state: Any = None, *_: Any, model: nn.Module, **kwargs: Any
@@ -103,7 +109,8 @@ class StartAlike(TrainerCallback):
         if args.world_size > 1:
             trained = kwargs.get("optimizer"), kwargs.get("train_dataloader")
             check_loader(trained[1])  # also of a class of the user's own
-            settings = agreed_upon(args, model, state, *trained, self._evaluated())
+            asked = self._evaluated(), self._defense()
+            settings = agreed_upon(args, model, state, *trained, *asked)
             check_agreed(settings, args.device)
             # later on buffers hold statistics of rank 0's data, also in another Trainer
             buffers = [] if model in _TRAINED else list(model.buffers())
@@ -142,6 +149,7 @@ _OF_CLIENTS = (
 STEPS, BATCHES = "the number of steps", "the number of batches in an epoch"
 ROWS, OPTIMIZER = "the number of rows to evaluate on", "the optimizer and its rates"
 PARAMETERS = "the model's parameters, and which of them are trained"
+SUMMED = "the defense or its settings, whose noise is of the sum (noise_for='sum')"
 
 
 def agreed_upon(
@@ -151,6 +159,7 @@ def agreed_upon(
     optimizer: Any = None,
     batches: Any = None,
     evaluated: Any = None,
+    defense: Defense | None = None,
 ) -> dict[str, Any]:
     """What has to be the same on all ranks, by name. Limits count by whether they stop a run,
     intervals where something follows them, and lengths of data where exchanges follow them.
@@ -162,6 +171,8 @@ def agreed_upon(
         optimizer: Its own.
         batches: Its data loader.
         evaluated: What it is evaluated on, if it is.
+        defense: Of this rank's messages. It counts where they are parts of one sum: noise of the
+            sum is what all add, and a rank that adds less takes it from all others.
 
     Example:
         >>> agreed_upon(TrainingArguments("out", max_steps=3), model)["max_steps"]
@@ -188,6 +199,9 @@ def agreed_upon(
         for name, p in model.named_parameters()
     ]
     settings[PARAMETERS] = parameters
+    settings[SUMMED] = None
+    if defense is not None and settings["noise_for"] == "sum":
+        settings[SUMMED] = defense.name, defense.settings()
     settings[OPTIMIZER] = None if optimizer is None else _described(optimizer)
     return settings
 

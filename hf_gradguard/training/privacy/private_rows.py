@@ -206,18 +206,22 @@ class PrivateRows(TrainerCallback):
     def _announce(self, messages: int, multiplier: float) -> None:
         least, most = min(map(len, self.rows_of_clients)), max(map(len, self.rows_of_clients))
         rows = f"{least}" if least == most else f"{least} to {most}"
-        text = (
-            f"dp_sgd per sample: each of {len(self.rows_of_clients)} clients draws each of its "
-            f"{rows} rows with probability {self.rate:.4g} for each of {messages} messages; noise "
-            f"multiplier {multiplier:.4g}"
-        )
+        text = "dp_sgd with per_sample=True protects one row of the training data"
         if (delta := self.defense.delta) is not None:
             planned = PrivacyAccount(self.account.messages)
             planned.add(multiplier, self.rate, messages)
-            text += f", ε = {planned.epsilon(delta):.4g} at δ = {delta:g} in the end"
+            text = (
+                f"ε = {planned.epsilon(delta):.4g} at δ = {delta:g} in the end, for one row of the "
+                "training data, added or removed"
+            )
             if delta * most >= 1:
-                text += f". δ is no less than one over {most} rows: it would let a row be shown"
-        logger.warning(f"{text}. ε is of gradients alone, not of logged losses.")
+                text += f" (δ is no less than one over {most} rows: it would let a row be shown)"
+        logger.warning(
+            f"{text}: its gradients in all messages, and not logged losses, evaluation, or other "
+            f"rows of the same person. Each of {len(self.rows_of_clients)} clients draws each of "
+            f"its {rows} rows with probability {self.rate:.4g} for each of {messages} messages; "
+            f"noise multiplier {multiplier:.4g}."
+        )
 
     def count(self, batches: list[ClientBatch]) -> list[ClientBatch]:
         """A step's clients, each of which now shares a message; of an empty batch noise alone."""
@@ -304,6 +308,23 @@ def private_rows_of(
     )
 
 
+def say_unit(defense: Defense) -> None:
+    """Say what `dp_sgd` without `per_sample` protects, where its name promises more.
+
+    Example:
+        >>> say_unit(make_defense("dp_sgd", scale=0.1))
+    """
+    from ...defenses.dp import DPSGD
+
+    if any(isinstance(link, DPSGD) and not link.per_sample for link in _chained(defense)):
+        logger.warning(CLIENT_LEVEL)
+
+
+CLIENT_LEVEL = (
+    "dp_sgd without per_sample is client-level noise: it clips a client's batch gradient as a "
+    "whole, so no (ε, δ) of a row follows, and none is stated. For one row of the data set "
+    "per_sample=True."
+)
 _FIGURES = ("noise_multiplier", "sampling_rate", "messages")
 
 

@@ -1,0 +1,246 @@
+"""What couples rows before the model is refused where ε is of rows; what only draws is not."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from account_worker import trainer
+from helpers import VOCABULARY, make_task, pad, ragged_rows, word_tokenizer
+from torch import Tensor
+from transformers import (
+    DataCollatorForLanguageModeling,
+    DataCollatorWithPadding,
+    default_data_collator,
+)
+
+from hf_gradguard.training.privacy.coupling import EVERY, FIRST, CouplingCheck
+from hf_gradguard.training.privacy.draws import DrawState
+
+Rows = list[dict[str, Any]]
+
+
+def pictures(count: int = 12) -> Rows:
+    generator = torch.Generator().manual_seed(0)
+    return [
+        {"pixel_values": torch.rand(3, 4, 4, generator=generator), "labels": row % 2}
+        for row in range(count)
+    ]
+
+
+def texts(count: int = 12) -> Rows:
+    return [{key: value.tolist() for key, value in row.items()} for row in ragged_rows(count)]
+
+
+def mixup(draw: Callable[[int], tuple[float, list[int]]]) -> Callable[[Rows], dict[str, Tensor]]:
+    def collate(rows: Rows) -> dict[str, Tensor]:
+        batch = default_data_collator(rows)
+        share, order = draw(len(rows))
+        x = batch["pixel_values"]
+        return {**batch, "pixel_values": share * x + (1 - share) * x[order]}
+
+    return collate
+
+
+def centered(rows: Rows) -> dict[str, Tensor]:
+    batch = default_data_collator(rows)
+    return {**batch, "pixel_values": batch["pixel_values"] - batch["pixel_values"].mean(0)}
+
+
+def by_size(rows: Rows) -> dict[str, Tensor]:
+    batch = default_data_collator(rows)
+    return {**batch, "pixel_values": batch["pixel_values"] / len(rows)}
+
+
+def shared_entry(rows: Rows) -> dict[str, Tensor]:
+    batch = default_data_collator(rows)
+    return {**batch, "mean": batch["pixel_values"].mean()}
+
+
+def centered_and_noisy(rows: Rows) -> dict[str, Tensor]:
+    batch = centered(rows)
+    return {**batch, "pixel_values": batch["pixel_values"] + torch.randn(len(rows), 3, 4, 4)}
+
+
+def others_labels(rows: Rows) -> dict[str, Tensor]:
+    batch = default_data_collator(rows)
+    return {**batch, "labels": batch["labels"] + batch["labels"].sum()}
+
+
+COUPLING = {
+    "mixup by torch": mixup(lambda n: (float(torch.rand(())), torch.randperm(n).tolist())),
+    "mixup by numpy": mixup(
+        lambda n: (float(np.random.beta(0.4, 0.4)), np.random.permutation(n).tolist())
+    ),
+    "mixup by random": mixup(lambda n: (random.random(), random.sample(range(n), n))),
+    "mixup without draws": mixup(lambda n: (0.7, [*range(1, n), 0])),
+    "mean": centered,
+    "mean and noise": centered_and_noisy,
+    "size": by_size,
+    "an entry for all": shared_entry,
+    "labels": others_labels,
+}
+
+
+@pytest.mark.parametrize("case", COUPLING)
+@pytest.mark.parametrize("seed", range(3))
+def test_what_couples_rows_is_refused(case: str, seed: int) -> None:
+    torch.manual_seed(seed)
+    np.random.seed(seed)
+    random.seed(seed)
+    check = CouplingCheck(pictures(), COUPLING[case])
+    with pytest.raises(NotImplementedError, match="coupled before the model"):
+        [check([1, 4, 7, 9, 2]) for _ in range(FIRST)]
+
+
+def tokenizer() -> Any:
+    return word_tokenizer([f"word{number}" for number in range(VOCABULARY)])
+
+
+def masked(by: str) -> Callable[[Rows], dict[str, Tensor]]:
+    def collate(rows: Rows) -> dict[str, Tensor]:
+        batch = pad([{k: torch.as_tensor(v) for k, v in row.items()} for row in rows])
+        size = tuple(batch["input_ids"].shape)
+        draws = {
+            "torch": lambda: torch.rand(size).numpy(),
+            "numpy": lambda: np.random.rand(*size),
+            "random": lambda: np.array([[random.random() for _ in range(size[1])]] * size[0]),
+        }[by]()
+        hidden = torch.as_tensor(draws < 0.3)
+        return {**batch, "input_ids": batch["input_ids"].masked_fill(hidden, 3)}
+
+    return collate
+
+
+def whole_words(rows: Rows) -> dict[str, Tensor]:
+    """Draws as often as a row has words: others' numbers move the draws of rows after them."""
+    batch = pad([{k: torch.as_tensor(v) for k, v in row.items()} for row in rows])
+    for ids, row in zip(batch["input_ids"], rows, strict=True):
+        words = list(range(len(row["input_ids"])))
+        random.shuffle(words)
+        ids[words[: 1 + len(words) // 4]] = 3
+    return batch
+
+
+class OwnGenerator:
+    def __init__(self) -> None:
+        self.generator = np.random.default_rng(3)
+
+    def __call__(self, rows: Rows) -> dict[str, Tensor]:
+        batch = pad([{k: torch.as_tensor(v) for k, v in row.items()} for row in rows])
+        hidden = self.generator.random(tuple(batch["input_ids"].shape)) < 0.3
+        return {**batch, "input_ids": batch["input_ids"].masked_fill(torch.as_tensor(hidden), 3)}
+
+
+hidden_source = np.random.default_rng(4)
+
+
+def from_elsewhere(rows: Rows) -> dict[str, Tensor]:
+    batch = pad([{k: torch.as_tensor(v) for k, v in row.items()} for row in rows])
+    hidden = hidden_source.random(tuple(batch["input_ids"].shape)) < 0.3
+    return {**batch, "input_ids": batch["input_ids"].masked_fill(torch.as_tensor(hidden), 3)}
+
+
+DRAWING: dict[str, Callable[[], Callable[[Rows], Any]]] = {
+    "torch": lambda: masked("torch"),
+    "numpy": lambda: masked("numpy"),
+    "random": lambda: masked("random"),
+    "whole words": lambda: whole_words,
+    "a generator of its own": OwnGenerator,
+    "a source that is not seen": lambda: from_elsewhere,
+    "padding": lambda: (
+        lambda rows: pad([{k: torch.as_tensor(v) for k, v in r.items()} for r in rows])
+    ),
+    "masks of a language model": lambda: DataCollatorForLanguageModeling(tokenizer()),
+    "masks with a seed": lambda: DataCollatorForLanguageModeling(tokenizer(), seed=3),
+    "Transformers' padding": lambda: DataCollatorWithPadding(tokenizer(), pad_to_multiple_of=4),
+}
+
+
+@pytest.mark.parametrize("case", DRAWING)
+def test_what_only_draws_or_pads_is_taken(case: str) -> None:
+    """Over 20 seeds, and nothing changes for the training."""
+    for seed in range(20):
+        torch.manual_seed(seed)
+        np.random.seed(seed)
+        random.seed(seed)
+        before = DrawState.now()
+        collate = DRAWING[case]()
+        CouplingCheck(texts(), collate)([seed % 12, *((seed + k) % 12 for k in (2, 5, 7))])
+        assert before.is_now()
+        if isinstance(collate, OwnGenerator):
+            assert collate.generator.random() == np.random.default_rng(3).random()
+
+
+def test_a_data_set_that_mixes_what_it_reads_together_is_refused() -> None:
+    """As a transform of `datasets` may, which gets a batch at once."""
+
+    class Mixing(list):  # type: ignore[type-arg]
+        def __getitems__(self, numbers: list[int]) -> Rows:
+            rows = [self[number] for number in numbers]
+            mean = torch.stack([row["pixel_values"] for row in rows]).mean(0)
+            return [{**row, "pixel_values": row["pixel_values"] - mean} for row in rows]
+
+    with pytest.raises(NotImplementedError, match="'pixel_values' of a row"):
+        CouplingCheck(Mixing(pictures()), default_data_collator)([0, 3, 5])
+
+
+def test_what_begins_later_is_seen() -> None:
+    """A collator may change: it is looked at now and then."""
+    calls = []
+
+    def later(rows: Rows) -> dict[str, Tensor]:
+        calls.append(len(rows))
+        return (centered if started else default_data_collator)(rows)
+
+    started = False
+    check = CouplingCheck(pictures(), later)
+    for _ in range(FIRST + 2):
+        check([0, 1, 2])
+    looked = len(calls)
+    check([0, 1, 2])
+    assert len(calls) == looked
+    started = True
+    with pytest.raises(NotImplementedError, match="coupled"):
+        [check([0, 1, 2]) for _ in range(EVERY)]
+
+
+def collate_rows(rows: Rows) -> dict[str, Tensor]:
+    return default_data_collator(rows)
+
+
+def summed_labels(rows: Rows) -> dict[str, Tensor]:
+    batch = default_data_collator(rows)
+    return {**batch, "labels": (batch["labels"] + batch["labels"].sum()) % 3}
+
+
+def test_a_training_with_epsilon_refuses_it(tmp_path: Path) -> None:
+    t = trainer(tmp_path, "epsilon", max_steps=4)
+    t.data_collator = summed_labels
+    with pytest.raises(NotImplementedError, match="'labels' of a row is another"):
+        t.train()
+    assert t.state.global_step == 0
+
+
+def hidden_tokens(rows: Rows) -> dict[str, Tensor]:
+    batch = default_data_collator(rows)
+    hidden = torch.rand(batch["input_ids"].shape) < 0.2
+    return {**batch, "input_ids": batch["input_ids"].masked_fill(hidden, 3)}
+
+
+def test_looking_changes_no_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = []
+    for looks in (True, False):
+        if not looks:
+            monkeypatch.setattr(CouplingCheck, "__call__", lambda *_: None)
+        t = trainer(tmp_path, "epsilon", max_steps=3, noise_seed=1)
+        t.data_collator = hidden_tokens
+        t.train()
+        weights.append(torch.cat([p.detach().flatten() for p in t.model.parameters()]))
+    assert torch.equal(*weights)
+    assert len(make_task("bert")[1]) == 3
