@@ -15,6 +15,7 @@ from transformers import Trainer
 from ..defenses import Defense
 from ..gradient_map.domain import IMAGE, TEXT, count_rows
 from ..training.clients.batches import CLIENT, ROW, SHARE, SampledRow
+from ..training.config import setting
 from ..training.mixin import GradGuardMixin
 from .cells import code_digest
 from .client import Modality, Shared, modality_of
@@ -51,12 +52,12 @@ def set_up_trainer(
     """
     _check(trainer, requested)
     args = trainer.args
-    clients = getattr(args, "clients_per_process", 1)
+    clients = setting(args, "clients_per_process")
     settings = AuditSettings.from_mapping(
         {
             "batch_size": max(1, args.per_device_train_batch_size // clients),
             "accumulation": args.gradient_accumulation_steps,
-            "share_input_embeddings": getattr(args, "share_input_embeddings", False),
+            "share_input_embeddings": setting(args, "share_input_embeddings"),
             **requested,
         }
     )

@@ -29,7 +29,7 @@ from .checkpoints.complete import (
 from .clients.partition import is_of_datasets
 from .guards.batch_statistics import freeze_statistics
 from .guards.watch import Ledger
-from .learning_rate import loaded_rates_follow, scale_learning_rate
+from .learning_rate import RatesFollowNoise
 from .message import SharedMessages
 
 
@@ -65,6 +65,7 @@ class TrainerAdapter(Trainer):
         self.ledger = Ledger()
         self.shared_messages = SharedMessages(lambda: sharing(self))
         super().__init__(*args, **kwargs)
+        self.add_callback(RatesFollowNoise(lambda: self.defense, self.optimizer))
         self.add_callback(self.ledger)
 
     def create_accelerator_and_postprocess(self) -> None:
@@ -76,13 +77,6 @@ class TrainerAdapter(Trainer):
             self.accelerator.prepare_model, evaluation_mode=True
         )
         self.ledger.guard(self.accelerator)
-
-    def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
-        """As in `Trainer`, with rates that follow the noise; see `learning_rate.py`."""
-        is_new = self.optimizer is None
-        optimizer = super().create_optimizer(*args, **kwargs)
-        scale_learning_rate(optimizer, self.defense, self.args, is_new)
-        return optimizer
 
     def save_state_of_rank(self, folder: str) -> None:
         """Write what this rank alone remembers to a checkpoint."""
@@ -304,9 +298,7 @@ class TrainerAdapter(Trainer):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return
-        # A checkpoint has the rates of the noise that it was trained with.
-        with loaded_rates_follow(self.optimizer, self.lr_scheduler, self.defense, self.args):
-            super()._load_optimizer_and_scheduler(checkpoint)
+        super()._load_optimizer_and_scheduler(checkpoint)
         # Not beside the random state, which a resumed run may leave behind.
         self.load_state_of_rank(checkpoint)
 

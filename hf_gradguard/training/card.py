@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from huggingface_hub import ModelCard
 
 from ..gradient_map.parameters import withheld_by_name, withheld_parameters
+from .config import setting
 from .guards.batch_statistics import tracking_layers
 
 if TYPE_CHECKING:
@@ -102,7 +103,7 @@ def sharing(trainer: Any) -> dict[str, str]:
     defense, args = trainer.defense, trainer.args
     settings = {"defense": defense.name} | defense.settings()
     subject = "each client's messages"
-    if getattr(args, "noise_for", "message") == "sum":
+    if setting(args, "noise_for") == "sum":
         subject = "the sums of all clients' messages, if every rank adds its noise"
     return {
         "defense": defense.name,
@@ -114,7 +115,7 @@ def sharing(trainer: Any) -> dict[str, str]:
         "labels": _labels(trainer),
         "statistics": _statistics(trainer),
         "aggregation": _aggregation(trainer),
-        "noise": _NEW_KEYS if getattr(args, "noise_seed", None) is None else _FIXED_SEED,
+        "noise": _NEW_KEYS if setting(args, "noise_seed") is None else _FIXED_SEED,
         "epsilon": "" if trainer.private_rows is None else subject,  # whose messages it is of
         "unit": _CLIENT_LEVEL if defense.name == "dp_sgd" and not defense.per_sample else "",
     }
@@ -148,8 +149,8 @@ def _summary(messages: SharedMessages) -> str:
 
 def _clients(trainer: GradGuardTrainer) -> str:
     args, ranks = trainer.args, trainer.accelerator.num_processes
-    clients = getattr(args, "clients_per_process", 1)
-    if not getattr(args, "num_clients", None):
+    clients = setting(args, "clients_per_process")
+    if not setting(args, "num_clients"):
         return f"{ranks} rank(s) with {clients} client(s) each"
     how = args.partition
     if how == "dirichlet":
@@ -161,9 +162,9 @@ def _clients(trainer: GradGuardTrainer) -> str:
 
 
 def _embeddings(trainer: GradGuardTrainer) -> str:
-    shared = getattr(trainer.args, "share_input_embeddings", False)
+    shared = setting(trainer.args, "share_input_embeddings")
     tables = [] if shared else list(withheld_parameters(trainer.model))
-    by_name = withheld_by_name(trainer.model, getattr(trainer.args, "withhold", None) or [])
+    by_name = withheld_by_name(trainer.model, setting(trainer.args, "withhold") or [])
     by_name = [name for name in by_name if name not in tables]
     sentences = []
     if tables:
@@ -178,7 +179,7 @@ def _embeddings(trainer: GradGuardTrainer) -> str:
 
 
 def _labels(trainer: GradGuardTrainer) -> str:
-    epsilon = getattr(trainer.args, "label_epsilon", None)
+    epsilon = setting(trainer.args, "label_epsilon")
     if epsilon is None:
         return ""
     return (
@@ -190,13 +191,13 @@ def _labels(trainer: GradGuardTrainer) -> str:
 def _statistics(trainer: GradGuardTrainer) -> str:
     if not tracking_layers(trainer.model):
         return ""
-    choice = getattr(trainer.args, "batch_statistics", "local")
+    choice = setting(trainer.args, "batch_statistics")
     return f"Batch statistics {_STATISTICS[choice]}"
 
 
 def _aggregation(trainer: GradGuardTrainer) -> str:
     args = trainer.args
-    if not getattr(args, "secure_aggregation", False):
+    if not setting(args, "secure_aggregation"):
         return ""
     trust = "signed" if args.secure_aggregation_keys else "taken as they came"
     summed = "; the noise's scale below is of their sum, not of each"

@@ -14,12 +14,11 @@ from transformers.hf_argparser import string_to_bool
 
 from ..defenses import make_defense
 from .clients.partition import PARTITIONS
-from .exchange.summed_noise import CHOICES as NOISE_FOR
-from .exchange.summed_noise import check_noise_for
-from .guards.batch_statistics import CHOICES
 
+NOISE_FOR = ("message", "sum")
+BATCH_STATISTICS = ("local", "shared", "frozen")
 _CHOICES = {
-    "batch_statistics": CHOICES,
+    "batch_statistics": BATCH_STATISTICS,
     "partition": PARTITIONS,
     "leakage_action": ("skip", "stop"),
     "protect_labels": (None, "randomized_response"),
@@ -307,7 +306,13 @@ class GradGuardConfig(TrainingArguments):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
                 raise ValueError(f"{name} must be a finite number above 0, but is {value!r}.")
-        check_noise_for(self)
+        if not self.secure_aggregation and (
+            self.noise_for == "sum" or self.secure_aggregation_keys
+        ):
+            raise ValueError(
+                "noise_for='sum' and secure_aggregation_keys need secure_aggregation=True: without "
+                "it others see each message, with its own noise alone."
+            )
         if self.num_clients is not None:
             self._check_clients(self.num_clients)
         elif self.partition != "iid":
@@ -348,3 +353,14 @@ class GradGuardConfig(TrainingArguments):
                 "num_clients draws clients, and clients draw their rows, at random and per rank: "
                 "leave train_sampling_strategy and split_batches at their defaults."
             )
+
+
+def setting(args: TrainingArguments, name: str) -> Any:
+    """What arguments of any kind say of a field of `GradGuardConfig`: its default where they have
+    no such field, so that `TrainingArguments`, `SFTConfig` and others protect alike.
+
+    Example:
+        >>> setting(TrainingArguments("out"), "scale_learning_rate")
+        True
+    """
+    return getattr(args, name, getattr(GradGuardConfig, name))

@@ -7,15 +7,15 @@ Adam divides a step by √v, where v averages g² + Σ: noise of r times the gra
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers import TrainingArguments
+from transformers import TrainerCallback, TrainingArguments
 from transformers.utils import logging
 
 from ..defenses import Defense
+from .config import setting
 
 logger = logging.get_logger(__name__)
 
@@ -37,17 +37,52 @@ def rate_factor(defense: Defense) -> float | None:
     return None if ratio is None else math.sqrt(1 + ratio**2)
 
 
+class RatesFollowNoise(TrainerCallback):
+    """When a training begins: whoever made its optimizer, and whatever a checkpoint brought, it has
+    the rates of the noise of this training.
+
+    Args:
+        defense: Gives that of the messages.
+        given: The optimizer that the Trainer was passed as `optimizers=`, if any: its rates stay.
+
+    Example:
+        >>> from hf_gradguard import GradGuardConfig
+        >>> noise = make_defense("gaussian_noise", relative_scale=3.0)
+        >>> optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+        >>> schedule = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
+        >>> args, follow = GradGuardConfig("out"), RatesFollowNoise(lambda: noise, given=None)
+        >>> follow.on_train_begin(args, optimizer=optimizer, lr_scheduler=schedule)
+        >>> [round(rate / 1e-4, 3) for rate in schedule.base_lrs]
+        [3.162]
+    """
+
+    def __init__(self, defense: Callable[[], Defense], given: torch.optim.Optimizer | None) -> None:
+        self._defense, self._given = defense, given
+
+    def on_train_begin(
+        self, args: TrainingArguments, *_: Any, optimizer: Any, lr_scheduler: Any, **kwargs: Any
+    ) -> None:
+        """Multiply rates, and what the scheduler remembers of them."""
+        plain = getattr(optimizer, "optimizer", optimizer)  # Accelerate wraps it
+        changes = scale_learning_rate(plain, self._defense(), args, plain is self._given)
+        scheduler = getattr(lr_scheduler, "scheduler", lr_scheduler)
+        _scale_schedule(scheduler, changes)
+
+
 def scale_learning_rate(
-    optimizer: torch.optim.Optimizer, defense: Defense, args: TrainingArguments, is_new: bool = True
+    optimizer: torch.optim.Optimizer,
+    defense: Defense,
+    args: TrainingArguments,
+    is_given: bool = False,
 ) -> list[float]:
     """Raise the rates of an optimizer of Adam's kind that the Trainer made; say so once.
 
     Args:
-        optimizer: Before the scheduler of a training has seen it. Its groups remember the factor,
-            also in checkpoints, so that another training under another defense changes it.
+        optimizer: Its groups remember the factor, also in checkpoints, so that another training
+            under another defense changes it.
         defense: Of the messages.
         args: `scale_learning_rate=False` leaves rates alone.
-        made: Whether it was made just now. One that was given, by whomever, is left alone.
+        is_given: Whether the Trainer was passed it. Then it is left alone.
 
     Returns:
         What the rate of each group was multiplied with.
@@ -60,14 +95,20 @@ def scale_learning_rate(
         >>> round(optimizer.param_groups[0]["lr"] / 1e-4, 3)
         3.162
     """
-    if "adam" not in type(getattr(optimizer, "optimizer", optimizer)).__name__.lower():
-        return [1.0] * len(optimizer.param_groups)
-    factor = rate_factor(defense) if getattr(args, "scale_learning_rate", False) else 1.0
+    unchanged = [1.0] * len(optimizer.param_groups)
+    if "adam" not in type(optimizer).__name__.lower():
+        return unchanged
+    factor = rate_factor(defense) if setting(args, "scale_learning_rate") else 1.0
     if factor is None:
         logger.warning_once(
             "The learning rate stays as it is: how large this noise is beside the gradient depends "
             "on the gradient. Adam's steps will be √(1 + r²) times shorter under noise of r times "
             f"the gradient. {_OUT[getattr(defense, 'per_sample', False)]}"
+        )
+    elif factor > 1 and is_given:
+        logger.warning_once(
+            "The optimizer was passed as optimizers=, so its learning rate stays as it is. Under "
+            f"this noise Adam's steps are {factor:.3g} times shorter: choose the rate for that."
         )
     elif factor > 1:
         logger.warning_once(
@@ -75,47 +116,16 @@ def scale_learning_rate(
             "divides its steps by as much under this noise. scale_learning_rate=False leaves it "
             "alone."
         )
+    if is_given:
+        return unchanged
     changes = []
     for group in optimizer.param_groups:
-        old_factor = group.get(_FACTOR, 1.0 if is_new else None)
         new_factor = factor or 1.0
-        changes.append(1.0 if old_factor is None else new_factor / old_factor)
-        if old_factor is not None:
-            group[_FACTOR] = new_factor
+        changes.append(new_factor / group.get(_FACTOR, 1.0))
+        group[_FACTOR] = new_factor
         for name in {"lr", "initial_lr"} & group.keys():
             group[name] *= changes[-1]
     return changes
-
-
-@contextmanager
-def loaded_rates_follow(
-    optimizer: torch.optim.Optimizer, scheduler: Any, defense: Defense, args: TrainingArguments
-) -> Iterator[None]:
-    """What is read from a checkpoint in here, of whatever noise, has the rates of this noise.
-
-    Args:
-        optimizer: What `scale_learning_rate` has seen. If the Trainer made it, a checkpoint whose
-            groups remember no factor is of a run without one.
-        scheduler: Of its rates, which has them too.
-        defense: Of the messages.
-        args: As for `scale_learning_rate`.
-
-    Example:
-        >>> from hf_gradguard import GradGuardConfig
-        >>> optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-        >>> scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
-        >>> without, args = optimizer.state_dict(), GradGuardConfig("out")
-        >>> noise = make_defense("gaussian_noise", relative_scale=3.0)
-        >>> _ = scale_learning_rate(optimizer, noise, args)
-        >>> with loaded_rates_follow(optimizer, scheduler, noise, args):
-        ...     optimizer.load_state_dict(without)
-        >>> [round(rate / 1e-4, 3) for rate in scheduler.base_lrs]
-        [3.162]
-    """
-    is_new = all(_FACTOR in group for group in optimizer.param_groups)
-    yield
-    changes = scale_learning_rate(optimizer, defense, args, is_new)
-    _scale_schedule(scheduler, changes)
 
 
 def _scale_schedule(scheduler: Any, changes: list[float]) -> None:

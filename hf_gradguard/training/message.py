@@ -21,6 +21,7 @@ from ..defenses.base import NoDefense
 from ..gradient_map.types import LossFunction
 from ..gradient_map.views import ZeroGradient
 from ..randomness import Stream
+from .config import setting
 from .guards.watch import BufferGuard, Ledger, RowGuard
 from .meter import LeakageMeter
 
@@ -58,7 +59,7 @@ class RandomStreams:
     @classmethod
     def of_arguments(cls, args: TrainingArguments, rank: int) -> RandomStreams:
         """As training arguments say."""
-        seed, private = getattr(args, "noise_seed", None), getattr(args, "private_dropout", True)
+        seed, private = setting(args, "noise_seed"), setting(args, "private_dropout")
         return cls(seed, rank, private)
 
     def next_message(self, step: int) -> tuple[Stream, Stream, Stream | None]:

@@ -25,6 +25,7 @@ from ..leakage import (
 from ..leakage.gram import Unknowns
 from ..randomness import Stream
 from .clients.batches import ROW
+from .config import setting
 from .privacy.account import AccountFile
 
 logger = logging.get_logger(__name__)
@@ -103,10 +104,10 @@ class LeakageMeter:
         account: AccountFile | None = None,
     ) -> None:
         self.accountant, self._account = accountant, account
-        self._logging_steps: int = getattr(args, "leakage_logging_steps", 0)
-        self._limit: float | None = getattr(args, "leakage_limit", None)
-        self._num_probes: int | None = getattr(args, "leakage_num_probes", None)
-        self._stops = self._limit is not None and getattr(args, "leakage_action", "skip") == "stop"
+        self._logging_steps: int = setting(args, "leakage_logging_steps")
+        self._limit: float | None = setting(args, "leakage_limit")
+        self._num_probes: int | None = setting(args, "leakage_num_probes")
+        self._stops = self._limit is not None and setting(args, "leakage_action") == "stop"
         self._has_dfil = defense.facts.adds_gaussian_noise
         self._binding = accountant is not None or self._limit is not None
         self._stop_due = False

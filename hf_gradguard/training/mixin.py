@@ -46,7 +46,7 @@ from .clients.batches import (
     split,
 )
 from .clients.empty import EmptyClients
-from .config import GradGuardConfig
+from .config import GradGuardConfig, setting
 from .exchange.average import any_rank, average, average_gradients
 from .exchange.secure_aggregation import secure_aggregation_of
 from .exchange.start import StartAlike, warn_about_ranks
@@ -55,6 +55,7 @@ from .guards.batch_statistics import average_statistics, warn_of_statistics
 from .guards.checks import (
     check_arguments,
     check_collator,
+    check_drawing,
     check_leakage,
     check_loss,
     check_order,
@@ -182,13 +183,13 @@ class GradGuardMixin(TrainerAdapter):
         if "model" in changed:
             self.remove_callback(StartAlike)
             self.add_callback(StartAlike(lambda: self.eval_dataset, lambda: self.defense))
-        self._share_input_embeddings: bool = getattr(self.args, "share_input_embeddings", False)
-        self._batch_statistics: str = getattr(self.args, "batch_statistics", "local")
+        self._share_input_embeddings: bool = setting(self.args, "share_input_embeddings")
+        self._batch_statistics: str = setting(self.args, "batch_statistics")
         if self.is_world_process_zero():
             say_unit(self.defense)
             warn_about_ranks(self.accelerator.num_processes)
             warn_of_statistics(self.model, self._batch_statistics)
-        self._withhold = getattr(self.args, "withhold", None) or []
+        self._withhold = setting(self.args, "withhold") or []
         self._tables = AgreedTables(self.accelerator)
         self._shared(self.model)  # refuse none, name withheld
         self._host_clients(defense, own_batches)
@@ -222,7 +223,12 @@ class GradGuardMixin(TrainerAdapter):
             self._privacy_account = self.private_rows.account  # kept under other settings, too
             self._rows_of_clients = self.private_rows.rows_of_clients
             self.add_callback(self.private_rows)
-        per_process = getattr(self.args, "clients_per_process", 1)
+        if self._rows_of_clients:
+            check_drawing(
+                type(self), GradGuardMixin, self.args,
+                "num_clients" if self.private_rows is None else "dp_sgd and per_sample=True",
+            )  # fmt: skip
+        per_process = setting(self.args, "clients_per_process")
         hosted = len(self._rows_of_clients) // ranks or per_process
         if hosted > 1:
             check_collator(self.data_collator)
@@ -339,10 +345,17 @@ class GradGuardMixin(TrainerAdapter):
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         """As in `Trainer`, once before each optimizer step: settings may not change within a
-        training.
+        training. Where rows are of clients, batches must say whose.
         """
         self._requested.check_unchanged(self.args)
-        return super().get_batch_samples(*args, **kwargs)
+        batches, count = super().get_batch_samples(*args, **kwargs)
+        if self._rows_of_clients and any(CLIENT not in batch for batch in batches):
+            raise NotImplementedError(
+                "GradGuardTrainer does not support num_clients with a get_train_dataloader whose "
+                "batches do not say whose rows they are. End it with "
+                "super().get_train_dataloader(), or leave num_clients out."
+            )
+        return batches, count
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         """As in `Trainer`; not of private rows, whose tokens it would tell."""

@@ -10,7 +10,7 @@ from transformers import TrainingArguments
 
 from ..defenses import Defense, make_defense
 from ..registry import DEFENSES
-from .config import GradGuardConfig
+from .config import GradGuardConfig, setting
 
 _ARGUMENTS = [name for name in GradGuardConfig.__annotations__ if name != "model_name_or_path"]
 _ARGUMENTS.append("per_device_train_batch_size")  # dp_sgd draws and divides by it
@@ -103,7 +103,7 @@ def resolve_defense(defense: str | Defense | None, args: TrainingArguments) -> D
         >>> resolve_defense("pruning", GradGuardConfig("out", defense_kwargs={"ratio": 0.5})).ratio
         0.5
     """
-    named, settings = getattr(args, "defense", None), getattr(args, "defense_kwargs", None) or {}
+    named, settings = setting(args, "defense"), setting(args, "defense_kwargs") or {}
     if defense is not None and named is not None and defense != named:
         raise ValueError(
             f"Two defenses are named: {defense!r} to the Trainer and {named!r} in its arguments. "

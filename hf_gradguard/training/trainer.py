@@ -12,7 +12,7 @@ from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 
 from ..defenses import Defense
 from ..models import explain_missing_model
-from .config import GradGuardConfig
+from .config import GradGuardConfig, setting
 from .guards.checks import check_arguments
 from .mixin import GradGuardMixin
 from .requested_settings import resolve_defense
@@ -77,7 +77,7 @@ def load_model(args: TrainingArguments) -> PreTrainedModel:
         >>> type(load_model(GradGuardConfig("out", model_name_or_path="folder"))).__name__
         'BertForSequenceClassification'
     """
-    path = getattr(args, "model_name_or_path", None)
+    path = setting(args, "model_name_or_path")
     if path is None:
         raise ValueError(
             "There is no model: pass model=, model_init=, or model_name_or_path in GradGuardConfig."

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import shutil
@@ -18,6 +17,7 @@ from transformers import TrainerCallback
 
 from hf_gradguard import GradGuardConfig, GradGuardTrainer
 from hf_gradguard.leakage import FisherAccountant
+from hf_gradguard.training.checkpoints.private_state import saved_record
 
 SAVED, STEPS = (
     3,
@@ -102,9 +102,11 @@ def main() -> None:
     warnings = Warnings()
     grown = train(folder / "grown", of_one_rank)
     rank = torch.distributed.get_rank()
-    shared = folder / "resumed" / f"checkpoint-{2 * SAVED}" / f"gradguard_messages_rank{rank}.json"
+    record = saved_record(str(folder / "resumed" / f"checkpoint-{2 * SAVED}"), rank)
+    assert record is not None
+    assert record.shared is not None
     results = {
-        "messages": list(json.loads(shared.read_text())["messages"].values()),
+        "messages": list(record.shared["messages"].values()),
         "moved": len(differing(left_alone, dict(make_model("bert").named_parameters()))),
         "resumed": differing(resumed, left_alone),
         "accounted": [
@@ -112,7 +114,8 @@ def main() -> None:
             whole.steps,
             sum(0 < whole.dfil(key) < math.inf for key in whole),
         ],
-        "accounts": differing(continued.state_dict(), whole.state_dict()),
+        "repeated": continued.steps - whole.steps,
+        "fewer": [key for key in whole if continued.dfil(key) < whole.dfil(key)],
         "forgot": differing(forgot, left_alone),
         "unaccounted": refusal(
             lambda: train(folder / "unaccounted", forgetful, accountant=FisherAccountant()),

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from transformers import ResNetConfig, ResNetForImageClassification
 
 from hf_gradguard import GradGuardConfig, GradGuardTrainer, protect
-from hf_gradguard.training.guards.batch_statistics import CHOICES, tracking_layers
+from hf_gradguard.training.config import BATCH_STATISTICS
+from hf_gradguard.training.guards.batch_statistics import tracking_layers
 from hf_gradguard.training.guards.checks import check_model
 
 
@@ -67,7 +68,7 @@ def test_the_default_says_what_becomes_of_them(
     assert "publishing it publishes them" not in caplog.text
 
 
-@pytest.mark.parametrize("choice", CHOICES)
+@pytest.mark.parametrize("choice", BATCH_STATISTICS)
 def test_frozen_ones_stand_still_and_are_what_the_pass_uses(tmp_path: Path, choice: str) -> None:
     model = resnet()
     before = {name: tensor.clone() for name, tensor in model.named_buffers()}

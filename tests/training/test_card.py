@@ -175,7 +175,7 @@ def test_resuming_takes_what_was_shared_before(tmp_path: Path) -> None:
     first = trainer_of(tmp_path, "none", save_strategy="steps", save_steps=1)
     first.train()
     saved = tmp_path / "checkpoint-1"
-    file = saved / "gradguard_messages_rank0.json"
+    file = saved / "gradguard_private_rank0.safetensors"
     assert file.stat().st_mode & 0o777 == 0o600
     other = trainer_of(tmp_path / "other", "pruning")
     other.train(resume_from_checkpoint=str(saved))
@@ -183,15 +183,15 @@ def test_resuming_takes_what_was_shared_before(tmp_path: Path) -> None:
     assert "shared unprotected in 2 of 4 messages" in written(other)
     first.train(resume_from_checkpoint=str(saved))  # shares the second step's once more
     assert first.shared_messages.by("defense") == {"none": 6}
-    file.write_text(file.read_text()[:-5])
-    with pytest.raises(ValueError, match=r"gradguard_messages_rank0\.json is cut off"):
+    file.write_bytes(file.read_bytes()[:-5])
+    with pytest.raises(ValueError, match=r"gradguard_private_rank0\.safetensors is cut off"):
         trainer_of(tmp_path, "pruning").train(resume_from_checkpoint=str(saved))
 
 
 def test_what_a_checkpoint_does_not_say_is_not_called_protected(tmp_path: Path) -> None:
     settings = {"save_strategy": "steps", "save_steps": 1}
     trainer_of(tmp_path, "none", **settings).train()
-    (tmp_path / "checkpoint-1" / "gradguard_messages_rank0.json").unlink()
+    (tmp_path / "checkpoint-1" / "gradguard_private_rank0.safetensors").unlink()
     for step in (1, 2):  # the second has what the first has not said
         trainer = trainer_of(tmp_path, "pruning", **settings, **{"max_steps": step + 1})
         trainer.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{step}"))

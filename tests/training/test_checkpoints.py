@@ -219,7 +219,8 @@ def test_rotation_leaves_a_complete_one(
 
 def test_the_list_names_what_resuming_reads(finished: tuple[Path, dict[str, Tensor]]) -> None:
     names = set(json.loads((finished[0] / "checkpoint-2" / LIST).read_text()))
-    assert names == {"model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth"}
+    private = "gradguard_private_rank0.safetensors"
+    assert names == {"model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", private}
 
 
 def test_ranks_agree_on_the_newest_that_all_have(tmp_path: Path) -> None:
@@ -285,7 +286,6 @@ def test_a_searchs_checkpoints_are_not_pushed(tmp_path: Path, hub: Hub) -> None:
     trainer.train(trial=SimpleNamespace(number=0, params={}))  # type: ignore[call-arg]
     trial = tmp_path / "run-0" / "checkpoint-2"
     assert (trial / "gradguard_private_rank0.safetensors").is_file()
-    assert (trial / "gradguard_messages_rank0.json").is_file()
     trainer_of(tmp_path, max_steps=1).push_to_hub()  # with what that search has left
     during, after = hub.uploads
     assert "model.safetensors" in during & after
@@ -293,7 +293,7 @@ def test_a_searchs_checkpoints_are_not_pushed(tmp_path: Path, hub: Hub) -> None:
 
 
 def test_private_files_that_were_copied_are_not_pushed(tmp_path: Path, hub: Hub) -> None:
-    for name in ("gradguard_private_rank0.safetensors", "notes/gradguard_epsilon_rank0.json"):
+    for name in ("gradguard_private_rank0.safetensors", "notes/gradguard_account_rank0.jsonl"):
         path = tmp_path / name
         path.parent.mkdir(exist_ok=True)
         path.touch()

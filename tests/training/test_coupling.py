@@ -99,7 +99,9 @@ def test_what_couples_rows_is_refused(case: str, seed: int) -> None:
 
 
 def tokenizer() -> Any:
-    return word_tokenizer([f"word{number}" for number in range(VOCABULARY)])
+    made = word_tokenizer([f"word{number}" for number in range(VOCABULARY)])
+    made.add_special_tokens({"mask_token": "[MASK]"})
+    return made
 
 
 def masked(by: str) -> Callable[[Rows], dict[str, Tensor]]:
@@ -160,6 +162,7 @@ DRAWING: dict[str, Callable[[], Callable[[Rows], Any]]] = {
     "masks with a seed": lambda: DataCollatorForLanguageModeling(tokenizer(), seed=3),
     "Transformers' padding": lambda: DataCollatorWithPadding(tokenizer(), pad_to_multiple_of=4),
 }
+OF_TRANSFORMERS = list(DRAWING)[-3:]
 
 
 @pytest.mark.parametrize("case", DRAWING)
@@ -171,7 +174,10 @@ def test_what_only_draws_or_pads_is_taken(case: str) -> None:
         random.seed(seed)
         before = DrawState.now()
         collate = DRAWING[case]()
-        CouplingCheck(texts(), collate)([seed % 12, *((seed + k) % 12 for k in (2, 5, 7))])
+        rows = texts()
+        if case in OF_TRANSFORMERS:
+            rows = [{k: v for k, v in row.items() if k != "labels"} for row in rows]
+        CouplingCheck(rows, collate)([seed % 12, *((seed + k) % 12 for k in (2, 5, 7))])
         assert before.is_now()
         if isinstance(collate, OwnGenerator):
             assert collate.generator.random() == np.random.default_rng(3).random()

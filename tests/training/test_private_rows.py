@@ -13,6 +13,7 @@ import pytest
 import torch
 from helpers import make_task
 from torch.utils.data import IterableDataset
+from transformers import TrainerCallback
 
 from hf_gradguard import GradGuardConfig, GradGuardTrainer, make_defense
 from hf_gradguard.defenses import Defense, chain
@@ -20,6 +21,7 @@ from hf_gradguard.defenses.dp import NoSample
 from hf_gradguard.leakage import FisherAccountant, dp_sgd_epsilon
 from hf_gradguard.training.message import ClientBatch
 from hf_gradguard.training.privacy import private_rows
+from hf_gradguard.training.privacy.coupling import CouplingCheck
 from hf_gradguard.training.privacy.private_rows import DUMMY, PoissonSampler, PrivateRows
 
 ROWS = 24
@@ -69,8 +71,9 @@ class AtOnce:
     ],
 )
 def test_a_batch_is_fetched_at_once(
-    defense: Defense, settings: dict[str, Any], tmp_path: Path
+    defense: Defense, settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(CouplingCheck, "__call__", lambda *_: None)  # which reads rows again
     weights = []
     for at_once in (False, True):
         trained = trainer(tmp_path, defense, noise_seed=1, **settings)
@@ -346,19 +349,30 @@ def test_the_card_counts_empty_batches_as_others(
     assert cards[0] == cards[1]
 
 
+class StopsAt(TrainerCallback):
+    """As if the run had been killed right after its checkpoint."""
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_training_stop = True
+
+
 def test_a_resumed_run_keeps_count(tmp_path: Path) -> None:
     settings = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
     defense = private(noise_multiplier=None, target_epsilon=1.0, delta=1e-3)
-    whole = trainer(tmp_path, defense, **settings)
+    whole = trainer(tmp_path / "whole", defense, **settings)
     whole.train()
-    resumed = trainer(tmp_path, defense, **settings)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    stopped = trainer(tmp_path / "run", defense, **settings)
+    stopped.add_callback(StopsAt)
+    stopped.train()
+    checkpoint = tmp_path / "run" / "checkpoint-2"
+    resumed = trainer(tmp_path / "run", defense, **settings)
+    resumed.train(resume_from_checkpoint=str(checkpoint))
     assert resumed.private_rows.account.messages == whole.private_rows.account.messages
     assert resumed.private_rows.epsilon == whole.private_rows.epsilon
-    (tmp_path / "checkpoint-2" / "gradguard_epsilon_rank0.json").unlink()
-    again = trainer(tmp_path, defense, **settings)
+    (checkpoint / "gradguard_private_rank0.safetensors").unlink()
+    again = trainer(tmp_path / "run", defense, **settings)
     with pytest.raises(ValueError, match="checkpoint-2"):
-        again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+        again.train(resume_from_checkpoint=str(checkpoint))
 
 
 @pytest.mark.parametrize(("noise_for", "each"), [("message", 3.0), ("sum", 3.0 / 6**0.5)])

@@ -111,7 +111,8 @@ def check_checkpoint(folder: Path) -> None:
         ValueError: ... is no complete checkpoint: there is no such folder. ...
     """
     if reason := missing_from(folder, checks_content=True):
-        other_steps = complete_steps(folder.parent)
+        other_steps = [s for s, path in _checkpoints(folder.parent)
+                       if path.name != folder.name and not missing_from(path)]  # fmt: skip
         listed = (
             f"The newest complete one beside it is {_PREFIX}{max(other_steps)}."
             if other_steps

@@ -18,6 +18,7 @@ from torch.utils.data import Dataset, Sampler
 from transformers import TrainingArguments
 
 from ...gradient_map.domain import count_rows, domains_in
+from ..config import setting
 from ..guards.checks import PADDING_FREE
 from .partition import Rows, fetched, make_partition
 
@@ -237,7 +238,7 @@ def divide(data: Any, args: TrainingArguments, ranks: int) -> list[Rows]:
         >>> [len(part) for part in parts]
         [2, 2, 2, 2]
     """
-    count = getattr(args, "num_clients", None)
+    count = setting(args, "num_clients")
     if count is None or data is None:
         return []
     if count % ranks or count // ranks < args.clients_per_process:

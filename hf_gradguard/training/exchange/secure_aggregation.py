@@ -21,6 +21,7 @@ from torch import Tensor
 from transformers import TrainingArguments
 
 from ...randomness import Stream
+from ..config import setting
 from .key_agreement import KEY_BYTES, agree, load_identity
 
 Bits = Literal[32, 64]
@@ -212,7 +213,7 @@ def secure_aggregation_of(
         >>> secure_aggregation_of(TrainingArguments("out"), Accelerator(cpu=True)) is None
         True
     """
-    if not getattr(args, "secure_aggregation", False):
+    if not setting(args, "secure_aggregation"):
         return None
     return SecureAggregation(
         accelerator, args.secure_aggregation_range, args.secure_aggregation_keys

@@ -15,6 +15,7 @@ from transformers.utils import logging
 
 from ...defenses import Defense
 from ...leakage.received import ADVICE, check_received
+from ..config import setting
 from ..guards.checks import check_loader
 
 ALONE = (
@@ -120,7 +121,7 @@ class StartAlike(TrainerCallback):
             with torch.no_grad():
                 broadcast(tensors)
             pairs = zip(digests, map(_digest, compared), strict=True)
-            if args.process_index and not self._started and getattr(args, "check_received", True):
+            if args.process_index and not self._started and setting(args, "check_received"):
                 say_received(model)
             if num_different := sum(own != received for own, received in pairs):
                 logger.warning(_PLANTED.format(num_different, len(tensors)))
@@ -179,8 +180,8 @@ def agreed_upon(
         3
     """
     settings = {name: getattr(args, name, None) for name in (*_SETTINGS, *_OF_OPTIMIZER)}
-    limited = getattr(args, "leakage_limit", None) is not None
-    settings["leakage_action"] = getattr(args, "leakage_action", None) if limited else None
+    limited = setting(args, "leakage_limit") is not None
+    settings["leakage_action"] = setting(args, "leakage_action") if limited else None
     settings |= _intervals(args)
     draws_together = settings["num_clients"] is not None
     for name in _OF_CLIENTS:

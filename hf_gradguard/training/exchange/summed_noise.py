@@ -4,29 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
 
 from transformers import TrainingArguments
 from transformers.utils import logging
 
 from ...defenses import Defense
+from ..config import setting
 
 logger = logging.get_logger(__name__)
-
-CHOICES = ("message", "sum")
-
-
-def check_noise_for(args: Any) -> None:
-    """Refuse arguments of `GradGuardConfig` that need `secure_aggregation` without it.
-
-    Raises:
-        ValueError: With the way out.
-    """
-    if not args.secure_aggregation and (args.noise_for == "sum" or args.secure_aggregation_keys):
-        raise ValueError(
-            "noise_for='sum' and secure_aggregation_keys need secure_aggregation=True: without it "
-            "others see each message, with its own noise alone."
-        )
 
 
 def is_summed(defense: Defense, args: TrainingArguments) -> bool:
@@ -36,7 +21,7 @@ def is_summed(defense: Defense, args: TrainingArguments) -> bool:
         >>> is_summed(make_defense("gaussian_noise"), TrainingArguments("out"))
         False
     """
-    summed = getattr(args, "noise_for", "message") == "sum"
+    summed = setting(args, "noise_for") == "sum"
     return summed and not getattr(defense, "per_sample", False)
 
 

@@ -16,8 +16,6 @@ from ..exchange.secure_aggregation import SecureAggregation
 
 logger = logging.get_logger(__name__)
 
-CHOICES = ("local", "shared", "frozen")
-
 
 def tracking_layers(model: nn.Module) -> dict[str, nn.modules.batchnorm._NormBase]:
     """The layers that keep running statistics, by name.
@@ -38,7 +36,7 @@ def warn_of_statistics(model: nn.Module, choice: str) -> None:
 
     Args:
         model: What is trained.
-        choice: One of `CHOICES`.
+        choice: One of `BATCH_STATISTICS` of `config.py`.
 
     Example:
         >>> warn_of_statistics(model, "local")  # BERT has none, so nothing is said

@@ -20,6 +20,7 @@ from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
 from ...defenses import Defense
 from ...defenses.dp import DPSGD
 from ..clients.partition import is_of_datasets
+from ..config import setting
 
 if TYPE_CHECKING:
     from ...leakage import FisherAccountant
@@ -146,8 +147,8 @@ def check_leakage(
         Traceback (most recent call last):
         NotImplementedError: GradGuardTrainer does not support leakage_limit with pruning: ...
     """
-    limit = getattr(args, "leakage_limit", None)
-    measured = bool(getattr(args, "leakage_logging_steps", 0)) or limit is not None
+    limit = setting(args, "leakage_limit")
+    measured = bool(setting(args, "leakage_logging_steps")) or limit is not None
     if args.use_liger_kernel and (
         measured or accountant is not None or defense.facts.needs_second_order
     ):
@@ -202,10 +203,7 @@ def _argument_refusals(args: TrainingArguments) -> Iterator[str]:
     word = "activation" if hasattr(args, "activation_checkpointing") else "gradient"
     checkpointing = getattr(args, f"{word}_checkpointing_kwargs") or {}
     if getattr(args, f"{word}_checkpointing") and checkpointing.get("use_reentrant"):
-        yield (
-            "reentrant activation checkpointing: it cannot run under torch.autograd.grad. Set "
-            "activation_checkpointing_kwargs={'use_reentrant': False}."
-        )
+        yield _REENTRANT
     strategy = str(getattr(args.hub_strategy, "value", args.hub_strategy))
     if args.push_to_hub and strategy in ("checkpoint", "all_checkpoints"):
         yield (
@@ -229,6 +227,8 @@ def _model_refusals(model: nn.Module, sharded: bool) -> Iterator[str]:
         yield "a model wrapped in DistributedDataParallel. Pass the module inside it."
     if any(isinstance(m, OptimizedModule) or m._compiled_call_impl for m in model.modules()):
         yield _COMPILE
+    if any(_recomputes_reentrantly(m) for m in model.modules()):
+        yield _REENTRANT
     if any(isinstance(m, nn.SyncBatchNorm) for m in model.modules()):
         yield (
             "SyncBatchNorm: it exchanges the statistics of every batch, and gradients of them, "
@@ -250,6 +250,14 @@ def _model_refusals(model: nn.Module, sharded: bool) -> Iterator[str]:
             "a model spread over several devices. Load it whole on one: from_pretrained without "
             "device_map='auto'."
         )
+
+
+def _recomputes_reentrantly(module: nn.Module) -> bool:
+    """Whether Transformers checkpoints a module's activations in a backward pass inside another."""
+    if not getattr(module, "gradient_checkpointing", False):
+        return False
+    settings = getattr(getattr(module, "_gradient_checkpointing_func", None), "keywords", {})
+    return bool(settings.get("use_reentrant", False))
 
 
 def _accelerator_refusals(accelerator: Accelerator, train_dataset: Any) -> Iterator[str]:
@@ -354,12 +362,17 @@ _LIGER = (
     "Set use_liger_kernel=False; or use a defense that differentiates once (noise, pruning, "
     "quantization; {} may not), with no leakage_logging_steps, leakage_limit or accountant."
 )
+_REENTRANT = (
+    "reentrant activation checkpointing: it cannot run under torch.autograd.grad. Set "
+    "activation_checkpointing_kwargs={'use_reentrant': False}, or pass that to the model's "
+    "gradient_checkpointing_enable."
+)
 _STATIC_GRAPH = (
     "a static DDP graph: it expects a backward pass through DDP at every step, and there is none. "
     "Leave ddp_static_graph unset."
 )
 
-_STEPS = {("trl", "SFTTrainer"), ("trl", "DPOTrainer")}
+_STEPS = {("trl", name) for name in ("SFTTrainer", "DPOTrainer", "RewardTrainer", "KTOTrainer")}
 """Trainers whose own training step only enters a context, of offloading, that is refused."""
 
 
@@ -404,11 +417,48 @@ def check_order(trainer_class: type, mixin: type) -> None:
 
 def draws_batches(trainer_class: type, mixin: type) -> bool:
     """Whether a class draws training batches in a way of its own, or a base does."""
-    return any(
-        "get_train_dataloader" in vars(base)
-        for base in trainer_class.__mro__
-        if base not in (mixin, Trainer)
-    )
+    return _overrides(trainer_class, mixin, "get_train_dataloader")
+
+
+def check_drawing(trainer_class: type, mixin: type, args: TrainingArguments, reason: str) -> None:
+    """Refuse a sampler of one's own where rows are drawn in another way: what it excludes would be
+    trained on all the same. Likewise what would change how many are drawn.
+
+    Args:
+        trainer_class: Of the Trainer.
+        mixin: `GradGuardMixin`.
+        args: Training arguments, of which those count that decide which rows are drawn.
+        reason: What draws rows.
+
+    Raises:
+        NotImplementedError: With the way out.
+
+    Example:
+        >>> from hf_gradguard import GradGuardMixin, GradGuardTrainer
+        >>> check_drawing(GradGuardTrainer, GradGuardMixin, TrainingArguments("out"), "num_clients")
+    """
+    if _overrides(trainer_class, mixin, "_get_train_sampler"):
+        raise NotImplementedError(
+            f"GradGuardTrainer does not support _get_train_sampler with {reason}, which draws rows "
+            "in its own way: rows that the sampler leaves out would be trained on. Leave them out "
+            "of train_dataset (select, filter), and leave _get_train_sampler as it is."
+        )
+    if getattr(args, "train_sampling_strategy", "random") != "random":
+        raise NotImplementedError(
+            "GradGuardTrainer does not support "
+            f"train_sampling_strategy={args.train_sampling_strategy!r} with {reason}, which draws "
+            "rows in its own way. Leave it at its default."
+        )
+    if args.auto_find_batch_size:
+        raise NotImplementedError(
+            f"GradGuardTrainer does not support auto_find_batch_size with {reason}: another batch "
+            "size would be another sampling rate, and other shares of clients, within a training. "
+            "Find the size first, and set per_device_train_batch_size."
+        )
+
+
+def _overrides(trainer_class: type, mixin: type, name: str) -> bool:
+    return any(name in vars(base) for base in trainer_class.__mro__ if base not in (mixin, Trainer))
 
 
 def base_refusals(args: TrainingArguments) -> Iterator[str]:

@@ -20,6 +20,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from ...randomness import Stream
 from ..clients.partition import fetched
+from ..config import setting
 
 _NAMES = ("labels", "label", "label_ids")
 
@@ -181,13 +182,13 @@ def protect_labels(
             f"GradGuardTrainer does not support protect_labels with label_names={sorted(unknown)}: "
             "the loss would take those as they are. Call labels `labels`, without label_names."
         )
-    if getattr(args, "num_clients", None) and args.partition == "dirichlet":
+    if setting(args, "num_clients") and args.partition == "dirichlet":
         raise NotImplementedError(
             "GradGuardTrainer does not support partition='dirichlet' with protect_labels: clients "
             "by class would tell labels, and each rank would divide by its own randomized ones. "
             "Take partition='iid'."
         )
-    epsilon = getattr(args, "label_epsilon", None)
+    epsilon = setting(args, "label_epsilon")
     if epsilon is None:
         raise ValueError(
             "protect_labels was set at an earlier training, and no longer is: true labels would be "
@@ -224,9 +225,9 @@ class Randomizer:
 
     def __call__(self, data: Any, args: Any, model: nn.Module, own_batches: bool) -> Any:
         """Training data, with randomized labels where `args.protect_labels` says so."""
-        if getattr(args, "protect_labels", None) is None and not self._randomized:
+        if setting(args, "protect_labels") is None and not self._randomized:
             return data
-        seed = getattr(args, "noise_seed", None)
+        seed = setting(args, "noise_seed")
         seeds = None if seed is None else (seed, args.process_index, len(self._randomized))
         dataset = next((known for known in self._randomized if known.data is data), data)
         protected = protect_labels(dataset, args, model, LabelKey(seeds), own_batches)

@@ -26,6 +26,7 @@ from ...leakage import PrivacyAccount, dp_sgd_noise_multiplier
 from ...randomness import Stream
 from ..clients.batches import SampledRow
 from ..clients.partition import Rows
+from ..config import setting
 from ..exchange.start import check_agreed
 from ..guards.checks import is_iterable
 from ..message import ClientBatch
@@ -124,7 +125,7 @@ class PrivateRows(TrainerCallback):
         account_file: AccountFile | None = None,
     ) -> None:  # fmt: skip
         self.defense, self._args, self._rank, self._ranks = defense, args, rank, ranks
-        hosted = getattr(args, "clients_per_process", 1)
+        hosted = setting(args, "clients_per_process")
         count = ranks * hosted
         if rows < count:
             raise ValueError(f"{rows} rows of train_dataset are too few for {count} clients.")
@@ -143,7 +144,7 @@ class PrivateRows(TrainerCallback):
     def sampler(self) -> PoissonSampler:
         """Draws the batches of an epoch: as many as would go through all rows once."""
         rounds = math.ceil(min(map(len, self.rows_of_clients)) / self.batch_size)
-        seed = getattr(self._args, "noise_seed", None)
+        seed = setting(self._args, "noise_seed")
         return PoissonSampler(
             self.rows_of_clients, self._rates, self._rank, self._ranks, rounds, seed
         )
@@ -171,7 +172,7 @@ class PrivateRows(TrainerCallback):
             agreed = {"the noise multiplier (rows, steps)": multiplier}
             check_agreed(agreed | {"clients_per_process": hosted}, args.device)
         own_multiplier = multiplier
-        if getattr(args, "noise_for", "message") == "sum":  # a rank can take its own out of it
+        if setting(args, "noise_for") == "sum":  # a rank can take its own out of it
             own_multiplier /= math.sqrt(
                 len(self.rows_of_clients) - len(self.rows_of_clients) // self._ranks
             )
@@ -343,7 +344,7 @@ def _refuse(trainer: Any, chained: bool, own_batches: bool) -> None:
             f"{say} in a chain: what stands beside it may look at the data again, and nothing says "
             "that it does not. Use it alone."
         )
-    if getattr(args, "num_clients", None):
+    if setting(args, "num_clients"):
         raise NotImplementedError(
             f"{say} with num_clients, which draws clients and a fixed number of their rows. Leave "
             "it out: ranks and clients_per_process have fixed rows of their own here."
