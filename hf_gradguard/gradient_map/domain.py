@@ -254,6 +254,8 @@ def check_batch(model: nn.Module, batch: Any, needs_input: bool = True) -> None:
             f"`{domain.key}` of a batch {described}, where a tensor {domain.shape} of at least one "
             "row is needed. Change the collator or the data."
         )
+    if not needs_input and isinstance(domain, Text) and not domain.token_embeddings(model):
+        return  # a plain module names no embedding: its tables are found by what indexes them
     domain.check(model, batch)
 
 
