@@ -26,7 +26,7 @@ def trainer(folder: Path, kind: str, cls: type = GradGuardTrainer, **settings: A
     data = [{key: value[row] for key, value in batch.items()} for row in range(ROWS)]
     args = GradGuardConfig(
         str(folder), report_to=[], use_cpu=True, disable_tqdm=True, logging_steps=100,
-        per_device_train_batch_size=6, save_steps=4, **{"max_steps": 10_000, **settings},
+        per_device_train_batch_size=6, **{"max_steps": 10_000, "save_steps": 4, **settings},
     )  # fmt: skip
     if kind == "epsilon":
         defense = make_defense("dp_sgd", per_sample=True, noise_multiplier=1.0, delta=1e-3)
