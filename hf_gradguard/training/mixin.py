@@ -131,6 +131,7 @@ class GradGuardMixin(TrainerAdapter):
         self._requested, self._accountant = RequestedSettings(args, defense), accountant
         self._privacy_account: PrivacyAccount | None = None
         self._account_file: AccountFile | None = None
+        self._fingerprint: tuple[str, int, str | None] | None = None  # of a run and its data
         self._labels = Randomizer()
         self._counts_metrics = False
         super().__init__(args=args, **kwargs)
@@ -479,10 +480,16 @@ class GradGuardMixin(TrainerAdapter):
             self.account_file.counted,
             None if rows is None else [[*key, n] for key, n in rows.account.messages.items()],
             None if self._labels.key is None else self.train_dataset.epsilon,
-            data_fingerprint(data, run) if numbered else None,
+            self._fingerprint_of(data, run) if numbered else None,
             {"defense": self.defense.name, **settings},
             self.shared_messages.state_dict(),
         )
+
+    def _fingerprint_of(self, data: Any, run: str) -> str | None:
+        """Read once for all checkpoints."""
+        if self._fingerprint is None or self._fingerprint[:2] != (run, id(data)):
+            self._fingerprint = run, id(data), data_fingerprint(data, run)
+        return self._fingerprint[2]
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """As in `Trainer`, with a section on what was protected and what was not."""
