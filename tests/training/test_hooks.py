@@ -156,7 +156,7 @@ def test_rows_that_a_sampler_excludes_are_not_trained_on(mode: str, tmp_path: Pa
 
 
 def test_lengths_do_not_order_what_clients_draw(tmp_path: Path) -> None:
-    with pytest.raises(NotImplementedError, match="train_sampling_strategy"):
+    with pytest.raises(ValueError, match="train_sampling_strategy"):
         protected(GradGuardTrainer, "num_clients", tmp_path, train_sampling_strategy="sequential")
 
 

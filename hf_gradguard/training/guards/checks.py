@@ -443,12 +443,6 @@ def check_drawing(trainer_class: type, mixin: type, args: TrainingArguments, rea
             "in its own way: rows that the sampler leaves out would be trained on. Leave them out "
             "of train_dataset (select, filter), and leave _get_train_sampler as it is."
         )
-    if getattr(args, "train_sampling_strategy", "random") != "random":
-        raise NotImplementedError(
-            "GradGuardTrainer does not support "
-            f"train_sampling_strategy={args.train_sampling_strategy!r} with {reason}, which draws "
-            "rows in its own way. Leave it at its default."
-        )
     if args.auto_find_batch_size:
         raise NotImplementedError(
             f"GradGuardTrainer does not support auto_find_batch_size with {reason}: another batch "
