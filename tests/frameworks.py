@@ -17,6 +17,7 @@ from transformers import (
     BertModel,
     LlamaConfig,
     LlamaForCausalLM,
+    LlamaForSequenceClassification,
     Seq2SeqTrainer,
     Seq2SeqTrainingArguments,
 )
@@ -120,6 +121,30 @@ def dpo(lora: bool = False) -> Training:
     data = {"prompt": sentences(), "chosen": sentences(1), "rejected": sentences(2)}
     more = {} if lora else {"ref_model": None}
     return Training(trl.DPOTrainer, trl.DPOConfig, lambda: _trl(lora, data, **more), PLAIN)
+
+
+def reward() -> Training:
+    """Scores of answers, of which one is preferred."""
+    import trl
+
+    def make() -> dict[str, Any]:
+        made = _trl(False, {"chosen": sentences(1), "rejected": sentences(2)})
+        config = made["model"].config
+        config.num_labels = 1
+        made["model"] = seeded(lambda: LlamaForSequenceClassification(config))
+        return made
+
+    return Training(trl.RewardTrainer, trl.RewardConfig, make, PLAIN)
+
+
+def kto() -> Training:
+    """Answers that are good or bad, each beside another's prompt."""
+    import trl
+
+    data: dict[str, Any] = {"prompt": sentences(), "completion": sentences(1)}
+    data["label"] = [bool(k % 2) for k in range(ROWS)]
+    more = {"ref_model": None}
+    return Training(trl.KTOTrainer, trl.KTOConfig, lambda: _trl(False, data, **more), PLAIN)
 
 
 def sentence_encoder(folder: Path, lora: bool = False) -> Any:

@@ -21,7 +21,7 @@ from transformers import TrainingArguments
 from ..defenses import Defense
 from ..gradient_map.cache import forget
 from ..gradient_map.parameters import shared_parameters
-from ..gradient_map.replay import no_exchange
+from ..gradient_map.replay import draws_kept, modes_kept, no_exchange
 from ..leakage import FisherAccountant, PrivacyAccount
 from .adapter import TrainerAdapter, annotate_errors, without_exchange
 from .card import complete_card
@@ -68,6 +68,7 @@ from .message import ClientBatch, MessageMaker, RandomStreams
 from .meter import LeakageMeter
 from .privacy.account import AccountFile
 from .privacy.coupling import CouplingCheck
+from .privacy.draws import draws_restored
 from .privacy.fingerprint import data_fingerprint
 from .privacy.labels import RandomizedLabels, Randomizer
 from .privacy.private_rows import PoissonSampler, PrivateRows, private_rows_of, say_unit
@@ -130,7 +131,6 @@ class GradGuardMixin(TrainerAdapter):
             check_arguments(args)
         self._requested, self._accountant = RequestedSettings(args, defense), accountant
         self._privacy_account: PrivacyAccount | None = None
-        self._account_file: AccountFile | None = None
         self._fingerprint: tuple[str, int, str | None] | None = None  # of a run and its data
         self._labels = Randomizer()
         self._counts_metrics = False
@@ -165,9 +165,7 @@ class GradGuardMixin(TrainerAdapter):
         self.shared_messages.begin_training()
         self._weights = LossWeights(self._loss)
         own_batches = draws_batches(type(self), GradGuardMixin)
-        folder, rank = str(self.args.output_dir), self.args.process_index
-        self._account_file = self._account_file or AccountFile(folder, rank)
-        self._account_file.write_to(folder)
+        self.account_file.write_to(str(self.args.output_dir))
         self.train_dataset = self._labels(self.train_dataset, self.args, self.model, own_batches)
         objects = {n: getattr(self, n) for n in ("model", "train_dataset", "processing_class")}
         check_training(self.args, self.model, self.accelerator, self.train_dataset)
@@ -194,7 +192,7 @@ class GradGuardMixin(TrainerAdapter):
         self._tables = AgreedTables(self.accelerator)
         self._shared(self.model)  # refuse none, name withheld
         self._host_clients(defense, own_batches)
-        meter = LeakageMeter(self.args, defense, self._accountant, self._account_file)
+        meter = LeakageMeter(self.args, defense, self._accountant, self.account_file)
         self._meter = meter if meter.measures_any else None
         self.asks_for_input = defense.facts.needs_input or meter.measures_any
         streams = RandomStreams.of_arguments(self.args, self.accelerator.process_index)
@@ -214,7 +212,7 @@ class GradGuardMixin(TrainerAdapter):
         ranks = self.accelerator.num_processes
         self.remove_callback(PrivateRows)
         self.private_rows = private_rows_of(
-            self, own_batches, lambda: self._clients, self._privacy_account, self._account_file
+            self, own_batches, lambda: self._clients, self._privacy_account, self.account_file
         )
         # Each sample's loss is its own mean then; counts of labels would tell of the rows.
         self.counts_items = self.private_rows is None
@@ -350,6 +348,11 @@ class GradGuardMixin(TrainerAdapter):
         """
         self._requested.check_unchanged(self.args)
         batches, count = super().get_batch_samples(*args, **kwargs)
+        if batches and self.ledger.strangers:
+            with draws_restored(), draws_kept(self.model), modes_kept(self.model):
+                inputs = self._prepare_inputs(batches[0])
+                inputs = {k: v for k, v in inputs.items() if not k.startswith("gradguard_")}
+                self.ledger.check_strangers(self._loss(self.model, inputs, None))
         if self._rows_of_clients and any(CLIENT not in batch for batch in batches):
             raise NotImplementedError(
                 "GradGuardTrainer does not support num_clients with a get_train_dataloader whose "
@@ -457,11 +460,10 @@ class GradGuardMixin(TrainerAdapter):
         if self.accountant is not None:
             self.accountant.load_releases(e["release"] for e in records if "release" in e)
 
-    @property
+    @functools.cached_property
     def account_file(self) -> AccountFile:
         """Where what leaves this rank is written down before."""
-        assert self._account_file is not None
-        return self._account_file
+        return AccountFile(str(self.args.output_dir), self.args.process_index)
 
     @property
     def _has_account(self) -> bool:

@@ -380,3 +380,15 @@ def test_ligers_kernels_are_refused_with_what_differentiates_twice() -> None:
     assert defense.facts.needs_second_order
     with pytest.raises(NotImplementedError, match=r"Liger kernels.*refiner may not"):
         check_leakage(args, defense, None, own_batches=False)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointing_that_a_model_brings_is_looked_at(reentrant: bool) -> None:
+    """Without a word in the training arguments."""
+    model = make_task("bert")[0]
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    if reentrant:
+        with pytest.raises(NotImplementedError, match="reentrant activation checkpointing"):
+            check_model(model)
+        model.gradient_checkpointing_disable()
+    check_model(model)

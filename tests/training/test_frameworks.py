@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from frameworks import Training, dpo, encoders, seq2seq, sft
+from frameworks import Training, dpo, encoders, kto, reward, sentence_encoder, seq2seq, sft
 from test_checkpoints import Hub, hub  # noqa: F401
 from torch import nn
 from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer
@@ -56,6 +56,20 @@ def test_every_family_of_defense_protects(
     (entry,) = (entry for entry in trainer.state.log_history if "loss" in entry)
     assert entry["defense/relative_error"] > 1e-3
     assert entry["grad_norm"] > 0
+
+
+@pytest.mark.parametrize("make", [reward, kto])
+def test_trainers_whose_step_is_sfts_train_as_stock(tmp_path: Path, make: Any) -> None:
+    """Their own training step enters a context, of offloading, that is refused."""
+    stock, ours = make().run(tmp_path, None), make().run(tmp_path, SHARED)
+    for (name, one), other in zip(
+        ours.model.named_parameters(), stock.model.parameters(), strict=True
+    ):
+        assert torch.allclose(one, other, atol=1e-6), name
+    noisy = make().run(tmp_path, {"defense": "gaussian_noise", "max_steps": 1})
+    assert noisy.state.log_history[0]["defense/relative_error"] > 1e-3
+    with pytest.raises(NotImplementedError, match="activation_offloading: it is entered"):
+        make().run(tmp_path, {"defense": "gaussian_noise", "activation_offloading": True})
 
 
 def test_what_cannot_protect_says_why(tmp_path: Path) -> None:
@@ -107,6 +121,19 @@ def test_losses_with_parameters_of_their_own_are_refused(tmp_path: Path, folder:
 
     with pytest.raises(NotImplementedError, match=r"1 of the optimizer's parameters \(shapes \(3,"):
         encoders(folder, loss=Scaled).run(tmp_path, {"defense": "gaussian_noise"})
+
+
+def test_a_model_that_guides_a_loss_is_not_trained(tmp_path: Path, folder: Path) -> None:
+    """Its parameters are in the optimizer, without any gradient, as in the stock Trainer."""
+    from sentence_transformers import losses
+
+    def guided(model: Any) -> nn.Module:
+        return losses.GISTEmbedLoss(model, guide=sentence_encoder(folder))
+
+    stock = encoders(folder, loss=guided).run(tmp_path, None)
+    ours = encoders(folder, loss=guided).run(tmp_path, SHARED)
+    for one, other in zip(ours.model.parameters(), stock.model.parameters(), strict=True):
+        assert torch.allclose(one, other, atol=1e-6)
 
 
 def test_losses_that_differentiate_by_themselves_are_refused(tmp_path: Path, folder: Path) -> None:

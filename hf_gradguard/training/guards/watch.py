@@ -21,6 +21,7 @@ from transformers import TrainerCallback, TrainingArguments
 from transformers.utils import logging
 
 from ...gradient_map.parameters import find_tables, remember_tables
+from ...gradient_map.replay import nodes_of
 from ...gradient_map.types import LossFunction
 from ..exchange.average import average
 from ..exchange.secure_aggregation import SecureAggregation
@@ -43,6 +44,9 @@ class Ledger(TrainerCallback):
 
     As a callback it watches the optimizer of every training.
 
+    Attributes:
+        strangers: Parameters that it holds and the model has not, until they are looked at.
+
     Example:
         >>> ledger = Ledger()
         >>> ledger.check(model.parameters(), "share a message")
@@ -58,6 +62,7 @@ class Ledger(TrainerCallback):
         self._names: dict[nn.Parameter, str] = {}
         self._exchanged = False
         self._watched: Any = None
+        self.strangers: list[nn.Parameter] = []
 
     def check(self, parameters: Iterable[nn.Parameter], action: str) -> None:
         """Refuse to go on unless every `.grad` is none, or as it was written.
@@ -109,16 +114,28 @@ class Ledger(TrainerCallback):
         self._names = {parameter: name for name, parameter in model.named_parameters()}
         wrapped = getattr(optimizer, "optimizer", optimizer)  # Accelerate wraps it
         optimized = [p for group in getattr(wrapped, "param_groups", []) for p in group["params"]]
-        if strangers := [p for p in optimized if p not in self._names]:
-            raise NotImplementedError(
-                f"GradGuardTrainer does not support {len(strangers)} of the optimizer's parameters "
-                f"(shapes {', '.join(str(tuple(p.shape)) for p in strangers[:3])}), which are none "
-                "of the model's: a loss has its own. They would not be trained. Make them part of "
-                "the model, or take a loss without any."
-            )
+        self.strangers = [p for p in optimized if p not in self._names]
         if wrapped is not self._watched:
             wrapped.register_step_pre_hook(self._before_step)
             self._watched = wrapped
+
+    def check_strangers(self, loss: Tensor) -> None:
+        """Refuse a loss that is computed from `strangers`, as far as it would train them. A model
+        that only guides one (as in sentence-transformers' GISTEmbedLoss) is not trained anyway.
+
+        Raises:
+            NotImplementedError: With their shapes.
+        """
+        reached = {id(getattr(node, "variable", None)) for node in nodes_of([loss])}
+        trained = [parameter for parameter in self.strangers if id(parameter) in reached]
+        self.strangers = []
+        if trained:
+            raise NotImplementedError(
+                f"GradGuardTrainer does not support {len(trained)} of the optimizer's parameters "
+                f"(shapes {', '.join(str(tuple(p.shape)) for p in trained[:3])}), which are none "
+                "of the model's: a loss has its own. They would not be trained. Make them part of "
+                "the model, or take a loss without any."
+            )
 
     def _is_ours(self, parameter: nn.Parameter, gradient: Tensor) -> bool:
         tensor, version = self._written.get(parameter, (None, -1))
