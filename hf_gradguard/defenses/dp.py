@@ -32,10 +32,11 @@ _OF_MESSAGES = ("scale", "relative_scale", "utility_budget")
 class DPSGD(NoiseDefense):
     """Clip, then add the same Gaussian noise everywhere.
 
-    As it is, the client's batch-mean gradient is clipped. With `clip_by="norm"` and an absolute
-    `scale` every message is a Gaussian mechanism for the client as a whole: whatever its batch is
-    replaced by moves the message by 2C at most, so its noise multiplier is scale/(2C)
-    (`client_noise_multiplier`, logged as `defense/client_noise_multiplier`).
+    As it is, the client's batch-mean gradient is clipped: client-level noise. With
+    `clip_by="norm"` and an absolute `scale` every message is a Gaussian mechanism for the client as
+    a whole: whatever its batch is replaced by moves the message by 2C at most, so its noise
+    multiplier is scale/(2C) (`client_noise_multiplier`, logged as
+    `defense/client_noise_multiplier`).
 
     With `per_sample=True` each sample's gradient is clipped to norm C and the message is
     (Σ_b clip(g_b) + σC N(0, I))/B: DP-SGD, which is (ε, δ)-differentially private for every row of

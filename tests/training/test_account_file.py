@@ -91,11 +91,15 @@ def test_a_run_that_goes_on_elsewhere_counts_both_folders(tmp_path: Path) -> Non
     assert sum(again.private_rows.account.messages.values()) == 6 + 4 + 1
 
 
-def test_a_new_run_in_the_folder_counts_its_own(tmp_path: Path) -> None:
+def test_a_new_run_in_the_folder_counts_its_own(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     for _ in range(2):
+        assert "earlier run" not in caplog.text
         t = trainer(tmp_path, "epsilon", max_steps=5)
         t.train()
         assert sum(t.private_rows.account.messages.values()) == 5
+    assert "holds 5 message(s) of 1 earlier run(s)" in caplog.text
 
 
 def emptied(file: Path) -> None:

@@ -18,11 +18,20 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from transformers.utils import logging
+
+logger = logging.get_logger(__name__)
+
 NAME = "gradguard_account_rank{}.jsonl"
 _EMPTIED = (
     "{} beside the checkpoint holds fewer messages of this run than the checkpoint counted: it was "
     "removed, emptied or swapped, so what left after the checkpoint cannot be counted. Copy it "
     "back from the output folder that the run wrote to; or begin a new run."
+)
+_BEYOND = "{} message(s) left after the checkpoint, before the run ended: the account counts them."
+_OTHER_RUNS = (
+    "{} holds {} message(s) of {} earlier run(s), which this run's account leaves out. What they "
+    "told of the same data adds up: to count it, resume."
 )
 _OTHER_RUN = (
     "This Trainer has shared messages of a run of its own, which the account of the checkpoint's "
@@ -113,6 +122,8 @@ class AccountFile:
                     self._counted[attempt] = present[attempt]
         if any(present[attempt] < number for attempt, number in counted.items()):
             raise ValueError(_EMPTIED.format(self._name))
+        if beyond:
+            logger.warning(_BEYOND.format(len(beyond)))
         return beyond
 
     def go_on_with(self, run: str) -> None:
@@ -138,7 +149,9 @@ class AccountFile:
         try:
             state = os.fstat(descriptor)
             if (state.st_ino, state.st_size) != self._end:  # the first line, or another Trainer's
-                _, self._digest, size = _read(self._path)
+                records, self._digest, size = _read(self._path)
+                if not self._counted and (others := {r["run"] for r in records} - {self.run}):
+                    logger.warning(_OTHER_RUNS.format(self._path, len(records), len(others)))
                 os.ftruncate(descriptor, size)  # a line that a kill cut off: it never left
             line, self._digest = _sealed(content, self._digest)
             os.write(descriptor, line)
