@@ -238,7 +238,7 @@ def private(trainer: GradGuardTrainer) -> tuple[dict[str, float | None], str]:
         return {}, ""
     power = membership_power(rows.noise_multiplier)
     messages = "the ranks' summed messages" if trainer.args.noise_for == "sum" else "a message"
-    claim = "" if rows.epsilon is None else f", ε = {rows.epsilon:.2g}"
+    claim = "" if rows.epsilon is None else f", for one row of the data ε = {rows.epsilon:.2g}"
     claim += f"; of {messages} nobody tells more than {power:.1%} of the rows at 1 % false alarms"
     return {"epsilon": rows.epsilon, "told_of_a_message": power}, claim
 
